@@ -1,0 +1,71 @@
+# Every target sets up what it needs in .venv; CI and people call the same ones.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# threads of torch x processes <= cores: the processes of one job share the machine
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup demo test unit lint proto build clean \
+        bar-ncf bar-ctr bar-equal bar-wrap bar-kernels bar-rows bench-growth bench-startup
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
+
+setup: $(VENV)/.ready  ## create .venv with every version pinned
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "embershard needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(VENV)/.outside: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[outside]'
+	touch $@
+
+demo: setup  ## two shards and two workers train DLRM on a click stream
+	$(BIN)/embershard train examples/demo.yaml
+
+test: setup lint  ## everything that CI runs
+	$(BIN)/python -m pytest
+
+unit: setup  ## the tests that start no processes
+	$(BIN)/python -m pytest -m 'not integration'
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+proto: setup  ## generate the code of proto/embershard.proto
+	$(BIN)/python -m grpc_tools.protoc -I src --python_out=src --pyi_out=src embershard/proto/embershard.proto
+
+build: setup  ## wheel and sdist in dist/
+	$(BIN)/python -m build
+
+bar-ncf: setup  ## quality on MovieLens-1M against the published numbers
+	$(BIN)/python bench/bar_ncf.py
+
+bar-ctr: setup  ## quality on Frappe and Adult against the published numbers
+	$(BIN)/python bench/bar_ctr.py
+
+bar-equal: setup  ## bit-identical over shards and carriers; equal to torch in one process
+	$(BIN)/python bench/bar_equal.py
+
+bar-wrap: setup $(VENV)/.outside  ## other people's models train unchanged
+	$(BIN)/python bench/bar_wrap.py
+
+bar-kernels: setup  ## pull and push against torch's index ops and memcpy
+	$(BIN)/python bench/kernels.py
+
+bar-rows: setup  ## 100 million rows on one machine
+	$(BIN)/python bench/rows.py
+
+bench-growth: setup  ## worst pull while a table grows to 20 million rows
+	$(BIN)/python bench/growth.py
+
+bench-startup: setup  ## from the command to serving
+	$(BIN)/python bench/startup.py
+
+clean:
+	rm -rf $(VENV) build dist runs

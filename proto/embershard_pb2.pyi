@@ -1,0 +1,227 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class HelloRequest(_message.Message):
+    __slots__ = ("worker",)
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    worker: int
+    def __init__(self, worker: _Optional[int] = ...) -> None: ...
+
+class Greeting(_message.Message):
+    __slots__ = ("shard", "num_shards", "placement_epoch", "version", "instance", "max_message_bytes")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    num_shards: int
+    placement_epoch: int
+    version: str
+    instance: str
+    max_message_bytes: int
+    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[str] = ..., max_message_bytes: _Optional[int] = ...) -> None: ...
+
+class Initializer(_message.Message):
+    __slots__ = ("kind", "params")
+    class ParamsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    PARAMS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    params: _containers.ScalarMap[str, float]
+    def __init__(self, kind: _Optional[str] = ..., params: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class Optimizer(_message.Message):
+    __slots__ = ("name", "settings")
+    class Setting(_message.Message):
+        __slots__ = ("name", "value")
+        NAME_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        name: str
+        value: float
+        def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    settings: _containers.RepeatedCompositeFieldContainer[Optimizer.Setting]
+    def __init__(self, name: _Optional[str] = ..., settings: _Optional[_Iterable[_Union[Optimizer.Setting, _Mapping]]] = ...) -> None: ...
+
+class TableSpec(_message.Message):
+    __slots__ = ("name", "dim", "optimizer", "initializer", "id_space", "seed")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIM_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    INITIALIZER_FIELD_NUMBER: _ClassVar[int]
+    ID_SPACE_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dim: int
+    optimizer: Optimizer
+    initializer: Initializer
+    id_space: str
+    seed: int
+    def __init__(self, name: _Optional[str] = ..., dim: _Optional[int] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., initializer: _Optional[_Union[Initializer, _Mapping]] = ..., id_space: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class DeclareRequest(_message.Message):
+    __slots__ = ("spec", "worker", "load")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    spec: TableSpec
+    worker: int
+    load: bool
+    def __init__(self, spec: _Optional[_Union[TableSpec, _Mapping]] = ..., worker: _Optional[int] = ..., load: _Optional[bool] = ...) -> None: ...
+
+class Declared(_message.Message):
+    __slots__ = ("created", "loading")
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    LOADING_FIELD_NUMBER: _ClassVar[int]
+    created: bool
+    loading: bool
+    def __init__(self, created: _Optional[bool] = ..., loading: _Optional[bool] = ...) -> None: ...
+
+class LoadRequest(_message.Message):
+    __slots__ = ("table", "placement_epoch", "ids", "rows", "worker", "last")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    placement_epoch: int
+    ids: bytes
+    rows: bytes
+    worker: int
+    last: bool
+    def __init__(self, table: _Optional[str] = ..., placement_epoch: _Optional[int] = ..., ids: _Optional[bytes] = ..., rows: _Optional[bytes] = ..., worker: _Optional[int] = ..., last: _Optional[bool] = ...) -> None: ...
+
+class Loaded(_message.Message):
+    __slots__ = ("rows",)
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    rows: int
+    def __init__(self, rows: _Optional[int] = ...) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("placement_epoch", "tables")
+    class TableIds(_message.Message):
+        __slots__ = ("table", "ids")
+        TABLE_FIELD_NUMBER: _ClassVar[int]
+        IDS_FIELD_NUMBER: _ClassVar[int]
+        table: str
+        ids: bytes
+        def __init__(self, table: _Optional[str] = ..., ids: _Optional[bytes] = ...) -> None: ...
+    PLACEMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    placement_epoch: int
+    tables: _containers.RepeatedCompositeFieldContainer[PullRequest.TableIds]
+    def __init__(self, placement_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PullRequest.TableIds, _Mapping]]] = ...) -> None: ...
+
+class Rows(_message.Message):
+    __slots__ = ("tables",)
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    tables: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, tables: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class PushRequest(_message.Message):
+    __slots__ = ("worker", "epoch", "seq", "first_incomplete", "clock", "placement_epoch", "tables")
+    class TableGradients(_message.Message):
+        __slots__ = ("table", "ids", "gradients", "lr_scale")
+        TABLE_FIELD_NUMBER: _ClassVar[int]
+        IDS_FIELD_NUMBER: _ClassVar[int]
+        GRADIENTS_FIELD_NUMBER: _ClassVar[int]
+        LR_SCALE_FIELD_NUMBER: _ClassVar[int]
+        table: str
+        ids: bytes
+        gradients: bytes
+        lr_scale: float
+        def __init__(self, table: _Optional[str] = ..., ids: _Optional[bytes] = ..., gradients: _Optional[bytes] = ..., lr_scale: _Optional[float] = ...) -> None: ...
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    FIRST_INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    worker: int
+    epoch: int
+    seq: int
+    first_incomplete: int
+    clock: int
+    placement_epoch: int
+    tables: _containers.RepeatedCompositeFieldContainer[PushRequest.TableGradients]
+    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., first_incomplete: _Optional[int] = ..., clock: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PushRequest.TableGradients, _Mapping]]] = ...) -> None: ...
+
+class Pushed(_message.Message):
+    __slots__ = ("duplicate", "applied", "skipped")
+    DUPLICATE_FIELD_NUMBER: _ClassVar[int]
+    APPLIED_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    duplicate: bool
+    applied: int
+    skipped: int
+    def __init__(self, duplicate: _Optional[bool] = ..., applied: _Optional[int] = ..., skipped: _Optional[int] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TableStatus(_message.Message):
+    __slots__ = ("name", "dim", "rows", "bytes", "optimizer", "loading")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIM_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    LOADING_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dim: int
+    rows: int
+    bytes: int
+    optimizer: str
+    loading: bool
+    def __init__(self, name: _Optional[str] = ..., dim: _Optional[int] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., optimizer: _Optional[str] = ..., loading: _Optional[bool] = ...) -> None: ...
+
+class ShardStatus(_message.Message):
+    __slots__ = ("shard", "num_shards", "placement_epoch", "version", "instance", "uptime_seconds", "resident_bytes", "requests", "pulled_rows", "pushed_rows", "duplicate_pushes", "skipped_rows", "queued_bytes", "tables")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PULLED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    PUSHED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    DUPLICATE_PUSHES_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    num_shards: int
+    placement_epoch: int
+    version: str
+    instance: str
+    uptime_seconds: float
+    resident_bytes: int
+    requests: int
+    pulled_rows: int
+    pushed_rows: int
+    duplicate_pushes: int
+    skipped_rows: int
+    queued_bytes: int
+    tables: _containers.RepeatedCompositeFieldContainer[TableStatus]
+    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., pulled_rows: _Optional[int] = ..., pushed_rows: _Optional[int] = ..., duplicate_pushes: _Optional[int] = ..., skipped_rows: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ...) -> None: ...

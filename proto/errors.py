@@ -1,0 +1,212 @@
+"""The error tree. Each error has fields, one message built here, and one wire status.
+
+A shard raises these; a carrier moves them as (status, name, fields) and the client raises the same type again.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from typing import ClassVar
+
+
+class Status(enum.Enum):
+    """Wire status of an error; the names are gRPC's."""
+
+    INVALID_ARGUMENT = "INVALID_ARGUMENT"
+    NOT_FOUND = "NOT_FOUND"
+    ABORTED = "ABORTED"
+    FAILED_PRECONDITION = "FAILED_PRECONDITION"
+    RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
+    UNAVAILABLE = "UNAVAILABLE"
+    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
+    INTERNAL = "INTERNAL"
+
+
+Field = str | int | float | None
+_REGISTRY: dict[str, type[EmbershardError]] = {}
+
+
+class EmbershardError(Exception):
+    """Base of every error of this project.
+
+    `fields` are the facts (table, dim, ...), `template` turns them into the message, and `shard` names the shard
+    that said so ("shard 1 at 10.0.0.2:7700"); it is empty where no shard was involved.
+    """
+
+    status: ClassVar[Status] = Status.INTERNAL
+    retryable: ClassVar[bool] = False
+    template: ClassVar[str] = "{reason}"
+
+    def __init__(self, *, shard: str = "", **fields: Field) -> None:
+        self.fields: dict[str, Field] = fields
+        self.shard = shard
+        super().__init__(self.message)
+
+    def __init_subclass__(cls) -> None:
+        _REGISTRY[cls.__name__] = cls
+
+    @property
+    def message(self) -> str:
+        """What happened, where, and what to do."""
+        text = self.template.format_map(self.fields)
+        return f"{self.shard}: {text}" if self.shard else text
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self).__name__, self.fields, self.shard))
+
+
+def _rebuild(name: str, fields: dict[str, Field], shard: str) -> EmbershardError:
+    return _REGISTRY.get(name, InternalError)(shard=shard, **fields)
+
+
+class InvalidRequest(EmbershardError):
+    """A request that can never succeed: wrong shape, dtype, length or value."""
+
+    status = Status.INVALID_ARGUMENT
+
+
+class WrongDim(InvalidRequest):
+    """Rows or gradients of another dim, or another count, than the table and the ids need."""
+
+    template = (
+        "table {table!r}: {what} hold {got} floats, but {ids} ids of dim {dim} need {want}; "
+        "check the table's dim and that there is one row per id"
+    )
+
+
+class MessageTooLarge(InvalidRequest):
+    """A message over the limit that both sides agreed on."""
+
+    template = "a message of {got} bytes is over the limit of {limit} bytes; send fewer ids per call"
+
+
+class UnknownTable(EmbershardError):
+    """A table that nobody declared on this shard."""
+
+    status = Status.NOT_FOUND
+    template = "no table {table!r} here (declared: {known}); declare it first, or check its name"
+
+
+class UnknownOptimizer(EmbershardError):
+    """An optimizer that this shard was not started with."""
+
+    status = Status.NOT_FOUND
+    template = (
+        "no optimizer {optimizer!r} here (known: {known}); a user-defined one needs "
+        "`embershard ps --import MODULE` on every shard"
+    )
+
+
+class TableMismatch(EmbershardError):
+    """A declaration that differs from the existing table."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "table {table!r} exists with other settings: {difference}; use another name or the same settings"
+
+
+class TableLoading(EmbershardError):
+    """A table whose first values another worker is still loading; the client waits and asks again."""
+
+    status = Status.UNAVAILABLE
+    retryable = True
+    template = "table {table!r} is being loaded by worker {worker}; if that worker died, restart the shards"
+
+
+class WrongPlacement(EmbershardError):
+    """A request routed by another placement than the shard's."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "the request was routed by placement epoch {got}, the shard has {want}; connect again"
+
+
+class StaleWorker(EmbershardError):
+    """A push of an earlier incarnation of a worker; it was fenced and not applied."""
+
+    status = Status.ABORTED
+    template = (
+        "worker {worker} (epoch {got}) was replaced by a newer one (epoch {want}); "
+        "two processes run with the same worker number"
+    )
+
+
+class ShardBusy(EmbershardError):
+    """The apply queue is full; the client waits `retry_after_ms` and sends the same push again."""
+
+    status = Status.RESOURCE_EXHAUSTED
+    retryable = True
+    template = "the apply queue is full ({queued_bytes} bytes waiting); retry after {retry_after_ms} ms"
+
+
+class ShuttingDown(EmbershardError):
+    """The shard got SIGTERM: it finishes what it accepted and takes nothing new."""
+
+    status = Status.UNAVAILABLE
+    retryable = True
+    template = "the shard is shutting down"
+
+
+class InternalError(EmbershardError):
+    """A defect on the shard's side; its log has the traceback."""
+
+    status = Status.INTERNAL
+
+
+class ShardUnavailable(EmbershardError):
+    """No answer from a shard by the deadline (raised by the client)."""
+
+    status = Status.UNAVAILABLE
+    template = (
+        "no answer within {seconds:.1f} s ({reason}); check that it runs "
+        "(`embershard status {address}`) and that this machine reaches it"
+    )
+
+
+class NotAShard(EmbershardError):
+    """Something else than an embershard shard answers at an address (raised by the client)."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "{address} answers, but not as an embershard shard ({reason}); check the address and port"
+
+
+class WrongShards(EmbershardError):
+    """The shards found do not make one placement: an index twice, one missing, or another count (client)."""
+
+    status = Status.FAILED_PRECONDITION
+
+
+class NonFiniteValue(EmbershardError):
+    """A NaN or Inf where only finite numbers make sense."""
+
+    status = Status.INVALID_ARGUMENT
+    template = "table {table!r}: {what} hold {count} non-finite values"
+
+
+class JobError(EmbershardError):
+    """A job file or a data file with a mistake; the message says file:line or field."""
+
+    status = Status.INVALID_ARGUMENT
+    template = "{where}: {reason}"
+
+
+def to_wire(error: EmbershardError) -> tuple[Status, bytes]:
+    """Status and detail bytes (UTF-8 JSON: name, fields) of an error."""
+    detail = {"name": type(error).__name__, "fields": error.fields}
+    return error.status, json.dumps(detail, separators=(",", ":")).encode()
+
+
+def from_wire(detail: bytes, shard: str) -> EmbershardError:
+    """The error that `to_wire` described; any bytes give an EmbershardError, never another exception."""
+    try:
+        parsed = json.loads(detail)
+        name, fields = parsed["name"], parsed["fields"]
+        cls = _REGISTRY[name]
+        if not isinstance(fields, Mapping):
+            raise TypeError("fields must be an object")
+        return cls(shard=shard, **{str(key): value for key, value in fields.items()})
+    except (ValueError, KeyError, TypeError, IndexError):
+        return InternalError(shard=shard, reason=f"an error this version does not know: {detail[:200]!r}")

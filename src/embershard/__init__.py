@@ -1,0 +1,1 @@
+"""embershard: a sharded parameter server for recommender models in PyTorch."""

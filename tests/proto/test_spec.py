@@ -1,0 +1,78 @@
+import pytest
+
+from embershard.proto.spec import (
+    OPTIMIZERS,
+    SGD,
+    Adagrad,
+    Adam,
+    Constant,
+    Custom,
+    Initializer,
+    Normal,
+    Optimizer,
+    TableSpec,
+    Uniform,
+    name_key,
+)
+
+
+def test_name_key_has_its_golden_values() -> None:
+    assert name_key("") == 0xB4B2797457A0A6E4
+    assert name_key("items") == 0x8ADEAF5BC672A014
+
+
+@pytest.mark.parametrize("cls", OPTIMIZERS.values())
+def test_an_optimizer_survives_the_wire(cls: type[Optimizer]) -> None:
+    optimizer = cls(lr=0.125)
+    assert Optimizer.of(optimizer.name, optimizer.params()) == optimizer
+    assert next(iter(optimizer.params())) == "lr"
+
+
+def test_a_custom_optimizer_keeps_the_order_of_its_settings() -> None:
+    optimizer = Custom(function="my.module:prox", lr=0.1, settings={"zeta": 1.0, "alpha": 2.0})
+    assert list(optimizer.params()) == ["lr", "zeta", "alpha", "clip_value", "clip_norm"]
+    assert Optimizer.of(optimizer.name, optimizer.params()) == optimizer
+
+
+@pytest.mark.parametrize("initializer", [Constant(value=0.5), Uniform(low=-1.0, high=1.0), Normal(std=0.01)])
+def test_an_initializer_survives_the_wire(initializer: Initializer) -> None:
+    assert Initializer.of(initializer.kind, initializer.params()) == initializer
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SGD(lr=-1.0), "lr must be >= 0, got -1.0"),
+        (lambda: SGD(lr=float("nan")), "lr must be"),
+        (lambda: SGD(lr=0.1, nesterov=True), "nesterov needs a momentum"),
+        (lambda: Adam(lr=0.1, beta1=1.0), "beta1 must be below 1"),
+        (lambda: Uniform(low=1.0, high=0.0), "low must be at most high"),
+        (lambda: Normal(std=-1.0), "std must be >= 0"),
+        (lambda: Custom(function="os.system", lr=0.1), "module:function"),
+        (lambda: TableSpec(name="bad name", dim=4, optimizer=SGD(lr=0.1)), "name must be letters"),
+        (lambda: TableSpec(name="a", dim=0, optimizer=SGD(lr=0.1)), "dim must be 1..65536, got 0"),
+        (lambda: TableSpec(name="a", dim=4, optimizer=SGD(lr=0.1), seed=-1), "seed must be"),
+        (lambda: Optimizer.of("sgdd", {"lr": 1.0}), "unknown optimizer 'sgdd'"),
+        (lambda: Optimizer.of("sgd", {"lr": 1.0, "beta": 1.0}), "unknown setting beta"),
+        (lambda: Optimizer.of("sgd", {}), "lr"),
+        (lambda: Initializer.of("xavier", {}), "unknown initializer 'xavier'"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value(make: object, message: str) -> None:
+    assert callable(make)
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_difference_names_every_setting_that_differs() -> None:
+    mine = TableSpec(name="t", dim=8, optimizer=Adagrad(lr=0.1))
+    theirs = TableSpec(name="t", dim=16, optimizer=Adagrad(lr=0.2), seed=1)
+    assert mine.difference(theirs) == "dim: 8, not 16, seed: 0, not 1, optimizer.lr: 0.1, not 0.2"
+    assert mine.difference(mine) == ""
+
+
+def test_tables_of_one_id_space_share_its_key_but_not_their_first_values() -> None:
+    a = TableSpec(name="a", dim=8, optimizer=SGD(lr=0.1), id_space="users")
+    b = TableSpec(name="b", dim=8, optimizer=SGD(lr=0.1), id_space="users")
+    assert a.space_key == b.space_key
+    assert a.row_seed != b.row_seed
