@@ -1,0 +1,205 @@
+"""The models' formulas against slow plain references, and that every parameter learns."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from embershard.worker.models.dcn import DCNV2, CrossLayers
+from embershard.worker.models.deepfm import DeepFM
+from embershard.worker.models.dlrm import DLRM
+from embershard.worker.models.fm import FM
+from embershard.worker.models.layers import Tower, pairwise_interactions
+from embershard.worker.models.linear import LR
+from embershard.worker.models.ncf import GMF, MLP, NeuMF
+from embershard.worker.models.persia import PersiaDNN
+from embershard.worker.models.recommender import Recommender, num_parameters
+from embershard.worker.models.registry import MODELS
+from embershard.worker.models.two_tower import FrequencyEstimator, TwoTower, sampled_softmax
+from embershard.worker.models.wide_deep import WideDeep
+
+B, F, D, DIM, IDS = 6, 4, 3, 5, 40
+
+BUILD: dict[str, Callable[[int], Recommender]] = {
+    "lr": lambda d: LR(IDS, d),
+    "fm": lambda d: FM(IDS, DIM, d),
+    "wide_deep": lambda d: WideDeep(IDS, F, DIM, d, hidden=(8, 7), batch_norm=True, dropout=0.1),
+    "deepfm": lambda d: DeepFM(IDS, F, DIM, d, hidden=(8, 7), batch_norm=True, dropout=0.1),
+    "dcn_v2 parallel": lambda d: DCNV2(IDS, F, DIM, d, hidden=(8, 7), structure="parallel"),
+    "dcn_v2 stacked": lambda d: DCNV2(IDS, F, DIM, d, hidden=(8, 7), structure="stacked"),
+    "dlrm dot": lambda d: DLRM(IDS, F, DIM, d, bottom=(8,), hidden=(9,)),
+    "dlrm cat": lambda d: DLRM(IDS, F, DIM, d, bottom=(8,), hidden=(9,), interaction="cat"),
+    "persia_dnn": lambda d: PersiaDNN(IDS, F, DIM, d),
+    "gmf": lambda d: GMF(IDS, IDS),
+    "mlp": lambda d: MLP(IDS, IDS),
+    "neumf": lambda d: NeuMF(IDS, IDS),
+    "two_tower": lambda d: TwoTower(IDS, IDS, DIM, hidden=(8,)),
+}
+PAIRS = ("gmf", "mlp", "neumf", "two_tower")
+
+
+def batch(name: str, num_dense: int) -> tuple[Tensor, Tensor | None]:
+    torch.manual_seed(1)
+    ids = torch.randint(0, IDS, (B, 2 if name in PAIRS else F))
+    dense = torch.rand(B, num_dense) if num_dense and name not in PAIRS else None
+    return ids, dense
+
+
+def test_every_registered_model_is_tested_here() -> None:
+    assert {name.split()[0] for name in BUILD} == set(MODELS)
+
+
+@pytest.mark.parametrize("num_dense", [0, D])
+@pytest.mark.parametrize("name", BUILD)
+def test_a_model_gives_one_logit_per_sample_and_every_parameter_a_gradient(name: str, num_dense: int) -> None:
+    if name == "persia_dnn" and not num_dense:
+        pytest.skip("needs dense features")
+    ids, dense = batch(name, num_dense)
+    model = BUILD[name](num_dense)
+    logits = model(ids, dense)
+    assert logits.shape == (B,)
+    logits.square().sum().backward()
+    silent = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    # what stands before a batch norm, or only shifts everything, may have none
+    assert not [n for n in silent if not n.endswith("bias")]
+
+
+@pytest.mark.parametrize("name", BUILD)
+def test_embedding_inputs_are_what_the_modules_read(name: str) -> None:
+    ids, dense = batch(name, D)
+    model = BUILD[name](D)
+    inputs = model.embedding_inputs(ids, dense)
+    assert set(inputs) == set(model.embedding_id_spaces)
+    read: dict[str, Tensor] = {}
+    for module_name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.register_forward_pre_hook(lambda _, args, key=module_name: read.update({key: args[0]}))
+    model(ids, dense)
+    assert set(read) == set(inputs)
+    assert all(torch.equal(read[key], inputs[key]) for key in read)
+
+
+@pytest.mark.parametrize("name", ["gmf", "deepfm", "dlrm"])
+def test_tables_on_the_meta_device_take_no_memory(name: str) -> None:
+    vast = 2**50
+    model = MODELS[name](vast, vast, device="meta") if name == "gmf" else MODELS[name](vast, F, DIM, device="meta")
+    assert all(
+        p.is_meta == ("output" not in n and n.split(".")[0] in model.embedding_id_spaces)
+        for n, p in model.named_parameters()
+    )
+
+
+def test_pairwise_interactions_are_the_sum_over_pairs() -> None:
+    rows = torch.randn(B, F, DIM, dtype=torch.float64)
+    slow = sum((rows[:, i] * rows[:, j]).sum(1) for i, j in itertools.combinations(range(F), 2))
+    torch.testing.assert_close(pairwise_interactions(rows), slow)
+
+
+def test_fm_is_the_papers_equation() -> None:
+    ids, dense = batch("fm", D)
+    model = FM(IDS, DIM, D)
+    torch.nn.init.normal_(model.first_order.dense_weight)
+    torch.nn.init.constant_(model.first_order.bias, 0.5)
+    want = []
+    for p in model.parameters():
+        p.requires_grad_(False)
+    for b in range(B):
+        logit = 0.5 + sum(float(dense[b, k] * model.first_order.dense_weight[k]) for k in range(D))
+        logit += sum(float(model.linear.weight[i, 0]) for i in ids[b])
+        for i, j in itertools.combinations(ids[b].tolist(), 2):
+            logit += float(model.embedding.weight[i] @ model.embedding.weight[j])
+        want.append(logit)
+    torch.testing.assert_close(model(ids, dense), torch.tensor(want))
+
+
+def test_deepfm_is_fm_plus_the_mlp() -> None:
+    ids, dense = batch("deepfm", D)
+    model = DeepFM(IDS, F, DIM, D, hidden=(8,))
+    fm = FM(IDS, DIM, D)
+    fm.load_state_dict({k: v for k, v in model.state_dict().items() if not k.startswith(("deep", "output"))})
+    deep = model.output(model.deep(torch.cat([model.embedding(ids).flatten(1), dense], 1))).squeeze(1)
+    torch.testing.assert_close(model(ids, dense), fm(ids, dense) + deep)
+
+
+def test_cross_layers_are_the_papers_equation() -> None:
+    cross = CrossLayers(7, 3)
+    x0 = torch.randn(B, 7)
+    for b in range(B):
+        x = x0[b]
+        for layer in cross.layers:
+            x = x0[b] * (layer.weight @ x + layer.bias) + x
+        torch.testing.assert_close(cross(x0)[b], x)
+
+
+def test_dlrm_interactions_are_all_pairs_of_dots_behind_the_bottom_mlp() -> None:
+    ids, dense = batch("dlrm dot", D)
+    model = DLRM(IDS, F, DIM, D, bottom=(8,), hidden=(9,))
+    seen: list[Tensor] = []
+    model.top.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model(ids, dense)
+    head = model.bottom(dense)
+    for b in range(B):
+        vectors = [head[b], *model.embedding(ids[b])]
+        dots = [vectors[i] @ vectors[j] for i in range(F + 1) for j in range(i)]
+        torch.testing.assert_close(seen[0][b], torch.cat([head[b], torch.stack(dots)]))
+
+
+def test_neumf_has_the_papers_shapes() -> None:
+    mlp = MLP(IDS, IDS, factors=8)
+    assert [tuple(m.weight.shape) for m in mlp.tower if isinstance(m, torch.nn.Linear)] == [(32, 64), (16, 32), (8, 16)]
+    assert mlp.user.weight.shape == (IDS, 32)
+    assert GMF(IDS, IDS, factors=8).output.weight.shape == (1, 8)
+    assert NeuMF(IDS, IDS, factors=8).output.weight.shape == (1, 16)
+
+
+def test_tower_puts_batch_norm_before_the_activation_and_dropout_last() -> None:
+    kinds = [type(m).__name__ for m in Tower(3, (4, 5), batch_norm=True, dropout=0.5)]
+    assert kinds == ["Linear", "BatchNorm1d", "ReLU", "Dropout"] * 2
+
+
+def test_num_parameters_counts_tables_and_dense_apart() -> None:
+    assert num_parameters(DeepFM(IDS, F, DIM, 0, hidden=(8,))) == (IDS * (DIM + 1), 1 + (F * DIM + 1) * 8 + 9)
+    assert num_parameters(GMF(10, 20)) == (30 * 8, 9)
+
+
+def test_two_tower_scores_every_candidate_when_given_negatives() -> None:
+    model = TwoTower(IDS, IDS, DIM)
+    ids, _ = batch("two_tower", 0)
+    negatives = torch.tensor([3, 9])
+    scores = model(ids, None, negatives)
+    assert scores.shape == (B, B + 2)
+    torch.testing.assert_close(scores.diagonal(), model(ids))
+    for k, item in enumerate(negatives.tolist()):
+        pairs = torch.stack([ids[:, 0], torch.full((B,), item)], 1)
+        torch.testing.assert_close(scores[:, B + k], model(pairs))
+    vectors = model.user_vectors(ids[:, 0]) @ model.item_vectors(ids[:, 1]).T / model.temperature
+    torch.testing.assert_close(vectors, scores[:, :B])
+
+
+def test_sampled_softmax_is_the_corrected_softmax_without_accidental_hits() -> None:
+    logits = torch.randn(3, 4, dtype=torch.float64)
+    items = torch.tensor([7, 8, 7, 9])
+    log_q = torch.randn(4, dtype=torch.float64)
+    want = 0.0
+    for row in range(3):
+        candidates = [c for c in range(4) if c == row or items[c] != items[row]]
+        total = sum(float((logits[row, c] - log_q[c]).exp()) for c in candidates)
+        want -= float(logits[row, row] - log_q[row]) - torch.tensor(total, dtype=torch.float64).log().item()
+    torch.testing.assert_close(sampled_softmax(logits, items, log_q), torch.tensor(want / 3, dtype=torch.float64))
+
+
+def test_the_frequency_estimator_finds_each_items_rate() -> None:
+    torch.manual_seed(0)
+    estimator = FrequencyEstimator(slots=64, first_interval=10.0)
+    rare, common = [], []
+    for step in range(600):
+        log_q = estimator.update(torch.tensor([1, 2]) if step % 20 == 0 else torch.tensor([1]))
+        common.append(log_q[0])
+        if len(log_q) == 2:
+            rare.append(log_q[1])
+    assert common[-1].exp().item() == pytest.approx(1.0, rel=0.05)
+    assert rare[-1].exp().item() == pytest.approx(1 / 20, rel=0.25)

@@ -1,0 +1,28 @@
+"""FM: Rendle, "Factorization Machines", ICDM 2010."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from embershard.worker.models.layers import Device, FirstOrder, pairwise_interactions
+from embershard.worker.models.recommender import FeatureModel
+
+
+class FM(FeatureModel):
+    """First order plus the dot products of all pairs of fields; dense features enter in first order only."""
+
+    embedding_id_spaces: ClassVar[Mapping[str, str]] = {"embedding": "features", "linear": "features"}
+
+    def __init__(self, num_ids: int, dim: int, num_dense: int = 0, *, device: Device = None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_ids, dim, device=device)
+        self.linear = nn.Embedding(num_ids, 1, device=device)
+        self.first_order = FirstOrder(num_dense)
+
+    def forward(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:
+        """Logits (B,) of ids (B, F) and dense (B, D)."""
+        first: Tensor = self.first_order(self.linear(ids), dense)
+        return first + pairwise_interactions(self.embedding(ids))

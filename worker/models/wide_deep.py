@@ -1,0 +1,42 @@
+"""Wide&Deep: Cheng et al., "Wide & Deep Learning for Recommender Systems", DLRS 2016."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from embershard.worker.models.layers import Device, FirstOrder, Tower
+from embershard.worker.models.recommender import FeatureModel, concat_dense
+
+
+class WideDeep(FeatureModel):
+    """A linear model over the ids beside an MLP over their embeddings."""
+
+    embedding_id_spaces: ClassVar[Mapping[str, str]] = {"embedding": "features", "linear": "features"}
+
+    def __init__(
+        self,
+        num_ids: int,
+        num_fields: int,
+        dim: int,
+        num_dense: int = 0,
+        *,
+        hidden: Sequence[int] = (400, 400, 400),
+        batch_norm: bool = False,
+        dropout: float = 0.0,
+        device: Device = None,
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_ids, dim, device=device)
+        self.linear = nn.Embedding(num_ids, 1, device=device)
+        self.first_order = FirstOrder(num_dense)
+        self.deep = Tower(num_fields * dim + num_dense, hidden, batch_norm=batch_norm, dropout=dropout)
+        self.output = nn.Linear(self.deep.out_dim, 1)
+
+    def forward(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:
+        """Logits (B,) of ids (B, F) and dense (B, D)."""
+        wide: Tensor = self.first_order(self.linear(ids), dense)
+        deep: Tensor = self.output(self.deep(concat_dense(self.embedding(ids), dense)))
+        return wide + deep.squeeze(1)
