@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from embershard.worker.models.layers import Device, Tower
-from embershard.worker.models.recommender import FeatureModel, concat_dense
+from embershard.worker.models.layers import Device, Tower, table
+from embershard.worker.models.recommender import Recommender, concat_dense
 
 
 class CrossLayers(nn.Module):
@@ -27,7 +27,7 @@ class CrossLayers(nn.Module):
         return x
 
 
-class DCNV2(FeatureModel):
+class DCNV2(Recommender):
     """Cross layers and an MLP, one after the other (`stacked`) or side by side (`parallel`)."""
 
     def __init__(
@@ -47,7 +47,7 @@ class DCNV2(FeatureModel):
         super().__init__()
         width = num_fields * dim + num_dense
         self.structure = structure
-        self.embedding = nn.Embedding(num_ids, dim, device=device)
+        self.embedding = table(num_ids, dim, device)
         self.cross = CrossLayers(width, cross_layers)
         self.deep = Tower(width, hidden, batch_norm=batch_norm, dropout=dropout)
         self.output = nn.Linear(self.deep.out_dim + (width if structure == "parallel" else 0), 1)

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from embershard.worker.models.layers import Device, FirstOrder, Tower, pairwise_interactions
-from embershard.worker.models.recommender import FeatureModel, concat_dense
+from embershard.worker.models.layers import Device, FirstOrder, Tower, pairwise_interactions, table
+from embershard.worker.models.recommender import Recommender, concat_dense
 
 
-class DeepFM(FeatureModel):
+class DeepFM(Recommender):
     """An FM and an MLP that read the same embeddings; their logits are added."""
 
     embedding_id_spaces: ClassVar[Mapping[str, str]] = {"embedding": "features", "linear": "features"}
@@ -29,8 +29,8 @@ class DeepFM(FeatureModel):
         device: Device = None,
     ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(num_ids, dim, device=device)
-        self.linear = nn.Embedding(num_ids, 1, device=device)
+        self.embedding = table(num_ids, dim, device)
+        self.linear = table(num_ids, 1, device)
         self.first_order = FirstOrder(num_dense)
         self.deep = Tower(num_fields * dim + num_dense, hidden, batch_norm=batch_norm, dropout=dropout)
         self.output = nn.Linear(self.deep.out_dim, 1)

@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from embershard.worker.models.layers import Device, Tower
-from embershard.worker.models.recommender import FeatureModel
+from embershard.worker.models.layers import Device, Tower, table
+from embershard.worker.models.recommender import Recommender
 
 
-class DLRM(FeatureModel):
+class DLRM(Recommender):
     """A bottom MLP brings the dense features to the embeddings' dim; a top MLP reads them and the interactions.
 
     `interaction` is the paper's: `dot` takes the dot products of all pairs of vectors behind the bottom MLP's output,
@@ -34,7 +34,7 @@ class DLRM(FeatureModel):
         device: Device = None,
     ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(num_ids, dim, device=device)
+        self.embedding = table(num_ids, dim, device)
         self.interaction = interaction
         vectors = num_fields + (num_dense > 0)
         self.bottom = Tower(num_dense, (*bottom, dim), batch_norm=batch_norm) if num_dense else None

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from embershard.worker.models.layers import Device, FirstOrder, pairwise_interactions
-from embershard.worker.models.recommender import FeatureModel
+from embershard.worker.models.layers import Device, FirstOrder, pairwise_interactions, table
+from embershard.worker.models.recommender import Recommender
 
 
-class FM(FeatureModel):
+class FM(Recommender):
     """First order plus the dot products of all pairs of fields; dense features enter in first order only."""
 
     embedding_id_spaces: ClassVar[Mapping[str, str]] = {"embedding": "features", "linear": "features"}
 
     def __init__(self, num_ids: int, dim: int, num_dense: int = 0, *, device: Device = None) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(num_ids, dim, device=device)
-        self.linear = nn.Embedding(num_ids, 1, device=device)
+        self.embedding = table(num_ids, dim, device)
+        self.linear = table(num_ids, 1, device)
         self.first_order = FirstOrder(num_dense)
 
     def forward(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:

@@ -10,6 +10,19 @@ from torch import Tensor, nn
 Device = torch.device | str | None
 
 
+def table(num_ids: int, dim: int, device: Device) -> nn.Embedding:
+    """An embedding table for ids 0..num_ids-1.
+
+    On the meta device it has no memory and may have more rows than a tensor can have floats (hashed ids have 2**62):
+    the row count is then `num_embeddings` alone and the weight's shape a stand-in.
+    """
+    if device is None or torch.device(device).type != "meta":
+        return nn.Embedding(num_ids, dim, device=device)
+    embedding = nn.Embedding(1, dim, device=device)
+    embedding.num_embeddings = num_ids
+    return embedding
+
+
 class Tower(nn.Sequential):
     """Hidden layers, each Linear, [batch norm], ReLU, [dropout]; (B, in_dim) -> (B, hidden[-1])."""
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from embershard.worker.models.layers import Device, FirstOrder
-from embershard.worker.models.recommender import FeatureModel
+from embershard.worker.models.layers import Device, FirstOrder, table
+from embershard.worker.models.recommender import Recommender
 
 
-class LR(FeatureModel):
+class LR(Recommender):
     """bias + sum of one weight per id + dense @ weights."""
 
     embedding_id_spaces: ClassVar[Mapping[str, str]] = {"linear": "features"}
 
     def __init__(self, num_ids: int, num_dense: int = 0, *, device: Device = None) -> None:
         super().__init__()
-        self.linear = nn.Embedding(num_ids, 1, device=device)
+        self.linear = table(num_ids, 1, device)
         self.first_order = FirstOrder(num_dense)
 
     def forward(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:

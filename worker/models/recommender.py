@@ -10,31 +10,21 @@ from torch import Tensor, nn
 
 
 class Recommender(nn.Module):
-    """A model that scores rows of ids.
+    """A model over F features whose ids are unique across features, so that one table can serve all of them.
 
     `embedding_id_spaces` maps each embedding module's name to what its ids stand for. Modules of one id space that read
     the same id tensor are looked up once.
     """
 
-    embedding_id_spaces: ClassVar[Mapping[str, str]] = {}
+    embedding_id_spaces: ClassVar[Mapping[str, str]] = {"embedding": "features"}
 
     def embedding_inputs(self, ids: Tensor, dense: Tensor | None = None) -> dict[str, Tensor]:
         """Embedding module name -> the ids that `forward` of the same arguments will read."""
-        raise NotImplementedError
+        return dict.fromkeys(self.embedding_id_spaces, ids)
 
     def forward(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:
         """Logits (B,) float32 of ids (B, F) int64 and dense (B, D) float32."""
         raise NotImplementedError
-
-
-class FeatureModel(Recommender):
-    """A model over F fields whose ids are unique across fields, so that one table `embedding` serves them all."""
-
-    embedding_id_spaces: ClassVar[Mapping[str, str]] = {"embedding": "features"}
-
-    def embedding_inputs(self, ids: Tensor, dense: Tensor | None = None) -> dict[str, Tensor]:
-        """Module name -> the ids it reads."""
-        return dict.fromkeys(self.embedding_id_spaces, ids)
 
 
 def concat_dense(rows: Tensor, dense: Tensor | None) -> Tensor:
@@ -43,15 +33,7 @@ def concat_dense(rows: Tensor, dense: Tensor | None) -> Tensor:
     return flat if dense is None or dense.shape[1] == 0 else torch.cat([flat, dense], 1)
 
 
-def num_parameters(model: nn.Module) -> tuple[int, int]:
-    """Number of embedding floats and of dense floats of a model that is not wrapped."""
-    tables = {
-        id(p)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        for p in module.parameters(recurse=False)
-    }
-    counts = [0, 0]
-    for parameter in model.parameters():
-        counts[id(parameter) not in tables] += parameter.numel()
-    return counts[0], counts[1]
+def num_dense_parameters(model: nn.Module) -> int:
+    """Floats of a model outside its embedding tables."""
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    return sum(p.numel() for m in model.modules() if not isinstance(m, tables) for p in m.parameters(recurse=False))

@@ -5,14 +5,13 @@ for Learning Two-tower Neural Networks in Recommendations", WWW 2020.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from embershard.worker.models.layers import Device, Tower
+from embershard.worker.models.layers import Device, Tower, table
 from embershard.worker.models.recommender import Recommender
 
 
@@ -23,12 +22,9 @@ class TwoTower(Recommender):
     `normalize` puts them on the unit sphere.
     """
 
-    embedding_id_spaces: ClassVar[Mapping[str, str]] = {"user": "users", "item": "items"}
-
     def __init__(
         self,
-        num_users: int,
-        num_items: int,
+        num_ids: int,
         dim: int,
         *,
         hidden: Sequence[int] = (),
@@ -37,8 +33,7 @@ class TwoTower(Recommender):
         device: Device = None,
     ) -> None:
         super().__init__()
-        self.user = nn.Embedding(num_users, dim, device=device)
-        self.item = nn.Embedding(num_items, dim, device=device)
+        self.embedding = table(num_ids, dim, device)
         self.user_tower = _tower(dim, hidden)
         self.item_tower = _tower(dim, hidden)
         self.normalize = normalize
@@ -47,23 +42,25 @@ class TwoTower(Recommender):
     def embedding_inputs(
         self, ids: Tensor, dense: Tensor | None = None, negatives: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Module name -> the ids it reads."""
-        return {"user": ids[:, 0], "item": _candidates(ids, negatives)}
+        """Module name -> the ids it reads: the users, the items, then the negatives."""
+        parts = [ids[:, 0], ids[:, 1], *(() if negatives is None else (negatives,))]
+        return {"embedding": torch.cat(parts)}
 
     def forward(self, ids: Tensor, dense: Tensor | None = None, negatives: Tensor | None = None) -> Tensor:
         """Logits (B,) of the pairs; with negatives (K,) int64, of each user with every candidate: (B, B + K)."""
-        users = self._vectors(self.user_tower(self.user(ids[:, 0])))
-        items = self._vectors(self.item_tower(self.item(_candidates(ids, negatives))))
+        rows = self.embedding(self.embedding_inputs(ids, dense, negatives)["embedding"])
+        users = self._vectors(self.user_tower(rows[: len(ids)]))
+        items = self._vectors(self.item_tower(rows[len(ids) :]))
         scores = (users * items).sum(1) if negatives is None else users @ items.T
         return scores / self.temperature
 
     def user_vectors(self, users: Tensor) -> Tensor:
         """Vectors (N, dim) of users (N,) int64, for ranking."""
-        return self._vectors(self.user_tower(self.user(users)))
+        return self._vectors(self.user_tower(self.embedding(users)))
 
     def item_vectors(self, items: Tensor) -> Tensor:
         """Vectors (N, dim) of items (N,) int64, for ranking."""
-        return self._vectors(self.item_tower(self.item(items)))
+        return self._vectors(self.item_tower(self.embedding(items)))
 
     def _vectors(self, rows: Tensor) -> Tensor:
         return functional.normalize(rows, dim=1) if self.normalize else rows
@@ -74,11 +71,6 @@ def _tower(dim: int, hidden: Sequence[int]) -> nn.Module:
         return nn.Identity()
     tower = Tower(dim, hidden)
     return nn.Sequential(tower, nn.Linear(tower.out_dim, dim))
-
-
-def _candidates(ids: Tensor, negatives: Tensor | None) -> Tensor:
-    """The batch's items (B,), and the uniform negatives behind them."""
-    return ids[:, 1] if negatives is None or len(negatives) == 0 else torch.cat([ids[:, 1], negatives])
 
 
 class FrequencyEstimator:

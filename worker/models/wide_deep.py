@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from embershard.worker.models.layers import Device, FirstOrder, Tower
-from embershard.worker.models.recommender import FeatureModel, concat_dense
+from embershard.worker.models.layers import Device, FirstOrder, Tower, table
+from embershard.worker.models.recommender import Recommender, concat_dense
 
 
-class WideDeep(FeatureModel):
+class WideDeep(Recommender):
     """A linear model over the ids beside an MLP over their embeddings."""
 
     embedding_id_spaces: ClassVar[Mapping[str, str]] = {"embedding": "features", "linear": "features"}
@@ -29,8 +29,8 @@ class WideDeep(FeatureModel):
         device: Device = None,
     ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(num_ids, dim, device=device)
-        self.linear = nn.Embedding(num_ids, 1, device=device)
+        self.embedding = table(num_ids, dim, device)
+        self.linear = table(num_ids, 1, device)
         self.first_order = FirstOrder(num_dense)
         self.deep = Tower(num_fields * dim + num_dense, hidden, batch_norm=batch_norm, dropout=dropout)
         self.output = nn.Linear(self.deep.out_dim, 1)
