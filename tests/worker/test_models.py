@@ -19,7 +19,7 @@ from embershard.worker.models.ncf import GMF, MLP, NeuMF
 from embershard.worker.models.persia import PersiaDNN
 from embershard.worker.models.recommender import Recommender, num_dense_parameters
 from embershard.worker.models.registry import MODELS
-from embershard.worker.models.two_tower import FrequencyEstimator, TwoTower, sampled_softmax
+from embershard.worker.models.two_tower import FrequencyEstimator, TwoTower, candidates, sampled_softmax
 from embershard.worker.models.wide_deep import WideDeep
 
 B, F, D, DIM, IDS = 6, 4, 3, 5, 40
@@ -163,18 +163,18 @@ def test_num_dense_parameters_leaves_the_tables_out() -> None:
     assert num_dense_parameters(GMF(30)) == 9
 
 
-def test_two_tower_scores_every_candidate_when_given_negatives() -> None:
-    model = TwoTower(IDS, DIM)
-    ids, _ = batch("two_tower", 0)
-    negatives = torch.tensor([3, 9])
-    scores = model(ids, None, negatives)
-    assert scores.shape == (B, B + 2)
-    torch.testing.assert_close(scores.diagonal(), model(ids))
-    for k, item in enumerate(negatives.tolist()):
+def test_two_tower_scores_each_user_with_every_item_of_the_batch() -> None:
+    model = TwoTower(IDS, DIM, hidden=(8,))
+    ids = torch.randint(0, IDS, (B, 4))
+    items = candidates(ids)
+    assert items.tolist() == ids[:, 1].tolist() + ids[:, 2:].flatten().tolist()
+    scores = model(ids, None, True)
+    assert scores.shape == (B, 3 * B)
+    for k, item in enumerate(items.tolist()):
         pairs = torch.stack([ids[:, 0], torch.full((B,), item)], 1)
-        torch.testing.assert_close(scores[:, B + k], model(pairs))
-    vectors = model.user_vectors(ids[:, 0]) @ model.item_vectors(ids[:, 1]).T / model.temperature
-    torch.testing.assert_close(vectors, scores[:, :B])
+        torch.testing.assert_close(scores[:, k], model(pairs))
+    vectors = model.user_vectors(ids[:, 0]) @ model.item_vectors(items).T / model.temperature
+    torch.testing.assert_close(vectors, scores)
 
 
 def test_sampled_softmax_is_the_corrected_softmax_without_accidental_hits() -> None:
@@ -183,8 +183,8 @@ def test_sampled_softmax_is_the_corrected_softmax_without_accidental_hits() -> N
     log_q = torch.randn(4, dtype=torch.float64)
     want = 0.0
     for row in range(3):
-        candidates = [c for c in range(4) if c == row or items[c] != items[row]]
-        total = sum(float((logits[row, c] - log_q[c]).exp()) for c in candidates)
+        others = [c for c in range(4) if c == row or items[c] != items[row]]
+        total = sum(float((logits[row, c] - log_q[c]).exp()) for c in others)
         want -= float(logits[row, row] - log_q[row]) - torch.tensor(total, dtype=torch.float64).log().item()
     torch.testing.assert_close(sampled_softmax(logits, items, log_q), torch.tensor(want / 3, dtype=torch.float64))
 

@@ -18,7 +18,7 @@ from embershard.worker.models.recommender import Recommender
 class TwoTower(Recommender):
     """A user vector and an item vector; the logit is their dot product over `temperature`.
 
-    ids (B, 2) hold the user and the item. Without `hidden` layers the vectors are the embeddings themselves.
+    ids (B, 2 + K) hold the user, the item and K more items that the user did not take. Without `hidden` layers the vectors are the embeddings themselves.
     `normalize` puts them on the unit sphere.
     """
 
@@ -39,19 +39,16 @@ class TwoTower(Recommender):
         self.normalize = normalize
         self.temperature = temperature
 
-    def embedding_inputs(
-        self, ids: Tensor, dense: Tensor | None = None, negatives: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """Module name -> the ids it reads: the users, the items, then the negatives."""
-        parts = [ids[:, 0], ids[:, 1], *(() if negatives is None else (negatives,))]
-        return {"embedding": torch.cat(parts)}
+    def embedding_inputs(self, ids: Tensor, dense: Tensor | None = None, in_batch: bool = False) -> dict[str, Tensor]:
+        """Module name -> the ids it reads."""
+        return {"embedding": ids}
 
-    def forward(self, ids: Tensor, dense: Tensor | None = None, negatives: Tensor | None = None) -> Tensor:
-        """Logits (B,) of the pairs; with negatives (K,) int64, of each user with every candidate: (B, B + K)."""
-        rows = self.embedding(self.embedding_inputs(ids, dense, negatives)["embedding"])
-        users = self._vectors(self.user_tower(rows[: len(ids)]))
-        items = self._vectors(self.item_tower(rows[len(ids) :]))
-        scores = (users * items).sum(1) if negatives is None else users @ items.T
+    def forward(self, ids: Tensor, dense: Tensor | None = None, in_batch: bool = False) -> Tensor:
+        """Logits (B,) of users ids[:, 0] and items ids[:, 1]; in_batch: of each user and every `candidates(ids)`."""
+        rows = self.embedding(ids)
+        users = self._vectors(self.user_tower(rows[:, 0]))
+        items = self._vectors(self.item_tower(candidates(rows) if in_batch else rows[:, 1]))
+        scores = users @ items.T if in_batch else (users * items).sum(1)
         return scores / self.temperature
 
     def user_vectors(self, users: Tensor) -> Tensor:
@@ -71,6 +68,11 @@ def _tower(dim: int, hidden: Sequence[int]) -> nn.Module:
         return nn.Identity()
     tower = Tower(dim, hidden)
     return nn.Sequential(tower, nn.Linear(tower.out_dim, dim))
+
+
+def candidates(ids: Tensor) -> Tensor:
+    """The items of a batch, (B, 2 + K, ...) -> (B * (1 + K), ...): each row's own item first, then what else it has."""
+    return torch.cat([ids[:, 1], ids[:, 2:].flatten(0, 1)])
 
 
 class FrequencyEstimator:
@@ -101,9 +103,9 @@ class FrequencyEstimator:
 
 
 def sampled_softmax(logits: Tensor, items: Tensor, log_q: Tensor) -> Tensor:
-    """Cross-entropy of each user's own item among all candidates, corrected for how they were drawn.
+    """Cross-entropy of each user's own item among all C candidates, corrected for how they were drawn.
 
-    logits (B, B + K); items (B + K,) int64, row i's own item is items[i]; log_q (B + K,) is the log of each candidate's
+    logits (B, C); items (C,) int64, row i's own item is items[i]; log_q (C,) is the log of each candidate's
     expected number in a batch. Other appearances of a row's own item are no negatives and are left out.
     """
     batch = torch.arange(len(logits))
