@@ -1,0 +1,48 @@
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from embershard.proto.reference import mix64
+from embershard.worker.data.feature_ids import feature_key, hash_numbers, hash_texts
+
+
+def plain_hash(feature: str, text: str) -> int:
+    return int(mix64(np.array([feature_key(text)], np.uint64), feature_key(feature))[0]) >> 2
+
+
+def test_golden_values_that_trained_models_depend_on():
+    assert feature_key("") == 0xCBF29CE484222325  # of FNV-1a's own test suite, as is the next
+    assert feature_key("foobar") == 0x85944171F73967E8
+    texts = pa.array(["68fd1e64", "80e26c9b", "", None])
+    assert hash_texts("C1", texts).tolist() == GOLDEN_C1
+    assert hash_texts("C2", texts[:1]).tolist() == GOLDEN_C2
+    assert hash_numbers("user", np.array([0, 1, -1])).tolist() == GOLDEN_USER
+
+
+GOLDEN_C1 = [1967393312682577910, 3389191576056925162, 822756714119015051, 822756714119015051]
+GOLDEN_C2 = [945191552597813388]
+GOLDEN_USER = [4604571015714533304, 3415556649193756730, 2953700271109957636]
+
+
+@given(st.text(max_size=5), st.lists(st.one_of(st.none(), st.text()), min_size=1))
+def test_hash_equals_its_definition(feature, texts):
+    found = hash_texts(feature, pa.array(texts, pa.string()))
+    assert found.tolist() == [plain_hash(feature, text or "") for text in texts]
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary()])
+def test_slices_and_chunks_hash_as_the_whole(kind):
+    texts = pa.array([b"a", b"bc", b"", b"def"]).cast(kind)
+    whole = hash_texts("f", texts)
+    assert hash_texts("f", texts[1:3]).tolist() == whole[1:3].tolist()
+    assert hash_texts("f", pa.chunked_array([texts[:1], texts[1:]])).tolist() == whole.tolist()
+    assert hash_texts("f", pa.chunked_array([], kind)).tolist() == []
+
+
+def test_ids_are_non_negative_and_spread_without_collisions():
+    ids = np.concatenate([hash_numbers(f, np.arange(200_000)) for f in ("a", "b")])
+    assert ids.min() >= 0
+    assert ids.max() < 2**62
+    assert len(np.unique(ids)) == 400_000

@@ -1,0 +1,65 @@
+import gzip
+import itertools
+
+import pytest
+
+from embershard.proto.errors import JobError
+from embershard.worker.data import files
+from embershard.worker.data.files import read_blocks, read_text
+
+
+@pytest.mark.parametrize("block_bytes", [1, 3, 7, 1000])
+@pytest.mark.parametrize("text", [b"a\n", b"a", b"\n\n", b"ab\ncd\n\nef", b"one\r\ntwo\r\n"])
+@pytest.mark.parametrize("gzipped", [False, True])
+def test_blocks_are_whole_lines_with_their_true_numbers(tmp_path, text, block_bytes, gzipped):
+    path = tmp_path / "a.txt"
+    path.write_bytes(gzip.compress(text) if gzipped else text)
+    blocks = list(read_blocks(path, block_bytes))
+    assert b"".join(block.text for block in blocks) == text
+    for before, block in itertools.pairwise(blocks):
+        assert before.text.endswith(b"\n")
+        assert block.first_line == before.first_line + before.text.count(b"\n")
+    assert blocks[0].first_line == 1
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(JobError, match=r"nothing\.csv: no such file"):
+        read_text(tmp_path / "nothing.csv")
+
+
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(JobError, match="cannot be read"):
+        read_text(tmp_path)
+
+
+@pytest.mark.parametrize("text", [b"", gzip.compress(b"")])
+def test_an_empty_file_is_an_error(tmp_path, text):
+    path = tmp_path / "a.csv"
+    path.write_bytes(text)
+    with pytest.raises(JobError, match=r"a\.csv: the file is empty"):
+        read_text(path)
+
+
+def test_a_file_that_only_claims_to_be_gzipped(tmp_path):
+    path = tmp_path / "a.csv.gz"
+    path.write_bytes(b"label,user\n1,2\n")
+    with pytest.raises(JobError, match=r"a\.csv\.gz: it is named \.gz but is not gzipped"):
+        read_text(path)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[: len(b) // 2], lambda b: b[:20] + bytes([b[20] ^ 255]) + b[21:], lambda b: b[:-6]]
+)
+def test_a_cut_or_broken_gzip_file(tmp_path, damage):
+    path = tmp_path / "a.gz"
+    path.write_bytes(damage(gzip.compress(b"".join(b"%d,%d\n" % (i, i * i) for i in range(5000)))))
+    with pytest.raises(JobError, match="the gzip file is cut or broken"):
+        list(read_blocks(path, 1000))
+
+
+def test_a_file_without_line_ends_is_not_read_into_memory_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 100)
+    path = tmp_path / "a.bin"
+    path.write_bytes(bytes(1000))
+    with pytest.raises(JobError, match="is it a text file"):
+        list(read_blocks(path, 50))

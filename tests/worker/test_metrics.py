@@ -1,0 +1,177 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torchmetrics.functional.classification import binary_auroc
+
+from embershard.worker.data.batch import Users
+from embershard.worker.metrics import (
+    Candidates,
+    FullRanking,
+    Pointwise,
+    auc,
+    calibration,
+    candidate_ranks,
+    hit_rate,
+    logloss,
+    ndcg_one,
+    normalised_entropy,
+)
+
+
+def brute_auc(labels: np.ndarray, scores: np.ndarray) -> float:
+    wins = [(p > n) + (p == n) / 2 for p in scores[labels == 1] for n in scores[labels == 0]]
+    return float(np.mean(wins)) if wins else math.nan
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(-3, 3)), max_size=40))
+def test_auc_counts_every_pair_and_half_of_the_ties(pairs):
+    labels = np.array([p[0] for p in pairs], np.float32)
+    scores = np.array([p[1] for p in pairs], np.float32)
+    assert auc(labels, scores) == pytest.approx(brute_auc(labels, scores), abs=1e-12, nan_ok=True)
+
+
+def test_auc_equals_torchmetrics():
+    generator = torch.Generator().manual_seed(0)
+    labels = (torch.rand(5000, generator=generator) < 0.3).int()
+    scores = torch.rand(5000, generator=generator).round(decimals=2)
+    # torchmetrics sums trapezoids in float32
+    assert auc(labels.numpy(), scores.numpy()) == pytest.approx(float(binary_auroc(scores, labels)), abs=1e-5)
+
+
+def test_auc_of_large_logits_does_not_saturate():
+    assert auc(np.array([0, 1, 0, 1]), np.array([90.0, 91.0, 92.0, 93.0])) == 0.75
+
+
+@pytest.mark.parametrize("labels", [[], [1.0], [0.0, 0.0]])
+def test_figures_that_are_not_defined_are_nan(labels):
+    labels = np.array(labels)
+    logits = np.zeros(len(labels))
+    assert math.isnan(auc(labels, logits))
+    assert math.isnan(normalised_entropy(labels, logits))
+    assert math.isnan(calibration(labels, logits)) == (labels.sum() == 0)
+    assert math.isnan(logloss(labels, logits)) == (len(labels) == 0)
+
+
+def test_logloss_is_the_cross_entropy_and_survives_huge_logits():
+    labels, logits = np.array([1.0, 0.0, 1.0]), np.array([0.3, -1.2, 2.0])
+    p = 1 / (1 + np.exp(-logits))
+    assert logloss(labels, logits) == pytest.approx(-np.mean(np.log(np.where(labels == 1, p, 1 - p))), rel=1e-12)
+    assert logloss(np.array([0.0, 1.0]), np.array([1000.0, 1000.0])) == 500.0
+
+
+def test_predicting_the_mean_label_has_entropy_one_and_calibration_one():
+    labels = np.array([1.0, 0.0, 0.0, 0.0])
+    logits = np.full(4, math.log(1 / 3))
+    assert normalised_entropy(labels, logits) == pytest.approx(1.0, rel=1e-12)
+    assert calibration(labels, logits) == pytest.approx(1.0, rel=1e-12)
+    assert calibration(labels, np.zeros(4)) == pytest.approx(2.0, rel=1e-12)
+
+
+def test_a_nan_prediction_shows_in_every_figure():
+    figures = Pointwise()
+    figures.update(torch.tensor([math.nan, 1.0]), torch.tensor([1.0, 0.0]))
+    found = figures.compute()
+    assert all(math.isnan(found[name]) for name in ("auc", "logloss", "ne", "calibration"))
+
+
+def test_batches_and_merged_workers_give_the_figures_of_the_whole():
+    rng = np.random.default_rng(1)
+    labels, logits = (rng.random(1000) < 0.4).astype(np.float32), rng.normal(size=1000).astype(np.float32)
+    one, two = Pointwise(), Pointwise()
+    for start in range(0, 600, 128):
+        part = slice(start, min(start + 128, 600))
+        one.update(torch.from_numpy(logits[part]), torch.from_numpy(labels[part]))
+    two.update(logits[600:], labels[600:])
+    one.merge(two)
+    found = one.compute()
+    assert found["samples"] == 1000
+    assert found["auc"] == pytest.approx(brute_auc(labels, logits), abs=1e-12)
+    assert found["logloss"] == pytest.approx(logloss(labels, logits), rel=1e-12)
+
+
+def test_half_precision_logits_are_taken():
+    figures = Pointwise()
+    figures.update(torch.tensor([0.5, -0.5], dtype=torch.bfloat16), torch.tensor([1.0, 0.0]))
+    assert figures.compute()["auc"] == 1.0
+
+
+def test_rank_of_the_positive_counts_the_candidates_above_it_and_its_ties():
+    scores = np.array([3.0, 1.0, 2.0, 5.0, 5.0, 0.0, 7.0])
+    labels = np.array([0, 0, 1, 0, 1, 0, 1])
+    groups = np.array([4, 4, 4, 2, 2, 2, 9])
+    assert candidate_ranks(scores, labels, groups).tolist() == [1, 1, 0]
+
+
+def test_constant_scores_rank_last_and_nan_never_ranks_first():
+    labels, groups = np.array([0, 0, 1]), np.zeros(3, np.int64)
+    assert candidate_ranks(np.zeros(3), labels, groups).tolist() == [2]
+    assert candidate_ranks(np.array([0.0, 0.0, np.nan]), labels, groups).tolist() == [2]
+    assert candidate_ranks(np.array([0.0, np.nan, 9.0]), labels, groups).tolist() == [1]
+
+
+def test_hit_rate_and_ndcg_by_hand():
+    ranks = np.array([0, 1, 3, 10])
+    assert hit_rate(ranks, 3) == 0.5
+    assert ndcg_one(ranks, 3) == pytest.approx((1 + 1 / math.log2(3)) / 4)
+    assert math.isnan(hit_rate(ranks[:0], 3))
+    assert math.isnan(ndcg_one(ranks[:0], 3))
+
+
+@pytest.mark.parametrize("labels", [[0, 0, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
+def test_a_group_without_exactly_one_positive_is_refused(labels):
+    with pytest.raises(ValueError, match="exactly one positive"):
+        candidate_ranks(np.zeros(4), np.array(labels), np.array([0, 0, 1, 1]))
+
+
+def test_candidates_over_batches_equal_the_whole():
+    rng = np.random.default_rng(2)
+    scores, groups = rng.normal(size=(50, 20)).astype(np.float32), np.repeat(np.arange(50), 20).reshape(50, 20)
+    labels = np.zeros((50, 20), np.float32)
+    labels[:, 7] = 1
+    parts = Candidates(k=5), Candidates(k=5)
+    for i in range(50):
+        parts[i % 2].update(*(torch.from_numpy(x[i]) for x in (scores, labels, groups)))
+    parts[0].merge(parts[1])
+    ranks = (scores > scores[:, 7:8]).sum(axis=1)
+    assert parts[0].compute() == {"hr@5": hit_rate(ranks, 5), "ndcg@5": ndcg_one(ranks, 5), "users": 50.0}
+    assert math.isnan(Candidates().compute()["hr@10"])
+    with pytest.raises(ValueError, match="groups"):
+        Candidates().update(scores[0], labels[0])
+
+
+def test_full_ranking_equals_a_brute_force_over_users():
+    rng = np.random.default_rng(3)
+    num_users, num_items, k = 17, 40, 6
+    scores = rng.normal(size=(num_users, num_items)).astype(np.float32)
+    kind = rng.choice(3, size=scores.shape, p=[0.7, 0.2, 0.1])  # 1: seen, 2: relevant
+    kind[5][kind[5] == 2] = 0  # a user without anything to find does not count
+    seen, relevant = np.nonzero(kind == 1), np.nonzero(kind == 2)
+    recalls, ndcgs = [], []
+    for u in range(num_users):
+        wanted = set(np.flatnonzero(kind[u] == 2))
+        if not wanted:
+            continue
+        order = [i for i in np.argsort(-scores[u]) if kind[u, i] != 1][:k]
+        hits = [i in wanted for i in order]
+        recalls.append(sum(hits) / len(wanted))
+        ideal = sum(1 / math.log2(r + 2) for r in range(min(k, len(wanted))))
+        ndcgs.append(sum(h / math.log2(r + 2) for r, h in enumerate(hits)) / ideal)
+    users = Users(torch.arange(num_users), *seen, *relevant)
+    figures = FullRanking(k=k)
+    figures.update(torch.from_numpy(scores.copy()), users)
+    found = figures.compute()
+    assert found["users"] == len(recalls) == num_users - 1
+    assert found[f"recall@{k}"] == pytest.approx(np.mean(recalls), rel=1e-12)
+    assert found[f"ndcg@{k}"] == pytest.approx(np.mean(ndcgs), rel=1e-12)
+
+
+def test_full_ranking_with_fewer_items_than_k():
+    figures = FullRanking(k=20)
+    users = Users(torch.arange(1), np.array([0]), np.array([0]), np.array([0, 0]), np.array([1, 2]))
+    figures.update(torch.tensor([[9.0, 2.0, 1.0]]), users)
+    assert figures.compute() == {"recall@20": 1.0, "ndcg@20": 1.0, "users": 1.0}
+    assert math.isnan(FullRanking().compute()["recall@20"])

@@ -1,0 +1,102 @@
+"""What a reader gives to a trainer: batches, the schema of their ids, and the Dataset protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Evaluation = Literal["pointwise", "candidates", "ranking"]
+
+NUM_HASHED_IDS = 1 << 62  # hashed ids are 0..2**62-1: non-negative int64, as torch's embeddings want them
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Samples for one step; ids are unique across features, so that one table can serve all of them."""
+
+    ids: torch.Tensor  # (B, F) int64
+    dense: torch.Tensor | None  # (B, D) float32
+    labels: torch.Tensor  # (B,) float32
+    groups: torch.Tensor | None = None  # (B,) int64: the user whom a candidate is ranked for; whole users per batch
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """Which features a batch has, and how large the id space of all of them is.
+
+    `num_ids` is the size of the id space 0..num_ids-1 where the vocabulary is known, and None where ids are hashes
+    in 0..2**62-1 (a table without a vocabulary).
+    """
+
+    features: tuple[str, ...]
+    num_dense: int
+    num_ids: int | None
+
+    @property
+    def table_rows(self) -> int:
+        """Rows that an nn.Embedding over these ids must have (on the meta device where ids are hashed)."""
+        return NUM_HASHED_IDS if self.num_ids is None else self.num_ids
+
+
+class Dataset(Protocol):
+    """What every reader is. Errors in its files are JobError with `where` = file:line.
+
+    Samples are numbered in an epoch's order and worker r of W takes r, r + W, r + 2W, ...: the shares are disjoint,
+    cover everything, differ by at most one sample, and batch k of all workers together is the batch k of one worker
+    with batch_size * W. (Streamed files split by blocks of rows instead; their docstrings say so.)
+    """
+
+    @property
+    def schema(self) -> Schema:
+        """Features and the id space."""
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """pointwise: labels and logits; candidates: `groups` are ranked lists; ranking: see RankingDataset."""
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Names that `evaluate` takes."""
+
+    def num_samples(self, split: str) -> int | None:
+        """Samples of "train" (in one epoch) or of an evaluation split; None where only reading tells."""
+
+    def train(self, epoch: int, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
+        """This worker's share of an epoch, shuffled anew by (seed, epoch); the last batch may be smaller.
+
+        JobError if there are more workers than samples.
+        """
+
+    def evaluate(self, split: str, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
+        """This worker's share of a split, in a fixed order; it may be empty. JobError for an unknown split."""
+
+
+@dataclass(frozen=True, slots=True)
+class Users:
+    """Users to rank all items for; the pairs index a score matrix: `scores[seen_user, seen_item] = -inf`."""
+
+    ids: torch.Tensor  # (B,) int64
+    seen_user: npt.NDArray[np.int64]  # (S,) row of the score matrix
+    seen_item: npt.NDArray[np.int64]  # (S,) column: an item of the user's train set
+    relevant_user: npt.NDArray[np.int64]  # (R,) row, ascending
+    relevant_item: npt.NDArray[np.int64]  # (R,) column: an item to be found
+
+
+@runtime_checkable
+class RankingDataset(Protocol):
+    """A Dataset that is evaluated by ranking all items for each user."""
+
+    @property
+    def item_ids(self) -> torch.Tensor:
+        """(I,) int64: the id of each item, in the order of a score matrix's columns."""
+
+    def users(self, split: str, rank: int, world_size: int, batch_size: int) -> Iterator[Users]:
+        """This worker's share of the users that have something to be found."""

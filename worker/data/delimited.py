@@ -1,0 +1,160 @@
+"""Lines of delimited text as typed columns; a bad line is reported with its file and line number."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as pa_csv
+
+from embershard.proto.errors import JobError
+from embershard.worker.data.files import BLOCK_BYTES, Block, read_blocks
+
+Kind = Literal["label", "id", "text", "number", "skip"]
+_TYPES = {"label": pa.float32(), "id": pa.int64(), "text": pa.string(), "number": pa.float32()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a delimited file is read: its columns in order, and what their text means.
+
+    Kinds: label (0 or 1, or a key of `label_values`), id (integer >= 0), text (any), number (finite or missing), skip.
+    """
+
+    columns: Mapping[str, Kind]
+    delimiter: str = ","
+    missing: tuple[str, ...] = ("",)  # texts that stand for a missing number
+    label_values: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.delimiter) != 1:
+            raise ValueError(f"delimiter must be one character, got {self.delimiter!r}")
+        for name, kind in self.columns.items():
+            if kind != "skip" and kind not in _TYPES:
+                raise ValueError(f"column {name!r}: unknown kind {kind!r} (known: {', '.join(_TYPES)}, skip)")
+
+    def names(self, *kinds: Kind) -> tuple[str, ...]:
+        """Columns of these kinds, in file order."""
+        return tuple(name for name, kind in self.columns.items() if kind in kinds)
+
+
+def read_header(path: Path, delimiter: str) -> tuple[str, ...]:
+    """Column names of a file's first line. JobError where a name is empty or occurs twice."""
+    first = next(read_blocks(path, block_bytes=64 << 10)).text.split(b"\n", 1)[0]
+    line = first.decode("utf-8-sig", "replace").rstrip("\r")
+    names = next(csv.reader([line], delimiter=delimiter), [])
+    for name in names:
+        if not name or names.count(name) > 1:
+            what = f"column {name!r} occurs twice" if name else "a column has no name"
+            raise JobError(where=f"{path}:1", reason=f"{what} in the header; is there a header line?")
+    return tuple(names)
+
+
+def read_tables(
+    path: Path, layout: Layout, *, skip_lines: int = 0, block_bytes: int = BLOCK_BYTES
+) -> Iterator[pa.Table]:
+    """Tables of a file's lines (labels float32, ids int64, texts string, numbers float32), block by block."""
+    rows = 0
+    for block in read_blocks(path, block_bytes):
+        if skip_lines and block.first_line == 1:
+            block = _skip(block, skip_lines)
+        if block.text.strip():
+            table = parse(path, block, layout)
+            rows += table.num_rows
+            yield table
+    if not rows:
+        raise JobError(where=str(path), reason="no line of data in the file")
+
+
+def parse(path: Path, block: Block, layout: Layout) -> pa.Table:
+    """The columns of a block of lines, those of kind skip left out. JobError names the first bad line."""
+    kept = [name for name, kind in layout.columns.items() if kind != "skip"]
+    types = {name: _TYPES[layout.columns[name]] for name in kept}
+    if layout.label_values:
+        types |= dict.fromkeys(layout.names("label"), pa.string())
+    try:
+        table = pa_csv.read_csv(
+            pa.py_buffer(block.text),
+            read_options=pa_csv.ReadOptions(
+                column_names=list(layout.columns), use_threads=False, block_size=len(block.text) + 1
+            ),
+            parse_options=pa_csv.ParseOptions(delimiter=layout.delimiter),
+            convert_options=pa_csv.ConvertOptions(
+                include_columns=kept, column_types=types, null_values=list(layout.missing), strings_can_be_null=False
+            ),
+        )
+    except (pa.ArrowInvalid, pa.ArrowKeyError) as error:
+        raise _bad_line(path, block, layout, str(error)) from None
+    if not _plausible(table, layout):
+        raise _bad_line(path, block, layout, "a label, id or number out of its range")
+    return table
+
+
+def column(table: pa.Table, name: str) -> npt.NDArray[np.generic]:
+    """A column without missing values as one array."""
+    array: npt.NDArray[np.generic] = table.column(name).combine_chunks().to_numpy(zero_copy_only=False)
+    return array
+
+
+def _skip(block: Block, lines: int) -> Block:
+    parts = block.text.split(b"\n", lines)
+    return Block(block.first_line + lines, parts[lines] if len(parts) > lines else b"")
+
+
+def _plausible(table: pa.Table, layout: Layout) -> bool:
+    for name in layout.names("label"):
+        values = table.column(name)
+        known = pa.array(list(layout.label_values or (0.0, 1.0)), values.type)
+        if not pc.all(pc.is_in(values, known)).as_py():
+            return False
+    for name in layout.names("id"):
+        values = table.column(name)
+        if values.null_count or pc.min(values).as_py() < 0:
+            return False
+    return all(pc.all(pc.is_finite(table.column(name))).as_py() is not False for name in layout.names("number"))
+
+
+def _bad_line(path: Path, block: Block, layout: Layout, reason: str) -> JobError:
+    """The first line that breaks the layout, found line by line: slow, but it runs once."""
+    for number, raw in enumerate(block.text.split(b"\n"), block.first_line):
+        try:
+            line = raw.decode("utf-8").rstrip("\r")
+        except UnicodeDecodeError as error:
+            return JobError(where=f"{path}:{number}", reason=f"not UTF-8 text ({error.reason} at byte {error.start})")
+        if line:
+            problem = _problem(next(csv.reader([line], delimiter=layout.delimiter)), layout)
+            if problem:
+                return JobError(where=f"{path}:{number}", reason=problem)
+    return JobError(where=f"{path}:{block.first_line}", reason=f"in the lines from here on: {reason}")
+
+
+def _problem(fields: list[str], layout: Layout) -> str | None:
+    if len(fields) != len(layout.columns):
+        cut = " (cut short?)" if len(fields) < len(layout.columns) else ""
+        return f"expected {len(layout.columns)} fields, got {len(fields)}{cut}"
+    for (name, kind), text in zip(layout.columns.items(), fields, strict=True):
+        if kind == "label":
+            if text not in layout.label_values if layout.label_values else not _is_number(text, (0.0, 1.0)):
+                known = " or ".join(layout.label_values or ("0", "1"))
+                return f"column {name!r}: label {text[:40]!r} is not {known}"
+        elif kind == "id":
+            if not text.strip().isdecimal() or int(text) >= 2**63:
+                return f"column {name!r}: {text[:40]!r} is not an integer id >= 0"
+        elif kind == "number" and text not in layout.missing and not _is_number(text):
+            return f"column {name!r}: {text[:40]!r} is not a finite number"
+    return None
+
+
+def _is_number(text: str, among: tuple[float, ...] = ()) -> bool:
+    try:
+        value = float(text)
+    except ValueError:
+        return False
+    return bool(np.isfinite(value)) and (not among or value in among)

@@ -1,0 +1,82 @@
+"""Text files as blocks of whole lines, plain or gzipped, with true line numbers and errors that name the file."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from embershard.proto.errors import JobError
+
+GZIP_MAGIC = b"\x1f\x8b"
+MAX_LINE_BYTES = 64 << 20  # far above any sample; without it a binary file would be read into memory whole
+BLOCK_BYTES = 8 << 20  # large enough for a parser's fixed costs to vanish, small enough for many workers' memory
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Whole lines of a file; `text` ends with a newline unless the file does not."""
+
+    first_line: int  # number of its first line, from 1
+    text: bytes
+
+
+def check_readable(path: Path) -> bool:
+    """Whether the file is gzipped, by its first bytes. JobError if it is missing, no file, unreadable or empty."""
+    try:
+        with path.open("rb") as file:
+            magic = file.read(2)
+    except FileNotFoundError:
+        raise JobError(where=str(path), reason="no such file; check the path") from None
+    except OSError as error:
+        raise JobError(where=str(path), reason=f"cannot be read: {error.strerror}") from None
+    if not magic:
+        raise JobError(where=str(path), reason="the file is empty")
+    gzipped = magic == GZIP_MAGIC
+    if path.suffix == ".gz" and not gzipped:
+        raise JobError(where=str(path), reason="it is named .gz but is not gzipped; rename it or get it again")
+    return gzipped
+
+
+def read_blocks(path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+    """A file from its start; JobError if it is missing, empty, or a cut or broken gzip file."""
+    line = 1
+    for text in _whole_lines(path, block_bytes):
+        yield Block(line, text)
+        line += text.count(b"\n")
+
+
+def read_text(path: Path) -> bytes:
+    """A whole small file."""
+    return b"".join(block.text for block in read_blocks(path))
+
+
+def _whole_lines(path: Path, block_bytes: int) -> Iterator[bytes]:
+    gzipped = check_readable(path)
+    rest = b""
+    done = 0
+    with cast(BinaryIO, gzip.open(path, "rb")) if gzipped else path.open("rb") as file:
+        while True:
+            try:
+                data = file.read(block_bytes)
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                where = f"{path}: after {done + len(rest)} bytes of text"
+                raise JobError(where=where, reason=f"the gzip file is cut or broken ({error}); get it again") from None
+            if not data:
+                break
+            end = data.rfind(b"\n") + 1
+            if end:
+                yield rest + data[:end]
+                done += len(rest) + end
+                rest = data[end:]
+            else:
+                rest += data
+                if len(rest) > MAX_LINE_BYTES:
+                    raise JobError(where=str(path), reason=f"no line ends within {len(rest)} bytes; is it a text file?")
+    if rest:
+        yield rest
+    elif not done:
+        raise JobError(where=str(path), reason="the file is empty")

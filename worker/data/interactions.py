@@ -1,0 +1,80 @@
+"""Who took which item, and items that a user did not take: the data of implicit-feedback recommenders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from embershard.proto.errors import JobError
+from embershard.proto.routing import mix64
+
+Ints = npt.NDArray[np.int64]
+_jit: Callable[..., Callable[..., Callable[..., None]]] = njit
+
+
+@dataclass(frozen=True, slots=True)
+class Interactions:
+    """The items of each user, ascending: items[starts[u]:starts[u + 1]]."""
+
+    starts: Ints  # (num_users + 1,)
+    items: Ints  # (N,)
+    num_items: int
+
+    @classmethod
+    def of(cls, users: Ints, items: Ints, num_users: int, num_items: int) -> Self:
+        """From pairs in any order; a pair that occurs twice counts once."""
+        keys = np.unique(users * num_items + items)
+        starts = np.searchsorted(keys, np.arange(num_users + 1, dtype=np.int64) * num_items)
+        return cls(starts.astype(np.int64), keys % num_items, num_items)
+
+    @property
+    def num_users(self) -> int:
+        """Users, those without an item included."""
+        return len(self.starts) - 1
+
+    def users(self) -> Ints:
+        """(N,) the user of each entry of `items`."""
+        return np.repeat(np.arange(self.num_users), np.diff(self.starts))
+
+    def check_negatives(self, where: str) -> None:
+        """JobError if a user took every item, so that no negative exists."""
+        full = np.flatnonzero(np.diff(self.starts) >= self.num_items)
+        if len(full):
+            raise JobError(
+                where=where, reason=f"user {full[0]} took all {self.num_items} items: no negatives to sample"
+            )
+
+    def sample_negatives(self, users: Ints, draws: Ints, key: int) -> Ints:
+        """(B,) one item per user, uniform over those that the user did not take.
+
+        `draws` ((B,) int64) numbers the random draws: the same (key, draw, user) gives the same item, in any batch.
+        """
+        out = np.empty(len(users), np.int64)
+        _sample_negatives(self.starts, self.items, np.uint64(self.num_items), users, draws, np.uint64(key), out)
+        return out
+
+
+@_jit(cache=True, nogil=True)
+def _sample_negatives(starts: Ints, items: Ints, num_items: int, users: Ints, draws: Ints, key: int, out: Ints) -> None:
+    for i in range(len(users)):
+        begin, end = starts[users[i]], starts[users[i] + 1]
+        state = mix64(np.uint64(draws[i]), key)
+        while True:
+            # the high 32 bits scaled to 0..num_items-1 (Lemire 2016); the bias is below num_items / 2**32
+            item = np.int64(((state >> np.uint64(32)) * num_items) >> np.uint64(32))
+            low, high = begin, end
+            while low < high:
+                middle = (low + high) >> 1
+                if items[middle] < item:
+                    low = middle + 1
+                else:
+                    high = middle
+            if low == end or items[low] != item:
+                out[i] = item
+                break
+            state = mix64(state + np.uint64(0x9E3779B97F4A7C15), key)
