@@ -102,6 +102,23 @@ class UnknownOptimizer(EmbershardError):
     )
 
 
+class BadOptimizer(EmbershardError):
+    """A row optimizer, or the module it should come from, that does not load or compile, or other settings than it has."""
+
+    status = Status.INVALID_ARGUMENT
+    template = "row optimizer {optimizer!r}: {reason}"
+
+
+class TableFull(EmbershardError):
+    """More rows than this process could reserve address space for, or than a table can number."""
+
+    status = Status.RESOURCE_EXHAUSTED
+    template = (
+        "table {table!r} holds {rows} rows and has room for {capacity}, not for {ids} more ids; start more shards, "
+        "or lift the limit on address space (`ulimit -v`, vm.overcommit_memory)"
+    )
+
+
 class TableMismatch(EmbershardError):
     """A declaration that differs from the existing table."""
 
@@ -179,6 +196,16 @@ class WrongShards(EmbershardError):
     status = Status.FAILED_PRECONDITION
 
 
+class ShardRestarted(EmbershardError):
+    """Another process answers at a shard's address, so the rows that only its memory held are gone (client)."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "the shard at {address} was restarted (instance {got}, not {want}): the rows and optimizer states that it held "
+        "in memory are lost; start the training again, or restore a snapshot into every shard"
+    )
+
+
 class NonFiniteValue(EmbershardError):
     """A NaN or Inf where only finite numbers make sense."""
 
@@ -191,6 +218,20 @@ class JobError(EmbershardError):
 
     status = Status.INVALID_ARGUMENT
     template = "{where}: {reason}"
+
+
+class CannotListen(EmbershardError):
+    """A shard cannot serve at the address that it was given."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "cannot listen on {address}: {reason}"
+
+
+class ShardFailed(EmbershardError):
+    """A local shard ended, or did not serve in time (raised by the supervisor)."""
+
+    status = Status.UNAVAILABLE
+    template = "{what}; its last log lines:\n{log}"
 
 
 def to_wire(error: EmbershardError) -> tuple[Status, bytes]:

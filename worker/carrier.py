@@ -1,0 +1,66 @@
+"""What moves a request to one shard and its reply back.
+
+A carrier knows nothing of routing, retries or tokens: it sends one message and waits for one reply. `local` and `grpc`
+are its implementations, in carriers/.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Protocol
+
+from embershard.proto.messages import Reply, Request
+
+
+class Unreachable(Exception):
+    """No answer came: the shard may or may not have handled the request, so it is sent again, byte for byte."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
+
+
+class Pending(Protocol):
+    """A reply on its way."""
+
+    def result(self) -> Reply:
+        """The reply, by the deadline given to `submit`.
+
+        Raises the shard's EmbershardError, NotAShard where something else answers, Unreachable where nothing does.
+        """
+        ...
+
+
+class Carrier(Protocol):
+    """A way to one shard; safe for use by several threads."""
+
+    address: str
+    sent_bytes: int
+    received_bytes: int
+
+    def submit(self, request: Request, timeout: timedelta) -> Pending:
+        """Send a request without waiting for its reply."""
+        ...
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        ...
+
+
+class Deadline:
+    """A moment that several waits share."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+        self._end = time.monotonic() + timeout.total_seconds()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that are left; negative once it passed."""
+        return self._end - time.monotonic()
+
+    @property
+    def remaining(self) -> timedelta:
+        """Time that is left, at least zero."""
+        return timedelta(seconds=max(0.0, self.seconds))

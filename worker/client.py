@@ -1,0 +1,313 @@
+"""Pull, push and load rows of any number of shards as if they were one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import numpy.typing as npt
+
+from embershard.proto.errors import (
+    EmbershardError,
+    NotAShard,
+    ShardRestarted,
+    ShardUnavailable,
+    UnknownTable,
+    WrongDim,
+)
+from embershard.proto.messages import (
+    Declare,
+    Declared,
+    GetStatus,
+    Load,
+    Pull,
+    Push,
+    Pushed,
+    PushToken,
+    Request,
+    Rows,
+    ShardStatus,
+    TableGradients,
+    TableIds,
+)
+from embershard.proto.routing import Placement, Route
+from embershard.proto.spec import TableSpec
+from embershard.worker.carrier import Carrier, Deadline
+from embershard.worker.carriers.grpc import GrpcCarrier
+from embershard.worker.links import Links, Outcome, greet
+from embershard.worker.pieces import Piece, cut
+
+Floats = npt.NDArray[np.float32]
+
+DEFAULT_TIMEOUT = timedelta(seconds=60)
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counters of a client since its start."""
+
+    wait_seconds: float = 0.0  # spent waiting for shards
+    pulled_rows: int = 0
+    pushed_rows: int = 0  # rows that shards applied
+    skipped_rows: int = 0  # gradient rows that held NaN or Inf
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+class Client:
+    """All shards of one placement.
+
+    Every call ends by `timeout`, with an error that names the shard. Calls may come from several threads: pulls run
+    side by side, pushes one after the other. A push that got no answer in time is kept, and sent again, with the same
+    token, before the next one: it is applied once, whatever became of the first try.
+    """
+
+    def __init__(self, carriers: Sequence[Carrier], *, worker: int = 0, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        if not carriers:
+            raise ValueError("no shards: name at least one address, as host:port")
+        if timeout <= timedelta(0):
+            raise ValueError(f"timeout must be above zero, got {timeout}")
+        self.worker = worker
+        self.timeout = timeout
+        self.epoch = time.time_ns()  # a later incarnation of this worker fences this one
+        self._links = Links(greet(carriers, worker, Deadline(timeout)), worker)
+        greetings = [link.greeting for link in self._links]
+        self.placement = Placement.even(len(greetings), greetings[0].placement_epoch)
+        self._limits = [greeting.max_message_bytes for greeting in greetings]
+        self._specs: dict[str, TableSpec] = {}
+        self._outbox: list[deque[Push]] = [deque() for _ in greetings]
+        self._next_seq = [1] * len(greetings)
+        self._push_lock = threading.Lock()
+        self._stats = Stats()
+        self._stats_lock = threading.Lock()
+
+    @classmethod
+    def connect(cls, addresses: Sequence[str], *, worker: int = 0, timeout: timedelta = DEFAULT_TIMEOUT) -> Client:
+        """A client of the shards at `addresses` ("host:port", in any order), over gRPC.
+
+        Waits until all of them serve. ShardUnavailable, NotAShard or WrongShards say what is in the way.
+        """
+        carriers = [GrpcCarrier(address) for address in addresses]
+        try:
+            return cls(carriers, worker=worker, timeout=timeout)
+        except BaseException:
+            for carrier in carriers:
+                carrier.close()
+            raise
+
+    @property
+    def num_shards(self) -> int:
+        """Shards of the placement."""
+        return self.placement.num_shards
+
+    @property
+    def stats(self) -> Stats:
+        """Counters until now."""
+        carriers = [link.carrier for link in self._links]
+        self._stats.sent_bytes = sum(carrier.sent_bytes for carrier in carriers)
+        self._stats.received_bytes = sum(carrier.received_bytes for carrier in carriers)
+        return self._stats
+
+    def declare(self, spec: TableSpec, *, load: bool = False) -> frozenset[int]:
+        """Make sure that a table exists on every shard; the shards where this call created it.
+
+        With `load` the caller must `load` those shards, to the last message; until then others wait. TableMismatch
+        where the table exists with other settings, UnknownOptimizer where a shard was not started with its optimizer.
+        """
+        replies = self._ask_all(Declare(spec, self.worker, load))
+        self._specs[spec.name] = spec
+        return frozenset(s for s, reply in enumerate(replies) if isinstance(reply, Declared) and reply.created)
+
+    def load(
+        self, table: str, route: Route, rows: Floats, *, shards: frozenset[int] | None = None, last: bool = True
+    ) -> None:
+        """Assign `rows` ((U, dim) float32, in route order) to the ids of a route, on the shards named (default: all).
+
+        `last` ends the loading that `declare` began.
+        """
+        dim = self._spec(table).dim
+        _check_rows(table, "loaded rows", rows, len(route.ids), dim)
+        queues: dict[int, deque[Load]] = {}
+        for shard in range(self.num_shards) if shards is None else shards:
+            part = route.slice_of(shard)
+            ids, values = route.ids[part], rows[part]
+            messages = cut([table], [len(ids)], [8 + 4 * dim], self._limits[shard])
+            if last and not messages:
+                messages = [[Piece(0, 0, 0)]]
+            queues[shard] = deque(
+                Load(table, self.placement.epoch, ids[p.start : p.stop], values[p.start : p.stop], self.worker, False)
+                for (p,) in messages
+            )
+            if last:
+                end = queues[shard].pop()
+                queues[shard].append(Load(table, end.placement_epoch, end.ids, end.rows, self.worker, True))
+        while batch := {shard: queue.popleft() for shard, queue in queues.items() if queue}:
+            _raise_first(self._call(batch))
+
+    def pull(self, reads: Sequence[tuple[str, Route]], out: Sequence[Floats] | None = None) -> list[Floats]:
+        """Rows of every (table, route), (U, dim) float32 in route order; `out` gives the arrays to fill."""
+        specs = [self._spec(table) for table, _ in reads]
+        if out is None:
+            out = [
+                np.empty((len(route.ids), spec.dim), np.float32) for (_, route), spec in zip(reads, specs, strict=True)
+            ]
+        queues = {shard: deque(self._pull_messages(shard, reads, specs)) for shard in range(self.num_shards)}
+        while batch := {shard: queue.popleft() for shard, queue in queues.items() if queue}:
+            outcomes = self._call({shard: self._pull_request(shard, reads, pieces) for shard, pieces in batch.items()})
+            _raise_first(outcomes)
+            for shard, pieces in batch.items():
+                self._accept(shard, reads, pieces, outcomes[shard], out)
+        with self._stats_lock:
+            self._stats.pulled_rows += sum(len(route.ids) for _, route in reads)
+        return list(out)
+
+    def _pull_messages(
+        self, shard: int, reads: Sequence[tuple[str, Route]], specs: Sequence[TableSpec]
+    ) -> list[list[Piece]]:
+        counts = [int(route.splits[shard + 1] - route.splits[shard]) for _, route in reads]
+        # a pull is limited by its ids on the way there and by its rows on the way back
+        sizes = [max(8, 4 * spec.dim) for spec in specs]
+        return cut([table for table, _ in reads], counts, sizes, self._limits[shard])
+
+    def _pull_request(self, shard: int, reads: Sequence[tuple[str, Route]], pieces: list[Piece]) -> Pull:
+        tables = []
+        for piece in pieces:
+            table, route = reads[piece.part]
+            start = int(route.splits[shard])
+            tables.append(TableIds(table, route.ids[start + piece.start : start + piece.stop]))
+        return Pull(self.placement.epoch, tuple(tables))
+
+    def _accept(
+        self,
+        shard: int,
+        reads: Sequence[tuple[str, Route]],
+        pieces: list[Piece],
+        reply: Outcome,
+        out: Sequence[Floats],
+    ) -> None:
+        if not isinstance(reply, Rows) or len(reply.tables) != len(pieces):
+            raise NotAShard(
+                address=self._links[shard].carrier.address, reason="its reply to a pull does not match the request"
+            )
+        for piece, rows in zip(pieces, reply.tables, strict=True):
+            table, route = reads[piece.part]
+            start = int(route.splits[shard])
+            target = out[piece.part][start + piece.start : start + piece.stop]
+            if rows.size != target.size:
+                ids, dim = target.shape
+                raise WrongDim(
+                    shard=self._links[shard].name,
+                    table=table, what="pulled rows", got=rows.size, ids=ids, dim=dim, want=target.size,
+                )  # fmt: skip
+            target[...] = rows.reshape(target.shape)
+
+    def push(self, gradients: Sequence[tuple[str, Route, Floats]], *, clock: int, lr_scale: float = 1.0) -> Pushed:
+        """Apply gradients ((U, dim) float32 in route order) of every (table, route), once.
+
+        A row may occur once per call. Rows with NaN or Inf are skipped by the shards, and counted. The arrays belong to
+        the client from here on: a push that has to be sent again is sent with the same bytes.
+        """
+        for table, route, rows in gradients:
+            _check_rows(table, "gradients", rows, len(route.ids), self._spec(table).dim)
+        with self._push_lock:
+            for shard in range(self.num_shards):
+                self._enqueue(shard, gradients, clock, lr_scale)
+            return self._deliver()
+
+    def _enqueue(self, shard: int, gradients: Sequence[tuple[str, Route, Floats]], clock: int, lr_scale: float) -> None:
+        counts = [int(route.splits[shard + 1] - route.splits[shard]) for _, route, _ in gradients]
+        sizes = [8 + 4 * rows.shape[1] for _, _, rows in gradients]
+        outbox = self._outbox[shard]
+        for pieces in cut([table for table, _, _ in gradients], counts, sizes, self._limits[shard]):
+            tables = []
+            for piece in pieces:
+                table, route, rows = gradients[piece.part]
+                part = slice(int(route.splits[shard]) + piece.start, int(route.splits[shard]) + piece.stop)
+                tables.append(TableGradients(table, route.ids[part], rows[part], lr_scale))
+            seq = self._next_seq[shard]
+            self._next_seq[shard] += 1
+            # pushes leave the outbox in order: its head is the first that is not acknowledged
+            first = outbox[0].token.seq if outbox else seq
+            token = PushToken(self.worker, self.epoch, seq, first)
+            outbox.append(Push(token, clock, self.placement.epoch, tuple(tables)))
+
+    def _deliver(self) -> Pushed:
+        """Send what is in the outbox, a message per shard at a time."""
+        applied = skipped = 0
+        duplicate = False
+        refused: EmbershardError | None = None
+        while batch := {shard: outbox[0] for shard, outbox in enumerate(self._outbox) if outbox}:
+            outcomes = self._call(batch)
+            for shard, outcome in outcomes.items():
+                if _may_be_unhandled(outcome):
+                    continue  # it stays, to be sent again
+                self._outbox[shard].popleft()
+                if isinstance(outcome, Pushed):
+                    applied += outcome.applied
+                    skipped += outcome.skipped
+                    duplicate |= outcome.duplicate
+                elif isinstance(outcome, EmbershardError):
+                    refused = refused or outcome
+            with self._stats_lock:
+                self._stats.pushed_rows += sum(o.applied for o in outcomes.values() if isinstance(o, Pushed))
+                self._stats.skipped_rows += sum(o.skipped for o in outcomes.values() if isinstance(o, Pushed))
+            for outcome in outcomes.values():
+                if isinstance(outcome, EmbershardError) and _may_be_unhandled(outcome):
+                    raise outcome
+        if refused is not None:
+            raise refused
+        return Pushed(duplicate, applied, skipped)
+
+    def status(self) -> tuple[ShardStatus, ...]:
+        """Health, sizes and counters of every shard, by index."""
+        return tuple(reply for reply in self._ask_all(GetStatus()) if isinstance(reply, ShardStatus))
+
+    def close(self) -> None:
+        """Close the connections."""
+        for link in self._links:
+            link.carrier.close()
+
+    def _spec(self, table: str) -> TableSpec:
+        spec = self._specs.get(table)
+        if spec is None:
+            known = ", ".join(self._specs) or "none"
+            raise UnknownTable(shard=f"worker {self.worker}", table=table, known=known)
+        return spec
+
+    def _ask_all(self, request: Request) -> list[Outcome]:
+        outcomes = self._call({shard: request for shard in range(self.num_shards)})
+        _raise_first(outcomes)
+        return [outcomes[shard] for shard in range(self.num_shards)]
+
+    def _call(self, requests: Mapping[int, Request]) -> dict[int, Outcome]:
+        start = time.perf_counter()
+        try:
+            return self._links.call(requests, Deadline(self.timeout))
+        finally:
+            with self._stats_lock:
+                self._stats.wait_seconds += time.perf_counter() - start
+
+
+def _raise_first(outcomes: Mapping[int, Outcome]) -> None:
+    for outcome in outcomes.values():
+        if isinstance(outcome, EmbershardError):
+            raise outcome
+
+
+def _may_be_unhandled(outcome: Outcome) -> bool:
+    """Whether a push may still have to be applied: nobody answered, or the shard put it off."""
+    if isinstance(outcome, ShardUnavailable | ShardRestarted):
+        return True
+    return isinstance(outcome, EmbershardError) and outcome.retryable
+
+
+def _check_rows(table: str, what: str, rows: Floats, count: int, dim: int) -> None:
+    if rows.dtype != np.float32:
+        raise TypeError(f"table {table!r}: {what} must be float32, got {rows.dtype}")
+    if rows.shape != (count, dim):
+        raise WrongDim(table=table, what=what, got=rows.size, ids=count, dim=dim, want=count * dim)

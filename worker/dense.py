@@ -1,0 +1,149 @@
+"""Dense parameters as rows of a dense table.
+
+A parameter fills whole blocks of BLOCK floats, so that a parameter without a gradient is simply not pushed, as
+torch.optim leaves it alone. On a device all blocks are one buffer, of which the parameters are views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from embershard.proto.routing import Placement, Route, make_route
+from embershard.proto.spec import TableSpec, name_key
+from embershard.worker.device import host_rows, to_host
+from embershard.worker.pieces import select
+
+Floats = npt.NDArray[np.float32]
+
+BLOCK = 1024  # floats: 4 KiB, small enough to spread over shards, large enough that ids cost nothing
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a parameter lies."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int  # first block
+    stop: int
+
+    def view(self, blocks: torch.Tensor) -> torch.Tensor:
+        """The parameter's part of (num_blocks, BLOCK) floats, in its shape."""
+        flat = blocks[self.start : self.stop].view(-1)[: self.parameter.numel()]
+        return flat.view(self.parameter.shape)
+
+
+def layout_seed(named: Sequence[tuple[str, nn.Parameter]]) -> int:
+    """A number that two workers share only if their dense parameters have the same names and shapes."""
+    return name_key(";".join(f"{name}{tuple(parameter.shape)}" for name, parameter in named)) >> 1
+
+
+class DenseWeights:
+    """The dense parameters of one model and their table."""
+
+    def __init__(self, spec: TableSpec, named: Sequence[tuple[str, nn.Parameter]], placement: Placement) -> None:
+        self.spec = spec
+        self._places: list[_Place] = []
+        start = 0
+        for name, parameter in named:
+            stop = start + -(-parameter.numel() // BLOCK)
+            self._places.append(_Place(name, parameter, start, stop))
+            start = stop
+        self.num_blocks = start
+        self._all = make_route(np.arange(start, dtype=np.int64), spec.space_key, placement)
+        self._parts: dict[tuple[bool, ...], Route] = {}
+        self._clock: int | None = None  # when the parameters were last pulled
+        self._copied: torch.cuda.Event | None = None
+        self._bind()
+
+    def _bind(self) -> None:
+        """Make every parameter a view of one buffer on its device."""
+        devices = {place.parameter.device for place in self._places}
+        if len(devices) > 1:
+            raise ValueError(
+                f"dense parameters lie on several devices ({', '.join(sorted(map(str, devices)))}); "
+                "move the model to one of them"
+            )
+        for place in self._places:
+            if place.parameter.dtype != torch.float32:
+                raise ValueError(
+                    f"parameter {place.name!r} became {place.parameter.dtype}; shards hold float32: use torch.autocast "
+                    "instead of converting a wrapped model"
+                )
+        device = devices.pop()
+        self._host = host_rows(self.num_blocks, BLOCK, device).zero_()
+        self._blocks = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
+        self._gradients = torch.zeros_like(self._blocks)
+        self._views = []
+        for place in self._places:
+            view = place.view(self._blocks)
+            view.copy_(place.parameter.data)
+            place.parameter.data = view
+            self._views.append((place.parameter, view.data_ptr(), place.view(self._gradients)))
+
+    def values(self) -> Floats:
+        """All blocks as they are here, (num_blocks, BLOCK)."""
+        return to_host([self._blocks])[0]
+
+    def stale(self, clock: int) -> bool:
+        """Whether the parameters have to be pulled before they are read at `clock`."""
+        return self._clock != clock
+
+    def forget(self) -> None:
+        """Pull again at the next read, whatever the clock says."""
+        self._clock = None
+
+    def reads(self) -> Route:
+        """The blocks to pull: all of them at first, later those of the parameters that are trained."""
+        if self._clock is None:
+            return self._all
+        return self._part(tuple(place.parameter.requires_grad for place in self._places))
+
+    def accept(self, route: Route, rows: Floats, clock: int) -> None:
+        """Take the pulled blocks ((U, BLOCK), in route order) over into the parameters."""
+        if any(parameter.data_ptr() != pointer for parameter, pointer, _ in self._views):
+            self._bind()  # the model was moved, or something replaced a parameter's data
+        if self._copied is not None:
+            self._copied.synchronize()  # the last copy to the device, done since long
+        self._host.numpy()[route.ids] = rows
+        if self._blocks is not self._host:
+            self._blocks.copy_(self._host, non_blocking=True)
+            if self._blocks.is_cuda:
+                self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._copied.record()
+        self._clock = clock
+
+    def gradients(self) -> tuple[str, Route, Floats] | None:
+        """Gradients of the parameters that have one, and clear them; None without any."""
+        present = tuple(parameter.grad is not None for parameter, _, _ in self._views)
+        if not any(present):
+            return None
+        for parameter, _, target in self._views:
+            if parameter.grad is not None:
+                gradient = parameter.grad.detach()
+                target.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+                parameter.grad = None
+        route = self._part(present)
+        return self.spec.name, route, to_host([self._gradients])[0][route.ids]
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        for place in self._places:
+            place.parameter.grad = None
+
+    def _part(self, wanted: tuple[bool, ...]) -> Route:
+        if all(wanted):
+            return self._all
+        route = self._parts.get(wanted)
+        if route is None:
+            keep = np.zeros(self.num_blocks, bool)
+            for place, want in zip(self._places, wanted, strict=True):
+                keep[place.start : place.stop] = want
+            route = self._parts[wanted] = select(self._all, keep[self._all.ids])
+        return route

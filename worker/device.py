@@ -1,0 +1,41 @@
+"""Rows and gradients between the host and a module's device, through pinned memory and without needless waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Floats = npt.NDArray[np.float32]
+
+
+def host_rows(count: int, dim: int, device: torch.device) -> torch.Tensor:
+    """An uninitialised (count, dim) float32 tensor on the host, pinned where rows go to a GPU from it."""
+    return torch.empty((count, dim), dtype=torch.float32, pin_memory=device.type == "cuda")
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on `device`; the copy runs ahead of the host, which torch's pinned allocator allows for."""
+    if device.type == "cpu":
+        return tensor
+    if device.type == "cuda" and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def to_host(tensors: Sequence[torch.Tensor]) -> list[Floats]:
+    """Every tensor as a float32 array: all copies start before any is waited for."""
+    copies, cuda = [], False
+    for tensor in tensors:
+        tensor = tensor.detach().to(torch.float32)
+        if tensor.is_cuda:
+            target = torch.empty(tensor.shape, dtype=torch.float32, pin_memory=True)
+            copies.append(target.copy_(tensor, non_blocking=True))
+            cuda = True
+        else:
+            copies.append(tensor.cpu().contiguous())
+    if cuda:
+        torch.cuda.synchronize()
+    return [copy.numpy() for copy in copies]

@@ -1,0 +1,306 @@
+"""`wrap`: an nn.Module whose weights live on the shards.
+
+nn.Embedding and nn.EmbeddingBag become remote tables, every other parameter blocks of one dense table. What stays
+here: buffers (the running statistics of batch norm, for instance) and frozen parameters of other types than float32.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from embershard.proto.errors import TableMismatch
+from embershard.proto.spec import Adagrad, Constant, Initializer, Normal, Optimizer, RowWiseAdagrad, TableSpec
+from embershard.worker.dense import BLOCK, DenseWeights, layout_seed
+from embershard.worker.embedding import Embedding, EmbeddingBag
+from embershard.worker.session import RemoteTable, Session
+
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+Values = Callable[[], Iterable[tuple[Ids, Floats]]]
+
+_PORTION = 2**18  # rows loaded at a time
+_MARK = "_embershard_session"
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Modules that share one weight, and so one table."""
+
+    names: list[str]  # of every place in the tree, the first names the table
+    modules: list[nn.Embedding | nn.EmbeddingBag]
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.modules[0].weight  # type: ignore[return-value]
+
+
+def wrap(
+    model: nn.Module,
+    session: Session,
+    *,
+    optimizer: Optimizer,
+    dense_optimizer: Optimizer | None = None,
+    initializer: Initializer | None = None,
+    id_space: Mapping[str, str] | None = None,
+    seed: int = 0,
+    prefix: str = "",
+) -> nn.Module:
+    """Move a model's weights to the shards; the same model, to be trained with `session.step()`.
+
+    Values move too, from the worker that creates the tables; the other workers take them from there. A table on the
+    `meta` device is never materialised: its rows come from `initializer` (default: Normal(0, 1), as torch) and `seed`.
+    `dense_optimizer` defaults to `optimizer`, or to Adagrad for RowWiseAdagrad; its clip_norm bounds a block of 1024
+    floats. `id_space` gives modules (by name) a common id space, so that one route serves them all; it defaults to
+    the model's `embedding_id_spaces`. `prefix` goes before the names of tables, for several models on the same shards.
+
+    A subclass of nn.Embedding with a forward of its own is trained as a dense parameter. Frozen tables are pulled and
+    never pushed; frozen dense parameters are loaded once, so that all workers agree, and are trained when they are
+    unfrozen. The model's state_dict holds the dense parameters as last pulled, and no table.
+
+    ValueError where the model cannot be wrapped: wrapped before, an embedding whose weight something else uses too,
+    parameters that are not float32, not initialised, or on the meta device without being a table.
+    """
+    if hasattr(model, _MARK):
+        raise ValueError("this model is wrapped already")
+    groups = _groups(model)
+    spaces = id_space or getattr(model, "embedding_id_spaces", None) or {}
+    _check(model, groups, spaces)
+    names = _table_names(groups, prefix)
+    replaced: dict[nn.Module, Embedding | EmbeddingBag] = {}
+    for group, name in zip(groups, names, strict=True):
+        spec = TableSpec(
+            name=name,
+            dim=group.weight.shape[1],
+            optimizer=optimizer,
+            initializer=(initializer or Normal()) if group.weight.is_meta else Normal(),
+            id_space=next((spaces[n] for n in group.names if n in spaces), ""),
+            seed=seed,
+        )
+        table = session.table(spec, _values(group))
+        replaced.update({module: _remote(module, table) for module in group.modules})
+    weights = [(group.names[0], weakref.ref(group.weight)) for group in groups]
+    del groups, group
+    by_name = {n: replaced[m] for n, m in model.named_modules(remove_duplicate=False) if m in replaced}
+    model = _replace(model, replaced)
+    replaced.clear()
+    _warn_of_leftovers(weights)
+    dense = _dense(model, session, dense_optimizer or _elementwise(optimizer), _dense_name(names, prefix))
+    _install(model, session, by_name, dense)
+    return model
+
+
+def _is_table(module: nn.Module) -> bool:
+    """Whether a module does what torch's own class does."""
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        if isinstance(module, kind):
+            return type(module).forward is kind.forward or parametrize.is_parametrized(module)
+    return False
+
+
+def _groups(model: nn.Module) -> list[_Group]:
+    groups: dict[int, _Group] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not _is_table(module):
+            continue
+        assert isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if parametrize.is_parametrized(module):
+            raise ValueError(f"module {name!r} is parametrized; a remote table cannot be, remove the parametrization")
+        group = groups.setdefault(id(module.weight), _Group([], []))
+        group.names.append(name)
+        if module not in group.modules:
+            group.modules.append(module)
+    return list(groups.values())
+
+
+def _check(model: nn.Module, groups: list[_Group], id_space: Mapping[str, str]) -> None:
+    """ValueError for what cannot be wrapped, before anything is declared."""
+    tables = {id(group.weight): group.names[0] for group in groups}
+    for name, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            full = f"{name}.{key}" if name else key
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                raise ValueError(f"parameter {full!r} has no shape yet; run one forward before wrap")
+            owner = tables.get(id(parameter))
+            if owner is not None and not _is_table(module):
+                raise ValueError(
+                    f"parameter {full!r} is the weight of embedding {owner!r} too; rows on the shards cannot be tied "
+                    "to a dense layer: untie them, or give the layer a weight of its own"
+                )
+            if parameter.dtype != torch.float32 and (owner is not None or parameter.requires_grad):
+                raise ValueError(
+                    f"parameter {full!r} is {parameter.dtype}; shards hold float32: call model.float() before wrap, "
+                    "and use torch.autocast for mixed precision"
+                )
+            if parameter.is_meta and owner is None:
+                raise ValueError(
+                    f"parameter {full!r} is on the meta device; only embeddings may stay there: materialise the others"
+                )
+    known = {name for group in groups for name in group.names}
+    unknown = sorted(set(id_space) - known)
+    if unknown:
+        raise ValueError(
+            f"id_space names {', '.join(unknown)}, which is no embedding (known: {', '.join(sorted(known))})"
+        )
+
+
+def _table_names(groups: list[_Group], prefix: str) -> list[str]:
+    names = [prefix + re.sub(r"[^\w.\-/]", "_", group.names[0] or "embedding", flags=re.ASCII) for group in groups]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ValueError(f"several embeddings would be named {', '.join(sorted(twice))}; rename one of the modules")
+    return names
+
+
+def _dense_name(tables: list[str], prefix: str) -> str:
+    name = f"{prefix}dense"
+    return name if name not in tables else f"{name}.blocks"
+
+
+def _elementwise(optimizer: Optimizer) -> Optimizer:
+    """The optimizer for blocks of unrelated floats: an accumulator per row means nothing there."""
+    if isinstance(optimizer, RowWiseAdagrad):
+        return Adagrad(**{key: value for key, value in optimizer.params().items()})
+    return optimizer
+
+
+def _values(group: _Group) -> Values | None:
+    """First values of a table: a materialised weight, or for a meta one its padding row, which starts as zero."""
+    weight = group.weight
+    if not weight.is_meta:
+        return lambda: _portions(weight)
+    padding = [m.padding_idx for m in group.modules if m.padding_idx is not None]
+    if not padding:
+        return None
+    ids = np.array(sorted({int(p) for p in padding}), np.int64)
+    return lambda: [(ids, np.zeros((len(ids), weight.shape[1]), np.float32))]
+
+
+def _portions(weight: torch.Tensor) -> Iterator[tuple[Ids, Floats]]:
+    for start in range(0, weight.shape[0], _PORTION):
+        rows = weight.detach()[start : start + _PORTION].cpu().contiguous().numpy()
+        yield np.arange(start, start + len(rows), dtype=np.int64), rows
+
+
+def _remote(module: nn.Embedding | nn.EmbeddingBag, table: RemoteTable) -> Embedding | EmbeddingBag:
+    """The remote twin of a module."""
+    remote: Embedding | EmbeddingBag
+    if isinstance(module, nn.Embedding):
+        remote = Embedding(
+            table,
+            module.num_embeddings,
+            padding_idx=module.padding_idx,
+            max_norm=module.max_norm,
+            norm_type=module.norm_type,
+            scale_grad_by_freq=module.scale_grad_by_freq,
+            frozen=not module.weight.requires_grad,
+        )
+    else:
+        remote = EmbeddingBag(
+            table,
+            module.num_embeddings,
+            mode=module.mode,
+            padding_idx=module.padding_idx,
+            max_norm=module.max_norm,
+            norm_type=module.norm_type,
+            scale_grad_by_freq=module.scale_grad_by_freq,
+            include_last_offset=module.include_last_offset,
+            frozen=not module.weight.requires_grad,
+        )
+    remote.train(module.training)
+    if not module.weight.is_meta:
+        remote.to(module.weight.device)
+    return remote
+
+
+def _replace(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    """Put the twins in place wherever the originals are reached."""
+    for parent in model.modules():
+        for key, child in parent._modules.items():
+            if child is not None and child in replaced:
+                parent._modules[key] = replaced[child]
+    return replaced.get(model, model)
+
+
+def _warn_of_leftovers(weights: Iterable[tuple[str, weakref.ref[nn.Parameter]]]) -> None:
+    """Something that still holds a table's old weight would go on with values that nobody trains."""
+    held = [name for name, weight in weights if weight() is not None]
+    if held:
+        warnings.warn(
+            f"something still refers to the old weight of {', '.join(held)} (an optimizer or a regulariser made before "
+            "wrap?); that tensor is no longer trained",
+            stacklevel=3,
+        )
+
+
+def _dense(model: nn.Module, session: Session, optimizer: Optimizer, name: str) -> DenseWeights | None:
+    named = [(n, p) for n, p in model.named_parameters() if p.dtype == torch.float32]
+    if not named:
+        return None
+    if isinstance(optimizer, RowWiseAdagrad):
+        raise ValueError("dense_optimizer: RowWiseAdagrad keeps one accumulator per row; use Adagrad for dense weights")
+    # every worker must cut its parameters alike: the seed, which nothing else uses here, says how
+    spec = TableSpec(
+        name=name, dim=BLOCK, optimizer=optimizer, initializer=Constant(), id_space=name, seed=layout_seed(named)
+    )
+    dense = DenseWeights(spec, named, session.placement)
+    try:
+        session.add_dense(dense)
+    except TableMismatch as error:
+        if "seed" not in str(error.fields.get("difference", "")):
+            raise
+        raise ValueError(
+            f"table {name!r} holds the dense weights of a model with other parameters; give this one another prefix, "
+            "or restart the shards"
+        ) from error
+    return dense
+
+
+def _install(
+    model: nn.Module, session: Session, tables: Mapping[str, Embedding | EmbeddingBag], dense: DenseWeights | None
+) -> None:
+    """Hooks that bring weights up to date before they are read."""
+    weights = [dense] if dense is not None else []
+
+    def before_forward(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        inputs = getattr(model, "embedding_inputs", None)
+        wanted = []
+        for name, ids in (inputs(*args, **kwargs) if inputs is not None else {}).items():
+            module = tables.get(name)
+            if module is None:
+                raise ValueError(
+                    f"embedding_inputs names {name!r}, which is no embedding (known: {', '.join(tables) or 'none'})"
+                )
+            wanted.append((module.table, ids, module.device))
+        session.read_ahead(wanted, weights)
+
+    def after_forward(*_: object) -> None:
+        session.forget_ahead()
+
+    def before_part(*_: object) -> None:
+        # a part may be called on its own, by a method that is not forward
+        if dense is not None and dense.stale(session.clock):
+            session.read_ahead([], weights)
+
+    def refuse_state(*_: object) -> NoReturn:
+        raise RuntimeError(
+            "the weights of a wrapped model live on the shards: load a state_dict before wrap, into fresh shards"
+        )
+
+    model.register_forward_pre_hook(before_forward, with_kwargs=True)
+    model.register_forward_hook(after_forward, always_call=True)
+    for module in model.modules():
+        module.register_load_state_dict_pre_hook(refuse_state)  # type: ignore[no-untyped-call]
+        if module is not model and any(True for _ in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(before_part)
+    setattr(model, _MARK, session)
