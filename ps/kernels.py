@@ -1,0 +1,211 @@
+"""The compiled inner loops of a table: gather, apply, load.
+
+Each works in blocks of ids: hash and prefetch the cells, probe by fingerprint and prefetch the records, then verify the
+id in the record and do the work; the memory's latency is paid once per block. reference.py says the same in plain
+numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from embershard.proto.routing import mix64
+from embershard.ps.compiler import compiled, inlined, prefetch, window
+from embershard.ps.initial import write_initial
+from embershard.ps.store import HEADER, PAGE_CELLS, STORE, Store, find, insert, page_of, probe
+
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+RowFunction = Callable[[Floats, Floats, Floats, npt.NDArray[np.float64]], None]  # over row, state, grad, hyper
+
+BLOCK = 64  # ids in flight: enough to hide the memory's latency, few enough to stay in the first caches
+
+_IDS = types.Array(types.int64, 1, "C", readonly=True)  # readonly: they come straight from a message
+_ROWS = types.Array(types.float32, 2, "C", readonly=True)
+_BITS = types.Array(types.int32, 2, "C", readonly=True)
+ROW_FUNCTION = types.void(types.float32[::1], types.float32[::1], types.float32[::1], types.float64[::1])
+
+_U = np.uint64
+_0, _1 = _U(0), _U(1)
+_LINE = 16  # floats per cache line
+_EXPONENT = np.int32(0x7F800000)
+
+
+@inlined
+def _hash_block(store: Store, ids: Ids, start: int, count: int, hashes: npt.NDArray[np.uint64]) -> None:
+    for i in range(count):
+        h = mix64(_U(ids[start + i]), store.space_key)
+        hashes[i] = h
+        prefetch(store.cells, page_of(store, h) * _U(PAGE_CELLS) + (h & _U(PAGE_CELLS - 1)))
+
+
+@inlined
+def _prefetch_record(store: Store, found: np.uint64, floats: np.uint64) -> None:
+    first = (found - _1) * store.stride
+    for j in range(_0, floats, _U(_LINE)):
+        prefetch(store.floats, first + j)
+    prefetch(store.floats, first + floats - _1)
+
+
+@inlined
+def _is_of(store: Store, found: np.uint64, id_: np.int64) -> bool:
+    return bool(store.ids[(found - _1) * (store.stride >> _1)] == id_)
+
+
+@compiled(types.void(STORE, _IDS, types.float32[:, ::1]))
+def gather(store: Store, ids: Ids, out: Floats) -> None:
+    """out[i] = weights of ids[i], or its first values where it has no row; changes nothing."""
+    hashes = np.empty(BLOCK, np.uint64)
+    slots = np.empty(BLOCK, np.uint64)
+    dim = np.int64(store.dim)
+    for start in range(0, ids.size, BLOCK):
+        count = min(BLOCK, ids.size - start)
+        _hash_block(store, ids, start, count, hashes)
+        for i in range(count):
+            found = probe(store, page_of(store, hashes[i]), hashes[i])
+            slots[i] = found
+            if found:
+                _prefetch_record(store, found, store.dim + _U(HEADER))
+        for i in range(count):
+            found = slots[i]
+            id_ = ids[start + i]
+            if found and not _is_of(store, found, id_):  # another id with this fingerprint
+                found = find(store, id_, hashes[i])
+            row = window(out, _U(start + i) * store.dim, dim)
+            if found:
+                first = (found - _1) * store.stride + _U(HEADER)
+                for j in range(store.dim):
+                    row[j] = store.floats[first + j]
+            else:
+                write_initial(row, id_, store.row_seed, store.initializer, store.bounds)
+
+
+@inlined
+def _create(store: Store, id_: np.int64, h: np.uint64) -> np.uint64:
+    """slot + 1 of a new row with its first values; 0 if the index is full."""
+    found = insert(store, id_, h)
+    if found:
+        first = (found - _1) * store.stride + _U(HEADER)
+        row = window(store.floats, first, np.int64(store.dim))
+        write_initial(row, id_, store.row_seed, store.initializer, store.bounds)
+        for j in range(_U(store.fresh.size)):
+            store.floats[first + store.dim + j] = store.fresh[j]
+    return found
+
+
+@inlined
+def _is_finite(bits: npt.NDArray[np.int32], i: int) -> bool:
+    """Whether no float of row i has the exponent of NaN and Inf; on bits, so that the loop is a vector loop."""
+    bad = False
+    for j in range(bits.shape[1]):
+        bad |= bits[i, j] & _EXPONENT == _EXPONENT
+    return not bad
+
+
+@inlined
+def clip_gradient(grad: Floats, out: Floats, clip_value: float, clip_norm: float) -> None:
+    """Clamp every float to +-clip_value, then scale down to the L2 norm clip_norm; 0 turns either off."""
+    limit = np.float32(clip_value)
+    squares = 0.0
+    for j in range(grad.size):
+        g = grad[j]
+        if clip_value > 0.0:
+            g = min(max(g, -limit), limit)
+        squares += np.float64(g) * np.float64(g)
+        out[j] = g
+    norm = np.sqrt(squares)
+    if 0.0 < clip_norm < norm:
+        scale = np.float32(clip_norm / norm)
+        for j in range(grad.size):
+            out[j] *= scale
+
+
+@compiled(
+    types.int64(
+        STORE,
+        _IDS,
+        _ROWS,
+        _BITS,
+        types.float64[::1],
+        types.float64[::1],
+        types.FunctionType(ROW_FUNCTION),
+        types.int64[::1],
+    )
+)
+def apply(
+    store: Store,
+    ids: Ids,
+    gradients: Floats,
+    bits: npt.NDArray[np.int32],
+    hyper: npt.NDArray[np.float64],
+    clips: npt.NDArray[np.float64],
+    update: RowFunction,
+    skipped: Ids,
+) -> int:
+    """Update the rows of ids with their gradients, in order, and create those that are new.
+
+    bits: the gradients' memory as int32. clips: (2,) clip_value, clip_norm. skipped: (1,) is raised by the rows whose
+    gradient is not finite, which are left alone. Returns how many ids were done: fewer than given if the index is full.
+    """
+    hashes = np.empty(BLOCK, np.uint64)
+    slots = np.empty(BLOCK, np.uint64)
+    clipped = np.empty(store.dim, np.float32)
+    dim, num_state = np.int64(store.dim), store.fresh.size
+    used = store.dim + _U(HEADER + num_state)
+    for start in range(0, ids.size, BLOCK):
+        count = min(BLOCK, ids.size - start)
+        _hash_block(store, ids, start, count, hashes)
+        for i in range(count):
+            slots[i] = _0
+            if not _is_finite(bits, start + i):
+                skipped[0] += 1
+                continue
+            found = probe(store, page_of(store, hashes[i]), hashes[i])
+            if found:
+                _prefetch_record(store, found, used)
+            else:
+                found = _create(store, ids[start + i], hashes[i])
+                if not found:
+                    return start + i
+            slots[i] = found
+        for i in range(count):
+            found, id_ = slots[i], ids[start + i]
+            if not found:
+                continue
+            if not _is_of(store, found, id_):  # another id with this fingerprint
+                found = find(store, id_, hashes[i])
+                if not found:
+                    found = _create(store, id_, hashes[i])
+                    if not found:
+                        return start + i
+            first = (found - _1) * store.stride + _U(HEADER)
+            gradient = window(gradients, _U(start + i) * store.dim, dim)
+            if clips[0] > 0.0 or clips[1] > 0.0:
+                clip_gradient(gradient, clipped, clips[0], clips[1])
+                gradient = clipped
+            update(
+                window(store.floats, first, dim), window(store.floats, first + store.dim, num_state), gradient, hyper
+            )
+    return ids.size
+
+
+@compiled(types.int64(STORE, _IDS, _ROWS))
+def load(store: Store, ids: Ids, rows: Floats) -> int:
+    """Give ids these weights and a fresh state, in order; returns how many were done, as `apply`."""
+    for i in range(ids.size):
+        h = mix64(_U(ids[i]), store.space_key)
+        found = find(store, ids[i], h)
+        if not found:
+            found = insert(store, ids[i], h)
+            if not found:
+                return i
+        first = (found - _1) * store.stride + _U(HEADER)
+        for j in range(store.dim):
+            store.floats[first + j] = rows[i, j]
+        for j in range(_U(store.fresh.size)):
+            store.floats[first + store.dim + j] = store.fresh[j]
+    return ids.size

@@ -1,0 +1,66 @@
+"""Row optimizers: the ones that every shard has, and those of the modules that a shard was started with.
+
+A user-defined one is a decorated function:
+
+    @row_optimizer(state_per_dim=1, settings={"eps": 1e-10})
+    def my_adagrad(row, state, grad, hyper):
+        lr, eps = hyper[0], hyper[1]
+        for j in range(row.size):
+            state[j] += grad[j] * grad[j]
+            row[j] -= lr * grad[j] / (np.sqrt(state[j]) + eps)
+
+A shard that was started with the module `mine` finds it as "mine:my_adagrad".
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from embershard.proto import spec
+from embershard.proto.errors import BadOptimizer, UnknownOptimizer
+from embershard.ps.optimizers import BUILTIN
+from embershard.ps.row_optimizer import RowOptimizer, row_optimizer
+
+__all__ = ["OptimizerRegistry", "RowOptimizer", "row_optimizer"]
+
+
+class OptimizerRegistry:
+    """The row optimizers of one shard, by name.
+
+    modules: names of user modules. They are imported and their optimizers compiled at once, so that a mistake stops the
+    shard at its start. BadOptimizer names a module that cannot be imported or has none, and a function that does not
+    compile.
+    """
+
+    def __init__(self, modules: Sequence[str] = ()) -> None:
+        self._known = dict(BUILTIN)
+        for module in modules:
+            self._known.update(_optimizers_of(module))
+
+    def find(self, optimizer: spec.Optimizer) -> RowOptimizer:
+        """The row optimizer of a spec.
+
+        UnknownOptimizer when this shard has none of its name, BadOptimizer when it has no such setting.
+        """
+        found = self._known.get(optimizer.name)
+        if found is None:
+            raise UnknownOptimizer(optimizer=optimizer.name, known=", ".join(self._known))
+        found.params(optimizer)
+        return found
+
+
+def _optimizers_of(module: str) -> dict[str, RowOptimizer]:
+    try:
+        members = vars(importlib.import_module(module))
+    except BadOptimizer:
+        raise
+    except Exception as error:  # a user's module may fail in any way
+        reason = f"the module cannot be imported: {type(error).__name__}: {error}"
+        raise BadOptimizer(optimizer=module, reason=reason) from error
+    found = {f"{module}:{name}": member for name, member in members.items() if isinstance(member, RowOptimizer)}
+    if not found:
+        raise BadOptimizer(optimizer=module, reason="the module has no function decorated with @row_optimizer")
+    for member in found.values():
+        _ = member.compiled
+    return found

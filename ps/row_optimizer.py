@@ -1,0 +1,101 @@
+"""What a row optimizer is: a function over (row, state, grad, hyper), its state and its settings."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+from numba.core.errors import NumbaError
+
+from embershard.proto import spec
+from embershard.proto.errors import BadOptimizer
+from embershard.ps.compiler import compiled
+from embershard.ps.kernels import ROW_FUNCTION, RowFunction
+
+Settings = Mapping[str, float]
+COMMON = ("clip_value", "clip_norm")  # done for every optimizer, before its function sees the gradient
+
+
+@dataclass(frozen=True)
+class RowOptimizer:
+    """A row optimizer: its function in Python, what it keeps per row, and its settings with their defaults.
+
+    The state of a row is `state_per_dim * dim + state_per_row` floats, in this order; either may be a function of the
+    settings. `initial_state` is their first value: a number or the name of a setting.
+    """
+
+    function: RowFunction
+    settings: Settings
+    state_per_dim: int | Callable[[Settings], int] = 0
+    state_per_row: int | Callable[[Settings], int] = 0
+    initial_state: float | str = 0.0
+
+    @property
+    def name(self) -> str:
+        """`module:function`."""
+        return f"{self.function.__module__}:{self.function.__name__}"
+
+    def params(self, optimizer: spec.Optimizer) -> dict[str, float]:
+        """Every number that the function gets as `hyper`, by name and in order: lr, the settings, the common ones.
+
+        BadOptimizer when the spec has a setting that the function does not.
+        """
+        given = optimizer.params()
+        known = {"lr": 0.0, **self.settings, **dict.fromkeys(COMMON, 0.0)}
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            reason = f"it has no setting {', '.join(unknown)} (it has: {', '.join(known)})"
+            raise BadOptimizer(optimizer=optimizer.name, reason=reason)
+        return {name: given.get(name, default) for name, default in known.items()}
+
+    def initial(self, dim: int, params: Settings) -> npt.NDArray[np.float32]:
+        """(num_state,) float32, the first state of a row of this dim."""
+        per_dim, per_row = (
+            count if isinstance(count, int) else count(params) for count in (self.state_per_dim, self.state_per_row)
+        )
+        value = params[self.initial_state] if isinstance(self.initial_state, str) else self.initial_state
+        return np.full(per_dim * dim + per_row, value, np.float32)
+
+    @cached_property
+    def compiled(self) -> RowFunction:
+        """The function compiled; BadOptimizer with the compiler's reason when it does not compile."""
+        try:
+            return compiled(ROW_FUNCTION)(self.function)
+        except NumbaError as error:
+            code = self.function.__code__
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            reason = f"{code.co_filename}:{code.co_firstlineno} does not compile: {' | '.join(lines[:6])}"
+            raise BadOptimizer(optimizer=self.name, reason=reason) from error
+
+
+def row_optimizer(
+    *,
+    settings: Settings | None = None,
+    state_per_dim: int | Callable[[Settings], int] = 0,
+    state_per_row: int | Callable[[Settings], int] = 0,
+    initial_state: float | str = 0.0,
+) -> Callable[[RowFunction], RowOptimizer]:
+    """Declare `def f(row, state, grad, hyper) -> None` a row optimizer.
+
+    row: (dim,) float32, changed in place. state: (num_state,) float32, changed in place. grad: (dim,) float32.
+    hyper: float64, hyper[0] is the learning rate, then the settings in the order given here. The function is compiled
+    by numba and called once per pushed row. `initial_state` may name a setting. TypeError when it does not take four
+    arguments, ValueError when a setting is named as a common one.
+    """
+    own = dict(settings or {})
+    for name in ("lr", *COMMON):
+        if name in own:
+            raise ValueError(f"row_optimizer: every optimizer has {name!r}; leave it out of settings")
+    if isinstance(initial_state, str) and initial_state not in own:
+        raise ValueError(f"row_optimizer: initial_state names {initial_state!r}, which is not in settings")
+
+    def declare(function: RowFunction) -> RowOptimizer:
+        if len(inspect.signature(function).parameters) != 4:
+            raise TypeError(f"row_optimizer: {function.__qualname__} must take (row, state, grad, hyper)")
+        return RowOptimizer(function, own, state_per_dim, state_per_row, initial_state)
+
+    return declare

@@ -1,0 +1,172 @@
+"""One table of a shard: rows by 64-bit id, and the optimizer's state beside each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from embershard.proto.errors import EmbershardError, InvalidRequest, TableFull, WrongDim
+from embershard.proto.routing import NUM_BUCKETS, Ids
+from embershard.proto.spec import TableSpec
+from embershard.ps import kernels
+from embershard.ps.arena import Arena, physical_memory
+from embershard.ps.initial import initializer_code
+from embershard.ps.row_optimizer import RowOptimizer
+from embershard.ps.store import HEADER, NUM_ENTRIES, NUM_PAGES, NUM_ROWS, PAGE_CELLS, Store
+
+Floats = npt.NDArray[np.float32]
+S = TypeVar("S", bound=np.generic)
+
+MAX_ROWS = 2**32 - 2  # a cell has 32 bits for the slot
+_SMALLEST = 1 << 20  # bytes of reservation that a table cannot do without
+_PAGE_ROWS = 128  # rows that an index page holds at the very least, over many pages
+
+
+class Applied(NamedTuple):
+    """What a push did: rows updated, and rows left alone because their gradient was not finite."""
+
+    rows: int
+    skipped: int
+
+
+class Table:
+    """Rows of one dim by id. One thread at a time; calls release the GIL.
+
+    reserve_bytes: address space for the rows, by default the machine's memory; nothing is used before it is needed.
+    EmbershardError when the system refuses any reservation.
+    """
+
+    def __init__(self, spec: TableSpec, optimizer: RowOptimizer, reserve_bytes: int | None = None) -> None:
+        self.spec = spec
+        params = optimizer.params(spec.optimizer)
+        self._hyper = np.array(list(params.values()))  # (settings,) float64, params() order
+        self._lr = params["lr"]
+        self._clips = np.array([params["clip_value"], params["clip_norm"]])
+        self._update = optimizer.compiled
+        self._fresh = optimizer.initial(spec.dim, params)
+        self._stride = (HEADER + spec.dim + len(self._fresh) + 1) // 2 * 2
+        self._store = self._reserve(physical_memory() if reserve_bytes is None else reserve_bytes)
+        self._counters = self._store.counters
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that exist."""
+        return int(self._counters[NUM_ROWS])
+
+    @property
+    def capacity(self) -> int:
+        """Rows that there is address space for."""
+        return self._store.ids.size * 2 // self._stride
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory in use: records and index."""
+        pages, entries = int(self._counters[NUM_PAGES]), int(self._counters[NUM_ENTRIES])
+        index = pages * (PAGE_CELLS * 8 + 4) + entries * 4 + self._store.root.nbytes
+        return self.num_rows * self._stride * 4 + index
+
+    def gather(self, ids: Ids, out: Floats | None = None) -> Floats:
+        """Weights of ids ((U,) int64), first values where an id has no row; (U, dim) float32, into `out` if given."""
+        flat = _array(ids, np.int64, self.spec.name, "the ids")
+        if out is None:
+            out = np.empty((len(flat), self.spec.dim), np.float32)
+        self._check(flat, out, "the output rows")
+        kernels.gather(self._store, flat, out)
+        return out
+
+    def apply(self, ids: Ids, gradients: Floats, lr_scale: float = 1.0) -> Applied:
+        """Update the rows of ids ((U,) int64) with gradients ((U, dim) float32), creating those that do not exist.
+
+        Equal ids are applied one after the other. lr_scale multiplies the learning rate of this call. A row whose
+        gradient has a NaN or Inf is skipped, and is not created. WrongDim when the shapes do not fit. TableFull when
+        there is no room for that many new rows; nothing is applied then.
+        """
+        flat = _array(ids, np.int64, self.spec.name, "the ids")
+        gradients = _array(gradients, np.float32, self.spec.name, "the gradients")
+        self._check(flat, gradients, "the gradients")
+        self._make_room(len(flat))
+        self._hyper[0] = self._lr * lr_scale
+        skipped = np.zeros(1, np.int64)
+        bits = gradients.view(np.int32)
+        done = kernels.apply(self._store, flat, gradients, bits, self._hyper, self._clips, self._update, skipped)
+        if done < len(flat):
+            raise self._full(len(flat) - done)
+        return Applied(done - int(skipped[0]), int(skipped[0]))
+
+    def load(self, ids: Ids, rows: Floats) -> None:
+        """Set the weights of ids ((U,) int64) to rows ((U, dim) float32) and their state to its first value."""
+        flat = _array(ids, np.int64, self.spec.name, "the ids")
+        rows = _array(rows, np.float32, self.spec.name, "the rows")
+        self._check(flat, rows, "the rows")
+        self._make_room(len(flat))
+        done = kernels.load(self._store, flat, rows)
+        if done < len(flat):
+            raise self._full(len(flat) - done)
+
+    def scan(self, block: int = 65_536) -> Iterator[tuple[Ids, Floats, Floats]]:
+        """Copies of (ids, weights (n, dim), state (n, num_state)) in blocks of slots, in slot order."""
+        records = self._store.floats[: self.capacity * self._stride].reshape(-1, self._stride)
+        ids = self._store.ids.reshape(-1)[: self.capacity * (self._stride // 2)].reshape(-1, self._stride // 2)
+        first, last = HEADER + self.spec.dim, HEADER + self.spec.dim + len(self._fresh)
+        for start in range(0, self.num_rows, block):
+            part = slice(start, min(start + block, self.num_rows))
+            yield ids[part, 0].copy(), records[part, HEADER:first].copy(), records[part, first:last].copy()
+
+    def _check(self, ids: Ids, rows: Floats, what: str) -> None:
+        if ids.ndim != 1 or rows.shape != (len(ids), self.spec.dim):
+            dim = self.spec.dim
+            raise WrongDim(table=self.spec.name, what=what, got=rows.size, ids=ids.size, dim=dim, want=ids.size * dim)
+
+    def _make_room(self, count: int) -> None:
+        if self.num_rows + count > self.capacity:
+            raise self._full(count)
+
+    def _full(self, count: int) -> TableFull:
+        return TableFull(table=self.spec.name, rows=self.num_rows, capacity=self.capacity, ids=count)
+
+    def _reserve(self, nbytes: int) -> Store:
+        """The largest store that the system grants, from `nbytes` of rows downwards."""
+        while True:
+            capacity = min(max(nbytes, _SMALLEST) // (self._stride * 4), MAX_ROWS)
+            try:
+                return self._make_store(capacity)
+            except OSError as error:
+                if nbytes <= _SMALLEST:
+                    reason = f"table {self.spec.name!r}: cannot reserve {nbytes} bytes of address space ({error}); "
+                    reason += "lift `ulimit -v`, or set vm.overcommit_memory to 0 or 1"
+                    raise EmbershardError(reason=reason) from error
+                nbytes //= 4
+
+    def _make_store(self, capacity: int) -> Store:
+        pages = capacity // _PAGE_ROWS + 2 * NUM_BUCKETS
+        entries = 16 * pages  # directories that were outgrown included
+        records = Arena(capacity * self._stride * 4)
+        floats = records.take(np.float32, capacity * self._stride, huge=True)
+        index = Arena(NUM_BUCKETS * 8 + entries * 4 + pages * (4 + PAGE_CELLS * 8) + 4 * 4096)
+        kind, bounds = initializer_code(self.spec.initializer)
+        return Store(
+            floats=floats,
+            ids=floats.view(np.int64),
+            root=index.take(np.uint64, NUM_BUCKETS),
+            directory=index.take(np.uint32, entries),
+            fill=index.take(np.uint32, pages),
+            cells=index.take(np.uint64, pages * PAGE_CELLS, huge=True),
+            counters=np.array([0, 1, 1]),  # page 0 and the directory entry that leads to it
+            fresh=self._fresh,
+            bounds=bounds,
+            space_key=np.uint64(self.spec.space_key),
+            row_seed=np.uint64(self.spec.row_seed),
+            stride=np.uint64(self._stride),
+            dim=np.uint64(self.spec.dim),
+            initializer=np.uint64(kind),
+        )
+
+
+def _array(array: npt.NDArray[S], dtype: type[S], table: str, what: str) -> npt.NDArray[S]:
+    """The array as the kernels take it, C-ordered and aligned; a copy only if it is not. InvalidRequest: its dtype."""
+    if array.dtype != dtype:
+        raise InvalidRequest(reason=f"table {table!r}: {what} must be {np.dtype(dtype).name}, got {array.dtype.name}")
+    return np.require(array, requirements=["C", "A"])
