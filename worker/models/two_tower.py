@@ -18,7 +18,8 @@ from embershard.worker.models.recommender import Recommender
 class TwoTower(Recommender):
     """A user vector and an item vector; the logit is their dot product over `temperature`.
 
-    ids (B, 2 + K) hold the user, the item and K more items that the user did not take. Without `hidden` layers the vectors are the embeddings themselves.
+    ids (B, 2 + K) hold the user, the item and K more items that the user did not take. Without `hidden` layers the
+    vectors are the embeddings themselves.
     `normalize` puts them on the unit sphere.
     """
 

@@ -1,0 +1,305 @@
+"""Job files: YAML, checked whole before anything starts; every mistake is named with its line and field."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Literal, Self, get_args
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from embershard.proto.errors import JobError
+from embershard.worker.job_data import METRICS, AnyData
+from embershard.worker.job_sections import (
+    CUSTOM,
+    AnyInitializer,
+    AnyModel,
+    AnyOptimizer,
+    Count,
+    Section,
+)
+from embershard.worker.job_yaml import Mistake, Source
+from embershard.worker.job_yaml import Path as Location
+from embershard.worker.schedule import Shape
+
+DEFAULT_DIM = 16
+
+
+class JobFileError(JobError):
+    """A job with mistakes: all of them, a line each."""
+
+    template = "{text}"
+
+    def __init__(self, mistakes: Sequence[Mistake]) -> None:
+        super().__init__(text="\n".join(map(str, mistakes)), count=len(mistakes))
+        self.mistakes = tuple(mistakes)
+
+
+class EmbeddingSection(Section):
+    """The embedding tables; `dim` is 16 where the model does not decide it."""
+
+    dim: Annotated[int, Field(ge=1, le=65_536)] | None = None
+    optimizer: AnyOptimizer
+    initializer: AnyInitializer | None = None
+
+
+class DenseSection(Section):
+    """The other weights; without an optimizer they have that of the embeddings."""
+
+    optimizer: AnyOptimizer | None = None
+
+
+_SHAPED: dict[str, tuple[Shape, ...]] = {  # field -> the schedules in which it has a meaning
+    "end": ("linear", "cosine"),
+    "every": ("step",),
+    "factor": ("step", "plateau"),
+    "patience": ("plateau",),
+}
+
+
+class ScheduleSection(Section):
+    """How the learning rates change; see worker/schedule.py."""
+
+    name: Shape = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    end: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    every: Count | None = None
+    factor: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    patience: Count | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, shapes in _SHAPED.items():
+            if getattr(self, name) is not None and self.name not in shapes:
+                raise ValueError(f"ScheduleSection: {name} has no meaning for {self.name}; remove it")
+        if self.name == "step" and self.every is None:
+            raise ValueError("ScheduleSection: every must say after how many steps the rate falls")
+        return self
+
+
+class EarlyStopSection(Section):
+    """Stop after `patience` evaluations in a row that were not better than the best by more than `min_delta`."""
+
+    patience: Count
+    min_delta: Annotated[float, Field(ge=0.0)] = 0.0
+
+
+class TrainSection(Section):
+    """How long and how fast: exactly one of epochs, steps (of each worker) and samples (of all workers)."""
+
+    batch_size: Count  # samples of one worker's step
+    epochs: Count | None = None
+    steps: Count | None = None
+    samples: Count | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    lr_schedule: ScheduleSection = ScheduleSection()
+    early_stop: EarlyStopSection | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: Count | None = None  # of each worker; the machine's cores divided among its workers where not given
+
+    @property
+    def budget(self) -> tuple[str, int] | None:
+        """Unit and length of the run."""
+        given = [(unit, value) for unit in ("epochs", "steps", "samples") if (value := getattr(self, unit)) is not None]
+        return given[0] if len(given) == 1 else None
+
+
+class EvaluateSection(Section):
+    """When and by what a run is judged: the best evaluation is the one that is reported.
+
+    `every` counts in the unit of the run (epochs, steps or samples); without it each epoch is evaluated, or the end.
+    """
+
+    every: Count | None = None
+    metric: str | None = None
+    top_k: Count | None = None
+    batch_size: Count = 16_384
+
+
+class Job(Section):
+    """A training job."""
+
+    model: AnyModel
+    data: AnyData
+    embedding: EmbeddingSection
+    dense: DenseSection = DenseSection()
+    train: TrainSection
+    evaluate: EvaluateSection = EvaluateSection()
+    workers: Count = 1
+    shards: Count = 2
+    output: Path | None = None
+
+    @property
+    def dim(self) -> int:
+        """Dim of the embeddings, where the model does not decide it."""
+        return self.embedding.dim or DEFAULT_DIM
+
+    @property
+    def top_k(self) -> int:
+        """K of HR@K, NDCG@K and Recall@K."""
+        return self.evaluate.top_k or (20 if self.data.evaluation == "ranking" else 10)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What an evaluation computes."""
+        return tuple(name.format(k=self.top_k) for name in METRICS[self.data.evaluation])
+
+    @property
+    def metric(self) -> str:
+        """What decides which evaluation is the best."""
+        return self.evaluate.metric or self.metrics[0]
+
+
+def load_job(path: Path, overrides: Sequence[str] = (), data_root: Path | None = None) -> Job:
+    """The job of a file, with "section.field=value" overrides on top; `data_root` replaces data.root.
+
+    JobFileError names every mistake: what is no YAML, unknown or missing or of the wrong type or out of range; if there
+    is none of these, every contradiction between fields, and every data file that is not there.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise JobFileError([Mistake(str(path), "", f"cannot be read: {reason}")]) from None
+    source = Source.parse(text, str(path))
+    if source.mistakes:
+        raise JobFileError(source.mistakes)
+    source.override(overrides)
+    if data_root is not None:
+        source.override([f"data.root={data_root.absolute()}"])
+    try:
+        job = Job.model_validate(source.values)
+    except ValidationError as error:
+        found = [_mistake(details, source) for details in error.errors(include_url=False)]
+        raise JobFileError(_in_order([*source.mistakes, *found])) from None
+    found = [Mistake(source.where(at), ".".join(map(str, at)), why) for at, why in _contradictions(job, path.parent)]
+    if source.mistakes or found:
+        raise JobFileError(_in_order([*source.mistakes, *found]))
+    return job
+
+
+def _in_order(mistakes: Sequence[Mistake]) -> list[Mistake]:
+    def line(mistake: Mistake) -> int:
+        number = mistake.where.rpartition(":")[2]
+        return int(number) if number.isdigit() else 1 << 30  # overrides last
+
+    return sorted(mistakes, key=line)
+
+
+def _contradictions(job: Job, folder: Path) -> Iterator[tuple[Location, str]]:
+    yield from _model_and_data(job)
+    yield from _length(job)
+    yield from _judging(job)
+    for name, file in job.data.files().items():
+        file = folder / job.data.root / file
+        if not file.is_file():
+            yield ("data", name), f"no file {file}; check data.root (or pass --data), or the name"
+
+
+def _model_and_data(job: Job) -> Iterator[tuple[Location, str]]:
+    name, reader = job.model.name, job.data.reader
+    if job.model.needs == "pairs" and not job.data.pairs:
+        yield ("model", "name"), f"{name} needs a user and an item per sample, but data.reader {reader} reads features"
+    if job.model.needs == "dense" and not job.data.has_dense:
+        yield ("model", "name"), f"{name} needs dense features, but data.reader {reader} has none here"
+    if job.embedding.dim is not None and not job.model.takes_dim:
+        other = "model.factors decides it" if "factors" in type(job.model).model_fields else "it has only weights"
+        yield ("embedding", "dim"), f"has no meaning for {name} ({other}); remove it"
+    if getattr(job.model, "batch_norm", job.model.needs == "dense") and job.train.batch_size == 1:
+        yield ("train", "batch_size"), "batch norm needs at least 2 samples"
+
+
+def _length(job: Job) -> Iterator[tuple[Location, str]]:
+    train = job.train
+    if train.budget is None:
+        yield ("train",), "give exactly one of epochs, steps and samples"
+        return
+    unit, length = train.budget
+    if unit == "steps" and train.lr_schedule.warmup_steps >= length:
+        yield ("train", "lr_schedule", "warmup_steps"), f"must be below train.steps, which is {length}"
+    if unit == "samples" and length < job.workers:
+        yield ("workers",), f"{job.workers} workers cannot share {length} samples"
+    if job.evaluate.every is not None and job.evaluate.every > length:
+        yield ("evaluate", "every"), f"must be at most train.{unit}, which is {length}"
+
+
+def _judging(job: Job) -> Iterator[tuple[Location, str]]:
+    if job.metric not in job.metrics:
+        reason = f"is not computed on data.reader {job.data.reader}; it has {', '.join(job.metrics)}"
+        yield ("evaluate", "metric"), f"{job.metric!r} {reason}"
+    if job.metric == "calibration":
+        yield ("evaluate", "metric"), "calibration is best near 1, not at an end; choose another metric"
+    if job.evaluate.top_k is not None and job.data.evaluation == "pointwise":
+        yield ("evaluate", "top_k"), f"has no meaning for data.reader {job.data.reader}; remove it"
+    if not job.data.splits:
+        for at, given in (("early_stop", job.train.early_stop is not None), ("lr_schedule", _plateau(job))):
+            if given:
+                yield ("train", at), "needs something to evaluate on: name a file in data.valid or data.test"
+
+
+def _plateau(job: Job) -> bool:
+    return job.train.lr_schedule.name == "plateau"
+
+
+def _mistake(details: ErrorDetails, source: Source) -> Mistake:
+    location, section = _without_tags(details["loc"])
+    kind, context, message = details["type"], details.get("ctx", {}), details["msg"]
+    if kind == "extra_forbidden":
+        known = sorted(section.model_fields) if section is not None else []
+        near = difflib.get_close_matches(str(location[-1]), known, 1)
+        message = f"unknown field; did you mean {near[0]}?" if near else f"unknown field (known: {', '.join(known)})"
+    elif kind == "missing":
+        message = "is missing"
+    elif kind == "union_tag_not_found":
+        location = (*location, context["discriminator"].strip("'").replace("tag()", "name"))
+        message = "is missing"
+    elif kind == "union_tag_invalid":
+        location = (*location, context["discriminator"].strip("'").replace("tag()", "name"))
+        known = [tag.strip("' ") for tag in context["expected_tags"].split(",")]
+        near = difflib.get_close_matches(context["tag"], known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+        message = f"unknown {context['tag']!r}; {hint}"
+    elif kind == "value_error":
+        message = message.removeprefix("Value error, ")
+        named = re.match(r"\w+: (\w+) ", message)  # the specs say "Adam: lr must be ..."
+        if named is not None and section is not None and named[1] in section.model_fields:
+            location = (*location, named[1])
+            message = message[named.end() :]
+    else:
+        message = f"{message[0].lower()}{message[1:]}, got {details['input']!r}"
+    return Mistake(source.where(location), ".".join(map(str, location)), message)
+
+
+def _without_tags(loc: Sequence[str | int]) -> tuple[Location, type[BaseModel] | None]:
+    """A location without the names that pydantic puts in for a chosen section, and the section that it ends in."""
+    section: type[BaseModel] | None = Job
+    choices: list[type[BaseModel]] = []
+    path: list[str | int] = []
+    for part in loc:
+        chosen = [choice for choice in choices if part in _tags(choice)]
+        if chosen:
+            section, choices = chosen[0], []
+            continue
+        path.append(part)
+        field = section.model_fields.get(str(part)) if section is not None else None
+        if field is not None:
+            choices = list(_sections(field.annotation))
+            section = choices[0] if len(choices) == 1 else section if not choices else None
+    return tuple(path), section
+
+
+def _sections(annotation: object) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _sections(inner)
+
+
+def _tags(section: type[BaseModel]) -> tuple[str, ...]:
+    for name in ("name", "reader"):
+        if name in section.model_fields:
+            return get_args(section.model_fields[name].annotation) or (CUSTOM,)
+    return ()

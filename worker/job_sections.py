@@ -1,0 +1,198 @@
+"""Sections of a job file that say what is trained: the model, its optimizers and first values."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, create_model, model_validator
+
+from embershard.proto import spec
+from embershard.worker.data.batch import Schema
+from embershard.worker.models.layers import Device
+from embershard.worker.models.recommender import Recommender
+from embershard.worker.models.registry import MODELS
+
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class Section(BaseModel):
+    """A part of a job: frozen, and without fields that it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    """A model and its shape."""
+
+    name: str
+    needs: ClassVar[Literal["features", "pairs", "dense"]] = "features"
+    """What its data must have; pairs: one user and one item per sample, dense: at least one dense feature."""
+
+    @property
+    def takes_dim(self) -> bool:
+        """Whether `embedding.dim` decides its shape."""
+        return "dim" in inspect.signature(MODELS[self.name]).parameters
+
+    def build(self, schema: Schema, dim: int, device: Device) -> Recommender:
+        """The model for this data, its tables on `device`."""
+        model: Callable[..., Recommender] = MODELS[self.name]
+        shape = {
+            "num_ids": schema.table_rows,
+            "num_fields": len(schema.features),
+            "dim": dim,
+            "num_dense": schema.num_dense,
+        }
+        wanted = inspect.signature(model).parameters
+        fields = {name: getattr(self, name) for name in type(self).model_fields if name != "name"}
+        return model(**{key: shape[key] for key in shape if key in wanted}, **fields, device=device)
+
+
+class NcfSection(ModelSection):
+    """The models of the NCF paper; `factors` decides all their widths."""
+
+    name: Literal["gmf", "mlp", "neumf"]
+    factors: Count = 8
+    needs = "pairs"
+
+
+class ShallowSection(ModelSection):
+    """LR and FM, which have no shape of their own."""
+
+    name: Literal["lr", "fm"]
+
+
+class DeepSection(ModelSection):
+    """Wide&Deep and DeepFM."""
+
+    name: Literal["wide_deep", "deepfm"]
+    hidden: tuple[Count, ...] = (400, 400, 400)
+    batch_norm: bool = False
+    dropout: Share = 0.0
+
+
+class DcnSection(ModelSection):
+    """DCN-V2."""
+
+    name: Literal["dcn_v2"]
+    cross_layers: Count = 3
+    structure: Literal["stacked", "parallel"] = "parallel"
+    hidden: tuple[Count, ...] = (400, 400, 400)
+    batch_norm: bool = False
+    dropout: Share = 0.0
+
+
+class DlrmSection(ModelSection):
+    """DLRM; `bottom` is the MLP of the dense features, where there are any."""
+
+    name: Literal["dlrm"]
+    bottom: tuple[Count, ...] = (512, 256, 64)
+    hidden: tuple[Count, ...] = (512, 256)
+    interaction: Literal["dot", "cat"] = "dot"
+    batch_norm: bool = False
+    dropout: Share = 0.0
+
+
+class PersiaSection(ModelSection):
+    """PERSIA's model of the Adult data."""
+
+    name: Literal["persia_dnn"]
+    needs = "dense"
+
+
+class TwoTowerSection(ModelSection):
+    """Two towers, trained with a softmax over the batch's items, corrected for how often each is there."""
+
+    name: Literal["two_tower"]
+    hidden: tuple[Count, ...] = ()
+    normalize: bool = True
+    temperature: Annotated[float, Field(gt=0.0)] = 0.1
+    needs = "pairs"
+
+
+AnyModel = Annotated[
+    NcfSection | ShallowSection | DeepSection | DcnSection | DlrmSection | PersiaSection | TwoTowerSection,
+    Field(discriminator="name"),
+]
+
+
+class OptimizerSection(Section):
+    """A row optimizer: the fields of its class in proto/spec.py."""
+
+    name: str
+
+    def build(self) -> spec.Optimizer:
+        """The optimizer; ValueError names a value out of range."""
+        return spec.Optimizer.of(self.name, self.model_dump(exclude={"name"}))
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.build()
+        return self
+
+
+class CustomOptimizerSection(OptimizerSection):
+    """A user-defined optimizer, `module:function`, of a module that the shards were started with."""
+
+    lr: float
+    settings: dict[str, float] = {}
+    clip_value: float = 0.0
+    clip_norm: float = 0.0
+
+    def build(self) -> spec.Optimizer:
+        """The optimizer; ValueError names a value out of range."""
+        clips = {"clip_value": self.clip_value, "clip_norm": self.clip_norm}
+        return spec.Optimizer.of(self.name, {"lr": self.lr, **self.settings, **clips})
+
+
+class InitializerSection(Section):
+    """First values of rows: the fields of its class in proto/spec.py."""
+
+    name: str
+
+    def build(self) -> spec.Initializer:
+        """The initializer; ValueError names a value out of range."""
+        return spec.Initializer.of(self.name, self.model_dump(exclude={"name"}))
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.build()
+        return self
+
+
+def _mirror(cls: type[spec.Optimizer] | type[spec.Initializer], base: type[Section]) -> type[Section]:
+    """A section with the fields and defaults of a dataclass of proto/spec.py, so that they are written once."""
+    fields: dict[str, tuple[object, object]] = {"name": (Literal[cls.kind], ...)}
+    for f in dataclasses.fields(cls):
+        kind = bool if f.type in (bool, "bool") else float
+        fields[f.name] = (kind, ... if f.default is dataclasses.MISSING else f.default)
+    create: Callable[..., type[Section]] = create_model
+    return create(f"{cls.__name__}Section", __base__=base, __module__=__name__, **fields)
+
+
+def _choice(sections: Mapping[str, type[Section]], colon: str = "") -> object:
+    """A field that is one of these sections, by its `name`; a name with a colon is that of `colon`."""
+
+    def tag(value: object) -> str | None:
+        name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
+        return colon if colon and ":" in str(name) else name
+
+    tagged = [Annotated[section, Tag(name)] for name, section in sections.items()]
+    return Annotated[reduce(or_, tagged), Discriminator(tag)]
+
+
+CUSTOM = "module:function"
+
+if TYPE_CHECKING:
+    AnyOptimizer = OptimizerSection
+    AnyInitializer = InitializerSection
+else:
+    _optimizers = {kind: _mirror(cls, OptimizerSection) for kind, cls in spec.OPTIMIZERS.items()}
+    AnyOptimizer = _choice({**_optimizers, CUSTOM: CustomOptimizerSection}, CUSTOM)
+    _initializers = (spec.Constant, spec.Uniform, spec.Normal)
+    AnyInitializer = _choice({cls.kind: _mirror(cls, InitializerSection) for cls in _initializers})
