@@ -1,0 +1,78 @@
+"""Exactly once, as in RIFL (Lee et al. 2015): which pushes of which worker were applied, and what was answered.
+
+A worker numbers its pushes to this shard from 1 within one incarnation (epoch) and says with each below which number
+every push is acknowledged; records below it are forgotten, so that memory is bounded by the pushes in flight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from embershard.proto.errors import InvalidRequest, StaleWorker
+from embershard.proto.messages import Pushed, PushToken
+
+# Far more than any client keeps in flight; they bound what a broken or hostile one can make a shard remember.
+MAX_IN_FLIGHT = 4096
+MAX_WORKERS = 65_536
+
+
+@dataclass(slots=True)
+class _Window:
+    """The applied pushes of one incarnation of a worker that may come again."""
+
+    epoch: int
+    first_incomplete: int = 0
+    replies: dict[int, Pushed] = field(default_factory=dict)  # seq >= first_incomplete -> what was answered
+
+
+class Dedup:
+    """The completion records of every worker. `find`, apply, `record`: nothing is kept of a push that raised."""
+
+    def __init__(self) -> None:
+        self._windows: dict[int, _Window] = {}
+
+    def __len__(self) -> int:
+        """Completion records held."""
+        return sum(len(window.replies) for window in self._windows.values())
+
+    def find(self, token: PushToken) -> Pushed | None:
+        """The reply for a push that was applied before, None for one to apply.
+
+        StaleWorker for an earlier incarnation, InvalidRequest for numbers that no client sends.
+        """
+        window = self._windows.get(token.worker)
+        self._check(token, window)
+        if window is None or window.epoch < token.epoch:
+            return None
+        if token.seq < window.first_incomplete:
+            # Its sender had the reply long ago: this copy was late in the network, and nobody waits for the counts.
+            return Pushed(duplicate=True, applied=0, skipped=0)
+        applied = window.replies.get(token.seq)
+        return applied and Pushed(duplicate=True, applied=applied.applied, skipped=applied.skipped)
+
+    def record(self, token: PushToken, reply: Pushed) -> None:
+        """Keep the reply of a push that `find` did not know and that is applied now."""
+        window = self._windows.get(token.worker)
+        if window is None or window.epoch < token.epoch:
+            window = self._windows[token.worker] = _Window(token.epoch)
+        window.replies[token.seq] = reply
+        if token.first_incomplete > window.first_incomplete:
+            window.first_incomplete = token.first_incomplete
+            for seq in [seq for seq in window.replies if seq < token.first_incomplete]:
+                del window.replies[seq]
+
+    def _check(self, token: PushToken, window: _Window | None) -> None:
+        if window is None and (token.worker >= MAX_WORKERS or len(self._windows) >= MAX_WORKERS):
+            raise InvalidRequest(reason=f"worker {token.worker} is over the limit of {MAX_WORKERS} workers")
+        if window is not None and token.epoch < window.epoch:
+            raise StaleWorker(worker=token.worker, got=token.epoch, want=window.epoch)
+        if not 0 <= token.first_incomplete <= token.seq or token.seq < 1:
+            raise InvalidRequest(
+                reason=f"push {token.seq} of worker {token.worker} says that every push below "
+                f"{token.first_incomplete} is acknowledged; pushes count from 1, and this one is not"
+            )
+        if token.seq - token.first_incomplete >= MAX_IN_FLIGHT:
+            raise InvalidRequest(
+                reason=f"worker {token.worker} has pushes {token.first_incomplete} to {token.seq} in flight; "
+                f"at most {MAX_IN_FLIGHT} may be"
+            )

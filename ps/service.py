@@ -1,0 +1,135 @@
+"""The `grpc` carrier's side of a shard: bytes in, bytes out, every error with its status and its fields."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import NoReturn, TypeAlias
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from embershard.proto import errors
+from embershard.proto.errors import EmbershardError, InternalError
+from embershard.proto.messages import (
+    MAX_MESSAGE_BYTES,
+    METHODS,
+    SERVICE,
+    GetStatus,
+    Hello,
+    Request,
+    ShardStatus,
+    dumps,
+    loads,
+)
+from embershard.ps.apply import ApplyThread
+from embershard.ps.shard import Shard
+
+ERROR_KEY = "embershard-error-bin"
+SERVER_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES + 2**20),  # the shard refuses a pull that is too large itself
+    ("grpc.so_reuseport", 0),  # on by default, and then two shards share a port without a word
+    # Clients ping every 30 s while they wait for a reply; by default the third ping would end their connection.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_time_ms", 60_000),  # a worker's machine that vanished is noticed, and its calls are dropped
+    ("grpc.keepalive_timeout_ms", 20_000),
+]
+# gRPC drops a reply whose trailing metadata is over 8 KiB, base64 included, and the message travels beside the detail.
+_MAX_FIELD_CHARS = 500
+_NO_DEADLINE = 24 * 3600.0  # seconds for a caller that set none
+
+_log = logging.getLogger(__name__)
+_Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
+
+
+class ShardService:
+    """Handlers for one shard.
+
+    Hello and Status are answered at once by the event loop: health does not wait behind pushes. Everything else goes
+    through the apply thread, decoding and encoding included, so that the loop never works for longer than a small call.
+    """
+
+    def __init__(self, shard: Shard, apply: ApplyThread) -> None:
+        self._shard = shard
+        self._apply = apply
+        self._answered = 0  # Hello and Status, which the shard does not see
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """The service as gRPC wants it. Generic, since generated stubs would tie us to one version of grpcio."""
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {name: grpc.unary_unary_rpc_method_handler(self._method(kind)) for kind, (name, _) in METHODS.items()},
+        )
+
+    def status(self) -> ShardStatus:
+        """The shard's status with what only the carrier knows."""
+        status = self._shard.status()
+        return dataclasses.replace(
+            status, requests=status.requests + self._answered, queued_bytes=self._apply.queued_bytes
+        )
+
+    def _method(self, kind: type[Request]) -> Callable[[bytes, _Context], Awaitable[bytes]]:
+        answer = self._at_once if kind in (Hello, GetStatus) else self._queued
+
+        async def method(data: bytes, context: _Context) -> bytes:
+            try:
+                return await answer(kind, data, context)
+            except EmbershardError as error:
+                await _abort(context, error)
+
+        return method
+
+    async def _at_once(self, kind: type[Request], data: bytes, context: _Context) -> bytes:
+        def answer() -> bytes:
+            request = loads(kind, data)
+            self._answered += 1
+            return dumps(self._shard.greeting if isinstance(request, Hello) else self.status())
+
+        return _guarded(kind, answer)
+
+    async def _queued(self, kind: type[Request], data: bytes, context: _Context) -> bytes:
+        remaining = context.time_remaining()
+        deadline = time.monotonic() + (_NO_DEADLINE if remaining is None else remaining)
+        shard = self._shard
+        work = lambda: _guarded(kind, lambda: dumps(shard.handle(loads(kind, data))))  # noqa: E731
+        return await asyncio.wrap_future(self._apply.submit(work, len(data), deadline))
+
+
+def _guarded(kind: type[Request], answer: Callable[[], bytes]) -> bytes:
+    """The answer; what is no error of ours is a defect, which the log describes and the client only learns of."""
+    try:
+        return answer()
+    except EmbershardError:
+        raise
+    except Exception as error:
+        _log.exception("a defect while handling %s", kind.__name__)
+        raise InternalError(
+            reason=f"{type(error).__name__} in {kind.__name__}: {error}; see the shard's log"
+        ) from error
+
+
+async def _abort(context: _Context, error: EmbershardError) -> NoReturn:
+    fields = {key: _clipped(value) if isinstance(value, str) else value for key, value in error.fields.items()}
+    error = type(error)(shard=error.shard, **fields)
+    status, detail = errors.to_wire(error)
+    await context.abort(grpc.StatusCode[status.value], error.message, trailing_metadata=((ERROR_KEY, detail),))
+    raise AssertionError("abort raises")
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= _MAX_FIELD_CHARS else text[: _MAX_FIELD_CHARS - 4] + " ..."
+
+
+def make_server(service: ShardService, healthy: health.aio.HealthServicer) -> grpc.aio.Server:
+    """A server, not yet listening, of this service, of grpc.health.v1 and of reflection."""
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server.add_generic_rpc_handlers((service.handlers(),))
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    return server

@@ -1,0 +1,351 @@
+"""The state machine of a shard, without a carrier."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from embershard.proto import spec
+from embershard.proto.errors import (
+    EmbershardError,
+    InvalidRequest,
+    MessageTooLarge,
+    NonFiniteValue,
+    StaleWorker,
+    TableFull,
+    TableLoading,
+    TableMismatch,
+    UnknownOptimizer,
+    UnknownTable,
+    WrongDim,
+    WrongPlacement,
+)
+from embershard.proto.messages import (
+    Declare,
+    Declared,
+    GetStatus,
+    Greeting,
+    Hello,
+    Load,
+    Loaded,
+    Pull,
+    Push,
+    Pushed,
+    PushToken,
+    Reply,
+    Request,
+    Rows,
+    ShardStatus,
+    TableGradients,
+    TableIds,
+    dumps,
+    loads,
+)
+from embershard.proto.routing import Placement, make_route
+from embershard.ps.optim import OptimizerRegistry
+from embershard.ps.shard import Shard
+from embershard.ps.table import Table
+
+R = TypeVar("R", bound=Reply)
+EPOCH = 1
+DIM = 3
+
+
+def table(name: str = "items", **changes: object) -> spec.TableSpec:
+    settings: dict[str, object] = {"dim": DIM, "optimizer": spec.SGD(lr=0.5), "initializer": spec.Constant(value=1.0)}
+    return spec.TableSpec(name=name, **{**settings, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def shard() -> Shard:
+    made = Shard(0, Placement.even(1), OptimizerRegistry(), version="1.2.3")
+    made.handle(Declare(table()))
+    return made
+
+
+def ask(shard: Shard, request: Request, kind: type[R]) -> R:
+    reply = shard.handle(request)
+    assert isinstance(reply, kind)
+    return reply
+
+
+def ids_of(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def pull(shard: Shard, *ids: int, name: str = "items") -> np.ndarray:
+    return ask(shard, Pull(EPOCH, (TableIds(name, ids_of(*ids)),)), Rows).tables[0]
+
+
+def gradients(ids: tuple[int, ...], value: float = 1.0, name: str = "items", **changes: object) -> TableGradients:
+    rows = np.full((len(ids), DIM), value, np.float32)
+    return TableGradients(name, ids_of(*ids), **{"gradients": rows, **changes})  # type: ignore[arg-type]
+
+
+def push(*parts: TableGradients, seq: int = 1, epoch: int = 1, first: int = 1, placement: int = EPOCH) -> Push:
+    return Push(PushToken(worker=0, epoch=epoch, seq=seq, first_incomplete=first), 0, placement, parts)
+
+
+def load(*ids: int, value: float = 5.0, last: bool = True, worker: int = 0, **changes: object) -> Load:
+    rows = np.full((len(ids), DIM), value, np.float32)
+    fields = {"rows": rows, "placement_epoch": EPOCH, **changes}
+    return Load("items", ids=ids_of(*ids), worker=worker, last=last, **fields)  # type: ignore[arg-type]
+
+
+def status(shard: Shard) -> ShardStatus:
+    return ask(shard, GetStatus(), ShardStatus)
+
+
+def test_hello_is_answered_with_who_it_is():
+    shard = Shard(1, Placement.even(4, epoch=9), OptimizerRegistry(), version="1.2.3")
+    greeting = ask(shard, Hello(worker=2), Greeting)
+    assert (greeting.shard, greeting.num_shards, greeting.placement_epoch, greeting.version) == (1, 4, 9, "1.2.3")
+
+
+def test_every_start_is_another_instance():
+    shards = [Shard(0, Placement.even(1), OptimizerRegistry()) for _ in range(2)]
+    assert shards[0].greeting.instance != shards[1].greeting.instance
+
+
+@pytest.mark.parametrize("index", [-1, 2])
+def test_an_index_outside_of_the_placement_is_refused(index: int):
+    with pytest.raises(ValueError, match=r"0\.\.1"):
+        Shard(index, Placement.even(2), OptimizerRegistry())
+
+
+def test_push_then_pull_returns_the_updated_row(shard: Shard):
+    assert shard.handle(push(gradients((7, 8)))) == Pushed(duplicate=False, applied=2, skipped=0)
+    assert pull(shard, 7, 9, 8).tolist() == [[0.5] * DIM, [1.0] * DIM, [0.5] * DIM]
+
+
+def test_gradients_come_flat_from_the_wire(shard: Shard):
+    message = loads(Push, dumps(push(gradients((7, 8)))))
+    assert message.tables[0].gradients.shape == (2 * DIM,)
+    shard.handle(message)
+    assert pull(shard, 7, 8).tolist() == [[0.5] * DIM] * 2
+
+
+def test_a_pull_of_several_tables_answers_in_the_order_of_the_request(shard: Shard):
+    shard.handle(Declare(table("users", dim=2, initializer=spec.Constant(value=4.0))))
+    parts = (TableIds("users", ids_of(1)), TableIds("items", ids_of(1, 2)), TableIds("users", ids_of()))
+    rows = ask(shard, Pull(EPOCH, parts), Rows).tables
+    assert [part.tolist() for part in rows] == [[[4.0, 4.0]], [[1.0] * DIM] * 2, []]
+
+
+def test_a_pull_allocates_no_rows(shard: Shard):
+    pull(shard, 1, 2, 3)
+    assert status(shard).tables[0].rows == 0
+
+
+def test_lr_scale_scales_this_push_alone(shard: Shard):
+    shard.handle(push(gradients((7,), lr_scale=0.5), seq=1))
+    assert pull(shard, 7).tolist() == [[0.75] * DIM]
+    shard.handle(push(gradients((7,)), seq=2))
+    assert pull(shard, 7).tolist() == [[0.25] * DIM]
+
+
+def test_declaring_twice_creates_once(shard: Shard):
+    assert shard.handle(Declare(table("other"))) == Declared(created=True, loading=False)
+    assert shard.handle(Declare(table("other"))) == Declared(created=False, loading=False)
+
+
+def test_a_declaration_that_differs_names_the_difference(shard: Shard):
+    with pytest.raises(TableMismatch, match=r"dim: 3, not 4.*optimizer\.lr: 0\.5, not 0\.1"):
+        shard.handle(Declare(table(dim=4, optimizer=spec.SGD(lr=0.1))))
+    assert pull(shard, 1).shape == (1, DIM)
+
+
+def test_an_optimizer_that_is_not_there_is_named(shard: Shard):
+    with pytest.raises(UnknownOptimizer, match="--import"):
+        shard.handle(Declare(table("other", optimizer=spec.Custom(function="mine:step", lr=0.1))))
+    with pytest.raises(UnknownTable):
+        pull(shard, 1, name="other")
+
+
+def test_an_unknown_table_is_named_with_those_that_exist(shard: Shard):
+    with pytest.raises(UnknownTable, match=r"no table 'nope' here \(declared: items\)"):
+        pull(shard, 1, name="nope")
+
+
+def test_the_list_of_known_tables_stays_short():
+    shard = Shard(0, Placement.even(1), OptimizerRegistry())
+    for i in range(25):
+        shard.handle(Declare(table(f"t{i}")))
+    with pytest.raises(UnknownTable, match="and 5 more"):
+        pull(shard, 1)
+
+
+def test_a_request_of_another_placement_is_refused(shard: Shard):
+    for request in (Pull(2, ()), push(placement=2), load(1, placement_epoch=2)):
+        with pytest.raises(WrongPlacement, match="epoch 2, the shard has 1"):
+            shard.handle(request)
+
+
+def test_an_id_of_another_shard_is_refused():
+    placement = Placement.even(2)
+    shards = [Shard(i, placement, OptimizerRegistry()) for i in range(2)]
+    made = table(id_space="space")
+    route = make_route(np.arange(100, dtype=np.int64), made.space_key, placement)
+    for i, shard in enumerate(shards):
+        shard.handle(Declare(made))
+        mine, theirs = route.ids[route.slice_of(i)], route.ids[route.slice_of(1 - i)]
+        assert pull(shard, *mine).shape == (len(mine), DIM)
+        for request in (
+            Pull(EPOCH, (TableIds("items", np.append(mine, theirs[0])),)),
+            push(gradients((*mine, theirs[0]))),
+            load(*mine, theirs[0]),
+        ):
+            with pytest.raises(InvalidRequest, match=f"id {theirs[0]} does not belong to shard {i}; .*'space'"):
+                shard.handle(request)
+        assert status(shard).tables[0].rows == 0
+
+
+@pytest.mark.parametrize(
+    "ids", [np.array([1], np.int32), np.array([1.0]), np.array([[1]], np.int64), np.arange(4, dtype=np.int64)[::2]]
+)
+def test_ids_of_a_wrong_kind_are_refused(shard: Shard, ids: np.ndarray):
+    with pytest.raises(InvalidRequest, match="ids must be"):
+        shard.handle(Pull(EPOCH, (TableIds("items", ids),)))
+
+
+@pytest.mark.parametrize("shape", [(1, DIM), (2, DIM - 1), (2 * DIM + 1,), (DIM, 2), (0,)])
+def test_rows_that_do_not_match_the_ids_are_refused(shard: Shard, shape: tuple[int, ...]):
+    with pytest.raises(WrongDim, match="'items': gradients hold"):
+        shard.handle(push(gradients((1, 2), gradients=np.zeros(shape, np.float32))))
+    with pytest.raises(WrongDim, match="'items': rows hold"):
+        shard.handle(load(1, 2, rows=np.zeros(shape, np.float32)))
+
+
+def test_gradients_of_another_dtype_are_refused(shard: Shard):
+    with pytest.raises(InvalidRequest, match="float64"):
+        shard.handle(push(gradients((1,), gradients=np.zeros((1, DIM)))))
+
+
+@pytest.mark.parametrize("lr_scale", [-0.1, float("nan"), float("inf")])
+def test_a_learning_rate_scale_without_sense_is_refused(shard: Shard, lr_scale: float):
+    with pytest.raises(InvalidRequest, match="lr_scale"):
+        shard.handle(push(gradients((1,), lr_scale=lr_scale)))
+
+
+def test_a_pull_whose_rows_would_not_fit_is_refused_before_memory_is_taken():
+    shard = Shard(0, Placement.even(1), OptimizerRegistry(), max_message_bytes=1000)
+    shard.handle(Declare(table(dim=60)))
+    assert pull(shard, 1, 2, 3).shape == (3, 60)
+    with pytest.raises(MessageTooLarge, match="limit of 1000"):
+        pull(shard, 1, 2, 3, 4, 5)
+
+
+def test_non_finite_gradients_are_skipped_and_counted_and_the_rest_is_applied(shard: Shard):
+    part = gradients((1, 2, 3))
+    part.gradients[1, 0] = np.nan
+    assert shard.handle(push(part)) == Pushed(duplicate=False, applied=2, skipped=1)
+    assert pull(shard, 1, 2, 3).tolist() == [[0.5] * DIM, [1.0] * DIM, [0.5] * DIM]
+    assert (status(shard).pushed_rows, status(shard).skipped_rows) == (2, 1)
+
+
+def test_a_push_is_applied_once_however_often_it_comes(shard: Shard):
+    message = push(gradients((7,)))
+    assert shard.handle(message) == Pushed(duplicate=False, applied=1, skipped=0)
+    for _ in range(3):
+        assert shard.handle(message) == Pushed(duplicate=True, applied=1, skipped=0)
+    assert pull(shard, 7).tolist() == [[0.5] * DIM]
+    assert status(shard).duplicate_pushes == 3
+
+
+def test_an_earlier_incarnation_of_a_worker_applies_nothing(shard: Shard):
+    shard.handle(push(gradients((7,)), epoch=2))
+    with pytest.raises(StaleWorker):
+        shard.handle(push(gradients((7,)), epoch=1, seq=2))
+    assert pull(shard, 7).tolist() == [[0.5] * DIM]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        gradients((1,), name="nope"),
+        gradients((1,), gradients=np.zeros(1, np.float32)),
+        gradients((1,), lr_scale=-1.0),
+    ],
+    ids=["table", "shape", "lr_scale"],
+)
+def test_a_push_is_applied_whole_or_not_at_all(shard: Shard, bad: TableGradients):
+    with pytest.raises(EmbershardError):
+        shard.handle(push(gradients((7,)), bad))
+    assert pull(shard, 7).tolist() == [[1.0] * DIM]
+    # and it left no record: the same number may come again
+    assert shard.handle(push(gradients((7,)))) == Pushed(duplicate=False, applied=1, skipped=0)
+
+
+def test_a_push_into_a_full_table_leaves_the_others_alone(shard: Shard, monkeypatch: pytest.MonkeyPatch):
+    shard.handle(Declare(table("full")))
+    monkeypatch.setattr(Table, "capacity", property(lambda self: 1 if self.spec.name == "full" else 1000))
+    with pytest.raises(TableFull):
+        shard.handle(push(gradients((7,)), gradients((1,), name="full"), gradients((2,), name="full")))
+    assert pull(shard, 7).tolist() == [[1.0] * DIM]
+
+
+def test_load_assigns_rows(shard: Shard):
+    shard.handle(push(gradients((1,))))
+    assert shard.handle(load(1, 2)) == Loaded(rows=2)
+    assert pull(shard, 1, 2).tolist() == [[5.0] * DIM] * 2
+
+
+def test_load_of_non_finite_rows_writes_nothing(shard: Shard):
+    rows = np.ones((2, DIM), np.float32)
+    rows[1] = np.inf
+    with pytest.raises(NonFiniteValue, match="3 non-finite"):
+        shard.handle(load(1, 2, rows=rows))
+    assert status(shard).tables[0].rows == 0
+
+
+class TestLoading:
+    @pytest.fixture
+    def loading(self) -> Shard:
+        shard = Shard(0, Placement.even(1), OptimizerRegistry())
+        assert shard.handle(Declare(table(), worker=4, load=True)) == Declared(created=True, loading=True)
+        return shard
+
+    def test_a_table_that_is_loading_is_closed_until_the_last_part(self, loading: Shard):
+        assert loading.handle(Declare(table(), worker=1)) == Declared(created=False, loading=True)
+        for last in (False, True):
+            for request in (Pull(EPOCH, (TableIds("items", ids_of(1)),)), push(gradients((1,))), load(1, worker=1)):
+                with pytest.raises(TableLoading, match="by worker 4"):
+                    loading.handle(request)
+            loading.handle(load(int(last), worker=4, last=last))
+        assert pull(loading, 0, 1).tolist() == [[5.0] * DIM] * 2
+        assert not status(loading).tables[0].loading
+
+    def test_another_worker_does_not_take_over(self, loading: Shard):
+        assert loading.handle(Declare(table(), worker=5, load=True)) == Declared(created=False, loading=True)
+        with pytest.raises(TableLoading):
+            loading.handle(load(1, worker=5))
+
+    def test_the_same_worker_takes_over_from_its_dead_self(self, loading: Shard):
+        loading.handle(load(1, value=3.0, worker=4, last=False))
+        assert loading.handle(Declare(table(), worker=4, load=True)) == Declared(created=True, loading=True)
+        loading.handle(load(1, worker=4))
+        assert pull(loading, 1).tolist() == [[5.0] * DIM]
+
+    def test_nobody_is_told_to_load_twice(self, loading: Shard):
+        loading.handle(load(worker=4))
+        assert loading.handle(Declare(table(), worker=4, load=True)) == Declared(created=False, loading=False)
+
+    def test_a_last_part_without_rows_ends_it(self, loading: Shard):
+        loading.handle(load(1, worker=4, last=False))
+        assert loading.handle(load(worker=4)) == Loaded(rows=0)
+        assert pull(loading, 1).tolist() == [[5.0] * DIM]
+
+
+def test_status_counts_what_happened(shard: Shard):
+    pull(shard, 1, 2)
+    shard.handle(push(gradients((1,))))
+    with pytest.raises(UnknownTable):
+        pull(shard, 1, name="nope")
+    now = status(shard)
+    assert (now.requests, now.pulled_rows, now.pushed_rows) == (5, 2, 1)
+    assert now.resident_bytes > 2**20
+    part = now.tables[0]
+    assert (part.name, part.dim, part.rows, part.optimizer, part.loading) == ("items", DIM, 1, "sgd", False)
+    assert part.bytes > 0
