@@ -136,7 +136,7 @@ class Links:
             if self._lost is not None:
                 return {shard: self._lost for shard in requests}
             for shard in [s for s in waiting if self._links[s].suspect]:
-                self._recognise(shard, deadline)
+                outcomes[shard] = self._recognise(shard, deadline) or _Retry("it answers again")
             ready = [s for s in waiting if not self._links[s].suspect]
             pending = {s: _submit(self._links[s].carrier, waiting[s], deadline) for s in ready}
             for shard, answer in pending.items():
@@ -163,23 +163,25 @@ class Links:
             return _Retry(error.reason)
         except UnknownTable as error:
             # every table was declared before it was used: either a mistake in its name, or an empty shard
-            self._recognise(shard, deadline)
-            return self._lost or _labelled(error, link.name)
+            return self._recognise(shard, deadline) or _labelled(error, link.name)
         except EmbershardError as error:
             return _labelled(error, link.name)
 
-    def _recognise(self, shard: int, deadline: Deadline) -> None:
-        """Ask a shard behind a broken connection who it is; another process there does not have our rows."""
+    def _recognise(self, shard: int, deadline: Deadline) -> EmbershardError | None:
+        """Ask a shard behind a broken connection who it is: None if it is the process that has our rows."""
         link = self._links[shard]
         try:
             reply = _submit(link.carrier, Hello(self._worker), deadline).result()
-        except (Unreachable, EmbershardError):
-            return  # still suspect
+        except Unreachable as error:
+            return _Retry(error.reason)
+        except EmbershardError as error:
+            return _Retry(str(error))
         if isinstance(reply, Greeting) and reply.instance == link.greeting.instance:
             link.suspect = False
-            return
+            return None
         got = reply.instance if isinstance(reply, Greeting) else type(reply).__name__
         self._lost = ShardRestarted(shard=link.name, address=link.carrier.address, got=got, want=link.greeting.instance)
+        return self._lost
 
 
 class _Retry(EmbershardError):

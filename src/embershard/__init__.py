@@ -1,1 +1,98 @@
-"""embershard: a sharded parameter server for recommender models in PyTorch."""
+"""embershard: a sharded parameter server for recommender models in PyTorch.
+
+Names are imported when they are first used, so that a shard's process never loads torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from embershard.in_process import local as local
+    from embershard.proto import errors as errors
+    from embershard.proto.errors import EmbershardError as EmbershardError
+    from embershard.proto.spec import FTRL as FTRL
+    from embershard.proto.spec import SGD as SGD
+    from embershard.proto.spec import Adagrad as Adagrad
+    from embershard.proto.spec import Adam as Adam
+    from embershard.proto.spec import AdamW as AdamW
+    from embershard.proto.spec import Constant as Constant
+    from embershard.proto.spec import Custom as Custom
+    from embershard.proto.spec import Normal as Normal
+    from embershard.proto.spec import RMSprop as RMSprop
+    from embershard.proto.spec import RowWiseAdagrad as RowWiseAdagrad
+    from embershard.proto.spec import TableSpec as TableSpec
+    from embershard.proto.spec import Uniform as Uniform
+    from embershard.ps.optim import row_optimizer as row_optimizer
+    from embershard.worker.client import Client as Client
+    from embershard.worker.embedding import Embedding as Embedding
+    from embershard.worker.embedding import EmbeddingBag as EmbeddingBag
+    from embershard.worker.session import Session as Session
+    from embershard.worker.session import connect as connect
+    from embershard.worker.wrap import wrap as wrap
+
+_HOME = {
+    "embershard.in_process": ("local",),
+    "embershard.proto.errors": ("EmbershardError",),
+    "embershard.proto.spec": (
+        "SGD",
+        "Adagrad",
+        "RowWiseAdagrad",
+        "Adam",
+        "AdamW",
+        "FTRL",
+        "RMSprop",
+        "Custom",
+        "Constant",
+        "Normal",
+        "Uniform",
+        "TableSpec",
+    ),
+    "embershard.ps.optim": ("row_optimizer",),
+    "embershard.worker.client": ("Client",),
+    "embershard.worker.embedding": ("Embedding", "EmbeddingBag"),
+    "embershard.worker.session": ("Session", "connect"),
+    "embershard.worker.wrap": ("wrap",),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [  # noqa: RUF022  # in the order of use
+    "connect",
+    "local",
+    "wrap",
+    "Session",
+    "Client",
+    "Embedding",
+    "EmbeddingBag",
+    "TableSpec",
+    "SGD",
+    "Adagrad",
+    "RowWiseAdagrad",
+    "Adam",
+    "AdamW",
+    "FTRL",
+    "RMSprop",
+    "Custom",
+    "row_optimizer",
+    "Constant",
+    "Normal",
+    "Uniform",
+    "EmbershardError",
+    "errors",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "errors":
+        return import_module("embershard.proto.errors")
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'embershard' has no attribute {name!r}")
+    value = getattr(import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

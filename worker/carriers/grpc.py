@@ -33,8 +33,8 @@ _OPTIONS = [
     ("grpc.enable_http_proxy", 0),
 ]
 _GRACE_SECONDS = 1.0  # gRPC ends a call at its deadline; this much later we stop believing that it does
-# what gRPC says when the other side speaks HTTP, but not gRPC
-_HTTP_SIGNS = ("http1.x", "http2 header with status", "content-type", "invalid content")
+# what gRPC says when the other side speaks something, but not gRPC
+_FOREIGN_SIGNS = ("http1.x", "failed parsing http/2", "http2 header with status", "content-type", "invalid content")
 
 
 class _Call(Protocol):
@@ -116,7 +116,7 @@ def _raise(failure: grpc.RpcError, address: str) -> NoReturn:
 
 def _meaning(code: grpc.StatusCode, text: str, address: str) -> EmbershardError | Unreachable:
     """The error of a gRPC status that carries no error of ours."""
-    if code is grpc.StatusCode.UNIMPLEMENTED or any(sign in text.lower() for sign in _HTTP_SIGNS):
+    if code is grpc.StatusCode.UNIMPLEMENTED or any(sign in text.lower() for sign in _FOREIGN_SIGNS):
         return NotAShard(address=address, reason=text or code.name)
     match code:
         case grpc.StatusCode.DEADLINE_EXCEEDED:
