@@ -93,7 +93,11 @@ class DenseWeights:
 
     def stale(self, clock: int) -> bool:
         """Whether the parameters have to be pulled before they are read at `clock`."""
-        return self._clock != clock
+        return self._clock != clock or self._moved()
+
+    def _moved(self) -> bool:
+        """Whether the model went to another device, or something else replaced a parameter's memory."""
+        return any(parameter.data_ptr() != pointer for parameter, pointer, _ in self._views)
 
     def forget(self) -> None:
         """Pull again at the next read, whatever the clock says."""
@@ -107,8 +111,8 @@ class DenseWeights:
 
     def accept(self, route: Route, rows: Floats, clock: int) -> None:
         """Take the pulled blocks ((U, BLOCK), in route order) over into the parameters."""
-        if any(parameter.data_ptr() != pointer for parameter, pointer, _ in self._views):
-            self._bind()  # the model was moved, or something replaced a parameter's data
+        if self._moved():
+            self._bind()
         if self._copied is not None:
             self._copied.synchronize()  # the last copy to the device, done since long
         self._host.numpy()[route.ids] = rows

@@ -83,7 +83,7 @@ class _RemoteRows(nn.Module):
         if not self.frozen and torch.is_grad_enabled():
             rows.requires_grad_()
             rows.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                _collector(self.table, route, padding)
+                _collector(self.table, route, padding, self.scale_grad_by_freq)
             )
         return read.index, rows, padding
 
@@ -141,7 +141,7 @@ class Embedding(_RemoteRows):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of the ids `input` (any shape, int32 or int64), (*input.shape, dim)."""
         index, rows, padding = self._read(input)
-        return F.embedding(index, rows, padding, scale_grad_by_freq=self.scale_grad_by_freq)
+        return F.embedding(index, rows, padding)
 
 
 class EmbeddingBag(_RemoteRows):
@@ -171,6 +171,8 @@ class EmbeddingBag(_RemoteRows):
         )
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f"table {table.spec.name!r}: mode must be sum, mean or max, got {mode!r}")
+        if mode == "max" and scale_grad_by_freq:
+            raise ValueError(f"table {table.spec.name!r}: mode max has no scale_grad_by_freq")
         self.mode = mode
         self.include_last_offset = include_last_offset
 
@@ -187,7 +189,6 @@ class EmbeddingBag(_RemoteRows):
             index,
             rows,
             None if offsets is None else offsets.to(torch.int64),
-            scale_grad_by_freq=self.scale_grad_by_freq,
             mode=self.mode,
             per_sample_weights=per_sample_weights,
             include_last_offset=self.include_last_offset,
@@ -214,15 +215,21 @@ class EmbeddingBag(_RemoteRows):
                 )
 
 
-def _collector(table: RemoteTable, route: Route, padding: int | None) -> Callable[[torch.Tensor], None]:
+def _collector(
+    table: RemoteTable, route: Route, padding: int | None, by_frequency: bool
+) -> Callable[[torch.Tensor], None]:
     """Hands the gradient of a leaf to the session, at the moment when backward has finished it.
 
     Before that only the autograd graph holds the leaf: a forward without a backward leaves nothing behind.
+    `by_frequency` divides a row's gradient by the number of times that its id was read.
     """
 
     def collect(rows: torch.Tensor) -> None:
         gradient, rows.grad = rows.grad, None
         if gradient is not None and gradient.shape[0]:
+            if by_frequency:  # here, since torch's own bags divide by the count of another id (2.13, CPU)
+                counts = torch.from_numpy(np.bincount(route.index, minlength=len(route.ids)))
+                gradient = gradient / counts.to(gradient.device).unsqueeze(1)
             table.session.collect(RowGradients(table.spec, route, gradient.detach(), padding))
 
     return collect

@@ -10,7 +10,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 import numpy as np
@@ -73,31 +73,55 @@ def wrap(
     """
     if hasattr(model, _MARK):
         raise ValueError("this model is wrapped already")
+    if id_space is None:
+        id_space = getattr(model, "embedding_id_spaces", {})
+    dense_optimizer = dense_optimizer or _elementwise(optimizer)
+    if isinstance(dense_optimizer, RowWiseAdagrad):
+        raise ValueError("dense_optimizer: RowWiseAdagrad keeps one accumulator per row; use Adagrad for dense weights")
+    settings = TableSpec(
+        name="any", dim=1, optimizer=optimizer, initializer=initializer or Normal(), seed=seed
+    )  # what the tables have in common
+    moved = _move_tables(model, session, settings, id_space, prefix)
+    _warn_of_leftovers(moved.weights)
+    dense = _dense(moved.model, session, dense_optimizer, _dense_name(moved, prefix))
+    _install(moved.model, session, moved.tables, dense)
+    return moved.model
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """A model whose embeddings were replaced."""
+
+    model: nn.Module
+    tables: dict[str, Embedding | EmbeddingBag]  # by module name, every name of a module that has several
+    weights: list[tuple[str, weakref.ref[nn.Parameter]]]  # what they were before
+
+
+def _move_tables(
+    model: nn.Module, session: Session, settings: TableSpec, id_space: Mapping[str, str], prefix: str
+) -> _Moved:
     groups = _groups(model)
-    spaces = id_space or getattr(model, "embedding_id_spaces", None) or {}
-    _check(model, groups, spaces)
-    names = _table_names(groups, prefix)
+    _check(model, groups, id_space)
     replaced: dict[nn.Module, Embedding | EmbeddingBag] = {}
-    for group, name in zip(groups, names, strict=True):
-        spec = TableSpec(
+    for group, name in zip(groups, _table_names(groups, prefix), strict=True):
+        spec = replace(
+            settings,
             name=name,
             dim=group.weight.shape[1],
-            optimizer=optimizer,
-            initializer=(initializer or Normal()) if group.weight.is_meta else Normal(),
-            id_space=next((spaces[n] for n in group.names if n in spaces), ""),
-            seed=seed,
+            # a materialised table has all its values: its rows never come from an initializer
+            initializer=settings.initializer if group.weight.is_meta else Normal(),
+            id_space=next((id_space[n] for n in group.names if n in id_space), ""),
         )
         table = session.table(spec, _values(group))
-        replaced.update({module: _remote(module, table) for module in group.modules})
-    weights = [(group.names[0], weakref.ref(group.weight)) for group in groups]
-    del groups, group
-    by_name = {n: replaced[m] for n, m in model.named_modules(remove_duplicate=False) if m in replaced}
-    model = _replace(model, replaced)
-    replaced.clear()
-    _warn_of_leftovers(weights)
-    dense = _dense(model, session, dense_optimizer or _elementwise(optimizer), _dense_name(names, prefix))
-    _install(model, session, by_name, dense)
-    return model
+        replaced.update((module, _remote(module, table)) for module in group.modules)
+    tables = {name: replaced[m] for name, m in model.named_modules(remove_duplicate=False) if m in replaced}
+    for parent in model.modules():
+        for key, child in parent._modules.items():
+            if child is not None and child in replaced:
+                parent._modules[key] = replaced[child]
+    # the caller holds the model itself, an embedding at its root included
+    weights = [(group.names[0], weakref.ref(group.weight)) for group in groups if group.names[0]]
+    return _Moved(replaced.get(model, model), tables, weights)
 
 
 def _is_table(module: nn.Module) -> bool:
@@ -162,9 +186,10 @@ def _table_names(groups: list[_Group], prefix: str) -> list[str]:
     return names
 
 
-def _dense_name(tables: list[str], prefix: str) -> str:
+def _dense_name(moved: _Moved, prefix: str) -> str:
     name = f"{prefix}dense"
-    return name if name not in tables else f"{name}.blocks"
+    taken = any(module.table.spec.name == name for module in moved.tables.values())
+    return f"{name}.blocks" if taken else name
 
 
 def _elementwise(optimizer: Optimizer) -> Optimizer:
@@ -223,15 +248,6 @@ def _remote(module: nn.Embedding | nn.EmbeddingBag, table: RemoteTable) -> Embed
     return remote
 
 
-def _replace(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """Put the twins in place wherever the originals are reached."""
-    for parent in model.modules():
-        for key, child in parent._modules.items():
-            if child is not None and child in replaced:
-                parent._modules[key] = replaced[child]
-    return replaced.get(model, model)
-
-
 def _warn_of_leftovers(weights: Iterable[tuple[str, weakref.ref[nn.Parameter]]]) -> None:
     """Something that still holds a table's old weight would go on with values that nobody trains."""
     held = [name for name, weight in weights if weight() is not None]
@@ -247,8 +263,6 @@ def _dense(model: nn.Module, session: Session, optimizer: Optimizer, name: str) 
     named = [(n, p) for n, p in model.named_parameters() if p.dtype == torch.float32]
     if not named:
         return None
-    if isinstance(optimizer, RowWiseAdagrad):
-        raise ValueError("dense_optimizer: RowWiseAdagrad keeps one accumulator per row; use Adagrad for dense weights")
     # every worker must cut its parameters alike: the seed, which nothing else uses here, says how
     spec = TableSpec(
         name=name, dim=BLOCK, optimizer=optimizer, initializer=Constant(), id_space=name, seed=layout_seed(named)
