@@ -130,6 +130,7 @@ class Job(Section):
     evaluate: EvaluateSection = EvaluateSection()
     workers: Count = 1
     shards: Count = 2
+    prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][\w.\-/]*$|^$", max_length=100)] = ""  # of the tables' names
     output: Path | None = None
 
     @property

@@ -1,0 +1,111 @@
+"""Evaluation: every worker scores its share with one and the same model, the first one adds up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+
+from embershard.worker.data.batch import Batch, Dataset, RankingDataset
+from embershard.worker.group import WorkerGroup
+from embershard.worker.metrics import Candidates, FullRanking, Pointwise
+from embershard.worker.models.two_tower import TwoTower
+from embershard.worker.session import Session
+
+Collector = Pointwise | Candidates | FullRanking
+Figures = dict[str, float]
+
+
+class Evaluator:
+    """Scores a dataset's splits with the weights that the shards have when all workers are here."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dataset: Dataset,
+        session: Session,
+        group: WorkerGroup,
+        *,
+        batch_size: int,
+        top_k: int,
+        device: torch.device,
+    ) -> None:
+        self._model, self._dataset, self._session, self._group = model, dataset, session, group
+        self._batch_size, self._top_k, self._device = batch_size, top_k, device
+
+    def evaluate(self) -> dict[str, Figures]:
+        """Split -> metric -> value, on the first worker; empty elsewhere. Every worker must call it."""
+        self._group.barrier()  # what anyone pushed before is in
+        self._session.refresh()
+        # running statistics of batch norm are each worker's own: score with the first one's everywhere
+        self._group.broadcast(buffer for buffer in self._model.buffers() if buffer.numel())
+        figures: dict[str, Figures] = {}
+        with _evaluating(self._model), torch.no_grad():
+            for split in self._dataset.splits:
+                collector = self._score(split)
+                _gather(collector, self._group)
+                if self._group.is_first:
+                    figures[split] = collector.compute()
+        return figures
+
+    def _score(self, split: str) -> Collector:
+        if self._dataset.evaluation == "ranking":
+            return self._rank(split)
+        collector = Candidates(self._top_k) if self._dataset.evaluation == "candidates" else Pointwise()
+        share = (self._group.rank, self._group.world_size, self._batch_size)
+        for batch in self._dataset.evaluate(split, *share):
+            moved = to_device(batch, self._device)
+            collector.update(self._model(moved.ids, moved.dense), batch.labels, batch.groups)
+        return collector
+
+    def _rank(self, split: str) -> Collector:
+        model, dataset = self._model, self._dataset
+        assert isinstance(model, TwoTower)
+        assert isinstance(dataset, RankingDataset)
+        collector = FullRanking(self._top_k)
+        items = torch.cat([model.item_vectors(part.to(self._device)) for part in dataset.item_ids.split(1 << 14)])
+        # a score matrix of the batch's size, whatever the number of items
+        users_per_batch = max(1, (self._batch_size << 10) // max(1, len(items)))
+        for users in dataset.users(split, self._group.rank, self._group.world_size, users_per_batch):
+            collector.update(model.user_vectors(users.ids.to(self._device)) @ items.T, users)
+        return collector
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """A batch whose inputs are on a device; the same one if they are there already."""
+    if batch.ids.device == device:
+        return batch
+    dense = None if batch.dense is None else batch.dense.to(device, non_blocking=True)
+    ids, labels = batch.ids.to(device, non_blocking=True), batch.labels.to(device, non_blocking=True)
+    return dataclasses.replace(batch, ids=ids, dense=dense, labels=labels)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
+
+
+def _gather(collector: Collector, group: WorkerGroup) -> None:
+    """Put what all workers collected into the first one's collector."""
+    for field in dataclasses.fields(collector):
+        parts = getattr(collector, field.name)
+        if isinstance(parts, list):
+            empty = np.empty(0, _DTYPES[field.name])
+            setattr(collector, field.name, group.gather(np.concatenate([empty, *parts])))
+
+
+_DTYPES = {
+    "labels": np.float32,
+    "logits": np.float32,
+    "ranks": np.int64,
+    "recalls": np.float64,
+    "ndcgs": np.float64,
+}

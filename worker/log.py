@@ -1,0 +1,118 @@
+"""The run's record on disk: log.jsonl, one JSON object per line, and TensorBoard's event files beside it.
+
+Every line of log.jsonl has `record` and `time` (seconds since 1970, UTC). The other keys are the fields of
+worker/records.py: `config` holds a Plan and versions, `train` an Interval, `eval` an Evaluation, `result` a Result.
+A number that is not defined (the AUC of one class, say) is null. A run that ends without a `result` line did not end
+well. Runs into one folder follow one another in the file; each begins with its `config`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import platform
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from embershard.worker.records import Evaluation, Interval, Plan, Result
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+FILE_NAME = "log.jsonl"
+
+
+class JsonLog:
+    """Writes log.jsonl, a line at a time, flushed."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / FILE_NAME
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def started(self, plan: Plan) -> None:
+        """One `config` line."""
+        versions = {name: version(name) for name in ("embershard", "torch", "numpy")}
+        self._write("config", {**dataclasses.asdict(plan), "python": platform.python_version(), "versions": versions})
+
+    def trained(self, interval: Interval) -> None:
+        """One `train` line."""
+        self._write("train", dataclasses.asdict(interval))
+
+    def evaluating(self) -> None:
+        """Nothing yet."""
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """One `eval` line."""
+        self._write("eval", dataclasses.asdict(evaluation))
+
+    def finished(self, result: Result) -> None:
+        """One `result` line."""
+        self._write("result", dataclasses.asdict(result))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, record: str, fields: dict[str, object]) -> None:
+        line = {"record": record, "time": round(time.time(), 3), **fields}
+        self._file.write(json.dumps(_finite(line), separators=(",", ":")) + "\n")
+        self._file.flush()
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return value
+
+
+class TensorBoardLog:
+    """Scalars over the number of samples."""
+
+    def __init__(self, writer: SummaryWriter) -> None:
+        self._writer = writer
+
+    @classmethod
+    def open(cls, folder: Path) -> TensorBoardLog | None:
+        """Events in `folder`; None where tensorboard is not installed (`pip install embershard[tensorboard]`)."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            return None
+        return cls(SummaryWriter(str(folder)))
+
+    def started(self, plan: Plan) -> None:
+        """The job as text."""
+        self._writer.add_text("job", f"```\n{json.dumps(plan.job, indent=2)}\n```")
+
+    def trained(self, interval: Interval) -> None:
+        """Loss, speed, waiting and learning rate."""
+        for name in ("loss", "samples_per_second", "wait_share", "lr_scale"):
+            self._add(f"train/{name}", getattr(interval, name), interval.samples)
+
+    def evaluating(self) -> None:
+        """Nothing yet."""
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """Every figure of every split."""
+        for split, figures in evaluation.figures.items():
+            for name, value in figures.items():
+                self._add(f"{split}/{name}", value, evaluation.samples)
+        self._writer.flush()
+
+    def finished(self, result: Result) -> None:
+        """Everything is written already."""
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+    def _add(self, name: str, value: float, samples: int) -> None:
+        self._writer.add_scalar(name, value, samples)

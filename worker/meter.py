@@ -1,0 +1,82 @@
+"""How fast one worker trains, and for what share of the time it waits for shards."""
+
+from __future__ import annotations
+
+import time
+
+from embershard.worker.records import Interval
+from embershard.worker.session import Session
+
+INTERVAL_SECONDS = 1.0
+
+
+class Meter:
+    """Counts samples, losses and seconds of training; evaluations, between pause and resume, do not count."""
+
+    def __init__(self, session: Session, world_size: int) -> None:
+        self._session, self._world_size = session, world_size
+        self._start = time.perf_counter()
+        self.samples = 0  # of this worker
+        self.trained = 0.0  # seconds
+        self.waited = 0.0  # seconds of these, for shards
+        self._mark = self._waited_at = 0.0  # at the last look, while training
+        self._new_samples, self._new_loss = 0, 0.0
+        self._new_trained = self._new_waited = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.perf_counter() - self._start
+
+    @property
+    def all_samples(self) -> int:
+        """Of all workers, the others taken to be as far as this one."""
+        return self.samples * self._world_size
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there were steps since the last interval."""
+        return self._new_samples > 0
+
+    def resume(self) -> None:
+        """Training goes on."""
+        self._mark, self._waited_at = time.perf_counter(), self._session.stats.wait_seconds
+
+    def pause(self) -> None:
+        """Training stands still."""
+        self._look()
+
+    def add(self, samples: int, loss: float) -> None:
+        """A step of this many samples."""
+        self.samples += samples
+        self._new_samples += samples
+        self._new_loss += loss * samples
+
+    def due(self) -> bool:
+        """Whether it is time for an interval."""
+        return time.perf_counter() - self._mark >= INTERVAL_SECONDS
+
+    def interval(self, step: int, epoch: int, lr_scale: float) -> Interval:
+        """What happened since the last one."""
+        self._look()
+        result = Interval(
+            step=step,
+            epoch=epoch,
+            samples=self.all_samples,
+            seconds=self.seconds,
+            loss=self._new_loss / self._new_samples,
+            samples_per_second=self._new_samples * self._world_size / self._new_trained,
+            wait_share=self._new_waited / self._new_trained,
+            lr_scale=lr_scale,
+        )
+        self._new_samples, self._new_loss = 0, 0.0
+        self._new_trained = self._new_waited = 0.0
+        return result
+
+    def _look(self) -> None:
+        now, waited = time.perf_counter(), self._session.stats.wait_seconds
+        self._new_trained += now - self._mark
+        self._new_waited += waited - self._waited_at
+        self.trained += now - self._mark
+        self.waited += waited - self._waited_at
+        self._mark, self._waited_at = now, waited

@@ -1,0 +1,42 @@
+"""What a training step minimises: a loss of one batch."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+from torch.nn import functional
+
+from embershard.worker.data.batch import Batch
+from embershard.worker.models.recommender import Recommender
+from embershard.worker.models.two_tower import FrequencyEstimator, TwoTower, candidates, sampled_softmax
+
+
+class Objective(Protocol):
+    """The mean loss of a batch, with a graph to the model's weights."""
+
+    def __call__(self, model: Recommender, batch: Batch) -> Tensor:
+        """() float32."""
+
+
+def binary_cross_entropy(model: Recommender, batch: Batch) -> Tensor:
+    """Of the logits and the labels."""
+    return functional.binary_cross_entropy_with_logits(model(batch.ids, batch.dense), batch.labels)
+
+
+class InBatchSoftmax:
+    """Each user's own item against all items of the batch; how often an item is there is learnt as batches come."""
+
+    def __init__(self) -> None:
+        self._frequency = FrequencyEstimator()
+
+    def __call__(self, model: Recommender, batch: Batch) -> Tensor:
+        """() float32."""
+        items = candidates(batch.ids)
+        log_q = self._frequency.update(items.cpu()).to(items.device)
+        return sampled_softmax(model(batch.ids, None, True), items, log_q)
+
+
+def objective_of(model: Recommender) -> Objective:
+    """The loss that a model is made for."""
+    return InBatchSoftmax() if isinstance(model, TwoTower) else binary_cross_entropy
