@@ -185,6 +185,8 @@ class EmbeddingBag(_RemoteRows):
         """Pooled rows, (bags, dim), of ids (bags, n), or of flat ids with the starts of the bags in `offsets`."""
         self._check(input, offsets, per_sample_weights)
         index, rows, padding = self._read(input)
+        if self.table.session.placement.num_shards > 1:
+            index, rows, padding = _by_first_use(index, rows, padding)
         return F.embedding_bag(
             index,
             rows,
@@ -213,6 +215,22 @@ class EmbeddingBag(_RemoteRows):
                     f"{table}: per_sample_weights of shape {tuple(weights.shape)} do not match "
                     f"ids of shape {tuple(input.shape)}"
                 )
+
+
+def _by_first_use(
+    index: torch.Tensor, rows: torch.Tensor, padding: int | None
+) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+    """The same rows in the order in which the ids use them first.
+
+    torch sums a bag's gradients in an order that depends on how rows are numbered, and a route numbers them by shard;
+    in this order the sums have the same bits whatever the number of shards.
+    """
+    flat = index.reshape(-1)
+    count, positions = rows.shape[0], torch.arange(flat.numel(), device=index.device)
+    first = positions.new_full((count,), flat.numel()).scatter_reduce_(0, flat, positions, "amin")
+    order = first.argsort()
+    rank = torch.empty_like(order).scatter_(0, order, torch.arange(count, device=index.device))
+    return rank[index], rows.index_select(0, order), None if padding is None else int(rank[padding])
 
 
 def _collector(

@@ -147,6 +147,25 @@ def test_reading_a_table_several_times_in_a_step_sums_its_gradients(padding_idx:
     compare(nn.Embedding(ROWS, DIM, padding_idx=padding_idx), calls)
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("flat", [True, False])
+def test_bags_have_the_same_bits_whatever_the_number_of_shards(mode: str, flat: bool) -> None:
+    ids = torch.from_numpy(np.random.default_rng(0).zipf(1.3, (400, 8)) % 500)
+    arguments = (ids.view(-1), torch.arange(0, 3200, 8)) if flat else (ids,)
+    scale = torch.randn(400, DIM)
+    start = nn.EmbeddingBag(500, DIM, mode=mode, padding_idx=1)
+    results = []
+    for shards in (1, 2, 4):
+        with es.local(shards) as session:
+            module = es.wrap(copy.deepcopy(start), session, optimizer=es.SGD(lr=1.0))
+            out = module(*arguments)
+            (out * scale).sum().backward()
+            session.step()
+            results.append((out.detach(), module.table.pull(torch.arange(500))))
+    for other in results[1:]:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(results[0], other, strict=True))
+
+
 @st.composite
 def bags(draw: st.DrawFn) -> tuple[dict[str, object], torch.Tensor, torch.Tensor, torch.Tensor | None]:
     mode = draw(st.sampled_from(["sum", "mean", "max"]))
