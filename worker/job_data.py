@@ -8,7 +8,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from embershard.worker.data.batch import Dataset, Evaluation
-from embershard.worker.data.ctr_csv import Columns, CtrCsv
+from embershard.worker.data.columns import Columns
+from embershard.worker.data.ctr_csv import CtrCsv
 from embershard.worker.data.ncf import NcfData
 from embershard.worker.job_sections import Section
 

@@ -3,86 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
-
-import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from embershard.proto.errors import JobError
-from embershard.worker.data.batch import Schema
-from embershard.worker.data.delimited import Kind, Layout, column, read_header, read_tables
-from embershard.worker.data.feature_ids import hash_numbers, hash_texts
+from embershard.worker.data.columns import Columns
+from embershard.worker.data.delimited import Layout, read_header
+from embershard.worker.data.feature_ids import hash_numbers
 from embershard.worker.data.rows import Rows, RowsDataset
-
-
-@dataclass(frozen=True, kw_only=True)
-class Columns:
-    """Which column is what; columns named nowhere are categorical, except when `categorical` is given.
-
-    ids: "global" reads categorical columns as integers that are unique across features already; "hashed" takes any
-    text and gives a 62-bit hash of (column, text), missing values included.
-    A missing number becomes 0 after the transform; log=True takes x -> log(1 + x), with x < 0 as 0.
-    """
-
-    label: str = "label"
-    categorical: tuple[str, ...] = ()
-    numeric: tuple[str, ...] = ()
-    skip: tuple[str, ...] = ()
-    ids: Literal["global", "hashed"] = "hashed"
-    log: bool = False
-
-    def __post_init__(self) -> None:
-        if self.ids not in ("global", "hashed"):
-            raise ValueError(f"Columns: ids must be 'global' or 'hashed', got {self.ids!r}")
-        named = (self.label, *self.categorical, *self.numeric, *self.skip)
-        for name in named:
-            if named.count(name) > 1:
-                raise ValueError(f"Columns: {name!r} is named twice")
-
-    def layout(self, path: Path, header: tuple[str, ...], delimiter: str) -> Layout:
-        """The layout of a file with this header. JobError where a named column is not in it."""
-        for name in (self.label, *self.categorical, *self.numeric):
-            if name not in header:
-                raise JobError(where=f"{path}:1", reason=f"no column {name!r} in the header: {', '.join(header)}")
-        return Layout(columns={name: self._kind(name) for name in header}, delimiter=delimiter)
-
-    def _kind(self, name: str) -> Kind:
-        if name == self.label:
-            return "label"
-        if name in self.numeric:
-            return "number"
-        if name in self.skip or (self.categorical and name not in self.categorical):
-            return "skip"
-        return "id" if self.ids == "global" else "text"
-
-    def rows(self, table: pa.Table, layout: Layout) -> Rows:
-        """Samples of a parsed table."""
-        features, numeric = layout.names("id", "text"), layout.names("number")
-        ids = np.empty((table.num_rows, len(features)), np.int64)
-        for i, name in enumerate(features):
-            ids[:, i] = column(table, name) if self.ids == "global" else hash_texts(name, table.column(name))
-        dense = np.empty((table.num_rows, len(numeric)), np.float32) if numeric else None
-        for i, name in enumerate(numeric):
-            assert dense is not None
-            dense[:, i] = numbers(table.column(name), log=self.log)
-        return Rows(ids, dense, column(table, self.label).astype(np.float32))
-
-
-def numbers(values: pa.ChunkedArray, *, log: bool) -> npt.NDArray[np.float32]:
-    """(N,) numbers, log(1 + max(x, 0)) of them if asked for, and 0 where missing."""
-    array: npt.NDArray[np.float32] = pc.fill_null(values, 0.0).combine_chunks().to_numpy(zero_copy_only=False)
-    return np.log1p(np.maximum(array, 0)) if log else array
+from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
+from embershard.worker.data.text_source import TextSource
 
 
 class CtrCsv(RowsDataset):
     """CSV files in memory: `files` maps "train" and evaluation splits to paths, plain or gzipped.
 
     halve_valid_by=column splits the file of "valid" in two by a hash of that column's value, so that no user (say)
-    is in both: "valid" is then one half, to stop early on, and "test" the other, to report on.
+    is in both: "valid" is then one half, to stop early on, and "test" the other, to report on. `num_ids` bounds global
+    ids; without it, it is one above the largest.
     """
 
     def __init__(
@@ -91,31 +28,56 @@ class CtrCsv(RowsDataset):
         columns: Columns | None = None,
         *,
         delimiter: str = ",",
+        num_ids: int | None = None,
         halve_valid_by: str | None = None,
         seed: int = 0,
     ) -> None:
         columns = columns or Columns()
-        where = str(files.get("train", "files"))
-        if "train" not in files:
-            raise JobError(where=where, reason="no train file is named")
-        header = read_header(files["train"], delimiter)
-        layout = columns.layout(files["train"], header, delimiter)
-        splits = {name: _read(path, header, layout, columns) for name, path in files.items()}
-        features = layout.names("id", "text")
+        layout, sources = _sources(files, columns, delimiter, num_ids)
+        where = sources["train"].where
+        splits = {name: source.load() for name, source in sources.items()}
         if halve_valid_by is not None:
-            _halve(splits, features, halve_valid_by, where)
-        # over every split: an id that only evaluation has must still be a valid index
-        top = max(int(part.ids.max(initial=-1)) for part in splits.values())
-        num_ids = top + 1 if columns.ids == "global" else None
-        schema = Schema(features, len(layout.names("number")), num_ids)
-        super().__init__(schema, splits, where=where, seed=seed)
+            _halve(splits, layout.names("id", "text"), halve_valid_by, where)
+        if num_ids is None:  # over every split: an id that only evaluation has must still be a valid index
+            num_ids = 1 + max(int(part.ids.max(initial=-1)) for part in splits.values())
+        super().__init__(columns.schema(layout, num_ids), splits, where=where, seed=seed)
 
 
-def _read(path: Path, header: tuple[str, ...], layout: Layout, columns: Columns) -> Rows:
-    own = read_header(path, layout.delimiter)
-    if own != header:
-        raise JobError(where=f"{path}:1", reason=f"its columns differ from the train file's: {', '.join(own)}")
-    return Rows.concat([columns.rows(table, layout) for table in read_tables(path, layout, skip_lines=1)])
+class CtrCsvStream(StreamDataset):
+    """CSV files larger than memory, with hashed ids, or global ids below `num_ids`."""
+
+    def __init__(
+        self,
+        files: Mapping[str, Path],
+        columns: Columns | None = None,
+        *,
+        delimiter: str = ",",
+        num_ids: int | None = None,
+        seed: int = 0,
+        shuffle_rows: int = SHUFFLE_ROWS,
+    ) -> None:
+        columns = columns or Columns()
+        if columns.ids == "global" and num_ids is None:
+            raise ValueError("global ids need num_ids where the files are not read in advance")
+        layout, sources = _sources(files, columns, delimiter, num_ids)
+        super().__init__(columns.schema(layout, num_ids), sources, seed=seed, shuffle_rows=shuffle_rows)
+
+
+def _sources(
+    files: Mapping[str, Path], columns: Columns, delimiter: str, num_ids: int | None
+) -> tuple[Layout, dict[str, TextSource]]:
+    if "train" not in files:
+        raise JobError(where=str(next(iter(files.values()), "files")), reason="no train file is named")
+    header = read_header(files["train"], delimiter)
+    layout = columns.layout(f"{files['train']}:1", header, delimiter=delimiter, num_ids=num_ids)
+    for path in files.values():
+        own = read_header(path, delimiter)
+        if own != header:
+            raise JobError(where=f"{path}:1", reason=f"its columns differ from the train file's: {', '.join(own)}")
+    return layout, {
+        name: TextSource(paths=[path], layout=layout, to_rows=columns.rows, has_header=True)
+        for name, path in files.items()
+    }
 
 
 def _halve(splits: dict[str, Rows], features: tuple[str, ...], by: str, where: str) -> None:

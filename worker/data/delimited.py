@@ -18,7 +18,7 @@ from embershard.proto.errors import JobError
 from embershard.worker.data.files import BLOCK_BYTES, Block, read_blocks
 
 Kind = Literal["label", "id", "text", "number", "skip"]
-_TYPES = {"label": pa.float32(), "id": pa.int64(), "text": pa.string(), "number": pa.float32()}
+TYPES = {"label": pa.float32(), "id": pa.int64(), "text": pa.string(), "number": pa.float32()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +32,14 @@ class Layout:
     delimiter: str = ","
     missing: tuple[str, ...] = ("",)  # texts that stand for a missing number
     label_values: Mapping[str, float] = field(default_factory=dict)
+    num_ids: int | None = None  # ids must be below it, where it is known in advance
 
     def __post_init__(self) -> None:
         if len(self.delimiter) != 1:
             raise ValueError(f"delimiter must be one character, got {self.delimiter!r}")
         for name, kind in self.columns.items():
-            if kind != "skip" and kind not in _TYPES:
-                raise ValueError(f"column {name!r}: unknown kind {kind!r} (known: {', '.join(_TYPES)}, skip)")
+            if kind != "skip" and kind not in TYPES:
+                raise ValueError(f"column {name!r}: unknown kind {kind!r} (known: {', '.join(TYPES)}, skip)")
 
     def names(self, *kinds: Kind) -> tuple[str, ...]:
         """Columns of these kinds, in file order."""
@@ -64,7 +65,7 @@ def read_tables(
     rows = 0
     for block in read_blocks(path, block_bytes):
         if skip_lines and block.first_line == 1:
-            block = _skip(block, skip_lines)
+            block = without_lines(block, skip_lines)
         if block.text.strip():
             table = parse(path, block, layout)
             rows += table.num_rows
@@ -76,7 +77,7 @@ def read_tables(
 def parse(path: Path, block: Block, layout: Layout) -> pa.Table:
     """The columns of a block of lines, those of kind skip left out. JobError names the first bad line."""
     kept = [name for name, kind in layout.columns.items() if kind != "skip"]
-    types = {name: _TYPES[layout.columns[name]] for name in kept}
+    types = {name: TYPES[layout.columns[name]] for name in kept}
     if layout.label_values:
         types |= dict.fromkeys(layout.names("label"), pa.string())
     try:
@@ -92,8 +93,9 @@ def parse(path: Path, block: Block, layout: Layout) -> pa.Table:
         )
     except (pa.ArrowInvalid, pa.ArrowKeyError) as error:
         raise _bad_line(path, block, layout, str(error)) from None
-    if not _plausible(table, layout):
-        raise _bad_line(path, block, layout, "a label, id or number out of its range")
+    problem = plausible(table, layout)
+    if problem:
+        raise _bad_line(path, block, layout, problem)
     return table
 
 
@@ -103,22 +105,30 @@ def column(table: pa.Table, name: str) -> npt.NDArray[np.generic]:
     return array
 
 
-def _skip(block: Block, lines: int) -> Block:
+def without_lines(block: Block, lines: int) -> Block:
+    """A block without its first lines."""
     parts = block.text.split(b"\n", lines)
     return Block(block.first_line + lines, parts[lines] if len(parts) > lines else b"")
 
 
-def _plausible(table: pa.Table, layout: Layout) -> bool:
+def plausible(table: pa.Table, layout: Layout) -> str | None:
+    """What is wrong with typed columns: a label that is not 0 or 1, a negative or missing id, an infinite number."""
+    if not table.num_rows:
+        return None
     for name in layout.names("label"):
-        values = table.column(name)
-        known = pa.array(list(layout.label_values or (0.0, 1.0)), values.type)
-        if not pc.all(pc.is_in(values, known)).as_py():
-            return False
+        known = pa.array(list(layout.label_values or (0.0, 1.0)), table.column(name).type)
+        if not pc.all(pc.is_in(table.column(name), known)).as_py():
+            return f"column {name!r} has a label that is not 0 or 1"
     for name in layout.names("id"):
         values = table.column(name)
         if values.null_count or pc.min(values).as_py() < 0:
-            return False
-    return all(pc.all(pc.is_finite(table.column(name))).as_py() is not False for name in layout.names("number"))
+            return f"column {name!r} has an id that is missing or negative"
+        if layout.num_ids is not None and pc.max(values).as_py() >= layout.num_ids:
+            return f"column {name!r}: id {pc.max(values)} is not below num_ids = {layout.num_ids}"
+    for name in layout.names("number"):
+        if pc.all(pc.is_finite(table.column(name))).as_py() is False:
+            return f"column {name!r} has a number that is not finite"
+    return None
 
 
 def _bad_line(path: Path, block: Block, layout: Layout, reason: str) -> JobError:
@@ -147,6 +157,8 @@ def _problem(fields: list[str], layout: Layout) -> str | None:
         elif kind == "id":
             if not text.strip().isdecimal() or int(text) >= 2**63:
                 return f"column {name!r}: {text[:40]!r} is not an integer id >= 0"
+            if layout.num_ids is not None and int(text) >= layout.num_ids:
+                return f"column {name!r}: id {text} is not below num_ids = {layout.num_ids}"
         elif kind == "number" and text not in layout.missing and not _is_number(text):
             return f"column {name!r}: {text[:40]!r} is not a finite number"
     return None

@@ -49,6 +49,29 @@ def read_blocks(path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
         line += text.count(b"\n")
 
 
+def read_range(path: Path, start: int, end: int) -> tuple[int, bytes]:
+    """The lines of a plain file that start in its bytes [start, end), and where the first of them starts."""
+    with path.open("rb") as file:
+        if start:
+            file.seek(start - 1)
+            file.readline(MAX_LINE_BYTES)
+        begin = file.tell()
+        text = file.read(max(0, end - begin))
+        if text and not text.endswith(b"\n"):
+            text += file.readline(MAX_LINE_BYTES)
+    return begin, text
+
+
+def count_lines(path: Path, end: int) -> int:
+    """Lines that end in the first `end` bytes of a plain file."""
+    lines = 0
+    with path.open("rb") as file:
+        while end > 0 and (data := file.read(min(end, BLOCK_BYTES))):
+            lines += data.count(b"\n")
+            end -= len(data)
+    return lines
+
+
 def read_text(path: Path) -> bytes:
     """A whole small file."""
     return b"".join(block.text for block in read_blocks(path))

@@ -14,7 +14,16 @@ from embershard.proto.errors import JobError
 from embershard.proto.routing import mix64
 
 Ints = npt.NDArray[np.int64]
+MAX_COUNT = 1 << 28  # users or items: an array of that length still fits, and user * num_items + item stays below 2**63
 _jit: Callable[..., Callable[..., Callable[..., None]]] = njit
+
+
+def check_numbering(where: str, num_users: int, num_items: int) -> None:
+    """JobError if ids are too large to be numbers counted from 0."""
+    for what, count in (("user", num_users), ("item", num_items)):
+        if count > MAX_COUNT:
+            reason = f"{what} {count - 1} is too large: {what}s must be numbered from 0, up to {MAX_COUNT - 1}"
+            raise JobError(where=where, reason=reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +49,13 @@ class Interactions:
     def users(self) -> Ints:
         """(N,) the user of each entry of `items`."""
         return np.repeat(np.arange(self.num_users), np.diff(self.starts))
+
+    def of_users(self, users: Ints) -> tuple[Ints, Ints]:
+        """(R,) positions in `users`, ascending, and (R,) items: everything that these users took."""
+        counts = self.starts[users + 1] - self.starts[users]
+        ends = np.cumsum(counts)
+        within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+        return np.repeat(np.arange(len(users)), counts), self.items[np.repeat(self.starts[users], counts) + within]
 
     def check_negatives(self, where: str) -> None:
         """JobError if a user took every item, so that no negative exists."""

@@ -13,7 +13,7 @@ from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Batch, Evaluation, Schema
 from embershard.worker.data.delimited import Layout, column, read_tables
 from embershard.worker.data.files import read_blocks
-from embershard.worker.data.interactions import Interactions, Ints
+from embershard.worker.data.interactions import Interactions, Ints, check_numbering
 from embershard.worker.data.order import batches, check_enough, check_share, permutation
 from embershard.worker.data.sampling import draw_key, pair_batch
 
@@ -38,6 +38,7 @@ class NcfData:
         test_users, test_items, test_labels = _read_candidates(prefix)
         num_users = int(max(users.max(), test_users.max())) + 1
         num_items = int(max(items.max(), test_items.max())) + 1
+        check_numbering(self._where, num_users, num_items)
         self.train_set = Interactions.of(users, items, num_users, num_items)
         if negatives:
             self.train_set.check_negatives(self._where)

@@ -32,6 +32,6 @@ def list_batch(data: Interactions, users: Ints, pairs: Ints, negatives: int, key
     """(user, positive, negative, negative, ...) of pair numbers, for losses over a list; all labels are 1."""
     user = users[pairs]
     draws = pairs[:, None] * (1 + negatives) + np.arange(1, 1 + negatives)
-    sampled = data.sample_negatives(np.repeat(user, negatives), draws.reshape(-1), key).reshape(-1, negatives)
+    sampled = data.sample_negatives(np.repeat(user, negatives), draws.reshape(-1), key).reshape(draws.shape)
     ids = np.concatenate([user[:, None], data.items[pairs][:, None] + data.num_users, sampled + data.num_users], axis=1)
     return Batch(torch.from_numpy(ids), None, torch.ones(len(pairs)))

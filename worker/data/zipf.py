@@ -49,7 +49,7 @@ def zipf_bins(cardinality: int, s: float, q: float, missing: float) -> Bins:
 
 
 def alias_table(probabilities: Floats, num_slots: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int32]]:
-    """Walker's alias method (Vose 1991): slot k gives k below its 32-bit threshold, else its alias; both (num_slots,)."""
+    """Walker's alias method (Vose 1991): slot k gives k below its 32-bit threshold, else its alias."""
     scaled = np.zeros(num_slots)
     scaled[: len(probabilities)] = probabilities * num_slots
     alias = np.arange(num_slots, dtype=np.int32)
@@ -67,7 +67,7 @@ def alias_table(probabilities: Floats, num_slots: int) -> tuple[npt.NDArray[np.u
 
 
 def spread_step(cardinality: int) -> int:
-    """A step near n's golden section and coprime to n: rank -> rank * step mod n is a bijection that spreads hot ids."""
+    """A step near n's golden section and coprime to n: rank -> rank * step mod n spreads hot ids, one to one."""
     step = max(1, round(cardinality * 0.6180339887498949))
     while gcd(step, cardinality) != 1:
         step += 1

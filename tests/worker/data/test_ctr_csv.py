@@ -6,7 +6,8 @@ import pytest
 
 from embershard.proto.errors import JobError
 from embershard.worker.data import delimited
-from embershard.worker.data.ctr_csv import Columns, CtrCsv
+from embershard.worker.data.columns import Columns
+from embershard.worker.data.ctr_csv import CtrCsv
 from embershard.worker.data.feature_ids import hash_texts
 
 GLOBAL = Columns(ids="global")
@@ -120,7 +121,7 @@ def test_text_that_is_not_utf8(tmp_path):
 
 def test_header_mistakes(tmp_path):
     path = write(tmp_path / "a.csv", TEXT)
-    with pytest.raises(JobError, match=r"a\.csv:1: no column 'click' in the header: label, user, item"):
+    with pytest.raises(JobError, match=r"a\.csv:1: no column 'click' \(there are: label, user, item\)"):
         CtrCsv({"train": path}, Columns(label="click"))
     other = write(tmp_path / "b.csv", "label,item,user\n1,2,3\n")
     with pytest.raises(JobError, match=r"b\.csv:1: its columns differ"):

@@ -1,0 +1,121 @@
+import gzip
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from embershard.proto.errors import JobError
+from embershard.worker.data.columns import Columns
+from embershard.worker.data.ctr_csv import CtrCsvStream
+from embershard.worker.data.rows import Rows
+from embershard.worker.data.stream import in_batches, shuffled
+from embershard.worker.data.text_source import TextSource
+
+GLOBAL = Columns(ids="global")
+
+
+def numbered(sizes: list[int]) -> list[Rows]:
+    """Blocks of these sizes whose sample i has id, dense and label i."""
+    edges = np.cumsum([0, *sizes])
+    return [
+        Rows(np.arange(a, b)[:, None], np.arange(a, b, dtype=np.float32)[:, None], np.arange(a, b, dtype=np.float32))
+        for a, b in itertools.pairwise(edges)
+    ]
+
+
+def ids(parts) -> list[int]:
+    return [int(i) for part in parts for i in part.ids[:, 0]]
+
+
+SIZES = st.lists(st.integers(0, 30), max_size=12)
+
+
+@given(SIZES, st.integers(1, 40), st.integers(0, 5))
+def test_the_buffer_gives_each_row_once_and_stays_bounded(sizes, buffer_rows, seed):
+    parts = list(shuffled(iter(numbered(sizes)), buffer_rows, np.random.default_rng(seed)))
+    assert sorted(ids(parts)) == list(range(sum(sizes)))
+    assert all(len(part) <= buffer_rows + max(sizes) for part in parts)
+    assert all((part.ids[:, 0] == part.labels).all() for part in parts)
+
+
+@given(SIZES, st.integers(1, 40))
+def test_batches_keep_order_and_only_the_last_is_smaller(sizes, batch_size):
+    parts = list(in_batches(iter(numbered(sizes)), batch_size))
+    assert ids(parts) == list(range(sum(sizes)))
+    assert all(len(part) == batch_size for part in parts[:-1])
+    assert all(0 < len(part) <= batch_size for part in parts[-1:])
+
+
+@pytest.fixture(params=["plain", "gzip"])
+def csv_file(request, tmp_path):
+    text = "label,n\n" + "".join(f"{i % 2},{i}\n" for i in range(5000))
+    path = tmp_path / "a.csv"
+    path.write_bytes(gzip.compress(text.encode()) if request.param == "gzip" else text.encode())
+    return path
+
+
+def small_blocks(data: CtrCsvStream, block_bytes: int = 2000) -> CtrCsvStream:
+    for name, source in data._sources.items():
+        assert isinstance(source, TextSource)
+        kept = {field: getattr(source, field) for field in ("paths", "layout", "to_rows", "has_header")}
+        data._sources[name] = TextSource(**kept, block_bytes=block_bytes)
+    return data
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("block_bytes", [700, 10**6])
+def test_streamed_shares_are_disjoint_and_cover_the_file(csv_file, world_size, block_bytes):
+    data = CtrCsvStream({"train": csv_file, "valid": csv_file}, GLOBAL, num_ids=5000, shuffle_rows=500)
+    small_blocks(data, block_bytes)
+    gzipped_whole = csv_file.read_bytes()[:2] == b"\x1f\x8b" and block_bytes > 10**5
+    shares = []
+    for rank in range(world_size):
+        if gzipped_whole and rank:  # one block of text: no share for the others
+            with pytest.raises(JobError, match=f"no samples for worker {rank} of {world_size}"):
+                next(data.train(0, rank, world_size, 64))
+            continue
+        shares.append(ids(data.train(0, rank, world_size, 64)))
+    assert sorted(i for share in shares for i in share) == list(range(5000))
+    evaluated = [ids(data.evaluate("valid", rank, world_size, 64)) for rank in range(world_size)]
+    assert sorted(i for share in evaluated for i in share) == list(range(5000))
+    if world_size == 1:
+        assert evaluated[0] == list(range(5000))
+
+
+def test_streamed_epochs_differ_and_repeat(csv_file):
+    data = small_blocks(CtrCsvStream({"train": csv_file}, GLOBAL, num_ids=5000, shuffle_rows=1000))
+    first = ids(data.train(0, 0, 2, 64))
+    assert ids(data.train(0, 0, 2, 64)) == first
+    assert ids(data.train(1, 0, 2, 64)) != first
+    assert first != sorted(first)
+    assert data.num_samples("train") is None
+
+
+def test_a_bad_line_in_any_block_has_its_true_number(csv_file):
+    raw = csv_file.read_bytes()
+    gzipped = raw[:2] == b"\x1f\x8b"
+    lines = (gzip.decompress(raw) if gzipped else raw).split(b"\n")
+    for bad in (1, 1700, 5000):
+        broken = b"\n".join([*lines[:bad], b"1,oops", *lines[bad + 1 :]])
+        csv_file.write_bytes(gzip.compress(broken) if gzipped else broken)
+        data = small_blocks(CtrCsvStream({"train": csv_file}, GLOBAL, num_ids=5000))
+        with pytest.raises(JobError, match=rf"a\.csv:{bad + 1}: column 'n': 'oops' is not an integer"):
+            list(data.train(0, 0, 1, 64))
+
+
+def test_ids_over_the_bound_are_named(csv_file):
+    data = small_blocks(CtrCsvStream({"train": csv_file}, GLOBAL, num_ids=4000))
+    with pytest.raises(JobError, match=r"a\.csv:4002: column 'n': id 4000 is not below num_ids = 4000"):
+        list(data.evaluate("train", 0, 1, 64))
+    with pytest.raises(ValueError, match="global ids need num_ids"):
+        CtrCsvStream({"train": csv_file}, GLOBAL)
+
+
+def test_unknown_splits_and_buffers_are_named(csv_file):
+    data = CtrCsvStream({"train": csv_file})
+    with pytest.raises(JobError, match=r"no split 'test' \(known: train\)"):
+        data.evaluate("test", 0, 1, 1)
+    with pytest.raises(ValueError, match="shuffle_rows must be at least 1"):
+        CtrCsvStream({"train": csv_file}, shuffle_rows=0)
