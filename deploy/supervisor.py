@@ -1,0 +1,288 @@
+"""Shards on this machine as child processes: started together, watched, restarted, ended together.
+
+A shard ends itself once its parent is gone (`--parent-pid`), so that no way of ending the supervisor leaves one behind.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import IO, Self
+
+from embershard.proto.errors import ShardFailed
+
+LOG_LINES = 12  # of a shard that died, shown with the report
+STOP_SECONDS = 40.0  # a shard gives itself 30 to finish what it accepted
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartPolicy:
+    """When a shard that died is started again.
+
+    The pause doubles from `first_pause` with every quick death, up to `longest_pause`. A death is quick if the shard
+    served for less than `quick`; after `max_quick_deaths` of them in a row it is given up.
+    """
+
+    first_pause: timedelta = timedelta(seconds=0.5)
+    longest_pause: timedelta = timedelta(seconds=15)
+    quick: timedelta = timedelta(seconds=10)
+    max_quick_deaths: int = 5
+
+    def pause(self, quick_deaths: int) -> timedelta:
+        """The wait before the start that follows this many quick deaths in a row."""
+        return min(self.first_pause * (1 << max(0, quick_deaths - 1)), self.longest_pause)
+
+    def gives_up(self, quick_deaths: int) -> bool:
+        """Whether this many quick deaths in a row are enough."""
+        return quick_deaths >= self.max_quick_deaths
+
+
+DEFAULT_POLICY = RestartPolicy()
+
+
+class _Process:
+    """One run of a shard's process, and the threads that read what it says."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], forward: Callable[[str], None]) -> None:
+        self.tail: deque[str] = deque(maxlen=LOG_LINES)
+        self.address = ""  # once it serves
+        self._served_since = 0.0  # time.monotonic()
+        self._ended_at = 0.0
+        self._forward = forward
+        self._said = threading.Event()  # it serves, or never will
+        self.popen = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=environment,
+            start_new_session=True,  # Ctrl-C at the terminal reaches the supervisor only, which then ends the shards
+        )
+        streams = ((self._read_stdout, self.popen.stdout), (self._read_stderr, self.popen.stderr))
+        self._readers = [threading.Thread(target=read, args=(stream,), daemon=True) for read, stream in streams]
+        for reader in self._readers:
+            reader.start()
+
+    def wait_until_serving(self, timeout: float) -> bool:
+        """Whether it serves within `timeout` seconds; one that does not is dead then."""
+        if not self._said.wait(max(0.0, timeout)):
+            self.tail.append(f"(killed: it did not serve within {timeout:.0f} s)")
+            self.popen.kill()
+        return bool(self.address)
+
+    def ended(self) -> str:
+        """How it ended, for people; waits until its last words are read."""
+        code = self.popen.wait()
+        self._ended_at = time.monotonic()
+        for reader in self._readers:
+            reader.join(timeout=1.0)  # a grandchild may hold the pipe open
+        if code >= 0:
+            return f"exit code {code}"
+        try:
+            return signal.Signals(-code).name
+        except ValueError:
+            return f"signal {-code}"
+
+    def lived(self) -> float:
+        """Seconds from serving to its end; 0 if it never served."""
+        return self._ended_at - self._served_since if self.address else 0.0
+
+    def last_lines(self) -> str:
+        """What it logged last, indented."""
+        return "\n".join(f"    {line}" for line in self.tail) or "    (none)"
+
+    def _read_stdout(self, stream: IO[str]) -> None:
+        with stream:
+            for line in stream:
+                address = _serving_address(line)
+                if not address:
+                    self._forward(line.rstrip("\n"))  # a user's module may print
+                    continue
+                self._served_since = time.monotonic()
+                self.address = address
+                self._said.set()
+        self._said.set()
+
+    def _read_stderr(self, stream: IO[str]) -> None:
+        with stream:
+            for line in stream:
+                self.tail.append(line.rstrip("\n"))
+                self._forward(line.rstrip("\n"))
+
+
+def _serving_address(line: str) -> str:
+    """The address in a shard's start line; empty if it is another line."""
+    try:
+        said = json.loads(line)
+        return str(said["address"]) if said["event"] == "serving" else ""
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+class LocalShards:
+    """`num_shards` shard processes on loopback, as a context manager.
+
+    `imports` are modules with row optimizers; the shards find what this process finds (its sys.path). `base_port` 0
+    takes free ports; a shard that is restarted keeps its port. With `restart`, dead shards are started again by
+    `policy`; their rows since their start are gone. `report` gets a line for people at every event, `forward` every
+    line that a shard logs; both are called from threads.
+    """
+
+    def __init__(
+        self,
+        num_shards: int,
+        *,
+        imports: Sequence[str] = (),
+        base_port: int = 0,
+        restart: bool = False,
+        policy: RestartPolicy = DEFAULT_POLICY,
+        start_timeout: timedelta = timedelta(seconds=120),
+        report: Callable[[str], None] = _log.warning,
+        forward: Callable[[str], None] = _log.debug,
+    ) -> None:
+        if not 1 <= num_shards <= 4096:
+            raise ValueError(f"num_shards must be 1..4096, got {num_shards}")
+        if base_port and not 1 <= base_port <= 65536 - num_shards:
+            raise ValueError(f"base_port must leave room for {num_shards} ports, got {base_port}")
+        self._imports = tuple(imports)
+        self._restart = restart
+        self._policy = policy
+        self._start_timeout = start_timeout.total_seconds()
+        self._report = report
+        self._forward = forward
+        self._listen = [f"127.0.0.1:{base_port + i if base_port else 0}" for i in range(num_shards)]
+        self._processes: list[_Process] = []
+        self._watchers: list[threading.Thread] = []
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()  # a restart and a stop must not miss each other
+        self._failure: ShardFailed | None = None
+        self._failed = threading.Event()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where the shards serve ("127.0.0.1:port"), by index."""
+        return tuple(self._listen)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids, by index; a restart changes one."""
+        return tuple(process.popen.pid for process in self._processes)
+
+    @property
+    def failure(self) -> ShardFailed | None:
+        """Why a shard is gone for good; None while all serve or are being restarted."""
+        return self._failure
+
+    def wait(self, timeout: timedelta) -> ShardFailed | None:
+        """Wait until a shard is gone for good, at most `timeout`; the failure, if there is one."""
+        self._failed.wait(timeout.total_seconds())
+        return self._failure
+
+    def __enter__(self) -> Self:
+        """Start all shards. ShardFailed, with its last log lines, where one does not come up."""
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all shards: SIGTERM, which lets them finish what they accepted, and SIGKILL to those that do not."""
+        self._stopping.set()
+        with self._lock:
+            running = [p for p in self._processes if p.popen.poll() is None]
+            for process in running:
+                process.popen.terminate()
+        end = time.monotonic() + STOP_SECONDS
+        for process in running:
+            try:
+                process.popen.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self._report(f"pid {process.popen.pid} did not end within {STOP_SECONDS:.0f} s: killed")
+                process.popen.kill()
+                process.popen.wait()
+        for watcher in self._watchers:
+            watcher.join(timeout=5.0)
+
+    def _start(self) -> None:
+        for index in range(len(self._listen)):
+            self._processes.append(self._spawn(index))
+        end = time.monotonic() + self._start_timeout
+        for index, process in enumerate(self._processes):
+            self._await_serving(index, process, end - time.monotonic())
+        for index in range(len(self._listen)):
+            watcher = threading.Thread(target=self._watch, args=(index,), name=f"shard {index}", daemon=True)
+            self._watchers.append(watcher)
+            watcher.start()
+
+    def _spawn(self, index: int) -> _Process:
+        command = [sys.executable, "-P", "-m", "embershard.cli", "ps"]
+        command += ["--shard", str(index), "--of", str(len(self._listen)), "--listen", self._listen[index]]
+        command += [word for module in self._imports for word in ("--import", module)]
+        command += ["--parent-pid", str(os.getpid())]
+        # what this process can import, its shards can: a notebook's folder, a test's, a script's
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        return _Process(command, environment, self._forward)
+
+    def _await_serving(self, index: int, process: _Process, timeout: float) -> None:
+        if process.wait_until_serving(timeout):
+            self._listen[index] = process.address
+            return
+        how = process.ended()  # before its last lines: it waits for them
+        raise ShardFailed(what=f"shard {index} ended with {how} before it served", log=process.last_lines())
+
+    def _watch(self, index: int) -> None:
+        """Restart one shard whenever it dies, until it is given up or all are ended."""
+        quick_deaths = 0
+        while True:
+            process = self._processes[index]
+            how = process.ended()
+            if self._stopping.is_set():
+                return
+            quick_deaths = quick_deaths + 1 if process.lived() < self._policy.quick.total_seconds() else 1
+            what = f"shard {index} at {self._listen[index]} ended with {how} after {process.lived():.0f} s"
+            if not self._restart or self._policy.gives_up(quick_deaths):
+                self._give_up(what, quick_deaths, process)
+                return
+            pause = self._policy.pause(quick_deaths).total_seconds()
+            self._report(
+                f"{what}: the rows and optimizer states that it held are lost (durability: memory). "
+                f"Starting it again in {pause:.1f} s. Its last log lines:\n{process.last_lines()}"
+            )
+            if self._stopping.wait(pause) or not self._start_again(index):
+                return
+
+    def _start_again(self, index: int) -> bool:
+        """Whether there was still need for it; one that does not serve counts as a death."""
+        with self._lock:
+            if self._stopping.is_set():
+                return False
+            process = self._processes[index] = self._spawn(index)
+        if process.wait_until_serving(self._start_timeout):
+            self._report(f"shard {index} serves again at {process.address} (pid {process.popen.pid})")
+        return True
+
+    def _give_up(self, what: str, quick_deaths: int, process: _Process) -> None:
+        if self._restart:
+            what += f", given up after {quick_deaths} deaths in quick succession"
+        self._failure = ShardFailed(what=what, log=process.last_lines())
+        self._report(str(self._failure))
+        self._failed.set()

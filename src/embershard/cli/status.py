@@ -1,0 +1,185 @@
+"""`embershard status`: what every shard holds and does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Annotated
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from embershard.cli.up import DEFAULT_PORT
+from embershard.proto.errors import EmbershardError
+from embershard.proto.messages import GetStatus, Hello, Request, ShardStatus
+from embershard.worker.carrier import Unreachable
+from embershard.worker.carriers.grpc import GrpcCarrier
+
+_TIMEOUT = timedelta(seconds=2)  # a shard answers at once, even while its queue is long
+_SAMPLE_SECONDS = 0.5
+_WATCH_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One shard as it answered, or why it did not."""
+
+    address: str
+    status: ShardStatus | None = None
+    requests_per_second: float = 0.0
+    problem: str = ""
+
+    def as_json(self) -> dict[str, object]:
+        """For --json; the keys of `status` are those of the ShardStatus message."""
+        return {
+            "address": self.address,
+            "serving": self.status is not None,
+            "requests_per_second": round(self.requests_per_second, 1),
+            "problem": self.problem,
+            "status": None if self.status is None else dataclasses.asdict(self.status),
+        }
+
+
+def status(
+    addresses: Annotated[
+        str, typer.Argument(help="host:port of every shard, separated by commas; default: the shards of `up`, here.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it anew every second, until Ctrl-C.")] = False,
+) -> None:
+    """Show health, rows, bytes, tables and requests per second of every shard; exit code 1 if one does not serve."""
+    named = [part.strip() for part in addresses.split(",") if part.strip()]
+    carriers = [GrpcCarrier(address) for address in named or _local_addresses()]
+    try:
+        rounds = _rounds(carriers)
+        if as_json:
+            seen = next(rounds)
+            typer.echo(json.dumps({"shards": [one.as_json() for one in seen]}))
+        elif watch:
+            with Live(screen=False, auto_refresh=False) as live:
+                for seen in rounds:
+                    live.update(_view(seen), refresh=True)
+        else:
+            seen = next(rounds)
+            Console().print(_view(seen))
+    finally:
+        for carrier in carriers:
+            carrier.close()
+    raise typer.Exit(0 if all(one.status for one in seen) else 1)
+
+
+def _local_addresses() -> list[str]:
+    """The addresses of `embershard up` with its default port: its first shard knows how many there are."""
+    carrier = GrpcCarrier(f"127.0.0.1:{DEFAULT_PORT}")
+    try:
+        greeting = carrier.submit(Hello(), _TIMEOUT).result()
+        count = getattr(greeting, "num_shards", 1)
+    except (Unreachable, EmbershardError):
+        count = 1
+    finally:
+        carrier.close()
+    return [f"127.0.0.1:{DEFAULT_PORT + i}" for i in range(count)]
+
+
+def _rounds(carriers: Sequence[GrpcCarrier]) -> Iterator[list[Seen]]:
+    """What the shards say, again and again; rates are over the time since the round before."""
+    before, then = _ask(carriers), time.monotonic()
+    time.sleep(_SAMPLE_SECONDS if any(one.status for one in before) else 0)
+    while True:
+        after, now = _ask(carriers), time.monotonic()
+        yield [_with_rate(old, new, now - then) for old, new in zip(before, after, strict=True)]
+        before, then = after, now
+        time.sleep(_WATCH_SECONDS)
+
+
+def _with_rate(old: Seen, new: Seen, seconds: float) -> Seen:
+    if old.status is None or new.status is None or old.status.instance != new.status.instance:
+        return new
+    own = 1  # this question itself
+    return dataclasses.replace(
+        new, requests_per_second=max(0.0, (new.status.requests - old.status.requests - own) / max(seconds, 1e-9))
+    )
+
+
+def _ask(carriers: Sequence[GrpcCarrier]) -> list[Seen]:
+    request: Request = GetStatus()
+    pending = [(carrier, carrier.submit(request, _TIMEOUT)) for carrier in carriers]
+    seen = []
+    for carrier, answer in pending:
+        try:
+            reply = answer.result()
+        except Unreachable as error:
+            reason = error.reason.rpartition(": ")[2]  # gRPC puts the system's word last
+            problem = f"no answer ({reason}); check that it runs, its port, and that this machine reaches it"
+            seen.append(Seen(carrier.address, problem=problem))
+        except EmbershardError as error:
+            seen.append(Seen(carrier.address, problem=str(error)))
+        else:
+            assert isinstance(reply, ShardStatus)
+            seen.append(Seen(carrier.address, status=reply))
+    return seen
+
+
+def _view(seen: Sequence[Seen]) -> Group:
+    problems = [f"[red]{escape(one.address)}[/]: {escape(one.problem)}" for one in seen if one.problem]
+    return Group(_shards(seen), *_tables(seen), *problems)
+
+
+def _shards(seen: Sequence[Seen]) -> Table:
+    view = _table_of(("shard", "address", "health"), ("rows", "bytes", "tables", "req/s", "memory", "up"))
+    for one in seen:
+        now = one.status
+        if now is None:
+            view.add_row("?", escape(one.address), "[red]down[/]")
+            continue
+        loading = any(table.loading for table in now.tables)
+        view.add_row(
+            f"{now.shard}/{now.num_shards}",
+            escape(one.address),
+            "[yellow]loading[/]" if loading else "[green]serving[/]",
+            f"{sum(table.rows for table in now.tables):,}",
+            _size(sum(table.bytes for table in now.tables)),
+            str(len(now.tables)),
+            f"{one.requests_per_second:,.0f}",
+            _size(now.resident_bytes),
+            str(timedelta(seconds=int(now.uptime_seconds))),
+        )
+    return view
+
+
+def _tables(seen: Sequence[Seen]) -> list[Table]:
+    """Every table, summed over the shards; nothing where there are none."""
+    parts = [table for one in seen if one.status for table in one.status.tables]
+    if not parts:
+        return []
+    view = _table_of(("\ntable", "\noptimizer"), ("\ndim", "\nrows", "\nbytes"))
+    for name in dict.fromkeys(part.name for part in parts):
+        mine = [part for part in parts if part.name == name]
+        rows, size = sum(part.rows for part in mine), sum(part.bytes for part in mine)
+        view.add_row(name, mine[0].optimizer, str(mine[0].dim), f"{rows:,}", _size(size))
+    return [view]
+
+
+def _table_of(words: Sequence[str], numbers: Sequence[str]) -> Table:
+    view = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in words:
+        view.add_column(name, no_wrap=True)
+    for name in numbers:
+        view.add_column(name, justify="right", no_wrap=True)
+    return view
+
+
+def _size(num_bytes: int) -> str:
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1000:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if size >= 100 or unit == "B" else f"{size:.1f} {unit}"

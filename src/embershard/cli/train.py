@@ -1,0 +1,74 @@
+"""`embershard train`: a whole job on this machine, shards included unless others are named."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+
+from embershard.deploy.supervisor import LocalShards
+from embershard.deploy.workers import LocalWorkers
+from embershard.proto.errors import EmbershardError
+from embershard.worker.job import load_job
+
+
+def train(
+    job: Annotated[Path, typer.Argument(help="The job file, YAML.")],
+    ps: Annotated[
+        str | None, typer.Option(help="Train on these shards (host:port,host:port) instead of starting some here.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Workers to start, instead of the job's.", min=1)] = None,
+    shards: Annotated[int | None, typer.Option(help="Shards to start, instead of the job's.", min=1)] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of logs and TensorBoard events.  [default: runs/JOB-TIME]")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="section.field=value, over the job file; may be repeated.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(envvar="EMBERSHARD_DATA", help="Folder of the data, instead of the job's data.root.")
+    ] = None,
+    imports: Annotated[
+        list[str] | None,
+        typer.Option("--import", help="Module with row optimizers, for the shards started here; may be repeated."),
+    ] = None,
+) -> None:
+    """Train a job: start shards and workers here, show how it goes, end them all."""
+    given = {"workers": workers, "shards": shards}
+    sets = [*(overrides or ()), *(f"{name}={value}" for name, value in given.items() if value is not None)]
+    settings = load_job(job, sets, data)
+    if ps is not None and (shards is not None or imports):
+        raise typer.BadParameter("--ps names shards that run already: --shards and --import have no meaning with it")
+    folder = output or settings.output or Path("runs") / f"{job.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    command = [str(job), "--output", str(folder), *(word for assignment in sets for word in ("--set", assignment))]
+    command += ["--data", str(data)] if data is not None else []
+    with _ended_by_signals(), contextlib.ExitStack() as stack:
+        watch: Callable[[], EmbershardError | None] = lambda: None  # noqa: E731
+        if ps is None:
+            local = stack.enter_context(LocalShards(settings.shards, imports=imports or ()))
+            ps, watch = ",".join(local.addresses), lambda: local.failure
+        running = stack.enter_context(LocalWorkers(settings.workers, [*command, "--ps", ps], folder))
+        running.wait(watch)
+    typer.echo(f"log: {folder / 'log.jsonl'}")
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP unwind, so that no process is left behind."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        sys.exit(128 + number)
+
+    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,45 @@
+"""`embershard up`: supervised shards on this machine."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from datetime import timedelta
+from typing import Annotated
+
+import typer
+
+from embershard.deploy.supervisor import LocalShards
+
+DEFAULT_PORT = 7700
+_WATCH = timedelta(seconds=0.5)
+
+
+def up(
+    shards: Annotated[int, typer.Option(help="Number of shards.", min=1, max=4096)] = 2,
+    base_port: Annotated[
+        int, typer.Option(help="Port of shard 0; the others follow. 0: any free ones.", min=0, max=65535)
+    ] = DEFAULT_PORT,
+    imports: Annotated[
+        list[str] | None,
+        typer.Option("--import", help="Module with row optimizers, found from here or installed; may be repeated."),
+    ] = None,
+) -> None:
+    """Run shards on this machine until Ctrl-C; one that dies is reported and started again.
+
+    A shard keeps its rows in memory: what one that died held is lost, and the workers are told so.
+    """
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    local = LocalShards(shards, imports=imports or (), base_port=base_port, restart=True, report=_say, forward=_say)
+    with local:
+        for index, (address, pid) in enumerate(zip(local.addresses, local.pids, strict=True)):
+            typer.echo(f"shard {index} serves at {address} (pid {pid})")
+        typer.echo(f"connect with {','.join(local.addresses)}; Ctrl-C ends them")
+        while not stop.is_set():
+            if failure := local.wait(_WATCH):
+                raise failure
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)

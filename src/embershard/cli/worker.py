@@ -1,0 +1,85 @@
+"""`embershard worker`: one worker of a job as a service."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from embershard.proto.errors import EmbershardError
+from embershard.worker.group import WorkerGroup
+from embershard.worker.job import Job, load_job
+from embershard.worker.log import JsonLog, TensorBoardLog
+from embershard.worker.progress import Terminal
+from embershard.worker.records import Observer
+from embershard.worker.session import connect
+from embershard.worker.trainer import Trainer
+
+
+def worker(
+    job: Annotated[Path, typer.Argument(help="The job file.")],
+    ps: Annotated[str, typer.Option(help="Addresses of all shards: host:port,host:port.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="section.field=value, over the job file; may be repeated.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(envvar="EMBERSHARD_DATA", help="Folder of the data, instead of the job's data.root.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder of log.jsonl and TensorBoard events.")] = None,
+    rank: Annotated[int, typer.Option(envvar="RANK", help="This worker's number.", min=0)] = 0,
+    world_size: Annotated[int, typer.Option(envvar="WORLD_SIZE", help="Number of workers.", min=1)] = 1,
+    local_rank: Annotated[int, typer.Option(envvar="LOCAL_RANK", help="Its number on this machine.", min=0)] = 0,
+    local_world_size: Annotated[
+        int, typer.Option(envvar="LOCAL_WORLD_SIZE", help="Workers on this machine, who share its cores.", min=0)
+    ] = 0,
+    parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
+) -> None:
+    """Train as one worker of a job; its place among the workers comes from torchrun's variables.
+
+    Several workers meet at MASTER_ADDR and MASTER_PORT. Without any variable it is the only worker.
+    """
+    if parent_pid:
+        threading.Thread(target=_end_with, args=(parent_pid,), name="parent", daemon=True).start()
+    if rank >= world_size:
+        raise typer.BadParameter(f"workers count from 0, so rank {rank} of {world_size} does not exist")
+    settings = load_job(job, overrides or (), data)
+    torch.set_num_threads(settings.train.threads or max(1, (os.cpu_count() or 1) // (local_world_size or world_size)))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    dataset = settings.data.open(job.parent, settings.train.seed)
+    with connect(ps, worker=rank) as session, WorkerGroup.join(rank, world_size) as group:
+        observers = _observers(settings, output) if group.is_first else []
+        try:
+            Trainer(settings, dataset, session, group, observers).run()
+            group.barrier()  # whoever is done first keeps its connections until all are
+        finally:
+            for observer in observers:
+                observer.close()
+
+
+def _observers(job: Job, output: Path | None) -> list[Observer]:
+    observers: list[Observer] = [Terminal()]
+    folder = output or job.output
+    if folder is not None:
+        try:
+            observers.append(JsonLog(folder))
+        except OSError as error:
+            raise EmbershardError(
+                reason=f"cannot write to {folder}: {error.strerror}; choose another --output"
+            ) from None
+        board = TensorBoardLog.open(folder)
+        observers += [board] if board is not None else []
+    return observers
+
+
+def _end_with(parent_pid: int) -> None:
+    """End this process once its parent, asked twice a second, is gone."""
+    while os.getppid() == parent_pid:
+        time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)  # nothing here would be lost, and nothing may hold it up
