@@ -6,6 +6,7 @@ from embershard.proto.errors import JobError
 from embershard.worker.data.interactions import Interactions
 from embershard.worker.data.ncf import NcfData
 from embershard.worker.data.sampling import list_batch
+from embershard.worker.metrics import Candidates
 
 FILES = {
     "train.pairs": "0\t0\n0\t1\n1\t2\n2\t0\n2\t3\n2\t4\n",
@@ -129,6 +130,12 @@ def test_more_workers_than_samples(prefix):
 
 def test_movielens(real_data):
     data = NcfData(real_data("ncf-ml-1m") / "ml-1m")
+    popularity = torch.from_numpy(np.bincount(data.train_set.items, minlength=3706))
+    figures = Candidates(10)
+    for batch in data.evaluate("test", 0, 1, 10_000):
+        figures.update(popularity[batch.ids[:, 1] - 6040], batch.labels, batch.groups)
+    # the paper's own baseline, as published
+    assert figures.compute() == pytest.approx({"hr@10": 0.4531, "ndcg@10": 0.2541, "users": 6040}, abs=5e-5)
     assert data.schema.num_ids == 6040 + 3706
     assert data.num_samples("train") == 994_169 * 5
     assert data.num_samples("test") == 604_000 - 156
