@@ -253,8 +253,8 @@ def _warn_of_leftovers(weights: Iterable[tuple[str, weakref.ref[nn.Parameter]]])
     held = [name for name, weight in weights if weight() is not None]
     if held:
         warnings.warn(
-            f"something still refers to the old weight of {', '.join(held)} (an optimizer or a regulariser made before "
-            "wrap?); that tensor is no longer trained",
+            f"something still refers to the old weight of {', '.join(held)}; it is not trained any more, so that an "
+            "optimizer or a regulariser made with it before wrap has no effect on the table",
             stacklevel=3,
         )
 
