@@ -108,7 +108,7 @@ async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
     apply.close()
     end = time.monotonic() + GRACE_SECONDS
     await server.stop(GRACE_SECONDS)
-    if not apply.join(max(0.0, end - time.monotonic())):
+    if not await asyncio.to_thread(apply.join, max(0.0, end - time.monotonic())):
         _log.error("gave up %d queued bytes after %.0f s", apply.queued_bytes, GRACE_SECONDS)
         return 1
     _log.info("done: everything accepted was applied")
@@ -229,7 +229,7 @@ def _announce_compilation() -> None:
         def on_start(self, event: object) -> None:
             if not self.said:
                 self.said = True
-                _log.info("compiling kernels; the result is kept on disk, and the next start is quick")
+                _log.info("compiling kernels; kept on disk where it can be, so that the next start is quick")
 
         def on_end(self, event: object) -> None:
             pass

@@ -1,0 +1,149 @@
+"""Shards as child processes: real ones, for that is what is supervised."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import grpc
+import pytest
+
+from embershard.deploy.supervisor import LocalShards, RestartPolicy
+from embershard.proto import spec
+from embershard.proto.errors import ShardFailed
+from embershard.proto.messages import METHODS, SERVICE, Declare, Declared, Greeting, Hello, Reply, Request, dumps, loads
+
+pytestmark = pytest.mark.integration
+SOON = RestartPolicy(first_pause=timedelta(seconds=0.01), max_quick_deaths=3)
+
+
+def ask(address: str, request: Request) -> Reply:
+    name, reply = METHODS[type(request)]
+    with grpc.insecure_channel(address) as channel:
+        data = channel.unary_unary(f"/{SERVICE}/{name}")(dumps(request), timeout=10, wait_for_ready=True)
+        return loads(reply, data)
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def alive(pids: Sequence[int]) -> list[int]:
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_pauses_grow_to_the_longest():
+    policy = RestartPolicy(first_pause=timedelta(seconds=1), longest_pause=timedelta(seconds=5))
+    assert [policy.pause(n).total_seconds() for n in range(1, 6)] == [1, 2, 4, 5, 5]
+
+
+def test_a_shard_is_given_up_after_the_last_quick_death():
+    policy = RestartPolicy(max_quick_deaths=3)
+    assert [policy.gives_up(n) for n in range(1, 5)] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("arguments", [{"num_shards": 0}, {"num_shards": 2, "base_port": 65535}])
+def test_arguments_without_sense_are_refused(arguments: dict[str, int]):
+    with pytest.raises(ValueError, match="must"):
+        LocalShards(**arguments)
+
+
+def test_shards_serve_inside_and_are_gone_outside():
+    with LocalShards(2) as shards:
+        greetings = [ask(address, Hello()) for address in shards.addresses]
+        assert [(g.shard, g.num_shards) for g in greetings if isinstance(g, Greeting)] == [(0, 2), (1, 2)]
+        assert alive(shards.pids) == list(shards.pids)
+        assert shards.failure is None
+        pids = shards.pids
+    assert alive(pids) == []
+
+
+def test_a_shard_finds_the_modules_that_its_parent_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "their_rows.py").write_text(
+        "from embershard.ps.optim import row_optimizer\n\n"
+        "print('a module may print')\n\n"
+        "@row_optimizer()\n"
+        "def step(row, state, grad, hyper):\n"
+        "    for j in range(row.size):\n"
+        "        row[j] -= hyper[0] * grad[j]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = spec.TableSpec(name="t", dim=2, optimizer=spec.Custom(function="their_rows:step", lr=0.1))
+    with LocalShards(1, imports=["their_rows"]) as shards:
+        assert ask(shards.addresses[0], Declare(made)) == Declared(created=True, loading=False)
+
+
+def test_a_shard_that_does_not_start_is_an_error_with_its_last_words():
+    shards = LocalShards(2, imports=["no_such_module"])
+    with (
+        pytest.raises(ShardFailed, match=r"(?s)shard 0 ended with exit code 1 before it served.*no_such_module"),
+        shards,
+    ):
+        pass
+    assert alive(shards.pids) == []
+
+
+def test_a_port_in_use_is_an_error_that_names_it():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ShardFailed, match=f"port {port} is in use"), LocalShards(1, base_port=port):
+            pass
+
+
+def test_a_shard_that_hangs_at_its_start_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "sleepy_rows.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    shards = LocalShards(1, imports=["sleepy_rows"], start_timeout=timedelta(seconds=1))
+    with pytest.raises(ShardFailed, match=r"(?s)SIGKILL before it served.*did not serve within 1 s"), shards:
+        pass
+    assert alive(shards.pids) == []
+
+
+def test_a_shard_that_died_is_reported_and_restarted_at_its_address():
+    reports: list[str] = []
+    with LocalShards(2, restart=True, policy=SOON, report=reports.append) as shards:
+        before = [ask(address, Hello()) for address in shards.addresses]
+        addresses, (victim, other) = shards.addresses, shards.pids
+        os.kill(victim, signal.SIGKILL)
+        assert eventually(lambda: any("serves again" in line for line in reports))
+        assert shards.addresses == addresses
+        assert shards.pids[0] != victim
+        assert shards.pids[1] == other
+        after = [ask(address, Hello()) for address in shards.addresses]
+        assert [old == new for old, new in zip(before, after, strict=True)] == [False, True]
+        assert "shard 0 at" in reports[0]
+        assert "ended with SIGKILL" in reports[0]
+        assert "rows and optimizer states that it held are lost" in reports[0]
+        assert "serving at" in reports[0]  # its last log lines
+        pids = (*shards.pids, victim)
+    assert alive(pids) == []
+
+
+def test_a_shard_that_dies_again_and_again_is_given_up():
+    reports: list[str] = []
+    with LocalShards(1, restart=True, policy=RestartPolicy(max_quick_deaths=2), report=reports.append) as shards:
+        os.kill(shards.pids[0], signal.SIGKILL)
+        assert eventually(lambda: len(reports) == 2)
+        assert "serves again" in reports[1]
+        assert shards.failure is None
+        os.kill(shards.pids[0], signal.SIGKILL)
+        assert shards.wait(timedelta(seconds=5)) is shards.failure
+        assert "given up after 2 deaths" in str(shards.failure)
+
+
+def test_without_restart_a_death_is_the_failure():
+    with LocalShards(1, report=lambda line: None) as shards:
+        assert shards.wait(timedelta(0)) is None
+        os.kill(shards.pids[0], signal.SIGKILL)
+        failure = shards.wait(timedelta(seconds=10))
+        assert "ended with SIGKILL" in str(failure)

@@ -1,0 +1,388 @@
+"""The commands `ps`, `up` and `status` as a person or a machine runs them: real processes, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from embershard.proto import spec
+from embershard.proto.errors import EmbershardError, ShardBusy, from_wire
+from embershard.proto.messages import (
+    METHODS,
+    SERVICE,
+    Declare,
+    Declared,
+    GetStatus,
+    Greeting,
+    Hello,
+    Pull,
+    Push,
+    Pushed,
+    PushToken,
+    Reply,
+    Request,
+    Rows,
+    ShardStatus,
+    TableGradients,
+    TableIds,
+    dumps,
+    loads,
+)
+from embershard.proto.routing import Placement, make_route
+
+pytestmark = pytest.mark.integration
+
+EMBERSHARD = (sys.executable, "-m", "embershard.cli")
+TABLE = spec.TableSpec(name="items", dim=4, optimizer=spec.SGD(lr=1.0), initializer=spec.Constant(value=0.0))
+SLOW = spec.TableSpec(name="items", dim=4, optimizer=spec.Custom(function="slow_rows:step", lr=1.0))
+# about 0.1 s for a row on any machine of today, without the GIL
+SLOW_ROWS = """
+from embershard.ps.optim import row_optimizer
+
+@row_optimizer()
+def step(row, state, grad, hyper):
+    x = 1.0
+    for i in range(3_000_000):
+        x = (x * 1.0000001) % 1.7
+    row[0] -= hyper[0] * grad[0] * (x + 1.0) / (x + 1.0)
+"""
+
+
+class Command:
+    """A running `embershard` command."""
+
+    def __init__(self, *arguments: str, cwd: Path | None = None) -> None:
+        self.popen = subprocess.Popen(
+            [*EMBERSHARD, *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=cwd,
+            # as from a terminal, even where the tests run in the background
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+
+    def line(self) -> str:
+        assert self.popen.stdout is not None
+        return self.popen.stdout.readline()
+
+    def end(self, signum: int = signal.SIGTERM, timeout: float = 20) -> tuple[int, str]:
+        """Send a signal; exit code and stderr."""
+        if self.popen.poll() is None:
+            self.popen.send_signal(signum)
+        return self.wait(timeout)
+
+    def wait(self, timeout: float = 20) -> tuple[int, str]:
+        _, err = self.popen.communicate(timeout=timeout)
+        return self.popen.returncode, err
+
+
+@contextmanager
+def command(*arguments: str, cwd: Path | None = None) -> Iterator[Command]:
+    running = Command(*arguments, cwd=cwd)
+    try:
+        yield running
+    finally:
+        if running.popen.poll() is None:
+            running.popen.kill()
+        running.popen.communicate()
+
+
+class Peer:
+    """A channel to one shard, without the client."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.channel = grpc.insecure_channel(address)
+
+    def submit(self, request: Request, timeout: float = 20) -> Callable[[], Reply]:
+        name, reply = METHODS[type(request)]
+        call = self.channel.unary_unary(f"/{SERVICE}/{name}").future(
+            dumps(request), timeout=timeout, wait_for_ready=True
+        )
+
+        def result() -> Reply:
+            try:
+                return loads(reply, call.result())
+            except grpc.RpcError as error:
+                detail = dict(error.trailing_metadata() or ()).get("embershard-error-bin")
+                raise (error if detail is None else from_wire(detail, "")) from None
+
+        return result
+
+    def ask(self, request: Request) -> Reply:
+        return self.submit(request)()
+
+
+@contextmanager
+def shard(*arguments: str, cwd: Path | None = None) -> Iterator[tuple[Command, Peer]]:
+    """A served shard, 0 of 1 unless `arguments` say otherwise."""
+    chosen = arguments if "--shard" in arguments else ("--shard", "0", "--of", "1", *arguments)
+    listen = () if "--listen" in arguments else ("--listen", "127.0.0.1:0")
+    with command("ps", *chosen, *listen, cwd=cwd) as running:
+        first = running.line()
+        assert first, running.wait()
+        peer = Peer(json.loads(first)["address"])
+        with peer.channel:
+            yield running, peer
+
+
+def push(seq: int, ids: np.ndarray) -> Push:
+    part = TableGradients("items", ids, np.ones((len(ids), 4), np.float32))
+    return Push(PushToken(0, 1, seq, 1), 0, 1, (part,))
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def children_of(pid: int) -> list[int]:
+    """Shards that name `pid` as their parent, whoever is their parent now."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if b"--parent-pid" in words and words[words.index(b"--parent-pid") + 1] == str(pid).encode():
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.fixture
+def slow_rows(tmp_path: Path) -> Path:
+    (tmp_path / "slow_rows.py").write_text(SLOW_ROWS)
+    return tmp_path
+
+
+def test_two_shards_hold_a_table_together():
+    placement = Placement.even(2)
+    route = make_route(np.arange(100, dtype=np.int64), TABLE.space_key, placement)
+    with shard("--shard", "0", "--of", "2") as (_, first), shard("--shard", "1", "--of", "2") as (_, second):
+        for index, peer in enumerate((first, second)):
+            ids = route.ids[route.slice_of(index)]
+            greeting = peer.ask(Hello())
+            assert isinstance(greeting, Greeting)
+            assert (greeting.shard, greeting.num_shards) == (index, 2)
+            assert peer.ask(Declare(TABLE)) == Declared(created=True, loading=False)
+            assert peer.ask(push(1, ids)) == Pushed(duplicate=False, applied=len(ids), skipped=0)
+            assert peer.ask(push(1, ids)) == Pushed(duplicate=True, applied=len(ids), skipped=0)
+            rows = peer.ask(Pull(1, (TableIds("items", ids),)))
+            assert isinstance(rows, Rows)
+            assert rows.tables[0].tolist() == [-1.0] * 4 * len(ids)
+
+
+def test_a_served_shard_is_healthy_and_loads_no_torch():
+    with shard() as (running, peer):
+        checked = health_pb2_grpc.HealthStub(peer.channel).Check(
+            health_pb2.HealthCheckRequest(service=SERVICE), timeout=5
+        )
+        assert checked.status == health_pb2.HealthCheckResponse.SERVING
+        mapped = Path(f"/proc/{running.popen.pid}/maps").read_text()
+        assert "numba" in mapped
+        assert "torch" not in mapped
+        assert "arrow" not in mapped
+
+
+def test_a_shard_serves_at_a_unix_socket(tmp_path: Path):
+    with shard("--listen", f"unix:{tmp_path}/shard.sock") as (running, peer):
+        assert isinstance(peer.ask(Hello()), Greeting)
+        assert running.end()[0] == 0
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_finishes_what_was_accepted(slow_rows: Path, signum: int, code: int):
+    with shard("--import", "slow_rows", cwd=slow_rows) as (running, peer):
+        peer.ask(Declare(SLOW))
+        one = np.arange(1, dtype=np.int64)
+        answers = [peer.submit(push(seq, one)) for seq in range(1, 11)]
+        size = len(dumps(push(1, one)))
+
+        def all_queued() -> bool:
+            status = peer.ask(GetStatus())
+            assert isinstance(status, ShardStatus)
+            return status.queued_bytes + status.pushed_rows * size >= 10 * size
+
+        assert eventually(all_queued)
+        status = peer.ask(GetStatus())
+        assert isinstance(status, ShardStatus)
+        assert status.queued_bytes >= 3 * size, "the pushes are too quick to be waiting"
+        running.popen.send_signal(signum)
+        assert [answer() for answer in answers] == [Pushed(duplicate=False, applied=1, skipped=0)] * 10
+        got, log = running.wait()
+        assert got == code, log
+        assert "everything accepted was applied" in log
+
+
+def test_a_second_signal_ends_at_once(slow_rows: Path):
+    with shard("--import", "slow_rows", cwd=slow_rows) as (running, peer):
+        peer.ask(Declare(SLOW))
+        answer = peer.submit(push(1, np.arange(100, dtype=np.int64)))  # ten seconds
+        time.sleep(0.3)
+        running.popen.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        started = time.monotonic()
+        assert running.end(signal.SIGINT)[0] == 130
+        assert time.monotonic() - started < 2
+        with pytest.raises(grpc.RpcError):
+            answer()
+
+
+def test_a_full_queue_is_busy_and_the_shard_stays_healthy(slow_rows: Path):
+    with shard("--import", "slow_rows", "--queue-bytes", "1", cwd=slow_rows) as (_, peer):
+        peer.ask(Declare(SLOW))
+        first = peer.submit(push(1, np.arange(5, dtype=np.int64)))
+        busy: list[EmbershardError] = []
+
+        def refused() -> bool:
+            try:
+                peer.ask(push(2, np.arange(1, dtype=np.int64)))
+            except ShardBusy as error:
+                busy.append(error)
+            return bool(busy)
+
+        assert eventually(refused, seconds=5)
+        assert busy[0].fields["retry_after_ms"]
+        started = time.monotonic()
+        assert isinstance(peer.ask(Hello()), Greeting)
+        assert time.monotonic() - started < 0.3
+        assert first() == Pushed(duplicate=False, applied=5, skipped=0)
+
+
+def test_a_port_in_use_is_named_and_the_exit_code_is_not_0():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with command("ps", "--shard", "0", "--of", "1", "--listen", f"127.0.0.1:{port}") as running:
+            code, err = running.wait()
+            assert code == 1
+            assert f"port {port} is in use" in err
+            assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--shard", "0", "--of", "1", "--listen", "0.0.0.0:0"), 1, "--insecure"),
+        (("--shard", "2", "--of", "2"), 2, "--shard 2 --of 2"),
+        (("--shard", "0", "--of", "1", "--import", "no_such_module"), 1, "no_such_module"),
+    ],
+    ids=["open address", "index", "import"],
+)
+def test_a_shard_that_cannot_start_says_why(arguments: tuple[str, ...], code: int, words: str):
+    with command("ps", *arguments) as running:
+        got, err = running.wait()
+        assert got == code
+        assert words in err
+        assert "Traceback" not in err
+
+
+def test_with_insecure_any_address_serves_and_the_log_warns():
+    with shard("--listen", "0.0.0.0:0", "--insecure") as (running, _):
+        code, err = running.end()
+        assert code == 0
+        assert "anyone who reaches 0.0.0.0:0 can read and change the model" in err
+
+
+def start_up(running: Command, shards: int) -> tuple[list[str], list[int]]:
+    """Addresses and process ids that `up` prints."""
+    lines = [running.line().split() for _ in range(shards)]
+    running.line()
+    return [words[4] for words in lines], [int(words[6].rstrip(")")) for words in lines]
+
+
+def test_up_restarts_and_reports_a_dead_shard_and_ends_with_ctrl_c():
+    with command("up", "--shards", "2", "--base-port", "0") as running:
+        addresses, pids = start_up(running, 2)
+        os.kill(pids[1], signal.SIGKILL)
+        assert eventually(lambda: len(set(children_of(running.popen.pid)) - {pids[1]}) == 2)
+        peer = Peer(addresses[1])
+        with peer.channel:
+            assert isinstance(peer.ask(Hello()), Greeting)
+        left = children_of(running.popen.pid)
+        code, err = running.end(signal.SIGINT)
+        assert code == 130
+        assert "shard 1 at" in err
+        assert "ended with SIGKILL" in err
+        assert "Traceback" not in err
+        assert not [pid for pid in left if Path(f"/proc/{pid}").exists()]
+
+
+def test_shards_end_with_a_supervisor_that_was_killed():
+    with command("up", "--shards", "2", "--base-port", "0") as running:
+        start_up(running, 2)
+        assert len(children_of(running.popen.pid)) == 2
+        running.popen.kill()
+        running.popen.wait(5)
+        assert eventually(lambda: not children_of(running.popen.pid), seconds=5)
+
+
+@pytest.mark.parametrize("seconds", [0.2, 0.6, 1.0])
+def test_ctrl_c_while_starting_leaves_nothing_behind(seconds: float):
+    with command("up", "--shards", "2", "--base-port", "0") as running:
+        time.sleep(seconds)
+        code, err = running.end(signal.SIGINT)
+        assert code in (130, -signal.SIGINT), err  # before Python installed its handler, the signal itself
+        assert eventually(lambda: not children_of(running.popen.pid), seconds=5)
+
+
+def test_up_ends_with_sigterm():
+    with command("up", "--shards", "1", "--base-port", "0") as running:
+        start_up(running, 1)
+        assert running.end(signal.SIGTERM)[0] == 0
+        assert not children_of(running.popen.pid)
+
+
+def test_status_shows_shards_and_what_is_down():
+    with shard() as (_, peer):
+        peer.ask(Declare(TABLE))
+        peer.ask(push(1, np.arange(1000, dtype=np.int64)))
+        good = status_of(peer)
+        assert good.returncode == 0
+        for words in ("0/1", peer.address, "serving", "1,000", "items", "sgd"):
+            assert words in good.stdout, good.stdout
+        both = status_of(peer, "--json", also="127.0.0.1:1")
+        assert both.returncode == 1
+        up, down = json.loads(both.stdout)["shards"]
+        assert up["serving"]
+        assert up["status"]["tables"][0]["rows"] == 1000
+        assert up["requests_per_second"] == 0.0
+        assert not down["serving"]
+        assert "check that it runs" in down["problem"]
+        assert status_of(peer, also="127.0.0.1:1").stdout.count("down") == 1
+
+
+def status_of(peer: Peer, *options: str, also: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*EMBERSHARD, "status", ",".join(filter(None, (peer.address, also))), *options],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env={**os.environ, "COLUMNS": "120"},
+    )
+
+
+def test_status_watch_ends_with_ctrl_c():
+    with shard() as (_, peer), command("status", peer.address, "--watch") as running:
+        time.sleep(2.5)
+        code, err = running.end(signal.SIGINT)
+        assert code == 130, err
+        assert "Traceback" not in err
