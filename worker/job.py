@@ -194,10 +194,10 @@ def _contradictions(job: Job, folder: Path) -> Iterator[tuple[Location, str]]:
     yield from _model_and_data(job)
     yield from _length(job)
     yield from _judging(job)
-    for name, file in job.data.files().items():
-        file = folder / job.data.root / file
-        if not file.is_file():
-            yield ("data", name), f"no file {file}; check data.root (or pass --data), or the name"
+    for field, files in job.data.files().items():
+        for file in (folder / job.data.root / file for file in files):
+            if not file.exists():
+                yield ("data", field), f"no file {file}; check data.root (or pass --data), or the name"
 
 
 def _model_and_data(job: Job) -> Iterator[tuple[Location, str]]:
@@ -206,6 +206,13 @@ def _model_and_data(job: Job) -> Iterator[tuple[Location, str]]:
         yield ("model", "name"), f"{name} needs a user and an item per sample, but data.reader {reader} reads features"
     if job.model.needs == "dense" and not job.data.has_dense:
         yield ("model", "name"), f"{name} needs dense features, but data.reader {reader} has none here"
+    if name == "two_tower" and job.data.has_clicks:
+        yield ("model", "name"), f"{name} learns from positives alone: set data.negatives to 0, or use reader lists"
+    if name != "two_tower" and job.data.evaluation == "ranking":
+        yield ("model", "name"), f"data.reader {reader} ranks all items for each user, which takes two_tower"
+    problem = job.data.problem()
+    if problem is not None:
+        yield ("data", problem[0]), problem[1]
     if job.embedding.dim is not None and not job.model.takes_dim:
         other = "model.factors decides it" if "factors" in type(job.model).model_fields else "it has only weights"
         yield ("embedding", "dim"), f"has no meaning for {name} ({other}); remove it"
@@ -221,6 +228,8 @@ def _length(job: Job) -> Iterator[tuple[Location, str]]:
     unit, length = train.budget
     if unit == "steps" and train.lr_schedule.warmup_steps >= length:
         yield ("train", "lr_schedule", "warmup_steps"), f"must be below train.steps, which is {length}"
+    if unit == "epochs" and job.data.endless:
+        yield ("train", "epochs"), "the data has no end: give data.samples, or train.samples instead"
     if unit == "samples" and length < job.workers:
         yield ("workers",), f"{job.workers} workers cannot share {length} samples"
     if job.evaluate.every is not None and job.evaluate.every > length:

@@ -1,4 +1,4 @@
-"""Sections of a job file that say what is read."""
+"""Sections of a job file that say what is read: one per reader, with the reader's own settings."""
 
 from __future__ import annotations
 
@@ -7,17 +7,24 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from embershard.worker.data.adult import Adult
 from embershard.worker.data.batch import Dataset, Evaluation
+from embershard.worker.data.clicks import ClickStream
 from embershard.worker.data.columns import Columns
-from embershard.worker.data.ctr_csv import CtrCsv
+from embershard.worker.data.criteo import CriteoTsv, CriteoTsvStream
+from embershard.worker.data.ctr_csv import CtrCsv, CtrCsvStream
+from embershard.worker.data.gowalla import InteractionLists
 from embershard.worker.data.ncf import NcfData
-from embershard.worker.job_sections import Section
+from embershard.worker.data.parquet import ParquetData
+from embershard.worker.job_sections import Count, Section
 
 METRICS: dict[Evaluation, tuple[str, ...]] = {
     "pointwise": ("auc", "logloss", "ne", "calibration"),
     "candidates": ("hr@{k}", "ndcg@{k}"),
     "ranking": ("recall@{k}", "ndcg@{k}"),
 }
+SPLITS = ("train", "valid", "test")
+Negatives = Annotated[int, Field(ge=0)]
 
 
 class DataSection(Section):
@@ -35,51 +42,98 @@ class DataSection(Section):
         return False
 
     @property
+    def has_clicks(self) -> bool:
+        """Whether samples have labels of both kinds."""
+        return True
+
+    @property
     def splits(self) -> tuple[str, ...]:
         """What can be evaluated on."""
-        return ("test",)
+        return tuple(field for field in ("valid", "test") if getattr(self, field, None))
 
-    def files(self) -> dict[str, Path]:
-        """Field -> the file it names, under `root`."""
-        return {}
+    @property
+    def endless(self) -> bool:
+        """Whether an epoch never ends."""
+        return False
+
+    def files(self) -> dict[str, tuple[Path, ...]]:
+        """Field -> the files and folders that it names, under `root`."""
+        named: dict[str, tuple[Path, ...]] = {}
+        for field in SPLITS:
+            value = getattr(self, field, None)
+            if value:
+                named[field] = (value,) if isinstance(value, Path) else tuple(value)
+        return named
+
+    def problem(self) -> tuple[str, str] | None:
+        """A field that contradicts others, and why."""
+        return None
 
     def open(self, folder: Path, seed: int) -> Dataset:
         """The reader; paths start at `folder`. JobError names file:line of what is wrong."""
         raise NotImplementedError
 
+    def paths(self, folder: Path) -> dict[str, tuple[Path, ...]]:
+        """Split -> its files."""
+        return {split: tuple(folder / self.root / path for path in paths) for split, paths in self.files().items()}
 
-class NcfDataSection(DataSection):
+
+class NcfFilesSection(DataSection):
     """The three files of the NCF paper; `prefix` is their common name, such as ncf-ml-1m/ml-1m."""
 
     reader: Literal["ncf"]
     prefix: Path
-    negatives: Annotated[int, Field(ge=0)] = 4
+    negatives: Negatives = 4
     evaluation = "candidates"
     pairs = True
 
-    def files(self) -> dict[str, Path]:
-        """Field -> the file it names, under `root`."""
-        return {"prefix": Path(f"{self.prefix}.train.pairs")}
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """What can be evaluated on."""
+        return ("test",)
+
+    @property
+    def has_clicks(self) -> bool:
+        """Whether samples have labels of both kinds."""
+        return self.negatives > 0
+
+    def files(self) -> dict[str, tuple[Path, ...]]:
+        """Field -> the files that it names, under `root`."""
+        return {"prefix": tuple(Path(f"{self.prefix}.{e}") for e in ("train.pairs", "test.rating", "test.negative"))}
 
     def open(self, folder: Path, seed: int) -> Dataset:
         """The reader."""
         return NcfData(folder / self.root / self.prefix, negatives=self.negatives, seed=seed)
 
 
-class CtrCsvSection(DataSection):
-    """CSV files with a header line."""
+class ListsSection(DataSection):
+    """Interaction lists, a line per user (Gowalla and its like), evaluated by ranking all items."""
 
-    reader: Literal["ctr_csv"]
+    reader: Literal["lists"]
     train: Path
-    valid: Path | None = None
-    test: Path | None = None
-    delimiter: Annotated[str, Field(min_length=1, max_length=1)] = ","
-    halve_valid_by: str | None = None
+    test: Path
+    negatives: Negatives = 0
+    evaluation = "ranking"
+    pairs = True
+
+    @property
+    def has_clicks(self) -> bool:
+        """Whether samples have labels of both kinds."""
+        return False
+
+    def open(self, folder: Path, seed: int) -> Dataset:
+        """The reader."""
+        train, test = (folder / self.root / path for path in (self.train, self.test))
+        return InteractionLists(train, test, negatives=self.negatives, layout="lists", seed=seed)
+
+
+class _ColumnsSection(DataSection):
     label: str = "label"
     categorical: tuple[str, ...] = ()
     numeric: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     ids: Literal["global", "hashed"] = "hashed"
+    num_ids: Count | None = None
     log: bool = False
 
     @property
@@ -87,19 +141,20 @@ class CtrCsvSection(DataSection):
         """Whether samples have dense features."""
         return bool(self.numeric)
 
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """What can be evaluated on."""
-        named = tuple(name for name in ("valid", "test") if getattr(self, name) is not None)
-        return ("valid", "test") if self.halve_valid_by else named
+    def problem(self) -> tuple[str, str] | None:
+        """A field that contradicts others, and why."""
+        named = [(field, name) for field in ("categorical", "numeric", "skip") for name in getattr(self, field)]
+        names = [self.label, *(name for _, name in named)]
+        for field, name in named:
+            if names.count(name) > 1:
+                return field, f"column {name!r} is named twice"
+        if self.num_ids is not None and self.ids == "hashed":
+            return "num_ids", "has no meaning for hashed ids; remove it"
+        return None
 
-    def files(self) -> dict[str, Path]:
-        """Field -> the file it names, under `root`."""
-        return {name: path for name in ("train", "valid", "test") if (path := getattr(self, name)) is not None}
-
-    def open(self, folder: Path, seed: int) -> Dataset:
-        """The reader."""
-        columns = Columns(
+    def columns(self) -> Columns:
+        """Which column is what."""
+        return Columns(
             label=self.label,
             categorical=self.categorical,
             numeric=self.numeric,
@@ -107,8 +162,130 @@ class CtrCsvSection(DataSection):
             ids=self.ids,
             log=self.log,
         )
-        files = {name: folder / self.root / path for name, path in self.files().items()}
-        return CtrCsv(files, columns, delimiter=self.delimiter, halve_valid_by=self.halve_valid_by, seed=seed)
 
 
-AnyData = Annotated[NcfDataSection | CtrCsvSection, Field(discriminator="reader")]
+class CtrCsvSection(_ColumnsSection):
+    """CSV files with a header line, in memory or (stream) read anew in each epoch."""
+
+    reader: Literal["ctr_csv"]
+    train: Path
+    valid: Path | None = None
+    test: Path | None = None
+    delimiter: Annotated[str, Field(min_length=1, max_length=1)] = ","
+    halve_valid_by: str | None = None
+    stream: bool = False
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """What can be evaluated on."""
+        return ("valid", "test") if self.halve_valid_by else super().splits
+
+    def problem(self) -> tuple[str, str] | None:
+        """A field that contradicts others, and why."""
+        if self.halve_valid_by and (self.valid is None or self.test is not None):
+            return "halve_valid_by", "makes a test split of one half of valid: give a valid file and no test file"
+        if self.halve_valid_by and self.stream:
+            return "halve_valid_by", "needs the file in memory; remove stream"
+        if self.stream and self.ids == "global" and self.num_ids is None:
+            return "num_ids", "must be given: a stream of global ids does not tell the largest in advance"
+        return super().problem()
+
+    def open(self, folder: Path, seed: int) -> Dataset:
+        """The reader."""
+        files = {split: paths[0] for split, paths in self.paths(folder).items()}
+        columns, delimiter, num_ids = self.columns(), self.delimiter, self.num_ids
+        if self.stream:
+            return CtrCsvStream(files, columns, delimiter=delimiter, num_ids=num_ids, seed=seed)
+        halve = self.halve_valid_by
+        return CtrCsv(files, columns, delimiter=delimiter, num_ids=num_ids, halve_valid_by=halve, seed=seed)
+
+
+class ParquetSection(_ColumnsSection):
+    """Parquet files, or folders of them."""
+
+    reader: Literal["parquet"]
+    train: Annotated[tuple[Path, ...], Field(min_length=1)]
+    valid: tuple[Path, ...] = ()
+    test: tuple[Path, ...] = ()
+
+    def problem(self) -> tuple[str, str] | None:
+        """A field that contradicts others, and why."""
+        if self.ids == "global" and self.num_ids is None:
+            return "num_ids", "must be given: a stream of global ids does not tell the largest in advance"
+        return super().problem()
+
+    def open(self, folder: Path, seed: int) -> Dataset:
+        """The reader."""
+        return ParquetData(self.paths(folder), self.columns(), num_ids=self.num_ids, seed=seed)
+
+
+class CriteoSection(DataSection):
+    """Criteo's files as published, in memory or (stream) read anew in each epoch."""
+
+    reader: Literal["criteo"]
+    train: Annotated[tuple[Path, ...], Field(min_length=1)]
+    valid: tuple[Path, ...] = ()
+    test: tuple[Path, ...] = ()
+    stream: bool = False
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether samples have dense features."""
+        return True
+
+    def open(self, folder: Path, seed: int) -> Dataset:
+        """The reader."""
+        return (CriteoTsvStream if self.stream else CriteoTsv)(self.paths(folder), seed=seed)
+
+
+class AdultSection(DataSection):
+    """The Adult census files."""
+
+    reader: Literal["adult"]
+    train: Path
+    test: Path | None = None
+    standardise: bool = False
+    shuffle: bool = True
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether samples have dense features."""
+        return True
+
+    def open(self, folder: Path, seed: int) -> Dataset:
+        """The reader."""
+        paths = {split: found[0] for split, found in self.paths(folder).items()}
+        return Adult(paths["train"], paths.get("test"), standardise=self.standardise, shuffle=self.shuffle, seed=seed)
+
+
+class ClicksSection(DataSection):
+    """The built-in click stream, endless where no `samples` (of an epoch) are given."""
+
+    reader: Literal["clicks"]
+    samples: Count | None = None
+    eval_samples: Count = 100_000
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether samples have dense features."""
+        return True
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """What can be evaluated on."""
+        return ("valid", "test")
+
+    @property
+    def endless(self) -> bool:
+        """Whether an epoch never ends."""
+        return self.samples is None
+
+    def open(self, folder: Path, seed: int) -> Dataset:
+        """The reader."""
+        return ClickStream(samples=self.samples, eval_samples=self.eval_samples, seed=seed)
+
+
+AnyData = Annotated[
+    NcfFilesSection | ListsSection | CtrCsvSection | ParquetSection | CriteoSection | AdultSection | ClicksSection,
+    Field(discriminator="reader"),
+]

@@ -119,10 +119,11 @@ def _of_best(name: str, value: float, split: str, result: Result) -> str:
 
 
 def _figures(figures: Figures) -> str:
-    counts = ("samples", "users")
-    return "  ".join(f"{_label(name)} {_number(name, value)}" for name, value in figures.items() if name not in counts)
+    shown = [(name, value) for name, value in figures.items() if name not in _TABLE_ONLY]
+    return "  ".join(f"{_label(name)} {_number(name, value)}" for name, value in shown)
 
 
+_TABLE_ONLY = ("ne", "calibration", "samples", "users")  # a line has room for what is looked at first
 _LABELS = {"auc": "AUC", "ne": "NE"}
 
 

@@ -1,0 +1,180 @@
+"""`embershard train` and `embershard worker` as people run them: real shards, real workers, and every way to end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from embershard.deploy.supervisor import LocalShards
+
+pytestmark = pytest.mark.integration
+
+JOB = """\
+model: {name: dlrm, bottom: [16], hidden: [16], batch_norm: true}
+data: {reader: clicks, eval_samples: 3000}
+embedding: {dim: 4, optimizer: {name: adagrad, lr: 0.05}}
+train: {batch_size: 256, samples: 10_000}
+evaluate: {every: 5000}
+workers: 2
+"""
+FOREVER = JOB.replace("10_000", "10_000_000_000").replace("evaluate: {every: 5000}\n", "")
+COMMAND = (sys.executable, "-m", "embershard.cli")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts the command with a job file; whatever it leaves behind is ended, and counts as a failure."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(text: str, *words: str, command: str = "train") -> subprocess.Popen[str]:
+        job = tmp_path / "job.yaml"
+        job.write_text(text)
+        line = [*COMMAND, command, str(job), "--output", str(tmp_path / "out"), *words]
+        environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+        process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+        started.append(process)
+        return process
+
+    yield begin
+    left = []
+    for process in started:
+        process.kill()
+        process.wait()
+    for process in psutil.process_iter(["cmdline"]):
+        if str(tmp_path) in " ".join(process.info["cmdline"] or []):
+            left.append(" ".join(process.info["cmdline"]))
+            process.kill()
+    assert not left
+
+
+def children(process: subprocess.Popen[str], word: str) -> list[psutil.Process]:
+    found = [child for child in psutil.Process(process.pid).children() if word in child.cmdline()]
+    return sorted(found, key=lambda child: child.pid)
+
+
+def until_training(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "samples/s" in line:
+            return
+    raise AssertionError("it ended before it trained")
+
+
+def all_gone(processes: list[psutil.Process], seconds: float) -> bool:
+    gone, alive = psutil.wait_procs(processes, timeout=seconds)
+    del gone
+    return not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    found = psutil.Process(process.pid).children(recursive=True)
+    assert len(found) == 4  # two shards, two workers
+    return found
+
+
+def test_a_job_trains_through_two_shards_and_two_workers(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = start(JOB)
+    text, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, text
+    for part in ("dlrm on clicks: 2 workers on cpu, 2 shards", "valid AUC", "best reachable", "waiting for shards"):
+        assert part in text
+    records = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert [r["record"] for r in records if r["record"] != "train"] == ["config", "eval", "eval", "result"]
+    result = records[-1]
+    assert result["samples"] == 10_240
+    assert result["figures"]["valid"]["samples"] == 3000
+    assert result["table_rows"]["embedding"] > 1000
+
+
+def test_a_job_with_mistakes_starts_nothing(start: Callable[..., subprocess.Popen[str]]) -> None:
+    process = start(JOB.replace("hidden", "hiden"), "--set", "train.epoch=1")
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "job.yaml:1: model.hiden: unknown field; did you mean hidden?" in text
+    assert "--set train.epoch=1: train.epoch: unknown field; did you mean epochs?" in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_ends_everything(
+    start: Callable[..., subprocess.Popen[str]], number: signal.Signals, code: int
+) -> None:
+    process = start(FOREVER)
+    until_training(process)
+    everyone = family(process)
+    process.send_signal(number)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == code, text
+    assert "Traceback" not in text
+    assert all_gone(everyone, 0)
+
+
+def test_nothing_outlives_a_killed_command(start: Callable[..., subprocess.Popen[str]]) -> None:
+    process = start(FOREVER)
+    until_training(process)
+    everyone = family(process)
+    process.kill()
+    assert all_gone(everyone, 20)
+
+
+def test_a_worker_that_dies_ends_the_job_and_is_named(start: Callable[..., subprocess.Popen[str]]) -> None:
+    process = start(FOREVER)
+    until_training(process)
+    everyone = family(process)
+    children(process, "worker")[1].kill()
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "error: worker 1 ended (SIGKILL)" in text
+    assert all_gone(everyone, 0)
+
+
+def test_a_worker_with_an_error_is_heard(start: Callable[..., subprocess.Popen[str]]) -> None:
+    process = start(JOB, "--set", "embedding.optimizer={name: sgd, lr: 1e30}")
+    text, _ = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert "the loss of step" in text
+    assert "lower the learning rate" in text
+    assert "Traceback" not in text
+
+
+def test_running_shards_are_used_and_left_running(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    with LocalShards(2) as shards:
+        process = start(JOB, "--ps", ",".join(shards.addresses), "--workers", "1")
+        text, _ = process.communicate(timeout=100)
+        assert process.returncode == 0, text
+        assert "1 worker on cpu, 2 shards" in text
+        assert shards.failure is None
+        # torchrun gives each worker its place; --no-python runs the command as it is
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+        torchrun += [*COMMAND, "worker", str(tmp_path / "job.yaml"), "--ps", ",".join(shards.addresses)]
+        done = subprocess.run(
+            [*torchrun, "--set", "prefix=second/"], capture_output=True, text=True, timeout=100, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert "2 workers on cpu, 2 shards" in done.stdout
+        assert "table second/embedding" in done.stdout
+
+
+def test_a_shard_that_dies_ends_the_job(start: Callable[..., subprocess.Popen[str]]) -> None:
+    process = start(FOREVER)
+    until_training(process)
+    shard = children(process, "ps")[0]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        shard.kill()
+    begin = time.monotonic()
+    text, _ = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert "shard 0" in text
+    assert time.monotonic() - begin < 60
