@@ -149,6 +149,25 @@ class Client:
         while batch := {shard: queue.popleft() for shard, queue in queues.items() if queue}:
             _raise_first(self._call(batch))
 
+    def await_loaded(self, table: str) -> None:
+        """Wait until nobody loads the first values of a table any more.
+
+        TableLoading, or the shard's silence, ends the wait once `timeout` passed without a row more.
+        """
+        rows, deadline, pause = -1, Deadline(self.timeout), 0.01
+        while True:
+            loading = {s.shard: t.rows for s in self.status() for t in s.tables if t.name == table and t.loading}
+            if not loading:
+                return
+            if sum(loading.values()) != rows:
+                rows, deadline = sum(loading.values()), Deadline(self.timeout)
+            if deadline.seconds <= 0:
+                # the shard's own words, which name the loader
+                empty = Pull(self.placement.epoch, (TableIds(table, np.empty(0, np.int64)),))
+                _raise_first(self._links.call({min(loading): empty}, Deadline(timedelta(seconds=0.1))))
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+
     def pull(self, reads: Sequence[tuple[str, Route]], out: Sequence[Floats] | None = None) -> list[Floats]:
         """Rows of every (table, route), (U, dim) float32 in route order; `out` gives the arrays to fill."""
         specs = [self._spec(table) for table, _ in reads]

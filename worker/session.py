@@ -70,8 +70,8 @@ class RemoteTable:
 class Session:
     """A worker's connection to the shards, and its clock.
 
-    One thread trains with a session: forward, backward, `step()`. `lr_scale` multiplies the learning rate of every
-    following push.
+    One thread trains with a session: forward, backward, `step()`. With `zero_grad()` and `step()` it stands where a
+    training loop expects an optimizer. `lr_scale` multiplies the learning rate of every following push.
     """
 
     def __init__(self, client: Client) -> None:
@@ -97,7 +97,7 @@ class Session:
         """The table of `spec`, created where it does not exist.
 
         `values` gives its first (ids, rows) in portions; they are loaded by the worker that created the table, and
-        every other worker's pulls wait until that is done. TableMismatch where the shards hold other settings.
+        every other worker waits until that is done. TableMismatch where the shards hold other settings.
         """
         known = self._tables.get(spec.name)
         if known is not None and known.spec == spec:
@@ -111,6 +111,8 @@ class Session:
                 self.client.load(spec.name, route, rows[order], shards=created, last=False)
             nothing = make_route(np.empty(0, np.int64), spec.space_key, self.placement)
             self.client.load(spec.name, nothing, np.empty((0, spec.dim), np.float32), shards=created)
+        if values is not None:
+            self.client.await_loaded(spec.name)
         table = self._tables[spec.name] = RemoteTable(self, spec)
         return table
 
@@ -122,7 +124,7 @@ class Session:
     def read(self, table: RemoteTable, ids: torch.Tensor, device: torch.device) -> Read:
         """Rows for a tensor of ids: those pulled ahead for this very tensor, or pulled now."""
         ahead = self._ahead.get((table.spec.name, id(ids)))
-        if ahead is not None and ahead.version == ids._version and ahead.rows.device == device:
+        if ahead is not None and ahead.version == _version(ids) and ahead.rows.device == device:
             return ahead
         return self._pull([(table, ids, device)], [])[0]
 
@@ -167,7 +169,7 @@ class Session:
             place = (id(route), device)
             if place not in on_device:
                 on_device[place] = to_device(torch.from_numpy(route.index), device).view(ids.shape)
-            reads.append(Read(table, ids, ids._version, route, to_device(buffer, device), on_device[place]))
+            reads.append(Read(table, ids, _version(ids), route, to_device(buffer, device), on_device[place]))
         return reads
 
     def collect(self, gradients: RowGradients) -> None:
@@ -216,6 +218,11 @@ class Session:
         raise TypeError("a session holds connections and cannot be copied; copy the model before wrapping it")
 
     __reduce__ = __deepcopy__  # type: ignore[assignment]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Counts in-place changes; inference tensors do not count theirs."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def connect(addresses: str | Sequence[str], *, worker: int = 0, timeout: timedelta = DEFAULT_TIMEOUT) -> Session:

@@ -140,6 +140,8 @@ def _groups(model: nn.Module) -> list[_Group]:
         assert isinstance(module, nn.Embedding | nn.EmbeddingBag)
         if parametrize.is_parametrized(module):
             raise ValueError(f"module {name!r} is parametrized; a remote table cannot be, remove the parametrization")
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+            raise ValueError(f"module {name!r} has hooks, which its remote twin would lose; register them after wrap")
         group = groups.setdefault(id(module.weight), _Group([], []))
         group.names.append(name)
         if module not in group.modules:

@@ -377,6 +377,38 @@ def test_a_table_that_nobody_finishes_loading_is_named_at_the_deadline(make_shar
         second.pull([("t", route_of(second, 1))])
 
 
+def test_waiting_for_a_load_lasts_as_long_as_rows_arrive(make_shards: Shards) -> None:
+    shards = make_shards(2)
+    first, _ = wired(shards, worker=0)
+    second, _ = wired(shards, worker=1, timeout=SHORT)
+    first.declare(SPEC, load=True)
+    waited: list[float] = []
+
+    def wait() -> None:
+        start = time.monotonic()
+        second.await_loaded("t")
+        waited.append(time.monotonic() - start)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    for i in range(4):
+        time.sleep(0.5 * SHORT.total_seconds())
+        route = route_of(first, *range(10 * i, 10 * i + 10))
+        first.load("t", route, ones(route), last=i == 3)
+    waiter.join(5)
+    assert waited[0] > 1.5 * SHORT.total_seconds()
+
+
+def test_waiting_for_a_loader_that_died_ends(make_shards: Shards) -> None:
+    shards = make_shards(2)
+    wired(shards, worker=0)[0].declare(SPEC, load=True)
+    second, _ = wired(shards, worker=1, timeout=SHORT)
+    start = time.monotonic()
+    with pytest.raises(TableLoading, match="shard 0 at wire/0: table 't' is being loaded by worker 0"):
+        second.await_loaded("t")
+    assert time.monotonic() - start < 3 * SHORT.total_seconds()
+
+
 def test_a_different_declaration_names_the_difference(make_shards: Shards) -> None:
     client, _ = wired(make_shards(2))
     client.declare(SPEC)

@@ -209,9 +209,8 @@ def test_the_padding_row_never_moves(optimizer: es.SGD | es.Adam | es.Adagrad) -
 
 
 def test_the_padding_row_of_one_reader_is_trained_by_another() -> None:
-    padded, plain = nn.Embedding(ROWS, DIM, padding_idx=4), nn.Embedding(ROWS, DIM)
-    plain.weight = padded.weight
-    model = nn.ModuleList([padded, plain])
+    model = nn.ModuleList([nn.Embedding(ROWS, DIM, padding_idx=4), nn.Embedding(ROWS, DIM)])
+    model[1].weight = model[0].weight
     with es.local(shards=2) as session:
         es.wrap(model, session, optimizer=es.SGD(lr=1.0))
         ids = torch.tensor([4, 5])

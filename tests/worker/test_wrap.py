@@ -237,6 +237,12 @@ def parametrized() -> nn.Module:
     return model
 
 
+def hooked() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(5, 2))
+    model[0].register_forward_hook(lambda *_: None)
+    return model
+
+
 @pytest.mark.parametrize(
     ("build", "text"),
     [
@@ -246,6 +252,7 @@ def parametrized() -> nn.Module:
         (lambda: nn.Linear(2, 2, device="meta"), "'weight' is on the meta device; only embeddings may stay there"),
         (lazy, "has no shape yet; run one forward before wrap"),
         (parametrized, "module '0' is parametrized"),
+        (hooked, "module '0' has hooks, which its remote twin would lose"),
         (lambda: nn.ModuleDict({"a b": nn.Embedding(2, 2), "a_b": nn.Embedding(2, 2)}), "would be named a_b"),
     ],
 )
