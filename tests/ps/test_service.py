@@ -247,6 +247,19 @@ def test_a_push_whose_caller_gave_up_in_the_queue_is_not_applied():
     run(test)
 
 
+def test_the_deadline_of_the_caller_travels_to_the_queue(monkeypatch: pytest.MonkeyPatch):
+    deadlines: list[float] = []
+
+    async def test(here: Served) -> None:
+        submit = here.apply.submit
+        monkeypatch.setattr(here.apply, "submit", lambda *args: deadlines.append(args[2]) or submit(*args))
+        before = time.monotonic()
+        await here.ask(PULL, Rows, timeout=7)
+        assert deadlines[0] == pytest.approx(before + 7, abs=1)
+
+    run(test)
+
+
 def test_a_closed_queue_answers_that_the_shard_is_shutting_down():
     async def test(here: Served) -> None:
         here.apply.close()
