@@ -137,8 +137,8 @@ class Client:
             part = route.slice_of(shard)
             ids, values = route.ids[part], rows[part]
             messages = cut([table], [len(ids)], [8 + 4 * dim], self._limits[shard])
-            if last and not messages:
-                messages = [[Piece(0, 0, 0)]]
+            if last:  # without rows: sent again after its reply was lost, it cannot undo a push that came since
+                messages = [*messages, [Piece(0, 0, 0)]]
             queues[shard] = deque(
                 Load(table, self.placement.epoch, ids[p.start : p.stop], values[p.start : p.stop], self.worker, False)
                 for (p,) in messages

@@ -24,7 +24,7 @@ from embershard.proto.errors import (
     WrongDim,
     WrongShards,
 )
-from embershard.proto.messages import Declare, Greeting, Hello, Pull, Push, Reply, Request, dumps
+from embershard.proto.messages import Declare, Greeting, Hello, Load, Pull, Push, Reply, Request, dumps
 from embershard.proto.routing import Placement, Route, make_route
 from embershard.proto.spec import SGD, Adam, Constant, TableSpec
 from embershard.ps.optim import OptimizerRegistry
@@ -366,6 +366,28 @@ def test_only_the_creator_loads_and_the_others_wait(make_shards: Shards) -> None
     first.load("t", route_of(first), np.empty((0, 3), np.float32))
     reader.join(5)
     np.testing.assert_array_equal(seen[0], [[2.0] * 3])
+
+
+def test_a_load_whose_last_reply_was_lost_does_not_undo_a_push_that_came_since(make_shards: Shards) -> None:
+    shards = make_shards(1)
+    first, (wire,) = wired(shards, worker=0)
+    second, _ = wired(shards, worker=1)
+    first.declare(SPEC, load=True)
+    second.declare(SPEC)
+    ends: list[Load] = []
+
+    def handle(request: Request) -> Reply:
+        reply = shards[0].handle(request)
+        if isinstance(request, Load) and request.last and not ends:
+            ends.append(request)
+            second.push([("t", route_of(second, 3), ones(route_of(second, 3)))], clock=0)
+        return reply
+
+    wire.handle = handle
+    wire.fault = lambda request: "reply" if isinstance(request, Load) and request.last and not ends else None
+    first.load("t", route_of(first, 3), ones(route_of(first, 3), 2.0))
+    assert len([request for request in wire.seen if isinstance(request, Load) and request.last]) == 2
+    np.testing.assert_array_equal(rows_of(first, 3), [[1.0] * 3])
 
 
 def test_a_table_that_nobody_finishes_loading_is_named_at_the_deadline(make_shards: Shards) -> None:
