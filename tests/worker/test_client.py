@@ -233,6 +233,14 @@ def test_large_calls_are_split_into_messages_the_shard_takes(make_shards: Shards
         assert sum(isinstance(request, Pull) for request in wire.seen) > 2
 
 
+def test_a_pull_is_split_by_the_size_of_its_rows(make_shards: Shards) -> None:
+    client, (wire,) = wired(make_shards(1, max_message_bytes=1000))
+    client.declare(TableSpec(name="wide", dim=40, optimizer=SGD(lr=1.0), initializer=Constant(value=2.0)))
+    ids = np.arange(30, dtype=np.int64)  # 240 bytes of ids, 4800 bytes of rows
+    np.testing.assert_array_equal(client.pull([("wide", route_of(client, *ids))])[0], np.full((30, 40), 2.0))
+    assert sum(isinstance(request, Pull) for request in wire.seen) >= 5
+
+
 def test_a_row_over_the_message_limit_is_refused(make_shards: Shards) -> None:
     client, _ = wired(make_shards(1, max_message_bytes=600))
     client.declare(TableSpec(name="wide", dim=200, optimizer=SGD(lr=1.0)))

@@ -192,6 +192,9 @@ def test_frozen_dense_parameters_are_shared_and_not_trained_until_unfrozen(make_
     step()
     assert torch.equal(model[0].weight, start[0].weight)
     assert not torch.equal(model[1].weight, start[1].weight)
+    before = session.stats.pulled_rows
+    step()
+    assert session.stats.pulled_rows - before == 2  # blocks of model[1]'s weight and bias
     model[0].requires_grad_(True)
     step()
     assert not torch.equal(model[0].weight, start[0].weight)
