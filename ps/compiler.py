@@ -1,23 +1,33 @@
-"""Numba as this project uses it: a decorator that also works where no cache can be kept, and three intrinsics."""
+"""Numba as this project uses it: decorators that also work where no cache can be kept, and a few intrinsics."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import numba
 import numpy as np
 from numba import types
 from numba.core.cgutils import ir
+from numba.core.typing.templates import Signature
 from numba.extending import intrinsic, overload
 from numba.np.arrayobj import populate_array
+
+from embershard.proto import routing
+
+_OPTIONS = {"nogil": True, "error_model": "numpy"}
 
 F = TypeVar("F", bound=Callable[..., object])
 _POINTER = ir.IntType(8).as_pointer()
 _INT32 = ir.IntType(32)
 
+ROW_FUNCTION = types.void(types.float32[::1], types.float32[::1], types.float32[::1], types.float64[::1])
 
-def compiled(signature: object) -> Callable[[F], F]:
+
+def compiled(signature: Signature) -> Callable[[F], F]:
     """njit with this signature, without the GIL, kept on disk beside the source or in the user's cache folder.
 
     Where neither can be written (a read-only image without a home), the function is compiled anew at every start.
@@ -25,18 +35,35 @@ def compiled(signature: object) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         try:
-            return numba.njit(signature, cache=True, nogil=True, error_model="numpy")(function)  # type: ignore[no-any-return]
-        except RuntimeError as error:
-            if "cannot cache" not in str(error):
-                raise
-            return numba.njit(signature, nogil=True, error_model="numpy")(function)  # type: ignore[no-any-return]
+            dispatcher = numba.njit(cache=True, **_OPTIONS)(function)
+            # numba looks for changes in the function's own file only, and what is written out in it comes from others
+            cache_file = dispatcher._cache._cache_file
+            cache_file._source_stamp = (cache_file._source_stamp, _sources())
+        except (RuntimeError, AttributeError):  # nowhere to keep it, or a numba whose cache we cannot tell that
+            dispatcher = numba.njit(**_OPTIONS)(function)
+        dispatcher.compile(signature)
+        dispatcher.disable_compile()
+        return dispatcher  # type: ignore[no-any-return]
 
     return decorate
 
 
+@functools.cache
+def _sources() -> str:
+    """Digest of the files whose functions are written out in those of other files."""
+    here = Path(__file__).parent
+    paths = [Path(routing.__file__), *(here / f"{name}.py" for name in ("compiler", "initial", "store", "kernels"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+
+
 def inlined(function: F) -> F:
-    """njit for a part of a compiled function: compiled with it, kept with it, never loaded alone."""
-    return numba.njit(nogil=True, error_model="numpy")(function)  # type: ignore[no-any-return]
+    """njit for a part of a compiled function's hot path: written out there, compiled and kept with it."""
+    return numba.njit(forceinline=True, **_OPTIONS)(function)  # type: ignore[no-any-return]
+
+
+def called(function: F) -> F:
+    """njit for a rare part of a compiled function: compiled with it and kept with it, as a call."""
+    return numba.njit(**_OPTIONS)(function)  # type: ignore[no-any-return]
 
 
 @intrinsic
@@ -52,6 +79,22 @@ def prefetch(typingctx, array, index):  # type: ignore[no-untyped-def]
         return context.get_dummy_value()
 
     return types.void(array, types.uint64), codegen
+
+
+@intrinsic
+def detached(typingctx, array):  # type: ignore[no-untyped-def]
+    """The same array without its reference count: the compiler does not always see that counting it is needless.
+
+    For arrays that outlive the call, as a kernel's arguments do.
+    """
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        view = context.make_array(array)(context, builder, args[0])
+        view.meminfo = view.meminfo.type(None)
+        view.parent = view.parent.type(None)
+        return view._getvalue()
+
+    return array(array), codegen
 
 
 @intrinsic
@@ -74,6 +117,46 @@ def window(typingctx, array, start, length):  # type: ignore[no-untyped-def]
         return view._getvalue()
 
     return view_type(array, types.uint64, types.intp), codegen
+
+
+@intrinsic
+def first_match(typingctx, array, start, high):  # type: ignore[no-untyped-def]
+    """First i < 8 with array[start + i] >> 32 == high, 8 if there is none: (uint64 array, uint64, uint64) -> uint64.
+
+    One vector comparison; `start` must be a multiple of 8 and the array 64-byte aligned.
+    """
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        eight = ir.VectorType(ir.IntType(64), 8)
+        line = builder.load(builder.bitcast(builder.gep(data, [args[1]]), eight.as_pointer()), align=64)
+        wanted = ir.Constant(eight, ir.Undefined)
+        for i in range(8):
+            wanted = builder.insert_element(wanted, args[2], _INT32(i))
+        same = builder.icmp_unsigned("==", builder.lshr(line, eight([32] * 8)), wanted)
+        mask = builder.zext(builder.bitcast(same, ir.IntType(8)), ir.IntType(64))
+        return builder.cttz(builder.or_(mask, ir.IntType(64)(256)), ir.IntType(1)(True))
+
+    return types.uint64(array, types.uint64, types.uint64), codegen
+
+
+@intrinsic
+def call_row_function(typingctx, address, row, state, grad, hyper):  # type: ignore[no-untyped-def]
+    """Call the ROW_FUNCTION at an address; False if it raised. (numba's function type costs 30 us per kernel call.)"""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        kind = context.call_conv.get_function_type(types.none, ROW_FUNCTION.args)
+        function = builder.inttoptr(args[0], kind.as_pointer())
+        status, _ = context.call_conv.call_function(builder, function, types.none, ROW_FUNCTION.args, args[1:])
+        return status.is_ok
+
+    return types.boolean(types.int64, *ROW_FUNCTION.args), codegen
+
+
+def address_of(dispatcher: object) -> int:
+    """Address of a function that was compiled with one signature; valid while the function lives."""
+    (result,) = dispatcher.overloads.values()  # type: ignore[attr-defined]
+    return int(result.library.get_pointer_to_function(result.fndesc.llvm_func_name))
 
 
 @intrinsic

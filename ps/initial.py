@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from embershard.proto.routing import mix64
 from embershard.proto.spec import Constant, Initializer, Normal, Uniform
-from embershard.ps.compiler import inlined
+from embershard.ps.compiler import called, inlined
 
 CONSTANT, UNIFORM, NORMAL = 0, 1, 2
 GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's step
@@ -71,7 +71,7 @@ def normal_quantile(bits: np.uint64) -> float:
     return -z if q < 0.0 else z
 
 
-@inlined
+@called
 def write_initial(
     row: npt.NDArray[np.float32], id_: np.int64, seed: np.uint64, kind: np.uint64, bounds: npt.NDArray[np.float64]
 ) -> None:

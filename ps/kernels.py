@@ -14,20 +14,22 @@ import numpy.typing as npt
 from numba import types
 
 from embershard.proto.routing import mix64
-from embershard.ps.compiler import compiled, inlined, prefetch, window
+from embershard.ps.compiler import call_row_function, called, compiled, detached, inlined, prefetch, window
 from embershard.ps.initial import write_initial
-from embershard.ps.store import HEADER, PAGE_CELLS, STORE, Store, find, insert, page_of, probe
+from embershard.ps.store import HEADER, NUM_PAGES, STORE, Store, find, home_of, insert, open_store, probe
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+Words = npt.NDArray[np.uint64]
 RowFunction = Callable[[Floats, Floats, Floats, npt.NDArray[np.float64]], None]  # over row, state, grad, hyper
 
 BLOCK = 64  # ids in flight: enough to hide the memory's latency, few enough to stay in the first caches
 
+DONE, INDEX_FULL, OPTIMIZER_RAISED = 0, 1, 2  # what apply and load return
+
 _IDS = types.Array(types.int64, 1, "C", readonly=True)  # readonly: they come straight from a message
 _ROWS = types.Array(types.float32, 2, "C", readonly=True)
 _BITS = types.Array(types.int32, 2, "C", readonly=True)
-ROW_FUNCTION = types.void(types.float32[::1], types.float32[::1], types.float32[::1], types.float64[::1])
 
 _U = np.uint64
 _0, _1 = _U(0), _U(1)
@@ -36,11 +38,11 @@ _EXPONENT = np.int32(0x7F800000)
 
 
 @inlined
-def _hash_block(store: Store, ids: Ids, start: int, count: int, hashes: npt.NDArray[np.uint64]) -> None:
+def _hash_block(store: Store, ids: Ids, start: int, count: int, hashes: Words, homes: Words) -> None:
     for i in range(count):
         h = mix64(_U(ids[start + i]), store.space_key)
-        hashes[i] = h
-        prefetch(store.cells, page_of(store, h) * _U(PAGE_CELLS) + (h & _U(PAGE_CELLS - 1)))
+        hashes[i], homes[i] = h, home_of(store, h)
+        prefetch(store.cells, homes[i])
 
 
 @inlined
@@ -59,14 +61,15 @@ def _is_of(store: Store, found: np.uint64, id_: np.int64) -> bool:
 @compiled(types.void(STORE, _IDS, types.float32[:, ::1]))
 def gather(store: Store, ids: Ids, out: Floats) -> None:
     """out[i] = weights of ids[i], or its first values where it has no row; changes nothing."""
-    hashes = np.empty(BLOCK, np.uint64)
+    store, ids, out = open_store(store), detached(ids), detached(out)
+    hashes, homes = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
     slots = np.empty(BLOCK, np.uint64)
     dim = np.int64(store.dim)
     for start in range(0, ids.size, BLOCK):
         count = min(BLOCK, ids.size - start)
-        _hash_block(store, ids, start, count, hashes)
+        _hash_block(store, ids, start, count, hashes, homes)
         for i in range(count):
-            found = probe(store, page_of(store, hashes[i]), hashes[i])
+            found = probe(store, homes[i], hashes[i])
             slots[i] = found
             if found:
                 _prefetch_record(store, found, store.dim + _U(HEADER))
@@ -97,6 +100,13 @@ def _create(store: Store, id_: np.int64, h: np.uint64) -> np.uint64:
     return found
 
 
+@called
+def _find_or_create(store: Store, id_: np.int64, h: np.uint64) -> np.uint64:
+    store = open_store(store)
+    found = find(store, id_, h)
+    return found if found else _create(store, id_, h)
+
+
 @inlined
 def _is_finite(bits: npt.NDArray[np.int32], i: int) -> bool:
     """Whether no float of row i has the exponent of NaN and Inf; on bits, so that the loop is a vector loop."""
@@ -106,7 +116,7 @@ def _is_finite(bits: npt.NDArray[np.int32], i: int) -> bool:
     return not bad
 
 
-@inlined
+@called
 def clip_gradient(grad: Floats, out: Floats, clip_value: float, clip_norm: float) -> None:
     """Clamp every float to +-clip_value, then scale down to the L2 norm clip_norm; 0 turns either off."""
     limit = np.float32(clip_value)
@@ -132,7 +142,7 @@ def clip_gradient(grad: Floats, out: Floats, clip_value: float, clip_norm: float
         _BITS,
         types.float64[::1],
         types.float64[::1],
-        types.FunctionType(ROW_FUNCTION),
+        types.int64,
         types.int64[::1],
     )
 )
@@ -143,69 +153,73 @@ def apply(
     bits: npt.NDArray[np.int32],
     hyper: npt.NDArray[np.float64],
     clips: npt.NDArray[np.float64],
-    update: RowFunction,
+    update: int,
     skipped: Ids,
 ) -> int:
     """Update the rows of ids with their gradients, in order, and create those that are new.
 
     bits: the gradients' memory as int32. clips: (2,) clip_value, clip_norm. skipped: (1,) is raised by the rows whose
-    gradient is not finite, which are left alone. Returns how many ids were done: fewer than given if the index is full.
+    gradient is not finite, which are left alone. update: the address of the row function. Returns DONE, or why not.
     """
-    hashes = np.empty(BLOCK, np.uint64)
+    store, ids, gradients, bits = open_store(store), detached(ids), detached(gradients), detached(bits)
+    hyper, clips = detached(hyper), detached(clips)
+    hashes, homes = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
     slots = np.empty(BLOCK, np.uint64)
     clipped = np.empty(store.dim, np.float32)
     dim, num_state = np.int64(store.dim), store.fresh.size
     used = store.dim + _U(HEADER + num_state)
     for start in range(0, ids.size, BLOCK):
         count = min(BLOCK, ids.size - start)
-        _hash_block(store, ids, start, count, hashes)
+        _hash_block(store, ids, start, count, hashes, homes)
+        pages = store.counters[NUM_PAGES]
         for i in range(count):
             slots[i] = _0
             if not _is_finite(bits, start + i):
                 skipped[0] += 1
                 continue
-            found = probe(store, page_of(store, hashes[i]), hashes[i])
+            if store.counters[NUM_PAGES] != pages:  # a page was split
+                homes[i] = home_of(store, hashes[i])
+            found = probe(store, homes[i], hashes[i])
             if found:
                 _prefetch_record(store, found, used)
             else:
                 found = _create(store, ids[start + i], hashes[i])
                 if not found:
-                    return start + i
+                    return INDEX_FULL
             slots[i] = found
         for i in range(count):
             found, id_ = slots[i], ids[start + i]
             if not found:
                 continue
             if not _is_of(store, found, id_):  # another id with this fingerprint
-                found = find(store, id_, hashes[i])
+                found = _find_or_create(store, id_, hashes[i])
                 if not found:
-                    found = _create(store, id_, hashes[i])
-                    if not found:
-                        return start + i
+                    return INDEX_FULL
             first = (found - _1) * store.stride + _U(HEADER)
-            gradient = window(gradients, _U(start + i) * store.dim, dim)
+            row, state = window(store.floats, first, dim), window(store.floats, first + store.dim, num_state)
+            grad = window(gradients, _U(start + i) * store.dim, dim)
             if clips[0] > 0.0 or clips[1] > 0.0:
-                clip_gradient(gradient, clipped, clips[0], clips[1])
-                gradient = clipped
-            update(
-                window(store.floats, first, dim), window(store.floats, first + store.dim, num_state), gradient, hyper
-            )
-    return ids.size
+                clip_gradient(grad, clipped, clips[0], clips[1])
+                grad = window(clipped, _0, dim)
+            if not call_row_function(update, row, state, grad, hyper):
+                return OPTIMIZER_RAISED
+    return DONE
 
 
 @compiled(types.int64(STORE, _IDS, _ROWS))
 def load(store: Store, ids: Ids, rows: Floats) -> int:
-    """Give ids these weights and a fresh state, in order; returns how many were done, as `apply`."""
+    """Give ids these weights and a fresh state, in order; returns DONE or INDEX_FULL."""
+    store, ids, rows = open_store(store), detached(ids), detached(rows)
     for i in range(ids.size):
         h = mix64(_U(ids[i]), store.space_key)
         found = find(store, ids[i], h)
         if not found:
             found = insert(store, ids[i], h)
             if not found:
-                return i
+                return INDEX_FULL
         first = (found - _1) * store.stride + _U(HEADER)
         for j in range(store.dim):
             store.floats[first + j] = rows[i, j]
         for j in range(_U(store.fresh.size)):
             store.floats[first + store.dim + j] = store.fresh[j]
-    return ids.size
+    return DONE

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from types import CodeType
 
 import numpy as np
 import numpy.typing as npt
-from numba.core.errors import NumbaError
 
 from embershard.proto import spec
 from embershard.proto.errors import BadOptimizer
-from embershard.ps.compiler import compiled
-from embershard.ps.kernels import ROW_FUNCTION, RowFunction
+from embershard.ps.compiler import ROW_FUNCTION, compiled
+from embershard.ps.kernels import RowFunction
 
 Settings = Mapping[str, float]
 COMMON = ("clip_value", "clip_norm")  # done for every optimizer, before its function sees the gradient
@@ -65,11 +67,18 @@ class RowOptimizer:
         """The function compiled; BadOptimizer with the compiler's reason when it does not compile."""
         try:
             return compiled(ROW_FUNCTION)(self.function)
-        except NumbaError as error:
-            code = self.function.__code__
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            reason = f"{code.co_filename}:{code.co_firstlineno} does not compile: {' | '.join(lines[:6])}"
+        except Exception as error:  # numba lets some mistakes through as what Python raises
+            reason = _compiler_reason(str(error), self.function.__code__)
             raise BadOptimizer(optimizer=self.name, reason=reason) from error
+
+
+def _compiler_reason(text: str, code: CodeType) -> str:
+    """file:line and the first lines of what numba says, without its list of everything else that it tried."""
+    numbers = re.findall(rf'File "[^"]*{re.escape(Path(code.co_filename).name)}", line (\d+)', text)
+    line = numbers[-1] if numbers else code.co_firstlineno
+    said = [part.strip(" >") for part in re.split(r"There are|During:|File", text)[0].splitlines() if part.strip()]
+    said = [part for part in said if not part.startswith("Failed in nopython mode")]
+    return f"{code.co_filename}:{line} does not compile: {' '.join(said)}"
 
 
 def row_optimizer(

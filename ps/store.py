@@ -2,10 +2,10 @@
 
 A record is contiguous: the id (8 bytes), the `dim` weights, the optimizer's state, padded to an even number of floats.
 `root` leads from a bucket to its part of `directory`, which leads, by the high bits of the fingerprint (the hash's low
-32 bits), to a page of 512 cells. A cell is `fingerprint << 32 | slot + 1`, 0 where free; the fingerprint's low 9 bits
-are the cell's home in its page. A full page is split in two and nothing else moves: no push pays for more than a few
-pages, and no pull waits for a rehash. Below one page per bucket, neighbouring buckets share a page, so that a table of
-three ids takes one.
+32 bits), to a page of 512 cells. A cell is `fingerprint << 32 | slot + 1`, 0 where free; the fingerprint's low 6 bits
+are the home line, of 8 cells, in its page. A full page is split in two and nothing else moves: no push pays for more
+than a few pages, and no pull waits for a rehash. Below one page per bucket, neighbouring buckets share a page, so that
+a table of three ids takes one.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy.typing as npt
 from numba import types
 
 from embershard.proto.routing import BUCKET_SHIFT, mix64
-from embershard.ps.compiler import inlined
+from embershard.ps.compiler import called, detached, first_match, inlined
 
 PAGE_CELLS = 512  # 4 KiB
-PAGE_LIMIT = 416  # cells in use at which a page is split: at 13/16 a search still reads about two cache lines
+PAGE_LIMIT = 448  # cells in use at which a page is split: at 7/8 a search still reads 1.3 cache lines
 MAX_SPLITS = 20  # of one bucket by its fingerprints; more means ids made to collide
 HEADER = 2  # floats that the id takes at the head of a record
 
@@ -63,11 +63,33 @@ STORE = types.NamedTuple(
 )
 
 _U = np.uint64  # uint64 throughout: a signed index costs a test for negative ones, a mixed one becomes a float
-_0, _1, _8, _16, _32 = _U(0), _U(1), _U(8), _U(16), _U(32)
+_0, _1, _7, _8, _16, _32 = _U(0), _U(1), _U(7), _U(8), _U(16), _U(32)
 _BYTE, _HALF, _WORD = _U(0xFF), _U(0xFFFF), _U(0xFFFFFFFF)
 _CELLS, _CELL_MASK = _U(PAGE_CELLS), _U(PAGE_CELLS - 1)
+_LINE_MASK = _U(PAGE_CELLS // 8 - 1)
 _BUCKET_BITS = _U(64 - BUCKET_SHIFT)
 _BUCKET_SHIFT = _U(BUCKET_SHIFT)
+
+
+@inlined
+def open_store(store: Store) -> Store:
+    """The store for the inside of a kernel: counting its arrays' references would cost more than the work."""
+    return Store(
+        detached(store.floats),
+        detached(store.ids),
+        detached(store.root),
+        detached(store.directory),
+        detached(store.fill),
+        detached(store.cells),
+        detached(store.counters),
+        detached(store.fresh),
+        detached(store.bounds),
+        store.space_key,
+        store.row_seed,
+        store.stride,
+        store.dim,
+        store.initializer,
+    )
 
 
 @inlined
@@ -78,45 +100,59 @@ def page_of(store: Store, h: np.uint64) -> np.uint64:
 
 
 @inlined
-def probe(store: Store, page: np.uint64, h: np.uint64) -> np.uint64:
-    """slot + 1 of the first cell with the hash's fingerprint, 0 if there is none; the record's id is not looked at."""
-    base = page * _CELLS
-    at = h & _CELL_MASK
+def home_of(store: Store, h: np.uint64) -> np.uint64:
+    """First cell of the line where a hash's search begins."""
+    return page_of(store, h) * _CELLS + (h & _LINE_MASK) * _8
+
+
+@inlined
+def next_line(cell: np.uint64) -> np.uint64:
+    """First cell of the line after this one, round and round in its page."""
+    return (cell & ~_CELL_MASK) | ((cell + _8) & _CELL_MASK)
+
+
+@inlined
+def probe(store: Store, home: np.uint64, h: np.uint64) -> np.uint64:
+    """slot + 1 of a cell with the hash's fingerprint, 0 if there is none; the record's id is not looked at.
+
+    A line's cells are filled from the first on: an empty last one ends the search, and a fingerprint of 0 meets the 0
+    of an empty cell only after those in use.
+    """
+    line = home
     while True:
-        cell = store.cells[base + at]
-        if cell == _0:
+        at = first_match(store.cells, line, h & _WORD)
+        if at < _8:
+            return _U(store.cells[line + at] & _WORD)
+        if store.cells[line + _7] == _0:
             return _0
-        if cell >> _32 == h & _WORD:
-            return _U(cell & _WORD)
-        at = (at + _1) & _CELL_MASK
+        line = next_line(line)
 
 
 @inlined
 def find(store: Store, id_: np.int64, h: np.uint64) -> np.uint64:
     """slot + 1 of an id, 0 if it has no row."""
-    base = page_of(store, h) * _CELLS
-    at = h & _CELL_MASK
+    line = home_of(store, h)
     while True:
-        cell = store.cells[base + at]
-        if cell == _0:
-            return _0
-        if cell >> _32 == h & _WORD and store.ids[((cell & _WORD) - _1) * (store.stride >> _1)] == id_:
-            return _U(cell & _WORD)
-        at = (at + _1) & _CELL_MASK
+        for j in range(_8):
+            cell = store.cells[line + j]
+            if cell == _0:
+                return _0
+            if cell >> _32 == h & _WORD and store.ids[((cell & _WORD) - _1) * (store.stride >> _1)] == id_:
+                return _U(cell & _WORD)
+        line = next_line(line)
 
 
 @inlined
 def _place(store: Store, page: np.uint64, cell: np.uint64) -> None:
     """Put a cell into the first free place from its home."""
-    base = page * _CELLS
-    at = (cell >> _32) & _CELL_MASK
-    while store.cells[base + at] != _0:
-        at = (at + _1) & _CELL_MASK
-    store.cells[base + at] = cell
+    at = page * _CELLS + ((cell >> _32) & _LINE_MASK) * _8
+    while store.cells[at] != _0:
+        at = (at & ~_CELL_MASK) | ((at + _1) & _CELL_MASK)
+    store.cells[at] = cell
     store.fill[page] += np.uint32(1)
 
 
-@inlined
+@called
 def _point(store: Store, h: np.uint64, depth: np.uint64, new: np.uint64) -> bool:
     """Let the upper half of what leads to a page of `depth` splits lead to page `new`; False if there is no room."""
     bucket = h >> _BUCKET_SHIFT
@@ -148,7 +184,7 @@ def _point(store: Store, h: np.uint64, depth: np.uint64, new: np.uint64) -> bool
     return True
 
 
-@inlined
+@called
 def _split(store: Store, page: np.uint64, h: np.uint64) -> bool:
     """Split the full page of a hash in two; False if it cannot be."""
     depth = _U(store.fill[page]) >> _16

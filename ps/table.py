@@ -8,11 +8,12 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from embershard.proto.errors import EmbershardError, InvalidRequest, TableFull, WrongDim
+from embershard.proto.errors import BadOptimizer, EmbershardError, InvalidRequest, TableFull, WrongDim
 from embershard.proto.routing import NUM_BUCKETS, Ids
 from embershard.proto.spec import TableSpec
 from embershard.ps import kernels
 from embershard.ps.arena import Arena, physical_memory
+from embershard.ps.compiler import address_of
 from embershard.ps.initial import initializer_code
 from embershard.ps.row_optimizer import RowOptimizer
 from embershard.ps.store import HEADER, NUM_ENTRIES, NUM_PAGES, NUM_ROWS, PAGE_CELLS, Store
@@ -45,7 +46,8 @@ class Table:
         self._hyper = np.array(list(params.values()))  # (settings,) float64, params() order
         self._lr = params["lr"]
         self._clips = np.array([params["clip_value"], params["clip_norm"]])
-        self._update = optimizer.compiled
+        self._update = optimizer.compiled  # kept: the kernels hold its address
+        self._update_address = address_of(self._update)
         self._fresh = optimizer.initial(spec.dim, params)
         self._stride = (HEADER + spec.dim + len(self._fresh) + 1) // 2 * 2
         self._store = self._reserve(physical_memory() if reserve_bytes is None else reserve_bytes)
@@ -91,10 +93,14 @@ class Table:
         self._hyper[0] = self._lr * lr_scale
         skipped = np.zeros(1, np.int64)
         bits = gradients.view(np.int32)
-        done = kernels.apply(self._store, flat, gradients, bits, self._hyper, self._clips, self._update, skipped)
-        if done < len(flat):
-            raise self._full(len(flat) - done)
-        return Applied(done - int(skipped[0]), int(skipped[0]))
+        update = self._update_address
+        end = kernels.apply(self._store, flat, gradients, bits, self._hyper, self._clips, update, skipped)
+        if end == kernels.OPTIMIZER_RAISED:
+            reason = f"it raised an exception in table {self.spec.name!r}; a row function must not raise"
+            raise BadOptimizer(optimizer=self.spec.optimizer.name, reason=reason)
+        if end != kernels.DONE:
+            raise self._full(len(flat))
+        return Applied(len(flat) - int(skipped[0]), int(skipped[0]))
 
     def load(self, ids: Ids, rows: Floats) -> None:
         """Set the weights of ids ((U,) int64) to rows ((U, dim) float32) and their state to its first value."""
@@ -102,9 +108,8 @@ class Table:
         rows = _array(rows, np.float32, self.spec.name, "the rows")
         self._check(flat, rows, "the rows")
         self._make_room(len(flat))
-        done = kernels.load(self._store, flat, rows)
-        if done < len(flat):
-            raise self._full(len(flat) - done)
+        if kernels.load(self._store, flat, rows) != kernels.DONE:
+            raise self._full(len(flat))
 
     def scan(self, block: int = 65_536) -> Iterator[tuple[Ids, Floats, Floats]]:
         """Copies of (ids, weights (n, dim), state (n, num_state)) in blocks of slots, in slot order."""
