@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from embershard.ps.shard import Shard
 
 GRACE_SECONDS = 30.0  # for what was accepted before a signal came
+_REPLY_SECONDS = 2.0  # for the last replies; a health check's open stream would use all of a longer time
 _PARENT_POLL_SECONDS = 0.5
 
 _log = logging.getLogger("embershard.ps")
@@ -105,10 +106,10 @@ async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
     signum = await stop.received
     _log.info("%s: finishing %d queued bytes", signal.Signals(signum).name, apply.queued_bytes)
     await healthy.enter_graceful_shutdown()
-    apply.close()
-    end = time.monotonic() + GRACE_SECONDS
-    await server.stop(GRACE_SECONDS)
-    if not await asyncio.to_thread(apply.join, max(0.0, end - time.monotonic())):
+    apply.close()  # from here on, new requests are told that the shard is shutting down
+    done = await asyncio.to_thread(apply.join, GRACE_SECONDS)
+    await server.stop(_REPLY_SECONDS)
+    if not done:
         _log.error("gave up %d queued bytes after %.0f s", apply.queued_bytes, GRACE_SECONDS)
         return 1
     _log.info("done: everything accepted was applied")

@@ -233,6 +233,19 @@ def test_a_signal_finishes_what_was_accepted(slow_rows: Path, signum: int, code:
         assert "everything accepted was applied" in log
 
 
+def test_those_who_watch_its_health_see_the_end_and_do_not_delay_it():
+    with shard() as (running, peer):
+        watching = health_pb2_grpc.HealthStub(peer.channel).Watch(
+            health_pb2.HealthCheckRequest(service=SERVICE), timeout=20
+        )
+        assert next(watching).status == health_pb2.HealthCheckResponse.SERVING
+        started = time.monotonic()
+        running.popen.send_signal(signal.SIGTERM)
+        assert next(watching).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert running.wait()[0] == 0
+        assert time.monotonic() - started < 6
+
+
 def test_a_second_signal_ends_at_once(slow_rows: Path):
     with shard("--import", "slow_rows", cwd=slow_rows) as (running, peer):
         peer.ask(Declare(SLOW))
@@ -250,7 +263,7 @@ def test_a_second_signal_ends_at_once(slow_rows: Path):
 def test_a_full_queue_is_busy_and_the_shard_stays_healthy(slow_rows: Path):
     with shard("--import", "slow_rows", "--queue-bytes", "1", cwd=slow_rows) as (_, peer):
         peer.ask(Declare(SLOW))
-        first = peer.submit(push(1, np.arange(5, dtype=np.int64)))
+        first = peer.submit(push(1, np.arange(15, dtype=np.int64)))
         busy: list[EmbershardError] = []
 
         def refused() -> bool:
@@ -264,8 +277,8 @@ def test_a_full_queue_is_busy_and_the_shard_stays_healthy(slow_rows: Path):
         assert busy[0].fields["retry_after_ms"]
         started = time.monotonic()
         assert isinstance(peer.ask(Hello()), Greeting)
-        assert time.monotonic() - started < 0.3
-        assert first() == Pushed(duplicate=False, applied=5, skipped=0)
+        assert time.monotonic() - started < 0.8
+        assert first() == Pushed(duplicate=False, applied=15, skipped=0)
 
 
 def test_a_port_in_use_is_named_and_the_exit_code_is_not_0():
