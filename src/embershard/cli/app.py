@@ -3,38 +3,46 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
-from typing import TYPE_CHECKING
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from embershard.proto.errors import EmbershardError
 
-if TYPE_CHECKING:
-    from typer.core import TyperCommand
-
 # in the order of the help; each is the function of that name in the module of that name
-COMMANDS = ("train", "up", "ps", "worker", "status")
+COMMANDS = {
+    "train": "Train a job on this machine, or on the shards that are named.",
+    "up": "Run supervised shards on this machine.",
+    "ps": "Serve one shard.",
+    "worker": "Run one worker of a job.",
+    "status": "Show health, rows, bytes and requests of every shard.",
+}
 INTERRUPTED = 130  # what shells report for a process that Ctrl-C ended
 
 
 class LazyCommands(TyperGroup):
-    """Commands that are imported when they are called: a shard must not wait for the trainer's libraries."""
+    """Commands that are imported when they are called: neither a shard nor a help page waits for torch."""
 
     def list_commands(self, ctx: object) -> list[str]:
-        """The commands of this installation."""
-        return [name for name in COMMANDS if importlib.util.find_spec(f"embershard.cli.{name}")]
+        """All names."""
+        return list(COMMANDS)
 
     def get_command(self, ctx: object, cmd_name: str) -> TyperCommand | None:
-        """The command of a name, None if there is none."""
-        if cmd_name not in self.list_commands(ctx):
-            return None
-        module = importlib.import_module(f"embershard.cli.{cmd_name}")
-        one = typer.Typer(add_completion=False)
-        one.command(cmd_name)(getattr(module, cmd_name))
-        return typer.main.get_command(one)  # type: ignore[return-value]
+        """What the list of commands shows of one; None if there is none of that name."""
+        return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
+
+    def resolve_command(self, ctx, args):  # type: ignore[no-untyped-def]  # the types are of a click that typer hides
+        """The command that is called, whole."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command and _load(str(command.name)), rest
+
+
+def _load(name: str) -> TyperCommand:
+    module = importlib.import_module(f"embershard.cli.{name}")
+    one = typer.Typer(add_completion=False)
+    one.command(name)(getattr(module, name))
+    return typer.main.get_command(one)  # type: ignore[return-value]
 
 
 app = typer.Typer(
