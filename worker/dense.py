@@ -86,6 +86,7 @@ class DenseWeights:
             view.copy_(place.parameter.data)
             place.parameter.data = view
             self._views.append((place.parameter, view.data_ptr(), place.view(self._gradients)))
+        self._host.copy_(self._blocks)  # a pull of some blocks leaves the others as they are
 
     def values(self) -> Floats:
         """All blocks as they are here, (num_blocks, BLOCK)."""
@@ -93,11 +94,12 @@ class DenseWeights:
 
     def stale(self, clock: int) -> bool:
         """Whether the parameters have to be pulled before they are read at `clock`."""
-        return self._clock != clock or self._moved()
+        return self._clock != clock
 
-    def _moved(self) -> bool:
-        """Whether the model went to another device, or something else replaced a parameter's memory."""
-        return any(parameter.data_ptr() != pointer for parameter, pointer, _ in self._views)
+    def follow(self) -> None:
+        """Go where the model went: to another device, for instance."""
+        if any(parameter.data_ptr() != pointer for parameter, pointer, _ in self._views):
+            self._bind()
 
     def forget(self) -> None:
         """Pull again at the next read, whatever the clock says."""
@@ -111,8 +113,7 @@ class DenseWeights:
 
     def accept(self, route: Route, rows: Floats, clock: int) -> None:
         """Take the pulled blocks ((U, BLOCK), in route order) over into the parameters."""
-        if self._moved():
-            self._bind()
+        self.follow()
         if self._copied is not None:
             self._copied.synchronize()  # the last copy to the device, done since long
         self._host.numpy()[route.ids] = rows

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from embershard.proto.routing import Route
-from embershard.proto.spec import SGD
+from embershard.proto.spec import SGD, Optimizer
 from embershard.worker.gradients import RowGradients
 from embershard.worker.pieces import select
 from embershard.worker.session import Read, RemoteTable
@@ -45,7 +45,7 @@ class _RemoteRows(nn.Module):
         self.sparse = False  # only touched rows are ever sent, whatever torch's `sparse` says
         self.frozen = frozen
         if self.max_norm is not None:
-            _check_stateless(table)
+            check_max_norm(table.spec.name, table.spec.optimizer)
         # follows the module through .to(device), and is neither saved nor trained
         self.register_buffer("_anchor", torch.empty(0), persistent=False)
         self._anchor: torch.Tensor
@@ -253,11 +253,11 @@ def _collector(
     return collect
 
 
-def _check_stateless(table: RemoteTable) -> None:
-    optimizer = table.spec.optimizer
+def check_max_norm(table: str, optimizer: Optimizer) -> None:
+    """ValueError where max_norm cannot keep torch's meaning under an optimizer."""
     if isinstance(optimizer, SGD) and optimizer.momentum == 0:
         return
     raise ValueError(
-        f"table {table.spec.name!r}: max_norm assigns rows, which resets their {type(optimizer).__name__} state; "
+        f"table {table!r}: max_norm assigns rows, which resets their {type(optimizer).__name__} state; "
         "use SGD without momentum for this table, or no max_norm"
     )

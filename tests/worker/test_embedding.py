@@ -280,6 +280,11 @@ def test_a_table_without_a_size_takes_any_64_bit_id() -> None:
 
 
 def test_max_norm_is_refused_where_it_would_reset_optimizer_states() -> None:
+    model = nn.Sequential(nn.Embedding(5, 2), nn.Embedding(5, 2, max_norm=1.0))
+    with es.local() as session:
+        with pytest.raises(ValueError, match="table '1': max_norm"):
+            es.wrap(model, session, optimizer=es.SGD(lr=0.1, momentum=0.9))
+        assert not session.client.status()[0].tables
     with (
         es.local() as session,
         pytest.raises(ValueError, match="max_norm assigns rows, which resets their Adagrad state"),
