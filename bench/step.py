@@ -1,7 +1,7 @@
 """Where a training step spends its time: DLRM through shard processes over gRPC on this machine.
 
-Prints one JSON line: milliseconds per step for route, pull, forward, backward, merge and push, and the same model with
-an nn.EmbeddingBag-free plain torch step (dense nn.Embedding, SGD) beside it.
+Prints one JSON line: milliseconds per step for route, pull, forward, backward, merge, push and what is left of step(),
+and beside it the same model in one process with torch.optim.Adagrad over a dense nn.Embedding.
 """
 
 from __future__ import annotations

@@ -336,3 +336,20 @@ def test_embedding_inputs_that_name_no_embedding_are_refused(make_session: MakeS
     model = es.wrap(Wrong(), make_session(1), optimizer=es.SGD(lr=0.1))
     with pytest.raises(ValueError, match="embedding_inputs names 'nope', which is no embedding"):
         model(batches()[0][0])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_training_on_a_gpu_follows_the_cpu(make_session: MakeSession) -> None:
+    start = Net()
+    curves = []
+    for device in ("cpu", "cuda"):
+        session = make_session(2)
+        model = es.wrap(copy.deepcopy(start), session, optimizer=es.SGD(lr=0.05)).to(device)
+        curve = []
+        for x, y in batches():
+            loss = (model(x.to(device)) - y.to(device)).pow(2).mean()
+            loss.backward()
+            session.step()
+            curve.append(loss.item())
+        curves.append(curve)
+    torch.testing.assert_close(curves[1], curves[0], rtol=1e-3, atol=1e-5)
