@@ -1,0 +1,64 @@
+"""What the benches of this folder share: interleaved timing, a table, and one JSON line last."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+
+def thread_seconds(work: Callable[[], object]) -> float:
+    """CPU seconds of this thread that `work` takes: other processes on the machine count less than in wall time."""
+    start = time.thread_time()
+    work()
+    return time.thread_time() - start
+
+
+def wall_seconds(work: Callable[[], object]) -> float:
+    """Wall seconds of `work`: what someone waits."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def median(values: Sequence[float]) -> float:
+    """Middle value."""
+    return statistics.median(values)
+
+
+def machine() -> str:
+    """Processor and cores, for the line that goes beside a figure."""
+    model = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
+        if line.startswith("model name"):
+            model = line.split(":")[1].strip()
+            break
+    return f"{model}, {os.cpu_count()} cores, {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') >> 30} GiB"
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in use now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Columns as wide as they need to be, the first to the left."""
+    cells = [[f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row] for row in [header, *rows]]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        first, *rest = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join([row[0].ljust(widths[0]), *rest]) if first is not None else "", flush=True)
+
+
+def finish(result: Mapping[str, object], failures: Sequence[str]) -> None:
+    """Say what is below the bar, print the JSON line, and exit 1 if anything is."""
+    for failure in failures:
+        print(f"BELOW THE BAR: {failure}")
+    print(json.dumps({"machine": machine(), **result, "passed": not failures}), flush=True)
+    sys.exit(1 if failures else 0)
