@@ -72,7 +72,7 @@ class WorkerGroup:
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give every worker the first one's values, in place."""
         for tensor in tensors if self.world_size > 1 else ():
-            host = tensor.detach().cpu()
+            host = tensor.detach().cpu().contiguous()  # gloo takes the memory as it lies
             dist.broadcast(host, src=0)
             if host.data_ptr() != tensor.data_ptr():
                 tensor.copy_(host)

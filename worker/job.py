@@ -98,7 +98,7 @@ class TrainSection(Section):
     lr_schedule: ScheduleSection = ScheduleSection()
     early_stop: EarlyStopSection | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: Count | None = None  # of each worker; the machine's cores divided among its workers where not given
+    threads: Count | None = None  # of each worker; half the machine's cores divided among its workers where not given
 
     @property
     def budget(self) -> tuple[str, int] | None:

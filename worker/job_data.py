@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from embershard.worker.data.adult import Adult
-from embershard.worker.data.batch import Dataset, Evaluation
-from embershard.worker.data.clicks import ClickStream
-from embershard.worker.data.columns import Columns
-from embershard.worker.data.criteo import CriteoTsv, CriteoTsvStream
-from embershard.worker.data.ctr_csv import CtrCsv, CtrCsvStream
-from embershard.worker.data.gowalla import InteractionLists
-from embershard.worker.data.ncf import NcfData
-from embershard.worker.data.parquet import ParquetData
 from embershard.worker.job_sections import Count, Section
 
+if TYPE_CHECKING:  # a job is checked in a second, without torch; a reader is imported when it is opened
+    from embershard.worker.data.batch import Dataset
+    from embershard.worker.data.columns import Columns
+
+Evaluation = Literal["pointwise", "candidates", "ranking"]
 METRICS: dict[Evaluation, tuple[str, ...]] = {
     "pointwise": ("auc", "logloss", "ne", "calibration"),
     "candidates": ("hr@{k}", "ndcg@{k}"),
@@ -103,6 +99,8 @@ class NcfFilesSection(DataSection):
 
     def open(self, folder: Path, seed: int) -> Dataset:
         """The reader."""
+        from embershard.worker.data.ncf import NcfData
+
         return NcfData(folder / self.root / self.prefix, negatives=self.negatives, seed=seed)
 
 
@@ -123,6 +121,8 @@ class ListsSection(DataSection):
 
     def open(self, folder: Path, seed: int) -> Dataset:
         """The reader."""
+        from embershard.worker.data.gowalla import InteractionLists
+
         train, test = (folder / self.root / path for path in (self.train, self.test))
         return InteractionLists(train, test, negatives=self.negatives, layout="lists", seed=seed)
 
@@ -154,6 +154,8 @@ class _ColumnsSection(DataSection):
 
     def columns(self) -> Columns:
         """Which column is what."""
+        from embershard.worker.data.columns import Columns
+
         return Columns(
             label=self.label,
             categorical=self.categorical,
@@ -192,6 +194,8 @@ class CtrCsvSection(_ColumnsSection):
 
     def open(self, folder: Path, seed: int) -> Dataset:
         """The reader."""
+        from embershard.worker.data.ctr_csv import CtrCsv, CtrCsvStream
+
         files = {split: paths[0] for split, paths in self.paths(folder).items()}
         columns, delimiter, num_ids = self.columns(), self.delimiter, self.num_ids
         if self.stream:
@@ -216,6 +220,8 @@ class ParquetSection(_ColumnsSection):
 
     def open(self, folder: Path, seed: int) -> Dataset:
         """The reader."""
+        from embershard.worker.data.parquet import ParquetData
+
         return ParquetData(self.paths(folder), self.columns(), num_ids=self.num_ids, seed=seed)
 
 
@@ -235,6 +241,8 @@ class CriteoSection(DataSection):
 
     def open(self, folder: Path, seed: int) -> Dataset:
         """The reader."""
+        from embershard.worker.data.criteo import CriteoTsv, CriteoTsvStream
+
         return (CriteoTsvStream if self.stream else CriteoTsv)(self.paths(folder), seed=seed)
 
 
@@ -254,6 +262,8 @@ class AdultSection(DataSection):
 
     def open(self, folder: Path, seed: int) -> Dataset:
         """The reader."""
+        from embershard.worker.data.adult import Adult
+
         paths = {split: found[0] for split, found in self.paths(folder).items()}
         return Adult(paths["train"], paths.get("test"), standardise=self.standardise, shuffle=self.shuffle, seed=seed)
 
@@ -282,6 +292,8 @@ class ClicksSection(DataSection):
 
     def open(self, folder: Path, seed: int) -> Dataset:
         """The reader."""
+        from embershard.worker.data.clicks import ClickStream
+
         return ClickStream(samples=self.samples, eval_samples=self.eval_samples, seed=seed)
 
 

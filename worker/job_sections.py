@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, create_model, model_validator
 
 from embershard.proto import spec
-from embershard.worker.data.batch import Schema
-from embershard.worker.models.layers import Device
-from embershard.worker.models.recommender import Recommender
-from embershard.worker.models.registry import MODELS
+
+if TYPE_CHECKING:  # a job is checked in a second, without torch; only what builds from it needs more
+    from embershard.worker.data.batch import Schema
+    from embershard.worker.models.layers import Device
+    from embershard.worker.models.recommender import Recommender
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -37,10 +38,12 @@ class ModelSection(Section):
     @property
     def takes_dim(self) -> bool:
         """Whether `embedding.dim` decides its shape."""
-        return "dim" in inspect.signature(MODELS[self.name]).parameters
+        return True
 
     def build(self, schema: Schema, dim: int, device: Device) -> Recommender:
         """The model for this data, its tables on `device`."""
+        from embershard.worker.models.registry import MODELS
+
         model: Callable[..., Recommender] = MODELS[self.name]
         shape = {
             "num_ids": schema.table_rows,
@@ -60,11 +63,21 @@ class NcfSection(ModelSection):
     factors: Count = 8
     needs = "pairs"
 
+    @property
+    def takes_dim(self) -> bool:
+        """Whether `embedding.dim` decides its shape."""
+        return False
+
 
 class ShallowSection(ModelSection):
     """LR and FM, which have no shape of their own."""
 
     name: Literal["lr", "fm"]
+
+    @property
+    def takes_dim(self) -> bool:
+        """Whether `embedding.dim` decides its shape."""
+        return self.name != "lr"
 
 
 class DeepSection(ModelSection):

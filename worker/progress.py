@@ -107,7 +107,7 @@ def result_table(result: Result) -> Table:
     if result.skipped_rows:
         table.add_row("skipped", f"{result.skipped_rows:,} gradient rows with NaN or Inf")
     for name, rows in sorted(result.table_rows.items()):
-        table.add_row(f"table {name}", f"{rows:,} rows")
+        table.add_row(f"table {name}", f"{rows:,} row{'s' * (rows != 1)}")
     return table
 
 
@@ -124,7 +124,7 @@ def _figures(figures: Figures) -> str:
 
 
 _TABLE_ONLY = ("ne", "calibration", "samples", "users")  # a line has room for what is looked at first
-_LABELS = {"auc": "AUC", "ne": "NE"}
+_LABELS = {"auc": "AUC", "ne": "NE", "recall": "Recall"}
 
 
 def _label(name: str) -> str:

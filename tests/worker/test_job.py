@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from embershard.proto import spec
 from embershard.worker.data.batch import Schema
 from embershard.worker.job import Job, JobFileError, load_job
+from embershard.worker.job_yaml import Mistake
 from embershard.worker.models.registry import MODELS
 
 GOOD = """\
@@ -216,4 +220,92 @@ def test_every_model_can_be_built_from_a_job(name: str) -> None:
     job = Job.model_validate(values)
     model = job.model.build(Schema(("user", "item"), 3, None), 4, "meta")
     assert type(model) is MODELS[name]
+    assert job.model.takes_dim == ("dim" in inspect.signature(MODELS[name]).parameters)
     assert job.embedding.optimizer.build() == spec.Custom(function="module:function", lr=1.0, settings={"decay": 0.5})
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+
+CRITEO = "1\t" + "\t".join(["3"] * 13 + ["0a1b2c3d"] * 26) + "\n"
+ADULT = (
+    "39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, Not-in-family, White, Male, 2174, 0, 40, "
+    "United-States, <=50K\n"
+)
+NCF = {"p.train.pairs": "0\t1\n1\t2\n", "p.test.rating": "0\t2\t1\t0\n", "p.test.negative": "(0,2)\t3\n"}
+READERS: list[tuple[str, dict[str, str], tuple[str, ...], int | None]] = [
+    ("reader: ncf, prefix: p, negatives: 0", NCF, ("user", "item"), 2),
+    ("reader: lists, train: a, test: b", {"a": "0 1 2\n", "b": "0 3\n"}, ("user", "item"), 2),
+    ("reader: ctr_csv, train: a, numeric: [x]", {"a": "label,u,x\n1,2,3\n"}, ("u",), 1),
+    ("reader: ctr_csv, train: a, stream: true, delimiter: ;", {"a": "label;u\n1;2\n"}, ("u",), None),
+    ("reader: criteo, train: [a, a]", {"a": CRITEO}, tuple(f"C{i}" for i in range(1, 27)), 2),
+    ("reader: criteo, train: [a], stream: true", {"a": CRITEO}, tuple(f"C{i}" for i in range(1, 27)), None),
+    ("reader: adult, train: a", {"a": ADULT}, ("workclass",), 1),
+    ("reader: clicks, samples: 7", {}, ("C1",), 7),
+]
+
+
+@pytest.mark.parametrize(("section", "files", "features", "samples"), READERS)
+def test_every_reader_can_be_opened_from_a_job(
+    folder: Path, section: str, files: dict[str, str], features: tuple[str, ...], samples: int | None
+) -> None:
+    write(folder, files)
+    rest = "embedding: {optimizer: {name: sgd, lr: 1}}\ntrain: {batch_size: 2, epochs: 1}\n"
+    model = "two_tower" if "ncf" in section or "lists" in section else "fm"
+    job = load(folder, f"model: {{name: {model}}}\ndata: {{{section}}}\n{rest}")
+    data = job.data.open(folder, seed=0)
+    assert data.schema.features[: len(features)] == features
+    assert data.num_samples("train") == samples
+    assert data.splits == job.data.splits
+    assert (data.schema.num_dense > 0) == job.data.has_dense
+    assert data.evaluation == job.data.evaluation
+
+
+def test_parquet_can_be_opened_from_a_job(folder: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"label": [0, 1], "u": [3, 4]}), folder / "a.parquet")
+    text = "model: {name: lr}\ndata: {reader: parquet, train: [a.parquet], ids: global, num_ids: 5}\n"
+    job = load(folder, text + "embedding: {optimizer: {name: sgd, lr: 1}}\ntrain: {batch_size: 2, epochs: 1}\n")
+    data = job.data.open(folder, seed=0)
+    assert (data.schema.num_ids, data.num_samples("train")) == (5, 2)
+
+
+@pytest.mark.parametrize(
+    ("section", "want"),
+    [
+        ("reader: clicks", "train.epochs: the data has no end: give data.samples, or train.samples instead"),
+        ("reader: ncf, prefix: p", "model.name: two_tower learns from positives alone: set data.negatives to 0"),
+        ("reader: ctr_csv, train: train.csv, num_ids: 3", "data.num_ids: has no meaning for hashed ids; remove it"),
+        ("reader: ctr_csv, train: train.csv, ids: global, stream: true", "data.num_ids: must be given"),
+        ("reader: ctr_csv, train: train.csv, halve_valid_by: a", "data.halve_valid_by: makes a test split"),
+        ("reader: ctr_csv, train: train.csv, skip: [a], numeric: [a]", "data.numeric: column 'a' is named twice"),
+        ("reader: parquet, train: []", "data.train: tuple should have at least 1 item"),
+    ],
+)
+def test_contradictions_of_the_data_are_refused(folder: Path, section: str, want: str) -> None:
+    write(folder, {"data/" + name: text for name, text in NCF.items()})
+    model = "two_tower" if "ncf" in section else "fm"
+    text = f"model: {{name: {model}}}\ndata: {{root: data, {section}}}\n"
+    text += "embedding: {optimizer: {name: sgd, lr: 1}}\ntrain: {batch_size: 2, epochs: 1}\n"
+    assert any(want in line for line in mistakes(folder, text)), mistakes(folder, text)
+
+
+@pytest.mark.parametrize(
+    "example", sorted((Path(__file__).parents[2] / "examples").glob("*.yaml")), ids=lambda p: p.name
+)
+def test_every_example_is_a_good_job(example: Path) -> None:
+    wrong: tuple[Mistake, ...] = ()
+    try:
+        load_job(example)
+    except JobFileError as error:
+        wrong = error.mistakes
+    assert not [str(mistake) for mistake in wrong if "no file " not in mistake.reason]  # the data may not be here
+
+
+def test_a_job_is_checked_without_torch() -> None:
+    code = "import embershard.cli.train, sys; assert not {'torch', 'numba', 'pyarrow'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -49,7 +49,7 @@ def worker(
     if rank >= world_size:
         raise typer.BadParameter(f"workers count from 0, so rank {rank} of {world_size} does not exist")
     settings = load_job(job, overrides or (), data)
-    torch.set_num_threads(settings.train.threads or max(1, (os.cpu_count() or 1) // (local_world_size or world_size)))
+    torch.set_num_threads(settings.train.threads or _fair_threads(local_world_size or world_size))
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     dataset = settings.data.open(job.parent, settings.train.seed)
@@ -76,6 +76,11 @@ def _observers(job: Job, output: Path | None) -> list[Observer]:
         board = TensorBoardLog.open(folder)
         observers += [board] if board is not None else []
     return observers
+
+
+def _fair_threads(workers: int) -> int:
+    """Threads of one of this machine's workers: half of the cores are theirs, for shards and readers need some too."""
+    return max(1, (os.cpu_count() or 1) // (2 * workers))
 
 
 def _end_with(parent_pid: int) -> None:
