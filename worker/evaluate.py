@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from embershard.worker.data.batch import Batch, Dataset, RankingDataset
+from embershard.worker.device import to_device as tensor_to_device
 from embershard.worker.group import WorkerGroup
 from embershard.worker.metrics import Candidates, FullRanking, Pointwise
 from embershard.worker.models.two_tower import TwoTower
@@ -67,21 +68,20 @@ class Evaluator:
         assert isinstance(model, TwoTower)
         assert isinstance(dataset, RankingDataset)
         collector = FullRanking(self._top_k)
-        items = torch.cat([model.item_vectors(part.to(self._device)) for part in dataset.item_ids.split(1 << 14)])
+        items = torch.cat([model.item_vectors(part) for part in dataset.item_ids.split(1 << 14)])
         # a score matrix of the batch's size, whatever the number of items
         users_per_batch = max(1, (self._batch_size << 10) // max(1, len(items)))
         for users in dataset.users(split, self._group.rank, self._group.world_size, users_per_batch):
-            collector.update(model.user_vectors(users.ids.to(self._device)) @ items.T, users)
+            collector.update(model.user_vectors(users.ids) @ items.T, users)
         return collector
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """A batch whose inputs are on a device; the same one if they are there already."""
-    if batch.ids.device == device:
+    """A batch whose dense features and labels are on a device; ids stay on the host, where they are routed."""
+    if device.type == "cpu":
         return batch
-    dense = None if batch.dense is None else batch.dense.to(device, non_blocking=True)
-    ids, labels = batch.ids.to(device, non_blocking=True), batch.labels.to(device, non_blocking=True)
-    return dataclasses.replace(batch, ids=ids, dense=dense, labels=labels)
+    dense = None if batch.dense is None else tensor_to_device(batch.dense, device)
+    return dataclasses.replace(batch, dense=dense, labels=tensor_to_device(batch.labels, device))
 
 
 @contextmanager

@@ -33,8 +33,9 @@ class InBatchSoftmax:
     def __call__(self, model: Recommender, batch: Batch) -> Tensor:
         """() float32."""
         items = candidates(batch.ids)
-        log_q = self._frequency.update(items.cpu()).to(items.device)
-        return sampled_softmax(model(batch.ids, None, True), items, log_q)
+        log_q = self._frequency.update(items)
+        logits = model(batch.ids, None, True)
+        return sampled_softmax(logits, items.to(logits.device), log_q.to(logits.device))
 
 
 def objective_of(model: Recommender) -> Objective:

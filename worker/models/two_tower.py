@@ -109,7 +109,7 @@ def sampled_softmax(logits: Tensor, items: Tensor, log_q: Tensor) -> Tensor:
     logits (B, C); items (C,) int64, row i's own item is items[i]; log_q (C,) is the log of each candidate's
     expected number in a batch. Other appearances of a row's own item are no negatives and are left out.
     """
-    batch = torch.arange(len(logits))
+    batch = torch.arange(len(logits), device=logits.device)
     same = items.unsqueeze(0) == items[: len(logits)].unsqueeze(1)
     same[batch, batch] = False
     corrected = (logits - log_q).masked_fill(same, float("-inf"))
