@@ -93,20 +93,22 @@ class Declared(_message.Message):
     def __init__(self, created: _Optional[bool] = ..., loading: _Optional[bool] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("table", "placement_epoch", "ids", "rows", "worker", "last")
+    __slots__ = ("table", "placement_epoch", "ids", "rows", "worker", "last", "keep_state")
     TABLE_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
+    KEEP_STATE_FIELD_NUMBER: _ClassVar[int]
     table: str
     placement_epoch: int
     ids: bytes
     rows: bytes
     worker: int
     last: bool
-    def __init__(self, table: _Optional[str] = ..., placement_epoch: _Optional[int] = ..., ids: _Optional[bytes] = ..., rows: _Optional[bytes] = ..., worker: _Optional[int] = ..., last: _Optional[bool] = ...) -> None: ...
+    keep_state: bool
+    def __init__(self, table: _Optional[str] = ..., placement_epoch: _Optional[int] = ..., ids: _Optional[bytes] = ..., rows: _Optional[bytes] = ..., worker: _Optional[int] = ..., last: _Optional[bool] = ..., keep_state: _Optional[bool] = ...) -> None: ...
 
 class Loaded(_message.Message):
     __slots__ = ("rows",)

@@ -103,7 +103,7 @@ class UnknownOptimizer(EmbershardError):
 
 
 class BadOptimizer(EmbershardError):
-    """A row optimizer, or the module it should come from, that does not load or compile, or other settings than it has."""
+    """A row optimizer, or its module, that does not load or compile, or settings that it has not."""
 
     status = Status.INVALID_ARGUMENT
     template = "row optimizer {optimizer!r}: {reason}"
@@ -203,6 +203,16 @@ class ShardRestarted(EmbershardError):
     template = (
         "the shard at {address} was restarted (instance {got}, not {want}): the rows and optimizer states that it held "
         "in memory are lost; start the training again, or restore a snapshot into every shard"
+    )
+
+
+class MemoryLost(EmbershardError):
+    """A push of a worker whose earlier, acknowledged pushes this shard does not know: it was restarted since."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "worker {worker} had pushes acknowledged (all below {first_incomplete}) that this shard does not know: it was "
+        "restarted, and the rows and optimizer states that it held in memory are lost; start the training again"
     )
 
 

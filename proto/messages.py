@@ -72,6 +72,7 @@ class Load:
     rows: Floats  # (U, dim)
     worker: int = 0
     last: bool = True
+    keep_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,11 +274,13 @@ def _pack_load(m: Load) -> pb.LoadRequest:
         rows=_floats_bytes(m.rows),
         worker=m.worker,
         last=m.last,
+        keep_state=m.keep_state,
     )
 
 
 def _unpack_load(p: pb.LoadRequest) -> Load:
-    return Load(p.table, p.placement_epoch, _ids(p.ids, p.table), _floats(p.rows, p.table), p.worker, p.last)
+    ids, rows = _ids(p.ids, p.table), _floats(p.rows, p.table)
+    return Load(p.table, p.placement_epoch, ids, rows, p.worker, p.last, p.keep_state)
 
 
 def _pack_pull(m: Pull) -> pb.PullRequest:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from embershard.proto.errors import InvalidRequest, StaleWorker
+from embershard.proto.errors import InvalidRequest, MemoryLost, StaleWorker
 from embershard.proto.messages import Pushed, PushToken
 
 # Far more than any client keeps in flight; they bound what a broken or hostile one can make a shard remember.
@@ -26,7 +26,11 @@ class _Window:
 
 
 class Dedup:
-    """The completion records of every worker. `find`, apply, `record`: nothing is kept of a push that raised."""
+    """The completion records of every worker. `find`, apply, `record`: a push that raised leaves no record.
+
+    An incarnation is known from its first push on, whatever became of that one. So an unknown incarnation with
+    acknowledged pushes had them from a shard that has lost its memory since: it must not go on as if nothing happened.
+    """
 
     def __init__(self) -> None:
         self._windows: dict[int, _Window] = {}
@@ -38,11 +42,15 @@ class Dedup:
     def find(self, token: PushToken) -> Pushed | None:
         """The reply for a push that was applied before, None for one to apply.
 
-        StaleWorker for an earlier incarnation, InvalidRequest for numbers that no client sends.
+        StaleWorker for an earlier incarnation, MemoryLost for one whose acknowledged pushes are not known here,
+        InvalidRequest for numbers that no client sends.
         """
         window = self._windows.get(token.worker)
         self._check(token, window)
         if window is None or window.epoch < token.epoch:
+            if token.first_incomplete > 1:
+                raise MemoryLost(worker=token.worker, first_incomplete=token.first_incomplete)
+            self._windows[token.worker] = _Window(token.epoch)
             return None
         if token.seq < window.first_incomplete:
             # Its sender had the reply long ago: this copy was late in the network, and nobody waits for the counts.
@@ -52,9 +60,7 @@ class Dedup:
 
     def record(self, token: PushToken, reply: Pushed) -> None:
         """Keep the reply of a push that `find` did not know and that is applied now."""
-        window = self._windows.get(token.worker)
-        if window is None or window.epoch < token.epoch:
-            window = self._windows[token.worker] = _Window(token.epoch)
+        window = self._windows[token.worker]
         window.replies[token.seq] = reply
         if token.first_incomplete > window.first_incomplete:
             window.first_incomplete = token.first_incomplete

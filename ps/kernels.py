@@ -206,13 +206,17 @@ def apply(
     return DONE
 
 
-@compiled(types.int64(STORE, _IDS, _ROWS))
-def load(store: Store, ids: Ids, rows: Floats) -> int:
-    """Give ids these weights and a fresh state, in order; returns DONE or INDEX_FULL."""
+@compiled(types.int64(STORE, _IDS, _ROWS, types.boolean))
+def load(store: Store, ids: Ids, rows: Floats, keep_state: bool) -> int:
+    """Give ids these weights, in order, and new rows (all rows, unless keep_state) a fresh state.
+
+    Returns DONE or INDEX_FULL.
+    """
     store, ids, rows = open_store(store), detached(ids), detached(rows)
     for i in range(ids.size):
         h = mix64(_U(ids[i]), store.space_key)
         found = find(store, ids[i], h)
+        fresh = not (found and keep_state)
         if not found:
             found = insert(store, ids[i], h)
             if not found:
@@ -220,6 +224,8 @@ def load(store: Store, ids: Ids, rows: Floats) -> int:
         first = (found - _1) * store.stride + _U(HEADER)
         for j in range(store.dim):
             store.floats[first + j] = rows[i, j]
+        if not fresh:
+            continue
         for j in range(_U(store.fresh.size)):
             store.floats[first + store.dim + j] = store.fresh[j]
     return DONE

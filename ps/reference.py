@@ -118,10 +118,12 @@ class ReferenceTable:
             self._optimizer.function(weights, state, clipped, hyper)
         return len(ids) - skipped, skipped
 
-    def load(self, ids: Ids, rows: Floats) -> None:
-        """Set weights; the state starts anew."""
+    def load(self, ids: Ids, rows: Floats, *, keep_state: bool = False) -> None:
+        """Set weights; the state starts anew, unless it is kept."""
         for id_, row in zip(ids.tolist(), rows, strict=True):
-            self._rows[id_] = row.copy(), self._optimizer.initial(self.spec.dim, self._params)
+            known = self._rows.get(id_) if keep_state else None
+            state = known[1] if known else self._optimizer.initial(self.spec.dim, self._params)
+            self._rows[id_] = row.copy(), state
 
     def scan(self) -> Iterator[tuple[Ids, Floats, Floats]]:
         """One block of all rows, in the order of their creation."""

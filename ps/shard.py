@@ -186,7 +186,7 @@ class Shard:
         if not np.isfinite(rows).all():
             count = int(rows.size - np.count_nonzero(np.isfinite(rows)))
             raise NonFiniteValue(table=request.table, what="rows to load", count=count)
-        entry.table.load(request.ids, rows)
+        entry.table.load(request.ids, rows, keep_state=request.keep_state)
         if request.last:
             entry.loader = None
         return Loaded(rows=len(request.ids))

@@ -102,13 +102,16 @@ class Table:
             raise self._full(len(flat))
         return Applied(len(flat) - int(skipped[0]), int(skipped[0]))
 
-    def load(self, ids: Ids, rows: Floats) -> None:
-        """Set the weights of ids ((U,) int64) to rows ((U, dim) float32) and their state to its first value."""
+    def load(self, ids: Ids, rows: Floats, *, keep_state: bool = False) -> None:
+        """Set the weights of ids ((U,) int64) to rows ((U, dim) float32), and their state to its first value.
+
+        With `keep_state` rows that exist keep theirs.
+        """
         flat = _array(ids, np.int64, self.spec.name, "the ids")
         rows = _array(rows, np.float32, self.spec.name, "the rows")
         self._check(flat, rows, "the rows")
         self._make_room(len(flat))
-        if kernels.load(self._store, flat, rows) != kernels.DONE:
+        if kernels.load(self._store, flat, rows, keep_state) != kernels.DONE:
             raise self._full(len(flat))
 
     def scan(self, block: int = 65_536) -> Iterator[tuple[Ids, Floats, Floats]]:

@@ -124,11 +124,18 @@ class Client:
         return frozenset(s for s, reply in enumerate(replies) if isinstance(reply, Declared) and reply.created)
 
     def load(
-        self, table: str, route: Route, rows: Floats, *, shards: frozenset[int] | None = None, last: bool = True
+        self,
+        table: str,
+        route: Route,
+        rows: Floats,
+        *,
+        shards: frozenset[int] | None = None,
+        last: bool = True,
+        keep_state: bool = False,
     ) -> None:
         """Assign `rows` ((U, dim) float32, in route order) to the ids of a route, on the shards named (default: all).
 
-        `last` ends the loading that `declare` began.
+        `last` ends the loading that `declare` began. With `keep_state` rows that exist keep their optimizer's state.
         """
         dim = self._spec(table).dim
         _check_rows(table, "loaded rows", rows, len(route.ids), dim)
@@ -140,12 +147,17 @@ class Client:
             if last:  # without rows: sent again after its reply was lost, it cannot undo a push that came since
                 messages = [*messages, [Piece(0, 0, 0)]]
             queues[shard] = deque(
-                Load(table, self.placement.epoch, ids[p.start : p.stop], values[p.start : p.stop], self.worker, False)
-                for (p,) in messages
+                Load(
+                    table=table,
+                    placement_epoch=self.placement.epoch,
+                    ids=ids[piece.start : piece.stop],
+                    rows=values[piece.start : piece.stop],
+                    worker=self.worker,
+                    last=last and number == len(messages),
+                    keep_state=keep_state,
+                )
+                for number, (piece,) in enumerate(messages, start=1)
             )
-            if last:
-                end = queues[shard].pop()
-                queues[shard].append(Load(table, end.placement_epoch, end.ids, end.rows, self.worker, True))
         while batch := {shard: queue.popleft() for shard, queue in queues.items() if queue}:
             _raise_first(self._call(batch))
 

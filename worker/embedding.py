@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from embershard.proto.routing import Route
-from embershard.proto.spec import SGD, Optimizer
 from embershard.worker.gradients import RowGradients
 from embershard.worker.pieces import select
 from embershard.worker.session import Read, RemoteTable
@@ -44,8 +43,6 @@ class _RemoteRows(nn.Module):
         self.scale_grad_by_freq = scale_grad_by_freq
         self.sparse = False  # only touched rows are ever sent, whatever torch's `sparse` says
         self.frozen = frozen
-        if self.max_norm is not None:
-            check_max_norm(table.spec.name, table.spec.optimizer)
         # follows the module through .to(device), and is neither saved nor trained
         self.register_buffer("_anchor", torch.empty(0), persistent=False)
         self._anchor: torch.Tensor
@@ -96,7 +93,7 @@ class _RemoteRows(nn.Module):
                 return
             torch.embedding_renorm_(read.rows, read.index.view(-1), self.max_norm, self.norm_type)
             keep = over.cpu().numpy()
-            self.table.load(select(read.route, keep), read.rows[over].cpu().numpy())
+            self.table.load(select(read.route, keep), read.rows[over].cpu().numpy(), keep_state=True)
 
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
         if name == "weight":
@@ -251,13 +248,3 @@ def _collector(
             table.session.collect(RowGradients(table.spec, route, gradient.detach(), padding))
 
     return collect
-
-
-def check_max_norm(table: str, optimizer: Optimizer) -> None:
-    """ValueError where max_norm cannot keep torch's meaning under an optimizer."""
-    if isinstance(optimizer, SGD) and optimizer.momentum == 0:
-        return
-    raise ValueError(
-        f"table {table!r}: max_norm assigns rows, which resets their {type(optimizer).__name__} state; "
-        "use SGD without momentum for this table, or no max_norm"
-    )

@@ -48,9 +48,9 @@ class RemoteTable:
         read = self.session.read(self, ids, ids.device)
         return read.rows[read.index]
 
-    def load(self, route: Route, rows: Floats) -> None:
-        """Assign rows ((U, dim) float32, in route order); their optimizer state starts anew."""
-        self.session.client.load(self.spec.name, route, rows)
+    def load(self, route: Route, rows: Floats, *, keep_state: bool = False) -> None:
+        """Assign rows ((U, dim) float32, in route order); their optimizer's state starts anew, unless it is kept."""
+        self.session.client.load(self.spec.name, route, rows, keep_state=keep_state)
 
     def route(self, ids: torch.Tensor) -> Route:
         """The route of a tensor of ids. RuntimeError unless they are int32 or int64."""

@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 from embershard.proto.errors import TableMismatch
 from embershard.proto.spec import Adagrad, Constant, Initializer, Normal, Optimizer, RowWiseAdagrad, TableSpec
 from embershard.worker.dense import BLOCK, DenseWeights, layout_seed
-from embershard.worker.embedding import Embedding, EmbeddingBag, check_max_norm
+from embershard.worker.embedding import Embedding, EmbeddingBag
 from embershard.worker.session import RemoteTable, Session
 
 Ids = npt.NDArray[np.int64]
@@ -102,8 +102,6 @@ def _move_tables(
 ) -> _Moved:
     groups = _groups(model)
     _check(model, groups, id_space)
-    for name in (group.names[0] for group in groups if any(m.max_norm is not None for m in group.modules)):
-        check_max_norm(name, settings.optimizer)
     replaced: dict[nn.Module, Embedding | EmbeddingBag] = {}
     for group, name in zip(groups, _table_names(groups, prefix), strict=True):
         spec = replace(

@@ -18,7 +18,7 @@ EXAMPLES: list[m.Message] = [
     m.Declare(SPEC, 1, True),
     m.Declare(TableSpec(name="u", dim=1, optimizer=Custom(function="a:b", lr=0.1, settings={"z": 1.0, "a": 2.0}))),
     m.Declared(True, False),
-    m.Load("t", 1, IDS, ROWS, 2, False),
+    m.Load("t", 1, IDS, ROWS, 2, False, True),
     m.Loaded(3),
     m.Pull(1, (m.TableIds("t", IDS), m.TableIds("u", IDS[:0]))),
     m.Rows((ROWS, ROWS[:0])),

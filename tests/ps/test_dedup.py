@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embershard.proto.errors import InvalidRequest, StaleWorker
+from embershard.proto.errors import InvalidRequest, MemoryLost, StaleWorker
 from embershard.proto.messages import Pushed, PushToken
 from embershard.ps.dedup import MAX_IN_FLIGHT, MAX_WORKERS, Dedup
 
@@ -28,10 +28,30 @@ def test_a_push_that_was_not_recorded_may_come_again():
     assert dedup.find(token) is None
 
 
+def apply(dedup: Dedup, token: PushToken) -> None:
+    assert dedup.find(token) is None
+    dedup.record(token, REPLY)
+
+
+def test_a_shard_that_lost_its_memory_says_so():
+    with pytest.raises(MemoryLost, match="all below 5"):
+        Dedup().find(PushToken(worker=0, epoch=1, seq=6, first_incomplete=5))
+    dedup = Dedup()
+    apply(dedup, PushToken(0, 1, 1, 1))
+    with pytest.raises(MemoryLost, match="worker 0"):  # a newer incarnation that was acknowledged elsewhere
+        dedup.find(PushToken(0, 2, 9, 9))
+
+
+def test_an_incarnation_whose_first_push_was_refused_goes_on():
+    dedup = Dedup()
+    assert dedup.find(PushToken(0, 1, 1, 1)) is None  # what it asked for made no sense: nothing was recorded
+    assert dedup.find(PushToken(0, 1, 2, 2)) is None
+
+
 def test_a_copy_that_comes_after_its_acknowledgement_is_not_applied():
     dedup = Dedup()
-    dedup.record(PushToken(0, 1, 1, 1), REPLY)
-    dedup.record(PushToken(0, 1, 2, 2), REPLY)
+    apply(dedup, PushToken(0, 1, 1, 1))
+    apply(dedup, PushToken(0, 1, 2, 2))
     found = dedup.find(PushToken(0, 1, 1, 1))
     assert found is not None
     assert found.duplicate
@@ -39,7 +59,7 @@ def test_a_copy_that_comes_after_its_acknowledgement_is_not_applied():
 
 def test_an_earlier_incarnation_is_fenced():
     dedup = Dedup()
-    dedup.record(PushToken(0, 7, 1, 1), REPLY)
+    apply(dedup, PushToken(0, 7, 1, 1))
     with pytest.raises(StaleWorker, match="epoch 6") as caught:
         dedup.find(PushToken(0, 6, 2, 1))
     assert caught.value.fields == {"worker": 0, "got": 6, "want": 7}
@@ -47,15 +67,14 @@ def test_an_earlier_incarnation_is_fenced():
 
 def test_a_new_incarnation_starts_its_own_numbers():
     dedup = Dedup()
-    dedup.record(PushToken(0, 7, 1, 1), REPLY)
-    assert dedup.find(PushToken(0, 8, 1, 1)) is None
-    dedup.record(PushToken(0, 8, 1, 1), REPLY)
+    apply(dedup, PushToken(0, 7, 1, 1))
+    apply(dedup, PushToken(0, 8, 1, 1))
     assert len(dedup) == 1
 
 
 def test_workers_do_not_share_numbers():
     dedup = Dedup()
-    dedup.record(PushToken(0, 1, 1, 1), REPLY)
+    apply(dedup, PushToken(0, 1, 1, 1))
     assert dedup.find(PushToken(1, 1, 1, 1)) is None
 
 
@@ -108,6 +127,8 @@ class Model:
         if token.epoch < self.newest.get(token.worker, 0):
             return "stale"
         incarnation = (token.worker, token.epoch)
+        if token.epoch > self.newest.get(token.worker, 0) and token.first_incomplete > 1:
+            return "lost"
         key = (*incarnation, token.seq)
         if key in self.applied or token.seq < self.acknowledged.get(incarnation, 0):
             return "duplicate"
@@ -125,6 +146,8 @@ def test_every_delivery_is_judged_as_by_a_model_that_never_forgets(tokens: list[
             found = dedup.find(token)
         except StaleWorker:
             got = "stale"
+        except MemoryLost:
+            got = "lost"
         else:
             got = "duplicate" if found else "applied"
             if found is None:

@@ -107,6 +107,15 @@ class TestTable:
         assert np.array_equal(after[2][1], np.full(3, 0.25, np.float32))
         assert np.array_equal(after[1][1], np.full(3, 1.25, np.float32))
 
+    def test_a_load_may_keep_the_state_of_rows_that_exist(self, make):
+        table = make(table_spec(3, spec.Adagrad(lr=0.1, initial_accumulator=0.25)))
+        table.apply(np.array([1]), np.ones((1, 3), np.float32))
+        table.load(np.array([1, 2]), np.zeros((2, 3), np.float32), keep_state=True)
+        after = contents(table)
+        assert np.array_equal(after[1][0], np.zeros(3, np.float32))
+        assert np.array_equal(after[1][1], np.full(3, 1.25, np.float32))
+        assert np.array_equal(after[2][1], np.full(3, 0.25, np.float32))
+
     def test_lr_scale_multiplies_the_learning_rate_of_one_push(self, make):
         table = make(table_spec(1, spec.SGD(lr=0.5), initializer=spec.Constant(value=1.0)))
         table.apply(np.array([1]), np.ones((1, 1), np.float32), 0.5)

@@ -168,13 +168,14 @@ def test_a_push_that_timed_out_after_it_was_applied_is_not_applied_again(make_sh
 def test_a_refused_push_does_not_come_back(make_shards: Shards) -> None:
     client, (wire,) = wired(make_shards(1))
     client.declare(SPEC)
-    wire.fault = lambda request: WrongDim(table="t", what="gradients", got=1, ids=1, dim=3, want=3)
     route = route_of(client, 1)
+    client.push([("t", route, ones(route))], clock=0)
+    wire.fault = lambda request: WrongDim(table="t", what="gradients", got=1, ids=1, dim=3, want=3)
     with pytest.raises(WrongDim, match="shard 0 at wire/0"):
         client.push([("t", route, ones(route))], clock=0)
     wire.fault = lambda request: None
     client.push([("t", route, ones(route))], clock=1)
-    np.testing.assert_array_equal(rows_of(client, 1), [[-1.0] * 3])
+    np.testing.assert_array_equal(rows_of(client, 1), [[-2.0] * 3])
 
 
 def test_a_busy_shard_is_given_the_pause_it_asks_for(make_shards: Shards) -> None:

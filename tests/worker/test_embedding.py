@@ -279,17 +279,19 @@ def test_a_table_without_a_size_takes_any_64_bit_id() -> None:
         assert sum(table.rows for status in session.client.status() for table in status.tables) == 5
 
 
-def test_max_norm_is_refused_where_it_would_reset_optimizer_states() -> None:
-    model = nn.Sequential(nn.Embedding(5, 2), nn.Embedding(5, 2, max_norm=1.0))
-    with es.local() as session:
-        with pytest.raises(ValueError, match="table '1': max_norm"):
-            es.wrap(model, session, optimizer=es.SGD(lr=0.1, momentum=0.9))
-        assert not session.client.status()[0].tables
-    with (
-        es.local() as session,
-        pytest.raises(ValueError, match="max_norm assigns rows, which resets their Adagrad state"),
-    ):
-        es.Embedding(any_table(session, es.Adagrad(lr=0.1)).table, max_norm=1.0)
+def test_max_norm_keeps_the_optimizers_state() -> None:
+    plain = nn.Embedding(ROWS, DIM, max_norm=1.0)
+    module = copy.deepcopy(plain)
+    optimizer = torch.optim.Adagrad(plain.parameters(), lr=0.5)
+    with es.local(shards=2) as session:
+        ours = es.wrap(module, session, optimizer=es.Adagrad(lr=0.5))
+        for _ in range(4):
+            for model in (plain, ours):
+                model(IDS).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+            check_equal(remote_rows(ours), plain.weight.detach())
 
 
 def test_the_weight_of_a_remote_embedding_is_missed_with_a_reason() -> None:
