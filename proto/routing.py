@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit, types
+from numba import types
+
+from embershard.proto.jit import compiled
 
 NUM_BUCKETS = 4096
 BUCKET_SHIFT = 52  # high bits: the hash cells of a shard already use the low ones
@@ -19,7 +21,7 @@ Ids = npt.NDArray[np.int64]
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
-@njit(types.uint64(types.uint64, types.uint64), cache=True, inline="always")
+@compiled(types.uint64(types.uint64, types.uint64), inline="always")
 def mix64(x: np.uint64, key: np.uint64) -> np.uint64:
     """SplitMix64's finalizer (Steele et al. 2014) of `x ^ key`: a bijection of 64-bit x for every key."""
     z = x ^ key
@@ -77,7 +79,7 @@ _ROUTE_SIGNATURE = types.UniTuple(types.int64[::1], 3)(
 )
 
 
-@njit(_ROUTE_SIGNATURE, cache=True, nogil=True)
+@compiled(_ROUTE_SIGNATURE)
 def _route(ids: Ids, key: np.uint64, shard_of: npt.NDArray[np.uint16], num_shards: int) -> tuple[Ids, Ids, Ids]:
     n = ids.size
     size = 16

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit, types
+from numba import types
 
+from embershard.proto.jit import compiled
 from embershard.proto.routing import Ids
 
 Floats = npt.NDArray[np.float32]
@@ -22,14 +23,12 @@ def sum_rows(index: Ids, rows: Floats, num_rows: int) -> Floats:
     return out
 
 
-@njit(
+@compiled(
     types.void(
         types.Array(types.int64, 1, "C", readonly=True),
         types.Array(types.float32, 2, "C", readonly=True),
         types.float32[:, ::1],
-    ),
-    cache=True,
-    nogil=True,
+    )
 )
 def _sum_rows(index: Ids, rows: Floats, out: Floats) -> None:
     for i in range(index.size):

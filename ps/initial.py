@@ -12,9 +12,9 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from embershard.proto.jit import called, inlined
 from embershard.proto.routing import mix64
 from embershard.proto.spec import Constant, Initializer, Normal, Uniform
-from embershard.ps.compiler import called, inlined
 
 CONSTANT, UNIFORM, NORMAL = 0, 1, 2
 GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's step

@@ -13,9 +13,12 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto.jit import called, compiled, inlined
 from embershard.proto.routing import mix64
-from embershard.ps.compiler import call_row_function, called, compiled, detached, inlined, prefetch, window
+from embershard.ps import initial, intrinsics
+from embershard.ps import store as store_module
 from embershard.ps.initial import write_initial
+from embershard.ps.intrinsics import call_row_function, detached, prefetch, window
 from embershard.ps.store import HEADER, NUM_PAGES, STORE, Store, find, home_of, insert, open_store, probe
 
 Ids = npt.NDArray[np.int64]
@@ -27,6 +30,7 @@ BLOCK = 64  # ids in flight: enough to hide the memory's latency, few enough to 
 
 DONE, INDEX_FULL, OPTIMIZER_RAISED = 0, 1, 2  # what apply and load return
 
+_PARTS = (initial, intrinsics, store_module)
 _IDS = types.Array(types.int64, 1, "C", readonly=True)  # readonly: they come straight from a message
 _ROWS = types.Array(types.float32, 2, "C", readonly=True)
 _BITS = types.Array(types.int32, 2, "C", readonly=True)
@@ -58,7 +62,7 @@ def _is_of(store: Store, found: np.uint64, id_: np.int64) -> bool:
     return bool(store.ids[(found - _1) * (store.stride >> _1)] == id_)
 
 
-@compiled(types.void(STORE, _IDS, types.float32[:, ::1]))
+@compiled(types.void(STORE, _IDS, types.float32[:, ::1]), *_PARTS)
 def gather(store: Store, ids: Ids, out: Floats) -> None:
     """out[i] = weights of ids[i], or its first values where it has no row; changes nothing."""
     store, ids, out = open_store(store), detached(ids), detached(out)
@@ -144,7 +148,8 @@ def clip_gradient(grad: Floats, out: Floats, clip_value: float, clip_norm: float
         types.float64[::1],
         types.int64,
         types.int64[::1],
-    )
+    ),
+    *_PARTS,
 )
 def apply(
     store: Store,
@@ -206,7 +211,7 @@ def apply(
     return DONE
 
 
-@compiled(types.int64(STORE, _IDS, _ROWS, types.boolean))
+@compiled(types.int64(STORE, _IDS, _ROWS, types.boolean), *_PARTS)
 def load(store: Store, ids: Ids, rows: Floats, keep_state: bool) -> int:
     """Give ids these weights, in order, and new rows (all rows, unless keep_state) a fresh state.
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from embershard.ps.compiler import fma, inlined
+from embershard.proto.jit import inlined
+from embershard.ps.intrinsics import fma
 from embershard.ps.row_optimizer import RowOptimizer, row_optimizer
 
 Floats = npt.NDArray[np.float32]

@@ -15,7 +15,9 @@ import numpy.typing as npt
 
 from embershard.proto import spec
 from embershard.proto.errors import BadOptimizer
-from embershard.ps.compiler import ROW_FUNCTION, compiled
+from embershard.proto.jit import compiled
+from embershard.ps import intrinsics
+from embershard.ps.intrinsics import ROW_FUNCTION
 from embershard.ps.kernels import RowFunction
 
 Settings = Mapping[str, float]
@@ -66,7 +68,7 @@ class RowOptimizer:
     def compiled(self) -> RowFunction:
         """The function compiled; BadOptimizer with the compiler's reason when it does not compile."""
         try:
-            return compiled(ROW_FUNCTION)(self.function)
+            return compiled(ROW_FUNCTION, intrinsics)(self.function)
         except Exception as error:  # numba lets some mistakes through as what Python raises
             reason = _compiler_reason(str(error), self.function.__code__)
             raise BadOptimizer(optimizer=self.name, reason=reason) from error

@@ -28,6 +28,7 @@ from embershard.proto.errors import (
     WrongDim,
     WrongPlacement,
 )
+from embershard.proto.jit import compiled
 from embershard.proto.messages import (
     MAX_MESSAGE_BYTES,
     Declare,
@@ -50,7 +51,6 @@ from embershard.proto.messages import (
     TableStatus,
 )
 from embershard.proto.routing import BUCKET_SHIFT, Placement, mix64
-from embershard.ps.compiler import compiled
 from embershard.ps.dedup import Dedup
 from embershard.ps.optim import OptimizerRegistry
 from embershard.ps.table import Table

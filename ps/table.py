@@ -13,8 +13,8 @@ from embershard.proto.routing import NUM_BUCKETS, Ids
 from embershard.proto.spec import TableSpec
 from embershard.ps import kernels
 from embershard.ps.arena import Arena, physical_memory
-from embershard.ps.compiler import address_of
 from embershard.ps.initial import initializer_code
+from embershard.ps.intrinsics import address_of
 from embershard.ps.row_optimizer import RowOptimizer
 from embershard.ps.store import HEADER, NUM_ENTRIES, NUM_PAGES, NUM_ROWS, PAGE_CELLS, Store
 

@@ -1,4 +1,4 @@
-"""First values, the index's edge cases, and the ways in which compiled code is kept."""
+"""First values, the index's edge cases, and the intrinsics."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import statistics
 import numba
 import numpy as np
 import pytest
-from numba.core import caching
 
 from embershard.proto import spec
 from embershard.proto.errors import TableFull
 from embershard.proto.reference import mix64
-from embershard.ps import compiler, optimizers, reference, store
+from embershard.ps import reference, store
+from embershard.ps.arena import Arena
+from embershard.ps.intrinsics import first_match, fma
 from embershard.ps.optim import OptimizerRegistry
 from embershard.ps.table import Table
 
@@ -119,36 +120,25 @@ class TestIndex:
         assert (table.gather(ids) == -1).all()
 
 
-class TestCompiled:
-    """`compiled` keeps code where it can, works where it cannot, and compiles anew what has changed."""
-
-    def test_it_works_where_no_cache_can_be_kept(self, monkeypatch):
-        monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
-        with pytest.raises(RuntimeError, match="cannot cache"):
-            numba.njit(cache=True)(lambda: None)
-        update = compiler.compiled(compiler.ROW_FUNCTION)(optimizers.sgd.function)
-        assert compiler.address_of(update)
-
-    def test_what_was_kept_is_taken_again_until_any_compiled_source_changes(self, tmp_path, monkeypatch):
-        (tmp_path / "kept.py").write_text("def double(x):\n    return x + x\n")
-        monkeypatch.syspath_prepend(str(tmp_path))
-        import kept  # type: ignore[import-not-found]
-
-        def compile_it() -> tuple[int, int]:
-            stats = compiler.compiled(numba.int64(numba.int64))(kept.double).stats
-            return sum(stats.cache_hits.values()), sum(stats.cache_misses.values())
-
-        assert compile_it() == (0, 1)
-        assert compile_it() == (1, 0)
-        monkeypatch.setattr(compiler, "_sources", lambda: "another version")
-        assert compile_it() == (0, 1)
-
+class TestIntrinsics:
     def test_fma_rounds_once(self):
         @numba.njit
         def fused(a, b, c):
-            return compiler.fma(a, b, c)
+            return fma(a, b, c)
 
         a, c = np.float32(1 + 2**-12), np.float32(-1)
         assert fused(a, a, c) == np.float32(2**-11 + 2**-24)
-        assert compiler.fma(a, a, c) == np.float32(2**-11 + 2**-24)
+        assert fma(a, a, c) == np.float32(2**-11 + 2**-24)
         assert a * a + c != np.float32(2**-11 + 2**-24)
+
+    @pytest.mark.parametrize("place", [*range(8), None])
+    def test_first_match_is_the_first_cell_with_the_high_word(self, place):
+        @numba.njit
+        def search(cells, start, high):
+            return first_match(cells, start, high)
+
+        cells = Arena(4096).take(np.uint64, 24)
+        cells[:] = np.arange(24) + (3 << 32)
+        if place is not None:
+            cells[8 + place :] = (5 << 32) + 1
+        assert search(cells, np.uint64(8), np.uint64(5)) == (8 if place is None else place)

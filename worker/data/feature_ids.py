@@ -52,7 +52,7 @@ def feature_key(feature: str) -> int:
 
 
 @_jit(cache=True, nogil=True)
-def _hash_texts(starts: Ids, data: npt.NDArray[np.uint8], key: int, out: Ids) -> None:
+def _hash_texts(starts: Ids, data: npt.NDArray[np.uint8], key: np.uint64, out: Ids) -> None:
     prime = uint64(_FNV_PRIME)
     for i in range(len(out)):
         h = uint64(_FNV_OFFSET)
@@ -62,6 +62,6 @@ def _hash_texts(starts: Ids, data: npt.NDArray[np.uint8], key: int, out: Ids) ->
 
 
 @_jit(cache=True, nogil=True)
-def _hash_numbers(values: Ids, key: int, out: Ids) -> None:
+def _hash_numbers(values: Ids, key: np.uint64, out: Ids) -> None:
     for i in range(len(values)):
         out[i] = np.int64(mix64(np.uint64(values[i]), key) >> uint64(2))

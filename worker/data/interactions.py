@@ -76,7 +76,9 @@ class Interactions:
 
 
 @_jit(cache=True, nogil=True)
-def _sample_negatives(starts: Ints, items: Ints, num_items: int, users: Ints, draws: Ints, key: int, out: Ints) -> None:
+def _sample_negatives(
+    starts: Ints, items: Ints, num_items: np.uint64, users: Ints, draws: Ints, key: np.uint64, out: Ints
+) -> None:
     for i in range(len(users)):
         begin, end = starts[users[i]], starts[users[i] + 1]
         state = mix64(np.uint64(draws[i]), key)

@@ -1,69 +1,17 @@
-"""Numba as this project uses it: decorators that also work where no cache can be kept, and a few intrinsics."""
+"""The intrinsics of the kernels: what numba does not say in Python."""
 
 from __future__ import annotations
 
-import functools
-import hashlib
-from collections.abc import Callable
-from pathlib import Path
-from typing import TypeVar
-
-import numba
 import numpy as np
 from numba import types
 from numba.core.cgutils import ir
-from numba.core.typing.templates import Signature
 from numba.extending import intrinsic, overload
 from numba.np.arrayobj import populate_array
 
-from embershard.proto import routing
-
-_OPTIONS = {"nogil": True, "error_model": "numpy"}
-
-F = TypeVar("F", bound=Callable[..., object])
 _POINTER = ir.IntType(8).as_pointer()
 _INT32 = ir.IntType(32)
 
 ROW_FUNCTION = types.void(types.float32[::1], types.float32[::1], types.float32[::1], types.float64[::1])
-
-
-def compiled(signature: Signature) -> Callable[[F], F]:
-    """njit with this signature, without the GIL, kept on disk beside the source or in the user's cache folder.
-
-    Where neither can be written (a read-only image without a home), the function is compiled anew at every start.
-    """
-
-    def decorate(function: F) -> F:
-        try:
-            dispatcher = numba.njit(cache=True, **_OPTIONS)(function)
-            # numba looks for changes in the function's own file only, and what is written out in it comes from others
-            cache_file = dispatcher._cache._cache_file
-            cache_file._source_stamp = (cache_file._source_stamp, _sources())
-        except (RuntimeError, AttributeError):  # nowhere to keep it, or a numba whose cache we cannot tell that
-            dispatcher = numba.njit(**_OPTIONS)(function)
-        dispatcher.compile(signature)
-        dispatcher.disable_compile()
-        return dispatcher  # type: ignore[no-any-return]
-
-    return decorate
-
-
-@functools.cache
-def _sources() -> str:
-    """Digest of the files whose functions are written out in those of other files."""
-    here = Path(__file__).parent
-    paths = [Path(routing.__file__), *(here / f"{name}.py" for name in ("compiler", "initial", "store", "kernels"))]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
-
-
-def inlined(function: F) -> F:
-    """njit for a part of a compiled function's hot path: written out there, compiled and kept with it."""
-    return numba.njit(forceinline=True, **_OPTIONS)(function)  # type: ignore[no-any-return]
-
-
-def called(function: F) -> F:
-    """njit for a rare part of a compiled function: compiled with it and kept with it, as a call."""
-    return numba.njit(**_OPTIONS)(function)  # type: ignore[no-any-return]
 
 
 @intrinsic
