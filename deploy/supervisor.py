@@ -209,14 +209,17 @@ class LocalShards:
         self._stopping.set()
         with self._lock:
             running = [p for p in self._processes if p.popen.poll() is None]
+        try:
             for process in running:
                 process.popen.terminate()
-        end = time.monotonic() + STOP_SECONDS
-        for process in running:
-            try:
-                process.popen.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                self._report(f"pid {process.popen.pid} did not end within {STOP_SECONDS:.0f} s: killed")
+            end = time.monotonic() + STOP_SECONDS
+            for process in running:
+                try:
+                    process.popen.wait(max(0.0, end - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    self._report(f"pid {process.popen.pid} did not end within {STOP_SECONDS:.0f} s: killed")
+        finally:  # a second Ctrl-C, too, leaves nothing behind
+            for process in running:
                 process.popen.kill()
                 process.popen.wait()
         for watcher in self._watchers:

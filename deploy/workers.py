@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Self
 
-from embershard.proto.errors import EmbershardError
+from embershard.proto.errors import EmbershardError, WorkerLost
 
 LAST_LINES = 12  # of a worker that died, shown with the report
 STOP_TIMEOUT = timedelta(seconds=10)
@@ -77,18 +78,20 @@ class LocalWorkers:
 
     def close(self) -> None:
         """End what still runs: SIGTERM, then SIGKILL; workers hold nothing that would be lost."""
-        for process in self._processes:
-            if process.poll() is None:
-                process.terminate()
-        end = time.monotonic() + STOP_TIMEOUT.total_seconds()
-        for process in self._processes:
-            try:
-                process.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
+        try:
+            for process in self._processes:
+                if process.poll() is None:
+                    process.terminate()
+            end = time.monotonic() + STOP_TIMEOUT.total_seconds()
+            for process in self._processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, end - time.monotonic()))
+        finally:  # a second Ctrl-C, too, leaves nothing behind
+            for process in self._processes:
                 process.kill()
                 process.wait()
-        for file in self._files:
-            file.close()
+            for file in self._files:
+                file.close()
 
     def _start(self, rank: int, meeting: Mapping[str, str]) -> None:
         file = (self._logs / f"worker-{rank}.log").open("ab")
@@ -117,7 +120,7 @@ class LocalWorkers:
 
     def _failure(self, failed: Sequence[int]) -> WorkerFailed:
         # one death makes the others' connections fail: the first to be killed by a signal, or else to end, is the cause
-        rank = min(failed, key=lambda r: (self._processes[r].returncode >= 0, "gloo" in self._tail(r), r))
+        rank = min(failed, key=lambda r: (self._processes[r].returncode >= 0, WorkerLost.words in self._tail(r), r))
         code = self._processes[rank].returncode
         return WorkerFailed(
             worker=rank,

@@ -183,6 +183,12 @@ class ShardUnavailable(EmbershardError):
     )
 
 
+class BadAddress(InvalidRequest):
+    """Text that cannot be the address of a shard."""
+
+    template = "{address!r} is not the address of a shard: {reason}"
+
+
 class NotAShard(EmbershardError):
     """Something else than an embershard shard answers at an address (raised by the client)."""
 
@@ -221,6 +227,39 @@ class NonFiniteValue(EmbershardError):
 
     status = Status.INVALID_ARGUMENT
     template = "table {table!r}: {what} hold {count} non-finite values"
+
+
+class WorkerLost(EmbershardError):
+    """Another worker of the job that is gone (raised by a worker that waits for it)."""
+
+    status = Status.UNAVAILABLE
+    # of several workers that end, those who say this are not the cause
+    words: ClassVar[str] = "lost another worker"
+    template = "worker {worker} of {world_size} " + words + ": {reason}; see what the others say"
+
+
+class WorkersApart(EmbershardError):
+    """Workers that could not meet at the start of a job."""
+
+    status = Status.UNAVAILABLE
+    template = (
+        "worker {worker} of {world_size} cannot meet the others at MASTER_ADDR={address} MASTER_PORT={port}: {reason}; "
+        "give all workers the same place, each its own rank, and check that all of them run"
+    )
+
+
+class CannotWrite(EmbershardError):
+    """A folder or a file that this process may not write."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "cannot write to {path}: {reason}; choose another folder with --output"
+
+
+class OutputClosed(EmbershardError):
+    """Nobody reads stdout any more."""
+
+    status = Status.ABORTED
+    template = "whoever read the output is gone, so the run ends; send the output to a file to keep it running"
 
 
 class JobError(EmbershardError):

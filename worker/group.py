@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from embershard.proto.errors import WorkerLost, WorkersApart
+from embershard.worker.carrier import Deadline
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
+# at the start a worker waits for the others' processes, which a cluster may start minutes apart
+JOIN_TIMEOUT = timedelta(minutes=5)
 # a meeting waits for the slowest worker: as long as its rest of an epoch, not as long as a call
 MEETING_TIMEOUT = timedelta(minutes=30)
 
@@ -28,10 +37,25 @@ class WorkerGroup:
         self.world_size = world_size
 
     @classmethod
-    def join(cls, rank: int, world_size: int, timeout: timedelta = MEETING_TIMEOUT) -> WorkerGroup:
-        """Meet the other workers at MASTER_ADDR and MASTER_PORT, which torch reads from the environment."""
+    def join(cls, rank: int, world_size: int, timeout: timedelta = JOIN_TIMEOUT) -> WorkerGroup:
+        """Meet the other workers at MASTER_ADDR and MASTER_PORT, which torch reads from the environment.
+
+        WorkersApart where that is no place to meet, or somebody did not come, or a rank came twice, by `timeout`.
+        """
         if world_size > 1:
-            dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timeout)
+            try:
+                deadline = Deadline(timeout)
+                store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+                _await_all(store, rank, world_size, deadline)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=MEETING_TIMEOUT)
+            except (RuntimeError, ValueError) as error:  # torch's words for everything here
+                raise WorkersApart(
+                    worker=rank,
+                    world_size=world_size,
+                    address=os.environ.get("MASTER_ADDR", "(not set)"),
+                    port=os.environ.get("MASTER_PORT", "(not set)"),
+                    reason=_first_line(error),
+                ) from None
         return cls(rank, world_size)
 
     @property
@@ -42,7 +66,8 @@ class WorkerGroup:
     def barrier(self) -> None:
         """Wait until every worker is here."""
         if self.world_size > 1:
-            dist.barrier()
+            with self._others():
+                dist.barrier()
 
     def gather(self, values: npt.NDArray[Scalar]) -> list[npt.NDArray[Scalar]]:
         """Everyone's values (N_r,), of any length, by rank; on the first worker only, an empty list elsewhere."""
@@ -52,7 +77,8 @@ class WorkerGroup:
         padded = torch.zeros(max(sizes), dtype=torch.from_numpy(values[:0]).dtype)
         padded[: len(values)] = torch.from_numpy(values)
         parts = [torch.empty_like(padded) for _ in sizes] if self.is_first else None
-        dist.gather(padded, parts, dst=0)
+        with self._others():
+            dist.gather(padded, parts, dst=0)
         return [part[:size].numpy() for part, size in zip(parts or (), sizes, strict=False)]
 
     def sum(self, value: float) -> float:
@@ -73,7 +99,8 @@ class WorkerGroup:
         """Give every worker the first one's values, in place."""
         for tensor in tensors if self.world_size > 1 else ():
             host = tensor.detach().cpu().contiguous()  # gloo takes the memory as it lies
-            dist.broadcast(host, src=0)
+            with self._others():
+                dist.broadcast(host, src=0)
             if host.data_ptr() != tensor.data_ptr():
                 tensor.copy_(host)
 
@@ -94,5 +121,36 @@ class WorkerGroup:
         if self.world_size == 1:
             return [value]
         parts = [torch.empty_like(value) for _ in range(self.world_size)]
-        dist.all_gather(parts, value)
+        with self._others():
+            dist.all_gather(parts, value)
         return parts
+
+    @contextmanager
+    def _others(self) -> Iterator[None]:
+        """WorkerLost where what is done together fails: it does when somebody is gone, or late by MEETING_TIMEOUT."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise WorkerLost(worker=self.rank, world_size=self.world_size, reason=_first_line(error)) from None
+
+
+class _Store(Protocol):
+    """The part of torch's key-value stores that is used here."""
+
+    def add(self, key: str, amount: int, /) -> int: ...
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+def _await_all(store: _Store, rank: int, world_size: int, deadline: Deadline) -> None:
+    """Wait until every rank is there, once; gloo itself would wait as long as a meeting, and not say for whom."""
+    keys = [f"embershard/worker/{number}" for number in range(world_size)]
+    if store.add(keys[rank], 1) > 1:
+        raise ValueError(f"another process is worker {rank} already")
+    while missing := [str(number) for number, key in enumerate(keys) if not store.check([key])]:
+        if deadline.seconds <= 0:
+            raise ValueError(f"worker {', '.join(missing)} did not come in time")
+        time.sleep(0.05)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

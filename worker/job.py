@@ -272,6 +272,8 @@ def _mistake(details: ErrorDetails, source: Source) -> Mistake:
         near = difflib.get_close_matches(context["tag"], known, 1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
         message = f"unknown {context['tag']!r}; {hint}"
+    elif kind in ("model_type", "model_attributes_type"):
+        message = f"is a section of fields, got {details['input']!r}"
     elif kind == "value_error":
         message = message.removeprefix("Value error, ")
         named = re.match(r"\w+: (\w+) ", message)  # the specs say "Adam: lr must be ..."

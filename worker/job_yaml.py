@@ -43,11 +43,16 @@ class Source:
             node = None if aliases else yaml.compose(text, yaml.SafeLoader)
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
-            reason = " ".join(str(part) for part in (getattr(error, "context", None), getattr(error, "problem", None)))
-            source._add(mark.line + 1 if mark else 1, (), f"not YAML: {reason.replace('None', '').strip() or error}")
+            said = [part for name in ("context", "problem") if (part := getattr(error, name, None))]
+            reason = " ".join(map(str, said or str(error).split()))
+            source._add(mark.line + 1 if mark else 1, (), f"not YAML: {reason}")
             return source
         for alias in aliases:
-            source._add(alias.start_mark.line + 1, (), f"the alias *{alias.anchor}: write its value out")
+            source._add(
+                alias.start_mark.line + 1 if alias.start_mark else 1,
+                (),
+                f"the alias *{alias.anchor}: write its value out",
+            )
         if aliases:
             return source
         if not isinstance(node, yaml.MappingNode):

@@ -5,10 +5,12 @@ A request is retried with identical bytes: a push is recognised by its token, ev
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 from embershard.proto.errors import (
     EmbershardError,
@@ -24,6 +26,9 @@ from embershard.worker.carrier import Carrier, Deadline, Pending, Unreachable
 
 _FIRST_PAUSE = 0.02  # seconds; doubles with every try
 _LONGEST_PAUSE = 1.0
+_PATIENCE = timedelta(seconds=3)  # waiting for longer than this is said, once
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -50,6 +55,7 @@ def greet(carriers: Sequence[Carrier], worker: int, deadline: Deadline) -> list[
     shards do not make one placement.
     """
     found: dict[int, Greeting] = {}
+    patience: Deadline | None = Deadline(_PATIENCE)
     for pause in _pauses(deadline):
         waiting = [i for i in range(len(carriers)) if i not in found]
         pending = {i: _submit(carriers[i], Hello(worker), deadline) for i in waiting}
@@ -61,7 +67,8 @@ def greet(carriers: Sequence[Carrier], worker: int, deadline: Deadline) -> list[
                 reasons[i] = error.reason
             except EmbershardError as error:
                 if not error.retryable:
-                    raise _labelled(error, f"the server at {carriers[i].address}") from None
+                    label = "" if isinstance(error, NotAShard) else f"the server at {carriers[i].address}"
+                    raise _labelled(error, label) from None
                 reasons[i] = str(error)
             else:
                 if not isinstance(reply, Greeting):
@@ -70,6 +77,9 @@ def greet(carriers: Sequence[Carrier], worker: int, deadline: Deadline) -> list[
         if not reasons:
             return _in_order([Link(carriers[i], found[i]) for i in range(len(carriers))])
         first, reason = next(iter(reasons.items()))
+        if patience is not None and patience.seconds <= 0:
+            patience = None
+            _log.warning("waiting for the server at %s (%s)", carriers[first].address, reason)
         if not _sleep(pause, deadline):
             break
     raise _unavailable(f"the server at {carriers[first].address}", carriers[first].address, reason, deadline)

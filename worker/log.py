@@ -12,11 +12,13 @@ import dataclasses
 import json
 import math
 import platform
+import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from embershard.proto.errors import CannotWrite
 from embershard.worker.records import Evaluation, Interval, Plan, Result
 
 if TYPE_CHECKING:
@@ -25,13 +27,25 @@ if TYPE_CHECKING:
 FILE_NAME = "log.jsonl"
 
 
+def make_folder(path: Path) -> Path:
+    """The folder, made where there was none. CannotWrite where no file can be made in it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return path
+    except OSError as error:
+        raise CannotWrite(path=str(path), reason=error.strerror or str(error)) from None
+
+
 class JsonLog:
     """Writes log.jsonl, a line at a time, flushed."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / FILE_NAME
-        self._file = self.path.open("a", encoding="utf-8")
+        self.path = make_folder(folder) / FILE_NAME
+        try:
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise CannotWrite(path=str(self.path), reason=error.strerror or str(error)) from None
 
     def started(self, plan: Plan) -> None:
         """One `config` line."""

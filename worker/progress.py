@@ -10,16 +10,27 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from embershard.proto.errors import OutputClosed
 from embershard.worker.records import Evaluation, Figures, Interval, Plan, Result
 
 LINE_SECONDS = 10.0  # between two plain lines
+
+
+class _Console(Console):
+    """Stdout; where nobody reads it any more, the run ends with an error that says so."""
+
+    def on_broken_pipe(self) -> None:
+        try:
+            super().on_broken_pipe()  # what is written on the way out goes nowhere
+        except SystemExit:
+            raise OutputClosed from None
 
 
 class Terminal:
     """Shows a run on a console."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False)
+        self._console = console or _Console(highlight=False)
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._figures = ""

@@ -15,6 +15,7 @@ import torch
 from embershard.proto.messages import Pushed
 from embershard.proto.routing import Placement, Route, make_route
 from embershard.proto.spec import TableSpec
+from embershard.worker.addresses import parse_addresses
 from embershard.worker.client import DEFAULT_TIMEOUT, Client, Stats
 from embershard.worker.dense import DenseWeights
 from embershard.worker.device import host_rows, to_device
@@ -228,8 +229,6 @@ def _version(tensor: torch.Tensor) -> int:
 def connect(addresses: str | Sequence[str], *, worker: int = 0, timeout: timedelta = DEFAULT_TIMEOUT) -> Session:
     """A session with the shards at `addresses` ("host:port,host:port" or a list), in any order.
 
-    Waits for shards that start later; every later call, too, ends by `timeout`.
+    Waits for shards that start later; every later call, too, ends by `timeout`. BadAddress where one cannot be.
     """
-    if isinstance(addresses, str):
-        addresses = [part.strip() for part in addresses.split(",") if part.strip()]
-    return Session(Client.connect(addresses, worker=worker, timeout=timeout))
+    return Session(Client.connect(parse_addresses(addresses), worker=worker, timeout=timeout))

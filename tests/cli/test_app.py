@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from embershard.cli import app as cli
+from embershard.cli import main
 from embershard.proto.errors import UnknownTable
 
 RUN = """
@@ -66,6 +67,6 @@ def test_errors_are_messages_and_exit_codes(
 
     monkeypatch.setattr(cli, "app", fail)
     with pytest.raises(SystemExit) as caught:
-        cli.main()
+        main()
     assert caught.value.code == code
     assert words in capsys.readouterr().err

@@ -113,7 +113,7 @@ def test_a_missing_section_or_choice_is_named(folder: Path) -> None:
         folder, "model: {factors: 8}\ndata: 3\ntrain: {batch_size: 1}\nembedding: {optimizer: {lr: 1}}\n"
     ) == [
         "job.yaml:1: model.name: is missing",
-        "job.yaml:2: data: input should be a valid dictionary or object to extract fields from, got 3",
+        "job.yaml:2: data: is a section of fields, got 3",
         "job.yaml:4: embedding.optimizer.name: is missing",
     ]
 

@@ -6,6 +6,7 @@ call. gRPC's own retries are off, since they keep at most 256 KiB of a call; the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import NoReturn, Protocol
@@ -34,6 +35,8 @@ _OPTIONS = [
 ]
 _GRACE_SECONDS = 1.0  # gRPC ends a call at its deadline; this much later we stop believing that it does
 # what gRPC says when the other side speaks something, but not gRPC
+_PREFACE = re.compile(r"failed to connect to all addresses; last error: \w+: \S+: |errors resolving .*?lookup error:")
+_SILENCE = "timed out before receiving settings frame"
 _FOREIGN_SIGNS = ("http1.x", "failed parsing http/2", "http2 header with status", "content-type", "invalid content")
 
 
@@ -110,8 +113,13 @@ def _raise(failure: grpc.RpcError, address: str) -> NoReturn:
         if key == ERROR_KEY:
             raise from_wire(value, "") from None
     code: grpc.StatusCode = failure.code()
-    text = " ".join(str(failure.details() or "").split())
-    raise _meaning(code, text, address) from None
+    raise _meaning(code, _short(str(failure.details() or "")), address) from None
+
+
+def _short(text: str) -> str:
+    """What gRPC says, without the address and the names of its own parts."""
+    text = _PREFACE.sub("", " ".join(text.split())).removesuffix("]")
+    return "it takes connections and says nothing" if _SILENCE in text.lower() else text
 
 
 def _meaning(code: grpc.StatusCode, text: str, address: str) -> EmbershardError | Unreachable:

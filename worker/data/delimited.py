@@ -47,10 +47,13 @@ class Layout:
 
 
 def read_header(path: Path, delimiter: str) -> tuple[str, ...]:
-    """Column names of a file's first line. JobError where a name is empty or occurs twice."""
+    """Column names of a file's first line. JobError where it is no text, or a name is empty or occurs twice."""
     first = next(read_blocks(path, block_bytes=64 << 10)).text.split(b"\n", 1)[0]
-    line = first.decode("utf-8-sig", "replace").rstrip("\r")
-    names = next(csv.reader([line], delimiter=delimiter), [])
+    try:
+        line = first.decode("utf-8-sig").rstrip("\r")
+    except UnicodeDecodeError as error:
+        raise JobError(where=f"{path}:1", reason=f"not UTF-8 text ({error.reason} at byte {error.start})") from None
+    names = _fields(line, delimiter)
     for name in names:
         if not name or names.count(name) > 1:
             what = f"column {name!r} occurs twice" if name else "a column has no name"
@@ -139,10 +142,18 @@ def _bad_line(path: Path, block: Block, layout: Layout, reason: str) -> JobError
         except UnicodeDecodeError as error:
             return JobError(where=f"{path}:{number}", reason=f"not UTF-8 text ({error.reason} at byte {error.start})")
         if line:
-            problem = _problem(next(csv.reader([line], delimiter=layout.delimiter)), layout)
+            problem = _problem(_fields(line, layout.delimiter), layout)
             if problem:
                 return JobError(where=f"{path}:{number}", reason=problem)
     return JobError(where=f"{path}:{block.first_line}", reason=f"in the lines from here on: {reason}")
+
+
+def _fields(line: str, delimiter: str) -> list[str]:
+    """The fields of a line; a line that is no CSV at all is one field."""
+    try:
+        return next(csv.reader([line], delimiter=delimiter), [])
+    except csv.Error:
+        return [line]
 
 
 def _problem(fields: list[str], layout: Layout) -> str | None:

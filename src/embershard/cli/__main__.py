@@ -1,5 +1,5 @@
 """`python -m embershard.cli`: the command line where no script was installed."""
 
-from embershard.cli.app import main
+from embershard.cli import main
 
 main()

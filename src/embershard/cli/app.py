@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import sys
+from typing import NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -18,7 +21,8 @@ COMMANDS = {
     "worker": "Run one worker of a job.",
     "status": "Show health, rows, bytes and requests of every shard.",
 }
-INTERRUPTED = 130  # what shells report for a process that Ctrl-C ended
+# what a machine may say to any write, at any moment; everything else is a defect, and shows its traceback
+_NOT_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 class LazyCommands(TyperGroup):
@@ -68,12 +72,22 @@ def _embershard(
     """A sharded parameter server for recommender models in PyTorch."""
 
 
-def main() -> None:
-    """Run the command line and exit: 0 done, 1 a named error, 2 wrong usage, 130 interrupted."""
+def run() -> None:
+    """Run the command line; a named error, or a place that cannot be written, ends it with exit code 1."""
+    # torch's C++ warnings bring stack frames along, and what they warn of reaches us as an exception
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         app()
     except EmbershardError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        _fail(str(error))
+    except OSError as error:
+        if error.errno not in _NOT_OURS:
+            raise
+        _fail(f"cannot write to {error.filename or 'the output'}: {error.strerror}")
+
+
+def _fail(text: str) -> NoReturn:
+    # what a file holds must not steer the terminal
+    shown = "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
+    typer.echo(f"error: {shown}", err=True)
+    sys.exit(1)

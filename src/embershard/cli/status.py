@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from typing import Annotated
 
 import typer
@@ -19,6 +20,7 @@ from rich.table import Table
 from embershard.cli.up import DEFAULT_PORT
 from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import GetStatus, Hello, Request, ShardStatus
+from embershard.worker.addresses import parse_addresses
 from embershard.worker.carrier import Unreachable
 from embershard.worker.carriers.grpc import GrpcCarrier
 
@@ -55,20 +57,20 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Show it anew every second, until Ctrl-C.")] = False,
 ) -> None:
     """Show health, rows, bytes, tables and requests per second of every shard; exit code 1 if one does not serve."""
-    named = [part.strip() for part in addresses.split(",") if part.strip()]
-    carriers = [GrpcCarrier(address) for address in named or _local_addresses()]
+    named = parse_addresses(addresses) if addresses else _local_addresses()
+    carriers = [GrpcCarrier(address) for address in named]
     try:
-        rounds = _rounds(carriers)
+        rounds, console = _rounds(carriers), Console()
         if as_json:
             seen = next(rounds)
             typer.echo(json.dumps({"shards": [one.as_json() for one in seen]}))
-        elif watch:
-            with Live(screen=False, auto_refresh=False) as live:
+        elif watch and console.is_terminal:
+            with Live(console=console, screen=False, auto_refresh=False) as live:
                 for seen in rounds:
                     live.update(_view(seen), refresh=True)
         else:
-            seen = next(rounds)
-            Console().print(_view(seen))
+            for seen in rounds if watch else islice(rounds, 1):
+                console.print(_view(seen))
     finally:
         for carrier in carriers:
             carrier.close()
@@ -116,8 +118,7 @@ def _ask(carriers: Sequence[GrpcCarrier]) -> list[Seen]:
         try:
             reply = answer.result()
         except Unreachable as error:
-            reason = error.reason.rpartition(": ")[2]  # gRPC puts the system's word last
-            problem = f"no answer ({reason}); check that it runs, its port, and that this machine reaches it"
+            problem = f"no answer ({error.reason}); check that it runs, its port, and that this machine reaches it"
             seen.append(Seen(carrier.address, problem=problem))
         except EmbershardError as error:
             seen.append(Seen(carrier.address, problem=str(error)))

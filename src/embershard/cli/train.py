@@ -16,7 +16,9 @@ import typer
 from embershard.deploy.supervisor import LocalShards
 from embershard.deploy.workers import LocalWorkers
 from embershard.proto.errors import EmbershardError
+from embershard.worker.addresses import parse_addresses
 from embershard.worker.job import load_job
+from embershard.worker.log import make_folder
 
 
 def train(
@@ -46,9 +48,12 @@ def train(
     settings = load_job(job, sets, data)
     if ps is not None and (shards is not None or imports):
         raise typer.BadParameter("--ps names shards that run already: --shards and --import have no meaning with it")
+    if ps is not None:
+        ps = ",".join(parse_addresses(ps))
     folder = output or settings.output or Path("runs") / f"{job.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     command = [str(job), "--output", str(folder), *(word for assignment in sets for word in ("--set", assignment))]
     command += ["--data", str(data)] if data is not None else []
+    make_folder(folder)
     with _ended_by_signals(), contextlib.ExitStack() as stack:
         watch: Callable[[], EmbershardError | None] = lambda: None  # noqa: E731
         if ps is None:

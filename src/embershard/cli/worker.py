@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
-from embershard.proto.errors import EmbershardError
-from embershard.worker.group import WorkerGroup
+from embershard.worker.group import JOIN_TIMEOUT, WorkerGroup
 from embershard.worker.job import Job, load_job
 from embershard.worker.log import JsonLog, TensorBoardLog
 from embershard.worker.progress import Terminal
@@ -38,6 +39,9 @@ def worker(
     local_world_size: Annotated[
         int, typer.Option(envvar="LOCAL_WORLD_SIZE", help="Workers on this machine, who share its cores.", min=0)
     ] = 0,
+    meet_within: Annotated[
+        float, typer.Option(help="Seconds to wait at the start for the other workers.", min=0.1)
+    ] = JOIN_TIMEOUT.total_seconds(),
     parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
 ) -> None:
     """Train as one worker of a job; its place among the workers comes from torchrun's variables.
@@ -52,27 +56,22 @@ def worker(
     torch.set_num_threads(settings.train.threads or _fair_threads(local_world_size or world_size))
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
-    dataset = settings.data.open(job.parent, settings.train.seed)
-    with connect(ps, worker=rank) as session, WorkerGroup.join(rank, world_size) as group:
-        observers = _observers(settings, output) if group.is_first else []
-        try:
-            Trainer(settings, dataset, session, group, observers).run()
-            group.barrier()  # whoever is done first keeps its connections until all are
-        finally:
-            for observer in observers:
-                observer.close()
+    with contextlib.ExitStack() as stack:
+        observers = _observers(settings, output) if rank == 0 else []  # first: a bad folder is a mistake to hear of now
+        for observer in observers:
+            stack.callback(observer.close)
+        session = stack.enter_context(connect(ps, worker=rank))
+        group = stack.enter_context(WorkerGroup.join(rank, world_size, timedelta(seconds=meet_within)))
+        dataset = settings.data.open(job.parent, settings.train.seed)
+        Trainer(settings, dataset, session, group, observers).run()
+        group.barrier()  # whoever is done first keeps its connections until all are
 
 
 def _observers(job: Job, output: Path | None) -> list[Observer]:
     observers: list[Observer] = [Terminal()]
     folder = output or job.output
     if folder is not None:
-        try:
-            observers.append(JsonLog(folder))
-        except OSError as error:
-            raise EmbershardError(
-                reason=f"cannot write to {folder}: {error.strerror}; choose another --output"
-            ) from None
+        observers.append(JsonLog(folder))
         board = TensorBoardLog.open(folder)
         observers += [board] if board is not None else []
     return observers
