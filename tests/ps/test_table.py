@@ -13,6 +13,7 @@ from embershard.proto.reference import mix64
 from embershard.ps import table as module
 from embershard.ps.optim import OptimizerRegistry
 from embershard.ps.reference import ReferenceTable
+from embershard.ps.store import PAGE_LIMIT
 from embershard.ps.table import Table
 
 RESERVE = 1 << 30
@@ -182,6 +183,15 @@ class TestCompiledTable:
         assert np.array_equal(table.gather(ids), -values)
         assert not table.gather(ids + 1).any()
         assert table.num_rows == len(ids)
+
+    def test_rows_are_found_after_their_page_was_split_in_the_same_push(self):
+        table = compiled_table(table_spec(1, spec.SGD(lr=1.0), initializer=spec.Constant()))
+        old, new = np.arange(PAGE_LIMIT), np.arange(PAGE_LIMIT, PAGE_LIMIT + 3)
+        table.apply(old, np.ones((len(old), 1), np.float32))
+        both = np.concatenate([new, old[:50]])  # one block of the kernel: the first new row splits the only page
+        table.apply(both, np.ones((len(both), 1), np.float32))
+        assert table.num_rows == len(old) + len(new)
+        assert (table.gather(old[:50]) == -2).all()
 
     def test_ids_of_one_bucket_grow_its_directory_alone(self):
         table = compiled_table(table_spec(1, spec.SGD(lr=1.0), initializer=spec.Constant()))
