@@ -101,7 +101,7 @@ class Optimizer(_Params):
     def __post_init__(self) -> None:
         owner = type(self).__name__
         for name, value in self.params().items():
-            _check(owner, name, value, value >= 0 or name in ("lr_power",), ">= 0")
+            _check(owner, name, value, value >= 0, ">= 0")
 
     @staticmethod
     def of(name: str, params: Mapping[str, float]) -> Optimizer:
@@ -211,6 +211,11 @@ class RMSprop(Optimizer):
     weight_decay: float = 0.0
     clip_value: float = 0.0
     clip_norm: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # above 1 the mean square turns negative, and its root into NaN
+        _check("RMSprop", "alpha", self.alpha, self.alpha <= 1, "at most 1")
 
 
 @dataclass(frozen=True, kw_only=True)

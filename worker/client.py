@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import numpy as np
@@ -107,11 +107,13 @@ class Client:
 
     @property
     def stats(self) -> Stats:
-        """Counters until now."""
+        """Counters until now; a copy, so that two of them can be compared."""
         carriers = [link.carrier for link in self._links]
-        self._stats.sent_bytes = sum(carrier.sent_bytes for carrier in carriers)
-        self._stats.received_bytes = sum(carrier.received_bytes for carrier in carriers)
-        return self._stats
+        return replace(
+            self._stats,
+            sent_bytes=sum(carrier.sent_bytes for carrier in carriers),
+            received_bytes=sum(carrier.received_bytes for carrier in carriers),
+        )
 
     def declare(self, spec: TableSpec, *, load: bool = False) -> frozenset[int]:
         """Make sure that a table exists on every shard; the shards where this call created it.

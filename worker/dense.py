@@ -121,7 +121,7 @@ class DenseWeights:
             self._blocks.copy_(self._host, non_blocking=True)
             if self._blocks.is_cuda:
                 self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self._copied.record()
+                self._copied.record(torch.cuda.current_stream(self._blocks.device))
         self._clock = clock
 
     def gradients(self) -> tuple[str, Route, Floats] | None:

@@ -27,15 +27,16 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[Floats]:
     """Every tensor as a float32 array: all copies start before any is waited for."""
-    copies, cuda = [], False
+    copies: list[torch.Tensor] = []
+    devices: set[torch.device] = set()
     for tensor in tensors:
         tensor = tensor.detach().to(torch.float32)
         if tensor.is_cuda:
             target = torch.empty(tensor.shape, dtype=torch.float32, pin_memory=True)
             copies.append(target.copy_(tensor, non_blocking=True))
-            cuda = True
+            devices.add(tensor.device)
         else:
             copies.append(tensor.cpu().contiguous())
-    if cuda:
-        torch.cuda.synchronize()
+    for device in devices:  # which need not be the current one
+        torch.cuda.current_stream(device).synchronize()
     return [copy.numpy() for copy in copies]

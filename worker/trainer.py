@@ -89,10 +89,10 @@ class Trainer:
         for batch in batches:
             self._session.lr_scale = self._schedule.scale(self._step)
             loss = self._objective(self.model, to_device(batch, self.device))
-            value = loss.item()
+            loss.backward()  # type: ignore[no-untyped-call]
+            value = loss.item()  # only now: it waits for a GPU, which has backward's work to do meanwhile
             if not math.isfinite(value):
                 raise NonFiniteLoss(worker=self._group.rank, step=self._step + 1, epoch=self._epoch, loss=value)
-            loss.backward()  # type: ignore[no-untyped-call]
             self._session.step()
             self._step += 1
             self._meter.add(len(batch), value)

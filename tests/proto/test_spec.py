@@ -52,6 +52,7 @@ def test_an_initializer_survives_the_wire(initializer: Initializer) -> None:
         (lambda: TableSpec(name="bad name", dim=4, optimizer=SGD(lr=0.1)), "name must be letters"),
         (lambda: TableSpec(name="a", dim=0, optimizer=SGD(lr=0.1)), "dim must be 1..65536, got 0"),
         (lambda: TableSpec(name="a", dim=4, optimizer=SGD(lr=0.1), seed=-1), "seed must be"),
+        (lambda: Optimizer.of("rmsprop", {"lr": 1.0, "alpha": 1.5}), "RMSprop: alpha must be at most 1, got 1.5"),
         (lambda: Optimizer.of("sgdd", {"lr": 1.0}), "unknown optimizer 'sgdd'"),
         (lambda: Optimizer.of("sgd", {"lr": 1.0, "beta": 1.0}), "unknown setting beta"),
         (lambda: Optimizer.of("sgd", {}), "lr"),

@@ -279,6 +279,9 @@ def test_stats_count_rows_bytes_and_waiting(make_session: MakeSession) -> None:
     assert stats.sent_bytes >= 2 * 8 + 2 * (8 + 8)
     assert stats.received_bytes >= 2 * 8
     assert stats.wait_seconds > 0
+    module(IDS).sum().backward()
+    session.step()
+    assert (session.stats.pushed_rows, stats.pushed_rows) == (4, 2)  # what was read stays as it was
 
 
 def test_a_gradient_with_nan_is_counted_and_leaves_its_row(make_session: MakeSession) -> None:
