@@ -45,6 +45,7 @@ class Calls:
             "median_ms": float(np.median(self.wall)),
             "p99_ms": float(np.quantile(self.wall, 0.99)),
             "worst_ms": self.wall[worst],
+            "median_cpu_ms": float(np.median(self.cpu)),
             "worst_cpu_ms": max(self.cpu),
             "worst_to_median": self.wall[worst] / float(np.median(self.wall)),
         }

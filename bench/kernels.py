@@ -12,6 +12,9 @@ push   a batch of ids with duplicates and a gradient for each, Adagrad:
        step with alpha=-lr), `tuned` as fast as we could make it (the step is scaled before index_add_).
 copy   the floor: copying the same bytes in order, rows once for a pull, rows and state once for a push.
 
+Our arena asks for huge pages and torch's allocator by default does not; THP_MEM_ALLOC_ENABLE=1 makes torch ask for
+them too, which is worth seeing beside the default (the bars are for the default).
+
 Bars: pull within 1.3x of torch.index_select; push at least 3x faster than torch's plain index ops.
 """
 
@@ -34,7 +37,7 @@ from timing import finish, machine, median, print_table, thread_seconds
 LR, EPS = 0.05, 1e-10
 PULL_BAR, PUSH_BAR = 1.3, 3.0
 BATCHES = 4  # per repeat and side, so that no side finds its own last rows in the caches
-PRIME = 2654435761  # spreads the hot ids over the table, as the peers' workload does
+PRIME = 2654435761  # over every number of rows here: spreads the hot ids over the table
 
 
 class Sides:
