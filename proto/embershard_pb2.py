@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!embershard/proto/embershard.proto\x12\rembershard.v1\"\x1e\n\x0cHelloRequest\x12\x0e\n\x06worker\x18\x01 \x01(\r\"\x84\x01\n\x08Greeting\x12\r\n\x05shard\x18\x01 \x01(\r\x12\x12\n\nnum_shards\x18\x02 \x01(\r\x12\x17\n\x0fplacement_epoch\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x10\n\x08instance\x18\x05 \x01(\t\x12\x19\n\x11max_message_bytes\x18\x06 \x01(\x04\"\x82\x01\n\x0bInitializer\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x36\n\x06params\x18\x02 \x03(\x0b\x32&.embershard.v1.Initializer.ParamsEntry\x1a-\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"u\n\tOptimizer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x32\n\x08settings\x18\x02 \x03(\x0b\x32 .embershard.v1.Optimizer.Setting\x1a&\n\x07Setting\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"\xa4\x01\n\tTableSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03\x64im\x18\x02 \x01(\r\x12+\n\toptimizer\x18\x03 \x01(\x0b\x32\x18.embershard.v1.Optimizer\x12/\n\x0binitializer\x18\x04 \x01(\x0b\x32\x1a.embershard.v1.Initializer\x12\x10\n\x08id_space\x18\x05 \x01(\t\x12\x0c\n\x04seed\x18\x06 \x01(\x04\"V\n\x0e\x44\x65\x63lareRequest\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.embershard.v1.TableSpec\x12\x0e\n\x06worker\x18\x02 \x01(\r\x12\x0c\n\x04load\x18\x03 \x01(\x08\",\n\x08\x44\x65\x63lared\x12\x0f\n\x07\x63reated\x18\x01 \x01(\x08\x12\x0f\n\x07loading\x18\x02 \x01(\x08\"\x82\x01\n\x0bLoadRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\x17\n\x0fplacement_epoch\x18\x02 \x01(\x04\x12\x0b\n\x03ids\x18\x03 \x01(\x0c\x12\x0c\n\x04rows\x18\x04 \x01(\x0c\x12\x0e\n\x06worker\x18\x05 \x01(\r\x12\x0c\n\x04last\x18\x06 \x01(\x08\x12\x12\n\nkeep_state\x18\x07 \x01(\x08\"\x16\n\x06Loaded\x12\x0c\n\x04rows\x18\x01 \x01(\x04\"\x83\x01\n\x0bPullRequest\x12\x17\n\x0fplacement_epoch\x18\x01 \x01(\x04\x12\x33\n\x06tables\x18\x02 \x03(\x0b\x32#.embershard.v1.PullRequest.TableIds\x1a&\n\x08TableIds\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x01(\x0c\"\x16\n\x04Rows\x12\x0e\n\x06tables\x18\x01 \x03(\x0c\"\x89\x02\n\x0bPushRequest\x12\x0e\n\x06worker\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\x18\n\x10\x66irst_incomplete\x18\x04 \x01(\x04\x12\r\n\x05\x63lock\x18\x05 \x01(\x04\x12\x17\n\x0fplacement_epoch\x18\x06 \x01(\x04\x12\x39\n\x06tables\x18\x07 \x03(\x0b\x32).embershard.v1.PushRequest.TableGradients\x1aQ\n\x0eTableGradients\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x01(\x0c\x12\x11\n\tgradients\x18\x03 \x01(\x0c\x12\x10\n\x08lr_scale\x18\x04 \x01(\x02\"=\n\x06Pushed\x12\x11\n\tduplicate\x18\x01 \x01(\x08\x12\x0f\n\x07\x61pplied\x18\x02 \x01(\x04\x12\x0f\n\x07skipped\x18\x03 \x01(\x04\"\x0f\n\rStatusRequest\"i\n\x0bTableStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03\x64im\x18\x02 \x01(\r\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x11\n\toptimizer\x18\x05 \x01(\t\x12\x0f\n\x07loading\x18\x06 \x01(\x08\"\xca\x02\n\x0bShardStatus\x12\r\n\x05shard\x18\x01 \x01(\r\x12\x12\n\nnum_shards\x18\x02 \x01(\r\x12\x17\n\x0fplacement_epoch\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x10\n\x08instance\x18\x05 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x06 \x01(\x01\x12\x16\n\x0eresident_bytes\x18\x07 \x01(\x04\x12\x10\n\x08requests\x18\x08 \x01(\x04\x12\x13\n\x0bpulled_rows\x18\t \x01(\x04\x12\x13\n\x0bpushed_rows\x18\n \x01(\x04\x12\x18\n\x10\x64uplicate_pushes\x18\x0b \x01(\x04\x12\x14\n\x0cskipped_rows\x18\x0c \x01(\x04\x12\x14\n\x0cqueued_bytes\x18\r \x01(\x04\x12*\n\x06tables\x18\x0e \x03(\x0b\x32\x1a.embershard.v1.TableStatus2\xfc\x02\n\x05Shard\x12=\n\x05Hello\x12\x1b.embershard.v1.HelloRequest\x1a\x17.embershard.v1.Greeting\x12\x41\n\x07\x44\x65\x63lare\x12\x1d.embershard.v1.DeclareRequest\x1a\x17.embershard.v1.Declared\x12\x39\n\x04Load\x12\x1a.embershard.v1.LoadRequest\x1a\x15.embershard.v1.Loaded\x12\x37\n\x04Pull\x12\x1a.embershard.v1.PullRequest\x1a\x13.embershard.v1.Rows\x12\x39\n\x04Push\x12\x1a.embershard.v1.PushRequest\x1a\x15.embershard.v1.Pushed\x12\x42\n\x06Status\x12\x1c.embershard.v1.StatusRequest\x1a\x1a.embershard.v1.ShardStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!embershard/proto/embershard.proto\x12\rembershard.v1\"\x1e\n\x0cHelloRequest\x12\x0e\n\x06worker\x18\x01 \x01(\r\"\x84\x01\n\x08Greeting\x12\r\n\x05shard\x18\x01 \x01(\r\x12\x12\n\nnum_shards\x18\x02 \x01(\r\x12\x17\n\x0fplacement_epoch\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x10\n\x08instance\x18\x05 \x01(\t\x12\x19\n\x11max_message_bytes\x18\x06 \x01(\x04\"\x82\x01\n\x0bInitializer\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x36\n\x06params\x18\x02 \x03(\x0b\x32&.embershard.v1.Initializer.ParamsEntry\x1a-\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"u\n\tOptimizer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x32\n\x08settings\x18\x02 \x03(\x0b\x32 .embershard.v1.Optimizer.Setting\x1a&\n\x07Setting\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"v\n\x05\x43odec\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x30\n\x06params\x18\x02 \x03(\x0b\x32 .embershard.v1.Codec.ParamsEntry\x1a-\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xf8\x01\n\tTableSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03\x64im\x18\x02 \x01(\r\x12+\n\toptimizer\x18\x03 \x01(\x0b\x32\x18.embershard.v1.Optimizer\x12/\n\x0binitializer\x18\x04 \x01(\x0b\x32\x1a.embershard.v1.Initializer\x12\x10\n\x08id_space\x18\x05 \x01(\t\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12(\n\npush_codec\x18\x07 \x01(\x0b\x32\x14.embershard.v1.Codec\x12(\n\npull_codec\x18\x08 \x01(\x0b\x32\x14.embershard.v1.Codec\"V\n\x0e\x44\x65\x63lareRequest\x12&\n\x04spec\x18\x01 \x01(\x0b\x32\x18.embershard.v1.TableSpec\x12\x0e\n\x06worker\x18\x02 \x01(\r\x12\x0c\n\x04load\x18\x03 \x01(\x08\",\n\x08\x44\x65\x63lared\x12\x0f\n\x07\x63reated\x18\x01 \x01(\x08\x12\x0f\n\x07loading\x18\x02 \x01(\x08\"\x82\x01\n\x0bLoadRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12\x17\n\x0fplacement_epoch\x18\x02 \x01(\x04\x12\x0b\n\x03ids\x18\x03 \x01(\x0c\x12\x0c\n\x04rows\x18\x04 \x01(\x0c\x12\x0e\n\x06worker\x18\x05 \x01(\r\x12\x0c\n\x04last\x18\x06 \x01(\x08\x12\x12\n\nkeep_state\x18\x07 \x01(\x08\"\x16\n\x06Loaded\x12\x0c\n\x04rows\x18\x01 \x01(\x04\"\x83\x01\n\x0bPullRequest\x12\x17\n\x0fplacement_epoch\x18\x01 \x01(\x04\x12\x33\n\x06tables\x18\x02 \x03(\x0b\x32#.embershard.v1.PullRequest.TableIds\x1a&\n\x08TableIds\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x01(\x0c\"\x16\n\x04Rows\x12\x0e\n\x06tables\x18\x01 \x03(\x0c\"\x89\x02\n\x0bPushRequest\x12\x0e\n\x06worker\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x04\x12\x18\n\x10\x66irst_incomplete\x18\x04 \x01(\x04\x12\r\n\x05\x63lock\x18\x05 \x01(\x04\x12\x17\n\x0fplacement_epoch\x18\x06 \x01(\x04\x12\x39\n\x06tables\x18\x07 \x03(\x0b\x32).embershard.v1.PushRequest.TableGradients\x1aQ\n\x0eTableGradients\x12\r\n\x05table\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x01(\x0c\x12\x11\n\tgradients\x18\x03 \x01(\x0c\x12\x10\n\x08lr_scale\x18\x04 \x01(\x02\"=\n\x06Pushed\x12\x11\n\tduplicate\x18\x01 \x01(\x08\x12\x0f\n\x07\x61pplied\x18\x02 \x01(\x04\x12\x0f\n\x07skipped\x18\x03 \x01(\x04\"\x0f\n\rStatusRequest\"i\n\x0bTableStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03\x64im\x18\x02 \x01(\r\x12\x0c\n\x04rows\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x12\x11\n\toptimizer\x18\x05 \x01(\t\x12\x0f\n\x07loading\x18\x06 \x01(\x08\"\xca\x02\n\x0bShardStatus\x12\r\n\x05shard\x18\x01 \x01(\r\x12\x12\n\nnum_shards\x18\x02 \x01(\r\x12\x17\n\x0fplacement_epoch\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x10\n\x08instance\x18\x05 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x06 \x01(\x01\x12\x16\n\x0eresident_bytes\x18\x07 \x01(\x04\x12\x10\n\x08requests\x18\x08 \x01(\x04\x12\x13\n\x0bpulled_rows\x18\t \x01(\x04\x12\x13\n\x0bpushed_rows\x18\n \x01(\x04\x12\x18\n\x10\x64uplicate_pushes\x18\x0b \x01(\x04\x12\x14\n\x0cskipped_rows\x18\x0c \x01(\x04\x12\x14\n\x0cqueued_bytes\x18\r \x01(\x04\x12*\n\x06tables\x18\x0e \x03(\x0b\x32\x1a.embershard.v1.TableStatus2\xfc\x02\n\x05Shard\x12=\n\x05Hello\x12\x1b.embershard.v1.HelloRequest\x1a\x17.embershard.v1.Greeting\x12\x41\n\x07\x44\x65\x63lare\x12\x1d.embershard.v1.DeclareRequest\x1a\x17.embershard.v1.Declared\x12\x39\n\x04Load\x12\x1a.embershard.v1.LoadRequest\x1a\x15.embershard.v1.Loaded\x12\x37\n\x04Pull\x12\x1a.embershard.v1.PullRequest\x1a\x13.embershard.v1.Rows\x12\x39\n\x04Push\x12\x1a.embershard.v1.PushRequest\x1a\x15.embershard.v1.Pushed\x12\x42\n\x06Status\x12\x1c.embershard.v1.StatusRequest\x1a\x1a.embershard.v1.ShardStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,6 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_INITIALIZER_PARAMSENTRY']._loaded_options = None
   _globals['_INITIALIZER_PARAMSENTRY']._serialized_options = b'8\001'
+  _globals['_CODEC_PARAMSENTRY']._loaded_options = None
+  _globals['_CODEC_PARAMSENTRY']._serialized_options = b'8\001'
   _globals['_HELLOREQUEST']._serialized_start=52
   _globals['_HELLOREQUEST']._serialized_end=82
   _globals['_GREETING']._serialized_start=85
@@ -45,34 +47,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPTIMIZER']._serialized_end=469
   _globals['_OPTIMIZER_SETTING']._serialized_start=431
   _globals['_OPTIMIZER_SETTING']._serialized_end=469
-  _globals['_TABLESPEC']._serialized_start=472
-  _globals['_TABLESPEC']._serialized_end=636
-  _globals['_DECLAREREQUEST']._serialized_start=638
-  _globals['_DECLAREREQUEST']._serialized_end=724
-  _globals['_DECLARED']._serialized_start=726
-  _globals['_DECLARED']._serialized_end=770
-  _globals['_LOADREQUEST']._serialized_start=773
-  _globals['_LOADREQUEST']._serialized_end=903
-  _globals['_LOADED']._serialized_start=905
-  _globals['_LOADED']._serialized_end=927
-  _globals['_PULLREQUEST']._serialized_start=930
-  _globals['_PULLREQUEST']._serialized_end=1061
-  _globals['_PULLREQUEST_TABLEIDS']._serialized_start=1023
-  _globals['_PULLREQUEST_TABLEIDS']._serialized_end=1061
-  _globals['_ROWS']._serialized_start=1063
-  _globals['_ROWS']._serialized_end=1085
-  _globals['_PUSHREQUEST']._serialized_start=1088
-  _globals['_PUSHREQUEST']._serialized_end=1353
-  _globals['_PUSHREQUEST_TABLEGRADIENTS']._serialized_start=1272
-  _globals['_PUSHREQUEST_TABLEGRADIENTS']._serialized_end=1353
-  _globals['_PUSHED']._serialized_start=1355
-  _globals['_PUSHED']._serialized_end=1416
-  _globals['_STATUSREQUEST']._serialized_start=1418
-  _globals['_STATUSREQUEST']._serialized_end=1433
-  _globals['_TABLESTATUS']._serialized_start=1435
-  _globals['_TABLESTATUS']._serialized_end=1540
-  _globals['_SHARDSTATUS']._serialized_start=1543
-  _globals['_SHARDSTATUS']._serialized_end=1873
-  _globals['_SHARD']._serialized_start=1876
-  _globals['_SHARD']._serialized_end=2256
+  _globals['_CODEC']._serialized_start=471
+  _globals['_CODEC']._serialized_end=589
+  _globals['_CODEC_PARAMSENTRY']._serialized_start=305
+  _globals['_CODEC_PARAMSENTRY']._serialized_end=350
+  _globals['_TABLESPEC']._serialized_start=592
+  _globals['_TABLESPEC']._serialized_end=840
+  _globals['_DECLAREREQUEST']._serialized_start=842
+  _globals['_DECLAREREQUEST']._serialized_end=928
+  _globals['_DECLARED']._serialized_start=930
+  _globals['_DECLARED']._serialized_end=974
+  _globals['_LOADREQUEST']._serialized_start=977
+  _globals['_LOADREQUEST']._serialized_end=1107
+  _globals['_LOADED']._serialized_start=1109
+  _globals['_LOADED']._serialized_end=1131
+  _globals['_PULLREQUEST']._serialized_start=1134
+  _globals['_PULLREQUEST']._serialized_end=1265
+  _globals['_PULLREQUEST_TABLEIDS']._serialized_start=1227
+  _globals['_PULLREQUEST_TABLEIDS']._serialized_end=1265
+  _globals['_ROWS']._serialized_start=1267
+  _globals['_ROWS']._serialized_end=1289
+  _globals['_PUSHREQUEST']._serialized_start=1292
+  _globals['_PUSHREQUEST']._serialized_end=1557
+  _globals['_PUSHREQUEST_TABLEGRADIENTS']._serialized_start=1476
+  _globals['_PUSHREQUEST_TABLEGRADIENTS']._serialized_end=1557
+  _globals['_PUSHED']._serialized_start=1559
+  _globals['_PUSHED']._serialized_end=1620
+  _globals['_STATUSREQUEST']._serialized_start=1622
+  _globals['_STATUSREQUEST']._serialized_end=1637
+  _globals['_TABLESTATUS']._serialized_start=1639
+  _globals['_TABLESTATUS']._serialized_end=1744
+  _globals['_SHARDSTATUS']._serialized_start=1747
+  _globals['_SHARDSTATUS']._serialized_end=2077
+  _globals['_SHARD']._serialized_start=2080
+  _globals['_SHARD']._serialized_end=2460
 # @@protoc_insertion_point(module_scope)

@@ -58,21 +58,40 @@ class Optimizer(_message.Message):
     settings: _containers.RepeatedCompositeFieldContainer[Optimizer.Setting]
     def __init__(self, name: _Optional[str] = ..., settings: _Optional[_Iterable[_Union[Optimizer.Setting, _Mapping]]] = ...) -> None: ...
 
+class Codec(_message.Message):
+    __slots__ = ("kind", "params")
+    class ParamsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    PARAMS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    params: _containers.ScalarMap[str, float]
+    def __init__(self, kind: _Optional[str] = ..., params: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
 class TableSpec(_message.Message):
-    __slots__ = ("name", "dim", "optimizer", "initializer", "id_space", "seed")
+    __slots__ = ("name", "dim", "optimizer", "initializer", "id_space", "seed", "push_codec", "pull_codec")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIM_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     INITIALIZER_FIELD_NUMBER: _ClassVar[int]
     ID_SPACE_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    PUSH_CODEC_FIELD_NUMBER: _ClassVar[int]
+    PULL_CODEC_FIELD_NUMBER: _ClassVar[int]
     name: str
     dim: int
     optimizer: Optimizer
     initializer: Initializer
     id_space: str
     seed: int
-    def __init__(self, name: _Optional[str] = ..., dim: _Optional[int] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., initializer: _Optional[_Union[Initializer, _Mapping]] = ..., id_space: _Optional[str] = ..., seed: _Optional[int] = ...) -> None: ...
+    push_codec: Codec
+    pull_codec: Codec
+    def __init__(self, name: _Optional[str] = ..., dim: _Optional[int] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., initializer: _Optional[_Union[Initializer, _Mapping]] = ..., id_space: _Optional[str] = ..., seed: _Optional[int] = ..., push_codec: _Optional[_Union[Codec, _Mapping]] = ..., pull_codec: _Optional[_Union[Codec, _Mapping]] = ...) -> None: ...
 
 class DeclareRequest(_message.Message):
     __slots__ = ("spec", "worker", "load")

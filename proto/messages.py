@@ -17,10 +17,11 @@ from google.protobuf.message import Message as Protobuf
 
 from embershard.proto import embershard_pb2 as pb
 from embershard.proto.errors import InvalidRequest
-from embershard.proto.spec import Initializer, Optimizer, TableSpec
+from embershard.proto.spec import Codec, Initializer, Optimizer, TableSpec
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+S = TypeVar("S", bound=np.generic)
 
 # 64 MiB above gRPC's 4 MiB default: large enough to amortise a call, small enough to bound memory per connection.
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -149,7 +150,7 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True)
 class GetStatus:
-    """Health, sizes and counters, please."""
+    """How are you?"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,15 +225,21 @@ def _floats_bytes(values: Floats) -> bytes:
 
 
 def _ids(data: bytes, table: str) -> Ids:
-    if len(data) % 8:
-        raise InvalidRequest(reason=f"table {table!r}: {len(data)} bytes of ids are no whole number of int64")
-    return np.frombuffer(data, "<i8")
+    return _array(data, np.dtype("<i8"), f"table {table!r}: ids")
 
 
 def _floats(data: bytes, table: str) -> Floats:
-    if len(data) % 4:
-        raise InvalidRequest(reason=f"table {table!r}: {len(data)} bytes of rows are no whole number of float32")
-    return np.frombuffer(data, "<f4")
+    return _array(data, np.dtype("<f4"), f"table {table!r}: rows")
+
+
+def _array(data: bytes, dtype: np.dtype[S], what: str) -> npt.NDArray[S]:
+    if len(data) % dtype.itemsize:
+        raise InvalidRequest(reason=f"{what} of {len(data)} bytes are no whole number of {dtype.name}")
+    return np.frombuffer(data, dtype)
+
+
+def _pack_codec(codec: Codec) -> pb.Codec:
+    return pb.Codec(kind=codec.kind, params=codec.params())
 
 
 def _pack_spec(spec: TableSpec) -> pb.TableSpec:
@@ -244,6 +251,8 @@ def _pack_spec(spec: TableSpec) -> pb.TableSpec:
         initializer=pb.Initializer(kind=spec.initializer.kind, params=spec.initializer.params()),
         id_space=spec.id_space,
         seed=spec.seed,
+        push_codec=_pack_codec(spec.push_codec),
+        pull_codec=_pack_codec(spec.pull_codec),
     )
 
 
@@ -255,6 +264,8 @@ def _unpack_spec(spec: pb.TableSpec) -> TableSpec:
         initializer=Initializer.of(spec.initializer.kind, dict(spec.initializer.params)),
         id_space=spec.id_space,
         seed=spec.seed,
+        push_codec=Codec.of(spec.push_codec.kind, dict(spec.push_codec.params)),
+        pull_codec=Codec.of(spec.pull_codec.kind, dict(spec.pull_codec.params)),
     )
 
 

@@ -84,6 +84,29 @@ _INITIALIZERS: dict[str, type[Initializer]] = {c.kind: c for c in (Constant, Uni
 
 
 @dataclass(frozen=True, kw_only=True)
+class Codec(_Params):
+    """How rows or gradients travel."""
+
+    @staticmethod
+    def of(kind: str, params: Mapping[str, float]) -> Codec:
+        """The codec of a wire description. ValueError names what this version does not know."""
+        cls = _CODECS.get(kind or Uncompressed.kind)
+        if cls is None:
+            raise ValueError(f"unknown codec {kind!r} (known: {', '.join(sorted(_CODECS))})")
+        return _build(cls, params)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uncompressed(Codec):
+    """float32, as they are."""
+
+    kind = "none"
+
+
+_CODECS: dict[str, type[Codec]] = {Uncompressed.kind: Uncompressed}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Optimizer(_Params):
     """A row optimizer and its settings.
 
@@ -271,7 +294,8 @@ class TableSpec:
     """A named set of rows of one dim.
 
     `id_space` names what the ids stand for: tables of one id space place an id on the same shard, so that one Route
-    serves them all. Empty means a space of its own. `seed` goes into every row's first values.
+    serves them all. Empty means a space of its own. `seed` goes into every row's first values. A shard refuses a table
+    whose codecs it does not know.
     """
 
     name: str
@@ -280,6 +304,8 @@ class TableSpec:
     initializer: Initializer = field(default_factory=Normal)
     id_space: str = ""
     seed: int = 0
+    push_codec: Codec = field(default_factory=Uncompressed)
+    pull_codec: Codec = field(default_factory=Uncompressed)
 
     def __post_init__(self) -> None:
         for what, text in (("name", self.name), ("id_space", self.id_space or self.name)):
@@ -316,6 +342,9 @@ class TableSpec:
             "initializer": self.initializer.kind,
         }
         flat.update({f"optimizer.{key}": value for key, value in self.optimizer.params().items()})
+        for name, codec in (("push_codec", self.push_codec), ("pull_codec", self.pull_codec)):
+            flat[name] = codec.kind
+            flat.update({f"{name}.{key}": value for key, value in codec.params().items()})
         flat.update({f"initializer.{key}": value for key, value in self.initializer.params().items()})
         return flat
 

@@ -121,7 +121,11 @@ class Shard:
         self._skipped_rows = 0
 
     def handle(self, request: Request) -> Reply:
-        """The reply to a request; an EmbershardError that says why there is none, and then nothing was changed."""
+        """The reply to a request, or an EmbershardError that says why there is none; nothing was changed then.
+
+        Two faults come too late for that: a user's row function that raises, and ids made to collide that fill an index
+        page. What the push had applied before stays, and it is not known as applied.
+        """
         self._requests += 1
         match request:
             case Pull():

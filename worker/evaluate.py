@@ -68,7 +68,7 @@ class Evaluator:
         assert isinstance(model, TwoTower)
         assert isinstance(dataset, RankingDataset)
         collector = FullRanking(self._top_k)
-        items = torch.cat([model.item_vectors(part) for part in dataset.item_ids.split(1 << 14)])
+        items = torch.cat([model.item_vectors(part) for part in torch.split(dataset.item_ids, 1 << 14)])
         # a score matrix of the batch's size, whatever the number of items
         users_per_batch = max(1, (self._batch_size << 10) // max(1, len(items)))
         for users in dataset.users(split, self._group.rank, self._group.world_size, users_per_batch):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import ClassVar, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,8 @@ MEETING_TIMEOUT = timedelta(minutes=30)
 class WorkerGroup:
     """This worker's rank among `world_size`, and what all of them do together. A world of one needs no network."""
 
+    met: ClassVar[bool] = False  # whether this process ever joined others: it has gloo's threads from then on
+
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be in 0..world_size-1, got rank {rank} of {world_size}")
@@ -47,6 +50,7 @@ class WorkerGroup:
                 deadline = Deadline(timeout)
                 store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
                 _await_all(store, rank, world_size, deadline)
+                cls.met = True
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=MEETING_TIMEOUT)
             except (RuntimeError, ValueError) as error:  # torch's words for everything here
                 raise WorkersApart(
@@ -153,4 +157,6 @@ def _await_all(store: _Store, rank: int, world_size: int, deadline: Deadline) ->
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    """What torch or gloo says, without the line of its source and its advice."""
+    line = next(iter(str(error).splitlines()), type(error).__name__)
+    return re.sub(r"^\[\S+\] ", "", line).partition(" This is typically")[0].rstrip(".")

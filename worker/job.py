@@ -87,6 +87,9 @@ class EarlyStopSection(Section):
     min_delta: Annotated[float, Field(ge=0.0)] = 0.0
 
 
+_BUDGETS = frozenset({"train.epochs", "train.steps", "train.samples"})  # a job has one
+
+
 class TrainSection(Section):
     """How long and how fast: exactly one of epochs, steps (of each worker) and samples (of all workers)."""
 
@@ -168,7 +171,7 @@ def load_job(path: Path, overrides: Sequence[str] = (), data_root: Path | None =
     source = Source.parse(text, str(path))
     if source.mistakes:
         raise JobFileError(source.mistakes)
-    source.override(overrides)
+    source.override(overrides, choices=[_BUDGETS])
     if data_root is not None:
         source.override([f"data.root={data_root.absolute()}"])
     try:

@@ -61,8 +61,15 @@ class Source:
             source.values = source._mapping(node, ())
         return source
 
-    def override(self, assignments: Sequence[str]) -> None:
-        """Apply "train.epochs=3" and the like; the right side is YAML."""
+    def override(self, assignments: Sequence[str], choices: Sequence[frozenset[str]] = ()) -> None:
+        """Apply "train.epochs=3" and the like; the right side is YAML.
+
+        An override of one of several `choices`, of which a job has one, takes the place of the file's.
+        """
+        given = {assignment.partition("=")[0] for assignment in assignments}
+        for alternatives in choices:
+            for key in alternatives - given if alternatives & given else ():
+                self._drop(key.split("."))
         for assignment in assignments:
             where = f"--set {assignment}"
             key, equals, text = assignment.partition("=")
@@ -76,6 +83,13 @@ class Source:
                 self.mistakes.append(Mistake(where, key, f"{text!r} is not YAML"))
                 continue
             self._set(parts, value, where)
+
+    def _drop(self, parts: Sequence[str]) -> None:
+        section: Value = self.values
+        for part in parts[:-1]:
+            section = section.get(part) if isinstance(section, dict) else None
+        if isinstance(section, dict):
+            section.pop(parts[-1], None)
 
     def where(self, path: Path) -> str:
         """file:line (or the override) of a field, or of the section that it is missing from."""

@@ -90,6 +90,11 @@ class Session:
         return self.client.placement
 
     @property
+    def table_names(self) -> frozenset[str]:
+        """Tables that this session declared."""
+        return frozenset(self._tables)
+
+    @property
     def stats(self) -> Stats:
         """Counters since the start."""
         return self.client.stats

@@ -102,8 +102,10 @@ def _move_tables(
 ) -> _Moved:
     groups = _groups(model)
     _check(model, groups, id_space)
+    names = _table_names(groups, prefix)
+    _check_new(session, names)
     replaced: dict[nn.Module, Embedding | EmbeddingBag] = {}
-    for group, name in zip(groups, _table_names(groups, prefix), strict=True):
+    for group, name in zip(groups, names, strict=True):
         spec = replace(
             settings,
             name=name,
@@ -122,6 +124,15 @@ def _move_tables(
     # the caller holds the model itself, an embedding at its root included
     weights = [(group.names[0], weakref.ref(group.weight)) for group in groups if group.names[0]]
     return _Moved(replaced.get(model, model), tables, weights)
+
+
+def _check_new(session: Session, names: Iterable[str]) -> None:
+    """Between workers a table is shared by its name; within one session that would mix two models without a word."""
+    if taken := sorted(session.table_names.intersection(names)):
+        raise ValueError(
+            f"this session has a table {taken[0]!r} already; give this model a prefix of its own: "
+            "wrap(..., prefix='second/')"
+        )
 
 
 def _is_table(module: nn.Module) -> bool:
@@ -265,6 +276,7 @@ def _dense(model: nn.Module, session: Session, optimizer: Optimizer, name: str) 
     named = [(n, p) for n, p in model.named_parameters() if p.dtype == torch.float32]
     if not named:
         return None
+    _check_new(session, [name])
     # every worker must cut its parameters alike: the seed, which nothing else uses here, says how
     spec = TableSpec(
         name=name, dim=BLOCK, optimizer=optimizer, initializer=Constant(), id_space=name, seed=layout_seed(named)

@@ -12,6 +12,14 @@ IDS = np.array([1, -2, 2**62], np.int64)
 ROWS = np.arange(6, dtype=np.float32).reshape(3, 2)
 SPEC = TableSpec(name="t", dim=2, optimizer=Adam(lr=0.5), initializer=Uniform(), id_space="s", seed=7)
 
+
+def with_codec(kind: str) -> pb.TableSpec:
+    spec = pb.TableSpec()
+    spec.CopyFrom(m.pack(m.Declare(SPEC)).spec)  # type: ignore[attr-defined]
+    spec.pull_codec.kind = kind
+    return spec
+
+
 EXAMPLES: list[m.Message] = [
     m.Hello(3),
     m.Greeting(1, 2, 5, "0.1", "abc"),
@@ -70,6 +78,7 @@ def test_a_strided_array_travels_as_its_values() -> None:
         pb.PushRequest(tables=[pb.PushRequest.TableGradients(table="t", ids=b"12345678", gradients=b"123")]),
         pb.DeclareRequest(spec=pb.TableSpec(name="t", dim=4, optimizer=pb.Optimizer(name="sgdd"))),
         pb.DeclareRequest(spec=pb.TableSpec(name="../t", dim=4)),
+        pb.DeclareRequest(spec=with_codec("zip")),
     ],
 )
 def test_content_that_makes_no_sense_is_an_invalid_request(proto: object) -> None:

@@ -5,6 +5,7 @@ from embershard.proto.spec import (
     SGD,
     Adagrad,
     Adam,
+    Codec,
     Constant,
     Custom,
     Initializer,
@@ -57,6 +58,8 @@ def test_an_initializer_survives_the_wire(initializer: Initializer) -> None:
         (lambda: Optimizer.of("sgd", {"lr": 1.0, "beta": 1.0}), "unknown setting beta"),
         (lambda: Optimizer.of("sgd", {}), "lr"),
         (lambda: Initializer.of("xavier", {}), "unknown initializer 'xavier'"),
+        (lambda: Codec.of("zip", {}), "unknown codec 'zip'"),
+        (lambda: Codec.of("none", {"ratio": 0.1}), "unknown setting ratio"),
     ],
 )
 def test_a_wrong_setting_is_named_with_its_value(make: object, message: str) -> None:

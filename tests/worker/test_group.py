@@ -6,11 +6,14 @@ import os
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed
 
+from embershard.proto.errors import WorkersApart
 from embershard.worker.group import WorkerGroup
 
 PEER = """
@@ -40,14 +43,28 @@ with WorkerGroup.join(rank, 2, timedelta(seconds=60)) as group:
 """
 
 
-def test_two_processes_gather_decide_and_broadcast() -> None:
+LOSER = """
+import os
+from datetime import timedelta
+from embershard.worker.group import WorkerGroup
+
+rank = int(os.environ["RANK"])
+group = WorkerGroup.join(rank, 2, timedelta(seconds=60))
+if rank == 1:
+    os._exit(3)
+group.barrier()
+"""
+
+
+def run_two(program: str) -> list[tuple[int, str]]:
+    """Exit code and stderr of two workers that run a program."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2"}
     peers = [
         subprocess.Popen(
-            [sys.executable, "-c", PEER],
+            [sys.executable, "-c", program],
             env={**os.environ, **meeting, "RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
@@ -55,12 +72,31 @@ def test_two_processes_gather_decide_and_broadcast() -> None:
         for rank in range(2)
     ]
     try:
-        for peer in peers:
-            _, errors = peer.communicate(timeout=90)
-            assert peer.returncode == 0, errors
+        return [(peer.returncode, errors) for peer in peers for _, errors in [peer.communicate(timeout=90)]]
     finally:
         for peer in peers:
             peer.kill()
+
+
+def test_two_processes_gather_decide_and_broadcast() -> None:
+    for code, errors in run_two(PEER):
+        assert code == 0, errors
+
+
+def test_a_worker_whose_peer_dies_says_that_it_lost_another_worker() -> None:
+    (code, errors), _ = run_two(LOSER)
+    assert code == 1
+    assert "WorkerLost: worker 0 of 2 lost another worker: " in errors
+
+
+def test_a_rank_that_does_not_come_or_comes_twice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 3, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    with pytest.raises(WorkersApart, match=r"worker 1 of 3 .*: worker 0, 2 did not come in time; give all workers"):
+        WorkerGroup.join(1, 3, timedelta(seconds=1))
+    with pytest.raises(WorkersApart, match="another process is worker 1 already"):
+        WorkerGroup.join(1, 3, timedelta(seconds=1))
 
 
 def test_a_world_of_one_needs_no_network() -> None:

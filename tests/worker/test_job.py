@@ -78,6 +78,12 @@ def test_overrides_win_and_are_checked_like_the_file(folder: Path) -> None:
     ]
 
 
+def test_an_override_of_the_budget_takes_the_place_of_the_files(folder: Path) -> None:
+    job = load(folder, GOOD, "train.steps=20")
+    assert job.train.budget == ("steps", 20)
+    assert "exactly one" in mistakes(folder, GOOD, "train.steps=20", "train.epochs=2")[0]
+
+
 def test_all_mistakes_are_named_at_once_each_with_line_and_field(folder: Path) -> None:
     text = GOOD.replace("hidden: [8, 4]", "hiden: [8, 4]").replace("dim: 4", "dim: four")
     text = text.replace("lr: 1e-3", "lr: -1").replace("  batch_size: 32\n", "").replace("name: normal", "name: norml")

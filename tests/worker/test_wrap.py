@@ -280,8 +280,9 @@ def test_wrapping_twice_and_unknown_id_spaces_are_refused(make_session: MakeSess
 def test_a_model_with_other_dense_shapes_is_refused(make_session: MakeSession) -> None:
     session = make_session(2)
     es.wrap(nn.Linear(3, 2), session, optimizer=es.SGD(lr=0.1))
+    other = Session(session.client)  # another worker, with the same shards
     with pytest.raises(ValueError, match="table 'dense' holds the dense weights of a model with other parameters"):
-        es.wrap(nn.Linear(2, 3), session, optimizer=es.SGD(lr=0.1))
+        es.wrap(nn.Linear(2, 3), other, optimizer=es.SGD(lr=0.1))
 
 
 def test_loading_a_state_dict_into_a_wrapped_model_is_refused(make_session: MakeSession) -> None:
@@ -353,3 +354,16 @@ def test_training_on_a_gpu_follows_the_cpu(make_session: MakeSession) -> None:
             curve.append(loss.item())
         curves.append(curve)
     torch.testing.assert_close(curves[1], curves[0], rtol=1e-3, atol=1e-5)
+
+
+def test_a_second_model_of_a_session_needs_names_of_its_own() -> None:
+    with es.local() as session:
+        first = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 1))
+        second = copy.deepcopy(first)
+        es.wrap(first, session, optimizer=es.SGD(lr=0.1))
+        with pytest.raises(ValueError, match="this session has a table '0' already; give this model a prefix"):
+            es.wrap(copy.deepcopy(second), session, optimizer=es.SGD(lr=0.1))
+        with pytest.raises(ValueError, match="a table 'dense' already"):
+            es.wrap(nn.Linear(2, 1), session, optimizer=es.SGD(lr=0.1))
+        es.wrap(second, session, optimizer=es.SGD(lr=0.1), prefix="second/")
+        assert session.table_names == {"0", "dense", "second/0", "second/dense"}

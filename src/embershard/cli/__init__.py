@@ -1,6 +1,8 @@
 """The command line: a module per command, imported when that command is called."""
 
+import os
 import sys
+from typing import NoReturn
 
 __all__ = ["main"]
 
@@ -13,4 +15,16 @@ def main() -> None:
 
         run()
     except KeyboardInterrupt:
-        sys.exit(130)  # what shells report for a process that Ctrl-C ended
+        _end(130)  # what shells report for a process that Ctrl-C ended
+    except SystemExit as end:
+        _end(end.code if isinstance(end.code, int) else int(end.code is not None))
+
+
+def _end(code: int) -> NoReturn:
+    """Exit; at once where workers met: gloo's threads outlive their group, and the interpreter's end aborts on them."""
+    group = sys.modules.get("embershard.worker.group")
+    if group is not None and group.WorkerGroup.met:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
