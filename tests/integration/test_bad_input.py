@@ -1,0 +1,453 @@
+"""What a user can get wrong: each mistake ends by its deadline, with one error that says what, where and what to do."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import embershard.cli
+from embershard.deploy.supervisor import LocalShards
+from embershard.proto.errors import (
+    EmbershardError,
+    InvalidRequest,
+    NotAShard,
+    ShardUnavailable,
+    TableMismatch,
+    UnknownTable,
+    WrongDim,
+    WrongPlacement,
+    WrongShards,
+)
+from embershard.proto.messages import (
+    Declare,
+    Pull,
+    Push,
+    Pushed,
+    PushToken,
+    Request,
+    Rows,
+    TableGradients,
+    TableIds,
+)
+from embershard.proto.spec import SGD, Constant, TableSpec
+from embershard.worker.carriers.grpc import GrpcCarrier
+from embershard.worker.client import Client
+
+JOB = """\
+model: {name: fm}
+data: {reader: ctr_csv, root: ., train: train.csv}
+embedding: {dim: 4, optimizer: {name: sgd, lr: 0.1}}
+train: {batch_size: 2, epochs: 1}
+"""
+CLICKS = """\
+model: {name: lr}
+data: {reader: clicks, eval_samples: 1000}
+embedding: {optimizer: {name: sgd, lr: 0.1}}
+train: {batch_size: 64, samples: 1_000_000_000}
+"""
+LINES = b"label,a,b\n1,x,2\n0,y,3\n1,x,4\n"
+MEETING = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "EMBERSHARD_DATA")
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The command line, in this process: exit code and stderr. Good data and good job files lie in its folder."""
+    for name in MEETING:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.csv").write_bytes(LINES)
+    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "clicks.yaml").write_text(CLICKS)
+
+    def call(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["embershard", *words])
+        code = 0
+        try:
+            embershard.cli.main()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        return code, capsys.readouterr().err
+
+    return call
+
+
+def says(err: str, *words: str) -> None:
+    """One line, an error, with these words."""
+    assert err.startswith("error: "), err
+    assert err.count("\n") == 1, err
+    for word in words:
+        assert word in err
+
+
+class TestJobFiles:
+    @pytest.mark.parametrize(
+        ("content", "words"),
+        [
+            (None, "bad.yaml: cannot be read: No such file"),
+            (b"", "bad.yaml:1: a job is a mapping of sections"),
+            (b"\xff\xfe\x00binary", "bad.yaml: cannot be read: not UTF-8 text"),
+            (b"a: \x00", "bad.yaml:1: not YAML"),
+            (b"model: [1, 2", "bad.yaml:1: not YAML"),
+        ],
+        ids=["missing", "empty", "binary", "zero byte", "cut"],
+    )
+    def test_a_file_that_is_no_job_is_named(self, run: Run, tmp_path: Path, content: bytes | None, words: str):
+        if content is not None:
+            (tmp_path / "bad.yaml").write_bytes(content)
+        code, err = run("train", "bad.yaml")
+        assert code == 1
+        says(err, words)
+
+    def test_a_folder_is_no_job(self, run: Run, tmp_path: Path):
+        code, err = run("train", str(tmp_path))
+        assert code == 1
+        says(err, "cannot be read: Is a directory")
+
+    @pytest.mark.parametrize(
+        ("override", "words"),
+        [
+            ("nonsense", "must read section.field=value"),
+            ("=3", "must read section.field=value"),
+            ("train.seed=[[", "train.seed: '[[' is not YAML"),
+            ("train.seed=soon", "train.seed: input should be a valid integer"),
+            ("train=3", "train: is a section of fields, got 3"),
+            ("model.name=nobody", "model.name: unknown 'nobody'"),
+            ("train.lr_schedule={name: constant, every: 3}", "every: has no meaning for constant; remove it"),
+        ],
+    )
+    def test_an_override_without_sense_is_named(self, run: Run, override: str, words: str):
+        code, err = run("train", "job.yaml", "--set", override)
+        assert code == 1
+        says(err, words)
+
+    def test_options_that_contradict_each_other_are_wrong_usage(self, run: Run):
+        code, err = run("train", "job.yaml", "--ps", "127.0.0.1:7700", "--shards", "2")
+        assert code == 2
+        assert "--shards and --import" in err
+
+
+@pytest.mark.parametrize("command", ["train", "worker", "status"])
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        (",", "name every shard"),
+        ("localhost", "write host:port"),
+        (":7700", "write host:port"),
+        ("127.0.0.1:99999", "write host:port, with a port of 1..65535"),
+        ("127.0.0.1:0", "write host:port, with a port of 1..65535"),
+        ("http://127.0.0.1:7700", "is not the address of a shard"),
+        ("::1:7700", "[::1]:7700"),
+        ("unix:", "unix:/path"),
+        ("127.0.0.1:7700,127.0.0.1:7700", "named twice"),
+    ],
+)
+def test_text_that_is_no_address_is_refused_at_once(run: Run, command: str, address: str, words: str):
+    start = time.monotonic()
+    code, err = run(command, address) if command == "status" else run(command, "job.yaml", "--ps", address)
+    assert code == 1
+    says(err, words)
+    assert time.monotonic() - start < 10  # no shard was waited for; a worker's first call imports torch
+
+
+class TestOutput:
+    @pytest.mark.parametrize("command", ["train", "worker"])
+    def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(
+        self, run: Run, tmp_path: Path, command: str
+    ):
+        folder = tmp_path / "train.csv" / "logs"  # below a file: refused to root, too
+        words = ("--ps", "127.0.0.1:1") if command == "worker" else ()
+        code, err = run(command, "job.yaml", "--output", str(folder), *words)
+        assert code == 1
+        says(err, f"cannot write to {folder}: Not a directory; choose another folder with --output")
+
+    def test_a_current_folder_that_cannot_be_written_is_refused(
+        self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.chdir("/proc")  # read-only, to root, too
+        code, err = run("train", str(tmp_path / "job.yaml"))
+        assert code == 1
+        says(err, "cannot write to runs/job-", "choose another folder with --output")
+
+    @pytest.mark.integration
+    def test_a_run_whose_output_nobody_reads_ends_and_says_so(self, run: Run, shards: LocalShards, tmp_path: Path):
+        words = ["worker", "clicks.yaml", "--ps", shards.addresses[0], "--set", "prefix=unread/"]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "embershard.cli", *words],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            assert "1 worker" in process.stdout.readline()
+            process.stdout.close()
+            assert process.stderr is not None
+            says(process.stderr.read(), "whoever read the output is gone")
+            assert process.wait(60) == 1
+        finally:
+            process.kill()
+            process.wait()
+
+    def test_a_full_disk_is_an_error_and_not_a_defect(self, run: Run):
+        if not Path("/dev/full").exists():
+            pytest.skip("no /dev/full here")
+        program = "from embershard.cli import main; main()"
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [sys.executable, "-c", program, "--help"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+            )
+        assert done.returncode == 1
+        assert done.stderr.startswith("error: cannot write to the output: No space left on device"), done.stderr
+
+
+@pytest.fixture(scope="module")
+def shards() -> Iterator[LocalShards]:
+    """One shard, of one, as a process."""
+    with LocalShards(1) as running:
+        yield running
+
+
+@pytest.mark.integration
+class TestDataFiles:
+    @pytest.mark.parametrize(
+        ("name", "content", "words"),
+        [
+            ("none.csv", None, "data.train: no file none.csv; check data.root"),
+            ("empty.csv", b"", "empty.csv: the file is empty"),
+            ("header.csv", LINES[:10], "header.csv: no line of data"),
+            ("cut.csv", LINES[:-3], "cut.csv:4: expected 3 fields, got 2 (cut short?)"),
+            ("label.csv", LINES + b"7,x,1\n", "label.csv:5: column 'label': label '7' is not 0 or 1"),
+            ("text.csv", LINES + b"1,\xff,1\n", "text.csv:5: not UTF-8 text"),
+            ("binary.csv", b"\x1b[2J\xff\xfe\x00\n", "binary.csv:1: not UTF-8 text"),
+            ("control.csv", b"\x1b[2J,b\r,c\n1,2,3\n", "control.csv:1: no column 'label'"),
+            ("cut.csv.gz", gzip.compress(LINES)[:30], "cut.csv.gz: after 0 bytes of text: the gzip file is cut"),
+            ("plain.csv.gz", LINES, "plain.csv.gz: it is named .gz but is not gzipped"),
+        ],
+    )
+    def test_a_file_that_cannot_be_trained_on_is_named_with_its_line(
+        self, run: Run, shards: LocalShards, tmp_path: Path, name: str, content: bytes | None, words: str
+    ):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        code, err = run("worker", "job.yaml", "--ps", shards.addresses[0], "--set", f"data.train={name}")
+        assert code == 1
+        says(err, words)
+        assert "\x1b" not in err
+
+    @pytest.mark.parametrize("name", ["zipped.csv.gz", "zipped.csv"])
+    def test_a_gzipped_file_is_read_whatever_its_name(self, run: Run, shards: LocalShards, tmp_path: Path, name: str):
+        (tmp_path / name).write_bytes(gzip.compress(LINES))
+        code, err = run("worker", "job.yaml", "--ps", shards.addresses[0], "--set", f"data.train={name}")
+        assert code == 0, err
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def push(seq: int, gradients: np.ndarray, table: str = "items", epoch: int = 1, read: tuple[int, ...] = (1, 2)) -> Push:
+    return Push(PushToken(9, 1, seq, 1), 0, epoch, (TableGradients(table, ids(*read), gradients),))
+
+
+ITEMS = TableSpec(name="items", dim=3, optimizer=SGD(lr=1.0), initializer=Constant(value=0.0))
+WIDER = TableSpec(name="items", dim=4, optimizer=SGD(lr=1.0), initializer=Constant(value=0.0))
+ONES = np.ones((2, 3), np.float32)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("request_", "error", "words"),
+    [
+        (Pull(1, (TableIds("item", ids(1)),)), UnknownTable, r"no table 'item' here \(declared: .*items"),
+        (push(9, ONES, table="item"), UnknownTable, "declare it first, or check its name"),
+        (Declare(WIDER), TableMismatch, "dim: 3, not 4"),
+        (push(9, np.ones((2, 4), np.float32)), WrongDim, "gradients hold 8 floats, but 2 ids of dim 3 need 6"),
+        (push(9, np.ones((1, 3), np.float32)), WrongDim, "gradients hold 3 floats, but 2 ids of dim 3 need 6"),
+        (push(9, ONES, epoch=7), WrongPlacement, "placement epoch 7, the shard has 1; connect again"),
+        (Pull(7, (TableIds("items", ids(1)),)), WrongPlacement, "placement epoch 7, the shard has 1"),
+        (push(0, ONES), InvalidRequest, "pushes count from 1"),
+    ],
+    ids=["pull: table", "push: table", "declare", "dim", "count", "push: epoch", "pull: epoch", "token"],
+)
+def test_a_refused_request_changes_nothing_and_the_next_is_served(
+    shards: LocalShards, request_: Request, error: type[EmbershardError], words: str
+):
+    with closing(GrpcCarrier(shards.addresses[0])) as carrier:
+
+        def ask(request: Request) -> object:
+            return carrier.submit(request, timedelta(seconds=20)).result()
+
+        ask(Declare(ITEMS))
+        before = ask(Pull(1, (TableIds("items", ids(1, 2)),)))
+        with pytest.raises(error, match=words):
+            ask(request_)
+        after = ask(Pull(1, (TableIds("items", ids(1, 2)),)))
+        assert isinstance(before, Rows)
+        assert isinstance(after, Rows)
+        assert after.tables[0].tolist() == before.tables[0].tolist()
+
+
+@pytest.mark.integration
+def test_gradients_with_nan_or_inf_are_counted_and_the_rest_is_applied(shards: LocalShards):
+    gradients = np.ones((3, 3), np.float32)
+    gradients[0, 1], gradients[2, 2] = np.nan, -np.inf
+    with closing(GrpcCarrier(shards.addresses[0])) as carrier:
+        second = timedelta(seconds=20)
+        carrier.submit(Declare(ITEMS), second).result()
+        pushed = carrier.submit(push(5, gradients, read=(101, 102, 103)), second).result()
+        assert pushed == Pushed(duplicate=False, applied=1, skipped=2)
+        rows = carrier.submit(Pull(1, (TableIds("items", ids(101, 102, 103)),)), second).result()
+        assert isinstance(rows, Rows)
+        assert rows.tables[0].reshape(3, 3).tolist() == [[0.0] * 3, [-1.0] * 3, [0.0] * 3]
+
+
+def silent(connection: socket.socket) -> None:
+    while connection.recv(4096):
+        pass
+
+
+def random_bytes(connection: socket.socket) -> None:
+    connection.sendall(os.urandom(4096).replace(b"\0", b"x"))
+    silent(connection)
+
+
+def web(connection: socket.socket) -> None:
+    connection.recv(4096)
+    connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+    silent(connection)
+
+
+@contextmanager
+def listener(talk: Callable[[socket.socket], None]) -> Iterator[str]:
+    """The address of a server that talks in its own way to whoever connects."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            threading.Thread(target=serve, args=(connection,), daemon=True).start()
+
+    def serve(connection: socket.socket) -> None:
+        try:
+            with connection:
+                connection.settimeout(20)
+                talk(connection)
+        except OSError:
+            pass
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+    finally:
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
+
+
+@pytest.mark.parametrize("talk", [web, random_bytes])
+def test_an_address_where_something_else_answers_is_named_at_once(talk: Callable[[socket.socket], None]):
+    with listener(talk) as address:
+        start = time.monotonic()
+        with pytest.raises(NotAShard, match=rf"^{address} answers, but not as an embershard shard"):
+            Client.connect([address], timeout=timedelta(seconds=30))
+        assert time.monotonic() - start < 10
+
+
+def test_an_address_that_takes_connections_and_says_nothing_is_named_at_the_deadline():
+    # not refused before: a shard whose machine is busy, or that was paused, looks the same
+    with listener(silent) as address:
+        start = time.monotonic()
+        with pytest.raises(ShardUnavailable, match=f"{address}: no answer within 3.0 s"):
+            Client.connect([address], timeout=timedelta(seconds=3))
+        assert time.monotonic() - start < 8
+
+
+@pytest.mark.integration
+def test_one_address_of_something_else_among_shards_is_the_one_that_is_named(shards: LocalShards):
+    with listener(web) as address, pytest.raises(NotAShard, match=re.escape(address)):
+        Client.connect([shards.addresses[0], address], timeout=timedelta(seconds=30))
+
+
+@pytest.mark.integration
+def test_two_shards_with_the_same_index_are_both_named(shards: LocalShards):
+    with LocalShards(1) as others:
+        first, second = shards.addresses[0], others.addresses[0]
+        with pytest.raises(WrongShards, match="start each with its own --shard") as caught:
+            Client.connect([first, second], timeout=timedelta(seconds=30))
+        assert first in str(caught.value)
+        assert second in str(caught.value)
+
+
+def test_a_shard_that_is_down_at_the_start_is_waited_for_aloud(caplog: pytest.LogCaptureFixture):
+    with pytest.raises(ShardUnavailable, match=r"127.0.0.1:1: no answer within 4.0 s \(.*Connection refused\)"):
+        Client.connect(["127.0.0.1:1"], timeout=timedelta(seconds=4))
+    assert [record.getMessage() for record in caplog.records if record.name == "embershard.worker.links"] == [
+        "waiting for the server at 127.0.0.1:1 (Failed to connect to remote host: Connection refused)"
+    ]
+
+
+@pytest.mark.integration
+class TestWorkersThatDoNotMeet:
+    """Launched by hand, or by torchrun with a wrong address."""
+
+    def join(self, run: Run, shards: LocalShards, *words: str) -> tuple[int, str, float]:
+        start = time.monotonic()
+        code, err = run("worker", "job.yaml", "--ps", shards.addresses[0], "--meet-within", "1", *words)
+        return code, err, time.monotonic() - start
+
+    def test_without_an_address_the_variable_is_named(self, run: Run, shards: LocalShards):
+        code, err, _ = self.join(run, shards, "--rank", "1", "--world-size", "2")
+        assert code == 1
+        says(err, "worker 1 of 2 cannot meet the others at MASTER_ADDR=(not set)")
+
+    @pytest.mark.parametrize(
+        ("host", "port"), [("127.0.0.1", "1"), ("no.such.host.invalid", "29500"), ("127.0.0.1", "x")]
+    )
+    def test_a_wrong_address_ends_by_the_deadline(
+        self, run: Run, shards: LocalShards, monkeypatch: pytest.MonkeyPatch, host: str, port: str
+    ):
+        monkeypatch.setenv("MASTER_ADDR", host)
+        monkeypatch.setenv("MASTER_PORT", port)
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        code, err, seconds = self.join(run, shards)
+        assert code == 1
+        says(err, f"worker 1 of 2 cannot meet the others at MASTER_ADDR={host} MASTER_PORT={port}")
+        assert seconds < 20
+
+    def test_a_rank_outside_of_the_world_is_wrong_usage(self, run: Run, shards: LocalShards):
+        code, err, _ = self.join(run, shards, "--rank", "2", "--world-size", "2")
+        assert code == 2
+        assert "rank 2 of 2 does not exist" in err
+
+
+@pytest.mark.integration
+def test_more_workers_than_samples_are_refused(tmp_path: Path):
+    (tmp_path / "train.csv").write_bytes(LINES[:16])  # one sample
+    (tmp_path / "job.yaml").write_text(JOB)
+    words = ["train", "job.yaml", "--output", "out", "--workers", "2", "--shards", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "embershard.cli", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    assert "train.csv: 1 samples cannot be split over 2 workers; start fewer workers" in done.stderr
+    assert "Traceback" not in done.stderr
