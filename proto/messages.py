@@ -225,16 +225,16 @@ def _floats_bytes(values: Floats) -> bytes:
 
 
 def _ids(data: bytes, table: str) -> Ids:
-    return _array(data, np.dtype("<i8"), f"table {table!r}: ids")
+    return _array(data, np.dtype("<i8"), table, "ids")
 
 
 def _floats(data: bytes, table: str) -> Floats:
-    return _array(data, np.dtype("<f4"), f"table {table!r}: rows")
+    return _array(data, np.dtype("<f4"), table, "rows")
 
 
-def _array(data: bytes, dtype: np.dtype[S], what: str) -> npt.NDArray[S]:
+def _array(data: bytes, dtype: np.dtype[S], table: str, what: str) -> npt.NDArray[S]:
     if len(data) % dtype.itemsize:
-        raise InvalidRequest(reason=f"{what} of {len(data)} bytes are no whole number of {dtype.name}")
+        raise InvalidRequest(reason=f"table {table!r}: {len(data)} bytes of {what} are no whole number of {dtype.name}")
     return np.frombuffer(data, dtype)
 
 
