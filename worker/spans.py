@@ -1,0 +1,201 @@
+"""Where the time of a training step goes: `with span("pull"):` around its parts, free while nobody looks.
+
+The parts: `route` (ids unique and grouped by shard), `encode`, `send`, `wait` (for shards), `receive`, `gather` (rows
+and gradients put together on this side), `forward`, `backward`, `push`; `data` is waiting for the next batch. Spans
+nest, and each counts its own time without that of the spans inside it, so the parts of one thread add up.
+
+A span stays in one thread and holds no await: what ran meanwhile on an event loop would count as inside it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:  # a command that only asks shards for their status imports this module by way of the client
+    from torch.autograd.profiler import record_function
+
+Floats = npt.NDArray[np.float64]
+
+KEPT_STEPS = 4096  # the last ones: 32 KiB per part
+
+
+class _Nothing:
+    """A span while nobody looks."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+_NOTHING = _Nothing()
+_recorder: Recorder | None = None
+
+
+def span(name: str) -> AbstractContextManager[None]:
+    """Counts what happens inside as part `name` of a step, where a Recorder is installed."""
+    recorder = _recorder
+    return _NOTHING if recorder is None else _Span(recorder, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a step, over the steps that were kept."""
+
+    p50_ms: float
+    p99_ms: float
+    share: float  # of the time of all steps
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A step and its parts: those of the training thread and `other` add up to it, `overlapped` ones ran beside it."""
+
+    steps: int
+    step: Part
+    parts: Mapping[str, Part]
+    overlapped: Mapping[str, Part]  # of other threads
+
+    def __str__(self) -> str:
+        """A table."""
+        lines = [f"{f'{self.steps} steps':<20}{'p50':>12}{'p99':>12}{'share':>8}", _line("step", self.step)]
+        for title, parts in (("", self.parts), ("overlapped, in other threads:", self.overlapped)):
+            lines += [title] if title and parts else []
+            lines += [_line(f"  {name}", part) for name, part in parts.items()]
+        return "\n".join(lines)
+
+
+def _line(name: str, part: Part) -> str:
+    return f"{name:<20}{part.p50_ms:>9.3f} ms{part.p99_ms:>9.3f} ms{part.share:>8.1%}"
+
+
+class Recorder:
+    """Collects the spans of all threads, step by step, while it is installed (`with Recorder() as recorder:`).
+
+    The thread that installs it is the training thread. A span counts in the step in which it ends. While a
+    torch.profiler runs, spans are ranges of its trace (those of other threads where it profiles all threads).
+    """
+
+    def __init__(self, kept_steps: int = KEPT_STEPS) -> None:
+        from torch.autograd import profiler
+
+        self.profiler = profiler  # its flag is true while a profiler runs, whichever thread asks
+        self.local = threading.local()  # .top: the innermost open span of a thread
+        self._kept = kept_steps
+        self._steps = 0
+        self._lock = threading.Lock()
+        self._now: dict[tuple[str, bool], float] = {}  # (name, overlapped) -> seconds in this step
+        self._step_seconds = np.zeros(kept_steps)  # a ring
+        self._seconds: dict[tuple[str, bool], Floats] = {}  # likewise
+        self._start = time.perf_counter()
+        self._thread = threading.get_ident()
+        self._before: Recorder | None = None
+
+    def __enter__(self) -> Self:
+        global _recorder
+        self._thread = threading.get_ident()
+        self._before, _recorder = _recorder, self
+        self.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _recorder
+        _recorder = self._before
+
+    def begin(self) -> None:
+        """A step begins here; what came since the last one ended (an evaluation, say) does not count."""
+        with self._lock:
+            self._now = {}
+            self._start = time.perf_counter()
+
+    def end(self) -> None:
+        """The step ends, and the next one begins."""
+        with self._lock:
+            now, self._now = self._now, {}
+            end = time.perf_counter()
+            seconds, self._start = end - self._start, end
+            at, self._steps = self._steps % self._kept, self._steps + 1
+            for key in now.keys() - self._seconds.keys():
+                self._seconds[key] = np.zeros(self._kept)
+            for key, ring in self._seconds.items():
+                ring[at] = now.get(key, 0.0)
+            self._step_seconds[at] = seconds
+
+    def add(self, name: str, seconds: float) -> None:
+        """Count time of this thread that no span could hold."""
+        key = (name, threading.get_ident() != self._thread)
+        with self._lock:
+            self._now[key] = self._now.get(key, 0.0) + seconds
+
+    def split(self) -> Split:
+        """The steps until now, of which the last `kept_steps` are remembered."""
+        with self._lock:
+            kept = min(self._steps, self._kept)
+            whole = self._step_seconds[:kept]
+            total = float(whole.sum())
+            rings = {key: ring[:kept] for key, ring in self._seconds.items()}
+            main = {name: ring for (name, overlapped), ring in rings.items() if not overlapped}
+            beside = {name: ring for (name, overlapped), ring in rings.items() if overlapped}
+            main["other"] = whole - sum(main.values(), np.zeros(kept))
+            return Split(
+                steps=self._steps,
+                step=_part(whole, total),
+                parts={name: _part(ring, total) for name, ring in _largest_first(main)},
+                overlapped={name: _part(ring, total) for name, ring in _largest_first(beside)},
+            )
+
+
+def _largest_first(rings: Mapping[str, Floats]) -> list[tuple[str, Floats]]:
+    return sorted(rings.items(), key=lambda item: -float(item[1].sum()))
+
+
+def _part(seconds: Floats, total: float) -> Part:
+    if not len(seconds):
+        return Part(0.0, 0.0, 0.0)
+    p50, p99 = np.percentile(seconds, [50, 99]) * 1e3
+    return Part(float(p50), float(p99), float(seconds.sum()) / total if total else 0.0)
+
+
+class _Span:
+    __slots__ = ("_inner", "_name", "_outer", "_range", "_recorder", "_start")
+
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self._recorder, self._name = recorder, name
+        self._inner = 0.0  # seconds of the spans inside
+        self._range: record_function | None = None
+
+    def __enter__(self) -> None:
+        recorder = self._recorder
+        self._outer: _Span | None = getattr(recorder.local, "top", None)
+        recorder.local.top = self
+        if recorder.profiler._is_profiler_enabled:
+            self._range = recorder.profiler.record_function(self._name)
+            self._range.__enter__()
+        self._start = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        seconds = time.perf_counter() - self._start
+        if self._range is not None:
+            self._range.__exit__(kind, error, trace)
+        self._recorder.local.top = self._outer
+        if self._outer is not None:
+            self._outer._inner += seconds
+        self._recorder.add(self._name, seconds - self._inner)
