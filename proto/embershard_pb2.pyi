@@ -136,19 +136,25 @@ class Loaded(_message.Message):
     def __init__(self, rows: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("placement_epoch", "tables")
+    __slots__ = ("placement_epoch", "tables", "worker", "epoch")
     class TableIds(_message.Message):
-        __slots__ = ("table", "ids")
+        __slots__ = ("table", "ids", "route")
         TABLE_FIELD_NUMBER: _ClassVar[int]
         IDS_FIELD_NUMBER: _ClassVar[int]
+        ROUTE_FIELD_NUMBER: _ClassVar[int]
         table: str
         ids: bytes
-        def __init__(self, table: _Optional[str] = ..., ids: _Optional[bytes] = ...) -> None: ...
+        route: int
+        def __init__(self, table: _Optional[str] = ..., ids: _Optional[bytes] = ..., route: _Optional[int] = ...) -> None: ...
     PLACEMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     placement_epoch: int
     tables: _containers.RepeatedCompositeFieldContainer[PullRequest.TableIds]
-    def __init__(self, placement_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PullRequest.TableIds, _Mapping]]] = ...) -> None: ...
+    worker: int
+    epoch: int
+    def __init__(self, placement_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PullRequest.TableIds, _Mapping]]] = ..., worker: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Rows(_message.Message):
     __slots__ = ("tables",)
@@ -159,16 +165,18 @@ class Rows(_message.Message):
 class PushRequest(_message.Message):
     __slots__ = ("worker", "epoch", "seq", "first_incomplete", "clock", "placement_epoch", "tables")
     class TableGradients(_message.Message):
-        __slots__ = ("table", "ids", "gradients", "lr_scale")
+        __slots__ = ("table", "ids", "gradients", "lr_scale", "route")
         TABLE_FIELD_NUMBER: _ClassVar[int]
         IDS_FIELD_NUMBER: _ClassVar[int]
         GRADIENTS_FIELD_NUMBER: _ClassVar[int]
         LR_SCALE_FIELD_NUMBER: _ClassVar[int]
+        ROUTE_FIELD_NUMBER: _ClassVar[int]
         table: str
         ids: bytes
         gradients: bytes
         lr_scale: float
-        def __init__(self, table: _Optional[str] = ..., ids: _Optional[bytes] = ..., gradients: _Optional[bytes] = ..., lr_scale: _Optional[float] = ...) -> None: ...
+        route: int
+        def __init__(self, table: _Optional[str] = ..., ids: _Optional[bytes] = ..., gradients: _Optional[bytes] = ..., lr_scale: _Optional[float] = ..., route: _Optional[int] = ...) -> None: ...
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]

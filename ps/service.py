@@ -16,17 +16,8 @@ from grpc_reflection.v1alpha import reflection
 
 from embershard.proto import errors
 from embershard.proto.errors import EmbershardError, InternalError
-from embershard.proto.messages import (
-    MAX_MESSAGE_BYTES,
-    METHODS,
-    SERVICE,
-    GetStatus,
-    Hello,
-    Request,
-    ShardStatus,
-    dumps,
-    loads,
-)
+from embershard.proto.messages import MAX_MESSAGE_BYTES, METHODS, SERVICE, GetStatus, Hello, Request, ShardStatus
+from embershard.proto.protobuf import dumps, loads
 from embershard.ps.apply import ApplyThread
 from embershard.ps.shard import Shard
 

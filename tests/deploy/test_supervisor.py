@@ -16,7 +16,8 @@ import pytest
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
 from embershard.proto import spec
 from embershard.proto.errors import ShardFailed
-from embershard.proto.messages import METHODS, SERVICE, Declare, Declared, Greeting, Hello, Reply, Request, dumps, loads
+from embershard.proto.messages import METHODS, SERVICE, Declare, Declared, Greeting, Hello, Reply, Request
+from embershard.proto.protobuf import dumps, loads
 
 pytestmark = pytest.mark.integration
 SOON = RestartPolicy(first_pause=timedelta(seconds=0.01), max_quick_deaths=3)

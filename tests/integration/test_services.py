@@ -38,9 +38,8 @@ from embershard.proto.messages import (
     ShardStatus,
     TableGradients,
     TableIds,
-    dumps,
-    loads,
 )
+from embershard.proto.protobuf import dumps, loads
 from embershard.proto.routing import Placement, make_route
 
 pytestmark = pytest.mark.integration

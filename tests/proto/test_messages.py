@@ -6,6 +6,7 @@ import pytest
 from embershard.proto import embershard_pb2 as pb
 from embershard.proto import messages as m
 from embershard.proto.errors import InvalidRequest
+from embershard.proto.protobuf import dumps, head_bytes, loads, read
 from embershard.proto.spec import Adam, Custom, TableSpec, Uniform
 
 IDS = np.array([1, -2, 2**62], np.int64)
@@ -14,8 +15,7 @@ SPEC = TableSpec(name="t", dim=2, optimizer=Adam(lr=0.5), initializer=Uniform(),
 
 
 def with_codec(kind: str) -> pb.TableSpec:
-    spec = pb.TableSpec()
-    spec.CopyFrom(m.pack(m.Declare(SPEC)).spec)  # type: ignore[attr-defined]
+    spec = pb.DeclareRequest.FromString(dumps(m.Declare(SPEC))).spec
     spec.pull_codec.kind = kind
     return spec
 
@@ -28,9 +28,14 @@ EXAMPLES: list[m.Message] = [
     m.Declared(True, False),
     m.Load("t", 1, IDS, ROWS, 2, False, True),
     m.Loaded(3),
-    m.Pull(1, (m.TableIds("t", IDS), m.TableIds("u", IDS[:0]))),
+    m.Pull(1, (m.TableIds("t", IDS), m.TableIds("u", IDS[:0], 9)), 4, 5),
     m.Rows((ROWS, ROWS[:0])),
-    m.Push(m.PushToken(1, 2, 3, 4), 5, 6, (m.TableGradients("t", IDS, ROWS, 0.5),)),
+    m.Push(
+        m.PushToken(1, 2, 3, 4),
+        5,
+        6,
+        (m.TableGradients("t", IDS, ROWS, 0.5), m.TableGradients("u", IDS[:0], ROWS, route=9)),
+    ),
     m.Pushed(True, 3, 1),
     m.GetStatus(),
     m.ShardStatus(0, 1, 1, "0.1", "x", 1.5, 2, 3, 4, 5, 6, 7, 8, (m.TableStatus("t", 2, 3, 4, "adam", False),)),
@@ -50,7 +55,30 @@ def plain(value: object) -> object:
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
 def test_a_message_survives_the_wire(message: m.Message) -> None:
-    assert plain(m.loads(type(message), m.dumps(message))) == plain(message)
+    assert plain(loads(type(message), dumps(message))) == plain(message)
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
+def test_a_message_survives_with_its_arrays_beside_its_head(message: m.Message) -> None:
+    bulk = [memoryview(np.ascontiguousarray(array).tobytes()) for array in m.arrays(message)]
+    assert plain(read(type(message), head_bytes(message), bulk)) == plain(message)
+
+
+def test_ids_do_not_travel_with_a_push_that_names_a_route() -> None:
+    push = m.Push(m.PushToken(0, 0, 1, 1), 0, 1, (m.TableGradients("t", IDS, ROWS, route=7),))
+    assert len(m.arrays(push)) == 1
+    assert loads(m.Push, dumps(push)).tables[0].ids.size == 0
+
+
+@pytest.mark.parametrize("bulk", [[], [b"12345678"], [b"12345678"] * 3])
+def test_a_head_with_other_arrays_than_its_tables_need_is_an_invalid_request(bulk: list[bytes]) -> None:
+    push = m.Push(m.PushToken(0, 0, 1, 1), 0, 1, (m.TableGradients("t", IDS, ROWS),))
+    with pytest.raises(InvalidRequest):
+        read(m.Push, head_bytes(push), bulk)
+    with pytest.raises(InvalidRequest):
+        read(m.Load, head_bytes(m.Load("t", 1, IDS, ROWS)), [*bulk, b""] if len(bulk) != 1 else bulk)
+    with pytest.raises(InvalidRequest):
+        read(m.Pull, dumps(m.Pull(1, (m.TableIds("t", IDS),))), [b""])
 
 
 def test_every_message_type_has_an_example() -> None:
@@ -59,15 +87,15 @@ def test_every_message_type_has_an_example() -> None:
 
 
 def test_arrays_travel_little_endian_in_c_order() -> None:
-    proto = m.pack(m.Load("t", 1, np.array([1], np.int64), np.array([[1.0, -2.0]], np.float32)))
-    assert isinstance(proto, pb.LoadRequest)
+    load = m.Load("t", 1, np.array([1], np.int64), np.array([[1.0, -2.0]], np.float32))
+    proto = pb.LoadRequest.FromString(dumps(load))
     assert proto.ids == b"\x01\0\0\0\0\0\0\0"
     assert proto.rows == b"\x00\x00\x80\x3f\x00\x00\x00\xc0"
 
 
 def test_a_strided_array_travels_as_its_values() -> None:
     rows = np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3))
-    back = m.loads(m.Rows, m.dumps(m.Rows((rows,))))
+    back = loads(m.Rows, dumps(m.Rows((rows,))))
     assert back.tables[0].tolist() == [0, 1, 2, 3, 4, 5]
 
 
@@ -81,23 +109,25 @@ def test_a_strided_array_travels_as_its_values() -> None:
         pb.DeclareRequest(spec=with_codec("zip")),
     ],
 )
-def test_content_that_makes_no_sense_is_an_invalid_request(proto: object) -> None:
+def test_content_that_makes_no_sense_is_an_invalid_request(
+    proto: pb.PullRequest | pb.PushRequest | pb.DeclareRequest,
+) -> None:
     kinds = {pb.PullRequest: m.Pull, pb.PushRequest: m.Push, pb.DeclareRequest: m.Declare}
     with pytest.raises(InvalidRequest):
-        m.unpack(kinds[type(proto)], proto)
+        loads(kinds[type(proto)], proto.SerializeToString())
 
 
 def test_any_bytes_give_a_message_or_an_invalid_request() -> None:
     rng = random.Random(0)
     for message in EXAMPLES:
-        good = m.dumps(message)
+        good = dumps(message)
         for _ in range(300):
             bad = bytearray(good[: rng.randrange(len(good) + 1)])
             for _ in range(rng.randrange(4)):
                 if bad:
                     bad[rng.randrange(len(bad))] = rng.randrange(256)
             try:
-                m.loads(type(message), bytes(bad))
+                loads(type(message), bytes(bad))
             except InvalidRequest:
                 pass
 

@@ -47,9 +47,8 @@ from embershard.proto.messages import (
     ShardStatus,
     TableGradients,
     TableIds,
-    dumps,
-    loads,
 )
+from embershard.proto.protobuf import dumps, loads
 from embershard.proto.routing import Placement
 from embershard.ps.apply import ApplyThread
 from embershard.ps.optim import OptimizerRegistry

@@ -40,9 +40,8 @@ from embershard.proto.messages import (
     ShardStatus,
     TableGradients,
     TableIds,
-    dumps,
-    loads,
 )
+from embershard.proto.protobuf import dumps, loads
 from embershard.proto.routing import Placement, make_route
 from embershard.ps.optim import OptimizerRegistry
 from embershard.ps.shard import Shard

@@ -24,7 +24,8 @@ from embershard.proto.errors import (
     WrongDim,
     WrongShards,
 )
-from embershard.proto.messages import Declare, Greeting, Hello, Load, Pull, Push, Reply, Request, dumps
+from embershard.proto.messages import Declare, Greeting, Hello, Load, Pull, Push, Reply, Request
+from embershard.proto.protobuf import dumps
 from embershard.proto.routing import Placement, Route, make_route
 from embershard.proto.spec import SGD, Adam, Constant, TableSpec
 from embershard.ps.optim import OptimizerRegistry

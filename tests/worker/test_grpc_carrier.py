@@ -19,7 +19,8 @@ from embershard.proto.errors import (
     ShardUnavailable,
     UnknownTable,
 )
-from embershard.proto.messages import METHODS, SERVICE, GetStatus, Hello, Pull, Reply, Request, TableIds, dumps, loads
+from embershard.proto.messages import METHODS, SERVICE, GetStatus, Hello, Pull, Reply, Request, TableIds
+from embershard.proto.protobuf import dumps, loads
 from embershard.proto.routing import make_route
 from embershard.proto.spec import SGD, Constant, TableSpec
 from embershard.ps.shard import Shard

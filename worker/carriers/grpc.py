@@ -14,7 +14,8 @@ from typing import NoReturn, Protocol
 import grpc
 
 from embershard.proto.errors import EmbershardError, InternalError, InvalidRequest, NotAShard, from_wire
-from embershard.proto.messages import MAX_MESSAGE_BYTES, METHODS, SERVICE, Reply, Request, dumps, loads
+from embershard.proto.messages import MAX_MESSAGE_BYTES, METHODS, SERVICE, Reply, Request
+from embershard.proto.protobuf import dumps, loads
 from embershard.worker.carrier import Unreachable
 
 ERROR_KEY = "embershard-error-bin"

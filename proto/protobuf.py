@@ -1,0 +1,284 @@
+"""The protobuf form of the messages.
+
+A message is a head, which is its protobuf form without the arrays, and the arrays. `dumps` puts the arrays into the
+head's bytes fields, as gRPC wants them; the `stream` carrier sends them beside it. Reading is total: any bytes give a
+message or InvalidRequest. Arrays of a message that was read are views of the bytes given.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import Message as Protobuf
+
+from embershard.proto import embershard_pb2 as pb
+from embershard.proto.errors import InvalidRequest
+from embershard.proto.messages import (
+    Declare,
+    Declared,
+    Floats,
+    GetStatus,
+    Greeting,
+    Hello,
+    Ids,
+    Load,
+    Loaded,
+    Message,
+    Pull,
+    Push,
+    Pushed,
+    PushToken,
+    Rows,
+    ShardStatus,
+    TableGradients,
+    TableIds,
+    TableStatus,
+    arrays,
+)
+from embershard.proto.spec import Codec, Initializer, Optimizer, TableSpec
+
+S = TypeVar("S", bound=np.generic)
+Buffer = bytes | memoryview
+
+
+def _bytes(array: Ids | Floats) -> bytes:
+    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def _ids(data: Buffer, table: str) -> Ids:
+    return _array(data, np.dtype("<i8"), table, "ids")
+
+
+def _floats(data: Buffer, table: str) -> Floats:
+    return _array(data, np.dtype("<f4"), table, "rows")
+
+
+def _array(data: Buffer, dtype: np.dtype[S], table: str, what: str) -> npt.NDArray[S]:
+    size = memoryview(data).nbytes
+    if size % dtype.itemsize:
+        raise InvalidRequest(reason=f"table {table!r}: {size} bytes of {what} are no whole number of {dtype.name}")
+    return np.frombuffer(data, dtype)
+
+
+def _pack_codec(codec: Codec) -> pb.Codec:
+    return pb.Codec(kind=codec.kind, params=codec.params())
+
+
+def _pack_spec(spec: TableSpec) -> pb.TableSpec:
+    settings = [pb.Optimizer.Setting(name=name, value=value) for name, value in spec.optimizer.params().items()]
+    return pb.TableSpec(
+        name=spec.name,
+        dim=spec.dim,
+        optimizer=pb.Optimizer(name=spec.optimizer.name, settings=settings),
+        initializer=pb.Initializer(kind=spec.initializer.kind, params=spec.initializer.params()),
+        id_space=spec.id_space,
+        seed=spec.seed,
+        push_codec=_pack_codec(spec.push_codec),
+        pull_codec=_pack_codec(spec.pull_codec),
+    )
+
+
+def _unpack_spec(spec: pb.TableSpec) -> TableSpec:
+    return TableSpec(
+        name=spec.name,
+        dim=spec.dim,
+        optimizer=Optimizer.of(spec.optimizer.name, {s.name: s.value for s in spec.optimizer.settings}),
+        initializer=Initializer.of(spec.initializer.kind, dict(spec.initializer.params)),
+        id_space=spec.id_space,
+        seed=spec.seed,
+        push_codec=Codec.of(spec.push_codec.kind, dict(spec.push_codec.params)),
+        pull_codec=Codec.of(spec.pull_codec.kind, dict(spec.pull_codec.params)),
+    )
+
+
+def _pack_declare(m: Declare) -> pb.DeclareRequest:
+    return pb.DeclareRequest(spec=_pack_spec(m.spec), worker=m.worker, load=m.load)
+
+
+def _unpack_declare(p: pb.DeclareRequest, _: Sequence[Buffer]) -> Declare:
+    return Declare(_unpack_spec(p.spec), p.worker, p.load)
+
+
+def _pack_load(m: Load) -> pb.LoadRequest:
+    return pb.LoadRequest(
+        table=m.table, placement_epoch=m.placement_epoch, worker=m.worker, last=m.last, keep_state=m.keep_state
+    )
+
+
+def _unpack_load(p: pb.LoadRequest, bulk: Sequence[Buffer]) -> Load:
+    ids, rows = bulk
+    return Load(p.table, p.placement_epoch, _ids(ids, p.table), _floats(rows, p.table), p.worker, p.last, p.keep_state)
+
+
+def _pack_pull(m: Pull) -> pb.PullRequest:
+    tables = [pb.PullRequest.TableIds(table=part.table, route=part.route) for part in m.tables]
+    return pb.PullRequest(placement_epoch=m.placement_epoch, tables=tables, worker=m.worker, epoch=m.epoch)
+
+
+def _unpack_pull(p: pb.PullRequest, bulk: Sequence[Buffer]) -> Pull:
+    tables = [
+        TableIds(part.table, _ids(data, part.table), part.route) for part, data in zip(p.tables, bulk, strict=True)
+    ]
+    return Pull(p.placement_epoch, tuple(tables), p.worker, p.epoch)
+
+
+def _unpack_rows(_: pb.Rows, bulk: Sequence[Buffer]) -> Rows:
+    return Rows(tuple(_floats(part, f"#{i}") for i, part in enumerate(bulk)))
+
+
+def _pack_push(m: Push) -> pb.PushRequest:
+    tables = [
+        pb.PushRequest.TableGradients(table=part.table, lr_scale=part.lr_scale, route=part.route) for part in m.tables
+    ]
+    return pb.PushRequest(
+        worker=m.token.worker,
+        epoch=m.token.epoch,
+        seq=m.token.seq,
+        first_incomplete=m.token.first_incomplete,
+        clock=m.clock,
+        placement_epoch=m.placement_epoch,
+        tables=tables,
+    )
+
+
+_NO_IDS = np.empty(0, np.int64)
+
+
+def _unpack_push(p: pb.PushRequest, bulk: Sequence[Buffer]) -> Push:
+    left = iter(bulk)
+    tables = []
+    for part in p.tables:
+        ids = _NO_IDS if part.route else _ids(next(left), part.table)
+        tables.append(TableGradients(part.table, ids, _floats(next(left), part.table), part.lr_scale, part.route))
+    if any(True for _ in left):
+        raise ValueError("more arrays than its tables have")
+    token = PushToken(p.worker, p.epoch, p.seq, p.first_incomplete)
+    return Push(token, p.clock, p.placement_epoch, tuple(tables))
+
+
+def _pack_status(m: ShardStatus) -> pb.ShardStatus:
+    flat = {f.name: getattr(m, f.name) for f in fields(m) if f.name != "tables"}
+    tables = [pb.TableStatus(**{f.name: getattr(t, f.name) for f in fields(t)}) for t in m.tables]
+    return pb.ShardStatus(**flat, tables=tables)
+
+
+def _unpack_status(p: pb.ShardStatus, _: Sequence[Buffer]) -> ShardStatus:
+    flat = {f.name: getattr(p, f.name) for f in fields(ShardStatus) if f.name != "tables"}
+    tables = (TableStatus(**{f.name: getattr(t, f.name) for f in fields(TableStatus)}) for t in p.tables)
+    return ShardStatus(**flat, tables=tuple(tables))
+
+
+def _plain(message: type[Message], proto: type[Protobuf]) -> tuple[Callable[..., Protobuf], Callable[..., Message]]:
+    """Converters of a message whose fields are numbers and strings of the same names."""
+    names = [f.name for f in fields(message)]
+    return (
+        lambda m: proto(**{name: getattr(m, name) for name in names}),
+        lambda p, _: message(**{name: getattr(p, name) for name in names}),
+    )
+
+
+_Pack = Callable[..., Protobuf]
+_Unpack = Callable[..., Message]
+_FORMS: dict[type, tuple[type[Protobuf], _Pack, _Unpack]] = {
+    Declare: (pb.DeclareRequest, _pack_declare, _unpack_declare),
+    Load: (pb.LoadRequest, _pack_load, _unpack_load),
+    Pull: (pb.PullRequest, _pack_pull, _unpack_pull),
+    Rows: (pb.Rows, lambda _: pb.Rows(), _unpack_rows),
+    Push: (pb.PushRequest, _pack_push, _unpack_push),
+    ShardStatus: (pb.ShardStatus, _pack_status, _unpack_status),
+    Hello: (pb.HelloRequest, *_plain(Hello, pb.HelloRequest)),
+    Greeting: (pb.Greeting, *_plain(Greeting, pb.Greeting)),
+    Declared: (pb.Declared, *_plain(Declared, pb.Declared)),
+    Loaded: (pb.Loaded, *_plain(Loaded, pb.Loaded)),
+    Pushed: (pb.Pushed, *_plain(Pushed, pb.Pushed)),
+    GetStatus: (pb.StatusRequest, *_plain(GetStatus, pb.StatusRequest)),
+}
+
+M = TypeVar("M", bound=Message)
+
+
+def head_bytes(message: Message) -> bytes:
+    """The message without its arrays, serialised."""
+    return _FORMS[type(message)][1](message).SerializeToString()
+
+
+def read(kind: type[M], head: bytes, bulk: Sequence[Buffer]) -> M:
+    """The message of a head and its arrays' bytes. InvalidRequest where they are no such message."""
+    proto = _parsed(kind, head)
+    if any(memoryview(data).nbytes for data in _drain(proto)):
+        raise InvalidRequest(reason=f"a {_name(kind)} message with arrays in its head; they travel beside it")
+    return _built(kind, proto, bulk)
+
+
+def dumps(message: Message) -> bytes:
+    """Serialised protobuf form, arrays included."""
+    proto = _FORMS[type(message)][1](message)
+    _fill(proto, [_bytes(array) for array in arrays(message)])
+    return proto.SerializeToString()
+
+
+def loads(kind: type[M], data: bytes) -> M:
+    """Message of serialised bytes, arrays included. InvalidRequest where they are no such message."""
+    proto = _parsed(kind, data)
+    return _built(kind, proto, _drain(proto))
+
+
+def _parsed(kind: type[M], data: bytes) -> Protobuf:
+    proto = _FORMS[kind][0]()
+    try:
+        proto.ParseFromString(data)
+    except Exception as error:  # protobuf's DecodeError class differs between its back ends
+        raise InvalidRequest(reason=f"no {_name(kind)} message: {error}") from None
+    return proto
+
+
+def _built(kind: type[M], proto: Protobuf, bulk: Sequence[Buffer]) -> M:
+    try:
+        message = _FORMS[kind][2](proto, bulk)
+    except StopIteration:
+        raise InvalidRequest(reason=f"a {_name(kind)} message with fewer arrays than its tables have") from None
+    except ValueError as error:
+        raise InvalidRequest(reason=str(error)) from None
+    assert isinstance(message, kind)
+    return message
+
+
+def _name(kind: type) -> str:
+    return re.sub("Request$", "", kind.__name__)
+
+
+def _fill(proto: Protobuf, bulk: Sequence[bytes]) -> None:
+    """Put the arrays into the bytes fields, in the order of `arrays`."""
+    if isinstance(proto, pb.Rows):
+        proto.tables.extend(bulk)
+    elif isinstance(proto, pb.LoadRequest):
+        proto.ids, proto.rows = bulk
+    elif isinstance(proto, pb.PullRequest):
+        for ids, data in zip(proto.tables, bulk, strict=True):
+            ids.ids = data
+    elif isinstance(proto, pb.PushRequest):
+        left = iter(bulk)
+        for part in proto.tables:
+            if not part.route:
+                part.ids = next(left)
+            part.gradients = next(left)
+
+
+def _drain(proto: Protobuf) -> list[bytes]:
+    """The arrays of the bytes fields, in the order of `arrays`."""
+    if isinstance(proto, pb.Rows):
+        return list(proto.tables)
+    if isinstance(proto, pb.LoadRequest):
+        return [proto.ids, proto.rows]
+    if isinstance(proto, pb.PullRequest):
+        return [part.ids for part in proto.tables]
+    if isinstance(proto, pb.PushRequest):
+        return [
+            data for part in proto.tables for data in ((part.gradients,) if part.route else (part.ids, part.gradients))
+        ]
+    return []
