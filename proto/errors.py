@@ -85,11 +85,35 @@ class MessageTooLarge(InvalidRequest):
     template = "a message of {got} bytes is over the limit of {limit} bytes; send fewer ids per call"
 
 
+class BadFrame(EmbershardError):
+    """Bytes that are no frame of the `stream` carrier, or not what the start of a frame said (docs/wire.md)."""
+
+    status = Status.INVALID_ARGUMENT
+    template = "{what} is {got}, not {want}; the connection is dropped, since where its next frame starts is unknown"
+
+
+class WrongVersion(EmbershardError):
+    """Two sides without a common version of the `stream` carrier."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "it speaks versions {lowest} to {highest} of the stream carrier, this side {own_lowest} to {own_highest}; "
+        "upgrade the older side"
+    )
+
+
 class UnknownTable(EmbershardError):
     """A table that nobody declared on this shard."""
 
     status = Status.NOT_FOUND
     template = "no table {table!r} here (declared: {known}); declare it first, or check its name"
+
+
+class UnknownRoute(EmbershardError):
+    """A push that names ids which the shard does not hold (any more); a client sends them then."""
+
+    status = Status.NOT_FOUND
+    template = "worker {worker} names ids {route} of table {table!r}, which are not kept here; send the ids themselves"
 
 
 class UnknownOptimizer(EmbershardError):

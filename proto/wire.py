@@ -1,0 +1,317 @@
+"""The frames of the `stream` carrier: bytes in, frames out; no socket, no asyncio, no message (docs/wire.md).
+
+A connection starts with a hello of either side (`client_hello`, `server_hello`, `read_server_hello`). After it, both
+sides send what `encode` returns, and give a `Reader` what they receive.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+from zlib import crc32
+
+from embershard.proto.errors import BadFrame, InvalidRequest, MessageTooLarge, WrongVersion
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+MAGIC = b"EMBERSHD"  # the first 8 bytes of either direction: no HTTP/2 preface, no TLS record
+OLDEST_VERSION = 1
+VERSION = 1
+
+# The head is a message without its arrays. A pull of 2,048 tables with names of 100 letters needs 0.2 MiB of it.
+MAX_HEAD_BYTES = 2**20
+# Ids and gradients of 2,048 tables. It bounds the work that one small frame can ask for, and fits in a u16.
+MAX_BUFFERS = 4096
+# What a peer can make a reader keep before anything is checked is this, or the largest start of a frame (1.02 MiB).
+# Also where a copy costs as much as a receive of its own: smaller buffers arrive through the scratch, many in a call.
+SCRATCH_BYTES = 2**16
+
+_HELLO = struct.Struct("<8sHHI")
+HELLO_BYTES = _HELLO.size  # 16, both ways
+
+_FRAME_MAGIC = b"EMBF"
+_CHECKED = struct.Struct("<4sBBHIIIII")  # the prefix without its last field, the checksum
+_PREFIX = struct.Struct("<4sBBHIIIIII")
+PREFIX_BYTES = _PREFIX.size  # 32
+
+
+class Feature(enum.IntFlag):
+    """What two sides may agree on beside the version."""
+
+    CHECKSUM = 1  # the buffers have a checksum too
+
+
+class Agreed(NamedTuple):
+    """What both sides of a connection speak."""
+
+    version: int
+    features: Feature
+
+
+class Header(NamedTuple):
+    """A frame without its buffers."""
+
+    kind: int  # 0..255
+    call: int  # a reply carries the number of its request
+    timeout_ms: int  # how long the caller waits; 0 in replies
+    head: bytes
+    lengths: tuple[int, ...]  # bytes of each buffer
+
+
+class Frame(NamedTuple):
+    """A frame that has arrived; `buffers` are what `place` returned for it, filled."""
+
+    header: Header
+    buffers: Sequence[memoryview]
+
+
+def client_hello(features: Feature) -> bytes:
+    """The first HELLO_BYTES of a client: the versions that it speaks and the features that it wants."""
+    return _HELLO.pack(MAGIC, OLDEST_VERSION, VERSION, features)
+
+
+def server_hello(hello: bytes, supported: Feature) -> tuple[bytes, Agreed | None]:
+    """The answer to a client's hello, and what was agreed on.
+
+    None: there is no common version; the answer says which ones this side speaks, and the connection ends with it.
+    BadFrame where `hello` (HELLO_BYTES) does not start with MAGIC.
+    """
+    lowest, highest, wanted = _read_hello(hello)
+    version = min(highest, VERSION)
+    if version < max(lowest, OLDEST_VERSION):
+        return _HELLO.pack(MAGIC, OLDEST_VERSION, VERSION, 0), None
+    agreed = Agreed(version, Feature(wanted & supported))
+    return _HELLO.pack(MAGIC, version, version, agreed.features), agreed
+
+
+def read_server_hello(answer: bytes) -> Agreed:
+    """What the server agreed on.
+
+    WrongVersion without a common version; BadFrame where the answer (HELLO_BYTES) is not a shard's, or agrees on
+    features that this side does not know.
+    """
+    lowest, highest, features = _read_hello(answer)
+    if lowest != highest or not OLDEST_VERSION <= lowest <= VERSION:
+        raise WrongVersion(lowest=lowest, highest=highest, own_lowest=OLDEST_VERSION, own_highest=VERSION)
+    if features & ~sum(Feature):
+        raise BadFrame(what="the features agreed on", got=f"{features:#x}", want=f"within {sum(Feature):#x}")
+    return Agreed(lowest, Feature(features))
+
+
+def _read_hello(data: bytes) -> tuple[int, int, int]:
+    magic, lowest, highest, features = _HELLO.unpack(data)
+    if magic != MAGIC:
+        raise BadFrame(what="the start of the connection", got=repr(magic), want=repr(MAGIC))
+    return lowest, highest, features
+
+
+def encode(
+    kind: int, call: int, timeout_ms: int, head: bytes, buffers: Sequence[ReadableBuffer] = (), *, checksum: bool
+) -> list[bytes | memoryview]:
+    """The pieces of a frame in order: its start as bytes, then the memory of the buffers themselves, uncopied.
+
+    Buffers are C-contiguous; empty ones need no piece. MessageTooLarge, InvalidRequest over the limits of a frame.
+    """
+    pieces: list[bytes | memoryview] = [b""]
+    bulk_bytes = bulk_crc = 0
+    tail = head  # what follows the prefix
+    if buffers:
+        lengths = []
+        for buffer in buffers:
+            view = memoryview(buffer)
+            lengths.append(view.nbytes)
+            if view.nbytes:  # an empty view cannot be cast
+                pieces.append(view.cast("B"))
+        bulk_bytes = sum(lengths)
+        if bulk_bytes >= 2**32:
+            raise MessageTooLarge(got=bulk_bytes, limit=2**32 - 1)
+        if len(lengths) > MAX_BUFFERS:
+            raise InvalidRequest(reason=f"a message of {len(lengths)} arrays; send at most {MAX_BUFFERS} per call")
+        if checksum:
+            for piece in pieces:
+                bulk_crc = crc32(piece, bulk_crc)
+        tail = struct.pack(f"<{len(lengths)}I", *lengths) + head
+    if len(head) > MAX_HEAD_BYTES:
+        raise MessageTooLarge(got=len(head), limit=MAX_HEAD_BYTES)
+    checked = _CHECKED.pack(
+        _FRAME_MAGIC, VERSION, kind, len(buffers), call, timeout_ms, len(head), bulk_bytes, bulk_crc
+    )
+    pieces[0] = b"".join((checked, crc32(tail, crc32(checked)).to_bytes(4, "little"), tail))
+    return pieces
+
+
+class Reader:
+    """Turns received bytes into frames, and has the bulk of large ones received straight into its place.
+
+    `limit` bounds the bulk of a frame in bytes. `place(header)` is called for a frame with buffers once its start has
+    been checked, and returns their memory: a writable C-contiguous memoryview of exactly `lengths[i]` bytes each (its
+    pages untouched, so that memory is taken by bytes that came, not by bytes that were announced), or None to have the
+    frame read and dropped, as the reply to a call that nobody waits for any more.
+
+    A BadFrame, or an error of `place`, ends the stream: where the next frame starts is unknown.
+    """
+
+    __slots__ = (
+        "_buffers",
+        "_checksum",
+        "_crc",
+        "_filled",
+        "_header",
+        "_left",
+        "_limit",
+        "_next",
+        "_place",
+        "_scratch",
+        "_start",
+        "_target",
+        "_want_crc",
+    )
+
+    def __init__(self, limit: int, place: Callable[[Header], Sequence[memoryview] | None], *, checksum: bool) -> None:
+        self._limit = limit
+        self._place = place
+        self._checksum = checksum
+        self._scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self._start = self._scratch  # where bytes land: the scratch, or a larger one for one frame with a large head
+        self._filled = 0  # bytes in _start: a part of the start of a frame
+        self._header: Header | None = None  # of the frame whose bulk is arriving
+        self._buffers: Sequence[memoryview] | None = None  # its places; None: it is dropped
+        self._next = 0  # index of the buffer after _target
+        self._target: memoryview | None = None  # what is left of the buffer that is arriving
+        self._left = 0  # bytes of bulk still to come
+        self._crc = self._want_crc = 0  # of the bulk
+
+    @property
+    def in_frame(self) -> bool:
+        """Whether a frame has begun and not ended: a peer that falls silent now will never be understood."""
+        return self._filled > 0 or self._header is not None
+
+    def buffer(self) -> memoryview:
+        """Where the next received bytes go; never empty."""
+        target = self._target
+        if target is not None and len(target) >= SCRATCH_BYTES:
+            return target
+        return self._start[self._filled :]
+
+    def received(self, n: int) -> list[Frame]:
+        """The frames that the `n` bytes just put into `buffer()` complete. BadFrame where they are no frames."""
+        frames: list[Frame] = []
+        target = self._target
+        if target is not None and len(target) >= SCRATCH_BYTES:
+            if self._checksum:
+                self._crc = crc32(target[:n], self._crc)
+            self._left -= n
+            self._advance(target, n)
+            if not self._left:
+                self._end_frame(frames)
+            return frames
+        view, pos, end = self._start, 0, self._filled + n
+        while pos < end:
+            if self._header is None:
+                start_bytes = self._begin_frame(view[pos:end])
+                if not start_bytes:
+                    break
+                pos += start_bytes
+            else:
+                pos += self._scatter(view[pos:end])
+            if not self._left:
+                self._end_frame(frames)
+        self._keep(view, pos, end)
+        return frames
+
+    def _begin_frame(self, data: memoryview) -> int:
+        """Check the start of a frame and find the places of its buffers; bytes of the start, 0 while incomplete."""
+        if len(data) < PREFIX_BYTES:
+            return 0
+        prefix = _PREFIX.unpack_from(data)
+        magic, version, kind, num_buffers, call, timeout_ms, head_bytes, bulk_bytes, bulk_crc, crc = prefix
+        if magic != _FRAME_MAGIC:
+            raise BadFrame(what="the magic of a frame", got=repr(magic), want=repr(_FRAME_MAGIC))
+        if version != VERSION:
+            raise BadFrame(what="the version of a frame", got=version, want=VERSION)
+        if num_buffers > MAX_BUFFERS:
+            raise BadFrame(what="the number of buffers", got=num_buffers, want=f"at most {MAX_BUFFERS}")
+        if head_bytes > MAX_HEAD_BYTES:
+            raise BadFrame(what="the size of the head", got=head_bytes, want=f"at most {MAX_HEAD_BYTES}")
+        if bulk_bytes > self._limit:
+            raise BadFrame(what="the size of the buffers", got=bulk_bytes, want=f"at most {self._limit}")
+        head_at = PREFIX_BYTES + 4 * num_buffers
+        start_bytes: int = head_at + head_bytes
+        if len(data) < start_bytes:
+            return 0
+        found = crc32(data[PREFIX_BYTES:start_bytes], crc32(data[: PREFIX_BYTES - 4]))
+        if found != crc:
+            raise BadFrame(what="the checksum of a frame's start", got=f"{found:#010x}", want=f"{crc:#010x}")
+        lengths: tuple[int, ...] = struct.unpack_from(f"<{num_buffers}I", data, PREFIX_BYTES) if num_buffers else ()
+        if sum(lengths) != bulk_bytes:
+            raise BadFrame(what="the sum of the buffers' lengths", got=sum(lengths), want=bulk_bytes)
+        if bulk_crc and not self._checksum:
+            raise BadFrame(what="the checksum of buffers that have none", got=f"{bulk_crc:#010x}", want=0)
+        header = self._header = Header(kind, call, timeout_ms, bytes(data[head_at:start_bytes]), lengths)
+        self._left, self._want_crc = bulk_bytes, bulk_crc
+        self._buffers = ()
+        if num_buffers:
+            self._buffers = self._place(header)
+            if self._buffers is not None:
+                assert [buffer.nbytes for buffer in self._buffers] == list(lengths), "place() gave other sizes"
+                self._next_target()
+        return start_bytes
+
+    def _next_target(self) -> None:
+        """Go to the next buffer that is not empty."""
+        buffers, self._target = self._buffers, None
+        assert buffers is not None
+        while self._next < len(buffers):
+            buffer = buffers[self._next]
+            self._next += 1
+            if buffer.nbytes:
+                self._target = buffer.cast("B")
+                return
+
+    def _advance(self, target: memoryview, n: int) -> None:
+        """Count `n` bytes that reached `target`."""
+        if n < len(target):
+            self._target = target[n:]
+        else:
+            self._next_target()
+
+    def _scatter(self, data: memoryview) -> int:
+        """Copy the bulk in `data` to its place; the bytes of it."""
+        bulk = data[: self._left]
+        self._left -= len(bulk)
+        if self._checksum:
+            self._crc = crc32(bulk, self._crc)
+        pos = 0
+        while self._target is not None and pos < len(bulk):
+            target = self._target
+            n = min(len(target), len(bulk) - pos)
+            target[:n] = bulk[pos : pos + n]
+            self._advance(target, n)
+            pos += n
+        return len(bulk)
+
+    def _end_frame(self, frames: list[Frame]) -> None:
+        """Hand the frame over, and keep nothing of it."""
+        assert self._header is not None
+        if self._crc != self._want_crc:
+            raise BadFrame(what="the checksum of the buffers", got=f"{self._crc:#010x}", want=f"{self._want_crc:#010x}")
+        if self._buffers is not None:
+            frames.append(Frame(self._header, self._buffers))
+        self._header = self._buffers = self._target = None
+        self._next = self._crc = 0
+
+    def _keep(self, view: memoryview, pos: int, end: int) -> None:
+        """Keep the incomplete start of a frame, data[pos:end], with room for the rest of it."""
+        self._filled = rest = end - pos
+        if not rest:
+            self._start = self._scratch
+            return
+        if pos:
+            view[:rest] = view[pos:end]  # at most once per frame
+        if rest == len(view):  # no room: the prefix is known, and its sizes are within the limits
+            num_buffers, head_bytes = _PREFIX.unpack_from(view)[3], _PREFIX.unpack_from(view)[6]
+            self._start = memoryview(bytearray(PREFIX_BYTES + 4 * num_buffers + head_bytes))
+            self._start[:rest] = view
