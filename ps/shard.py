@@ -24,6 +24,7 @@ from embershard.proto.errors import (
     TableFull,
     TableLoading,
     TableMismatch,
+    UnknownRoute,
     UnknownTable,
     WrongDim,
     WrongPlacement,
@@ -43,6 +44,7 @@ from embershard.proto.messages import (
     Pull,
     Push,
     Pushed,
+    PushToken,
     Reply,
     Request,
     Rows,
@@ -53,6 +55,7 @@ from embershard.proto.messages import (
 from embershard.proto.routing import BUCKET_SHIFT, Placement, mix64
 from embershard.ps.dedup import Dedup
 from embershard.ps.optim import OptimizerRegistry
+from embershard.ps.routes import RouteMemory
 from embershard.ps.table import Table
 
 _NAMES_SHOWN = 20  # of the known tables, in an error that must fit gRPC's metadata
@@ -113,6 +116,7 @@ class Shard:
         self._optimizers = optimizers
         self._tables: dict[str, _Entry] = {}
         self._dedup = Dedup()
+        self._routes = RouteMemory()
         self._started = time.monotonic()
         self._requests = 0
         self._pulled_rows = 0
@@ -208,6 +212,9 @@ class Shard:
             raise MessageTooLarge(got=reply_bytes, limit=self.greeting.max_message_bytes)
         rows = Rows(tuple(table.gather(ids) for table, ids in parts))
         self._pulled_rows += sum(len(ids) for _, ids in parts)
+        for part in request.tables:
+            if part.route:
+                self._routes.keep(request.worker, request.epoch, part.route, part.table, part.ids)
         return rows
 
     def _push(self, request: Push) -> Pushed:
@@ -216,26 +223,34 @@ class Shard:
         if found := self._dedup.find(request.token):
             self._duplicate_pushes += 1
             return found
-        parts = [(part, *self._check_gradients(part)) for part in request.tables]
-        _check_room([(table, len(part.ids)) for part, table, _ in parts])
+        parts = [(part, *self._check_gradients(part, request.token)) for part in request.tables]
+        _check_room([(table, len(ids)) for _, table, ids, _ in parts])
         applied = skipped = 0
-        for part, table, gradients in parts:
-            done = table.apply(part.ids, gradients, part.lr_scale)
+        for part, table, ids, gradients in parts:
+            done = table.apply(ids, gradients, part.lr_scale)
             applied += done.rows
             skipped += done.skipped
+            self._routes.forget(request.token.worker, part.route)
         reply = Pushed(duplicate=False, applied=applied, skipped=skipped)
         self._dedup.record(request.token, reply)
         self._pushed_rows += applied
         self._skipped_rows += skipped
         return reply
 
-    def _check_gradients(self, part: TableGradients) -> tuple[Table, Floats]:
+    def _check_gradients(self, part: TableGradients, token: PushToken) -> tuple[Table, Ids, Floats]:
         entry = self._open_entry(part.table)
-        self._check_ids(entry, part.ids)
-        gradients = _matrix(entry, part.ids, "gradients", part.gradients)
+        if part.route:  # the pull that left them has checked them
+            kept = self._routes.find(token.worker, token.epoch, part.route, part.table)
+            if kept is None:
+                raise UnknownRoute(worker=token.worker, route=part.route, table=part.table)
+            ids = kept
+        else:
+            ids = part.ids
+            self._check_ids(entry, ids)
+        gradients = _matrix(entry, ids, "gradients", part.gradients)
         if not (math.isfinite(part.lr_scale) and part.lr_scale >= 0):
             raise InvalidRequest(reason=f"table {part.table!r}: lr_scale must be finite and >= 0, got {part.lr_scale}")
-        return entry.table, gradients
+        return entry.table, ids, gradients
 
     def _check_placement(self, epoch: int) -> None:
         if epoch != self._placement.epoch:

@@ -1,0 +1,65 @@
+"""The ids that pulls left with a shard, so that the pushes that follow need not send them again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from embershard.proto.messages import Ids
+
+# A worker names a route within a few steps or never (an evaluation, a forward without a backward). These bound what
+# one that never does can make a shard remember; what was dropped is sent again with its ids.
+MAX_ROUTES = 1024
+MAX_BYTES = 32 * 2**20
+MAX_WORKERS = 4096
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The routes of one worker's incarnation, the oldest first."""
+
+    epoch: int
+    routes: OrderedDict[int, tuple[str, Ids]] = field(default_factory=OrderedDict)
+    nbytes: int = 0
+
+
+class RouteMemory:
+    """Number -> (table, ids), per worker; bounded, the oldest are dropped."""
+
+    def __init__(self) -> None:
+        self._workers: OrderedDict[int, _Kept] = OrderedDict()
+
+    def keep(self, worker: int, epoch: int, number: int, table: str, ids: Ids) -> None:
+        """Remember a copy of ids ((U,) int64) of a table."""
+        kept = self._workers.get(worker)
+        if kept is None or kept.epoch < epoch:
+            kept = self._workers[worker] = _Kept(epoch)
+        elif kept.epoch > epoch:
+            return  # a late request of an earlier incarnation, whose pushes are fenced
+        self._workers.move_to_end(worker)
+        self._drop(kept, number)
+        kept.routes[number] = (table, ids.copy())  # the array may be a part of a whole message
+        kept.nbytes += ids.nbytes
+        while len(kept.routes) > MAX_ROUTES or kept.nbytes > MAX_BYTES:
+            self._drop(kept, next(iter(kept.routes)))
+        if len(self._workers) > MAX_WORKERS:
+            self._workers.popitem(last=False)
+
+    def find(self, worker: int, epoch: int, number: int, table: str) -> Ids | None:
+        """The ids kept under a number; None where they are not known, or are another table's."""
+        kept = self._workers.get(worker)
+        if kept is None or kept.epoch != epoch:
+            return None
+        name, ids = kept.routes.get(number, ("", None))
+        return ids if name == table else None
+
+    def forget(self, worker: int, number: int) -> None:
+        """Drop a route whose push was applied."""
+        if kept := self._workers.get(worker):
+            self._drop(kept, number)
+
+    @staticmethod
+    def _drop(kept: _Kept, number: int) -> None:
+        route = kept.routes.pop(number, None)
+        if route is not None:
+            kept.nbytes -= route[1].nbytes
