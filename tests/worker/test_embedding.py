@@ -13,6 +13,7 @@ from torch import nn
 
 import embershard as es
 from embershard.worker.embedding import Embedding, EmbeddingBag
+from embershard.worker.gradients import RowGradients
 from embershard.worker.session import Session
 
 ROWS, DIM = 12, 3
@@ -310,3 +311,90 @@ def test_a_frozen_embedding_is_pulled_and_never_pushed(make_session: Callable[..
     check_equal(out, values)
     assert not out.requires_grad
     assert session.step().applied == 0
+
+
+LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "plain": lambda out: (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum(),
+    "one gradient for all": lambda out: out.sum(),
+    "transposed": lambda out: (out.transpose(0, 2) ** 2 * torch.linspace(-1, 1, len(out))).sum(),
+    "half precision": lambda out: (out.half() ** 2).sum().float(),
+    "no gradient at all": lambda out: (out * 0).sum(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("shape", [(40, 20, 5), (0, 7, 5), (1, 1, 5)])
+def test_a_lookup_leaves_the_bits_of_torchs_own_gradient(
+    shape: tuple[int, ...], create_graph: bool, loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = torch.from_numpy(np.random.default_rng(0).zipf(1.3, shape[:2]))
+    with es.local(shards=2) as session:
+        module = es.Embedding(session.table(es.TableSpec(name="any", dim=shape[2], optimizer=es.SGD(lr=1.0))))
+        collected: list[RowGradients] = []
+        monkeypatch.setattr(session, "collect", collected.append)
+        LOSSES[loss](module(ids)).backward(create_graph=create_graph)
+        read = session.read(module.table, ids, ids.device)
+        rows = read.rows.requires_grad_()
+        LOSSES[loss](nn.functional.embedding(read.index, rows)).backward()
+        assert rows.grad is not None
+        if not ids.numel():
+            assert collected == []
+        else:
+            assert torch.equal(collected[0].gradients, rows.grad)
+
+
+def test_a_lookup_under_autocast_gives_float32_rows_their_float32_gradient() -> None:
+    module, layer = nn.Embedding(ROWS, DIM), nn.Linear(DIM, 4)
+    theirs = copy.deepcopy(module)
+    with es.local(shards=2) as session:
+        ours = es.wrap(module, session, optimizer=es.SGD(lr=1.0))
+        for side in (ours, theirs):
+            with torch.autocast("cpu", torch.bfloat16):
+                out = layer(side(IDS))
+            assert out.dtype == torch.bfloat16
+            out.sum().backward()
+        session.step()
+        torch.optim.SGD(theirs.parameters(), lr=1.0).step()
+        check_equal(remote_rows(ours), theirs.weight.detach())
+
+
+def test_a_lookup_is_differentiated_twice() -> None:
+    module = nn.Embedding(ROWS, DIM)
+    theirs = copy.deepcopy(module)
+    with es.local(shards=2) as session:
+        ours = es.wrap(module, session, optimizer=es.SGD(lr=1.0))
+        for side in (ours, theirs):
+            scale = torch.ones(DIM, requires_grad=True)
+            loss = (side(IDS) * scale).pow(3).sum()
+            (penalty,) = torch.autograd.grad(loss, scale, create_graph=True)
+            (loss + penalty.pow(2).sum()).backward()
+        session.step()
+        torch.optim.SGD(theirs.parameters(), lr=1.0).step()
+        # the penalty makes gradients of some thousands
+        torch.testing.assert_close(remote_rows(ours), theirs.weight.detach(), rtol=1e-5, atol=1e-2)
+
+
+def test_one_output_used_twice_and_backward_in_two_parts_sum_up() -> None:
+    module = nn.Embedding(ROWS, DIM)
+    theirs = copy.deepcopy(module)
+    with es.local(shards=2) as session:
+        ours = es.wrap(module, session, optimizer=es.SGD(lr=1.0))
+        for side in (ours, theirs):
+            out = side(IDS)
+            (out.pow(2).sum() + out.sum()).backward(retain_graph=True)
+            out.sum().backward()
+        session.step()
+        torch.optim.SGD(theirs.parameters(), lr=1.0).step()
+        check_equal(remote_rows(ours), theirs.weight.detach())
+
+
+def test_a_lookup_without_gradients_leaves_nothing_behind() -> None:
+    with es.local(shards=2) as session:
+        module = any_table(session)
+        with torch.no_grad():
+            assert not module(IDS).requires_grad
+        with torch.inference_mode():
+            module(IDS)
+        assert session.step().applied == 0
