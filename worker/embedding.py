@@ -141,7 +141,7 @@ class Embedding(_RemoteRows):
         """Rows of the ids `input` (any shape, int32 or int64), (*input.shape, dim)."""
         index, rows, padding = self._read(input)
         if rows.requires_grad and rows.device.type == "cpu":
-            return _Lookup.apply(index, rows)  # type: ignore[no-any-return, no-untyped-call]
+            return _Lookup.apply(rows, index)  # type: ignore[no-any-return, no-untyped-call]
         return F.embedding(index, rows, padding)
 
 
@@ -149,18 +149,18 @@ class _Lookup(torch.autograd.Function):
     """F.embedding on the CPU, with a faster way back to the same bits; the collector drops the padding row."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, index: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(index)
         ctx.num_rows = rows.shape[0]  # type: ignore[attr-defined]
         return F.embedding(index, rows)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         index, count = ctx.saved_tensors[0].view(-1), ctx.num_rows  # type: ignore[attr-defined]
         gradient = gradient.reshape(-1, gradient.shape[-1])
         if torch.is_grad_enabled():  # create_graph: by operations that autograd knows
-            return None, gradient.new_zeros(count, gradient.shape[1]).index_add(0, index, gradient)
-        return None, torch.from_numpy(sum_rows(index.numpy(), gradient.contiguous().numpy(), count))
+            return gradient.new_zeros(count, gradient.shape[1]).index_add(0, index, gradient), None
+        return torch.from_numpy(sum_rows(index.numpy(), gradient.contiguous().numpy(force=True), count)), None
 
 
 class EmbeddingBag(_RemoteRows):
