@@ -8,8 +8,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
 
 from embershard.proto.errors import ShardBusy, ShuttingDown
+
+T = TypeVar("T")
 
 # Several of the largest messages, or about a second of apply work; the requests' own bound is for tiny ones.
 QUEUE_BYTES = 256 * 2**20
@@ -20,13 +23,13 @@ _SMOOTHING = 0.1  # weight of the newest request in the mean duration
 
 
 @dataclass(slots=True)
-class _Job:
+class _Job(Generic[T]):
     """A request on its way to the tables."""
 
-    work: Callable[[], bytes]
+    work: Callable[[], T]
     num_bytes: int
     deadline: float  # time.monotonic() after which nobody waits for it
-    future: Future[bytes]
+    future: Future[T]
 
 
 class ApplyThread:
@@ -42,7 +45,7 @@ class ApplyThread:
         self._max_bytes = max_bytes
         self._max_requests = max_requests
         self._lock = threading.Lock()  # of the counters, never held while work runs
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[_Job[Any] | None] = SimpleQueue()
         self._queued_bytes = 0
         self._queued_requests = 0
         self._mean_seconds = 0.001
@@ -55,9 +58,9 @@ class ApplyThread:
         """Bytes of the requests accepted and not yet handled."""
         return self._queued_bytes
 
-    def submit(self, work: Callable[[], bytes], num_bytes: int, deadline: float) -> Future[bytes]:
+    def submit(self, work: Callable[[], T], num_bytes: int, deadline: float) -> Future[T]:
         """Queue work that holds `num_bytes`; ShardBusy where the queue is full, ShuttingDown once it is closed."""
-        job = _Job(work, num_bytes, deadline, Future())
+        job: _Job[T] = _Job(work, num_bytes, deadline, Future())
         with self._lock:
             if self._closed:
                 raise ShuttingDown()
@@ -96,7 +99,7 @@ class ApplyThread:
                 self._queued_requests -= 1
                 self._mean_seconds += _SMOOTHING * (time.monotonic() - started - self._mean_seconds)
 
-    def _do(self, job: _Job, now: float) -> None:
+    def _do(self, job: _Job[Any], now: float) -> None:
         if now > job.deadline:
             job.future.cancel()
         if not job.future.set_running_or_notify_cancel():

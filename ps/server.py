@@ -89,12 +89,13 @@ async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
 
     from embershard.proto.messages import SERVICE
     from embershard.ps.apply import ApplyThread
+    from embershard.ps.dispatch import Dispatch
     from embershard.ps.service import ShardService, make_server
 
     stop = _Stop(asyncio.get_running_loop())
     apply = ApplyThread(max_bytes=options.queue_bytes)
     healthy = health.aio.HealthServicer()
-    server = make_server(ShardService(shard, apply), healthy)
+    server = make_server(ShardService(Dispatch(shard, apply)), healthy)
     bound = address.bind(server)
     await server.start()
     for name in ("", SERVICE):

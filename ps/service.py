@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import NoReturn, TypeAlias
@@ -15,11 +13,10 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from embershard.proto import errors
-from embershard.proto.errors import EmbershardError, InternalError
-from embershard.proto.messages import MAX_MESSAGE_BYTES, METHODS, SERVICE, GetStatus, Hello, Request, ShardStatus
+from embershard.proto.errors import EmbershardError
+from embershard.proto.messages import MAX_MESSAGE_BYTES, METHODS, SERVICE, Request
 from embershard.proto.protobuf import dumps, loads
-from embershard.ps.apply import ApplyThread
-from embershard.ps.shard import Shard
+from embershard.ps.dispatch import Dispatch
 
 ERROR_KEY = "embershard-error-bin"
 SERVER_OPTIONS: list[tuple[str, int]] = [
@@ -35,21 +32,14 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
 _MAX_FIELD_CHARS = 500
 _NO_DEADLINE = 24 * 3600.0  # seconds for a caller that set none
 
-_log = logging.getLogger(__name__)
 _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 
 
 class ShardService:
-    """Handlers for one shard.
+    """Handlers for one shard, on the event loop."""
 
-    Hello and Status are answered at once by the event loop: health does not wait behind pushes. Everything else goes
-    through the apply thread, decoding and encoding included, so that the loop never works for longer than a small call.
-    """
-
-    def __init__(self, shard: Shard, apply: ApplyThread) -> None:
-        self._shard = shard
-        self._apply = apply
-        self._answered = 0  # Hello and Status, which the shard does not see
+    def __init__(self, dispatch: Dispatch) -> None:
+        self._dispatch = dispatch
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """The service as gRPC wants it. Generic, since generated stubs would tie us to one version of grpcio."""
@@ -58,51 +48,19 @@ class ShardService:
             {name: grpc.unary_unary_rpc_method_handler(self._method(kind)) for kind, (name, _) in METHODS.items()},
         )
 
-    def status(self) -> ShardStatus:
-        """The shard's status with what only the carrier knows."""
-        status = self._shard.status()
-        return dataclasses.replace(
-            status, requests=status.requests + self._answered, queued_bytes=self._apply.queued_bytes
-        )
-
     def _method(self, kind: type[Request]) -> Callable[[bytes, _Context], Awaitable[bytes]]:
-        answer = self._at_once if kind in (Hello, GetStatus) else self._queued
-
         async def method(data: bytes, context: _Context) -> bytes:
+            remaining = context.time_remaining()
+            deadline = time.monotonic() + (_NO_DEADLINE if remaining is None else remaining)
+            answer = self._dispatch.submit(
+                kind, lambda: loads(kind, data), dumps, num_bytes=len(data), deadline=deadline
+            )
             try:
-                return await answer(kind, data, context)
+                return await asyncio.wrap_future(answer)
             except EmbershardError as error:
                 await _abort(context, error)
 
         return method
-
-    async def _at_once(self, kind: type[Request], data: bytes, context: _Context) -> bytes:
-        def answer() -> bytes:
-            request = loads(kind, data)
-            self._answered += 1
-            return dumps(self._shard.greeting if isinstance(request, Hello) else self.status())
-
-        return _guarded(kind, answer)
-
-    async def _queued(self, kind: type[Request], data: bytes, context: _Context) -> bytes:
-        remaining = context.time_remaining()
-        deadline = time.monotonic() + (_NO_DEADLINE if remaining is None else remaining)
-        shard = self._shard
-        work = lambda: _guarded(kind, lambda: dumps(shard.handle(loads(kind, data))))  # noqa: E731
-        return await asyncio.wrap_future(self._apply.submit(work, len(data), deadline))
-
-
-def _guarded(kind: type[Request], answer: Callable[[], bytes]) -> bytes:
-    """The answer; what is no error of ours is a defect, which the log describes and the client only learns of."""
-    try:
-        return answer()
-    except EmbershardError:
-        raise
-    except Exception as error:
-        _log.exception("a defect while handling %s", kind.__name__)
-        raise InternalError(
-            reason=f"{type(error).__name__} in {kind.__name__}: {error}; see the shard's log"
-        ) from error
 
 
 async def _abort(context: _Context, error: EmbershardError) -> NoReturn:

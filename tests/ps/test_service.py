@@ -51,6 +51,7 @@ from embershard.proto.messages import (
 from embershard.proto.protobuf import dumps, loads
 from embershard.proto.routing import Placement
 from embershard.ps.apply import ApplyThread
+from embershard.ps.dispatch import Dispatch
 from embershard.ps.optim import OptimizerRegistry
 from embershard.ps.service import ERROR_KEY, ShardService, make_server
 from embershard.ps.shard import Shard
@@ -110,7 +111,7 @@ async def served(**bounds: int) -> AsyncIterator[Served]:
     shard.handle(Declare(TABLE))
     apply = ApplyThread(**bounds)
     healthy = health.aio.HealthServicer()
-    server = make_server(ShardService(shard, apply), healthy)
+    server = make_server(ShardService(Dispatch(shard, apply)), healthy)
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -1,0 +1,93 @@
+"""From a carrier to the shard and back: what is answered at once, what waits for the apply thread, and what failed."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from embershard.proto.errors import EmbershardError, InternalError
+from embershard.proto.messages import GetStatus, Hello, Reply, Request, ShardStatus
+from embershard.ps.apply import ApplyThread
+from embershard.ps.shard import Shard
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+class Dispatch:
+    """The shard as every carrier sees it. `submit` may be called from any thread.
+
+    Hello and Status are answered at once in the caller's thread: health does not wait behind pushes. Everything else
+    goes through the apply thread, reading and writing included, so that no I/O thread works for longer than a small
+    call.
+    """
+
+    def __init__(self, shard: Shard, apply: ApplyThread) -> None:
+        self._shard = shard
+        self._apply = apply
+        self._answered = 0  # Hello and Status, which the shard does not see
+        self._lock = threading.Lock()  # of _answered
+
+    def status(self) -> ShardStatus:
+        """The shard's status with what only its carriers know."""
+        status = self._shard.status()
+        return dataclasses.replace(
+            status, requests=status.requests + self._answered, queued_bytes=self._apply.queued_bytes
+        )
+
+    def submit(
+        self,
+        kind: type[Request],
+        read: Callable[[], Request],
+        write: Callable[[Reply], T],
+        *,
+        num_bytes: int,
+        deadline: float,
+    ) -> Future[T]:
+        """What `write` makes of the reply to the request that `read` gives, or the EmbershardError in its place.
+
+        `num_bytes` is what the request holds while it waits; `deadline`, on time.monotonic()'s clock, is when nobody
+        waits for the reply any more: its future is cancelled then. Cancelling a future drops work that has not begun.
+        """
+        if kind not in (Hello, GetStatus):
+            try:
+                return self._apply.submit(
+                    lambda: _guarded(kind, lambda: write(self._shard.handle(read()))), num_bytes, deadline
+                )
+            except EmbershardError as error:
+                return _failed(error)
+        done: Future[T] = Future()
+        try:
+            done.set_result(_guarded(kind, lambda: write(self._at_once(read()))))
+        except EmbershardError as error:
+            return _failed(error)
+        return done
+
+    def _at_once(self, request: Request) -> Reply:
+        with self._lock:
+            self._answered += 1
+        return self._shard.greeting if isinstance(request, Hello) else self.status()
+
+
+def _failed(error: EmbershardError) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_exception(error)
+    return future
+
+
+def _guarded(kind: type[Request], answer: Callable[[], T]) -> T:
+    """The answer; what is no error of ours is a defect, which the log describes and the client only learns of."""
+    try:
+        return answer()
+    except EmbershardError:
+        raise
+    except Exception as error:
+        _log.exception("a defect while handling %s", kind.__name__)
+        raise InternalError(
+            reason=f"{type(error).__name__} in {kind.__name__}: {error}; see the shard's log"
+        ) from error
