@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -150,6 +151,15 @@ class Job(Section):
     def metrics(self) -> tuple[str, ...]:
         """What an evaluation computes."""
         return tuple(name.format(k=self.top_k) for name in METRICS[self.data.evaluation])
+
+    def loader_processes(self, local_workers: int) -> int:
+        """Processes that make the batches of each worker; `local_workers` share this machine with its shards, if any.
+
+        Where the job does not say: 1 where making a batch costs CPU and each process can have a core of its own.
+        """
+        if self.data.loader_processes is not None:
+            return self.data.loader_processes
+        return int(self.data.costs_cpu and (os.cpu_count() or 1) >= 2 * local_workers + self.shards)
 
     @property
     def metric(self) -> str:

@@ -28,6 +28,8 @@ class DataSection(Section):
 
     reader: str
     root: Path = Path()
+    loader_processes: Annotated[int, Field(ge=0, le=1)] | None = None
+    """1: batches are made in a process beside each worker; 0: by the worker. See `costs_cpu` for what is chosen."""
     evaluation: ClassVar[Evaluation] = "pointwise"
     pairs: ClassVar[bool] = False
     """Each sample is a user and an item."""
@@ -50,6 +52,11 @@ class DataSection(Section):
     @property
     def endless(self) -> bool:
         """Whether an epoch never ends."""
+        return False
+
+    @property
+    def costs_cpu(self) -> bool:
+        """Whether making a batch costs more than handing it over: then a process does it, where cores are to spare."""
         return False
 
     def files(self) -> dict[str, tuple[Path, ...]]:
@@ -182,6 +189,11 @@ class CtrCsvSection(_ColumnsSection):
         """What can be evaluated on."""
         return ("valid", "test") if self.halve_valid_by else super().splits
 
+    @property
+    def costs_cpu(self) -> bool:
+        """Whether making a batch costs more than handing it over."""
+        return self.stream
+
     def problem(self) -> tuple[str, str] | None:
         """A field that contradicts others, and why."""
         if self.halve_valid_by and (self.valid is None or self.test is not None):
@@ -212,6 +224,11 @@ class ParquetSection(_ColumnsSection):
     valid: tuple[Path, ...] = ()
     test: tuple[Path, ...] = ()
 
+    @property
+    def costs_cpu(self) -> bool:
+        """Whether making a batch costs more than handing it over."""
+        return True
+
     def problem(self) -> tuple[str, str] | None:
         """A field that contradicts others, and why."""
         if self.ids == "global" and self.num_ids is None:
@@ -238,6 +255,11 @@ class CriteoSection(DataSection):
     def has_dense(self) -> bool:
         """Whether samples have dense features."""
         return True
+
+    @property
+    def costs_cpu(self) -> bool:
+        """Whether making a batch costs more than handing it over."""
+        return self.stream
 
     def open(self, folder: Path, seed: int) -> Dataset:
         """The reader."""
@@ -289,6 +311,11 @@ class ClicksSection(DataSection):
     def endless(self) -> bool:
         """Whether an epoch never ends."""
         return self.samples is None
+
+    @property
+    def costs_cpu(self) -> bool:
+        """Whether making a batch costs more than handing it over."""
+        return True
 
     def open(self, folder: Path, seed: int) -> Dataset:
         """The reader."""

@@ -315,3 +315,23 @@ def test_every_example_is_a_good_job(example: Path) -> None:
 def test_a_job_is_checked_without_torch() -> None:
     code = "import embershard.cli.train, sys; assert not {'torch', 'numba', 'pyarrow'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("data", "cores", "processes"),
+    [
+        ("reader: clicks", 4, 1),
+        ("reader: clicks", 3, 0),  # a worker, its loader and two shards
+        ("reader: clicks, loader_processes: 1", 1, 1),
+        ("reader: clicks, loader_processes: 0", 64, 0),
+        ("reader: ctr_csv, root: data, train: train.csv", 64, 0),  # in memory
+        ("reader: ctr_csv, root: data, train: train.csv, stream: true", 64, 1),
+        ("reader: parquet, root: data, train: [train.csv]", 64, 1),
+    ],
+)
+def test_batches_are_made_by_a_process_of_their_own_where_that_helps(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, data: str, cores: int, processes: int
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    rest = "embedding: {optimizer: {name: sgd, lr: 1}}\ntrain: {batch_size: 2, samples: 1}\n"
+    assert load(folder, f"model: {{name: fm}}\ndata: {{{data}}}\n{rest}").loader_processes(1) == processes
