@@ -52,6 +52,18 @@ def span(name: str) -> AbstractContextManager[None]:
     return _NOTHING if recorder is None else _Span(recorder, name)
 
 
+def steps_begin() -> None:
+    """Training goes on; what came since the last step (an evaluation, say) does not count."""
+    if _recorder is not None:
+        _recorder.begin()
+
+
+def step_ends() -> None:
+    """A training step is done, and the next one begins."""
+    if _recorder is not None:
+        _recorder.end()
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One part of a step, over the steps that were kept."""
@@ -119,7 +131,7 @@ class Recorder:
         _recorder = self._before
 
     def begin(self) -> None:
-        """A step begins here; what came since the last one ended (an evaluation, say) does not count."""
+        """A step begins; what was collected since the last one ended is dropped."""
         with self._lock:
             self._now = {}
             self._start = time.perf_counter()

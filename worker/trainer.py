@@ -13,6 +13,7 @@ from torch import nn
 
 from embershard.proto.errors import EmbershardError, JobError
 from embershard.worker.data.batch import Batch, Dataset
+from embershard.worker.data.loader import LoaderProcess
 from embershard.worker.evaluate import Evaluator, to_device
 from embershard.worker.group import WorkerGroup
 from embershard.worker.job import Job
@@ -22,6 +23,7 @@ from embershard.worker.objective import objective_of
 from embershard.worker.records import Evaluation, Figures, Observer, Plan, Result
 from embershard.worker.schedule import Best, Schedule
 from embershard.worker.session import Session
+from embershard.worker.spans import span, step_ends, steps_begin
 from embershard.worker.wrap import wrap
 
 
@@ -46,10 +48,17 @@ class Trainer:
     """Trains a job's model on this worker's share of the data, through `session`, until its budget or early stop."""
 
     def __init__(
-        self, job: Job, dataset: Dataset, session: Session, group: WorkerGroup, observers: Sequence[Observer] = ()
+        self,
+        job: Job,
+        dataset: Dataset,
+        session: Session,
+        group: WorkerGroup,
+        observers: Sequence[Observer] = (),
+        loader: LoaderProcess | None = None,
     ) -> None:
         self._job, self._dataset, self._session, self._group = job, dataset, session, group
         self._observers = observers if group.is_first else ()
+        self._loader = loader  # makes the batches, if there is one
         self.device = _device(job)
         torch.manual_seed(job.train.seed)  # the same first dense weights, whichever worker loads them
         self.model = job.model.build(dataset.schema, job.dim, "meta")
@@ -86,11 +95,14 @@ class Trainer:
 
     def _train(self, batches: Iterator[Batch]) -> None:
         self._meter.resume()
-        for batch in batches:
+        steps_begin()
+        for batch in _timed(batches):
             self._session.lr_scale = self._schedule.scale(self._step)
-            loss = self._objective(self.model, to_device(batch, self.device))
-            loss.backward()  # type: ignore[no-untyped-call]
-            value = loss.item()  # only now: it waits for a GPU, which has backward's work to do meanwhile
+            with span("forward"):
+                loss = self._objective(self.model, to_device(batch, self.device))
+            with span("backward"):
+                loss.backward()  # type: ignore[no-untyped-call]
+                value = loss.item()  # only now: it waits for a GPU, which has backward's work to do meanwhile
             if not math.isfinite(value):
                 raise NonFiniteLoss(worker=self._group.rank, step=self._step + 1, epoch=self._epoch, loss=value)
             self._session.step()
@@ -98,6 +110,7 @@ class Trainer:
             self._meter.add(len(batch), value)
             if self._meter.due():
                 self._tell_interval()
+            step_ends()
         self._tell_interval()
         self._meter.pause()
 
@@ -117,10 +130,15 @@ class Trainer:
 
     def _batches(self, epoch: int) -> Iterator[Batch]:
         self._epoch = epoch + 1
-        size = self._job.train.batch_size
-        for batch in self._dataset.train(epoch, self._group.rank, self._group.world_size, size):
+        for batch in self._read(epoch):
             if len(batch) > 1 or not self._has_batch_norm:  # one sample has no variance
                 yield batch
+
+    def _read(self, epoch: int) -> Iterator[Batch]:
+        if self._loader is not None:
+            return self._loader.train(epoch)
+        group = self._group
+        return self._dataset.train(epoch, group.rank, group.world_size, self._job.train.batch_size)
 
     def _steps(self, length: int) -> int:
         """Steps of each worker for a number of steps or samples, as the job's budget counts."""
@@ -270,6 +288,16 @@ class Trainer:
             for table in status.tables:
                 rows[table.name] = rows.get(table.name, 0) + table.rows
         return rows
+
+
+def _timed(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The batches, and as a part of the step the time that each was waited for."""
+    while True:
+        with span("data"):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
 
 
 def _device(job: Job) -> torch.device:

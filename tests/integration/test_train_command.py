@@ -21,7 +21,7 @@ pytestmark = pytest.mark.integration
 
 JOB = """\
 model: {name: dlrm, bottom: [16], hidden: [16], batch_norm: true}
-data: {reader: clicks, eval_samples: 3000}
+data: {reader: clicks, eval_samples: 3000, loader_processes: 0}
 embedding: {dim: 4, optimizer: {name: adagrad, lr: 0.05}}
 train: {batch_size: 256, samples: 10_000}
 evaluate: {every: 5000}
@@ -108,13 +108,16 @@ def test_a_job_with_mistakes_starts_nothing(start: Callable[..., subprocess.Pope
     assert "Traceback" not in text
 
 
-@pytest.mark.parametrize(("number", "code", "words"), [(signal.SIGINT, 130, ()), (signal.SIGTERM, 143, ALONE)])
+LOADER = (*ALONE, "--set", "data.loader_processes=1")
+
+
+@pytest.mark.parametrize(("number", "code", "words"), [(signal.SIGINT, 130, ()), (signal.SIGTERM, 143, LOADER)])
 def test_an_interrupt_ends_everything(
     start: Callable[..., subprocess.Popen[str]], number: signal.Signals, code: int, words: tuple[str, ...]
 ) -> None:
     process = start(FOREVER, *words)
     until_training(process)
-    everyone = family(process, 2 if words else 4)
+    everyone = family(process, 3 if words else 4)
     process.send_signal(number)
     text, _ = process.communicate(timeout=60)
     assert process.returncode == code, text
@@ -123,11 +126,38 @@ def test_an_interrupt_ends_everything(
 
 
 def test_nothing_outlives_a_killed_command(start: Callable[..., subprocess.Popen[str]]) -> None:
-    process = start(FOREVER, *ALONE)
+    process = start(FOREVER, *LOADER)
     until_training(process)
-    everyone = family(process, 2)
+    everyone = family(process, 3)
     process.kill()
     assert all_gone(everyone, 20)
+
+
+def test_a_loader_that_dies_ends_the_job_and_is_named(start: Callable[..., subprocess.Popen[str]]) -> None:
+    process = start(FOREVER, *LOADER)
+    until_training(process)
+    everyone = family(process, 3)
+    (loader,) = (child for child in everyone if "embershard.worker.data.loader" in child.cmdline())
+    loader.kill()
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert f"the data loader of worker 0 (process {loader.pid}) was ended by SIGKILL" in text
+    assert "Traceback" not in text
+    assert all_gone(everyone, 0)
+
+
+def test_a_profile_says_where_the_time_of_a_step_goes(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    words = ("--profile", "--set", "train.samples=20000", "--set", "evaluate.every=20000")
+    process = start(JOB, *LOADER, *words)
+    text, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, text
+    assert "39 steps" in text  # 79 of the one worker, of which 40 warmed up or were traced
+    split = json.loads((tmp_path / "out" / "profile.json").read_text())
+    assert {"data", "forward", "backward"} < set(split["parts"])
+    assert sum(part["share"] for part in split["parts"].values()) == pytest.approx(1)
+    assert "traceEvents" in json.loads((tmp_path / "out" / "trace.json").read_text())
 
 
 def test_a_worker_that_dies_ends_the_job_and_is_named(start: Callable[..., subprocess.Popen[str]]) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Batch, Schema, Users
+from embershard.worker.data.loader import LoaderProcess
 from embershard.worker.data.ncf import NcfData
 from embershard.worker.data.rows import Rows, RowsDataset
 from embershard.worker.evaluate import Evaluator
@@ -20,6 +21,7 @@ from embershard.worker.job import Job
 from embershard.worker.objective import InBatchSoftmax, binary_cross_entropy, objective_of
 from embershard.worker.records import Evaluation, Interval, Plan, Result
 from embershard.worker.session import Session
+from embershard.worker.spans import Recorder
 from embershard.worker.trainer import NonFiniteLoss, Trainer
 
 F, PER_FIELD, D = 3, 20, 2
@@ -294,3 +296,28 @@ def test_evaluation_leaves_the_model_training_and_scores_what_others_pushed(make
         lr_scale=1.0,
     )
     assert evaluator.evaluate() != before
+
+
+def test_the_parts_of_a_step_add_up_to_it(make_session: MakeSession) -> None:
+    with Recorder() as recorder:
+        run(make_session(), job(train={"epochs": 3}))
+    split = recorder.split()
+    assert split.steps == 60
+    assert {"data", "forward", "backward"} < set(split.parts)
+    assert sum(part.share for part in split.parts.values()) == pytest.approx(1)
+    assert all(part.share >= 0 for part in split.parts.values())  # nothing counts twice
+
+
+def test_a_loader_makes_the_batches_where_there_is_one(make_session: MakeSession) -> None:
+    class Loader(LoaderProcess):
+        def __init__(self) -> None:
+            self.epochs: list[int] = []
+
+        def train(self, epoch: int) -> Iterator[Batch]:
+            self.epochs.append(epoch)
+            return data.train(epoch, 0, 1, 100)
+
+    data, loader = dataset(), Loader()
+    result = Trainer(job(), data, make_session(), WorkerGroup(), loader=loader).run()
+    assert result.figures == run(make_session(), job())[0].figures
+    assert loader.epochs == [0, 1]

@@ -41,6 +41,13 @@ def train(
         list[str] | None,
         typer.Option("--import", help="Module with row optimizers, for the shards started here; may be repeated."),
     ] = None,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile",
+            help="Print where the first worker's time goes; profile.json and trace.json go into the run's folder.",
+        ),
+    ] = False,
 ) -> None:
     """Train a job: start shards and workers here, show how it goes, end them all."""
     given = {"workers": workers, "shards": shards}
@@ -53,6 +60,7 @@ def train(
     folder = output or settings.output or Path("runs") / f"{job.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     command = [str(job), "--output", str(folder), *(word for assignment in sets for word in ("--set", assignment))]
     command += ["--data", str(data)] if data is not None else []
+    command += ["--profile"] if profile else []
     make_folder(folder)
     with _ended_by_signals(), contextlib.ExitStack() as stack:
         watch: Callable[[], EmbershardError | None] = lambda: None  # noqa: E731

@@ -14,9 +14,11 @@ from typing import Annotated
 import torch
 import typer
 
+from embershard.worker.data.loader import LoaderProcess, Share
 from embershard.worker.group import JOIN_TIMEOUT, WorkerGroup
-from embershard.worker.job import Job, load_job
+from embershard.worker.job import load_job
 from embershard.worker.log import JsonLog, TensorBoardLog
+from embershard.worker.profiling import Profile
 from embershard.worker.progress import Terminal
 from embershard.worker.records import Observer
 from embershard.worker.session import connect
@@ -33,6 +35,9 @@ def worker(
         Path | None, typer.Option(envvar="EMBERSHARD_DATA", help="Folder of the data, instead of the job's data.root.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Folder of log.jsonl and TensorBoard events.")] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Write profile.json and trace.json into --output, and print the split.")
+    ] = False,
     rank: Annotated[int, typer.Option(envvar="RANK", help="This worker's number.", min=0)] = 0,
     world_size: Annotated[int, typer.Option(envvar="WORLD_SIZE", help="Number of workers.", min=1)] = 1,
     local_rank: Annotated[int, typer.Option(envvar="LOCAL_RANK", help="Its number on this machine.", min=0)] = 0,
@@ -53,23 +58,43 @@ def worker(
     if rank >= world_size:
         raise typer.BadParameter(f"workers count from 0, so rank {rank} of {world_size} does not exist")
     settings = load_job(job, overrides or (), data)
+    folder = output or settings.output
+    if profile and folder is None:
+        raise typer.BadParameter("--profile writes files: name a folder with --output, or in the job")
     torch.set_num_threads(settings.train.threads or _fair_threads(local_world_size or world_size))
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     with contextlib.ExitStack() as stack:
-        observers = _observers(settings, output) if rank == 0 else []  # first: a bad folder is a mistake to hear of now
+        observers = _observers(folder) if rank == 0 else []  # first: a bad folder is a mistake to hear of now
         for observer in observers:
             stack.callback(observer.close)
+        loader = None
+        if settings.loader_processes(local_world_size or world_size):  # it starts while we connect
+            share = Share(
+                data=settings.data,
+                folder=job.parent,
+                seed=settings.train.seed,
+                rank=rank,
+                world_size=world_size,
+                batch_size=settings.train.batch_size,
+            )
+            loader = stack.enter_context(LoaderProcess(share))
         session = stack.enter_context(connect(ps, worker=rank))
         group = stack.enter_context(WorkerGroup.join(rank, world_size, timedelta(seconds=meet_within)))
         dataset = settings.data.open(job.parent, settings.train.seed)
-        Trainer(settings, dataset, session, group, observers).run()
+        trainer = Trainer(settings, dataset, session, group, observers, loader)
+        if profile and rank == 0:
+            assert folder is not None
+            with Profile(folder) as recorder:
+                trainer.run()
+            typer.echo(recorder.summary())
+        else:
+            trainer.run()
         group.barrier()  # whoever is done first keeps its connections until all are
 
 
-def _observers(job: Job, output: Path | None) -> list[Observer]:
+def _observers(folder: Path | None) -> list[Observer]:
     observers: list[Observer] = [Terminal()]
-    folder = output or job.output
     if folder is not None:
         observers.append(JsonLog(folder))
         board = TensorBoardLog.open(folder)
