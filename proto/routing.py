@@ -5,19 +5,26 @@ Everything here is part of the contract: worker and shard must agree to the bit,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from embershard.proto.jit import compiled
+from embershard.proto.jit import called, compiled
 
 NUM_BUCKETS = 4096
 BUCKET_SHIFT = 52  # high bits: the hash cells of a shard already use the low ones
 
 Ids = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+Cells = npt.NDArray[np.int32]
+Shards = npt.NDArray[np.uint16]
 
+_U = np.uint64
+_0, _1 = _U(0), _U(1)
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
@@ -36,7 +43,7 @@ class Placement:
 
     epoch: int
     num_shards: int
-    shard_of: npt.NDArray[np.uint16]  # (4096,)
+    shard_of: Shards  # (4096,)
 
     @staticmethod
     def even(num_shards: int, epoch: int = 1) -> Placement:
@@ -65,61 +72,125 @@ class Route:
 
 
 def make_route(ids: Ids, space_key: int, placement: Placement) -> Route:
-    """Route of flat ids ((N,) int64, any order, duplicates welcome) in one pass and without sorting."""
-    flat = np.ascontiguousarray(ids, dtype=np.int64).reshape(-1)
-    unique, splits, index = _route(flat, np.uint64(space_key), placement.shard_of, placement.num_shards)
-    return Route(unique, splits, index)
+    """Route of flat ids ((N,) int64, any order, duplicates welcome), without sorting."""
+    return make_routes([(ids, space_key)], placement)[0]
 
 
-_ROUTE_SIGNATURE = types.UniTuple(types.int64[::1], 3)(
-    types.Array(types.int64, 1, "C"),
-    types.uint64,
-    types.Array(types.uint16, 1, "C", readonly=False),
+def make_routes(inputs: Sequence[tuple[Ids, int]], placement: Placement) -> list[Route]:
+    """The route of every (ids, space key), as `make_route` gives it, in one compiled call for all of them."""
+    if not inputs:
+        return []
+    flats = [np.ascontiguousarray(ids, dtype=np.int64).reshape(-1) for ids, _ in inputs]
+    starts = np.zeros(len(flats) + 1, np.int64)
+    np.cumsum([len(flat) for flat in flats], out=starts[1:])
+    keys = np.array([key for _, key in inputs], np.uint64)
+    flat = flats[0] if len(flats) == 1 else np.concatenate(flats)
+    ids, splits, index = _route(flat, starts, keys, placement.shard_of, placement.num_shards)
+    routes = []
+    first = 0
+    for number, (start, stop) in enumerate(pairwise(starts.tolist())):
+        last = first + int(splits[number, -1])
+        routes.append(Route(ids[first:last], splits[number], index[start:stop]))
+        first = last
+    return routes
+
+
+_BLOCK = 256  # ids looked up together
+_ROUTE_SIGNATURE = types.Tuple((types.int64[::1], types.int64[:, ::1], types.int64[::1]))(
+    types.Array(types.int64, 1, "C", readonly=True),
+    types.int64[::1],
+    types.uint64[::1],
+    types.Array(types.uint16, 1, "C", readonly=True),
     types.int64,
 )
 
 
-@compiled(_ROUTE_SIGNATURE)
-def _route(ids: Ids, key: np.uint64, shard_of: npt.NDArray[np.uint16], num_shards: int) -> tuple[Ids, Ids, Ids]:
-    n = ids.size
-    size = 16
-    while size < 2 * n:
-        size *= 2
-    cells = np.full(size, -1, np.int32)  # position of an id in `unique`, -1 where free
-    mask = np.uint64(size - 1)
-    unique = np.empty(n, np.int64)
-    owner = np.empty(n, np.uint16)
-    index = np.empty(n, np.int64)
-    splits = np.zeros(num_shards + 1, np.int64)
-    count = 0
-    for i in range(n):
-        h = mix64(np.uint64(ids[i]), key)
-        cell = h & mask
-        while True:
-            u = cells[cell]
-            if u < 0:
-                u = count
-                cells[cell] = u
-                unique[u] = ids[i]
-                owner[u] = shard_of[h >> np.uint64(BUCKET_SHIFT)]
-                splits[owner[u] + 1] += 1
-                count += 1
-                break
-            if unique[u] == ids[i]:
-                break
-            cell = (cell + np.uint64(1)) & mask
-        index[i] = u
+@called
+def _number(ids: Ids, key: np.uint64, cells: Cells, unique: Ids, index: Ids, homes: Words, missed: Words) -> np.uint64:
+    """Number ids by first occurrence: fills unique and index, and gives how many there are.
+
+    cells: a power of two, four times the ids at least, so that few leave their home.
+    homes, missed: scratch of _BLOCK and _BLOCK + 1.
+    Most ids of a batch came before and lie in their home cell. Whether one does cannot be predicted, so that a first
+    loop without branches finds those, and a second one probes and inserts the rest, in order.
+    """
+    cells[:] = -1  # position of an id in `unique`, -1 where free
+    mask = _U(cells.size - 1)
+    count = _0
+    for start in range(_0, _U(ids.size), _U(_BLOCK)):
+        stop = min(start + _U(_BLOCK), _U(ids.size))
+        for i in range(start, stop):
+            homes[i - start] = mix64(_U(ids[i]), key) & mask
+        num_missed = _0
+        for i in range(start, stop):
+            u = cells[homes[i - start]]
+            at = _U(max(u, np.int32(0)))
+            index[i] = np.int64(at)
+            missed[num_missed] = i
+            num_missed += _U((u < 0) | (unique[at] != ids[i]))
+        for m in range(num_missed):
+            i = missed[m]
+            cell = homes[i - start]
+            while cells[cell] >= 0 and unique[_U(cells[cell])] != ids[i]:
+                cell = (cell + _1) & mask
+            if cells[cell] < 0:
+                cells[cell] = np.int32(count)
+                unique[count] = ids[i]
+                count += _1
+            index[i] = cells[cell]
+    return count
+
+
+@called
+def _group(unique: Ids, key: np.uint64, shard_of: Shards, places: Cells, grouped: Ids, splits: Ids, index: Ids) -> None:
+    """Group unique ids by shard, in their order, and let index follow. places: scratch of unique.size."""
+    num_shards = splits.size - 1
+    if num_shards == 1:
+        grouped[:] = unique
+        splits[1] = unique.size
+        return
+    for u in range(_U(unique.size)):
+        places[u] = shard_of[mix64(_U(unique[u]), key) >> _U(BUCKET_SHIFT)]
+        splits[_U(places[u]) + _1] += 1
     for s in range(num_shards):
         splits[s + 1] += splits[s]
-    if num_shards == 1:
-        return unique[:count].copy(), splits, index
-    grouped = np.empty(count, np.int64)
-    place = np.empty(count, np.int64)
     fill = splits[:num_shards].copy()
-    for u in range(count):
-        place[u] = fill[owner[u]]
-        fill[owner[u]] += 1
-        grouped[place[u]] = unique[u]
-    for i in range(n):
-        index[i] = place[index[i]]
+    for u in range(_U(unique.size)):
+        shard = _U(places[u])
+        place = fill[shard]
+        fill[shard] = place + 1
+        places[u] = np.int32(place)
+        grouped[_U(place)] = unique[u]
+    for i in range(_U(index.size)):
+        index[i] = places[_U(index[i])]
+
+
+@compiled(_ROUTE_SIGNATURE)
+def _route(
+    ids: Ids, starts: Ids, keys: Words, shard_of: Shards, num_shards: int
+) -> tuple[Ids, npt.NDArray[np.int64], Ids]:
+    """Routes of ids[starts[t]:starts[t + 1]] for every t: grouped ids one behind the other, splits and index."""
+    num_tables = keys.size
+    size = 16
+    while size < 4 * ids.size:
+        size *= 2
+    cells = np.empty(size, np.int32)
+    homes, missed = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK + 1, np.uint64)
+    unique = np.empty(ids.size + 1, np.int64)  # one more: an id is compared before there is any
+    index = np.empty(ids.size, np.int64)
+    counts = np.empty(num_tables, np.int64)
+    for t in range(num_tables):
+        start, stop = starts[t], starts[t + 1]
+        size = 16
+        while size < 4 * (stop - start):
+            size *= 2
+        counts[t] = _number(ids[start:stop], keys[t], cells[:size], unique[start:], index[start:stop], homes, missed)
+    grouped = np.empty(counts.sum(), np.int64)
+    splits = np.zeros((num_tables, num_shards + 1), np.int64)
+    first = 0
+    for t in range(num_tables):
+        start, last = starts[t], first + counts[t]
+        seen = unique[start : start + counts[t]]
+        _group(seen, keys[t], shard_of, cells, grouped[first:last], splits[t], index[start : starts[t + 1]])
+        first = last
     return grouped, splits, index

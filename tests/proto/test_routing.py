@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.proto import reference
-from embershard.proto.routing import NUM_BUCKETS, Placement, Route, make_route, mix64
+from embershard.proto.routing import NUM_BUCKETS, Placement, Route, make_route, make_routes, mix64
 
 INT64 = np.iinfo(np.int64)
 
@@ -56,6 +56,39 @@ def test_the_kernel_equals_its_reference(ids: list[int], key: int, num_shards: i
     placement = Placement.even(num_shards)
     flat = np.array(ids, np.int64)
     assert_same(make_route(flat, key, placement), reference.make_route(flat, key, placement))
+
+
+BATCHES = {
+    "none": np.empty(0, np.int64),
+    "one": np.array([-7]),
+    "equal": np.full(1_000, 3),
+    "unique": np.random.default_rng(0).integers(INT64.min, INT64.max, 5_000),
+    "in order": np.arange(70_000) % 50_000,
+    "skewed": np.random.default_rng(1).zipf(1.2, 3_000),
+    "blocks": np.repeat(np.arange(300), 256),
+}
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 5])
+def test_routes_of_many_tables_at_once_are_those_of_each(num_shards: int) -> None:
+    placement = Placement.even(num_shards)
+    inputs = [(ids, key) for key, ids in enumerate(BATCHES.values())]
+    for (ids, key), route in zip(inputs, make_routes(inputs, placement), strict=True):
+        assert_same(route, reference.make_route(ids, key, placement))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    tables=st.lists(st.tuples(st.lists(st.integers(-20, 20), max_size=300), st.integers(0, 2**64 - 1)), max_size=6),
+    num_shards=st.sampled_from([1, 2, 7]),
+)
+def test_the_kernel_of_many_tables_equals_its_reference(tables: list[tuple[list[int], int]], num_shards: int) -> None:
+    placement = Placement.even(num_shards)
+    inputs = [(np.array(ids, np.int64), key) for ids, key in tables]
+    routes = make_routes(inputs, placement)
+    assert len(routes) == len(inputs)
+    for (ids, key), route in zip(inputs, routes, strict=True):
+        assert_same(route, reference.make_route(ids, key, placement))
 
 
 @pytest.mark.parametrize("size", [1_000, 65_536])
