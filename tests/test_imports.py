@@ -17,6 +17,8 @@ FORBIDDEN_CALLS = {"eval", "exec"}
 FORBIDDEN_ATTRIBUTES = {("torch", "load"), ("yaml", "load"), ("yaml", "unsafe_load"), ("numpy", "load"), ("np", "load")}
 # what a shard's process must not load: it starts in about a second and fits a small container
 HEAVY = {"torch", "pyarrow", "pydantic", "torchmetrics"}
+# but for the carrier over torch.distributed.rpc, which is loaded where it is asked for
+ASKED_FOR = {"rpc.py"}
 
 
 def sources(folder: str) -> list[Path]:
@@ -47,6 +49,8 @@ def test_a_folder_imports_only_what_it_may(folder: str) -> None:
 @pytest.mark.parametrize("folder", ["proto", "ps", "deploy"])
 def test_a_shard_needs_no_trainer_library(folder: str) -> None:
     for path in sources(folder):
+        if path.name in ASKED_FOR:
+            continue
         for name in imported(ast.parse(path.read_text())):
             assert name.split(".")[0] not in HEAVY, f"{path} imports {name}"
 
