@@ -27,7 +27,7 @@ MAX_HEAD_BYTES = 2**20
 MAX_BUFFERS = 4096
 # What a peer can make a reader keep before anything is checked is this, or the largest start of a frame (1.02 MiB).
 # Also where a copy costs as much as a receive of its own: smaller buffers arrive through the scratch, many in a call.
-SCRATCH_BYTES = 2**16
+SCRATCH_BYTES = 2**17
 
 _HELLO = struct.Struct("<8sHHI")
 HELLO_BYTES = _HELLO.size  # 16, both ways
@@ -66,6 +66,14 @@ class Frame(NamedTuple):
 
     header: Header
     buffers: Sequence[memoryview]
+
+
+def local_socket(ip: str, port: int) -> str:
+    """The Unix socket, in Linux's abstract namespace, of the shard that listens on this TCP address.
+
+    Found only from within the same network namespace; and a proxy on another port is never passed by.
+    """
+    return f"\0embershard/{ip}:{port}"
 
 
 def client_hello(features: Feature) -> bytes:
@@ -151,7 +159,8 @@ class Reader:
     pages untouched, so that memory is taken by bytes that came, not by bytes that were announced), or None to have the
     frame read and dropped, as the reply to a call that nobody waits for any more.
 
-    A BadFrame, or an error of `place`, ends the stream: where the next frame starts is unknown.
+    A BadFrame, or an error of `place`, ends the stream: where the next frame starts is unknown. Frames that came in the
+    same call go with it.
     """
 
     __slots__ = (

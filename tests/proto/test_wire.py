@@ -1,0 +1,345 @@
+"""The frames of the stream carrier: docs/wire.md, checked byte by byte."""
+
+import gc
+import random
+import re
+import struct
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from embershard.proto import errors, messages, protobuf, wire
+from embershard.proto.errors import BadFrame, InvalidRequest, MessageTooLarge, WrongVersion
+from embershard.proto.wire import Agreed, Feature, Frame, Header, Reader
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "wire.md").read_text()
+EXAMPLES = {name: bytes.fromhex(text) for name, text in re.findall(r"```hex ([\w ]+)\n(.*?)```", PAGE, re.DOTALL)}
+LIMIT = 2**20
+
+PULL = messages.Pull(1, (messages.TableIds("t", np.array([1, 2])),))
+ROWS = messages.Rows((np.array([[0.5, -1], [2, 0]], np.float32),))
+_, UNKNOWN_TABLE = errors.to_wire(errors.UnknownTable(table="t", known=""))
+
+Place = Callable[[Header], Sequence[memoryview] | None]
+
+
+def fresh(header: Header) -> list[memoryview]:
+    return [np.empty(length, np.uint8).data for length in header.lengths]
+
+
+def reader(place: Place = fresh, *, limit: int = LIMIT, checksum: bool = False) -> Reader:
+    return Reader(limit, place, checksum=checksum)
+
+
+def feed(into: Reader, data: bytes, sizes: Callable[[], int] = lambda: 2**30) -> list[Frame]:
+    """Receive `data` as a socket does: at most sizes() bytes a call, and never more than buffer() holds."""
+    frames, pos = [], 0
+    while pos < len(data):
+        room = into.buffer()
+        n = min(len(room), sizes(), len(data) - pos)
+        assert n, "no room to receive into"
+        room[:n] = data[pos : pos + n]
+        frames += into.received(n)
+        pos += n
+    return frames
+
+
+def frame(
+    head: bytes = b"", buffers: Sequence[bytes | np.ndarray] = (), *, call: int = 7, checksum: bool = False
+) -> bytes:
+    return b"".join(wire.encode(4, call, 2000, head, buffers, checksum=checksum))
+
+
+def altered(data: bytes, offset: int, layout: str, value: object) -> bytes:
+    """The frame with one field changed, and the checksum of its start made right again."""
+    changed = bytearray(data)
+    struct.pack_into("<" + layout, changed, offset, value)
+    count, head_bytes = struct.unpack_from("<H", data, 6)[0], struct.unpack_from("<I", data, 16)[0]
+    start = changed[wire.PREFIX_BYTES : wire.PREFIX_BYTES + 4 * count + head_bytes]
+    struct.pack_into("<I", changed, 28, crc32(start, crc32(changed[:28])))
+    return bytes(changed)
+
+
+def contents(frames: Sequence[Frame]) -> list[tuple[Header, list[bytes]]]:
+    return [(header, [bytes(buffer) for buffer in buffers]) for header, buffers in frames]
+
+
+# The bytes of docs/wire.md
+
+
+def test_the_hellos_are_the_bytes_of_the_page() -> None:
+    hello = wire.client_hello(Feature(0))
+    assert hello == EXAMPLES["client hello"]
+    assert wire.server_hello(hello, Feature.CHECKSUM) == (EXAMPLES["server hello"], Agreed(1, Feature(0)))
+    assert len(hello) == wire.HELLO_BYTES == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "timeout_ms", "head", "bulk"),
+    [
+        ("pull", 4, 2000, protobuf.head_bytes(PULL), messages.arrays(PULL)),
+        ("pull with checksum", 4, 2000, protobuf.head_bytes(PULL), messages.arrays(PULL)),
+        ("rows", 132, 0, protobuf.head_bytes(ROWS), messages.arrays(ROWS)),
+        ("error", 255, 0, UNKNOWN_TABLE, []),
+    ],
+)
+def test_a_frame_is_the_bytes_of_the_page(
+    name: str, kind: int, timeout_ms: int, head: bytes, bulk: list[np.ndarray]
+) -> None:
+    checksum = name.endswith("checksum")
+    assert b"".join(wire.encode(kind, 7, timeout_ms, head, bulk, checksum=checksum)) == EXAMPLES[name]
+    lengths = tuple(array.nbytes for array in bulk)
+    assert contents(feed(reader(checksum=checksum), EXAMPLES[name])) == [
+        (Header(kind, 7, timeout_ms, head, lengths), [array.tobytes() for array in bulk])
+    ]
+
+
+def test_the_page_names_the_kinds_of_all_messages() -> None:
+    rows = re.findall(r"^\| (\d+) \| (\w+) \| (\d+) \| (\w+) \|$", PAGE, re.MULTILINE)
+    names = {int(kind): name for row in rows for kind, name in (row[:2], row[2:])}
+    for message, kind in messages.KIND_OF.items():
+        assert names[kind] == protobuf._FORMS[message][0].DESCRIPTOR.name
+    assert len(names) == len(messages.KIND_OF)
+    assert f"| {messages.ERROR_KIND} | error" in PAGE
+
+
+# The start of a connection
+
+
+def hello(lowest: int, highest: int, features: int = 0) -> bytes:
+    return struct.pack("<8sHHI", wire.MAGIC, lowest, highest, features)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "supported", "agreed"),
+    [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 1), (0xFFFFFFFF, 1, 1), (0xFFFFFFFE, 1, 0)],
+)
+def test_both_sides_agree_on_the_features_that_both_name(wanted: int, supported: int, agreed: int) -> None:
+    answer, server_side = wire.server_hello(hello(1, 9, wanted), Feature(supported))
+    assert server_side == wire.read_server_hello(answer) == Agreed(1, Feature(agreed))
+
+
+@pytest.mark.parametrize(("lowest", "highest"), [(0, 0), (2, 2), (2, 65535), (1, 0), (9, 1)])
+def test_without_a_common_version_the_answer_says_which_ones_there_are(lowest: int, highest: int) -> None:
+    answer, agreed = wire.server_hello(hello(lowest, highest, 1), Feature.CHECKSUM)
+    assert agreed is None
+    assert answer == hello(wire.OLDEST_VERSION, wire.VERSION)
+
+
+@pytest.mark.parametrize(("lowest", "highest"), [(2, 2), (2, 5), (0, 0), (1, 2)])
+def test_a_client_refuses_a_version_that_it_does_not_speak(lowest: int, highest: int) -> None:
+    with pytest.raises(WrongVersion, match=f"versions {lowest} to {highest} .* this side 1 to 1"):
+        wire.read_server_hello(hello(lowest, highest))
+
+
+def test_a_client_refuses_a_feature_that_it_does_not_know() -> None:
+    with pytest.raises(BadFrame, match="features agreed on is 0x3"):
+        wire.read_server_hello(hello(1, 1, 3))
+
+
+def test_what_is_not_a_shard_is_named() -> None:
+    with pytest.raises(BadFrame, match=r"start of the connection is b'HTTP/1.1', not b'EMBERSHD'"):
+        wire.read_server_hello(b"HTTP/1.1 400 Bad")
+    with pytest.raises(BadFrame, match="start of the connection"):
+        wire.server_hello(b"PRI * HTTP/2.0\r\n", Feature(0))
+
+
+# Frames
+
+
+def test_the_buffers_of_a_frame_are_sent_from_their_own_memory() -> None:
+    ids, rows = np.arange(3), np.ones((3, 4), np.float32)
+    start, first, second = wire.encode(5, 1, 0, b"head", [ids, rows], checksum=True)
+    assert isinstance(start, bytes)
+    assert np.shares_memory(np.frombuffer(first, np.int64), ids)
+    assert np.shares_memory(np.frombuffer(second, np.float32), rows)
+
+
+def test_a_large_buffer_is_received_into_its_own_memory() -> None:
+    rows = np.arange(4 * wire.SCRATCH_BYTES, dtype=np.uint8).reshape(4, -1)
+    place = np.zeros_like(rows)
+    receiving, data = reader(lambda _: [place.data]), frame(b"head", [rows])
+    start = len(data) - rows.nbytes
+    assert feed(receiving, data[: start + 5]) == []
+    room = np.frombuffer(receiving.buffer(), np.uint8)
+    assert np.shares_memory(room, place)
+    assert len(room) == rows.nbytes - 5, "one receive may take all of it"
+    (received,) = feed(receiving, data[start + 5 :])
+    assert np.array_equal(place, rows)
+    assert received.buffers[0].obj is place
+
+
+def test_small_buffers_are_received_many_in_a_call() -> None:
+    tables = [np.full(512, i) for i in range(26)]
+    data = frame(b"", tables)
+    receiving = reader()
+    room = receiving.buffer()
+    room[: len(data)] = data
+    assert contents(receiving.received(len(data)))[0][1] == [table.tobytes() for table in tables]
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_a_frame_cut_at_any_byte_arrives_whole(checksum: bool) -> None:
+    data = frame(b"head", [b"", b"abc", b"", b"defgh", b""], checksum=checksum) + frame(b"x", checksum=checksum)
+    want = contents(feed(reader(checksum=checksum), data))
+    assert [head for (_, _, _, head, _), _ in want] == [b"head", b"x"]
+    for cut in range(1, len(data)):
+        receiving = reader(checksum=checksum)
+        frames = feed(receiving, data[:cut])
+        assert receiving.in_frame == (cut != len(data) - wire.PREFIX_BYTES - 1)
+        assert contents(frames + feed(receiving, data[cut:])) == want
+    assert contents(feed(reader(checksum=checksum), data, lambda: 1)) == want
+
+
+def test_many_frames_arrive_in_one_call() -> None:
+    data = b"".join(frame(b"h" * i, [b"b" * i] * (i % 3), call=i) for i in range(100))
+    receiving = reader()
+    receiving.buffer()[: len(data)] = data
+    frames = receiving.received(len(data))
+    assert [header.call for header, _ in frames] == list(range(100))
+    assert not receiving.in_frame
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    heads=st.lists(st.sampled_from([0, 1, 31, 5000, wire.SCRATCH_BYTES, 300_000]), min_size=1, max_size=4),
+    lengths=st.lists(st.sampled_from([0, 1, 8, 4096, wire.SCRATCH_BYTES - 1, wire.SCRATCH_BYTES, 200_000]), max_size=4),
+    step=st.sampled_from([777, 65536, 2**30]),
+    checksum=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_frames_of_any_sizes_arrive_as_they_were_sent(
+    heads: list[int], lengths: list[int], step: int, checksum: bool, seed: int
+) -> None:
+    rng = random.Random(seed)
+    want, data = [], b""
+    for call, head_bytes in enumerate(heads):
+        head, bulk = rng.randbytes(head_bytes), [rng.randbytes(length) for length in lengths]
+        want.append((Header(4, call, 2000, head, tuple(lengths)), bulk))
+        data += frame(head, bulk, call=call, checksum=checksum)
+    receiving = reader(checksum=checksum)
+    assert contents(feed(receiving, data, lambda: rng.randint(1, step))) == want
+    assert not receiving.in_frame
+
+
+@pytest.mark.parametrize("length", [10, 3 * wire.SCRATCH_BYTES])
+def test_a_frame_that_nobody_wants_is_read_and_dropped(length: int) -> None:
+    data = frame(b"late", [b"x" * length]) + frame(b"next", [b"y"])
+    frames = feed(reader(lambda header: None if header.head == b"late" else fresh(header)), data)
+    assert [header.head for header, _ in frames] == [b"next"]
+
+
+def test_a_reader_keeps_nothing_of_a_finished_frame() -> None:
+    kept: list[weakref.ref[np.ndarray]] = []
+
+    def place(header: Header) -> list[memoryview]:
+        arrays = [np.empty(length, np.uint8) for length in header.lengths]
+        kept.extend(weakref.ref(array) for array in arrays)
+        return [array.data for array in arrays]
+
+    receiving = reader(place)
+    feed(receiving, frame(b"", [b"x" * 10, b"y" * 3 * wire.SCRATCH_BYTES]))
+    gc.collect()
+    assert len(kept) == 2
+    assert [ref() for ref in kept] == [None, None]
+
+
+def test_a_large_head_leaves_no_large_scratch_behind() -> None:
+    receiving = reader()
+    feed(receiving, frame(b"h" * wire.MAX_HEAD_BYTES))
+    assert len(receiving.buffer()) == wire.SCRATCH_BYTES
+
+
+# Limits
+
+
+@pytest.mark.parametrize(
+    ("offset", "layout", "value", "reason"),
+    [
+        (0, "4s", b"EMBE", "magic of a frame is b'EMBE', not b'EMBF'"),
+        (4, "B", 0, "version of a frame is 0, not 1"),
+        (4, "B", 2, "version of a frame is 2, not 1"),
+        (6, "H", wire.MAX_BUFFERS + 1, "number of buffers is 4097, not at most 4096"),
+        (16, "I", wire.MAX_HEAD_BYTES + 1, "size of the head is 1048577, not at most 1048576"),
+        (20, "I", LIMIT + 1, "size of the buffers is 1048577, not at most 1048576"),
+        (20, "I", 2**32 - 1, "size of the buffers is 4294967295"),
+        (20, "I", 7, "sum of the buffers' lengths is 8, not 7"),
+        (24, "I", 1, "checksum of buffers that have none is 0x00000001, not 0"),
+        (32, "I", 9, "sum of the buffers' lengths is 9, not 8"),
+        (32, "I", 2**32 - 1, "sum of the buffers' lengths is 4294967295, not 8"),
+    ],
+)
+def test_a_frame_over_a_limit_is_refused_before_anything_is_reserved(
+    offset: int, layout: str, value: object, reason: str
+) -> None:
+    def place(_: Header) -> list[memoryview]:
+        raise AssertionError("place() was asked")
+
+    with pytest.raises(BadFrame, match=re.escape(reason)):
+        feed(reader(place), altered(frame(b"head", [b"12345678"]), offset, layout, value))
+
+
+def test_a_frame_at_its_limits_arrives() -> None:
+    bulk = [b"x" * (LIMIT - 2 * wire.MAX_BUFFERS + 2)] + [b"yz"] * (wire.MAX_BUFFERS - 1)
+    assert sum(map(len, bulk)) == LIMIT
+    ((header, buffers),) = feed(reader(checksum=True), frame(b"h" * wire.MAX_HEAD_BYTES, bulk, checksum=True))
+    assert header.head == b"h" * wire.MAX_HEAD_BYTES
+    assert [bytes(buffer) for buffer in buffers] == bulk
+
+
+def test_one_byte_less_of_a_limit_refuses_the_frame() -> None:
+    with pytest.raises(BadFrame, match="size of the buffers is 100, not at most 99"):
+        feed(reader(limit=99), frame(b"", [b"x" * 100]))
+
+
+def test_a_sender_keeps_the_limits() -> None:
+    with pytest.raises(MessageTooLarge):
+        frame(b"h" * (wire.MAX_HEAD_BYTES + 1))
+    with pytest.raises(InvalidRequest, match="4097 arrays; send at most 4096"):
+        frame(b"", [b""] * (wire.MAX_BUFFERS + 1))
+    with pytest.raises(MessageTooLarge):
+        frame(b"", [np.empty(2**31, np.uint8)] * 2)  # reserved, never touched
+
+
+def test_a_wrong_checksum_of_the_buffers_is_noticed_before_the_frame_is_handed_over() -> None:
+    for length in (8, 3 * wire.SCRATCH_BYTES):
+        data = bytearray(frame(b"", [b"x" * length], checksum=True))
+        data[-1] ^= 1
+        with pytest.raises(BadFrame, match="checksum of the buffers"):
+            feed(reader(checksum=True), bytes(data))
+
+
+def test_without_a_checksum_on_one_side_the_other_notices() -> None:
+    with pytest.raises(BadFrame, match="buffers that have none"):
+        feed(reader(checksum=False), frame(b"", [b"abc"], checksum=True))
+    with pytest.raises(BadFrame, match="checksum of the buffers"):
+        feed(reader(checksum=True), frame(b"", [b"abc"], checksum=False))
+
+
+def test_a_flipped_bit_in_the_start_of_a_frame_is_always_noticed() -> None:
+    data = frame(b"head", [b"abcd", b"efgh"])
+    start = len(data) - 8
+    for bit in range(8 * start):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        receiving = reader()
+        try:
+            frames = feed(receiving, bytes(flipped))
+        except BadFrame:
+            continue
+        # it announces more bytes than came: nothing is handed over, and what follows is found out
+        assert frames == []
+        assert receiving.in_frame
+        with pytest.raises(BadFrame):
+            feed(receiving, data * (2 * wire.MAX_HEAD_BYTES // len(data)))
+
+
+def test_a_place_of_another_size_is_our_own_mistake() -> None:
+    with pytest.raises(AssertionError, match="other sizes"):
+        feed(reader(lambda _: [memoryview(bytearray(3))]), frame(b"", [b"abcd"]))
