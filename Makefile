@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # threads of torch x processes <= cores: the processes of one job share the machine
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test unit lint proto build clean \
+.PHONY: help setup demo test unit fuzz lint proto build clean \
         bar-ncf bar-ctr bar-equal bar-wrap bar-kernels bar-rows bench-growth bench-startup
 
 help:  ## list the targets
@@ -31,6 +31,9 @@ test: setup lint  ## everything that CI runs
 
 unit: setup  ## the tests that start no processes
 	$(BIN)/python -m pytest -m 'not integration'
+
+fuzz: setup  ## a million hostile frames for the stream carrier's reader (minutes)
+	EMBERSHARD_FUZZ_FRAMES=1000000 $(BIN)/python -m pytest tests/fuzz --timeout 3600
 
 lint: setup
 	$(BIN)/ruff check .
