@@ -199,6 +199,12 @@ METHODS: dict[type[Request], tuple[str, type[Reply]]] = {
 }
 SERVICE = "embershard.v1.Shard"
 
+# kinds of frames of the `stream` carrier (docs/wire.md): a reply's is its request's with the highest bit set
+REQUEST_KINDS: dict[int, type[Request]] = {number: kind for number, kind in enumerate(METHODS, start=1)}
+REPLY_KINDS: dict[int, type[Reply]] = {number | 0x80: METHODS[kind][1] for number, kind in REQUEST_KINDS.items()}
+KIND_OF: dict[type[Message], int] = {kind: number for number, kind in [*REQUEST_KINDS.items(), *REPLY_KINDS.items()]}
+ERROR_KIND = 0xFF
+
 
 def arrays(message: Message) -> list[Ids | Floats]:
     """The arrays of a message that travel, in the order in which they do."""

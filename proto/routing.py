@@ -6,7 +6,7 @@ Everything here is part of the contract: worker and shard must agree to the bit,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -65,6 +65,8 @@ class Route:
     ids: Ids  # (U,) int64, unique
     splits: Ids  # (num_shards + 1,) int64
     index: Ids  # (N,) int64
+    # (table, shard): the number under which the shard keeps these ids since a pull; a push may name it in their place
+    numbers: dict[tuple[str, int], int] = field(default_factory=dict, compare=False, repr=False)
 
     def slice_of(self, shard: int) -> slice:
         """Where this shard's ids (and rows) lie."""

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import ipaddress
 import json
 import logging
 import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from embershard.proto.errors import CannotListen
+from embershard.ps.address import Address
 
 if TYPE_CHECKING:
-    import grpc.aio
-
+    from embershard.ps.dispatch import Dispatch
+    from embershard.ps.rpc import RpcServer
     from embershard.ps.shard import Shard
+    from embershard.ps.stream import StreamServer
 
 GRACE_SECONDS = 30.0  # for what was accepted before a signal came
 _REPLY_SECONDS = 2.0  # for the last replies; a health check's open stream would use all of a longer time
@@ -36,7 +36,8 @@ class ServerOptions:
     """What one shard's process is started with.
 
     `listen` is "host:port" (port 0: any free one), or "unix:/path". `imports` are modules with row optimizers.
-    `parent_pid`, if not 0, is the process without which this one ends.
+    `parent_pid`, if not 0, is the process without which this one ends. `rpc` is "host:port" for torch.distributed.rpc,
+    which is not served without it; `rpc_executes_pickles` allows it to be an address that other machines reach.
     """
 
     shard: int
@@ -46,6 +47,8 @@ class ServerOptions:
     insecure: bool = False
     queue_bytes: int = 256 * 2**20
     parent_pid: int = 0
+    rpc: str = ""
+    rpc_executes_pickles: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.shard < self.of:
@@ -91,16 +94,27 @@ async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
     from embershard.ps.apply import ApplyThread
     from embershard.ps.dispatch import Dispatch
     from embershard.ps.service import ShardService, make_server
+    from embershard.ps.stream import StreamServer
 
-    stop = _Stop(asyncio.get_running_loop())
+    loop = asyncio.get_running_loop()
+    stop = _Stop(loop)
+    sockets = address.listen()
+    bound = address.bound(sockets[0])
     apply = ApplyThread(max_bytes=options.queue_bytes)
+    dispatch = Dispatch(shard, apply)
+    rpc = await _start_rpc(dispatch, options) if options.rpc else None
     healthy = health.aio.HealthServicer()
-    server = make_server(ShardService(Dispatch(shard, apply)), healthy)
-    bound = address.bind(server)
+    server = make_server(ShardService(dispatch), healthy)
+    target, path = _private_socket(address, shard.greeting.instance)
+    server.add_insecure_port(target)
     await server.start()
     for name in ("", SERVICE):
         await healthy.set(name, HealthCheckResponse.SERVING)
+    stream = StreamServer(dispatch, foreign=path)
+    listeners = [await _listen(loop, stream, sock) for sock in sockets]
     ready = {"event": "serving", "shard": options.shard, "of": options.of, "address": bound, "pid": os.getpid()}
+    if rpc is not None:
+        ready["rpc"] = rpc.address
     print(json.dumps(ready), flush=True)
     _log.info("serving at %s (shard %d of %d, instance %s)", bound, options.shard, options.of, shard.greeting.instance)
 
@@ -109,12 +123,39 @@ async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
     await healthy.enter_graceful_shutdown()
     apply.close()  # from here on, new requests are told that the shard is shutting down
     done = await asyncio.to_thread(apply.join, GRACE_SECONDS)
-    await server.stop(_REPLY_SECONDS)
+    for listener in listeners:
+        listener.close()
+    await asyncio.gather(server.stop(_REPLY_SECONDS), stream.close(_REPLY_SECONDS))
+    if rpc is not None:
+        await rpc.close()
     if not done:
         _log.error("gave up %d queued bytes after %.0f s", apply.queued_bytes, GRACE_SECONDS)
         return 1
     _log.info("done: everything accepted was applied")
     return 130 if signum == signal.SIGINT else 0
+
+
+async def _start_rpc(dispatch: Dispatch, options: ServerOptions) -> RpcServer:
+    from embershard.ps.rpc import RpcServer  # imports torch, which a shard does not need otherwise
+
+    place = Address.parse(options.rpc)
+    return await RpcServer.start(dispatch, place.host, place.port, executes_pickles=options.rpc_executes_pickles)
+
+
+def _private_socket(address: Address, instance: str) -> tuple[str, str]:
+    """Where gRPC listens, and the same as a path for connect: not for others, who come by the shard's own address."""
+    if address.path:
+        return f"unix:{address.path}.grpc", f"{address.path}.grpc"
+    if sys.platform == "linux":
+        return f"unix-abstract:embershard-grpc-{instance}", f"\0embershard-grpc-{instance}"
+    path = f"{tempfile.mkdtemp(prefix='embershard-')}/grpc"
+    return f"unix:{path}", path
+
+
+async def _listen(loop: asyncio.AbstractEventLoop, stream: StreamServer, sock: socket.socket) -> asyncio.Server:
+    if sock.family == socket.AF_UNIX:
+        return await loop.create_unix_server(stream.protocol, sock=sock)
+    return await loop.create_server(stream.protocol, sock=sock)
 
 
 class _Stop:
@@ -129,82 +170,6 @@ class _Stop:
         if self.received.done():
             os._exit(128 + signum)
         self.received.set_result(signum)
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where a shard listens: (host, port), or the path of a Unix socket."""
-
-    text: str
-    host: str = ""
-    port: int = 0
-    path: str = ""
-
-    @staticmethod
-    def parse(text: str) -> Address:
-        """The address of "host:port", "[v6]:port" or "unix:/path"; CannotListen says what is wrong with it."""
-        if text.startswith("unix:"):
-            if not text[5:]:
-                raise CannotListen(address=text, reason="write unix:/path/of/the/socket")
-            return Address(text, path=text[5:])
-        name, _, port = text.rpartition(":")
-        if not (name and port.isascii() and port.isdigit() and int(port) < 65536):
-            raise CannotListen(address=text, reason="write host:port, with a port of 0..65535, or unix:/path")
-        try:
-            # One literal address: gRPC binds what it can of a name with several, and calls that success.
-            found = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise CannotListen(address=text, reason=f"unknown host {name!r} ({error.strerror})") from None
-        found.sort(key=lambda entry: entry[0] != socket.AF_INET)
-        return Address(text, host=str(found[0][4][0]), port=int(port))
-
-    def check(self, insecure: bool) -> None:
-        """CannotListen where others than this machine could reach the shard and nobody said that they may."""
-        if self.path or ipaddress.ip_address(self.host).is_loopback:
-            return
-        if not insecure:
-            raise CannotListen(
-                address=self.text,
-                reason="it can be reached from other machines, and there is neither encryption nor a password: "
-                "anyone there could read and change the model. Listen on 127.0.0.1, or pass --insecure "
-                "if the network keeps strangers out",
-            )
-        _log.warning("--insecure: anyone who reaches %s can read and change the model", self.text)
-
-    def bind(self, server: grpc.aio.Server) -> str:
-        """Listen, and give the address that was really bound. CannotListen where that is not possible."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        if self.path and _answers(self.path):  # gRPC would unlink the socket under the other server
-            raise CannotListen(address=self.text, reason="another process listens there; choose another path")
-        try:
-            port = server.add_insecure_port(self.text if self.path else f"{host}:{self.port}")
-        except RuntimeError:
-            raise CannotListen(address=self.text, reason=self._obstacle()) from None
-        return self.text if self.path else f"{host}:{port}"
-
-    def _obstacle(self) -> str:
-        """What the system says about this address: gRPC only says that it failed."""
-        family = socket.AF_UNIX if self.path else socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(self.path or (self.host, self.port))
-                probe.listen()
-            except OSError as error:
-                if self.port and error.errno == errno.EADDRINUSE:
-                    return f"port {self.port} is in use; stop the process that has it, or choose another port"
-                return error.strerror or str(error)
-        return "gRPC could not bind it"
-
-
-def _answers(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(path)
-        except OSError:
-            return False
-    return True
 
 
 def _end_with(parent_pid: int) -> None:

@@ -1,12 +1,13 @@
-"""The addresses of shards, as a person writes them: "host:port,host:port"."""
+"""The addresses of shards, as a person writes them: "host:port,host:port"; the scheme chooses the carrier."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from embershard.proto.errors import BadAddress
+from embershard.worker.carrier import Carrier
 
-_FORM = "write host:port, with a port of 1..65535, or unix:/path"
+_FORM = "write host:port, with a port of 1..65535, or unix:/path; tcp:// or grpc:// before it choose the carrier"
 
 
 def parse_addresses(given: str | Sequence[str]) -> list[str]:
@@ -22,10 +23,29 @@ def parse_addresses(given: str | Sequence[str]) -> list[str]:
     return addresses
 
 
+def carrier_for(address: str) -> Carrier:
+    """The carrier that an address asks for: `stream`, unless its scheme says another."""
+    if address.startswith(("grpc://", "grpc+")):
+        from embershard.worker.carriers.grpc import GrpcCarrier  # half a second that the others need not wait
+
+        return GrpcCarrier(address.removeprefix("grpc://").removeprefix("grpc+"))
+    if address.startswith(("rpc://", "rpc-executes-pickles://")):
+        from embershard.worker.carriers.rpc import RpcCarrier
+
+        return RpcCarrier(address)
+    from embershard.worker.carriers.stream import StreamCarrier
+
+    return StreamCarrier(address)
+
+
 def _mistake(address: str) -> str:
-    if address.startswith("unix:"):
-        return "" if address.removeprefix("unix:") else _FORM
-    host, _, port = address.rpartition(":")
+    bare = address.removeprefix("grpc+")
+    if bare.startswith("unix:"):
+        return "" if bare.removeprefix("unix:") else _FORM
+    scheme, _, bare = address.rpartition("://")
+    if scheme not in ("", "tcp", "grpc", "rpc", "rpc-executes-pickles"):
+        return _FORM
+    host, _, port = bare.rpartition(":")
     if not (host and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
         return _FORM
     if ":" in host and not (host.startswith("[") and host.endswith("]")):

@@ -1,16 +1,17 @@
 """What moves a request to one shard and its reply back.
 
-A carrier knows nothing of routing, retries or tokens: it sends one message and waits for one reply. `local` and `grpc`
-are its implementations, in carriers/.
+A carrier knows nothing of routing, retries or tokens: it sends one message and waits for one reply. Its
+implementations are in carriers/: `stream`, `grpc`, `rpc` and `local` (docs/carriers.md).
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
 
-from embershard.proto.messages import Reply, Request
+from embershard.proto.messages import Floats, Reply, Request
 
 
 class Unreachable(Exception):
@@ -39,8 +40,12 @@ class Carrier(Protocol):
     sent_bytes: int
     received_bytes: int
 
-    def submit(self, request: Request, timeout: timedelta) -> Pending:
-        """Send a request without waiting for its reply."""
+    def submit(self, request: Request, timeout: timedelta, into: Sequence[Floats] = ()) -> Pending:
+        """Send a request without waiting for its reply.
+
+        `into` is memory for the rows of a pull, an array per table: a carrier that can receives straight into it, and
+        then these very arrays are the reply's. The request's arrays stay as they are until the outcome is there.
+        """
         ...
 
     def close(self) -> None:

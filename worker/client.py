@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from embershard.proto.errors import (
     NotAShard,
     ShardRestarted,
     ShardUnavailable,
+    UnknownRoute,
     UnknownTable,
     WrongDim,
 )
@@ -37,8 +39,8 @@ from embershard.proto.messages import (
 )
 from embershard.proto.routing import Placement, Route
 from embershard.proto.spec import TableSpec
+from embershard.worker.addresses import carrier_for
 from embershard.worker.carrier import Carrier, Deadline
-from embershard.worker.carriers.grpc import GrpcCarrier
 from embershard.worker.links import Links, Outcome, greet
 from embershard.worker.pieces import Piece, cut
 
@@ -82,17 +84,18 @@ class Client:
         self._specs: dict[str, TableSpec] = {}
         self._outbox: list[deque[Push]] = [deque() for _ in greetings]
         self._next_seq = [1] * len(greetings)
+        self._route_numbers = count(1)
         self._push_lock = threading.Lock()
         self._stats = Stats()
         self._stats_lock = threading.Lock()
 
     @classmethod
     def connect(cls, addresses: Sequence[str], *, worker: int = 0, timeout: timedelta = DEFAULT_TIMEOUT) -> Client:
-        """A client of the shards at `addresses` ("host:port", in any order), over gRPC.
+        """A client of the shards at `addresses` (docs/carriers.md), in any order.
 
         Waits until all of them serve. ShardUnavailable, NotAShard or WrongShards say what is in the way.
         """
-        carriers = [GrpcCarrier(address) for address in addresses]
+        carriers = [carrier_for(address) for address in addresses]
         try:
             return cls(carriers, worker=worker, timeout=timeout)
         except BaseException:
@@ -182,8 +185,13 @@ class Client:
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
 
-    def pull(self, reads: Sequence[tuple[str, Route]], out: Sequence[Floats] | None = None) -> list[Floats]:
-        """Rows of every (table, route), (U, dim) float32 in route order; `out` gives the arrays to fill."""
+    def pull(
+        self, reads: Sequence[tuple[str, Route]], out: Sequence[Floats] | None = None, *, keep: bool = False
+    ) -> list[Floats]:
+        """Rows of every (table, route), (U, dim) float32 in route order; `out` gives the C-ordered arrays to fill.
+
+        `keep` asks the shards to keep the ids, so that a push by the same route need not send them again.
+        """
         specs = [self._spec(table) for table, _ in reads]
         if out is None:
             out = [
@@ -191,10 +199,12 @@ class Client:
             ]
         queues = {shard: deque(self._pull_messages(shard, reads, specs)) for shard in range(self.num_shards)}
         while batch := {shard: queue.popleft() for shard, queue in queues.items() if queue}:
-            outcomes = self._call({shard: self._pull_request(shard, reads, pieces) for shard, pieces in batch.items()})
+            into = {shard: _places(shard, reads, pieces, out) for shard, pieces in batch.items()}
+            requests = {shard: self._pull_request(shard, reads, pieces, keep) for shard, pieces in batch.items()}
+            outcomes = self._call(requests, into)
             _raise_first(outcomes)
             for shard, pieces in batch.items():
-                self._accept(shard, reads, pieces, outcomes[shard], out)
+                self._accept(shard, [reads[piece.part][0] for piece in pieces], outcomes[shard], into[shard])
         with self._stats_lock:
             self._stats.pulled_rows += sum(len(route.ids) for _, route in reads)
         return list(out)
@@ -207,34 +217,29 @@ class Client:
         sizes = [max(8, 4 * spec.dim) for spec in specs]
         return cut([table for table, _ in reads], counts, sizes, self._limits[shard])
 
-    def _pull_request(self, shard: int, reads: Sequence[tuple[str, Route]], pieces: list[Piece]) -> Pull:
+    def _pull_request(self, shard: int, reads: Sequence[tuple[str, Route]], pieces: list[Piece], keep: bool) -> Pull:
         tables = []
         for piece in pieces:
             table, route = reads[piece.part]
-            start = int(route.splits[shard])
-            tables.append(TableIds(table, route.ids[start + piece.start : start + piece.stop]))
-        return Pull(self.placement.epoch, tuple(tables))
+            part = piece.within(route, shard)
+            number = 0
+            if keep and part == route.slice_of(shard):  # a route that is cut is not worth the book-keeping
+                number = route.numbers[table, shard] = next(self._route_numbers)
+            tables.append(TableIds(table, route.ids[part], number))
+        return Pull(self.placement.epoch, tuple(tables), self.worker, self.epoch)
 
-    def _accept(
-        self,
-        shard: int,
-        reads: Sequence[tuple[str, Route]],
-        pieces: list[Piece],
-        reply: Outcome,
-        out: Sequence[Floats],
-    ) -> None:
-        if not isinstance(reply, Rows) or len(reply.tables) != len(pieces):
-            raise NotAShard(
-                address=self._links[shard].carrier.address, reason="its reply to a pull does not match the request"
-            )
-        for piece, rows in zip(pieces, reply.tables, strict=True):
-            table, route = reads[piece.part]
-            start = int(route.splits[shard])
-            target = out[piece.part][start + piece.start : start + piece.stop]
+    def _accept(self, shard: int, tables: Sequence[str], reply: Outcome, into: Sequence[Floats]) -> None:
+        """Copy the rows of a reply to their places, unless they were received there."""
+        link = self._links[shard]
+        if not isinstance(reply, Rows) or len(reply.tables) != len(tables):
+            raise NotAShard(address=link.carrier.address, reason="its reply to a pull does not match the request")
+        for table, rows, target in zip(tables, reply.tables, into, strict=True):
+            if rows is target:
+                continue
             if rows.size != target.size:
                 ids, dim = target.shape
                 raise WrongDim(
-                    shard=self._links[shard].name,
+                    shard=link.name,
                     table=table, what="pulled rows", got=rows.size, ids=ids, dim=dim, want=target.size,
                 )  # fmt: skip
             target[...] = rows.reshape(target.shape)
@@ -260,8 +265,10 @@ class Client:
             tables = []
             for piece in pieces:
                 table, route, rows = gradients[piece.part]
-                part = slice(int(route.splits[shard]) + piece.start, int(route.splits[shard]) + piece.stop)
-                tables.append(TableGradients(table, route.ids[part], rows[part], lr_scale))
+                part = piece.within(route, shard)
+                # named once: the shard forgets it with the push
+                number = route.numbers.pop((table, shard), 0) if part == route.slice_of(shard) else 0
+                tables.append(TableGradients(table, route.ids[part], rows[part], lr_scale, number))
             seq = self._next_seq[shard]
             self._next_seq[shard] += 1
             # pushes leave the outbox in order: its head is the first that is not acknowledged
@@ -279,6 +286,9 @@ class Client:
             for shard, outcome in outcomes.items():
                 if _may_be_unhandled(outcome):
                     continue  # it stays, to be sent again
+                if isinstance(outcome, UnknownRoute):
+                    self._outbox[shard][0] = _with_ids(self._outbox[shard][0])
+                    continue
                 self._outbox[shard].popleft()
                 if isinstance(outcome, Pushed):
                     applied += outcome.applied
@@ -317,10 +327,12 @@ class Client:
         _raise_first(outcomes)
         return [outcomes[shard] for shard in range(self.num_shards)]
 
-    def _call(self, requests: Mapping[int, Request]) -> dict[int, Outcome]:
+    def _call(
+        self, requests: Mapping[int, Request], into: Mapping[int, Sequence[Floats]] | None = None
+    ) -> dict[int, Outcome]:
         start = time.perf_counter()
         try:
-            return self._links.call(requests, Deadline(self.timeout))
+            return self._links.call(requests, Deadline(self.timeout), into)
         finally:
             with self._stats_lock:
                 self._stats.wait_seconds += time.perf_counter() - start
@@ -337,6 +349,18 @@ def _may_be_unhandled(outcome: Outcome) -> bool:
     if isinstance(outcome, ShardUnavailable | ShardRestarted):
         return True
     return isinstance(outcome, EmbershardError) and outcome.retryable
+
+
+def _places(
+    shard: int, reads: Sequence[tuple[str, Route]], pieces: Sequence[Piece], out: Sequence[Floats]
+) -> list[Floats]:
+    """Where the rows of a shard's reply belong."""
+    return [out[piece.part][piece.within(reads[piece.part][1], shard)] for piece in pieces]
+
+
+def _with_ids(push: Push) -> Push:
+    """The same push, with its ids in place of route numbers."""
+    return replace(push, tables=tuple(replace(part, route=0) for part in push.tables))
 
 
 def _check_rows(table: str, what: str, rows: Floats, count: int, dim: int) -> None:

@@ -21,7 +21,7 @@ from embershard.proto.errors import (
     UnknownTable,
     WrongShards,
 )
-from embershard.proto.messages import Greeting, Hello, Reply, Request
+from embershard.proto.messages import Floats, Greeting, Hello, Reply, Request
 from embershard.worker.carrier import Carrier, Deadline, Pending, Unreachable
 
 _FIRST_PAUSE = 0.02  # seconds; doubles with every try
@@ -135,9 +135,12 @@ class Links:
     def __getitem__(self, shard: int) -> Link:
         return self._links[shard]
 
-    def call(self, requests: Mapping[int, Request], deadline: Deadline) -> dict[int, Outcome]:
+    def call(
+        self, requests: Mapping[int, Request], deadline: Deadline, into: Mapping[int, Sequence[Floats]] | None = None
+    ) -> dict[int, Outcome]:
         """Send one request to each of the shards named, all at once, and wait for what becomes of them.
 
+        `into`: memory for the rows of pulls, see Carrier.submit.
         Busy, loading, stopping and unreachable shards are asked again, after growing pauses, until the deadline.
         """
         outcomes: dict[int, Outcome] = {}
@@ -148,7 +151,8 @@ class Links:
             for shard in [s for s in waiting if self._links[s].suspect]:
                 outcomes[shard] = self._recognise(shard, deadline) or _Retry("it answers again")
             ready = [s for s in waiting if not self._links[s].suspect]
-            pending = {s: _submit(self._links[s].carrier, waiting[s], deadline) for s in ready}
+            places = into or {}
+            pending = {s: _submit(self._links[s].carrier, waiting[s], deadline, places.get(s, ())) for s in ready}
             for shard, answer in pending.items():
                 outcomes[shard] = self._outcome(shard, answer, deadline)
                 if not getattr(outcomes[shard], "retryable", False):
@@ -204,9 +208,9 @@ class _Retry(EmbershardError):
         super().__init__(reason=reason)
 
 
-def _submit(carrier: Carrier, request: Request, deadline: Deadline) -> Pending:
+def _submit(carrier: Carrier, request: Request, deadline: Deadline, into: Sequence[Floats] = ()) -> Pending:
     try:
-        return carrier.submit(request, deadline.remaining)
+        return carrier.submit(request, deadline.remaining, into)
     except Unreachable as error:
         return _Failed(error)
 

@@ -24,6 +24,11 @@ class Piece:
     start: int
     stop: int
 
+    def within(self, route: Route, shard: int) -> slice:
+        """Where these rows of a shard lie in a route."""
+        first = int(route.splits[shard])
+        return slice(first + self.start, first + self.stop)
+
 
 def cut(names: Sequence[str], counts: Sequence[int], row_bytes: Sequence[int], limit: int) -> list[list[Piece]]:
     """Messages of at most `limit` bytes that together carry `counts[k]` rows of table k, in order.

@@ -401,7 +401,7 @@ def test_a_shard_that_is_down_at_the_start_is_waited_for_aloud(caplog: pytest.Lo
     with pytest.raises(ShardUnavailable, match=r"127.0.0.1:1: no answer within 4.0 s \(.*Connection refused\)"):
         Client.connect(["127.0.0.1:1"], timeout=timedelta(seconds=4))
     assert [record.getMessage() for record in caplog.records if record.name == "embershard.worker.links"] == [
-        "waiting for the server at 127.0.0.1:1 (Failed to connect to remote host: Connection refused)"
+        "waiting for the server at 127.0.0.1:1 (Connection refused)"
     ]
 
 

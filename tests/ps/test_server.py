@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
+import sys
 from pathlib import Path
 
-import grpc.aio
 import pytest
 
 from embershard.proto.errors import CannotListen
-from embershard.ps.server import Address, ServerOptions
-from embershard.ps.service import SERVER_OPTIONS
+from embershard.proto.wire import local_socket
+from embershard.ps.address import Address
+from embershard.ps.server import ServerOptions
 
 
 def bind(text: str) -> str:
-    async def scene() -> str:
-        server = grpc.aio.server(options=SERVER_OPTIONS)
-        try:
-            return Address.parse(text).bind(server)
-        finally:
-            await server.stop(0)
-
-    return asyncio.run(scene())
+    address = Address.parse(text)
+    sockets = address.listen()
+    try:
+        return address.bound(sockets[0])
+    finally:
+        for sock in sockets:
+            sock.close()
 
 
 @pytest.mark.parametrize("text", ["", "7700", ":7700", "localhost", "localhost:", "127.0.0.1:70000", "a:-1", "unix:"])
@@ -63,16 +62,36 @@ def test_a_port_in_use_is_named():
 
 
 def test_a_port_of_another_shard_is_in_use_too():
-    async def scene() -> None:
-        first = grpc.aio.server(options=SERVER_OPTIONS)
-        address = Address.parse("127.0.0.1:0").bind(first)
-        await first.start()
-        second = grpc.aio.server(options=SERVER_OPTIONS)
-        with pytest.raises(CannotListen, match="in use"):
-            Address.parse(address).bind(second)
-        await first.stop(0)
+    first = Address.parse("127.0.0.1:0")
+    sockets = first.listen()
+    with pytest.raises(CannotListen, match="in use"):
+        bind(first.bound(sockets[0]))
+    for sock in sockets:
+        sock.close()
 
-    asyncio.run(scene())
+
+@pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets are Linux's")
+def test_a_unix_socket_lies_beside_a_tcp_port_and_goes_with_it():
+    address = Address.parse("127.0.0.1:0")
+    main, beside = address.listen()
+    name = local_socket("127.0.0.1", main.getsockname()[1])
+    with socket.socket(socket.AF_UNIX) as worker:
+        worker.connect(name)
+    main.close()
+    beside.close()
+    with socket.socket(socket.AF_UNIX) as worker, pytest.raises(ConnectionRefusedError):
+        worker.connect(name)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets are Linux's")
+def test_a_shard_serves_over_tcp_alone_where_the_socket_beside_is_taken(caplog: pytest.LogCaptureFixture):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with socket.socket(socket.AF_UNIX) as taken:
+        taken.bind(local_socket("127.0.0.1", port))
+        assert bind(f"127.0.0.1:{port}") == f"127.0.0.1:{port}"
+    assert "workers on this machine use TCP" in caplog.text
 
 
 def test_an_address_of_another_machine_cannot_be_bound():

@@ -1,7 +1,7 @@
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import numpy as np
@@ -24,7 +24,7 @@ from embershard.proto.errors import (
     WrongDim,
     WrongShards,
 )
-from embershard.proto.messages import Declare, Greeting, Hello, Load, Pull, Push, Reply, Request
+from embershard.proto.messages import Declare, Floats, Greeting, Hello, Load, Pull, Push, Reply, Request
 from embershard.proto.protobuf import dumps
 from embershard.proto.routing import Placement, Route, make_route
 from embershard.proto.spec import SGD, Adam, Constant, TableSpec
@@ -50,7 +50,7 @@ class Wire:
         self.fault: Callable[[Request], str | EmbershardError | None] = lambda _: None
         self.seen: list[Request] = []
 
-    def submit(self, request: Request, timeout: timedelta) -> "Wire.Answer":
+    def submit(self, request: Request, timeout: timedelta, into: Sequence[Floats] = ()) -> "Wire.Answer":
         self.seen.append(request)
         return Wire.Answer(self, request, self.fault(request))
 

@@ -101,7 +101,7 @@ def ask(carrier: GrpcCarrier, request: Request, timeout: timedelta = SECOND) -> 
 
 def test_rows_cross_grpc_bit_for_bit(make_shards: Shards, serve: Serve) -> None:
     servers = [serve(answer_with(shard)) for shard in make_shards(2)]
-    client = Client.connect([server.address for server in servers])
+    client = Client.connect([f"grpc://{server.address}" for server in servers])
     spec = TableSpec(name="t", dim=3, optimizer=SGD(lr=1.0), initializer=Constant(value=0.0))
     client.declare(spec)
     route = make_route(np.arange(50, dtype=np.int64), spec.space_key, client.placement)
@@ -143,7 +143,7 @@ def test_a_web_server_is_no_shard(carrier_to: CarrierTo) -> None:
     try:
         start = time.monotonic()
         with pytest.raises(NotAShard, match=f"127.0.0.1:{web.server_port} answers, but not as an embershard shard"):
-            Client.connect([f"127.0.0.1:{web.server_port}"], timeout=timedelta(seconds=10))
+            Client.connect([f"grpc://127.0.0.1:{web.server_port}"], timeout=timedelta(seconds=10))
         assert time.monotonic() - start < 5
     finally:
         web.shutdown()
@@ -157,7 +157,7 @@ def test_a_closed_port_is_named_at_the_deadline() -> None:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
         start = time.monotonic()
         with pytest.raises(ShardUnavailable, match=f"no answer within 1.0 s .*embershard status {address}"):
-            Client.connect([address], timeout=SECOND)
+            Client.connect([f"grpc://{address}"], timeout=SECOND)
         assert time.monotonic() - start < 2
 
 
@@ -199,7 +199,7 @@ def test_a_client_finds_a_server_that_starts_later(make_shards: Shards, serve: S
     (shard,) = make_shards(1)
     timer = threading.Timer(0.5, lambda: serve(answer_with(shard), f"127.0.0.1:{port}"))
     timer.start()
-    client = Client.connect([f"127.0.0.1:{port}"], timeout=timedelta(seconds=10))
+    client = Client.connect([f"grpc://127.0.0.1:{port}"], timeout=timedelta(seconds=10))
     timer.join()
     assert client.status()[0].instance == shard.greeting.instance
     client.close()
@@ -208,7 +208,7 @@ def test_a_client_finds_a_server_that_starts_later(make_shards: Shards, serve: S
 def test_a_connection_that_broke_is_made_again(make_shards: Shards, serve: Serve) -> None:
     (shard,) = make_shards(1)
     server = serve(answer_with(shard))
-    client = Client.connect([server.address], timeout=timedelta(seconds=10))
+    client = Client.connect([f"grpc://{server.address}"], timeout=timedelta(seconds=10))
     server.stop()
     timer = threading.Timer(0.3, lambda: serve(answer_with(shard), server.address))
     timer.start()

@@ -7,14 +7,14 @@ call. gRPC's own retries are off, since they keep at most 256 KiB of a call; the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NoReturn, Protocol
 
 import grpc
 
 from embershard.proto.errors import EmbershardError, InternalError, InvalidRequest, NotAShard, from_wire
-from embershard.proto.messages import MAX_MESSAGE_BYTES, METHODS, SERVICE, Reply, Request
+from embershard.proto.messages import MAX_MESSAGE_BYTES, METHODS, SERVICE, Floats, Reply, Request
 from embershard.proto.protobuf import dumps, loads
 from embershard.worker.carrier import Unreachable
 
@@ -69,8 +69,8 @@ class GrpcCarrier:
 
         return start
 
-    def submit(self, request: Request, timeout: timedelta) -> _Answer:
-        """Send a request without waiting for its reply."""
+    def submit(self, request: Request, timeout: timedelta, into: Sequence[Floats] = ()) -> _Answer:
+        """Send a request without waiting for its reply, which comes in memory of its own."""
         data = dumps(request)
         self.sent_bytes += len(data)
         seconds = timeout.total_seconds()

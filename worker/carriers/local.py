@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from embershard.proto.errors import EmbershardError
-from embershard.proto.messages import Reply, Request, bulk_bytes
+from embershard.proto.messages import Floats, Reply, Request, bulk_bytes
 
 
 class _Done:
@@ -30,7 +30,7 @@ class LocalCarrier:
         self.received_bytes = 0
         self._handle = handle
 
-    def submit(self, request: Request, timeout: timedelta) -> _Done:
+    def submit(self, request: Request, timeout: timedelta, into: Sequence[Floats] = ()) -> _Done:
         """Handle the request at once; nothing here can take longer than the shard's own work."""
         self.sent_bytes += bulk_bytes(request)
         try:

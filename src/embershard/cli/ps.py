@@ -22,6 +22,12 @@ def ps(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow an address that other machines reach, without protection.")
     ] = False,
+    rpc: Annotated[
+        str, typer.Option(help="host:port at which to serve torch.distributed.rpc too; it executes pickles.")
+    ] = "",
+    rpc_executes_pickles: Annotated[
+        bool, typer.Option("--rpc-executes-pickles", help="Allow --rpc an address that other machines reach.")
+    ] = False,
     queue_bytes: Annotated[
         int, typer.Option(help="Bytes of requests that may wait before workers are told to come back later.", min=1)
     ] = ServerOptions.queue_bytes,
@@ -40,5 +46,7 @@ def ps(
         insecure=insecure,
         queue_bytes=queue_bytes,
         parent_pid=parent_pid,
+        rpc=rpc,
+        rpc_executes_pickles=rpc_executes_pickles,
     )
     raise typer.Exit(serve(options))

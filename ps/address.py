@@ -1,0 +1,127 @@
+"""Where a shard listens."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import logging
+import os
+import socket
+import stat
+import sys
+from dataclasses import dataclass
+
+from embershard.proto.errors import CannotListen
+from embershard.proto.wire import local_socket
+
+_BACKLOG = 1024  # hundreds of workers may come at once
+
+_log = logging.getLogger("embershard.ps")
+
+
+@dataclass(frozen=True)
+class Address:
+    """(host, port), or the path of a Unix socket."""
+
+    text: str
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    @staticmethod
+    def parse(text: str) -> Address:
+        """The address of "host:port", "[v6]:port" or "unix:/path"; CannotListen says what is wrong with it."""
+        if text.startswith("unix:"):
+            if not text[5:]:
+                raise CannotListen(address=text, reason="write unix:/path/of/the/socket")
+            return Address(text, path=text[5:])
+        name, _, port = text.rpartition(":")
+        if not (name and port.isascii() and port.isdigit() and int(port) < 65536):
+            raise CannotListen(address=text, reason="write host:port, with a port of 0..65535, or unix:/path")
+        try:
+            # one literal address of those that a name has
+            found = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise CannotListen(address=text, reason=f"unknown host {name!r} ({error.strerror})") from None
+        found.sort(key=lambda entry: entry[0] != socket.AF_INET)
+        return Address(text, host=str(found[0][4][0]), port=int(port))
+
+    def check(self, insecure: bool) -> None:
+        """CannotListen where others than this machine could reach the shard and nobody said that they may."""
+        if self.path or ipaddress.ip_address(self.host).is_loopback:
+            return
+        if not insecure:
+            raise CannotListen(
+                address=self.text,
+                reason="it can be reached from other machines, and there is neither encryption nor a password: "
+                "anyone there could read and change the model. Listen on 127.0.0.1, or pass --insecure "
+                "if the network keeps strangers out",
+            )
+        _log.warning("--insecure: anyone who reaches %s can read and change the model", self.text)
+
+    def listen(self) -> list[socket.socket]:
+        """The sockets to serve on: the address itself, and for a TCP port a Unix socket beside it, if that works.
+
+        CannotListen where the address is not to be had.
+        """
+        if self.path:
+            return [self._listen_at_path()]
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        main = socket.socket(family, socket.SOCK_STREAM)
+        main.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._bind(main, (self.host, self.port))
+        local = _listen_beside(self.host, main.getsockname()[1])
+        return [main, *local]
+
+    def bound(self, main: socket.socket) -> str:
+        """The address that was really bound, as workers name it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return self.text if self.path else f"{host}:{main.getsockname()[1]}"
+
+    def _listen_at_path(self) -> socket.socket:
+        if _answers(self.path):
+            raise CannotListen(address=self.text, reason="another process listens there; choose another path")
+        try:
+            if stat.S_ISSOCK(os.stat(self.path).st_mode):
+                os.unlink(self.path)  # left by a process that was killed
+        except OSError:
+            pass  # nothing is there, or bind will say what is
+        main = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._bind(main, self.path)
+        return main
+
+    def _bind(self, main: socket.socket, place: object) -> None:
+        try:
+            main.bind(place)  # type: ignore[arg-type]
+            main.listen(_BACKLOG)
+        except OSError as error:
+            main.close()
+            reason = error.strerror or str(error)
+            if self.port and error.errno == errno.EADDRINUSE:
+                reason = f"port {self.port} is in use; stop the process that has it, or choose another port"
+            raise CannotListen(address=self.text, reason=reason) from None
+
+
+def _listen_beside(host: str, port: int) -> list[socket.socket]:
+    """A Unix socket that a worker on this machine finds by the TCP address: half the cost per byte."""
+    if sys.platform != "linux":
+        return []
+    beside = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        beside.bind(local_socket(host, port))
+        beside.listen(_BACKLOG)
+    except OSError as error:
+        beside.close()
+        _log.warning("no Unix socket beside port %d (%s); workers on this machine use TCP", port, error.strerror)
+        return []
+    return [beside]
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,383 @@
+"""A shard behind the `stream` carrier: frames over TCP or a Unix socket (docs/wire.md).
+
+One thread of this process moves the bytes of all shards, on a uvloop; replies are received straight into the arrays
+that the caller named, requests leave from the memory of their arrays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import count
+from typing import cast
+
+import numpy as np
+import uvloop
+
+from embershard.proto.errors import EmbershardError, NotAShard, WrongVersion, from_wire
+from embershard.proto.messages import (
+    ERROR_KIND,
+    KIND_OF,
+    MAX_MESSAGE_BYTES,
+    METHODS,
+    Floats,
+    Reply,
+    Request,
+    Rows,
+    arrays,
+)
+from embershard.proto.protobuf import head_bytes, read
+from embershard.proto.wire import (
+    HELLO_BYTES,
+    Feature,
+    Frame,
+    Header,
+    Reader,
+    client_hello,
+    encode,
+    local_socket,
+    read_server_hello,
+)
+from embershard.worker.carrier import Unreachable
+from embershard.worker.spans import span
+
+CONNECT_SECONDS = 5.0  # for a connection and its hello; a call waits no longer than its own deadline
+_GRACE_SECONDS = 1.0  # a call ends at its deadline on the I/O thread; this much later we stop believing that it does
+_SOCKET_BYTES = 1048576
+
+_io: tuple[int, asyncio.AbstractEventLoop] | None = None
+_io_lock = threading.Lock()
+
+
+def _io_loop() -> asyncio.AbstractEventLoop:
+    """The loop of this process's I/O thread, started at the first call; a forked child starts its own."""
+    global _io
+    with _io_lock:
+        if _io is None or _io[0] != os.getpid():
+            loop = uvloop.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="embershard-io", daemon=True).start()
+            _io = (os.getpid(), loop)
+        return _io[1]
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A request under way, and its reply."""
+
+    request: type[Request]
+    head: bytes
+    bulk: list[memoryview]
+    into: Sequence[Floats]
+    seconds: float
+    started: float = field(default_factory=time.monotonic)
+    number: int = 0
+    timer: asyncio.TimerHandle | None = None
+    answer: Future[Reply] = field(default_factory=Future)
+
+    def result(self) -> Reply:
+        """The reply; see Pending."""
+        try:
+            with span("wait"):
+                return self.answer.result(self.seconds + _GRACE_SECONDS)
+        except FutureTimeout:
+            raise Unreachable("no answer") from None
+
+    def fail(self, error: Exception) -> None:
+        """End with an error, unless it has ended."""
+        if self.timer is not None:
+            self.timer.cancel()
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+    def finish(self, reply: Reply) -> None:
+        """End with the reply, unless it has ended."""
+        if self.timer is not None:
+            self.timer.cancel()
+        if not self.answer.done():
+            self.answer.set_result(reply)
+
+
+class StreamCarrier:
+    """One connection to `address`, made at the first call and again when it must.
+
+    "host:port" is a Unix socket where the shard runs on this machine, else TCP; "tcp://host:port" is always TCP, and
+    "unix:/path" is a socket of the user's choice. `checksum` has the arrays checked too, for a network that is not
+    trusted to do it.
+    """
+
+    def __init__(self, address: str, *, checksum: bool = False) -> None:
+        self.address = address
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self._features = Feature.CHECKSUM if checksum else Feature(0)
+        self._loop = _io_loop()
+        # from here on: of the I/O thread alone
+        self._connection: _Connection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._waiting: list[_Call] = []
+        self._numbers = count(1)
+        self._closed = False
+
+    def submit(self, request: Request, timeout: timedelta, into: Sequence[Floats] = ()) -> _Call:
+        """Send a request without waiting for its reply; the rows of a pull are received into `into`, if given.
+
+        The arrays of both must stay as they are until the reply, or the error in its place, is there.
+        """
+        if self._closed:
+            raise Unreachable("the connection was closed by this worker")
+        with span("encode"):
+            bulk = [np.ascontiguousarray(array).data for array in arrays(request)]
+            call = _Call(type(request), head_bytes(request), bulk, into, timeout.total_seconds())
+        self._loop.call_soon_threadsafe(self._start, call)
+        return call
+
+    def close(self) -> None:
+        """Give up what is under way and close the connection."""
+        self._closed = True
+        self._loop.call_soon_threadsafe(self._close)
+
+    def _close(self) -> None:
+        if self._connecting is not None:
+            self._connecting.cancel()
+        if self._connection is not None:
+            self._connection.drop("the connection was closed by this worker")
+        self._fail_waiting(Unreachable("the connection was closed by this worker"))
+
+    def _start(self, call: _Call) -> None:
+        if self._closed:
+            call.fail(Unreachable("the connection was closed by this worker"))
+            return
+        call.number = next(self._numbers) & 0xFFFFFFFF or next(self._numbers) & 0xFFFFFFFF
+        call.timer = self._loop.call_later(call.seconds, self._expire, call)
+        if self._connection is not None:
+            self._connection.send(call)
+            return
+        self._waiting.append(call)
+        if self._connecting is None:
+            self._connecting = self._loop.create_task(self._connect())
+
+    def _expire(self, call: _Call) -> None:
+        """The deadline of a call has come."""
+        if call in self._waiting:
+            self._waiting.remove(call)
+        if self._connection is not None:
+            self._connection.expire(call)
+        call.fail(Unreachable("no answer"))
+
+    async def _connect(self) -> None:
+        error: Exception
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                connection = await self._open()
+                await connection.ready
+        except TimeoutError:
+            error = Unreachable("it takes connections and says nothing, or does not answer at all")
+        except EmbershardError as known:
+            error = known
+        except Unreachable as unreachable:
+            error = unreachable
+        except OSError as failure:
+            error = Unreachable(failure.strerror or str(failure))
+        else:
+            self._connecting = None
+            self._connection = connection
+            waiting, self._waiting = self._waiting, []
+            for call in waiting:
+                connection.send(call)
+            return
+        self._connecting = None
+        self._fail_waiting(error)
+
+    def _fail_waiting(self, error: Exception) -> None:
+        waiting, self._waiting = self._waiting, []
+        for call in waiting:
+            call.fail(error)
+
+    async def _open(self) -> _Connection:
+        protocol = lambda: _Connection(self)  # noqa: E731
+        if self.address.startswith("unix:"):
+            _, connection = await self._loop.create_unix_connection(protocol, self.address.removeprefix("unix:"))
+            return connection
+        host, _, port = self.address.removeprefix("tcp://").rpartition(":")
+        host = host.strip("[]")
+        if not self.address.startswith("tcp://") and sys.platform == "linux":
+            for ip in await self._own_addresses(host, int(port)):
+                local = _connect_local(local_socket(ip, int(port)))
+                if local is not None:
+                    _, connection = await self._loop.create_unix_connection(protocol, sock=local)
+                    return connection
+        _, connection = await self._loop.create_connection(protocol, host, int(port))
+        return connection
+
+    async def _own_addresses(self, host: str, port: int) -> list[str]:
+        """The addresses of this machine that `host` stands for, and those that stand for all of them."""
+        found = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        own = [str(place[0]) for family, _, _, _, place in found if _is_own(family, str(place[0]))]
+        return [*own, "0.0.0.0", "::"] if own else []
+
+    def lost(self, connection: _Connection) -> None:
+        """A connection has ended; the next call makes another."""
+        if self._connection is connection:
+            self._connection = None
+
+
+def _is_own(family: int, ip: str) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((ip, 0))  # the system gives nobody else's address
+        except OSError:
+            return False
+    return True
+
+
+def _connect_local(name: str) -> socket.socket | None:
+    """A connection to a Unix socket of this user or of root (anyone may take a free name); None where there is none."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    try:
+        sock.connect(name)  # at once, or not at all; uvloop itself does not know abstract names
+        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if uid in (0, os.getuid()):
+            return sock
+    except OSError:
+        pass
+    sock.close()
+    return None
+
+
+class _Connection(asyncio.BufferedProtocol):
+    """One connection, from its hello to its end; of the I/O thread alone."""
+
+    def __init__(self, carrier: StreamCarrier) -> None:
+        self._carrier = carrier
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._hello = memoryview(bytearray(HELLO_BYTES))
+        self._filled = 0
+        self._reader: Reader | None = None
+        self._checksum = False
+        self._calls: dict[int, _Call] = {}
+        self._arriving: _Call | None = None  # whose arrays are being received into
+        self._heard = 0.0
+        self._reason = "the connection broke"
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop has classes of its own
+        sock = transport.get_extra_info("socket")
+        if sock.family == socket.AF_UNIX:
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
+        self._transport.write(client_hello(self._carrier._features))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._carrier.lost(self)
+        reason = Unreachable(f"{self._reason} ({error})" if error else self._reason)
+        if not self.ready.done():
+            self.ready.set_exception(reason)
+        for call in self._calls.values():
+            call.fail(reason)
+        self._calls.clear()
+
+    def drop(self, reason: str) -> None:
+        """End the connection and what is under way on it."""
+        self._reason = reason
+        self._transport.abort()
+
+    def send(self, call: _Call) -> None:
+        """Write a request."""
+        kind, timeout_ms = KIND_OF[call.request], min(max(1, int(call.seconds * 1000)), 2**32 - 1)
+        try:
+            with span("send"):
+                pieces = encode(kind, call.number, timeout_ms, call.head, call.bulk, checksum=self._checksum)
+                self._calls[call.number] = call
+                self._carrier.sent_bytes += sum(map(len, pieces))
+                self._transport.writelines(pieces)
+        except EmbershardError as error:
+            call.fail(error)
+
+    def expire(self, call: _Call) -> None:
+        """A call's deadline has passed: from here on nothing may be received into its arrays."""
+        if self._calls.pop(call.number, None) is None:
+            return
+        if self._arriving is call:
+            self.drop("no answer: its deadline passed while it arrived")
+        elif self._heard < call.started:
+            self.drop("no answer")  # nothing came since: the next call tries another connection
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._hello[self._filled :] if self._reader is None else self._reader.buffer()
+
+    def buffer_updated(self, num_bytes: int) -> None:
+        self._heard = time.monotonic()
+        self._carrier.received_bytes += num_bytes
+        try:
+            if self._reader is None:
+                self._greet(num_bytes)
+                return
+            with span("receive"):
+                frames = self._reader.received(num_bytes)
+            for frame in frames:
+                self._finish(frame)
+        except EmbershardError as error:
+            self.drop(str(error))
+
+    def _greet(self, num_bytes: int) -> None:
+        self._filled += num_bytes
+        if self._filled < HELLO_BYTES:
+            return
+        try:
+            agreed = read_server_hello(bytes(self._hello))
+        except EmbershardError as error:
+            if not isinstance(error, WrongVersion):
+                error = NotAShard(address=self._carrier.address, reason=str(error))
+            if not self.ready.done():
+                self.ready.set_exception(error)
+            self._transport.abort()
+            return
+        self._checksum = Feature.CHECKSUM in agreed.features
+        self._reader = Reader(MAX_MESSAGE_BYTES, self._place, checksum=self._checksum)
+        if not self.ready.done():
+            self.ready.set_result(None)
+
+    def _place(self, header: Header) -> Sequence[memoryview] | None:
+        """Where the arrays of a reply go: to the caller's own, if they fit."""
+        call = self._calls.get(header.call)
+        if call is None:
+            return None  # nobody waits for it any more
+        self._arriving = call
+        if header.lengths == tuple(array.nbytes for array in call.into):
+            return [array.data for array in call.into]
+        call.into = ()
+        return [np.empty(length, np.uint8).data for length in header.lengths]
+
+    def _finish(self, frame: Frame) -> None:
+        header, buffers = frame
+        self._arriving = None
+        if header.call == 0 and header.kind == ERROR_KIND:
+            self.drop(str(from_wire(header.head, "")))
+            return
+        call = self._calls.pop(header.call, None)
+        if call is None:
+            return
+        reply = METHODS[call.request][1]
+        if header.kind == ERROR_KIND:
+            call.fail(from_wire(header.head, ""))
+        elif header.kind != KIND_OF[reply]:
+            call.fail(NotAShard(address=self._carrier.address, reason=f"its reply is of kind {header.kind}"))
+        elif call.into:
+            call.finish(Rows(tuple(call.into)))
+        else:
+            try:
+                call.finish(read(reply, header.head, buffers))
+            except EmbershardError as error:
+                call.fail(NotAShard(address=self._carrier.address, reason=str(error)))
