@@ -1,7 +1,8 @@
 """Dense parameters as rows of a dense table.
 
 A parameter fills whole blocks of BLOCK floats, so that a parameter without a gradient is simply not pushed, as
-torch.optim leaves it alone. On a device all blocks are one buffer, of which the parameters are views.
+torch.optim leaves it alone. On a device all blocks are one buffer, of which the parameters are views. Blocks have ids
+that an even placement routes in their own order, so that rows are pulled and gradients pushed without a permutation.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from embershard.proto.routing import Placement, Route, make_route
+from embershard.proto.routing import Ids, Placement, Route, even_ids, make_route
 from embershard.proto.spec import TableSpec, name_key
 from embershard.worker.device import host_rows, to_host
 from embershard.worker.pieces import select
@@ -56,7 +57,9 @@ class DenseWeights:
             self._places.append(_Place(name, parameter, start, stop))
             start = stop
         self.num_blocks = start
-        self._all = make_route(np.arange(start, dtype=np.int64), spec.space_key, placement)
+        self.ids = even_ids(start, spec.space_key)  # (num_blocks,) int64
+        self._all = make_route(self.ids, spec.space_key, placement)
+        self._in_order = np.array_equal(self._all.ids, self.ids)
         self._parts: dict[tuple[bool, ...], Route] = {}
         self._clock: int | None = None  # when the parameters were last pulled
         self._copied: torch.cuda.Event | None = None
@@ -79,13 +82,13 @@ class DenseWeights:
         device = devices.pop()
         self._host = host_rows(self.num_blocks, BLOCK, device).zero_()
         self._blocks = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
-        self._gradients = torch.zeros_like(self._blocks)
         self._views = []
         for place in self._places:
             view = place.view(self._blocks)
             view.copy_(place.parameter.data)
             place.parameter.data = view
-            self._views.append((place.parameter, view.data_ptr(), place.view(self._gradients)))
+            self._views.append((place.parameter, view.data_ptr()))
+        self._padding = torch.zeros(BLOCK, device=device)
         self._host.copy_(self._blocks)  # a pull of some blocks leaves the others as they are
 
     def values(self) -> Floats:
@@ -98,7 +101,7 @@ class DenseWeights:
 
     def follow(self) -> None:
         """Go where the model went: to another device, for instance."""
-        if any(parameter.data_ptr() != pointer for parameter, pointer, _ in self._views):
+        if any(parameter.data_ptr() != pointer for parameter, pointer in self._views):
             self._bind()
 
     def forget(self) -> None:
@@ -116,7 +119,10 @@ class DenseWeights:
         self.follow()
         if self._copied is not None:
             self._copied.synchronize()  # the last copy to the device, done since long
-        self._host.numpy()[route.ids] = rows
+        if self._in_order and len(rows) == self.num_blocks:
+            self._host.numpy()[:] = rows
+        else:
+            self._host.numpy()[self._blocks_of(route)] = rows
         if self._blocks is not self._host:
             self._blocks.copy_(self._host, non_blocking=True)
             if self._blocks.is_cuda:
@@ -125,17 +131,23 @@ class DenseWeights:
         self._clock = clock
 
     def gradients(self) -> tuple[str, Route, Floats] | None:
-        """Gradients of the parameters that have one, and clear them; None without any."""
-        present = tuple(parameter.grad is not None for parameter, _, _ in self._views)
+        """Gradients of the parameters that have one, copied once, and clear them; None without any."""
+        self.follow()
+        present = tuple(place.parameter.grad is not None for place in self._places)
         if not any(present):
             return None
-        for parameter, _, target in self._views:
-            if parameter.grad is not None:
-                gradient = parameter.grad.detach()
-                target.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-                parameter.grad = None
+        pieces = []
+        for place in self._places:
+            gradient, place.parameter.grad = place.parameter.grad, None
+            if gradient is not None:
+                flat = (gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1)
+                pieces += [flat, self._padding[: -flat.numel() % BLOCK]]
         route = self._part(present)
-        return self.spec.name, route, to_host([self._gradients])[0][route.ids]
+        # a new buffer each time: the last one may still be on its way
+        rows = to_host([torch.cat(pieces)])[0].reshape(-1, BLOCK)
+        if not self._in_order:
+            rows = rows[self._blocks_of(route).argsort().argsort()]
+        return self.spec.name, route, rows
 
     def clear(self) -> None:
         """Drop the gradients."""
@@ -150,5 +162,10 @@ class DenseWeights:
             keep = np.zeros(self.num_blocks, bool)
             for place, want in zip(self._places, wanted, strict=True):
                 keep[place.start : place.stop] = want
-            route = self._parts[wanted] = select(self._all, keep[self._all.ids])
+            route = self._parts[wanted] = select(self._all, keep[self._blocks_of(self._all)])
         return route
+
+    def _blocks_of(self, route: Route) -> Ids:
+        """The number of each block of a route."""
+        order = np.argsort(self.ids)
+        return order[np.searchsorted(self.ids, route.ids, sorter=order)]

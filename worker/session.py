@@ -124,7 +124,7 @@ class Session:
 
     def add_dense(self, dense: DenseWeights) -> None:
         """Pull and push these dense weights with the tables."""
-        self.table(dense.spec, lambda: [(np.arange(dense.num_blocks, dtype=np.int64), dense.values())])
+        self.table(dense.spec, lambda: [(dense.ids, dense.values())])
         self._dense.append(dense)
 
     def read(self, table: RemoteTable, ids: torch.Tensor, device: torch.device) -> Read:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.proto import reference
-from embershard.proto.routing import NUM_BUCKETS, Placement, Route, make_route, make_routes, mix64
+from embershard.proto.routing import NUM_BUCKETS, Placement, Route, even_ids, make_route, make_routes, mix64
 
 INT64 = np.iinfo(np.int64)
 
@@ -109,6 +109,18 @@ def test_small_and_sequential_ids_spread_evenly_over_shards() -> None:
     counts = np.diff(route.splits)
     assert counts.min() > 0.95 * counts.mean()
     assert counts.max() < 1.05 * counts.mean()
+
+
+@pytest.mark.parametrize("key", [0, 7, 2**64 - 1])
+@pytest.mark.parametrize("count", [0, 1, 3, 465, 5_000])
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 8, 4096])
+def test_even_ids_are_routed_in_their_own_order_and_in_equal_shares(num_shards: int, count: int, key: int) -> None:
+    ids = even_ids(count, key)
+    route = make_route(ids, key, Placement.even(num_shards))
+    np.testing.assert_array_equal(route.ids, ids)
+    np.testing.assert_array_equal(route.index, np.arange(count))
+    shares = np.diff(route.splits)
+    assert shares.max() - shares.min() <= 2
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 5, 4096])
