@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup demo test unit fuzz lint proto build clean \
-        bar-ncf bar-ctr bar-equal bar-wrap bar-kernels bar-rows bench-growth bench-startup
+        bar-ncf bar-ctr bar-equal bar-wrap bar-kernels bar-rows bench-growth bench-startup bench-wire
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -69,6 +69,9 @@ bench-growth: setup  ## worst pull while a table grows to 20 million rows
 
 bench-startup: setup  ## from the command to serving
 	$(BIN)/python bench/startup.py
+
+bench-wire: setup  ## what a frame costs, and a checksum of its buffers
+	$(BIN)/python bench/wire.py
 
 clean:
 	rm -rf $(VENV) build dist runs
