@@ -43,6 +43,7 @@ from embershard.worker.addresses import carrier_for
 from embershard.worker.carrier import Carrier, Deadline
 from embershard.worker.links import Links, Outcome, greet
 from embershard.worker.pieces import Piece, cut
+from embershard.worker.spans import span
 
 Floats = npt.NDArray[np.float32]
 
@@ -332,7 +333,8 @@ class Client:
     ) -> dict[int, Outcome]:
         start = time.perf_counter()
         try:
-            return self._links.call(requests, Deadline(self.timeout), into)
+            with span("wait"):  # of which a carrier may set its own parts apart
+                return self._links.call(requests, Deadline(self.timeout), into)
         finally:
             with self._stats_lock:
                 self._stats.wait_seconds += time.perf_counter() - start

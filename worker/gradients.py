@@ -13,6 +13,7 @@ from embershard.proto.routing import Placement, Route, make_route
 from embershard.proto.spec import TableSpec
 from embershard.worker.device import to_host
 from embershard.worker.pieces import select
+from embershard.worker.spans import span
 
 Floats = npt.NDArray[np.float32]
 
@@ -29,13 +30,14 @@ class RowGradients:
 
 def merge(collected: Sequence[RowGradients], placement: Placement) -> list[tuple[str, Route, Floats]]:
     """One (table, route, (U, dim) gradients) per table: gradients of an id that was read several times are summed."""
-    arrays = to_host([part.gradients for part in collected])
-    tables: dict[str, list[tuple[Route, Floats]]] = {}
-    specs: dict[str, TableSpec] = {}
-    for part, array in zip(collected, arrays, strict=True):
-        specs[part.spec.name] = part.spec
-        tables.setdefault(part.spec.name, []).append(_without_padding(part.route, array, part.padding))
-    return [(name, *_sum(parts, specs[name], placement)) for name, parts in tables.items()]
+    with span("gather"):
+        arrays = to_host([part.gradients for part in collected])
+        tables: dict[str, list[tuple[Route, Floats]]] = {}
+        specs: dict[str, TableSpec] = {}
+        for part, array in zip(collected, arrays, strict=True):
+            specs[part.spec.name] = part.spec
+            tables.setdefault(part.spec.name, []).append(_without_padding(part.route, array, part.padding))
+        return [(name, *_sum(parts, specs[name], placement)) for name, parts in tables.items()]
 
 
 def _without_padding(route: Route, gradients: Floats, padding: int | None) -> tuple[Route, Floats]:

@@ -1,8 +1,9 @@
 """Where the time of a training step goes: `with span("pull"):` around its parts, free while nobody looks.
 
-The parts: `route` (ids unique and grouped by shard), `encode`, `send`, `wait` (for shards), `receive`, `gather` (rows
-and gradients put together on this side), `forward`, `backward`, `push`; `data` is waiting for the next batch. Spans
-nest, and each counts its own time without that of the spans inside it, so the parts of one thread add up.
+The parts: `data` (making or receiving a batch), `route` (ids unique and grouped by shard), `encode`, `send`, `wait`
+(for shards, or for a batch with its rows), `receive`, `forward`, `backward`, `gather` (gradients of one row summed) and
+`push` (the rest of a step's push). Spans nest, and each counts its own time without that of the spans inside it, so the
+parts of one thread add up.
 
 A span stays in one thread and holds no await: what ran meanwhile on an event loop would count as inside it.
 """
