@@ -1,5 +1,5 @@
 """The sharding changes nothing: one worker at staleness 0 has the same weights, to the bit, over 1, 2 and 4 shards,
-in this process and in processes of their own, and the loss curve of plain torch, to float rounding.
+in this process and over every carrier to processes of their own, and the loss curve of plain torch, to float rounding.
 
 Once with SGD against torch.optim.SGD, once with a user-defined row optimizer against the same formula in torch. Prints
 one JSON line; exits 1 below the bar.
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -21,11 +23,17 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import embershard as es
-from embershard.deploy.supervisor import LocalShards
 from embershard.worker.models.dlrm import DLRM
 from embershard.worker.session import Session
 
 SHARDS = (1, 2, 4)
+# carrier -> a shard's address, from what it says when it serves
+CARRIERS: dict[str, Callable[[dict[str, str]], str]] = {
+    "stream over Unix": lambda ready: ready["address"],
+    "stream over TCP": lambda ready: f"tcp://{ready['address']}",
+    "grpc": lambda ready: f"grpc://{ready['address']}",
+    "rpc": lambda ready: f"rpc://{ready['rpc']}",
+}
 STEPS, BATCH, FIELDS, DIM, NUM_DENSE, ROWS = 100, 256, 8, 16, 4, 20_000
 # Sums of a batch's gradients and a fused multiply-add differ in their last bits, and 100 steps carry that on; a wrong
 # row, a lost or a doubled push is 1e-3 and more.
@@ -129,17 +137,39 @@ def on_shards(session: Session, optimizer: es.SGD | es.Custom, data: Batches) ->
     return Run(losses, digest.hexdigest()[:16])
 
 
+@contextmanager
+def processes(num_shards: int, imports: list[str], carrier: str) -> Iterator[list[str]]:
+    """The addresses of fresh shards in processes of their own."""
+    command = [sys.executable, "-m", "embershard.cli", "ps", "--of", str(num_shards), "--listen", "127.0.0.1:0"]
+    command += [word for module in imports for word in ("--import", module)]
+    command += ["--parent-pid", str(os.getpid()), *(["--rpc", "127.0.0.1:0"] if carrier == "rpc" else [])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    started = [
+        subprocess.Popen(
+            [*command, "--shard", str(shard)],
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
+        )
+        for shard in range(num_shards)
+    ]  # fmt: skip
+    try:
+        yield [CARRIERS[carrier](json.loads(shard.stdout.readline())) for shard in started if shard.stdout]
+    finally:
+        for shard in started:
+            shard.kill()
+            shard.communicate()
+
+
 def runs(optimizer: es.SGD | es.Custom, data: Batches) -> dict[str, Run]:
     imports = [optimizer.function.split(":")[0]] if isinstance(optimizer, es.Custom) else []
     found = {}
     for shards in SHARDS:
-        for carrier in ("local", "grpc"):
-            with ExitStack() as stack:
-                if carrier == "local":
-                    session = stack.enter_context(es.local(shards, imports=imports))
-                else:
-                    processes = stack.enter_context(LocalShards(shards, imports=imports))
-                    session = stack.enter_context(es.connect(processes.addresses, timeout=timedelta(seconds=60)))
+        with es.local(shards, imports=imports) as session:
+            found[f"local x{shards}"] = on_shards(session, optimizer, data)
+        for carrier in CARRIERS:
+            with (
+                processes(shards, imports, carrier) as addresses,
+                es.connect(addresses, timeout=timedelta(seconds=60)) as session,
+            ):
                 found[f"{carrier} x{shards}"] = on_shards(session, optimizer, data)
     return found
 
@@ -154,7 +184,7 @@ def main() -> int:
             in_torch(lambda m: Signum(m.parameters(), lr=0.001, beta=0.9), data, sparse=True),
         ),
     }
-    figures: dict[str, object] = {"shards": SHARDS, "carriers": ["local", "grpc"], "steps": STEPS, "batch": BATCH}
+    figures: dict[str, object] = {"shards": SHARDS, "carriers": ["local", *CARRIERS], "steps": STEPS, "batch": BATCH}
     passed = True
     for name, (optimizer, reference) in cases.items():
         results = runs(optimizer, data)

@@ -1,0 +1,451 @@
+"""The contract of worker/carrier.py, over every carrier: the same claims about one shard in this process, and about
+one in a process of its own that serves all carriers at once."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import socketserver
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+
+import numpy as np
+import pytest
+
+from embershard.proto import spec
+from embershard.proto.errors import EmbershardError, NotAShard, UnknownTable
+from embershard.proto.messages import (
+    MAX_MESSAGE_BYTES,
+    Declare,
+    Declared,
+    GetStatus,
+    Greeting,
+    Hello,
+    Load,
+    Loaded,
+    Pull,
+    Push,
+    Pushed,
+    PushToken,
+    Reply,
+    Request,
+    Rows,
+    ShardStatus,
+    TableGradients,
+    TableIds,
+)
+from embershard.proto.routing import Placement, make_route
+from embershard.ps.optim import OptimizerRegistry
+from embershard.ps.shard import Shard
+from embershard.worker.addresses import carrier_for
+from embershard.worker.carrier import Carrier, Unreachable
+from embershard.worker.carriers.local import LocalCarrier
+from embershard.worker.client import Client
+
+pytestmark = pytest.mark.integration
+
+SECOND = timedelta(seconds=1)
+PATIENCE = timedelta(seconds=30)
+# carrier -> its address, from what a shard says when it serves
+ADDRESSES: dict[str, Callable[[dict[str, str]], str]] = {
+    "stream over Unix": lambda ready: ready["address"],
+    "stream over TCP": lambda ready: f"tcp://{ready['address']}",
+    "grpc": lambda ready: f"grpc://{ready['address']}",
+    "rpc": lambda ready: f"rpc://{ready['rpc']}",
+}
+REMOTE = list(ADDRESSES)
+ALL = ["local", *REMOTE]
+
+_numbers = count(1)
+
+
+def fresh() -> int:
+    """A number that no other test uses: of a table, or of a worker."""
+    return next(_numbers)
+
+
+@dataclass
+class Served:
+    """A shard's process."""
+
+    popen: subprocess.Popen[str]
+    ready: dict[str, str]
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        self.popen.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.popen.send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def serving(listen: str = "127.0.0.1:0", rpc: str = "127.0.0.1:0") -> Iterator[Served]:
+    command = [sys.executable, "-m", "embershard.cli", "ps", "--shard", "0", "--of", "1"]
+    popen = subprocess.Popen(
+        [*command, "--listen", listen, "--rpc", rpc],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert popen.stdout is not None
+        yield Served(popen, json.loads(popen.stdout.readline()))
+    finally:
+        popen.kill()
+        popen.communicate(timeout=20)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving() as process:
+        yield process
+
+
+def local_carrier() -> LocalCarrier:
+    shard, lock = Shard(0, Placement.even(1), OptimizerRegistry()), threading.Lock()
+
+    def handle(request: Request) -> Reply:
+        with lock:
+            return shard.handle(request)
+
+    return LocalCarrier(handle, "local/0")
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[[str], Carrier]]:
+    """A carrier to an address, closed after the test."""
+    carriers: list[Carrier] = []
+
+    def to(address: str) -> Carrier:
+        carriers.append(carrier_for(address))
+        return carriers[-1]
+
+    yield to
+    for carrier in carriers:
+        carrier.close()
+
+
+@pytest.fixture
+def carrier(request: pytest.FixtureRequest, served: Served, connect: Callable[[str], Carrier]) -> Carrier:
+    """The carrier of a test's parameter, with a shard behind it."""
+    return local_carrier() if request.param == "local" else connect(ADDRESSES[request.param](served.ready))
+
+
+over_all = pytest.mark.parametrize("carrier", ALL, indirect=True)
+over_remote = pytest.mark.parametrize("carrier", REMOTE, indirect=True)
+
+
+def ask(carrier: Carrier, request: Request, timeout: timedelta = PATIENCE) -> Reply:
+    return carrier.submit(request, timeout).result()
+
+
+def table(carrier: Carrier, dim: int = 2, name: str = "", **settings: object) -> str:
+    """A new table of zeros, SGD with lr 1."""
+    name = name or f"t{fresh()}"
+    made = spec.TableSpec(
+        name=name, dim=dim, optimizer=spec.SGD(lr=1.0), initializer=spec.Constant(value=0.0), **settings
+    )
+    assert ask(carrier, Declare(made)) == Declared(created=True, loading=False)
+    return name
+
+
+def pulled(carrier: Carrier, name: str, ids: np.ndarray) -> np.ndarray:
+    reply = ask(carrier, Pull(1, (TableIds(name, ids),)))
+    assert isinstance(reply, Rows)
+    return reply.tables[0].reshape(len(ids), -1)
+
+
+def a_push(name: str, ids: np.ndarray, gradients: np.ndarray, worker: int, seq: int = 1) -> Push:
+    return Push(PushToken(worker, 1, seq, 1), 0, 1, (TableGradients(name, ids, gradients),))
+
+
+@over_all
+def test_every_request_gets_its_reply(carrier: Carrier):
+    ids = np.array([3, -4, 2**62], np.int64)
+    greeting = ask(carrier, Hello())
+    assert isinstance(greeting, Greeting)
+    assert (greeting.shard, greeting.num_shards) == (0, 1)
+    name = table(carrier)
+    rows = np.array([[1, 2], [3, 4], [5, 6]], np.float32)
+    assert ask(carrier, Load(name, 1, ids, rows)) == Loaded(rows=3)
+    assert ask(carrier, a_push(name, ids, rows / 2, fresh())) == Pushed(duplicate=False, applied=3, skipped=0)
+    assert pulled(carrier, name, ids).tolist() == [[0.5, 1], [1.5, 2], [2.5, 3]]
+    status = ask(carrier, GetStatus())
+    assert isinstance(status, ShardStatus)
+    assert [(t.dim, t.rows) for t in status.tables if t.name == name] == [(2, 3)]
+
+
+@over_all
+@pytest.mark.parametrize(
+    ("num_rows", "dim"),
+    [(0, 4), (1, 1), (7, 3), (1000, 33), pytest.param(MAX_MESSAGE_BYTES // 4104 - 1, 1024, id="near the limit")],
+)
+def test_arrays_arrive_as_they_were_sent(carrier: Carrier, num_rows: int, dim: int):
+    name = table(carrier, dim)
+    ids = np.arange(num_rows, dtype=np.int64) * 7919
+    rows = np.random.default_rng(0).standard_normal((num_rows, dim), np.float32)
+    assert ask(carrier, Load(name, 1, ids, rows)) == Loaded(rows=num_rows)
+    got = ask(carrier, Pull(1, (TableIds(name, ids),)))
+    assert isinstance(got, Rows)
+    np.testing.assert_array_equal(got.tables[0].reshape(num_rows, dim), rows)
+
+
+@over_all
+def test_many_tables_travel_in_one_message(carrier: Carrier):
+    names = [table(carrier, dim) for dim in range(1, 41)]
+    ids = [np.arange(i % 5, dtype=np.int64) for i in range(len(names))]  # some of them empty
+    values = [np.full((i % 5, dim), i + 1, np.float32) for i, dim in enumerate(range(1, 41))]
+    gradients = tuple(TableGradients(*part) for part in zip(names, ids, values, strict=True))
+    worker = fresh()
+    applied = ask(carrier, Push(PushToken(worker, 1, 1, 1), 0, 1, gradients))
+    assert applied == Pushed(duplicate=False, applied=sum(map(len, ids)), skipped=0)
+    reply = ask(carrier, Pull(1, tuple(TableIds(*part) for part in zip(names, ids, strict=True))))
+    assert isinstance(reply, Rows)
+    for got, want in zip(reply.tables, values, strict=True):
+        np.testing.assert_array_equal(got.reshape(want.shape), -want)
+
+
+@over_remote  # the local carrier hands them over as they are, and the shard wants its ids contiguous
+def test_arrays_may_be_views_of_others_and_read_only(carrier: Carrier):
+    name = table(carrier)
+    ids = np.arange(20, dtype=np.int64)[::2]
+    values = np.arange(40, dtype=np.float32).reshape(10, 4)[:, ::2]
+    values.flags.writeable = False
+    ask(carrier, a_push(name, ids, values, fresh()))
+    np.testing.assert_array_equal(pulled(carrier, name, ids), -values)
+
+
+@over_all
+def test_rows_may_be_wanted_in_the_callers_memory(carrier: Carrier):
+    name = table(carrier)
+    ids = np.arange(5, dtype=np.int64)
+    values = np.arange(10, dtype=np.float32).reshape(5, 2)
+    ask(carrier, Load(name, 1, ids, values))
+    into = np.full((5, 2), np.nan, np.float32)
+    reply = carrier.submit(Pull(1, (TableIds(name, ids),)), PATIENCE, [into]).result()
+    assert isinstance(reply, Rows)
+    np.testing.assert_array_equal(reply.tables[0].reshape(5, 2), values)
+
+
+def refused(number: int) -> list[Request]:
+    """Requests in order, each of which a shard refuses in its own way, or needs for the next."""
+    name, ids = f"refused{number}", np.arange(2, dtype=np.int64)
+    made = spec.TableSpec(name=name, dim=2, optimizer=spec.SGD(lr=1.0))
+    loading = spec.TableSpec(name=f"{name}-loading", dim=2, optimizer=spec.SGD(lr=1.0))
+    rows = np.ones((2, 2), np.float32)
+    worker = 1000 + number
+    return [
+        Declare(made),
+        Declare(spec.TableSpec(name=name, dim=3, optimizer=spec.SGD(lr=1.0))),  # TableMismatch
+        Declare(spec.TableSpec(name="other", dim=2, optimizer=spec.Custom(function="no:where", lr=1.0))),
+        Pull(7, (TableIds(name, ids),)),  # WrongPlacement
+        a_push(name, ids, np.ones(5, np.float32), worker),  # WrongDim
+        Load(name, 1, ids, np.full((2, 2), np.nan, np.float32)),  # NonFiniteValue
+        Declare(loading, worker, load=True),
+        Pull(1, (TableIds(loading.name, ids),)),  # TableLoading
+        Push(PushToken(worker, 5, 9, 9), 0, 1, (TableGradients(name, ids, rows),)),  # MemoryLost
+        Push(PushToken(worker + 500, 5, 1, 1), 0, 1, (TableGradients(name, ids, rows),)),
+        Push(PushToken(worker + 500, 4, 1, 1), 0, 1, (TableGradients(name, ids, rows),)),  # StaleWorker
+    ]
+
+
+def outcome(carrier: Carrier, request: Request) -> tuple[type, object]:
+    try:
+        return (type(reply := ask(carrier, request)), reply)
+    except EmbershardError as error:
+        return (type(error), error.fields)
+
+
+@over_remote
+def test_an_error_arrives_as_the_type_that_the_shard_raised_with_its_fields(carrier: Carrier):
+    number, reference = fresh(), local_carrier()
+    outcomes = [(outcome(carrier, request), outcome(reference, request)) for request in refused(number)]
+    for got, want in outcomes:
+        assert got == want
+    assert len({want[0] for _, want in outcomes if issubclass(want[0], EmbershardError)}) == 8
+
+
+@over_all
+def test_an_unknown_table_is_an_error_and_the_carrier_goes_on(carrier: Carrier):
+    name = f"nowhere{fresh()}"
+    with pytest.raises(UnknownTable) as caught:
+        pulled(carrier, name, np.arange(3, dtype=np.int64))
+    assert caught.value.fields["table"] == name
+    assert isinstance(ask(carrier, Hello()), Greeting)
+
+
+@over_all
+def test_a_push_that_is_sent_twice_is_applied_once(carrier: Carrier):
+    name, ids = table(carrier), np.arange(4, dtype=np.int64)
+    push = a_push(name, ids, np.ones((4, 2), np.float32), fresh())
+    first, second = carrier.submit(push, PATIENCE), carrier.submit(push, PATIENCE)
+    replies = [reply for reply in (first.result(), second.result()) if isinstance(reply, Pushed)]
+    assert sorted(reply.duplicate for reply in replies) == [False, True]
+    assert pulled(carrier, name, ids).tolist() == [[-1, -1]] * 4
+
+
+@over_all
+def test_each_of_many_calls_in_flight_gets_its_own_reply(carrier: Carrier):
+    name, ids = table(carrier), np.arange(64, dtype=np.int64)
+    ask(carrier, Load(name, 1, ids, np.repeat(ids[:, None], 2, 1).astype(np.float32)))
+    calls = [carrier.submit(Pull(1, (TableIds(name, ids[i : i + 1]),)), PATIENCE) for i in range(64)]
+    for i, call in reversed(list(enumerate(calls))):
+        reply = call.result()
+        assert isinstance(reply, Rows)
+        assert reply.tables[0].reshape(-1).tolist() == [i, i]
+
+
+@over_all
+def test_several_threads_may_use_a_carrier(carrier: Carrier):
+    def work(worker: int) -> np.ndarray:
+        name, ids = table(carrier), np.arange(worker % 7, 50, dtype=np.int64)
+        for seq in range(1, 11):
+            ask(carrier, a_push(name, ids, np.ones((len(ids), 2), np.float32), worker, seq))
+        return pulled(carrier, name, ids)
+
+    with ThreadPoolExecutor(4) as threads:
+        for rows in threads.map(work, [fresh() for _ in range(4)]):
+            assert (rows == -10).all()
+
+
+@over_all
+def test_bytes_are_counted_both_ways(carrier: Carrier):
+    name, ids = table(carrier), np.arange(1000, dtype=np.int64)
+    sent, received = carrier.sent_bytes, carrier.received_bytes
+    pulled(carrier, name, ids)
+    assert carrier.sent_bytes - sent >= ids.nbytes
+    assert carrier.received_bytes - received >= 4 * 2 * len(ids)
+
+
+@over_remote
+def test_a_call_to_a_shard_that_stands_still_ends_at_its_deadline(carrier: Carrier, served: Served):
+    ask(carrier, Hello())
+    with served.stopped():
+        for request in (Hello(), Pull(1, (TableIds("t", np.arange(10, dtype=np.int64)),))):
+            with pytest.raises(Unreachable):
+                ask(carrier, request, timedelta(seconds=0.2))
+    assert isinstance(eventually(carrier, Hello()), Greeting)
+
+
+@over_remote
+def test_a_first_call_to_a_shard_that_stands_still_ends_at_its_deadline(carrier: Carrier, served: Served):
+    with served.stopped(), pytest.raises(Unreachable):
+        ask(carrier, Hello(), timedelta(seconds=0.2))
+    assert isinstance(eventually(carrier, Hello()), Greeting)
+
+
+@over_remote
+def test_closing_ends_a_call_that_is_under_way(carrier: Carrier, served: Served):
+    ask(carrier, Hello())
+    with served.stopped():
+        call = carrier.submit(Hello(), timedelta(minutes=5))
+        threading.Timer(0.1, carrier.close).start()
+        with pytest.raises(Unreachable):
+            call.result()
+    with pytest.raises(Unreachable):
+        ask(carrier, Hello())
+
+
+def eventually(carrier: Carrier, request: Request) -> Reply:
+    """The reply, however often it has to be asked for."""
+    end = time.monotonic() + 20
+    while True:
+        try:
+            return ask(carrier, request, SECOND)
+        except Unreachable:
+            assert time.monotonic() < end, "the shard was not found again"
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize("name", REMOTE)
+def test_nobody_at_an_address_is_unreachable(name: str, connect: Callable[[str], Carrier]):
+    with socket.socket() as taken:  # bound, so that nobody else listens there, but not listening
+        taken.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(Unreachable):
+            ask(connect(ADDRESSES[name]({"address": place, "rpc": place})), Hello(), timedelta(seconds=0.5))
+
+
+class Website(socketserver.StreamRequestHandler):
+    """What a web server says to anything that is no request."""
+
+    def handle(self) -> None:
+        with suppress(OSError):  # the other side may leave at any moment
+            self.request.recv(1)
+            self.wfile.write(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+            self.request.shutdown(socket.SHUT_WR)
+            while self.request.recv(4096):  # closed with bytes unread, a connection loses what it said
+                pass
+
+
+@pytest.fixture(scope="module")
+def website() -> Iterator[str]:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Website) as web:
+        web.daemon_threads = True
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        host, port = web.server_address
+        yield f"{host}:{port}"
+        web.shutdown()
+
+
+@pytest.mark.parametrize("name", REMOTE)
+def test_a_web_server_is_no_shard(name: str, website: str, connect: Callable[[str], Carrier]):
+    with pytest.raises(NotAShard, match=website):
+        ask(connect(ADDRESSES[name]({"address": website, "rpc": website})), Hello())
+
+
+@pytest.fixture(scope="module")
+def restarted() -> Iterator[tuple[dict[str, Carrier], dict[str, str]]]:
+    """Carriers to a shard that was killed and started again, and the instance that each of them knew before."""
+    with serving() as first:
+        carriers = {name: carrier_for(address(first.ready)) for name, address in ADDRESSES.items()}
+        greetings = {name: ask(carrier, Hello()) for name, carrier in carriers.items()}
+    with serving(first.ready["address"], first.ready["rpc"]):
+        yield carriers, {name: g.instance for name, g in greetings.items() if isinstance(g, Greeting)}
+        for carrier in carriers.values():
+            carrier.close()
+
+
+@pytest.mark.parametrize("name", REMOTE)
+def test_a_shard_that_was_restarted_is_reached_again(name: str, restarted: tuple[dict[str, Carrier], dict[str, str]]):
+    carriers, before = restarted
+    greeting = eventually(carriers[name], Hello())
+    assert isinstance(greeting, Greeting)
+    assert greeting.instance != before[name]
+
+
+def trained(carrier: Carrier, name: str) -> bytes:
+    """The rows, to the bit, after some pulls and pushes of one client."""
+    made = spec.TableSpec(
+        name=name,
+        dim=5,
+        optimizer=spec.Adagrad(lr=0.1),
+        initializer=spec.Normal(std=0.1),
+        seed=3,
+    )
+    client = Client([carrier], worker=fresh())
+    client.declare(made)
+    rng = np.random.default_rng(0)
+    for clock in range(10):
+        route = make_route(rng.integers(0, 500, 200), made.space_key, client.placement)
+        (rows,) = client.pull([(made.name, route)])
+        client.push([(made.name, route, np.tanh(rows) + np.float32(0.1 * clock))], clock=clock)
+    everything = make_route(np.arange(500, dtype=np.int64), made.space_key, client.placement)
+    return client.pull([(made.name, everything)])[0].tobytes()
+
+
+@over_remote
+def test_weights_are_those_of_the_local_carrier_to_the_bit(carrier: Carrier):
+    name = f"t{fresh()}"  # a row's first value depends on it
+    assert trained(carrier, name) == trained(local_carrier(), name)
