@@ -20,6 +20,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import embershard as es
 from embershard.deploy.supervisor import LocalShards
+from embershard.worker import reads as reads_module
 from embershard.worker import session as session_module
 from embershard.worker.models.dlrm import DLRM
 from embershard.worker.models.recommender import num_dense_parameters
@@ -69,7 +70,7 @@ def build(device: str) -> DLRM:
 def remote_step(session: Session, data: list[tuple[torch.Tensor, ...]], warmup: int) -> tuple[dict[str, float], float]:
     model = es.wrap(build("meta"), session, optimizer=es.Adagrad(lr=0.05))
     clock = Clock()
-    session_module.make_route = clock.timed("route", session_module.make_route)
+    reads_module.make_routes = clock.timed("route", reads_module.make_routes)
     session_module.merge = clock.timed("merge", session_module.merge)
     session.client.pull = clock.timed("pull", session.client.pull)  # type: ignore[method-assign]
     session.client.push = clock.timed("push", session.client.push)  # type: ignore[method-assign]

@@ -18,7 +18,8 @@ from embershard.proto.routing import Route
 from embershard.proto.sum_rows import sum_rows
 from embershard.worker.gradients import RowGradients
 from embershard.worker.pieces import select
-from embershard.worker.session import Read, RemoteTable
+from embershard.worker.reads import Read
+from embershard.worker.session import RemoteTable
 
 
 class _RemoteRows(nn.Module):

@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
+from itertools import count
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from embershard.proto.messages import Pushed
 from embershard.proto.routing import Placement, Route, make_route
 from embershard.proto.spec import TableSpec
 from embershard.worker.addresses import parse_addresses
+from embershard.worker.announce import Inputs, WrappedModel, reads_of_batches
 from embershard.worker.client import DEFAULT_TIMEOUT, Client, Stats
 from embershard.worker.dense import DenseWeights
-from embershard.worker.device import host_rows, to_device
 from embershard.worker.gradients import RowGradients, merge
+from embershard.worker.pipeline import Pipeline
+from embershard.worker.reads import Fetch, Read, Wanted, find
+from embershard.worker.spans import span
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+B = TypeVar("B")
 
+_TRIAL = 3  # batches after which it is clear that pulling ahead is in vain
+_IN_VAIN = (
+    "prefetch pulls rows that the model does not read, and the model waits for others: what `inputs`, or the model's "
+    "embedding_inputs, gives for a batch must hold the very ids that each embedding is called with"
+)
 
-@dataclass(slots=True, eq=False)
-class Read:
-    """Rows of one table at one clock, for one tensor of ids."""
-
-    table: RemoteTable
-    ids: torch.Tensor
-    version: int  # of `ids`: an in-place change makes the read useless
-    route: Route
-    rows: torch.Tensor  # (U, dim) float32 on the device, in route order
-    index: torch.Tensor  # of the shape of `ids`, on the device: rows[index] are the rows of `ids`
+_log = logging.getLogger(__name__)
 
 
 class RemoteTable:
@@ -46,19 +49,22 @@ class RemoteTable:
 
     def pull(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of `ids` (any shape, int32 or int64) as they are now, (*ids.shape, dim), apart from autograd."""
-        read = self.session.read(self, ids, ids.device)
+        read = self.session.pull([Wanted(self, ids, ids.device)])[0]
         return read.rows[read.index]
 
     def load(self, route: Route, rows: Floats, *, keep_state: bool = False) -> None:
         """Assign rows ((U, dim) float32, in route order); their optimizer's state starts anew, unless it is kept."""
-        self.session.client.load(self.spec.name, route, rows, keep_state=keep_state)
+        self.session.load(self, route, rows, keep_state=keep_state)
 
     def route(self, ids: torch.Tensor) -> Route:
         """The route of a tensor of ids. RuntimeError unless they are int32 or int64."""
+        return make_route(self.flat(ids), self.spec.space_key, self.session.placement)
+
+    def flat(self, ids: torch.Tensor) -> Ids:
+        """Ids as (N,) int64 on the host. RuntimeError unless they are int32 or int64."""
         if ids.dtype not in (torch.int64, torch.int32):
             raise RuntimeError(f"table {self.spec.name!r}: ids must be int64 or int32, got {ids.dtype}")
-        flat = ids.detach().to("cpu", torch.int64).contiguous().view(-1).numpy()
-        return make_route(flat, self.spec.space_key, self.session.client.placement)
+        return ids.detach().to("cpu", torch.int64).contiguous().view(-1).numpy()
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
@@ -73,16 +79,26 @@ class Session:
 
     One thread trains with a session: forward, backward, `step()`. With `zero_grad()` and `step()` it stands where a
     training loop expects an optimizer. `lr_scale` multiplies the learning rate of every following push.
+
+    Inside `for batch in session.prefetch(loader):` rows are pulled before they are needed and pushes are on their way
+    while the loop goes on; everywhere else a forward waits for its rows, and a step for its push.
     """
 
     def __init__(self, client: Client) -> None:
         self.client = client
         self.clock = 0
         self.lr_scale = 1.0
+        self.missed_reads = 0  # inside `prefetch`: reads of rows that had not been pulled ahead
         self._tables: dict[str, RemoteTable] = {}
         self._dense: list[DenseWeights] = []
+        self._models: list[WrappedModel] = []
         self._collected: list[RowGradients] = []
-        self._ahead: dict[tuple[str, int], Read] = {}
+        self._ahead: list[Read] = []  # pulled for the forward that runs
+        self._batch: list[Read] = []  # pulled for the batch that `prefetch` gave out
+        self._found = 0  # reads of these
+        self._pipeline: Pipeline[Any] | None = None  # inside `prefetch`
+        self._failure: BaseException | None = None  # of a push, in a loop that was left before it was known
+        self._waited = 0.0  # seconds
 
     @property
     def placement(self) -> Placement:
@@ -96,8 +112,8 @@ class Session:
 
     @property
     def stats(self) -> Stats:
-        """Counters since the start."""
-        return self.client.stats
+        """Counters since the start; `wait_seconds` is what the training thread waited for rows and for pushes."""
+        return replace(self.client.stats, wait_seconds=self._waited)
 
     def table(self, spec: TableSpec, values: Callable[[], Iterable[tuple[Ids, Floats]]] | None = None) -> RemoteTable:
         """The table of `spec`, created where it does not exist.
@@ -127,73 +143,168 @@ class Session:
         self.table(dense.spec, lambda: [(dense.ids, dense.values())])
         self._dense.append(dense)
 
-    def read(self, table: RemoteTable, ids: torch.Tensor, device: torch.device) -> Read:
-        """Rows for a tensor of ids: those pulled ahead for this very tensor, or pulled now."""
-        ahead = self._ahead.get((table.spec.name, id(ids)))
-        if ahead is not None and ahead.version == _version(ids) and ahead.rows.device == device:
-            return ahead
-        return self._pull([(table, ids, device)], [])[0]
+    def add_model(self, model: WrappedModel) -> None:
+        """Let `prefetch` know a model and what it says of its reads."""
+        self._models.append(model)
 
-    def read_ahead(
-        self, wanted: Sequence[tuple[RemoteTable, torch.Tensor, torch.device]], dense: Sequence[DenseWeights] = ()
-    ) -> None:
-        """Pull for several tables, and the dense weights that are out of date, in one request per shard."""
+    def read(self, table: RemoteTable, ids: torch.Tensor, device: torch.device) -> Read:
+        """Rows for a tensor of ids: those pulled ahead for these ids, or pulled now."""
+        want = Wanted(table, ids, device)
+        return self._find(want) or self._pull([want])[0]
+
+    def read_ahead(self, wanted: Sequence[Wanted], dense: Sequence[DenseWeights] = ()) -> None:
+        """Pull what is not here yet, and the dense weights that are out of date, in one request per shard."""
         self._ahead.clear()
         stale = [weights for weights in dense if weights.stale(self.clock)]
-        unique = {(table.spec.name, id(ids)): (table, ids, device) for table, ids, device in wanted}
-        if unique or stale:
-            reads = self._pull(list(unique.values()), stale)
-            self._ahead = dict(zip(unique, reads, strict=True))
+        found = [(want, self._find(want)) for want in wanted]
+        missing = [want for want, read in found if read is None]
+        self._ahead = [read for _, read in found if read is not None]
+        if missing or stale:
+            self._ahead += self._pull(missing, stale)
 
     def forget_ahead(self) -> None:
-        """Let go of what was pulled ahead."""
+        """Let go of what was pulled for one forward."""
         self._ahead.clear()
 
-    def _pull(
-        self, wanted: Sequence[tuple[RemoteTable, torch.Tensor, torch.device]], stale: Sequence[DenseWeights]
-    ) -> list[Read]:
-        routes: dict[tuple[int, int], Route] = {}
-        parts: list[tuple[str, Route]] = []
-        buffers: list[torch.Tensor] = []
-        for table, ids, device in wanted:
-            # one id space, one tensor: one route, whatever the number of tables
-            key = (id(ids), table.spec.space_key)
-            route = routes.get(key)
-            if route is None:
-                route = routes[key] = table.route(ids)
-            parts.append((table.spec.name, route))
-            buffers.append(host_rows(len(route.ids), table.spec.dim, device))
-        blocks = [weights.reads() for weights in stale]
-        parts += [(weights.spec.name, route) for weights, route in zip(stale, blocks, strict=True)]
-        rows = [np.empty((len(route.ids), w.spec.dim), np.float32) for w, route in zip(stale, blocks, strict=True)]
-        self.client.pull(parts, [buffer.numpy() for buffer in buffers] + rows)
-        for weights, route, pulled in zip(stale, blocks, rows, strict=True):
-            weights.accept(route, pulled, self.clock)
-        on_device: dict[tuple[int, torch.device], torch.Tensor] = {}
-        reads = []
-        for (table, ids, device), (_, route), buffer in zip(wanted, parts, buffers, strict=False):
-            place = (id(route), device)
-            if place not in on_device:
-                on_device[place] = to_device(torch.from_numpy(route.index), device).view(ids.shape)
-            reads.append(Read(table, ids, _version(ids), route, to_device(buffer, device), on_device[place]))
-        return reads
+    def pull(self, wanted: Sequence[Wanted]) -> list[Read]:
+        """Rows as they are now, after every push before."""
+        return self._pull(wanted)
+
+    def _find(self, want: Wanted) -> Read | None:
+        read = find(self._ahead, *want)
+        if read is None and self._pipeline is not None:
+            read = find(self._batch, *want)
+            self._found += read is not None
+            self.missed_reads += read is None
+        return read
+
+    def _pull(self, wanted: Sequence[Wanted], stale: Sequence[DenseWeights] = ()) -> list[Read]:
+        self.flush()
+        fetch = Fetch(wanted)
+        with self._waiting():
+            fetch.pull(self.client, stale)
+        return fetch.accept(self.clock)
+
+    def load(self, table: RemoteTable, route: Route, rows: Floats, *, keep_state: bool = False) -> None:
+        """Assign rows, after every push before; what was pulled ahead of the table is no longer up to date."""
+        self.flush()
+        with self._waiting():
+            self.client.load(table.spec.name, route, rows, keep_state=keep_state)
+        self._batch = [read for read in self._batch if read.table is not table]
+        if self._pipeline is not None:
+            self._pipeline.touch(table.spec.name, route)
 
     def collect(self, gradients: RowGradients) -> None:
         """Keep gradients until the next step."""
         self._collected.append(gradients)
 
-    def step(self) -> Pushed:
-        """Push what backward left, to all shards at once, wait for them, and advance the clock.
+    def step(self) -> None:
+        """Push what backward left, to all shards at once, and advance the clock; `stats` counts the rows.
 
-        Gradients are cleared, so that no zero_grad is needed. If a shard gives no answer in time, its part of the push
-        is sent again, once, with the next step.
+        Gradients are cleared, so that no zero_grad is needed. It waits for the shards; inside `prefetch` it does not,
+        unless too many pushes are on their way. There it first raises the error of an earlier push, if there was one,
+        and has done nothing then. If a shard gives no answer in time, its part of the push is sent again, once, with
+        the next step.
         """
-        gradients = merge(self._collected, self.placement)
-        gradients += [part for weights in self._dense if (part := weights.gradients()) is not None]
-        self._collected.clear()
-        self._ahead.clear()
-        clock, self.clock = self.clock, self.clock + 1
-        return self.client.push(gradients, clock=clock, lr_scale=self.lr_scale)
+        if self._pipeline is None:
+            self.flush()
+        else:
+            self._pipeline.check()
+        with span("push"):
+            gradients = merge(self._collected, self.placement)
+            gradients += [part for weights in self._dense if (part := weights.gradients()) is not None]
+            self._collected.clear()
+            self._ahead.clear()
+            self._batch.clear()
+            clock, self.clock = self.clock, self.clock + 1
+            with self._waiting():
+                if self._pipeline is None:
+                    self.client.push(gradients, clock=clock, lr_scale=self.lr_scale)
+                else:
+                    self._pipeline.submit(gradients, clock, self.lr_scale)
+
+    def prefetch(
+        self,
+        loader: Iterable[B],
+        *,
+        staleness: int = 0,
+        inputs: Inputs[B] | None = None,
+    ) -> Iterator[B]:
+        """The loader's batches, each with its rows and the dense weights pulled ahead, while pushes are on their way.
+
+        A batch shows this worker's pushes of all batches before it but the last `staleness` ones; with 0 the weights
+        have the same bits as without prefetch. At most staleness + 1 pushes are in flight. The loader, and what says
+        which ids a batch reads, run in a thread of their own, some batches ahead: `inputs(batch)` gives the ids by
+        embedding module (of several models: by table), and defaults to the model's `embedding_inputs`, called with
+        the batch, or with the parts of a batch that is a tuple or list. Rows that the model reads beyond these are
+        pulled when it does.
+
+        Errors of the loader, of pulls and of pushes are raised where the next batch is taken, those of pushes also by
+        `step`; after a `break`, by the next use of the session. When the loop is left, everything in flight has been
+        waited for. With a staleness above 0, max_norm may take back what a push in flight did to the rows it scales.
+
+        ValueError where nothing says what a batch reads, or for a negative staleness; RuntimeError inside another
+        prefetch of this session.
+        """
+        if staleness < 0:
+            raise ValueError(f"staleness must be at least 0, got {staleness}")
+        tables = [table for table in self._tables.values() if all(table.spec is not w.spec for w in self._dense)]
+        wanted = reads_of_batches(self._models, tables, inputs)
+        return self._run(Pipeline(self.client, wanted, self._dense, staleness), loader)
+
+    def _run(self, pipeline: Pipeline[B], loader: Iterable[B]) -> Iterator[B]:
+        if self._pipeline is not None:
+            raise RuntimeError(
+                "this session is inside a prefetch loop already; leave that one first, by loop.close() if it has a name"
+            )
+        self.flush()
+        batches = iter(loader)
+        missed, self._found, self._pipeline = self.missed_reads, 0, pipeline
+        try:
+            pipeline.start(batches)
+            for number in count(1):
+                with self._waiting():
+                    ready = pipeline.next()
+                if ready is None:
+                    break
+                self._batch = ready.fetch.accept(self.clock)
+                batch = ready.batch
+                del ready
+                yield batch
+                self._batch = []
+                if number == _TRIAL and not self._found and self.missed_reads > missed:
+                    _log.warning(_IN_VAIN)
+        except BaseException:
+            self._leave(pipeline)
+            if self._failure is not None:
+                _log.error("a push failed as the loop was left: %s", self._failure)
+            raise
+        self._leave(pipeline)
+        self.flush()
+
+    def _leave(self, pipeline: Pipeline[B]) -> None:
+        self._pipeline, self._batch = None, []
+        self._failure = pipeline.close()
+
+    def flush(self) -> None:
+        """Wait until every push is acknowledged; raises the error of one that was not."""
+        if self._pipeline is not None:
+            with self._waiting():
+                self._pipeline.flush()
+        if self._failure is not None:
+            try:
+                raise self._failure
+            finally:
+                self._failure = None
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Time that the training thread spends for the shards."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited += time.perf_counter() - start
 
     def zero_grad(self) -> None:
         """Drop the gradients collected since the last step."""
@@ -207,7 +318,9 @@ class Session:
             weights.forget()
 
     def close(self) -> None:
-        """Close the connections; what was not pushed is dropped."""
+        """Wait for what is in flight and close the connections; what was not pushed is dropped."""
+        if self._pipeline is not None:
+            self._leave(self._pipeline)
         self._collected.clear()
         self._ahead.clear()
         self.client.close()
@@ -224,11 +337,6 @@ class Session:
         raise TypeError("a session holds connections and cannot be copied; copy the model before wrapping it")
 
     __reduce__ = __deepcopy__  # type: ignore[assignment]
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Counts in-place changes; inference tensors do not count theirs."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def connect(addresses: str | Sequence[str], *, worker: int = 0, timeout: timedelta = DEFAULT_TIMEOUT) -> Session:

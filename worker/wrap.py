@@ -21,6 +21,7 @@ from torch.nn.utils import parametrize
 
 from embershard.proto.errors import TableMismatch
 from embershard.proto.spec import Adagrad, Constant, Initializer, Normal, Optimizer, RowWiseAdagrad, TableSpec
+from embershard.worker.announce import WrappedModel
 from embershard.worker.dense import BLOCK, DenseWeights, layout_seed
 from embershard.worker.embedding import Embedding, EmbeddingBag
 from embershard.worker.session import RemoteTable, Session
@@ -299,17 +300,11 @@ def _install(
 ) -> None:
     """Hooks that bring weights up to date before they are read."""
     weights = [dense] if dense is not None else []
+    wrapped = WrappedModel(model, tables)
+    session.add_model(wrapped)
 
     def before_forward(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        inputs = getattr(model, "embedding_inputs", None)
-        wanted = []
-        for name, ids in (inputs(*args, **kwargs) if inputs is not None else {}).items():
-            module = tables.get(name)
-            if module is None:
-                raise ValueError(
-                    f"embedding_inputs names {name!r}, which is no embedding (known: {', '.join(tables) or 'none'})"
-                )
-            wanted.append((module.table, ids, module.device))
+        wanted = wrapped.wanted(*args, **kwargs)
         if dense is not None:
             dense.follow()
         session.read_ahead(wanted, weights)

@@ -2,7 +2,7 @@ import copy
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -12,9 +12,9 @@ from torch import nn
 import embershard as es
 from embershard.proto.errors import TableMismatch
 from embershard.proto.messages import Pull, Push, Reply, Request
-from embershard.proto.routing import make_route
+from embershard.proto.routing import Placement, Route, make_routes
 from embershard.ps.shard import Shard
-from embershard.worker import session as session_module
+from embershard.worker import reads as reads_module
 from embershard.worker.carriers.local import LocalCarrier
 from embershard.worker.client import Client
 from embershard.worker.session import Session
@@ -44,15 +44,15 @@ def test_a_step_pushes_the_gradient_and_the_next_read_sees_it(make_session: Make
     session = make_session(2)
     module = es.Embedding(session.table(SPEC))
     module(IDS).sum().backward()
-    pushed = session.step()
-    assert (pushed.applied, session.clock) == (2, 1)
+    session.step()
+    assert (session.stats.pushed_rows, session.clock) == (2, 1)
     torch.testing.assert_close(module(IDS).detach()[:, 0], torch.tensor([-2.0, -1.0, -2.0]))
 
 
 def test_a_step_without_gradients_sends_nothing(make_shards: Callable[..., list[Shard]]) -> None:
     session, listeners = listened(make_shards(2))
     es.Embedding(session.table(SPEC))(IDS)
-    assert session.step().applied == 0
+    session.step()
     assert session.clock == 1
     assert not any(isinstance(request, Push) for it in listeners for request in it.heard)
 
@@ -102,7 +102,8 @@ def test_no_grad_and_inference_read_the_same_rows_and_record_nothing(make_sessio
         inferred = module(IDS + 0)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(inferred.clone(), expected)
-    assert session.step().applied == 0
+    session.step()
+    assert session.stats.pushed_rows == 2  # of the first step
 
 
 def test_zero_grad_drops_what_backward_left(make_session: MakeSession) -> None:
@@ -110,7 +111,8 @@ def test_zero_grad_drops_what_backward_left(make_session: MakeSession) -> None:
     model = es.wrap(nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 1)), session, optimizer=es.SGD(lr=1.0))
     model(IDS).sum().backward()
     session.zero_grad()
-    assert session.step().applied == 0
+    session.step()
+    assert session.stats.pushed_rows == 0
 
 
 def test_lr_scale_scales_the_following_pushes(make_session: MakeSession) -> None:
@@ -168,15 +170,15 @@ def test_a_step_is_one_pull_and_one_push_per_shard(make_shards: Callable[..., li
 def test_tables_of_one_id_space_share_one_route(make_session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
     session = make_session(2)
     model = es.wrap(TwoTables(), session, optimizer=es.SGD(lr=0.1), id_space=SPACES)
-    calls: list[int] = []
+    routed: list[int] = []
 
-    def counted(*arguments: object) -> object:
-        calls.append(1)
-        return make_route(*arguments)  # type: ignore[arg-type]
+    def counted(inputs: Sequence[tuple[np.ndarray, int]], placement: Placement) -> list[Route]:
+        routed.append(len(inputs))
+        return make_routes(inputs, placement)
 
-    monkeypatch.setattr(session_module, "make_route", counted)
+    monkeypatch.setattr(reads_module, "make_routes", counted)
     model(torch.arange(40)).sum().backward()
-    assert len(calls) == 1
+    assert routed == [1]
 
 
 def test_ids_changed_in_place_are_read_anew(make_session: MakeSession) -> None:
@@ -288,8 +290,8 @@ def test_a_gradient_with_nan_is_counted_and_leaves_its_row(make_session: MakeSes
     session = make_session(2)
     module = es.Embedding(session.table(SPEC))
     (module(IDS) * torch.tensor([[1.0], [float("nan")], [1.0]])).sum().backward()
-    assert session.step().skipped == 1
-    assert session.stats.skipped_rows == 1
+    session.step()
+    assert (session.stats.pushed_rows, session.stats.skipped_rows) == (1, 1)
     torch.testing.assert_close(module.table.pull(torch.tensor([1, 2]))[:, 0], torch.tensor([-2.0, 0.0]))
 
 

@@ -1,0 +1,205 @@
+"""Batches with their rows pulled ahead, and pushes on their way, for one loop over a loader."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from embershard.proto.routing import Route
+from embershard.worker.client import Client
+from embershard.worker.dense import DenseWeights
+from embershard.worker.reads import Fetch, Wanted
+from embershard.worker.spans import span
+
+Floats = npt.NDArray[np.float32]
+Gradients = list[tuple[str, Route, Floats]]
+B = TypeVar("B")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ready(Generic[B]):
+    """A batch whose rows are here."""
+
+    batch: B
+    fetch: Fetch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Push:
+    """What a step pushes."""
+
+    batch: int  # in which it was submitted
+    gradients: Gradients
+    clock: int
+    lr_scale: float
+
+
+class Pipeline(Generic[B]):
+    """Runs ahead of a training thread, within a bound.
+
+    Batch t shows every push of the batches up to t - 1 - staleness: it is pulled once the training thread is done with
+    them, so that all their pushes are known, and these are acknowledged. With staleness 0 that is when the thread asks
+    for batch t, and only then are the rows pulled that batch t - 1 reads too; the others, which no push on its way can
+    change, come while batch t - 1 computes. What batch t - 1 pushed or loaded beyond its own rows is pulled again.
+
+    Three threads. The training thread calls the public methods: it takes batches, and says by taking one that it is
+    done with the one before. The puller owns the loader and everything up to a Ready batch. The pusher sends one push
+    after the other. What they share is changed under one condition: the batches that are done, those that are ready,
+    and the pushes in flight, of which there are staleness + 1 at most.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        wanted: Callable[[B], list[Wanted]],
+        dense: Sequence[DenseWeights],
+        staleness: int,
+    ) -> None:
+        self._client, self._wanted, self._dense, self._staleness = client, wanted, dense, staleness
+        self._changed = threading.Condition()
+        self._taken = self._finished = 0  # batches
+        self._ready: deque[Ready[B] | BaseException | None] = deque()  # None: the loader came to its end
+        self._pushes: deque[_Push] = deque()  # in flight, in order; the first one is being sent
+        self._touched: list[tuple[str, Route]] = []  # pushed or loaded since the last batch was taken
+        self._failure: BaseException | None = None  # of a push, until the training thread was told
+        self._failed = False  # whether there was one: it may be applied later than it should, with another push
+        self._closing = False
+        self._threads: list[threading.Thread] = []
+
+    def start(self, batches: Iterator[B]) -> None:
+        """Begin to run ahead."""
+        for name, work in (("puller", partial(self._pull, batches)), ("pusher", self._push)):
+            thread = threading.Thread(target=work, name=f"embershard {name}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def next(self) -> Ready[B] | None:
+        """Be done with a batch and wait for the next one; None after the last one, or once the pipeline is closed.
+
+        Raises what the loader, a pull or a push raised.
+        """
+        with self._changed, span("wait"):
+            self._finished = self._taken
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._ready or self._failure or self._closing)
+            self._tell()
+            ready = self._ready.popleft() if self._ready else None
+            self._touched.clear()
+            self._taken += 1
+        if not isinstance(ready, BaseException):
+            return ready
+        try:
+            raise ready
+        finally:
+            del ready  # its traceback holds this frame
+
+    def check(self) -> None:
+        """Raise the error of a push, once."""
+        with self._changed:
+            self._tell()
+
+    def submit(self, gradients: Gradients, clock: int, lr_scale: float) -> None:
+        """Have gradients pushed; waits while staleness + 1 pushes are in flight."""
+        with self._changed, span("wait"):
+            self._changed.wait_for(lambda: len(self._pushes) <= self._staleness)
+            self._pushes.append(_Push(self._finished, gradients, clock, lr_scale))
+            self._touched += [(table, route) for table, route, _ in gradients]
+            self._changed.notify_all()
+
+    def touch(self, table: str, route: Route) -> None:
+        """Rows were changed in another way than by a push."""
+        with self._changed:
+            self._touched.append((table, route))
+
+    def flush(self) -> None:
+        """Wait until every push is acknowledged. Raises the error of one that was not."""
+        with self._changed, span("wait"):
+            self._changed.wait_for(lambda: not self._pushes)
+            self._tell()
+
+    def close(self) -> BaseException | None:
+        """Wait for everything in flight and end the threads; the error that nobody was told of."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        # pulls and pushes end by the client's deadlines; a loader need not end at all
+        patience = [self._client.timeout.total_seconds(), None]
+        for thread, seconds in zip(self._threads, patience, strict=False):
+            thread.join(seconds)
+            if thread.is_alive():
+                _log.warning("the loop is over, but its loader still makes a batch; its thread is left behind")
+        self._ready.clear()
+        return self._failure
+
+    def _tell(self) -> None:
+        if self._failure is not None:
+            try:
+                raise self._failure
+            finally:
+                self._failure = None
+
+    def _pull(self, batches: Iterator[B]) -> None:
+        """The puller."""
+        try:
+            previous: Fetch | None = None
+            for number, batch in enumerate(batches):
+                fetch = Fetch(self._wanted(batch))
+                if previous is not None and not self._failed:
+                    fetch.pull(self._client, but=previous)
+                touched = self._await_bound(number)
+                if touched is None:
+                    break
+                if previous is not None:
+                    for table, route in touched:
+                        if not previous.reads(table, route):
+                            fetch.spoil(table, route)
+                fetch.pull(self._client, self._dense)
+                self._put(Ready(batch, fetch))
+                previous = fetch if self._staleness == 0 else None
+        except BaseException as error:  # the training thread raises it
+            self._put(error)
+        else:
+            self._put(None)
+
+    def _await_bound(self, batch: int) -> list[tuple[str, Route]] | None:
+        """Wait until a batch may be pulled; what changed since the one before was taken, or None at the end."""
+        first = batch - self._staleness  # the first batch whose pushes it need not show
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._closing or (self._finished >= first and not (self._pushes and self._pushes[0].batch < first))
+                )
+            )
+            return None if self._closing else list(self._touched)
+
+    def _put(self, ready: Ready[B] | BaseException | None) -> None:
+        with self._changed:
+            self._ready.append(ready)
+            self._changed.notify_all()
+
+    def _push(self) -> None:
+        """The pusher."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pushes or self._closing)
+                if not self._pushes:
+                    return
+                push = self._pushes[0]
+            try:
+                self._client.push(push.gradients, clock=push.clock, lr_scale=push.lr_scale)
+            except BaseException as error:  # the training thread raises it
+                with self._changed:
+                    self._failure, self._failed = self._failure or error, True
+            with self._changed:
+                self._pushes.popleft()
+                self._changed.notify_all()

@@ -1,0 +1,161 @@
+"""What forwards read from the shards: routes, the rows pulled for them, and which tensor of ids each belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from embershard.proto.routing import Route, make_routes
+from embershard.worker.client import Client
+from embershard.worker.dense import DenseWeights
+from embershard.worker.device import host_rows, to_device
+from embershard.worker.overlap import Mask, overlap
+from embershard.worker.pieces import select
+from embershard.worker.spans import span
+
+if TYPE_CHECKING:
+    from embershard.worker.session import RemoteTable
+
+Floats = npt.NDArray[np.float32]
+
+
+class Wanted(NamedTuple):
+    """Rows to be pulled: those of `ids` in a table, for a module on `device`."""
+
+    table: RemoteTable
+    ids: torch.Tensor  # any shape, int32 or int64
+    device: torch.device
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """Rows of one table at one clock, for one tensor of ids."""
+
+    table: RemoteTable
+    ids: torch.Tensor
+    version: int  # of `ids`: an in-place change makes the read useless
+    route: Route
+    rows: torch.Tensor  # (U, dim) float32 on the device, in route order
+    index: torch.Tensor  # of the shape of `ids`, on the device: rows[index] are the rows of `ids`
+
+    def holds(self, ids: torch.Tensor) -> bool:
+        """Whether these are the rows of a tensor with the same ids in it."""
+        if ids.shape != self.index.shape or ids.dtype not in (torch.int64, torch.int32):
+            return False
+        # what was routed, whatever became of self.ids since then
+        return np.array_equal(ids.detach().cpu().reshape(-1).numpy(), self.route.ids[self.route.index])
+
+
+def find(reads: Iterable[Read], table: RemoteTable, ids: torch.Tensor, device: torch.device) -> Read | None:
+    """The rows of `ids` among those that were pulled: by the very tensor, or else by what is in it."""
+    candidates = [read for read in reads if read.table.spec.name == table.spec.name and read.rows.device == device]
+    for read in candidates:
+        if read.ids is ids and read.version == _version(ids):
+            return read
+    return next((read for read in candidates if read.holds(ids)), None)
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Tables that are read by one route: one tensor of ids, one id space."""
+
+    wanted: list[Wanted]  # of different tables
+    version: int  # of their ids
+    route: Route
+    missing: Mask  # (U,): rows that were not pulled yet, or have to be pulled again
+    rows: dict[str, torch.Tensor]  # table -> (U, dim) on the host
+
+
+class Fetch:
+    """The rows that a batch reads: routed at once, pulled in one or more stages, handed to the model at the end."""
+
+    def __init__(self, wanted: Sequence[Wanted]) -> None:
+        self._dense: list[tuple[DenseWeights, Route, Floats]] = []
+        self._groups: list[_Group] = []
+        groups: dict[tuple[int, int], list[Wanted]] = {}
+        for want in {(want.table.spec.name, id(want.ids)): want for want in wanted}.values():
+            # one id space, one tensor: one route, whatever the number of tables
+            groups.setdefault((id(want.ids), want.table.spec.space_key), []).append(want)
+        versions = [_version(group[0].ids) for group in groups.values()]
+        with span("route"):
+            flats = [(group[0].table.flat(group[0].ids), key) for (_, key), group in groups.items()]
+            routes = make_routes(flats, wanted[0].table.session.placement) if wanted else []
+        for group, version, route in zip(groups.values(), versions, routes, strict=True):
+            rows = {want.table.spec.name: host_rows(len(route.ids), want.table.spec.dim, want.device) for want in group}
+            self._groups.append(_Group(group, version, route, np.ones(len(route.ids), np.bool_), rows))
+
+    def pull(self, client: Client, dense: Sequence[DenseWeights] = (), *, but: Fetch | None = None) -> None:
+        """Pull the rows that are missing, save those that `but` reads too, and the dense weights, in one request."""
+        parts: list[tuple[str, Route]] = []
+        out: list[Floats] = []
+        partial: list[tuple[torch.Tensor, Mask, Floats]] = []
+        for group in self._groups:
+            take = group.missing if but is None else group.missing & ~but._shared_with(group)
+            if not take.any():
+                continue
+            whole = bool(take.all())
+            route = group.route if whole else select(group.route, take)
+            for table, rows in group.rows.items():
+                parts.append((table, route))
+                out.append(rows.numpy() if whole else np.empty((len(route.ids), rows.shape[1]), np.float32))
+                if not whole:
+                    partial.append((rows, take, out[-1]))
+            group.missing = group.missing & ~take
+        for weights in dense:
+            route = weights.reads()
+            parts.append((weights.spec.name, route))
+            out.append(np.empty((len(route.ids), weights.spec.dim), np.float32))
+            self._dense.append((weights, route, out[-1]))
+        if parts:
+            client.pull(parts, out)
+        for rows, take, pulled in partial:
+            rows.numpy()[take] = pulled
+
+    def _shared_with(self, group: _Group) -> Mask:
+        """Rows of another fetch's group that this one reads too."""
+        shared = np.zeros(len(group.route.ids), np.bool_)
+        for mine in self._groups:
+            if not mine.rows.keys().isdisjoint(group.rows):
+                shared |= overlap(group.route.ids, mine.route.ids)
+        return shared
+
+    def reads(self, table: str, route: Route) -> bool:
+        """Whether the rows of this very route are among those that it reads."""
+        return any(table in group.rows and group.route.ids is route.ids for group in self._groups)
+
+    def spoil(self, table: str, route: Route) -> None:
+        """Have the next `pull` bring these rows, pulled before or not: they changed on the shards."""
+        for group in self._groups:
+            if table in group.rows and not group.missing.all():
+                group.missing |= overlap(group.route.ids, route.ids)
+
+    def accept(self, clock: int) -> list[Read]:
+        """Send rows to their devices and put dense weights in place; the training thread alone may do that."""
+        for weights, dense, pulled in self._dense:
+            if _covers(dense, weights.reads()):  # unless more has to be read since then: then the forward pulls
+                weights.accept(dense, pulled, clock)
+        reads = []
+        for group in self._groups:
+            on_device: dict[torch.device, torch.Tensor] = {}
+            for want in group.wanted:
+                index = on_device.get(want.device)
+                if index is None:
+                    index = to_device(torch.from_numpy(group.route.index), want.device).view(want.ids.shape)
+                    on_device[want.device] = index
+                rows = to_device(group.rows[want.table.spec.name], want.device)
+                reads.append(Read(want.table, want.ids, group.version, group.route, rows, index))
+        return reads
+
+
+def _covers(route: Route, needed: Route) -> bool:
+    return needed is route or bool(np.isin(needed.ids, route.ids).all())
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Counts in-place changes; inference tensors do not count theirs."""
+    return -1 if tensor.is_inference() else tensor._version
