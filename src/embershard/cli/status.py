@@ -20,9 +20,8 @@ from rich.table import Table
 from embershard.cli.up import DEFAULT_PORT
 from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import GetStatus, Hello, Request, ShardStatus
-from embershard.worker.addresses import parse_addresses
-from embershard.worker.carrier import Unreachable
-from embershard.worker.carriers.grpc import GrpcCarrier
+from embershard.worker.addresses import carrier_for, parse_addresses
+from embershard.worker.carrier import Carrier, Unreachable
 
 _TIMEOUT = timedelta(seconds=2)  # a shard answers at once, even while its queue is long
 _SAMPLE_SECONDS = 0.5
@@ -58,7 +57,7 @@ def status(
 ) -> None:
     """Show health, rows, bytes, tables and requests per second of every shard; exit code 1 if one does not serve."""
     named = parse_addresses(addresses) if addresses else _local_addresses()
-    carriers = [GrpcCarrier(address) for address in named]
+    carriers = [carrier_for(address) for address in named]
     try:
         rounds, console = _rounds(carriers), Console()
         if as_json:
@@ -79,7 +78,7 @@ def status(
 
 def _local_addresses() -> list[str]:
     """The addresses of `embershard up` with its default port: its first shard knows how many there are."""
-    carrier = GrpcCarrier(f"127.0.0.1:{DEFAULT_PORT}")
+    carrier = carrier_for(f"127.0.0.1:{DEFAULT_PORT}")
     try:
         greeting = carrier.submit(Hello(), _TIMEOUT).result()
         count = getattr(greeting, "num_shards", 1)
@@ -90,7 +89,7 @@ def _local_addresses() -> list[str]:
     return [f"127.0.0.1:{DEFAULT_PORT + i}" for i in range(count)]
 
 
-def _rounds(carriers: Sequence[GrpcCarrier]) -> Iterator[list[Seen]]:
+def _rounds(carriers: Sequence[Carrier]) -> Iterator[list[Seen]]:
     """What the shards say, again and again; rates are over the time since the round before."""
     before, then = _ask(carriers), time.monotonic()
     time.sleep(_SAMPLE_SECONDS if any(one.status for one in before) else 0)
@@ -110,7 +109,7 @@ def _with_rate(old: Seen, new: Seen, seconds: float) -> Seen:
     )
 
 
-def _ask(carriers: Sequence[GrpcCarrier]) -> list[Seen]:
+def _ask(carriers: Sequence[Carrier]) -> list[Seen]:
     request: Request = GetStatus()
     pending = [(carrier, carrier.submit(request, _TIMEOUT)) for carrier in carriers]
     seen = []
