@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self, get_args
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from embershard.proto.errors import JobError
@@ -91,8 +91,18 @@ class EarlyStopSection(Section):
 _BUDGETS = frozenset({"train.epochs", "train.steps", "train.samples"})  # a job has one
 
 
+# None is `off`, which YAML reads as false; False must not become the number 0
+Staleness = Annotated[
+    Annotated[int, Field(ge=0, strict=True)] | None, BeforeValidator(lambda value: None if value is False else value)
+]
+
+
 class TrainSection(Section):
-    """How long and how fast: exactly one of epochs, steps (of each worker) and samples (of all workers)."""
+    """How long and how fast: exactly one of epochs, steps (of each worker) and samples (of all workers).
+
+    With `prefetch` the rows of coming batches are pulled while this one computes. Its number is the staleness: a batch
+    shows its worker's pushes but for those of that many batches before it. 0 trains to the same bits as `off`.
+    """
 
     batch_size: Count  # samples of one worker's step
     epochs: Count | None = None
@@ -101,6 +111,7 @@ class TrainSection(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     lr_schedule: ScheduleSection = ScheduleSection()
     early_stop: EarlyStopSection | None = None
+    prefetch: Staleness = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Count | None = None  # of each worker; half the machine's cores divided among its workers where not given
 

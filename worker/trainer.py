@@ -26,6 +26,8 @@ from embershard.worker.session import Session
 from embershard.worker.spans import span, step_ends, steps_begin
 from embershard.worker.wrap import wrap
 
+Numbered = tuple[int, Batch]  # with its epoch, from 0
+
 
 class NonFiniteLoss(EmbershardError):
     """Training diverged."""
@@ -93,10 +95,11 @@ class Trainer:
                 break
         return self._finish()
 
-    def _train(self, batches: Iterator[Batch]) -> None:
+    def _train(self, batches: Iterator[Numbered]) -> None:
         self._meter.resume()
         steps_begin()
-        for batch in _timed(batches):
+        for epoch, batch in self._with_rows(_timed(batches)):
+            self._epoch = epoch + 1
             self._session.lr_scale = self._schedule.scale(self._step)
             with span("forward"):
                 loss = self._objective(self.model, to_device(batch, self.device))
@@ -114,7 +117,17 @@ class Trainer:
         self._tell_interval()
         self._meter.pause()
 
-    def _segments(self) -> Iterator[Iterator[Batch]]:
+    def _with_rows(self, batches: Iterator[Numbered]) -> Iterator[Numbered]:
+        """The batches, with their rows pulled ahead; its end is the end of all that is in flight."""
+        staleness = self._job.train.prefetch
+        if staleness is None:
+            return batches
+        # a loss may call the model in its own way, but on these ids
+        return self._session.prefetch(
+            batches, staleness=staleness, inputs=lambda item: self.model.embedding_inputs(item[1].ids)
+        )
+
+    def _segments(self) -> Iterator[Iterator[Numbered]]:
         """The batches up to each evaluation: as many epochs, or the same number of steps for every worker."""
         assert self._job.train.budget is not None
         unit, length = self._job.train.budget
@@ -128,11 +141,10 @@ class Trainer:
         for first in range(0, steps, every):
             yield islice(stream, min(every, steps - first))
 
-    def _batches(self, epoch: int) -> Iterator[Batch]:
-        self._epoch = epoch + 1
+    def _batches(self, epoch: int) -> Iterator[Numbered]:
         for batch in self._read(epoch):
             if len(batch) > 1 or not self._has_batch_norm:  # one sample has no variance
-                yield batch
+                yield epoch, batch
 
     def _read(self, epoch: int) -> Iterator[Batch]:
         if self._loader is not None:
@@ -290,8 +302,8 @@ class Trainer:
         return rows
 
 
-def _timed(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The batches, and as a part of the step the time that each was waited for."""
+def _timed(batches: Iterator[Numbered]) -> Iterator[Numbered]:
+    """The batches, and as a part of the step the time that each one took."""
     while True:
         with span("data"):
             batch = next(batches, None)

@@ -155,7 +155,9 @@ def test_a_profile_says_where_the_time_of_a_step_goes(
     assert process.returncode == 0, text
     assert "39 steps" in text  # 79 of the one worker, of which 40 warmed up or were traced
     split = json.loads((tmp_path / "out" / "profile.json").read_text())
-    assert {"data", "forward", "backward"} < set(split["parts"])
+    everything = {"data", "route", "encode", "send", "wait", "receive", "gather", "forward", "backward", "push"}
+    assert everything <= split["parts"].keys() | split["overlapped"].keys()
+    assert {"wait", "gather", "forward", "backward", "push", "other"} <= split["parts"].keys()
     assert sum(part["share"] for part in split["parts"].values()) == pytest.approx(1)
     assert "traceEvents" in json.loads((tmp_path / "out" / "trace.json").read_text())
 

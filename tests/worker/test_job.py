@@ -335,3 +335,12 @@ def test_batches_are_made_by_a_process_of_their_own_where_that_helps(
     monkeypatch.setattr("os.cpu_count", lambda: cores)
     rest = "embedding: {optimizer: {name: sgd, lr: 1}}\ntrain: {batch_size: 2, samples: 1}\n"
     assert load(folder, f"model: {{name: fm}}\ndata: {{{data}}}\n{rest}").loader_processes(1) == processes
+
+
+def test_prefetch_is_a_staleness_or_off(folder: Path) -> None:
+    assert load(folder).train.prefetch == 0
+    assert load(folder, GOOD, "train.prefetch=2").train.prefetch == 2
+    assert load(folder, GOOD, "train.prefetch=off").train.prefetch is None
+    for wrong, why in (("-1", "greater than or equal to 0"), ("true", "a valid integer")):
+        (line,) = mistakes(folder, GOOD, f"train.prefetch={wrong}")
+        assert line.startswith(f"--set train.prefetch={wrong}: train.prefetch: input should be {why}")

@@ -156,7 +156,9 @@ def test_without_tensorboard_there_is_none(tmp_path: Path, monkeypatch: pytest.M
     assert TensorBoardLog.open(tmp_path) is None
 
 
-def test_the_meter_counts_no_pauses(make_session: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_meter_counts_no_pauses_and_what_training_waits_for(
+    make_session: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert callable(make_session)
     session: Session = make_session(1)
     now = [100.0]
@@ -165,7 +167,8 @@ def test_the_meter_counts_no_pauses(make_session: object, monkeypatch: pytest.Mo
 
     def train(seconds: float, waited: float) -> None:
         now[0] += seconds
-        session.client._stats.wait_seconds += waited
+        session._waited += waited
+        session.client._stats.wait_seconds += 7.0  # of threads that pull ahead: training does not wait with them
         meter.add(10, 0.5)
 
     meter.resume()
@@ -176,7 +179,7 @@ def test_the_meter_counts_no_pauses(make_session: object, monkeypatch: pytest.Mo
     train(0.5, 0.5)
     meter.pause()
     now[0] += 50.0  # an evaluation
-    session.client._stats.wait_seconds += 9.0
+    session._waited += 9.0
     meter.resume()
     assert not meter.due()
     train(0.5, 0.0)

@@ -268,8 +268,10 @@ def test_two_towers_learn_to_rank_all_items(make_session: MakeSession) -> None:
         },
         evaluate={"metric": "recall@10"},
     )
-    result = Trainer(trained, Taste(), make_session(), WorkerGroup()).run()
+    session = make_session()
+    result = Trainer(trained, Taste(), session, WorkerGroup()).run()
     assert result.figures["test"]["recall@10"] > 0.7  # 1/3 by chance
+    assert session.missed_reads == 0
 
 
 def test_each_model_has_its_loss(make_session: MakeSession) -> None:
@@ -298,12 +300,15 @@ def test_evaluation_leaves_the_model_training_and_scores_what_others_pushed(make
     assert evaluator.evaluate() != before
 
 
-def test_the_parts_of_a_step_add_up_to_it(make_session: MakeSession) -> None:
+@pytest.mark.parametrize("prefetch", [None, 0])
+def test_the_parts_of_a_step_add_up_to_it(make_session: MakeSession, prefetch: int | None) -> None:
     with Recorder() as recorder:
-        run(make_session(), job(train={"epochs": 3}))
+        run(make_session(), job(train={"epochs": 3, "prefetch": prefetch}))
     split = recorder.split()
     assert split.steps == 60
-    assert {"data", "forward", "backward"} < set(split.parts)
+    assert {"forward", "backward", "push", "gather", "wait", "other"} <= set(split.parts)
+    ahead = {"data", "route"}  # where batches are fetched in a thread of its own
+    assert ahead <= set(split.parts if prefetch is None else split.overlapped)
     assert sum(part.share for part in split.parts.values()) == pytest.approx(1)
     assert all(part.share >= 0 for part in split.parts.values())  # nothing counts twice
 
@@ -321,3 +326,20 @@ def test_a_loader_makes_the_batches_where_there_is_one(make_session: MakeSession
     result = Trainer(job(), data, make_session(), WorkerGroup(), loader=loader).run()
     assert result.figures == run(make_session(), job())[0].figures
     assert loader.epochs == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["deepfm", "dlrm", "lr"])
+def test_prefetch_without_staleness_trains_to_the_same_bits(make_session: MakeSession, name: str) -> None:
+    pulled, ahead = make_session(), make_session()
+    without, _ = run(pulled, job(name, train={"prefetch": None}))
+    result, _ = run(ahead, job(name, train={"prefetch": 0}))
+    assert result.figures == without.figures
+    assert result.steps == without.steps
+    assert ahead.missed_reads == 0
+
+
+def test_prefetch_with_staleness_learns_as_well(make_session: MakeSession) -> None:
+    session = make_session()
+    result, _ = run(session, job(train={"epochs": 5, "prefetch": 2}))
+    assert result.figures["test"]["auc"] > 0.85
+    assert session.missed_reads == 0
