@@ -121,6 +121,11 @@ rpc.shutdown()
 """
 
 
+def test_the_address_that_says_what_it_means_is_taken(addresses: str):
+    with es.connect(addresses.replace("rpc://", "rpc-executes-pickles://"), timeout=SECONDS) as session:
+        assert [status.shard for status in session.client.status()] == [0, 1]
+
+
 def test_a_user_with_an_rpc_group_of_their_own_keeps_it(addresses: str, tmp_path: Path):
     with process("-c", OWN_GROUP, addresses, str(tmp_path / "store")) as worker:
         out, err = worker.communicate(timeout=40)

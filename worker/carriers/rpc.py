@@ -12,8 +12,9 @@ import os
 import socket
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from secrets import token_hex
@@ -76,7 +77,7 @@ class _Call:
 
     def end(self, outcome: Reply | Exception) -> None:
         """End with a reply or an error, unless it has ended."""
-        if not self._answer.done():
+        with suppress(InvalidStateError):  # another thread may end it at the same moment
             if isinstance(outcome, Exception):
                 self._answer.set_exception(outcome)
             else:
@@ -141,13 +142,16 @@ class RpcCarrier:
         with self._lock:
             self._finding = False
             waiting, self._waiting = self._waiting, []
-            if not self._closed:
+            closed = self._closed
+            if not closed:
                 self._shard = shard
         for request in waiting:
             if shard is None:
                 request.end(error or Unreachable(_CLOSED))
             else:
                 self._send(request, shard)
+        if closed and shard is not None:
+            _forget(shard)
 
     def _look_up(self) -> str:
         """The URL of the shard's agent."""
