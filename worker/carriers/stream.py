@@ -52,10 +52,12 @@ from embershard.worker.carrier import Unreachable
 from embershard.worker.spans import span
 
 CONNECT_SECONDS = 5.0  # for a connection and its hello; a call waits no longer than its own deadline
-_GRACE_SECONDS = 1.0  # a call ends at its deadline on the I/O thread; this much later we stop believing that it does
+# A call ends at its deadline on the I/O thread. This much later we stop believing that there is one: a call given up
+# while it lives might have its arrays written after its end.
+_GRACE_SECONDS = 10.0
 _SOCKET_BYTES = 1048576
 
-_io: tuple[int, asyncio.AbstractEventLoop] | None = None
+_io: asyncio.AbstractEventLoop | None = None
 _io_lock = threading.Lock()
 
 
@@ -63,11 +65,19 @@ def _io_loop() -> asyncio.AbstractEventLoop:
     """The loop of this process's I/O thread, started at the first call; a forked child starts its own."""
     global _io
     with _io_lock:
-        if _io is None or _io[0] != os.getpid():
-            loop = uvloop.new_event_loop()
-            threading.Thread(target=loop.run_forever, name="embershard-io", daemon=True).start()
-            _io = (os.getpid(), loop)
-        return _io[1]
+        if _io is None:
+            _io = uvloop.new_event_loop()
+            threading.Thread(target=_io.run_forever, name="embershard-io", daemon=True).start()
+        return _io
+
+
+def _forget_io() -> None:
+    """In a forked child: its parent's thread is not here, and may have held the lock."""
+    global _io, _io_lock
+    _io, _io_lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_io)
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +91,8 @@ class _Call:
     seconds: float
     started: float = field(default_factory=time.monotonic)
     number: int = 0
+    end: int = 0  # of its bytes among those sent on its connection
+    places: Sequence[memoryview] | None = None  # where its reply arrives
     timer: asyncio.TimerHandle | None = None
     answer: Future[Reply] = field(default_factory=Future)
 
@@ -135,6 +147,9 @@ class StreamCarrier:
         """
         if self._closed:
             raise Unreachable("the connection was closed by this worker")
+        if self._loop is not _io:
+            # the parent's tokens too: pushes of both would be taken for retries of one another
+            raise RuntimeError(f"the connection to {self.address} is that of the process that forked; make one here")
         with span("encode"):
             bulk = [np.ascontiguousarray(array).data for array in arrays(request)]
             call = _Call(type(request), head_bytes(request), bulk, into, timeout.total_seconds())
@@ -170,16 +185,14 @@ class StreamCarrier:
         """The deadline of a call has come."""
         if call in self._waiting:
             self._waiting.remove(call)
-        if self._connection is not None:
-            self._connection.expire(call)
+        elif self._connection is not None and not self._connection.expire(call):
+            return
         call.fail(Unreachable("no answer"))
 
     async def _connect(self) -> None:
         error: Exception
         try:
-            async with asyncio.timeout(CONNECT_SECONDS):
-                connection = await self._open()
-                await connection.ready
+            connection = await self._greeted()
         except TimeoutError:
             error = Unreachable("it takes connections and says nothing, or does not answer at all")
         except EmbershardError as known:
@@ -202,6 +215,19 @@ class StreamCarrier:
         waiting, self._waiting = self._waiting, []
         for call in waiting:
             call.fail(error)
+
+    async def _greeted(self) -> _Connection:
+        """A connection whose hello was answered."""
+        async with asyncio.timeout(CONNECT_SECONDS):
+            connection = await self._open()
+            try:
+                await connection.ready
+                if connection.lost is not None:  # it said hello and left
+                    raise connection.lost
+            except BaseException:
+                connection.drop("no hello")
+                raise
+        return connection
 
     async def _open(self) -> _Connection:
         protocol = lambda: _Connection(self)  # noqa: E731
@@ -266,8 +292,10 @@ class _Connection(asyncio.BufferedProtocol):
         self._reader: Reader | None = None
         self._checksum = False
         self._calls: dict[int, _Call] = {}
-        self._arriving: _Call | None = None  # whose arrays are being received into
+        self._arriving: Sequence[memoryview] | None = None  # what is being received into, if it is a call's
+        self._sent = 0  # bytes, those that the transport still holds included
         self._heard = 0.0
+        self.lost: Unreachable | None = None  # why it ended
         self._reason = "the connection broke"
         self._transport: asyncio.Transport
 
@@ -281,7 +309,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._carrier.lost(self)
-        reason = Unreachable(f"{self._reason} ({error})" if error else self._reason)
+        reason = self.lost = Unreachable(f"{self._reason} ({error})" if error else self._reason)
         if not self.ready.done():
             self.ready.set_exception(reason)
         for call in self._calls.values():
@@ -300,19 +328,29 @@ class _Connection(asyncio.BufferedProtocol):
             with span("send"):
                 pieces = encode(kind, call.number, timeout_ms, call.head, call.bulk, checksum=self._checksum)
                 self._calls[call.number] = call
-                self._carrier.sent_bytes += sum(map(len, pieces))
+                num_bytes = sum(map(len, pieces))
+                self._carrier.sent_bytes += num_bytes
+                self._sent += num_bytes
+                call.end = self._sent
                 self._transport.writelines(pieces)
         except EmbershardError as error:
             call.fail(error)
 
-    def expire(self, call: _Call) -> None:
-        """A call's deadline has passed: from here on nothing may be received into its arrays."""
-        if self._calls.pop(call.number, None) is None:
-            return
-        if self._arriving is call:
+    def expire(self, call: _Call) -> bool:
+        """A call's deadline has passed: once it ends, nothing may be received into its arrays or sent from them.
+
+        False where the connection has to end with it; the call then fails when nothing moves any more.
+        """
+        if self._arriving is not None and self._arriving is call.places:
             self.drop("no answer: its deadline passed while it arrived")
         elif self._heard < call.started:
             self.drop("no answer")  # nothing came since: the next call tries another connection
+        elif call.end > self._sent - self._transport.get_write_buffer_size():
+            self.drop("no answer: its deadline passed while it was sent")
+        else:
+            self._calls.pop(call.number, None)
+            return True
+        return call.number not in self._calls
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._hello[self._filled :] if self._reader is None else self._reader.buffer()
@@ -352,29 +390,36 @@ class _Connection(asyncio.BufferedProtocol):
     def _place(self, header: Header) -> Sequence[memoryview] | None:
         """Where the arrays of a reply go: to the caller's own, if they fit."""
         call = self._calls.get(header.call)
-        if call is None:
-            return None  # nobody waits for it any more
-        self._arriving = call
+        if call is None or call.places is not None:
+            return None  # nobody waits for it any more, or it has its reply
         if header.lengths == tuple(array.nbytes for array in call.into):
-            return [array.data for array in call.into]
-        call.into = ()
-        return [np.empty(length, np.uint8).data for length in header.lengths]
+            call.places = [array.data for array in call.into]
+        else:
+            call.into = ()
+            call.places = [np.empty(length, np.uint8).data for length in header.lengths]
+        self._arriving = call.places
+        return call.places
 
     def _finish(self, frame: Frame) -> None:
         header, buffers = frame
-        self._arriving = None
+        if self._arriving is buffers:  # and not those of a frame behind it, of which a part is here already
+            self._arriving = None
         if header.call == 0 and header.kind == ERROR_KIND:
             self.drop(str(from_wire(header.head, "")))
             return
-        call = self._calls.pop(header.call, None)
+        call = self._calls.get(header.call)
         if call is None:
             return
+        if self._arriving is not None and self._arriving is call.places:
+            self.drop("it sent two replies to one call")  # and the second arrives in the caller's arrays
+            return
+        del self._calls[header.call]
         reply = METHODS[call.request][1]
         if header.kind == ERROR_KIND:
             call.fail(from_wire(header.head, ""))
         elif header.kind != KIND_OF[reply]:
             call.fail(NotAShard(address=self._carrier.address, reason=f"its reply is of kind {header.kind}"))
-        elif call.into:
+        elif call.into and buffers:  # received into it, see _place
             call.finish(Rows(tuple(call.into)))
         else:
             try:
