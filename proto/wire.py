@@ -17,7 +17,8 @@ from embershard.proto.errors import BadFrame, InvalidRequest, MessageTooLarge, W
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-MAGIC = b"EMBERSHD"  # the first 8 bytes of either direction: no HTTP/2 preface, no TLS record
+MAGIC = b"EMBSHRD\n"  # the first 8 bytes of either direction: no HTTP/2 preface, no TLS record, and a whole line to
+# a server of text, which then says that it is none of ours instead of waiting for the rest
 OLDEST_VERSION = 1
 VERSION = 1
 

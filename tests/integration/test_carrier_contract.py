@@ -6,16 +6,16 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import socketserver
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 
 import numpy as np
@@ -377,22 +377,9 @@ def test_nobody_at_an_address_is_unreachable(name: str, connect: Callable[[str],
             ask(connect(ADDRESSES[name]({"address": place, "rpc": place})), Hello(), timedelta(seconds=0.5))
 
 
-class Website(socketserver.StreamRequestHandler):
-    """What a web server says to anything that is no request."""
-
-    def handle(self) -> None:
-        with suppress(OSError):  # the other side may leave at any moment
-            self.request.recv(1)
-            self.wfile.write(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
-            self.request.shutdown(socket.SHUT_WR)
-            while self.request.recv(4096):  # closed with bytes unread, a connection loses what it said
-                pass
-
-
 @pytest.fixture(scope="module")
 def website() -> Iterator[str]:
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Website) as web:
-        web.daemon_threads = True
+    with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as web:
         threading.Thread(target=web.serve_forever, daemon=True).start()
         host, port = web.server_address
         yield f"{host}:{port}"

@@ -144,7 +144,7 @@ def test_a_client_refuses_a_feature_that_it_does_not_know() -> None:
 
 
 def test_what_is_not_a_shard_is_named() -> None:
-    with pytest.raises(BadFrame, match=r"start of the connection is b'HTTP/1.1', not b'EMBERSHD'"):
+    with pytest.raises(BadFrame, match=r"start of the connection is b'HTTP/1.1', not b'EMBSHRD\\n'"):
         wire.read_server_hello(b"HTTP/1.1 400 Bad")
     with pytest.raises(BadFrame, match="start of the connection"):
         wire.server_hello(b"PRI * HTTP/2.0\r\n", Feature(0))
