@@ -217,7 +217,7 @@ class Trainer:
             samples_per_second=samples / train_seconds if train_seconds else 0.0,
             wait_share=waited / trained if trained else 0.0,
             skipped_rows=round(skipped),
-            table_rows=self._table_rows() if self._group.is_first else {},
+            table_rows=_table_rows(self._session) if self._group.is_first else {},
         )
         for observer in self._observers:
             observer.finished(result)
@@ -294,13 +294,6 @@ class Trainer:
         dataset = self._dataset
         return {split: dataset.best(split) for split in dataset.splits} if isinstance(dataset, Planted) else {}
 
-    def _table_rows(self) -> dict[str, int]:
-        rows: dict[str, int] = {}
-        for status in self._session.client.status():
-            for table in status.tables:
-                rows[table.name] = rows.get(table.name, 0) + table.rows
-        return rows
-
 
 def _timed(batches: Iterator[Numbered]) -> Iterator[Numbered]:
     """The batches, and as a part of the step the time that each one took."""
@@ -310,6 +303,14 @@ def _timed(batches: Iterator[Numbered]) -> Iterator[Numbered]:
         if batch is None:
             return
         yield batch
+
+
+def _table_rows(session: Session) -> dict[str, int]:
+    rows: dict[str, int] = {}
+    for status in session.client.status():
+        for table in status.tables:
+            rows[table.name] = rows.get(table.name, 0) + table.rows
+    return rows
 
 
 def _device(job: Job) -> torch.device:
