@@ -60,6 +60,8 @@ class Stats:
     skipped_rows: int = 0  # gradient rows that held NaN or Inf
     sent_bytes: int = 0
     received_bytes: int = 0
+    cache_hits: int = 0  # rows that a session's cache gave
+    cache_lookups: int = 0  # rows that it was asked for
 
 
 class Client:

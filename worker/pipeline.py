@@ -17,6 +17,7 @@ from embershard.proto.routing import Route
 from embershard.worker.client import Client
 from embershard.worker.dense import DenseWeights
 from embershard.worker.reads import Fetch, Wanted
+from embershard.worker.row_cache import RowCaches
 from embershard.worker.spans import span
 
 Floats = npt.NDArray[np.float32]
@@ -64,8 +65,10 @@ class Pipeline(Generic[B]):
         wanted: Callable[[B], list[Wanted]],
         dense: Sequence[DenseWeights],
         staleness: int,
+        caches: RowCaches | None = None,  # whose clocks are the numbers of batches
     ) -> None:
         self._client, self._wanted, self._dense, self._staleness = client, wanted, dense, staleness
+        self._caches = caches
         self._changed = threading.Condition()
         self._taken = self._finished = 0  # batches
         self._ready: deque[Ready[B] | BaseException | None] = deque()  # None: the loader came to its end
@@ -118,6 +121,8 @@ class Pipeline(Generic[B]):
 
     def touch(self, table: str, route: Route) -> None:
         """Rows were changed in another way than by a push."""
+        if self._caches is not None:
+            self._caches.drop(table, route.ids)
         with self._changed:
             self._touched.append((table, route))
 
@@ -155,7 +160,7 @@ class Pipeline(Generic[B]):
             for number, batch in enumerate(batches):
                 fetch = Fetch(self._wanted(batch))
                 if previous is not None and not self._failed:
-                    fetch.pull(self._client, but=previous)
+                    fetch.pull(self._client, but=previous, caches=self._caches, clock=number)
                 touched = self._await_bound(number)
                 if touched is None:
                     break
@@ -163,7 +168,9 @@ class Pipeline(Generic[B]):
                     for table, route in touched:
                         if not previous.reads(table, route):
                             fetch.spoil(table, route)
-                fetch.pull(self._client, self._dense)
+                            if self._caches is not None:
+                                self._caches.drop(table, route.ids)
+                fetch.pull(self._client, self._dense, caches=self._caches, clock=number)
                 self._put(Ready(batch, fetch))
                 previous = fetch if self._staleness == 0 else None
         except BaseException as error:  # the training thread raises it

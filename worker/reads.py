@@ -16,6 +16,7 @@ from embershard.worker.dense import DenseWeights
 from embershard.worker.device import host_rows, to_device
 from embershard.worker.overlap import Mask, overlap
 from embershard.worker.pieces import select
+from embershard.worker.row_cache import RowCaches, pull_through_cache
 from embershard.worker.spans import span
 
 if TYPE_CHECKING:
@@ -89,8 +90,19 @@ class Fetch:
             rows = {want.table.spec.name: host_rows(len(route.ids), want.table.spec.dim, want.device) for want in group}
             self._groups.append(_Group(group, version, route, np.ones(len(route.ids), np.bool_), rows))
 
-    def pull(self, client: Client, dense: Sequence[DenseWeights] = (), *, but: Fetch | None = None) -> None:
-        """Pull the rows that are missing, save those that `but` reads too, and the dense weights, in one request."""
+    def pull(
+        self,
+        client: Client,
+        dense: Sequence[DenseWeights] = (),
+        *,
+        but: Fetch | None = None,
+        caches: RowCaches | None = None,
+        clock: int = 0,
+    ) -> None:
+        """Pull the rows that are missing, save those that `but` reads too, and the dense weights, in one request.
+
+        Rows that `caches` may give out at `clock` are not pulled.
+        """
         parts: list[tuple[str, Route]] = []
         out: list[Floats] = []
         partial: list[tuple[torch.Tensor, Mask, Floats]] = []
@@ -106,13 +118,14 @@ class Fetch:
                 if not whole:
                     partial.append((rows, take, out[-1]))
             group.missing = group.missing & ~take
+        num_tables = len(parts)
         for weights in dense:
             route = weights.reads()
             parts.append((weights.spec.name, route))
             out.append(np.empty((len(route.ids), weights.spec.dim), np.float32))
             self._dense.append((weights, route, out[-1]))
         if parts:
-            client.pull(parts, out)
+            pull_through_cache(client, caches, clock, parts, out, num_tables)
         for rows, take, pulled in partial:
             rows.numpy()[take] = pulled
 

@@ -25,6 +25,7 @@ from embershard.worker.dense import DenseWeights
 from embershard.worker.gradients import RowGradients, merge
 from embershard.worker.pipeline import Pipeline
 from embershard.worker.reads import Fetch, Read, Wanted, find
+from embershard.worker.row_cache import RowCaches
 from embershard.worker.spans import span
 
 Ids = npt.NDArray[np.int64]
@@ -99,6 +100,7 @@ class Session:
         self._pipeline: Pipeline[Any] | None = None  # inside `prefetch`
         self._failure: BaseException | None = None  # of a push, in a loop that was left before it was known
         self._waited = 0.0  # seconds
+        self._caches: RowCaches | None = None
 
     @property
     def placement(self) -> Placement:
@@ -113,7 +115,22 @@ class Session:
     @property
     def stats(self) -> Stats:
         """Counters since the start; `wait_seconds` is what the training thread waited for rows and for pushes."""
-        return replace(self.client.stats, wait_seconds=self._waited)
+        stats = replace(self.client.stats, wait_seconds=self._waited)
+        if self._caches is not None:
+            counts = self._caches.counts
+            stats = replace(stats, cache_hits=counts.hits, cache_lookups=counts.lookups)
+        return stats
+
+    def cache_rows(self, rows: int = 100_000, staleness: int = 4) -> None:
+        """Keep copies of up to `rows` hot rows per table in this process, and read them for `staleness` clocks.
+
+        A forward at clock t (in `prefetch`: at batch t, beyond its own bound) then shows at least this worker's pushes
+        up to t - 1 - staleness. `stats` counts the rows that were looked up and found. Dense weights, `pull`, and what
+        a loop reads beyond its prefetched rows are never taken from copies; `load` and `refresh` drop them. Where
+        max_norm scales a copy, it may take back pushes that the copy does not show. ValueError unless both are above
+        zero.
+        """
+        self._caches = RowCaches(rows, staleness)
 
     def table(self, spec: TableSpec, values: Callable[[], Iterable[tuple[Ids, Floats]]] | None = None) -> RemoteTable:
         """The table of `spec`, created where it does not exist.
@@ -168,7 +185,7 @@ class Session:
 
     def pull(self, wanted: Sequence[Wanted]) -> list[Read]:
         """Rows as they are now, after every push before."""
-        return self._pull(wanted)
+        return self._pull(wanted, fresh=True)
 
     def _find(self, want: Wanted) -> Read | None:
         read = find(self._ahead, *want)
@@ -178,11 +195,12 @@ class Session:
             self.missed_reads += read is None
         return read
 
-    def _pull(self, wanted: Sequence[Wanted], stale: Sequence[DenseWeights] = ()) -> list[Read]:
+    def _pull(self, wanted: Sequence[Wanted], stale: Sequence[DenseWeights] = (), *, fresh: bool = False) -> list[Read]:
         self.flush()
         fetch = Fetch(wanted)
+        caches = self._caches if self._pipeline is None and not fresh else None  # a loop has caches of its own
         with self._waiting():
-            fetch.pull(self.client, stale)
+            fetch.pull(self.client, stale, caches=caches, clock=self.clock)
         return fetch.accept(self.clock)
 
     def load(self, table: RemoteTable, route: Route, rows: Floats, *, keep_state: bool = False) -> None:
@@ -191,6 +209,8 @@ class Session:
         with self._waiting():
             self.client.load(table.spec.name, route, rows, keep_state=keep_state)
         self._batch = [read for read in self._batch if read.table is not table]
+        if self._caches is not None:
+            self._caches.drop(table.spec.name, route.ids)
         if self._pipeline is not None:
             self._pipeline.touch(table.spec.name, route)
 
@@ -250,7 +270,8 @@ class Session:
             raise ValueError(f"staleness must be at least 0, got {staleness}")
         tables = [table for table in self._tables.values() if all(table.spec is not w.spec for w in self._dense)]
         wanted = reads_of_batches(self._models, tables, inputs)
-        return self._run(Pipeline(self.client, wanted, self._dense, staleness), loader)
+        caches = None if self._caches is None else self._caches.fresh()
+        return self._run(Pipeline(self.client, wanted, self._dense, staleness, caches), loader)
 
     def _run(self, pipeline: Pipeline[B], loader: Iterable[B]) -> Iterator[B]:
         if self._pipeline is not None:
@@ -313,7 +334,9 @@ class Session:
             weights.clear()
 
     def refresh(self) -> None:
-        """Pull dense weights anew at the next forward, for instance to evaluate what other workers pushed."""
+        """Read everything anew at the next forward, for instance to evaluate what other workers pushed."""
+        if self._caches is not None:
+            self._caches = self._caches.fresh()
         for weights in self._dense:
             weights.forget()
 
