@@ -16,13 +16,16 @@ def host_rows(count: int, dim: int, device: torch.device) -> torch.Tensor:
     return torch.empty((count, dim), dtype=torch.float32, pin_memory=device.type == "cuda")
 
 
+def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on the host, pinned where it goes to a GPU from there."""
+    return tensor.pin_memory() if device.type == "cuda" and not tensor.is_pinned() else tensor
+
+
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor on `device`; the copy runs ahead of the host, which torch's pinned allocator allows for."""
     if device.type == "cpu":
         return tensor
-    if device.type == "cuda" and not tensor.is_pinned():
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    return pinned(tensor, device).to(device, non_blocking=True)
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[Floats]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 from embershard.proto.routing import Route, make_routes
 from embershard.worker.client import Client
 from embershard.worker.dense import DenseWeights
-from embershard.worker.device import host_rows, to_device
+from embershard.worker.device import host_rows, pinned, to_device
 from embershard.worker.overlap import Mask, overlap
 from embershard.worker.pieces import select
 from embershard.worker.row_cache import RowCaches, pull_through_cache
@@ -52,9 +52,37 @@ class Read:
         return np.array_equal(ids.detach().cpu().reshape(-1).numpy(), self.route.ids[self.route.index])
 
 
-def find(reads: Iterable[Read], table: RemoteTable, ids: torch.Tensor, device: torch.device) -> Read | None:
-    """The rows of `ids` among those that were pulled: by the very tensor, or else by what is in it."""
-    candidates = [read for read in reads if read.table.spec.name == table.spec.name and read.rows.device == device]
+Reads = dict[str, list[Read]]  # by table
+
+
+class Ahead:
+    """Rows that were pulled before the model asks for them."""
+
+    def __init__(self) -> None:
+        self.forward: Reads = {}  # for the forward that runs
+        self.batch: Reads | None = None  # for the batch that `prefetch` gave out; None outside of it
+        self.found = self.missed = 0  # reads inside `prefetch` that were pulled for the batch, and those that were not
+
+    def find(self, want: Wanted) -> Read | None:
+        """What is wanted, if it was pulled: for the very tensor of ids, or else for one with the same ids in it."""
+        read = _find(self.forward, want)
+        if read is None and self.batch is not None:
+            read = _find(self.batch, want)
+            self.found += read is not None
+            self.missed += read is None
+        return read
+
+    def forget(self, table: str | None = None) -> None:
+        """Let go of everything, or of what was pulled of a table for the batch: it changed on the shards."""
+        if table is None:
+            self.forward = {}
+        if self.batch is not None:
+            self.batch = {name: reads for name, reads in self.batch.items() if table not in (None, name)}
+
+
+def _find(reads: Reads, want: Wanted) -> Read | None:
+    _, ids, device = want
+    candidates = [read for read in reads.get(want.table.spec.name, ()) if read.rows.device == device]
     for read in candidates:
         if read.ids is ids and read.version == _version(ids):
             return read
@@ -70,6 +98,7 @@ class _Group:
     route: Route
     missing: Mask  # (U,): rows that were not pulled yet, or have to be pulled again
     rows: dict[str, torch.Tensor]  # table -> (U, dim) on the host
+    index: dict[torch.device, torch.Tensor]  # on the host, ready to go to a device
 
 
 class Fetch:
@@ -88,7 +117,9 @@ class Fetch:
             routes = make_routes(flats, wanted[0].table.session.placement) if wanted else []
         for group, version, route in zip(groups.values(), versions, routes, strict=True):
             rows = {want.table.spec.name: host_rows(len(route.ids), want.table.spec.dim, want.device) for want in group}
-            self._groups.append(_Group(group, version, route, np.ones(len(route.ids), np.bool_), rows))
+            index = torch.from_numpy(route.index).view(group[0].ids.shape)
+            indices = {device: pinned(index, device) for device in {want.device for want in group}}
+            self._groups.append(_Group(group, version, route, np.ones(len(route.ids), np.bool_), rows, indices))
 
     def pull(
         self,
@@ -147,21 +178,19 @@ class Fetch:
             if table in group.rows and not group.missing.all():
                 group.missing |= overlap(group.route.ids, route.ids)
 
-    def accept(self, clock: int) -> list[Read]:
+    def accept(self, clock: int) -> Reads:
         """Send rows to their devices and put dense weights in place; the training thread alone may do that."""
         for weights, dense, pulled in self._dense:
             if _covers(dense, weights.reads()):  # unless more has to be read since then: then the forward pulls
                 weights.accept(dense, pulled, clock)
-        reads = []
+        reads: Reads = {}
         for group in self._groups:
-            on_device: dict[torch.device, torch.Tensor] = {}
+            indices = {device: to_device(index, device) for device, index in group.index.items()}
             for want in group.wanted:
-                index = on_device.get(want.device)
-                if index is None:
-                    index = to_device(torch.from_numpy(group.route.index), want.device).view(want.ids.shape)
-                    on_device[want.device] = index
-                rows = to_device(group.rows[want.table.spec.name], want.device)
-                reads.append(Read(want.table, want.ids, group.version, group.route, rows, index))
+                name, device = want.table.spec.name, want.device
+                rows = to_device(group.rows[name], device)
+                read = Read(want.table, want.ids, group.version, group.route, rows, indices[device])
+                reads.setdefault(name, []).append(read)
         return reads
 
 

@@ -24,8 +24,7 @@ from embershard.worker.client import DEFAULT_TIMEOUT, Client, Stats
 from embershard.worker.dense import DenseWeights
 from embershard.worker.gradients import RowGradients, merge
 from embershard.worker.pipeline import Pipeline
-from embershard.worker.reads import Fetch, Read, Wanted, find
-from embershard.worker.row_cache import RowCaches
+from embershard.worker.reads import Ahead, Fetch, Read, Reads, Wanted
 from embershard.worker.spans import span
 
 Ids = npt.NDArray[np.int64]
@@ -50,7 +49,7 @@ class RemoteTable:
 
     def pull(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of `ids` (any shape, int32 or int64) as they are now, (*ids.shape, dim), apart from autograd."""
-        read = self.session.pull([Wanted(self, ids, ids.device)])[0]
+        read = self.session.pull([Wanted(self, ids, ids.device)])[self.spec.name][0]
         return read.rows[read.index]
 
     def load(self, route: Route, rows: Floats, *, keep_state: bool = False) -> None:
@@ -89,18 +88,14 @@ class Session:
         self.client = client
         self.clock = 0
         self.lr_scale = 1.0
-        self.missed_reads = 0  # inside `prefetch`: reads of rows that had not been pulled ahead
         self._tables: dict[str, RemoteTable] = {}
         self._dense: list[DenseWeights] = []
         self._models: list[WrappedModel] = []
         self._collected: list[RowGradients] = []
-        self._ahead: list[Read] = []  # pulled for the forward that runs
-        self._batch: list[Read] = []  # pulled for the batch that `prefetch` gave out
-        self._found = 0  # reads of these
+        self._ahead = Ahead()
         self._pipeline: Pipeline[Any] | None = None  # inside `prefetch`
         self._failure: BaseException | None = None  # of a push, in a loop that was left before it was known
         self._waited = 0.0  # seconds
-        self._caches: RowCaches | None = None
 
     @property
     def placement(self) -> Placement:
@@ -115,22 +110,12 @@ class Session:
     @property
     def stats(self) -> Stats:
         """Counters since the start; `wait_seconds` is what the training thread waited for rows and for pushes."""
-        stats = replace(self.client.stats, wait_seconds=self._waited)
-        if self._caches is not None:
-            counts = self._caches.counts
-            stats = replace(stats, cache_hits=counts.hits, cache_lookups=counts.lookups)
-        return stats
+        return replace(self.client.stats, wait_seconds=self._waited)
 
-    def cache_rows(self, rows: int = 100_000, staleness: int = 4) -> None:
-        """Keep copies of up to `rows` hot rows per table in this process, and read them for `staleness` clocks.
-
-        A forward at clock t (in `prefetch`: at batch t, beyond its own bound) then shows at least this worker's pushes
-        up to t - 1 - staleness. `stats` counts the rows that were looked up and found. Dense weights, `pull`, and what
-        a loop reads beyond its prefetched rows are never taken from copies; `load` and `refresh` drop them. Where
-        max_norm scales a copy, it may take back pushes that the copy does not show. ValueError unless both are above
-        zero.
-        """
-        self._caches = RowCaches(rows, staleness)
+    @property
+    def missed_reads(self) -> int:
+        """Reads inside `prefetch` of rows that had not been pulled ahead."""
+        return self._ahead.missed
 
     def table(self, spec: TableSpec, values: Callable[[], Iterable[tuple[Ids, Floats]]] | None = None) -> RemoteTable:
         """The table of `spec`, created where it does not exist.
@@ -167,40 +152,30 @@ class Session:
     def read(self, table: RemoteTable, ids: torch.Tensor, device: torch.device) -> Read:
         """Rows for a tensor of ids: those pulled ahead for these ids, or pulled now."""
         want = Wanted(table, ids, device)
-        return self._find(want) or self._pull([want])[0]
+        return self._ahead.find(want) or self.pull([want])[table.spec.name][0]
 
     def read_ahead(self, wanted: Sequence[Wanted], dense: Sequence[DenseWeights] = ()) -> None:
         """Pull what is not here yet, and the dense weights that are out of date, in one request per shard."""
-        self._ahead.clear()
+        self._ahead.forward = {}
         stale = [weights for weights in dense if weights.stale(self.clock)]
-        found = [(want, self._find(want)) for want in wanted]
+        found = [(want, self._ahead.find(want)) for want in wanted]
         missing = [want for want, read in found if read is None]
-        self._ahead = [read for _, read in found if read is not None]
-        if missing or stale:
-            self._ahead += self._pull(missing, stale)
+        ahead = self.pull(missing, stale) if missing or stale else {}
+        for want, read in found:
+            if read is not None:
+                ahead.setdefault(want.table.spec.name, []).append(read)
+        self._ahead.forward = ahead
 
     def forget_ahead(self) -> None:
         """Let go of what was pulled for one forward."""
-        self._ahead.clear()
+        self._ahead.forward = {}
 
-    def pull(self, wanted: Sequence[Wanted]) -> list[Read]:
-        """Rows as they are now, after every push before."""
-        return self._pull(wanted, fresh=True)
-
-    def _find(self, want: Wanted) -> Read | None:
-        read = find(self._ahead, *want)
-        if read is None and self._pipeline is not None:
-            read = find(self._batch, *want)
-            self._found += read is not None
-            self.missed_reads += read is None
-        return read
-
-    def _pull(self, wanted: Sequence[Wanted], stale: Sequence[DenseWeights] = (), *, fresh: bool = False) -> list[Read]:
+    def pull(self, wanted: Sequence[Wanted], dense: Sequence[DenseWeights] = ()) -> Reads:
+        """Rows and dense weights as they are now, after every push before, in one request per shard."""
         self.flush()
         fetch = Fetch(wanted)
-        caches = self._caches if self._pipeline is None and not fresh else None  # a loop has caches of its own
         with self._waiting():
-            fetch.pull(self.client, stale, caches=caches, clock=self.clock)
+            fetch.pull(self.client, dense)
         return fetch.accept(self.clock)
 
     def load(self, table: RemoteTable, route: Route, rows: Floats, *, keep_state: bool = False) -> None:
@@ -208,9 +183,7 @@ class Session:
         self.flush()
         with self._waiting():
             self.client.load(table.spec.name, route, rows, keep_state=keep_state)
-        self._batch = [read for read in self._batch if read.table is not table]
-        if self._caches is not None:
-            self._caches.drop(table.spec.name, route.ids)
+        self._ahead.forget(table.spec.name)
         if self._pipeline is not None:
             self._pipeline.touch(table.spec.name, route)
 
@@ -234,8 +207,7 @@ class Session:
             gradients = merge(self._collected, self.placement)
             gradients += [part for weights in self._dense if (part := weights.gradients()) is not None]
             self._collected.clear()
-            self._ahead.clear()
-            self._batch.clear()
+            self._ahead.forget()
             clock, self.clock = self.clock, self.clock + 1
             with self._waiting():
                 if self._pipeline is None:
@@ -270,8 +242,7 @@ class Session:
             raise ValueError(f"staleness must be at least 0, got {staleness}")
         tables = [table for table in self._tables.values() if all(table.spec is not w.spec for w in self._dense)]
         wanted = reads_of_batches(self._models, tables, inputs)
-        caches = None if self._caches is None else self._caches.fresh()
-        return self._run(Pipeline(self.client, wanted, self._dense, staleness, caches), loader)
+        return self._run(Pipeline(self.client, wanted, self._dense, staleness), loader)
 
     def _run(self, pipeline: Pipeline[B], loader: Iterable[B]) -> Iterator[B]:
         if self._pipeline is not None:
@@ -280,7 +251,8 @@ class Session:
             )
         self.flush()
         batches = iter(loader)
-        missed, self._found, self._pipeline = self.missed_reads, 0, pipeline
+        self._pipeline = pipeline
+        missed, found = self._ahead.missed, self._ahead.found
         try:
             pipeline.start(batches)
             for number in count(1):
@@ -288,12 +260,12 @@ class Session:
                     ready = pipeline.next()
                 if ready is None:
                     break
-                self._batch = ready.fetch.accept(self.clock)
+                self._ahead.batch = ready.fetch.accept(self.clock)
                 batch = ready.batch
                 del ready
                 yield batch
-                self._batch = []
-                if number == _TRIAL and not self._found and self.missed_reads > missed:
+                self._ahead.batch = {}
+                if number == _TRIAL and self._ahead.missed > missed and self._ahead.found == found:
                     _log.warning(_IN_VAIN)
         except BaseException:
             self._leave(pipeline)
@@ -304,7 +276,7 @@ class Session:
         self.flush()
 
     def _leave(self, pipeline: Pipeline[B]) -> None:
-        self._pipeline, self._batch = None, []
+        self._pipeline = self._ahead.batch = None
         self._failure = pipeline.close()
 
     def flush(self) -> None:
@@ -334,9 +306,7 @@ class Session:
             weights.clear()
 
     def refresh(self) -> None:
-        """Read everything anew at the next forward, for instance to evaluate what other workers pushed."""
-        if self._caches is not None:
-            self._caches = self._caches.fresh()
+        """Pull dense weights anew at the next forward, for instance to evaluate what other workers pushed."""
         for weights in self._dense:
             weights.forget()
 
@@ -345,7 +315,7 @@ class Session:
         if self._pipeline is not None:
             self._leave(self._pipeline)
         self._collected.clear()
-        self._ahead.clear()
+        self._ahead.forget()
         self.client.close()
 
     def __enter__(self) -> Self:

@@ -248,6 +248,15 @@ def test_at_staleness_0_rows_of_their_own_come_during_the_batch_before_and_share
         assert not reads("table", 100 + t)(shared[0])
 
 
+def test_a_row_is_pulled_once_for_a_batch(make_shards: Shards) -> None:
+    wired = Wired(make_shards(2))
+    model = net_of_ids(wired.session)
+    train_plain(model, wired.session, wired.session.prefetch([torch.arange(t % 3, 20, 2) for t in range(9)]))
+    pulls = [r for said, r in wired.heard if said == "sent" and isinstance(r, Pull)]
+    pulled = sum(len(part.ids) for r in pulls for part in r.tables if part.table == "table")
+    assert pulled == sum(len(range(t % 3, 20, 2)) for t in range(9))
+
+
 @pytest.mark.parametrize("staleness", [1, 2, 3])
 def test_the_staleness_is_used_and_never_exceeded(make_shards: Shards, staleness: int) -> None:
     wired = Wired(make_shards(1))
@@ -272,19 +281,22 @@ def test_the_staleness_is_used_and_never_exceeded(make_shards: Shards, staleness
             assert pulled < wired.when("answered", pushes(t - staleness))
 
 
-def test_a_step_does_not_wait_for_its_push_but_for_a_permit(make_shards: Shards) -> None:
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_step_does_not_wait_for_its_push_but_for_a_permit(make_shards: Shards, staleness: int) -> None:
     wired = Wired(make_shards(1))
     session, model = wired.session, net_of_ids(wired.session)
     stepped = threading.Event()
     wired.hold(after=lambda r: assert_set(stepped) if isinstance(r, Push) else None)
-    for ids in session.prefetch(own_and_shared(1)):
-        model(ids).sum().backward()
-        session.step()
+    for ids in session.prefetch(own_and_shared(1), staleness=staleness):
+        for _ in range(staleness + 1):  # as many pushes may be in flight
+            model.head.bias.grad = torch.ones(1)  # without a forward, which would wait for the pushes before it
+            session.step()
         assert wired.when("answered", pushes(0)) < 0
         stepped.set()
-        session.step()  # one push may be in flight
+        session.step()
         assert wired.when("answered", pushes(0)) >= 0
-    assert session.clock == 2
+        assert len(ids) == 2
+    assert session.clock == staleness + 2
 
 
 def assert_set(event: threading.Event) -> None:
@@ -638,6 +650,23 @@ def test_dense_weights_change_only_between_batches(make_shards: Shards) -> None:
         if t + 1 < 4:
             wired.wait("answered", reads("table", 101 + t))
         assert torch.equal(model.head.weight, before)
+
+
+def test_a_refresh_inside_the_loop_holds_for_the_next_batch(make_shards: Shards) -> None:
+    wired = Wired(make_shards(1))
+    session, model = wired.session, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    es.wrap(model, session, optimizer=es.SGD(lr=0.1))
+    wired.heard.clear()
+    blocks = lambda: [len(r.tables[0].ids) for said, r in wired.heard if said == "answered" and isinstance(r, Pull)]  # noqa: E731
+    for number, x in enumerate(session.prefetch([torch.ones(1, 3)] * 4, staleness=1)):
+        model(x).sum().backward()
+        session.step()
+        if number == 2:
+            wired.wait("answered", lambda _: len(blocks()) == 4)  # what is here for the last batch is older
+            session.refresh()
+    assert len(blocks()) == 5
+    assert blocks()[-2:] == [2, 4]  # the weight and the bias that are trained, and then frozen ones, too
 
 
 @pytest.mark.parametrize("seed", range(5))
