@@ -25,6 +25,7 @@ from embershard.worker.dense import DenseWeights
 from embershard.worker.gradients import RowGradients, merge
 from embershard.worker.pipeline import Pipeline
 from embershard.worker.reads import Ahead, Fetch, Read, Reads, Wanted
+from embershard.worker.row_cache import RowCaches
 from embershard.worker.spans import span
 
 Ids = npt.NDArray[np.int64]
@@ -96,6 +97,7 @@ class Session:
         self._pipeline: Pipeline[Any] | None = None  # inside `prefetch`
         self._failure: BaseException | None = None  # of a push, in a loop that was left before it was known
         self._waited = 0.0  # seconds
+        self._caches: RowCaches | None = None
 
     @property
     def placement(self) -> Placement:
@@ -110,7 +112,22 @@ class Session:
     @property
     def stats(self) -> Stats:
         """Counters since the start; `wait_seconds` is what the training thread waited for rows and for pushes."""
-        return replace(self.client.stats, wait_seconds=self._waited)
+        stats = replace(self.client.stats, wait_seconds=self._waited)
+        if self._caches is not None:
+            counts = self._caches.counts
+            stats = replace(stats, cache_hits=counts.hits, cache_lookups=counts.lookups)
+        return stats
+
+    def cache_rows(self, rows: int = 100_000, staleness: int = 4) -> None:
+        """Keep copies of up to `rows` hot rows per table in this process, and read them for `staleness` clocks.
+
+        A forward at clock t (in `prefetch`: at batch t, beyond its own bound) then shows at least this worker's pushes
+        up to t - 1 - staleness. `stats` counts the rows that were looked up and found. Dense weights, `pull`, and what
+        a loop reads beyond its prefetched rows are never taken from copies; `load` and `refresh` drop them. Where
+        max_norm scales a copy, it may take back pushes that the copy does not show. ValueError unless both are above
+        zero.
+        """
+        self._caches = RowCaches(rows, staleness)
 
     @property
     def missed_reads(self) -> int:
@@ -152,7 +169,7 @@ class Session:
     def read(self, table: RemoteTable, ids: torch.Tensor, device: torch.device) -> Read:
         """Rows for a tensor of ids: those pulled ahead for these ids, or pulled now."""
         want = Wanted(table, ids, device)
-        return self._ahead.find(want) or self.pull([want])[table.spec.name][0]
+        return self._ahead.find(want) or self._pull([want], caches=self._caches)[table.spec.name][0]
 
     def read_ahead(self, wanted: Sequence[Wanted], dense: Sequence[DenseWeights] = ()) -> None:
         """Pull what is not here yet, and the dense weights that are out of date, in one request per shard."""
@@ -160,7 +177,7 @@ class Session:
         stale = [weights for weights in dense if weights.stale(self.clock)]
         found = [(want, self._ahead.find(want)) for want in wanted]
         missing = [want for want, read in found if read is None]
-        ahead = self.pull(missing, stale) if missing or stale else {}
+        ahead = self._pull(missing, stale, self._caches) if missing or stale else {}
         for want, read in found:
             if read is not None:
                 ahead.setdefault(want.table.spec.name, []).append(read)
@@ -172,10 +189,17 @@ class Session:
 
     def pull(self, wanted: Sequence[Wanted], dense: Sequence[DenseWeights] = ()) -> Reads:
         """Rows and dense weights as they are now, after every push before, in one request per shard."""
+        return self._pull(wanted, dense)
+
+    def _pull(
+        self, wanted: Sequence[Wanted], dense: Sequence[DenseWeights] = (), caches: RowCaches | None = None
+    ) -> Reads:
         self.flush()
+        if self._pipeline is not None:  # its caches go by batches
+            caches = None
         fetch = Fetch(wanted)
         with self._waiting():
-            fetch.pull(self.client, dense)
+            fetch.pull(self.client, dense, caches=caches, clock=self.clock)
         return fetch.accept(self.clock)
 
     def load(self, table: RemoteTable, route: Route, rows: Floats, *, keep_state: bool = False) -> None:
@@ -184,6 +208,8 @@ class Session:
         with self._waiting():
             self.client.load(table.spec.name, route, rows, keep_state=keep_state)
         self._ahead.forget(table.spec.name)
+        if self._caches is not None:
+            self._caches.drop(table.spec.name, route.ids)
         if self._pipeline is not None:
             self._pipeline.touch(table.spec.name, route)
 
@@ -242,7 +268,8 @@ class Session:
             raise ValueError(f"staleness must be at least 0, got {staleness}")
         tables = [table for table in self._tables.values() if all(table.spec is not w.spec for w in self._dense)]
         wanted = reads_of_batches(self._models, tables, inputs)
-        return self._run(Pipeline(self.client, wanted, self._dense, staleness), loader)
+        caches = None if self._caches is None else self._caches.fresh()
+        return self._run(Pipeline(self.client, wanted, self._dense, staleness, caches), loader)
 
     def _run(self, pipeline: Pipeline[B], loader: Iterable[B]) -> Iterator[B]:
         if self._pipeline is not None:
@@ -306,7 +333,9 @@ class Session:
             weights.clear()
 
     def refresh(self) -> None:
-        """Pull dense weights anew at the next forward, for instance to evaluate what other workers pushed."""
+        """Read everything anew at the next forward, for instance to evaluate what other workers pushed."""
+        if self._caches is not None:
+            self._caches = self._caches.fresh()
         for weights in self._dense:
             weights.forget()
 
