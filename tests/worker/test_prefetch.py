@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import embershard as es
 from embershard.proto.errors import InvalidRequest, UnknownTable
@@ -516,9 +517,10 @@ SAID = ("sent", "answered")
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_ctrl_c_while_waiting_ends_the_loop(make_shards: Shards, staleness: int) -> None:
+def test_ctrl_c_ends_the_loop(make_shards: Shards, staleness: int) -> None:
     wired = Wired(make_shards(1))
     model = net_of_ids(wired.session)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 
     def press(request: Request) -> None:
         if reads("table", 103)(request):
@@ -526,8 +528,11 @@ def test_ctrl_c_while_waiting_ends_the_loop(make_shards: Shards, staleness: int)
             time.sleep(0.05)
 
     wired.hold(press)
-    with pytest.raises(KeyboardInterrupt):
-        train_plain(model, wired.session, wired.session.prefetch(own_and_shared(9), staleness=staleness))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train_plain(model, wired.session, wired.session.prefetch(own_and_shared(9), staleness=staleness))
+    finally:
+        signal.signal(signal.SIGINT, before)
     wired.session.flush()
     model(torch.tensor([5])).sum().backward()
     wired.session.step()
@@ -600,6 +605,33 @@ def test_inputs_name_modules_of_one_model_and_tables_of_several(make_shards: Sha
     tables = lambda ids: {f"second/{name}": part for name, part in everything(ids).items()}  # noqa: E731
     train(second, session, session.prefetch(batches(), inputs=lambda batch: tables(batch[0])))
     assert session.missed_reads == 0
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_data_loader_gives_its_parts_to_embedding_inputs(make_shards: Shards, num_workers: int) -> None:
+    wired = Wired(make_shards(1))
+    model = net_of_ids(wired.session)
+    data = TensorDataset(torch.arange(12), torch.ones(12))
+    loader = DataLoader(data, batch_size=4, num_workers=num_workers)
+    for ids, targets in wired.session.prefetch(loader):
+        (model(ids).squeeze(1) - targets).sum().backward()
+        wired.session.step()
+    assert (wired.session.clock, wired.session.missed_reads) == (3, 0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_rows_pulled_ahead_go_to_the_gpu(make_shards: Shards, staleness: int) -> None:
+    curves = []
+    for prefetched in (False, True):
+        wired = Wired(make_shards(2))
+        model = wrapped(Announcing, wired.session, es.SGD(lr=0.0 if staleness else 0.1)).to("cuda")
+        loader: Iterable[tuple[torch.Tensor, torch.Tensor]] = [(ids, target.to("cuda")) for ids, target in batches()]
+        if prefetched:
+            loader = wired.session.prefetch(loader, staleness=staleness)
+        curves.append(train(model, wired.session, loader))
+        assert wired.session.missed_reads == 0
+    torch.testing.assert_close(curves[1], curves[0], rtol=1e-4, atol=1e-6)  # a GPU sums in any order
 
 
 def test_a_model_without_tables_has_its_dense_weights_prefetched(make_shards: Shards) -> None:
