@@ -39,12 +39,20 @@ class JobFileError(JobError):
         self.mistakes = tuple(mistakes)
 
 
+class CacheSection(Section):
+    """Copies of up to `rows` hot rows per table in each worker, at most `staleness` steps old."""
+
+    rows: Annotated[int, Field(ge=1)] = 100_000
+    staleness: Annotated[int, Field(ge=1)] = 4
+
+
 class EmbeddingSection(Section):
     """The embedding tables; `dim` is 16 where the model does not decide it."""
 
     dim: Annotated[int, Field(ge=1, le=65_536)] | None = None
     optimizer: AnyOptimizer
     initializer: AnyInitializer | None = None
+    cache: CacheSection | None = None
 
 
 class DenseSection(Section):

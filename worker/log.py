@@ -107,9 +107,11 @@ class TensorBoardLog:
         self._writer.add_text("job", f"```\n{json.dumps(plan.job, indent=2)}\n```")
 
     def trained(self, interval: Interval) -> None:
-        """Loss, speed, waiting and learning rate."""
+        """Loss, speed, waiting, learning rate, and what a cache gave."""
         for name in ("loss", "samples_per_second", "wait_share", "lr_scale"):
             self._add(f"train/{name}", getattr(interval, name), interval.samples)
+        if interval.cached_share is not None:
+            self._add("train/cached_share", interval.cached_share, interval.samples)
 
     def evaluating(self) -> None:
         """Nothing yet."""

@@ -22,6 +22,8 @@ class Meter:
         self._mark = self._waited_at = 0.0  # at the last look, while training
         self._new_samples, self._new_loss = 0, 0.0
         self._new_trained = self._new_waited = 0.0
+        self._cached_at = (0, 0)  # hits and lookups at the last look
+        self._new_hits = self._new_lookups = 0
 
     @property
     def seconds(self) -> float:
@@ -40,7 +42,9 @@ class Meter:
 
     def resume(self) -> None:
         """Training goes on."""
-        self._mark, self._waited_at = time.perf_counter(), self._session.stats.wait_seconds
+        stats = self._session.stats
+        self._mark, self._waited_at = time.perf_counter(), stats.wait_seconds
+        self._cached_at = stats.cache_hits, stats.cache_lookups
 
     def pause(self) -> None:
         """Training stands still."""
@@ -68,15 +72,22 @@ class Meter:
             samples_per_second=self._new_samples * self._world_size / self._new_trained,
             wait_share=self._new_waited / self._new_trained,
             lr_scale=lr_scale,
+            cached_share=self._new_hits / self._new_lookups if self._new_lookups else None,
         )
+        self._new_hits = self._new_lookups = 0
         self._new_samples, self._new_loss = 0, 0.0
         self._new_trained = self._new_waited = 0.0
         return result
 
     def _look(self) -> None:
-        now, waited = time.perf_counter(), self._session.stats.wait_seconds
+        stats = self._session.stats
+        now, waited = time.perf_counter(), stats.wait_seconds
         self._new_trained += now - self._mark
         self._new_waited += waited - self._waited_at
         self.trained += now - self._mark
         self.waited += waited - self._waited_at
         self._mark, self._waited_at = now, waited
+        hits, lookups = self._cached_at
+        self._new_hits += stats.cache_hits - hits
+        self._new_lookups += stats.cache_lookups - lookups
+        self._cached_at = stats.cache_hits, stats.cache_lookups

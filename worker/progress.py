@@ -65,6 +65,8 @@ class Terminal:
             f"epoch {interval.epoch}  {interval.samples_per_second:,.0f} samples/s  loss {interval.loss:.4f}"
             f"{self._figures}  waiting {interval.wait_share:.0%}"
         )
+        if interval.cached_share is not None:
+            text += f"  cached {interval.cached_share:.0%}"
         if self._bar is not None:
             self._bar.update(self._task, completed=interval.samples, description=text)
         elif interval.seconds >= self._next_line:

@@ -36,6 +36,7 @@ class Interval:
     samples_per_second: float  # of all workers
     wait_share: float  # of the interval's time, spent waiting for shards
     lr_scale: float
+    cached_share: float | None = None  # of the rows that were looked up in a cache; None where none was
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

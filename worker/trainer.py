@@ -66,6 +66,8 @@ class Trainer:
         self.model = job.model.build(dataset.schema, job.dim, "meta")
         self._dense_parameters = num_dense_parameters(self.model)
         self._wrap()
+        if job.embedding.cache is not None:
+            session.cache_rows(job.embedding.cache.rows, job.embedding.cache.staleness)
         torch.manual_seed(job.train.seed + 1 + group.rank)  # dropout differs between workers
         self._objective = objective_of(self.model)
         self._has_batch_norm = any(isinstance(m, nn.BatchNorm1d) for m in self.model.modules())

@@ -88,6 +88,16 @@ def test_without_a_terminal_there_are_plain_lines() -> None:
     assert lines[3] == "0:00:30  epoch 1  333 samples/s  loss 0.5000  AUC 0.7500  waiting 25%"
 
 
+def test_with_a_cache_the_line_says_what_it_gave() -> None:
+    console = Console(file=io.StringIO(), force_terminal=False, width=100)
+    terminal = Terminal(console)
+    terminal.started(PLAN)
+    terminal.trained(dataclasses.replace(INTERVAL, seconds=99.0, cached_share=0.271))
+    terminal.close()
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines()[-1].endswith("waiting 25%  cached 27%")
+
+
 def test_a_terminal_gets_a_bar_with_speed_loss_quality_and_waiting() -> None:
     text = screen(terminal=True)
     for part in ("\x1b[", "━", "50%", "333 samples/s", "loss 0.5000", "AUC 0.7500", "evaluating"):

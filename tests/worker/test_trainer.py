@@ -343,3 +343,20 @@ def test_prefetch_with_staleness_learns_as_well(make_session: MakeSession) -> No
     result, _ = run(session, job(train={"epochs": 5, "prefetch": 2}))
     assert result.figures["test"]["auc"] > 0.85
     assert session.missed_reads == 0
+
+
+def test_a_job_may_cache_hot_rows_and_says_how_many_it_found(
+    make_session: MakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("embershard.worker.meter.INTERVAL_SECONDS", 0.0)
+    settings = {"optimizer": {"name": "adagrad", "lr": 0.1}, "cache": {"rows": 1000, "staleness": 2}}
+    for prefetch in (0, 1):
+        train = {"prefetch": prefetch, "steps": 20}
+        session = make_session()
+        _, notes = run(session, job(train=train, embedding=settings))
+        shares = [interval.cached_share for interval in notes.intervals if interval.cached_share is not None]
+        assert 0.0 <= min(shares) <= max(shares) <= 1.0
+        assert max(shares) > 0.3  # two of three steps read copies
+        assert 0.3 < session.stats.cache_hits / session.stats.cache_lookups < 1.0
+    _, notes = run(make_session(), job(train={"steps": 5}))
+    assert {interval.cached_share for interval in notes.intervals} == {None}
