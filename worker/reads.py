@@ -156,7 +156,9 @@ class Fetch:
             out.append(np.empty((len(route.ids), weights.spec.dim), np.float32))
             self._dense.append((weights, route, out[-1]))
         if parts:
-            pull_through_cache(client, caches, clock, parts, out, num_tables)
+            # a push goes by a whole route, and only where there are gradients
+            keep = torch.is_grad_enabled() and not partial
+            pull_through_cache(client, caches, clock, parts, out, num_tables, keep=keep)
         for rows, take, pulled in partial:
             rows.numpy()[take] = pulled
 

@@ -131,13 +131,16 @@ def pull_through_cache(
     parts: Sequence[tuple[str, Route]],
     out: Sequence[Floats],
     num_tables: int,
+    *,
+    keep: bool,
 ) -> None:
     """Fill `out` ((U, dim) float32 per part) from the caches, and with one pull where they have too old rows or none.
 
-    Only the first `num_tables` parts are rows of tables; what follows, dense weights, is always pulled.
+    Only the first `num_tables` parts are rows of tables; what follows, dense weights, is always pulled. `keep` has the
+    shards keep the ids for the push; not with a cache, which asks for a part of the ids that are pushed.
     """
     if caches is None:
-        client.pull(parts, out)
+        client.pull(parts, out, keep=keep)
         return
     wanted: list[tuple[str, Route]] = []
     into: list[Floats] = []
@@ -151,9 +154,9 @@ def pull_through_cache(
             if not len(missed):
                 continue
             if len(missed) < len(route.ids):
-                keep = np.zeros(len(route.ids), np.bool_)
-                keep[missed] = True
-                route, pulled = select(route, keep), np.empty((len(missed), rows.shape[1]), np.float32)
+                take = np.zeros(len(route.ids), np.bool_)
+                take[missed] = True
+                route, pulled = select(route, take), np.empty((len(missed), rows.shape[1]), np.float32)
             kept.append((cache, route.ids, pulled, missed, rows))
         wanted.append((table, route))
         into.append(pulled)

@@ -13,6 +13,7 @@ import embershard as es
 from embershard.proto.errors import TableMismatch
 from embershard.proto.messages import Pull, Push, Reply, Request
 from embershard.proto.routing import Placement, Route, make_routes
+from embershard.ps.routes import RouteMemory
 from embershard.ps.shard import Shard
 from embershard.worker import reads as reads_module
 from embershard.worker.carriers.local import LocalCarrier
@@ -167,6 +168,43 @@ def test_a_step_is_one_pull_and_one_push_per_shard(make_shards: Callable[..., li
             assert {part.table for part in listener.heard[0].tables} >= {"wide", "deep"}  # type: ignore[union-attr]
 
 
+def test_a_push_names_the_ids_of_its_pull(make_shards: Callable[..., list[Shard]]) -> None:
+    session, listeners = listened(make_shards(2))
+    model = es.wrap(TwoTables(), session, optimizer=es.SGD(lr=0.1), id_space=SPACES)
+    for _ in range(2):
+        model(torch.arange(40)).sum().backward()
+        session.step()
+    for listener in listeners:
+        pull, push = listener.heard[-2:]
+        assert isinstance(pull, Pull)
+        assert isinstance(push, Push)
+        numbers = {part.table: part.route for part in pull.tables}
+        assert len(set(numbers.values()) - {0}) == len(numbers) == 3
+        assert {part.table: part.route for part in push.tables} == numbers
+
+
+def test_reads_that_no_push_follows_leave_no_ids_behind(make_shards: Callable[..., list[Shard]]) -> None:
+    session, listeners = listened(make_shards(1))
+    model = es.wrap(TwoTables(), session, optimizer=es.SGD(lr=0.1), id_space=SPACES)
+    with torch.no_grad():
+        model(torch.arange(40))
+    pull = listeners[0].heard[-1]
+    assert isinstance(pull, Pull)
+    assert {part.route for part in pull.tables} == {0}
+
+
+def test_ids_that_a_shard_dropped_are_sent_again(make_shards: Callable[..., list[Shard]]) -> None:
+    shards = make_shards(2)
+    session, _ = listened(shards)
+    table = session.table(SPEC)
+    es.Embedding(table)(IDS).sum().backward()
+    for shard in shards:
+        shard._routes = RouteMemory()
+    session.step()
+    assert session.stats.pushed_rows == 2
+    torch.testing.assert_close(table.pull(IDS)[:, 0], torch.tensor([-2.0, -1.0, -2.0]))
+
+
 def test_tables_of_one_id_space_share_one_route(make_session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
     session = make_session(2)
     model = es.wrap(TwoTables(), session, optimizer=es.SGD(lr=0.1), id_space=SPACES)
@@ -278,7 +316,7 @@ def test_stats_count_rows_bytes_and_waiting(make_session: MakeSession) -> None:
     session.step()
     stats = session.stats
     assert (stats.pulled_rows, stats.pushed_rows, stats.skipped_rows) == (2, 2, 0)
-    assert stats.sent_bytes >= 2 * 8 + 2 * (8 + 8)
+    assert stats.sent_bytes == 2 * 8 + 2 * 8  # ids, and gradients by the number of these ids
     assert stats.received_bytes >= 2 * 8
     assert stats.wait_seconds > 0
     module(IDS).sum().backward()
