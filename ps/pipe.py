@@ -7,6 +7,8 @@ import logging
 import socket
 from typing import cast
 
+_FLUSH_SECONDS = 30.0  # for what one end had not yet read when the other one left
+
 _log = logging.getLogger(__name__)
 _connecting: set[asyncio.Task[None]] = set()  # the loop itself holds tasks only weakly
 
@@ -17,6 +19,7 @@ def pipe_to(path: str, transport: asyncio.Transport, received: bytes) -> None:
     near.transport = transport
     transport.pause_reading()
     transport.set_protocol(near)
+    transport.set_write_buffer_limits()  # the usual ones: what is read there waits for what is read here
     task = asyncio.get_running_loop().create_task(_connect(path, near, received))
     _connecting.add(task)
     task.add_done_callback(_connecting.discard)
@@ -48,6 +51,7 @@ class _End(asyncio.Protocol):
 
     transport: asyncio.Transport
     other: _End | None = None
+    ended = False  # whether its peer has sent everything
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop has classes of its own
@@ -65,10 +69,13 @@ class _End(asyncio.Protocol):
             self.other.transport.resume_reading()
 
     def eof_received(self) -> bool:
-        if self.other is not None and self.other.transport.can_write_eof():
+        self.ended = True
+        if self.other is not None and not self.other.ended:
             self.other.transport.write_eof()
-        return True  # the other direction goes on until its own end
+            return True  # the other direction goes on until its own end
+        return False  # closes it, and with it the other
 
     def connection_lost(self, error: Exception | None) -> None:
         if self.other is not None:
             self.other.transport.close()
+            asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self.other.transport.abort)

@@ -20,21 +20,39 @@ from embershard.proto.messages import (
     KIND_OF,
     MAX_MESSAGE_BYTES,
     REQUEST_KINDS,
+    Pull,
     Reply,
+    Request,
+    Rows,
     arrays,
 )
 from embershard.proto.protobuf import head_bytes, read
-from embershard.proto.wire import HELLO_BYTES, MAGIC, Feature, Frame, Header, Reader, encode, server_hello
+from embershard.proto.wire import (
+    HELLO_BYTES,
+    MAGIC,
+    SCRATCH_BYTES,
+    Feature,
+    Frame,
+    Header,
+    Reader,
+    encode,
+    server_hello,
+)
 from embershard.ps.dispatch import Dispatch
 from embershard.ps.pipe import pipe_to
 
 HELLO_SECONDS = 10.0  # to say what is spoken
-STALL_SECONDS = 30.0  # without a byte, within a frame or of a reply that waits to be read
+# A frame that has begun, and a reply that waits to be read, move at this rate, or their connection is dropped after so
+# many seconds: a peer that drips must not hold memory for ever. 2 Mbit/s is less than any link that trains.
+STALL_SECONDS = 30.0
+STALL_RATE = 2**18  # bytes per second
+PRESSED_SECONDS = 2.0  # in place of STALL_SECONDS, for as long as others are turned away for the memory
 SWEEP_SECONDS = 1.0
 # Frames that are arriving, over all connections: eight of the largest; more is told to come back later.
 RECEIVING_BYTES = 8 * MAX_MESSAGE_BYTES
-# Replies that wait for a slow reader before its requests are left unread.
+# Rows that wait to be read: of one peer, before its requests are left unread and no more rows are made for it; of all.
 UNSENT_BYTES = MAX_MESSAGE_BYTES
+ALL_UNSENT_BYTES = 8 * MAX_MESSAGE_BYTES
 _RETRY_MS = 100
 
 _log = logging.getLogger(__name__)
@@ -54,11 +72,33 @@ class StreamServer:
         self.loop = asyncio.get_running_loop()
         self.connections: set[Connection] = set()
         self.receiving_bytes = 0
+        self.made_bytes = 0  # replies with rows; counted by the apply thread
+        self._sent_bytes = 0  # of these, what was given to transports
+        self._unsent_bytes = 0  # what these hold of it, or more
+        self._pressed = False  # whether somebody was turned away since the last sweep
         self._sweeper = self.loop.call_later(SWEEP_SECONDS, self._sweep)
 
     def protocol(self) -> Connection:
         """A new connection's protocol, as loop.create_server wants it."""
         return Connection(self)
+
+    def turn_away(self, held_bytes: int) -> ShardBusy:
+        """The error of a request for which there is no memory now; called by any thread."""
+        self._pressed = True
+        return ShardBusy(queued_bytes=held_bytes, retry_after_ms=_RETRY_MS)
+
+    def check_room(self, full: bool) -> None:
+        """ShardBusy where too many rows wait to be read, by this peer (`full`) or by all; on the apply thread."""
+        held = self._unsent_bytes + self.made_bytes - self._sent_bytes
+        if full or held > ALL_UNSENT_BYTES:
+            raise self.turn_away(held)
+
+    def sent(self, num_bytes: int) -> None:
+        """A reply with rows was given to a transport."""
+        self._sent_bytes += num_bytes
+        self._unsent_bytes += num_bytes
+        if self._unsent_bytes > ALL_UNSENT_BYTES // 2:  # before it matters what was read since
+            self._unsent_bytes = sum(connection.unsent_bytes for connection in self.connections)
 
     async def close(self, grace: float) -> None:
         """Send what waits to be read, for at most `grace` seconds, and end all connections."""
@@ -71,9 +111,24 @@ class StreamServer:
 
     def _sweep(self) -> None:
         now = time.monotonic()
+        patience, self._pressed = PRESSED_SECONDS if self._pressed else STALL_SECONDS, False
         for connection in list(self.connections):
-            connection.check(now)
+            connection.check(now, patience)
+        self._unsent_bytes = sum(connection.unsent_bytes for connection in self.connections)
         self._sweeper = self.loop.call_later(SWEEP_SECONDS, self._sweep)
+
+
+class _Pace:
+    """Whether what a peer has begun goes on."""
+
+    def __init__(self) -> None:
+        self._since, self._done = time.monotonic(), 0
+
+    def behind(self, now: float, busy: bool, done_bytes: int) -> float:
+        """Seconds for which it has been `busy` and slower than STALL_RATE; `done_bytes` only grow."""
+        if not busy or done_bytes - self._done > STALL_RATE * (now - self._since):
+            self._since, self._done = now, done_bytes
+        return now - self._since
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -86,8 +141,10 @@ class Connection(asyncio.BufferedProtocol):
         self._reader: Reader | None = None
         self._checksum = False
         self._receiving = 0  # bytes of the frame that is arriving
-        self._since = time.monotonic()  # when the peer was last seen to move
-        self._unsent = 0  # at the last check
+        self._full = False  # whether too much waits to be read
+        self._began = time.monotonic()
+        self._received = self._written = 0  # bytes
+        self._receives, self._reads = _Pace(), _Pace()
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -108,23 +165,26 @@ class Connection(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         """A peer that does not read its replies gets no more of them."""
+        self._full = True
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
         """It read them."""
+        self._full = False
         self._transport.resume_reading()
 
-    def check(self, now: float) -> None:
-        """Drop a peer that is silent where it must not be."""
+    def check(self, now: float, patience: float) -> None:
+        """Drop a peer that is silent, or too slow, where it must not be; between calls it may be silent."""
+        if self._reader is None:
+            if now - self._began > HELLO_SECONDS:
+                self.drop(f"it did not say hello within {HELLO_SECONDS:.0f} s")
+            return
         unsent = self.unsent_bytes
-        if self._reader is not None and not unsent and not self._reader.in_frame:
-            return  # between calls it may be silent
-        if unsent != self._unsent:
-            self._since, self._unsent = now, unsent
-        if self._reader is None and now - self._since > HELLO_SECONDS:
-            self.drop(f"it said nothing for {HELLO_SECONDS:.0f} s")
-        elif now - self._since > STALL_SECONDS:
-            self.drop(f"it stood still for {STALL_SECONDS:.0f} s, with {unsent} bytes of replies unread")
+        arriving = self._reader.in_frame and not self._full  # what we leave unread is not its fault
+        if self._receives.behind(now, arriving, self._received) > patience:
+            self.drop(f"a frame has not come to its end for {patience:.0f} s")
+        elif self._reads.behind(now, unsent > 0, self._written - unsent) > patience:
+            self.drop(f"it has not read {unsent} bytes of replies for {patience:.0f} s")
 
     def drop(self, reason: str) -> None:
         """End the connection."""
@@ -138,7 +198,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, num_bytes: int) -> None:
         """So many bytes have come to where `get_buffer` said."""
-        self._since = time.monotonic()
+        self._received += num_bytes
         if self._reader is None:
             self._greet(num_bytes)
             return
@@ -176,8 +236,9 @@ class Connection(asyncio.BufferedProtocol):
         if header.kind not in REQUEST_KINDS:
             self._refuse(header, _unknown(header))
             return None
-        if server.receiving_bytes and server.receiving_bytes + size > RECEIVING_BYTES:
-            self._refuse(header, ShardBusy(queued_bytes=server.receiving_bytes, retry_after_ms=_RETRY_MS))
+        # a small one always: it needs no more than the memory that every connection has anyway
+        if size > SCRATCH_BYTES and server.receiving_bytes + size > RECEIVING_BYTES:
+            self._refuse(header, server.turn_away(server.receiving_bytes))
             return None
         self._receiving = size
         server.receiving_bytes += size
@@ -195,15 +256,22 @@ class Connection(asyncio.BufferedProtocol):
             self._refuse(header, _unknown(header))
             return
         request = kind
-        call = header.call
+
+        def read_request() -> Request:
+            if request is Pull:
+                self._server.check_room(self._full)
+            return read(request, header.head, buffers)
 
         def write(reply: Reply) -> Pieces:
             bulk = [np.ascontiguousarray(array).data for array in arrays(reply)]
-            return encode(KIND_OF[type(reply)], call, 0, head_bytes(reply), bulk, checksum=self._checksum)
+            pieces = encode(KIND_OF[type(reply)], header.call, 0, head_bytes(reply), bulk, checksum=self._checksum)
+            if isinstance(reply, Rows):
+                self._server.made_bytes += sum(map(len, pieces))
+            return pieces
 
         future = self._server.dispatch.submit(
             kind,
-            lambda: read(request, header.head, buffers),
+            read_request,
             write,
             num_bytes=len(header.head) + sum(header.lengths),
             deadline=time.monotonic() + header.timeout_ms / 1000,
@@ -216,16 +284,21 @@ class Connection(asyncio.BufferedProtocol):
                 return  # its deadline passed: nobody waits for it
             error = future.exception()
             pieces = future.result() if error is None else self._error(header, error)
+            rows = error is None and header.kind == KIND_OF[Pull]
             try:
-                self._server.loop.call_soon_threadsafe(self._send, pieces)
+                self._server.loop.call_soon_threadsafe(self._send, pieces, rows)
             except RuntimeError:
                 pass  # the loop has ended, and the connection with it
 
         return send
 
-    def _send(self, pieces: Pieces) -> None:
+    def _send(self, pieces: Pieces, rows: bool = False) -> None:
+        num_bytes = sum(map(len, pieces))
         if not self._transport.is_closing():
+            self._written += num_bytes
             self._transport.writelines(pieces)
+        if rows:
+            self._server.sent(num_bytes)
 
     def _refuse(self, header: Header, error: EmbershardError) -> None:
         self._send(self._error(header, error))
