@@ -2,11 +2,16 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PEERS := .venv-peers
+PEER_NAMES := torchrec ray mxnet openembedding paddle tensorflow redis
+# for peers that know no newer one
+PYTHON38 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.8.*/bin/python) python3.8)
 # threads of torch x processes <= cores: the processes of one job share the machine
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup demo test unit fuzz lint proto build clean \
-        bar-ncf bar-ctr bar-equal bar-wrap bar-kernels bar-rows bench-growth bench-startup bench-wire
+        bar-ncf bar-ctr bar-equal bar-wrap bar-kernels bar-rows bar-peers peers-env \
+        bench-growth bench-startup bench-wire
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -67,11 +72,27 @@ bar-rows: setup  ## 100 million rows on one machine
 bench-growth: setup  ## worst pull while a table grows to 20 million rows
 	$(BIN)/python bench/growth.py
 
+bench-loader: setup  ## a batch made here, by the loader process, by the DataLoader of torch
+	$(BIN)/python bench/loader.py
+
 bench-startup: setup  ## from the command to serving
 	$(BIN)/python bench/startup.py
 
 bench-wire: setup  ## what a frame costs, and a checksum of its buffers
 	$(BIN)/python bench/wire.py
 
+bar-peers: setup  ## what a user would pick instead, beside ours in one run (an hour with all peers)
+	$(BIN)/python bench/peers.py $(ARGS)
+
+peers-env:  ## the environments of the peers that need more than torch, in .venv-peers (8 GB)
+	-$(MAKE) --keep-going $(patsubst %,$(PEERS)/%/.ready,$(PEER_NAMES))
+
+$(PEERS)/%/.ready: bench/peer_environments/%.txt
+	$(if $(filter mxnet openembedding,$*),$(PYTHON38),$(PYTHON)) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	test ! -e $(basename $<).last.txt || $(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--no-deps --no-build-isolation -r $(basename $<).last.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist runs
+	rm -rf $(VENV) $(PEERS) build dist runs

@@ -1,0 +1,167 @@
+"""embershard on the workloads of the peers' common.py, as one more program beside them: same command line and output.
+
+Real shard processes, and workers as processes of their own. The rows of both workloads are all resident on the shards
+before the first step, as they are with the peers, and for `dlrm` they are those that inproc.py draws, so that losses
+compare. The other programs lie in the folder that EMBERSHARD_PEERS names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+PEERS = Path(os.environ.get("EMBERSHARD_PEERS") or Path(__file__).resolve().parents[2] / "shared/peers")
+sys.path.insert(1, str(PEERS))
+
+import common as C  # noqa: E402  # before numpy: it says how many threads that may use
+
+CARRIERS = {"stream": "", "tcp": "tcp://", "grpc": "grpc://"}
+PORTION = 2**18  # rows loaded at a time
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--carrier", default="stream", choices=CARRIERS, help="stream: a Unix socket on one machine")
+    parser.add_argument("--staleness", type=int, default=2, help="dlrm: of session.prefetch; -1: no prefetch")
+    parser.add_argument("--spans", action="store_true", help="print where the time of a step goes, to stderr")
+    parser.add_argument("--addresses", default="")
+    parser.add_argument("--pids", default="")
+
+
+def main(a: argparse.Namespace) -> None:
+    """Start shards and workers, and print what the workers measured."""
+    from embershard.deploy.supervisor import LocalShards
+
+    workers: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="embershard") as folder, LocalShards(a.servers) as shards:
+        addresses = ",".join(CARRIERS[a.carrier] + address for address in shards.addresses)
+        given = ["--addresses", addresses, "--pids", " ".join(map(str, shards.pids)), "--dir", folder]
+        try:
+            for rank in range(a.workers):
+                command = [sys.executable, __file__, *sys.argv[1:], "--role", "worker", "--rank", str(rank), *given]
+                workers[f"worker{rank}"] = C.spawn(command, None, f"{folder}/worker{rank}.log")
+            results = C.wait_results(a, folder, workers, timeout=600)
+        finally:
+            C.stop(workers, grace=3)
+        if a.spans:
+            print(C.tail(f"{folder}/worker0.log"), file=sys.stderr)
+    staleness = a.staleness if a.workload == "dlrm" else None
+    C.collect(a, "embershard", results, carrier=a.carrier, staleness=staleness)
+
+
+def make_meter(a: argparse.Namespace) -> Any:
+    """A meter that charges the CPU of every process of the job."""
+    shards = [int(pid) for pid in a.pids.split()]
+    Path(a.dir, f"pid{a.rank}").write_text(str(os.getpid()))
+    files = [Path(a.dir, f"pid{rank}") for rank in range(a.workers)]
+    while not all(file.exists() and file.read_text() for file in files):
+        time.sleep(0.01)
+    pids = shards + [int(file.read_text()) for file in files]
+    return C.Meter(a, lambda: pids, lambda: shards)
+
+
+def milliseconds(*times: float) -> list[float]:
+    return [1000 * (stop - start) for start, stop in pairwise(times)]
+
+
+def train_ps(a: argparse.Namespace) -> None:
+    """Pull and push, Adagrad on the shards."""
+    import numpy as np
+
+    import embershard as es
+    from embershard.proto.routing import make_route
+    from embershard.worker.spans import step_ends, steps_begin
+
+    def values() -> Iterator[tuple[Any, Any]]:
+        draw = np.random.default_rng(0)
+        for start in range(0, C.PS_N, PORTION):
+            ids = np.arange(start, min(start + PORTION, C.PS_N))
+            yield ids, (draw.random((len(ids), C.PS_DIM), np.float32) - np.float32(0.5)) * np.float32(0.1)
+
+    with es.connect(a.addresses) as session:
+        table = session.table(es.TableSpec(name="rows", dim=C.PS_DIM, optimizer=es.Adagrad(lr=C.PS_LR)), values)
+        name, key, client = table.spec.name, table.spec.space_key, session.client
+        gradients = C.ps_grad()
+        out = np.zeros((C.PS_DRAW, C.PS_DIM), np.float32)
+        meter = make_meter(a)
+        steps_begin()
+        for step, ids in enumerate(C.ps_ids(a.steps)):
+            meter.begin_step(step)
+            t0 = time.time()
+            route = make_route(ids, key, client.placement)
+            unique = len(route.ids)
+            t1 = time.time()
+            client.pull([(name, route)], [out[:unique]], keep=True)
+            t2 = time.time()
+            client.push([(name, route, gradients[:unique])], clock=step)
+            meter.end_step(step, unique, parts=milliseconds(t0, t1, t2, time.time()))
+            step_ends()
+        meter.finish()
+
+
+def train_dlrm(a: argparse.Namespace) -> None:
+    """The training loop that a user writes."""
+    import torch
+    from dlrm_torch import Dense, loss_fn
+    from torch import nn
+
+    import embershard as es
+    from embershard.worker.spans import step_ends, steps_begin
+
+    class DLRM(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Dense()  # first, and then the rows: the order in which inproc.py draws them
+            rows = torch.empty(C.TOTAL, C.DIM).uniform_(-C.EMB_INIT, C.EMB_INIT)
+            self.embedding = nn.Embedding(C.TOTAL, C.DIM, _weight=rows)
+
+        def embedding_inputs(self, ids: torch.Tensor, dense: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"embedding": ids}
+
+        def forward(self, ids: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+            return self.net(dense, self.embedding(ids))  # type: ignore[no-any-return]
+
+    tensors = ((batch[2], batch[0], batch[3]) for batch in C.dlrm_batches(a.steps, a.rank))
+    batches = [tuple(map(torch.from_numpy, arrays)) for arrays in tensors]
+    with es.connect(a.addresses, worker=a.rank) as session:
+        sgd = es.SGD(lr=C.DENSE_LR)
+        model = es.wrap(DLRM(), session, optimizer=es.Adagrad(lr=C.EMB_LR), dense_optimizer=sgd)
+        meter = make_meter(a)
+        loop: Iterable[Any] = batches if a.staleness < 0 else session.prefetch(batches, staleness=a.staleness)
+        loop = iter(loop)
+        steps_begin()
+        for step in range(a.steps):
+            meter.begin_step(step)
+            ids, dense, labels = next(loop)
+            loss = loss_fn(model(ids, dense), labels)
+            loss.backward()
+            session.step()
+            if step == a.steps - 1:
+                session.flush()
+            meter.end_step(step, 0, loss.item())
+            step_ends()
+        meter.finish()
+        assert session.missed_reads == 0
+
+
+def work(a: argparse.Namespace) -> None:
+    """A worker."""
+    from embershard.worker.spans import Recorder
+
+    train = {"ps": train_ps, "dlrm": train_dlrm}[a.workload]
+    with Recorder() if a.spans else contextlib.nullcontext() as recorder:
+        train(a)
+        if recorder is not None:
+            print(recorder.split(), flush=True)
+
+
+if __name__ == "__main__":
+    arguments = C.args(options)
+    (main if arguments.role == "main" else work)(arguments)

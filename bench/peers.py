@@ -1,0 +1,290 @@
+"""embershard beside what a user would pick instead, in one run, on the workloads of the peers' common.py.
+
+Every program runs once per round, in turn, and the medians over the rounds count. Torch's own programs are always part
+of it; another one is where `make peers-env` made its environment, and skipped, with the reason, where it does not run.
+Prints a table per workload and one JSON line; exits 1 below the bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from timing import finish, median, print_table
+
+ROOT = Path(__file__).resolve().parents[1]
+PEERS = Path(os.environ.get("EMBERSHARD_PEERS") or ROOT.parent / "shared/peers")
+ENVIRONMENTS = ROOT / ".venv-peers"
+OURS = "embershard"
+RUN_SECONDS = 400
+QUIET = 0.15  # cores that others may use while a program is measured
+LOSS_STEPS = 200
+
+Figures = dict[str, float]
+
+
+class Skipped(Exception):
+    """Why a program has no figures."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """One way to do the work."""
+
+    label: str
+    script: str
+    words: tuple[str, ...] = ()
+    environment: str = ""  # folder of .venv-peers; empty: this Python
+
+    @property
+    def must_run(self) -> bool:
+        return not self.environment
+
+    def run(self, words: Sequence[str]) -> dict[str, Any]:
+        """The JSON line that it prints. Skipped where there is none."""
+        python = ENVIRONMENTS / self.environment / "bin/python" if self.environment else Path(sys.executable)
+        if not python.exists():
+            raise Skipped(f"no environment {python.parents[1]}: run make peers-env")
+        script = Path(__file__).with_name(self.script) if self.script == "peer_embershard.py" else PEERS / self.script
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as said:
+            process = subprocess.Popen(
+                [python, script, *words, *self.words],
+                cwd=folder,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                process.wait(RUN_SECONDS)
+            except subprocess.TimeoutExpired:
+                raise Skipped(f"no result within {RUN_SECONDS} s") from None
+            finally:
+                _end(process)
+            said.seek(0)
+            lines = said.read().strip().splitlines() or ["it said nothing"]
+        for line in reversed(lines):
+            if line.startswith('{"peer"'):
+                return dict(json.loads(line))
+        raise Skipped(lines[-1][:200])
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a program and what it started: first as Ctrl-C does, so that it can do that itself."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+IN_PROCESS = [
+    Program("torch in one process, by hand", "inproc.py", ("--impl", "manual")),
+    Program("torch in one process, torch.optim", "inproc.py", ("--impl", "optim")),
+]
+EMBERSHARD = Program(OURS, "peer_embershard.py")
+RPC = [
+    Program(f"torch rpc, {name}, {optimizer}", "torch_rpc.py", ("--transport", transport, "--server-opt", optimizer))
+    for transport, name in (("auto", "shared memory"), ("uv", "TCP"))
+    for optimizer in ("manual", "optim")
+]
+PS_LITE = Program("ps-lite (MXNet)", "mxnet_kv.py", environment="mxnet")
+OTHERS = [
+    Program("Ray", "ray_ps.py", ("--server-opt", "manual"), environment="ray"),
+    Program("TensorFlow", "tf_ps.py", environment="tensorflow"),
+    Program("PaddlePaddle", "paddle_ps.py", environment="paddle"),
+    Program("OpenEmbedding", "openembedding_ps.py", environment="openembedding"),
+    Program("Redis", "redis_ps.py", environment="redis"),
+]
+TORCHREC = Program("TorchRec", "torchrec_rw.py", environment="torchrec")
+# it is no parameter server: two processes hold the rows, and the second one only serves
+TORCHREC_PS = Program("TorchRec, 2 processes", "torchrec_rw.py", ("--workers", "2"), environment="torchrec")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Programs on the same work."""
+
+    name: str
+    words: tuple[str, ...]
+    steps: int
+    programs: tuple[Program, ...]
+
+    def run(self, rounds: int, quick: bool) -> tuple[dict[str, Figures], dict[str, str]]:
+        """Median figures by program, and why others have none."""
+        results: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        skipped: dict[str, str] = {}
+        words = [*self.words, "--steps", str(self.steps)]
+        for number in range(rounds):
+            # there and back, so that none always follows the same other one
+            for program in self.programs[:: -1 if number % 2 else 1]:
+                if program.label in skipped or (quick and not program.must_run):
+                    continue
+                try:
+                    result = program.run(words)
+                except Skipped as reason:
+                    if program.must_run:
+                        raise SystemExit(f"{self.name}: {program.label} gave no result: {reason}") from None
+                    skipped[program.label] = str(reason)
+                    results.pop(program.label, None)
+                    continue
+                results[program.label].append(result)
+                print(f"{self.name} {number + 1}/{rounds} {json.dumps(result)}", flush=True)
+        return {label: _medians(runs) for label, runs in results.items()}, skipped
+
+
+def _medians(runs: Sequence[Mapping[str, Any]]) -> Figures:
+    names = ("median_ms", "p90_ms", "cpu_s_per_step", "samples_per_s")
+    figures = {name: median([run[name] for run in runs]) for name in names if name in runs[0]}
+    middle = sorted(runs, key=lambda run: float(run["median_ms"]))[len(runs) // 2]
+    parts = {f"part{n}_ms": part for n, part in enumerate(middle.get("parts_ms", []))}
+    return {**figures, **parts, "other_cores": max(run["other_cores"] for run in runs)}
+
+
+WORKLOADS = {
+    "ps": Workload(
+        "W-PS, 2 shards, 1 worker",
+        ("--workload", "ps", "--servers", "2"),
+        100,
+        (*IN_PROCESS, *RPC, PS_LITE, TORCHREC_PS, *OTHERS, EMBERSHARD,
+         Program(f"{OURS}, TCP", EMBERSHARD.script, ("--carrier", "tcp"))),
+    ),
+    "dlrm1": Workload(
+        "W-DLRM, 2 shards, 1 worker",
+        ("--workload", "dlrm", "--servers", "2", "--workers", "1"),
+        60,
+        (*IN_PROCESS, RPC[2], TORCHREC, *OTHERS, EMBERSHARD),
+    ),
+    "dlrm2": Workload(
+        "W-DLRM, 2 shards, 2 workers",
+        ("--workload", "dlrm", "--servers", "2", "--workers", "2"),
+        60,
+        (RPC[2], TORCHREC, *OTHERS, EMBERSHARD),
+    ),
+}  # fmt: skip
+LOSS = Workload(
+    "loss",
+    ("--workload", "dlrm", "--servers", "2", "--workers", "1"),
+    LOSS_STEPS,
+    (IN_PROCESS[0], Program(OURS, EMBERSHARD.script, ("--staleness", "0"))),
+)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A figure of ours and what it must reach; at_most where less is better."""
+
+    what: str
+    value: float
+    bound: float
+    at_most: bool = False
+
+    @property
+    def passed(self) -> bool:
+        return self.value <= self.bound if self.at_most else self.value >= self.bound
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.value:.4g} (bar: {'at most' if self.at_most else 'at least'} {self.bound})"
+
+
+def bars_of_ps(figures: Mapping[str, Figures]) -> list[Bar]:
+    ours = figures[OURS]
+    rpc = min((p.label for p in RPC), key=lambda label: figures[label]["median_ms"])
+    bounds = {rpc: 3.0, PS_LITE.label: 3.0, IN_PROCESS[0].label: 2.0}
+    steps = [
+        Bar(f"W-PS: step against {label}", figures[label]["median_ms"] / ours["median_ms"], bound)
+        for label, bound in bounds.items()
+        if label in figures
+    ]
+    cpu = ours["cpu_s_per_step"] / figures[rpc]["cpu_s_per_step"]
+    return [*steps, Bar(f"W-PS: CPU per step against {rpc}", cpu, 0.4, at_most=True)]
+
+
+def bars_of_dlrm(name: str, figures: Mapping[str, Figures], rivals: Sequence[str], factor: float) -> list[Bar]:
+    """`factor` over the fastest of these rivals, and ahead of whatever else ran."""
+    rates = {label: its["samples_per_s"] for label, its in figures.items()}
+    others = [label for label in rates if label != OURS and label not in rivals]
+    bars = [(max(rivals, key=rates.__getitem__), factor)]
+    bars += [(max(others, key=rates.__getitem__), 1.0)] if others else []
+    return [Bar(f"{name}: samples/s against {label}", rates[OURS] / rates[label], bound) for label, bound in bars]
+
+
+def bars_of(key: str, figures: Mapping[str, Figures]) -> list[Bar]:
+    if key == "ps":
+        return bars_of_ps(figures)
+    if key == "dlrm1":
+        return bars_of_dlrm("W-DLRM, 1 worker", figures, [p.label for p in IN_PROCESS], 1.05)
+    return bars_of_dlrm("W-DLRM, 2 workers", figures, [RPC[2].label], 1.15)
+
+
+def show(name: str, figures: Mapping[str, Figures]) -> None:
+    print(f"\n{name}")
+    ours, rows = figures[OURS], []
+    for label, its in sorted(figures.items(), key=lambda item: item[1]["median_ms"]):
+        rate = its.get("samples_per_s")
+        times = rate / ours["samples_per_s"] if rate else ours["median_ms"] / its["median_ms"]
+        rows.append([label, its["median_ms"], 1000 * its["cpu_s_per_step"], round(rate) if rate else "-", times])
+    print_table(["", "step, ms", "CPU, ms/step", "samples/s", "speed, of ours"], rows)
+
+
+def loss_bar() -> tuple[Figures, Bar]:
+    """The losses of 200 steps at staleness 0, from the same first weights, and of torch in one process."""
+    last = {}
+    for program in LOSS.programs:
+        result = program.run([*LOSS.words, "--steps", str(LOSS_STEPS)])
+        print(f"{LOSS.name} {json.dumps(result)}", flush=True)
+        last[program.label] = float(result["loss_last"])
+    ours, theirs = last[OURS], last[IN_PROCESS[0].label]
+    figures = {"embershard": ours, "in_process": theirs}
+    return figures, Bar(f"loss after {LOSS_STEPS} steps against one process", abs(ours - theirs), 0.002, at_most=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one round, and only programs that need torch alone")
+    parser.add_argument("--only", action="append", choices=[*WORKLOADS, "loss"], help="may be given several times")
+    options = parser.parse_args()
+    rounds = 1 if options.quick else options.rounds
+    chosen = options.only or [*WORKLOADS, "loss"]
+    result: dict[str, object] = {"rounds": rounds}
+    bars: list[Bar] = []
+    busy = 0.0
+    for key in chosen:
+        if key == "loss":
+            result[key], bar = loss_bar()
+            bars.append(bar)
+            continue
+        workload = WORKLOADS[key]
+        figures, skipped = workload.run(rounds, options.quick)
+        show(workload.name, figures)
+        for label, reason in skipped.items():
+            print(f"skipped: {label}: {reason}")
+        busy = max(busy, *(its["other_cores"] for its in figures.values()))
+        result[key] = {"steps": workload.steps, "programs": figures, "skipped": skipped}
+        bars += bars_of(key, figures)
+    print()
+    for bar in bars:
+        print(f"{'ok  ' if bar.passed else 'FAIL'} {bar}")
+    if busy > QUIET:
+        print(f"others used up to {busy:.2f} cores meanwhile: run it again on a quiet machine")
+    result["bars"] = {
+        bar.what: {"value": round(bar.value, 4), "bound": bar.bound, "passed": bar.passed} for bar in bars
+    }
+    finish({**result, "other_cores": busy}, [str(bar) for bar in bars if not bar.passed])
+
+
+if __name__ == "__main__":
+    main()
