@@ -144,6 +144,7 @@ class Connection(asyncio.BufferedProtocol):
         self._full = False  # whether too much waits to be read
         self._began = time.monotonic()
         self._received = self._written = 0  # bytes
+        self._made = self._handed = 0  # bytes of replies with rows: by the apply thread, and of these to the transport
         self._receives, self._reads = _Pace(), _Pace()
         self._transport: asyncio.Transport
 
@@ -259,14 +260,16 @@ class Connection(asyncio.BufferedProtocol):
 
         def read_request() -> Request:
             if request is Pull:
-                self._server.check_room(self._full)
+                self._server.check_room(self._full or self._made - self._handed > UNSENT_BYTES)
             return read(request, header.head, buffers)
 
         def write(reply: Reply) -> Pieces:
             bulk = [np.ascontiguousarray(array).data for array in arrays(reply)]
             pieces = encode(KIND_OF[type(reply)], header.call, 0, head_bytes(reply), bulk, checksum=self._checksum)
             if isinstance(reply, Rows):
-                self._server.made_bytes += sum(map(len, pieces))
+                num_bytes = sum(map(len, pieces))
+                self._made += num_bytes
+                self._server.made_bytes += num_bytes
             return pieces
 
         future = self._server.dispatch.submit(
@@ -298,6 +301,7 @@ class Connection(asyncio.BufferedProtocol):
             self._written += num_bytes
             self._transport.writelines(pieces)
         if rows:
+            self._handed += num_bytes
             self._server.sent(num_bytes)
 
     def _refuse(self, header: Header, error: EmbershardError) -> None:
