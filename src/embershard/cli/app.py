@@ -13,13 +13,14 @@ from typer.core import TyperCommand, TyperGroup
 
 from embershard.proto.errors import EmbershardError
 
-# in the order of the help; each is the function of that name in the module of that name
+# in the order of the help; each is the function, or the group of commands, of that name in the module of that name
 COMMANDS = {
     "train": "Train a job on this machine, or on the shards that are named.",
     "up": "Run supervised shards on this machine.",
     "ps": "Serve one shard.",
     "worker": "Run one worker of a job.",
     "status": "Show health, rows, bytes and requests of every shard.",
+    "bench": "Measure pull and push, training, and how their cost grows.",
 }
 # what a machine may say to any write, at any moment; everything else is a defect, and shows its traceback
 _NOT_OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
@@ -44,8 +45,11 @@ class LazyCommands(TyperGroup):
 
 def _load(name: str) -> TyperCommand:
     module = importlib.import_module(f"embershard.cli.{name}")
+    found = getattr(module, name)
+    if isinstance(found, typer.Typer):
+        return typer.main.get_command(found)  # type: ignore[return-value]
     one = typer.Typer(add_completion=False)
-    one.command(name)(getattr(module, name))
+    one.command(name)(found)
     return typer.main.get_command(one)  # type: ignore[return-value]
 
 

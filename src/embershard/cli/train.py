@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import signal
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
+from embershard.cli.signals import ended_by_signals
 from embershard.deploy.supervisor import LocalShards
 from embershard.deploy.workers import LocalWorkers
 from embershard.proto.errors import EmbershardError
@@ -62,7 +60,7 @@ def train(
     command += ["--data", str(data)] if data is not None else []
     command += ["--profile"] if profile else []
     make_folder(folder)
-    with _ended_by_signals(), contextlib.ExitStack() as stack:
+    with ended_by_signals(), contextlib.ExitStack() as stack:
         watch: Callable[[], EmbershardError | None] = lambda: None  # noqa: E731
         if ps is None:
             local = stack.enter_context(LocalShards(settings.shards, imports=imports or ()))
@@ -70,18 +68,3 @@ def train(
         running = stack.enter_context(LocalWorkers(settings.workers, [*command, "--ps", ps], folder))
         running.wait(watch)
     typer.echo(f"log: {folder / 'log.jsonl'}")
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind, so that no process is left behind."""
-
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        sys.exit(128 + number)
-
-    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
