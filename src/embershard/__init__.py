@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from embershard.worker.client import Client as Client
     from embershard.worker.embedding import Embedding as Embedding
     from embershard.worker.embedding import EmbeddingBag as EmbeddingBag
+    from embershard.worker.memory import keep_freed_memory as keep_freed_memory
     from embershard.worker.session import Session as Session
     from embershard.worker.session import connect as connect
     from embershard.worker.wrap import wrap as wrap
@@ -52,6 +53,7 @@ _HOME = {
     "embershard.ps.optim": ("row_optimizer",),
     "embershard.worker.client": ("Client",),
     "embershard.worker.embedding": ("Embedding", "EmbeddingBag"),
+    "embershard.worker.memory": ("keep_freed_memory",),
     "embershard.worker.session": ("Session", "connect"),
     "embershard.worker.wrap": ("wrap",),
 }
@@ -78,6 +80,7 @@ __all__ = [  # noqa: RUF022  # in the order of use
     "Constant",
     "Normal",
     "Uniform",
+    "keep_freed_memory",
     "EmbershardError",
     "errors",
 ]

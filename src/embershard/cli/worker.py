@@ -18,6 +18,7 @@ from embershard.worker.data.loader import LoaderProcess, Share
 from embershard.worker.group import JOIN_TIMEOUT, WorkerGroup
 from embershard.worker.job import load_job
 from embershard.worker.log import JsonLog, TensorBoardLog
+from embershard.worker.memory import keep_freed_memory
 from embershard.worker.profiling import Profile
 from embershard.worker.progress import Terminal
 from embershard.worker.records import Observer
@@ -61,6 +62,7 @@ def worker(
     folder = output or settings.output
     if profile and folder is None:
         raise typer.BadParameter("--profile writes files: name a folder with --output, or in the job")
+    keep_freed_memory()
     torch.set_num_threads(settings.train.threads or _fair_threads(local_world_size or world_size))
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
