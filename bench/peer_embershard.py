@@ -30,6 +30,9 @@ PORTION = 2**18  # rows loaded at a time
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--carrier", default="stream", choices=CARRIERS, help="stream: a Unix socket on one machine")
     parser.add_argument("--staleness", type=int, default=2, help="dlrm: of session.prefetch; -1: no prefetch")
+    parser.add_argument(
+        "--malloc", default="keep", choices=["keep", "default"], help="keep: as `embershard worker` does"
+    )
     parser.add_argument("--spans", action="store_true", help="print where the time of a step goes, to stderr")
     parser.add_argument("--addresses", default="")
     parser.add_argument("--pids", default="")
@@ -128,6 +131,8 @@ def train_dlrm(a: argparse.Namespace) -> None:
         def forward(self, ids: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
             return self.net(dense, self.embedding(ids))  # type: ignore[no-any-return]
 
+    if a.malloc == "keep":
+        es.keep_freed_memory()
     tensors = ((batch[2], batch[0], batch[3]) for batch in C.dlrm_batches(a.steps, a.rank))
     batches = [tuple(map(torch.from_numpy, arrays)) for arrays in tensors]
     with es.connect(a.addresses, worker=a.rank) as session:
