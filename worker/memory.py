@@ -15,8 +15,9 @@ def keep_freed_memory() -> bool:
     """Have malloc keep up to 512 MiB of what tensors freed for those of the next step; whether it can.
 
     By default glibc gives blocks of some MiB back to the system, and every step pays for the same memory again, page by
-    page: 500 to 1,300 page faults in a DLRM step of 2,048 samples on a CPU, 2 to 4 % of its time. It holds for the
-    whole process, so it is yours to call, before the first step; `embershard worker` does. Other C libraries have no such setting.
+    page: 500 to 1,300 page faults in a DLRM step of 2,048 samples on a CPU, up to 4 % of its time. It holds for the
+    whole process, so it is yours to call, before the first step; `embershard worker` does. Other C libraries have no
+    such setting.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
