@@ -3,6 +3,10 @@
 Real shard processes, and workers as processes of their own. The rows of both workloads are all resident on the shards
 before the first step, as they are with the peers, and for `dlrm` they are those that inproc.py draws, so that losses
 compare. The other programs lie in the folder that EMBERSHARD_PEERS names.
+
+torch multiplies matrices by MKL, which leaves half of an AMD processor's vector unit idle; TensorFlow and Paddle bring
+oneDNN, which does not. `--linear onednn` has the linear layers use it too, in float32 as before, so that what is
+compared is how weights get to the model and back.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--malloc", default="keep", choices=["keep", "default"], help="keep: as `embershard worker` does"
     )
+    parser.add_argument("--linear", default="torch", choices=["torch", "onednn"], help="dlrm: who multiplies matrices")
     parser.add_argument("--spans", action="store_true", help="print where the time of a step goes, to stderr")
     parser.add_argument("--addresses", default="")
     parser.add_argument("--pids", default="")
@@ -55,8 +60,8 @@ def main(a: argparse.Namespace) -> None:
             C.stop(workers, grace=3)
         if a.spans:
             print(C.tail(f"{folder}/worker0.log"), file=sys.stderr)
-    staleness = a.staleness if a.workload == "dlrm" else None
-    C.collect(a, "embershard", results, carrier=a.carrier, staleness=staleness)
+    dlrm = {"staleness": a.staleness, "linear": a.linear} if a.workload == "dlrm" else {}
+    C.collect(a, "embershard", results, carrier=a.carrier, **dlrm)
 
 
 def make_meter(a: argparse.Namespace) -> Any:
@@ -109,6 +114,28 @@ def train_ps(a: argparse.Namespace) -> None:
         meter.finish()
 
 
+def use_onednn() -> None:
+    """Have torch's linear layers multiply by oneDNN instead of MKL, in the processor's float32 as before."""
+    import torch
+    from torch import nn
+
+    multiply = torch.ops.mkldnn._linear_pointwise  # (x, w, bias, ...): x @ w.T + bias
+
+    class Linear(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, weight)
+            return multiply(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+            (gradient,), (x, weight) = gradients, ctx.saved_tensors
+            of_x = multiply(gradient, weight.t(), None, "none", [], "") if ctx.needs_input_grad[0] else None
+            return of_x, multiply(gradient.t(), x.t(), None, "none", [], ""), gradient.sum(0)
+
+    nn.Linear.forward = lambda self, x: Linear.apply(x, self.weight, self.bias)  # type: ignore[method-assign,no-untyped-call]
+
+
 def train_dlrm(a: argparse.Namespace) -> None:
     """The training loop that a user writes."""
     import torch
@@ -133,6 +160,8 @@ def train_dlrm(a: argparse.Namespace) -> None:
 
     if a.malloc == "keep":
         es.keep_freed_memory()
+    if a.linear == "onednn":
+        use_onednn()
     tensors = ((batch[2], batch[0], batch[3]) for batch in C.dlrm_batches(a.steps, a.rank))
     batches = [tuple(map(torch.from_numpy, arrays)) for arrays in tensors]
     with es.connect(a.addresses, worker=a.rank) as session:
