@@ -316,6 +316,9 @@ class _Connection(asyncio.BufferedProtocol):
             call.fail(reason)
         self._calls.clear()
 
+    def eof_received(self) -> None:
+        self._transport.abort()  # what is still to be sent would have no reply
+
     def drop(self, reason: str) -> None:
         """End the connection and what is under way on it."""
         self._reason = reason
@@ -341,6 +344,8 @@ class _Connection(asyncio.BufferedProtocol):
 
         False where the connection has to end with it; the call then fails when nothing moves any more.
         """
+        if self._calls.get(call.number) is not call:
+            return True
         if self._arriving is not None and self._arriving is call.places:
             self.drop("no answer: its deadline passed while it arrived")
         elif self._heard < call.started:
@@ -348,9 +353,9 @@ class _Connection(asyncio.BufferedProtocol):
         elif call.end > self._sent - self._transport.get_write_buffer_size():
             self.drop("no answer: its deadline passed while it was sent")
         else:
-            self._calls.pop(call.number, None)
+            del self._calls[call.number]
             return True
-        return call.number not in self._calls
+        return False
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._hello[self._filled :] if self._reader is None else self._reader.buffer()
@@ -411,8 +416,8 @@ class _Connection(asyncio.BufferedProtocol):
         if call is None:
             return
         if self._arriving is not None and self._arriving is call.places:
-            self.drop("it sent two replies to one call")  # and the second arrives in the caller's arrays
-            return
+            # the second arrives in the caller's arrays
+            raise NotAShard(address=self._carrier.address, reason="it sent two replies to one call")
         del self._calls[header.call]
         reply = METHODS[call.request][1]
         if header.kind == ERROR_KIND:
