@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup demo test unit fuzz lint proto build clean \
         bar-ncf bar-ctr bar-equal bar-wrap bar-kernels bar-rows bar-peers peers-env \
-        bench-growth bench-startup bench-wire
+        bench-growth bench-startup bench-wire bar-scale bench-cluster
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -80,6 +80,12 @@ bench-startup: setup  ## from the command to serving
 
 bench-wire: setup  ## what a frame costs, and a checksum of its buffers
 	$(BIN)/python bench/wire.py
+
+bar-scale: setup  ## how cost grows with rows, shards, workers and batch (20 minutes, 16 GiB)
+	$(BIN)/python bench/scale.py
+
+bench-cluster: setup  ## what bar-scale measured, carried to a cluster
+	$(BIN)/python bench/cluster.py
 
 bar-peers: setup  ## what a user would pick instead, beside ours in one run (an hour with all peers)
 	$(BIN)/python bench/peers.py $(ARGS)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -38,6 +39,16 @@ class Calls:
     def __exit__(self, *_: object) -> None:
         self.wall.append((time.perf_counter() - self._start[0]) * 1e3)
         self.cpu.append((time.thread_time() - self._start[1]) * 1e3)
+
+    def by_size(self, batch: int) -> dict[str, dict[str, float]]:
+        """What calls took while the table was about so large; each size is twice the one before."""
+        stops = [16 << k for k in range(32) if 16 << k < len(self.wall)] + [len(self.wall)]
+        curve = {}
+        for start, stop in pairwise([0, *stops]):
+            wall, cpu = self.wall[start:stop], self.cpu[start:stop]
+            figures = {"p99_ms": np.quantile(wall, 0.99), "worst_ms": max(wall), "worst_cpu_ms": max(cpu)}
+            curve[str(stop * batch)] = {name: round(float(value), 3) for name, value in figures.items()}
+        return curve
 
     def summary(self) -> dict[str, float]:
         worst = int(np.argmax(self.wall))
@@ -91,7 +102,7 @@ def main() -> None:
     )
     print_table(["", *next(iter(sides.values()))], [[name, *figures.values()] for name, figures in sides.items()])
     keys = {name.split(",")[0] if "," not in name else "dense_push": figures for name, figures in sides.items()}
-    finish({"bench": "growth", "rows": table.num_rows, "batch": batch, **keys}, [])
+    finish({"bench": "growth", "rows": table.num_rows, "batch": batch, **keys, "pull_by_size": pull.by_size(batch)}, [])
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def curve_row(curve: str, result: AnyResult) -> str:
     value = f"{getattr(result.settings, setting):,}"
     if isinstance(result.settings, PullPush) and curve == "messages":
         value += f" x {result.settings.ids:,} ids"
-        words = "shards"
+        words = "shards" if result.settings.workers == 1 else f"shards, {result.settings.workers} workers"
     speed = f"{result.samples_per_second:>12,.0f} {'ids' if result.bench == 'ps' else 'samples'}/s"
     cost = "" if result.shard_cpu_ms is None else f", CPU ms {result.worker_cpu_ms:.2f} + {result.shard_cpu_ms:.2f}"
     step = result.parts["step"]

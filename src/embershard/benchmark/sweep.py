@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict
@@ -27,23 +27,24 @@ _ROWS_OF_MESSAGES = 1_000_000  # all resident, when the number of rows is not wh
 
 
 class Axis(StrEnum):
-    """What changes."""
+    """A curve, named after what changes along it; `messages` are shards, and ids per step."""
 
     ROWS = "rows"
+    MESSAGES = "messages"
     SHARDS = "shards"
     WORKERS = "workers"
     BATCH = "batch"
 
 
 class Sweep(BaseModel):
-    """The values that each axis takes, and how long each point is measured."""
+    """The values along each curve, and how long each point is measured."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     axes: tuple[Axis, ...] = tuple(Axis)
     rows: tuple[Rows, ...] = (100_000, 1_000_000, 10_000_000)
     shards: tuple[Shards, ...] = (1, 2, 4, 8)
-    ids: tuple[Ids, ...] = (256, 4_096, 65_536)  # per step, for each number of shards
+    ids: tuple[Ids, ...] = (256, 4_096, 65_536)  # per step, for each number of shards; `messages` alone
     workers: tuple[Workers, ...] = (1, 2, 4)
     batch: tuple[Batch, ...] = (512, 2_048, 8_192)
     dim: Dim = 16
@@ -57,7 +58,10 @@ AnyResult = Result[PullPush] | Result[Train]
 Points = Mapping[str, list[AnyResult]]
 
 
-def plan(sweep: Sweep) -> dict[str, list[PullPush | Train]]:
+Plan = Mapping[str, Sequence[PullPush | Train]]
+
+
+def plan(sweep: Sweep) -> Plan:
     """What is measured, by the curve that it is a point of.
 
     `rows`: pull and push of resident rows, one shard, uniform ids. `messages`: the same over shards and ids per step,
@@ -72,11 +76,12 @@ def plan(sweep: Sweep) -> dict[str, list[PullPush | Train]]:
     if Axis.ROWS in sweep.axes:
         base = pull_push.model_copy(update={"shards": 1, "ids": 16_384})
         curves["rows"] = [base.model_copy(update={"rows": rows}) for rows in sweep.rows]
-    if Axis.SHARDS in sweep.axes:
+    if Axis.MESSAGES in sweep.axes:
         base = pull_push.model_copy(update={"carrier": CarrierName.TCP})
         curves["messages"] = [
             base.model_copy(update={"shards": shards, "ids": ids}) for shards in sweep.shards for ids in sweep.ids
         ]
+    if Axis.SHARDS in sweep.axes:
         curves["shards"] = [train.model_copy(update={"shards": shards}) for shards in sweep.shards]
     if Axis.WORKERS in sweep.axes:
         curves["workers"] = [train.model_copy(update={"workers": workers}) for workers in sweep.workers]
@@ -85,10 +90,10 @@ def plan(sweep: Sweep) -> dict[str, list[PullPush | Train]]:
     return curves
 
 
-def run_sweep(sweep: Sweep, report: Callable[[str, AnyResult], None]) -> Points:
+def run_sweep(planned: Plan, report: Callable[[str, AnyResult], None]) -> Points:
     """Measure every point; `report` gets each, with the name of its curve, as soon as it is there."""
     points: dict[str, list[AnyResult]] = {}
-    for curve, settings in plan(sweep).items():
+    for curve, settings in planned.items():
         points[curve] = []
         for one in settings:
             result: AnyResult = measure_pull_push(one) if isinstance(one, PullPush) else measure_train(one)

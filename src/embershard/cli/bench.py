@@ -14,7 +14,7 @@ from embershard.benchmark.measure import measure_pull_push, measure_train
 from embershard.benchmark.picture import can_draw, draw_curves, draw_parts
 from embershard.benchmark.report import curve_row, figures, parts_table, points_json, result_json, write_json
 from embershard.benchmark.settings import CarrierName, PullPush, Train
-from embershard.benchmark.sweep import AnyResult, Axis, Sweep, run_sweep
+from embershard.benchmark.sweep import AnyResult, Axis, Sweep, plan, run_sweep
 from embershard.cli.signals import ended_by_signals
 from embershard.proto.spec import OPTIMIZERS
 from embershard.worker.addresses import parse_addresses
@@ -110,10 +110,12 @@ def train(
 
 @bench.command()
 def scale(
-    over: Annotated[list[Axis] | None, typer.Option(help="What changes; may be repeated.  [default: all]")] = None,
+    over: Annotated[list[Axis] | None, typer.Option(help="Which curve; may be repeated.  [default: all]")] = None,
     rows: Annotated[str, typer.Option(help="Resident rows.")] = "100_000,1_000_000,10_000_000",
     shards: Annotated[str, typer.Option(help="Numbers of shards.")] = "1,2,4,8",
-    ids: Annotated[str, typer.Option(help="Ids per step, for each number of shards.")] = "256,4096,65536",
+    ids: Annotated[
+        str, typer.Option(help="Ids per step, for each number of shards, of the curve `messages`.")
+    ] = "256,4096,65536",
     workers: Annotated[str, typer.Option(help="Numbers of workers.")] = "1,2,4",
     batch: Annotated[str, typer.Option(help="Samples per step.")] = "512,2048,8192",
     dim: Annotated[int, typer.Option(help="Floats per row.", min=1)] = 16,
@@ -123,7 +125,10 @@ def scale(
     seed: Seed = 0,
     output: Output = None,
 ) -> None:
-    """Repeat the other two while resident rows, shards, workers or the batch grow."""
+    """Repeat the other two while resident rows, shards, workers or the batch grow.
+
+    rows and messages (shards, and ids per step) pull and push; shards, workers and batch train.
+    """
     lists = {"rows": rows, "shards": shards, "ids": ids, "workers": workers, "batch": batch}
     numbers = {name: _numbers(name, text) for name, text in lists.items()}
     axes = tuple(over or Axis)
@@ -131,7 +136,7 @@ def scale(
     folder = output and make_folder(output)
     typer.echo(str(Conditions.now()))
     with ended_by_signals():
-        points = run_sweep(sweep, lambda curve, result: typer.echo(curve_row(curve, result)))
+        points = run_sweep(plan(sweep), lambda curve, result: typer.echo(curve_row(curve, result)))
     if folder is not None:
         write_json(points_json(points), folder / "scale.json")
         _draw(folder / "scale.svg", lambda path: draw_curves(points, path))
