@@ -119,7 +119,8 @@ class Model:
         down = floats * (1 - c.cached) + dense
         up = rows * ID_BYTES + floats + dense
         moved = down + up
-        served = self.shard.ms(2, rows / c.shards * imbalance, moved / c.shards) + self.far_ns * rows / c.shards / 1e6
+        fullest = rows * (1 - c.cached / 2) / c.shards * imbalance  # half of a row's price is its pull
+        served = self.shard.ms(2, fullest, moved / c.shards) + self.far_ns * fullest / 1e6
         byte_ms = 8 / (c.gbit * 1e9) * 1e3
         return {
             "worker's compute": c.compute_ms * c.batch / 2048,
@@ -150,6 +151,18 @@ def print_prices(model: Model, measured: Mapping[str, Any]) -> None:
     print(f"A row of a table of the assumed size costs the shard {model.far_ns:.0f} ns more.\n")
 
 
+def print_check(model: Model, measured: Mapping[str, Any]) -> None:
+    """The prices come from pull and push alone; training, over Unix sockets, was measured apart from it."""
+    print("CPU of all shards per training step of one worker, measured and by these prices:\n")
+    rows = []
+    for point in measured["curves"]["shards"]:
+        shards, moved = point["settings"]["shards"], point["mb_per_second"] * 1e6 / point["steps_per_second"]
+        priced = model.shard.ms(2 * shards, point["rows_per_step"], moved)
+        found = point["shard_cpu_ms"]
+        rows.append([f"{shards}", f"{found:.1f} ms", f"{priced:.1f} ms", f"{found / priced:.1f}"])
+    table(["shards", "measured", "priced", "ratio"], rows)
+
+
 def print_busy(model: Model, base: Cluster) -> None:
     print("Busy milliseconds per step of one worker; the step lasts as long as the largest:\n")
     rows = []
@@ -161,6 +174,20 @@ def print_busy(model: Model, base: Cluster) -> None:
         figures = [f"**{ms:.1f}**" if part == first else f"{ms:.1f}" for part, ms in busy.items()]
         rows.append([f"{shards}", f"{workers}", *figures, f"{speed:.1f} M"])
     table(["shards", "workers", *model.busy(base), "samples/s"], rows)
+
+
+def print_limits(model: Model, base: Cluster) -> None:
+    print("Workers that the shards keep up with, by what a worker computes per step:\n")
+    rows = []
+    for shards in (8, 16, 32, 64, 128, 256):
+        for compute in (base.compute_ms, 7 * base.compute_ms):
+            one = model.busy(replace(base, shards=shards, workers=1))
+            served, link, own = one["shard's CPU"], one["shard's link"], one["worker's CPU"]
+            keeps = "yes" if own <= compute else "no"
+            figures = [f"{served * 1e3:.0f}", f"{compute / served:.0f}", f"{compute / link:.0f}"]
+            rows.append([f"{shards}", f"{compute:.0f}", *figures, f"{own:.1f} ({keeps})"])
+    header = ["shards", "compute, ms", "a shard's us per worker and step", "by the shard's CPU", "by the shard's link"]
+    table([*header, "worker's CPU, ms (within its compute)"], rows)
 
 
 def print_remedies(model: Model, base: Cluster) -> None:
@@ -198,12 +225,14 @@ def main() -> None:
     base = Cluster(**args)
     rows, imbalance = model.routed(base.batch, base.shards)
     print_prices(model, measured)
+    print_check(model, measured)
     ids = base.batch * FIELDS
     print(
         f"{base.batch:,} samples hold {ids:,} ids, {rows:,} unique ({rows / ids:.0%}); of {base.shards} shards the "
         f"fullest gets {imbalance:.2f}x the mean. Dense weights: {model.dense_bytes / 1e6:.1f} MB.\n"
     )
     print_busy(model, base)
+    print_limits(model, base)
     print_remedies(model, base)
 
 

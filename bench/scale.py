@@ -5,8 +5,8 @@ growth    bench/growth.py: p99 and worst pull while a table grows to 20 million 
 messages  `embershard bench scale`: CPU of a pull and a push over TCP, by shards and ids per step
 shards, workers, batch   the same command: training DLRM with every weight on the shards, staleness 2
 
-Each curve has a law, in terms of CPU time where that can be, since other processes disturb it least. Writes scale.json
-and scale.svg into --output; bench/cluster.py reads them and carries the costs to a cluster (docs/scaling.md).
+Each curve has a law, in terms of CPU time where that can be, since other processes disturb it least. Writes scale.json,
+scale.svg and rows.svg into --output; bench/cluster.py reads them and carries the costs to a cluster (docs/scaling.md).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from embershard.benchmark.report import curve_row, points_json, write_json
 from embershard.benchmark.sweep import AnyResult, Axis, Points, Sweep, plan, run_sweep
 from timing import finish
 
-# A pulled row is one miss of the caches per cache line and, from about 10^7 rows on, of the TLB: 4x is what README.md
-# says. More would mean that the index got deeper.
-ROWS_BAR = 5.0
+# 10^5 rows lie in the caches; at 10^8 the index and the row are a miss each, of the TLB too: 4.1x to 4.8x, and 3.2x for
+# torch.index_select, which has no index. More would mean that the index got deeper.
+ROWS_BAR = 6.0
 # The worst pull may meet a cold cache or a page fault, but no rehash: a doubling table's worst push is 500x its median.
 GROWTH_BAR = 8.0
 # A request costs the same however many shards there are: per message, 8 shards against 1. On two cores eight shards
@@ -107,6 +107,26 @@ def laws(
     return {name: [round(value, 3) for value in pair] for name, pair in found.items()}
 
 
+def draw_rows(rows: Mapping[str, Mapping[str, float]], growth: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """Cost of a row by resident rows, and the worst pulls by the size of the growing table."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for key, name in (("pull_ns", "pull"), ("push_ns", "push"), ("index_select_ns", "torch.index_select")):
+        left.plot([int(size) for size in rows], [figures[key] for figures in rows.values()], marker="o", label=name)
+    left.set(xscale="log", ylim=(0, None), xlabel="resident rows", ylabel="ns of CPU per row")
+    for key, name in (("p99_ms", "p99"), ("worst_ms", "worst"), ("worst_cpu_ms", "worst, CPU")):
+        right.plot(
+            [int(size) for size in growth], [figures[key] for figures in growth.values()], marker="o", label=name
+        )
+    right.set(xscale="log", ylim=(0, None), xlabel="rows of the growing table", ylabel="ms per pull of 16,384 ids")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/scale"))
@@ -138,6 +158,7 @@ def main() -> None:
     write_json({**measured, "laws": found}, args.output / "scale.json")
     if can_draw():
         draw_curves(curves, args.output / "scale.svg")
+        draw_rows(rows["curve"], growth["pull_by_size"], args.output / "rows.svg")  # type: ignore[arg-type]
     else:
         print("no picture: it needs matplotlib")
     for name, (value, bar) in found.items():

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_STYLES = ("-", "--", ":", "-.")
 _WORKER, _SHARDS, _GREY = "#2b6cb0", "#dd6b20", "#718096"
 
 
@@ -37,7 +38,7 @@ def draw_parts(result: AnyResult, path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("ms per step: p50 wide, p99 thin")
     settings = result.settings
-    what = f"{settings.work}: {settings.workers} workers, {settings.shards} shards, dim {settings.dim}"
+    what = f"{settings.work}, workers: {settings.workers}, shards: {settings.shards}, dim: {settings.dim}"
     axes.set_title(what, loc="left", fontsize=10)
     _sign(figure, result)
     figure.savefig(path)
@@ -47,9 +48,14 @@ def draw_curves(points: Points, path: Path) -> None:
     """A panel for every curve of a sweep, as SVG: CPU per step of the worker and of the shards, and its median time."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6 * len(points), 4.2), layout="constrained")
-    for axes, (curve, results) in zip(figure.subplots(1, len(points), squeeze=False)[0], points.items(), strict=True):
+    columns = min(2, len(points))
+    lines = -(-len(points) // columns)
+    figure = Figure(figsize=(6 * columns, 4 * lines), layout="constrained")
+    panels = figure.subplots(lines, columns, squeeze=False).flat
+    for axes, (curve, results) in zip(panels, points.items(), strict=False):
         _draw_curve(axes, curve, results)
+    for axes in panels[len(points) :]:
+        axes.set_visible(False)
     _sign(figure, next(iter(points.values()))[0])
     figure.savefig(path)
 
@@ -63,24 +69,25 @@ def _draw_curve(axes: Axes, curve: str, results: Sequence[AnyResult]) -> None:
         )
     for number, (label, group) in enumerate(groups.items()):
         x = [getattr(result.settings, setting) for result in group]
-        shade = 1 - 0.6 * number / len(groups)
+        style = _STYLES[number % len(_STYLES)]
         lines = [
             ("worker CPU", _WORKER, [result.worker_cpu_ms for result in group]),
             ("shard CPU", _SHARDS, [result.shard_cpu_ms or 0.0 for result in group]),
             ("step", _GREY, [result.parts["step"].p50_ms for result in group]),
         ]
         for name, color, y in lines:
-            axes.plot(x, y, marker="o", color=color, alpha=shade, label=f"{label}{name}")
+            axes.plot(x, y, marker="o", markersize=3, color=color, linestyle=style, label=f"{label}{name}")
     axes.set_xscale("log")
-    axes.set_yscale("log")
+    axes.set_yscale("log", base=2)
     ticks = sorted({getattr(result.settings, setting) for result in results})
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.minorticks_off()
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel(words)
     axes.set_ylabel("ms per step")
     axes.set_title("training DLRM" if results[0].bench == "train" else "pull and push", loc="left", fontsize=10)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16))
 
 
 def _sign(figure: Figure, result: AnyResult) -> None:
