@@ -9,9 +9,10 @@ import os
 import queue
 import sys
 import threading
-from typing import Protocol
+from typing import IO, NoReturn, Protocol
 
 from embershard.benchmark.settings import Lap, Order, PullPush, TorchTrain
+from embershard.proto.errors import EmbershardError
 
 
 class Worker(Protocol):
@@ -41,6 +42,13 @@ def _main() -> None:
     order = Order.model_validate_json(sys.stdin.readline())
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
+    try:
+        _measure(order, lines, out)
+    except EmbershardError as error:
+        sys.exit(str(error))
+
+
+def _measure(order: Order, lines: queue.SimpleQueue[str], out: IO[str]) -> NoReturn:
     worker = make_worker(order)
     if order.settings.warmup:
         worker.run(order.settings.warmup)

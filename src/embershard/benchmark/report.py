@@ -69,7 +69,8 @@ def figures(result: Result[PullPush] | Result[Train]) -> list[str]:
         f"all shards {shards}"
     )
     if result.other_cores is not None:
-        lines.append(f"meanwhile other processes kept {result.other_cores:.2f} of {result.conditions.cores} cores busy")
+        others = "all other processes, those shards included," if result.settings.ps else "other processes"
+        lines.append(f"meanwhile {others} kept {result.other_cores:.2f} of {result.conditions.cores} cores busy")
     return lines
 
 
