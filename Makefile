@@ -81,8 +81,14 @@ bench-startup: setup  ## from the command to serving
 bench-wire: setup  ## what a frame costs, and a checksum of its buffers
 	$(BIN)/python bench/wire.py
 
-bar-scale: setup  ## how cost grows with rows, shards, workers and batch (20 minutes, 16 GiB)
+bar-scale: setup  ## how cost grows with rows, shards, workers and batch (5 minutes, 16 GiB)
 	$(BIN)/python bench/scale.py
+
+bar-link: setup  ## a link of 1 Gbit/s and of 100 Mbit/s is kept busy (root, iproute2)
+	$(BIN)/python bench/link.py
+
+bar-leak: setup  ## 10^5 steps with memory flat on both sides (up to 10 minutes)
+	$(BIN)/python bench/leak.py
 
 bench-cluster: setup  ## what bar-scale measured, carried to a cluster
 	$(BIN)/python bench/cluster.py
