@@ -45,6 +45,7 @@ from embershard.proto.spec import SGD, TableSpec
 from embershard.proto.wire import Feature, Frame, Reader, local_socket
 from embershard.worker.carrier import Unreachable
 from embershard.worker.carriers import stream
+from embershard.worker.carriers.io_thread import connect_local
 from embershard.worker.carriers.stream import StreamCarrier
 from embershard.worker.client import Client
 
@@ -636,6 +637,6 @@ def test_a_unix_socket_of_another_user_is_not_used(scripted: Callable[..., Scrip
         os.seteuid(os.getuid())
     if os.getuid():
         monkeypatch.setattr(os, "getuid", lambda: 4321)
-    assert stream._connect_local(local_socket("127.0.0.1", port)) is None
+    assert connect_local(local_socket("127.0.0.1", port)) is None
     assert hears(scripted, f"127.0.0.1:{port}", tcp)[0] == 1
     squatted.close()

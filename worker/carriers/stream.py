@@ -7,11 +7,7 @@ that the caller named, requests leave from the memory of their arrays.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
-import struct
-import sys
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -22,7 +18,6 @@ from itertools import count
 from typing import cast
 
 import numpy as np
-import uvloop
 
 from embershard.proto.errors import EmbershardError, NotAShard, WrongVersion, from_wire
 from embershard.proto.messages import (
@@ -45,39 +40,17 @@ from embershard.proto.wire import (
     Reader,
     client_hello,
     encode,
-    local_socket,
     read_server_hello,
 )
 from embershard.worker.carrier import Unreachable
+from embershard.worker.carriers.io_thread import connect_beside, io_loop, runs_here
 from embershard.worker.spans import span
 
 CONNECT_SECONDS = 5.0  # for a connection and its hello; a call waits no longer than its own deadline
 # A call ends at its deadline on the I/O thread. This much later we stop believing that there is one: a call given up
 # while it lives might have its arrays written after its end.
 _GRACE_SECONDS = 10.0
-_SOCKET_BYTES = 1048576
-
-_io: asyncio.AbstractEventLoop | None = None
-_io_lock = threading.Lock()
-
-
-def _io_loop() -> asyncio.AbstractEventLoop:
-    """The loop of this process's I/O thread, started at the first call; a forked child starts its own."""
-    global _io
-    with _io_lock:
-        if _io is None:
-            _io = uvloop.new_event_loop()
-            threading.Thread(target=_io.run_forever, name="embershard-io", daemon=True).start()
-        return _io
-
-
-def _forget_io() -> None:
-    """In a forked child: its parent's thread is not here, and may have held the lock."""
-    global _io, _io_lock
-    _io, _io_lock = None, threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_io)
+_SOCKET_BYTES = 4 * 2**20  # a message of some MiB passes a Unix socket without waiting for its reader at each 200 KiB
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +105,7 @@ class StreamCarrier:
         self.sent_bytes = 0
         self.received_bytes = 0
         self._features = Feature.CHECKSUM if checksum else Feature(0)
-        self._loop = _io_loop()
+        self._loop = io_loop()
         # from here on: of the I/O thread alone
         self._connection: _Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
@@ -147,7 +120,7 @@ class StreamCarrier:
         """
         if self._closed:
             raise Unreachable("the connection was closed by this worker")
-        if self._loop is not _io:
+        if not runs_here(self._loop):
             # the parent's tokens too: pushes of both would be taken for retries of one another
             raise RuntimeError(f"the connection to {self.address} is that of the process that forked; make one here")
         with span("encode"):
@@ -236,49 +209,17 @@ class StreamCarrier:
             return connection
         host, _, port = self.address.removeprefix("tcp://").rpartition(":")
         host = host.strip("[]")
-        if not self.address.startswith("tcp://") and sys.platform == "linux":
-            for ip in await self._own_addresses(host, int(port)):
-                local = _connect_local(local_socket(ip, int(port)))
-                if local is not None:
-                    _, connection = await self._loop.create_unix_connection(protocol, sock=local)
-                    return connection
-        _, connection = await self._loop.create_connection(protocol, host, int(port))
+        beside = None if self.address.startswith("tcp://") else await connect_beside(host, int(port))
+        if beside is not None:
+            _, connection = await self._loop.create_unix_connection(protocol, sock=beside)
+        else:
+            _, connection = await self._loop.create_connection(protocol, host, int(port))
         return connection
-
-    async def _own_addresses(self, host: str, port: int) -> list[str]:
-        """The addresses of this machine that `host` stands for, and those that stand for all of them."""
-        found = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        own = [str(place[0]) for family, _, _, _, place in found if _is_own(family, str(place[0]))]
-        return [*own, "0.0.0.0", "::"] if own else []
 
     def lost(self, connection: _Connection) -> None:
         """A connection has ended; the next call makes another."""
         if self._connection is connection:
             self._connection = None
-
-
-def _is_own(family: int, ip: str) -> bool:
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((ip, 0))  # the system gives nobody else's address
-        except OSError:
-            return False
-    return True
-
-
-def _connect_local(name: str) -> socket.socket | None:
-    """A connection to a Unix socket of this user or of root (anyone may take a free name); None where there is none."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.setblocking(False)
-    try:
-        sock.connect(name)  # at once, or not at all; uvloop itself does not know abstract names
-        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if uid in (0, os.getuid()):
-            return sock
-    except OSError:
-        pass
-    sock.close()
-    return None
 
 
 class _Connection(asyncio.BufferedProtocol):

@@ -1,0 +1,78 @@
+"""The I/O thread of this process, and how it finds a shard that runs on the same machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+import sys
+import threading
+
+import uvloop
+
+from embershard.proto.wire import local_socket
+
+_loop: asyncio.AbstractEventLoop | None = None
+_lock = threading.Lock()
+
+
+def io_loop() -> asyncio.AbstractEventLoop:
+    """The loop of this process's I/O thread, started at the first call; a forked child starts its own."""
+    global _loop
+    with _lock:
+        if _loop is None:
+            _loop = uvloop.new_event_loop()
+            threading.Thread(target=_loop.run_forever, name="embershard-io", daemon=True).start()
+        return _loop
+
+
+def runs_here(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether a loop is this process's, and not that of the parent which forked it."""
+    return loop is _loop
+
+
+def _forget() -> None:
+    """In a forked child: its parent's thread is not here, and may have held the lock."""
+    global _loop, _lock
+    _loop, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+async def connect_beside(host: str, port: int) -> socket.socket | None:
+    """A connection to the Unix socket beside a TCP address of this machine; None where there is none."""
+    if sys.platform != "linux":
+        return None
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    own = [str(place[0]) for family, _, _, _, place in found if _is_own(family, str(place[0]))]
+    # the last ones stand for every address of this machine
+    for ip in [*own, "0.0.0.0", "::"] if own else []:
+        if (sock := connect_local(local_socket(ip, port))) is not None:
+            return sock
+    return None
+
+
+def _is_own(family: int, ip: str) -> bool:
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((ip, 0))  # the system gives nobody else's address
+        except OSError:
+            return False
+    return True
+
+
+def connect_local(name: str) -> socket.socket | None:
+    """A connection to a Unix socket of this user or of root (anyone may take a free name); None where there is none."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    try:
+        sock.connect(name)  # at once, or not at all; uvloop itself does not know abstract names
+        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if uid in (0, os.getuid()):
+            return sock
+    except OSError:
+        pass
+    sock.close()
+    return None
