@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup demo test unit fuzz lint proto build clean \
         bar-ncf bar-ctr bar-equal bar-wrap bar-kernels bar-rows bar-peers peers-env \
-        bench-growth bench-startup bench-wire bar-scale bench-cluster
+        bench-growth bench-startup bench-wire bar-scale bench-cluster bar-link bar-leak
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -100,7 +100,7 @@ peers-env:  ## the environments of the peers that need more than torch, in .venv
 	-$(MAKE) --keep-going $(patsubst %,$(PEERS)/%/.ready,$(PEER_NAMES))
 
 $(PEERS)/%/.ready: bench/peer_environments/%.txt
-	$(if $(filter mxnet openembedding,$*),$(PYTHON38),$(PYTHON)) -m venv $(@D)
+	$(if $(filter mxnet openembedding,$*),$(PYTHON38),$(PYTHON)) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	test ! -e $(basename $<).last.txt || $(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--no-deps --no-build-isolation -r $(basename $<).last.txt

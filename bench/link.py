@@ -1,0 +1,293 @@
+"""A training over a slow link keeps it busy: shards in one network namespace, workers in another, and between them a
+link that tbf holds to 1 Gbit/s and to 100 Mbit/s in either direction.
+
+Two kinds of traffic over the `stream` carrier and 2 shards: two workers that train a DLRM with small towers (prefetch,
+staleness 2), and one plain Client that pulls and pushes from four threads. The link is full duplex, so each direction
+is counted by itself, and the bar holds for the busier one: what the carriers sent or received (frames: heads, ids,
+rows, gradients), over what the link's rate allows in the same time. Nothing is taken off for Ethernet, IP and TCP
+headers, 66 bytes per 1,448 that tbf counts too, nor for acknowledgements: 95 % is all there is. samples/s (of the
+Client: rows) stand beside those that the rate allows.
+
+Needs root, ip and tc: without them it says so and exits with 2. Prints one JSON line; exits 1 below the bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import cycle
+from pathlib import Path
+
+import numpy as np
+
+from embershard.worker.client import Stats
+from timing import finish, machine, print_table
+
+BAR = 0.90
+LINKS = {"1gbit": 1_000_000_000, "100mbit": 100_000_000}  # bits per second
+# A GSO packet has up to 64 KiB, and tbf cuts what is larger than its burst; 5 ms of it cover a timer that comes late.
+BURST_SECONDS, MIN_BURST_BYTES, LATENCY_MS = 0.005, 2**17, 50
+SHARDS, DIM, FIELDS, NUM_DENSE, ROWS = 2, 64, 26, 13, 1_000_000
+BATCH = {"1gbit": 2048, "100mbit": 512}
+THREADS, CLIENT_IDS = 4, {"1gbit": 32_768, "100mbit": 8192}
+STALENESS = 2
+WORKERS = {"training": 2, "client": 1}
+WARM_SECONDS = 12.0  # connections, first weights, and what fills the queues
+SHARD_IP, WORKER_IP = "10.77.0.1", "10.77.0.2"
+_PREFIX = "emberlink"
+
+
+def run(*words: str) -> str:
+    """What a command prints; SystemExit 2 with its own words where it fails."""
+    done = subprocess.run(words, capture_output=True, text=True, timeout=20)
+    if done.returncode:
+        cannot(f"`{' '.join(words)}` failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def cannot(reason: str) -> None:
+    print(f"bar-link cannot run here: {reason}", file=sys.stderr)
+    print(json.dumps({"bar": "link", "machine": machine(), "passed": False, "reason": reason}))
+    sys.exit(2)
+
+
+class Link:
+    """Two network namespaces and the shaped wire between them."""
+
+    def __init__(self) -> None:
+        self.shards, self.worker = (f"{_PREFIX}-{os.getpid()}-{end}" for end in ("s", "w"))
+
+    def build(self) -> None:
+        for space, ip, device, other in ((self.shards, SHARD_IP, "els0", ""), (self.worker, WORKER_IP, "elw0", "els0")):
+            run("ip", "netns", "add", space)
+            run("ip", "-n", space, "link", "set", "lo", "up")
+            if other:
+                run(
+                    "ip", "-n", space, "link", "add", device, "type", "veth",
+                    "peer", "name", other, "netns", self.shards,
+                )  # fmt: skip
+                run("ip", "-n", self.shards, "addr", "add", f"{SHARD_IP}/24", "dev", other)
+                run("ip", "-n", self.shards, "link", "set", other, "up")
+                run("ip", "-n", space, "addr", "add", f"{ip}/24", "dev", device)
+                run("ip", "-n", space, "link", "set", device, "up")
+
+    def shape(self, bits: int) -> None:
+        burst = max(MIN_BURST_BYTES, int(bits / 8 * BURST_SECONDS))
+        for space, device in ((self.shards, "els0"), (self.worker, "elw0")):
+            run(
+                "tc", "-n", space, "qdisc", "replace", "dev", device, "root",
+                "tbf", "rate", f"{bits}bit", "burst", str(burst), "latency", f"{LATENCY_MS}ms",
+            )  # fmt: skip
+
+    def remove(self) -> None:
+        for space in (self.shards, self.worker):
+            subprocess.run(["ip", "netns", "del", space], capture_output=True, timeout=20, check=False)
+
+
+@contextmanager
+def link() -> Iterator[Link]:
+    """A link, removed whatever happens; those of benches that were killed go with it."""
+    for space in run("ip", "netns", "list").split():
+        prefix, _, rest = space.partition("-")
+        if prefix == _PREFIX and not Path(f"/proc/{rest.split('-')[0]}").exists():
+            subprocess.run(["ip", "netns", "del", space], capture_output=True, timeout=20, check=False)
+    made = Link()
+    try:
+        made.build()
+        yield made
+    finally:
+        made.remove()
+
+
+@contextmanager
+def process(space: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """A process in a namespace, ended with the block."""
+    popen = subprocess.Popen(
+        ["ip", "netns", "exec", space, sys.executable, *words], stdout=subprocess.PIPE, text=True, process_group=0
+    )
+    try:
+        yield popen
+    finally:
+        popen.kill()  # ip has become the program by exec
+        popen.communicate()
+
+
+def measure(made: Link, kind: str, rate: str, seconds: float) -> dict[str, float]:
+    """One worker's figures over fresh shards."""
+    with ExitStack() as stack:
+        command = ["-m", "embershard.cli", "ps", "--of", str(SHARDS), "--insecure", "--parent-pid", str(os.getpid())]
+        shards = [
+            stack.enter_context(process(made.shards, *command, "--shard", str(i), "--listen", f"{SHARD_IP}:{7700 + i}"))
+            for i in range(SHARDS)
+        ]
+        addresses = [json.loads(shard.stdout.readline())["address"] for shard in shards if shard.stdout]
+        begin = time.monotonic() + WARM_SECONDS
+        workers = [
+            stack.enter_context(
+                process(
+                    made.worker, __file__, "--worker", kind, "--rank", str(rank), "--rate", rate,
+                    "--begin", str(begin), "--seconds", str(seconds), "--addresses", ",".join(addresses),
+                )
+            )
+            for rank in range(WORKERS[kind])
+        ]  # fmt: skip
+        lines = [worker.communicate(timeout=10 * seconds + 120)[0] for worker in workers]
+        if any(worker.returncode for worker in workers):
+            raise SystemExit(f"workers ended with exit codes {[worker.returncode for worker in workers]}")
+    each = [json.loads(line.splitlines()[-1]) for line in lines]
+    return {name: sum(figures[name] for figures in each) for name in each[0]}
+
+
+# --- the worker's process ---
+
+
+class Meter:
+    """Rates from the first look after `begin`, on time.monotonic()'s clock, to the first one `seconds` later."""
+
+    def __init__(self, begin: float, seconds: float) -> None:
+        self._begin, self._end, self._seconds = begin, begin + seconds, seconds
+        self._looks: list[tuple[float, float, float, float]] = []
+
+    def done(self, stats: Stats, samples: int) -> bool:
+        """Look at the counters; whether that was the last time."""
+        now = time.monotonic()
+        if now > (self._end if self._looks else self._begin):
+            assert self._looks or now < self._end - self._seconds / 2, "the warm-up was too short"
+            self._looks.append((now, samples, stats.sent_bytes, stats.received_bytes))
+        return len(self._looks) == 2
+
+    def rates(self) -> dict[str, float]:
+        """Per second."""
+        (start, *before), (end, *after) = self._looks
+        names = ("samples", "sent_bytes", "received_bytes")
+        return {name: (b - a) / (end - start) for name, a, b in zip(names, before, after, strict=True)}
+
+
+def train_steps(addresses: str, rank: int, rate: str, meter: Meter) -> None:
+    """Steps of a DLRM, its rows pulled ahead."""
+    import torch
+    from torch.nn.functional import binary_cross_entropy_with_logits
+
+    import embershard as es
+    from embershard.worker.models.dlrm import DLRM
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    rng, batch = np.random.default_rng(rank), BATCH[rate]
+    pool = [
+        (
+            torch.from_numpy(rng.integers(0, ROWS, (batch, FIELDS))),
+            torch.from_numpy(rng.standard_normal((batch, NUM_DENSE), np.float32)),
+            torch.from_numpy(rng.integers(0, 2, batch).astype(np.float32)),
+        )
+        for _ in range(16)
+    ]
+    with es.connect(addresses, worker=rank) as session:
+        model = DLRM(ROWS, FIELDS, DIM, NUM_DENSE, bottom=(32,), hidden=(32,), device="meta")
+        wrapped = es.wrap(model, session, optimizer=es.RowWiseAdagrad(lr=0.01))
+        for step, (ids, dense, labels) in enumerate(session.prefetch(cycle(pool), staleness=STALENESS)):
+            if meter.done(session.stats, step * batch):
+                break
+            binary_cross_entropy_with_logits(wrapped(ids, dense), labels).backward()
+            session.step()
+
+
+def client_threads(addresses: str, rank: int, rate: str, meter: Meter) -> None:
+    """Pulls and pushes of the same rows, each thread on its own ids."""
+    from embershard.proto.routing import make_route
+    from embershard.proto.spec import RowWiseAdagrad, TableSpec
+    from embershard.worker.client import Client
+
+    client = Client.connect(addresses.split(","), worker=rank)
+    spec = TableSpec(name="items", dim=DIM, optimizer=RowWiseAdagrad(lr=0.01))
+    client.declare(spec)
+    rng, rows, done = np.random.default_rng(0), [0] * THREADS, threading.Event()
+    routes = [
+        make_route(rng.integers(0, 2**40, CLIENT_IDS[rate]), spec.space_key, client.placement) for _ in range(THREADS)
+    ]
+
+    def work(number: int) -> None:
+        route = routes[number]
+        while not done.is_set():
+            (values,) = client.pull([(spec.name, route)], keep=True)
+            client.push([(spec.name, route, values)], clock=0)
+            rows[number] += len(route.ids)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    while not meter.done(client.stats, sum(rows)):
+        time.sleep(0.05)
+    done.set()
+    for thread in threads:
+        thread.join()
+    client.close()
+
+
+RUNS = {"training": train_steps, "client": client_threads}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", default=",".join(LINKS), help="of " + ", ".join(LINKS))
+    parser.add_argument("--seconds", type=float, default=20.0, help="of measuring, for each rate and kind of traffic")
+    parser.add_argument("--worker", choices=list(RUNS), help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--begin", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--rate", help=argparse.SUPPRESS)
+    parser.add_argument("--addresses", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        meter = Meter(args.begin, args.seconds)
+        RUNS[args.worker](args.addresses, args.rank, args.rate, meter)
+        print(json.dumps(meter.rates()), flush=True)
+        return
+    if sys.platform != "linux" or os.geteuid() != 0:
+        cannot("network namespaces need Linux and root; run it with sudo, or in a container with CAP_NET_ADMIN")
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            cannot(f"there is no `{tool}`; install iproute2")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: the namespaces go
+    print(machine(), flush=True)
+    result, failures = compare(args.rates.split(","), args.seconds)
+    finish({"bar": "link", "bar_share": BAR, "results": result}, failures)
+
+
+def compare(rates: list[str], seconds: float) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """Figures by rate and kind of traffic, and what is below the bar."""
+    table: list[list[object]] = []
+    result: dict[str, dict[str, float]] = {}
+    failures: list[str] = []
+    with link() as made:
+        for rate in rates:
+            made.shape(LINKS[rate])
+            for kind in WORKERS:
+                got = measure(made, kind, rate, seconds)
+                allowed = LINKS[rate] / 8
+                up, down = got["sent_bytes"] / allowed, got["received_bytes"] / allowed
+                share, speed = max(up, down), got["samples"]
+                table.append([f"{kind} at {rate}", WORKERS[kind], speed, speed / share, up, down])
+                result[f"{kind} {rate}"] = {
+                    "workers": WORKERS[kind],
+                    "samples_per_s": round(speed, 1),
+                    "samples_per_s_allowed": round(speed / share, 1),
+                    "sent_share": round(up, 4),
+                    "received_share": round(down, 4),
+                }
+                if share < BAR:
+                    failures.append(f"{kind} at {rate} uses {share:.1%} of the link, the bar is {BAR:.0%}")
+    print_table(["traffic", "workers", "samples/s", "allowed", "sent", "received"], table)
+    return result, failures
+
+
+if __name__ == "__main__":
+    main()
