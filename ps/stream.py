@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -152,6 +153,10 @@ class Connection(asyncio.BufferedProtocol):
         """A peer has come."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop has classes of its own
         self._transport.set_write_buffer_limits(high=UNSENT_BYTES)
+        sock = transport.get_extra_info("socket")
+        if sock.family != socket.AF_UNIX:
+            # between calls a peer may be silent, so that the system has to notice one whose machine is gone
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._server.connections.add(self)
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -435,6 +435,12 @@ def test_rows_are_not_made_for_a_peer_that_does_not_read(connect: Connect, serve
     assert eventually(lambda: served.unsent_bytes() == 0)
 
 
+def test_a_peer_whose_machine_is_gone_is_noticed_by_the_system(connect: Connect, served: Served):
+    connect()
+    socks = [connection._transport.get_extra_info("socket") for connection in served.stream.connections]
+    assert [sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for sock in socks] == [1, 1]
+
+
 def _ask_all(peer: Peer, requests: list[Pull]) -> None:
     with suppress(OSError):
         for call, request in enumerate(requests):
