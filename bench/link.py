@@ -1,12 +1,14 @@
 """A training over a slow link keeps it busy: shards in one network namespace, workers in another, and between them a
 link that tbf holds to 1 Gbit/s and to 100 Mbit/s in either direction.
 
-Two kinds of traffic over the `stream` carrier and 2 shards: two workers that train a DLRM with small towers (prefetch,
-staleness 2), and one plain Client that pulls and pushes from four threads. The link is full duplex, so each direction
-is counted by itself, and the bar holds for the busier one: what the carriers sent or received (frames: heads, ids,
-rows, gradients), over what the link's rate allows in the same time. Nothing is taken off for Ethernet, IP and TCP
-headers, 66 bytes per 1,448 that tbf counts too, nor for acknowledgements: 95 % is all there is. samples/s (of the
-Client: rows) stand beside those that the rate allows.
+Two kinds of traffic over the `stream` carrier and 2 shards: three workers that train a DLRM with small towers
+(prefetch, staleness 2), and one plain Client that pulls and pushes from four threads. One worker alone cannot fill the
+link: its pushes go one at a time, and while one is acknowledged its direction is idle; the others fill that gap.
+
+The link is full duplex, so each direction is counted by itself, and the bar holds for the busier one: what the carriers
+sent or received (frames: heads, ids, rows, gradients), over what the link's rate allows in the same time. Nothing is
+taken off for Ethernet, IP and TCP headers, 66 bytes per 1,448 that tbf counts too, nor for acknowledgements: 95 % is
+all there is. samples/s (of the Client: rows) stand beside those that the rate allows.
 
 Needs root, ip and tc: without them it says so and exits with 2. Prints one JSON line; exits 1 below the bar.
 """
@@ -40,7 +42,7 @@ SHARDS, DIM, FIELDS, NUM_DENSE, ROWS = 2, 64, 26, 13, 1_000_000
 BATCH = {"1gbit": 2048, "100mbit": 512}
 THREADS, CLIENT_IDS = 4, {"1gbit": 32_768, "100mbit": 8192}
 STALENESS = 2
-WORKERS = {"training": 2, "client": 1}
+WORKERS = {"training": 3, "client": 1}
 WARM_SECONDS = 12.0  # connections, first weights, and what fills the queues
 SHARD_IP, WORKER_IP = "10.77.0.1", "10.77.0.2"
 _PREFIX = "emberlink"
