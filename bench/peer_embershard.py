@@ -33,7 +33,7 @@ PORTION = 2**18  # rows loaded at a time
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--carrier", default="stream", choices=CARRIERS, help="stream: a Unix socket on one machine")
-    parser.add_argument("--staleness", type=int, default=2, help="dlrm: of session.prefetch; -1: no prefetch")
+    parser.add_argument("--staleness", type=int, default=1, help="dlrm: of session.prefetch; -1: no prefetch")
     parser.add_argument(
         "--malloc", default="keep", choices=["keep", "default"], help="keep: as `embershard worker` does"
     )
