@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -115,6 +116,9 @@ async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
     ready = {"event": "serving", "shard": options.shard, "of": options.of, "address": bound, "pid": os.getpid()}
     if rpc is not None:
         ready["rpc"] = rpc.address
+    # what exists now stays: a collection that looks at all of it took a third of this process's CPU time
+    gc.collect()
+    gc.freeze()
     print(json.dumps(ready), flush=True)
     _log.info("serving at %s (shard %d of %d, instance %s)", bound, options.shard, options.of, shard.greeting.instance)
 
