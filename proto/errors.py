@@ -307,6 +307,20 @@ class ShardFailed(EmbershardError):
     template = "{what}; its last log lines:\n{log}"
 
 
+# gRPC drops a reply whose trailing metadata is over 8 KiB, base64 included, and the message travels beside the detail.
+_MAX_FIELD_CHARS = 500
+
+
+def clipped(error: EmbershardError) -> EmbershardError:
+    """The error with texts that every carrier takes: what it quotes may be as long as a message."""
+    fields = {key: _short(value) if isinstance(value, str) else value for key, value in error.fields.items()}
+    return type(error)(shard=error.shard, **fields)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MAX_FIELD_CHARS else text[: _MAX_FIELD_CHARS - 4] + " ..."
+
+
 def to_wire(error: EmbershardError) -> tuple[Status, bytes]:
     """Status and detail bytes (UTF-8 JSON: name, fields) of an error."""
     detail = {"name": type(error).__name__, "fields": error.fields}

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from embershard.proto.errors import CannotListen
 from embershard.proto.wire import local_socket
 
-_BACKLOG = 1024  # hundreds of workers may come at once
+BACKLOG = 1024  # connections that wait to be taken: hundreds of workers may come at once
+_LONGEST_PATH = 102  # 107 on Linux, and gRPC's socket beside it has 5 more
 
 _log = logging.getLogger("embershard.ps")
 
@@ -79,6 +80,8 @@ class Address:
         return self.text if self.path else f"{host}:{main.getsockname()[1]}"
 
     def _listen_at_path(self) -> socket.socket:
+        if len(os.fsencode(self.path)) > _LONGEST_PATH:
+            raise CannotListen(address=self.text, reason=f"a socket's path has at most {_LONGEST_PATH} bytes here")
         if _answers(self.path):
             raise CannotListen(address=self.text, reason="another process listens there; choose another path")
         try:
@@ -93,7 +96,7 @@ class Address:
     def _bind(self, main: socket.socket, place: object) -> None:
         try:
             main.bind(place)  # type: ignore[arg-type]
-            main.listen(_BACKLOG)
+            main.listen(BACKLOG)
         except OSError as error:
             main.close()
             reason = error.strerror or str(error)
@@ -109,7 +112,7 @@ def _listen_beside(host: str, port: int) -> list[socket.socket]:
     beside = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         beside.bind(local_socket(host, port))
-        beside.listen(_BACKLOG)
+        beside.listen(BACKLOG)
     except OSError as error:
         beside.close()
         _log.warning("no Unix socket beside port %d (%s); workers on this machine use TCP", port, error.strerror)

@@ -9,8 +9,9 @@ from embershard.proto.messages import Ids
 
 # A worker names a route within a few steps or never (an evaluation, a forward without a backward). These bound what
 # one that never does can make a shard remember; what was dropped is sent again with its ids.
-MAX_ROUTES = 1024
-MAX_BYTES = 32 * 2**20
+MAX_ROUTES = 1024  # of a worker
+MAX_BYTES = 32 * 2**20  # of a worker
+MAX_ALL_BYTES = 256 * 2**20  # of all: whoever pulls may say that it is any worker
 MAX_WORKERS = 4096
 
 
@@ -27,23 +28,26 @@ class RouteMemory:
     """Number -> (table, ids), per worker; bounded, the oldest are dropped."""
 
     def __init__(self) -> None:
-        self._workers: OrderedDict[int, _Kept] = OrderedDict()
+        self._workers: OrderedDict[int, _Kept] = OrderedDict()  # the one that pulled last at the end
+        self._nbytes = 0
 
     def keep(self, worker: int, epoch: int, number: int, table: str, ids: Ids) -> None:
         """Remember a copy of ids ((U,) int64) of a table."""
         kept = self._workers.get(worker)
-        if kept is None or kept.epoch < epoch:
-            kept = self._workers[worker] = _Kept(epoch)
-        elif kept.epoch > epoch:
+        if kept is not None and kept.epoch > epoch:
             return  # a late request of an earlier incarnation, whose pushes are fenced
+        if kept is None or kept.epoch < epoch:
+            self._drop_worker(worker)
+            kept = self._workers[worker] = _Kept(epoch)
         self._workers.move_to_end(worker)
         self._drop(kept, number)
         kept.routes[number] = (table, ids.copy())  # the array may be a part of a whole message
         kept.nbytes += ids.nbytes
+        self._nbytes += ids.nbytes
         while len(kept.routes) > MAX_ROUTES or kept.nbytes > MAX_BYTES:
             self._drop(kept, next(iter(kept.routes)))
-        if len(self._workers) > MAX_WORKERS:
-            self._workers.popitem(last=False)
+        while len(self._workers) > MAX_WORKERS or self._nbytes > MAX_ALL_BYTES:
+            self._drop_worker(next(iter(self._workers)))
 
     def find(self, worker: int, epoch: int, number: int, table: str) -> Ids | None:
         """The ids kept under a number; None where they are not known, or are another table's."""
@@ -58,8 +62,13 @@ class RouteMemory:
         if kept := self._workers.get(worker):
             self._drop(kept, number)
 
-    @staticmethod
-    def _drop(kept: _Kept, number: int) -> None:
+    def _drop(self, kept: _Kept, number: int) -> None:
         route = kept.routes.pop(number, None)
         if route is not None:
             kept.nbytes -= route[1].nbytes
+            self._nbytes -= route[1].nbytes
+
+    def _drop_worker(self, worker: int) -> None:
+        kept = self._workers.pop(worker, None)
+        if kept is not None:
+            self._nbytes -= kept.nbytes

@@ -27,6 +27,7 @@ from embershard.proto.errors import (
     InternalError,
     InvalidRequest,
     MessageTooLarge,
+    clipped,
     to_wire,
 )
 from embershard.proto.messages import MAX_MESSAGE_BYTES, METHODS, Reply, arrays
@@ -140,7 +141,7 @@ def _answer(
 def _failure(error: BaseException) -> Answer:
     if not isinstance(error, EmbershardError):
         error = InternalError(reason=f"{type(error).__name__}: {error}; see the shard's log")
-    return True, to_wire(error)[1], []
+    return True, to_wire(clipped(error))[1], []
 
 
 def _interface_of(host: str, where: str) -> str:

@@ -15,9 +15,10 @@ import threading
 import time
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from embershard.ps.address import Address
+from embershard.ps.address import BACKLOG, Address
 
 if TYPE_CHECKING:
     from embershard.ps.dispatch import Dispatch
@@ -132,6 +133,8 @@ async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
     await asyncio.gather(server.stop(_REPLY_SECONDS), stream.close(_REPLY_SECONDS))
     if rpc is not None:
         await rpc.close()
+    if address.path:
+        Path(address.path).unlink(missing_ok=True)
     if not done:
         _log.error("gave up %d queued bytes after %.0f s", apply.queued_bytes, GRACE_SECONDS)
         return 1
@@ -158,8 +161,8 @@ def _private_socket(address: Address, instance: str) -> tuple[str, str]:
 
 async def _listen(loop: asyncio.AbstractEventLoop, stream: StreamServer, sock: socket.socket) -> asyncio.Server:
     if sock.family == socket.AF_UNIX:
-        return await loop.create_unix_server(stream.protocol, sock=sock)
-    return await loop.create_server(stream.protocol, sock=sock)
+        return await loop.create_unix_server(stream.protocol, sock=sock, backlog=BACKLOG)
+    return await loop.create_server(stream.protocol, sock=sock, backlog=BACKLOG)
 
 
 class _Stop:

@@ -28,8 +28,6 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", 60_000),  # a worker's machine that vanished is noticed, and its calls are dropped
     ("grpc.keepalive_timeout_ms", 20_000),
 ]
-# gRPC drops a reply whose trailing metadata is over 8 KiB, base64 included, and the message travels beside the detail.
-_MAX_FIELD_CHARS = 500
 _NO_DEADLINE = 24 * 3600.0  # seconds for a caller that set none
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
@@ -64,15 +62,10 @@ class ShardService:
 
 
 async def _abort(context: _Context, error: EmbershardError) -> NoReturn:
-    fields = {key: _clipped(value) if isinstance(value, str) else value for key, value in error.fields.items()}
-    error = type(error)(shard=error.shard, **fields)
+    error = errors.clipped(error)
     status, detail = errors.to_wire(error)
     await context.abort(grpc.StatusCode[status.value], error.message, trailing_metadata=((ERROR_KEY, detail),))
     raise AssertionError("abort raises")
-
-
-def _clipped(text: str) -> str:
-    return text if len(text) <= _MAX_FIELD_CHARS else text[: _MAX_FIELD_CHARS - 4] + " ..."
 
 
 def make_server(service: ShardService, healthy: health.aio.HealthServicer) -> grpc.aio.Server:

@@ -15,7 +15,7 @@ from typing import cast
 
 import numpy as np
 
-from embershard.proto.errors import EmbershardError, InternalError, InvalidRequest, ShardBusy, to_wire
+from embershard.proto.errors import EmbershardError, InternalError, InvalidRequest, ShardBusy, clipped, to_wire
 from embershard.proto.messages import (
     ERROR_KIND,
     KIND_OF,
@@ -141,7 +141,7 @@ class Connection(asyncio.BufferedProtocol):
         self._filled = 0  # bytes of the hello
         self._reader: Reader | None = None
         self._checksum = False
-        self._receiving = 0  # bytes of the frame that is arriving
+        self._receiving = 0  # bytes of frames that are arriving, or came in one read with what is answered
         self._full = False  # whether too much waits to be read
         self._began = time.monotonic()
         self._received = self._written = 0  # bytes
@@ -162,7 +162,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         """The peer has gone; what it asked for is still done, for a push may not be lost half-way."""
         self._server.connections.discard(self)
-        self._received_all()
+        self._received_frame(self._receiving)
 
     @property
     def unsent_bytes(self) -> int:
@@ -188,7 +188,7 @@ class Connection(asyncio.BufferedProtocol):
         unsent = self.unsent_bytes
         arriving = self._reader.in_frame and not self._full  # what we leave unread is not its fault
         if self._receives.behind(now, arriving, self._received) > patience:
-            self.drop(f"a frame has not come to its end for {patience:.0f} s")
+            self.drop(f"its frames come slower than {STALL_RATE >> 10} KiB/s, for {patience:.0f} s")
         elif self._reads.behind(now, unsent > 0, self._written - unsent) > patience:
             self.drop(f"it has not read {unsent} bytes of replies for {patience:.0f} s")
 
@@ -246,17 +246,17 @@ class Connection(asyncio.BufferedProtocol):
         if size > SCRATCH_BYTES and server.receiving_bytes + size > RECEIVING_BYTES:
             self._refuse(header, server.turn_away(server.receiving_bytes))
             return None
-        self._receiving = size
+        self._receiving += size
         server.receiving_bytes += size
         return [np.empty(length, np.uint8).data for length in header.lengths]
 
-    def _received_all(self) -> None:
-        self._server.receiving_bytes -= self._receiving
-        self._receiving = 0
+    def _received_frame(self, num_bytes: int) -> None:
+        self._server.receiving_bytes -= num_bytes
+        self._receiving -= num_bytes
 
     def _answer(self, frame: Frame) -> None:
         header, buffers = frame
-        self._received_all()
+        self._received_frame(sum(header.lengths))
         kind = REQUEST_KINDS.get(header.kind)
         if kind is None:
             self._refuse(header, _unknown(header))
@@ -315,12 +315,12 @@ class Connection(asyncio.BufferedProtocol):
     def _error(self, header: Header, error: BaseException) -> Pieces:
         if not isinstance(error, EmbershardError):
             error = InternalError(reason=f"{type(error).__name__}: {error}; see the shard's log")
-        return encode(ERROR_KIND, header.call, 0, to_wire(error)[1], checksum=self._checksum)
+        return encode(ERROR_KIND, header.call, 0, to_wire(clipped(error))[1], checksum=self._checksum)
 
     def _fail(self, error: EmbershardError) -> None:
         """Say what is wrong with the stream, under call 0, and end it: where the next frame starts is unknown."""
         _log.warning("dropping the connection of %s: %s", self._transport.get_extra_info("peername"), error)
-        self._send(encode(ERROR_KIND, 0, 0, to_wire(error)[1], checksum=self._checksum))
+        self._send(encode(ERROR_KIND, 0, 0, to_wire(clipped(error))[1], checksum=self._checksum))
         self._transport.close()
 
 

@@ -23,6 +23,7 @@ from embershard.proto.errors import (
     WrongDim,
 )
 from embershard.proto.messages import (
+    MAX_MESSAGE_BYTES,
     Declare,
     Declared,
     GetStatus,
@@ -83,7 +84,8 @@ class Client:
         self._links = Links(greet(carriers, worker, Deadline(timeout)), worker)
         greetings = [link.greeting for link in self._links]
         self.placement = Placement.even(len(greetings), greetings[0].placement_epoch)
-        self._limits = [greeting.max_message_bytes for greeting in greetings]
+        # replies are read up to our own limit, whatever the shard would take
+        self._limits = [min(greeting.max_message_bytes, MAX_MESSAGE_BYTES) for greeting in greetings]
         self._specs: dict[str, TableSpec] = {}
         self._outbox: list[deque[Push]] = [deque() for _ in greetings]
         self._next_seq = [1] * len(greetings)

@@ -121,10 +121,15 @@ class Pipeline(Generic[B]):
 
     def touch(self, table: str, route: Route) -> None:
         """Rows were changed in another way than by a push."""
-        if self._caches is not None:
-            self._caches.drop(table, route.ids)
+        self.forget_copies()
         with self._changed:
             self._touched.append((table, route))
+
+    def forget_copies(self) -> None:
+        """Let what is pulled from here on come from the shards."""
+        if self._caches is not None:
+            # new ones: a pull that is under way may still bring old rows, into copies that nobody reads any more
+            self._caches = self._caches.fresh()
 
     def flush(self) -> None:
         """Wait until every push is acknowledged. Raises the error of one that was not."""

@@ -296,8 +296,7 @@ class Session:
                     _log.warning(_IN_VAIN)
         except BaseException:
             self._leave(pipeline)
-            if self._failure is not None:
-                _log.error("a push failed as the loop was left: %s", self._failure)
+            self._log_failure()
             raise
         self._leave(pipeline)
         self.flush()
@@ -305,6 +304,11 @@ class Session:
     def _leave(self, pipeline: Pipeline[B]) -> None:
         self._pipeline = self._ahead.batch = None
         self._failure = pipeline.close()
+
+    def _log_failure(self) -> None:
+        """Say what cannot be raised: an error of the loop is, or nobody asks any more."""
+        if self._failure is not None:
+            _log.error("a push failed as the loop was left: %s", self._failure)
 
     def flush(self) -> None:
         """Wait until every push is acknowledged; raises the error of one that was not."""
@@ -333,9 +337,15 @@ class Session:
             weights.clear()
 
     def refresh(self) -> None:
-        """Read everything anew at the next forward, for instance to evaluate what other workers pushed."""
+        """Read everything anew at the next forward, for instance to evaluate what other workers pushed.
+
+        Inside `prefetch`, batches that were pulled ahead already keep their rows.
+        """
         if self._caches is not None:
             self._caches = self._caches.fresh()
+        if self._pipeline is not None:
+            self._pipeline.forget_copies()
+        self._ahead.forget()
         for weights in self._dense:
             weights.forget()
 
@@ -343,6 +353,7 @@ class Session:
         """Wait for what is in flight and close the connections; what was not pushed is dropped."""
         if self._pipeline is not None:
             self._leave(self._pipeline)
+            self._log_failure()
         self._collected.clear()
         self._ahead.forget()
         self.client.close()

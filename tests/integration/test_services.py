@@ -206,6 +206,7 @@ def test_a_shard_serves_at_a_unix_socket(tmp_path: Path):
     with shard("--listen", f"unix:{tmp_path}/shard.sock") as (running, peer):
         assert isinstance(peer.ask(Hello()), Greeting)
         assert running.end()[0] == 0
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])

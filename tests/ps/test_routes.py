@@ -101,6 +101,18 @@ def test_the_workers_that_came_first_are_dropped(monkeypatch: pytest.MonkeyPatch
     assert [memory.find(worker, 1, 1, "t") is None for worker in (0, 1, 2)] == [False, True, False]
 
 
+def test_all_workers_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes_module, "MAX_ALL_BYTES", 3 * IDS.nbytes)
+    memory = RouteMemory()
+    for worker in range(5):
+        memory.keep(worker, 1, 1, "t", IDS)
+    assert [memory.find(worker, 1, 1, "t") is not None for worker in range(5)] == [False, False, True, True, True]
+    memory.keep(4, 2, 1, "t", IDS)  # a new incarnation, which takes the place of the old one
+    memory.forget(3, 1)
+    memory.keep(5, 1, 1, "t", IDS)  # and the place of what was forgotten
+    assert [memory.find(worker, 1, 1, "t") is not None for worker in (2, 5)] == [True, True]
+
+
 def test_an_earlier_incarnation_leaves_nothing() -> None:
     memory = RouteMemory()
     memory.keep(0, 2, 1, "t", IDS)

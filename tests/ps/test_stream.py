@@ -706,3 +706,24 @@ def test_closing_sends_what_waits_to_be_read(connect: Connect, served: Served):
     assert isinstance(peer.reply(), Rows)
     assert peer.was_dropped()
     ending.result(20)
+
+
+def test_what_arrived_is_not_counted_as_arriving_however_frames_share_a_read(served: Served, connect: Connect):
+    peer = connect()
+    two = framed(pull(1000), call=1) + framed(pull(2000), call=2)
+    third = framed(pull(3000), call=3)
+    peer.send(two + third[:5000])
+    assert [len(reply.tables[0]) for reply in (peer.reply(), peer.reply()) if isinstance(reply, Rows)] == [4000, 8000]
+    assert eventually(lambda: served.stream.receiving_bytes == 24_000)
+    peer.send(third[5000:])
+    assert isinstance(peer.reply(), Rows)
+    assert served.stream.receiving_bytes == 0
+    peer.send(two + third[:5000])
+    peer.sock.close()
+    assert eventually(lambda: served.connections == 1)
+    assert served.stream.receiving_bytes == 0
+
+
+def test_an_error_that_quotes_a_whole_message_is_still_said(connect: Connect):
+    with pytest.raises(UnknownTable):
+        connect().ask(pull(table="x" * (2**20 - 100)))

@@ -143,6 +143,22 @@ def test_loaded_rows_are_read_at_once_and_refresh_reads_what_others_pushed(make_
     assert module(ids).eq(9).all()
 
 
+def test_a_refresh_inside_the_loop_reads_what_others_pushed(make_session: MakeSession) -> None:
+    session = make_session(1)
+    session.cache_rows(staleness=50)
+    module = counting(session)
+    ids = torch.arange(4)
+    seen = []
+    for step, batch in enumerate(session.prefetch([ids] * 6, inputs=lambda batch: {"any": batch})):
+        seen.append(module(batch)[0, 0].item())
+        if step == 2:
+            rows = np.full((4, DIM), 9, np.float32)
+            session.client.load("any", module.table.route(ids), rows)  # as another worker would
+            session.refresh()
+    assert seen[:3] == [0, 0, 0]
+    assert seen[-1] == 9
+
+
 def test_dense_weights_are_never_copies(make_session: MakeSession) -> None:
     session = make_session(2)
     session.cache_rows()

@@ -640,3 +640,15 @@ def test_a_unix_socket_of_another_user_is_not_used(scripted: Callable[..., Scrip
     assert connect_local(local_socket("127.0.0.1", port)) is None
     assert hears(scripted, f"127.0.0.1:{port}", tcp)[0] == 1
     squatted.close()
+
+
+@pytest.mark.parametrize("host", ["10.0.0..1", "no-such-host.invalid"])
+def test_a_host_that_cannot_be_is_said_at_every_call_and_at_once(host: str):
+    carrier = StreamCarrier(f"{host}:7700")
+    start = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(Unreachable) as caught:
+            carrier.submit(Hello(), PATIENCE).result()
+        assert "no answer" not in caught.value.reason
+    assert time.monotonic() - start < PATIENCE.total_seconds()
+    carrier.close()

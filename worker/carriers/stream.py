@@ -172,8 +172,8 @@ class StreamCarrier:
             error = known
         except Unreachable as unreachable:
             error = unreachable
-        except OSError as failure:
-            error = Unreachable(failure.strerror or str(failure))
+        except (OSError, UnicodeError) as failure:  # a name that cannot be one is a UnicodeError
+            error = Unreachable(getattr(failure, "strerror", None) or str(failure))
         else:
             self._connecting = None
             self._connection = connection
