@@ -262,7 +262,7 @@ def bars_of_dlrm(name: str, figures: Mapping[str, Figures], rivals: Sequence[str
 
 
 def unheld_of(key: str, figures: Mapping[str, Figures]) -> dict[str, float | None]:
-    """What the bars leave out: ours by torch's matrix kernels beside programs with their own; a peer without figures."""
+    """What the bars leave out: ours by torch's matrix kernels beside programs with their own; peers without figures."""
     if key == "ps":
         return {} if PS_LITE.label in figures else {f"W-PS: step against {PS_LITE.label}": None}
     rates = {label: its["samples_per_s"] for label, its in figures.items()}
