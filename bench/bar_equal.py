@@ -1,5 +1,6 @@
 """The sharding changes nothing: one worker at staleness 0 has the same weights, to the bit, over 1, 2 and 4 shards,
-in this process and over every carrier to processes of their own, and the loss curve of plain torch, to float rounding.
+in this process and over every carrier to processes of their own, with prefetch and without, and the loss curve of plain
+torch, to float rounding.
 
 Once with SGD against torch.optim.SGD, once with a user-defined row optimizer against the same formula in torch. Prints
 one JSON line; exits 1 below the bar.
@@ -12,7 +13,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,11 +35,13 @@ CARRIERS: dict[str, Callable[[dict[str, str]], str]] = {
     "grpc": lambda ready: f"grpc://{ready['address']}",
     "rpc": lambda ready: f"rpc://{ready['rpc']}",
 }
+PREFETCH = "stream over Unix, prefetch"
 STEPS, BATCH, FIELDS, DIM, NUM_DENSE, ROWS = 100, 256, 8, 16, 4, 20_000
 # Sums of a batch's gradients and a fused multiply-add differ in their last bits, and 100 steps carry that on; a wrong
 # row, a lost or a doubled push is 1e-3 and more.
 TOLERANCE = 1e-5
-Batches = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Batches = list[Batch]
 
 
 class Model(nn.Module):
@@ -96,7 +99,7 @@ def batches() -> Batches:
     return out
 
 
-def train(model: nn.Module, data: Batches, step: Callable[[], object]) -> list[float]:
+def train(model: nn.Module, data: Iterable[Batch], step: Callable[[], object]) -> list[float]:
     losses = []
     for ids, dense, labels in data:
         loss = binary_cross_entropy_with_logits(model(ids, dense), labels)
@@ -125,9 +128,15 @@ def in_torch(optimizer: Callable[[nn.Module], torch.optim.Optimizer], data: Batc
     return Run(train(model, data, step), "")
 
 
-def on_shards(session: Session, optimizer: es.SGD | es.Custom, data: Batches) -> Run:
+def reads(batch: Batch) -> dict[str, torch.Tensor]:
+    return {"dlrm.embedding": batch[0], "bag": batch[0]}
+
+
+def on_shards(session: Session, optimizer: es.SGD | es.Custom, data: Batches, *, prefetch: bool = False) -> Run:
     model = es.wrap(build(), session, optimizer=optimizer)
-    losses = train(model, data, session.step)
+    ahead = session.prefetch(data, staleness=0, inputs=reads) if prefetch else data
+    losses = train(model, ahead, session.step)
+    assert not (prefetch and session.missed_reads)
     with torch.no_grad():
         model(*data[0][:2])  # brings the dense weights here
     rows = [m.table.pull(torch.arange(ROWS)) for m in model.modules() if isinstance(m, es.Embedding | es.EmbeddingBag)]
@@ -152,7 +161,8 @@ def processes(num_shards: int, imports: list[str], carrier: str) -> Iterator[lis
         for shard in range(num_shards)
     ]  # fmt: skip
     try:
-        yield [CARRIERS[carrier](json.loads(shard.stdout.readline())) for shard in started if shard.stdout]
+        place = CARRIERS[carrier.removesuffix(", prefetch")]
+        yield [place(json.loads(shard.stdout.readline())) for shard in started if shard.stdout]
     finally:
         for shard in started:
             shard.kill()
@@ -165,12 +175,12 @@ def runs(optimizer: es.SGD | es.Custom, data: Batches) -> dict[str, Run]:
     for shards in SHARDS:
         with es.local(shards, imports=imports) as session:
             found[f"local x{shards}"] = on_shards(session, optimizer, data)
-        for carrier in CARRIERS:
+        for carrier in [*CARRIERS, PREFETCH]:
             with (
                 processes(shards, imports, carrier) as addresses,
                 es.connect(addresses, timeout=timedelta(seconds=60)) as session,
             ):
-                found[f"{carrier} x{shards}"] = on_shards(session, optimizer, data)
+                found[f"{carrier} x{shards}"] = on_shards(session, optimizer, data, prefetch=carrier == PREFETCH)
     return found
 
 
