@@ -19,10 +19,12 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from timing import finish, median, print_table
+from peers_picture import draw
+from timing import finish, machine, median, print_table
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS = Path(os.environ.get("EMBERSHARD_PEERS") or ROOT.parent / "shared/peers")
@@ -305,12 +307,22 @@ def loss_bar() -> tuple[Figures, Bar]:
     return figures, Bar(f"loss after {LOSS_STEPS} steps against one process", abs(ours - theirs), 0.002, at_most=True)
 
 
+def save(result: Mapping[str, Any], folder: Path) -> None:
+    """The figures as JSON, and as a picture where matplotlib is installed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "peers.json").write_text(json.dumps(result, indent=1))
+    if find_spec("matplotlib") and any(key in result for key in WORKLOADS):
+        draw(result, folder / "peers.svg")
+    print(f"written to {folder}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one round, and only programs that need torch alone")
     parser.add_argument("--only", action="append", choices=[*WORKLOADS, "loss"], help="may be given several times")
     parser.add_argument("--patience", type=float, default=0, help="seconds to wait for a quiet machine, per program")
+    parser.add_argument("--output", type=Path, default=ROOT / "runs/peers", help="folder of peers.json and peers.svg")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and end what runs
     rounds = 1 if options.quick else options.rounds
@@ -344,6 +356,7 @@ def main() -> None:
         bar.what: {"value": round(bar.value, 4), "bound": bar.bound, "passed": bar.passed} for bar in bars
     }
     result["without_bar"] = unheld
+    save({"machine": machine(), **result}, options.output)
     finish({**result, "other_cores": busy}, [str(bar) for bar in bars if not bar.passed])
 
 
