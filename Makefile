@@ -9,9 +9,9 @@ PYTHON38 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.8.*/bin/python) pyt
 # threads of torch x processes <= cores: the processes of one job share the machine
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test unit fuzz lint proto build clean \
-        bar-ncf bar-ctr bar-equal bar-wrap bar-kernels bar-rows bar-peers peers-env \
-        bench-growth bench-startup bench-wire bar-scale bench-cluster bar-link bar-leak
+.PHONY: help setup demo test unit fuzz lint proto build clean peers-env \
+        bar-ncf bar-ctr bar-equal bar-wrap bar-kernels bar-rows bench-growth bench-lookup bench-cache \
+        bench-loader bench-startup bench-wire bar-scale bar-link bar-leak bench-cluster bar-peers
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -71,6 +71,12 @@ bar-rows: setup  ## 100 million rows on one machine
 
 bench-growth: setup  ## worst pull while a table grows to 20 million rows
 	$(BIN)/python bench/growth.py
+
+bench-lookup: setup  ## forward and backward of a lookup against torch's own
+	$(BIN)/python bench/lookup.py
+
+bench-cache: setup  ## what the cache of hot rows finds, against others of its size
+	$(BIN)/python bench/row_cache.py
 
 bench-loader: setup  ## a batch made here, by the loader process, by the DataLoader of torch
 	$(BIN)/python bench/loader.py
