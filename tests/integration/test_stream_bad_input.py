@@ -185,7 +185,8 @@ def test_a_grpc_client_that_does_not_read_its_replies_takes_bounded_memory(serve
             break
         if stream % 20 == 1:
             served.works()
-    assert served.grown() < 640 * MIB  # 100 replies of 4 MiB, which gRPC itself keeps for its streams
+    # 100 replies of 4 MiB, which gRPC itself keeps for its streams, some of them twice: as protobuf and as bytes
+    assert served.grown() < 1024 * MIB
     sock.close()
     served.works()
 
