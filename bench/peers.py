@@ -318,7 +318,7 @@ def save(result: Mapping[str, Any], folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5, help="with two workers, three are not enough")
     parser.add_argument("--quick", action="store_true", help="one round, and only programs that need torch alone")
     parser.add_argument("--only", action="append", choices=[*WORKLOADS, "loss"], help="may be given several times")
     parser.add_argument("--patience", type=float, default=0, help="seconds to wait for a quiet machine, per program")
