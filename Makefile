@@ -10,7 +10,7 @@ PYTHON38 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.8.*/bin/python) pyt
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup demo test unit fuzz lint proto build clean peers-env \
-        bar-ncf bar-ctr bar-equal bar-wrap bar-kernels bar-rows bench-growth bench-lookup bench-cache \
+        bar-ncf bar-ctr bar-equal bar-wrap bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-cache \
         bench-loader bench-startup bench-wire bar-scale bar-link bar-leak bench-cluster bar-peers
 
 help:  ## list the targets
@@ -74,6 +74,9 @@ bench-growth: setup  ## worst pull while a table grows to 20 million rows
 
 bench-lookup: setup  ## forward and backward of a lookup against torch's own
 	$(BIN)/python bench/lookup.py
+
+bench-linear: setup  ## a linear layer by oneDNN against torch's own
+	$(BIN)/python bench/linear.py
 
 bench-cache: setup  ## what the cache of hot rows finds, against others of its size
 	$(BIN)/python bench/row_cache.py

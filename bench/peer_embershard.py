@@ -5,8 +5,8 @@ before the first step, as they are with the peers, and for `dlrm` they are those
 compare. The other programs lie in the folder that EMBERSHARD_PEERS names.
 
 torch multiplies matrices by MKL, which leaves half of an AMD processor's vector unit idle; TensorFlow and Paddle bring
-oneDNN, which does not. `--linear onednn` has the linear layers use it too, in float32 as before, so that what is
-compared is how weights get to the model and back.
+oneDNN, which does not. Our client calls `es.use_onednn(model)`, as `embershard worker` does on such processors;
+`--linear torch` leaves torch's kernels alone, so that what is compared is how weights get to the model and back.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--malloc", default="keep", choices=["keep", "default"], help="keep: as `embershard worker` does"
     )
-    parser.add_argument("--linear", default="torch", choices=["torch", "onednn"], help="dlrm: who multiplies matrices")
+    parser.add_argument("--linear", default="onednn", choices=["onednn", "torch"], help="dlrm: who multiplies matrices")
     parser.add_argument("--spans", action="store_true", help="print where the time of a step goes, to stderr")
     parser.add_argument("--addresses", default="")
     parser.add_argument("--pids", default="")
@@ -114,28 +114,6 @@ def train_ps(a: argparse.Namespace) -> None:
         meter.finish()
 
 
-def use_onednn() -> None:
-    """Have torch's linear layers multiply by oneDNN instead of MKL, in the processor's float32 as before."""
-    import torch
-    from torch import nn
-
-    multiply = torch.ops.mkldnn._linear_pointwise  # (x, w, bias, ...): x @ w.T + bias
-
-    class Linear(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(x, weight)
-            return multiply(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-            (gradient,), (x, weight) = gradients, ctx.saved_tensors
-            of_x = multiply(gradient, weight.t(), None, "none", [], "") if ctx.needs_input_grad[0] else None
-            return of_x, multiply(gradient.t(), x.t(), None, "none", [], ""), gradient.sum(0)
-
-    nn.Linear.forward = lambda self, x: Linear.apply(x, self.weight, self.bias)  # type: ignore[method-assign,no-untyped-call]
-
-
 def train_dlrm(a: argparse.Namespace) -> None:
     """The training loop that a user writes."""
     import torch
@@ -160,13 +138,13 @@ def train_dlrm(a: argparse.Namespace) -> None:
 
     if a.malloc == "keep":
         es.keep_freed_memory()
-    if a.linear == "onednn":
-        use_onednn()
     tensors = ((batch[2], batch[0], batch[3]) for batch in C.dlrm_batches(a.steps, a.rank))
     batches = [tuple(map(torch.from_numpy, arrays)) for arrays in tensors]
     with es.connect(a.addresses, worker=a.rank) as session:
         sgd = es.SGD(lr=C.DENSE_LR)
         model = es.wrap(DLRM(), session, optimizer=es.Adagrad(lr=C.EMB_LR), dense_optimizer=sgd)
+        if a.linear == "onednn":
+            es.use_onednn(model)
         meter = make_meter(a)
         loop: Iterable[Any] = batches if a.staleness < 0 else session.prefetch(batches, staleness=a.staleness)
         loop = iter(loop)

@@ -49,7 +49,6 @@ class Program:
     script: str
     words: tuple[str, ...] = ()
     environment: str = ""  # folder of .venv-peers; empty: this Python
-    own_kernels: bool = False  # it does not multiply matrices as torch does
 
     @property
     def must_run(self) -> bool:
@@ -125,8 +124,8 @@ IN_PROCESS = [
     Program("torch in one process, torch.optim", "inproc.py", ("--impl", "optim")),
 ]
 EMBERSHARD = Program(OURS, "peer_embershard.py")
-# beside programs that multiply matrices by oneDNN, with which torch's MKL cannot keep up on every processor
-ONEDNN = Program(f"{OURS}, oneDNN", EMBERSHARD.script, ("--linear", "onednn"), own_kernels=True)
+# without es.use_onednn: what is left beside torch's programs is how weights get to the model and back
+PLAIN = Program(f"{OURS}, torch's matrix kernels", EMBERSHARD.script, ("--linear", "torch"))
 RPC = [
     Program(f"torch rpc, {name}, {optimizer}", "torch_rpc.py", ("--transport", transport, "--server-opt", optimizer))
     for transport, name in (("auto", "shared memory"), ("uv", "TCP"))
@@ -135,9 +134,9 @@ RPC = [
 PS_LITE = Program("ps-lite (MXNet)", "mxnet_kv.py", environment="mxnet")
 OTHERS = [
     Program("Ray", "ray_ps.py", ("--server-opt", "manual"), environment="ray"),
-    Program("TensorFlow", "tf_ps.py", environment="tensorflow", own_kernels=True),
-    Program("PaddlePaddle", "paddle_ps.py", environment="paddle", own_kernels=True),
-    Program("OpenEmbedding", "openembedding_ps.py", environment="openembedding", own_kernels=True),
+    Program("TensorFlow", "tf_ps.py", environment="tensorflow"),
+    Program("PaddlePaddle", "paddle_ps.py", environment="paddle"),
+    Program("OpenEmbedding", "openembedding_ps.py", environment="openembedding"),
     Program("Redis", "redis_ps.py", environment="redis"),
 ]
 TORCHREC = Program("TorchRec", "torchrec_rw.py", environment="torchrec")
@@ -197,13 +196,13 @@ WORKLOADS = {
         "W-DLRM, 2 shards, 1 worker",
         ("--workload", "dlrm", "--servers", "2", "--workers", "1"),
         60,
-        (*IN_PROCESS, RPC[2], TORCHREC, *OTHERS, ONEDNN, EMBERSHARD),
+        (*IN_PROCESS, RPC[2], TORCHREC, *OTHERS, PLAIN, EMBERSHARD),
     ),
     "dlrm2": Workload(
         "W-DLRM, 2 shards, 2 workers",
         ("--workload", "dlrm", "--servers", "2", "--workers", "2"),
         60,
-        (RPC[2], TORCHREC, *OTHERS, ONEDNN, EMBERSHARD),
+        (RPC[2], TORCHREC, *OTHERS, PLAIN, EMBERSHARD),
     ),
 }  # fmt: skip
 LOSS = Workload(
@@ -245,35 +244,28 @@ def bars_of_ps(figures: Mapping[str, Figures]) -> list[Bar]:
 
 
 def bars_of_dlrm(name: str, figures: Mapping[str, Figures], rivals: Sequence[str], factor: float) -> list[Bar]:
-    """`factor` over the fastest of these rivals, and ahead of whatever else ran, by the same matrix kernels."""
+    """`factor` over the fastest of these rivals, and ahead of whatever else ran."""
     rates = {label: its["samples_per_s"] for label, its in figures.items()}
-    own_kernels = {program.label for program in OTHERS if program.own_kernels}
-    others = rates.keys() - {EMBERSHARD.label, ONEDNN.label, *rivals}
+    others = rates.keys() - {EMBERSHARD.label, PLAIN.label, *rivals}
     bars = []
-    for ours, them, bound in (
-        (EMBERSHARD, set(rivals), factor),
-        (EMBERSHARD, others - own_kernels, 1.0),
-        (ONEDNN, others & own_kernels, 1.0),
-    ):
+    for them, bound in ((set(rivals), factor), (others, 1.0)):
         if them:
             best = max(them, key=rates.__getitem__)
-            bars.append(
-                Bar(f"{name}: samples/s of {ours.label} against {best}", rates[ours.label] / rates[best], bound)
-            )
+            bars.append(Bar(f"{name}: samples/s against {best}", rates[OURS] / rates[best], bound))
     return bars
 
 
 def unheld_of(key: str, figures: Mapping[str, Figures]) -> dict[str, float | None]:
-    """What the bars leave out: ours by torch's matrix kernels beside programs with their own; peers without figures."""
+    """What the bars leave out: ours by torch's matrix kernels; peers without figures."""
     if key == "ps":
         return {} if PS_LITE.label in figures else {f"W-PS: step against {PS_LITE.label}": None}
     rates = {label: its["samples_per_s"] for label, its in figures.items()}
+    others = [label for label in rates if label not in (EMBERSHARD.label, PLAIN.label)]
     return {
-        f"{WORKLOADS[key].name}: samples/s of {EMBERSHARD.label} against {program.label}": round(
-            rates[EMBERSHARD.label] / rates[program.label], 4
+        f"{WORKLOADS[key].name}: samples/s of {PLAIN.label} against {label}": round(
+            rates[PLAIN.label] / rates[label], 4
         )
-        for program in OTHERS
-        if program.own_kernels and program.label in rates
+        for label in others
     }
 
 

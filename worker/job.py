@@ -121,6 +121,7 @@ class TrainSection(Section):
     early_stop: EarlyStopSection | None = None
     prefetch: Staleness = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    linear: Literal["auto", "torch", "onednn"] = "auto"  # who multiplies on a CPU; auto: the faster one here
     threads: Count | None = None  # of each worker; half the machine's cores divided among its workers where not given
 
     @property

@@ -20,6 +20,7 @@ from embershard.worker.job import Job
 from embershard.worker.meter import Meter
 from embershard.worker.models.recommender import Recommender, num_dense_parameters
 from embershard.worker.objective import objective_of
+from embershard.worker.onednn import onednn_is_faster, use_onednn
 from embershard.worker.records import Evaluation, Figures, Observer, Plan, Result
 from embershard.worker.schedule import Best, Schedule
 from embershard.worker.session import Session
@@ -65,6 +66,8 @@ class Trainer:
         torch.manual_seed(job.train.seed)  # the same first dense weights, whichever worker loads them
         self.model = job.model.build(dataset.schema, job.dim, "meta")
         self._dense_parameters = num_dense_parameters(self.model)
+        if job.train.linear == "onednn" or (job.train.linear == "auto" and onednn_is_faster()):
+            use_onednn(self.model)
         self._wrap()
         if job.embedding.cache is not None:
             session.cache_rows(job.embedding.cache.rows, job.embedding.cache.staleness)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from embershard.worker.embedding import Embedding as Embedding
     from embershard.worker.embedding import EmbeddingBag as EmbeddingBag
     from embershard.worker.memory import keep_freed_memory as keep_freed_memory
+    from embershard.worker.onednn import use_onednn as use_onednn
     from embershard.worker.session import Session as Session
     from embershard.worker.session import connect as connect
     from embershard.worker.wrap import wrap as wrap
@@ -54,6 +55,7 @@ _HOME = {
     "embershard.worker.client": ("Client",),
     "embershard.worker.embedding": ("Embedding", "EmbeddingBag"),
     "embershard.worker.memory": ("keep_freed_memory",),
+    "embershard.worker.onednn": ("use_onednn",),
     "embershard.worker.session": ("Session", "connect"),
     "embershard.worker.wrap": ("wrap",),
 }
@@ -81,6 +83,7 @@ __all__ = [  # noqa: RUF022  # in the order of use
     "Normal",
     "Uniform",
     "keep_freed_memory",
+    "use_onednn",
     "EmbershardError",
     "errors",
 ]
