@@ -136,7 +136,7 @@ class Loaded(_message.Message):
     def __init__(self, rows: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("placement_epoch", "tables", "worker", "epoch")
+    __slots__ = ("placement_epoch", "tables", "worker", "epoch", "after")
     class TableIds(_message.Message):
         __slots__ = ("table", "ids", "route")
         TABLE_FIELD_NUMBER: _ClassVar[int]
@@ -150,20 +150,24 @@ class PullRequest(_message.Message):
     TABLES_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
     placement_epoch: int
     tables: _containers.RepeatedCompositeFieldContainer[PullRequest.TableIds]
     worker: int
     epoch: int
-    def __init__(self, placement_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PullRequest.TableIds, _Mapping]]] = ..., worker: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    after: int
+    def __init__(self, placement_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PullRequest.TableIds, _Mapping]]] = ..., worker: _Optional[int] = ..., epoch: _Optional[int] = ..., after: _Optional[int] = ...) -> None: ...
 
 class Rows(_message.Message):
-    __slots__ = ("tables",)
+    __slots__ = ("tables", "version")
     TABLES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     tables: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, tables: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    version: int
+    def __init__(self, tables: _Optional[_Iterable[bytes]] = ..., version: _Optional[int] = ...) -> None: ...
 
 class PushRequest(_message.Message):
-    __slots__ = ("worker", "epoch", "seq", "first_incomplete", "clock", "placement_epoch", "tables")
+    __slots__ = ("worker", "epoch", "seq", "first_incomplete", "clock", "placement_epoch", "tables", "last", "weight", "version", "difference")
     class TableGradients(_message.Message):
         __slots__ = ("table", "ids", "gradients", "lr_scale", "route")
         TABLE_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +188,10 @@ class PushRequest(_message.Message):
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     worker: int
     epoch: int
     seq: int
@@ -191,7 +199,11 @@ class PushRequest(_message.Message):
     clock: int
     placement_epoch: int
     tables: _containers.RepeatedCompositeFieldContainer[PushRequest.TableGradients]
-    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., first_incomplete: _Optional[int] = ..., clock: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PushRequest.TableGradients, _Mapping]]] = ...) -> None: ...
+    last: bool
+    weight: float
+    version: int
+    difference: bool
+    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., first_incomplete: _Optional[int] = ..., clock: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PushRequest.TableGradients, _Mapping]]] = ..., last: _Optional[bool] = ..., weight: _Optional[float] = ..., version: _Optional[int] = ..., difference: _Optional[bool] = ...) -> None: ...
 
 class Pushed(_message.Message):
     __slots__ = ("duplicate", "applied", "skipped")
@@ -223,8 +235,20 @@ class TableStatus(_message.Message):
     loading: bool
     def __init__(self, name: _Optional[str] = ..., dim: _Optional[int] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., optimizer: _Optional[str] = ..., loading: _Optional[bool] = ...) -> None: ...
 
+class MemberStatus(_message.Message):
+    __slots__ = ("worker", "clock", "resting", "lease_seconds")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    RESTING_FIELD_NUMBER: _ClassVar[int]
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    worker: int
+    clock: int
+    resting: bool
+    lease_seconds: float
+    def __init__(self, worker: _Optional[int] = ..., clock: _Optional[int] = ..., resting: _Optional[bool] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
+
 class ShardStatus(_message.Message):
-    __slots__ = ("shard", "num_shards", "placement_epoch", "version", "instance", "uptime_seconds", "resident_bytes", "requests", "pulled_rows", "pushed_rows", "duplicate_pushes", "skipped_rows", "queued_bytes", "tables")
+    __slots__ = ("shard", "num_shards", "placement_epoch", "version", "instance", "uptime_seconds", "resident_bytes", "requests", "pulled_rows", "pushed_rows", "duplicate_pushes", "skipped_rows", "queued_bytes", "tables", "clock", "staleness", "members", "staleness_seen", "expired_leases")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -239,6 +263,11 @@ class ShardStatus(_message.Message):
     SKIPPED_ROWS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_BYTES_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_SEEN_FIELD_NUMBER: _ClassVar[int]
+    EXPIRED_LEASES_FIELD_NUMBER: _ClassVar[int]
     shard: int
     num_shards: int
     placement_epoch: int
@@ -253,4 +282,113 @@ class ShardStatus(_message.Message):
     skipped_rows: int
     queued_bytes: int
     tables: _containers.RepeatedCompositeFieldContainer[TableStatus]
-    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., pulled_rows: _Optional[int] = ..., pushed_rows: _Optional[int] = ..., duplicate_pushes: _Optional[int] = ..., skipped_rows: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ...) -> None: ...
+    clock: int
+    staleness: int
+    members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
+    staleness_seen: _containers.RepeatedScalarFieldContainer[int]
+    expired_leases: int
+    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., pulled_rows: _Optional[int] = ..., pushed_rows: _Optional[int] = ..., duplicate_pushes: _Optional[int] = ..., skipped_rows: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., clock: _Optional[int] = ..., staleness: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., staleness_seen: _Optional[_Iterable[int]] = ..., expired_leases: _Optional[int] = ...) -> None: ...
+
+class JoinRequest(_message.Message):
+    __slots__ = ("worker", "epoch", "clock", "staleness", "workers", "lease_ms", "damp")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    DAMP_FIELD_NUMBER: _ClassVar[int]
+    worker: int
+    epoch: int
+    clock: int
+    staleness: int
+    workers: int
+    lease_ms: int
+    damp: bool
+    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., staleness: _Optional[int] = ..., workers: _Optional[int] = ..., lease_ms: _Optional[int] = ..., damp: _Optional[bool] = ...) -> None: ...
+
+class Joined(_message.Message):
+    __slots__ = ("member", "clock", "started", "members")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    member: bool
+    clock: int
+    started: bool
+    members: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, member: _Optional[bool] = ..., clock: _Optional[int] = ..., started: _Optional[bool] = ..., members: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ("worker", "epoch", "rest")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REST_FIELD_NUMBER: _ClassVar[int]
+    worker: int
+    epoch: int
+    rest: bool
+    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., rest: _Optional[bool] = ...) -> None: ...
+
+class Left(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class BeatRequest(_message.Message):
+    __slots__ = ("worker", "epoch")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    worker: int
+    epoch: int
+    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class Beaten(_message.Message):
+    __slots__ = ("clock", "members")
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    clock: int
+    members: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, clock: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class MeetRequest(_message.Message):
+    __slots__ = ("worker", "epoch", "name", "payload", "listen")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    LISTEN_FIELD_NUMBER: _ClassVar[int]
+    worker: int
+    epoch: int
+    name: str
+    payload: bytes
+    listen: bool
+    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., name: _Optional[str] = ..., payload: _Optional[bytes] = ..., listen: _Optional[bool] = ...) -> None: ...
+
+class Met(_message.Message):
+    __slots__ = ("workers", "payloads")
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    PAYLOADS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedScalarFieldContainer[int]
+    payloads: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, workers: _Optional[_Iterable[int]] = ..., payloads: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class TakeSplitRequest(_message.Message):
+    __slots__ = ("worker", "epoch", "data_epoch", "num_splits", "done")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DATA_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NUM_SPLITS_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    worker: int
+    epoch: int
+    data_epoch: int
+    num_splits: int
+    done: int
+    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., data_epoch: _Optional[int] = ..., num_splits: _Optional[int] = ..., done: _Optional[int] = ...) -> None: ...
+
+class Split(_message.Message):
+    __slots__ = ("index", "returned")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    RETURNED_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    returned: int
+    def __init__(self, index: _Optional[int] = ..., returned: _Optional[int] = ...) -> None: ...

@@ -175,6 +175,34 @@ class StaleWorker(EmbershardError):
     )
 
 
+class ClockAhead(EmbershardError):
+    """A request that waits for other workers, put back at its deadline; the client asks again while they live."""
+
+    status = Status.UNAVAILABLE
+    retryable = True
+    template = (
+        "clock {clock} waits for worker {workers}, of whom it heard {seconds:.1f} s ago; if a worker does not run, "
+        "its lease will end the wait"
+    )
+
+
+class LeaseLost(EmbershardError):
+    """A member that was not heard of for as long as its lease; the client joins again."""
+
+    status = Status.ABORTED
+    template = (
+        "worker {worker} is no member any more: it was not heard of within its lease of {lease_ms} ms, and the others "
+        "went on without it; what it computed since then is not applied"
+    )
+
+
+class ModeMismatch(EmbershardError):
+    """A worker that joins a job with other settings than its members."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "worker {worker} joins with {what} {got}, the others train with {want}; give all workers the same job"
+
+
 class ShardBusy(EmbershardError):
     """The apply queue is full; the client waits `retry_after_ms` and sends the same push again."""
 

@@ -14,6 +14,7 @@ from embershard.proto.spec import TableSpec
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
 
 # 64 MiB above gRPC's 4 MiB default: large enough to amortise a call, small enough to bound memory per connection.
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -86,12 +87,16 @@ class TableIds:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Read rows of several tables; route numbers are those of the worker's incarnation (epoch)."""
+    """Read rows of several tables, once `after` clocks are closed.
+
+    Route numbers are those of the worker's incarnation (epoch).
+    """
 
     placement_epoch: int
     tables: tuple[TableIds, ...]
     worker: int = 0
     epoch: int = 0
+    after: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +107,7 @@ class Rows:
     """
 
     tables: tuple[Floats, ...]
+    version: int = 0  # updates that the shard had applied
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +136,21 @@ class TableGradients:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Apply gradients, once per token."""
+    """Apply gradients, once per token.
+
+    `last` is the worker's last message of the clock to this shard. A member's gradients count by `weight`, its number
+    of samples, among those of its clock. `version` is that of the rows they were computed on, 0 where it is not known.
+    A `difference` is added to the rows past the optimizer.
+    """
 
     token: PushToken
     clock: int
     placement_epoch: int
     tables: tuple[TableGradients, ...]
+    last: bool = True
+    weight: float = 1.0
+    version: int = 0
+    difference: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +180,22 @@ class TableStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class MemberStatus:
+    """One worker of the job, as a shard sees it: the next clock that it will push, and what is left of its lease."""
+
+    worker: int
+    clock: int
+    resting: bool
+    lease_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class ShardStatus:
-    """One shard; counters run from its start."""
+    """One shard; counters run from its start.
+
+    `clock` is the first that is not closed; `staleness_seen[n]` are pushes whose rows had missed n updates (the last
+    number: so many or more).
+    """
 
     shard: int
     num_shards: int
@@ -182,10 +211,110 @@ class ShardStatus:
     skipped_rows: int
     queued_bytes: int
     tables: tuple[TableStatus, ...]
+    clock: int = 0
+    staleness: int = -1
+    members: tuple[MemberStatus, ...] = ()
+    staleness_seen: tuple[int, ...] = ()
+    expired_leases: int = 0
 
 
-Request = Hello | Declare | Load | Pull | Push | GetStatus
-Reply = Greeting | Declared | Loaded | Rows | Pushed | ShardStatus
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Become a member of the job: from `clock` on, the shard's clock waits for this worker's pushes.
+
+    `staleness` 0: the gradients of a clock are gathered and applied once; k: a bound; -1: none. With `damp` a push's
+    learning rate is divided by the updates that its rows had missed. Nothing is closed before `workers` have joined.
+    """
+
+    worker: int
+    epoch: int
+    clock: int
+    staleness: int
+    workers: int
+    lease_ms: int
+    damp: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """No `member` where the shard's clock is beyond the one asked for; `started` once all expected ones had joined."""
+
+    member: bool
+    clock: int
+    started: bool
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Stop being waited for; with `rest` the lease goes on, and meetings still expect the worker."""
+
+    worker: int
+    epoch: int
+    rest: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Nobody waits for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Renew the lease."""
+
+    worker: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Beaten:
+    """The lease is renewed."""
+
+    clock: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """Put bytes down and read those of all other members, once all of them have come; names are used once."""
+
+    worker: int
+    epoch: int
+    name: str
+    payload: Bytes  # (N,) uint8
+    listen: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """Who came, in order, and what they put down, for those who listen."""
+
+    workers: tuple[int, ...]
+    payloads: tuple[Bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSplit:
+    """The next of `num_splits` parts of pass `data_epoch` over the data; `done` is the one just finished, or -1."""
+
+    worker: int
+    epoch: int
+    data_epoch: int
+    num_splits: int
+    done: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A part to train on, or -1 where every part is finished; `returned` of them were dealt a second time."""
+
+    index: int
+    returned: int
+
+
+Request = Hello | Declare | Load | Pull | Push | GetStatus | Join | Leave | Beat | Meet | TakeSplit
+Reply = Greeting | Declared | Loaded | Rows | Pushed | ShardStatus | Joined | Left | Beaten | Met | Split
 Message = Request | Reply
 
 # request type -> (method of the gRPC service, reply type)
@@ -196,6 +325,11 @@ METHODS: dict[type[Request], tuple[str, type[Reply]]] = {
     Pull: ("Pull", Rows),
     Push: ("Push", Pushed),
     GetStatus: ("Status", ShardStatus),
+    Join: ("Join", Joined),
+    Leave: ("Leave", Left),
+    Beat: ("Beat", Beaten),
+    Meet: ("Meet", Met),
+    TakeSplit: ("TakeSplit", Split),
 }
 SERVICE = "embershard.v1.Shard"
 
@@ -206,7 +340,7 @@ KIND_OF: dict[type[Message], int] = {kind: number for number, kind in [*REQUEST_
 ERROR_KIND = 0xFF
 
 
-def arrays(message: Message) -> list[Ids | Floats]:
+def arrays(message: Message) -> list[Ids | Floats | Bytes]:
     """The arrays of a message that travel, in the order in which they do."""
     match message:
         case Pull(tables=ids):
@@ -221,6 +355,10 @@ def arrays(message: Message) -> list[Ids | Floats]:
             return list(rows)
         case Load():
             return [message.ids, message.rows]
+        case Meet():
+            return [message.payload]
+        case Met():
+            return list(message.payloads)
         case _:
             return []
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ from google.protobuf.message import Message as Protobuf
 from embershard.proto import embershard_pb2 as pb
 from embershard.proto.errors import InvalidRequest
 from embershard.proto.messages import (
+    Beat,
+    Beaten,
+    Bytes,
     Declare,
     Declared,
     Floats,
@@ -26,18 +29,27 @@ from embershard.proto.messages import (
     Greeting,
     Hello,
     Ids,
+    Join,
+    Joined,
+    Leave,
+    Left,
     Load,
     Loaded,
+    Meet,
+    MemberStatus,
     Message,
+    Met,
     Pull,
     Push,
     Pushed,
     PushToken,
     Rows,
     ShardStatus,
+    Split,
     TableGradients,
     TableIds,
     TableStatus,
+    TakeSplit,
     arrays,
 )
 from embershard.proto.spec import Codec, Initializer, Optimizer, TableSpec
@@ -46,7 +58,7 @@ S = TypeVar("S", bound=np.generic)
 Buffer = bytes | memoryview
 
 
-def _bytes(array: Ids | Floats) -> bytes:
+def _bytes(array: Ids | Floats | Bytes) -> bytes:
     return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
@@ -117,18 +129,20 @@ def _unpack_load(p: pb.LoadRequest, bulk: Sequence[Buffer]) -> Load:
 
 def _pack_pull(m: Pull) -> pb.PullRequest:
     tables = [pb.PullRequest.TableIds(table=part.table, route=part.route) for part in m.tables]
-    return pb.PullRequest(placement_epoch=m.placement_epoch, tables=tables, worker=m.worker, epoch=m.epoch)
+    return pb.PullRequest(
+        placement_epoch=m.placement_epoch, tables=tables, worker=m.worker, epoch=m.epoch, after=m.after
+    )
 
 
 def _unpack_pull(p: pb.PullRequest, bulk: Sequence[Buffer]) -> Pull:
     tables = [
         TableIds(part.table, _ids(data, part.table), part.route) for part, data in zip(p.tables, bulk, strict=True)
     ]
-    return Pull(p.placement_epoch, tuple(tables), p.worker, p.epoch)
+    return Pull(p.placement_epoch, tuple(tables), p.worker, p.epoch, p.after)
 
 
-def _unpack_rows(_: pb.Rows, bulk: Sequence[Buffer]) -> Rows:
-    return Rows(tuple(_floats(part, f"#{i}") for i, part in enumerate(bulk)))
+def _unpack_rows(p: pb.Rows, bulk: Sequence[Buffer]) -> Rows:
+    return Rows(tuple(_floats(part, f"#{i}") for i, part in enumerate(bulk)), p.version)
 
 
 def _pack_push(m: Push) -> pb.PushRequest:
@@ -143,6 +157,10 @@ def _pack_push(m: Push) -> pb.PushRequest:
         clock=m.clock,
         placement_epoch=m.placement_epoch,
         tables=tables,
+        last=m.last,
+        weight=m.weight,
+        version=m.version,
+        difference=m.difference,
     )
 
 
@@ -158,28 +176,58 @@ def _unpack_push(p: pb.PushRequest, bulk: Sequence[Buffer]) -> Push:
     if any(True for _ in left):
         raise ValueError("more arrays than its tables have")
     token = PushToken(p.worker, p.epoch, p.seq, p.first_incomplete)
-    return Push(token, p.clock, p.placement_epoch, tuple(tables))
+    return Push(token, p.clock, p.placement_epoch, tuple(tables), p.last, p.weight, p.version, p.difference)
+
+
+_PARTS: dict[str, tuple[Any, Any]] = {
+    "tables": (TableStatus, pb.TableStatus),
+    "members": (MemberStatus, pb.MemberStatus),
+}
 
 
 def _pack_status(m: ShardStatus) -> pb.ShardStatus:
-    flat = {f.name: getattr(m, f.name) for f in fields(m) if f.name != "tables"}
-    tables = [pb.TableStatus(**{f.name: getattr(t, f.name) for f in fields(t)}) for t in m.tables]
-    return pb.ShardStatus(**flat, tables=tables)
+    flat = {f.name: getattr(m, f.name) for f in fields(m) if f.name not in _PARTS}
+    parts: dict[str, Any] = {
+        name: [form(**{f.name: getattr(part, f.name) for f in fields(part)}) for part in getattr(m, name)]
+        for name, (_, form) in _PARTS.items()
+    }
+    return pb.ShardStatus(**flat, **parts)
 
 
 def _unpack_status(p: pb.ShardStatus, _: Sequence[Buffer]) -> ShardStatus:
-    flat = {f.name: getattr(p, f.name) for f in fields(ShardStatus) if f.name != "tables"}
-    tables = (TableStatus(**{f.name: getattr(t, f.name) for f in fields(TableStatus)}) for t in p.tables)
-    return ShardStatus(**flat, tables=tuple(tables))
+    flat: dict[str, Any] = {f.name: getattr(p, f.name) for f in fields(ShardStatus) if f.name not in _PARTS}
+    flat["staleness_seen"] = tuple(p.staleness_seen)
+    parts: dict[str, Any] = {
+        name: tuple(kind(**{f.name: getattr(part, f.name) for f in fields(kind)}) for part in getattr(p, name))
+        for name, (kind, _) in _PARTS.items()
+    }
+    return ShardStatus(**flat, **parts)
+
+
+def _pack_meet(m: Meet) -> pb.MeetRequest:
+    return pb.MeetRequest(worker=m.worker, epoch=m.epoch, name=m.name, listen=m.listen)
+
+
+def _unpack_meet(p: pb.MeetRequest, bulk: Sequence[Buffer]) -> Meet:
+    (payload,) = bulk
+    return Meet(p.worker, p.epoch, p.name, np.frombuffer(payload, np.uint8), p.listen)
+
+
+def _unpack_met(p: pb.Met, bulk: Sequence[Buffer]) -> Met:
+    return Met(tuple(p.workers), tuple(np.frombuffer(payload, np.uint8) for payload in bulk))
 
 
 def _plain(message: type[Message], proto: type[Protobuf]) -> tuple[Callable[..., Protobuf], Callable[..., Message]]:
     """Converters of a message whose fields are numbers and strings of the same names."""
     names = [f.name for f in fields(message)]
-    return (
-        lambda m: proto(**{name: getattr(m, name) for name in names}),
-        lambda p, _: message(**{name: getattr(p, name) for name in names}),
-    )
+
+    def unpack(p: Protobuf, _: object) -> Message:
+        values: dict[str, Any] = {name: getattr(p, name) for name in names}
+        values.update((name, tuple(values[name])) for name in lists)
+        return message(**values)
+
+    lists = {f.name for f in fields(message) if str(f.type).startswith("tuple")}
+    return lambda m: proto(**{name: getattr(m, name) for name in names}), unpack
 
 
 _Pack = Callable[..., Protobuf]
@@ -188,7 +236,7 @@ _FORMS: dict[type, tuple[type[Protobuf], _Pack, _Unpack]] = {
     Declare: (pb.DeclareRequest, _pack_declare, _unpack_declare),
     Load: (pb.LoadRequest, _pack_load, _unpack_load),
     Pull: (pb.PullRequest, _pack_pull, _unpack_pull),
-    Rows: (pb.Rows, lambda _: pb.Rows(), _unpack_rows),
+    Rows: (pb.Rows, lambda m: pb.Rows(version=m.version), _unpack_rows),
     Push: (pb.PushRequest, _pack_push, _unpack_push),
     ShardStatus: (pb.ShardStatus, _pack_status, _unpack_status),
     Hello: (pb.HelloRequest, *_plain(Hello, pb.HelloRequest)),
@@ -197,6 +245,16 @@ _FORMS: dict[type, tuple[type[Protobuf], _Pack, _Unpack]] = {
     Loaded: (pb.Loaded, *_plain(Loaded, pb.Loaded)),
     Pushed: (pb.Pushed, *_plain(Pushed, pb.Pushed)),
     GetStatus: (pb.StatusRequest, *_plain(GetStatus, pb.StatusRequest)),
+    Join: (pb.JoinRequest, *_plain(Join, pb.JoinRequest)),
+    Joined: (pb.Joined, *_plain(Joined, pb.Joined)),
+    Leave: (pb.LeaveRequest, *_plain(Leave, pb.LeaveRequest)),
+    Left: (pb.Left, *_plain(Left, pb.Left)),
+    Beat: (pb.BeatRequest, *_plain(Beat, pb.BeatRequest)),
+    Beaten: (pb.Beaten, *_plain(Beaten, pb.Beaten)),
+    Meet: (pb.MeetRequest, _pack_meet, _unpack_meet),
+    Met: (pb.Met, lambda m: pb.Met(workers=m.workers), _unpack_met),
+    TakeSplit: (pb.TakeSplitRequest, *_plain(TakeSplit, pb.TakeSplitRequest)),
+    Split: (pb.Split, *_plain(Split, pb.Split)),
 }
 
 M = TypeVar("M", bound=Message)
@@ -261,6 +319,10 @@ def _fill(proto: Protobuf, bulk: Sequence[bytes]) -> None:
     elif isinstance(proto, pb.PullRequest):
         for ids, data in zip(proto.tables, bulk, strict=True):
             ids.ids = data
+    elif isinstance(proto, pb.MeetRequest):
+        (proto.payload,) = bulk
+    elif isinstance(proto, pb.Met):
+        proto.payloads.extend(bulk)
     elif isinstance(proto, pb.PushRequest):
         left = iter(bulk)
         for part in proto.tables:
@@ -277,6 +339,10 @@ def _drain(proto: Protobuf) -> list[bytes]:
         return [proto.ids, proto.rows]
     if isinstance(proto, pb.PullRequest):
         return [part.ids for part in proto.tables]
+    if isinstance(proto, pb.MeetRequest):
+        return [proto.payload]
+    if isinstance(proto, pb.Met):
+        return list(proto.payloads)
     if isinstance(proto, pb.PushRequest):
         return [
             data for part in proto.tables for data in ((part.gradients,) if part.route else (part.ids, part.gradients))

@@ -21,7 +21,7 @@ from torch.distributed import rpc
 from torch.distributed.rpc import TensorPipeAgent
 from torch.distributed.rpc.api import _init_rpc_states
 
-from embershard.proto.messages import Floats, Ids
+from embershard.proto.messages import Bytes, Floats, Ids
 
 QUESTION = b"embershard rpc 1?\n"  # asked first: what listens there instead says so, or closes the connection
 # and the answer: this, the URL of the shard's agent, and a line's end
@@ -77,6 +77,6 @@ def addresses_of(agent: TensorPipeAgent) -> dist.Store:
     return dist.PrefixStore("addrs", agent.store)
 
 
-def tensor(array: Ids | Floats) -> torch.Tensor:
+def tensor(array: Ids | Floats | Bytes) -> torch.Tensor:
     """An array's memory as a tensor; a copy where it is not contiguous, or not to be written to."""
     return torch.from_numpy(np.require(array, requirements=["C", "W"]))

@@ -144,6 +144,8 @@ class Shard:
                 return self.greeting
             case GetStatus():
                 return self.status()
+            case _:
+                raise InvalidRequest(reason=f"this shard cannot {type(request).__name__} yet")
 
     def status(self) -> ShardStatus:
         """Sizes and counters. They are read, never changed, so that health does not wait behind the pushes."""

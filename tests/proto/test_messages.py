@@ -11,6 +11,7 @@ from embershard.proto.spec import Adam, Custom, TableSpec, Uniform
 
 IDS = np.array([1, -2, 2**62], np.int64)
 ROWS = np.arange(6, dtype=np.float32).reshape(3, 2)
+PAYLOAD = np.arange(5, dtype=np.uint8)
 SPEC = TableSpec(name="t", dim=2, optimizer=Adam(lr=0.5), initializer=Uniform(), id_space="s", seed=7)
 
 
@@ -29,16 +30,31 @@ EXAMPLES: list[m.Message] = [
     m.Load("t", 1, IDS, ROWS, 2, False, True),
     m.Loaded(3),
     m.Pull(1, (m.TableIds("t", IDS), m.TableIds("u", IDS[:0], 9)), 4, 5),
-    m.Rows((ROWS, ROWS[:0])),
+    m.Pull(1, (), 4, 5, 6),
+    m.Rows((ROWS, ROWS[:0]), 7),
     m.Push(
         m.PushToken(1, 2, 3, 4),
         5,
         6,
         (m.TableGradients("t", IDS, ROWS, 0.5), m.TableGradients("u", IDS[:0], ROWS, route=9)),
     ),
+    m.Push(m.PushToken(1, 2, 3, 4), 5, 6, (), False, 2.5, 7, True),
     m.Pushed(True, 3, 1),
     m.GetStatus(),
     m.ShardStatus(0, 1, 1, "0.1", "x", 1.5, 2, 3, 4, 5, 6, 7, 8, (m.TableStatus("t", 2, 3, 4, "adam", False),)),
+    m.ShardStatus(
+        0, 1, 1, "0.1", "x", 1.5, 2, 3, 4, 5, 6, 7, 8, (), 9, -1, (m.MemberStatus(1, 2, True, 0.5),), (3, 0), 1
+    ),
+    m.Join(1, 2, 3, -1, 4, 500, True),
+    m.Joined(True, 3, False, (0, 2)),
+    m.Leave(1, 2, True),
+    m.Left(),
+    m.Beat(1, 2),
+    m.Beaten(4, (0, 3)),
+    m.Meet(1, 2, "evaluation 3", PAYLOAD, False),
+    m.Met((0, 3), (PAYLOAD, PAYLOAD[:0])),
+    m.TakeSplit(1, 2, 3, 4, -1),
+    m.Split(-1, 2),
 ]
 
 
