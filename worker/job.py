@@ -7,24 +7,17 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, get_args
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from embershard.proto.errors import JobError
 from embershard.worker.job_data import METRICS, AnyData
-from embershard.worker.job_sections import (
-    CUSTOM,
-    AnyInitializer,
-    AnyModel,
-    AnyOptimizer,
-    Count,
-    Section,
-)
+from embershard.worker.job_sections import CUSTOM, AnyModel, Count, Section
+from embershard.worker.job_training import BUDGETS, DenseSection, EmbeddingSection, EvaluateSection, TrainSection
 from embershard.worker.job_yaml import Mistake, Source
 from embershard.worker.job_yaml import Path as Location
-from embershard.worker.schedule import Shape
 
 DEFAULT_DIM = 16
 
@@ -37,110 +30,6 @@ class JobFileError(JobError):
     def __init__(self, mistakes: Sequence[Mistake]) -> None:
         super().__init__(text="\n".join(map(str, mistakes)), count=len(mistakes))
         self.mistakes = tuple(mistakes)
-
-
-class CacheSection(Section):
-    """Copies of up to `rows` hot rows per table in each worker, at most `staleness` steps old."""
-
-    rows: Annotated[int, Field(ge=1)] = 100_000
-    staleness: Annotated[int, Field(ge=1)] = 4
-
-
-class EmbeddingSection(Section):
-    """The embedding tables; `dim` is 16 where the model does not decide it."""
-
-    dim: Annotated[int, Field(ge=1, le=65_536)] | None = None
-    optimizer: AnyOptimizer
-    initializer: AnyInitializer | None = None
-    cache: CacheSection | None = None
-
-
-class DenseSection(Section):
-    """The other weights; without an optimizer they have that of the embeddings."""
-
-    optimizer: AnyOptimizer | None = None
-
-
-_SHAPED: dict[str, tuple[Shape, ...]] = {  # field -> the schedules in which it has a meaning
-    "end": ("linear", "cosine"),
-    "every": ("step",),
-    "factor": ("step", "plateau"),
-    "patience": ("plateau",),
-}
-
-
-class ScheduleSection(Section):
-    """How the learning rates change; see worker/schedule.py."""
-
-    name: Shape = "constant"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    end: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    every: Count | None = None
-    factor: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
-    patience: Count | None = None
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        for name, shapes in _SHAPED.items():
-            if getattr(self, name) is not None and self.name not in shapes:
-                raise ValueError(f"ScheduleSection: {name} has no meaning for {self.name}; remove it")
-        if self.name == "step" and self.every is None:
-            raise ValueError("ScheduleSection: every must say after how many steps the rate falls")
-        return self
-
-
-class EarlyStopSection(Section):
-    """Stop after `patience` evaluations in a row that were not better than the best by more than `min_delta`."""
-
-    patience: Count
-    min_delta: Annotated[float, Field(ge=0.0)] = 0.0
-
-
-_BUDGETS = frozenset({"train.epochs", "train.steps", "train.samples"})  # a job has one
-
-
-# None is `off`, which YAML reads as false; False must not become the number 0
-Staleness = Annotated[
-    Annotated[int, Field(ge=0, strict=True)] | None, BeforeValidator(lambda value: None if value is False else value)
-]
-
-
-class TrainSection(Section):
-    """How long and how fast: exactly one of epochs, steps (of each worker) and samples (of all workers).
-
-    With `prefetch` the rows of coming batches are pulled while this one computes. Its number is the staleness: a batch
-    shows its worker's pushes but for those of that many batches before it. 0 trains to the same bits as `off`.
-    """
-
-    batch_size: Count  # samples of one worker's step
-    epochs: Count | None = None
-    steps: Count | None = None
-    samples: Count | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    lr_schedule: ScheduleSection = ScheduleSection()
-    early_stop: EarlyStopSection | None = None
-    prefetch: Staleness = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    linear: Literal["auto", "torch", "onednn"] = "auto"  # who multiplies on a CPU; auto: the faster one here
-    threads: Count | None = None  # of each worker; half the machine's cores divided among its workers where not given
-
-    @property
-    def budget(self) -> tuple[str, int] | None:
-        """Unit and length of the run."""
-        given = [(unit, value) for unit in ("epochs", "steps", "samples") if (value := getattr(self, unit)) is not None]
-        return given[0] if len(given) == 1 else None
-
-
-class EvaluateSection(Section):
-    """When and by what a run is judged: the best evaluation is the one that is reported.
-
-    `every` counts in the unit of the run (epochs, steps or samples); without it each epoch is evaluated, or the end.
-    """
-
-    every: Count | None = None
-    metric: str | None = None
-    top_k: Count | None = None
-    batch_size: Count = 16_384
 
 
 class Job(Section):
@@ -201,7 +90,7 @@ def load_job(path: Path, overrides: Sequence[str] = (), data_root: Path | None =
     source = Source.parse(text, str(path))
     if source.mistakes:
         raise JobFileError(source.mistakes)
-    source.override(overrides, choices=[_BUDGETS])
+    source.override(overrides, choices=[BUDGETS])
     if data_root is not None:
         source.override([f"data.root={data_root.absolute()}"])
     try:
