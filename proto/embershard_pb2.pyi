@@ -248,7 +248,7 @@ class MemberStatus(_message.Message):
     def __init__(self, worker: _Optional[int] = ..., clock: _Optional[int] = ..., resting: _Optional[bool] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
 
 class ShardStatus(_message.Message):
-    __slots__ = ("shard", "num_shards", "placement_epoch", "version", "instance", "uptime_seconds", "resident_bytes", "requests", "pulled_rows", "pushed_rows", "duplicate_pushes", "skipped_rows", "queued_bytes", "tables", "clock", "staleness", "members", "staleness_seen", "expired_leases")
+    __slots__ = ("shard", "num_shards", "placement_epoch", "version", "instance", "uptime_seconds", "resident_bytes", "requests", "pulled_rows", "pushed_rows", "duplicate_pushes", "skipped_rows", "queued_bytes", "tables", "clock", "staleness", "members", "staleness_seen", "expired_leases", "meeting")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -268,6 +268,7 @@ class ShardStatus(_message.Message):
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     STALENESS_SEEN_FIELD_NUMBER: _ClassVar[int]
     EXPIRED_LEASES_FIELD_NUMBER: _ClassVar[int]
+    MEETING_FIELD_NUMBER: _ClassVar[int]
     shard: int
     num_shards: int
     placement_epoch: int
@@ -287,7 +288,8 @@ class ShardStatus(_message.Message):
     members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
     staleness_seen: _containers.RepeatedScalarFieldContainer[int]
     expired_leases: int
-    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., pulled_rows: _Optional[int] = ..., pushed_rows: _Optional[int] = ..., duplicate_pushes: _Optional[int] = ..., skipped_rows: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., clock: _Optional[int] = ..., staleness: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., staleness_seen: _Optional[_Iterable[int]] = ..., expired_leases: _Optional[int] = ...) -> None: ...
+    meeting: str
+    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., pulled_rows: _Optional[int] = ..., pushed_rows: _Optional[int] = ..., duplicate_pushes: _Optional[int] = ..., skipped_rows: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., clock: _Optional[int] = ..., staleness: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., staleness_seen: _Optional[_Iterable[int]] = ..., expired_leases: _Optional[int] = ..., meeting: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("worker", "epoch", "clock", "staleness", "workers", "lease_ms", "damp")
@@ -350,18 +352,20 @@ class Beaten(_message.Message):
     def __init__(self, clock: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class MeetRequest(_message.Message):
-    __slots__ = ("worker", "epoch", "name", "payload", "listen")
+    __slots__ = ("worker", "epoch", "name", "payload", "listen", "among")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     LISTEN_FIELD_NUMBER: _ClassVar[int]
+    AMONG_FIELD_NUMBER: _ClassVar[int]
     worker: int
     epoch: int
     name: str
     payload: bytes
     listen: bool
-    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., name: _Optional[str] = ..., payload: _Optional[bytes] = ..., listen: _Optional[bool] = ...) -> None: ...
+    among: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., name: _Optional[str] = ..., payload: _Optional[bytes] = ..., listen: _Optional[bool] = ..., among: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Met(_message.Message):
     __slots__ = ("workers", "payloads")

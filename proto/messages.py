@@ -216,6 +216,7 @@ class ShardStatus:
     members: tuple[MemberStatus, ...] = ()
     staleness_seen: tuple[int, ...] = ()
     expired_leases: int = 0
+    meeting: str = ""  # the last one that was held
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,13 +278,18 @@ class Beaten:
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """Put bytes down and read those of all other members, once all of them have come; names are used once."""
+    """Put bytes down and read those of all other members, once all of them have come.
+
+    Names are used once: whoever comes to a meeting that was held already reads who was there. `among` are the workers
+    who are expected, as far as they live; none: all members.
+    """
 
     worker: int
     epoch: int
     name: str
     payload: Bytes  # (N,) uint8
     listen: bool = True
+    among: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,12 +205,12 @@ def _unpack_status(p: pb.ShardStatus, _: Sequence[Buffer]) -> ShardStatus:
 
 
 def _pack_meet(m: Meet) -> pb.MeetRequest:
-    return pb.MeetRequest(worker=m.worker, epoch=m.epoch, name=m.name, listen=m.listen)
+    return pb.MeetRequest(worker=m.worker, epoch=m.epoch, name=m.name, listen=m.listen, among=m.among)
 
 
 def _unpack_meet(p: pb.MeetRequest, bulk: Sequence[Buffer]) -> Meet:
     (payload,) = bulk
-    return Meet(p.worker, p.epoch, p.name, np.frombuffer(payload, np.uint8), p.listen)
+    return Meet(p.worker, p.epoch, p.name, np.frombuffer(payload, np.uint8), p.listen, tuple(p.among))
 
 
 def _unpack_met(p: pb.Met, bulk: Sequence[Buffer]) -> Met:

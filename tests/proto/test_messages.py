@@ -51,7 +51,7 @@ EXAMPLES: list[m.Message] = [
     m.Left(),
     m.Beat(1, 2),
     m.Beaten(4, (0, 3)),
-    m.Meet(1, 2, "evaluation 3", PAYLOAD, False),
+    m.Meet(1, 2, "evaluation 3", PAYLOAD, False, (0, 1)),
     m.Met((0, 3), (PAYLOAD, PAYLOAD[:0])),
     m.TakeSplit(1, 2, 3, 4, -1),
     m.Split(-1, 2),
