@@ -14,8 +14,17 @@ from pydantic_core import ErrorDetails
 
 from embershard.proto.errors import JobError
 from embershard.worker.job_data import METRICS, AnyData
+from embershard.worker.job_modes import SET_ASIDE, mode_contradictions
 from embershard.worker.job_sections import CUSTOM, AnyModel, Count, Section
-from embershard.worker.job_training import BUDGETS, DenseSection, EmbeddingSection, EvaluateSection, TrainSection
+from embershard.worker.job_training import (
+    BUDGETS,
+    DenseMode,
+    DenseSection,
+    EmbeddingSection,
+    EvaluateSection,
+    StrategyName,
+    TrainSection,
+)
 from embershard.worker.job_yaml import Mistake, Source
 from embershard.worker.job_yaml import Path as Location
 
@@ -33,8 +42,13 @@ class JobFileError(JobError):
 
 
 class Job(Section):
-    """A training job."""
+    """A training job.
 
+    `strategy` says where its weights live: on shards (ps), with the dense ones in the workers (hybrid), or in torch
+    alone, by one process (local), DataParallel (dp) or DistributedDataParallel (ddp).
+    """
+
+    strategy: StrategyName = "ps"
     model: AnyModel
     data: AnyData
     embedding: EmbeddingSection
@@ -45,6 +59,16 @@ class Job(Section):
     shards: Count = 2
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][\w.\-/]*$|^$", max_length=100)] = ""  # of the tables' names
     output: Path | None = None
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether shards hold its embeddings."""
+        return self.strategy in ("ps", "hybrid")
+
+    @property
+    def dense_mode(self) -> DenseMode:
+        """Where the dense weights live, of a job with shards."""
+        return "ddp" if self.strategy == "hybrid" and self.dense.mode == "ps" else self.dense.mode
 
     @property
     def dim(self) -> int:
@@ -68,7 +92,8 @@ class Job(Section):
         """
         if self.data.loader_processes is not None:
             return self.data.loader_processes
-        return int(self.data.costs_cpu and (os.cpu_count() or 1) >= 2 * local_workers + self.shards)
+        shards = self.shards if self.has_shards else 0
+        return int(self.data.costs_cpu and (os.cpu_count() or 1) >= 2 * local_workers + shards)
 
     @property
     def metric(self) -> str:
@@ -78,6 +103,8 @@ class Job(Section):
 
 def load_job(path: Path, overrides: Sequence[str] = (), data_root: Path | None = None) -> Job:
     """The job of a file, with "section.field=value" overrides on top; `data_root` replaces data.root.
+
+    An override of the strategy takes away what the file says of shards, where the strategy has none.
 
     JobFileError names every mistake: what is no YAML, unknown or missing or of the wrong type or out of range; if there
     is none of these, every contradiction between fields, and every data file that is not there.
@@ -90,6 +117,9 @@ def load_job(path: Path, overrides: Sequence[str] = (), data_root: Path | None =
     source = Source.parse(text, str(path))
     if source.mistakes:
         raise JobFileError(source.mistakes)
+    for assignment in overrides:  # before they are applied: what they give themselves stays
+        for field in SET_ASIDE.get(assignment.removeprefix("strategy="), ()):
+            source.drop(field)
     source.override(overrides, choices=[BUDGETS])
     if data_root is not None:
         source.override([f"data.root={data_root.absolute()}"])
@@ -116,6 +146,7 @@ def _contradictions(job: Job, folder: Path) -> Iterator[tuple[Location, str]]:
     yield from _model_and_data(job)
     yield from _length(job)
     yield from _judging(job)
+    yield from mode_contradictions(job)
     for field, files in job.data.files().items():
         for file in (folder / job.data.root / file for file in files):
             if not file.exists():

@@ -45,6 +45,11 @@ class DataSection(Section):
         return True
 
     @property
+    def hashed(self) -> bool:
+        """Whether ids are hashes, of which no table can hold all."""
+        return False
+
+    @property
     def splits(self) -> tuple[str, ...]:
         """What can be evaluated on."""
         return tuple(field for field in ("valid", "test") if getattr(self, field, None))
@@ -147,6 +152,11 @@ class _ColumnsSection(DataSection):
     def has_dense(self) -> bool:
         """Whether samples have dense features."""
         return bool(self.numeric)
+
+    @property
+    def hashed(self) -> bool:
+        """Whether ids are hashes."""
+        return self.ids == "hashed"
 
     def problem(self) -> tuple[str, str] | None:
         """A field that contradicts others, and why."""
@@ -254,6 +264,11 @@ class CriteoSection(DataSection):
     @property
     def has_dense(self) -> bool:
         """Whether samples have dense features."""
+        return True
+
+    @property
+    def hashed(self) -> bool:
+        """Whether ids are hashes."""
         return True
 
     @property

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from embershard.worker.job_sections import AnyInitializer, AnyOptimizer, Count, Section
 from embershard.worker.schedule import Shape
@@ -26,10 +27,18 @@ class EmbeddingSection(Section):
     cache: CacheSection | None = None
 
 
+StrategyName = Literal["ps", "hybrid", "ddp", "dp", "local"]
+DenseMode = Literal["ps", "ddp", "fsdp"]
+
+
 class DenseSection(Section):
-    """The other weights; without an optimizer they have that of the embeddings."""
+    """The other weights; without an optimizer they have that of the embeddings.
+
+    `mode` says where they live: on the shards (ps), or in the workers, by DistributedDataParallel or FSDP2.
+    """
 
     optimizer: AnyOptimizer | None = None
+    mode: DenseMode = "ps"
 
 
 _SHAPED: dict[str, tuple[Shape, ...]] = {  # field -> the schedules in which it has a meaning
@@ -76,11 +85,30 @@ Staleness = Annotated[
 ]
 
 
+_LOCAL = re.compile(r"local\(([1-9]\d{0,6})\)")
+
+
+def _consistency(value: object) -> int | str | None:
+    if value is None or value is False:  # `off`, which YAML reads as false
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str) and _LOCAL.fullmatch(value):
+        return value
+    raise ValueError(f"must be 0, a number of clocks, off or local(steps), got {value!r}")
+
+
 class TrainSection(Section):
     """How long and how fast: exactly one of epochs, steps (of each worker) and samples (of all workers).
 
+    `staleness` says what the workers see of each other (docs/training.md): 0 is synchronous, a number bounds by how
+    many clocks one may be ahead of what it sees, `off` does not, and with local(k) each trains k steps on copies of
+    its own and pushes the difference. `damp_staleness` divides a push's learning rate by the updates that its rows had
+    missed. A worker that is not heard of for `lease` seconds is not waited for.
+
     With `prefetch` the rows of coming batches are pulled while this one computes. Its number is the staleness: a batch
-    shows its worker's pushes but for those of that many batches before it. 0 trains to the same bits as `off`.
+    shows its worker's pushes but for those of that many batches before it. 0 trains to the same bits as `off`. It is
+    that of `staleness`, where this is a bound, or 0.
     """
 
     batch_size: Count  # samples of one worker's step
@@ -90,10 +118,29 @@ class TrainSection(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     lr_schedule: ScheduleSection = ScheduleSection()
     early_stop: EarlyStopSection | None = None
+    staleness: Annotated[int | str | None, PlainValidator(_consistency)] = None
+    damp_staleness: bool = False
+    lease: Annotated[float, Field(ge=0.1, le=86_400)] = 10.0  # seconds
     prefetch: Staleness = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     linear: Literal["auto", "torch", "onednn"] = "auto"  # who multiplies on a CPU; auto: the faster one here
     threads: Count | None = None  # of each worker; half the machine's cores divided among its workers where not given
+
+    @property
+    def bound(self) -> int | None:
+        """Clocks that a worker may be ahead of what it sees; None for any number."""
+        return self.staleness if isinstance(self.staleness, int) else None
+
+    @property
+    def local_steps(self) -> int | None:
+        """Steps on a worker's own copies; None where it has none."""
+        found = _LOCAL.fullmatch(self.staleness) if isinstance(self.staleness, str) else None
+        return int(found[1]) if found else None
+
+    @property
+    def ahead(self) -> int | None:
+        """The staleness of prefetch; None without it."""
+        return self.prefetch if "prefetch" in self.model_fields_set else self.bound or 0
 
     @property
     def budget(self) -> tuple[str, int] | None:

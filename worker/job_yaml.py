@@ -69,7 +69,7 @@ class Source:
         given = {assignment.partition("=")[0] for assignment in assignments}
         for alternatives in choices:
             for key in alternatives - given if alternatives & given else ():
-                self._drop(key.split("."))
+                self.drop(key)
         for assignment in assignments:
             where = f"--set {assignment}"
             key, equals, text = assignment.partition("=")
@@ -84,7 +84,9 @@ class Source:
                 continue
             self._set(parts, value, where)
 
-    def _drop(self, parts: Sequence[str]) -> None:
+    def drop(self, key: str) -> None:
+        """Take a field (section.field) as not given."""
+        parts = key.split(".")
         section: Value = self.values
         for part in parts[:-1]:
             section = section.get(part) if isinstance(section, dict) else None
