@@ -18,6 +18,7 @@ from embershard.worker.job_modes import SET_ASIDE, mode_contradictions
 from embershard.worker.job_sections import CUSTOM, AnyModel, Count, Section
 from embershard.worker.job_training import (
     BUDGETS,
+    CheckpointSection,
     DenseMode,
     DenseSection,
     EmbeddingSection,
@@ -55,6 +56,7 @@ class Job(Section):
     dense: DenseSection = DenseSection()
     train: TrainSection
     evaluate: EvaluateSection = EvaluateSection()
+    checkpoint: CheckpointSection | None = None
     workers: Count = 1
     shards: Count = 2
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][\w.\-/]*$|^$", max_length=100)] = ""  # of the tables' names
@@ -187,6 +189,8 @@ def _length(job: Job) -> Iterator[tuple[Location, str]]:
         yield ("workers",), f"{job.workers} workers cannot share {length} samples"
     if job.evaluate.every is not None and job.evaluate.every > length:
         yield ("evaluate", "every"), f"must be at most train.{unit}, which is {length}"
+    if job.checkpoint is not None and job.checkpoint.every is not None and job.checkpoint.every > length:
+        yield ("checkpoint", "every"), f"must be at most train.{unit}, which is {length}"
 
 
 def _judging(job: Job) -> Iterator[tuple[Location, str]]:

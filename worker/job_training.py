@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
@@ -159,3 +160,14 @@ class EvaluateSection(Section):
     metric: str | None = None
     top_k: Count | None = None
     batch_size: Count = 16_384
+
+
+class CheckpointSection(Section):
+    """Checkpoints to resume from, in `folder`, which all workers and shards see; the newest `keep` stay.
+
+    `every` counts in the unit of the run; without it there is one with each evaluation. The end of a run is one too.
+    """
+
+    folder: Path
+    every: Count | None = None
+    keep: Count = 2
