@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from embershard.proto.snapshot_messages import Restore, Restored, Snapshot, Snapshotted
 from embershard.proto.spec import TableSpec
 
 Ids = npt.NDArray[np.int64]
@@ -319,8 +320,11 @@ class Split:
     returned: int
 
 
-Request = Hello | Declare | Load | Pull | Push | GetStatus | Join | Leave | Beat | Meet | TakeSplit
-Reply = Greeting | Declared | Loaded | Rows | Pushed | ShardStatus | Joined | Left | Beaten | Met | Split
+Request = Hello | Declare | Load | Pull | Push | GetStatus | Join | Leave | Beat | Meet | TakeSplit | Snapshot | Restore
+Reply = (
+    Greeting | Declared | Loaded | Rows | Pushed | ShardStatus | Joined | Left | Beaten | Met | Split
+    | Snapshotted | Restored
+)  # fmt: skip
 Message = Request | Reply
 
 # request type -> (method of the gRPC service, reply type)
@@ -336,6 +340,8 @@ METHODS: dict[type[Request], tuple[str, type[Reply]]] = {
     Beat: ("Beat", Beaten),
     Meet: ("Meet", Met),
     TakeSplit: ("TakeSplit", Split),
+    Snapshot: ("Snapshot", Snapshotted),
+    Restore: ("Restore", Restored),
 }
 SERVICE = "embershard.v1.Shard"
 

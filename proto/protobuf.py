@@ -52,6 +52,7 @@ from embershard.proto.messages import (
     TakeSplit,
     arrays,
 )
+from embershard.proto.snapshot_messages import Restore, Restored, Snapshot, Snapshotted
 from embershard.proto.spec import Codec, Initializer, Optimizer, TableSpec
 
 S = TypeVar("S", bound=np.generic)
@@ -255,6 +256,10 @@ _FORMS: dict[type, tuple[type[Protobuf], _Pack, _Unpack]] = {
     Met: (pb.Met, lambda m: pb.Met(workers=m.workers), _unpack_met),
     TakeSplit: (pb.TakeSplitRequest, *_plain(TakeSplit, pb.TakeSplitRequest)),
     Split: (pb.Split, *_plain(Split, pb.Split)),
+    Snapshot: (pb.SnapshotRequest, *_plain(Snapshot, pb.SnapshotRequest)),
+    Snapshotted: (pb.Snapshotted, *_plain(Snapshotted, pb.Snapshotted)),
+    Restore: (pb.RestoreRequest, *_plain(Restore, pb.RestoreRequest)),
+    Restored: (pb.Restored, *_plain(Restored, pb.Restored)),
 }
 
 M = TypeVar("M", bound=Message)
