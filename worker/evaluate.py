@@ -15,7 +15,7 @@ from embershard.worker.device import to_device as tensor_to_device
 from embershard.worker.group import WorkerGroup
 from embershard.worker.metrics import Candidates, FullRanking, Pointwise
 from embershard.worker.models.two_tower import TwoTower
-from embershard.worker.session import Session
+from embershard.worker.strategy.protocol import Strategy
 
 Collector = Pointwise | Candidates | FullRanking
 Figures = dict[str, float]
@@ -28,20 +28,20 @@ class Evaluator:
         self,
         model: nn.Module,
         dataset: Dataset,
-        session: Session,
+        strategy: Strategy,
         group: WorkerGroup,
         *,
         batch_size: int,
         top_k: int,
         device: torch.device,
     ) -> None:
-        self._model, self._dataset, self._session, self._group = model, dataset, session, group
+        self._model, self._dataset, self._strategy, self._group = model, dataset, strategy, group
         self._batch_size, self._top_k, self._device = batch_size, top_k, device
 
     def evaluate(self) -> dict[str, Figures]:
         """Split -> metric -> value, on the first worker; empty elsewhere. Every worker must call it."""
         self._group.barrier()  # what anyone pushed before is in
-        self._session.refresh()
+        self._strategy.refresh()
         # running statistics of batch norm are each worker's own: score with the first one's everywhere
         self._group.broadcast(buffer for buffer in self._model.buffers() if buffer.numel())
         figures: dict[str, Figures] = {}

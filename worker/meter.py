@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import time
+from typing import Protocol
 
+from embershard.worker.client import Stats
 from embershard.worker.records import Interval
-from embershard.worker.session import Session
 
 INTERVAL_SECONDS = 1.0
+
+
+class Waiting(Protocol):
+    """Who counts what training waits for: a session, or a strategy."""
+
+    @property
+    def stats(self) -> Stats:
+        """Counters since the start."""
 
 
 class Meter:
     """Counts samples, losses and seconds of training; evaluations, between pause and resume, do not count."""
 
-    def __init__(self, session: Session, world_size: int) -> None:
-        self._session, self._world_size = session, world_size
+    def __init__(self, waiting: Waiting, world_size: int) -> None:
+        self._waiting, self._world_size = waiting, world_size
         self._start = time.perf_counter()
         self.samples = 0  # of this worker
         self.trained = 0.0  # seconds
@@ -42,7 +51,7 @@ class Meter:
 
     def resume(self) -> None:
         """Training goes on."""
-        stats = self._session.stats
+        stats = self._waiting.stats
         self._mark, self._waited_at = time.perf_counter(), stats.wait_seconds
         self._cached_at = stats.cache_hits, stats.cache_lookups
 
@@ -80,7 +89,7 @@ class Meter:
         return result
 
     def _look(self) -> None:
-        stats = self._session.stats
+        stats = self._waiting.stats
         now, waited = time.perf_counter(), stats.wait_seconds
         self._new_trained += now - self._mark
         self._new_waited += waited - self._waited_at

@@ -1,0 +1,20 @@
+"""The strategy that a job names."""
+
+from __future__ import annotations
+
+import torch
+
+from embershard.worker.job import Job
+from embershard.worker.models.recommender import Recommender
+from embershard.worker.session import Session
+from embershard.worker.strategy.protocol import Strategy
+from embershard.worker.strategy.shards import ShardStrategy
+
+
+def choose_strategy(job: Job, model: Recommender, session: Session | None, device: torch.device) -> Strategy:
+    """The strategy of a job over `model`, whose tables are on the meta device until then.
+
+    `session` is the connection to the shards, for a job that has some.
+    """
+    assert session is not None
+    return ShardStrategy(job, model.to(device), session)

@@ -1,0 +1,75 @@
+"""What the Trainer needs of a strategy: where a job's weights are, and how they change with a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from embershard.worker.client import Stats
+from embershard.worker.data.batch import Batch
+from embershard.worker.models.recommender import Recommender
+
+Numbered = tuple[int, Batch]  # with its epoch, from 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """A batch to be trained on.
+
+    The gradients of a step are those of its mean loss times `loss_scale`, and count by `weight` among those of the
+    workers that step with it. `samples` is 0 where a worker without data only keeps the others company: it runs forward
+    and backward, for these all-reduce, and changes nothing.
+    """
+
+    epoch: int  # from 0
+    batch: Batch
+    samples: int
+    loss_scale: float = 1.0
+    weight: float = 1.0
+
+
+class Strategy(Protocol):
+    """One worker's hold on the weights of a job."""
+
+    @property
+    def model(self) -> Recommender:
+        """The model over its weights, for evaluation."""
+
+    @property
+    def module(self) -> nn.Module:
+        """What a training step calls: the model, or what torch wrapped around it."""
+
+    @property
+    def num_shards(self) -> int:
+        """Shards that hold rows; 0 where torch holds them."""
+
+    @property
+    def stats(self) -> Stats:
+        """Counters since the start; `wait_seconds` is what the training thread waited, for shards or other workers."""
+
+    def turns(self, batches: Iterator[Numbered]) -> Iterator[Turn]:
+        """The batches, with all that their step needs under way; its end is the end of all that is in flight."""
+
+    def gradients(self) -> list[Tensor]:
+        """What backward left until now, dense and by row, to be changed in place if need be."""
+
+    def step(self, turn: Turn, lr_scale: float) -> None:
+        """Change the weights by what backward left, and clear it; `lr_scale` multiplies every learning rate."""
+
+    def skip(self, turn: Turn) -> None:
+        """A step that changes nothing, in time with the other workers."""
+
+    def rest(self) -> None:
+        """Training pauses: the other workers' clock does not wait for this one."""
+
+    def resume(self) -> None:
+        """Training goes on, with all workers at one clock. Every worker must call it."""
+
+    def refresh(self) -> None:
+        """Show at the next forward what other workers changed."""
+
+    def table_rows(self) -> dict[str, int]:
+        """Table -> rows that exist."""
