@@ -8,20 +8,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from itertools import count
 
 import numpy as np
 import numpy.typing as npt
 
-from embershard.proto.errors import (
-    EmbershardError,
-    NotAShard,
-    ShardRestarted,
-    ShardUnavailable,
-    UnknownRoute,
-    UnknownTable,
-    WrongDim,
-)
+from embershard.proto.errors import EmbershardError, LeaseLost, NotAShard, UnknownTable, WrongDim
 from embershard.proto.messages import (
     MAX_MESSAGE_BYTES,
     Declare,
@@ -31,11 +24,9 @@ from embershard.proto.messages import (
     Pull,
     Push,
     Pushed,
-    PushToken,
     Request,
     Rows,
     ShardStatus,
-    TableGradients,
     TableIds,
 )
 from embershard.proto.routing import Placement, Route
@@ -43,6 +34,9 @@ from embershard.proto.spec import TableSpec
 from embershard.worker.addresses import carrier_for
 from embershard.worker.carrier import Carrier, Deadline
 from embershard.worker.links import Links, Outcome, greet
+from embershard.worker.membership import Membership, Terms
+from embershard.worker.outbox import Gradients, Outbox, Update, Versions
+from embershard.worker.outbox import LrScale as LrScale
 from embershard.worker.pieces import Piece, cut
 from embershard.worker.spans import span
 
@@ -63,6 +57,7 @@ class Stats:
     received_bytes: int = 0
     cache_hits: int = 0  # rows that a session's cache gave
     cache_lookups: int = 0  # rows that it was asked for
+    lost_leases: int = 0  # times that the other workers went on without this one
 
 
 class Client:
@@ -87,8 +82,8 @@ class Client:
         # replies are read up to our own limit, whatever the shard would take
         self._limits = [min(greeting.max_message_bytes, MAX_MESSAGE_BYTES) for greeting in greetings]
         self._specs: dict[str, TableSpec] = {}
-        self._outbox: list[deque[Push]] = [deque() for _ in greetings]
-        self._next_seq = [1] * len(greetings)
+        self.membership: Membership | None = None
+        self._outbox = Outbox(worker, self.epoch, self.placement.epoch, self._limits)
         self._route_numbers = count(1)
         self._push_lock = threading.Lock()
         self._stats = Stats()
@@ -121,7 +116,19 @@ class Client:
             self._stats,
             sent_bytes=sum(carrier.sent_bytes for carrier in carriers),
             received_bytes=sum(carrier.received_bytes for carrier in carriers),
+            lost_leases=self.lost_leases,
         )
+
+    @property
+    def lost_leases(self) -> int:
+        """Times that the other workers went on without this one."""
+        return 0 if self.membership is None else self.membership.lost_leases
+
+    def join(self, terms: Terms, clock: int = 0) -> Membership:
+        """Become a member of the job: from here on pulls wait, and pushes count, by its clock."""
+        self.membership = Membership(self._links, terms, worker=self.worker, epoch=self.epoch, timeout=self.timeout)
+        self.membership.join(clock)
+        return self.membership
 
     def declare(self, spec: TableSpec, *, load: bool = False) -> frozenset[int]:
         """Make sure that a table exists on every shard; the shards where this call created it.
@@ -129,7 +136,7 @@ class Client:
         With `load` the caller must `load` those shards, to the last message; until then others wait. TableMismatch
         where the table exists with other settings, UnknownOptimizer where a shard was not started with its optimizer.
         """
-        replies = self._ask_all(Declare(spec, self.worker, load))
+        replies = self.ask_all(Declare(spec, self.worker, load))
         self._specs[spec.name] = spec
         return frozenset(s for s, reply in enumerate(replies) if isinstance(reply, Declared) and reply.created)
 
@@ -191,11 +198,18 @@ class Client:
             pause = min(2 * pause, 0.5)
 
     def pull(
-        self, reads: Sequence[tuple[str, Route]], out: Sequence[Floats] | None = None, *, keep: bool = False
+        self,
+        reads: Sequence[tuple[str, Route]],
+        out: Sequence[Floats] | None = None,
+        *,
+        keep: bool = False,
+        clock: int | None = None,
+        versions: Versions | None = None,
     ) -> list[Floats]:
         """Rows of every (table, route), (U, dim) float32 in route order; `out` gives the C-ordered arrays to fill.
 
-        `keep` asks the shards to keep the ids, so that a push by the same route need not send them again.
+        `keep` asks the shards to keep the ids, so that a push by the same route need not send them again. A member's
+        pull for `clock` waits until the shards are as far as its staleness wants. `versions` are lowered to those read.
         """
         specs = [self._spec(table) for table, _ in reads]
         if out is None:
@@ -205,11 +219,14 @@ class Client:
         queues = {shard: deque(self._pull_messages(shard, reads, specs)) for shard in range(self.num_shards)}
         while batch := {shard: queue.popleft() for shard, queue in queues.items() if queue}:
             into = {shard: _places(shard, reads, pieces, out) for shard, pieces in batch.items()}
-            requests = {shard: self._pull_request(shard, reads, pieces, keep) for shard, pieces in batch.items()}
-            outcomes = self._call(requests, into)
+            ask = partial(self._ask_rows, batch, reads, keep, clock, into)
+            outcomes = ask() if self.membership is None else self.membership.insist(ask)
             _raise_first(outcomes)
             for shard, pieces in batch.items():
-                self._accept(shard, [reads[piece.part][0] for piece in pieces], outcomes[shard], into[shard])
+                reply = outcomes[shard]
+                self._accept(shard, [reads[piece.part][0] for piece in pieces], reply, into[shard])
+                if versions is not None and isinstance(reply, Rows):
+                    versions[shard] = min(versions[shard], reply.version)
         with self._stats_lock:
             self._stats.pulled_rows += sum(len(route.ids) for _, route in reads)
         return list(out)
@@ -222,7 +239,21 @@ class Client:
         sizes = [max(8, 4 * spec.dim) for spec in specs]
         return cut([table for table, _ in reads], counts, sizes, self._limits[shard])
 
-    def _pull_request(self, shard: int, reads: Sequence[tuple[str, Route]], pieces: list[Piece], keep: bool) -> Pull:
+    def _ask_rows(
+        self,
+        batch: Mapping[int, list[Piece]],
+        reads: Sequence[tuple[str, Route]],
+        keep: bool,
+        clock: int | None,
+        into: Mapping[int, Sequence[Floats]],
+    ) -> dict[int, Outcome]:
+        after = 0 if self.membership is None or clock is None else self.membership.after(clock)
+        pulls = {shard: self._pull_request(shard, reads, pieces, keep, after) for shard, pieces in batch.items()}
+        return self._call(pulls, into, waits=after > 0)
+
+    def _pull_request(
+        self, shard: int, reads: Sequence[tuple[str, Route]], pieces: list[Piece], keep: bool, after: int
+    ) -> Pull:
         tables = []
         for piece in pieces:
             table, route = reads[piece.part]
@@ -231,7 +262,7 @@ class Client:
             if keep and part == route.slice_of(shard):  # a route that is cut is not worth the book-keeping
                 number = route.numbers[table, shard] = next(self._route_numbers)
             tables.append(TableIds(table, route.ids[part], number))
-        return Pull(self.placement.epoch, tuple(tables), self.worker, self.epoch)
+        return Pull(self.placement.epoch, tuple(tables), self.worker, self.epoch, after)
 
     def _accept(self, shard: int, tables: Sequence[str], reply: Outcome, into: Sequence[Floats]) -> None:
         """Copy the rows of a reply to their places, unless they were received there."""
@@ -249,74 +280,59 @@ class Client:
                 )  # fmt: skip
             target[...] = rows.reshape(target.shape)
 
-    def push(self, gradients: Sequence[tuple[str, Route, Floats]], *, clock: int, lr_scale: float = 1.0) -> Pushed:
+    def push(
+        self,
+        gradients: Gradients,
+        *,
+        clock: int,
+        lr_scale: LrScale = 1.0,
+        weight: float = 1.0,
+        versions: Versions | None = None,
+        difference: bool = False,
+    ) -> Pushed:
         """Apply gradients ((U, dim) float32 in route order) of every (table, route), once.
 
-        A row may occur once per call. Rows with NaN or Inf are skipped by the shards, and counted. The arrays belong to
-        the client from here on: a push that has to be sent again is sent with the same bytes.
+        A row may occur once per call. `lr_scale` multiplies the learning rate of all tables, or of each that it names;
+        outbox.Update describes the others. Rows with NaN or Inf are skipped by the shards, and counted. The arrays
+        belong to the client from here on: a push that has to be sent again is sent with the same bytes. What a member
+        that lost its lease has pushed is dropped.
         """
         for table, route, rows in gradients:
             _check_rows(table, "gradients", rows, len(route.ids), self._spec(table).dim)
+        update = Update(
+            gradients=gradients, clock=clock, lr_scale=lr_scale, weight=weight, versions=versions, difference=difference
+        )
         with self._push_lock:
-            for shard in range(self.num_shards):
-                self._enqueue(shard, gradients, clock, lr_scale)
-            return self._deliver()
+            member = self.membership
+            if member is None:
+                self._outbox.put(update, to_all=False)
+                return self._outbox.deliver(self._call_push)
+            if clock < member.first:  # of the time before its lease was lost
+                return Pushed(duplicate=False, applied=0, skipped=0)
+            lost_leases = member.lost_leases
+            member.pushed(clock)
+            self._outbox.put(update, to_all=True)
+            try:
+                return self._outbox.deliver(self._call_push)
+            except LeaseLost:
+                member.rejoin(lost_leases)
+                return Pushed(duplicate=False, applied=0, skipped=0)
 
-    def _enqueue(self, shard: int, gradients: Sequence[tuple[str, Route, Floats]], clock: int, lr_scale: float) -> None:
-        counts = [int(route.splits[shard + 1] - route.splits[shard]) for _, route, _ in gradients]
-        sizes = [8 + 4 * rows.shape[1] for _, _, rows in gradients]
-        outbox = self._outbox[shard]
-        for pieces in cut([table for table, _, _ in gradients], counts, sizes, self._limits[shard]):
-            tables = []
-            for piece in pieces:
-                table, route, rows = gradients[piece.part]
-                part = piece.within(route, shard)
-                # named once: the shard forgets it with the push
-                number = route.numbers.pop((table, shard), 0) if part == route.slice_of(shard) else 0
-                tables.append(TableGradients(table, route.ids[part], rows[part], lr_scale, number))
-            seq = self._next_seq[shard]
-            self._next_seq[shard] += 1
-            # pushes leave the outbox in order: its head is the first that is not acknowledged
-            first = outbox[0].token.seq if outbox else seq
-            token = PushToken(self.worker, self.epoch, seq, first)
-            outbox.append(Push(token, clock, self.placement.epoch, tuple(tables)))
-
-    def _deliver(self) -> Pushed:
-        """Send what is in the outbox, a message per shard at a time."""
-        applied = skipped = 0
-        duplicate = False
-        refused: EmbershardError | None = None
-        while batch := {shard: outbox[0] for shard, outbox in enumerate(self._outbox) if outbox}:
-            outcomes = self._call(batch)
-            for shard, outcome in outcomes.items():
-                if _may_be_unhandled(outcome):
-                    continue  # it stays, to be sent again
-                if isinstance(outcome, UnknownRoute):
-                    self._outbox[shard][0] = _with_ids(self._outbox[shard][0])
-                    continue
-                self._outbox[shard].popleft()
-                if isinstance(outcome, Pushed):
-                    applied += outcome.applied
-                    skipped += outcome.skipped
-                    duplicate |= outcome.duplicate
-                elif isinstance(outcome, EmbershardError):
-                    refused = refused or outcome
-            with self._stats_lock:
-                self._stats.pushed_rows += sum(o.applied for o in outcomes.values() if isinstance(o, Pushed))
-                self._stats.skipped_rows += sum(o.skipped for o in outcomes.values() if isinstance(o, Pushed))
-            for outcome in outcomes.values():
-                if isinstance(outcome, EmbershardError) and _may_be_unhandled(outcome):
-                    raise outcome
-        if refused is not None:
-            raise refused
-        return Pushed(duplicate, applied, skipped)
+    def _call_push(self, pushes: Mapping[int, Push]) -> dict[int, Outcome]:
+        outcomes = self._call(pushes)
+        with self._stats_lock:
+            self._stats.pushed_rows += sum(o.applied for o in outcomes.values() if isinstance(o, Pushed))
+            self._stats.skipped_rows += sum(o.skipped for o in outcomes.values() if isinstance(o, Pushed))
+        return outcomes
 
     def status(self) -> tuple[ShardStatus, ...]:
         """Health, sizes and counters of every shard, by index."""
-        return tuple(reply for reply in self._ask_all(GetStatus()) if isinstance(reply, ShardStatus))
+        return tuple(reply for reply in self.ask_all(GetStatus()) if isinstance(reply, ShardStatus))
 
     def close(self) -> None:
-        """Close the connections."""
+        """Leave the job and close the connections."""
+        if self.membership is not None:
+            self.membership.leave()
         for link in self._links:
             link.carrier.close()
 
@@ -327,17 +343,25 @@ class Client:
             raise UnknownTable(shard=f"worker {self.worker}", table=table, known=known)
         return spec
 
-    def _ask_all(self, request: Request) -> list[Outcome]:
+    def ask_all(self, request: Request) -> list[Outcome]:
+        """Send one request to every shard; the replies by index. Raises the first error."""
         outcomes = self._call({shard: request for shard in range(self.num_shards)})
         _raise_first(outcomes)
         return [outcomes[shard] for shard in range(self.num_shards)]
 
     def _call(
-        self, requests: Mapping[int, Request], into: Mapping[int, Sequence[Floats]] | None = None
+        self,
+        requests: Mapping[int, Request],
+        into: Mapping[int, Sequence[Floats]] | None = None,
+        *,
+        waits: bool = False,
     ) -> dict[int, Outcome]:
+        """`waits`: the shards may have to wait for other workers."""
         start = time.perf_counter()
         try:
             with span("wait"):  # of which a carrier may set its own parts apart
+                if waits and self.membership is not None:
+                    return self.membership.wait(requests, into)
                 return self._links.call(requests, Deadline(self.timeout), into)
         finally:
             with self._stats_lock:
@@ -350,23 +374,11 @@ def _raise_first(outcomes: Mapping[int, Outcome]) -> None:
             raise outcome
 
 
-def _may_be_unhandled(outcome: Outcome) -> bool:
-    """Whether a push may still have to be applied: nobody answered, or the shard put it off."""
-    if isinstance(outcome, ShardUnavailable | ShardRestarted):
-        return True
-    return isinstance(outcome, EmbershardError) and outcome.retryable
-
-
 def _places(
     shard: int, reads: Sequence[tuple[str, Route]], pieces: Sequence[Piece], out: Sequence[Floats]
 ) -> list[Floats]:
     """Where the rows of a shard's reply belong."""
     return [out[piece.part][piece.within(reads[piece.part][1], shard)] for piece in pieces]
-
-
-def _with_ids(push: Push) -> Push:
-    """The same push, with its ids in place of route numbers."""
-    return replace(push, tables=tuple(replace(part, route=0) for part in push.tables))
 
 
 def _check_rows(table: str, what: str, rows: Floats, count: int, dim: int) -> None:

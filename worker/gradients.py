@@ -28,41 +28,46 @@ class RowGradients:
     padding: int | None = None  # position of the row that takes no gradient
 
 
-def merge(collected: Sequence[RowGradients], placement: Placement) -> list[tuple[str, Route, Floats]]:
-    """One (table, route, (U, dim) gradients) per table: gradients of an id that was read several times are summed."""
+def merge(collected: Sequence[RowGradients], placement: Placement) -> list[RowGradients]:
+    """One part per table, without padding: gradients of an id that was read several times are summed."""
     with span("gather"):
-        arrays = to_host([part.gradients for part in collected])
-        tables: dict[str, list[tuple[Route, Floats]]] = {}
-        specs: dict[str, TableSpec] = {}
-        for part, array in zip(collected, arrays, strict=True):
-            specs[part.spec.name] = part.spec
-            tables.setdefault(part.spec.name, []).append(_without_padding(part.route, array, part.padding))
-        return [(name, *_sum(parts, specs[name], placement)) for name, parts in tables.items()]
+        tables: dict[str, list[RowGradients]] = {}
+        for part in collected:
+            tables.setdefault(part.spec.name, []).append(_without_padding(part))
+        return [_sum(parts, placement) for parts in tables.values()]
 
 
-def _without_padding(route: Route, gradients: Floats, padding: int | None) -> tuple[Route, Floats]:
+def to_arrays(merged: Sequence[RowGradients]) -> list[tuple[str, Route, Floats]]:
+    """(table, route, (U, dim) gradients) of every part, on the host."""
+    with span("gather"):
+        arrays = to_host([part.gradients for part in merged])
+    return [(part.spec.name, part.route, array) for part, array in zip(merged, arrays, strict=True)]
+
+
+def _without_padding(part: RowGradients) -> RowGradients:
     # a zero gradient is not enough: it would move the row under momentum, Adam or weight decay
-    if padding is None:
-        return route, gradients
-    keep = np.ones(len(route.ids), bool)
-    keep[padding] = False
-    return select(route, keep), gradients[keep]
+    if part.padding is None:
+        return part
+    keep = np.ones(len(part.route.ids), bool)
+    keep[part.padding] = False
+    gradients = part.gradients[torch.from_numpy(keep).to(part.gradients.device)]
+    return RowGradients(part.spec, select(part.route, keep), gradients)
 
 
-def _sum(parts: list[tuple[Route, Floats]], spec: TableSpec, placement: Placement) -> tuple[Route, Floats]:
-    route, total = parts[0]
+def _sum(parts: list[RowGradients], placement: Placement) -> RowGradients:
+    spec, route, total = parts[0].spec, parts[0].route, parts[0].gradients
     if len(parts) == 1:
-        return route, total
-    if all(other.ids is route.ids for other, _ in parts):
-        for _, gradients in parts[1:]:
-            total = total + gradients
-        return route, total
-    union = make_route(np.concatenate([other.ids for other, _ in parts]), spec.space_key, placement)
-    summed = torch.zeros((len(union.ids), spec.dim))
+        return parts[0]
+    if all(other.route.ids is route.ids for other in parts):
+        for other in parts[1:]:
+            total = total + other.gradients.to(total)
+        return RowGradients(spec, route, total)
+    union = make_route(np.concatenate([other.route.ids for other in parts]), spec.space_key, placement)
+    summed = torch.zeros((len(union.ids), spec.dim), device=total.device)
     start = 0
-    for other, gradients in parts:
-        # ids of one part are unique, so that the order of the sum is the order of the reads
-        index = torch.from_numpy(union.index[start : start + len(other.ids)])
-        summed.index_add_(0, index, torch.from_numpy(gradients))
-        start += len(other.ids)
-    return union, summed.numpy()
+    for other in parts:
+        # ids of one part are unique, so that the order of the sum is the order of the reads, on every device
+        index = torch.from_numpy(union.index[start : start + len(other.route.ids)]).to(summed.device)
+        summed.index_add_(0, index, other.gradients.to(summed))
+        start += len(other.route.ids)
+    return RowGradients(spec, union, summed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -42,7 +42,7 @@ _FAREWELL = timedelta(seconds=5)
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Terms:
     """What the workers of a job agree on.
 
@@ -188,6 +188,16 @@ class Membership:
             self.worker, self.terms.lease, self.first,
         )  # fmt: skip
 
+    def insist(self, ask: Callable[[], dict[int, Outcome]]) -> dict[int, Outcome]:
+        """What `ask` gives, to a member: where the lease was lost it joins again and asks again."""
+        for _ in range(_TRIES):
+            lost_leases = self.lost_leases
+            outcomes = ask()
+            if not any(isinstance(outcome, LeaseLost) for outcome in outcomes.values()):
+                break
+            self.rejoin(lost_leases)
+        return outcomes
+
     def leave(self) -> None:
         """Stop being waited for, and stop beating; a shard that does not answer is left to the lease."""
         if not self._ended.is_set():
@@ -212,12 +222,7 @@ class Membership:
 
     def _ask_first(self, request: Request) -> Reply:
         """The reply of shard 0, from a member."""
-        for _ in range(_TRIES):
-            lost_leases = self.lost_leases
-            outcome = self.wait({0: request})[0]
-            if not isinstance(outcome, LeaseLost):
-                break
-            self.rejoin(lost_leases)
+        outcome = self.insist(lambda: self.wait({0: request}))[0]
         if isinstance(outcome, EmbershardError):
             raise outcome
         return outcome

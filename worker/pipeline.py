@@ -10,18 +10,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from embershard.proto.routing import Route
 from embershard.worker.client import Client
 from embershard.worker.dense import DenseWeights
+from embershard.worker.local_steps import LocalSteps
 from embershard.worker.reads import Fetch, Wanted
 from embershard.worker.row_cache import RowCaches
 from embershard.worker.spans import span
 
-Floats = npt.NDArray[np.float32]
-Gradients = list[tuple[str, Route, Floats]]
 B = TypeVar("B")
 
 _log = logging.getLogger(__name__)
@@ -40,9 +36,7 @@ class _Push:
     """What a step pushes."""
 
     batch: int  # in which it was submitted
-    gradients: Gradients
-    clock: int
-    lr_scale: float
+    send: Callable[[], object]
 
 
 class Pipeline(Generic[B]):
@@ -52,6 +46,7 @@ class Pipeline(Generic[B]):
     them, so that all their pushes are known, and these are acknowledged. With staleness 0 that is when the thread asks
     for batch t, and only then are the rows pulled that batch t - 1 reads too; the others, which no push on its way can
     change, come while batch t - 1 computes. What batch t - 1 pushed or loaded beyond its own rows is pulled again.
+    Without `early` all of them are pulled then: what others push, no one here knows.
 
     Three threads. The training thread calls the public methods: it takes batches, and says by taking one that it is
     done with the one before. The puller owns the loader and everything up to a Ready batch. The pusher sends one push
@@ -61,14 +56,18 @@ class Pipeline(Generic[B]):
 
     def __init__(
         self,
-        client: Client,
+        source: Client | LocalSteps,
         wanted: Callable[[B], list[Wanted]],
         dense: Sequence[DenseWeights],
         staleness: int,
         caches: RowCaches | None = None,  # whose clocks are the numbers of batches
+        *,
+        early: bool = True,
     ) -> None:
-        self._client, self._wanted, self._dense, self._staleness = client, wanted, dense, staleness
-        self._caches = caches
+        self._source, self._wanted, self._dense, self._staleness = source, wanted, dense, staleness
+        self._caches, self._early = caches, early
+        self._start_clock = 0
+        self._clocks: deque[int] = deque()  # the session's when each batch but the first was taken, until it is used
         self._changed = threading.Condition()
         self._taken = self._finished = 0  # batches
         self._ready: deque[Ready[B] | BaseException | None] = deque()  # None: the loader came to its end
@@ -79,20 +78,25 @@ class Pipeline(Generic[B]):
         self._closing = False
         self._threads: list[threading.Thread] = []
 
-    def start(self, batches: Iterator[B]) -> None:
-        """Begin to run ahead."""
+    def start(self, batches: Iterator[B], clock: int) -> None:
+        """Begin to run ahead; `clock` is the session's."""
+        self._start_clock = clock
         for name, work in (("puller", partial(self._pull, batches)), ("pusher", self._push)):
             thread = threading.Thread(target=work, name=f"embershard {name}", daemon=True)
             thread.start()
             self._threads.append(thread)
 
-    def next(self) -> Ready[B] | None:
+    def next(self, clock: int) -> Ready[B] | None:
         """Be done with a batch and wait for the next one; None after the last one, or once the pipeline is closed.
+
+        `clock` is the session's.
 
         Raises what the loader, a pull or a push raised.
         """
         with self._changed, span("wait"):
             self._finished = self._taken
+            if self._taken:
+                self._clocks.append(clock)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._ready or self._failure or self._closing)
             self._tell()
@@ -111,12 +115,12 @@ class Pipeline(Generic[B]):
         with self._changed:
             self._tell()
 
-    def submit(self, gradients: Gradients, clock: int, lr_scale: float) -> None:
-        """Have gradients pushed; waits while staleness + 1 pushes are in flight."""
+    def submit(self, send: Callable[[], object], touched: list[tuple[str, Route]]) -> None:
+        """Have rows pushed by `send`; waits while staleness + 1 pushes are in flight."""
         with self._changed, span("wait"):
             self._changed.wait_for(lambda: len(self._pushes) <= self._staleness)
-            self._pushes.append(_Push(self._finished, gradients, clock, lr_scale))
-            self._touched += [(table, route) for table, route, _ in gradients]
+            self._pushes.append(_Push(self._finished, send))
+            self._touched += touched
             self._changed.notify_all()
 
     def touch(self, table: str, route: Route) -> None:
@@ -143,7 +147,7 @@ class Pipeline(Generic[B]):
             self._closing = True
             self._changed.notify_all()
         # pulls and pushes end by the client's deadlines; a loader need not end at all
-        patience = [self._client.timeout.total_seconds(), None]
+        patience = [self._source.timeout.total_seconds(), None]
         for thread, seconds in zip(self._threads, patience, strict=False):
             thread.join(seconds)
             if thread.is_alive():
@@ -165,26 +169,30 @@ class Pipeline(Generic[B]):
             for number, batch in enumerate(batches):
                 fetch = Fetch(self._wanted(batch))
                 if previous is not None and not self._failed:
-                    fetch.pull(self._client, but=previous, caches=self._caches, clock=number)
-                touched = self._await_bound(number)
-                if touched is None:
+                    fetch.pull(self._source, but=previous, caches=self._caches, age=number)
+                bound = self._await_bound(number)
+                if bound is None:
                     break
+                clock, touched = bound
                 if previous is not None:
                     for table, route in touched:
                         if not previous.reads(table, route):
                             fetch.spoil(table, route)
                             if self._caches is not None:
                                 self._caches.drop(table, route.ids)
-                fetch.pull(self._client, self._dense, caches=self._caches, clock=number)
+                fetch.pull(self._source, self._dense, caches=self._caches, age=number, clock=clock)
                 self._put(Ready(batch, fetch))
-                previous = fetch if self._staleness == 0 else None
+                previous = fetch if self._early and self._staleness == 0 else None
         except BaseException as error:  # the training thread raises it
             self._put(error)
         else:
             self._put(None)
 
-    def _await_bound(self, batch: int) -> list[tuple[str, Route]] | None:
-        """Wait until a batch may be pulled; what changed since the one before was taken, or None at the end."""
+    def _await_bound(self, batch: int) -> tuple[int, list[tuple[str, Route]]] | None:
+        """Wait until a batch may be pulled; None at the end.
+
+        The clock of its step, if every batch before it makes one, and what changed since the last batch was taken.
+        """
         first = batch - self._staleness  # the first batch whose pushes it need not show
         with self._changed:
             self._changed.wait_for(
@@ -192,7 +200,10 @@ class Pipeline(Generic[B]):
                     self._closing or (self._finished >= first and not (self._pushes and self._pushes[0].batch < first))
                 )
             )
-            return None if self._closing else list(self._touched)
+            if self._closing:
+                return None
+            clock = self._start_clock + batch if first <= 0 else self._clocks.popleft() + self._staleness
+            return clock, list(self._touched)
 
     def _put(self, ready: Ready[B] | BaseException | None) -> None:
         with self._changed:
@@ -208,7 +219,7 @@ class Pipeline(Generic[B]):
                     return
                 push = self._pushes[0]
             try:
-                self._client.push(push.gradients, clock=push.clock, lr_scale=push.lr_scale)
+                push.send()
             except BaseException as error:  # the training thread raises it
                 with self._changed:
                     self._failure, self._failed = self._failure or error, True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,6 +15,8 @@ from embershard.proto.routing import Route, make_routes
 from embershard.worker.client import Client
 from embershard.worker.dense import DenseWeights
 from embershard.worker.device import host_rows, pinned, to_device
+from embershard.worker.local_steps import LocalSteps
+from embershard.worker.outbox import Versions, no_versions
 from embershard.worker.overlap import Mask, overlap
 from embershard.worker.pieces import select
 from embershard.worker.row_cache import RowCaches, pull_through_cache
@@ -105,6 +108,8 @@ class Fetch:
     """The rows that a batch reads: routed at once, pulled in one or more stages, handed to the model at the end."""
 
     def __init__(self, wanted: Sequence[Wanted]) -> None:
+        self.lost_leases = 0  # when its rows were pulled
+        self.versions: Versions | None = None  # the lowest of its rows; 0 where copies of a cache may be among them
         self._dense: list[tuple[DenseWeights, Route, Floats]] = []
         self._groups: list[_Group] = []
         groups: dict[tuple[int, int], list[Wanted]] = {}
@@ -123,17 +128,22 @@ class Fetch:
 
     def pull(
         self,
-        client: Client,
+        source: Client | LocalSteps,
         dense: Sequence[DenseWeights] = (),
         *,
         but: Fetch | None = None,
         caches: RowCaches | None = None,
-        clock: int = 0,
+        age: int = 0,
+        clock: int | None = None,
     ) -> None:
         """Pull the rows that are missing, save those that `but` reads too, and the dense weights, in one request.
 
-        Rows that `caches` may give out at `clock` are not pulled.
+        Rows that `caches` may give out at `age`, by their own clock, are not pulled. `clock` is that of the step which
+        will read them.
         """
+        self.lost_leases = source.lost_leases
+        if self.versions is None:
+            self.versions = np.zeros(source.num_shards, np.int64) if caches else no_versions(source.num_shards)
         parts: list[tuple[str, Route]] = []
         out: list[Floats] = []
         partial: list[tuple[torch.Tensor, Mask, Floats]] = []
@@ -158,7 +168,8 @@ class Fetch:
         if parts:
             # a push goes by a whole route, and only where there are gradients
             keep = torch.is_grad_enabled() and not partial
-            pull_through_cache(client, caches, clock, parts, out, num_tables, keep=keep)
+            pull = functools.partial(source.pull, clock=clock, versions=self.versions)
+            pull_through_cache(pull, caches, age, parts, out, num_tables, keep=keep)
         for rows, take, pulled in partial:
             rows.numpy()[take] = pulled
 

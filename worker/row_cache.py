@@ -8,7 +8,7 @@ every row that is read is pushed, and a cache without those would be empty. A lo
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,6 @@ from numba import types
 
 from embershard.proto.jit import compiled, inlined
 from embershard.proto.routing import Ids, Route, mix64
-from embershard.worker.client import Client
 from embershard.worker.pieces import select
 
 Floats = npt.NDArray[np.float32]
@@ -125,7 +124,7 @@ class RowCaches:
 
 
 def pull_through_cache(
-    client: Client,
+    pull: Callable[..., object],
     caches: RowCaches | None,
     clock: int,
     parts: Sequence[tuple[str, Route]],
@@ -134,13 +133,13 @@ def pull_through_cache(
     *,
     keep: bool,
 ) -> None:
-    """Fill `out` ((U, dim) float32 per part) from the caches, and with one pull where they have too old rows or none.
+    """Fill `out` ((U, dim) float32 per part) from the caches, and with one `pull` where they have too old rows or none.
 
     Only the first `num_tables` parts are rows of tables; what follows, dense weights, is always pulled. `keep` has the
     shards keep the ids for the push; not with a cache, which asks for a part of the ids that are pushed.
     """
     if caches is None:
-        client.pull(parts, out, keep=keep)
+        pull(parts, out, keep=keep)
         return
     wanted: list[tuple[str, Route]] = []
     into: list[Floats] = []
@@ -161,7 +160,7 @@ def pull_through_cache(
         wanted.append((table, route))
         into.append(pulled)
     if wanted:
-        client.pull(wanted, into)
+        pull(wanted, into)
     for cache, ids, pulled, missed, rows in kept:
         if pulled is not rows:
             rows[missed] = pulled

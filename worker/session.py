@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from itertools import count
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar
+from typing import NoReturn, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,25 +16,20 @@ from embershard.proto.routing import Placement, Route, make_route
 from embershard.proto.spec import TableSpec
 from embershard.worker.addresses import parse_addresses
 from embershard.worker.announce import Inputs, WrappedModel, reads_of_batches
-from embershard.worker.client import DEFAULT_TIMEOUT, Client, Stats
+from embershard.worker.client import DEFAULT_TIMEOUT, Client, LrScale, Stats
 from embershard.worker.dense import DenseWeights
-from embershard.worker.gradients import RowGradients, merge
+from embershard.worker.gradients import RowGradients, merge, to_arrays
+from embershard.worker.local_steps import LocalSteps
+from embershard.worker.membership import Membership, Terms
 from embershard.worker.pipeline import Pipeline
-from embershard.worker.reads import Ahead, Fetch, Read, Reads, Wanted
+from embershard.worker.reads import Read, Reads, Wanted
 from embershard.worker.row_cache import RowCaches
 from embershard.worker.spans import span
+from embershard.worker.traffic import Traffic
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 B = TypeVar("B")
-
-_TRIAL = 3  # batches after which it is clear that pulling ahead is in vain
-_IN_VAIN = (
-    "prefetch pulls rows that the model does not read, and the model waits for others: what `inputs`, or the model's "
-    "embedding_inputs, gives for a batch must hold the very ids that each embedding is called with"
-)
-
-_log = logging.getLogger(__name__)
 
 
 class RemoteTable:
@@ -85,19 +76,26 @@ class Session:
     while the loop goes on; everywhere else a forward waits for its rows, and a step for its push.
     """
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, *, local_steps: int | None = None) -> None:
         self.client = client
-        self.clock = 0
         self.lr_scale = 1.0
         self._tables: dict[str, RemoteTable] = {}
         self._dense: list[DenseWeights] = []
         self._models: list[WrappedModel] = []
         self._collected: list[RowGradients] = []
-        self._ahead = Ahead()
-        self._pipeline: Pipeline[Any] | None = None  # inside `prefetch`
-        self._failure: BaseException | None = None  # of a push, in a loop that was left before it was known
-        self._waited = 0.0  # seconds
-        self._caches: RowCaches | None = None
+        self._local = None if local_steps is None else LocalSteps(client, local_steps)
+        self._source: Client | LocalSteps = self._local or client
+        self._traffic = Traffic(client, self._source)
+
+    @property
+    def clock(self) -> int:
+        """Steps until now; a worker that joins a job late, or again, is at the job's."""
+        return self._traffic.clock
+
+    @property
+    def membership(self) -> Membership | None:
+        """This worker's place among the others; None for one that trains for itself."""
+        return self.client.membership
 
     @property
     def placement(self) -> Placement:
@@ -110,13 +108,32 @@ class Session:
         return frozenset(self._tables)
 
     @property
+    def tables(self) -> tuple[RemoteTable, ...]:
+        """What this session declared, dense weights included."""
+        return tuple(self._tables.values())
+
+    @property
+    def dense_weights(self) -> tuple[DenseWeights, ...]:
+        """The dense weights that are pulled and pushed with the tables."""
+        return tuple(self._dense)
+
+    @property
     def stats(self) -> Stats:
         """Counters since the start; `wait_seconds` is what the training thread waited for rows and for pushes."""
-        stats = replace(self.client.stats, wait_seconds=self._waited)
-        if self._caches is not None:
-            counts = self._caches.counts
+        stats = replace(self.client.stats, wait_seconds=self._traffic.waited)
+        if self._traffic.caches is not None:
+            counts = self._traffic.caches.counts
             stats = replace(stats, cache_hits=counts.hits, cache_lookups=counts.lookups)
+        if self._local is not None:
+            stats = replace(stats, skipped_rows=stats.skipped_rows + self._local.skipped_rows)
         return stats
+
+    def staleness_seen(self) -> tuple[int, ...]:
+        """Pushes to all shards by the updates that their rows had missed: 0, 1, ...; the last number: so many or more.
+
+        Those whose rows' version is not known, as with a cache, are not among them.
+        """
+        return tuple(map(sum, zip(*(status.staleness_seen for status in self.client.status()), strict=True)))
 
     def cache_rows(self, rows: int = 100_000, staleness: int = 4) -> None:
         """Keep copies of up to `rows` hot rows per table in this process, and read them for `staleness` clocks.
@@ -124,15 +141,23 @@ class Session:
         A forward at clock t (in `prefetch`: at batch t, beyond its own bound) then shows at least this worker's pushes
         up to t - 1 - staleness. `stats` counts the rows that were looked up and found. Dense weights, `pull`, and what
         a loop reads beyond its prefetched rows are never taken from copies; `load` and `refresh` drop them. Where
-        max_norm scales a copy, it may take back pushes that the copy does not show. ValueError unless both are above
-        zero.
+        max_norm scales a copy, it may take back pushes that the copy does not show. The bound of a job with several
+        workers grows by `staleness`. ValueError unless both are above zero, and where copies break what `connect`
+        promised.
         """
-        self._caches = RowCaches(rows, staleness)
+        if self._local is not None:
+            raise ValueError("cache_rows and connect(local_steps=...) exclude each other: both keep copies of rows")
+        if self.membership is not None and self.membership.terms.staleness == 0:
+            raise ValueError(
+                f"cache_rows(staleness={staleness}) breaks what connect(staleness=0) promises, that every step reads "
+                "what all workers' steps before it left; use a staleness above 0, or no cache"
+            )
+        self._traffic.caches = RowCaches(rows, staleness)
 
     @property
     def missed_reads(self) -> int:
         """Reads inside `prefetch` of rows that had not been pulled ahead."""
-        return self._ahead.missed
+        return self._traffic.ahead.missed
 
     def table(self, spec: TableSpec, values: Callable[[], Iterable[tuple[Ids, Floats]]] | None = None) -> RemoteTable:
         """The table of `spec`, created where it does not exist.
@@ -143,6 +168,8 @@ class Session:
         known = self._tables.get(spec.name)
         if known is not None and known.spec == spec:
             return known
+        if self._local is not None:
+            self._local.add(spec)
         created = self.client.declare(spec, load=values is not None)
         if values is not None and created:
             for ids, rows in values():
@@ -168,90 +195,69 @@ class Session:
 
     def read(self, table: RemoteTable, ids: torch.Tensor, device: torch.device) -> Read:
         """Rows for a tensor of ids: those pulled ahead for these ids, or pulled now."""
-        want = Wanted(table, ids, device)
-        return self._ahead.find(want) or self._pull([want], caches=self._caches)[table.spec.name][0]
+        return self._traffic.read(Wanted(table, ids, device))
 
     def read_ahead(self, wanted: Sequence[Wanted], dense: Sequence[DenseWeights] = ()) -> None:
         """Pull what is not here yet, and the dense weights that are out of date, in one request per shard."""
-        self._ahead.forward = {}
-        stale = [weights for weights in dense if weights.stale(self.clock)]
-        found = [(want, self._ahead.find(want)) for want in wanted]
-        missing = [want for want, read in found if read is None]
-        ahead = self._pull(missing, stale, self._caches) if missing or stale else {}
-        for want, read in found:
-            if read is not None:
-                ahead.setdefault(want.table.spec.name, []).append(read)
-        self._ahead.forward = ahead
+        self._traffic.read_ahead(wanted, dense)
 
     def forget_ahead(self) -> None:
         """Let go of what was pulled for one forward."""
-        self._ahead.forward = {}
+        self._traffic.ahead.forward = {}
 
     def pull(self, wanted: Sequence[Wanted], dense: Sequence[DenseWeights] = ()) -> Reads:
         """Rows and dense weights as they are now, after every push before, in one request per shard."""
-        return self._pull(wanted, dense)
-
-    def _pull(
-        self, wanted: Sequence[Wanted], dense: Sequence[DenseWeights] = (), caches: RowCaches | None = None
-    ) -> Reads:
-        self.flush()
-        if self._pipeline is not None:  # its caches go by batches
-            caches = None
-        fetch = Fetch(wanted)
-        with self._waiting():
-            fetch.pull(self.client, dense, caches=caches, clock=self.clock)
-        return fetch.accept(self.clock)
+        return self._traffic.pull(wanted, dense)
 
     def load(self, table: RemoteTable, route: Route, rows: Floats, *, keep_state: bool = False) -> None:
         """Assign rows, after every push before; what was pulled ahead of the table is no longer up to date."""
-        self.flush()
-        with self._waiting():
-            self.client.load(table.spec.name, route, rows, keep_state=keep_state)
-        self._ahead.forget(table.spec.name)
-        if self._caches is not None:
-            self._caches.drop(table.spec.name, route.ids)
-        if self._pipeline is not None:
-            self._pipeline.touch(table.spec.name, route)
+        self._traffic.load(table.spec.name, route, rows, keep_state=keep_state)
 
     def collect(self, gradients: RowGradients) -> None:
         """Keep gradients until the next step."""
         self._collected.append(gradients)
 
-    def step(self) -> None:
+    def gradients(self) -> list[RowGradients]:
+        """What backward left for the tables until now, one part per table, to be changed in place if need be.
+
+        Gradients of an id that was read several times are summed. They are on the device of the module that read.
+        """
+        self._collected = merge(self._collected, self.placement)
+        return list(self._collected)
+
+    def step(self, lr_scales: Mapping[str, float] | None = None, *, weight: float = 1.0) -> None:
         """Push what backward left, to all shards at once, and advance the clock; `stats` counts the rows.
+
+        `lr_scales` multiplies the learning rate of each table that it names, on top of `lr_scale`. `weight` is what
+        these gradients count among those of the workers of a synchronous job: the number of samples of their mean.
 
         Gradients are cleared, so that no zero_grad is needed. It waits for the shards; inside `prefetch` it does not,
         unless too many pushes are on their way. There it first raises the error of an earlier push, if there was one,
         and has done nothing then. If a shard gives no answer in time, its part of the push is sent again, once, with
         the next step.
         """
-        if self._pipeline is None:
-            self.flush()
-        else:
-            self._pipeline.check()
+        self._traffic.check()
         with span("push"):
-            gradients = merge(self._collected, self.placement)
+            gradients = to_arrays(self.gradients())
             gradients += [part for weights in self._dense if (part := weights.gradients()) is not None]
             self._collected.clear()
-            self._ahead.forget()
-            clock, self.clock = self.clock, self.clock + 1
-            with self._waiting():
-                if self._pipeline is None:
-                    self.client.push(gradients, clock=clock, lr_scale=self.lr_scale)
-                else:
-                    self._pipeline.submit(gradients, clock, self.lr_scale)
+            lr_scale: LrScale = self.lr_scale
+            if lr_scales is not None:
+                lr_scale = {table: self.lr_scale * lr_scales.get(table, 1.0) for table, _, _ in gradients}
+            self._traffic.push(gradients, lr_scale, weight)
 
     def prefetch(
         self,
         loader: Iterable[B],
         *,
-        staleness: int = 0,
+        staleness: int | None = None,
         inputs: Inputs[B] | None = None,
     ) -> Iterator[B]:
         """The loader's batches, each with its rows and the dense weights pulled ahead, while pushes are on their way.
 
         A batch shows this worker's pushes of all batches before it but the last `staleness` ones; with 0 the weights
-        have the same bits as without prefetch. At most staleness + 1 pushes are in flight. The loader, and what says
+        have the same bits as without prefetch. It defaults to the bound that `connect` was given, without one to 0.
+        At most staleness + 1 pushes are in flight. The loader, and what says
         which ids a batch reads, run in a thread of their own, some batches ahead: `inputs(batch)` gives the ids by
         embedding module (of several models: by table), and defaults to the model's `embedding_inputs`, called with
         the batch, or with the parts of a batch that is a tuple or list. Rows that the model reads beyond these are
@@ -261,74 +267,26 @@ class Session:
         `step`; after a `break`, by the next use of the session. When the loop is left, everything in flight has been
         waited for. With a staleness above 0, max_norm may take back what a push in flight did to the rows it scales.
 
-        ValueError where nothing says what a batch reads, or for a negative staleness; RuntimeError inside another
-        prefetch of this session.
+        ValueError where nothing says what a batch reads, or for a staleness that is negative or beyond the job's;
+        RuntimeError inside another prefetch of this session.
         """
+        bound = None if self.membership is None or self._local else self.membership.terms.staleness
+        if staleness is None:
+            staleness = bound or 0
         if staleness < 0:
             raise ValueError(f"staleness must be at least 0, got {staleness}")
+        if bound is not None and staleness > bound:
+            raise ValueError(f"prefetch(staleness={staleness}) is beyond connect(staleness={bound}): make it {bound}")
         tables = [table for table in self._tables.values() if all(table.spec is not w.spec for w in self._dense)]
         wanted = reads_of_batches(self._models, tables, inputs)
-        caches = None if self._caches is None else self._caches.fresh()
-        return self._run(Pipeline(self.client, wanted, self._dense, staleness, caches), loader)
-
-    def _run(self, pipeline: Pipeline[B], loader: Iterable[B]) -> Iterator[B]:
-        if self._pipeline is not None:
-            raise RuntimeError(
-                "this session is inside a prefetch loop already; leave that one first, by loop.close() if it has a name"
-            )
-        self.flush()
-        batches = iter(loader)
-        self._pipeline = pipeline
-        missed, found = self._ahead.missed, self._ahead.found
-        try:
-            pipeline.start(batches)
-            for number in count(1):
-                with self._waiting():
-                    ready = pipeline.next()
-                if ready is None:
-                    break
-                self._ahead.batch = ready.fetch.accept(self.clock)
-                batch = ready.batch
-                del ready
-                yield batch
-                self._ahead.batch = {}
-                if number == _TRIAL and self._ahead.missed > missed and self._ahead.found == found:
-                    _log.warning(_IN_VAIN)
-        except BaseException:
-            self._leave(pipeline)
-            self._log_failure()
-            raise
-        self._leave(pipeline)
-        self.flush()
-
-    def _leave(self, pipeline: Pipeline[B]) -> None:
-        self._pipeline = self._ahead.batch = None
-        self._failure = pipeline.close()
-
-    def _log_failure(self) -> None:
-        """Say what cannot be raised: an error of the loop is, or nobody asks any more."""
-        if self._failure is not None:
-            _log.error("a push failed as the loop was left: %s", self._failure)
+        caches = None if self._traffic.caches is None else self._traffic.caches.fresh()
+        # with other workers' pushes, or local steps, no row is safe from a change that nobody here knows of
+        alone = self.membership is None and self._local is None
+        return self._traffic.run(Pipeline(self._source, wanted, self._dense, staleness, caches, early=alone), loader)
 
     def flush(self) -> None:
-        """Wait until every push is acknowledged; raises the error of one that was not."""
-        if self._pipeline is not None:
-            with self._waiting():
-                self._pipeline.flush()
-        if self._failure is not None:
-            try:
-                raise self._failure
-            finally:
-                self._failure = None
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Time that the training thread spends for the shards."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._waited += time.perf_counter() - start
+        """Wait until every push is acknowledged; raises the error of one that was not. Local steps end a round."""
+        self._traffic.flush()
 
     def zero_grad(self) -> None:
         """Drop the gradients collected since the last step."""
@@ -336,26 +294,28 @@ class Session:
         for weights in self._dense:
             weights.clear()
 
+    def skip(self) -> None:
+        """A step that changes nothing: the gradients are dropped, the clock moves on for everybody."""
+        self.zero_grad()
+        self.step(weight=0.0)
+
+    def read_dense(self) -> None:
+        """Pull the dense weights into their parameters, unless they are as the clock wants them."""
+        self.read_ahead((), self._dense)
+
     def refresh(self) -> None:
         """Read everything anew at the next forward, for instance to evaluate what other workers pushed.
 
         Inside `prefetch`, batches that were pulled ahead already keep their rows.
         """
-        if self._caches is not None:
-            self._caches = self._caches.fresh()
-        if self._pipeline is not None:
-            self._pipeline.forget_copies()
-        self._ahead.forget()
+        self._traffic.refresh()
         for weights in self._dense:
             weights.forget()
 
     def close(self) -> None:
         """Wait for what is in flight and close the connections; what was not pushed is dropped."""
-        if self._pipeline is not None:
-            self._leave(self._pipeline)
-            self._log_failure()
+        self._traffic.close()
         self._collected.clear()
-        self._ahead.forget()
         self.client.close()
 
     def __enter__(self) -> Self:
@@ -372,9 +332,38 @@ class Session:
     __reduce__ = __deepcopy__  # type: ignore[assignment]
 
 
-def connect(addresses: str | Sequence[str], *, worker: int = 0, timeout: timedelta = DEFAULT_TIMEOUT) -> Session:
+def connect(
+    addresses: str | Sequence[str],
+    *,
+    worker: int = 0,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    workers: int = 1,
+    staleness: int | None = None,
+    lease: timedelta = Terms.lease,
+    damp_staleness: bool = False,
+    patience: timedelta = Terms.patience,
+    local_steps: int | None = None,
+) -> Session:
     """A session with the shards at `addresses` ("host:port,host:port" or a list), in any order.
 
     Waits for shards that start later; every later call, too, ends by `timeout`. BadAddress where one cannot be.
+
+    With several `workers`, or a `staleness`, this one (`worker` is its number) joins the clock of the job on the terms
+    that membership.Terms describes, the same for all workers; ModeMismatch where they differ. With `local_steps` it
+    trains on copies of its own and pushes what so many steps have changed (local_steps.py).
     """
-    return Session(Client.connect(parse_addresses(addresses), worker=worker, timeout=timeout))
+    terms = Terms(workers=workers, staleness=staleness, lease=lease, damp_staleness=damp_staleness, patience=patience)
+    if local_steps is not None and (local_steps < 1 or damp_staleness):
+        raise ValueError(
+            "damp_staleness has no meaning with local_steps, which push no gradients"
+            if damp_staleness
+            else f"local_steps must be at least 1, got {local_steps}"
+        )
+    client = Client.connect(parse_addresses(addresses), worker=worker, timeout=timeout)
+    try:
+        if workers > 1 or staleness is not None or damp_staleness:
+            client.join(terms)
+        return Session(client, local_steps=local_steps)
+    except BaseException:
+        client.close()
+        raise

@@ -177,7 +177,7 @@ def test_the_meter_counts_no_pauses_and_what_training_waits_for(
 
     def train(seconds: float, waited: float) -> None:
         now[0] += seconds
-        session._waited += waited
+        session._traffic.waited += waited
         session.client._stats.wait_seconds += 7.0  # of threads that pull ahead: training does not wait with them
         meter.add(10, 0.5)
 
@@ -189,7 +189,7 @@ def test_the_meter_counts_no_pauses_and_what_training_waits_for(
     train(0.5, 0.5)
     meter.pause()
     now[0] += 50.0  # an evaluation
-    session._waited += 9.0
+    session._traffic.waited += 9.0
     meter.resume()
     assert not meter.due()
     train(0.5, 0.0)

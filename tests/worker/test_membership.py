@@ -1,0 +1,320 @@
+"""A worker's place among others: joining, keeping and losing a lease, resting, meeting. Shards' time is the test's."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+
+import embershard as es
+from embershard.proto.errors import LeaseLost, ModeMismatch, WorkerLost
+from embershard.proto.messages import Beat, Beaten, Greeting, Hello, Join, Joined, Leave, Left, Push, Reply, Request
+from embershard.ps.shard import Shard
+from embershard.worker import membership as membership_module
+from embershard.worker.carriers.local import LocalCarrier
+from embershard.worker.client import Client
+from embershard.worker.membership import Membership, Terms
+from embershard.worker.session import Session
+
+Shards = Callable[..., list[Shard]]
+PATIENCE = 20.0  # seconds until a test that waits in vain fails
+SPEC = es.TableSpec(name="t", dim=2, optimizer=es.SGD(lr=1.0), initializer=es.Constant(value=0.0))
+HOURS = 3600.0
+LONG = timedelta(hours=1)  # a lease that no beat renews while a test runs
+MakeJob = Callable[..., "Job"]
+
+
+class Job:
+    """Shards whose time is told to them, and workers of one job."""
+
+    def __init__(self, shards: list[Shard]) -> None:
+        self.shards, self.lock, self.now = shards, threading.Lock(), 0.0
+        self.heard: list[Request] = []
+        self.sessions: list[Session] = []
+
+    def worker(self, number: int, terms: Terms, *, local_steps: int | None = None, clock: int = 0) -> Session:
+        carriers = [LocalCarrier(lambda r, it=shard: self.handle(it, r), "local") for shard in self.shards]
+        client = Client(carriers, worker=number, timeout=timedelta(seconds=PATIENCE))
+        client.join(terms, clock)
+        self.sessions.append(Session(client, local_steps=local_steps))
+        return self.sessions[-1]
+
+    def handle(self, shard: Shard, request: Request) -> Reply:
+        with self.lock:
+            self.heard.append(request)
+            return shard.handle(request, self.now)
+
+    def pass_time(self, seconds: float, alive: Session) -> None:
+        """All but `alive` are not heard of."""
+        self.now += seconds
+        for shard in self.shards:
+            member = alive.membership
+            assert member is not None
+            with self.lock:
+                shard.handle(Join(member.worker, alive.client.epoch, 0, *_terms(member.terms)), self.now - 1)
+                shard.advance(self.now)
+
+
+def _terms(terms: Terms) -> tuple[int, int, int, bool]:
+    staleness = -1 if terms.staleness is None else terms.staleness
+    return staleness, terms.workers, round(terms.lease.total_seconds() * 1000), terms.damp_staleness
+
+
+@pytest.fixture
+def make_job(make_shards: Shards) -> Iterator[MakeJob]:
+    jobs: list[Job] = []
+
+    def make(shards: int = 2) -> Job:
+        jobs.append(Job(make_shards(shards)))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        for session in job.sessions:
+            session.close()
+
+
+def step(session: Session, ids: list[int], weight: float = 1.0) -> torch.Tensor:
+    """Push a gradient of 1 for every id; the rows that were read."""
+    rows: torch.Tensor = es.Embedding(session.table(SPEC))(torch.tensor(ids))
+    rows.sum().backward()
+    session.step(weight=weight)
+    return rows.detach()[:, 0]
+
+
+class Scripted:
+    """A shard that answers joins with clocks of its own."""
+
+    def __init__(self, index: int, of: int, joined: Callable[[Join], Joined]) -> None:
+        self.joined, self.heard = joined, list[Request]()
+        self.greeting = Greeting(index, of, 1, "", f"{index}")
+        self.beaten = threading.Semaphore(0)
+
+    def handle(self, request: Request) -> Reply:
+        self.heard.append(request)
+        match request:
+            case Hello():
+                return self.greeting
+            case Join():
+                return self.joined(request)
+            case Beat():
+                self.beaten.release()
+                return Beaten(0, (0,))
+            case _:
+                assert isinstance(request, Leave)
+                return Left()
+
+
+def member_of(shards: list[Scripted], terms: Terms) -> Membership:
+    client = Client([LocalCarrier(shard.handle, "scripted") for shard in shards])
+    return client.join(terms)
+
+
+def test_a_late_worker_joins_all_shards_at_one_clock_that_is_closed_on_none() -> None:
+    opens = [5, 9, 7]
+    shards = [
+        Scripted(i, 3, lambda join, open_=open_: Joined(join.clock >= open_, open_, True, (0,)))
+        for i, open_ in enumerate(opens)
+    ]
+    member = member_of(shards, Terms(staleness=0))
+    assert member.first > max(opens)
+    last = [[r for r in shard.heard if isinstance(r, Join)][-1].clock for shard in shards]
+    assert last == [member.first] * 3
+    member.leave()
+
+
+def test_a_worker_catches_up_with_a_clock_that_runs_away() -> None:
+    opens = iter(range(5, 10_000, 5))
+
+    def joined(join: Join) -> Joined:
+        at = next(opens)  # faster than the distance that the first try leaves
+        return Joined(join.clock >= at, at, True, (0,))
+
+    member = member_of([Scripted(0, 1, joined)], Terms())
+    assert member.first > 5
+    member.leave()
+
+
+def test_a_member_beats_on_every_shard_until_it_leaves() -> None:
+    shards = [Scripted(i, 2, lambda join: Joined(True, 0, True, (0,))) for i in range(2)]
+    member = member_of(shards, Terms(lease=timedelta(seconds=0.04)))
+    for shard in shards:
+        for _ in range(3):
+            assert shard.beaten.acquire(timeout=PATIENCE)
+    member.leave()
+    assert [type(shard.heard[-1]) for shard in shards] == [Leave, Leave]
+
+
+def test_a_session_that_was_forgotten_stops_beating() -> None:
+    shard = Scripted(0, 1, lambda join: Joined(True, 0, True, (0,)))
+    member_of([shard], Terms(lease=timedelta(seconds=0.04)))  # and nobody keeps it
+    end = time.monotonic() + PATIENCE
+    while any(thread.name == "embershard beat" for thread in threading.enumerate()):
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_a_worker_that_others_gave_up_drops_its_step_and_goes_on_at_a_later_clock(
+    make_job: MakeJob, caplog: pytest.LogCaptureFixture
+) -> None:
+    job, terms = make_job(), Terms(workers=2, lease=LONG)
+    lost, other = job.worker(0, terms), job.worker(1, terms)
+    step(lost, [1, 2, 3])
+    rows = es.Embedding(lost.table(SPEC))(torch.tensor([1, 2, 3]))
+    job.pass_time(2 * HOURS, other)
+    for _ in range(3):
+        step(other, [7])
+    rows.sum().backward()
+    lost.step()
+    assert lost.stats.lost_leases == 1
+    assert "joined again" in caplog.text
+    first = lost.membership.first
+    assert first > other.clock - 1
+    assert lost.clock == first
+    assert lost.table(SPEC).pull(torch.tensor([1, 2, 3]))[:, 0].tolist() == [-1.0] * 3  # of its first step alone
+    step(lost, [1])
+    pushed = [r for r in job.heard if isinstance(r, Push) and r.token.worker == 0]
+    assert pushed[-1].clock == first
+    assert lost.table(SPEC).pull(torch.tensor([1]))[0, 0].item() == -2.0
+    assert lost.stats.lost_leases == 1
+
+
+def test_a_pull_that_finds_the_lease_lost_is_answered_after_joining_again(make_job: MakeJob) -> None:
+    job, terms = make_job(), Terms(workers=2, staleness=3, lease=LONG)
+    lost, other = job.worker(0, terms), job.worker(1, terms)
+    step(lost, [1])
+    job.pass_time(2 * HOURS, other)
+    step(other, [1])
+    rows = es.Embedding(lost.table(SPEC))(torch.tensor([1]))  # finds out, and joins again
+    assert lost.stats.lost_leases == 1
+    rows.sum().backward()
+    lost.step()  # its rows were asked for by a worker that had lost its lease: dropped
+    step(lost, [1])
+    assert lost.stats.lost_leases == 1
+    pushes = [r for r in job.heard if isinstance(r, Push) and r.token.worker == 0]
+    assert [push.clock for push in pushes if push.last] == [0, 0, lost.membership.first, lost.membership.first]
+
+
+def test_a_rest_outlives_a_lost_lease(make_job: MakeJob) -> None:
+    job, terms = make_job(1), Terms(workers=2, staleness=0, lease=LONG)
+    lost, other = job.worker(0, terms), job.worker(1, terms)
+    lost.membership.rest()
+    job.pass_time(2 * HOURS, other)
+    other.membership.rest()
+    came: dict[int, dict[int, bytes]] = {}
+
+    def meet(session: Session) -> None:
+        member = session.membership
+        came[member.worker] = member.meet("m", f"worker {member.worker}".encode())
+
+    threads = [threading.Thread(target=meet, args=(session,)) for session in (lost, other)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert came[0] == {0: b"worker 0", 1: b"worker 1"} or came[1] == {1: b"worker 1"}
+    assert {m.worker: m.resting for m in job.shards[0].status().members} == {0: True, 1: True}
+    assert lost.stats.lost_leases == 1
+
+
+def test_a_resting_worker_is_not_waited_for_and_resumes_where_it_is_told(make_job: MakeJob) -> None:
+    job, terms = make_job(), Terms(workers=2, staleness=0, lease=LONG)
+    resting, other = job.worker(0, terms), job.worker(1, terms)
+    resting.membership.rest()
+    for _ in range(4):
+        step(other, [1])
+    assert [status.clock for status in job.shards[0].status().members] == [0, 4]
+    assert resting.membership.resume(6) == resting.clock == 6
+    for _ in range(2):
+        step(other, [1])
+    assert job.shards[1].status().clock == 6
+
+
+def test_meetings_bring_the_payloads_of_all(make_job: MakeJob) -> None:
+    job, terms = make_job(), Terms(workers=3, lease=LONG)
+    sessions = [job.worker(number, terms) for number in range(3)]
+    came: dict[int, dict[int, bytes]] = {}
+
+    def meet(session: Session) -> None:
+        member = session.membership
+        came[member.worker] = member.meet("sum", bytes([member.worker]), listen=member.worker == 0)
+
+    threads = [threading.Thread(target=meet, args=(session,)) for session in sessions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert came == {0: {0: b"\0", 1: b"\1", 2: b"\2"}, 1: dict.fromkeys(range(3), b""), 2: dict.fromkeys(range(3), b"")}
+
+
+def test_splits_are_dealt_once_each(make_job: MakeJob) -> None:
+    job, terms = make_job(), Terms(workers=2, lease=LONG)
+    sessions = [job.worker(number, terms) for number in range(2)]
+    dealt: list[int] = []
+
+    def take(session: Session) -> None:
+        done = -1
+        while (split := session.membership.take_split(0, 7, done)).index >= 0:
+            dealt.append(split.index)
+            done = split.index
+
+    threads = [threading.Thread(target=take, args=(session,)) for session in sessions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert sorted(dealt) == list(range(7))
+
+
+def test_patience_ends_a_wait_and_names_whom_it_was_for(
+    make_job: MakeJob, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership_module, "_SAID_AFTER", timedelta(seconds=0.05))
+    terms = Terms(workers=2, staleness=0, lease=LONG, patience=timedelta(seconds=0.2))
+    job = make_job()
+    here, _ = job.worker(0, terms), job.worker(1, terms)
+    step(here, [1])
+    with pytest.raises(WorkerLost, match="worker 1"):
+        step(here, [1])
+    said = [record for record in caplog.records if "waits" in record.message]
+    assert [(record.levelno, "worker 1" in record.message) for record in said] == [(logging.WARNING, True)]
+
+
+def test_workers_on_other_terms_are_refused(make_job: MakeJob) -> None:
+    job = make_job()
+    job.worker(0, Terms(workers=2, staleness=0, lease=LONG))
+    with pytest.raises(ModeMismatch, match="staleness 4"):
+        job.worker(1, Terms(workers=2, staleness=4, lease=LONG))
+
+
+def test_a_lease_that_is_lost_again_and_again_is_an_error(make_job: MakeJob) -> None:
+    job, terms = make_job(1), Terms(workers=2, lease=LONG)
+    session, _ = job.worker(0, terms), job.worker(1, terms)
+    table = session.table(SPEC)
+
+    def hopeless(shard: Shard, request: Request) -> Reply:
+        if isinstance(request, Join):
+            return Joined(True, 0, True, (0, 1))
+        raise LeaseLost(worker=0, lease_ms=1)
+
+    job.handle = hopeless  # type: ignore[method-assign]
+    with pytest.raises(LeaseLost):
+        table.pull(torch.tensor([1]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"workers": 0}, "workers"),
+        ({"staleness": -1}, "staleness"),
+        ({"lease": timedelta(0)}, "lease"),
+        ({"patience": timedelta(days=-1)}, "patience"),
+        ({"staleness": 0, "damp_staleness": True}, "damp_staleness"),
+    ],
+)
+def test_terms_without_sense_are_refused_by_name(settings: dict[str, object], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        Terms(**settings)  # type: ignore[arg-type]

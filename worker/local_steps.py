@@ -1,0 +1,292 @@
+"""Local steps: a worker trains so many steps on copies of its own, and pushes what they have changed.
+
+With several workers this is Geo-SGD (local SGD with averaging, Stich 2019): in a round a worker pulls each row that it
+reads once, and its dense weights once, applies its own gradients to these copies, and at the end of the round pushes
+the differences, which the shards add past the optimizer. In a synchronous job the differences of a round are averaged;
+otherwise each worker pushes its own, divided by the number of workers. Then it takes fresh rows.
+
+The optimizer's state (Adagrad's sums, Adam's moments and steps) of what a worker trains stays with this worker, from
+round to round, in its memory: shards have none, and it ends with the process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import numpy.typing as npt
+
+from embershard.proto.messages import Pushed
+from embershard.proto.routing import Ids, Route, make_route
+from embershard.proto.spec import TableSpec
+from embershard.worker.client import Client
+from embershard.worker.id_index import IdIndex
+from embershard.worker.outbox import Gradients, LrScale, Versions
+from embershard.worker.pieces import select
+
+Floats = npt.NDArray[np.float32]
+Settings = Mapping[str, float]
+# rows (U, dim), their state (U, floats), finite gradients (U, dim), settings, learning rate: changes rows and state
+Step = Callable[[Floats, Floats, Floats, Settings, float], None]
+
+
+def _sgd(rows: Floats, state: Floats, gradients: Floats, settings: Settings, lr: float) -> None:
+    gradients = _decayed(rows, gradients, settings)
+    if settings["momentum"] > 0:
+        state *= settings["momentum"]
+        state += gradients
+        gradients = gradients + settings["momentum"] * state if settings["nesterov"] else state
+    rows -= lr * gradients
+
+
+def _adagrad(rows: Floats, state: Floats, gradients: Floats, settings: Settings, lr: float) -> None:
+    gradients = _decayed(rows, gradients, settings)
+    state += gradients * gradients
+    rows -= lr * gradients / (np.sqrt(state) + settings["eps"])
+
+
+def _adam(rows: Floats, state: Floats, gradients: Floats, settings: Settings, lr: float) -> None:
+    dim = rows.shape[1]
+    beta1, beta2 = settings["beta1"], settings["beta2"]
+    gradients = _decayed(rows, gradients, settings)
+    mean, square, step = state[:, :dim], state[:, dim : 2 * dim], state[:, 2 * dim :]
+    step += 1
+    mean += (1 - beta1) * (gradients - mean)
+    square *= beta2
+    square += (1 - beta2) * gradients * gradients
+    rate = (lr / (1 - beta1 ** step.astype(np.float64))).astype(np.float32)
+    correction = np.sqrt(1 - beta2 ** step.astype(np.float64)).astype(np.float32)
+    rows -= rate * mean / (np.sqrt(square) / correction + settings["eps"])
+
+
+def _decayed(rows: Floats, gradients: Floats, settings: Settings) -> Floats:
+    return gradients + settings["weight_decay"] * rows if settings["weight_decay"] else gradients
+
+
+@dataclass(frozen=True, slots=True)
+class _Optimizer:
+    """A table's optimizer, as the shards apply it (ps/optimizers.py), in numpy."""
+
+    step: Step
+    num_state: Callable[[Settings, int], int]  # floats of a row, of settings and dim
+
+
+LOCAL_OPTIMIZERS = {
+    "sgd": _Optimizer(_sgd, lambda settings, dim: dim if settings["momentum"] > 0 else 0),
+    "adagrad": _Optimizer(_adagrad, lambda settings, dim: dim),
+    "adam": _Optimizer(_adam, lambda settings, dim: 2 * dim + 1),
+}
+
+
+def check_local(spec: TableSpec) -> None:
+    """ValueError for a table whose optimizer has no local twin."""
+    if spec.optimizer.name not in LOCAL_OPTIMIZERS:
+        raise ValueError(
+            f"table {spec.name!r}: local steps know {', '.join(LOCAL_OPTIMIZERS)}, not {spec.optimizer.name}; "
+            "choose one of these, or train without local_steps"
+        )
+
+
+class _Copies:
+    """A worker's rows of one table, and the optimizer's state of all that it ever trained."""
+
+    def __init__(self, spec: TableSpec) -> None:
+        self.spec = spec
+        self.settings = spec.optimizer.params()
+        self.optimizer = LOCAL_OPTIMIZERS[spec.optimizer.name]
+        self.index = IdIndex()
+        num_state = self.optimizer.num_state(self.settings, spec.dim)
+        self.rows = np.empty((0, spec.dim), np.float32)
+        self.base = np.empty((0, spec.dim), np.float32)  # the rows as they were pulled
+        self.state = np.empty((0, num_state), np.float32)
+        self.here = np.empty(0, np.bool_)  # whether a row was pulled in this round
+        self.trained = np.empty(0, np.bool_)  # and changed
+
+    def numbers(self, ids: Ids) -> Ids:
+        """Places of ids; new ones have no row yet."""
+        numbers = self.index.numbers(ids)
+        if len(self.index) > len(self.rows):
+            more = max(len(self.index), 2 * len(self.rows)) - len(self.rows)
+            initial = self.settings.get("initial_accumulator", 0.0)
+            self.rows = _grown(self.rows, more, 0.0)
+            self.base = _grown(self.base, more, 0.0)
+            self.state = _grown(self.state, more, initial)
+            self.here = np.concatenate([self.here, np.zeros(more, np.bool_)])
+            self.trained = np.concatenate([self.trained, np.zeros(more, np.bool_)])
+        return numbers
+
+    def take(self, numbers: Ids, rows: Floats) -> None:
+        """Rows that were pulled, unless they came before."""
+        new = ~self.here[numbers]
+        self.base[numbers[new]] = self.rows[numbers[new]] = rows[new]
+        self.here[numbers] = True
+
+    def apply(self, numbers: Ids, gradients: Floats, lr_scale: float) -> int:
+        """One step of the optimizer; the number of rows whose gradient is not finite, which are left as they are."""
+        finite = np.flatnonzero(np.isfinite(gradients).all(axis=1))
+        skipped = len(gradients) - len(finite)
+        numbers, gradients = numbers[finite], self._clipped(gradients[finite])
+        rows, state = self.rows[numbers], self.state[numbers]
+        self.optimizer.step(rows, state, gradients, self.settings, self.settings["lr"] * lr_scale)
+        self.rows[numbers], self.state[numbers] = rows, state
+        self.trained[numbers] = True
+        return skipped
+
+    def _clipped(self, gradients: Floats) -> Floats:
+        value, norm = self.settings["clip_value"], self.settings["clip_norm"]
+        if value > 0:
+            gradients = np.clip(gradients, -value, value)
+        if norm > 0:
+            norms = np.linalg.norm(gradients.astype(np.float64), axis=1, keepdims=True)
+            gradients = gradients * np.minimum(1.0, norm / np.maximum(norms, 1e-300)).astype(np.float32)
+        return gradients
+
+    def end_round(self) -> tuple[Ids, Floats]:
+        """What changed since the rows were pulled: ids and differences; the rows are to be pulled again."""
+        numbers = np.flatnonzero(self.trained)
+        ids, differences = self.index.ids[numbers], self.rows[numbers] - self.base[numbers]
+        self.here[:] = self.trained[:] = False
+        return ids, differences
+
+
+def _grown(array: Floats, more: int, value: float) -> Floats:
+    return np.concatenate([array, np.full((more, array.shape[1]), value, np.float32)])
+
+
+class LocalSteps:
+    """A client's pulls and pushes, by way of copies that `steps` pushes change before the shards see any of it.
+
+    Pulls and pushes may come from two threads. A pull that the end of a round overtakes brings rows of that round.
+    """
+
+    def __init__(self, client: Client, steps: int) -> None:
+        self.skipped_rows = 0  # gradient rows that held NaN or Inf
+        self._client, self._steps = client, steps
+        self._copies: dict[str, _Copies] = {}
+        self._done = 0  # steps of this round
+        self._clock = 0  # rounds
+        self._lock = threading.Lock()  # of the copies; never held during a call
+
+    @property
+    def timeout(self) -> timedelta:
+        """By which a call ends."""
+        return self._client.timeout
+
+    @property
+    def num_shards(self) -> int:
+        """Shards of the placement."""
+        return self._client.num_shards
+
+    @property
+    def lost_leases(self) -> int:
+        """Times that the other workers went on without this one."""
+        return self._client.lost_leases
+
+    @property
+    def clock(self) -> int:
+        """The job's: rounds, not steps."""
+        member = self._client.membership
+        return self._clock if member is None else max(self._clock, member.first)
+
+    def add(self, spec: TableSpec) -> None:
+        """Keep copies of a table. ValueError where its optimizer has no local twin."""
+        check_local(spec)
+        self._copies.setdefault(spec.name, _Copies(spec))
+
+    def pull(
+        self,
+        reads: Sequence[tuple[str, Route]],
+        out: Sequence[Floats] | None = None,
+        *,
+        keep: bool = False,
+        clock: int | None = None,
+        versions: Versions | None = None,
+    ) -> list[Floats]:
+        """As Client.pull, from the copies where they are of this round; the clock is the rounds'."""
+        if out is None:
+            dims = [self._copies[table].spec.dim for table, _ in reads]
+            out = [np.empty((len(route.ids), dim), np.float32) for (_, route), dim in zip(reads, dims, strict=True)]
+        missing: list[tuple[str, Route]] = []
+        places: list[tuple[int, Ids]] = []
+        with self._lock:
+            for part, (table, route) in enumerate(reads):
+                copies = self._copies[table]
+                numbers = copies.numbers(route.ids)
+                out[part][...] = copies.rows[numbers]
+                absent = ~copies.here[numbers]
+                if absent.any():
+                    missing.append((table, select(route, absent)))
+                    places.append((part, np.flatnonzero(absent)))
+            clock = self.clock
+        if missing:
+            pulled = self._client.pull(missing, clock=clock, versions=versions)
+            with self._lock:
+                for (table, route), (part, rows), values in zip(missing, places, pulled, strict=True):
+                    if clock == self.clock:
+                        self._copies[table].take(self._copies[table].numbers(route.ids), values)
+                    out[part][rows] = values
+        return list(out)
+
+    def push(
+        self,
+        gradients: Gradients,
+        *,
+        clock: int,
+        lr_scale: LrScale = 1.0,
+        weight: float = 1.0,
+        versions: Versions | None = None,
+    ) -> Pushed:
+        """Apply gradients to the copies; the last step of a round pushes what has changed."""
+        self.pull([(table, route) for table, route, _ in gradients])  # after a round's end, for rows read before it
+        applied = skipped = 0
+        with self._lock:
+            for table, route, values in gradients:
+                copies = self._copies[table]
+                scale = lr_scale.get(table, 1.0) if isinstance(lr_scale, Mapping) else lr_scale
+                failed = copies.apply(copies.numbers(route.ids), values, scale)
+                applied, skipped = applied + len(values) - failed, skipped + failed
+            self.skipped_rows += skipped
+            self._done += 1
+        if self._done >= self._steps:
+            self.flush()
+        return Pushed(False, applied, skipped)
+
+    def flush(self) -> None:
+        """End a round that has begun: push what has changed, and let the next reads take fresh rows."""
+        if not self._done:
+            return
+        member = self._client.membership
+        # a synchronous job averages what is gathered; what is added one after the other is divided here
+        alone = member is None or member.terms.staleness == 0
+        share = np.float32(1.0 if alone or member is None else 1.0 / member.terms.workers)
+        changes: list[tuple[str, Route, Floats]] = []
+        with self._lock:
+            clock = self.clock
+            for name, copies in self._copies.items():
+                ids, differences = copies.end_round()
+                route = make_route(ids, copies.spec.space_key, self._client.placement)
+                ordered = np.empty_like(differences)
+                ordered[route.index] = differences * share
+                if len(ids):
+                    changes.append((name, route, ordered))
+            self._done, self._clock = 0, clock + 1
+        self._client.push(changes, clock=clock, difference=True)
+
+    def load(self, table: str, route: Route, rows: Floats, *, keep_state: bool = False) -> None:
+        """Assign rows on the shards; with `keep_state` (max_norm, say) it is a change of the copies, to be pushed."""
+        copies = self._copies[table]
+        if keep_state:
+            self.pull([(table, route)])
+        else:
+            self._client.load(table, route, rows)
+        with self._lock:
+            numbers = copies.numbers(route.ids)
+            copies.rows[numbers] = rows
+            if keep_state:
+                copies.trained[numbers] = True
+            else:
+                copies.base[numbers] = rows
+                copies.here[numbers] = True

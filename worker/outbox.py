@@ -1,0 +1,139 @@
+"""Pushes on their way to the shards: kept until they are acknowledged, and sent again as they were."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from embershard.proto.errors import EmbershardError, ShardRestarted, ShardUnavailable, UnknownRoute
+from embershard.proto.messages import Push, Pushed, PushToken, TableGradients
+from embershard.proto.routing import Route
+from embershard.worker.links import Outcome
+from embershard.worker.pieces import cut
+
+Floats = npt.NDArray[np.float32]
+Gradients = Sequence[tuple[str, Route, Floats]]  # table, where its rows are, (U, dim) in route order
+Versions = npt.NDArray[np.int64]  # (num_shards,): Rows.version of what was read from each shard
+LrScale = float | Mapping[str, float]  # of all tables, or of each by its name (1 for those that are not named)
+
+NOT_READ = np.iinfo(np.int64).max  # the version of a shard from which nothing was read
+
+
+def no_versions(num_shards: int) -> Versions:
+    """Versions before anything was read; a pull lowers them."""
+    return np.full(num_shards, NOT_READ, np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """What one step pushes.
+
+    `weight` is what a member's gradients count among those of its clock: its number of samples. `versions` are the
+    lowest of the rows that they were computed on. A `difference` is added to the rows, past their optimizer.
+    """
+
+    gradients: Gradients
+    clock: int
+    lr_scale: LrScale = 1.0
+    weight: float = 1.0
+    versions: Versions | None = None
+    difference: bool = False
+
+
+class Outbox:
+    """The pushes of one incarnation of a worker, in order, per shard. Its owner sees to it that one thread uses it."""
+
+    def __init__(self, worker: int, epoch: int, placement_epoch: int, limits: Sequence[int]) -> None:
+        self._worker, self._epoch, self._placement_epoch = worker, epoch, placement_epoch
+        self._limits = limits  # bytes of a message to each shard
+        self._waiting: list[deque[Push]] = [deque() for _ in limits]
+        self._next_seq = [1] * len(limits)
+
+    def put(self, update: Update, *, to_all: bool) -> None:
+        """Cut an update into messages; with `to_all` a shard without rows is sent one too, which ends the clock."""
+        names = [table for table, _, _ in update.gradients]
+        sizes = [8 + 4 * rows.shape[1] for _, _, rows in update.gradients]
+        for shard, limit in enumerate(self._limits):
+            counts = [int(route.splits[shard + 1] - route.splits[shard]) for _, route, _ in update.gradients]
+            messages = [
+                tuple(
+                    _part(update, piece.part, piece.within(update.gradients[piece.part][1], shard), shard)
+                    for piece in m
+                )
+                for m in cut(names, counts, sizes, limit)
+            ]
+            if to_all and not messages:
+                messages = [()]
+            for number, tables in enumerate(messages, start=1):
+                self._append(shard, update, tables, last=number == len(messages))
+
+    def _append(self, shard: int, update: Update, tables: tuple[TableGradients, ...], *, last: bool) -> None:
+        waiting, seq = self._waiting[shard], self._next_seq[shard]
+        self._next_seq[shard] += 1
+        # pushes leave in order: the head is the first that is not acknowledged
+        first = waiting[0].token.seq if waiting else seq
+        version = NOT_READ if update.versions is None else int(update.versions[shard])
+        waiting.append(
+            Push(
+                PushToken(self._worker, self._epoch, seq, first),
+                update.clock,
+                self._placement_epoch,
+                tables,
+                last=last,
+                weight=update.weight,
+                version=0 if version == NOT_READ else version,
+                difference=update.difference,
+            )
+        )
+
+    def deliver(self, call: Callable[[Mapping[int, Push]], Mapping[int, Outcome]]) -> Pushed:
+        """Send everything, a message per shard at a time; the counts of what was acknowledged.
+
+        The first refusal is raised when everything else is done; what got no answer at once, and it is kept.
+        """
+        applied = skipped = 0
+        duplicate = False
+        refused: EmbershardError | None = None
+        while batch := {shard: waiting[0] for shard, waiting in enumerate(self._waiting) if waiting}:
+            silent: EmbershardError | None = None
+            for shard, outcome in call(batch).items():
+                if isinstance(outcome, EmbershardError) and _may_be_unhandled(outcome):
+                    silent = silent or outcome  # it stays, to be sent again
+                    continue
+                if isinstance(outcome, UnknownRoute):
+                    self._waiting[shard][0] = _with_ids(self._waiting[shard][0])
+                    continue
+                self._waiting[shard].popleft()
+                if isinstance(outcome, Pushed):
+                    applied += outcome.applied
+                    skipped += outcome.skipped
+                    duplicate |= outcome.duplicate
+                elif isinstance(outcome, EmbershardError):
+                    refused = refused or outcome
+            if silent is not None:
+                raise silent
+        if refused is not None:
+            raise refused
+        return Pushed(duplicate, applied, skipped)
+
+
+def _part(update: Update, number: int, part: slice, shard: int) -> TableGradients:
+    table, route, rows = update.gradients[number]
+    # named once: the shard forgets it with the push
+    kept = route.numbers.pop((table, shard), 0) if part == route.slice_of(shard) else 0
+    scale = update.lr_scale.get(table, 1.0) if isinstance(update.lr_scale, Mapping) else update.lr_scale
+    return TableGradients(table, route.ids[part], rows[part], scale, kept)
+
+
+def _may_be_unhandled(outcome: EmbershardError) -> bool:
+    """Whether a push may still have to be applied: nobody answered, or the shard put it off."""
+    return isinstance(outcome, ShardUnavailable | ShardRestarted) or outcome.retryable
+
+
+def _with_ids(push: Push) -> Push:
+    """The same push, with its ids in place of route numbers."""
+    return replace(push, tables=tuple(replace(part, route=0) for part in push.tables))

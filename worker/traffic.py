@@ -1,0 +1,214 @@
+"""What goes between one training thread and the shards: rows that it reads, and pushes that its steps leave."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from typing import Any, TypeVar
+
+import numpy as np
+
+from embershard.proto.messages import Floats
+from embershard.proto.routing import Route
+from embershard.worker.client import Client
+from embershard.worker.dense import DenseWeights
+from embershard.worker.local_steps import LocalSteps
+from embershard.worker.outbox import Gradients, LrScale, no_versions
+from embershard.worker.pipeline import Pipeline
+from embershard.worker.reads import Ahead, Fetch, Read, Reads, Wanted
+from embershard.worker.row_cache import RowCaches
+
+B = TypeVar("B")
+
+_TRIAL = 3  # batches after which it is clear that pulling ahead is in vain
+_IN_VAIN = (
+    "prefetch pulls rows that the model does not read, and the model waits for others: what `inputs`, or the model's "
+    "embedding_inputs, gives for a batch must hold the very ids that each embedding is called with"
+)
+
+_log = logging.getLogger(__name__)
+
+
+class Traffic:
+    """The reads and pushes of a session, at its clock, and the loop in which they run ahead."""
+
+    def __init__(self, client: Client, source: Client | LocalSteps) -> None:
+        self.ahead = Ahead()
+        self.pipeline: Pipeline[Any] | None = None  # inside `prefetch`
+        self.caches: RowCaches | None = None
+        self.waited = 0.0  # seconds that the training thread spent for the shards
+        self._client, self._source = client, source
+        self._clock = 0
+        self._failure: BaseException | None = None  # of a push, in a loop that was left before it was known
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._versions = no_versions(self._client.num_shards)
+        self._lost_leases: int | None = None  # when the first rows of the step were pulled
+
+    @property
+    def clock(self) -> int:
+        """That of the next push; a worker that joined again is at the clock at which it did."""
+        if self._client.membership is not None:
+            self._clock = max(self._clock, self._client.membership.first)
+        return self._clock
+
+    def read(self, want: Wanted) -> Read:
+        """Rows for a tensor of ids: those pulled ahead for these ids, or pulled now."""
+        return self.ahead.find(want) or self.pull([want], caches=self.caches)[want.table.spec.name][0]
+
+    def read_ahead(self, wanted: Sequence[Wanted], dense: Sequence[DenseWeights]) -> None:
+        """Pull what is not here yet, and the dense weights that are out of date, in one request per shard."""
+        self.ahead.forward = {}
+        stale = [weights for weights in dense if weights.stale(self.clock)]
+        found = [(want, self.ahead.find(want)) for want in wanted]
+        missing = [want for want, read in found if read is None]
+        ahead = self.pull(missing, stale, self.caches) if missing or stale else {}
+        for want, read in found:
+            if read is not None:
+                ahead.setdefault(want.table.spec.name, []).append(read)
+        self.ahead.forward = ahead
+
+    def pull(
+        self, wanted: Sequence[Wanted], dense: Sequence[DenseWeights] = (), caches: RowCaches | None = None
+    ) -> Reads:
+        """Rows and dense weights after every push before, in one request per shard."""
+        self.settle()
+        if self.pipeline is not None:  # its caches go by batches
+            caches = None
+        fetch = Fetch(wanted)
+        clock = self.clock
+        with self.waiting():
+            fetch.pull(self._source, dense, caches=caches, age=clock, clock=clock)
+        return self._accept(fetch)
+
+    def _accept(self, fetch: Fetch) -> Reads:
+        """Hand rows to the model; they decide how old the gradients of the next step are."""
+        if fetch.versions is not None:
+            self._versions = np.minimum(self._versions, fetch.versions)
+        if self._lost_leases is None:
+            self._lost_leases = fetch.lost_leases
+        return fetch.accept(self.clock)
+
+    def push(self, gradients: Gradients, lr_scale: LrScale, weight: float) -> None:
+        """Push a step's gradients and advance the clock; inside a loop without waiting, unless too many are under way.
+
+        A step on rows of the time before the lease was lost is dropped.
+        """
+        self.ahead.forget()
+        clock, versions, lost_leases = self.clock, self._versions, self._lost_leases
+        self._begin_step()
+        if lost_leases is not None and lost_leases != self._client.lost_leases:
+            return
+        self._clock = clock + 1
+        send = partial(self._source.push, gradients, clock=clock, lr_scale=lr_scale, weight=weight, versions=versions)
+        with self.waiting():
+            if self.pipeline is None:
+                send()
+            else:
+                self.pipeline.submit(send, [(table, route) for table, route, _ in gradients])
+
+    def load(self, table: str, route: Route, rows: Floats, *, keep_state: bool) -> None:
+        """Assign rows, after every push before; what was pulled ahead of the table is no longer up to date."""
+        self.settle()
+        with self.waiting():
+            self._source.load(table, route, rows, keep_state=keep_state)
+        self.ahead.forget(table)
+        if self.caches is not None:
+            self.caches.drop(table, route.ids)
+        if self.pipeline is not None:
+            self.pipeline.touch(table, route)
+
+    def check(self) -> None:
+        """Before a step: raise the error of an earlier push, if there was one."""
+        if self.pipeline is None:
+            self.settle()
+        else:
+            self.pipeline.check()
+
+    def run(self, pipeline: Pipeline[B], loader: Iterable[B]) -> Iterator[B]:
+        """The loader's batches, each with its rows; see Session.prefetch."""
+        if self.pipeline is not None:
+            raise RuntimeError(
+                "this session is inside a prefetch loop already; leave that one first, by loop.close() if it has a name"
+            )
+        self.settle()
+        batches = iter(loader)
+        self.pipeline = pipeline
+        missed, found = self.ahead.missed, self.ahead.found
+        try:
+            pipeline.start(batches, self.clock)
+            for number in count(1):
+                with self.waiting():
+                    ready = pipeline.next(self.clock)
+                if ready is None:
+                    break
+                current = ready.fetch.lost_leases == self._client.lost_leases
+                self.ahead.batch = self._accept(ready.fetch) if current else {}
+                batch = ready.batch
+                del ready
+                yield batch
+                self.ahead.batch = {}
+                if number == _TRIAL and self.ahead.missed > missed and self.ahead.found == found:
+                    _log.warning(_IN_VAIN)
+        except BaseException:
+            self._leave(pipeline)
+            self._log_failure()
+            raise
+        self._leave(pipeline)
+        self.flush()
+
+    def _leave(self, pipeline: Pipeline[B]) -> None:
+        self.pipeline = self.ahead.batch = None
+        self._failure = pipeline.close()
+
+    def _log_failure(self) -> None:
+        """Say what cannot be raised: an error of the loop is, or nobody asks any more."""
+        if self._failure is not None:
+            _log.error("a push failed as the loop was left: %s", self._failure)
+
+    def settle(self) -> None:
+        """Wait until every push is acknowledged; raises the error of one that was not."""
+        if self.pipeline is not None:
+            with self.waiting():
+                self.pipeline.flush()
+        if self._failure is not None:
+            try:
+                raise self._failure
+            finally:
+                self._failure = None
+
+    def flush(self) -> None:
+        """Settle, and push what local steps have changed since they last did."""
+        self.settle()
+        if isinstance(self._source, LocalSteps):
+            with self.waiting():
+                self._source.flush()
+
+    def refresh(self) -> None:
+        """Let the next reads come from the shards."""
+        if self.caches is not None:
+            self.caches = self.caches.fresh()
+        if self.pipeline is not None:
+            self.pipeline.forget_copies()
+        self.ahead.forget()
+
+    def close(self) -> None:
+        """Wait for what is in flight."""
+        if self.pipeline is not None:
+            self._leave(self.pipeline)
+            self._log_failure()
+        self.ahead.forget()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time that the training thread spends for the shards."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited += time.perf_counter() - start
