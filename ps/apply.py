@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, Protocol, TypeVar
 
-from embershard.proto.errors import ShardBusy, ShuttingDown
+from embershard.proto.errors import ClockAhead, ShardBusy, ShuttingDown
 
 T = TypeVar("T")
 
@@ -18,8 +19,34 @@ T = TypeVar("T")
 QUEUE_BYTES = 256 * 2**20
 QUEUE_REQUESTS = 1024
 
+# A parked request is put back so long before its deadline, or a quarter of its time, that the reply still arrives.
+PUT_BACK_SECONDS = 0.5
+
 _MIN_RETRY_MS, _MAX_RETRY_MS = 5, 1000
 _SMOOTHING = 0.1  # weight of the newest request in the mean duration
+_TICK_SECONDS = 0.25  # between looks at the time, while nothing else happens
+# After a longer time between two looks, members are excused for the rest of it: this process stood still, perhaps with
+# their requests in its sockets.
+_STEP_SECONDS = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class Watched(Protocol):
+    """What parked requests wait for, and what goes by the time."""
+
+    @property
+    def moves(self) -> int:
+        """Grows with whatever may let a parked request be answered."""
+        ...
+
+    def advance(self, now: float) -> None:
+        """Every request that arrived before `now` has been handled."""
+        ...
+
+    def excuse(self, seconds: float) -> None:
+        """For so long nobody could be heard."""
+        ...
 
 
 @dataclass(slots=True)
@@ -29,7 +56,13 @@ class _Job(Generic[T]):
     work: Callable[[], T]
     num_bytes: int
     deadline: float  # time.monotonic() after which nobody waits for it
-    future: Future[T]
+    arrived: float = field(default_factory=time.monotonic)
+    future: Future[T] = field(default_factory=Future)
+
+    @property
+    def due(self) -> float:
+        """When it is put back, if it is parked."""
+        return self.deadline - min(PUT_BACK_SECONDS, (self.deadline - self.arrived) / 4)
 
 
 class ApplyThread:
@@ -37,6 +70,10 @@ class ApplyThread:
 
     Work whose deadline passed in the queue, or whose future was cancelled, is dropped before it starts. At least one
     job is taken, however large: the bounds say how much may wait.
+
+    Work that raises ClockAhead is parked: it is tried again when what it may wait for (`watch`) has moved, and fails
+    with its error shortly before its deadline. Parked work is out of the queue, whose bounds hold for it apart: it
+    never keeps out the work that it waits for. What does not fit fails with its error at once.
     """
 
     def __init__(self, *, max_bytes: int = QUEUE_BYTES, max_requests: int = QUEUE_REQUESTS) -> None:
@@ -50,17 +87,29 @@ class ApplyThread:
         self._queued_requests = 0
         self._mean_seconds = 0.001
         self._closed = False
+        self.arrived = 0.0  # when the work that runs was submitted, on time.monotonic()'s clock
+        # from here on: of the thread alone
+        self._watched: Watched | None = None
+        self._parked: list[_Job[Any]] = []
+        self._parked_bytes = 0
+        self._first_due = float("inf")
+        self._seen_moves = 0
+        self._looked = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="apply", daemon=True)
         self._thread.start()
 
     @property
     def queued_bytes(self) -> int:
         """Bytes of the requests accepted and not yet handled."""
-        return self._queued_bytes
+        return self._queued_bytes + self._parked_bytes
+
+    def watch(self, watched: Watched) -> None:
+        """Try parked work again when this has moved, and let its time pass."""
+        self._watched = watched
 
     def submit(self, work: Callable[[], T], num_bytes: int, deadline: float) -> Future[T]:
         """Queue work that holds `num_bytes`; ShardBusy where the queue is full, ShuttingDown once it is closed."""
-        job: _Job[T] = _Job(work, num_bytes, deadline, Future())
+        job: _Job[T] = _Job(work, num_bytes, deadline)
         with self._lock:
             if self._closed:
                 raise ShuttingDown()
@@ -74,7 +123,7 @@ class ApplyThread:
         return job.future
 
     def close(self) -> None:
-        """Take nothing more; what was accepted is still done."""
+        """Take nothing more; what was accepted is still done, but for what is parked."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -91,20 +140,89 @@ class ApplyThread:
         return int(min(max(wait_ms, _MIN_RETRY_MS), _MAX_RETRY_MS))
 
     def _run(self) -> None:
-        while job := self._jobs.get():
-            started = time.monotonic()
-            self._do(job, started)
-            with self._lock:
-                self._queued_bytes -= job.num_bytes
-                self._queued_requests -= 1
-                self._mean_seconds += _SMOOTHING * (time.monotonic() - started - self._mean_seconds)
+        while True:
+            try:
+                job = self._jobs.get(timeout=max(0.0, min(_TICK_SECONDS, self._first_due - time.monotonic())))
+            except Empty:
+                self._pass_time(self._look())
+            else:
+                if job is None:
+                    break
+                started = self._look()
+                self._do(job, started)
+                with self._lock:
+                    self._queued_bytes -= job.num_bytes
+                    self._queued_requests -= 1
+                    self._mean_seconds += _SMOOTHING * (time.monotonic() - started - self._mean_seconds)
+            if self._parked:
+                self._try_parked()
+        for job in self._parked:
+            job.future.set_exception(ShuttingDown())
+
+    def _look(self) -> float:
+        """The time."""
+        now = time.monotonic()
+        stood_still = now - self._looked - _STEP_SECONDS
+        self._looked = now
+        if stood_still > 0 and self._watched is not None:
+            self._watched.excuse(stood_still)
+        return now
+
+    def _pass_time(self, now: float) -> None:
+        """The queue was empty at this time."""
+        if self._watched is None:
+            return
+        try:
+            self._watched.advance(now)
+        except Exception:  # of an update that the end of a lease let happen: it has no caller
+            _log.exception("while time passed")
 
     def _do(self, job: _Job[Any], now: float) -> None:
         if now > job.deadline:
             job.future.cancel()
         if not job.future.set_running_or_notify_cancel():
             return
+        error = self._try(job)
+        if error is None:
+            return
+        full = self._parked_bytes + job.num_bytes > self._max_bytes or len(self._parked) >= self._max_requests
+        if self._parked and full:
+            job.future.set_exception(error)
+            return
+        self._park([*self._parked, job])
+
+    def _try(self, job: _Job[Any]) -> ClockAhead | None:
+        """Do the work; the error of what cannot be done yet."""
+        self.arrived = job.arrived
         try:
-            job.future.set_result(job.work())
+            result = job.work()
+        except ClockAhead as error:
+            return error
         except BaseException as error:  # whatever it is, it belongs to the caller, and the thread goes on
             job.future.set_exception(error)
+        else:
+            job.future.set_result(result)
+        return None
+
+    def _park(self, jobs: list[_Job[Any]]) -> None:
+        self._parked = jobs
+        self._parked_bytes = sum(job.num_bytes for job in jobs)
+        self._first_due = min((job.due for job in jobs), default=float("inf"))
+
+    def _try_parked(self) -> None:
+        """Answer the parked work that may be answered now, and put back what is due."""
+        now = time.monotonic()
+        while self._moves != self._seen_moves or now >= self._first_due:
+            self._seen_moves = self._moves
+            left = []
+            for job in self._parked:
+                error = self._try(job)
+                if error is not None and now >= job.due:
+                    job.future.set_exception(error)
+                elif error is not None:
+                    left.append(job)
+            self._park(left)
+
+    @property
+    def _moves(self) -> int:
+        return 0 if self._watched is None else self._watched.moves

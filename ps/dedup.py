@@ -6,9 +6,11 @@ every push is acknowledged; records below it are forgotten, so that memory is bo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from embershard.proto.errors import InvalidRequest, MemoryLost, StaleWorker
+from embershard.proto.manifest import WorkerWindow
 from embershard.proto.messages import Pushed, PushToken
 
 # Far more than any client keeps in flight; they bound what a broken or hostile one can make a shard remember.
@@ -58,6 +60,33 @@ class Dedup:
         applied = window.replies.get(token.seq)
         return applied and Pushed(duplicate=True, applied=applied.applied, skipped=applied.skipped)
 
+    @classmethod
+    def of(cls, windows: Sequence[WorkerWindow]) -> Dedup:
+        """The records that `windows` gave."""
+        dedup = cls()
+        for one in windows:
+            replies = {seq: Pushed(False, applied, skipped) for seq, applied, skipped in one.replies}
+            dedup._windows[one.worker] = _Window(one.epoch, one.first_incomplete, replies)
+        return dedup
+
+    def windows(self) -> tuple[WorkerWindow, ...]:
+        """All records, for a snapshot."""
+        return tuple(
+            WorkerWindow(
+                worker,
+                window.epoch,
+                window.first_incomplete,
+                tuple((seq, reply.applied, reply.skipped) for seq, reply in window.replies.items()),
+            )
+            for worker, window in self._windows.items()
+        )
+
+    def fence(self, worker: int, epoch: int) -> None:
+        """StaleWorker for an earlier incarnation of a worker than the one that pushed last."""
+        window = self._windows.get(worker)
+        if window is not None and epoch < window.epoch:
+            raise StaleWorker(worker=worker, got=epoch, want=window.epoch)
+
     def record(self, token: PushToken, reply: Pushed) -> None:
         """Keep the reply of a push that `find` did not know and that is applied now."""
         window = self._windows[token.worker]
@@ -70,8 +99,7 @@ class Dedup:
     def _check(self, token: PushToken, window: _Window | None) -> None:
         if window is None and (token.worker >= MAX_WORKERS or len(self._windows) >= MAX_WORKERS):
             raise InvalidRequest(reason=f"worker {token.worker} is over the limit of {MAX_WORKERS} workers")
-        if window is not None and token.epoch < window.epoch:
-            raise StaleWorker(worker=token.worker, got=token.epoch, want=window.epoch)
+        self.fence(token.worker, token.epoch)
         if not 0 <= token.first_incomplete <= token.seq or token.seq < 1:
             raise InvalidRequest(
                 reason=f"push {token.seq} of worker {token.worker} says that every push below "

@@ -30,6 +30,7 @@ class Dispatch:
     def __init__(self, shard: Shard, apply: ApplyThread) -> None:
         self._shard = shard
         self._apply = apply
+        apply.watch(shard)
         self._answered = 0  # Hello and Status, which the shard does not see
         self._lock = threading.Lock()  # of _answered
 
@@ -53,11 +54,14 @@ class Dispatch:
 
         `num_bytes` is what the request holds while it waits; `deadline`, on time.monotonic()'s clock, is when nobody
         waits for the reply any more: its future is cancelled then. Cancelling a future drops work that has not begun.
+        A request that has to wait for other workers is read again each time that it may be answered.
         """
         if kind not in (Hello, GetStatus):
             try:
                 return self._apply.submit(
-                    lambda: _guarded(kind, lambda: write(self._shard.handle(read()))), num_bytes, deadline
+                    lambda: _guarded(kind, lambda: write(self._shard.handle(read(), self._apply.arrived))),
+                    num_bytes,
+                    deadline,
                 )
             except EmbershardError as error:
                 return _failed(error)

@@ -6,85 +6,46 @@ checked here, once; what lies below relies on it.
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 import time
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-from numba import types
-
-from embershard.proto.errors import (
-    InvalidRequest,
-    MessageTooLarge,
-    NonFiniteValue,
-    TableFull,
-    TableLoading,
-    TableMismatch,
-    UnknownRoute,
-    UnknownTable,
-    WrongDim,
-    WrongPlacement,
-)
-from embershard.proto.jit import compiled
+from embershard.proto.errors import ClockAhead, InvalidRequest, LeaseLost, MessageTooLarge, UnknownRoute, WrongPlacement
 from embershard.proto.messages import (
     MAX_MESSAGE_BYTES,
+    Beat,
     Declare,
-    Declared,
-    Floats,
     GetStatus,
     Greeting,
     Hello,
-    Ids,
+    Join,
+    Joined,
+    Leave,
     Load,
-    Loaded,
+    Meet,
     Pull,
     Push,
     Pushed,
-    PushToken,
     Reply,
     Request,
     Rows,
     ShardStatus,
     TableGradients,
-    TableStatus,
+    TakeSplit,
 )
-from embershard.proto.routing import BUCKET_SHIFT, Placement, mix64
+from embershard.proto.routing import Placement
+from embershard.ps.clock import Clock, Member
 from embershard.ps.dedup import Dedup
+from embershard.ps.gather_pushes import apply_part, count_non_finite
+from embershard.ps.meeting import Meetings
 from embershard.ps.optim import OptimizerRegistry
 from embershard.ps.routes import RouteMemory
-from embershard.ps.table import Table
+from embershard.ps.splits import Splits
+from embershard.ps.tables import Part, Tables, check_room
 
-_NAMES_SHOWN = 20  # of the known tables, in an error that must fit gRPC's metadata
 _ENTRY_BYTES = 16  # what protobuf adds to one table's rows, at most
-
-
-@dataclass(slots=True)
-class _Entry:
-    """A table and who still loads its first values."""
-
-    table: Table
-    space_key: np.uint64
-    loader: int | None
-
-
-@compiled(
-    types.int64(
-        types.Array(types.int64, 1, "C", readonly=True),
-        types.uint64,
-        types.Array(types.uint16, 1, "C", readonly=True),
-        types.int64,
-    )
-)
-def _first_foreign(ids: Ids, space_key: np.uint64, shard_of: npt.NDArray[np.uint16], shard: int) -> int:
-    """Position of the first id that another shard holds, -1 if there is none."""
-    for i in range(ids.size):
-        if shard_of[mix64(np.uint64(ids[i]), space_key) >> np.uint64(BUCKET_SHIFT)] != shard:
-            return i
-    return -1
 
 
 class Shard:
@@ -113,10 +74,12 @@ class Shard:
             max_message_bytes=max_message_bytes,
         )
         self._placement = placement
-        self._optimizers = optimizers
-        self._tables: dict[str, _Entry] = {}
+        self._tables = Tables(index, placement, optimizers)
         self._dedup = Dedup()
         self._routes = RouteMemory()
+        self._clock = Clock()
+        self._meetings = Meetings(self._clock, max_message_bytes)
+        self._splits = Splits(self._clock)
         self._started = time.monotonic()
         self._requests = 0
         self._pulled_rows = 0
@@ -124,32 +87,45 @@ class Shard:
         self._duplicate_pushes = 0
         self._skipped_rows = 0
 
-    def handle(self, request: Request) -> Reply:
+    def handle(self, request: Request, now: float | None = None) -> Reply:
         """The reply to a request, or an EmbershardError that says why there is none; nothing was changed then.
 
-        Two faults come too late for that: a user's row function that raises, and ids made to collide that fill an index
-        page. What the push had applied before stays, and it is not known as applied.
+        ClockAhead says that others have to move first: the same request is to be handled again once `moves` has grown.
+        It is then, too, that `now`, on time.monotonic()'s clock, is when it arrived: leases go by it.
+
+        Two faults come too late: a user's row function that raises, and ids made to collide that fill an index page.
+        What the push had applied before stays, and it is not known as applied.
         """
+        if now is None:
+            now = time.monotonic()
+        self._clock.expire(now)
         self._requests += 1
-        match request:
-            case Pull():
-                return self._pull(request)
-            case Push():
-                return self._push(request)
-            case Load():
-                return self._load(request)
-            case Declare():
-                return self._declare(request)
-            case Hello():
-                return self.greeting
-            case GetStatus():
-                return self.status()
-            case _:
-                raise InvalidRequest(reason=f"this shard cannot {type(request).__name__} yet")
+        try:
+            return self._answer(request, now)
+        except ClockAhead:
+            self._requests -= 1  # it comes again
+            raise
+
+    @property
+    def moves(self) -> int:
+        """Grows with whatever may let a request be answered that had to wait."""
+        return self._clock.moves
+
+    @property
+    def gathers(self) -> bool:
+        """Whether pushes may have to wait for those of other workers; their arrays are kept then."""
+        return self._clock.staleness == 0
+
+    def advance(self, now: float) -> None:
+        """Let time pass: every request that arrived before `now` has been handled."""
+        self._clock.expire(now)
+
+    def excuse(self, seconds: float) -> None:
+        """For so long nobody could be heard: the process stood still."""
+        self._clock.excuse(seconds)
 
     def status(self) -> ShardStatus:
         """Sizes and counters. They are read, never changed, so that health does not wait behind the pushes."""
-        entries = tuple(self._tables.values())
         return ShardStatus(
             shard=self.greeting.shard,
             num_shards=self.greeting.num_shards,
@@ -164,163 +140,130 @@ class Shard:
             duplicate_pushes=self._duplicate_pushes,
             skipped_rows=self._skipped_rows,
             queued_bytes=0,
-            tables=tuple(_table_status(entry) for entry in entries),
+            tables=self._tables.status(),
+            clock=self._clock.open,
+            staleness=self._clock.staleness,
+            members=self._clock.status(),
+            staleness_seen=tuple(self._clock.seen),
+            expired_leases=self._clock.expired,
+            meeting=self._meetings.last,
         )
 
-    def _declare(self, request: Declare) -> Declared:
-        """Create the table or compare it.
+    def _answer(self, request: Request, now: float) -> Reply:
+        match request:
+            case Pull():
+                return self._pull(request, now)
+            case Push():
+                return self._push(request, now)
+            case Load():
+                self._check_placement(request.placement_epoch)
+                return self._tables.load(request)
+            case Declare():
+                return self._tables.declare(request)
+            case Hello():
+                return self.greeting
+            case GetStatus():
+                return self.status()
+            case Join():
+                return self._join(request, now)
+            case Leave():
+                return self._clock.leave(request, now)
+            case Beat():
+                return self._clock.beat(request, now)
+            case Meet():
+                return self._meetings.meet(request, now)
+            case TakeSplit():
+                return self._splits.take(request, now)
+            case _:
+                raise InvalidRequest(reason=f"this shard cannot {type(request).__name__} yet")
 
-        A table created with `load` is closed to pulls and pushes until its loader sends the last Load. If the loader
-        dies, it stays closed, for half of its first values may be missing: the same worker declares again with `load`
-        and is told to load from the start, as after a reply that was lost.
-        """
-        spec, loader = request.spec, request.worker if request.load else None
-        entry = self._tables.get(spec.name)
-        if entry is None:
-            table = Table(spec, self._optimizers.find(spec.optimizer))
-            self._tables[spec.name] = _Entry(table, np.uint64(spec.space_key), loader)
-            return Declared(created=True, loading=request.load)
-        if difference := entry.table.spec.difference(spec):
-            raise TableMismatch(table=spec.name, difference=difference)
-        again = loader is not None and entry.loader == loader
-        return Declared(created=again, loading=entry.loader is not None)
+    def _join(self, request: Join, now: float) -> Joined:
+        self._dedup.fence(request.worker, request.epoch)
+        job = self._clock.job
+        try:
+            return self._clock.join(request, now)
+        finally:
+            if self._clock.job != job:  # what the last one left behind
+                self._meetings = Meetings(self._clock, self.greeting.max_message_bytes)
+                self._splits = Splits(self._clock)
 
-    def _load(self, request: Load) -> Loaded:
-        """Assign rows. The last word wins: a client sends `last` after all other parts were answered."""
+    def _pull(self, request: Pull, now: float) -> Rows:
         self._check_placement(request.placement_epoch)
-        entry = self._entry(request.table)
-        if entry.loader not in (None, request.worker):
-            raise TableLoading(table=request.table, worker=entry.loader)
-        self._check_ids(entry, request.ids)
-        rows = _matrix(entry, request.ids, "rows", request.rows)
-        if not np.isfinite(rows).all():
-            count = int(rows.size - np.count_nonzero(np.isfinite(rows)))
-            raise NonFiniteValue(table=request.table, what="rows to load", count=count)
-        entry.table.load(request.ids, rows, keep_state=request.keep_state)
-        if request.last:
-            entry.loader = None
-        return Loaded(rows=len(request.ids))
-
-    def _pull(self, request: Pull) -> Rows:
-        self._check_placement(request.placement_epoch)
+        self._clock.hear(request.worker, request.epoch, now)
+        if request.after:
+            self._clock.await_closed(request.after)
         parts = []
         reply_bytes = 0
         for part in request.tables:
-            entry = self._open_entry(part.table)
-            self._check_ids(entry, part.ids)
+            entry = self._tables.open_entry(part.table)
+            self._tables.check_ids(entry, part.ids)
             parts.append((entry.table, part.ids))
             reply_bytes += _ENTRY_BYTES + 4 * len(part.ids) * entry.table.spec.dim
         if reply_bytes > self.greeting.max_message_bytes:  # before memory is taken: ids are small, their rows are not
             raise MessageTooLarge(got=reply_bytes, limit=self.greeting.max_message_bytes)
-        rows = Rows(tuple(table.gather(ids) for table, ids in parts))
+        rows = Rows(tuple(table.gather(ids) for table, ids in parts), self._clock.version)
         self._pulled_rows += sum(len(ids) for _, ids in parts)
         for part in request.tables:
             if part.route:
                 self._routes.keep(request.worker, request.epoch, part.route, part.table, part.ids)
         return rows
 
-    def _push(self, request: Push) -> Pushed:
-        """Apply a push once. All of it is checked before any of it is applied."""
+    def _push(self, request: Push, now: float) -> Pushed:
+        """Take a push once: apply it, or keep it for its clock. All of it is checked before any of it is applied."""
         self._check_placement(request.placement_epoch)
-        if found := self._dedup.find(request.token):
+        token = request.token
+        self._clock.fence(token.worker, token.epoch)
+        if found := self._dedup.find(token):
             self._duplicate_pushes += 1
+            with suppress(LeaseLost):  # it was applied in time
+                self._clock.hear(token.worker, token.epoch, now)
             return found
-        parts = [(part, *self._check_gradients(part, request.token)) for part in request.tables]
-        _check_room([(table, len(ids)) for _, table, ids, _ in parts])
-        applied = skipped = 0
-        for part, table, ids, gradients in parts:
-            done = table.apply(ids, gradients, part.lr_scale)
-            applied += done.rows
-            skipped += done.skipped
-            self._routes.forget(request.token.worker, part.route)
-        reply = Pushed(duplicate=False, applied=applied, skipped=skipped)
-        self._dedup.record(request.token, reply)
-        self._pushed_rows += applied
-        self._skipped_rows += skipped
+        member = self._clock.hear(token.worker, token.epoch, now)
+        if member is not None:
+            self._clock.check_push(member, request)
+        parts = [self._check_gradients(part, request) for part in request.tables]
+        check_room(parts, self._clock.waiting_ids)
+        if member is not None and self._clock.gathers(member, request):
+            reply = self._gather(member, request, parts)
+        else:
+            reply = self._apply(member, request, parts)
+        self._dedup.record(token, reply)
+        for part in request.tables:
+            self._routes.forget(token.worker, part.route)
+        self._pushed_rows += reply.applied
+        self._skipped_rows += reply.skipped
+        if member is not None and request.last:
+            self._clock.pushed(member, request.clock)
         return reply
 
-    def _check_gradients(self, part: TableGradients, token: PushToken) -> tuple[Table, Ids, Floats]:
-        entry = self._open_entry(part.table)
-        if part.route:  # the pull that left them has checked them
-            kept = self._routes.find(token.worker, token.epoch, part.route, part.table)
-            if kept is None:
-                raise UnknownRoute(worker=token.worker, route=part.route, table=part.table)
-            ids = kept
-        else:
-            ids = part.ids
-            self._check_ids(entry, ids)
-        gradients = _matrix(entry, ids, "gradients", part.gradients)
-        if not (math.isfinite(part.lr_scale) and part.lr_scale >= 0):
-            raise InvalidRequest(reason=f"table {part.table!r}: lr_scale must be finite and >= 0, got {part.lr_scale}")
-        return entry.table, ids, gradients
+    def _apply(self, member: Member | None, request: Push, parts: list[Part]) -> Pushed:
+        divisor = 1.0 if member is None else self._clock.divisor(request.version)
+        applied = skipped = 0
+        for part in parts:
+            done = apply_part(part, request.difference, divisor)
+            applied += done.rows
+            skipped += done.skipped
+        if request.last:
+            self._clock.applied(request.version)
+        return Pushed(duplicate=False, applied=applied, skipped=skipped)
+
+    def _gather(self, member: Member, request: Push, parts: list[Part]) -> Pushed:
+        skipped = sum(count_non_finite(part.gradients) for part in parts)
+        self._clock.gather(member, request, parts)
+        return Pushed(duplicate=False, applied=sum(len(part.ids) for part in parts) - skipped, skipped=skipped)
+
+    def _check_gradients(self, part: TableGradients, request: Push) -> Part:
+        if not part.route:
+            return self._tables.check_gradients(part, None)
+        self._tables.open_entry(part.table)
+        kept = self._routes.find(request.token.worker, request.token.epoch, part.route, part.table)
+        if kept is None:
+            raise UnknownRoute(worker=request.token.worker, route=part.route, table=part.table)
+        return self._tables.check_gradients(part, kept)
 
     def _check_placement(self, epoch: int) -> None:
         if epoch != self._placement.epoch:
             raise WrongPlacement(got=epoch, want=self._placement.epoch)
-
-    def _entry(self, name: str) -> _Entry:
-        entry = self._tables.get(name)
-        if entry is None:
-            known = sorted(self._tables)
-            more = f" and {len(known) - _NAMES_SHOWN} more" if len(known) > _NAMES_SHOWN else ""
-            raise UnknownTable(table=name, known=(", ".join(known[:_NAMES_SHOWN]) or "none") + more)
-        return entry
-
-    def _open_entry(self, name: str) -> _Entry:
-        entry = self._entry(name)
-        if entry.loader is not None:
-            raise TableLoading(table=name, worker=entry.loader)
-        return entry
-
-    def _check_ids(self, entry: _Entry, ids: Ids) -> None:
-        """Shape, and that every id belongs here.
-
-        A row that another id space or placement led here would never be found again. The check costs about 1 ns
-        per id, the memory access of a row 50 to 100.
-        """
-        name = entry.table.spec.name
-        if ids.dtype != np.int64 or ids.ndim != 1 or not ids.flags.c_contiguous:
-            raise InvalidRequest(reason=f"table {name!r}: ids must be (U,) int64, got {ids.shape} {ids.dtype}")
-        foreign = _first_foreign(ids, entry.space_key, self._placement.shard_of, self.greeting.shard)
-        if foreign >= 0:
-            space = entry.table.spec.id_space or name
-            raise InvalidRequest(
-                reason=f"table {name!r}: id {ids[foreign]} does not belong to shard {self.greeting.shard}; "
-                f"route it with the id space {space!r}"
-            )
-
-
-def _matrix(entry: _Entry, ids: Ids, what: str, values: Floats) -> Floats:
-    """Values as (U, dim): they come flat from the wire."""
-    spec = entry.table.spec
-    want = len(ids) * spec.dim
-    if values.size != want or (values.ndim > 1 and values.shape != (len(ids), spec.dim)):
-        raise WrongDim(table=spec.name, what=what, got=values.size, ids=len(ids), dim=spec.dim, want=want)
-    if values.dtype != np.float32 or not values.flags.c_contiguous:
-        raise InvalidRequest(reason=f"table {spec.name!r}: {what} must be float32 in C order, got {values.dtype}")
-    return values.reshape(len(ids), spec.dim)
-
-
-def _check_room(parts: list[tuple[Table, int]]) -> None:
-    """TableFull where a table could not take all ids as new rows: half of a push would be applied by then."""
-    wanted: dict[str, int] = {}
-    for table, count in parts:
-        name = table.spec.name
-        wanted[name] = wanted.get(name, 0) + count
-        if table.num_rows + wanted[name] > table.capacity:
-            raise TableFull(table=name, rows=table.num_rows, capacity=table.capacity, ids=wanted[name])
-
-
-def _table_status(entry: _Entry) -> TableStatus:
-    table = entry.table
-    return TableStatus(
-        name=table.spec.name,
-        dim=table.spec.dim,
-        rows=table.num_rows,
-        bytes=table.nbytes,
-        optimizer=table.spec.optimizer.name,
-        loading=entry.loader is not None,
-    )
 
 
 def _resident_bytes() -> int:

@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from embershard.proto.errors import BadOptimizer, EmbershardError, InvalidRequest, TableFull, WrongDim
+from embershard.proto.jit import compiled
 from embershard.proto.routing import NUM_BUCKETS, Ids
 from embershard.proto.spec import TableSpec
 from embershard.ps import kernels
 from embershard.ps.arena import Arena, physical_memory
 from embershard.ps.initial import initializer_code
-from embershard.ps.intrinsics import address_of
+from embershard.ps.intrinsics import ROW_FUNCTION, address_of
 from embershard.ps.row_optimizer import RowOptimizer
 from embershard.ps.store import HEADER, NUM_ENTRIES, NUM_PAGES, NUM_ROWS, PAGE_CELLS, Store
 
@@ -24,6 +25,16 @@ S = TypeVar("S", bound=np.generic)
 MAX_ROWS = 2**32 - 2  # a cell has 32 bits for the slot
 _SMALLEST = 1 << 20  # bytes of reservation that a table cannot do without
 _PAGE_ROWS = 128  # rows that an index page holds at the very least, over many pages
+_NO_CLIPS = np.zeros(2)
+
+
+@compiled(ROW_FUNCTION)
+def _add(row: Floats, state: Floats, grad: Floats, hyper: npt.NDArray[np.float64]) -> None:
+    for j in range(row.size):
+        row[j] += grad[j]
+
+
+_ADD_ADDRESS = address_of(_add)
 
 
 class Applied(NamedTuple):
@@ -86,15 +97,23 @@ class Table:
         gradient has a NaN or Inf is skipped, and is not created. WrongDim when the shapes do not fit. TableFull when
         there is no room for that many new rows; nothing is applied then.
         """
-        flat = _array(ids, np.int64, self.spec.name, "the ids")
-        gradients = _array(gradients, np.float32, self.spec.name, "the gradients")
-        self._check(flat, gradients, "the gradients")
-        self._make_room(len(flat))
         self._hyper[0] = self._lr * lr_scale
+        return self._update_rows(ids, gradients, "the gradients", self._clips, self._update_address)
+
+    def add(self, ids: Ids, differences: Floats) -> Applied:
+        """Add differences ((U, dim) float32) to the rows of ids ((U,) int64), past the optimizer and its state.
+
+        Rows that do not exist are created. NaN, Inf and errors as in `apply`.
+        """
+        return self._update_rows(ids, differences, "the differences", _NO_CLIPS, _ADD_ADDRESS)
+
+    def _update_rows(self, ids: Ids, rows: Floats, what: str, clips: npt.NDArray[np.float64], update: int) -> Applied:
+        flat = _array(ids, np.int64, self.spec.name, "the ids")
+        rows = _array(rows, np.float32, self.spec.name, what)
+        self._check(flat, rows, what)
+        self._make_room(len(flat))
         skipped = np.zeros(1, np.int64)
-        bits = gradients.view(np.int32)
-        update = self._update_address
-        end = kernels.apply(self._store, flat, gradients, bits, self._hyper, self._clips, update, skipped)
+        end = kernels.apply(self._store, flat, rows, rows.view(np.int32), self._hyper, clips, update, skipped)
         if end == kernels.OPTIMIZER_RAISED:
             reason = f"it raised an exception in table {self.spec.name!r}; a row function must not raise"
             raise BadOptimizer(optimizer=self.spec.optimizer.name, reason=reason)

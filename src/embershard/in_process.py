@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 
-from embershard.proto.messages import Reply, Request
+from embershard.proto.messages import Push, Reply, Request
 from embershard.proto.routing import Placement
 from embershard.ps.optim import OptimizerRegistry
 from embershard.ps.shard import Shard
 from embershard.worker.carriers.local import LocalCarrier
 from embershard.worker.client import DEFAULT_TIMEOUT, Client
 from embershard.worker.session import Session
+
+
+class LocalShards:
+    """Shards in this process that several clients share, each in threads of its own."""
+
+    def __init__(self, shards: int = 1, *, imports: Sequence[str] = ()) -> None:
+        placement = Placement.even(shards)
+        optimizers = OptimizerRegistry(imports)
+        self._shards = [(Shard(i, placement, optimizers), threading.Condition()) for i in range(shards)]
+
+    def carriers(self) -> list[LocalCarrier]:
+        """A way to each shard, for one client."""
+        return [
+            LocalCarrier(_one_at_a_time(shard, moved), f"local/{i}", moved)
+            for i, (shard, moved) in enumerate(self._shards)
+        ]
 
 
 def local(
@@ -22,19 +39,27 @@ def local(
 
     `imports` names the modules of user-defined row optimizers ("__main__" for those of a notebook).
     """
-    placement = Placement.even(shards)
-    optimizers = OptimizerRegistry(imports)
-    handles = [_one_at_a_time(Shard(i, placement, optimizers)) for i in range(shards)]
-    carriers = [LocalCarrier(handle, f"local/{i}") for i, handle in enumerate(handles)]
-    return Session(Client(carriers, worker=worker, timeout=timeout))
+    return Session(Client(LocalShards(shards, imports=imports).carriers(), worker=worker, timeout=timeout))
 
 
-def _one_at_a_time(shard: Shard) -> Callable[[Request], Reply]:
+def _one_at_a_time(shard: Shard, moved: threading.Condition) -> Callable[[Request], Reply]:
     """A shard's `handle` for callers in several threads."""
-    lock = threading.Lock()
 
     def handle(request: Request) -> Reply:
-        with lock:
-            return shard.handle(request)
+        with moved:
+            before = shard.moves
+            try:
+                return shard.handle(_kept(request) if shard.gathers else request)
+            finally:
+                if shard.moves != before:
+                    moved.notify_all()
 
     return handle
+
+
+def _kept(request: Request) -> Request:
+    """The request with gradients of its own: a shard keeps those that it gathers, and its caller may reuse them."""
+    if not isinstance(request, Push):
+        return request
+    tables = (replace(part, ids=part.ids.copy(), gradients=part.gradients.copy()) for part in request.tables)
+    return replace(request, tables=tuple(tables))

@@ -194,7 +194,7 @@ def test_an_error_of_any_length_fits_the_metadata():
 
 def test_a_defect_is_an_internal_error_and_the_log_has_its_traceback(caplog: pytest.LogCaptureFixture):
     async def test(here: Served) -> None:
-        here.shard.handle = lambda request: [][1]  # type: ignore[method-assign]
+        here.shard.handle = lambda *_: [][1]  # type: ignore[method-assign]
         with pytest.raises(InternalError, match=r"IndexError in Pull.*see the shard's log"):
             await here.ask(PULL, Rows)
 

@@ -365,10 +365,12 @@ class _Connection(asyncio.BufferedProtocol):
             call.fail(from_wire(header.head, ""))
         elif header.kind != KIND_OF[reply]:
             call.fail(NotAShard(address=self._carrier.address, reason=f"its reply is of kind {header.kind}"))
-        elif call.into and buffers:  # received into it, see _place
-            call.finish(Rows(tuple(call.into)))
         else:
             try:
-                call.finish(read(reply, header.head, buffers))
+                message = read(reply, header.head, buffers)
             except EmbershardError as error:
                 call.fail(NotAShard(address=self._carrier.address, reason=str(error)))
+                return
+            if call.into and buffers and isinstance(message, Rows):  # received into it, see _place
+                message = Rows(tuple(call.into), message.version)
+            call.finish(message)

@@ -1,0 +1,337 @@
+"""The clock that the workers of a job share: who takes part, which clock is open, and what its pushes become.
+
+A clock closes once every member that does not rest has pushed it. A member keeps its place by a lease, which every
+request of it renews; one whose lease runs out is dropped, and the clock goes on without it. What was pushed of a clock
+to the end counts, also where its worker has left since. docs/consistency.md says what this promises.
+
+Times are seconds of a clock that only moves on, given by the caller: when a request arrived.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from embershard.proto.errors import (
+    ClockAhead,
+    EmbershardError,
+    InvalidRequest,
+    LeaseLost,
+    ModeMismatch,
+    ShardBusy,
+    StaleWorker,
+)
+from embershard.proto.messages import Beat, Beaten, Join, Joined, Leave, Left, MemberStatus, Push
+from embershard.ps.dedup import MAX_WORKERS
+from embershard.ps.gather_pushes import GatheredPushes, Sender, Share, apply_shares
+from embershard.ps.tables import Part
+
+SEEN = 32  # places of the histogram of staleness; the last one: so much or more
+MAX_CLOCK = 2**62
+MAX_LEASE_MS = 40 * 24 * 3600 * 1000  # about what 32 bits hold
+# Gradients that wait for the other workers' of their clock. A worker sends a clock's as it computes them, so this many
+# are there when a clock closes: about those of 16 workers with the largest messages.
+GATHER_BYTES = 2**30
+_RETRY_MS = 100
+_NAMED = 8  # workers in an error
+
+
+@dataclass(slots=True)
+class Member:
+    """One incarnation of a worker that takes part."""
+
+    worker: int
+    epoch: int
+    clock: int  # the next that it will push
+    lease_ms: int
+    heard: float  # when a request of it arrived last
+    resting: bool = False
+
+    @property
+    def sender(self) -> Sender:
+        """Whose pushes are its own."""
+        return Sender(self.worker, self.epoch)
+
+    @property
+    def end(self) -> float:
+        """When its lease runs out."""
+        return self.heard + self.lease_ms / 1000
+
+
+class Clock:
+    """Members and clocks of one shard."""
+
+    def __init__(self) -> None:
+        self.open = 0  # the first clock that is not closed
+        self.staleness = -1
+        self.damp = False
+        self.started = False  # as many as expected have joined
+        self.members: dict[int, Member] = {}
+        self.expired = 0
+        self.version = 0  # updates applied
+        self.seen = [0] * SEEN
+        self.job = 0  # counts the jobs that this shard has served
+        self.moves = 0  # grows with whatever may let a request be answered that had to wait
+        self.now = -math.inf
+        self._pushes = GatheredPushes()
+        self._lost: dict[int, Member] = {}  # whose lease ran out
+        self._epochs: dict[int, int] = {}  # the newest of each worker that ever joined
+        self._joined: set[int] = set()
+        self._workers = 1  # that are expected
+        self._began = 0.0
+        self._next_end = math.inf  # no lease ends before
+
+    def join(self, request: Join, now: float) -> Joined:
+        """Take a worker in from `request.clock` on, end its rest, or tell it that this clock is closed."""
+        _check_join(request)
+        worker, epoch = request.worker, request.epoch
+        self.fence(worker, epoch)
+        self._check_mode(request)
+        self._epochs[worker] = epoch
+        member, lost = self.members.get(worker), self._lost.get(worker)
+        if member is not None and member.epoch != epoch:
+            self._remove(member)
+            member = None
+        again = lost is not None and lost.epoch == epoch and self._mode() == (request.staleness, request.damp)
+        if not self.members and not again:
+            self._begin(request, now)
+        # a clock that it has pushed before its lease ran out is not pushed a second time
+        first = max(self.open, lost.clock) if again and lost is not None else self.open
+        if request.clock < first:
+            self._close()
+            return Joined(False, first, self.started, self._workers_here())
+        if member is None:
+            member = self.members[worker] = Member(worker, epoch, request.clock, request.lease_ms, now)
+        elif request.clock > member.clock:
+            self._pushes.drop(member.sender)
+            member.clock = request.clock
+        member.lease_ms, member.heard, member.resting = request.lease_ms, max(member.heard, now), False
+        self._lost.pop(worker, None)
+        self._joined.add(worker)
+        self.started = self.started or len(self._joined) >= self._workers
+        self._next_end = min(self._next_end, member.end)
+        self.moves += 1
+        self._close()
+        return Joined(True, self.open, self.started, self._workers_here())
+
+    def leave(self, request: Leave, now: float) -> Left:
+        """Wait for a worker no longer; a second time, as after a lost reply, this changes nothing."""
+        self.fence(request.worker, request.epoch)
+        member = self.hear(request.worker, request.epoch, now)
+        if member is None:
+            return Left()
+        if request.rest:
+            member.resting = True
+            self._pushes.drop(member.sender)
+            self.moves += 1
+        else:
+            self._remove(member)
+        self._close()
+        return Left()
+
+    def beat(self, request: Beat, now: float) -> Beaten:
+        """Renew a lease."""
+        self.member(request.worker, request.epoch, now)
+        return Beaten(self.open, self._workers_here())
+
+    def fence(self, worker: int, epoch: int) -> None:
+        """StaleWorker for an earlier incarnation than the one that joined last."""
+        newest = self._epochs.get(worker, 0)
+        if epoch < newest:
+            raise StaleWorker(worker=worker, got=epoch, want=newest)
+
+    def hear(self, worker: int, epoch: int, now: float) -> Member | None:
+        """The member whose request arrived, its lease renewed; None for one that takes no part.
+
+        LeaseLost where it did until its lease ran out.
+        """
+        member = self.members.get(worker)
+        if member is not None and member.epoch == epoch:
+            member.heard = max(member.heard, now)
+            return member
+        lost = self._lost.get(worker)
+        if lost is not None and lost.epoch == epoch:
+            raise LeaseLost(worker=worker, lease_ms=lost.lease_ms)
+        return None
+
+    def member(self, worker: int, epoch: int, now: float) -> Member:
+        """The member whose request arrived; StaleWorker, LeaseLost, InvalidRequest where it is none."""
+        self.fence(worker, epoch)
+        member = self.hear(worker, epoch, now)
+        if member is None:
+            raise InvalidRequest(reason=f"worker {worker} is no member here; it has to join first")
+        return member
+
+    def check_push(self, member: Member, request: Push) -> None:
+        """Whether a member's push can be taken now.
+
+        InvalidRequest for a clock that is closed or a weight without sense, ClockAhead or ShardBusy while too much
+        waits for other workers.
+        """
+        first = max(self.open, member.clock) if self.staleness == 0 else 0
+        if not first <= request.clock < MAX_CLOCK:
+            raise InvalidRequest(
+                reason=f"worker {member.worker} pushes clock {request.clock}; the first that it may push is {first}"
+            )
+        if not 0 <= request.weight < math.inf:
+            raise InvalidRequest(reason=f"the weight of a push must be finite and >= 0, got {request.weight}")
+        if self._pushes.nbytes > GATHER_BYTES:
+            if request.clock > self.open:
+                raise self.ahead(request.clock)
+            raise ShardBusy(queued_bytes=self._pushes.nbytes, retry_after_ms=_RETRY_MS)
+
+    def gathers(self, member: Member, request: Push) -> bool:
+        """Whether a member's push has to wait for those of other workers; else it is applied at once."""
+        if self.staleness != 0:
+            return False
+        closes = request.last and request.weight > 0 and not self._pushes and self.started
+        return not closes or any(
+            other.clock <= request.clock and other is not member and not other.resting
+            for other in self.members.values()
+        )
+
+    @property
+    def waiting_ids(self) -> dict[str, int]:
+        """Ids per table whose gradients wait for those of other workers."""
+        return self._pushes.waiting_ids
+
+    def gather(self, member: Member, request: Push, parts: list[Part]) -> None:
+        """Keep a push until its clock closes."""
+        self._pushes.add(
+            request.clock,
+            member.sender,
+            parts,
+            last=request.last,
+            weight=request.weight,
+            version=request.version,
+            difference=request.difference,
+        )
+
+    def pushed(self, member: Member, clock: int) -> None:
+        """A member has pushed a clock to the end. Raises what the row functions of a closing clock's update raise."""
+        member.clock = max(member.clock, clock + 1)
+        self._close()
+
+    def applied(self, version: int) -> None:
+        """Count an update whose rows had been of this version (0: not known)."""
+        self._count_seen(version)
+        self.version += 1
+
+    def divisor(self, version: int) -> float:
+        """By what a member's learning rate is divided: the updates that its rows had missed (Zhang et al. 2016)."""
+        return float(max(1, self.version - version)) if self.damp and version else 1.0
+
+    def await_closed(self, clocks: int) -> None:
+        """ClockAhead unless so many clocks are closed."""
+        if clocks > self.open:
+            raise self.ahead(clocks)
+
+    def ahead(self, clock: int) -> ClockAhead:
+        """The error of a request that waits for `clock` clocks to be closed."""
+        return self.waits_for(m for m in self.members.values() if not m.resting and m.clock < clock)
+
+    def waits_for(self, members: Iterable[Member]) -> ClockAhead:
+        """The error of a request that waits for these members, or for those that have not joined yet."""
+        waited = sorted(members, key=lambda member: member.worker)
+        names = [str(member.worker) for member in waited]
+        seconds = max((self.now - member.heard for member in waited), default=0.0)
+        if self.members and not self.started:
+            names += [f"{worker} (not here yet)" for worker in range(self._workers) if worker not in self._joined]
+            seconds = max(seconds, self.now - self._began)
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        workers = (", ".join(names[:_NAMED]) or "(none has joined)") + more
+        return ClockAhead(clock=self.open, workers=workers, seconds=max(0.0, seconds))
+
+    def expire(self, now: float) -> None:
+        """Drop the members that were not heard of within their lease."""
+        self.now = max(self.now, now)
+        if self.now <= self._next_end:
+            return
+        for member in [member for member in self.members.values() if member.end < self.now]:
+            self._lost[member.worker] = member
+            self.expired += 1
+            self._remove(member)
+        self._next_end = min((member.end for member in self.members.values()), default=math.inf)
+        self._close()
+
+    def excuse(self, seconds: float) -> None:
+        """For so long nobody could be heard."""
+        for member in self.members.values():
+            member.heard += seconds
+
+    def status(self) -> tuple[MemberStatus, ...]:
+        """The members in order; may be read by any thread."""
+        members = sorted(tuple(self.members.values()), key=lambda member: member.worker)
+        return tuple(MemberStatus(m.worker, m.clock, m.resting, max(0.0, m.end - self.now)) for m in members)
+
+    def _workers_here(self) -> tuple[int, ...]:
+        return tuple(sorted(self.members))
+
+    def _mode(self) -> tuple[int, bool]:
+        return self.staleness, self.damp
+
+    def _check_mode(self, request: Join) -> None:
+        """ModeMismatch where the members that stay train otherwise."""
+        if not any(m.worker != request.worker or m.epoch == request.epoch for m in self.members.values()):
+            return
+        pairs = [("staleness", request.staleness, self.staleness), ("damp", request.damp, self.damp)]
+        if not self.started:
+            pairs.append(("workers", request.workers, self._workers))
+        for what, got, want in pairs:
+            if got != want:
+                raise ModeMismatch(worker=request.worker, what=what, got=int(got), want=int(want))
+
+    def _begin(self, request: Join, now: float) -> None:
+        """Nobody is left of the last job: this worker is the first of another."""
+        self.job += 1
+        self.open, self.staleness, self.damp = request.clock, request.staleness, request.damp
+        self.started, self._workers, self._began = False, request.workers, now
+        self._joined.clear()
+        self._next_end = math.inf
+
+    def _remove(self, member: Member) -> None:
+        del self.members[member.worker]
+        self._pushes.drop(member.sender)
+        self.moves += 1
+
+    def _close(self) -> None:
+        """Close the clocks for which nobody is waited any more, and apply what was gathered of them."""
+        if self.members and not self.started:
+            return
+        active = [member.clock for member in self.members.values() if not member.resting]
+        end = min(active) if active else self._pushes.end
+        if end <= self.open:
+            return
+        self.open = end
+        self.moves += 1
+        failed: EmbershardError | None = None
+        for shares in self._pushes.take(before=end):
+            try:
+                self._apply(shares)
+            except EmbershardError as error:  # a user's row function: the clock is closed nevertheless
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def _apply(self, shares: list[Share]) -> None:
+        for share in shares:
+            self._count_seen(share.version)
+        self.version += 1
+        apply_shares(shares)
+
+    def _count_seen(self, version: int) -> None:
+        if version:
+            self.seen[min(max(self.version - version, 0), SEEN - 1)] += 1
+
+
+def _check_join(request: Join) -> None:
+    for what, value, low, high in (
+        ("worker", request.worker, 0, MAX_WORKERS - 1),
+        ("clock", request.clock, 0, MAX_CLOCK - 1),
+        ("staleness", request.staleness, -1, MAX_CLOCK),
+        ("workers", request.workers, 1, MAX_WORKERS),
+        ("lease_ms", request.lease_ms, 1, MAX_LEASE_MS),
+    ):
+        if not low <= value <= high:
+            raise InvalidRequest(reason=f"worker {request.worker} joins with {what} {value}, not {low}..{high}")

@@ -1,0 +1,220 @@
+"""The pushes of clocks that are not closed: kept by worker, added in the workers' order, applied once.
+
+A clock's update is the sum of w_i / (w_1 + ... + w_N) times the gradients of worker i, in float32 and in this order, so
+that N synchronous workers take the step of one process on their joint batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from embershard.proto.jit import compiled
+from embershard.proto.messages import Floats, Ids
+from embershard.proto.routing import mix64
+from embershard.ps import intrinsics
+from embershard.ps.intrinsics import detached, prefetch
+from embershard.ps.table import Applied
+from embershard.ps.tables import Part
+
+_U = np.uint64
+_0, _1 = _U(0), _U(1)
+_BLOCK = 64  # ids in flight, as in kernels.py
+_EXPONENT = np.int32(0x7F800000)
+_IDS = types.Array(types.int64, 1, "C", readonly=True)
+_ROWS = types.Array(types.float32, 2, "C", readonly=True)
+_BITS = types.Array(types.int32, 2, "C", readonly=True)
+
+
+class Sender(NamedTuple):
+    """One incarnation of a worker; they sort in the workers' order."""
+
+    worker: int
+    epoch: int
+
+
+@dataclass(slots=True)
+class Share:
+    """What one worker has pushed of a clock; it counts once it is `complete`."""
+
+    messages: list[tuple[list[Part], bool]] = field(default_factory=list)  # and whether they are differences
+    weight: float = 0.0
+    version: int = 0
+    complete: bool = False
+    nbytes: int = 0
+
+
+class GatheredPushes:
+    """Clock -> what its workers have pushed of it. The arrays are kept as they are, not copied."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.waiting_ids: dict[str, int] = {}  # per table, all clocks
+        self._clocks: dict[int, dict[Sender, Share]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._clocks)
+
+    @property
+    def end(self) -> int:
+        """One past the last clock that a worker has pushed completely; 0 where there is none."""
+        done = (clock + 1 for clock, shares in self._clocks.items() if any(s.complete for s in shares.values()))
+        return max(done, default=0)
+
+    def add(
+        self,
+        clock: int,
+        sender: Sender,
+        parts: list[Part],
+        *,
+        last: bool,
+        weight: float,
+        version: int,
+        difference: bool,
+    ) -> None:
+        """Keep a message of a worker's push."""
+        share = self._clocks.setdefault(clock, {}).setdefault(sender, Share())
+        share.messages.append((parts, difference))
+        share.weight, share.version, share.complete = float(np.float32(weight)), version, last
+        self._count(share, parts, 1)
+
+    def drop(self, sender: Sender) -> None:
+        """Forget what a worker has not pushed to the end: it will not."""
+        for clock, shares in list(self._clocks.items()):
+            share = shares.get(sender)
+            if share is not None and not share.complete:
+                self._release(shares.pop(sender))
+                if not shares:
+                    del self._clocks[clock]
+
+    def take(self, before: int) -> Iterator[list[Share]]:
+        """Forget the clocks below `before`: the complete shares of each, in the clocks' and the workers' order."""
+        for clock in sorted(clock for clock in self._clocks if clock < before):
+            shares = self._clocks.pop(clock)
+            for share in shares.values():
+                self._release(share)
+            if complete := [shares[sender] for sender in sorted(shares) if shares[sender].complete]:
+                yield complete
+
+    def _release(self, share: Share) -> None:
+        for parts, _ in share.messages:
+            self._count(share, parts, -1)
+
+    def _count(self, share: Share, parts: Sequence[Part], sign: int) -> None:
+        for table, ids, gradients, _ in parts:
+            name = table.spec.name
+            self.waiting_ids[name] = self.waiting_ids.get(name, 0) + sign * len(ids)
+            self.nbytes += sign * (ids.nbytes + gradients.nbytes)
+
+
+def apply_shares(shares: Sequence[Share]) -> None:
+    """Apply what the workers of one clock have pushed, once; a single worker's as if it had been applied directly."""
+    shares = [share for share in shares if share.weight > 0]
+    if len(shares) == 1:
+        for parts, difference in shares[0].messages:
+            for part in parts:
+                apply_part(part, difference)
+        return
+    total = sum(share.weight for share in shares)
+    gathered: dict[tuple[str, bool], list[tuple[np.float32, Part]]] = {}
+    for share in shares:
+        scale = np.float32(share.weight / total)
+        for parts, difference in share.messages:
+            for part in parts:
+                gathered.setdefault((part.table.spec.name, difference), []).append((scale, part))
+    for (_, difference), scaled in gathered.items():
+        apply_part(add_up(scaled), difference)
+
+
+def apply_part(part: Part, difference: bool, divisor: float = 1.0) -> Applied:
+    """Apply gradients, at the learning rate over `divisor`, or add differences to the rows."""
+    if difference:
+        return part.table.add(part.ids, part.gradients)
+    return part.table.apply(part.ids, part.gradients, part.lr_scale / divisor)
+
+
+def add_up(scaled: Sequence[tuple[np.float32, Part]]) -> Part:
+    """The sum of several workers' gradients of one table, a row per id, each times its scale and in this order.
+
+    A worker's row with a NaN or Inf is left out. The learning rate is that of the first, as one schedule drives all.
+    """
+    first = scaled[0][1]
+    size = sum(len(part.ids) for _, part in scaled)
+    cells = np.zeros(max(2, 1 << (2 * size - 1).bit_length()), np.int32)  # at most half full
+    ids, sums = np.empty(size, np.int64), np.empty((size, first.table.spec.dim), np.float32)
+    count = 0
+    for scale, part in scaled:
+        count = _add(cells, ids, sums, count, part.ids, part.gradients, part.gradients.view(np.int32), scale)
+    return Part(first.table, ids[:count], sums[:count], first.lr_scale)
+
+
+def count_non_finite(gradients: Floats) -> int:
+    """Rows of (U, dim) float32 gradients that hold a NaN or Inf."""
+    return _count_non_finite(gradients.view(np.int32))
+
+
+@compiled(
+    types.int64(
+        types.int32[::1], types.int64[::1], types.float32[:, ::1], types.int64, _IDS, _ROWS, _BITS, types.float32
+    ),
+    intrinsics,
+)
+def _add(
+    cells: npt.NDArray[np.int32],
+    out_ids: Ids,
+    sums: Floats,
+    count: int,
+    ids: Ids,
+    gradients: Floats,
+    bits: npt.NDArray[np.int32],
+    scale: np.float32,
+) -> int:
+    """Add scale * gradients to the sums of their ids; the number of ids that there are then.
+
+    cells: a hash index of 2**k, place + 1 of an id in `out_ids` and `sums`, 0 where free. bits: the gradients' memory.
+    """
+    cells, out_ids, sums = detached(cells), detached(out_ids), detached(sums)
+    ids, gradients, bits = detached(ids), detached(gradients), detached(bits)
+    mask, dim = _U(cells.size - 1), _U(gradients.shape[1])
+    homes = np.empty(_BLOCK, np.uint64)
+    for start in range(0, ids.size, _BLOCK):
+        stop = min(start + _BLOCK, ids.size)
+        for i in range(start, stop):
+            homes[i - start] = mix64(_U(ids[i]), _0) & mask
+            prefetch(cells, homes[i - start])
+        for i in range(start, stop):
+            bad = False
+            for j in range(bits.shape[1]):
+                bad |= bits[i, j] & _EXPONENT == _EXPONENT
+            if bad:
+                continue
+            row, cell = _U(i), homes[i - start]
+            while cells[cell] != 0 and out_ids[_U(cells[cell] - 1)] != ids[i]:
+                cell = (cell + _1) & mask
+            if cells[cell] == 0:
+                at = _U(count)
+                count += 1
+                cells[cell], out_ids[at] = count, ids[i]
+                for j in range(dim):
+                    sums[at, j] = scale * gradients[row, j]
+            else:
+                at = _U(cells[cell] - 1)
+                for j in range(dim):
+                    sums[at, j] += scale * gradients[row, j]
+    return count
+
+
+@compiled(types.int64(_BITS))
+def _count_non_finite(bits: npt.NDArray[np.int32]) -> int:
+    count = 0
+    for i in range(bits.shape[0]):
+        bad = False
+        for j in range(bits.shape[1]):
+            bad |= bits[i, j] & _EXPONENT == _EXPONENT
+        count += bad
+    return count
