@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from embershard.worker.data.batch import Batch
@@ -15,11 +15,11 @@ from embershard.worker.models.two_tower import FrequencyEstimator, TwoTower, can
 class Objective(Protocol):
     """The mean loss of a batch, with a graph to the model's weights."""
 
-    def __call__(self, model: Recommender, batch: Batch) -> Tensor:
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         """() float32."""
 
 
-def binary_cross_entropy(model: Recommender, batch: Batch) -> Tensor:
+def binary_cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
     """Of the logits and the labels."""
     return functional.binary_cross_entropy_with_logits(model(batch.ids, batch.dense), batch.labels)
 
@@ -30,7 +30,7 @@ class InBatchSoftmax:
     def __init__(self) -> None:
         self._frequency = FrequencyEstimator()
 
-    def __call__(self, model: Recommender, batch: Batch) -> Tensor:
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         """() float32."""
         items = candidates(batch.ids)
         log_q = self._frequency.update(items)

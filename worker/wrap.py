@@ -10,8 +10,8 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,13 @@ from embershard.proto.spec import Adagrad, Constant, Initializer, Normal, Optimi
 from embershard.worker.announce import WrappedModel
 from embershard.worker.dense import BLOCK, DenseWeights, layout_seed
 from embershard.worker.embedding import Embedding, EmbeddingBag
+from embershard.worker.patterns import choose
 from embershard.worker.session import RemoteTable, Session
 
+if TYPE_CHECKING:
+    from embershard.worker.job_training import DenseMode
+
+T = TypeVar("T")
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 Values = Callable[[], Iterable[tuple[Ids, Floats]]]
@@ -50,9 +55,10 @@ def wrap(
     model: nn.Module,
     session: Session,
     *,
-    optimizer: Optimizer,
-    dense_optimizer: Optimizer | None = None,
-    initializer: Initializer | None = None,
+    optimizer: Optimizer | Mapping[str, Optimizer],
+    dense_optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
+    dense: DenseMode = "ps",
+    initializer: Initializer | Mapping[str, Initializer | None] | None = None,
     id_space: Mapping[str, str] | None = None,
     seed: int = 0,
     prefix: str = "",
@@ -62,8 +68,14 @@ def wrap(
     Values move too, from the worker that creates the tables; the other workers take them from there. A table on the
     `meta` device is never materialised: its rows come from `initializer` (default: Normal(0, 1), as torch) and `seed`.
     `dense_optimizer` defaults to `optimizer`, or to Adagrad for RowWiseAdagrad; its clip_norm bounds a block of 1024
-    floats. `id_space` gives modules (by name) a common id space, so that one route serves them all; it defaults to
+    floats. Each of the three may be a mapping by pattern, {"user_*": es.Adam(lr=1e-3), "*": es.SGD(lr=0.1)} say: the
+    first counts that matches the name of an embedding or a dense parameter, or that of a module it lies in. `id_space` gives modules (by name) a common id space, so that one route serves them all; it defaults to
     the model's `embedding_id_spaces`. `prefix` goes before the names of tables, for several models on the same shards.
+
+    With `dense` "ddp" or "fsdp" only the embeddings move, and the other parameters stay with torch: give the result to
+    DistributedDataParallel (or its parts to fully_shard), make an optimizer of torch for its parameters, and step both,
+    `optimizer.step(); session.step()`. Gradients are the mean over the workers then, of whatever batch each of them
+    has, so push with the same weight everywhere.
 
     A subclass of nn.Embedding with a forward of its own is trained as a dense parameter. Frozen tables are pulled and
     never pushed; frozen dense parameters are loaded once, so that all workers agree, and are trained when they are
@@ -76,17 +88,46 @@ def wrap(
         raise ValueError("this model is wrapped already")
     if id_space is None:
         id_space = getattr(model, "embedding_id_spaces", {})
-    dense_optimizer = dense_optimizer or _elementwise(optimizer)
-    if isinstance(dense_optimizer, RowWiseAdagrad):
-        raise ValueError("dense_optimizer: RowWiseAdagrad keeps one accumulator per row; use Adagrad for dense weights")
-    settings = TableSpec(
-        name="any", dim=1, optimizer=optimizer, initializer=initializer or Normal(), seed=seed
-    )  # what the tables have in common
-    moved = _move_tables(model, session, settings, id_space, prefix)
+    if dense not in ("ps", "ddp", "fsdp"):
+        raise ValueError(f"dense must be ps, ddp or fsdp, got {dense!r}")
+    if dense != "ps" and dense_optimizer is not None:
+        raise ValueError(f"dense_optimizer: with dense {dense!r} torch's own optimizer trains the dense weights")
+    optimizers = _rules(optimizer)
+    of_dense = _dense_rules(optimizers, dense_optimizer) if dense == "ps" else {}
+    settings = _Settings(optimizers, _rules(initializer), seed, prefix)
+    moved = _move_tables(model, session, settings, id_space)
     _warn_of_leftovers(moved.weights)
-    dense = _dense(moved.model, session, dense_optimizer, _dense_name(moved, prefix))
-    _install(moved.model, session, moved.tables, dense)
+    weights = []
+    if dense == "ps":
+        weights = _dense(moved.model, session, of_dense, _dense_name(moved, prefix))
+        _refuse_state(moved.model)
+    _install(moved.model, session, moved.tables, weights)
     return moved.model
+
+
+def _rules(given: T | Mapping[str, T]) -> Mapping[str, T]:
+    return given if isinstance(given, Mapping) else {"*": given}
+
+
+def _dense_rules(
+    optimizers: Mapping[str, Optimizer], given: Optimizer | Mapping[str, Optimizer] | None
+) -> Mapping[str, Optimizer]:
+    if given is None and "*" not in optimizers:
+        raise ValueError("optimizer has no pattern '*', which the dense weights would take: give dense_optimizer")
+    rules = {"*": elementwise(optimizers["*"])} if given is None else _rules(given)
+    if any(isinstance(optimizer, RowWiseAdagrad) for optimizer in rules.values()):
+        raise ValueError("dense_optimizer: RowWiseAdagrad keeps one accumulator per row; use Adagrad for dense weights")
+    return rules
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What the tables of a model are made with."""
+
+    optimizers: Mapping[str, Optimizer]  # by pattern
+    initializers: Mapping[str, Initializer | None]
+    seed: int
+    prefix: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,22 +139,25 @@ class _Moved:
     weights: list[tuple[str, weakref.ref[nn.Parameter]]]  # what they were before
 
 
-def _move_tables(
-    model: nn.Module, session: Session, settings: TableSpec, id_space: Mapping[str, str], prefix: str
-) -> _Moved:
+def _move_tables(model: nn.Module, session: Session, settings: _Settings, id_space: Mapping[str, str]) -> _Moved:
     groups = _groups(model)
     _check(model, groups, id_space)
-    names = _table_names(groups, prefix)
+    names = _table_names(groups, settings.prefix)
     _check_new(session, names)
+    modules = [group.names[0] for group in groups]
+    optimizer_of = choose(modules, settings.optimizers, "optimizer")
+    initializer_of = choose(modules, settings.initializers, "initializer")
     replaced: dict[nn.Module, Embedding | EmbeddingBag] = {}
     for group, name in zip(groups, names, strict=True):
-        spec = replace(
-            settings,
+        # a materialised table has all its values: its rows never come from an initializer
+        initializer = settings.initializers[initializer_of[group.names[0]]] if group.weight.is_meta else None
+        spec = TableSpec(
             name=name,
             dim=group.weight.shape[1],
-            # a materialised table has all its values: its rows never come from an initializer
-            initializer=settings.initializer if group.weight.is_meta else Normal(),
+            optimizer=settings.optimizers[optimizer_of[group.names[0]]],
+            initializer=initializer or Normal(),
             id_space=next((id_space[n] for n in group.names if n in id_space), ""),
+            seed=settings.seed,
         )
         table = session.table(spec, _values(group))
         replaced.update((module, _remote(module, table)) for module in group.modules)
@@ -206,7 +250,7 @@ def _dense_name(moved: _Moved, prefix: str) -> str:
     return f"{name}.blocks" if taken else name
 
 
-def _elementwise(optimizer: Optimizer) -> Optimizer:
+def elementwise(optimizer: Optimizer) -> Optimizer:
     """The optimizer for blocks of unrelated floats: an accumulator per row means nothing there."""
     if isinstance(optimizer, RowWiseAdagrad):
         return Adagrad(**{key: value for key, value in optimizer.params().items()})
@@ -273,10 +317,22 @@ def _warn_of_leftovers(weights: Iterable[tuple[str, weakref.ref[nn.Parameter]]])
         )
 
 
-def _dense(model: nn.Module, session: Session, optimizer: Optimizer, name: str) -> DenseWeights | None:
-    named = [(n, p) for n, p in model.named_parameters() if p.dtype == torch.float32]
-    if not named:
-        return None
+def _dense(model: nn.Module, session: Session, rules: Mapping[str, Optimizer], name: str) -> list[DenseWeights]:
+    """The dense weights by their optimizers: those of "*" are table `name`, those of the nth pattern `name`.n."""
+    named = {n: p for n, p in model.named_parameters() if p.dtype == torch.float32}
+    pattern_of = choose(named, rules, "dense_optimizer") if named else {}
+    tables = []
+    for number, (pattern, optimizer) in enumerate(rules.items(), start=1):
+        chosen = [(n, p) for n, p in named.items() if pattern_of[n] == pattern]
+        if chosen:
+            own = name if pattern == "*" else f"{name}.{number}"
+            tables.append(_dense_table(session, chosen, optimizer, own))
+    return tables
+
+
+def _dense_table(
+    session: Session, named: list[tuple[str, nn.Parameter]], optimizer: Optimizer, name: str
+) -> DenseWeights:
     _check_new(session, [name])
     # every worker must cut its parameters alike: the seed, which nothing else uses here, says how
     spec = TableSpec(
@@ -296,36 +352,39 @@ def _dense(model: nn.Module, session: Session, optimizer: Optimizer, name: str) 
 
 
 def _install(
-    model: nn.Module, session: Session, tables: Mapping[str, Embedding | EmbeddingBag], dense: DenseWeights | None
+    model: nn.Module, session: Session, tables: Mapping[str, Embedding | EmbeddingBag], dense: list[DenseWeights]
 ) -> None:
     """Hooks that bring weights up to date before they are read."""
-    weights = [dense] if dense is not None else []
     wrapped = WrappedModel(model, tables)
     session.add_model(wrapped)
 
     def before_forward(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         wanted = wrapped.wanted(*args, **kwargs)
-        if dense is not None:
-            dense.follow()
-        session.read_ahead(wanted, weights)
+        for weights in dense:
+            weights.follow()
+        session.read_ahead(wanted, dense)
 
     def after_forward(*_: object) -> None:
         session.forget_ahead()
 
     def before_part(*_: object) -> None:
-        # a part may be called on its own, by a method that is not forward
-        if dense is not None and dense.stale(session.clock):
-            session.read_ahead([], weights)
+        # a part may be called on its own, by a method that is not forward; not while torch.compile traces the forward
+        if not torch.compiler.is_compiling() and any(weights.stale(session.clock) for weights in dense):
+            session.read_ahead([], dense)
 
-    def refuse_state(*_: object) -> NoReturn:
+    model.register_forward_pre_hook(before_forward, with_kwargs=True)
+    model.register_forward_hook(after_forward, always_call=True)
+    for module in model.modules() if dense else ():
+        if module is not model and any(True for _ in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(before_part)
+    setattr(model, _MARK, session)
+
+
+def _refuse_state(model: nn.Module) -> None:
+    def refuse(*_: object) -> NoReturn:
         raise RuntimeError(
             "the weights of a wrapped model live on the shards: load a state_dict before wrap, into fresh shards"
         )
 
-    model.register_forward_pre_hook(before_forward, with_kwargs=True)
-    model.register_forward_hook(after_forward, always_call=True)
     for module in model.modules():
-        module.register_load_state_dict_pre_hook(refuse_state)  # type: ignore[no-untyped-call]
-        if module is not model and any(True for _ in module.parameters(recurse=False)):
-            module.register_forward_pre_hook(before_part)
-    setattr(model, _MARK, session)
+        module.register_load_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]

@@ -7,6 +7,7 @@ import torch
 from embershard.worker.job import Job
 from embershard.worker.models.recommender import Recommender
 from embershard.worker.session import Session
+from embershard.worker.strategy.in_torch import TorchStrategy
 from embershard.worker.strategy.protocol import Strategy
 from embershard.worker.strategy.shards import ShardStrategy
 
@@ -16,5 +17,7 @@ def choose_strategy(job: Job, model: Recommender, session: Session | None, devic
 
     `session` is the connection to the shards, for a job that has some.
     """
+    if not job.has_shards:
+        return TorchStrategy(job, model, device)
     assert session is not None
-    return ShardStrategy(job, model.to(device), session)
+    return ShardStrategy(job, model, session, device)

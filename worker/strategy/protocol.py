@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from embershard.worker.client import Stats
 from embershard.worker.data.batch import Batch
 from embershard.worker.models.recommender import Recommender
+from embershard.worker.strategy.state import TorchWeights
 
 Numbered = tuple[int, Batch]  # with its epoch, from 0
 
@@ -53,20 +55,32 @@ class Strategy(Protocol):
     def turns(self, batches: Iterator[Numbered]) -> Iterator[Turn]:
         """The batches, with all that their step needs under way; its end is the end of all that is in flight."""
 
-    def gradients(self) -> list[Tensor]:
-        """What backward left until now, dense and by row, to be changed in place if need be."""
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """What backward left, dense and by row, is on their parameters; their groups' "lr" are the rates of a step."""
 
-    def step(self, turn: Turn, lr_scale: float) -> None:
-        """Change the weights by what backward left, and clear it; `lr_scale` multiplies every learning rate."""
+    def step(self, turn: Turn) -> None:
+        """Change the weights by what backward left, and clear it."""
 
     def skip(self, turn: Turn) -> None:
         """A step that changes nothing, in time with the other workers."""
 
+    @property
+    def agree(self) -> Callable[[float], float] | None:
+        """The largest of all workers' norms, where they make every step together; else None."""
+
+    def parts(self) -> Mapping[str, TorchWeights]:
+        """What the workers hold and no shard does, alike on all of them: for a checkpoint, by name."""
+
+    @property
+    def clock(self) -> int:
+        """Of this worker's next step, as the shards count."""
+
     def rest(self) -> None:
         """Training pauses: the other workers' clock does not wait for this one."""
 
-    def resume(self) -> None:
-        """Training goes on, with all workers at one clock. Every worker must call it."""
+    def resume(self, clock: int) -> None:
+        """Training goes on, from a clock that all workers agree on, or as soon after it as the shards do."""
 
     def refresh(self) -> None:
         """Show at the next forward what other workers changed."""

@@ -2,35 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from embershard.worker.client import Stats
+from embershard.worker.embedding import Embedding, EmbeddingBag
 from embershard.worker.job import Job
 from embershard.worker.models.recommender import Recommender
+from embershard.worker.optimizer import ShardOptimizer
 from embershard.worker.session import Session
+from embershard.worker.strategy.dense import DenseInWorkers
+from embershard.worker.strategy.optimizers import dense_spec
 from embershard.worker.strategy.protocol import Numbered, Turn
+from embershard.worker.strategy.state import TorchWeights
+from embershard.worker.strategy.together import Together
 from embershard.worker.wrap import wrap
 
 
 class ShardStrategy:
     """A model whose rows a session pulls and pushes."""
 
-    def __init__(self, job: Job, model: Recommender, session: Session) -> None:
+    def __init__(self, job: Job, model: Recommender, session: Session, device: torch.device) -> None:
         self.session = session
+        in_workers = job.dense_mode != "ps"
         wrapped = wrap(
             model,
             session,
             optimizer=job.embedding.optimizer.build(),
-            dense_optimizer=job.dense.optimizer.build() if job.dense.optimizer else None,
+            dense_optimizer=job.dense.optimizer.build() if job.dense.optimizer and not in_workers else None,
+            dense=job.dense_mode,
             initializer=job.embedding.initializer.build() if job.embedding.initializer else None,
             seed=job.train.seed,
             prefix=job.prefix,
         )
         assert isinstance(wrapped, Recommender)
-        self.model = wrapped
+        self.model = wrapped.to(device)
         self.module: nn.Module = wrapped
+        remote = [module for module in wrapped.modules() if isinstance(module, Embedding | EmbeddingBag)]
+        self._trained = [module for module in remote if not module.frozen]
+        self._rows = ShardOptimizer(session)
+        self.optimizers: list[torch.optim.Optimizer] = [self._rows]
+        self._dense: DenseInWorkers | None = None
+        self._together: Together | None = None
+        if in_workers:
+            self._dense = DenseInWorkers(wrapped, job.dense_mode, dense_spec(job), device)
+            self.module = self._dense.module
+            self.optimizers += self._dense.optimizers
+            self._together = Together.join(self._keep_company)
         self._ahead = job.train.ahead
         if job.embedding.cache is not None:
             session.cache_rows(job.embedding.cache.rows, job.embedding.cache.staleness)
@@ -43,7 +64,10 @@ class ShardStrategy:
     @property
     def stats(self) -> Stats:
         """Counters since the start."""
-        return self.session.stats
+        stats = self.session.stats
+        return (
+            stats if self._together is None else replace(stats, wait_seconds=stats.wait_seconds + self._together.waited)
+        )
 
     def turns(self, batches: Iterator[Numbered]) -> Iterator[Turn]:
         """The batches, with their rows pulled ahead; its end is the end of all that is in flight."""
@@ -52,33 +76,52 @@ class ShardStrategy:
             batches = self.session.prefetch(
                 batches, staleness=self._ahead, inputs=lambda item: self.model.embedding_inputs(item[1].ids)
             )
-        for epoch, batch in batches:
-            yield Turn(epoch, batch, len(batch), weight=len(batch))
+        turns = (Turn(epoch, batch, len(batch), weight=len(batch)) for epoch, batch in batches)
+        return turns if self._together is None else self._together.turns(turns)
 
-    def gradients(self) -> list[Tensor]:
-        """Of rows, by table, and dense ones."""
-        dense = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        return [part.gradients for part in self.session.gradients()] + dense
-
-    def step(self, turn: Turn, lr_scale: float) -> None:
-        """Push what backward left."""
-        self.session.lr_scale = lr_scale
-        self.session.step()
+    def step(self, turn: Turn) -> None:
+        """Push what backward left, and change the weights that are here."""
+        self._rows.weight = turn.weight
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
     def skip(self, turn: Turn) -> None:
-        """Push nothing."""
-        self.session.zero_grad()
-        self.session.step()
+        """Push nothing, and change nothing."""
+        self._rows.skip()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    @property
+    def agree(self) -> Callable[[float], float] | None:
+        """The largest of all workers' norms, where they make every step together."""
+        return None if self._together is None else self._together.agree
+
+    def parts(self) -> dict[str, TorchWeights]:
+        """The dense weights, where they are in the workers."""
+        return {} if self._dense is None else {"dense": TorchWeights(self.model, self._dense.optimizers)}
+
+    @property
+    def clock(self) -> int:
+        """Of the next push."""
+        return self.session.clock
 
     def rest(self) -> None:
-        """Training pauses."""
+        """Let the others' clock go on without this worker."""
+        self.session.flush()
+        if self.session.membership is not None:
+            self.session.membership.rest()
 
-    def resume(self) -> None:
-        """Training goes on."""
+    def resume(self, clock: int) -> None:
+        """Push from `clock` on, or as soon after it as the shards agree."""
+        if self.session.membership is not None:
+            self.session.membership.resume(clock)
 
     def refresh(self) -> None:
         """Read everything anew at the next forward."""
         self.session.refresh()
+        if self._dense is not None:
+            self._dense.gather()
 
     def table_rows(self) -> dict[str, int]:
         """Table -> rows on all shards."""
@@ -87,3 +130,8 @@ class ShardStrategy:
             for table in status.tables:
                 rows[table.name] = rows.get(table.name, 0) + table.rows
         return rows
+
+    def _keep_company(self, keeps: bool) -> None:
+        # gradients of zero would move rows under momentum, Adam or weight decay
+        for module in self._trained:
+            module.frozen = keeps

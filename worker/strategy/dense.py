@@ -1,0 +1,47 @@
+"""Dense weights in the workers, by DistributedDataParallel or FSDP2."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from embershard.proto.spec import Optimizer
+from embershard.worker.job_training import DenseMode
+from embershard.worker.strategy.optimizers import dense_optimizer
+
+
+class DenseInWorkers:
+    """The dense part of a model whose rows are remote: all workers hold it, or (fsdp) a part of it each.
+
+    Remote embeddings have no parameters, so torch sees the dense ones alone. Buffers stay each worker's own during
+    training. A model without dense parameters, or a world of one worker, is left as it is.
+    """
+
+    def __init__(self, model: nn.Module, mode: DenseMode, spec: Optimizer, device: torch.device) -> None:
+        self.module: nn.Module = model
+        self._sharded: list[FSDPModule] = []
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if trained and dist.is_initialized() and dist.get_world_size() > 1:
+            if mode == "fsdp":
+                self._sharded = _shard(model, device)
+                trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            else:
+                self.module = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+        self.optimizers = [dense_optimizer(spec, trained)] if trained else []
+
+    def gather(self) -> None:
+        """Have all weights here until the next step: workers evaluate different numbers of batches."""
+        for part in self._sharded:
+            part.unshard()
+
+
+def _shard(model: nn.Module, device: torch.device) -> list[FSDPModule]:
+    """Each part of a model that has parameters, sharded over all workers."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    # not the model itself, whose hooks would move the ids to the device before the session can route them
+    parts = [part for part in model.children() if any(True for _ in part.parameters())]
+    return [fully_shard(part, mesh=mesh) for part in parts]

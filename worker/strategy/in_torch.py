@@ -1,0 +1,88 @@
+"""Strategies `local`, `dp` and `ddp`: all weights in the workers, by torch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from embershard.proto.spec import Normal
+from embershard.worker.client import Stats
+from embershard.worker.job import Job
+from embershard.worker.models.recommender import Recommender
+from embershard.worker.strategy.optimizers import dense_optimizer, dense_spec, table_optimizer
+from embershard.worker.strategy.protocol import Numbered, Turn
+from embershard.worker.strategy.state import TorchWeights
+from embershard.worker.strategy.tables import materialise
+from embershard.worker.strategy.together import Together
+
+
+class TorchStrategy:
+    """nn.Embedding tables with sparse gradients, beside the dense weights."""
+
+    num_shards = clock = 0
+
+    def __init__(self, job: Job, model: Recommender, device: torch.device) -> None:
+        initializer = job.embedding.initializer.build() if job.embedding.initializer else Normal()
+        self._tables = materialise(model, initializer, job.train.seed, device)
+        self._prefix = job.prefix
+        self.model: Recommender = model.to(device)
+        self.module: nn.Module = model
+        self._together = Together.join() if job.strategy == "ddp" else None
+        if job.strategy == "dp":
+            self.module = DataParallel(model)
+        elif self._together is not None:
+            # gloo, for nccl adds up no sparse gradients
+            gloo = dist.new_group(backend="gloo")
+            self.module = DistributedDataParallel(model, process_group=gloo, broadcast_buffers=False)
+        rows = [parameter for table in self._tables.values() for parameter in table.parameters()]
+        dense = [p for p in model.parameters() if p.requires_grad and not any(p is row for row in rows)]
+        of_rows, self._lazy = table_optimizer(job.embedding.optimizer.build(), rows)
+        self.optimizers = [of_rows, *([dense_optimizer(dense_spec(job), dense)] if dense else [])]
+
+    @property
+    def agree(self) -> Callable[[float], float] | None:
+        """One norm of all workers' norms."""
+        return None if self._together is None else self._together.agree
+
+    @property
+    def stats(self) -> Stats:
+        """What was waited for the other workers, and the rows that were left out."""
+        waited = 0.0 if self._together is None else self._together.waited
+        return Stats(wait_seconds=waited, skipped_rows=self._lazy.skipped)
+
+    def turns(self, batches: Iterator[Numbered]) -> Iterator[Turn]:
+        """The batches."""
+        turns = (Turn(epoch, batch, len(batch)) for epoch, batch in batches)
+        return turns if self._together is None else self._together.turns(turns)
+
+    def step(self, turn: Turn) -> None:
+        """Change the weights."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def skip(self, turn: Turn) -> None:
+        """Drop the gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def rest(self) -> None:
+        """Nobody waits for a worker between its steps."""
+
+    def resume(self, clock: int) -> None:
+        """Nothing was let go."""
+
+    def refresh(self) -> None:
+        """All workers hold the same weights."""
+
+    def parts(self) -> dict[str, TorchWeights]:
+        """All weights."""
+        return {"weights": TorchWeights(self.model, self.optimizers)}
+
+    def table_rows(self) -> dict[str, int]:
+        """Table -> its rows."""
+        return {self._prefix + name: table.num_embeddings for name, table in self._tables.items()}

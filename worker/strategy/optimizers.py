@@ -1,0 +1,129 @@
+"""Row optimizers as torch.optim has them: for dense weights with the shards' formulas, for tables nearly so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from embershard.proto.spec import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from embershard.worker.job import Job
+from embershard.worker.wrap import elementwise
+
+
+def dense_spec(job: Job) -> Optimizer:
+    """The optimizer of a job's dense weights: that of the embeddings, if it is theirs alone."""
+    optimizer = (job.dense.optimizer or job.embedding.optimizer).build()
+    return elementwise(optimizer) if job.dense.optimizer is None else optimizer
+
+
+def dense_optimizer(spec: Optimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of torch that does to dense parameters what a shard does to their blocks.
+
+    ValueError for what torch has not: FTRL, optimizers of the user's own, clip_norm.
+    """
+    optimizer = _dense(spec, list(parameters))
+    if getattr(spec, "clip_norm", 0.0):
+        raise ValueError(f"{type(spec).__name__}: clip_norm bounds a block on a shard, and torch has no such blocks")
+    if clip_value := getattr(spec, "clip_value", 0.0):
+
+        def clip(*_: object) -> None:
+            nn.utils.clip_grad_value_([p for group in optimizer.param_groups for p in group["params"]], clip_value)
+
+        optimizer.register_step_pre_hook(clip)
+    return _begin(optimizer, spec, "dense")
+
+
+def _dense(spec: Optimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    match spec:
+        case SGD():
+            return torch.optim.SGD(
+                parameters, momentum=spec.momentum, nesterov=spec.nesterov, weight_decay=spec.weight_decay
+            )
+        case Adagrad():
+            return torch.optim.Adagrad(
+                parameters,
+                eps=spec.eps,
+                initial_accumulator_value=spec.initial_accumulator,
+                weight_decay=spec.weight_decay,
+            )
+        case RMSprop():
+            return torch.optim.RMSprop(
+                parameters, alpha=spec.alpha, eps=spec.eps, momentum=spec.momentum, weight_decay=spec.weight_decay
+            )
+        case Adam():
+            kind = torch.optim.AdamW if isinstance(spec, AdamW) else torch.optim.Adam
+            return kind(parameters, betas=(spec.beta1, spec.beta2), eps=spec.eps, weight_decay=spec.weight_decay)
+    raise ValueError(f"torch has no {spec.name} for dense weights; use SGD, Adagrad, RMSprop, Adam or AdamW")
+
+
+class LazyRows:
+    """Brings the sparse gradients of tables into the form that torch's optimizers take, as shards do with a push.
+
+    A row with NaN or Inf is left out, and counted; the others are clipped and decayed, and rows without a gradient
+    are left alone.
+    """
+
+    def __init__(self, spec: SGD | Adagrad | Adam) -> None:
+        self._spec = spec
+        self.skipped = 0
+
+    @torch.no_grad()
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Change the gradients of an optimizer's parameters."""
+        for group in optimizer.param_groups:
+            for table in group["params"]:
+                if table.grad is not None:
+                    table.grad = self._prepared(table, table.grad.coalesce(), group["lr"])
+
+    def _prepared(self, table: torch.Tensor, gradient: torch.Tensor, lr: float) -> torch.Tensor:
+        spec, ids, rows = self._spec, gradient.indices(), gradient.values()
+        finite = rows.isfinite().all(1)
+        if not bool(finite.all()):
+            self.skipped += int((~finite).sum())
+            ids, rows = ids[:, finite], rows[finite]
+        if spec.clip_value:
+            rows = rows.clamp(-spec.clip_value, spec.clip_value)
+        if spec.clip_norm:
+            rows = rows * (spec.clip_norm / rows.norm(dim=1, keepdim=True)).clamp(max=1.0)
+        if spec.weight_decay and isinstance(spec, AdamW):
+            table[ids[0]] *= 1.0 - lr * spec.weight_decay
+        elif spec.weight_decay:
+            rows = rows + spec.weight_decay * table[ids[0]]
+        return torch.sparse_coo_tensor(ids, rows, gradient.shape, is_coalesced=True, check_invariants=False)
+
+
+def table_optimizer(spec: Optimizer, tables: Iterable[nn.Parameter]) -> tuple[torch.optim.Optimizer, LazyRows]:
+    """torch's own optimizer for the sparse gradients of tables, and what prepares these for it.
+
+    Unlike a shard's, SparseAdam corrects its bias by the steps of the table, not of the row. ValueError for what torch
+    has not for sparse gradients.
+    """
+    parameters = list(tables)
+    optimizer: torch.optim.Optimizer
+    match spec:
+        case Adam():
+            optimizer = torch.optim.SparseAdam(parameters, betas=(spec.beta1, spec.beta2), eps=spec.eps)
+        case Adagrad():
+            optimizer = torch.optim.Adagrad(
+                parameters, eps=spec.eps, initial_accumulator_value=spec.initial_accumulator
+            )
+        case SGD(momentum=0.0):
+            optimizer = torch.optim.SGD(parameters)
+        case _:
+            momentum = " with momentum" if isinstance(spec, SGD) else ""
+            raise ValueError(
+                f"torch has no {spec.name}{momentum} for sparse gradients; use SGD, Adagrad, Adam or AdamW"
+            )
+    rows = LazyRows(spec)
+    optimizer.register_step_pre_hook(rows)
+    return _begin(optimizer, spec, "embedding"), rows
+
+
+def _begin(optimizer: torch.optim.Optimizer, spec: Optimizer, name: str) -> torch.optim.Optimizer:
+    group: dict[str, Any]
+    for group in optimizer.param_groups:
+        group.update(lr=spec.lr, name=name)  # here, for not all of them begin with a rate of 0
+    return optimizer

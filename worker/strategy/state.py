@@ -1,0 +1,63 @@
+"""The weights that workers hold, and their optimizers' state, as a checkpoint keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+class TorchWeights:
+    """Parameters of a model and the state of their optimizers; whole on every worker, also where they are sharded."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._model, self._optimizers = model, optimizers
+
+    def state_dict(self) -> Mapping[str, object]:
+        """All of it, on the host. Every worker must call it."""
+        return {
+            "weights": {name: _whole(parameter) for name, parameter in self._model.named_parameters()},
+            "optimizers": [
+                {
+                    str(number): {key: _whole(value) for key, value in values.items()}
+                    for number, values in optimizer.state_dict()["state"].items()
+                }
+                for optimizer in self._optimizers
+            ],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go on from there. ValueError for the state of another model."""
+        weights, states = state["weights"], state["optimizers"]
+        own = dict(self._model.named_parameters())
+        if not isinstance(weights, dict) or not isinstance(states, list) or weights.keys() != own.keys():
+            raise ValueError("it holds other weights than this model's")
+        for name, parameter in own.items():
+            parameter.copy_(_part(weights[name], parameter))
+        for optimizer, saved in zip(self._optimizers, states, strict=True):
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            moments = {
+                int(number): {key: _part(value, parameters[int(number)]) for key, value in values.items()}
+                for number, values in saved.items()
+            }
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": moments, "param_groups": groups})
+
+
+def _whole(value: Tensor) -> Tensor:
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _part(value: Tensor, parameter: Tensor) -> Tensor:
+    """What this worker holds of a value: its share, where the parameter is sharded and the value is of its shape."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value  # a count of steps
+    value = value.to(parameter.device)
+    if isinstance(parameter, DTensor):
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    return value

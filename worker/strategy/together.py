@@ -1,0 +1,80 @@
+"""Workers whose gradients torch all-reduces: they make their steps together, or not at all."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from embershard.proto.errors import JobError, WorkerLost
+from embershard.worker.strategy.protocol import Turn
+
+
+class Together:
+    """This worker's part in steps that all workers make.
+
+    A worker that comes to the end of its data keeps the others company with its last batch, which then weighs nothing,
+    until all are there: forward and backward hold collectives that every worker must join.
+    """
+
+    @classmethod
+    def join(cls, company: Callable[[bool], None] = lambda _: None) -> Together | None:
+        """With the workers of torch's process group; None without any others."""
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        return None if alone else cls(company)
+
+    def __init__(self, company: Callable[[bool], None]) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.waited = 0.0  # seconds, for the others
+        self._company = company  # told whether the next turn is one without data of its own
+
+    def turns(self, turns: Iterator[Turn]) -> Iterator[Turn]:
+        """As many turns for all workers; the mean of a step's gradients is that over the samples of all of them."""
+        last: Turn | None = None
+        while True:
+            turn = next(turns, None)
+            total = self._reduce(0 if turn is None else turn.samples, dist.ReduceOp.SUM)
+            if total == 0:
+                return
+            self._company(turn is None)
+            if turn is not None:
+                # gradients are averaged over the workers, whatever each one's batch
+                last = replace(turn, loss_scale=turn.samples * self.world_size / total, weight=1.0)
+                yield last
+            elif last is not None:
+                yield replace(last, samples=0, loss_scale=0.0)
+            else:
+                reason = f"worker {self.rank} has no batch to begin with; use fewer workers or smaller batches"
+                raise JobError(where="workers", reason=reason)
+
+    def agree(self, norm: float) -> float:
+        """The largest of all workers' norms."""
+        return self._reduce(norm, dist.ReduceOp.MAX)
+
+    def _reduce(self, value: float, operation: dist.ReduceOp.RedOpType) -> float:
+        number = torch.tensor([value], dtype=torch.float64)
+        start = time.perf_counter()
+        with self.others():
+            dist.all_reduce(number, operation)
+        self.waited += time.perf_counter() - start
+        return float(number)
+
+    @contextmanager
+    def others(self) -> Iterator[None]:
+        """WorkerLost where a collective fails: it does when somebody is gone, or late by the group's timeout."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not _of_collective(error):
+                raise
+            reason = str(error).splitlines()[0]
+            raise WorkerLost(worker=self.rank, world_size=self.world_size, reason=reason) from None
+
+
+def _of_collective(error: RuntimeError) -> bool:
+    return isinstance(error, dist.DistError) or re.search("gloo|nccl|connection|peer", str(error), re.I) is not None
