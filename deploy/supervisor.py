@@ -58,6 +58,7 @@ class _Process:
     def __init__(self, command: Sequence[str], environment: dict[str, str], forward: Callable[[str], None]) -> None:
         self.tail: deque[str] = deque(maxlen=LOG_LINES)
         self.address = ""  # once it serves
+        self.rpc_address = ""  # where it serves torch.distributed.rpc, if it was asked to
         self._served_since = 0.0  # time.monotonic()
         self._ended_at = 0.0
         self._forward = forward
@@ -108,12 +109,13 @@ class _Process:
     def _read_stdout(self, stream: IO[str]) -> None:
         with stream:
             for line in stream:
-                address = _serving_address(line)
-                if not address:
+                said = _serving(line)
+                if said is None:
                     self._forward(line.rstrip("\n"))  # a user's module may print
                     continue
                 self._served_since = time.monotonic()
-                self.address = address
+                self.rpc_address = str(said.get("rpc", ""))
+                self.address = str(said["address"])
                 self._said.set()
         self._said.set()
 
@@ -124,13 +126,13 @@ class _Process:
                 self._forward(line.rstrip("\n"))
 
 
-def _serving_address(line: str) -> str:
-    """The address in a shard's start line; empty if it is another line."""
+def _serving(line: str) -> dict[str, object] | None:
+    """What a shard says as it starts to serve; None for another line."""
     try:
         said = json.loads(line)
-        return str(said["address"]) if said["event"] == "serving" else ""
+        return dict(said) if said["event"] == "serving" and said["address"] else None
     except (ValueError, KeyError, TypeError):
-        return ""
+        return None
 
 
 class LocalShards:
@@ -138,7 +140,8 @@ class LocalShards:
 
     `imports` are modules with row optimizers; the shards find what this process finds (its sys.path). `base_port` 0
     takes free ports; a shard that is restarted keeps its port. With `restart`, dead shards are started again by
-    `policy`; their rows since their start are gone. `report` gets a line for people at every event, `forward` every
+    `policy`; their rows since their start are gone. With `rpc` they serve torch.distributed.rpc too, on loopback, which
+    executes pickles and imports torch. `report` gets a line for people at every event, `forward` every
     line that a shard logs; both are called from threads.
     """
 
@@ -149,6 +152,7 @@ class LocalShards:
         imports: Sequence[str] = (),
         base_port: int = 0,
         restart: bool = False,
+        rpc: bool = False,
         policy: RestartPolicy = DEFAULT_POLICY,
         start_timeout: timedelta = timedelta(seconds=120),
         report: Callable[[str], None] = _log.warning,
@@ -160,6 +164,7 @@ class LocalShards:
             raise ValueError(f"base_port must leave room for {num_shards} ports, got {base_port}")
         self._imports = tuple(imports)
         self._restart = restart
+        self._rpc = rpc
         self._policy = policy
         self._start_timeout = start_timeout.total_seconds()
         self._report = report
@@ -176,6 +181,11 @@ class LocalShards:
     def addresses(self) -> tuple[str, ...]:
         """Where the shards serve ("127.0.0.1:port"), by index."""
         return tuple(self._listen)
+
+    @property
+    def rpc_addresses(self) -> tuple[str, ...]:
+        """Where they serve torch.distributed.rpc ("127.0.0.1:port"), by index; empty texts where they do not."""
+        return tuple(process.rpc_address for process in self._processes)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -240,6 +250,7 @@ class LocalShards:
         command = [sys.executable, "-P", "-m", "embershard.cli", "ps"]
         command += ["--shard", str(index), "--of", str(len(self._listen)), "--listen", self._listen[index]]
         command += [word for module in self._imports for word in ("--import", module)]
+        command += ["--rpc", "127.0.0.1:0"] if self._rpc else []
         command += ["--parent-pid", str(os.getpid())]
         # what this process can import, its shards can: a notebook's folder, a test's, a script's
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -111,6 +111,15 @@ def test_ps_writes_what_it_measured(tmp_path: Path):
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize("carrier", ["stream", "tcp", "grpc", "rpc"])
+def test_shards_that_it_starts_are_reached_by_any_carrier(carrier: str, tmp_path: Path):
+    words = (*SMALL, "--carrier", carrier, "--shards", "1", "--ids", "50", "--output", str(tmp_path))
+    code, output = run("ps", *words)
+    assert code == 0, output
+    assert json.loads((tmp_path / "ps.json").read_text())["settings"]["carrier"] == carrier
+
+
+@pytest.mark.integration
 @pytest.mark.parametrize("prefetch", ["off", "1"])
 def test_train_compares_itself_with_torch(prefetch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bench, "can_draw", lambda: False)

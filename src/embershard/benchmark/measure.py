@@ -19,7 +19,7 @@ from embershard.proto.errors import EmbershardError
 from embershard.worker.addresses import parse_addresses
 
 S = TypeVar("S", PullPush, Train)
-_SCHEME = {CarrierName.STREAM: "", CarrierName.TCP: "tcp://", CarrierName.GRPC: "grpc://"}
+_SCHEME = {CarrierName.STREAM: "", CarrierName.TCP: "tcp://", CarrierName.GRPC: "grpc://", CarrierName.RPC: "rpc://"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +116,10 @@ def _serve(
     elif settings.ps:
         yield tuple(parse_addresses(settings.ps)), (), lambda: None
     else:
-        with LocalShards(settings.shards) as shards:
-            addresses = tuple(_SCHEME[settings.carrier] + address for address in shards.addresses)
+        rpc = settings.carrier is CarrierName.RPC
+        with LocalShards(settings.shards, rpc=rpc) as shards:
+            bare = shards.rpc_addresses if rpc else shards.addresses
+            addresses = tuple(_SCHEME[settings.carrier] + address for address in bare)
             yield addresses, shards.pids, lambda: shards.failure
 
 

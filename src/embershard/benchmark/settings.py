@@ -29,6 +29,7 @@ class CarrierName(StrEnum):
     STREAM = "stream"
     TCP = "tcp"
     GRPC = "grpc"
+    RPC = "rpc"
     LOCAL = "local"
 
 
