@@ -281,6 +281,13 @@ class NonFiniteValue(EmbershardError):
     template = "table {table!r}: {what} hold {count} non-finite values"
 
 
+class BadLearningRate(EmbershardError):
+    """A schedule that leaves the numbers which a learning rate can be; nothing was pushed with it."""
+
+    status = Status.INVALID_ARGUMENT
+    template = "the learning rate of group {group!r} became {lr} at step {step}: {why}; correct the schedule"
+
+
 class WorkerLost(EmbershardError):
     """Another worker of the job that is gone (raised by a worker that waits for it)."""
 

@@ -91,6 +91,11 @@ class DenseWeights:
         self._padding = torch.zeros(BLOCK, device=device)
         self._host.copy_(self._blocks)  # a pull of some blocks leaves the others as they are
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that the blocks hold, in their order."""
+        return [place.parameter for place in self._places]
+
     def values(self) -> Floats:
         """All blocks as they are here, (num_blocks, BLOCK)."""
         return to_host([self._blocks])[0]

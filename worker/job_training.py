@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
+from embershard.proto import spec
 from embershard.worker.job_sections import AnyInitializer, AnyOptimizer, Count, Section
+from embershard.worker.job_step import (
+    Argument,
+    GroupSection,
+    StepSection,
+    TableGroupSection,
+    initializers_of,
+    optimizers_of,
+)
 from embershard.worker.schedule import Shape
 
 
@@ -20,12 +28,24 @@ class CacheSection(Section):
 
 
 class EmbeddingSection(Section):
-    """The embedding tables; `dim` is 16 where the model does not decide it."""
+    """The embedding tables; `dim` is 16 where the model does not decide it.
+
+    `groups` have an optimizer and first values of their own; the first that matches a table has it.
+    """
 
     dim: Annotated[int, Field(ge=1, le=65_536)] | None = None
     optimizer: AnyOptimizer
     initializer: AnyInitializer | None = None
+    groups: tuple[TableGroupSection, ...] = ()
     cache: CacheSection | None = None
+
+    def optimizers(self) -> dict[str, spec.Optimizer]:
+        """Pattern -> optimizer; the first pattern that matches counts."""
+        return optimizers_of(self.groups, self.optimizer.build())
+
+    def initializers(self) -> dict[str, spec.Initializer | None]:
+        """Pattern -> first values, None for those of torch."""
+        return initializers_of(self.groups, self.initializer.build() if self.initializer else None)
 
 
 StrategyName = Literal["ps", "hybrid", "ddp", "dp", "local"]
@@ -39,35 +59,55 @@ class DenseSection(Section):
     """
 
     optimizer: AnyOptimizer | None = None
+    groups: tuple[GroupSection, ...] = ()
     mode: DenseMode = "ps"
 
 
-_SHAPED: dict[str, tuple[Shape, ...]] = {  # field -> the schedules in which it has a meaning
+_SHAPED: dict[str, tuple[str, ...]] = {  # field -> the schedules in which it has a meaning
     "end": ("linear", "cosine"),
     "every": ("step",),
     "factor": ("step", "plateau"),
     "patience": ("plateau",),
+    "scheduler": ("torch",),
+    "args": ("torch",),
 }
 
 
 class ScheduleSection(Section):
-    """How the learning rates change; see worker/schedule.py."""
+    """How the learning rates change; see worker/schedule.py.
 
-    name: Shape = "constant"
+    With the name torch it is `class` of torch.optim.lr_scheduler, made with `args`, moved with every step.
+    """
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    name: Shape | Literal["torch"] = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     end: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     every: Count | None = None
     factor: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
     patience: Count | None = None
+    scheduler: str | None = Field(default=None, alias="class")
+    args: dict[str, Argument] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         for name, shapes in _SHAPED.items():
             if getattr(self, name) is not None and self.name not in shapes:
-                raise ValueError(f"ScheduleSection: {name} has no meaning for {self.name}; remove it")
+                field = "class" if name == "scheduler" else name
+                raise ValueError(f"ScheduleSection: {field} has no meaning for {self.name}; remove it")
         if self.name == "step" and self.every is None:
             raise ValueError("ScheduleSection: every must say after how many steps the rate falls")
+        if self.name == "torch":
+            self._check_scheduler()
         return self
+
+    def _check_scheduler(self) -> None:
+        if self.scheduler is None:
+            raise ValueError("ScheduleSection: class must name one of torch.optim.lr_scheduler")
+        from embershard.worker.schedulers import check_scheduler  # torch, for those who name a part of it
+
+        check_scheduler(self.scheduler, self.args or {})
 
 
 class EarlyStopSection(Section):
@@ -99,13 +139,14 @@ def _consistency(value: object) -> int | str | None:
     raise ValueError(f"must be 0, a number of clocks, off or local(steps), got {value!r}")
 
 
-class TrainSection(Section):
+class TrainSection(StepSection):
     """How long and how fast: exactly one of epochs, steps (of each worker) and samples (of all workers).
 
     `staleness` says what the workers see of each other (docs/training.md): 0 is synchronous, a number bounds by how
     many clocks one may be ahead of what it sees, `off` does not, and with local(k) each trains k steps on copies of
     its own and pushes the difference. `damp_staleness` divides a push's learning rate by the updates that its rows had
-    missed. A worker that is not heard of for `lease` seconds is not waited for.
+    missed. A worker that is not heard of for `lease` seconds is not waited for. `embershard train` starts up to
+    `restart_workers` workers again that were killed by a signal.
 
     With `prefetch` the rows of coming batches are pulled while this one computes. Its number is the staleness: a batch
     shows its worker's pushes but for those of that many batches before it. 0 trains to the same bits as `off`. It is
@@ -122,6 +163,7 @@ class TrainSection(Section):
     staleness: Annotated[int | str | None, PlainValidator(_consistency)] = None
     damp_staleness: bool = False
     lease: Annotated[float, Field(ge=0.1, le=86_400)] = 10.0  # seconds
+    restart_workers: Annotated[int, Field(ge=0)] = 0
     prefetch: Staleness = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     linear: Literal["auto", "torch", "onednn"] = "auto"  # who multiplies on a CPU; auto: the faster one here
@@ -163,11 +205,12 @@ class EvaluateSection(Section):
 
 
 class CheckpointSection(Section):
-    """Checkpoints to resume from, in `folder`, which all workers and shards see; the newest `keep` stay.
+    """Checkpoints to resume from, in `folder` (or at an fsspec URL), which all workers and shards see.
 
-    `every` counts in the unit of the run; without it there is one with each evaluation. The end of a run is one too.
+    The newest `keep` stay. `every` counts in the unit of the run; without it there is one with each evaluation. The end
+    of a run is one too.
     """
 
-    folder: Path
+    folder: Annotated[str, Field(min_length=1)]
     every: Count | None = None
     keep: Count = 2

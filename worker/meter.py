@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Protocol
 
@@ -29,7 +30,8 @@ class Meter:
         self.trained = 0.0  # seconds
         self.waited = 0.0  # seconds of these, for shards
         self._mark = self._waited_at = 0.0  # at the last look, while training
-        self._new_samples, self._new_loss = 0, 0.0
+        self._new_samples = self._new_counted = 0
+        self._new_loss = 0.0
         self._new_trained = self._new_waited = 0.0
         self._cached_at = (0, 0)  # hits and lookups at the last look
         self._new_hits = self._new_lookups = 0
@@ -63,7 +65,9 @@ class Meter:
         """A step of this many samples."""
         self.samples += samples
         self._new_samples += samples
-        self._new_loss += loss * samples
+        if math.isfinite(loss):  # else the step was left out
+            self._new_loss += loss * samples
+            self._new_counted += samples
 
     def due(self) -> bool:
         """Whether it is time for an interval."""
@@ -77,14 +81,15 @@ class Meter:
             epoch=epoch,
             samples=self.all_samples,
             seconds=self.seconds,
-            loss=self._new_loss / self._new_samples,
+            loss=self._new_loss / self._new_counted if self._new_counted else math.nan,
             samples_per_second=self._new_samples * self._world_size / self._new_trained,
             wait_share=self._new_waited / self._new_trained,
             lr_scale=lr_scale,
             cached_share=self._new_hits / self._new_lookups if self._new_lookups else None,
         )
         self._new_hits = self._new_lookups = 0
-        self._new_samples, self._new_loss = 0, 0.0
+        self._new_samples = self._new_counted = 0
+        self._new_loss = 0.0
         self._new_trained = self._new_waited = 0.0
         return result
 

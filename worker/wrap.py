@@ -69,8 +69,9 @@ def wrap(
     `meta` device is never materialised: its rows come from `initializer` (default: Normal(0, 1), as torch) and `seed`.
     `dense_optimizer` defaults to `optimizer`, or to Adagrad for RowWiseAdagrad; its clip_norm bounds a block of 1024
     floats. Each of the three may be a mapping by pattern, {"user_*": es.Adam(lr=1e-3), "*": es.SGD(lr=0.1)} say: the
-    first counts that matches the name of an embedding or a dense parameter, or that of a module it lies in. `id_space` gives modules (by name) a common id space, so that one route serves them all; it defaults to
-    the model's `embedding_id_spaces`. `prefix` goes before the names of tables, for several models on the same shards.
+    first counts that matches the name of an embedding or a dense parameter, or that of a module it lies in. `id_space`
+    gives modules (by name) a common id space, so that one route serves them all; it defaults to the model's
+    `embedding_id_spaces`. `prefix` goes before the names of tables, for several models on the same shards.
 
     With `dense` "ddp" or "fsdp" only the embeddings move, and the other parameters stay with torch: give the result to
     DistributedDataParallel (or its parts to fully_shard), make an optimizer of torch for its parameters, and step both,

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from embershard.worker.embedding import EmbeddingBag as EmbeddingBag
     from embershard.worker.memory import keep_freed_memory as keep_freed_memory
     from embershard.worker.onednn import use_onednn as use_onednn
+    from embershard.worker.optimizer import ShardOptimizer as ShardOptimizer
     from embershard.worker.session import Session as Session
     from embershard.worker.session import connect as connect
     from embershard.worker.wrap import wrap as wrap
@@ -56,6 +57,7 @@ _HOME = {
     "embershard.worker.embedding": ("Embedding", "EmbeddingBag"),
     "embershard.worker.memory": ("keep_freed_memory",),
     "embershard.worker.onednn": ("use_onednn",),
+    "embershard.worker.optimizer": ("ShardOptimizer",),
     "embershard.worker.session": ("Session", "connect"),
     "embershard.worker.wrap": ("wrap",),
 }
@@ -66,6 +68,7 @@ __all__ = [  # noqa: RUF022  # in the order of use
     "local",
     "wrap",
     "Session",
+    "ShardOptimizer",
     "Client",
     "Embedding",
     "EmbeddingBag",

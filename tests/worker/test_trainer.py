@@ -22,7 +22,8 @@ from embershard.worker.objective import InBatchSoftmax, binary_cross_entropy, ob
 from embershard.worker.records import Evaluation, Interval, Plan, Result
 from embershard.worker.session import Session
 from embershard.worker.spans import Recorder
-from embershard.worker.trainer import NonFiniteLoss, Trainer
+from embershard.worker.step import NonFiniteLoss
+from embershard.worker.trainer import Trainer
 
 F, PER_FIELD, D = 3, 20, 2
 MakeSession = Callable[..., Session]
@@ -170,18 +171,18 @@ def test_warm_up_and_decay_reach_every_push(make_session: MakeSession) -> None:
     session = make_session()
     scales: list[float] = []
     push = session.client.push
-    session.client.push = lambda gradients, clock, lr_scale: (  # type: ignore[method-assign,assignment]
-        scales.append(lr_scale),
-        push(gradients, clock=clock, lr_scale=lr_scale),
+    session.client.push = lambda gradients, **settings: (  # type: ignore[method-assign,assignment]
+        scales.extend(set(settings["lr_scale"].values())),
+        push(gradients, **settings),
     )[1]
     run(session, job("lr", train={"steps": 6, "lr_schedule": {"name": "linear", "warmup_steps": 2}}))
-    assert scales == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    assert scales == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_says_where(make_session: MakeSession) -> None:
     data = dataset()
     data._rows["train"].dense[1500:] = np.nan  # type: ignore[index]
-    with pytest.raises(NonFiniteLoss, match=r"worker 0: the loss of step \d+ \(epoch 1\) is nan; lower the learning"):
+    with pytest.raises(NonFiniteLoss, match=r"worker 0: the loss of step \d+ is nan; lower the learning"):
         run(make_session(), job("lr"), data)
 
 

@@ -1,0 +1,86 @@
+"""An average of the dense weights over the steps, to evaluate with: smoother than the last ones, and often better.
+
+Polyak & Juditsky 1992; the exponential form is that of torch.optim.swa_utils.get_ema_multi_avg_fn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Share = Callable[[Sequence[Tensor]], None]
+
+
+class WeightAverage:
+    """The exponential moving average of parameters, average = decay * average + (1 - decay) * weights per step.
+
+    It begins with the weights after the first step. `read` brings parameters up to date that live on shards: a worker
+    sees what a step made of them in the next forward, and they are taken in there. Table rows are not averaged.
+    ValueError unless the decay is within [0, 1).
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], *, decay: float = 0.999, read: Callable[[], None] | None = None
+    ) -> None:
+        if not 0.0 <= decay < 1.0:
+            raise ValueError(f"average: decay must be at least 0 and below 1, got {decay}")
+        self.decay = decay
+        self.steps = 0  # taken in
+        self._parameters = list(parameters)
+        self._read = read
+        self._pending = False
+        self.values: Sequence[Tensor] = ()
+
+    def stepped(self) -> None:
+        """The weights have changed; what they are now is taken in by the next `observe`."""
+        self._pending = True
+
+    @torch.no_grad()
+    def observe(self) -> None:
+        """Take the parameters in, once per step; they must be up to date."""
+        if not self._pending:
+            return
+        if self.steps == 0:
+            self.values = [parameter.detach().clone() for parameter in self._parameters]
+        else:
+            for value, parameter in zip(self.values, self._parameters, strict=True):
+                value.lerp_(parameter, 1.0 - self.decay)
+        self.steps += 1
+        self._pending = False
+
+    @contextmanager
+    def applied(self, share: Share | None = None) -> Iterator[None]:
+        """The parameters hold the average, and their own values again afterwards.
+
+        `share` gives all workers the values of one, so that they evaluate one model.
+        """
+        if self._read is not None:
+            self._read()
+        self.observe()
+        own = [parameter.detach().clone() for parameter in self._parameters]
+        values = self.values or [value.clone() for value in own]
+        if share is not None:
+            share(values)
+        self._put(values)
+        try:
+            yield
+        finally:
+            self._put(own)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The average, of all steps that were taken in."""
+        return {"steps": self.steps, "pending": self._pending, "values": list(self.values)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.steps, self._pending = state["steps"], state["pending"]
+        self.values = [value.to(parameter) for value, parameter in zip(state["values"], self._parameters, strict=False)]
+
+    @torch.no_grad()
+    def _put(self, values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self._parameters, values, strict=True):
+            parameter.copy_(value)

@@ -1,0 +1,42 @@
+"""torch.compile for what a model does with its rows; reading them stays outside of the graph."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+
+import torch
+from torch import nn
+
+from embershard.proto.errors import JobError
+from embershard.worker.activations import TABLES
+
+
+def compile_dense(model: nn.Module, device: torch.device) -> None:
+    """Compile the forward of a model, in place, once it is wrapped; that takes place at the first batches.
+
+    Embeddings are called as they are: they read rows, and keep their gradients. JobError where this machine has no
+    compiler for it.
+    """
+    missing = _missing(device)
+    if missing is not None:
+        raise JobError(where="train.compile", reason=missing)
+    for module in model.modules():
+        if isinstance(module, TABLES):
+            setattr(module, "forward", torch.compiler.disable(module.forward))  # type: ignore[no-untyped-call]  # noqa: B010
+    model.forward = torch.compile(model.forward)
+
+
+def _missing(device: torch.device) -> str | None:
+    if device.type == "cuda":
+        found = importlib.util.find_spec("triton") is not None
+        return None if found else "torch.compile needs triton on a GPU: install it, or set train.compile to false"
+    from torch._inductor import config  # what it will call itself; takes a moment to load
+
+    names = [name for name in config.cpp.cxx if name]
+    if any(shutil.which(name) for name in (*names, "c++", "clang++")):
+        return None
+    return (
+        f"torch.compile needs a C++ compiler, and this machine has none ({', '.join(names)}): install g++, or set "
+        "train.compile to false"
+    )

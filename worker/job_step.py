@@ -1,0 +1,96 @@
+"""Sections of a job file that say how a training step is made, and which of its fields contradict others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+
+from pydantic import BeforeValidator, Field
+
+from embershard.proto import spec
+from embershard.worker.job_sections import AnyInitializer, AnyOptimizer, Count, Section
+from embershard.worker.job_yaml import Path as Location
+
+if TYPE_CHECKING:
+    from embershard.worker.job import Job
+
+T = TypeVar("T")
+Pattern = Annotated[str, Field(min_length=1)]
+Argument = bool | int | float | str | tuple[int | float, ...] | None
+
+
+class GroupSection(Section):
+    """Weights with an optimizer of their own: those whose name, or that of a module they lie in, `match` fits."""
+
+    match: Pattern
+    optimizer: AnyOptimizer
+
+
+class TableGroupSection(GroupSection):
+    """Embeddings with an optimizer of their own, and first values, where it gives some."""
+
+    initializer: AnyInitializer | None = None
+
+
+class AverageSection(Section):
+    """Evaluate with the exponential moving average of the dense weights."""
+
+    decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.999
+
+
+class StepSection(Section):
+    """How a step is made (docs/training.md, "The training step").
+
+    `amp`: the forward in bfloat16 or float16. `accumulate`: one step with the mean gradient of so many batches.
+    `clip_norm`: the largest L2 norm of all gradients of a worker. `non_finite`: a NaN or Inf ends the run or leaves the
+    step out. `checkpoint_activations`: MLP towers compute their activations again in backward. `compile`: torch.compile
+    for all but the embeddings.
+    """
+
+    # YAML reads off as false
+    amp: Annotated[
+        Literal["off", "bf16", "fp16"], BeforeValidator(lambda value: "off" if value is False else value)
+    ] = "off"
+    accumulate: Count = 1
+    clip_norm: Annotated[float, Field(gt=0.0)] | None = None
+    non_finite: Literal["stop", "skip"] = "stop"
+    checkpoint_activations: bool = False
+    compile: bool = False
+    average: AverageSection | None = None
+
+
+def optimizers_of(groups: Sequence[GroupSection], default: spec.Optimizer) -> dict[str, spec.Optimizer]:
+    """Pattern -> optimizer, the groups' first."""
+    return {**{group.match: group.optimizer.build() for group in groups}, "*": default}
+
+
+def initializers_of(
+    groups: Sequence[TableGroupSection], default: spec.Initializer | None
+) -> dict[str, spec.Initializer | None]:
+    """Pattern -> first values, as `optimizers_of`; a group without any has the default ones."""
+    own = {group.match: group.initializer.build() if group.initializer else default for group in groups}
+    return {**own, "*": default}
+
+
+def step_contradictions(job: Job) -> Iterator[tuple[Location, str]]:
+    """Field -> why it cannot be with the others."""
+    train = job.train
+    if train.compile and train.checkpoint_activations:
+        yield (
+            ("train", "checkpoint_activations"),
+            ("torch.compile decides itself what backward computes again; remove it, or train.compile"),
+        )
+    if train.linear == "onednn" and (train.compile or train.amp != "off"):
+        why = "train.compile" if train.compile else f"train.amp {train.amp}"
+        yield ("train", "linear"), f"with {why} torch multiplies itself; use auto"
+    if job.strategy == "dp":
+        for name in ("compile", "checkpoint_activations"):
+            if getattr(train, name):
+                yield ("train", name), "DataParallel copies the model for every batch; use ddp"
+    for section in ("embedding", "dense"):
+        matches = [group.match for group in getattr(job, section).groups]
+        for position, match in enumerate(matches):
+            if match in matches[:position]:
+                yield (section, "groups", position, "match"), f"{match!r} is that of an earlier group"
+            elif match == "*":
+                yield (section, "groups", position, "match"), f"is all of them: that is {section}.optimizer"
