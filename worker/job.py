@@ -16,6 +16,7 @@ from embershard.proto.errors import JobError
 from embershard.worker.job_data import METRICS, AnyData
 from embershard.worker.job_modes import SET_ASIDE, mode_contradictions
 from embershard.worker.job_sections import CUSTOM, AnyModel, Count, Section
+from embershard.worker.job_step import Pattern, step_contradictions
 from embershard.worker.job_training import (
     BUDGETS,
     CheckpointSection,
@@ -26,6 +27,7 @@ from embershard.worker.job_training import (
     StrategyName,
     TrainSection,
 )
+from embershard.worker.job_workers import worker_contradictions
 from embershard.worker.job_yaml import Mistake, Source
 from embershard.worker.job_yaml import Path as Location
 
@@ -55,6 +57,7 @@ class Job(Section):
     embedding: EmbeddingSection
     dense: DenseSection = DenseSection()
     train: TrainSection
+    freeze: tuple[Pattern, ...] = ()  # names of parameters, or of modules, that are not trained
     evaluate: EvaluateSection = EvaluateSection()
     checkpoint: CheckpointSection | None = None
     workers: Count = 1
@@ -71,6 +74,21 @@ class Job(Section):
     def dense_mode(self) -> DenseMode:
         """Where the dense weights live, of a job with shards."""
         return "ddp" if self.strategy == "hybrid" and self.dense.mode == "ps" else self.dense.mode
+
+    def elastic(self, workers: int) -> bool:
+        """Whether training goes on where one of several workers is lost: none of them holds what the others need."""
+        return workers > 1 and self.has_shards and self.dense_mode == "ps"
+
+    def num_splits(self, workers: int) -> int:
+        """Parts in which an epoch is dealt out to the workers; 0 where each has its share of it."""
+        if not self.elastic(workers) or self.data.splits is None:
+            return 0
+        return 8 * workers if self.data.splits == "auto" else self.data.splits
+
+    @property
+    def all_reduces(self) -> bool:
+        """Whether torch adds gradients up over its workers, which then make every step together."""
+        return self.strategy == "ddp" or (self.has_shards and self.dense_mode != "ps")
 
     @property
     def dim(self) -> int:
@@ -149,6 +167,8 @@ def _contradictions(job: Job, folder: Path) -> Iterator[tuple[Location, str]]:
     yield from _length(job)
     yield from _judging(job)
     yield from mode_contradictions(job)
+    yield from step_contradictions(job)
+    yield from worker_contradictions(job)
     for field, files in job.data.files().items():
         for file in (folder / job.data.root / file for file in files):
             if not file.exists():
@@ -201,7 +221,7 @@ def _judging(job: Job) -> Iterator[tuple[Location, str]]:
         yield ("evaluate", "metric"), "calibration is best near 1, not at an end; choose another metric"
     if job.evaluate.top_k is not None and job.data.evaluation == "pointwise":
         yield ("evaluate", "top_k"), f"has no meaning for data.reader {job.data.reader}; remove it"
-    if not job.data.splits:
+    if not job.data.judged_on:
         for at, given in (("early_stop", job.train.early_stop is not None), ("lr_schedule", _plateau(job))):
             if given:
                 yield ("train", at), "needs something to evaluate on: name a file in data.valid or data.test"

@@ -9,11 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from embershard.proto.spec import Normal
 from embershard.worker.client import Stats
 from embershard.worker.job import Job
 from embershard.worker.models.recommender import Recommender
-from embershard.worker.strategy.optimizers import dense_optimizer, dense_spec, table_optimizer
+from embershard.worker.strategy.optimizers import by_spec, dense_optimizer, dense_specs, table_optimizer
 from embershard.worker.strategy.protocol import Numbered, Turn
 from embershard.worker.strategy.state import TorchWeights
 from embershard.worker.strategy.tables import materialise
@@ -26,8 +25,7 @@ class TorchStrategy:
     num_shards = clock = 0
 
     def __init__(self, job: Job, model: Recommender, device: torch.device) -> None:
-        initializer = job.embedding.initializer.build() if job.embedding.initializer else Normal()
-        self._tables = materialise(model, initializer, job.train.seed, device)
+        self._tables = materialise(model, job.embedding.initializers(), job.train.seed, device)
         self._prefix = job.prefix
         self.model: Recommender = model.to(device)
         self.module: nn.Module = model
@@ -38,10 +36,13 @@ class TorchStrategy:
             # gloo, for nccl adds up no sparse gradients
             gloo = dist.new_group(backend="gloo")
             self.module = DistributedDataParallel(model, process_group=gloo, broadcast_buffers=False)
-        rows = [parameter for table in self._tables.values() for parameter in table.parameters()]
-        dense = [p for p in model.parameters() if p.requires_grad and not any(p is row for row in rows)]
-        of_rows, self._lazy = table_optimizer(job.embedding.optimizer.build(), rows)
-        self.optimizers = [of_rows, *([dense_optimizer(dense_spec(job), dense)] if dense else [])]
+        rows = [(name, parameter) for name, table in self._tables.items() for parameter in table.parameters()]
+        of_rows = {id(parameter) for _, parameter in rows}
+        dense = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in of_rows]
+        of_tables = [table_optimizer(*group) for group in by_spec(job.embedding.optimizers(), rows)]
+        self._lazy = [lazy for _, lazy in of_tables]
+        self.optimizers = [optimizer for optimizer, _ in of_tables]
+        self.optimizers += [dense_optimizer(*group) for group in by_spec(dense_specs(job), dense)]
 
     @property
     def agree(self) -> Callable[[float], float] | None:
@@ -52,7 +53,7 @@ class TorchStrategy:
     def stats(self) -> Stats:
         """What was waited for the other workers, and the rows that were left out."""
         waited = 0.0 if self._together is None else self._together.waited
-        return Stats(wait_seconds=waited, skipped_rows=self._lazy.skipped)
+        return Stats(wait_seconds=waited, skipped_rows=sum(lazy.skipped for lazy in self._lazy))
 
     def turns(self, batches: Iterator[Numbered]) -> Iterator[Turn]:
         """The batches."""
@@ -79,9 +80,10 @@ class TorchStrategy:
     def refresh(self) -> None:
         """All workers hold the same weights."""
 
-    def parts(self) -> dict[str, TorchWeights]:
+    @property
+    def held(self) -> TorchWeights:
         """All weights."""
-        return {"weights": TorchWeights(self.model, self.optimizers)}
+        return TorchWeights(self.model, self.optimizers)
 
     def table_rows(self) -> dict[str, int]:
         """Table -> its rows."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,8 +69,9 @@ class Strategy(Protocol):
     def agree(self) -> Callable[[float], float] | None:
         """The largest of all workers' norms, where they make every step together; else None."""
 
-    def parts(self) -> Mapping[str, TorchWeights]:
-        """What the workers hold and no shard does, alike on all of them: for a checkpoint, by name."""
+    @property
+    def held(self) -> TorchWeights | None:
+        """What the workers hold and no shard does, alike on all of them: for a checkpoint."""
 
     @property
     def clock(self) -> int:

@@ -15,7 +15,7 @@ from embershard.worker.models.recommender import Recommender
 from embershard.worker.optimizer import ShardOptimizer
 from embershard.worker.session import Session
 from embershard.worker.strategy.dense import DenseInWorkers
-from embershard.worker.strategy.optimizers import dense_spec
+from embershard.worker.strategy.optimizers import dense_specs
 from embershard.worker.strategy.protocol import Numbered, Turn
 from embershard.worker.strategy.state import TorchWeights
 from embershard.worker.strategy.together import Together
@@ -31,10 +31,10 @@ class ShardStrategy:
         wrapped = wrap(
             model,
             session,
-            optimizer=job.embedding.optimizer.build(),
-            dense_optimizer=job.dense.optimizer.build() if job.dense.optimizer and not in_workers else None,
+            optimizer=job.embedding.optimizers(),
+            dense_optimizer=None if in_workers else dense_specs(job),
             dense=job.dense_mode,
-            initializer=job.embedding.initializer.build() if job.embedding.initializer else None,
+            initializer=job.embedding.initializers(),
             seed=job.train.seed,
             prefix=job.prefix,
         )
@@ -48,7 +48,7 @@ class ShardStrategy:
         self._dense: DenseInWorkers | None = None
         self._together: Together | None = None
         if in_workers:
-            self._dense = DenseInWorkers(wrapped, job.dense_mode, dense_spec(job), device)
+            self._dense = DenseInWorkers(wrapped, job.dense_mode, dense_specs(job), device)
             self.module = self._dense.module
             self.optimizers += self._dense.optimizers
             self._together = Together.join(self._keep_company)
@@ -97,9 +97,10 @@ class ShardStrategy:
         """The largest of all workers' norms, where they make every step together."""
         return None if self._together is None else self._together.agree
 
-    def parts(self) -> dict[str, TorchWeights]:
+    @property
+    def held(self) -> TorchWeights | None:
         """The dense weights, where they are in the workers."""
-        return {} if self._dense is None else {"dense": TorchWeights(self.model, self._dense.optimizers)}
+        return None if self._dense is None else TorchWeights(self.model, self._dense.optimizers)
 
     @property
     def clock(self) -> int:

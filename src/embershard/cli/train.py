@@ -1,4 +1,4 @@
-"""`embershard train`: a whole job on this machine, shards included unless others are named."""
+"""`embershard train`: a whole job on this machine, its shards included unless others are named."""
 
 from __future__ import annotations
 
@@ -51,6 +51,10 @@ def train(
     given = {"workers": workers, "shards": shards}
     sets = [*(overrides or ()), *(f"{name}={value}" for name, value in given.items() if value is not None)]
     settings = load_job(job, sets, data)
+    if not settings.has_shards and (ps is not None or imports):
+        raise typer.BadParameter(
+            f"strategy {settings.strategy} has no shards: --ps and --import have no meaning with it"
+        )
     if ps is not None and (shards is not None or imports):
         raise typer.BadParameter("--ps names shards that run already: --shards and --import have no meaning with it")
     if ps is not None:
@@ -62,9 +66,10 @@ def train(
     make_folder(folder)
     with ended_by_signals(), contextlib.ExitStack() as stack:
         watch: Callable[[], EmbershardError | None] = lambda: None  # noqa: E731
-        if ps is None:
+        if ps is None and settings.has_shards:
             local = stack.enter_context(LocalShards(settings.shards, imports=imports or ()))
             ps, watch = ",".join(local.addresses), lambda: local.failure
-        running = stack.enter_context(LocalWorkers(settings.workers, [*command, "--ps", ps], folder))
+        command += ["--ps", ps] if ps is not None else []
+        running = stack.enter_context(LocalWorkers(settings.workers, command, folder))
         running.wait(watch)
     typer.echo(f"log: {folder / 'log.jsonl'}")

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
@@ -15,20 +16,22 @@ import torch
 import typer
 
 from embershard.worker.data.loader import LoaderProcess, Share
-from embershard.worker.group import JOIN_TIMEOUT, WorkerGroup
-from embershard.worker.job import load_job
+from embershard.worker.group import JOIN_TIMEOUT, ShardGroup, WorkerGroup
+from embershard.worker.job import Job, load_job
 from embershard.worker.log import JsonLog, TensorBoardLog
 from embershard.worker.memory import keep_freed_memory
 from embershard.worker.profiling import Profile
 from embershard.worker.progress import Terminal
 from embershard.worker.records import Observer
-from embershard.worker.session import connect
+from embershard.worker.session import Session, connect
 from embershard.worker.trainer import Trainer
 
 
 def worker(
     job: Annotated[Path, typer.Argument(help="The job file.")],
-    ps: Annotated[str, typer.Option(help="Addresses of all shards: host:port,host:port.")],
+    ps: Annotated[
+        str | None, typer.Option(help="Addresses of all shards: host:port,host:port; of a strategy that has some.")
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="section.field=value, over the job file; may be repeated.")
     ] = None,
@@ -59,30 +62,21 @@ def worker(
     if rank >= world_size:
         raise typer.BadParameter(f"workers count from 0, so rank {rank} of {world_size} does not exist")
     settings = load_job(job, overrides or (), data)
+    _check_shards(settings, ps)
     folder = output or settings.output
     if profile and folder is None:
         raise typer.BadParameter("--profile writes files: name a folder with --output, or in the job")
-    keep_freed_memory()
-    torch.set_num_threads(settings.train.threads or _fair_threads(local_world_size or world_size))
-    if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    place = Place(rank, world_size, local_rank, local_world_size or world_size, timedelta(seconds=meet_within))
+    _prepare(settings, place)
     with contextlib.ExitStack() as stack:
         observers = _observers(folder) if rank == 0 else []  # first: a bad folder is a mistake to hear of now
         for observer in observers:
             stack.callback(observer.close)
-        loader = None
-        if settings.loader_processes(local_world_size or world_size):  # it starts while we connect
-            share = Share(
-                data=settings.data,
-                folder=job.parent,
-                seed=settings.train.seed,
-                rank=rank,
-                world_size=world_size,
-                batch_size=settings.train.batch_size,
-            )
-            loader = stack.enter_context(LoaderProcess(share))
-        session = stack.enter_context(connect(ps, worker=rank))
-        group = stack.enter_context(WorkerGroup.join(rank, world_size, timedelta(seconds=meet_within)))
+        loader = _loader(settings, job.parent, place)  # it starts while we connect
+        if loader is not None:
+            stack.enter_context(loader)
+        session = stack.enter_context(_connect(settings, ps, place)) if ps is not None else None
+        group = stack.enter_context(_join(settings, session, place))
         dataset = settings.data.open(job.parent, settings.train.seed)
         trainer = Trainer(settings, dataset, session, group, observers, loader)
         if profile and rank == 0:
@@ -93,6 +87,69 @@ def worker(
         else:
             trainer.run()
         group.barrier()  # whoever is done first keeps its connections until all are
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One worker among all of a job, and among those of this machine."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    meet_within: timedelta
+
+
+def _check_shards(job: Job, ps: str | None) -> None:
+    if job.has_shards and ps is None:
+        raise typer.BadParameter(f"strategy {job.strategy} has shards: name them with --ps")
+    if not job.has_shards and ps is not None:
+        raise typer.BadParameter(f"strategy {job.strategy} has no shards: --ps has no meaning with it")
+
+
+def _prepare(job: Job, place: Place) -> None:
+    """Settings of this process."""
+    keep_freed_memory()
+    torch.set_num_threads(job.train.threads or _fair_threads(place.local_world_size))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+
+
+def _loader(job: Job, folder: Path, place: Place) -> LoaderProcess | None:
+    """The process that makes the batches, where the job is better off with one."""
+    if not job.loader_processes(place.local_world_size):
+        return None
+    share = Share(
+        data=job.data,
+        folder=folder,
+        seed=job.train.seed,
+        rank=place.rank,
+        world_size=place.world_size,
+        batch_size=job.train.batch_size,
+    )
+    return LoaderProcess(share)
+
+
+def _connect(job: Job, ps: str, place: Place) -> Session:
+    train = job.train
+    return connect(
+        ps,
+        worker=place.rank,
+        workers=place.world_size,
+        staleness=train.bound,
+        lease=timedelta(seconds=train.lease),
+        damp_staleness=train.damp_staleness,
+        local_steps=train.local_steps,
+    )
+
+
+def _join(job: Job, session: Session | None, place: Place) -> WorkerGroup:
+    """Meet the other workers: on the shards, or, where torch all-reduces, by torch.distributed."""
+    if job.all_reduces:
+        return WorkerGroup.join(place.rank, place.world_size, place.meet_within)
+    if session is not None and session.membership is not None:
+        return ShardGroup(session.client, place.rank, place.world_size)
+    return WorkerGroup(place.rank, place.world_size)
 
 
 def _observers(folder: Path | None) -> list[Observer]:
