@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -14,7 +14,6 @@ from embershard.worker.job_yaml import Path as Location
 if TYPE_CHECKING:
     from embershard.worker.job import Job
 
-T = TypeVar("T")
 Pattern = Annotated[str, Field(min_length=1)]
 Argument = bool | int | float | str | tuple[int | float, ...] | None
 
@@ -94,3 +93,7 @@ def step_contradictions(job: Job) -> Iterator[tuple[Location, str]]:
                 yield (section, "groups", position, "match"), f"{match!r} is that of an earlier group"
             elif match == "*":
                 yield (section, "groups", position, "match"), f"is all of them: that is {section}.optimizer"
+    for position, group in enumerate(job.dense.groups):
+        if group.optimizer.name == "rowwise_adagrad":
+            reason = "keeps one accumulator per row, and dense weights have no rows; use adagrad"
+            yield ("dense", "groups", position, "optimizer", "name"), reason

@@ -17,6 +17,11 @@ def matches(name: str, pattern: str) -> bool:
     return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1)) or pattern == "*"
 
 
+def first_match(name: str, patterns: Iterable[str]) -> str | None:
+    """The first pattern that matches a name, if any does."""
+    return next((pattern for pattern in patterns if matches(name, pattern)), None)
+
+
 def choose(names: Iterable[str], rules: Mapping[str, object], what: str) -> dict[str, str]:
     """The pattern of each name: the first of the rules' that matches it.
 
@@ -24,7 +29,7 @@ def choose(names: Iterable[str], rules: Mapping[str, object], what: str) -> dict
     """
     chosen: dict[str, str] = {}
     for name in names:
-        pattern = next((pattern for pattern in rules if matches(name, pattern)), None)
+        pattern = first_match(name, rules)
         if pattern is None:
             raise ValueError(f"{what}: no pattern matches {name!r} (there are: {', '.join(rules)}); add one, or '*'")
         chosen[name] = pattern

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from embershard.proto.spec import Optimizer
 from embershard.worker.job_training import DenseMode
-from embershard.worker.strategy.optimizers import dense_optimizer
+from embershard.worker.strategy.optimizers import by_spec, dense_optimizer
 
 
 class DenseInWorkers:
@@ -21,17 +23,17 @@ class DenseInWorkers:
     training. A model without dense parameters, or a world of one worker, is left as it is.
     """
 
-    def __init__(self, model: nn.Module, mode: DenseMode, spec: Optimizer, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, mode: DenseMode, specs: Mapping[str, Optimizer], device: torch.device) -> None:
         self.module: nn.Module = model
         self._sharded: list[FSDPModule] = []
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         if trained and dist.is_initialized() and dist.get_world_size() > 1:
             if mode == "fsdp":
                 self._sharded = _shard(model, device)
-                trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+                trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
             else:
                 self.module = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
-        self.optimizers = [dense_optimizer(spec, trained)] if trained else []
+        self.optimizers = [dense_optimizer(*group) for group in by_spec(specs, trained)]
 
     def gather(self) -> None:
         """Have all weights here until the next step: workers evaluate different numbers of batches."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,13 +10,27 @@ from torch import nn
 
 from embershard.proto.spec import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from embershard.worker.job import Job
+from embershard.worker.job_step import optimizers_of
+from embershard.worker.patterns import first_match
 from embershard.worker.wrap import elementwise
 
 
-def dense_spec(job: Job) -> Optimizer:
-    """The optimizer of a job's dense weights: that of the embeddings, if it is theirs alone."""
+def dense_specs(job: Job) -> dict[str, Optimizer]:
+    """Pattern -> optimizer of a job's dense weights: that of the embeddings, where they have none of their own."""
     optimizer = (job.dense.optimizer or job.embedding.optimizer).build()
-    return elementwise(optimizer) if job.dense.optimizer is None else optimizer
+    return optimizers_of(job.dense.groups, elementwise(optimizer) if job.dense.optimizer is None else optimizer)
+
+
+def by_spec(
+    specs: Mapping[str, Optimizer], named: Iterable[tuple[str, nn.Parameter]]
+) -> list[tuple[Optimizer, list[nn.Parameter]]]:
+    """Optimizers, each with the parameters that its pattern is the first to match, unless there are none."""
+    chosen: dict[str, list[nn.Parameter]] = {pattern: [] for pattern in specs}
+    for name, parameter in named:
+        pattern = first_match(name, specs)
+        assert pattern is not None
+        chosen[pattern].append(parameter)
+    return [(specs[pattern], parameters) for pattern, parameters in chosen.items() if parameters]
 
 
 def dense_optimizer(spec: Optimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

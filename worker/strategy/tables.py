@@ -11,11 +11,14 @@ from torch import nn
 
 from embershard.proto.errors import JobError
 from embershard.proto.spec import Constant, Initializer, Normal, Uniform, name_key
+from embershard.worker.patterns import first_match
 
 _COPIES = 3  # of a table: its rows, and Adam's two moments
 
 
-def materialise(model: nn.Module, initializer: Initializer, seed: int, device: torch.device) -> dict[str, nn.Embedding]:
+def materialise(
+    model: nn.Module, initializers: Mapping[str, Initializer | None], seed: int, device: torch.device
+) -> dict[str, nn.Embedding]:
     """Give the tables of a model, on the meta device until now, memory and first values; the tables by name.
 
     The values are of the distribution that shards draw from, though not the very same ones; every process with the
@@ -24,6 +27,7 @@ def materialise(model: nn.Module, initializer: Initializer, seed: int, device: t
     tables = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     _check_memory(tables, device)
     for name, table in tables.items():
+        initializer = initializers[first_match(name, initializers) or "*"] or Normal()
         weight = torch.empty(table.num_embeddings, table.embedding_dim)
         generator = torch.Generator().manual_seed(name_key(f"{seed}/{name}") >> 1)
         match initializer:
@@ -33,7 +37,7 @@ def materialise(model: nn.Module, initializer: Initializer, seed: int, device: t
                 weight.uniform_(low, high, generator=generator)
             case Normal(mean=mean, std=std):
                 weight.normal_(mean, std, generator=generator)
-        table.weight = nn.Parameter(weight.to(device))
+        table.weight = nn.Parameter(weight.to(device), requires_grad=table.weight.requires_grad)
         table.sparse = True
         table.register_forward_pre_hook(_bring_ids)
     return tables
