@@ -196,6 +196,13 @@ class LeaseLost(EmbershardError):
     )
 
 
+class MeetingOver(EmbershardError):
+    """A meeting that was held so long ago that its shard forgot what was said there."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "the meeting {meeting!r} of the workers is over; the others went on without this one"
+
+
 class ModeMismatch(EmbershardError):
     """A worker that joins a job with other settings than its members."""
 

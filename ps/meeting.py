@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from embershard.proto.errors import InvalidRequest, MessageTooLarge, ShardBusy
+from embershard.proto.errors import InvalidRequest, MeetingOver, MessageTooLarge, ShardBusy
 from embershard.proto.messages import Bytes, Meet, Met
 from embershard.ps.clock import Clock, Member
 
@@ -73,7 +73,7 @@ class Meetings:
         if size > MAX_PAYLOAD_BYTES:
             raise MessageTooLarge(got=size, limit=MAX_PAYLOAD_BYTES)
         if name in self._over:
-            raise InvalidRequest(reason=f"the meeting {name!r} is over, and what was said there is forgotten")
+            raise MeetingOver(meeting=name)
         if name not in self._meetings and len(self._meetings) >= MAX_OPEN:
             raise ShardBusy(queued_bytes=self._nbytes, retry_after_ms=_RETRY_MS)
         return self._meetings.setdefault(name, _Meeting())

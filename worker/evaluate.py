@@ -1,15 +1,20 @@
-"""Evaluation: every worker scores its share with one and the same model, the first one adds up."""
+"""Evaluation: every worker scores its share with one and the same model, the first one adds up.
+
+The shares are those of the workers who are there as it begins. Where one of them is lost meanwhile it is done again by
+those who are left: the figures are of all samples, each of them once.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
 from torch import nn
 
+from embershard.worker.averaging import Share
 from embershard.worker.data.batch import Batch, Dataset, RankingDataset
 from embershard.worker.device import to_device as tensor_to_device
 from embershard.worker.group import WorkerGroup
@@ -34,31 +39,34 @@ class Evaluator:
         batch_size: int,
         top_k: int,
         device: torch.device,
+        averaged: Callable[[Share], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self._model, self._dataset, self._strategy, self._group = model, dataset, strategy, group
         self._batch_size, self._top_k, self._device = batch_size, top_k, device
+        self._averaged = averaged
 
     def evaluate(self) -> dict[str, Figures]:
-        """Split -> metric -> value, on the first worker; empty elsewhere. Every worker must call it."""
-        self._group.barrier()  # what anyone pushed before is in
+        """Split -> metric -> value, on every worker. All must call it, once what anyone pushed before is in."""
+        return self._group.together(self._evaluate)
+
+    def _evaluate(self) -> dict[str, Figures]:
         self._strategy.refresh()
         # running statistics of batch norm are each worker's own: score with the first one's everywhere
         self._group.broadcast(buffer for buffer in self._model.buffers() if buffer.numel())
         figures: dict[str, Figures] = {}
-        with _evaluating(self._model), torch.no_grad():
+        with _evaluating(self._model), self._averaged(self._group.broadcast), torch.no_grad():
             for split in self._dataset.splits:
                 collector = self._score(split)
                 _gather(collector, self._group)
                 if self._group.is_first:
                     figures[split] = collector.compute()
-        return figures
+        return self._group.tell(figures)
 
     def _score(self, split: str) -> Collector:
         if self._dataset.evaluation == "ranking":
             return self._rank(split)
         collector = Candidates(self._top_k) if self._dataset.evaluation == "candidates" else Pointwise()
-        share = (self._group.rank, self._group.world_size, self._batch_size)
-        for batch in self._dataset.evaluate(split, *share):
+        for batch in self._dataset.evaluate(split, *self._group.share, self._batch_size):
             moved = to_device(batch, self._device)
             collector.update(self._model(moved.ids, moved.dense), batch.labels, batch.groups)
         return collector
@@ -71,7 +79,7 @@ class Evaluator:
         items = torch.cat([model.item_vectors(part) for part in torch.split(dataset.item_ids, 1 << 14)])
         # a score matrix of the batch's size, whatever the number of items
         users_per_batch = max(1, (self._batch_size << 10) // max(1, len(items)))
-        for users in dataset.users(split, self._group.rank, self._group.world_size, users_per_batch):
+        for users in dataset.users(split, *self._group.share, users_per_batch):
             collector.update(model.user_vectors(users.ids) @ items.T, users)
         return collector
 

@@ -1,12 +1,17 @@
-"""The workers of one job: they meet at evaluations, over torch.distributed with gloo; tensors only, never pickles."""
+"""The workers of one job, and what they do together: through the shards, or over torch.distributed with gloo.
+
+Both ways have one kind of call, of which all else is made: everyone puts bytes down, and reads those of the others.
+These are raw numbers of a dtype that all sides know, or JSON; never pickles.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import ClassVar, Protocol, Self, TypeVar
@@ -17,27 +22,45 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from embershard.proto.errors import WorkerLost, WorkersApart
+from embershard.proto.errors import MeetingOver, WorkerLost, WorkersApart
 from embershard.worker.carrier import Deadline
+from embershard.worker.client import Client
 
 Scalar = TypeVar("Scalar", bound=np.generic)
+T = TypeVar("T")
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+Bytes = npt.NDArray[np.uint8]
 
 # at the start a worker waits for the others' processes, which a cluster may start minutes apart
 JOIN_TIMEOUT = timedelta(minutes=5)
 # a meeting waits for the slowest worker: as long as its rest of an epoch, not as long as a call
 MEETING_TIMEOUT = timedelta(minutes=30)
+MEETING_BYTES = 16 << 20  # what all of them can put down at once
+_TRIES = 10  # to catch up with workers that meet again and again meanwhile
+_NO_WORD: Json = "\0"  # of a worker that joins late
+
+
+class FewerWorkers(Exception):
+    """Somebody was lost since the workers began what they do together; `present` tells who is left."""
+
+
+class LeftBehind(Exception):
+    """The others went on without this worker, whose lease had run out; it has to `enter` again."""
 
 
 class WorkerGroup:
     """This worker's rank among `world_size`, and what all of them do together. A world of one needs no network."""
 
-    met: ClassVar[bool] = False  # whether this process ever joined others: it has gloo's threads from then on
+    met: ClassVar[bool] = False  # whether this process ever joined others over gloo: it has its threads from then on
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be in 0..world_size-1, got rank {rank} of {world_size}")
         self.rank = rank
-        self.world_size = world_size
+        self.world_size = world_size  # at the start of the job
+        self.present: tuple[int, ...] = tuple(range(world_size))  # who was there when all met last
+        self.late = False  # whether the others had begun without it
+        self._piece = MEETING_BYTES // world_size
 
     @classmethod
     def join(cls, rank: int, world_size: int, timeout: timedelta = JOIN_TIMEOUT) -> WorkerGroup:
@@ -45,73 +68,106 @@ class WorkerGroup:
 
         WorkersApart where that is no place to meet, or somebody did not come, or a rank came twice, by `timeout`.
         """
-        if world_size > 1:
-            try:
-                deadline = Deadline(timeout)
-                store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
-                _await_all(store, rank, world_size, deadline)
-                cls.met = True
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=MEETING_TIMEOUT)
-            except (RuntimeError, ValueError) as error:  # torch's words for everything here
-                raise WorkersApart(
-                    worker=rank,
-                    world_size=world_size,
-                    address=os.environ.get("MASTER_ADDR", "(not set)"),
-                    port=os.environ.get("MASTER_PORT", "(not set)"),
-                    reason=_first_line(error),
-                ) from None
-        return cls(rank, world_size)
+        return TorchGroup.join(rank, world_size, timeout) if world_size > 1 else WorkerGroup(rank, world_size)
 
     @property
     def is_first(self) -> bool:
         """Whether this worker decides and reports."""
-        return self.rank == 0
+        return self.rank == min(self.present)
+
+    @property
+    def reports(self) -> bool:
+        """Whether this worker tells how it goes: the first one, or who stands in for it since it was lost."""
+        return self.is_first
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """This worker's place among those present, from 0, and how many they are."""
+        return self.present.index(self.rank), len(self.present)
+
+    def enter(self, word: Json = None) -> tuple[int, Json]:
+        """Take part from here on: the segment that the others train, from 0, and the first one's word as it began.
+
+        A segment is what lies between two evaluations. At the start of a job this waits for all workers.
+        """
+        self.barrier()
+        return 0, word
+
+    def assemble(self, segment: int) -> None:
+        """Wait until every worker is done with a segment. LeftBehind where the others have done so before."""
+        self.barrier()
+
+    def dismiss(self, segment: int, resume: Callable[[int], None], clock: int, word: Json = None) -> None:
+        """Begin the segment after an evaluation: `resume` is called with the highest of the workers' clocks.
+
+        The first one's `word` is what those read who enter later.
+        """
+        resume(int(max(part[0] for part in self.collect(np.array([clock])).values())))
+
+    def together(self, work: Callable[[], T]) -> T:
+        """What `work` gives, in which the workers meet; done again by those who are left where one was lost in it."""
+        for _ in range(self.world_size):
+            try:
+                return work()
+            except FewerWorkers:
+                continue
+        raise WorkerLost(worker=self.rank, world_size=self.world_size, reason="again and again")
 
     def barrier(self) -> None:
         """Wait until every worker is here."""
-        if self.world_size > 1:
-            with self._others():
-                dist.barrier()
+        self._meet(np.empty(0, np.uint8), listen=False)
+
+    def collect(self, values: npt.NDArray[Scalar]) -> dict[int, npt.NDArray[Scalar]]:
+        """Everyone's values (N_w,), small ones, by worker."""
+        return {worker: part.view(values.dtype) for worker, part in self._meet(values.view(np.uint8)).items()}
 
     def gather(self, values: npt.NDArray[Scalar]) -> list[npt.NDArray[Scalar]]:
-        """Everyone's values (N_r,), of any length, by rank; on the first worker only, an empty list elsewhere."""
-        if self.world_size == 1:
-            return [values]
-        sizes = [int(size) for size in self._all(torch.tensor([len(values)]))]
-        padded = torch.zeros(max(sizes), dtype=torch.from_numpy(values[:0]).dtype)
-        padded[: len(values)] = torch.from_numpy(values)
-        parts = [torch.empty_like(padded) for _ in sizes] if self.is_first else None
-        with self._others():
-            dist.gather(padded, parts, dst=0)
-        return [part[:size].numpy() for part, size in zip(parts or (), sizes, strict=False)]
+        """Everyone's values (N_w,), of any length, in the order of workers; on the first one, an empty list elsewhere.
+
+        The dtype is the same on all of them.
+        """
+        data = np.ascontiguousarray(values).view(np.uint8)
+        longest = max(int(size[0]) for size in self.collect(np.array([data.nbytes])).values())
+        parts: dict[int, list[Bytes]] = {worker: [np.empty(0, np.uint8)] for worker in self.present}
+        for start in range(0, longest, self._piece):
+            for worker, part in self._meet(data[start : start + self._piece], listen=self.is_first).items():
+                parts[worker].append(part)
+        return [np.concatenate(part).view(values.dtype) for part in parts.values()] if self.is_first else []
 
     def sum(self, value: float) -> float:
-        """The sum of everyone's value."""
-        return float(sum(float(part) for part in self._all(torch.tensor([value], dtype=torch.float64))))
+        """The sum of everyone's value, in the order of workers."""
+        return float(sum(float(part[0]) for part in self.collect(np.array([value], np.float64)).values()))
 
     def any(self, flag: bool) -> bool:
         """Whether it is true for any worker."""
         return self.sum(float(flag)) > 0
 
+    def tell(self, word: T) -> T:
+        """What the first worker says, on all of them: data that JSON knows."""
+        said = json.dumps(word).encode() if self.is_first else b""
+        told: T = json.loads(self._meet(np.frombuffer(said, np.uint8))[min(self.present)].tobytes())
+        return told
+
     def decide(self, *flags: bool) -> tuple[bool, ...]:
         """The first worker's flags."""
-        decision = torch.tensor(flags, dtype=torch.uint8)
-        self.broadcast([decision])
-        return tuple(bool(flag) for flag in decision)
+        return tuple(self.tell(list(flags)))
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give every worker the first one's values, in place."""
-        for tensor in tensors if self.world_size > 1 else ():
-            host = tensor.detach().cpu().contiguous()  # gloo takes the memory as it lies
-            with self._others():
-                dist.broadcast(host, src=0)
-            if host.data_ptr() != tensor.data_ptr():
-                tensor.copy_(host)
+        """Give every worker the first one's values, in place; shapes and dtypes are the same on all of them."""
+        kept = list(tensors)
+        if not kept:
+            return
+        hosts = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for tensor in kept]
+        data = np.concatenate(hosts)
+        for start in range(0, len(data), self._piece):
+            piece = data[start : start + self._piece]
+            piece[:] = self._meet(piece if self.is_first else piece[:0])[min(self.present)]
+        ends = np.cumsum([host.nbytes for host in hosts])
+        for tensor, values in zip(kept, np.split(data, ends[:-1]), strict=True):
+            tensor.detach().copy_(torch.from_numpy(values.copy()).view(tensor.dtype).reshape(tensor.shape))
 
     def leave(self) -> None:
-        """End the group; a world of one has nothing to end."""
-        if self.world_size > 1 and dist.is_initialized():
-            dist.destroy_process_group()
+        """End the group."""
 
     def __enter__(self) -> Self:
         return self
@@ -121,9 +177,46 @@ class WorkerGroup:
     ) -> None:
         self.leave()
 
+    def _meet(self, data: Bytes, *, listen: bool = True) -> dict[int, Bytes]:
+        """What those present put down, by worker, in order; without `listen` it may be anything."""
+        return {self.rank: data}
+
+
+class TorchGroup(WorkerGroup):
+    """Workers that meet over torch.distributed with gloo: all of them, to the end of the job."""
+
+    @classmethod
+    def join(cls, rank: int, world_size: int, timeout: timedelta = JOIN_TIMEOUT) -> TorchGroup:
+        """Meet the others; see WorkerGroup.join."""
+        try:
+            deadline = Deadline(timeout)
+            store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+            _await_all(store, rank, world_size, deadline)
+            WorkerGroup.met = True
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=MEETING_TIMEOUT)
+        except (RuntimeError, ValueError) as error:  # torch's words for everything here
+            raise WorkersApart(
+                worker=rank,
+                world_size=world_size,
+                address=os.environ.get("MASTER_ADDR", "(not set)"),
+                port=os.environ.get("MASTER_PORT", "(not set)"),
+                reason=_first_line(error),
+            ) from None
+        return cls(rank, world_size)
+
+    def leave(self) -> None:
+        """End the group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _meet(self, data: Bytes, *, listen: bool = True) -> dict[int, Bytes]:
+        sizes = [int(size) for size in self._all(torch.tensor([len(data)]))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(data)] = torch.from_numpy(data.copy())
+        parts = self._all(padded) if max(sizes) else [padded] * len(sizes)
+        return {rank: part[:size].numpy() for rank, (part, size) in enumerate(zip(parts, sizes, strict=True))}
+
     def _all(self, value: torch.Tensor) -> list[torch.Tensor]:
-        if self.world_size == 1:
-            return [value]
         parts = [torch.empty_like(value) for _ in range(self.world_size)]
         with self._others():
             dist.all_gather(parts, value)
@@ -136,6 +229,83 @@ class WorkerGroup:
             yield
         except RuntimeError as error:
             raise WorkerLost(worker=self.rank, world_size=self.world_size, reason=_first_line(error)) from None
+
+
+class ShardGroup(WorkerGroup):
+    """Workers that meet on shard 0: whoever is a member of the job, as far as they live.
+
+    Meetings have names, which tell one who joins late where the job is: "s/on" begins segment s, "s/end" is its end,
+    and those that follow have a number behind that. All members are expected at an end; at what follows, those who were
+    there: the others cannot know of it.
+    """
+
+    def __init__(self, client: Client, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)
+        assert client.membership is not None
+        self._client, self._membership = client, client.membership
+        self._segment = self._number = 0
+        self._name = ""  # of the last one with a name of its own
+
+    @property
+    def reports(self) -> bool:
+        """Whether this worker reports: the first that lives, of those who met last."""
+        live = [worker for worker in self.present if worker == self.rank or worker in self._membership.members]
+        return self.rank in self.present and self.rank == min(live)
+
+    def enter(self, word: Json = None) -> tuple[int, Json]:
+        """Take part from here on; see WorkerGroup."""
+        for _ in range(_TRIES):
+            segment, _, step = self._client.status()[0].meeting.partition("/")
+            self.late = bool(segment)
+            self._segment = int(segment or 0) + step.startswith("end")
+            with suppress(MeetingOver):
+                if not self.late:
+                    return self._begin(word, ())
+                self._membership.rest()  # nobody waits for it meanwhile
+                begun = self._begin(_NO_WORD, ())
+                self._membership.resume()
+                return begun
+        raise WorkerLost(worker=self.rank, world_size=self.world_size, reason="the others run away from it")
+
+    def assemble(self, segment: int) -> None:
+        """Wait until every worker is done with a segment; see WorkerGroup."""
+        self._name, self._number = f"{segment}/end", 0
+        self._segment = segment
+        self.present = tuple(self._come(self._name))
+
+    def dismiss(self, segment: int, resume: Callable[[int], None], clock: int, word: Json = None) -> None:
+        """Begin the next segment; see WorkerGroup."""
+        self.together(lambda: super(ShardGroup, self).dismiss(segment, resume, clock))
+        self._segment = segment + 1
+        self._begin(word, self.present)
+
+    def _begin(self, word: Json, among: Sequence[int]) -> tuple[int, Json]:
+        said = json.dumps(word).encode() if word is not _NO_WORD else b""
+        self._name, self._number = f"{self._segment}/on", 0
+        met = self._membership.meet(self._name, said, among=among)
+        self.present = tuple(met)
+        told: Json = json.loads(next(filter(None, met.values()), b"null"))
+        return self._segment, told
+
+    def _come(
+        self, name: str, data: bytes = b"", *, listen: bool = False, among: Sequence[int] = ()
+    ) -> dict[int, bytes]:
+        try:
+            met = self._membership.meet(name, data, listen=listen, among=among)
+        except MeetingOver:
+            raise LeftBehind from None
+        if self.rank not in met:
+            raise LeftBehind
+        return met
+
+    def _meet(self, data: Bytes, *, listen: bool = True) -> dict[int, Bytes]:
+        self._number += 1
+        met = self._come(f"{self._name}/{self._number}", data.tobytes(), listen=listen, among=self.present)
+        left = tuple(worker for worker in self.present if worker in met)
+        if left != self.present:
+            self.present = left
+            raise FewerWorkers
+        return {worker: np.frombuffer(met[worker], np.uint8) for worker in left}
 
 
 class _Store(Protocol):

@@ -30,6 +30,8 @@ class DataSection(Section):
     root: Path = Path()
     loader_processes: Annotated[int, Field(ge=0, le=1)] | None = None
     """1: batches are made in a process beside each worker; 0: by the worker. See `costs_cpu` for what is chosen."""
+    splits: Annotated[int, Field(ge=1, lt=2**31)] | Literal["auto"] | None = None
+    """Parts of an epoch, dealt to whichever worker is free; auto: 8 for each worker. Without it: equal shares."""
     evaluation: ClassVar[Evaluation] = "pointwise"
     pairs: ClassVar[bool] = False
     """Each sample is a user and an item."""
@@ -50,7 +52,7 @@ class DataSection(Section):
         return False
 
     @property
-    def splits(self) -> tuple[str, ...]:
+    def judged_on(self) -> tuple[str, ...]:
         """What can be evaluated on."""
         return tuple(field for field in ("valid", "test") if getattr(self, field, None))
 
@@ -96,7 +98,7 @@ class NcfFilesSection(DataSection):
     pairs = True
 
     @property
-    def splits(self) -> tuple[str, ...]:
+    def judged_on(self) -> tuple[str, ...]:
         """What can be evaluated on."""
         return ("test",)
 
@@ -195,9 +197,9 @@ class CtrCsvSection(_ColumnsSection):
     stream: bool = False
 
     @property
-    def splits(self) -> tuple[str, ...]:
+    def judged_on(self) -> tuple[str, ...]:
         """What can be evaluated on."""
-        return ("valid", "test") if self.halve_valid_by else super().splits
+        return ("valid", "test") if self.halve_valid_by else super().judged_on
 
     @property
     def costs_cpu(self) -> bool:
@@ -318,7 +320,7 @@ class ClicksSection(DataSection):
         return True
 
     @property
-    def splits(self) -> tuple[str, ...]:
+    def judged_on(self) -> tuple[str, ...]:
         """What can be evaluated on."""
         return ("valid", "test")
 

@@ -1,4 +1,4 @@
-"""Workers that meet over gloo: two real processes, and the world of one."""
+"""Workers that meet over gloo, in two real processes, and through shards, in threads; and the world of one."""
 
 from __future__ import annotations
 
@@ -6,42 +6,37 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed
 
+from embershard.in_process import LocalShards
 from embershard.proto.errors import WorkersApart
-from embershard.worker.group import WorkerGroup
+from embershard.worker.client import Client
+from embershard.worker.group import LeftBehind, ShardGroup, WorkerGroup
+from embershard.worker.membership import Terms
+
+sys.path.insert(0, str(Path(__file__).parent))
+from group_contract import take_part
+
+T = TypeVar("T")
 
 PEER = """
 import os
 from datetime import timedelta
-import numpy as np, torch
 from embershard.worker.group import WorkerGroup
+from group_contract import take_part
 
-rank = int(os.environ["RANK"])
-with WorkerGroup.join(rank, 2, timedelta(seconds=60)) as group:
-    group.barrier()
-    for dtype in (np.float32, np.float64, np.int64):
-        mine = np.arange(3 * rank, dtype=dtype) + 2**53 * (dtype is np.int64)
-        parts = group.gather(mine)
-        assert len(parts) == (2 if rank == 0 else 0)
-        if rank == 0:
-            assert [len(part) for part in parts] == [0, 3] and parts[1].dtype == dtype
-            assert parts[1].tolist() == (np.arange(3, dtype=dtype) + 2**53 * (dtype is np.int64)).tolist()
-    assert group.sum(rank + 1.5) == 4.0
-    assert group.any(rank == 1) and not group.any(False)
-    assert group.decide(rank == 0, rank == 1) == (True, False)
-    buffers = [torch.full((2, 2), float(rank)), torch.tensor(rank + 5), torch.full((2, 4), float(rank))[:, ::2]]
-    group.broadcast(buffers)
-    assert buffers[0].tolist() == [[0.0, 0.0], [0.0, 0.0]] and buffers[1].item() == 5
-    assert buffers[2].tolist() == [[0.0, 0.0], [0.0, 0.0]]
-    assert group.is_first == (rank == 0)
+with WorkerGroup.join(int(os.environ["RANK"]), 2, timedelta(seconds=60)) as group:
+    take_part(group)
 """
-
 
 LOSER = """
 import os
@@ -62,6 +57,7 @@ def run_two(program: str) -> list[tuple[int, str]]:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2"}
+    meeting["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     peers = [
         subprocess.Popen(
             [sys.executable, "-c", program],
@@ -78,7 +74,7 @@ def run_two(program: str) -> list[tuple[int, str]]:
             peer.kill()
 
 
-def test_two_processes_gather_decide_and_broadcast() -> None:
+def test_two_processes_meet_over_gloo() -> None:
     for code, errors in run_two(PEER):
         assert code == 0, errors
 
@@ -103,7 +99,7 @@ def test_a_world_of_one_needs_no_network() -> None:
     with WorkerGroup.join(0, 1) as group:
         group.barrier()
         values = np.arange(3.0)
-        assert group.gather(values)[0] is values
+        assert group.gather(values)[0].tolist() == values.tolist()
         assert group.sum(2.5) == 2.5
         assert group.decide(True, False) == (True, False)
         buffer = torch.ones(2)
@@ -116,3 +112,126 @@ def test_a_world_of_one_needs_no_network() -> None:
 def test_a_rank_outside_the_world_is_refused(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="rank must be in"):
         WorkerGroup(rank, world_size)
+
+
+@pytest.fixture
+def join() -> Iterator[Callable[..., ShardGroup]]:
+    """Makes members of a job on two shards in this process, with a short lease."""
+    shards, clients = LocalShards(2), []
+
+    def make(rank: int, workers: int, *, lease: float = 0.4) -> ShardGroup:
+        client = Client(shards.carriers(), worker=rank)
+        clients.append(client)
+        client.join(Terms(workers=workers, lease=timedelta(seconds=lease), patience=timedelta(seconds=20)))
+        return ShardGroup(client, rank, workers)
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+def die(group: ShardGroup) -> None:
+    """Stop beating, without a word."""
+    group._membership._ended.set()
+
+
+def all_do(groups: Sequence[ShardGroup], work: Callable[[ShardGroup], T]) -> list[T]:
+    """What every worker does, side by side."""
+    with ThreadPoolExecutor(len(groups)) as pool:
+        return [done.result(30) for done in [pool.submit(work, group) for group in groups]]
+
+
+def test_two_workers_meet_through_shards(join: Callable[..., ShardGroup]) -> None:
+    all_do([join(rank, 2) for rank in range(2)], take_part)
+
+
+def test_who_dies_is_neither_waited_for_nor_the_end_of_the_others(join: Callable[..., ShardGroup]) -> None:
+    groups = [join(rank, 3) for rank in range(3)]
+    all_do(groups, lambda group: group.enter())
+    die(groups[0])
+    all_do(groups[1:], lambda group: group.assemble(0))
+    assert [group.present for group in groups[1:]] == [(1, 2), (1, 2)]
+    assert [group.is_first for group in groups[1:]] == [True, False]
+    assert [group.share for group in groups[1:]] == [(0, 2), (1, 2)]
+    assert all_do(groups[1:], lambda group: group.tell(group.rank)) == [1, 1]
+
+
+def test_what_is_done_together_is_done_again_by_those_who_are_left(join: Callable[..., ShardGroup]) -> None:
+    groups = [join(rank, 3) for rank in range(3)]
+    tries: dict[int, int] = {rank: 0 for rank in range(3)}
+
+    def work(group: ShardGroup) -> float:
+        group.enter()
+        group.assemble(0)
+
+        def total() -> float:
+            tries[group.rank] += 1
+            if group.rank == 0:
+                die(group)
+                return -1.0
+            return group.sum(group.share[1] + group.rank)
+
+        return group.together(total)
+
+    assert all_do(groups, work) == [-1.0, 7.0, 7.0]  # 2 + 1 and 2 + 2
+    assert tries == {0: 1, 1: 2, 2: 2}
+
+
+def test_who_joins_late_takes_part_from_its_first_meeting_on(join: Callable[..., ShardGroup]) -> None:
+    *groups, lost = (join(rank, 3) for rank in range(3))
+
+    def two_segments(group: ShardGroup) -> None:
+        for segment in range(2):
+            group.assemble(segment)
+            group.dismiss(segment, lambda clock: None, 5, {"plateaus": segment})
+
+    all_do([*groups, lost], lambda group: group.enter())
+    die(lost)
+    all_do(groups, two_segments)
+    late = join(2, 3)
+    assert late.enter("its own") == (2, {"plateaus": 1})
+    assert late.late
+    assert not late.is_first
+    assert not late.reports
+    all_do([*groups, late], lambda group: group.assemble(2))
+    assert late.present == groups[0].present == (0, 1, 2)
+    assert all_do([*groups, late], lambda group: group.tell(group.rank)) == [0, 0, 0]
+
+
+def test_who_joins_during_an_evaluation_waits_for_its_end_and_holds_nobody_up(join: Callable[..., ShardGroup]) -> None:
+    *groups, lost = (join(rank, 3) for rank in range(3))
+    all_do([*groups, lost], lambda group: group.enter())
+    die(lost)
+    all_do(groups, lambda group: group.assemble(0))
+    late = join(2, 3)
+    with ThreadPoolExecutor(1) as pool:
+        entered = pool.submit(late.enter)
+        assert all_do(groups, lambda group: group.sum(1.0)) == [2.0, 2.0]
+        assert not entered.done()
+        all_do(groups, lambda group: group.dismiss(0, lambda clock: None, 5, "next"))
+        assert entered.result(10) == (1, "next")
+
+
+def test_who_was_given_up_learns_that_it_was_left_behind_and_enters_again(join: Callable[..., ShardGroup]) -> None:
+    groups = [join(rank, 2) for rank in range(2)]
+    all_do(groups, lambda group: group.enter())
+    die(groups[1])
+    groups[0].assemble(0)
+    for _ in range(20):  # so many that the shard forgets what was said
+        groups[0].barrier()
+    groups[0].dismiss(0, lambda clock: None, 3, "on it goes")
+    with pytest.raises(LeftBehind):
+        groups[1].assemble(0)
+    assert groups[1].enter() == (1, "on it goes")
+    all_do(groups, lambda group: group.assemble(1))
+    assert groups[1].present == (0, 1)
+
+
+def test_another_job_on_the_same_shards_begins_anew(join: Callable[..., ShardGroup]) -> None:
+    for _ in range(2):
+        groups = [join(rank, 2) for rank in range(2)]
+        assert all_do(groups, lambda group: group.enter("start")) == [(0, "start")] * 2
+        assert not groups[1].late
+        all_do(groups, lambda group: group.assemble(0))
+        for group in groups:
+            group._membership.leave()

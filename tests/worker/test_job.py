@@ -264,7 +264,7 @@ def test_every_reader_can_be_opened_from_a_job(
     data = job.data.open(folder, seed=0)
     assert data.schema.features[: len(features)] == features
     assert data.num_samples("train") == samples
-    assert data.splits == job.data.splits
+    assert data.splits == job.data.judged_on
     assert (data.schema.num_dense > 0) == job.data.has_dense
     assert data.evaluation == job.data.evaluation
 

@@ -2,7 +2,8 @@
 
 The process opens the reader anew from the job's section, so nothing of this process has to be copied or pickled, and
 goes through all epochs in order, so that it starts once per training. It is ahead by what the pipe holds (1 MiB on
-Linux) and one batch. Where nobody reads the pipe any more it ends, so it cannot outlive this process.
+Linux) and one batch. Where epochs are dealt out in splits it is told each of them. Where nobody reads the pipe any more
+it ends, so it cannot outlive this process.
 
 A batch is a head of five little-endian int64 and the bytes of its tensors. A pipe costs the training process 0.1 ms per
 270 KB; torch's DataLoader, which opens a shared memory file per tensor, 0.5 ms (bench/loader.py).
@@ -11,16 +12,15 @@ A batch is a head of five little-endian int64 and the bytes of its tensors. A pi
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -42,7 +42,7 @@ _F_SETPIPE_SZ = 1031
 _EXIT_TIMEOUT = timedelta(seconds=10)
 
 _HEAD = struct.Struct("<5q")  # kind, samples, features, dense features or -1, whether there are groups
-_BATCH, _END_OF_EPOCH, _ERROR = range(3)  # kinds; an error's second number is the length of its JSON
+_BATCH, _END, _ERROR = range(3)  # kinds; an error's second number is the length of its JSON
 
 
 class LoaderLost(EmbershardError):
@@ -63,6 +63,9 @@ class Share(BaseModel):
     rank: int
     world_size: int
     batch_size: int
+    epoch: int = 0  # the first one
+    skip: int = 0  # batches of it that are left out
+    splits: int = 0  # of each epoch, in place of a share of it, where they are dealt out
 
 
 class LoaderProcess:
@@ -74,7 +77,7 @@ class LoaderProcess:
     def __init__(self, share: Share, *, patience: timedelta = PATIENCE) -> None:
         self._share, self._patience = share, patience
         self._process: subprocess.Popen[bytes] | None = None
-        self._epoch = 0
+        self._epoch = share.epoch
 
     def __enter__(self) -> Self:
         command = [sys.executable, "-P", "-m", "embershard.worker.data.loader"]
@@ -92,8 +95,7 @@ class LoaderProcess:
 
             fcntl.fcntl(process.stdout, _F_SETPIPE_SZ, _PIPE_BYTES)
         with contextlib.suppress(BrokenPipeError):  # its end is noticed at the first batch
-            process.stdin.write(self._share.model_dump_json().encode())
-            process.stdin.close()
+            process.stdin.write(self._share.model_dump_json().encode() + b"\n")
         return self
 
     def __exit__(
@@ -104,16 +106,23 @@ class LoaderProcess:
         with self._process:  # closes the pipe and waits
             pass
 
-    def train(self, epoch: int) -> Iterator[Batch]:
-        """This worker's batches of an epoch; epochs come in order, from 0, each to its end.
+    def train(self, epoch: int, split: int = -1) -> Iterator[Batch]:
+        """This worker's batches of an epoch, or those of a split of it, each to its end.
 
-        The reader's JobError, or LoaderLost.
+        Where they are not dealt out, epochs come in order from the share's first; for another one the process is
+        started anew. The reader's JobError, or LoaderLost.
         """
-        assert epoch == self._epoch, f"epoch {epoch} after {self._epoch} epochs"
+        assert (split >= 0) == (self._share.splits > 0)
+        if split >= 0:
+            self._ask(epoch, split)
+        elif epoch != self._epoch:
+            self.__exit__(None, None, None)
+            self._share, self._epoch = self._share.model_copy(update={"epoch": epoch, "skip": 0}), epoch
+            self.__enter__()
         while True:
             kind, samples, features, dense, groups = _HEAD.unpack(self._read(np.empty(_HEAD.size, np.uint8)))
-            if kind == _END_OF_EPOCH:
-                self._epoch += 1
+            if kind == _END:
+                self._epoch = epoch + 1
                 return
             if kind == _ERROR:
                 raise from_wire(bytes(self._read(np.empty(samples, np.uint8))), "")
@@ -123,6 +132,12 @@ class LoaderProcess:
                 labels=self._tensor((samples,), torch.float32),
                 groups=self._tensor((samples,), torch.int64) if groups else None,
             )
+
+    def _ask(self, epoch: int, split: int) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # its end is noticed at the first batch
+            self._process.stdin.write(b"%d %d\n" % (epoch, split))
 
     def _tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype)
@@ -158,19 +173,32 @@ class LoaderProcess:
         return LoaderLost(worker=self._share.rank, pid=self._process.pid, how=how)
 
 
-def send_batches(share: Share, pipe: IO[bytes]) -> None:
-    """Write the batches of all epochs, without end, into the pipe; an error of the data is the last thing in it."""
+def send_batches(share: Share, asked: Iterable[str], pipe: IO[bytes]) -> None:
+    """Write the batches of all epochs, without end, into the pipe, or of the splits that are asked for.
+
+    An error of the data is the last thing in it.
+    """
     try:
         dataset = share.data.open(share.folder, share.seed)
-        for epoch in count():
-            for batch in dataset.train(epoch, share.rank, share.world_size, share.batch_size):
+        for epoch, rank, world_size in _parts(share, asked):
+            batches = dataset.train(epoch, rank, world_size, share.batch_size)
+            for batch in islice(batches, share.skip if epoch == share.epoch else 0, None):
                 _send(batch, pipe)
-            pipe.write(_HEAD.pack(_END_OF_EPOCH, 0, 0, 0, 0))
+            pipe.write(_HEAD.pack(_END, 0, 0, 0, 0))
             pipe.flush()
     except EmbershardError as error:
         detail = to_wire(error)[1]
         pipe.write(_HEAD.pack(_ERROR, len(detail), 0, 0, 0) + detail)
         pipe.flush()
+
+
+def _parts(share: Share, asked: Iterable[str]) -> Iterator[tuple[int, int, int]]:
+    """(epoch, rank, world_size) of what is to be read, one after the other."""
+    if not share.splits:
+        yield from ((epoch, share.rank, share.world_size) for epoch in count(share.epoch))
+    for line in asked:
+        epoch, split = map(int, line.split())
+        yield epoch, split, share.splits
 
 
 def _send(batch: Batch, pipe: IO[bytes]) -> None:
@@ -187,8 +215,8 @@ def _main() -> None:
     pipe = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what anyone prints must not get among the batches
     torch.set_num_threads(1)
-    share = Share.model_validate(json.load(sys.stdin))
-    send_batches(share, pipe)
+    share = Share.model_validate_json(sys.stdin.readline())
+    send_batches(share, sys.stdin, pipe)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +13,12 @@ from embershard.proto.errors import JobError
 Positions = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
+@lru_cache(maxsize=1)  # an epoch that is dealt out in parts is put into order once
 def permutation(count: int, seed: int, epoch: int) -> Positions:
-    """(count,) int32 or int64: a random order of 0..count-1 that (seed, epoch) alone decide."""
+    """(count,) int32 or int64, read-only: a random order of 0..count-1 that (seed, epoch) alone decide."""
     order: Positions = np.arange(count, dtype=np.int32) if count < 2**31 else np.arange(count)
     np.random.default_rng((seed, epoch)).shuffle(order)
+    order.flags.writeable = False
     return order
 
 
@@ -28,9 +31,10 @@ def check_share(rank: int, world_size: int, batch_size: int) -> None:
 
 
 def too_many_workers(where: str, count: int, world_size: int, what: str = "samples") -> JobError:
-    """The error of more workers than data."""
+    """The error of more shares than data."""
     return JobError(
-        where=where, reason=f"{count} {what} cannot be split over {world_size} workers; start fewer workers"
+        where=where,
+        reason=f"{count} {what} cannot be split over {world_size} workers; start fewer workers, or lower data.splits",
     )
 
 

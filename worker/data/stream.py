@@ -84,8 +84,9 @@ class StreamDataset:
             empty = False
             yield rows.batch()
         if empty:
-            reason = f"no samples for worker {rank} of {world_size}: too few blocks of rows; start fewer workers"
-            raise JobError(where=self._source("train").where, reason=reason)
+            reason = f"no samples for worker {rank} of {world_size}: too few blocks of rows"
+            advice = "start fewer workers, or lower data.splits"
+            raise JobError(where=self._source("train").where, reason=f"{reason}; {advice}")
 
     def _source(self, split: str) -> Source:
         if split not in self._sources:

@@ -1,0 +1,89 @@
+"""Epochs dealt out in splits: whoever is done takes the next one, and what a lost worker left is dealt again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.utils.data import Sampler
+
+from embershard.worker.data.order import permutation
+from embershard.worker.session import Session
+
+
+class SplitQueue:
+    """This worker's side of the queue that shard 0 keeps."""
+
+    def __init__(self, session: Session, num_splits: int) -> None:
+        self.num_splits = num_splits
+        self._session = session
+        self._returned: dict[int, int] = {}  # epoch -> splits
+
+    @property
+    def returned(self) -> int:
+        """Splits that were dealt a second time, since the worker that had them was lost."""
+        return sum(self._returned.values())
+
+    def deal(self, epoch: int) -> Iterator[int]:
+        """Splits of an epoch, one by one, until all of them are finished by somebody.
+
+        Asking for the next says that the one before is finished: everything of it is pushed. Then nothing may be in
+        flight where a job bounds the staleness, for its clock does not wait for a worker that waits for a split.
+        """
+        member = self._session.membership
+        if member is None:
+            yield from range(self.num_splits)
+            return
+        bounded = member.terms.staleness is not None
+        done = -1
+        while True:
+            if bounded:
+                member.rest()
+            split = member.take_split(epoch, self.num_splits, done)
+            if bounded:
+                member.resume()
+            self._returned[epoch] = split.returned
+            done = split.index
+            if done < 0:
+                return
+            yield done
+
+
+class SplitSampler(Sampler[int]):
+    """Numbers of samples, 0..num_samples-1, for a torch DataLoader, dealt out to the workers of a job split by split.
+
+    Every epoch has another order, the same for all workers, which (seed, epoch) decide: call `set_epoch` before each
+    one, on all of them. Each sample comes once per epoch where no worker is lost. A worker's split counts as finished
+    when its loader asks for more: the batches that a loader reads ahead (`prefetch_factor` times `num_workers` of a
+    DataLoader) are not dealt again if their worker is lost, whole splits are. Without other workers it gives all.
+
+    ValueError for fewer samples than splits, and for a session that bounds the staleness: there a worker that waits for
+    a split would hold up the clock of the others, who have it.
+    """
+
+    def __init__(self, session: Session, num_samples: int, *, splits: int, seed: int = 0) -> None:
+        if not 1 <= splits <= num_samples:
+            raise ValueError(f"splits must be 1..num_samples, got {splits} of {num_samples} samples")
+        member = session.membership
+        if member is not None and member.terms.staleness is not None:
+            raise ValueError(
+                f"SplitSampler deals to workers that do not wait for each other, and this session has staleness "
+                f"{member.terms.staleness}; connect without it, or train with `embershard train` and data.splits"
+            )
+        self._queue = SplitQueue(session, splits)
+        self._num_samples, self._seed, self._epoch = num_samples, seed, 0
+
+    @property
+    def returned(self) -> int:
+        """Splits that were dealt a second time, since the worker that had them was lost."""
+        return self._queue.returned
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which pass over the data the next iteration is a part of, from 0; they come in order."""
+        if epoch < self._epoch:
+            raise ValueError(f"epochs come in order: {epoch} after {self._epoch}")
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = permutation(self._num_samples, self._seed, self._epoch)
+        for split in self._queue.deal(self._epoch):
+            yield from order[split :: self._queue.num_splits].tolist()
