@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from typing import Protocol
 
 from embershard.worker.client import Stats
@@ -35,6 +36,21 @@ class Meter:
         self._new_trained = self._new_waited = 0.0
         self._cached_at = (0, 0)  # hits and lookups at the last look
         self._new_hits = self._new_lookups = 0
+
+    def state_dict(self) -> Mapping[str, float]:
+        """What was counted, while training stands still."""
+        return {
+            "all_samples": self.all_samples,
+            "trained": self.trained,
+            "waited": self.waited,
+            "seconds": self.seconds,
+        }
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from there, maybe with another number of workers."""
+        self.samples = round(state["all_samples"] / self._world_size)
+        self.trained, self.waited = state["trained"], state["waited"]
+        self._start = time.perf_counter() - state["seconds"]
 
     @property
     def seconds(self) -> float:

@@ -5,7 +5,8 @@ for Learning Two-tower Neural Networks in Recommendations", WWW 2020.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +102,14 @@ class FrequencyEstimator:
         self._interval[slots] = interval.clamp(min=1.0)
         self._last[slots] = self._step
         return -interval.clamp(min=1.0).log()
+
+    def state_dict(self) -> Mapping[str, object]:
+        """What it has learnt."""
+        return {"last": self._last, "interval": self._interval, "step": self._step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._last, self._interval, self._step = state["last"], state["interval"], state["step"]
 
 
 def sampled_softmax(logits: Tensor, items: Tensor, log_q: Tensor) -> Tensor:

@@ -1,0 +1,328 @@
+"""Checkpoints: what shards and workers need to go on as if a run had never ended.
+
+A checkpoint is a folder, `step-N`, in the folder of the job's checkpoints:
+
+    shards/                the snapshot of all shards (worker/snapshots.py), where the job has any
+    shared.safetensors     what is the same for all workers: schedule, best evaluation, dense weights that workers hold
+    worker-R.safetensors   what worker R has of its own: random numbers, running statistics
+    checkpoint.json        the job, the step, and the sha256 of the files above
+
+checkpoint.json comes last and at once: a folder without it is no checkpoint, however far its writer came. The first
+worker writes all of it, so the folder must be one that all workers and shards see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping
+from itertools import count
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from embershard.proto.errors import EmbershardError, JobError, Status
+from embershard.proto.snapshot_errors import SnapshotNotWritten, SnapshotUnreadable
+from embershard.proto.storage import Storage
+from embershard.worker.client import Client
+from embershard.worker.job import Job
+from embershard.worker.snapshots import take_snapshot
+from embershard.worker.state_file import State, unpack
+
+MANIFEST = "checkpoint.json"
+SNAPSHOT = "shards"
+LATEST = "latest"
+_FOLDER, _ENDING, _PROBE = "step-", ".safetensors", "probe"
+_VERSION = 1
+
+# what a resumed run may not change, and the parts of it that it may
+_FIXED = ("strategy", "model", "data", "embedding", "dense", "prefix", "train.batch_size", "train.seed")
+_FREE = ("data.root", "data.loader_processes", "embedding.cache")
+
+
+class BadCheckpoint(EmbershardError):
+    """A folder that is no checkpoint, or a damaged one, or one of a newer version."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "checkpoint {path}: {reason}"
+
+
+class OtherJob(EmbershardError):
+    """A checkpoint of a job that trains something else."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "checkpoint {path} is of another job: {difference}; resume it with the job that it was made with, or start "
+        "anew without --resume"
+    )
+
+
+class CheckpointNotWritten(EmbershardError):
+    """A checkpoint that could not be written."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "cannot write checkpoint {path}: {reason}; make room, or choose another checkpoint.folder; "
+        "the last whole checkpoint is {previous}"
+    )
+
+
+class FolderInUse(EmbershardError):
+    """A new run that would mix its checkpoints with those of an earlier one, and remove them."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "checkpoint.folder {path} holds checkpoints of an earlier run, up to step {step}: go on from there with "
+        "--resume latest, or choose another folder"
+    )
+
+
+class Manifest(BaseModel):
+    """What checkpoint.json holds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: Literal[1] = 1
+    job: dict[str, object]
+    step: int  # of the first worker
+    world_size: int
+    files: dict[str, str]  # name -> sha256
+    snapshot: bool  # whether there is one of shards
+    output: str | None = None  # the run's folder of logs
+    time: float  # seconds since 1970
+
+
+class Checkpoint:
+    """A whole checkpoint, in a folder or at a URL."""
+
+    def __init__(self, storage: Storage, manifest: Manifest) -> None:
+        self._storage = storage
+        self.manifest = manifest
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return self._storage.url
+
+    @classmethod
+    def open(cls, url: str) -> Checkpoint:
+        """The checkpoint at a place. BadCheckpoint where there is none that this version can read."""
+        storage = Storage(url)
+        try:
+            text = storage.read(MANIFEST)
+        except FileNotFoundError:
+            raise BadCheckpoint(path=url, reason=f"it has no {MANIFEST}: it was never finished, or is none") from None
+        except SnapshotUnreadable as error:
+            raise BadCheckpoint(path=url, reason=f"cannot be read: {error.fields['reason']}") from None
+        try:
+            values = json.loads(text)
+            version = values.get("version") if isinstance(values, dict) else None
+            if isinstance(version, int) and version > _VERSION:
+                reason = f"it has version {version}, and this program reads {_VERSION}; upgrade it"
+                raise BadCheckpoint(path=url, reason=reason)
+            return cls(storage, Manifest.model_validate(values))
+        except (ValueError, RecursionError) as error:  # pydantic's are ValueErrors
+            what = f"field {_first_field(error)}" if isinstance(error, ValidationError) else str(error)
+            reason = f"{MANIFEST} is damaged, or not ours ({what}); take the checkpoint before it"
+            raise BadCheckpoint(path=url, reason=reason) from None
+
+    @property
+    def _workers(self) -> list[str]:
+        names = [name.removesuffix(_ENDING) for name in self.manifest.files]
+        return [name for name in names if re.fullmatch(r"worker-\d{1,9}", name)]
+
+    def shared(self) -> State:
+        """What is the same for all workers. BadCheckpoint where it is damaged."""
+        return self._read("shared")
+
+    def worker(self, rank: int) -> State | None:
+        """What a worker has of its own; None for one that was not there. BadCheckpoint where it is damaged."""
+        return self._read(f"worker-{rank}") if f"worker-{rank}" in self._workers else None
+
+    def first_worker(self) -> State:
+        """What the first worker that was there has of its own. BadCheckpoint where it is damaged."""
+        return self._read(min(self._workers, default="worker-0", key=lambda name: int(name.removeprefix("worker-"))))
+
+    def check_job(self, job: Job) -> None:
+        """OtherJob if a job trains something else than this checkpoint's."""
+        theirs: Mapping[str, object] = self.manifest.job
+        with contextlib.suppress(ValidationError):  # with the defaults of fields that are newer than the checkpoint
+            theirs = Job.model_validate(theirs).model_dump(mode="json")
+        difference = _difference(theirs, job.model_dump(mode="json"))
+        if difference:
+            raise OtherJob(path=self.url, difference=difference)
+
+    def _read(self, name: str) -> State:
+        file = f"{name}{_ENDING}"
+        want = self.manifest.files.get(file)
+        try:
+            data = self._storage.read(file)
+            got = hashlib.sha256(data).hexdigest()
+            if got != want:
+                raise ValueError(f"its sha256 is {got[:12]}..., not {str(want)[:12]}...")
+            return unpack(data)
+        except (FileNotFoundError, SnapshotUnreadable, ValueError) as error:
+            said = "it is not there" if isinstance(error, FileNotFoundError) else str(error)
+            reason = f"{file} is damaged: {said}; take the checkpoint before it"
+            raise BadCheckpoint(path=self.url, reason=reason) from None
+
+
+def find_checkpoint(where: str, folder: str | None) -> Checkpoint:
+    """The checkpoint that --resume names: a folder of one, a folder of several, whose newest it is, or "latest".
+
+    `folder` is that of the job's checkpoints. BadCheckpoint or JobError where there is none.
+    """
+    if where == LATEST:
+        if folder is None:
+            reason = "the job has no checkpoint.folder to look in; name the checkpoint"
+            raise JobError(where=f"--resume {LATEST}", reason=reason)
+        where = folder
+    found = checkpoint_at(where)
+    if found is None:
+        raise BadCheckpoint(path=where, reason="there is no whole checkpoint in it")
+    return found
+
+
+def checkpoint_at(url: str) -> Checkpoint | None:
+    """The checkpoint that a folder is, or the newest of those in it; None where there is none."""
+    storage = Storage(url)
+    if MANIFEST in storage.sizes(""):
+        return Checkpoint.open(url)
+    found = _whole(storage)
+    return Checkpoint.open(storage.at(found[-1])) if found else None
+
+
+class CheckpointFolder:
+    """The folder of a job's checkpoints, of which the newest `keep` stay. One process writes into it."""
+
+    def __init__(self, url: str, keep: int) -> None:
+        self._storage = Storage(url)
+        self._keep = keep
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return self._storage.url
+
+    def check_unused(self) -> None:
+        """FolderInUse if an earlier run left checkpoints here; CheckpointNotWritten if nothing can be written here."""
+        if found := _whole(self._storage):
+            raise FolderInUse(path=self.url, step=Checkpoint.open(self._storage.at(found[-1])).manifest.step)
+        with self._writing("", []):
+            self._storage.make_folder("")
+            self._storage.replace(_PROBE, b"")
+            self._storage.remove(_PROBE)
+
+    def write(
+        self,
+        states: Mapping[str, bytes],
+        *,
+        job: Job,
+        step: int,
+        world_size: int,
+        output: Path | None,
+        snapshot: Client | None,
+    ) -> str:
+        """Write a checkpoint of packed states, by the names of their files, and drop the oldest ones; where it is.
+
+        `snapshot` leads to the shards whose snapshot is a part of it. CheckpointNotWritten where a file is not taken;
+        nothing of it is left then.
+        """
+        before = _whole(self._storage)
+        name = _free_name(step, before)
+        try:
+            with self._writing(name, before):
+                self._storage.remove(name)  # what a writer that was ended left
+                self._storage.make_folder(name)
+                for file, data in states.items():
+                    self._storage.replace(f"{name}/{file}{_ENDING}", data)
+                if snapshot is not None:
+                    take_snapshot(snapshot, self._storage.at(name), SNAPSHOT, at_clock=0)
+            manifest = Manifest(
+                job=job.model_dump(mode="json"),
+                step=step,
+                world_size=world_size,
+                files={f"{file}{_ENDING}": hashlib.sha256(data).hexdigest() for file, data in states.items()},
+                snapshot=snapshot is not None,
+                output=None if output is None else str(output.absolute()),
+                time=time.time(),
+            )
+            with self._writing(name, before):
+                self._storage.replace(f"{name}/{MANIFEST}", manifest.model_dump_json(indent=1).encode())
+        except BaseException:
+            with contextlib.suppress(EmbershardError):
+                self._storage.remove(name)
+            raise
+        self._prune([*before, name])
+        return self._storage.at(name)
+
+    def _prune(self, whole: list[str]) -> None:
+        """Keep the newest ones; halves of others are no use to anyone."""
+        for name in self._storage.sizes(""):
+            if name.startswith(_FOLDER) and name not in whole[-self._keep :]:
+                with contextlib.suppress(EmbershardError):  # it is in nobody's way
+                    self._storage.remove(f"{name}/{MANIFEST}")  # first: half of a checkpoint must not be found
+                    self._storage.remove(name)
+
+    @contextlib.contextmanager
+    def _writing(self, name: str, before: list[str]) -> Iterator[None]:
+        try:
+            yield
+        except SnapshotNotWritten as error:
+            previous = self._storage.at(before[-1]) if before else "none"
+            raise CheckpointNotWritten(
+                path=self._storage.at(name), reason=str(error.fields["reason"]), previous=previous
+            ) from None
+
+
+def _whole(storage: Storage) -> list[str]:
+    """Names of the whole checkpoints in a folder, the newest last."""
+    names = [name for name in storage.sizes("") if name.startswith(_FOLDER) and MANIFEST in storage.sizes(name)]
+
+    def age(name: str) -> float:
+        try:
+            return Checkpoint.open(storage.at(name)).manifest.time
+        except BadCheckpoint:
+            return math.inf  # to be named, not passed over in silence
+
+    return sorted(names, key=age)
+
+
+def _free_name(step: int, taken: list[str]) -> str:
+    """A folder's name: a run that was resumed from an earlier step comes by later ones again."""
+    name = first = f"{_FOLDER}{step:09d}"
+    for number in count(2):
+        if name not in taken:
+            break
+        name = f"{first}-{number}"
+    return name
+
+
+def _first_field(error: ValidationError) -> str:
+    details = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, details['loc']))}: {details['msg']}"
+
+
+def _difference(theirs: Mapping[str, object], ours: Mapping[str, object]) -> str:
+    """The settings that differ, as `field: here, not there`; empty where only such differ as may."""
+    there, here = dict(_settings(theirs)), dict(_settings(ours))
+    keys = [key for key in {**here, **there} if here.get(key) != there.get(key)]
+    return ", ".join(f"{key} is {here.get(key)!r} here and {there.get(key)!r} there" for key in keys)
+
+
+def _settings(job: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in job.items():
+        name = f"{path}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from _settings(value, f"{name}.")
+        elif _within(name, _FIXED) and not _within(name, _FREE):
+            yield name, value
+
+
+def _within(name: str, fields: tuple[str, ...]) -> bool:
+    return any(name == field or name.startswith(f"{field}.") for field in fields)

@@ -1,0 +1,186 @@
+"""Taking a run's checkpoints, and putting a run back to where one was taken."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from embershard.proto.errors import EmbershardError
+from embershard.worker.checkpoint import BadCheckpoint, Checkpoint, CheckpointFolder, CheckpointNotWritten
+from embershard.worker.client import Client
+from embershard.worker.group import WorkerGroup
+from embershard.worker.job import Job
+from embershard.worker.state_file import Stateful, pack
+
+RANDOM = "random"
+
+
+class Fields:
+    """Some attributes of an object: numbers, texts, and lists and dicts of them."""
+
+    def __init__(self, owner: object, *names: str) -> None:
+        self._owner, self._names = owner, names
+
+    def state_dict(self) -> Mapping[str, object]:
+        """Their values."""
+        return {name: getattr(self._owner, name) for name in self._names}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Set them."""
+        for name in self._names:
+            setattr(self._owner, name, state[name])
+
+
+class RandomNumbers:
+    """The generators of torch (of a GPU, too, where there is one), numpy and Python in this process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def state_dict(self) -> Mapping[str, object]:
+        """Where they are."""
+        _, keys, *numpy = np.random.get_state(legacy=True)
+        version, words, gauss = random.getstate()
+        state: dict[str, object] = {
+            "torch": torch.get_rng_state(),
+            "numpy": [torch.from_numpy(np.asarray(keys).astype(np.int64)), *numpy],
+            "python": [version, list(words), gauss],
+        }
+        if self._device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(self._device)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Put them there."""
+        match state:
+            case {
+                "torch": torch.Tensor() as cpu,
+                "numpy": [torch.Tensor() as keys, int(place), int(has_gauss), float(normal)],
+                "python": [version, list(words), gauss],
+            }:
+                torch.set_rng_state(cpu)
+                np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), place, has_gauss, normal))
+                random.setstate((version, tuple(words), gauss))
+            case _:
+                raise ValueError("the state of the random numbers has another form")
+        cuda = state.get("cuda")
+        if self._device.type == "cuda" and isinstance(cuda, torch.Tensor):
+            torch.cuda.set_rng_state(cuda, self._device)
+
+
+class Buffers:
+    """What a model keeps beside its weights, as the running statistics of batch norm: every worker has its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> Mapping[str, object]:
+        """The buffers that a state_dict of the model would hold."""
+        kept = self._model.state_dict().keys()
+        return {name: buffer for name, buffer in self._model.named_buffers() if name in kept}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Copy them into the model."""
+        for name, buffer in self.state_dict().items():
+            saved = state[name]
+            assert isinstance(buffer, torch.Tensor)
+            assert isinstance(saved, torch.Tensor)
+            buffer.copy_(saved)
+
+
+class Saver:
+    """Takes the checkpoints of one worker's run, with the others.
+
+    `shared` are the parts that are alike on all workers, `own` those that are not, by name. `client` leads to the
+    shards, for a job that has some.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        group: WorkerGroup,
+        *,
+        shared: Mapping[str, Stateful],
+        own: Mapping[str, Stateful],
+        client: Client | None,
+        output: Path | None = None,
+    ) -> None:
+        self._job, self._group, self._client, self._output = job, group, client, output
+        self._shared, self._own = shared, own
+        section = job.checkpoint
+        self._folder = None if section is None else CheckpointFolder(section.folder, section.keep)
+
+    @property
+    def saves(self) -> bool:
+        """Whether the job wants checkpoints."""
+        return self._folder is not None
+
+    def save(self, step: int) -> None:
+        """Take a checkpoint; every worker must call it, with nothing in flight.
+
+        The others wait until the first worker has written it. CheckpointNotWritten, or an error of the shards, on all.
+        """
+        if self._folder is not None:
+            self._group.together(lambda: self._save(step))
+
+    def _save(self, step: int) -> None:
+        assert self._folder is not None
+        group = self._group
+        mine = pack(_states(self._own))
+        shared = _states(self._shared)  # by all: weights that are sharded are gathered
+        own = group.gather(np.frombuffer(mine, np.uint8))
+        failure: EmbershardError | None = None
+        if group.is_first:
+            workers = zip(group.present, own, strict=True)
+            states = {"shared": pack(shared)} | {f"worker-{worker}": part.tobytes() for worker, part in workers}
+            try:
+                self._folder.write(
+                    states,
+                    job=self._job,
+                    step=step,
+                    world_size=group.world_size,
+                    output=self._output,
+                    snapshot=self._client,
+                )
+            except EmbershardError as error:
+                failure = error
+        (failed,) = group.decide(failure is not None)
+        if failure is not None:
+            raise failure
+        if failed:
+            reason = "the first worker could not; see its log"
+            raise CheckpointNotWritten(path=self._folder.url, reason=reason, previous="not known here")
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Put every part of this worker back to where it was; the shards were restored before.
+
+        A worker that was not there then starts from the first one's state, but for the random numbers.
+        BadCheckpoint where the checkpoint does not hold what this run needs.
+        """
+        own = checkpoint.worker(self._group.rank)
+        others = own or checkpoint.first_worker()
+        load_parts(checkpoint, checkpoint.shared(), self._shared)
+        new = own is None
+        load_parts(checkpoint, others, {name: part for name, part in self._own.items() if not (new and name == RANDOM)})
+
+
+def _states(parts: Mapping[str, Stateful]) -> dict[str, object]:
+    return {name: part.state_dict() for name, part in parts.items()}
+
+
+def load_parts(checkpoint: Checkpoint, state: Mapping[str, object], parts: Mapping[str, Stateful]) -> None:
+    """Give every part its state. BadCheckpoint where it is missing, or is that of something else."""
+    for name, part in parts.items():
+        try:
+            saved = state[name]
+            if not isinstance(saved, dict):
+                raise TypeError(f"it is a {type(saved).__name__}")
+            part.load_state_dict(saved)
+        except (KeyError, ValueError, TypeError, RuntimeError, AssertionError) as error:
+            reason = f"its state of {name!r} does not fit this job ({type(error).__name__}: {error})"
+            raise BadCheckpoint(path=checkpoint.url, reason=reason) from None
