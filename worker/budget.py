@@ -1,9 +1,10 @@
-"""How long a worker trains, on which batches, and where among them it is judged."""
+"""How long a worker trains, on which batches, and where among them it is judged and saved."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain, count, islice
 
 from embershard.worker.data.batch import Batch, Dataset
@@ -11,6 +12,30 @@ from embershard.worker.data.loader import LoaderProcess
 from embershard.worker.group import WorkerGroup
 from embershard.worker.job import Job
 from embershard.worker.strategy.protocol import Numbered
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """Batches, and what is due after them."""
+
+    batches: Iterator[Numbered]
+    evaluation: bool
+    checkpoint: bool
+
+
+@dataclass(slots=True)
+class Position:
+    """Where a worker is in its data: its next batch, and how many it was given."""
+
+    epoch: int = 0
+    batch: int = 0  # of the epoch
+    given: int = 0
+
+    @classmethod
+    def of(cls, state: Mapping[str, object], world_size: int) -> Position:
+        """The position in a state; of another number of workers, at about the same sample."""
+        epoch, batch, given, before = (int(str(state[name])) for name in ("epoch", "batch", "given", "world_size"))
+        return cls(epoch, batch * before // world_size, given * before // world_size)
 
 
 class Budget:
@@ -27,28 +52,48 @@ class Budget:
         assert job.train.budget is not None
         self._unit, self._length = job.train.budget
         self._every, self._batch_size = job.evaluate.every, job.train.batch_size
+        self._accumulate = job.train.accumulate
+        self._save_every = job.checkpoint.every if job.checkpoint is not None else None
         self._dataset, self._group, self._loader = dataset, group, loader
         self._smallest_batch = smallest_batch
+        self.position = Position()
 
-    def segments(self) -> Iterator[Iterator[Numbered]]:
-        """The batches up to each evaluation: as many epochs, or the same number of steps for every worker."""
-        if self._unit == "epochs":
-            every = self._every or 1
-            for first in range(0, self._length, every):
-                yield chain.from_iterable(map(self._batches, range(first, min(first + every, self._length))))
-            return
-        stream = chain.from_iterable(map(self._batches, count()))
-        steps, every = self._steps(self._length), self._steps(self._every or self._length)
-        for first in range(0, steps, every):
-            yield islice(stream, min(every, steps - first))
+    def segments(self) -> Iterator[Segment]:
+        """The batches up to each evaluation or checkpoint: whole epochs, or equally many batches for every worker."""
+        in_epochs = self._unit == "epochs"
+        length = self._parts(self._length)
+        evaluate = self._parts(self._every or (1 if in_epochs else self._length))
+        save = evaluate if self._save_every is None else self._parts(self._save_every)
+        done = self.position.epoch if in_epochs else self.position.given
+        stream = chain.from_iterable(map(self._batches, count(self.position.epoch)))
+        while done < length:
+            end = min(length, *((done // every + 1) * every for every in (evaluate, save)))
+            epochs = map(self._batches, range(done, end))
+            yield Segment(
+                chain.from_iterable(epochs) if in_epochs else islice(stream, end - done),
+                evaluation=end % evaluate == 0 or end == length,
+                checkpoint=end % save == 0 or end == length,
+            )
+            done = end
+
+    def state_dict(self) -> Mapping[str, object]:
+        """The position, between two segments."""
+        at = self.position
+        return {"epoch": at.epoch, "batch": at.batch, "given": at.given, "world_size": self._group.world_size}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go on from there; of a loader, one that was started there."""
+        self.position = Position.of(state, self._group.world_size)
+        if self._unit == "steps":  # each worker's own, however many there are
+            self.position.given = int(str(state["given"]))
 
     @property
     def total_steps(self) -> int | None:
         """Of each worker; None where only reading tells."""
         if self._unit != "epochs":
-            return self._steps(self._length)
+            return math.ceil(self._parts(self._length) / self._accumulate)
         samples = self._dataset.num_samples("train")
-        return None if samples is None else self._length * self._steps_for(samples)
+        return None if samples is None else math.ceil(self._length * self._batches_for(samples) / self._accumulate)
 
     @property
     def total_samples(self) -> int | None:
@@ -56,23 +101,34 @@ class Budget:
         samples = self._dataset.num_samples("train")
         if self._unit == "epochs" and samples is not None:
             return self._length * samples
-        steps = self.total_steps
-        return None if steps is None else steps * self._batch_size * self._group.world_size
+        if self._unit == "epochs":
+            return None
+        return self._parts(self._length) * self._batch_size * self._group.world_size
 
     def _batches(self, epoch: int) -> Iterator[Numbered]:
-        for batch in self._read(epoch):
+        at = self.position
+        for batch in self._read(epoch, at.batch):
+            at.batch += 1
             if len(batch) >= self._smallest_batch:
+                at.given += 1
                 yield epoch, batch
+        at.epoch, at.batch = epoch + 1, 0
 
-    def _read(self, epoch: int) -> Iterator[Batch]:
-        if self._loader is not None:
+    def _read(self, epoch: int, skip: int) -> Iterator[Batch]:
+        if self._loader is not None:  # which skips by itself
             return self._loader.train(epoch)
         group = self._group
-        return self._dataset.train(epoch, group.rank, group.world_size, self._batch_size)
+        batches = self._dataset.train(epoch, group.rank, group.world_size, self._batch_size)
+        return islice(batches, skip, None) if skip else batches
 
-    def _steps(self, length: int) -> int:
-        """Steps of each worker for a number of steps or samples, as the job's budget counts."""
-        return length if self._unit == "steps" else self._steps_for(length)
+    def _parts(self, length: int) -> int:
+        """Epochs, or batches of each worker for a number of steps or samples, as the job's budget counts."""
+        match self._unit:
+            case "samples":
+                return self._batches_for(length)
+            case "steps":
+                return length * self._accumulate
+        return length
 
-    def _steps_for(self, samples: int) -> int:
+    def _batches_for(self, samples: int) -> int:
         return math.ceil(samples / (self._batch_size * self._group.world_size))

@@ -119,6 +119,8 @@ def result_table(result: Result) -> Table:
     table.add_row("waiting for shards", f"{result.wait_share:.1%} of the training time")
     if result.skipped_rows:
         table.add_row("skipped", f"{result.skipped_rows:,} gradient rows with NaN or Inf")
+    if result.skipped_steps:
+        table.add_row("left out", f"{result.skipped_steps:,} steps with NaN or Inf")
     for name, rows in sorted(result.table_rows.items()):
         table.add_row(f"table {name}", f"{rows:,} row{'s' * (rows != 1)}")
     return table

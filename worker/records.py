@@ -71,6 +71,7 @@ class Result:
     samples_per_second: float  # of all workers, while training
     wait_share: float  # of all workers' training time
     skipped_rows: int  # gradient rows that held NaN or Inf
+    skipped_steps: int = 0  # of all workers, left out for a NaN or Inf
     table_rows: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from embershard.worker.data.batch import Dataset
 from embershard.worker.group import WorkerGroup
@@ -37,6 +38,14 @@ class Report:
         self._meter = meter
         self._observers = observers if group.is_first else ()
         self._best: Evaluation | None = None
+
+    def state_dict(self) -> Mapping[str, object]:
+        """The best evaluation."""
+        return {"best": None if self._best is None else dataclasses.asdict(self._best)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._best = None if state["best"] is None else Evaluation(**state["best"])
 
     @property
     def split(self) -> str | None:
@@ -93,8 +102,8 @@ class Report:
         for observer in self._observers:
             observer.evaluated(evaluation)
 
-    def finished(self, *, step: int, epoch: int, stopped_early: bool) -> Result:
-        """The run is over. Every worker must call it."""
+    def finished(self, *, step: int, epoch: int, stopped_early: bool, skipped_steps: int = 0) -> Result:
+        """The run is over; this worker left `skipped_steps` out. Every worker must call it."""
         group, meter, best = self._group, self._meter, self._best
         samples, waited, trained = (group.sum(part) for part in (meter.samples, meter.waited, meter.trained))
         skipped = group.sum(self._strategy.stats.skipped_rows)
@@ -115,6 +124,7 @@ class Report:
             samples_per_second=samples / train_seconds if train_seconds else 0.0,
             wait_share=waited / trained if trained else 0.0,
             skipped_rows=round(skipped),
+            skipped_steps=round(group.sum(skipped_steps)),
             table_rows=self._strategy.table_rows() if group.is_first else {},
         )
         for observer in self._observers:

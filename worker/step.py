@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
@@ -17,6 +17,7 @@ from embershard.worker.data.batch import Batch
 from embershard.worker.evaluate import to_device
 from embershard.worker.optimizer import gradients
 from embershard.worker.spans import span
+from embershard.worker.state_file import Stateful
 from embershard.worker.strategy.protocol import Turn
 
 Amp = Literal["off", "bf16", "fp16"]
@@ -143,10 +144,12 @@ class TrainStep:
             self._step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, the scale of the loss and the average of the weights."""
+        """Counters, the scale of the loss, the average of the weights, and what the objective has learnt."""
         scaler = self._scaler.state_dict() if self._scaler is not None else {}
         average = self._average.state_dict() if self._average is not None else {}
-        return {"steps": self.steps, "skipped": self.skipped, "scaler": scaler, "average": average}
+        objective: Mapping[str, Any] = self._objective.state_dict() if isinstance(self._objective, Stateful) else {}
+        counts = {"steps": self.steps, "skipped": self.skipped}
+        return {**counts, "scaler": scaler, "average": average, "objective": objective}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
@@ -155,6 +158,8 @@ class TrainStep:
             self._scaler.load_state_dict(state["scaler"])
         if self._average is not None and state["average"]:
             self._average.load_state_dict(state["average"])
+        if isinstance(self._objective, Stateful):
+            self._objective.load_state_dict(state["objective"])
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self._settings.amp == "off":

@@ -2,46 +2,41 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from embershard.proto.errors import EmbershardError, JobError
-from embershard.worker.budget import Budget
+from embershard.proto.errors import JobError
+from embershard.worker.budget import Budget, Segment
+from embershard.worker.checkpoint import Checkpoint
 from embershard.worker.data.batch import Dataset
 from embershard.worker.data.loader import LoaderProcess
-from embershard.worker.evaluate import Evaluator, to_device
+from embershard.worker.evaluate import Evaluator
 from embershard.worker.group import WorkerGroup
 from embershard.worker.job import Job
 from embershard.worker.meter import Meter
 from embershard.worker.models.recommender import Recommender, num_dense_parameters
-from embershard.worker.objective import objective_of
 from embershard.worker.onednn import onednn_is_faster, use_onednn
 from embershard.worker.records import Observer, Result
 from embershard.worker.report import Report
-from embershard.worker.schedule import Best, Schedule
+from embershard.worker.resume import RANDOM, Buffers, Fields, RandomNumbers, Saver
+from embershard.worker.schedule import Best
 from embershard.worker.session import Session
 from embershard.worker.spans import span, step_ends, steps_begin
+from embershard.worker.state_file import Stateful
+from embershard.worker.step_of_job import check_names, rates_of, step_of
 from embershard.worker.strategy.choice import choose_strategy
-from embershard.worker.strategy.protocol import Numbered, Turn
-
-
-class NonFiniteLoss(EmbershardError):
-    """Training diverged."""
-
-    template = (
-        "worker {worker}: the loss of step {step} (epoch {epoch}) is {loss}; "
-        "lower the learning rate, add warm-up steps, or look at the data for values without bounds"
-    )
+from embershard.worker.strategy.protocol import Numbered
 
 
 class Trainer:
     """Trains a job's model on this worker's share of the data until its budget or early stop.
 
-    `session` is the connection to the shards, None for a strategy that has none.
+    `session` is the connection to the shards, None for a strategy that has none. With `resume` it goes on from a
+    checkpoint, from which the shards were restored before. `output`, the run's folder, is noted in its checkpoints.
     """
 
     def __init__(
@@ -52,6 +47,9 @@ class Trainer:
         group: WorkerGroup,
         observers: Sequence[Observer] = (),
         loader: LoaderProcess | None = None,
+        *,
+        output: Path | None = None,
+        resume: Checkpoint | None = None,
     ) -> None:
         self._job, self._dataset, self._group = job, dataset, group
         self.device = _device(job)
@@ -60,7 +58,7 @@ class Trainer:
         self.strategy = choose_strategy(job, model, session, self.device)
         self.model = self.strategy.model
         torch.manual_seed(job.train.seed + 1 + group.rank)  # dropout differs between workers
-        self._objective = objective_of(self.model)
+        self._learn = step_of(job, self.strategy, session, self.device, worker=group.rank)
         self._evaluator = Evaluator(
             self.model,
             dataset,
@@ -69,16 +67,20 @@ class Trainer:
             batch_size=job.evaluate.batch_size,
             top_k=job.top_k,
             device=self.device,
+            averaged=self._learn.averaged,
         )
         has_batch_norm = any(isinstance(m, nn.BatchNorm1d) for m in self.model.modules())
         # one sample has no variance
         self._budget = Budget(job, dataset, group, loader, smallest_batch=2 if has_batch_norm else 1)
-        self._schedule = _schedule(job, self._budget)
+        self._rates = rates_of(job, self.strategy, self._budget.total_steps)
         early_stop = job.train.early_stop
         self._best = Best(metric=job.metric, min_delta=early_stop.min_delta if early_stop else 0.0)
         self._meter = Meter(self.strategy, group.world_size)
         self._report = Report(job, dataset, self.strategy, group, self._meter, observers)
-        self._epoch = self._step = 0
+        self._epoch = 0
+        self._saver = self._make_saver(session, output)
+        if resume is not None:
+            self._saver.restore(resume)
 
     def run(self) -> Result:
         """Train and evaluate in turn. NonFiniteLoss, or an error of the shards or the data, ends it."""
@@ -87,54 +89,56 @@ class Trainer:
             dense_parameters=self._dense_parameters,
             total_samples=self._budget.total_samples,
         )
-        stopped = False
-        for batches in self._budget.segments():
-            self._train(batches)
-            stopped = self._judge()
+        self._group.enter()
+        number, stopped = 0, False
+        for segment in self._budget.segments():
+            self._train(segment.batches)
+            if (segment.evaluation and self._dataset.splits) or (segment.checkpoint and self._saver.saves):
+                stopped = self._pause(segment, number)
+                number += 1
             if stopped:
                 break
-        return self._report.finished(step=self._step, epoch=self._epoch, stopped_early=stopped)
+        self.strategy.rest()
+        self._group.assemble(number)
+        return self._report.finished(
+            step=self._learn.steps, epoch=self._epoch, stopped_early=stopped, skipped_steps=self._learn.skipped
+        )
 
     def _train(self, batches: Iterator[Numbered]) -> None:
         self._meter.resume()
         steps_begin()
         for turn in self.strategy.turns(_timed(batches)):
             self._epoch = turn.epoch + 1
-            lr_scale = self._schedule.scale(self._step)
-            loss = self._learn(turn, lr_scale)
-            self._step += 1
-            self._meter.add(turn.samples, loss)
+            self._rates.set(self._learn.steps)
+            loss = self._learn(turn)
+            if turn.samples:
+                self._meter.add(turn.samples, loss)
             if self._meter.due():
-                self._report.trained(self._step, self._epoch, lr_scale)
+                self._report.trained(self._learn.steps, self._epoch, self._rates.scale)
             step_ends()
-        self._report.trained(self._step, self._epoch, self._schedule.scale(max(0, self._step - 1)))
+        self._learn.finish()
+        self._report.trained(self._learn.steps, self._epoch, self._rates.scale)
         self._meter.pause()
 
-    def _learn(self, turn: Turn, lr_scale: float) -> float:
-        """One step; its mean loss."""
-        with span("forward"):
-            loss = self._objective(self.strategy.module, to_device(turn.batch, self.device))
-        with span("backward"):
-            (loss if turn.loss_scale == 1.0 else loss * turn.loss_scale).backward()  # type: ignore[no-untyped-call]
-            value = loss.item()  # only now: it waits for a GPU, which has backward's work to do meanwhile
-        if not math.isfinite(value):
-            raise NonFiniteLoss(worker=self._group.rank, step=self._step + 1, epoch=self._epoch, loss=value)
-        self.strategy.step(turn, lr_scale)
-        return value
+    def _pause(self, segment: Segment, number: int) -> bool:
+        """Do with all workers what is due after a segment; whether to stop. Nobody's clock waits meanwhile."""
+        self.strategy.rest()
+        self._group.assemble(number)
+        stop = segment.evaluation and bool(self._dataset.splits) and self._judge()
+        if segment.checkpoint or stop:
+            self._saver.save(self._learn.steps)
+        self._group.dismiss(number, self.strategy.resume, self.strategy.clock)
+        return stop
 
     def _judge(self) -> bool:
         """Evaluate; whether to stop."""
-        if not self._dataset.splits:
-            return False
         self._report.evaluating()
         start = time.perf_counter()
-        self.strategy.rest()
         figures = self._evaluator.evaluate()
         improved, stop = self._decide(figures)
-        self.strategy.resume()
-        self._schedule.observe(improved)
+        self._rates.schedule.observe(improved)
         self._report.evaluated(
-            figures, step=self._step, epoch=self._epoch, improved=improved, seconds=time.perf_counter() - start
+            figures, step=self._learn.steps, epoch=self._epoch, improved=improved, seconds=time.perf_counter() - start
         )
         return stop
 
@@ -148,26 +152,38 @@ class Trainer:
         improved, stop = self._group.decide(improved, stop)
         return improved, stop
 
+    def _make_saver(self, session: Session | None, output: Path | None) -> Saver:
+        schedule = Fields(self._rates.schedule, "plateaus", "worse_in_a_row")
+        best = Fields(self._best, "value", "worse_in_a_row")
+        shared: dict[str, Stateful] = {"schedule": schedule, "best": best, "report": self._report}
+        if self.strategy.held is not None:
+            shared["held"] = self.strategy.held
+        own: dict[str, Stateful] = {
+            RANDOM: RandomNumbers(self.device),
+            "buffers": Buffers(self.model),
+            "budget": self._budget,
+            "step": self._learn,
+            "meter": self._meter,
+            "epoch": Fields(self, "_epoch"),
+        }
+        return Saver(
+            self._job,
+            self._group,
+            shared=shared,
+            own=own,
+            client=None if session is None else session.client,
+            output=output,
+        )
+
 
 def _build(job: Job, dataset: Dataset) -> Recommender:
     """The model with its first dense weights, the same for all workers, and its tables on the meta device."""
     torch.manual_seed(job.train.seed)
     model = job.model.build(dataset.schema, job.dim, "meta")
+    check_names(job, model)
     if job.train.linear == "onednn" or (job.train.linear == "auto" and onednn_is_faster()):
         use_onednn(model)
     return model
-
-
-def _schedule(job: Job, budget: Budget) -> Schedule:
-    section = job.train.lr_schedule
-    total = budget.total_steps
-    if section.name in ("linear", "cosine") and total is None:
-        raise JobError(
-            where="train.lr_schedule",
-            reason=f"{section.name} needs the number of steps, which this data does not tell: use train.steps",
-        )
-    given = {key: value for key, value in section.model_dump(exclude={"name"}).items() if value is not None}
-    return Schedule(shape=section.name, total_steps=total or 0, **given)
 
 
 def _timed(batches: Iterator[Numbered]) -> Iterator[Numbered]:
