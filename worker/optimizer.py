@@ -132,11 +132,11 @@ class _Rows(Sequence[Tensor]):
         self._session, self._tables = session, tables
 
     def _now(self) -> list[Tensor]:
+        found = {part.spec.name: part.gradients for part in self._session.gradients()}
         rows = []
-        for part in self._session.gradients():
-            if part.spec.name in self._tables:
-                rows.append(part.gradients.new_zeros(1, 1).expand(part.gradients.shape).requires_grad_())
-                rows[-1].grad = part.gradients
+        for gradient in (found[table] for table in self._tables if table in found):
+            rows.append(gradient.new_zeros(1, 1).expand(gradient.shape).requires_grad_())
+            rows[-1].grad = gradient
         return rows
 
     def __iter__(self) -> Iterator[Tensor]:
