@@ -398,18 +398,18 @@ class Split(_message.Message):
     def __init__(self, index: _Optional[int] = ..., returned: _Optional[int] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
-    __slots__ = ("url", "name", "id", "at_clock", "cancel")
+    __slots__ = ("url", "name", "id", "at_clock", "step")
     URL_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     AT_CLOCK_FIELD_NUMBER: _ClassVar[int]
-    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     url: str
     name: str
     id: int
     at_clock: int
-    cancel: bool
-    def __init__(self, url: _Optional[str] = ..., name: _Optional[str] = ..., id: _Optional[int] = ..., at_clock: _Optional[int] = ..., cancel: _Optional[bool] = ...) -> None: ...
+    step: str
+    def __init__(self, url: _Optional[str] = ..., name: _Optional[str] = ..., id: _Optional[int] = ..., at_clock: _Optional[int] = ..., step: _Optional[str] = ...) -> None: ...
 
 class Snapshotted(_message.Message):
     __slots__ = ("state", "clock", "rows", "total_rows", "bytes", "files", "path", "sha256", "stall_ms")
@@ -434,22 +434,20 @@ class Snapshotted(_message.Message):
     def __init__(self, state: _Optional[str] = ..., clock: _Optional[int] = ..., rows: _Optional[int] = ..., total_rows: _Optional[int] = ..., bytes: _Optional[int] = ..., files: _Optional[int] = ..., path: _Optional[str] = ..., sha256: _Optional[str] = ..., stall_ms: _Optional[float] = ...) -> None: ...
 
 class RestoreRequest(_message.Message):
-    __slots__ = ("url", "name", "id", "sha256", "replace", "install", "cancel")
+    __slots__ = ("url", "name", "id", "sha256", "replace", "step")
     URL_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     REPLACE_FIELD_NUMBER: _ClassVar[int]
-    INSTALL_FIELD_NUMBER: _ClassVar[int]
-    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     url: str
     name: str
     id: int
     sha256: str
     replace: bool
-    install: bool
-    cancel: bool
-    def __init__(self, url: _Optional[str] = ..., name: _Optional[str] = ..., id: _Optional[int] = ..., sha256: _Optional[str] = ..., replace: _Optional[bool] = ..., install: _Optional[bool] = ..., cancel: _Optional[bool] = ...) -> None: ...
+    step: str
+    def __init__(self, url: _Optional[str] = ..., name: _Optional[str] = ..., id: _Optional[int] = ..., sha256: _Optional[str] = ..., replace: _Optional[bool] = ..., step: _Optional[str] = ...) -> None: ...
 
 class Restored(_message.Message):
     __slots__ = ("state", "rows", "bytes")

@@ -210,7 +210,7 @@ class _Fields:
 
     def get(self, name: str, kind: type[T]) -> T:
         value = self._plain.get(name)
-        if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or value < 0)):
+        if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
             raise self.wrong(name, f"{kind.__name__} was expected, not {type(value).__name__}")
         return value
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 class Snapshot:
     """Write this shard's part of a snapshot, at once or when `at_clock` clocks are closed.
 
-    The same `id` again asks for its state, or gives it up.
+    `step` is "begin", "watch" (how far is it?) or "cancel".
     """
 
     url: str
     name: str
     id: int
     at_clock: int = 0
-    cancel: bool = False
+    step: str = "begin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Snapshotted:
 class Restore:
     """Read what belongs to this shard from a snapshot whose manifest has this digest (hex).
 
-    The same `id` again asks for its state, puts in place what was read (`install`), or gives it up.
+    `step` is "begin", "watch" (how far is it?), "install" (put what was read in place) or "cancel".
     """
 
     url: str
@@ -50,8 +50,7 @@ class Restore:
     id: int
     sha256: str
     replace: bool = False
-    install: bool = False
-    cancel: bool = False
+    step: str = "begin"
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,12 +36,15 @@ from embershard.proto.messages import (
     TakeSplit,
 )
 from embershard.proto.routing import Placement
+from embershard.proto.snapshot_messages import Restore, Snapshot
 from embershard.ps.clock import Clock, Member
 from embershard.ps.dedup import Dedup
 from embershard.ps.gather_pushes import apply_part, count_non_finite
 from embershard.ps.meeting import Meetings
 from embershard.ps.optim import OptimizerRegistry
+from embershard.ps.restore import Contents, Restores
 from embershard.ps.routes import RouteMemory
+from embershard.ps.snapshot import Moment, Snapshots
 from embershard.ps.splits import Splits
 from embershard.ps.tables import Part, Tables, check_room
 
@@ -80,6 +83,8 @@ class Shard:
         self._clock = Clock()
         self._meetings = Meetings(self._clock, max_message_bytes)
         self._splits = Splits(self._clock)
+        self._snapshots = Snapshots(self._moment, lambda: bool(self._clock.waiting_ids))
+        self._restores = Restores(index, placement, optimizers, self._tables.names, self._install)
         self._started = time.monotonic()
         self._requests = 0
         self._pulled_rows = 0
@@ -98,13 +103,15 @@ class Shard:
         """
         if now is None:
             now = time.monotonic()
-        self._clock.expire(now)
+        self.advance(now)
         self._requests += 1
         try:
             return self._answer(request, now)
         except ClockAhead:
             self._requests -= 1  # it comes again
             raise
+        finally:
+            self._snapshots.clock_moved(self._clock.open)
 
     @property
     def moves(self) -> int:
@@ -118,7 +125,10 @@ class Shard:
 
     def advance(self, now: float) -> None:
         """Let time pass: every request that arrived before `now` has been handled."""
-        self._clock.expire(now)
+        try:
+            self._clock.expire(now)
+        finally:
+            self._snapshots.clock_moved(self._clock.open)
 
     def excuse(self, seconds: float) -> None:
         """For so long nobody could be heard: the process stood still."""
@@ -174,8 +184,29 @@ class Shard:
                 return self._meetings.meet(request, now)
             case TakeSplit():
                 return self._splits.take(request, now)
+            case Snapshot():
+                return self._snapshots.answer(request, self._clock.open)
+            case Restore():
+                return self._restores.answer(request)
             case _:
                 raise InvalidRequest(reason=f"this shard cannot {type(request).__name__} yet")
+
+    def _moment(self) -> Moment:
+        """What a snapshot holds; TableLoading while a table has not all of its first values."""
+        return Moment(
+            self.greeting.shard,
+            self.greeting.num_shards,
+            self.greeting.placement_epoch,
+            self._clock.open,
+            self._dedup.windows(),
+            self._tables.opened(),
+        )
+
+    def _install(self, contents: Contents) -> None:
+        """Put what was restored in place of what is here."""
+        self._tables.replace(contents.tables)
+        self._dedup = Dedup.of(contents.workers)
+        self._routes = RouteMemory()
 
     def _join(self, request: Join, now: float) -> Joined:
         self._dedup.fence(request.worker, request.epoch)

@@ -14,6 +14,8 @@ from embershard.proto.routing import NUM_BUCKETS, Ids
 from embershard.proto.spec import TableSpec
 from embershard.ps import kernels
 from embershard.ps.arena import Arena, physical_memory
+from embershard.ps.frozen import FrozenRows
+from embershard.ps.frozen_kernels import restore_records
 from embershard.ps.initial import initializer_code
 from embershard.ps.intrinsics import ROW_FUNCTION, address_of
 from embershard.ps.row_optimizer import RowOptimizer
@@ -63,6 +65,7 @@ class Table:
         self._stride = (HEADER + spec.dim + len(self._fresh) + 1) // 2 * 2
         self._store = self._reserve(physical_memory() if reserve_bytes is None else reserve_bytes)
         self._counters = self._store.counters
+        self._frozen: FrozenRows | None = None  # while a snapshot reads
 
     @property
     def num_rows(self) -> int:
@@ -73,6 +76,11 @@ class Table:
     def capacity(self) -> int:
         """Rows that there is address space for."""
         return self._store.ids.size * 2 // self._stride
+
+    @property
+    def num_state(self) -> int:
+        """Floats of optimizer state per row."""
+        return len(self._fresh)
 
     @property
     def nbytes(self) -> int:
@@ -111,7 +119,7 @@ class Table:
         flat = _array(ids, np.int64, self.spec.name, "the ids")
         rows = _array(rows, np.float32, self.spec.name, what)
         self._check(flat, rows, what)
-        self._make_room(len(flat))
+        self._before_write(flat)
         skipped = np.zeros(1, np.int64)
         end = kernels.apply(self._store, flat, rows, rows.view(np.int32), self._hyper, clips, update, skipped)
         if end == kernels.OPTIMIZER_RAISED:
@@ -129,9 +137,31 @@ class Table:
         flat = _array(ids, np.int64, self.spec.name, "the ids")
         rows = _array(rows, np.float32, self.spec.name, "the rows")
         self._check(flat, rows, "the rows")
-        self._make_room(len(flat))
+        self._before_write(flat)
         if kernels.load(self._store, flat, rows, keep_state) != kernels.DONE:
             raise self._full(len(flat))
+
+    def restore(self, ids: Ids, rows: Floats, state: Floats) -> None:
+        """Give ids ((U,) int64) these weights ((U, dim) float32) and states ((U, num_state) float32).
+
+        TableFull when there is no room for that many new rows.
+        """
+        self._before_write(ids)
+        if restore_records(self._store, ids, rows, state) != kernels.DONE:
+            raise self._full(len(ids))
+
+    def freeze(self) -> FrozenRows:
+        """The rows as they are now, for one other thread to read while this one goes on, until `thaw`.
+
+        OSError where the system refuses the address space for copies.
+        """
+        self._frozen = FrozenRows(self._store)
+        return self._frozen
+
+    def thaw(self, frozen: FrozenRows) -> None:
+        """Copy rows for this reader no more; any thread may say so."""
+        if self._frozen is frozen:
+            self._frozen = None
 
     def scan(self, block: int = 65_536) -> Iterator[tuple[Ids, Floats, Floats]]:
         """Copies of (ids, weights (n, dim), state (n, num_state)) in blocks of slots, in slot order."""
@@ -147,9 +177,13 @@ class Table:
             dim = self.spec.dim
             raise WrongDim(table=self.spec.name, what=what, got=rows.size, ids=ids.size, dim=dim, want=ids.size * dim)
 
-    def _make_room(self, count: int) -> None:
-        if self.num_rows + count > self.capacity:
-            raise self._full(count)
+    def _before_write(self, ids: Ids) -> None:
+        """TableFull where there is no room; rows that a snapshot has yet to read are copied aside."""
+        if self.num_rows + len(ids) > self.capacity:
+            raise self._full(len(ids))
+        frozen = self._frozen
+        if frozen is not None:
+            frozen.keep(ids)
 
     def _full(self, count: int) -> TableFull:
         return TableFull(table=self.spec.name, rows=self.num_rows, capacity=self.capacity, ids=count)

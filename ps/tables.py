@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -74,6 +75,18 @@ class Tables:
     def status(self) -> tuple[TableStatus, ...]:
         """Sizes; may be read by any thread."""
         return tuple(map(_table_status, tuple(self._entries.values())))
+
+    def names(self) -> list[str]:
+        """Of all tables."""
+        return list(self._entries)
+
+    def opened(self) -> tuple[Table, ...]:
+        """All tables; TableLoading while one has not all of its first values."""
+        return tuple(self.open_entry(name).table for name in self._entries)
+
+    def replace(self, tables: Sequence[Table]) -> None:
+        """Have these tables, and no others."""
+        self._entries = {table.spec.name: Entry(table, np.uint64(table.spec.space_key), None) for table in tables}
 
     def declare(self, request: Declare) -> Declared:
         """Create the table or compare it.

@@ -32,7 +32,6 @@ from embershard.proto.manifest import (
     unpack_manifest,
     unpack_part,
 )
-from embershard.proto.messages import Reply, Request
 from embershard.proto.snapshot_errors import (
     SnapshotDamaged,
     SnapshotExists,
@@ -211,7 +210,7 @@ class RunningSnapshot:
     def cancel(self) -> None:
         """Give it up on all shards; those that cannot be reached do so by themselves when they have written all."""
         with suppress(EmbershardError):
-            self._client.ask_all(replace(self._request, cancel=True))
+            self._client.ask_all(replace(self._request, step="cancel"))
 
     def _finish(self, extra: Mapping[str, object], keep: int) -> SnapshotInfo:
         replies = _await(self._client, self._request, Snapshotted, "done", self._patience)
@@ -272,23 +271,23 @@ def restore_snapshot(
         if rows != manifest.rows:
             reason = f"the shards found {rows} rows in its files, it says {manifest.rows}"
             raise SnapshotDamaged(path=stored.storage.at(stored.folder), reason=reason)
-        client.ask_all(replace(request, install=True))
+        client.ask_all(replace(request, step="install"))
     except BaseException:
         with suppress(EmbershardError):
-            client.ask_all(replace(request, cancel=True))
+            client.ask_all(replace(request, step="cancel"))
         raise
     for table in manifest.tables.values():
         client.declare(table.spec)
     return manifest
 
 
-def _await(client: Client, request: Request, kind: type[R], state: str, patience: timedelta) -> list[R]:
+def _await(client: Client, request: Snapshot | Restore, kind: type[R], state: str, patience: timedelta) -> list[R]:
     """Ask until all shards are in a state; SnapshotTimeout once nothing has moved for as long as `patience`."""
-    assert isinstance(request, Snapshot | Restore)
     pause, longest = _PAUSES
     moved, deadline = None, Deadline(patience)
+    watch = replace(request, step="watch")
     while True:
-        replies = [reply for reply in _replies(client, request) if isinstance(reply, kind)]
+        replies = [reply for reply in client.ask_all(watch) if isinstance(reply, kind)]
         if all(reply.state == state for reply in replies):
             return replies
         now = [(reply.state, reply.bytes) for reply in replies]
@@ -298,10 +297,6 @@ def _await(client: Client, request: Request, kind: type[R], state: str, patience
             raise _timeout(request, replies, state, patience)
         time.sleep(pause)
         pause = min(2 * pause, longest)
-
-
-def _replies(client: Client, request: Request) -> Sequence[Reply | EmbershardError]:
-    return client.ask_all(request)
 
 
 def _timeout(

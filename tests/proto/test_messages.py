@@ -55,9 +55,9 @@ EXAMPLES: list[m.Message] = [
     m.Met((0, 3), (PAYLOAD, PAYLOAD[:0])),
     m.TakeSplit(1, 2, 3, 4, -1),
     m.Split(-1, 2),
-    m.Snapshot("s3://bucket/snapshots", "monday", 2**64 - 1, 7, True),
+    m.Snapshot("s3://bucket/snapshots", "monday", 2**64 - 1, 7, "cancel"),
     m.Snapshotted("done", 7, 3, 4, 5, 6, "shard-0.msgpack", "ab", 0.25),
-    m.Restore("/snapshots", "monday", 2**63, "cd", True, True, False),
+    m.Restore("/snapshots", "monday", 2**63, "cd", True, "install"),
     m.Restored("ready", 3, 4),
 ]
 

@@ -1,0 +1,207 @@
+"""What belongs to a shard of a snapshot, read by a thread of its own into new tables, and put in place at once."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import posixpath
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from embershard.proto.errors import EmbershardError, InvalidRequest, clipped
+from embershard.proto.manifest import MANIFEST, Manifest, TableBlocks, WorkerWindow, check_name, unpack_manifest
+from embershard.proto.routing import Placement
+from embershard.proto.snapshot_errors import (
+    OtherOptimizer,
+    SnapshotDamaged,
+    SnapshotUnknown,
+    SnapshotUnreadable,
+    TablesInTheWay,
+)
+from embershard.proto.snapshot_messages import Restore, Restored
+from embershard.ps.frozen_kernels import mark_own
+from embershard.ps.optim import OptimizerRegistry
+from embershard.ps.table import Table
+
+if TYPE_CHECKING:
+    from embershard.proto.storage import Storage
+
+_NAMES_SHOWN = 5
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a shard gets back. Pushes are known again only where each shard has the ids that it had."""
+
+    tables: list[Table] = field(default_factory=list)
+    workers: list[WorkerWindow] = field(default_factory=list)
+
+
+class Restores:
+    """The one restore that a shard works on; on the apply thread.
+
+    `names` gives the tables that are here, `install` puts others in their place.
+    """
+
+    def __init__(
+        self,
+        shard: int,
+        placement: Placement,
+        optimizers: OptimizerRegistry,
+        names: Callable[[], Sequence[str]],
+        install: Callable[[Contents], None],
+    ) -> None:
+        self._shard, self._placement, self._optimizers = shard, placement, optimizers
+        self._names, self._install = names, install
+        self._reader: SnapshotReader | None = None
+
+    def answer(self, request: Restore) -> Restored:
+        """Begin, watch, install or cancel."""
+        if request.step == "begin":
+            self._begin(request)
+        reader = self._reader
+        if reader is None or reader.request.id != request.id:
+            raise SnapshotUnknown(what="restore of", name=request.name or request.url)
+        match request.step:
+            case "begin" | "watch":
+                return reader.reply()
+            case "install":
+                self._check(request)
+                return reader.install(self._install)
+            case "cancel":
+                reader.cancel()
+                self._reader = None
+                return Restored("cancelled")
+        raise InvalidRequest(reason=f"a restore has no step {request.step[:50]!r}")
+
+    def _begin(self, request: Restore) -> None:
+        if self._reader is not None:
+            if self._reader.request.id == request.id:  # its first reply was lost
+                return
+            self._reader.cancel()  # whoever wanted it would have ended it
+            self._reader = None
+        if request.name:
+            check_name(request.name)
+        self._check(request)
+        self._reader = SnapshotReader(request, self._shard, self._placement, self._optimizers)
+
+    def _check(self, request: Restore) -> None:
+        names = self._names()
+        installed = self._reader is not None and self._reader.installed
+        if names and not request.replace and not installed:
+            more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+            raise TablesInTheWay(tables=", ".join(sorted(names)[:_NAMES_SHOWN]) + more)
+
+
+class SnapshotReader:
+    """Reads what belongs to one shard. Made, asked and ended on the apply thread."""
+
+    def __init__(self, request: Restore, shard: int, placement: Placement, optimizers: OptimizerRegistry) -> None:
+        self.request = request
+        self._shard, self._placement, self._optimizers = shard, placement, optimizers
+        self._state = "reading"
+        self._error: EmbershardError | None = None
+        self._cancelled = threading.Event()
+        self._rows = self._bytes = 0
+        self._contents = Contents()
+        threading.Thread(target=self._run, name="restore", daemon=True).start()
+
+    @property
+    def installed(self) -> bool:
+        """Whether what was read is in place."""
+        return self._state == "installed"
+
+    def reply(self) -> Restored:
+        """How far it is; raises what ended it."""
+        if self._error is not None:
+            raise clipped(self._error)  # as another exception: it is raised more than once
+        return Restored(self._state, self._rows, self._bytes)
+
+    def install(self, put: Callable[[Contents], None]) -> Restored:
+        """Hand over what was read; again, as after a lost reply, nothing."""
+        if self._state == "ready":
+            put(self._contents)
+            self._contents, self._state = Contents(), "installed"
+        reply = self.reply()
+        if not self.installed:
+            raise InvalidRequest(reason=f"the restore of {self.request.name!r} is {reply.state}, not ready")
+        return reply
+
+    def cancel(self) -> None:
+        """Read no more, and let go of what was read."""
+        self._cancelled.set()
+        self._contents = Contents()
+
+    def _run(self) -> None:
+        try:
+            contents = self._read()
+        except EmbershardError as error:
+            self._error = error
+        except Exception as error:
+            _log.exception("a defect while reading a snapshot")
+            self._error = SnapshotUnreadable(path=self.request.url, reason=f"{type(error).__name__}: {error}")
+        else:
+            if not self._cancelled.is_set():
+                self._contents, self._state = contents, "ready"
+        if self._error is not None:
+            _log.error("restore of %s: %s", self.request.url, self._error)
+
+    def _read(self) -> Contents:
+        from embershard.proto.storage import Storage  # fsspec takes a while; a shard may live without a snapshot
+
+        storage = Storage(self.request.url)
+        manifest = self._manifest(storage)
+        contents = Contents()
+        for blocks in manifest.tables.values():
+            contents.tables.append(self._read_table(storage, blocks))
+        if manifest.num_shards == self._placement.num_shards:
+            contents.workers.extend(manifest.shards[self._shard].workers)
+        return contents
+
+    def _manifest(self, storage: Storage) -> Manifest:
+        path = posixpath.join(self.request.name, MANIFEST)
+        try:
+            data = storage.read(path)
+        except FileNotFoundError:
+            reason = "no such file on the shard's machine; the folder must be one that all shards and workers share"
+            raise SnapshotUnreadable(path=storage.at(path), reason=reason) from None
+        if hashlib.sha256(data).hexdigest() != self.request.sha256:
+            raise SnapshotDamaged(path=storage.at(path), reason="it is not the one that this restore began with")
+        return unpack_manifest(data, storage.at(path))
+
+    def _read_table(self, storage: Storage, blocks: TableBlocks) -> Table:
+        from embershard.proto.blocks import read_block
+
+        spec = blocks.spec
+        table = Table(spec, self._optimizers.find(spec.optimizer))
+        if table.num_state != blocks.num_state:
+            raise OtherOptimizer(
+                path=storage.at(self.request.name),
+                table=spec.name,
+                got=blocks.num_state,
+                optimizer=spec.optimizer.name,
+                want=table.num_state,
+            )
+        buckets = self._placement.shard_of == self._shard
+        for file in blocks.files:
+            own_buckets = buckets[file.first_bucket : file.last_bucket + 1]
+            if self._cancelled.is_set() or not own_buckets.any():
+                continue
+            ids, rows, state = read_block(storage, self.request.name, file, blocks)
+            own = np.empty(len(ids), np.bool_)
+            count = mark_own(ids, np.uint64(spec.space_key), self._placement.shard_of, self._shard, own)
+            if count < len(ids):
+                if own_buckets.all():
+                    where = storage.at(posixpath.join(self.request.name, file.path))
+                    raise SnapshotDamaged(path=where, reason="it holds ids of other buckets than the manifest says")
+                ids, rows, state = ids[own], rows[own], state[own]
+            table.restore(ids, rows, state)
+            self._rows += count
+            self._bytes += file.bytes
+        return table

@@ -1,0 +1,274 @@
+"""A shard's part of a snapshot: the apply thread holds the moment, and a thread of its own writes the files."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from embershard.proto.errors import EmbershardError, InvalidRequest, clipped
+from embershard.proto.manifest import BlockFile, ShardPart, TableBlocks, WorkerWindow, check_name, pack_part
+from embershard.proto.snapshot_errors import SnapshotNotWritten, SnapshotRunning, SnapshotTooLate, SnapshotUnknown
+from embershard.proto.snapshot_messages import Snapshot, Snapshotted
+from embershard.ps.frozen import FrozenRows
+from embershard.ps.frozen_kernels import Slots
+from embershard.ps.table import Table
+
+if TYPE_CHECKING:
+    from embershard.proto.storage import Storage
+
+# A writer that has not moved for so long hangs in its storage; the next snapshot need not wait for it.
+HUNG_SECONDS = 300.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What a shard is between two requests."""
+
+    shard: int
+    num_shards: int
+    placement_epoch: int
+    clock: int
+    workers: tuple[WorkerWindow, ...]
+    tables: tuple[Table, ...]
+
+
+class Snapshots:
+    """The one snapshot that a shard works on; on the apply thread.
+
+    `moment` gives the shard's state, `waiting` whether pushes that were acknowledged are not applied yet: a snapshot
+    waits for these.
+    """
+
+    def __init__(self, moment: Callable[[], Moment], waiting: Callable[[], bool]) -> None:
+        self._moment = moment
+        self._pushes_wait = waiting
+        self._asked: Snapshot | None = None  # what waits for its moment
+        self._writer: SnapshotWriter | None = None
+        self._failed: tuple[int, EmbershardError] | None = None  # what could not begin when its moment came
+
+    def answer(self, request: Snapshot, clock: int) -> Snapshotted:
+        """Begin, watch or cancel; `clock` is the first that is not closed."""
+        check_name(request.name)
+        match request.step:
+            case "begin":
+                return self._begin(request, clock)
+            case "watch":
+                return self._watch(request)
+            case "cancel":
+                return self._cancel(request)
+        raise InvalidRequest(reason=f"a snapshot has no step {request.step[:50]!r}")
+
+    def clock_moved(self, clock: int) -> None:
+        """Take the snapshot that waits for this clock; to be called before anything else changes the rows."""
+        asked = self._asked
+        if asked is None or clock < asked.at_clock or (not asked.at_clock and self._pushes_wait()):
+            return
+        self._asked = None
+        try:
+            if asked.at_clock and clock > asked.at_clock:
+                raise SnapshotTooLate(clock=asked.at_clock, now=clock)
+            self._take(asked)
+        except EmbershardError as error:  # for whoever watches: the request that moved the clock is another's
+            self._failed = (asked.id, error)
+
+    def _begin(self, request: Snapshot, clock: int) -> Snapshotted:
+        if self._knows(request.id):  # its first reply was lost
+            return self._watch(request)
+        if self._writer is not None and not self._writer.ended:
+            if not self._writer.hangs:
+                raise self._writer.running()
+            self._writer.cancel()
+        if request.at_clock and request.at_clock < clock:
+            raise SnapshotTooLate(clock=request.at_clock, now=clock)
+        self._asked = request  # one that waited for a clock gives way: nothing was done for it yet
+        if request.at_clock <= clock and not self._pushes_wait():
+            self._asked = None
+            self._take(request)
+        return self._watch(request)
+
+    def _watch(self, request: Snapshot) -> Snapshotted:
+        if self._asked is not None and self._asked.id == request.id:
+            return Snapshotted("waiting")
+        if self._failed is not None and self._failed[0] == request.id:
+            raise clipped(self._failed[1])
+        if self._writer is None or self._writer.id != request.id:
+            raise SnapshotUnknown(what="snapshot", name=request.name)
+        return self._writer.reply()
+
+    def _cancel(self, request: Snapshot) -> Snapshotted:
+        if self._asked is not None and self._asked.id == request.id:
+            self._asked = None
+        elif self._writer is not None and self._writer.id == request.id:
+            self._writer.cancel()
+        return Snapshotted("cancelled")
+
+    def _knows(self, number: int) -> bool:
+        known = [self._asked and self._asked.id, self._writer and self._writer.id, self._failed and self._failed[0]]
+        return number in known
+
+    def _take(self, request: Snapshot) -> None:
+        began = time.perf_counter()
+        self._writer = SnapshotWriter(request, self._moment(), began)
+
+
+class SnapshotWriter:
+    """Writes one part. Made, cancelled and asked on the apply thread; SnapshotNotWritten where memory is refused."""
+
+    def __init__(self, request: Snapshot, moment: Moment, began: float) -> None:
+        self.id = request.id
+        self._request, self._moment = request, moment
+        self._state = "writing"
+        self._error: EmbershardError | None = None
+        self._cancelled = threading.Event()
+        self._rows = self._bytes = self._files = 0
+        self._moved = time.monotonic()
+        self._path = self._sha256 = ""
+        self._frozen: list[tuple[Table, FrozenRows]] = []
+        try:
+            for table in moment.tables:
+                self._frozen.append((table, table.freeze()))
+        except (OSError, MemoryError) as error:
+            self._thaw()
+            raise SnapshotNotWritten(path=request.name, reason=f"no memory for copies of rows: {error}") from None
+        self._total = sum(rows.num_rows for _, rows in self._frozen)
+        threading.Thread(target=self._run, name="snapshot", daemon=True).start()
+        self._stall_ms = 1000 * (time.perf_counter() - began)
+
+    @property
+    def ended(self) -> bool:
+        """Whether its thread has nothing more to do, or was told so."""
+        return self._state != "writing"
+
+    @property
+    def hangs(self) -> bool:
+        """Whether nothing was written for long."""
+        return time.monotonic() - self._moved > HUNG_SECONDS
+
+    def running(self) -> SnapshotRunning:
+        """The error of a snapshot that has to wait for this one."""
+        return SnapshotRunning(name=self._request.name, rows=self._rows, total_rows=self._total)
+
+    def reply(self) -> Snapshotted:
+        """How far it is; raises what ended it."""
+        if self._error is not None:
+            raise clipped(self._error)  # as another exception: it is raised more than once
+        return Snapshotted(
+            state=self._state,
+            clock=self._moment.clock,
+            rows=self._rows,
+            total_rows=self._total,
+            bytes=self._bytes,
+            files=self._files,
+            path=self._path,
+            sha256=self._sha256,
+            stall_ms=self._stall_ms,
+        )
+
+    def cancel(self) -> None:
+        """Write no more; from here on, pushes are none of its business."""
+        if not self.ended:
+            self._state = "cancelled"
+            self._cancelled.set()
+            self._thaw()
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except _Cancelled:
+            return
+        except EmbershardError as error:
+            self._error = error
+        except Exception as error:
+            _log.exception("a defect while writing snapshot %s", self._request.name)
+            self._error = SnapshotNotWritten(path=self._request.url, reason=f"{type(error).__name__}: {error}")
+        finally:
+            self._thaw()
+        if self._error is not None:
+            _log.error("snapshot %s: %s", self._request.name, self._error)
+        if not self._cancelled.is_set():
+            self._state = "failed" if self._error is not None else "done"
+
+    def _thaw(self) -> None:
+        for table, rows in self._frozen:
+            table.thaw(rows)
+
+    def _write(self) -> None:
+        from embershard.proto.storage import Storage  # fsspec takes a while; a shard may live without a snapshot
+
+        moment, name = self._moment, self._request.name
+        storage = Storage(self._request.url)
+        folder = f"shard-{moment.shard}-{self.id:016x}"
+        storage.make_folder(f"{name}/{folder}")
+        tables = tuple(
+            self._write_table(storage, f"{folder}/{number}", table, rows)
+            for number, (table, rows) in enumerate(self._frozen)
+        )
+        part = pack_part(
+            ShardPart(moment.shard, moment.num_shards, moment.placement_epoch, moment.clock, moment.workers, tables)
+        )
+        path = f"{folder}/part.msgpack"
+        storage.replace(f"{name}/{path}", part)
+        self._path, self._sha256 = path, hashlib.sha256(part).hexdigest()
+
+    def _write_table(self, storage: Storage, prefix: str, table: Table, rows: FrozenRows) -> TableBlocks:
+        from embershard.proto.blocks import rows_per_file
+
+        slots, starts = rows.by_bucket()
+        step = rows_per_file(rows.dim, rows.num_state)
+        files = []
+        for number, first in enumerate(range(0, rows.num_rows, step)):
+            last = min(first + step, rows.num_rows) - 1
+            buckets = np.searchsorted(starts, [first, last], side="right") - 1
+            path = f"{prefix}-{number}.safetensors"
+            about = {"table": table.spec.name, "first_bucket": str(buckets[0]), "last_bucket": str(buckets[1])}
+            size, digest = self._write_file(storage, path, rows, slots[first : last + 1], about)
+            files.append(BlockFile(path, size, digest, last + 1 - first, int(buckets[0]), int(buckets[1])))
+        table.thaw(rows)
+        return TableBlocks(table.spec, rows.num_state, rows.num_rows, tuple(files))
+
+    def _write_file(
+        self, storage: Storage, path: str, rows: FrozenRows, slots: Slots, about: dict[str, str]
+    ) -> tuple[int, str]:
+        """Bytes and sha256 of a file of these slots' rows."""
+        from embershard.proto.blocks import block_header
+
+        self._go_on()
+        ids, weights, state = rows.read(slots)
+        arrays: dict[str, npt.NDArray[np.generic]] = {"ids": ids, "rows": weights, "state": state}
+        pieces: list[bytes | memoryview] = [block_header(arrays, about), *map(_bytes_of, arrays.values())]
+        digest, size = hashlib.sha256(), 0
+        with storage.create(f"{self._request.name}/{path}") as file:
+            for piece in pieces:
+                self._go_on()
+                file.write(piece)
+                digest.update(piece)
+                size += len(piece)
+                self._bytes += len(piece)
+        self._rows += len(slots)
+        self._files += 1
+        return size, digest.hexdigest()
+
+    def _go_on(self) -> None:
+        self._moved = time.monotonic()
+        if self._cancelled.is_set():
+            raise _Cancelled
+
+
+class _Cancelled(EmbershardError):
+    """Nobody waits for the snapshot any more; never leaves its thread."""
+
+    template = "cancelled"
+
+
+def _bytes_of(array: npt.NDArray[np.generic]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
