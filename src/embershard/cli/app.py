@@ -20,6 +20,7 @@ COMMANDS = {
     "ps": "Serve one shard.",
     "worker": "Run one worker of a job.",
     "status": "Show health, rows, bytes and requests of every shard.",
+    "doctor": "Check this machine, shards, a job or a run, and say what to do.",
     "bench": "Measure pull and push, training, and how their cost grows.",
 }
 # what a machine may say to any write, at any moment; everything else is a defect, and shows its traceback

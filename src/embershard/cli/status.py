@@ -18,11 +18,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from embershard.cli.up import DEFAULT_PORT
+from embershard.doctor.words import size
 from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import GetStatus, Hello, Request, ShardStatus
 from embershard.worker.addresses import carrier_for, parse_addresses
 from embershard.worker.carrier import Carrier, Unreachable
 
+_FIRST_OF_UP = f"127.0.0.1:{DEFAULT_PORT}"
 _TIMEOUT = timedelta(seconds=2)  # a shard answers at once, even while its queue is long
 _SAMPLE_SECONDS = 0.5
 _WATCH_SECONDS = 1.0
@@ -56,7 +58,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Show it anew every second, until Ctrl-C.")] = False,
 ) -> None:
     """Show health, rows, bytes, tables and requests per second of every shard; exit code 1 if one does not serve."""
-    named = parse_addresses(addresses) if addresses else _local_addresses()
+    named = parse_addresses(addresses) if addresses else shards_of_up() or [_FIRST_OF_UP]
     carriers = [carrier_for(address) for address in named]
     try:
         rounds, console = _rounds(carriers), Console()
@@ -76,14 +78,14 @@ def status(
     raise typer.Exit(0 if all(one.status for one in seen) else 1)
 
 
-def _local_addresses() -> list[str]:
-    """The addresses of `embershard up` with its default port: its first shard knows how many there are."""
-    carrier = carrier_for(f"127.0.0.1:{DEFAULT_PORT}")
+def shards_of_up() -> list[str]:
+    """The addresses of `embershard up` with its default port, by what its first shard says; none if it is silent."""
+    carrier = carrier_for(_FIRST_OF_UP)
     try:
         greeting = carrier.submit(Hello(), _TIMEOUT).result()
-        count = getattr(greeting, "num_shards", 1)
+        count = getattr(greeting, "num_shards", 0)
     except (Unreachable, EmbershardError):
-        count = 1
+        count = 0
     finally:
         carrier.close()
     return [f"127.0.0.1:{DEFAULT_PORT + i}" for i in range(count)]
@@ -145,10 +147,10 @@ def _shards(seen: Sequence[Seen]) -> Table:
             escape(one.address),
             "[yellow]loading[/]" if loading else "[green]serving[/]",
             f"{sum(table.rows for table in now.tables):,}",
-            _size(sum(table.bytes for table in now.tables)),
+            size(sum(table.bytes for table in now.tables)),
             str(len(now.tables)),
             f"{one.requests_per_second:,.0f}",
-            _size(now.resident_bytes),
+            size(now.resident_bytes),
             str(timedelta(seconds=int(now.uptime_seconds))),
         )
     return view
@@ -162,8 +164,8 @@ def _tables(seen: Sequence[Seen]) -> list[Table]:
     view = _table_of(("\ntable", "\noptimizer"), ("\ndim", "\nrows", "\nbytes"))
     for name in dict.fromkeys(part.name for part in parts):
         mine = [part for part in parts if part.name == name]
-        rows, size = sum(part.rows for part in mine), sum(part.bytes for part in mine)
-        view.add_row(name, mine[0].optimizer, str(mine[0].dim), f"{rows:,}", _size(size))
+        rows, held = sum(part.rows for part in mine), sum(part.bytes for part in mine)
+        view.add_row(name, mine[0].optimizer, str(mine[0].dim), f"{rows:,}", size(held))
     return [view]
 
 
@@ -174,12 +176,3 @@ def _table_of(words: Sequence[str], numbers: Sequence[str]) -> Table:
     for name in numbers:
         view.add_column(name, justify="right", no_wrap=True)
     return view
-
-
-def _size(num_bytes: int) -> str:
-    size, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1000:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} {unit}" if size >= 100 or unit == "B" else f"{size:.1f} {unit}"

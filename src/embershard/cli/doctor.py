@@ -1,0 +1,100 @@
+"""`embershard doctor`: what is wrong here, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from embershard.cli.status import shards_of_up
+from embershard.doctor.case import Case, open_case
+from embershard.doctor.check import Check, Finding, Level
+from embershard.doctor.checks import SUBJECTS
+
+_COLORS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One check and what it found."""
+
+    subject: str
+    check: Check
+    finding: Finding
+
+    @property
+    def remedy(self) -> str:
+        """What to do: nothing where all is well, unless the finding itself says something."""
+        general = "" if self.finding.level is Level.OK else self.check.remedy
+        return self.finding.remedy or general
+
+    def as_json(self) -> dict[str, str]:
+        """For --json."""
+        return {
+            "subject": self.subject,
+            "check": self.check.name,
+            "level": self.finding.level,
+            "found": self.finding.text,
+            "remedy": self.remedy,
+        }
+
+
+def doctor(
+    addresses: Annotated[
+        str, typer.Argument(help="host:port of every shard, separated by commas; default: the shards of `up`, here.")
+    ] = "",
+    job: Annotated[Path | None, typer.Option(help="A job file that is to run here.")] = None,
+    run: Annotated[Path | None, typer.Option(help="The folder of a run: where does its time go?")] = None,
+    data: Annotated[
+        Path | None, typer.Option(envvar="EMBERSHARD_DATA", help="Folder of the data, instead of the job's data.root.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Check this machine, and the shards, the job and the run that are named; exit code 1 if anything fails."""
+    named = addresses or ",".join(shards_of_up())
+    answers = list(_answers(open_case(named, job, data, run)))
+    failed = any(answer.finding.level is Level.FAIL for answer in answers)
+    if as_json:
+        typer.echo(json.dumps({"ok": not failed, "checks": [answer.as_json() for answer in answers]}))
+    else:
+        _show(Console(highlight=False), answers)
+    raise typer.Exit(int(failed))
+
+
+def _answers(case: Case) -> Iterator[Answer]:
+    for subject, checks in SUBJECTS.items():
+        for check in checks:
+            if (finding := check.run(case)) is not None:
+                yield Answer(subject, check, finding)
+
+
+def _show(console: Console, answers: Sequence[Answer]) -> None:
+    view = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, show_header=False)
+    view.add_column(no_wrap=True)
+    view.add_column(no_wrap=True)
+    view.add_column(overflow="fold")
+    subject = ""
+    for answer in answers:
+        if answer.subject != subject:
+            subject = answer.subject
+            view.add_row("", f"[bold]{subject}[/]", "")
+        level = answer.finding.level
+        remedy = f"\n[bold]->[/] {escape(_printable(answer.remedy))}" if answer.remedy else ""
+        text = escape(_printable(answer.finding.text)) + remedy
+        view.add_row(f"[{_COLORS[level]}]{level}[/]", answer.check.name, text)
+    counts = Counter(answer.finding.level for answer in answers)
+    console.print(view)
+    console.print(", ".join(f"{counts[level]} {level}" for level in reversed(Level) if counts[level]))
+
+
+def _printable(text: str) -> str:
+    """What a server or a file says must not steer the terminal."""
+    return "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)

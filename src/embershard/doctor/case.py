@@ -1,0 +1,72 @@
+"""What the doctor is asked about, gathered once: every check reads it, none changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from embershard.doctor.probe import Probe, probe_all
+from embershard.doctor.run_record import RunRecord, read_run
+from embershard.proto.errors import BadAddress, JobError
+from embershard.proto.messages import ShardStatus
+from embershard.worker.addresses import parse_addresses
+
+if TYPE_CHECKING:
+    from embershard.worker.job import Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """The shards, the job and the run that were named, and what is wrong with the names themselves."""
+
+    probes: Sequence[Probe] = ()
+    address_mistake: str = ""
+    job: Job | None = None
+    job_mistake: str = ""
+    run: RunRecord | None = None
+
+    @property
+    def statuses(self) -> list[tuple[Probe, ShardStatus]]:
+        """The shards that said how they are."""
+        return [(probe, probe.status) for probe in self.probes if probe.status is not None]
+
+    @property
+    def workers(self) -> int:
+        """Workers of the job: as it says, or as many as the shards know."""
+        if self.job is not None:
+            return self.job.workers
+        return max((len(status.members) for _, status in self.statuses), default=0) or 1
+
+    @property
+    def shards(self) -> int:
+        """Shards of the placement, as they or the job say."""
+        counts = [probe.greeting.num_shards for probe in self.probes if probe.greeting is not None]
+        return max(counts, default=self.job.shards if self.job is not None else 1)
+
+
+def open_case(addresses: str, job: Path | None, data: Path | None, run: Path | None) -> Case:
+    """Look at what was named; a dead address takes `probe.DEADLINE`, however many there are."""
+    probes: Sequence[Probe] = ()
+    address_mistake = job_mistake = ""
+    found = None
+    if addresses:
+        try:
+            probes = probe_all(parse_addresses(addresses))
+        except BadAddress as error:
+            address_mistake = str(error)
+    if job is not None:
+        from embershard.worker.job import load_job  # half a second that the others need not wait
+
+        try:
+            found = load_job(job, (), data)
+        except JobError as error:
+            job_mistake = str(error)
+    return Case(
+        probes=probes,
+        address_mistake=address_mistake,
+        job=found,
+        job_mistake=job_mistake,
+        run=read_run(run) if run is not None else None,
+    )

@@ -1,0 +1,18 @@
+"""All checks, by subject, in the order in which they are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from embershard.doctor import clocks, compute, folders, installation, machine, runs, shards
+from embershard.doctor.check import Check
+
+SUBJECTS: Mapping[str, Sequence[Check]] = {
+    "installation": installation.CHECKS,
+    "machine": machine.CHECKS,
+    "computing": compute.CHECKS,
+    "files": folders.CHECKS,
+    "shards": shards.CHECKS,
+    "workers": clocks.CHECKS,
+    "run": runs.CHECKS,
+}

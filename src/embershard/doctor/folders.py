@@ -1,0 +1,91 @@
+"""Checks of the job file and of the folders that a run reads and writes."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from embershard.doctor.case import Case
+from embershard.doctor.check import Finding, check, fail, ok, warn
+from embershard.doctor.words import size
+from embershard.proto.snapshot_errors import BadSnapshotName
+from embershard.proto.storage import Storage
+
+_LITTLE_SPACE = 2**30
+_NO_SPACE = 2**26
+
+
+@check(
+    "job file",
+    asks="whether the job has mistakes, contradictions, or data files that are not there",
+    remedy="correct what is named, line by line; --data names the folder of the data",
+)
+def job_file(case: Case) -> Finding | None:
+    """What load_job says."""
+    if case.job_mistake:
+        return fail(case.job_mistake)
+    return ok(f"{case.job.model.name} on {case.job.data.reader}") if case.job is not None else None
+
+
+@check(
+    "run folder",
+    asks="whether the run's folder can be written, and has space for logs",
+    remedy="choose another folder with --output, or make space",
+)
+def run_folder(case: Case) -> Finding:
+    """--run, the job's output, or `runs` here."""
+    output = case.job.output if case.job is not None else None
+    return _folder(case.run.folder if case.run is not None else output or Path("runs"), 0)
+
+
+@check(
+    "checkpoint folder",
+    asks="whether the job's checkpoint folder can be written, and has space for as many as are kept",
+    remedy="choose a folder that all workers and shards see and can write, lower checkpoint.keep, or make space",
+)
+def checkpoint_folder(case: Case) -> Finding | None:
+    """checkpoint.folder, against what the tables of the running shards hold; one more is written beside those kept."""
+    section = case.job.checkpoint if case.job is not None else None
+    if section is None:
+        return None
+    if "://" in section.folder:
+        try:
+            Storage(section.folder)
+        except BadSnapshotName as error:
+            return fail(str(error))
+        return ok(f"{section.folder}: remote storage, in which nothing is tried")
+    held = sum(table.bytes for _, status in case.statuses for table in status.tables)
+    return _folder(Path(section.folder), held * (section.keep + 1))
+
+
+@check(
+    "temporary folder",
+    asks="whether the temporary folder can be written: shards put their private sockets there",
+    remedy="set TMPDIR to a folder that can be written, or make space",
+)
+def temporary_folder(_: Case) -> Finding:
+    """What tempfile would use."""
+    try:
+        return _folder(Path(tempfile.gettempdir()), 0)
+    except FileNotFoundError as error:
+        return fail(str(error))
+
+
+CHECKS = (job_file, run_folder, checkpoint_folder, temporary_folder)
+
+
+def _folder(path: Path, wanted: int) -> Finding:
+    """Whether files can be made in a folder, or in the nearest one above it that exists, and `wanted` bytes fit."""
+    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    text = str(path) if there == path.absolute() else f"{path} (to be made in {there})"
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        return fail(f"{text} cannot be written: {error.strerror or error}")
+    free = shutil.disk_usage(there).free
+    text = f"{text}: {size(free)} free"
+    if free < max(_NO_SPACE, wanted):
+        return fail(f"{text}, {size(wanted)} wanted" if wanted else text)
+    return (warn if free < max(_LITTLE_SPACE, 2 * wanted) else ok)(text)

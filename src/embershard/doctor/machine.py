@@ -1,0 +1,174 @@
+"""Checks of this machine: its clock, and its limits on memory, address space and open files."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from embershard.doctor.case import Case
+from embershard.doctor.cgroup import cpu_quota, memory_limit
+from embershard.doctor.check import Finding, check, fail, ok, warn
+from embershard.doctor.words import size
+
+PROC = Path("/proc")
+SYS = Path("/sys")
+SHARED_MEMORY = Path("/dev/shm")
+
+_LAST_SANE_YEAR = 2100
+_FILES_OF_A_PROCESS = 256  # libraries, logs, pipes
+_FILES_PER_PEER = 4  # a worker's stream, and its gRPC connection with both ends of the pipe behind it
+_LITTLE_MEMORY = 2**30  # torch alone takes half of it
+_NO_MEMORY = 2**28
+_SMALL_SHARED_MEMORY = 2**28
+
+
+@check(
+    "system time",
+    asks="whether the system's clock can be right: workers number their incarnations by it",
+    remedy="set the clock (timedatectl set-ntp true): a worker that starts again with an earlier time is taken for "
+    "an old one, and refused",
+)
+def system_time(_: Case) -> Finding:
+    """Now, against the age of what is installed."""
+    now = datetime.now(UTC)
+    installed = datetime.fromtimestamp(Path(__file__).stat().st_mtime, UTC)
+    if (installed - now).total_seconds() > 86_400:
+        return fail(f"it is {now:%Y-%m-%d %H:%M} UTC, before embershard was installed ({installed:%Y-%m-%d})")
+    if now.year >= _LAST_SANE_YEAR:
+        return fail(f"it is the year {now.year}")
+    return ok(f"{now:%Y-%m-%d %H:%M:%S} UTC, {time.tzname[0]}")
+
+
+@check(
+    "open files",
+    asks="whether a process may open as many files as it needs for all its peers",
+    remedy="raise the limit (ulimit -n 65536, LimitNOFILE= in systemd, nofile in /etc/security/limits.conf)",
+)
+def open_files(case: Case) -> Finding:
+    """RLIMIT_NOFILE against the connections of a shard to all workers, or of a worker to all shards."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _FILES_OF_A_PROCESS + _FILES_PER_PEER * max(case.shards, case.workers)
+    if soft == resource.RLIM_INFINITY:
+        return ok("no limit")
+    text = f"{soft} (at most {hard}); about {needed} are needed for {case.shards} shards and {case.workers} workers"
+    return ok(text) if soft >= needed else fail(text)
+
+
+@check(
+    "memory",
+    asks="whether memory is free, beside the tables of the shards on this machine",
+    remedy="start the shards on more machines, or end what else uses the memory",
+)
+def memory(case: Case) -> Finding | None:
+    """Free memory against what the tables here hold: they grow, and a snapshot is written beside them."""
+    free = _free_memory()
+    if free is None:
+        return None
+    tables = sum(table.bytes for probe, status in case.statuses if probe.here for table in status.tables)
+    text = f"{size(free)} free" + (f", tables here hold {size(tables)}" if tables else "")
+    if free < _NO_MEMORY:
+        return fail(text)
+    return warn(text) if free < max(_LITTLE_MEMORY, tables // 5) else ok(text)
+
+
+@check(
+    "container",
+    asks="whether a container's limits leave this process the cores and the memory that it sees",
+    remedy="set train.threads to the cores of the limit, and give the container more memory than its tables take",
+)
+def container(_: Case) -> Finding | None:
+    """Limits of control groups, which os.cpu_count and free memory do not show."""
+    quota, limit = cpu_quota(), memory_limit()
+    if quota is None and limit is None:
+        return ok("no limit")
+    cores = os.cpu_count() or 1
+    parts = [f"{quota:.1f} of {cores} cores"] if quota is not None else []
+    parts += [f"{size(limit[0])} of memory, {size(limit[1])} left"] if limit is not None else []
+    tight = (quota is not None and quota < cores) or (limit is not None and limit[1] < _LITTLE_MEMORY)
+    return (warn if tight else ok)(", ".join(parts))
+
+
+@check(
+    "address space",
+    asks="whether the system lets a shard reserve room for its tables to grow into",
+    remedy="lift `ulimit -v`, and set vm.overcommit_memory to 0 or 1 (sysctl)",
+)
+def address_space(_: Case) -> Finding:
+    """RLIMIT_AS and the system's mode of overcommitting memory."""
+    soft, _hard = resource.getrlimit(resource.RLIMIT_AS)
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if soft != resource.RLIM_INFINITY and soft < 2 * memory_bytes:
+        return warn(f"ulimit -v is {size(soft)}; each table reserves about {size(memory_bytes)}, or what it can get")
+    if _read(PROC / "sys/vm/overcommit_memory") == "2":
+        return warn("vm.overcommit_memory is 2: what is reserved counts as used, so tables have little room to grow")
+    return ok("no limit")
+
+
+@check(
+    "huge pages",
+    asks="whether the rows of large tables may lie in huge pages",
+    remedy="echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: random rows of a large table are found faster",
+)
+def huge_pages(_: Case) -> Finding | None:
+    """Transparent huge pages, which the shard asks for."""
+    mode = _read(SYS / "kernel/mm/transparent_hugepage/enabled")
+    if not mode:
+        return None
+    chosen = mode.partition("[")[2].partition("]")[0]
+    return warn("transparent huge pages are off (never)") if chosen == "never" else ok(f"transparent: {chosen}")
+
+
+@check(
+    "swap",
+    asks="whether rows may have been swapped out: one that is on disk takes a thousand times as long",
+    remedy="free memory, then `swapoff -a && swapon -a`, or run shards where swap is off",
+)
+def swap(_: Case) -> Finding | None:
+    """Swap that is in use."""
+    values = _meminfo()
+    if "SwapTotal" not in values:
+        return None
+    used = values["SwapTotal"] - values.get("SwapFree", 0)
+    text = f"{size(used)} of {size(values['SwapTotal'])} in use" if values["SwapTotal"] else "there is none"
+    return warn(text) if used > values.get("MemTotal", 0) // 20 else ok(text)
+
+
+@check(
+    "shared memory",
+    asks="whether /dev/shm has room for the batches of torch's DataLoader workers, and for NCCL",
+    remedy="give the container more (docker run --shm-size 1g), or use num_workers=0; the loader process of a job "
+    "needs none",
+)
+def shared_memory(_: Case) -> Finding | None:
+    """/dev/shm, of which a container often has 64 MiB."""
+    if not SHARED_MEMORY.is_dir():
+        return None
+    free = shutil.disk_usage(SHARED_MEMORY).free
+    return (warn if free < _SMALL_SHARED_MEMORY else ok)(f"{size(free)} free")
+
+
+CHECKS = (system_time, open_files, memory, container, address_space, huge_pages, swap, shared_memory)
+
+
+def _free_memory() -> int | None:
+    """Bytes that processes can still have, here and in this container; None where the system does not tell."""
+    free = _meminfo().get("MemAvailable")
+    limit = memory_limit()
+    return min((part for part in (free, limit[1] if limit else None) if part is not None), default=None)
+
+
+def _meminfo() -> dict[str, int]:
+    """/proc/meminfo in bytes; empty where there is none."""
+    lines = [line.replace(":", "").split() for line in _read(PROC / "meminfo").splitlines()]
+    return {words[0]: int(words[1]) * 1024 for words in lines if len(words) == 3 and words[1].isdigit()}
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,168 @@
+"""What one shard says of itself, asked in every way that it can be reached; all shards at once, by one deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+from embershard.proto.errors import EmbershardError
+from embershard.proto.messages import GetStatus, Greeting, Hello, ShardStatus
+from embershard.worker.carrier import Carrier, Deadline, Unreachable
+from embershard.worker.carriers.grpc import GrpcCarrier
+from embershard.worker.carriers.io_thread import connect_beside, io_loop
+from embershard.worker.carriers.stream import StreamCarrier
+
+DEADLINE = timedelta(seconds=3)
+_STEP = timedelta(seconds=1)  # the most for one question: what is silent must leave time for the others
+_CALLS = 20
+_BETWEEN_SECONDS = 0.3  # the two looks at a shard's counters
+
+
+@dataclass(slots=True)
+class Probe:
+    """One address. A problem is empty where there is none; what was not asked says why."""
+
+    address: str
+    resolve_problem: str = "it was not looked up in time"
+    port_problem: str = "not tried"
+    stream_problem: str = "not asked"
+    grpc_problem: str = "not asked"
+    stream_greeting: Greeting | None = None
+    grpc_greeting: Greeting | None = None
+    beside: bool = False  # a worker here would use the Unix socket beside the port
+    here: bool = False  # it runs on this machine
+    call_seconds: float | None = None  # of a small call, median
+    before: ShardStatus | None = None  # a first look
+    status: ShardStatus | None = None  # the last one
+
+    @property
+    def greeting(self) -> Greeting | None:
+        """How it introduced itself, over whatever it answers."""
+        return self.stream_greeting or self.grpc_greeting
+
+    @property
+    def is_two(self) -> bool:
+        """Whether different processes answer on stream and on gRPC."""
+        one, other = self.stream_greeting, self.grpc_greeting
+        return one is not None and other is not None and one.instance != other.instance
+
+    @property
+    def name(self) -> str:
+        """Index and address, or the address alone."""
+        return self.address if self.greeting is None else f"shard {self.greeting.shard} at {self.address}"
+
+    @property
+    def is_rpc(self) -> bool:
+        """Whether it is torch.distributed.rpc's, which is not asked anything: it would execute what it answers."""
+        return self.address.startswith(("rpc://", "rpc-executes-pickles://"))
+
+    @property
+    def bare(self) -> str:
+        """host:port or unix:/path."""
+        return self.address.removeprefix("grpc+").rpartition("://")[2]
+
+
+def probe_all(addresses: Sequence[str], deadline: timedelta = DEADLINE) -> list[Probe]:
+    """Ask all of them at once; what is not known by the deadline stays as it was."""
+    probes = [Probe(address) for address in addresses]
+    limit = Deadline(deadline)
+    # daemon threads: looking a name up cannot be interrupted, and must not hold up the end of the process
+    threads = [threading.Thread(target=_ask, args=(probe, limit), daemon=True) for probe in probes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, limit.seconds))
+    return [replace(probe) for probe in probes]  # what comes later does not change them
+
+
+def _ask(probe: Probe, limit: Deadline) -> None:
+    with contextlib.suppress(Unreachable, EmbershardError, TimeoutError):  # it has gone: what is known of it is told
+        if _reaches(probe, limit) and not probe.is_rpc:
+            _question(probe, limit)
+
+
+def _question(probe: Probe, limit: Deadline) -> None:
+    stream = StreamCarrier(probe.address if probe.address.startswith("tcp://") else probe.bare)
+    grpc = GrpcCarrier(probe.bare)
+    try:
+        probe.stream_greeting, probe.stream_problem = _greeting(stream, limit)
+        probe.grpc_greeting, probe.grpc_problem = _greeting(grpc, limit)
+        by_grpc = probe.stream_greeting is None or (probe.grpc_greeting and probe.address.startswith("grpc"))
+        if probe.greeting is not None:
+            _look(probe, grpc if by_grpc else stream, limit)
+    finally:
+        stream.close()
+        grpc.close()
+
+
+def _reaches(probe: Probe, limit: Deadline) -> bool:
+    """Whether its name has an address and its port takes a connection."""
+    if probe.bare.startswith("unix:"):
+        path = probe.bare.removeprefix("unix:")
+        probe.here = True
+        probe.resolve_problem = "" if Path(path).is_socket() else f"{path} is no socket"
+        probe.port_problem = probe.resolve_problem or _connect_problem(socket.AF_UNIX, path, limit)
+        return not probe.port_problem
+    host, _, port = probe.bare.rpartition(":")
+    host = host.strip("[]")
+    try:
+        places = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        probe.resolve_problem = f"{host!r} is unknown ({getattr(error, 'strerror', None) or error})"
+        return False
+    probe.resolve_problem = ""
+    problems = [_connect_problem(family, place, limit) for family, _, _, _, place in places]
+    probe.port_problem = "" if "" in problems else problems[0]
+    if probe.port_problem or probe.is_rpc:
+        return not probe.port_problem
+    beside = asyncio.run_coroutine_threadsafe(connect_beside(host, int(port)), io_loop()).result(_STEP.total_seconds())
+    if beside is not None:
+        beside.close()
+        probe.here, probe.beside = True, "://" not in probe.address
+    return True
+
+
+def _connect_problem(family: int, place: object, limit: Deadline) -> str:
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.settimeout(max(0.01, min(_STEP, limit.remaining).total_seconds()))
+        try:
+            sock.connect(place)  # type: ignore[arg-type]
+        except TimeoutError:
+            return "it takes no connection: nothing answers there, or a firewall drops it"
+        except OSError as error:
+            return (error.strerror or str(error)).lower()
+    return ""
+
+
+def _greeting(carrier: Carrier, limit: Deadline) -> tuple[Greeting | None, str]:
+    try:
+        reply = carrier.submit(Hello(), min(_STEP, limit.remaining)).result()
+    except (Unreachable, EmbershardError) as error:
+        return None, error.reason if isinstance(error, Unreachable) else str(error)
+    return (reply, "") if isinstance(reply, Greeting) else (None, f"it said {type(reply).__name__}")
+
+
+def _look(probe: Probe, carrier: Carrier, limit: Deadline) -> None:
+    """Its status, the time of a small call, and its status a little later."""
+    probe.before = probe.status = _status(carrier, limit)
+    seconds = []
+    for _ in range(_CALLS):
+        start = time.perf_counter()
+        carrier.submit(Hello(), min(_STEP, limit.remaining)).result()
+        seconds.append(time.perf_counter() - start)
+        probe.call_seconds = statistics.median(seconds)
+    time.sleep(max(0.0, min(_BETWEEN_SECONDS, limit.seconds)))
+    probe.status = _status(carrier, limit) or probe.status
+
+
+def _status(carrier: Carrier, limit: Deadline) -> ShardStatus | None:
+    reply = carrier.submit(GetStatus(), min(_STEP, limit.remaining)).result()
+    return reply if isinstance(reply, ShardStatus) else None

@@ -1,0 +1,218 @@
+"""Checks of a run by what it left behind: whether it ended well, where its time went, and why its workers wait."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from embershard.doctor.case import Case
+from embershard.doctor.check import Finding, check, fail, ok, warn
+from embershard.doctor.run_record import RunRecord, number
+from embershard.doctor.words import some
+from embershard.worker.log import FILE_NAME
+
+_LARGE_SHARE = 0.2  # of a step, for a part that is no computation
+_UNEVEN = 4.0  # p99 of a step against its median
+_FALL = 0.7  # of the speed at the start
+_SLOW_CALL_SECONDS = 0.002
+
+_MODEL = "this is the model: more train.threads, train.linear onednn, mixed precision (bf16), a GPU, more workers"
+
+# part of a step (worker/spans.py) -> what to try where it dominates
+PARTS = {
+    "wait": "prefetch with a staleness of 1 or 2 (train.prefetch), more shards, larger batches, or embedding.cache for "
+    "hot rows; see `waiting`",
+    "data": "data.loader_processes: 1 gives the reader a core of its own; a faster format (parquet) or disk",
+    "route": "fewer tables: give features one table, or one id space (as the CTR readers do); smaller batches",
+    "gather": "fewer tables, and fewer equal ids in a batch: let the reader pool repeated ones",
+    "encode": "fewer and larger messages: fewer tables, fewer shards",
+    "send": "a smaller dim, embedding.cache, a faster link; Unix sockets where shards and workers share a machine",
+    "receive": "a smaller dim, embedding.cache, a faster link; Unix sockets where shards and workers share a machine",
+    "push": "prefetch (train.prefetch), so that pushes leave behind the step; fewer tables",
+    "forward": _MODEL,
+    "backward": _MODEL,
+    "other": "look at trace.json (ui.perfetto.dev) for what lies between the parts: hooks, logging, metrics",
+}
+_COMPUTATION = ("forward", "backward")
+
+
+@check(
+    "run",
+    asks="whether the run ended well",
+    remedy="see the last lines of worker-*.log in the run's folder, and the message that ended it",
+)
+def ended(case: Case) -> Finding | None:
+    """The log's last word."""
+    run = case.run
+    if run is None:
+        return None
+    if run.mistake:
+        return fail(run.mistake, "name a folder that `embershard train --output` wrote, with a log.jsonl in it")
+    damaged = f"; {run.damaged} damaged lines in {FILE_NAME}" if run.damaged else ""
+    if run.result is None:
+        return warn(f"no result: it still runs, or ended early, after step {_last_step(run)}{damaged}")
+    text = (
+        f"{number(run.result, 'steps') or 0:,.0f} steps, {number(run.result, 'samples_per_second') or 0:,.0f} samples/s"
+        f"{damaged}"
+    )
+    skipped = number(run.result, "skipped_rows") or 0
+    return warn(f"{text}; {skipped:,.0f} gradient rows held NaN or Inf") if skipped or damaged else ok(text)
+
+
+@check(
+    "step",
+    asks="which part of a training step takes the most time",
+    remedy="run once with --profile, then do what stands beside the part that is named (below)",
+)
+def step(case: Case) -> Finding | None:
+    """The split of profile.json."""
+    run = case.run
+    if run is None or run.mistake:
+        return None
+    if run.profile is None:
+        return ok(run.profile_mistake or "not known: there is no profile.json", "run it with --profile")
+    shares = _shares(run)
+    if not shares:
+        return ok("not known: the profile has no steps", "profile a run of more than a hundred steps")
+    name, share = max(shares.items(), key=lambda pair: pair[1])
+    text = f"{name} takes {share:.0%} of {number(run.profile, 'step', 'p50_ms') or 0:.1f} ms"
+    text += f" ({', '.join(f'{part} {value:.0%}' for part, value in _largest(shares, name))})"
+    remedy = PARTS.get(name, PARTS["other"])
+    return warn(text, remedy) if share > _LARGE_SHARE and name not in _COMPUTATION else ok(text, remedy)
+
+
+@check(
+    "even steps",
+    asks="whether some steps take far longer than most",
+    remedy="look for what else uses these cores, for swap, and for a worker or shard that stalls; evaluations do not "
+    "count",
+)
+def even_steps(case: Case) -> Finding | None:
+    """p99 against the median."""
+    profile = case.run.profile if case.run is not None else None
+    p50, p99 = number(profile, "step", "p50_ms"), number(profile, "step", "p99_ms")
+    if not p50 or p99 is None:
+        return None
+    text = f"p50 {p50:.1f} ms, p99 {p99:.1f} ms"
+    return warn(text) if p99 > _UNEVEN * p50 else ok(text)
+
+
+@check(
+    "waiting",
+    asks="what share of the training time the workers wait, and why",
+    remedy="do what stands beside the reason; without one, name the running shards beside --run to see more",
+)
+def waiting(case: Case) -> Finding | None:
+    """The log's wait_share, and what speaks for which reason."""
+    run = case.run
+    if run is None or not run.train:
+        return None
+    share = number(run.result, "wait_share")
+    if share is None:
+        shares = [value for line in run.train if (value := number(line, "wait_share")) is not None]
+        if not shares:
+            return None
+        share = statistics.median(shares)
+    reasons = _reasons(case, run) if share > _LARGE_SHARE else []
+    text = f"{share:.0%} of the training time" + (f"; {some([why for why, _ in reasons])}" if reasons else "")
+    remedy = "; ".join(what for _, what in reasons)
+    return warn(text, remedy) if share > _LARGE_SHARE else ok(text)
+
+
+@check(
+    "speed over time",
+    asks="whether training slowed down on its way",
+    remedy="see `memory`, `swap` and `load`: tables that grow, a shard that fills up, a machine that something else "
+    "uses",
+)
+def speed_over_time(case: Case) -> Finding | None:
+    """The last quarter of the intervals against the first, without the very first one."""
+    lines = case.run.train if case.run is not None else ()
+    speeds = [value for line in lines[1:] if (value := number(line, "samples_per_second")) is not None]
+    if len(speeds) < 8:
+        return None
+    quarter = len(speeds) // 4
+    early, late = statistics.median(speeds[:quarter]), statistics.median(speeds[-quarter:])
+    text = f"{early:,.0f} samples/s at first, {late:,.0f} at last"
+    return warn(text) if late < _FALL * early else ok(text)
+
+
+@check(
+    "evaluation",
+    asks="what share of the run evaluations take",
+    remedy="evaluate less often (evaluate.every), in larger batches (evaluate.batch_size), or on fewer samples",
+)
+def evaluation(case: Case) -> Finding | None:
+    """Seconds of evaluation against those of the whole run."""
+    run = case.run
+    if run is None or not run.evaluations:
+        return None
+    spent = sum(number(line, "evaluation_seconds") or 0.0 for line in run.evaluations)
+    last = run.result or run.evaluations[-1]
+    whole = max(number(last, "seconds") or 0.0, spent)
+    text = f"{spent:.1f} of {whole:.1f} s in {len(run.evaluations)} evaluations"
+    return warn(text) if spent > 0.5 * whole else ok(text)
+
+
+@check(
+    "cache",
+    asks="whether the cache of hot rows finds rows",
+    remedy="raise embedding.cache.rows or embedding.cache.staleness, or leave the cache out: ids without skew gain "
+    "nothing",
+)
+def cache(case: Case) -> Finding | None:
+    """The share of looked-up rows that the worker had."""
+    lines = case.run.train if case.run is not None else ()
+    shares = [value for line in lines if (value := number(line, "cached_share")) is not None]
+    if not shares:
+        return None
+    share = statistics.median(shares)
+    return (warn if share < 0.1 else ok)(f"{share:.0%} of the rows came from the cache")
+
+
+CHECKS = (ended, step, even_steps, waiting, speed_over_time, evaluation, cache)
+
+
+def _reasons(case: Case, run: RunRecord) -> list[tuple[str, str]]:
+    """(what speaks for it, what to try) for every reason to wait that shows."""
+    reasons = []
+    bound = number(run.config, "job", "train", "staleness")
+    ahead = number(run.config, "job", "train", "prefetch") or bound  # which prefetch follows where nothing else is said
+    workers = number(run.config, "workers") or 1
+    slow = [probe for probe in case.probes if (probe.call_seconds or 0) > _SLOW_CALL_SECONDS]
+    busy = [probe for probe, status in case.statuses if status.queued_bytes]
+    if slow:
+        call = max(probe.call_seconds or 0 for probe in slow) * 1e3
+        reasons.append((f"the network: a small call takes {call:.1f} ms", "put workers nearer to the shards"))
+    if busy:
+        reasons.append((f"the shards are busy: {some([probe.name for probe in busy])}", "start more shards"))
+    if bound == 0 and workers > 1:
+        reasons.append(
+            (
+                "synchronous workers wait for the slowest of them in every step",
+                "a bound (train.staleness 2) evens out their steps; see `waited for` for one that always lags",
+            )
+        )
+    if not ahead:
+        reasons.append(
+            (
+                "no step is computed while pushes are on their way (train.prefetch is 0 or off)",
+                "train.prefetch: 1 overlaps them, at a staleness of one step",
+            )
+        )
+    return reasons
+
+
+def _shares(run: RunRecord) -> dict[str, float]:
+    parts = (run.profile or {}).get("parts")
+    names = list(map(str, parts)) if isinstance(parts, Mapping) else []
+    return {name: share for name in names if (share := number(run.profile, "parts", name, "share")) is not None}
+
+
+def _largest(shares: Mapping[str, float], but: str) -> Sequence[tuple[str, float]]:
+    return sorted(((k, v) for k, v in shares.items() if k != but), key=lambda pair: -pair[1])[:3]
+
+
+def _last_step(run: RunRecord) -> str:
+    last = number(run.train[-1], "step") if run.train else None
+    return "0" if last is None else f"{last:,.0f}"

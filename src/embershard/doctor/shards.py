@@ -1,0 +1,255 @@
+"""Checks of the shards: reachable, of one version and one placement, and how busy they are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from importlib import metadata
+
+from embershard.doctor.case import Case
+from embershard.doctor.check import Finding, check, fail, ok, warn
+from embershard.doctor.probe import Probe
+from embershard.doctor.words import numbers, size, some
+from embershard.proto.errors import ShardUnavailable, WrongShards
+from embershard.worker.addresses import carrier_for
+from embershard.worker.carrier import Deadline
+from embershard.worker.links import greet
+
+_SLOW_CALL_SECONDS = 0.002
+_GREET_TIMEOUT = timedelta(seconds=2)
+
+
+@check(
+    "addresses",
+    asks="whether the text can be the addresses of shards, each named once",
+    remedy="write host:port,host:port with a port of 1..65535, or unix:/path; docs/carriers.md",
+)
+def addresses(case: Case) -> Finding | None:
+    """What parse_addresses says."""
+    if case.address_mistake:
+        return fail(case.address_mistake)
+    return ok(f"{len(case.probes)} named") if case.probes else None
+
+
+@check(
+    "names",
+    asks="whether the shards' host names have addresses here",
+    remedy="check the spelling, DNS and /etc/hosts, or write the IP address",
+)
+def names(case: Case) -> Finding | None:
+    """getaddrinfo of every host."""
+    return _each(case.probes, lambda probe: probe.resolve_problem, "resolved")
+
+
+@check(
+    "ports",
+    asks="whether each shard's port takes a connection",
+    remedy="start the shard (embershard ps --listen, or up); from another machine it listens there only with "
+    "--insecure; open the port in the firewall",
+)
+def ports(case: Case) -> Finding | None:
+    """A connection, without a word."""
+    found = [probe for probe in case.probes if not probe.resolve_problem]
+    return _each(found, lambda probe: probe.port_problem, "reachable")
+
+
+@check(
+    "stream",
+    asks="whether an embershard shard answers there on the stream carrier, the default",
+    remedy="name the shards' ports, not those of something else; where a shard is stopped or hangs, see its log",
+)
+def stream(case: Case) -> Finding | None:
+    """A Hello over the stream carrier."""
+    return _answers(case.probes, lambda probe: probe.stream_problem)
+
+
+@check(
+    "gRPC",
+    asks="whether the shard answers there on gRPC too: health checks and clients in other languages",
+    remedy="see the shard's log; a proxy between has to pass HTTP/2",
+)
+def grpc(case: Case) -> Finding | None:
+    """A Hello over gRPC."""
+    return _answers(case.probes, lambda probe: probe.grpc_problem)
+
+
+@check(
+    "latency",
+    asks="how long a small call takes: a step waits for at least one, unless it prefetches",
+    remedy="put workers near the shards (same rack, same zone), prefetch with a staleness of 1 or more, use larger "
+    "batches",
+)
+def latency(case: Case) -> Finding | None:
+    """The median of some small calls to each shard."""
+    calls = [(probe, probe.call_seconds) for probe in case.probes if probe.call_seconds is not None]
+    if not calls:
+        return None
+    slowest, seconds = max(calls, key=lambda pair: pair[1])
+    text = f"{min(call for _, call in calls) * 1e3:.2f} to {seconds * 1e3:.2f} ms, the slowest {slowest.name}"
+    return warn(text) if seconds > _SLOW_CALL_SECONDS else ok(text)
+
+
+@check(
+    "Unix sockets",
+    asks="whether shards on this machine are reached by Unix sockets, at half the cost of TCP",
+    remedy="write host:port without tcp:// or grpc://, and run workers as the shards' user (or root's shards), in the "
+    "same network namespace",
+)
+def unix_sockets(case: Case) -> Finding | None:
+    """Whether a worker here would use the socket beside the port."""
+    here = [probe for probe in case.probes if probe.here]
+    if not here:
+        answered = any(probe.greeting for probe in case.probes)
+        return ok("no shard runs on this machine: TCP") if answered else None
+    over_tcp = [probe.name for probe in here if not probe.beside and not probe.bare.startswith("unix:")]
+    return warn(f"over TCP: {some(over_tcp)}") if over_tcp else ok(f"{len(here)} shards here, by Unix sockets")
+
+
+@check(
+    "versions",
+    asks="whether the shards and this machine have the same version of embershard",
+    remedy="install one version everywhere, and start the shards again",
+)
+def versions(case: Case) -> Finding | None:
+    """Their versions, and ours."""
+    mine = metadata.version("embershard")
+    found = [(probe, probe.greeting.version) for probe in case.probes if probe.greeting is not None]
+    if not found:
+        return None
+    others = [f"{probe.name} has {version}" for probe, version in found if version != mine]
+    return fail(f"here {mine}; {some(others)}") if others else ok(f"{mine} everywhere")
+
+
+@check(
+    "placement",
+    asks="whether the addresses are all the shards of one placement, each once, of one epoch",
+    remedy="name every shard of one job, each once; start all with the same --of and each with its own --shard",
+)
+def placement(case: Case) -> Finding | None:
+    """What a worker would find when it connects."""
+    silent = [probe.name for probe in case.probes if probe.greeting is None]
+    if len(silent) == len(case.probes) or any(probe.is_rpc for probe in case.probes):
+        return None
+    if silent:
+        named = {probe.greeting.shard for probe in case.probes if probe.greeting is not None}
+        missing = [index for index in range(case.shards) if index not in named]
+        return fail(f"of {case.shards} shards, {numbers(missing)} did not answer; silent: {some(silent)}")
+    carriers = [carrier_for(probe.address) for probe in case.probes]
+    try:
+        links = greet(carriers, 0, Deadline(_GREET_TIMEOUT))
+    except (WrongShards, ShardUnavailable) as error:
+        return fail(str(error))
+    finally:
+        for carrier in carriers:
+            carrier.close()
+    return ok(f"all of {len(links)} shards, epoch {links[0].greeting.placement_epoch}")
+
+
+@check(
+    "instances",
+    asks="whether every address leads to a process of its own, the same one over every carrier",
+    remedy="name each shard by one address; let one process only listen on a port",
+)
+def instances(case: Case) -> Finding | None:
+    """The random names that shards take when they start."""
+    apart = [probe.name for probe in case.probes if probe.is_two]
+    if apart:
+        return fail(f"two processes answer, one on stream and one on gRPC: {some(apart)}")
+    found = Counter(probe.greeting.instance for probe in case.probes if probe.greeting is not None)
+    if not found:
+        return None
+    twice = [probe.address for probe in case.probes if probe.greeting and found[probe.greeting.instance] > 1]
+    return fail(f"one shard under several addresses: {some(twice)}") if twice else ok(f"{len(found)} processes")
+
+
+@check(
+    "tables",
+    asks="whether every shard has the same tables, none of them still waiting for its first values",
+    remedy="if the worker that loads a table died, start shards and workers again",
+)
+def tables(case: Case) -> Finding | None:
+    """Names, dims and optimizers over all shards."""
+    if not case.statuses:
+        return None
+    declared = [{(table.name, table.dim, table.optimizer) for table in status.tables} for _, status in case.statuses]
+    everywhere, anywhere = set.intersection(*declared), set.union(*declared)
+    odd = sorted({name for name, _, _ in anywhere - everywhere})
+    if odd:
+        return fail(f"not the same on all shards: {some(odd)}")
+    loading = sorted({table.name for _, status in case.statuses for table in status.tables if table.loading})
+    if loading:
+        return warn(f"still being loaded: {some(loading)}")
+    rows = sum(table.rows for _, status in case.statuses for table in status.tables)
+    held = sum(table.bytes for _, status in case.statuses for table in status.tables)
+    return ok(f"{len(anywhere)} tables, {rows:,} rows, {size(held)}")
+
+
+@check(
+    "load",
+    asks="whether requests wait at a shard, which has one thread for its tables",
+    remedy="start more shards, on cores of their own; one that is much fuller than the others holds a hot table",
+)
+def load(case: Case) -> Finding | None:
+    """Bytes that wait at both looks."""
+    if not case.statuses:
+        return None
+    busy = [
+        f"{probe.name} has {size(status.queued_bytes)} waiting"
+        for probe, status in case.statuses
+        if status.queued_bytes and probe.before is not None and probe.before.queued_bytes
+    ]
+    return warn(some(busy)) if busy else ok("no requests wait")
+
+
+@check(
+    "gradients",
+    asks="whether gradients with NaN or Inf arrived: their rows are left out",
+    remedy="lower the learning rate, warm it up or clip gradients; look at the data for values without bounds",
+)
+def gradients(case: Case) -> Finding | None:
+    """Rows that were left out since the shards started."""
+    if not case.statuses:
+        return None
+    skipped = sum(status.skipped_rows for _, status in case.statuses)
+    pushed = sum(status.pushed_rows for _, status in case.statuses)
+    if not skipped:
+        return ok(f"all finite, {pushed:,} rows pushed")
+    return warn(f"{skipped:,} gradient rows held NaN or Inf, beside {pushed:,} that were applied")
+
+
+CHECKS = (
+    addresses,
+    names,
+    ports,
+    stream,
+    grpc,
+    latency,
+    unix_sockets,
+    versions,
+    placement,
+    instances,
+    tables,
+    load,
+    gradients,
+)
+
+
+def _open(probes: Sequence[Probe]) -> list[Probe]:
+    return [probe for probe in probes if not probe.port_problem]
+
+
+def _answers(probes: Sequence[Probe], problem: Callable[[Probe], str]) -> Finding | None:
+    """Whether every port that takes connections answers on a carrier."""
+    asked = [probe for probe in _open(probes) if not probe.is_rpc]
+    if not asked and any(probe.is_rpc for probe in probes):
+        return ok("rpc:// is not asked: it executes pickles; name the shards' --listen")
+    return _each(asked, problem, "answered")
+
+
+def _each(probes: Sequence[Probe], problem: Callable[[Probe], str], good: str) -> Finding | None:
+    """Whether a step of the probe went well at each address that came so far."""
+    problems = [f"{probe.address}: {text}" for probe in probes if (text := problem(probe))]
+    if problems:
+        return fail(some(problems))
+    return ok(f"{len(probes)} {good}") if probes else None
