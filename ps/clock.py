@@ -103,10 +103,8 @@ class Clock:
             return Joined(False, first, self.started, self._workers_here())
         if member is None:
             member = self.members[worker] = Member(worker, epoch, request.clock, request.lease_ms, now)
-        elif request.clock > member.clock:
-            self._pushes.drop(member.sender)
-            member.clock = request.clock
-        member.lease_ms, member.heard, member.resting = request.lease_ms, max(member.heard, now), False
+        member.clock, member.heard = max(member.clock, request.clock), max(member.heard, now)
+        member.lease_ms, member.resting = request.lease_ms, False
         self._lost.pop(worker, None)
         self._joined.add(worker)
         self.started = self.started or len(self._joined) >= self._workers
