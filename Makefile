@@ -10,7 +10,7 @@ PYTHON38 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.8.*/bin/python) pyt
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup demo test unit fuzz lint proto build clean peers-env \
-        bar-ncf bar-ctr bar-equal bar-wrap bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-cache \
+        bar-ncf bar-ctr bar-equal bar-sync bar-wrap bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-cache \
         bench-loader bench-startup bench-wire bar-scale bar-link bar-leak bench-cluster bar-peers
 
 help:  ## list the targets
@@ -59,6 +59,9 @@ bar-ctr: setup  ## quality on Frappe and Adult against the published numbers
 
 bar-equal: setup  ## bit-identical over shards and carriers; equal to torch in one process
 	$(BIN)/python bench/bar_equal.py
+
+bar-sync: setup  ## synchronous workers equal one process on the joint batch
+	$(BIN)/python bench/bar_sync.py
 
 bar-wrap: setup $(VENV)/.outside  ## other people's models train unchanged
 	$(BIN)/python bench/bar_wrap.py
