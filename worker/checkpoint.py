@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -31,8 +31,11 @@ from embershard.proto.snapshot_errors import SnapshotNotWritten, SnapshotUnreada
 from embershard.proto.storage import Storage
 from embershard.worker.client import Client
 from embershard.worker.job import Job
+from embershard.worker.job_training import CheckpointSection
 from embershard.worker.snapshots import take_snapshot
-from embershard.worker.state_file import State, unpack
+
+if TYPE_CHECKING:
+    from embershard.worker.state_file import State
 
 MANIFEST = "checkpoint.json"
 SNAPSHOT = "shards"
@@ -109,6 +112,12 @@ class Checkpoint:
         """Where it is."""
         return self._storage.url
 
+    @property
+    def output(self) -> Path | None:
+        """The folder of logs of its run, if that is here."""
+        path = None if self.manifest.output is None else Path(self.manifest.output)
+        return path if path is not None and path.is_dir() else None
+
     @classmethod
     def open(cls, url: str) -> Checkpoint:
         """The checkpoint at a place. BadCheckpoint where there is none that this version can read."""
@@ -158,6 +167,8 @@ class Checkpoint:
             raise OtherJob(path=self.url, difference=difference)
 
     def _read(self, name: str) -> State:
+        from embershard.worker.state_file import unpack  # only here: to find and check a checkpoint takes no torch
+
         file = f"{name}{_ENDING}"
         want = self.manifest.files.get(file)
         try:
@@ -172,19 +183,20 @@ class Checkpoint:
             raise BadCheckpoint(path=self.url, reason=reason) from None
 
 
-def find_checkpoint(where: str, folder: str | None) -> Checkpoint:
+def find_checkpoint(where: str, job: Job) -> Checkpoint:
     """The checkpoint that --resume names: a folder of one, a folder of several, whose newest it is, or "latest".
 
-    `folder` is that of the job's checkpoints. BadCheckpoint or JobError where there is none.
+    BadCheckpoint or JobError where there is none, OtherJob where it is not of this job.
     """
     if where == LATEST:
-        if folder is None:
+        if job.checkpoint is None:
             reason = "the job has no checkpoint.folder to look in; name the checkpoint"
             raise JobError(where=f"--resume {LATEST}", reason=reason)
-        where = folder
+        where = job.checkpoint.folder
     found = checkpoint_at(where)
     if found is None:
         raise BadCheckpoint(path=where, reason="there is no whole checkpoint in it")
+    found.check_job(job)
     return found
 
 
@@ -200,9 +212,9 @@ def checkpoint_at(url: str) -> Checkpoint | None:
 class CheckpointFolder:
     """The folder of a job's checkpoints, of which the newest `keep` stay. One process writes into it."""
 
-    def __init__(self, url: str, keep: int) -> None:
-        self._storage = Storage(url)
-        self._keep = keep
+    def __init__(self, section: CheckpointSection) -> None:
+        self._storage = Storage(section.folder)
+        self._keep = section.keep
 
     @property
     def url(self) -> str:

@@ -10,14 +10,26 @@ import numpy as np
 import torch
 from torch import nn
 
-from embershard.proto.errors import EmbershardError
-from embershard.worker.checkpoint import BadCheckpoint, Checkpoint, CheckpointFolder, CheckpointNotWritten
+from embershard.proto.errors import EmbershardError, Status
+from embershard.worker.budget import Position
+from embershard.worker.checkpoint import SNAPSHOT, BadCheckpoint, Checkpoint, CheckpointFolder, CheckpointNotWritten
 from embershard.worker.client import Client
 from embershard.worker.group import WorkerGroup
 from embershard.worker.job import Job
+from embershard.worker.snapshots import read_manifest
 from embershard.worker.state_file import Stateful, pack
 
 RANDOM = "random"
+
+
+class NotRestored(EmbershardError):
+    """Shards that were not given the snapshot of a checkpoint."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "the shards have no table {table!r} of checkpoint {path}: restore its snapshot first "
+        "(`embershard restore {path}/{snapshot} ADDRESSES`), or use `embershard train --resume`"
+    )
 
 
 class Fields:
@@ -113,7 +125,7 @@ class Saver:
         self._job, self._group, self._client, self._output = job, group, client, output
         self._shared, self._own = shared, own
         section = job.checkpoint
-        self._folder = None if section is None else CheckpointFolder(section.folder, section.keep)
+        self._folder = None if section is None else CheckpointFolder(section)
 
     @property
     def saves(self) -> bool:
@@ -121,15 +133,12 @@ class Saver:
         return self._folder is not None
 
     def save(self, step: int) -> None:
-        """Take a checkpoint; every worker must call it, with nothing in flight.
+        """Take a checkpoint, if the job wants some; every worker must call it, with nothing in flight.
 
         The others wait until the first worker has written it. CheckpointNotWritten, or an error of the shards, on all.
         """
-        if self._folder is not None:
-            self._group.together(lambda: self._save(step))
-
-    def _save(self, step: int) -> None:
-        assert self._folder is not None
+        if self._folder is None:
+            return
         group = self._group
         mine = pack(_states(self._own))
         shared = _states(self._shared)  # by all: weights that are sharded are gathered
@@ -167,6 +176,28 @@ class Saver:
         load_parts(checkpoint, checkpoint.shared(), self._shared)
         new = own is None
         load_parts(checkpoint, others, {name: part for name, part in self._own.items() if not (new and name == RANDOM)})
+
+
+def position_of(checkpoint: Checkpoint, rank: int, world_size: int) -> Position:
+    """Where a worker goes on in its data."""
+    state = checkpoint.worker(rank) or checkpoint.first_worker()
+    try:
+        match state["budget"]:
+            case dict() as budget:
+                return Position.of(budget, world_size)
+        raise TypeError("it is none")
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadCheckpoint(path=checkpoint.url, reason=f"it holds no position in the data ({error!r})") from None
+
+
+def check_restored(client: Client, checkpoint: Checkpoint) -> None:
+    """NotRestored unless the shards hold the tables of a checkpoint's snapshot."""
+    if not checkpoint.manifest.snapshot:
+        return
+    there = {table.name for status in client.status() for table in status.tables}
+    missing = sorted(read_manifest(checkpoint.url, SNAPSHOT).tables.keys() - there)
+    if missing:
+        raise NotRestored(path=checkpoint.url, table=missing[0], snapshot=SNAPSHOT)
 
 
 def _states(parts: Mapping[str, Stateful]) -> dict[str, object]:

@@ -15,8 +15,11 @@ from embershard.deploy.supervisor import LocalShards
 from embershard.deploy.workers import LocalWorkers
 from embershard.proto.errors import EmbershardError
 from embershard.worker.addresses import parse_addresses
+from embershard.worker.checkpoint import SNAPSHOT, Checkpoint, CheckpointFolder, find_checkpoint
+from embershard.worker.client import Client
 from embershard.worker.job import load_job
 from embershard.worker.log import make_folder
+from embershard.worker.snapshots import restore_snapshot
 
 
 def train(
@@ -39,6 +42,12 @@ def train(
         list[str] | None,
         typer.Option("--import", help="Module with row optimizers, for the shards started here; may be repeated."),
     ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            help="Go on from a checkpoint: its folder, a folder of several, or `latest` of checkpoint.folder."
+        ),
+    ] = None,
     profile: Annotated[
         bool,
         typer.Option(
@@ -59,7 +68,11 @@ def train(
         raise typer.BadParameter("--ps names shards that run already: --shards and --import have no meaning with it")
     if ps is not None:
         ps = ",".join(parse_addresses(ps))
-    folder = output or settings.output or Path("runs") / f"{job.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    checkpoint = None if resume is None else find_checkpoint(resume, settings)
+    if checkpoint is None and settings.checkpoint is not None:
+        CheckpointFolder(settings.checkpoint).check_unused()
+    before = None if checkpoint is None else checkpoint.output
+    folder = output or settings.output or before or Path("runs") / f"{job.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     command = [str(job), "--output", str(folder), *(word for assignment in sets for word in ("--set", assignment))]
     command += ["--data", str(data)] if data is not None else []
     command += ["--profile"] if profile else []
@@ -70,6 +83,19 @@ def train(
             local = stack.enter_context(LocalShards(settings.shards, imports=imports or ()))
             ps, watch = ",".join(local.addresses), lambda: local.failure
         command += ["--ps", ps] if ps is not None else []
+        if checkpoint is not None:
+            command += ["--resume", checkpoint.url]
+            _restore(checkpoint, ps)
         running = stack.enter_context(LocalWorkers(settings.workers, command, folder))
         running.wait(watch)
     typer.echo(f"log: {folder / 'log.jsonl'}")
+
+
+def _restore(checkpoint: Checkpoint, ps: str | None) -> None:
+    if ps is None or not checkpoint.manifest.snapshot:
+        return
+    client = Client.connect(parse_addresses(ps))
+    try:
+        restore_snapshot(client, checkpoint.url, SNAPSHOT)
+    finally:
+        client.close()
