@@ -52,10 +52,12 @@ def _contexts(tower: nn.Module) -> tuple[AbstractContextManager[None], AbstractC
 @contextmanager
 def _statistics_stand_still(tower: nn.Module) -> Iterator[None]:
     norms = [module for module in tower.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+    kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
-        norm.track_running_stats = False  # in training they are then neither read nor written
+        norm.momentum = 0.0
+        norm.num_batches_tracked = None  # then nothing is counted
     try:
         yield
     finally:
-        for norm in norms:
-            norm.track_running_stats = True
+        for norm, (momentum, count) in zip(norms, kept, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, count

@@ -40,10 +40,15 @@ class Terminal:
     def started(self, plan: Plan) -> None:
         """What begins, and the bar."""
         self._split = plan.split
-        self._print(
-            f"{plan.name}: {plan.workers} worker{'s' * (plan.workers > 1)} on {plan.device}, "
-            f"{plan.shards} shard{'s' * (plan.shards > 1)}, {plan.dense_parameters:,} dense parameters"
-        )
+        if plan.reporter is None:
+            self._print(
+                f"{plan.name}: {plan.workers} worker{'s' * (plan.workers > 1)} on {plan.device}, "
+                f"{plan.shards} shard{'s' * (plan.shards > 1)}, {plan.dense_parameters:,} dense parameters"
+            )
+        else:
+            self._print(f"worker {plan.reporter} reports from here on")
+        if plan.resumed_step is not None:
+            self._print(f"resumed at step {plan.resumed_step:,}")
         if not self._console.is_terminal:
             return
         self._bar = Progress(
@@ -121,6 +126,11 @@ def result_table(result: Result) -> Table:
         table.add_row("skipped", f"{result.skipped_rows:,} gradient rows with NaN or Inf")
     if result.skipped_steps:
         table.add_row("left out", f"{result.skipped_steps:,} steps with NaN or Inf")
+    if result.expired_leases:
+        table.add_row("workers given up", f"{result.expired_leases:,} time{'s' * (result.expired_leases > 1)}")
+    if result.returned_splits:
+        dealt = f"{result.returned_splits:,} split{'s' * (result.returned_splits > 1)}"
+        table.add_row("dealt again", f"{dealt} of the data, since their worker was lost")
     for name, rows in sorted(result.table_rows.items()):
         table.add_row(f"table {name}", f"{rows:,} row{'s' * (rows != 1)}")
     return table

@@ -22,6 +22,8 @@ class Plan:
     total_samples: int | None  # of all workers; None where only reading tells
     metric: str  # decides which evaluation is the best
     split: str | None  # on which it is computed; None where nothing is evaluated
+    resumed_step: int | None = None  # of the checkpoint that it goes on from
+    reporter: int | None = None  # the worker that reports from here on, in place of one that was lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,8 @@ class Result:
     wait_share: float  # of all workers' training time
     skipped_rows: int  # gradient rows that held NaN or Inf
     skipped_steps: int = 0  # of all workers, left out for a NaN or Inf
+    expired_leases: int = 0  # times that a worker was given up
+    returned_splits: int = 0  # parts of an epoch that were dealt again, since the worker that had them was lost
     table_rows: Mapping[str, int] = field(default_factory=dict)
 
 
