@@ -9,6 +9,7 @@ from itertools import chain, count, islice
 
 from embershard.worker.data.batch import Batch, Dataset
 from embershard.worker.data.loader import LoaderProcess
+from embershard.worker.data.splits import SplitQueue
 from embershard.worker.group import WorkerGroup
 from embershard.worker.job import Job
 from embershard.worker.strategy.protocol import Numbered
@@ -16,9 +17,12 @@ from embershard.worker.strategy.protocol import Numbered
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Batches, and what is due after them."""
+    """Batches, and what is due after them.
 
-    batches: Iterator[Numbered]
+    A part is finished, with all that its batches left in flight, before the next one is asked for.
+    """
+
+    parts: Iterator[Iterator[Numbered]]
     evaluation: bool
     checkpoint: bool
 
@@ -48,6 +52,7 @@ class Budget:
         group: WorkerGroup,
         loader: LoaderProcess | None = None,  # makes the batches, if there is one
         smallest_batch: int = 1,
+        splits: SplitQueue | None = None,  # that deals out the epochs, if they are
     ) -> None:
         assert job.train.budget is not None
         self._unit, self._length = job.train.budget
@@ -56,6 +61,7 @@ class Budget:
         self._save_every = job.checkpoint.every if job.checkpoint is not None else None
         self._dataset, self._group, self._loader = dataset, group, loader
         self._smallest_batch = smallest_batch
+        self._splits = splits
         self.position = Position()
 
     def segments(self) -> Iterator[Segment]:
@@ -68,9 +74,10 @@ class Budget:
         stream = chain.from_iterable(map(self._batches, count(self.position.epoch)))
         while done < length:
             end = min(length, *((done // every + 1) * every for every in (evaluate, save)))
-            epochs = map(self._batches, range(done, end))
+            epochs = range(done, end)
+            shares = chain.from_iterable(map(self._batches, epochs)) if in_epochs else islice(stream, end - done)
             yield Segment(
-                chain.from_iterable(epochs) if in_epochs else islice(stream, end - done),
+                iter([shares]) if self._splits is None else chain.from_iterable(map(self._dealt, epochs)),
                 evaluation=end % evaluate == 0 or end == length,
                 checkpoint=end % save == 0 or end == length,
             )
@@ -105,20 +112,28 @@ class Budget:
             return None
         return self._parts(self._length) * self._batch_size * self._group.world_size
 
-    def _batches(self, epoch: int) -> Iterator[Numbered]:
+    def _dealt(self, epoch: int) -> Iterator[Iterator[Numbered]]:
+        """The splits of an epoch that this worker is given."""
+        assert self._splits is not None
+        for split in self._splits.deal(epoch):
+            yield self._batches(epoch, split)
+        self.position.epoch = epoch + 1
+
+    def _batches(self, epoch: int, split: int = -1) -> Iterator[Numbered]:
         at = self.position
-        for batch in self._read(epoch, at.batch):
+        for batch in self._read(epoch, split, at.batch):
             at.batch += 1
             if len(batch) >= self._smallest_batch:
                 at.given += 1
                 yield epoch, batch
         at.epoch, at.batch = epoch + 1, 0
 
-    def _read(self, epoch: int, skip: int) -> Iterator[Batch]:
+    def _read(self, epoch: int, split: int, skip: int) -> Iterator[Batch]:
         if self._loader is not None:  # which skips by itself
-            return self._loader.train(epoch)
+            return self._loader.train(epoch, split)
         group = self._group
-        batches = self._dataset.train(epoch, group.rank, group.world_size, self._batch_size)
+        share = (group.rank, group.world_size) if self._splits is None else (split, self._splits.num_splits)
+        batches = self._dataset.train(epoch, *share, self._batch_size)
         return islice(batches, skip, None) if skip else batches
 
     def _parts(self, length: int) -> int:

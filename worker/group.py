@@ -72,8 +72,8 @@ class WorkerGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker decides and reports."""
-        return self.rank == min(self.present)
+        """Whether this worker decides."""
+        return self.present[:1] == (self.rank,)
 
     @property
     def reports(self) -> bool:
@@ -250,7 +250,7 @@ class ShardGroup(WorkerGroup):
     def reports(self) -> bool:
         """Whether this worker reports: the first that lives, of those who met last."""
         live = [worker for worker in self.present if worker == self.rank or worker in self._membership.members]
-        return self.rank in self.present and self.rank == min(live)
+        return self.rank in self.present and live[0] == self.rank
 
     def enter(self, word: Json = None) -> tuple[int, Json]:
         """Take part from here on; see WorkerGroup."""
@@ -293,8 +293,9 @@ class ShardGroup(WorkerGroup):
         try:
             met = self._membership.meet(name, data, listen=listen, among=among)
         except MeetingOver:
-            raise LeftBehind from None
+            met = {}
         if self.rank not in met:
+            self.present = tuple(met)
             raise LeftBehind
         return met
 

@@ -2,8 +2,9 @@
 
 Every line of log.jsonl has `record` and `time` (seconds since 1970, UTC). The other keys are the fields of
 worker/records.py: `config` holds a Plan and versions, `train` an Interval, `eval` an Evaluation, `result` a Result.
-A number that is not defined (the AUC of one class, say) is null. A run that ends without a `result` line did not end
-well. Runs into one folder follow one another in the file; each begins with its `config`.
+Where another worker goes on for one that was lost, `takeover` holds the Plan again. A number that is not defined (the
+AUC of one class, say) is null. A run that ends without a `result` line did not end well. Runs into one folder follow
+one another in the file; each begins with its `config`.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ class JsonLog:
             raise CannotWrite(path=str(self.path), reason=error.strerror or str(error)) from None
 
     def started(self, plan: Plan) -> None:
-        """One `config` line."""
+        """One `config` line, or one `takeover`."""
         versions = {name: version(name) for name in ("embershard", "torch", "numpy")}
-        self._write("config", {**dataclasses.asdict(plan), "python": platform.python_version(), "versions": versions})
+        record = "config" if plan.reporter is None else "takeover"
+        self._write(record, {**dataclasses.asdict(plan), "python": platform.python_version(), "versions": versions})
 
     def trained(self, interval: Interval) -> None:
         """One `train` line."""

@@ -7,7 +7,10 @@ import time
 from collections.abc import Mapping
 from typing import Protocol
 
+import numpy as np
+
 from embershard.worker.client import Stats
+from embershard.worker.group import WorkerGroup
 from embershard.worker.records import Interval
 
 INTERVAL_SECONDS = 1.0
@@ -36,6 +39,15 @@ class Meter:
         self._new_trained = self._new_waited = 0.0
         self._cached_at = (0, 0)  # hits and lookups at the last look
         self._new_hits = self._new_lookups = 0
+        self._workers = world_size  # that train
+        self._counts: dict[int, int] = {}  # samples of each worker, of those that were lost too, when they met last
+        self._met_at = 0  # samples of this worker then
+
+    def agree(self, group: WorkerGroup) -> None:
+        """Learn how far the others are; every worker must call it."""
+        counts = group.together(lambda: group.collect(np.array([self.samples])))
+        self._counts.update((worker, max(int(part[0]), self._counts.get(worker, 0))) for worker, part in counts.items())
+        self._workers, self._met_at = len(counts), self.samples
 
     def state_dict(self) -> Mapping[str, float]:
         """What was counted, while training stands still."""
@@ -49,6 +61,8 @@ class Meter:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go on from there, maybe with another number of workers."""
         self.samples = round(state["all_samples"] / self._world_size)
+        self._counts = dict.fromkeys(range(self._world_size), self.samples)
+        self._met_at = self.samples
         self.trained, self.waited = state["trained"], state["waited"]
         self._start = time.perf_counter() - state["seconds"]
 
@@ -59,8 +73,8 @@ class Meter:
 
     @property
     def all_samples(self) -> int:
-        """Of all workers, the others taken to be as far as this one."""
-        return self.samples * self._world_size
+        """Of all workers, the others taken to be as fast as this one since they met."""
+        return sum(self._counts.values()) + (self.samples - self._met_at) * self._workers
 
     @property
     def has_news(self) -> bool:
@@ -98,7 +112,7 @@ class Meter:
             samples=self.all_samples,
             seconds=self.seconds,
             loss=self._new_loss / self._new_counted if self._new_counted else math.nan,
-            samples_per_second=self._new_samples * self._world_size / self._new_trained,
+            samples_per_second=self._new_samples * self._workers / self._new_trained,
             wait_share=self._new_waited / self._new_trained,
             lr_scale=lr_scale,
             cached_share=self._new_hits / self._new_lookups if self._new_lookups else None,

@@ -1,13 +1,16 @@
-"""What the first worker tells of a run: the plan, how it goes, and what was reached."""
+"""What is told of a run: the plan, how it goes, and what was reached. The first worker that lives tells it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
+
 from embershard.worker.data.batch import Dataset
-from embershard.worker.group import WorkerGroup
+from embershard.worker.group import LeftBehind, WorkerGroup
 from embershard.worker.job import Job
 from embershard.worker.meter import Meter
 from embershard.worker.records import Evaluation, Figures, Observer, Plan, Result
@@ -22,8 +25,11 @@ class Planted(Protocol):
         """Metric -> the value that no model can beat."""
 
 
+Observers = Sequence[Observer] | Callable[[], Sequence[Observer]]  # where they are opened by whoever comes to need them
+
+
 class Report:
-    """Keeps what a run will be judged by, and tells the observers, of whom only the first worker has any."""
+    """Keeps what a run will be judged by, and tells the observers while it is this worker that reports."""
 
     def __init__(
         self,
@@ -32,11 +38,12 @@ class Report:
         strategy: Strategy,
         group: WorkerGroup,
         meter: Meter,
-        observers: Sequence[Observer],
+        observers: Observers,
     ) -> None:
         self._job, self._dataset, self._strategy, self._group = job, dataset, strategy, group
         self._meter = meter
-        self._observers = observers if group.is_first else ()
+        self._observers = observers
+        self._plan: Plan | None = None  # until it is told
         self._best: Evaluation | None = None
 
     def state_dict(self) -> Mapping[str, object]:
@@ -53,10 +60,12 @@ class Report:
         splits = self._dataset.splits
         return "valid" if "valid" in splits else splits[0] if splits else None
 
-    def started(self, *, device: str, dense_parameters: int, total_samples: int | None) -> None:
-        """The run begins."""
+    def started(
+        self, *, device: str, dense_parameters: int, total_samples: int | None, resumed_step: int | None = None
+    ) -> None:
+        """The run begins, or goes on from a checkpoint."""
         job = self._job
-        plan = Plan(
+        self._plan = Plan(
             job=job.model_dump(mode="json"),
             name=f"{job.model.name} on {job.data.reader}",
             workers=self._group.world_size,
@@ -66,28 +75,27 @@ class Report:
             total_samples=total_samples,
             metric=job.metric,
             split=self.split,
+            resumed_step=resumed_step,
         )
-        for observer in self._observers:
-            observer.started(plan)
+        if self._group.reports and not self._group.late:
+            self._open(self._plan)
 
     def trained(self, step: int, epoch: int, lr_scale: float) -> None:
         """Some steps were made."""
-        if self._observers and self._meter.has_news:
+        if self._meter.has_news:
             interval = self._meter.interval(step, epoch, lr_scale)
-            for observer in self._observers:
+            for observer in self._told():
                 observer.trained(interval)
 
     def evaluating(self) -> None:
         """An evaluation begins."""
-        for observer in self._observers:
+        for observer in self._told():
             observer.evaluating()
 
     def evaluated(
         self, figures: Mapping[str, Figures], *, step: int, epoch: int, improved: bool, seconds: float
     ) -> None:
         """An evaluation is done, which took that many seconds."""
-        if not self._group.is_first:
-            return
         evaluation = Evaluation(
             step=step,
             epoch=epoch,
@@ -99,15 +107,24 @@ class Report:
         )
         if improved or self._best is None:
             self._best = evaluation
-        for observer in self._observers:
+        for observer in self._told():
             observer.evaluated(evaluation)
 
-    def finished(self, *, step: int, epoch: int, stopped_early: bool, skipped_steps: int = 0) -> Result:
-        """The run is over; this worker left `skipped_steps` out. Every worker must call it."""
+    def finished(
+        self,
+        segment: int,
+        *,
+        step: int,
+        epoch: int,
+        stopped_early: bool,
+        skipped_steps: int = 0,
+        returned_splits: int = 0,
+    ) -> Result:
+        """The run is over with a segment; this worker left `skipped_steps` out. Every worker must call it."""
         group, meter, best = self._group, self._meter, self._best
-        samples, waited, trained = (group.sum(part) for part in (meter.samples, meter.waited, meter.trained))
-        skipped = group.sum(self._strategy.stats.skipped_rows)
-        train_seconds = trained / group.world_size
+        mine = np.array([meter.waited, meter.trained, self._strategy.stats.skipped_rows, skipped_steps])
+        waited, trained, skipped, left_out = self._totals(segment, mine)
+        samples, train_seconds = meter.all_samples, float(trained) / len(group.present or "1")
         result = Result(
             metric=self._job.metric,
             split=self.split,
@@ -118,18 +135,47 @@ class Report:
             stopped_early=stopped_early,
             epochs=epoch,
             steps=step,
-            samples=round(samples),
+            samples=samples,
             seconds=meter.seconds,
             train_seconds=train_seconds,
             samples_per_second=samples / train_seconds if train_seconds else 0.0,
-            wait_share=waited / trained if trained else 0.0,
+            wait_share=float(waited / trained) if trained else 0.0,
             skipped_rows=round(skipped),
-            skipped_steps=round(group.sum(skipped_steps)),
+            skipped_steps=round(left_out),
+            expired_leases=self._strategy.expired_leases() if group.is_first else 0,
+            returned_splits=returned_splits,
             table_rows=self._strategy.table_rows() if group.is_first else {},
         )
-        for observer in self._observers:
+        for observer in self._told():
             observer.finished(result)
         return result
+
+    def _totals(self, segment: int, mine: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The sums over all workers, in their order; this one's own where the others have finished without it."""
+        group = self._group
+        try:
+            group.assemble(segment)
+            self._meter.agree(group)
+            parts = group.together(lambda: group.collect(mine))
+        except LeftBehind:
+            return mine
+        totals: npt.NDArray[np.float64] = np.sum(list(parts.values()), axis=0)
+        return totals
+
+    def _told(self) -> Sequence[Observer]:
+        """Whom to tell: nobody, where another worker reports."""
+        if not self._group.reports:
+            return ()
+        if self._plan is not None:
+            self._open(dataclasses.replace(self._plan, reporter=self._group.rank))
+        assert not callable(self._observers)
+        return self._observers
+
+    def _open(self, plan: Plan) -> None:
+        self._plan = None
+        self._observers = self._observers() if callable(self._observers) else self._observers
+        for observer in self._observers:
+            observer.started(plan)
 
     def _reachable(self) -> dict[str, Figures]:
         dataset = self._dataset

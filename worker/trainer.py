@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,14 +15,15 @@ from embershard.worker.budget import Budget, Segment
 from embershard.worker.checkpoint import Checkpoint
 from embershard.worker.data.batch import Dataset
 from embershard.worker.data.loader import LoaderProcess
+from embershard.worker.data.splits import SplitQueue
 from embershard.worker.evaluate import Evaluator
-from embershard.worker.group import WorkerGroup
+from embershard.worker.group import LeftBehind, WorkerGroup
 from embershard.worker.job import Job
 from embershard.worker.meter import Meter
 from embershard.worker.models.recommender import Recommender, num_dense_parameters
 from embershard.worker.onednn import onednn_is_faster, use_onednn
-from embershard.worker.records import Observer, Result
-from embershard.worker.report import Report
+from embershard.worker.records import Result
+from embershard.worker.report import Observers, Report
 from embershard.worker.resume import RANDOM, Buffers, Fields, RandomNumbers, Saver
 from embershard.worker.schedule import Best
 from embershard.worker.session import Session
@@ -45,7 +47,7 @@ class Trainer:
         dataset: Dataset,
         session: Session | None,
         group: WorkerGroup,
-        observers: Sequence[Observer] = (),
+        observers: Observers = (),
         loader: LoaderProcess | None = None,
         *,
         output: Path | None = None,
@@ -71,91 +73,114 @@ class Trainer:
         )
         has_batch_norm = any(isinstance(m, nn.BatchNorm1d) for m in self.model.modules())
         # one sample has no variance
-        self._budget = Budget(job, dataset, group, loader, smallest_batch=2 if has_batch_norm else 1)
+        smallest_batch = 2 if has_batch_norm else 1
+        num_splits = job.num_splits(group.world_size)
+        self._splits = SplitQueue(session, num_splits) if session is not None and num_splits else None
+        self._budget = Budget(job, dataset, group, loader, smallest_batch, self._splits)
         self._rates = rates_of(job, self.strategy, self._budget.total_steps)
         early_stop = job.train.early_stop
         self._best = Best(metric=job.metric, min_delta=early_stop.min_delta if early_stop else 0.0)
         self._meter = Meter(self.strategy, group.world_size)
         self._report = Report(job, dataset, self.strategy, group, self._meter, observers)
         self._epoch = 0
+        self._stopped = False
         self._saver = self._make_saver(session, output)
+        self._resumed_step = None if resume is None else resume.manifest.step
         if resume is not None:
             self._saver.restore(resume)
 
     def run(self) -> Result:
         """Train and evaluate in turn. NonFiniteLoss, or an error of the shards or the data, ends it."""
+        now = self._enter()
         self._report.started(
             device=str(self.device),
             dense_parameters=self._dense_parameters,
             total_samples=self._budget.total_samples,
+            resumed_step=self._resumed_step,
         )
-        self._group.enter()
-        number, stopped = 0, False
+        number = 0  # of the pauses before
         for segment in self._budget.segments():
-            self._train(segment.batches)
-            if (segment.evaluation and self._dataset.splits) or (segment.checkpoint and self._saver.saves):
-                stopped = self._pause(segment, number)
-                number += 1
-            if stopped:
+            if self._stopped:
                 break
+            pauses = (segment.evaluation and self._dataset.splits) or (segment.checkpoint and self._saver.saves)
+            if number == now:  # else the others are beyond it
+                self._train(segment.parts)
+                now = self._pause(segment, number) if pauses else now
+            number += bool(pauses)
         self.strategy.rest()
-        self._group.assemble(number)
         return self._report.finished(
-            step=self._learn.steps, epoch=self._epoch, stopped_early=stopped, skipped_steps=self._learn.skipped
+            now,
+            step=self._learn.steps,
+            epoch=self._epoch,
+            stopped_early=self._stopped,
+            skipped_steps=self._learn.skipped,
+            returned_splits=self._splits.returned if self._splits is not None else 0,
         )
 
-    def _train(self, batches: Iterator[Numbered]) -> None:
+    def _train(self, parts: Iterator[Iterator[Numbered]]) -> None:
         self._meter.resume()
-        steps_begin()
-        for turn in self.strategy.turns(_timed(batches)):
-            self._epoch = turn.epoch + 1
-            self._rates.set(self._learn.steps)
-            loss = self._learn(turn)
-            if turn.samples:
-                self._meter.add(turn.samples, loss)
-            if self._meter.due():
-                self._report.trained(self._learn.steps, self._epoch, self._rates.scale)
-            step_ends()
-        self._learn.finish()
+        for part in parts:
+            steps_begin()
+            for turn in self.strategy.turns(_timed(part)):
+                self._epoch = turn.epoch + 1
+                self._rates.set(self._learn.steps)
+                loss = self._learn(turn)
+                if turn.samples:
+                    self._meter.add(turn.samples, loss)
+                if self._meter.due():
+                    self._report.trained(self._learn.steps, self._epoch, self._rates.scale)
+                step_ends()
+            self._learn.finish()
         self._report.trained(self._learn.steps, self._epoch, self._rates.scale)
         self._meter.pause()
 
-    def _pause(self, segment: Segment, number: int) -> bool:
-        """Do with all workers what is due after a segment; whether to stop. Nobody's clock waits meanwhile."""
+    def _enter(self) -> int:
+        """Take part with the other workers from here on; the number of the pauses that they have made."""
+        number, word = self._group.enter(self._word())
+        if self._group.late and isinstance(word, dict):
+            self._learn.steps = max(self._learn.steps, self.strategy.clock)  # about as many as each of them made
+            self._stopped = bool(word["stopped"])
+            for name, part in self._common.items():
+                part.load_state_dict(word[name])
+        return number
+
+    def _word(self) -> dict[str, Any]:
+        """What a worker that joins late has to know."""
+        return {"stopped": self._stopped, **{name: part.state_dict() for name, part in self._common.items()}}
+
+    def _pause(self, segment: Segment, number: int) -> int:
+        """Do with all workers what is due after a segment, while nobody's clock waits; the next segment's number."""
         self.strategy.rest()
-        self._group.assemble(number)
-        stop = segment.evaluation and bool(self._dataset.splits) and self._judge()
-        if segment.checkpoint or stop:
-            self._saver.save(self._learn.steps)
-        self._group.dismiss(number, self.strategy.resume, self.strategy.clock)
-        return stop
+        try:
+            self._group.assemble(number)
+            self._meter.agree(self._group)
+            if segment.evaluation and self._dataset.splits:
+                self._stopped = self._judge()
+            if segment.checkpoint or self._stopped:
+                self._group.together(lambda: self._saver.save(self._learn.steps))
+            self._group.dismiss(number, self.strategy.resume, self.strategy.clock, self._word())
+        except LeftBehind:
+            return self._enter()
+        return number + 1
 
     def _judge(self) -> bool:
         """Evaluate; whether to stop."""
         self._report.evaluating()
         start = time.perf_counter()
         figures = self._evaluator.evaluate()
-        improved, stop = self._decide(figures)
+        improved = self._best.observe(figures[self._report.split or ""][self._job.metric])
         self._rates.schedule.observe(improved)
         self._report.evaluated(
             figures, step=self._learn.steps, epoch=self._epoch, improved=improved, seconds=time.perf_counter() - start
         )
-        return stop
-
-    def _decide(self, figures: dict[str, dict[str, float]]) -> tuple[bool, bool]:
-        """Whether an evaluation is the best, and whether it is the last; the first worker's word for all."""
-        improved = stop = False
-        if self._group.is_first:
-            improved = self._best.observe(figures[self._report.split or ""][self._job.metric])
-            early_stop = self._job.train.early_stop
-            stop = early_stop is not None and self._best.worse_in_a_row >= early_stop.patience
-        improved, stop = self._group.decide(improved, stop)
-        return improved, stop
+        early_stop = self._job.train.early_stop
+        return early_stop is not None and self._best.worse_in_a_row >= early_stop.patience
 
     def _make_saver(self, session: Session | None, output: Path | None) -> Saver:
         schedule = Fields(self._rates.schedule, "plateaus", "worse_in_a_row")
         best = Fields(self._best, "value", "worse_in_a_row")
-        shared: dict[str, Stateful] = {"schedule": schedule, "best": best, "report": self._report}
+        self._common: dict[str, Stateful] = {"schedule": schedule, "best": best, "report": self._report}
+        shared = dict(self._common)
         if self.strategy.held is not None:
             shared["held"] = self.strategy.held
         own: dict[str, Stateful] = {

@@ -319,7 +319,7 @@ def test_a_loader_makes_the_batches_where_there_is_one(make_session: MakeSession
         def __init__(self) -> None:
             self.epochs: list[int] = []
 
-        def train(self, epoch: int) -> Iterator[Batch]:
+        def train(self, epoch: int, split: int = -1) -> Iterator[Batch]:
             self.epochs.append(epoch)
             return data.train(epoch, 0, 1, 100)
 

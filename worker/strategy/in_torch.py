@@ -85,6 +85,10 @@ class TorchStrategy:
         """All weights."""
         return TorchWeights(self.model, self.optimizers)
 
+    def expired_leases(self) -> int:
+        """There are none."""
+        return 0
+
     def table_rows(self) -> dict[str, int]:
         """Table -> its rows."""
         return {self._prefix + name: table.num_embeddings for name, table in self._tables.items()}

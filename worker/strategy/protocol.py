@@ -86,5 +86,8 @@ class Strategy(Protocol):
     def refresh(self) -> None:
         """Show at the next forward what other workers changed."""
 
+    def expired_leases(self) -> int:
+        """Times that a worker was given up by the others."""
+
     def table_rows(self) -> dict[str, int]:
         """Table -> rows that exist."""

@@ -124,6 +124,10 @@ class ShardStrategy:
         if self._dense is not None:
             self._dense.gather()
 
+    def expired_leases(self) -> int:
+        """As the first shard counts them."""
+        return self.session.client.status()[0].expired_leases
+
     def table_rows(self) -> dict[str, int]:
         """Table -> rows on all shards."""
         rows: dict[str, int] = {}

@@ -15,6 +15,8 @@ from typing import Annotated
 import torch
 import typer
 
+from embershard.worker.budget import Position
+from embershard.worker.checkpoint import Checkpoint, find_checkpoint
 from embershard.worker.data.loader import LoaderProcess, Share
 from embershard.worker.group import JOIN_TIMEOUT, ShardGroup, WorkerGroup
 from embershard.worker.job import Job, load_job
@@ -23,6 +25,7 @@ from embershard.worker.memory import keep_freed_memory
 from embershard.worker.profiling import Profile
 from embershard.worker.progress import Terminal
 from embershard.worker.records import Observer
+from embershard.worker.resume import check_restored, position_of
 from embershard.worker.session import Session, connect
 from embershard.worker.trainer import Trainer
 
@@ -51,6 +54,9 @@ def worker(
     meet_within: Annotated[
         float, typer.Option(help="Seconds to wait at the start for the other workers.", min=0.1)
     ] = JOIN_TIMEOUT.total_seconds(),
+    resume: Annotated[
+        str | None, typer.Option(help="Go on from a checkpoint, whose snapshot the shards were given before.")
+    ] = None,
     parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
 ) -> None:
     """Train as one worker of a job; its place among the workers comes from torchrun's variables.
@@ -63,22 +69,31 @@ def worker(
         raise typer.BadParameter(f"workers count from 0, so rank {rank} of {world_size} does not exist")
     settings = load_job(job, overrides or (), data)
     _check_shards(settings, ps)
+    checkpoint = None if resume is None else find_checkpoint(resume, settings)
     folder = output or settings.output
     if profile and folder is None:
         raise typer.BadParameter("--profile writes files: name a folder with --output, or in the job")
     place = Place(rank, world_size, local_rank, local_world_size or world_size, timedelta(seconds=meet_within))
     _prepare(settings, place)
     with contextlib.ExitStack() as stack:
-        observers = _observers(folder) if rank == 0 else []  # first: a bad folder is a mistake to hear of now
-        for observer in observers:
-            stack.callback(observer.close)
-        loader = _loader(settings, job.parent, place)  # it starts while we connect
+
+        def open_observers() -> list[Observer]:
+            observers = _observers(folder)
+            for observer in observers:
+                stack.callback(observer.close)
+            return observers
+
+        # first: a bad folder is a mistake to hear of now; the others' are opened if they stand in for a lost worker
+        observers = open_observers() if rank == 0 else open_observers
+        loader = _loader(settings, job.parent, place, checkpoint)  # it starts while we connect
         if loader is not None:
             stack.enter_context(loader)
         session = stack.enter_context(_connect(settings, ps, place)) if ps is not None else None
+        if session is not None and checkpoint is not None:
+            check_restored(session.client, checkpoint)
         group = stack.enter_context(_join(settings, session, place))
         dataset = settings.data.open(job.parent, settings.train.seed)
-        trainer = Trainer(settings, dataset, session, group, observers, loader)
+        trainer = Trainer(settings, dataset, session, group, observers, loader, output=folder, resume=checkpoint)
         if profile and rank == 0:
             assert folder is not None
             with Profile(folder) as recorder:
@@ -86,7 +101,8 @@ def worker(
             typer.echo(recorder.summary())
         else:
             trainer.run()
-        group.barrier()  # whoever is done first keeps its connections until all are
+        if settings.all_reduces:
+            group.barrier()  # whoever is done first keeps its connections until all are
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +131,11 @@ def _prepare(job: Job, place: Place) -> None:
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
 
 
-def _loader(job: Job, folder: Path, place: Place) -> LoaderProcess | None:
+def _loader(job: Job, folder: Path, place: Place, checkpoint: Checkpoint | None) -> LoaderProcess | None:
     """The process that makes the batches, where the job is better off with one."""
     if not job.loader_processes(place.local_world_size):
         return None
+    position = Position() if checkpoint is None else position_of(checkpoint, place.rank, place.world_size)
     share = Share(
         data=job.data,
         folder=folder,
@@ -126,6 +143,9 @@ def _loader(job: Job, folder: Path, place: Place) -> LoaderProcess | None:
         rank=place.rank,
         world_size=place.world_size,
         batch_size=job.train.batch_size,
+        epoch=position.epoch,
+        skip=position.batch,
+        splits=job.num_splits(place.world_size),
     )
     return LoaderProcess(share)
 
