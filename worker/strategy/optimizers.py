@@ -112,10 +112,11 @@ class LazyRows:
 def table_optimizer(spec: Optimizer, tables: Iterable[nn.Parameter]) -> tuple[torch.optim.Optimizer, LazyRows]:
     """torch's own optimizer for the sparse gradients of tables, and what prepares these for it.
 
-    Unlike a shard's, SparseAdam corrects its bias by the steps of the table, not of the row. ValueError for what torch
-    has not for sparse gradients.
+    Unlike a shard's, SparseAdam corrects its bias by the steps of the table, not of the row, and adds its eps before
+    it does. ValueError for what torch has not for sparse gradients.
     """
     parameters = list(tables)
+    torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]  # else torch warns
     optimizer: torch.optim.Optimizer
     match spec:
         case Adam():

@@ -55,9 +55,11 @@ def _whole(value: Tensor) -> Tensor:
 
 def _part(value: Tensor, parameter: Tensor) -> Tensor:
     """What this worker holds of a value: its share, where the parameter is sharded and the value is of its shape."""
-    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+    if not isinstance(value, Tensor):
+        return value
+    value = value.clone()  # the state may be that of another run, which goes on
+    if value.shape != parameter.shape:
         return value  # a count of steps
-    value = value.to(parameter.device)
     if isinstance(parameter, DTensor):
-        return distribute_tensor(value, parameter.device_mesh, parameter.placements)
-    return value
+        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+    return value.to(parameter.device)

@@ -1,0 +1,107 @@
+"""The jobs of bar_ncf.py and bar_ctr.py in every mode: synchronous, bounded, asynchronous; dense on shards or by DDP.
+
+Two workers on two shards in all modes. A step of both together has the job's batch, where they make their steps
+together (staleness 0, and dense weights that are all-reduced); asynchronous ones push the job's batch each, as in the
+other two bars. Each mode has to hold the job's bar, and to come within 0.003 of the synchronous result.
+Prints a table, then one JSON line; exits 1 below a bar. `--quick` runs three jobs; `--only` and `--modes` name some.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import yaml
+
+import bar_ctr
+import bar_ncf
+from timing import finish, machine, print_table
+from train_job import EXAMPLES, Bounds, Outcome, run_example
+
+BARS: dict[str, Bounds] = {**bar_ncf.BARS, **bar_ctr.BARS}
+QUICK = ("ncf-gmf", "frappe-lr", "adult")
+TOLERANCE = 0.003
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How workers and weights are kept together."""
+
+    staleness: str
+    dense: str
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the workers make their steps together, so that their batches are parts of one."""
+        return self.staleness == "0" or self.dense == "ddp"
+
+    def settings(self, name: str) -> list[str]:
+        """Words for `embershard train` on an example."""
+        train = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())["train"]
+        sets = {"workers": 2, "train.staleness": self.staleness, "dense.mode": self.dense}
+        if self.in_step:
+            sets["train.batch_size"] = train["batch_size"] // 2
+        elif "steps" in train:
+            sets["train.steps"] = train["steps"] // 2
+        return [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
+
+
+SYNCHRONOUS = Mode("0", "ps")
+MODES = {
+    "sync": SYNCHRONOUS,
+    "bound-4": Mode("4", "ps"),
+    "async": Mode("off", "ps"),
+    "sync-ddp": Mode("0", "ddp"),
+    "bound-4-ddp": Mode("4", "ddp"),
+    "async-ddp": Mode("off", "ddp"),
+}
+
+
+def failures(mode: str, outcome: Outcome, reference: Outcome | None, bounds: Bounds) -> list[str]:
+    """What a mode's outcome misses."""
+    found = [f"{mode}: {failure}" for failure in outcome.failures(bounds)]
+    for metric in bounds if reference is not None else ():
+        difference = abs(outcome.figures[metric] - reference.figures[metric])
+        if difference > TOLERANCE and metric != "logloss":  # which has another scale
+            found.append(f"{mode}: {outcome.name}: {metric} is {difference:.4f} from the synchronous result")
+    return found
+
+
+def run(names: Sequence[str], modes: Mapping[str, Mode]) -> tuple[list[list[object]], list[str], dict[str, object]]:
+    """Rows of the table, what is below a bar, and figures by job and mode."""
+    rows: list[list[object]] = []
+    missed: list[str] = []
+    figures: dict[str, object] = {}
+    for name in names:
+        bounds = BARS[name]
+        reference: Outcome | None = None
+        for label, mode in modes.items():
+            outcome = run_example(name, *mode.settings(name))
+            reference = outcome if mode == SYNCHRONOUS else reference
+            missed += failures(label, outcome, reference, bounds)
+            quality = [f"{metric} {outcome.figures[metric]:.4f}" for metric in bounds]
+            rows.append([name, label, ", ".join(quality), f"{outcome.samples_per_second:,.0f}", outcome.wait_share])
+            speed = {
+                "samples_per_second": round(outcome.samples_per_second),
+                "wait_share": round(outcome.wait_share, 3),
+            }
+            figures[f"{name} {label}"] = {**outcome.summary(tuple(bounds)), **speed}
+    return rows, missed, figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=list(BARS), help="these jobs")
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), help="these modes, and the synchronous one")
+    parser.add_argument("--quick", action="store_true", help=f"the jobs {', '.join(QUICK)}")
+    args = parser.parse_args()
+    names = args.only or (QUICK if args.quick else list(BARS))
+    modes = {label: mode for label, mode in MODES.items() if label in ("sync", *(args.modes or MODES))}
+    rows, missed, figures = run(names, modes)
+    print_table(("job", "mode", "quality", "samples/s", "waiting"), rows)
+    finish({"bench": "modes", "machine": machine(), "workers": 2, "shards": 2, "figures": figures}, missed)
+
+
+if __name__ == "__main__":
+    main()
