@@ -26,6 +26,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import embershard as es
 from embershard.cli import app as cli
 from embershard.cli import doctor as command
 from embershard.deploy.supervisor import LocalShards
@@ -36,6 +37,7 @@ from embershard.doctor.checks import SUBJECTS
 from embershard.doctor.probe import Probe
 from embershard.doctor.run_record import read_run
 from embershard.proto.messages import Greeting, MemberStatus, ShardStatus, TableStatus
+from embershard.proto.spec import SGD, TableSpec
 from embershard.worker import onednn
 from embershard.worker.job import load_job
 
@@ -612,6 +614,7 @@ def a_run(
     result: bool = True,
     p99: float = 110.0,
     train: Mapping[str, object] = {},
+    overlapped: Mapping[str, float] = {},
     **interval: float,
 ) -> Case:
     """The case of a run that left this behind."""
@@ -634,8 +637,9 @@ def a_run(
         )
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if parts is not None:
-        split = {"steps": 200, "step": {"p50_ms": 100.0, "p99_ms": p99, "share": 1.0}, "overlapped": {}}
-        split["parts"] = {name: part(share) for name, share in parts.items()}
+        split: dict[str, object] = {"steps": 200, "step": {"p50_ms": 100.0, "p99_ms": p99, "share": 1.0}}
+        for threads, shares in (("parts", parts), ("overlapped", overlapped)):
+            split[threads] = {name: part(share) for name, share in shares.items()}
         (folder / "profile.json").write_text(json.dumps(split))
     return Case(run=read_run(folder))
 
@@ -648,6 +652,14 @@ def test_the_part_that_dominates_a_step_comes_with_what_to_try(name: str, tmp_pa
     assert finding.text.startswith(f"{name} takes 70% of 100.0 ms (")
     assert finding.remedy == runs.PARTS[name]
     assert finding.level is (OK if name in ("forward", "backward") else WARN)
+
+
+def test_waiting_for_a_batch_is_told_from_waiting_for_shards(tmp_path: Path):
+    about = a_run(tmp_path, {"wait": 0.7, "forward": 0.3}, overlapped={"wait": 0.1, "data": 0.8})
+    finding = runs.step.run(about)
+    assert finding is not None
+    assert finding.text.endswith("meanwhile another thread spends 80% on data")
+    assert finding.remedy == runs.PARTS["data"]
 
 
 def test_every_part_that_a_step_has_is_known():
@@ -836,3 +848,24 @@ def test_a_shard_that_is_stopped_is_found_silent(two_placements: tuple[LocalShar
         os.kill(one.pids[1], signal.SIGCONT)
     finds(shards.stream, about, FAIL, f"{one.addresses[1]}: no answer")
     finds(shards.placement, about, FAIL, "of 2 shards, 1 did not answer")
+
+
+@pytest.mark.integration
+def test_the_workers_of_a_job_are_seen_from_outside(two_placements: tuple[LocalShards, LocalShards]):
+    one, _ = two_placements
+    everybody = ",".join(one.addresses)
+    spec = TableSpec(name="seen", dim=2, optimizer=SGD(lr=1.0))
+    with (
+        es.connect(everybody, worker=0, workers=2, staleness=0) as quick,
+        es.connect(everybody, worker=1, workers=2, staleness=0) as slow,
+    ):
+        for session in (quick, slow):
+            session.table(spec)
+        finds(clocks.members, open_case(everybody, None, None, None), OK, "workers 0, 1")
+        quick.step()
+        about = open_case(everybody, None, None, None)
+        finds(clocks.waited_for, about, WARN, "worker 1 (its lease has")
+        finds(clocks.clock, about, OK, "0 (synchronous), standing still")
+        slow.step()
+        finds(clocks.waited_for, open_case(everybody, None, None, None), OK, "nobody")
+    finds(clocks.clock, open_case(everybody, None, None, None), OK, "no worker is a member")

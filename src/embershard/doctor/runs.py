@@ -12,6 +12,7 @@ from embershard.doctor.words import some
 from embershard.worker.log import FILE_NAME
 
 _LARGE_SHARE = 0.2  # of a step, for a part that is no computation
+_BUSY_THREAD = 0.5
 _UNEVEN = 4.0  # p99 of a step against its median
 _FALL = 0.7  # of the speed at the start
 _SLOW_CALL_SECONDS = 0.002
@@ -71,13 +72,17 @@ def step(case: Case) -> Finding | None:
         return None
     if run.profile is None:
         return ok(run.profile_mistake or "not known: there is no profile.json", "run it with --profile")
-    shares = _shares(run)
+    shares = _shares(run, "parts")
     if not shares:
         return ok("not known: the profile has no steps", "profile a run of more than a hundred steps")
     name, share = max(shares.items(), key=lambda pair: pair[1])
     text = f"{name} takes {share:.0%} of {number(run.profile, 'step', 'p50_ms') or 0:.1f} ms"
     text += f" ({', '.join(f'{part} {value:.0%}' for part, value in _largest(shares, name))})"
     remedy = PARTS.get(name, PARTS["other"])
+    beside = _largest(_shares(run, "overlapped"), name)
+    if name == "wait" and beside and beside[0][1] > _BUSY_THREAD:  # what is waited for is made here, by one thread
+        text += f"; meanwhile another thread spends {beside[0][1]:.0%} on {beside[0][0]}"
+        remedy = PARTS.get(beside[0][0], remedy)
     return warn(text, remedy) if share > _LARGE_SHARE and name not in _COMPUTATION else ok(text, remedy)
 
 
@@ -203,10 +208,11 @@ def _reasons(case: Case, run: RunRecord) -> list[tuple[str, str]]:
     return reasons
 
 
-def _shares(run: RunRecord) -> dict[str, float]:
-    parts = (run.profile or {}).get("parts")
+def _shares(run: RunRecord, threads: str) -> dict[str, float]:
+    """Part -> its share of the steps; of the training thread ("parts"), or of the others ("overlapped")."""
+    parts = (run.profile or {}).get(threads)
     names = list(map(str, parts)) if isinstance(parts, Mapping) else []
-    return {name: share for name in names if (share := number(run.profile, "parts", name, "share")) is not None}
+    return {name: share for name in names if (share := number(run.profile, threads, name, "share")) is not None}
 
 
 def _largest(shares: Mapping[str, float], but: str) -> Sequence[tuple[str, float]]:
