@@ -324,7 +324,11 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            if error is None and self._local is not None:
+                self.flush()
+        finally:
+            self.close()
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError("a session holds connections and cannot be copied; copy the model before wrapping it")
