@@ -15,12 +15,22 @@ from typing import cast
 
 import numpy as np
 
-from embershard.proto.errors import EmbershardError, InternalError, InvalidRequest, ShardBusy, clipped, to_wire
+from embershard.proto.errors import (
+    EmbershardError,
+    InternalError,
+    InvalidRequest,
+    ShardBusy,
+    ShuttingDown,
+    clipped,
+    to_wire,
+)
 from embershard.proto.messages import (
     ERROR_KIND,
     KIND_OF,
     MAX_MESSAGE_BYTES,
     REQUEST_KINDS,
+    Meet,
+    Met,
     Pull,
     Reply,
     Request,
@@ -73,7 +83,7 @@ class StreamServer:
         self.loop = asyncio.get_running_loop()
         self.connections: set[Connection] = set()
         self.receiving_bytes = 0
-        self.made_bytes = 0  # replies with rows; counted by the apply thread
+        self.made_bytes = 0  # replies with rows, or with what workers say in a meeting; counted by the apply thread
         self._sent_bytes = 0  # of these, what was given to transports
         self._unsent_bytes = 0  # what these hold of it, or more
         self._pressed = False  # whether somebody was turned away since the last sweep
@@ -143,6 +153,7 @@ class Connection(asyncio.BufferedProtocol):
         self._checksum = False
         self._receiving = 0  # bytes of frames that are arriving, or came in one read with what is answered
         self._full = False  # whether too much waits to be read
+        self._gone = False
         self._began = time.monotonic()
         self._received = self._written = 0  # bytes
         self._made = self._handed = 0  # bytes of replies with rows: by the apply thread, and of these to the transport
@@ -161,6 +172,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """The peer has gone; what it asked for is still done, for a push may not be lost half-way."""
+        self._gone = True
         self._server.connections.discard(self)
         self._received_frame(self._receiving)
 
@@ -264,14 +276,16 @@ class Connection(asyncio.BufferedProtocol):
         request = kind
 
         def read_request() -> Request:
-            if request is Pull:
+            if request is Pull or request is Meet:
+                if self._gone:  # it may have waited for other workers: no rows are made for nobody
+                    raise ShuttingDown()
                 self._server.check_room(self._full or self._made - self._handed > UNSENT_BYTES)
             return read(request, header.head, buffers)
 
         def write(reply: Reply) -> Pieces:
             bulk = [np.ascontiguousarray(array).data for array in arrays(reply)]
             pieces = encode(KIND_OF[type(reply)], header.call, 0, head_bytes(reply), bulk, checksum=self._checksum)
-            if isinstance(reply, Rows):
+            if isinstance(reply, Rows | Met):
                 num_bytes = sum(map(len, pieces))
                 self._made += num_bytes
                 self._server.made_bytes += num_bytes
@@ -292,7 +306,7 @@ class Connection(asyncio.BufferedProtocol):
                 return  # its deadline passed: nobody waits for it
             error = future.exception()
             pieces = future.result() if error is None else self._error(header, error)
-            rows = error is None and header.kind == KIND_OF[Pull]
+            rows = error is None and header.kind in (KIND_OF[Pull], KIND_OF[Meet])
             try:
                 self._server.loop.call_soon_threadsafe(self._send, pieces, rows)
             except RuntimeError:

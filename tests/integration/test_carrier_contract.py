@@ -21,17 +21,26 @@ from itertools import count
 import numpy as np
 import pytest
 
+from embershard.in_process import LocalShards
 from embershard.proto import spec
-from embershard.proto.errors import EmbershardError, NotAShard, UnknownTable
+from embershard.proto.errors import ClockAhead, EmbershardError, NotAShard, UnknownTable
 from embershard.proto.messages import (
     MAX_MESSAGE_BYTES,
+    Beat,
+    Beaten,
     Declare,
     Declared,
     GetStatus,
     Greeting,
     Hello,
+    Join,
+    Joined,
+    Leave,
+    Left,
     Load,
     Loaded,
+    Meet,
+    Met,
     Pull,
     Push,
     Pushed,
@@ -40,12 +49,12 @@ from embershard.proto.messages import (
     Request,
     Rows,
     ShardStatus,
+    Split,
     TableGradients,
     TableIds,
+    TakeSplit,
 )
-from embershard.proto.routing import Placement, make_route
-from embershard.ps.optim import OptimizerRegistry
-from embershard.ps.shard import Shard
+from embershard.proto.routing import make_route
 from embershard.worker.addresses import carrier_for
 from embershard.worker.carrier import Carrier, Unreachable
 from embershard.worker.carriers.local import LocalCarrier
@@ -113,13 +122,8 @@ def served() -> Iterator[Served]:
 
 
 def local_carrier() -> LocalCarrier:
-    shard, lock = Shard(0, Placement.even(1), OptimizerRegistry()), threading.Lock()
-
-    def handle(request: Request) -> Reply:
-        with lock:
-            return shard.handle(request)
-
-    return LocalCarrier(handle, "local/0")
+    (carrier,) = LocalShards(1).carriers()
+    return carrier
 
 
 @pytest.fixture
@@ -355,6 +359,66 @@ def test_closing_ends_a_call_that_is_under_way(carrier: Carrier, served: Served)
             call.result()
     with pytest.raises(Unreachable):
         ask(carrier, Hello())
+
+
+@pytest.fixture
+def members(carrier: Carrier) -> Iterator[tuple[int, int]]:
+    """Two workers of a synchronous job, which has just begun."""
+    workers = fresh(), fresh()
+    for number, worker in enumerate(workers):
+        started = number == 1
+        joined = ask(carrier, Join(worker, 1, 0, staleness=0, workers=2, lease_ms=60_000))
+        assert joined == Joined(True, 0, started, workers[: number + 1])
+    yield workers
+    for worker in workers:
+        assert ask(carrier, Leave(worker, 1)) == Left()
+
+
+@over_all
+def test_a_pull_waits_until_a_clock_is_closed(carrier: Carrier, members: tuple[int, int]):
+    name, ids = table(carrier), np.arange(3, dtype=np.int64)
+    into = np.full((3, 2), np.nan, np.float32)
+    pull = Pull(1, (TableIds(name, ids),), members[0], 1, after=1)
+    waiting = carrier.submit(pull, PATIENCE, [into])
+    for worker in members:
+        assert ask(carrier, a_push(name, ids, np.ones((3, 2), np.float32), worker)) == Pushed(False, 3, 0)
+    reply = waiting.result()
+    assert isinstance(reply, Rows)
+    assert reply.version > 0
+    assert reply.tables[0].reshape(-1).tolist() == [-1] * 6
+    assert ask(carrier, Beat(members[0], 1)) == Beaten(1, members)
+
+
+@over_all
+def test_a_pull_that_waits_in_vain_says_for_whom(carrier: Carrier, members: tuple[int, int]):
+    name, ids = table(carrier), np.arange(3, dtype=np.int64)
+    ask(carrier, a_push(name, ids, np.ones((3, 2), np.float32), members[0]))
+    with pytest.raises(ClockAhead, match=f"clock 0 waits for worker {members[1]}, "):
+        ask(carrier, Pull(1, (TableIds(name, ids),), members[0], 1, after=1), SECOND)
+
+
+@over_all
+def test_workers_meet(carrier: Carrier, members: tuple[int, int]):
+    first, second = members
+    payloads = np.arange(5, dtype=np.uint8), np.zeros(0, np.uint8)
+    waiting = carrier.submit(Meet(first, 1, "a", payloads[0]), PATIENCE)
+    quiet = ask(carrier, Meet(second, 1, "a", payloads[1], listen=False))
+    assert quiet == Met(members, ())
+    met = waiting.result()
+    assert isinstance(met, Met)
+    assert (met.workers, [part.tolist() for part in met.payloads]) == (members, [[0, 1, 2, 3, 4], []])
+    with pytest.raises(ClockAhead, match=f"worker {second}, "):
+        ask(carrier, Meet(first, 1, "b", payloads[0]), SECOND)
+
+
+@over_all
+def test_splits_of_the_data_are_dealt(carrier: Carrier, members: tuple[int, int]):
+    first, second = members
+    assert ask(carrier, TakeSplit(first, 1, 0, 2)) == Split(0, 0)
+    assert ask(carrier, TakeSplit(second, 1, 0, 2)) == Split(1, 0)
+    waiting = carrier.submit(TakeSplit(first, 1, 0, 2, done=0), PATIENCE)
+    assert ask(carrier, TakeSplit(second, 1, 0, 2, done=1)) == Split(-1, 0)
+    assert waiting.result() == Split(-1, 0)
 
 
 def eventually(carrier: Carrier, request: Request) -> Reply:

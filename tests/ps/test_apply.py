@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from embershard.proto.errors import ShardBusy, ShuttingDown
+from embershard.proto.errors import ClockAhead, ShardBusy, ShuttingDown
+from embershard.ps import apply
 from embershard.ps.apply import ApplyThread
 
 FOREVER = float("inf")
+AHEAD = ClockAhead(clock=1, workers="2", seconds=0.5)
 
 
 class Gate:
@@ -138,3 +141,161 @@ def test_what_was_accepted_before_the_end_is_done_and_nothing_more_is_taken(star
 def test_a_queue_without_room_is_refused(bounds: dict[str, int]):
     with pytest.raises(ValueError, match="at least 1"):
         ApplyThread(**bounds)
+
+
+class Clock:
+    """What parked work waits for."""
+
+    def __init__(self) -> None:
+        self.moves = 0
+        self.times: list[float] = []
+        self.excused = 0.0
+
+    def advance(self, now: float) -> None:
+        self.times.append(now)
+
+    def excuse(self, seconds: float) -> None:
+        self.excused += seconds
+
+    def move(self) -> bytes:
+        self.moves += 1
+        return b"moved"
+
+    def after(self, moves: int) -> Callable[[], bytes]:
+        """Work that can be done once the clock has moved so often."""
+
+        def work() -> bytes:
+            if self.moves < moves:
+                raise AHEAD
+            return b"after %d" % moves
+
+        return work
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def idle(thread: ApplyThread) -> None:
+    """Until all that was submitted has been tried."""
+    thread.submit(lambda: b"", 0, FOREVER).result(10)
+
+
+class TestParking:
+    @pytest.fixture
+    def thread(self, start: Callable[..., ApplyThread], clock: Clock) -> ApplyThread:
+        made = start(max_bytes=100, max_requests=4)
+        made.watch(clock)
+        return made
+
+    def test_work_that_must_wait_is_done_when_what_it_waits_for_has_moved(self, thread: ApplyThread, clock: Clock):
+        second, first = (thread.submit(clock.after(moves), 1, FOREVER) for moves in (2, 1))
+        idle(thread)
+        assert not first.done()
+        thread.submit(clock.move, 1, FOREVER)
+        assert first.result(10) == b"after 1"
+        assert not second.done()
+        thread.submit(clock.move, 1, FOREVER)
+        assert second.result(10) == b"after 2"
+        assert thread.queued_bytes == 0
+
+    def test_work_that_waits_may_move_the_clock_for_other_work_that_waits(self, thread: ApplyThread, clock: Clock):
+        def work() -> bytes:
+            clock.after(1)()
+            return clock.move()
+
+        first = thread.submit(clock.after(2), 1, FOREVER)
+        thread.submit(work, 1, FOREVER)
+        thread.submit(clock.move, 1, FOREVER)
+        assert first.result(10) == b"after 2"
+
+    def test_what_waits_does_not_keep_out_what_it_waits_for(self, thread: ApplyThread, clock: Clock):
+        waiting = [thread.submit(clock.after(1), 50, FOREVER) for _ in range(2)]
+        idle(thread)
+        assert thread.queued_bytes == 100
+        thread.submit(clock.move, 100, FOREVER)
+        assert [future.result(10) for future in waiting] == [b"after 1"] * 2
+
+    @pytest.mark.parametrize(("num_bytes", "waiting"), [(50, 2), (0, 4)], ids=["bytes", "requests"])
+    def test_what_waits_is_bounded_too(self, thread: ApplyThread, clock: Clock, num_bytes: int, waiting: int):
+        futures = []
+        for _ in range(waiting + 1):
+            futures.append(thread.submit(clock.after(1), num_bytes, FOREVER))
+            idle(thread)
+        with pytest.raises(ClockAhead):
+            futures[-1].result(10)
+        assert not any(future.done() for future in futures[:-1])
+
+    def test_work_that_waits_in_vain_fails_before_its_deadline_with_its_last_error(
+        self, thread: ApplyThread, clock: Clock
+    ):
+        tries = itertools.count()
+
+        def work() -> bytes:
+            raise ClockAhead(clock=next(tries), workers="2", seconds=0.5)
+
+        deadline = time.monotonic() + 0.2
+        future = thread.submit(work, 1, deadline)
+        with pytest.raises(ClockAhead) as caught:
+            future.result(10)
+        assert caught.value.fields["clock"] == next(tries) - 1 == 1
+        assert thread.queued_bytes == 0
+
+    def test_an_error_ends_the_waiting(self, thread: ApplyThread, clock: Clock):
+        def work() -> bytes:
+            clock.after(1)()
+            raise ZeroDivisionError
+
+        future = thread.submit(work, 1, FOREVER)
+        thread.submit(clock.move, 1, FOREVER)
+        with pytest.raises(ZeroDivisionError):
+            future.result(10)
+
+    def test_what_waits_is_put_back_when_the_thread_ends(self, thread: ApplyThread, clock: Clock):
+        future = thread.submit(clock.after(1), 1, FOREVER)
+        idle(thread)
+        thread.close()
+        assert thread.join(10)
+        with pytest.raises(ShuttingDown):
+            future.result(10)
+
+    def test_work_sees_when_it_arrived_also_when_it_is_tried_again(self, thread: ApplyThread, clock: Clock):
+        seen = []
+
+        def work() -> bytes:
+            seen.append(thread.arrived)
+            return clock.after(1)()
+
+        before = time.monotonic()
+        future = thread.submit(work, 1, FOREVER)
+        idle(thread)
+        after = time.monotonic()
+        thread.submit(clock.move, 1, FOREVER)
+        future.result(10)
+        assert seen == [seen[0]] * 2
+        assert before <= seen[0] <= after
+
+    def test_time_passes_while_nothing_is_asked(self, thread: ApplyThread, clock: Clock):
+        end = time.monotonic() + 10
+        while len(clock.times) < 3 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert len(clock.times) >= 3
+        assert clock.times == sorted(clock.times)
+
+    def test_time_does_not_pass_while_a_request_may_be_waiting(self, thread: ApplyThread, clock: Clock):
+        gate = occupy(thread)
+        seen = len(clock.times)
+        thread.submit(lambda: time.sleep(0.3) or b"", 1, FOREVER)
+        thread.submit(lambda: b"", 1, FOREVER)
+        gate.open.set()
+        idle(thread)
+        assert len(clock.times) <= seen + 1
+
+    def test_members_are_excused_for_the_time_that_one_request_took(
+        self, thread: ApplyThread, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setattr(apply, "_STEP_SECONDS", 0.05)
+        thread.submit(lambda: time.sleep(0.2) or b"", 1, FOREVER).result(10)
+        idle(thread)
+        assert clock.excused >= 0.1

@@ -486,7 +486,7 @@ class TestLeases:
             Beat(1, 1),
             Leave(1, 1),
         ):
-            with pytest.raises(LeaseLost, match="worker 1 .*10000 ms"):
+            with pytest.raises(LeaseLost, match=r"worker 1 .*10000 ms"):
                 job.shard.handle(request, job.now)
         assert job.row(1) == [-1, -1]
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -24,6 +25,7 @@ from embershard.proto import embershard_pb2 as pb
 from embershard.proto import spec, wire
 from embershard.proto.errors import (
     BadFrame,
+    ClockAhead,
     EmbershardError,
     InvalidRequest,
     MessageTooLarge,
@@ -43,7 +45,10 @@ from embershard.proto.messages import (
     Declared,
     Greeting,
     Hello,
+    Join,
+    Joined,
     Load,
+    Meet,
     Pull,
     Push,
     Pushed,
@@ -433,6 +438,66 @@ def test_rows_are_not_made_for_a_peer_that_does_not_read(connect: Connect, serve
     asking.join(20)
     slow.sock.close()
     assert eventually(lambda: served.unsent_bytes() == 0)
+
+
+def joined(peer: Peer, workers: int) -> None:
+    for worker in range(workers):
+        assert peer.ask(Join(worker, 1, 0, 0, workers, 60_000)) == Joined(
+            True, 0, worker == workers - 1, tuple(range(worker + 1))
+        )
+
+
+def clock_0(worker: int) -> Push:
+    return Push(PushToken(worker, 1, 1, 1), 0, 1, ())
+
+
+def test_a_pull_that_waits_holds_nobody_up(connect: Connect):
+    peer, other = connect(), connect()
+    joined(other, 2)
+    peer.send(framed(replace(pull(), after=1), call=1))
+    peer.send(framed(clock_0(0), call=2))
+    assert isinstance(peer.reply(), Pushed)
+    other.ask(clock_0(1))
+    frame = peer.receive()
+    assert frame is not None
+    assert (frame.header.call, frame.header.kind) == (1, KIND_OF[Rows])
+
+
+def test_a_pull_that_waits_in_vain_is_put_back_before_its_deadline(connect: Connect):
+    peer = connect()
+    joined(peer, 2)
+    peer.send(framed(replace(pull(), after=1), timeout_ms=300))
+    with pytest.raises(ClockAhead, match="worker 0, 1"):
+        peer.reply()
+
+
+def test_rows_are_not_made_for_a_peer_that_left_while_it_waited(connect: Connect, served: Served):
+    peer, other = connect(), connect()
+    joined(other, 2)
+    peer.send(framed(replace(pull(), after=1)))
+    apply = served.dispatch._apply
+    assert eventually(lambda: len(apply._parked) == 1)
+    made, before = served.stream.made_bytes, served.connections
+    peer.sock.close()
+    assert eventually(lambda: served.connections == before - 1)
+    for worker in range(2):
+        other.ask(clock_0(worker))
+    assert eventually(lambda: not apply._parked and apply.queued_bytes == 0)
+    assert served.stream.made_bytes == made
+
+
+def test_what_a_peer_waited_for_and_does_not_read_counts_as_unsent(connect: Connect, served: Served):
+    slow, other = connect(receive_bytes=4096), connect()
+    joined(other, 2)
+    said = Meet(0, 1, "a meeting", np.zeros(2**24, np.uint8))
+    slow.send(framed(said))
+    slow.send(framed(replace(pull(2000, "wide"), after=1)))
+    assert eventually(lambda: len(served.dispatch._apply._parked) == 2)
+    other.send(framed(replace(said, worker=1)))
+    for worker in range(2):
+        other.ask(clock_0(worker))
+    assert eventually(lambda: served.unsent_bytes() > 2**25)
+    assert served.stream.made_bytes > 2**26 + 8_000_000
 
 
 def test_a_peer_whose_machine_is_gone_is_noticed_by_the_system(connect: Connect, served: Served):
