@@ -83,7 +83,7 @@ class Shard:
         self._clock = Clock()
         self._meetings = Meetings(self._clock, max_message_bytes)
         self._splits = Splits(self._clock)
-        self._snapshots = Snapshots(self._moment, lambda: bool(self._clock.waiting_ids))
+        self._snapshots = Snapshots(self._moment, lambda: any(self._clock.waiting_ids.values()))
         self._restores = Restores(index, placement, optimizers, self._tables.names, self._install)
         self._started = time.monotonic()
         self._requests = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -28,6 +30,7 @@ from embershard.proto.messages import (
     GetStatus,
     Greeting,
     Hello,
+    Join,
     Load,
     Loaded,
     Pull,
@@ -43,6 +46,7 @@ from embershard.proto.messages import (
 )
 from embershard.proto.protobuf import dumps, loads
 from embershard.proto.routing import Placement, make_route
+from embershard.proto.snapshot_messages import Snapshot, Snapshotted
 from embershard.ps.optim import OptimizerRegistry
 from embershard.ps.shard import Shard
 from embershard.ps.table import Table
@@ -283,6 +287,23 @@ def test_a_push_into_a_full_table_leaves_the_others_alone(shard: Shard, monkeypa
     with pytest.raises(TableFull):
         shard.handle(push(gradients((7,)), gradients((1,), name="full"), gradients((2,), name="full")))
     assert pull(shard, 7).tolist() == [[1.0] * DIM]
+
+
+def test_a_snapshot_waits_for_gathered_pushes_and_for_no_others(shard: Shard, tmp_path: Path):
+    for worker in (0, 1):
+        shard.handle(Join(worker, 1, clock=0, staleness=0, workers=2, lease_ms=60_000))
+
+    def push(worker: int) -> None:
+        gradients = (TableGradients("items", ids_of(7), np.ones((1, DIM), np.float32)),)
+        shard.handle(Push(PushToken(worker, 1, 1, 1), 0, EPOCH, gradients))
+
+    push(0)
+    begun = Snapshot(str(tmp_path), "early", 1)
+    assert ask(shard, begun, Snapshotted).state == "waiting"
+    push(1)
+    assert ask(shard, replace(begun, step="watch"), Snapshotted).state in ("writing", "done")
+    shard.handle(replace(begun, step="cancel"))
+    assert ask(shard, Snapshot(str(tmp_path), "late", 2), Snapshotted).state in ("writing", "done")
 
 
 def test_load_assigns_rows(shard: Shard):
