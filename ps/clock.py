@@ -47,6 +47,7 @@ class Member:
     lease_ms: int
     heard: float  # when a request of it arrived last
     resting: bool = False
+    lost: bool = False  # its lease ran out
 
     @property
     def sender(self) -> Sender:
@@ -75,7 +76,7 @@ class Clock:
         self.moves = 0  # grows with whatever may let a request be answered that had to wait
         self.now = -math.inf
         self._pushes = GatheredPushes()
-        self._lost: dict[int, Member] = {}  # whose lease ran out
+        self._gone: dict[int, Member] = {}  # who take part no more
         self._epochs: dict[int, int] = {}  # the newest of each worker that ever joined
         self._joined: set[int] = set()
         self._workers = 1  # that are expected
@@ -89,23 +90,24 @@ class Clock:
         self.fence(worker, epoch)
         self._check_mode(request)
         self._epochs[worker] = epoch
-        member, lost = self.members.get(worker), self._lost.get(worker)
+        member, gone = self.members.get(worker), self._gone.get(worker)
+        if gone is not None and gone.epoch != epoch:
+            gone = None
         if member is not None and member.epoch != epoch:
             self._remove(member)
-            member = None
-        again = lost is not None and lost.epoch == epoch and self._mode() == (request.staleness, request.damp)
-        if not self.members and not again:
-            self._begin(request, now)
-        # a clock that it has pushed before its lease ran out is not pushed a second time
-        first = max(self.open, lost.clock) if again and lost is not None else self.open
-        if request.clock < first:
             self._close()
+            member = None
+        if not self.members and not (gone and gone.lost and self._mode() == (request.staleness, request.damp)):
+            self._begin(request, now)
+        # a clock that it has pushed before it was gone is not pushed a second time
+        first = max(self.open, gone.clock) if gone else self.open
+        if request.clock < first:
             return Joined(False, first, self.started, self._workers_here())
         if member is None:
             member = self.members[worker] = Member(worker, epoch, request.clock, request.lease_ms, now)
         member.clock, member.heard = max(member.clock, request.clock), max(member.heard, now)
         member.lease_ms, member.resting = request.lease_ms, False
-        self._lost.pop(worker, None)
+        self._gone.pop(worker, None)
         self._joined.add(worker)
         self.started = self.started or len(self._joined) >= self._workers
         self._next_end = min(self._next_end, member.end)
@@ -148,9 +150,9 @@ class Clock:
         if member is not None and member.epoch == epoch:
             member.heard = max(member.heard, now)
             return member
-        lost = self._lost.get(worker)
-        if lost is not None and lost.epoch == epoch:
-            raise LeaseLost(worker=worker, lease_ms=lost.lease_ms)
+        gone = self._gone.get(worker)
+        if gone is not None and gone.lost and gone.epoch == epoch:
+            raise LeaseLost(worker=worker, lease_ms=gone.lease_ms)
         return None
 
     def member(self, worker: int, epoch: int, now: float) -> Member:
@@ -247,7 +249,7 @@ class Clock:
         if self.now <= self._next_end:
             return
         for member in [member for member in self.members.values() if member.end < self.now]:
-            self._lost[member.worker] = member
+            member.lost = True
             self.expired += 1
             self._remove(member)
         self._next_end = min((member.end for member in self.members.values()), default=math.inf)
@@ -287,9 +289,11 @@ class Clock:
         self.started, self._workers, self._began = False, request.workers, now
         self._joined.clear()
         self._next_end = math.inf
+        for gone in self._gone.values():
+            gone.clock = 0
 
     def _remove(self, member: Member) -> None:
-        del self.members[member.worker]
+        self._gone[member.worker] = self.members.pop(member.worker)
         self._pushes.drop(member.sender)
         self.moves += 1
 

@@ -367,6 +367,15 @@ class TestWaiting:
         job.leave(1)
         assert job.row(1) == [-2, -2]
 
+    def test_a_worker_that_comes_back_does_not_push_a_clock_twice(self, job: Job):
+        job.together(2)
+        job.push(0, 0, 1.0)
+        job.leave(0)
+        assert job.join(0, 0) == Joined(False, 1, True, (1,))
+        assert job.join(0, 1) == Joined(True, 0, True, (0, 1))
+        job.push(1, 0, 1.0)
+        assert job.row(1) == [-1, -1]
+
     def test_a_resting_worker_is_not_waited_for_and_keeps_its_place(self, job: Job):
         job.together(2)
         job.leave(1, rest=True)
@@ -572,6 +581,13 @@ class TestIncarnations:
         job.push(1, 0, 1.0)
         assert job.row(1) == [-2, -2]
 
+    def test_one_that_takes_the_last_place_loses_nothing_of_those_before(self, job: Job):
+        job.together(2)
+        job.push(1, 0, 3.0)
+        job.leave(1)
+        job.join(0, 0, epoch=2)
+        assert job.row(1) == [-3, -3]
+
 
 class TestModes:
     @pytest.mark.parametrize(
@@ -624,7 +640,7 @@ class _Worker:
     member: bool = False
     resting: bool = False
     heard: float = 0.0
-    lost_at: int = 0  # its clock when its lease ran out
+    gone_at: int = 0  # its clock when it left, or its lease ran out
 
 
 class ClockModel(RuleBasedStateMachine):
@@ -654,12 +670,12 @@ class ClockModel(RuleBasedStateMachine):
 
     def _gone(self, worker: int) -> None:
         self.workers[worker].member = False
+        self.workers[worker].gone_at = self.workers[worker].next
         self.parts.pop(worker, None)
 
     def _expire(self) -> None:
         for worker, it in enumerate(self.workers):
             if it.member and self.job.now - it.heard > LEASE:
-                it.lost_at = it.next
                 self._gone(worker)
 
     def _settle(self) -> None:
@@ -729,9 +745,9 @@ class ClockModel(RuleBasedStateMachine):
                 return
             it.epoch += 1
             self._gone(worker)
-            it.next = it.lost_at = 0
+            it.next = it.gone_at = 0
             self._settle()
-        pushed = 0 if it.member else it.lost_at
+        pushed = 0 if it.member else it.gone_at
         self._join(worker, self.open + ahead)
         assert it.member == (self.open + ahead >= pushed)
         self._settle()
