@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Self
@@ -30,17 +31,36 @@ class WorkerFailed(EmbershardError):
 class LocalWorkers:
     """`num_workers` worker processes on loopback, as a context manager that leaves none behind.
 
-    `command` are the words behind `embershard worker`. The first worker's stdout is this process's; what they write to
+    `command` are the words behind `embershard worker`. The stdout of the first worker is this process's, and where
+    training is `elastic` that of the others is too: one of them reports where the first one is lost. What they write to
     stderr goes to `logs`/worker-N.log.
+
+    Elastic training goes on without a worker that a signal ended, as when its machine is lost, for as long as there is
+    another: `say` is told so, and up to `restarts` times such a worker is started again. A worker that ends with an
+    error of its own ends all of them: the others would come to it too.
     """
 
-    def __init__(self, num_workers: int, command: Sequence[str], logs: Path) -> None:
+    def __init__(
+        self,
+        num_workers: int,
+        command: Sequence[str],
+        logs: Path,
+        *,
+        elastic: bool = False,
+        restarts: int = 0,
+        say: Callable[[str], object] = lambda text: None,
+    ) -> None:
         self._num_workers = num_workers
         self._command = tuple(command)
         self._logs = logs
+        self._elastic, self._restarts, self._say = elastic, restarts, say
+        self._meeting: dict[str, str] = {}
         self._files: list[IO[bytes]] = []
         self._starts: list[int] = []  # where this run begins in each log
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._gone: set[int] = set()  # workers that a signal ended for good
+        self._again: set[int] = set()  # and those that were started again
+        self.lost: list[str] = []  # "worker 2 (SIGKILL)", for every worker that a signal ended
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -50,10 +70,13 @@ class LocalWorkers:
     def __enter__(self) -> Self:
         """Start all workers."""
         self._logs.mkdir(parents=True, exist_ok=True)
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+        self._meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "GLOO_SOCKET_IFNAME": "lo"}
         try:
             for rank in range(self._num_workers):
-                self._start(rank, meeting)
+                file = (self._logs / f"worker-{rank}.log").open("ab")
+                self._files.append(file)
+                self._starts.append(file.tell())
+                self._processes.append(self._start(rank))
         except BaseException:
             self.close()
             raise
@@ -64,12 +87,20 @@ class LocalWorkers:
 
     def wait(self, watch: Callable[[], EmbershardError | None] = lambda: None) -> None:
         """Wait until every worker is done. WorkerFailed where one is not; `watch` may end the wait with an error."""
+        over = math.inf  # when the job was done
         while True:
             codes = [process.poll() for process in self._processes]
-            failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
-            if failed:
-                raise self._failure(failed)
-            if all(code == 0 for code in codes):
+            done = 0 in codes
+            over = min(over, time.monotonic()) if done else over
+            ended = {rank for rank, code in enumerate(codes) if code not in (None, 0)} - self._gone
+            for rank in [rank for rank in ended if self._survives(rank, done)]:
+                ended.discard(rank)
+                self._lose(rank, restart=not done)
+            if ended or len(self._gone) == self._num_workers:
+                raise self._failure(ended or self._gone)
+            running = {rank for rank, process in enumerate(self._processes) if process.returncode is None}
+            # who was started again too late has nobody left to train with
+            if not running or (running <= self._again and time.monotonic() - over > STOP_TIMEOUT.total_seconds()):
                 return
             trouble = watch()
             if trouble is not None:
@@ -93,38 +124,50 @@ class LocalWorkers:
             for file in self._files:
                 file.close()
 
-    def _start(self, rank: int, meeting: Mapping[str, str]) -> None:
-        file = (self._logs / f"worker-{rank}.log").open("ab")
-        self._files.append(file)
-        self._starts.append(file.tell())
+    def _survives(self, rank: int, done: bool) -> bool:
+        """Whether training goes on where this worker has ended; `done` by others."""
+        return self._elastic and (self._processes[rank].returncode < 0 or (done and rank in self._again))
+
+    def _lose(self, rank: int, *, restart: bool) -> None:
+        how = _how(self._processes[rank].returncode)
+        self.lost.append(f"worker {rank} ({how})")
+        if restart and self._restarts > 0:
+            self._restarts -= 1
+            self._again.add(rank)
+            self._processes[rank] = self._start(rank)
+            self._say(f"worker {rank} ended ({how}) and was started again; training goes on with the others meanwhile")
+            return
+        self._gone.add(rank)
+        if len(self._gone) < self._num_workers:
+            self._say(f"worker {rank} ended ({how}); training goes on with the others")
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
         ranks = {
             "RANK": rank,
             "LOCAL_RANK": rank,
             "WORLD_SIZE": self._num_workers,
             "LOCAL_WORLD_SIZE": self._num_workers,
         }
-        environment = {**os.environ, **meeting, **{key: str(value) for key, value in ranks.items()}}
+        environment = {**os.environ, **self._meeting, **{key: str(value) for key, value in ranks.items()}}
         # what this process can import, its workers can
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         command = [sys.executable, "-P", "-m", "embershard.cli", "worker", *self._command]
-        self._processes.append(
-            subprocess.Popen(
-                [*command, "--parent-pid", str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=None if rank == 0 else file,
-                stderr=file,
-                env=environment,
-                start_new_session=True,  # Ctrl-C at the terminal reaches this process only, which then ends the workers
-            )
+        return subprocess.Popen(
+            [*command, "--parent-pid", str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=None if rank == 0 or self._elastic else self._files[rank],
+            stderr=self._files[rank],
+            env=environment,
+            start_new_session=True,  # Ctrl-C at the terminal reaches this process only, which then ends the workers
         )
 
-    def _failure(self, failed: Sequence[int]) -> WorkerFailed:
+    def _failure(self, failed: Collection[int]) -> WorkerFailed:
         # one death makes the others' connections fail: the first to be killed by a signal, or else to end, is the cause
         rank = min(failed, key=lambda r: (self._processes[r].returncode >= 0, WorkerLost.words in self._tail(r), r))
         code = self._processes[rank].returncode
         return WorkerFailed(
             worker=rank,
-            how=f"exit code {code}" if code >= 0 else _signal_name(-code),
+            how=_how(code),
             log=str(self._logs / f"worker-{rank}.log"),
             lines=self._tail(rank) or "(nothing)",
         )
@@ -136,11 +179,13 @@ class LocalWorkers:
         return "\n".join(text.splitlines()[-LAST_LINES:])
 
 
-def _signal_name(number: int) -> str:
+def _how(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
     try:
-        return signal.Signals(number).name
+        return signal.Signals(-code).name
     except ValueError:
-        return f"signal {number}"
+        return f"signal {-code}"
 
 
 def _free_port() -> int:

@@ -10,11 +10,11 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
-from typing import ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ from embershard.worker.client import Client
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 T = TypeVar("T")
-Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+Word = Mapping[str, Any]  # data that JSON knows
 Bytes = npt.NDArray[np.uint8]
 
 # at the start a worker waits for the others' processes, which a cluster may start minutes apart
@@ -37,7 +37,6 @@ JOIN_TIMEOUT = timedelta(minutes=5)
 MEETING_TIMEOUT = timedelta(minutes=30)
 MEETING_BYTES = 16 << 20  # what all of them can put down at once
 _TRIES = 10  # to catch up with workers that meet again and again meanwhile
-_NO_WORD: Json = "\0"  # of a worker that joins late
 
 
 class FewerWorkers(Exception):
@@ -85,7 +84,7 @@ class WorkerGroup:
         """This worker's place among those present, from 0, and how many they are."""
         return self.present.index(self.rank), len(self.present)
 
-    def enter(self, word: Json = None) -> tuple[int, Json]:
+    def enter(self, word: Word) -> tuple[int, Word]:
         """Take part from here on: the segment that the others train, from 0, and the first one's word as it began.
 
         A segment is what lies between two evaluations. At the start of a job this waits for all workers.
@@ -97,12 +96,13 @@ class WorkerGroup:
         """Wait until every worker is done with a segment. LeftBehind where the others have done so before."""
         self.barrier()
 
-    def dismiss(self, segment: int, resume: Callable[[int], None], clock: int, word: Json = None) -> None:
+    def dismiss(self, segment: int, resume: Callable[[int], None], clock: int, word: Word) -> None:
         """Begin the segment after an evaluation: `resume` is called with the highest of the workers' clocks.
 
         The first one's `word` is what those read who enter later.
         """
-        resume(int(max(part[0] for part in self.collect(np.array([clock])).values())))
+        clocks = self.together(lambda: self.collect(np.array([clock])))
+        resume(int(max(part[0] for part in clocks.values())))
 
     def together(self, work: Callable[[], T]) -> T:
         """What `work` gives, in which the workers meet; done again by those who are left where one was lost in it."""
@@ -252,7 +252,7 @@ class ShardGroup(WorkerGroup):
         live = [worker for worker in self.present if worker == self.rank or worker in self._membership.members]
         return self.rank in self.present and live[0] == self.rank
 
-    def enter(self, word: Json = None) -> tuple[int, Json]:
+    def enter(self, word: Word) -> tuple[int, Word]:
         """Take part from here on; see WorkerGroup."""
         for _ in range(_TRIES):
             segment, _, step = self._client.status()[0].meeting.partition("/")
@@ -262,7 +262,7 @@ class ShardGroup(WorkerGroup):
                 if not self.late:
                     return self._begin(word, ())
                 self._membership.rest()  # nobody waits for it meanwhile
-                begun = self._begin(_NO_WORD, ())
+                begun = self._begin(word, (), late=True)
                 self._membership.resume()
                 return begun
         raise WorkerLost(worker=self.rank, world_size=self.world_size, reason="the others run away from it")
@@ -273,18 +273,18 @@ class ShardGroup(WorkerGroup):
         self._segment = segment
         self.present = tuple(self._come(self._name))
 
-    def dismiss(self, segment: int, resume: Callable[[int], None], clock: int, word: Json = None) -> None:
+    def dismiss(self, segment: int, resume: Callable[[int], None], clock: int, word: Word) -> None:
         """Begin the next segment; see WorkerGroup."""
-        self.together(lambda: super(ShardGroup, self).dismiss(segment, resume, clock))
+        super().dismiss(segment, resume, clock, word)
         self._segment = segment + 1
         self._begin(word, self.present)
 
-    def _begin(self, word: Json, among: Sequence[int]) -> tuple[int, Json]:
-        said = json.dumps(word).encode() if word is not _NO_WORD else b""
+    def _begin(self, word: Word, among: Sequence[int], *, late: bool = False) -> tuple[int, Word]:
+        said = b"" if late else json.dumps(word).encode()
         self._name, self._number = f"{self._segment}/on", 0
         met = self._membership.meet(self._name, said, among=among)
         self.present = tuple(met)
-        told: Json = json.loads(next(filter(None, met.values()), b"null"))
+        told: Word = next((json.loads(words) for words in met.values() if words), word)
         return self._segment, told
 
     def _come(

@@ -137,7 +137,7 @@ class Trainer:
     def _enter(self) -> int:
         """Take part with the other workers from here on; the number of the pauses that they have made."""
         number, word = self._group.enter(self._word())
-        if self._group.late and isinstance(word, dict):
+        if self._group.late:
             self._learn.steps = max(self._learn.steps, self.strategy.clock)  # about as many as each of them made
             self._stopped = bool(word["stopped"])
             for name, part in self._common.items():

@@ -10,7 +10,7 @@ def take_part(group: WorkerGroup) -> None:
     """The part of worker 0 or 1 of two, who meet."""
     rank = group.rank
     group._piece = 16  # bytes at once
-    assert group.enter("word") == (0, "word")
+    assert group.enter({"best": 0.5}) == (0, {"best": 0.5})
     group.barrier()
     for dtype in (np.float32, np.float64, np.int64):
         parts = group.gather(np.arange(9 * rank, dtype=dtype) + 2**53 * (dtype is np.int64))
@@ -31,5 +31,5 @@ def take_part(group: WorkerGroup) -> None:
     assert group.share == (rank, 2)
     assert group.is_first == group.reports == (rank == 0)
     clocks: list[int] = []
-    group.dismiss(0, clocks.append, 7 + rank)
+    group.dismiss(0, clocks.append, 7 + rank, {})
     assert clocks == [8]

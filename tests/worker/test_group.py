@@ -147,7 +147,7 @@ def test_two_workers_meet_through_shards(join: Callable[..., ShardGroup]) -> Non
 
 def test_who_dies_is_neither_waited_for_nor_the_end_of_the_others(join: Callable[..., ShardGroup]) -> None:
     groups = [join(rank, 3) for rank in range(3)]
-    all_do(groups, lambda group: group.enter())
+    all_do(groups, lambda group: group.enter({}))
     die(groups[0])
     all_do(groups[1:], lambda group: group.assemble(0))
     assert [group.present for group in groups[1:]] == [(1, 2), (1, 2)]
@@ -161,7 +161,7 @@ def test_what_is_done_together_is_done_again_by_those_who_are_left(join: Callabl
     tries: dict[int, int] = {rank: 0 for rank in range(3)}
 
     def work(group: ShardGroup) -> float:
-        group.enter()
+        group.enter({})
         group.assemble(0)
 
         def total() -> float:
@@ -185,11 +185,11 @@ def test_who_joins_late_takes_part_from_its_first_meeting_on(join: Callable[...,
             group.assemble(segment)
             group.dismiss(segment, lambda clock: None, 5, {"plateaus": segment})
 
-    all_do([*groups, lost], lambda group: group.enter())
+    all_do([*groups, lost], lambda group: group.enter({}))
     die(lost)
     all_do(groups, two_segments)
     late = join(2, 3)
-    assert late.enter("its own") == (2, {"plateaus": 1})
+    assert late.enter({"plateaus": 9}) == (2, {"plateaus": 1})
     assert late.late
     assert not late.is_first
     assert not late.reports
@@ -200,29 +200,29 @@ def test_who_joins_late_takes_part_from_its_first_meeting_on(join: Callable[...,
 
 def test_who_joins_during_an_evaluation_waits_for_its_end_and_holds_nobody_up(join: Callable[..., ShardGroup]) -> None:
     *groups, lost = (join(rank, 3) for rank in range(3))
-    all_do([*groups, lost], lambda group: group.enter())
+    all_do([*groups, lost], lambda group: group.enter({}))
     die(lost)
     all_do(groups, lambda group: group.assemble(0))
     late = join(2, 3)
     with ThreadPoolExecutor(1) as pool:
-        entered = pool.submit(late.enter)
+        entered = pool.submit(late.enter, {})
         assert all_do(groups, lambda group: group.sum(1.0)) == [2.0, 2.0]
         assert not entered.done()
-        all_do(groups, lambda group: group.dismiss(0, lambda clock: None, 5, "next"))
-        assert entered.result(10) == (1, "next")
+        all_do(groups, lambda group: group.dismiss(0, lambda clock: None, 5, {"plateaus": 8}))
+        assert entered.result(10) == (1, {"plateaus": 8})
 
 
 def test_who_was_given_up_learns_that_it_was_left_behind_and_enters_again(join: Callable[..., ShardGroup]) -> None:
     groups = [join(rank, 2) for rank in range(2)]
-    all_do(groups, lambda group: group.enter())
+    all_do(groups, lambda group: group.enter({}))
     die(groups[1])
     groups[0].assemble(0)
     for _ in range(20):  # so many that the shard forgets what was said
         groups[0].barrier()
-    groups[0].dismiss(0, lambda clock: None, 3, "on it goes")
+    groups[0].dismiss(0, lambda clock: None, 3, {"plateaus": 7})
     with pytest.raises(LeftBehind):
         groups[1].assemble(0)
-    assert groups[1].enter() == (1, "on it goes")
+    assert groups[1].enter({}) == (1, {"plateaus": 7})
     all_do(groups, lambda group: group.assemble(1))
     assert groups[1].present == (0, 1)
 
@@ -230,7 +230,7 @@ def test_who_was_given_up_learns_that_it_was_left_behind_and_enters_again(join: 
 def test_another_job_on_the_same_shards_begins_anew(join: Callable[..., ShardGroup]) -> None:
     for _ in range(2):
         groups = [join(rank, 2) for rank in range(2)]
-        assert all_do(groups, lambda group: group.enter("start")) == [(0, "start")] * 2
+        assert all_do(groups, lambda group: group.enter({"plateaus": 0})) == [(0, {"plateaus": 0})] * 2
         assert not groups[1].late
         all_do(groups, lambda group: group.assemble(0))
         for group in groups:

@@ -86,8 +86,17 @@ def train(
         if checkpoint is not None:
             command += ["--resume", checkpoint.url]
             _restore(checkpoint, ps)
-        running = stack.enter_context(LocalWorkers(settings.workers, command, folder))
-        running.wait(watch)
+        running = LocalWorkers(
+            settings.workers,
+            command,
+            folder,
+            elastic=settings.elastic(settings.workers),
+            restarts=settings.train.restart_workers,
+            say=typer.echo,
+        )
+        stack.enter_context(running).wait(watch)
+    if running.lost:
+        typer.echo(f"lost workers: {len(running.lost)} of {settings.workers}: {', '.join(running.lost)}")
     typer.echo(f"log: {folder / 'log.jsonl'}")
 
 
