@@ -16,7 +16,7 @@ from embershard.worker.client import DEFAULT_TIMEOUT, Client
 from embershard.worker.session import Session
 
 
-class LocalShards:
+class InProcessShards:
     """Shards in this process that several clients share, each in threads of its own."""
 
     def __init__(self, shards: int = 1, *, imports: Sequence[str] = ()) -> None:
@@ -39,7 +39,7 @@ def local(
 
     `imports` names the modules of user-defined row optimizers ("__main__" for those of a notebook).
     """
-    return Session(Client(LocalShards(shards, imports=imports).carriers(), worker=worker, timeout=timeout))
+    return Session(Client(InProcessShards(shards, imports=imports).carriers(), worker=worker, timeout=timeout))
 
 
 def _one_at_a_time(shard: Shard, moved: threading.Condition) -> Callable[[Request], Reply]:

@@ -21,7 +21,7 @@ from itertools import count
 import numpy as np
 import pytest
 
-from embershard.in_process import LocalShards
+from embershard.in_process import InProcessShards
 from embershard.proto import spec
 from embershard.proto.errors import ClockAhead, EmbershardError, NotAShard, UnknownTable
 from embershard.proto.messages import (
@@ -122,7 +122,7 @@ def served() -> Iterator[Served]:
 
 
 def local_carrier() -> LocalCarrier:
-    (carrier,) = LocalShards(1).carriers()
+    (carrier,) = InProcessShards(1).carriers()
     return carrier
 
 

@@ -10,7 +10,7 @@ from embershard.proto.errors import ClockAhead, EmbershardError
 from embershard.proto.messages import Floats, Reply, Request, bulk_bytes
 from embershard.worker.carrier import Deadline
 
-_POLL_SECONDS = 0.1  # leases end by the time, of which nobody tells
+_POLL_SECONDS = 0.05  # leases end by the time, of which nobody tells
 
 
 class LocalCarrier:
