@@ -183,6 +183,8 @@ def _unseal(data: bytes, where: str) -> _Fields:
     if envelope.get("format", str) != FORMAT:
         raise envelope.wrong("format", f"it says {envelope.get('format', str)[:50]!r}")
     version = envelope.get("version", int)
+    if version < 1:
+        raise envelope.wrong("version", "they begin at 1")
     if version > VERSION:
         raise SnapshotTooNew(path=where, got=version, want=VERSION)
     body = envelope.get("body", bytes)

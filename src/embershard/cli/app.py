@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import keyword
 import os
 import sys
 from typing import NoReturn
@@ -21,6 +22,11 @@ COMMANDS = {
     "worker": "Run one worker of a job.",
     "status": "Show health, rows, bytes and requests of every shard.",
     "doctor": "Check this machine, shards, a job or a run, and say what to do.",
+    "export": "Write a trained model as files for torch, ONNX and others.",
+    "import": "Load a model that was trained elsewhere into running shards.",
+    "snapshot": "Write all shards to a folder, or to remote storage, while they train.",
+    "restore": "Read a snapshot into running shards, of any number.",
+    "inspect": "Show what a snapshot holds, and check it.",
     "bench": "Measure pull and push, training, and how their cost grows.",
 }
 # what a machine may say to any write, at any moment; everything else is a defect, and shows its traceback
@@ -45,8 +51,8 @@ class LazyCommands(TyperGroup):
 
 
 def _load(name: str) -> TyperCommand:
-    module = importlib.import_module(f"embershard.cli.{name}")
-    found = getattr(module, name)
+    word = f"{name}_" if keyword.iskeyword(name) else name
+    found = getattr(importlib.import_module(f"embershard.cli.{word}"), word)
     if isinstance(found, typer.Typer):
         return typer.main.get_command(found)  # type: ignore[return-value]
     one = typer.Typer(add_completion=False)

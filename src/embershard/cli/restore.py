@@ -1,0 +1,39 @@
+"""`embershard restore`: what a snapshot holds, put into running shards."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from datetime import timedelta
+from typing import Annotated
+
+import typer
+
+from embershard.cli.snapshot import CONNECT_TIMEOUT
+from embershard.worker.addresses import parse_addresses
+from embershard.worker.client import Client
+from embershard.worker.snapshots import PATIENCE, restore_snapshot
+
+
+def restore(
+    folder: Annotated[
+        str, typer.Argument(help="Folder of snapshots (the latest is taken), or one snapshot in it; or an fsspec URL.")
+    ],
+    addresses: Annotated[str, typer.Argument(help="host:port of every shard, separated by commas.")],
+    name: Annotated[str, typer.Option(help="Name of the snapshot in the folder.  [default: the latest]")] = "",
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Do so even where shards hold tables; what they hold is lost then.")
+    ] = False,
+    patience: Annotated[
+        float, typer.Option(help="Give up after so many seconds in which nothing was read.", min=0.1)
+    ] = PATIENCE.total_seconds(),
+) -> None:
+    """Give running shards, of any number, the rows and optimizer states of a snapshot."""
+    began = time.monotonic()
+    with contextlib.closing(Client.connect(parse_addresses(addresses), timeout=CONNECT_TIMEOUT)) as client:
+        wait = timedelta(seconds=patience)
+        manifest = restore_snapshot(client, folder, name, replace_tables=replace, patience=wait)
+    typer.echo(
+        f"{manifest.name}: {manifest.rows:,} rows of {len(manifest.tables)} tables, from {manifest.num_shards} shards "
+        f"onto {client.num_shards}; {time.monotonic() - began:.1f} s"
+    )

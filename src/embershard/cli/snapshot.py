@@ -1,0 +1,46 @@
+"""`embershard snapshot`: all shards on disk, or in remote storage, while they train."""
+
+from __future__ import annotations
+
+import contextlib
+from datetime import timedelta
+from typing import Annotated
+
+import typer
+
+from embershard.worker.addresses import parse_addresses
+from embershard.worker.client import Client
+from embershard.worker.snapshots import PATIENCE, take_snapshot
+
+CONNECT_TIMEOUT = timedelta(seconds=10)
+
+
+def snapshot(
+    addresses: Annotated[str, typer.Argument(help="host:port of every shard, separated by commas.")],
+    folder: Annotated[
+        str,
+        typer.Argument(help="Folder that all shards and this machine share, or an fsspec URL (s3://..., gs://...)."),
+    ],
+    name: Annotated[str, typer.Option(help="Name of the snapshot.  [default: the time]")] = "",
+    at_clock: Annotated[
+        int | None,
+        typer.Option(
+            help="Take it when so many clocks are closed; 0: at once.  "
+            "[default: soon where workers train synchronously, else at once]",
+            min=0,
+        ),
+    ] = None,
+    keep: Annotated[int, typer.Option(help="Remove all snapshots of the folder but the last so many.", min=0)] = 0,
+    patience: Annotated[
+        float, typer.Option(help="Give up after so many seconds in which nothing was written.", min=0.1)
+    ] = PATIENCE.total_seconds(),
+) -> None:
+    """Take a snapshot of all shards, rows and optimizer states, while they go on serving."""
+    with contextlib.closing(Client.connect(parse_addresses(addresses), timeout=CONNECT_TIMEOUT)) as client:
+        wait = timedelta(seconds=patience)
+        taken = take_snapshot(client, folder, name, at_clock=at_clock, keep=keep, patience=wait)
+    typer.echo(
+        f"{taken.url}/{taken.name}: {taken.rows:,} rows, {taken.bytes / 1e6:,.1f} MB in {taken.files} files of "
+        f"{client.num_shards} shards, clock {taken.clock}; {taken.seconds:.1f} s, the shards stood still for "
+        f"{taken.stall_ms:.1f} ms"
+    )
