@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from itertools import count
 
 import numpy as np
 import numpy.typing as npt
 
-from embershard.proto.errors import EmbershardError, LeaseLost, NotAShard, UnknownTable, WrongDim
+from embershard.proto.errors import EmbershardError, LeaseLost, UnknownTable, WrongDim
 from embershard.proto.messages import (
     MAX_MESSAGE_BYTES,
     Declare,
@@ -25,7 +24,6 @@ from embershard.proto.messages import (
     Push,
     Pushed,
     Request,
-    Rows,
     ShardStatus,
     TableIds,
 )
@@ -33,6 +31,7 @@ from embershard.proto.routing import Placement, Route
 from embershard.proto.spec import TableSpec
 from embershard.worker.addresses import carrier_for
 from embershard.worker.carrier import Carrier, Deadline
+from embershard.worker.inbox import Inbox, Places, Pulls
 from embershard.worker.links import Links, Outcome, greet
 from embershard.worker.membership import Membership, Terms
 from embershard.worker.outbox import Gradients, Outbox, Update, Versions
@@ -84,7 +83,7 @@ class Client:
         self._specs: dict[str, TableSpec] = {}
         self.membership: Membership | None = None
         self._outbox = Outbox(worker, self.epoch, self.placement.epoch, self._limits)
-        self._route_numbers = count(1)
+        self._inbox = Inbox(self._links, worker, self.epoch, self.placement.epoch, self._limits)
         self._push_lock = threading.Lock()
         self._stats = Stats()
         self._stats_lock = threading.Lock()
@@ -154,27 +153,14 @@ class Client:
 
         `last` ends the loading that `declare` began. With `keep_state` rows that exist keep their optimizer's state.
         """
-        dim = self._spec(table).dim
-        _check_rows(table, "loaded rows", rows, len(route.ids), dim)
+        _check_rows(table, "loaded rows", rows, len(route.ids), self._spec(table).dim)
         queues: dict[int, deque[Load]] = {}
         for shard in range(self.num_shards) if shards is None else shards:
             part = route.slice_of(shard)
-            ids, values = route.ids[part], rows[part]
-            messages = cut([table], [len(ids)], [8 + 4 * dim], self._limits[shard])
-            if last:  # without rows: sent again after its reply was lost, it cannot undo a push that came since
-                messages = [*messages, [Piece(0, 0, 0)]]
-            queues[shard] = deque(
-                Load(
-                    table=table,
-                    placement_epoch=self.placement.epoch,
-                    ids=ids[piece.start : piece.stop],
-                    rows=values[piece.start : piece.stop],
-                    worker=self.worker,
-                    last=last and number == len(messages),
-                    keep_state=keep_state,
-                )
-                for number, (piece,) in enumerate(messages, start=1)
+            whole = Load(
+                table, self.placement.epoch, route.ids[part], rows[part], self.worker, last=last, keep_state=keep_state
             )
+            queues[shard] = deque(_cut_load(whole, self._limits[shard]))
         while batch := {shard: queue.popleft() for shard, queue in queues.items() if queue}:
             _raise_first(self._call(batch))
 
@@ -216,69 +202,16 @@ class Client:
             out = [
                 np.empty((len(route.ids), spec.dim), np.float32) for (_, route), spec in zip(reads, specs, strict=True)
             ]
-        queues = {shard: deque(self._pull_messages(shard, reads, specs)) for shard in range(self.num_shards)}
-        while batch := {shard: queue.popleft() for shard, queue in queues.items() if queue}:
-            into = {shard: _places(shard, reads, pieces, out) for shard, pieces in batch.items()}
-            ask = partial(self._ask_rows, batch, reads, keep, clock, into)
-            outcomes = ask() if self.membership is None else self.membership.insist(ask)
-            _raise_first(outcomes)
-            for shard, pieces in batch.items():
-                reply = outcomes[shard]
-                self._accept(shard, [reads[piece.part][0] for piece in pieces], reply, into[shard])
-                if versions is not None and isinstance(reply, Rows):
-                    versions[shard] = min(versions[shard], reply.version)
+        self._inbox.fill(reads, out, partial(self._ask_rows, clock), keep=keep, versions=versions)
         with self._stats_lock:
             self._stats.pulled_rows += sum(len(route.ids) for _, route in reads)
         return list(out)
 
-    def _pull_messages(
-        self, shard: int, reads: Sequence[tuple[str, Route]], specs: Sequence[TableSpec]
-    ) -> list[list[Piece]]:
-        counts = [int(route.splits[shard + 1] - route.splits[shard]) for _, route in reads]
-        # a pull is limited by its ids on the way there and by its rows on the way back
-        sizes = [max(8, 4 * spec.dim) for spec in specs]
-        return cut([table for table, _ in reads], counts, sizes, self._limits[shard])
-
-    def _ask_rows(
-        self,
-        batch: Mapping[int, list[Piece]],
-        reads: Sequence[tuple[str, Route]],
-        keep: bool,
-        clock: int | None,
-        into: Mapping[int, Sequence[Floats]],
-    ) -> dict[int, Outcome]:
-        after = 0 if self.membership is None or clock is None else self.membership.after(clock)
-        pulls = {shard: self._pull_request(shard, reads, pieces, keep, after) for shard, pieces in batch.items()}
-        return self._call(pulls, into, waits=after > 0)
-
-    def _pull_request(
-        self, shard: int, reads: Sequence[tuple[str, Route]], pieces: list[Piece], keep: bool, after: int
-    ) -> Pull:
-        tables = []
-        for piece in pieces:
-            table, route = reads[piece.part]
-            part = piece.within(route, shard)
-            number = 0
-            if keep and part == route.slice_of(shard):  # a route that is cut is not worth the book-keeping
-                number = route.numbers[table, shard] = next(self._route_numbers)
-            tables.append(TableIds(table, route.ids[part], number))
-        return Pull(self.placement.epoch, tuple(tables), self.worker, self.epoch, after)
-
-    def _accept(self, shard: int, tables: Sequence[str], reply: Outcome, into: Sequence[Floats]) -> None:
-        """Copy the rows of a reply to their places, unless they were received there."""
-        link = self._links[shard]
-        if not isinstance(reply, Rows) or len(reply.tables) != len(tables):
-            raise NotAShard(address=link.carrier.address, reason="its reply to a pull does not match the request")
-        for table, rows, target in zip(tables, reply.tables, into, strict=True):
-            if rows is target:
-                continue
-            if rows.size != target.size:
-                ids, dim = target.shape
-                raise WrongDim(
-                    shard=link.name,
-                    table=table, what="pulled rows", got=rows.size, ids=ids, dim=dim, want=target.size,
-                )  # fmt: skip
-            target[...] = rows.reshape(target.shape)
+    def _ask_rows(self, clock: int | None, make: Callable[[int], Pulls], into: Places) -> Mapping[int, Outcome]:
+        member = self.membership
+        if member is None or clock is None:
+            return self._call(make(0), into)
+        return member.insist(lambda: self._call(make(member.after(clock)), into, wait=member.wait))
 
     def push(
         self,
@@ -354,14 +287,14 @@ class Client:
         requests: Mapping[int, Request],
         into: Mapping[int, Sequence[Floats]] | None = None,
         *,
-        waits: bool = False,
+        wait: Callable[..., dict[int, Outcome]] | None = None,
     ) -> dict[int, Outcome]:
-        """`waits`: the shards may have to wait for other workers."""
+        """`wait`, where the shards may have to wait for other workers."""
         start = time.perf_counter()
         try:
             with span("wait"):  # of which a carrier may set its own parts apart
-                if waits and self.membership is not None:
-                    return self.membership.wait(requests, into)
+                if wait is not None:
+                    return wait(requests, into)
                 return self._links.call(requests, Deadline(self.timeout), into)
         finally:
             with self._stats_lock:
@@ -374,11 +307,20 @@ def _raise_first(outcomes: Mapping[int, Outcome]) -> None:
             raise outcome
 
 
-def _places(
-    shard: int, reads: Sequence[tuple[str, Route]], pieces: Sequence[Piece], out: Sequence[Floats]
-) -> list[Floats]:
-    """Where the rows of a shard's reply belong."""
-    return [out[piece.part][piece.within(reads[piece.part][1], shard)] for piece in pieces]
+def _cut_load(load: Load, limit: int) -> list[Load]:
+    """The same in messages of at most `limit` bytes."""
+    messages = cut([load.table], [len(load.ids)], [8 + load.rows.itemsize * load.rows.shape[1]], limit)
+    if load.last:  # without rows: sent again after its reply was lost, it cannot undo a push that came since
+        messages = [*messages, [Piece(0, 0, 0)]]
+    return [
+        replace(
+            load,
+            ids=load.ids[piece.start : piece.stop],
+            rows=load.rows[piece.start : piece.stop],
+            last=load.last and number == len(messages),
+        )
+        for number, (piece,) in enumerate(messages, start=1)
+    ]
 
 
 def _check_rows(table: str, what: str, rows: Floats, count: int, dim: int) -> None:

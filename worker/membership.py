@@ -154,23 +154,27 @@ class Membership:
         """Like Links.call, but shards may wait for other workers before they answer. WorkerLost ends the patience."""
         outcomes: dict[int, Outcome] = {}
         waiting = dict(requests)
-        patience, said = Deadline(self.terms.patience), False
-        attempt = min(self._timeout, _SAID_AFTER)
+        patience, deadline = Deadline(self.terms.patience), Deadline(self._timeout)
+        first, said = True, False
         while waiting:
-            answers = self._links.call(waiting, Deadline(min(attempt, patience.remaining)), into)
+            left = min(deadline.remaining, patience.remaining)
+            answers = self._links.call(waiting, Deadline(min(left, _SAID_AFTER) if first else left), into)
             outcomes.update(answers)
-            again: type[EmbershardError] | tuple[type[EmbershardError], ...] = ClockAhead
-            if attempt < self._timeout:  # the first try was shorter than a call may take
-                again = (ClockAhead, ShardUnavailable)
-            waiting = {shard: waiting[shard] for shard, answer in answers.items() if isinstance(answer, again)}
             ahead = next((answer for answer in answers.values() if isinstance(answer, ClockAhead)), None)
+            silent = any(isinstance(answer, ShardUnavailable) for answer in answers.values())
             if ahead is not None and patience.seconds <= 0:
                 reason = f"{ahead.message} ({self.terms.patience} have passed)"
                 raise WorkerLost(worker=self.worker, world_size=self.terms.workers, reason=reason)
             if ahead is not None and not said:
                 said = True
                 _log.warning("worker %d waits: %s", self.worker, ahead)
-            attempt = self._timeout
+            if not silent:
+                deadline = Deadline(self._timeout)  # the shards answer: it is for workers that they wait
+            elif deadline.seconds <= 0:
+                break
+            again = (ClockAhead, ShardUnavailable)
+            waiting = {shard: waiting[shard] for shard, answer in answers.items() if isinstance(answer, again)}
+            first = False
         return outcomes
 
     def rejoin(self, lost_leases: int) -> None:

@@ -168,6 +168,8 @@ class Fetch:
         if parts:
             # a push goes by a whole route, and only where there are gradients
             keep = torch.is_grad_enabled() and not partial
+            if clock is not None and caches is not None:
+                clock += caches.staleness  # a copy is as far from what a later step wants to see as its own clock
             pull = functools.partial(source.pull, clock=clock, versions=self.versions)
             pull_through_cache(pull, caches, age, parts, out, num_tables, keep=keep)
         for rows, take, pulled in partial:

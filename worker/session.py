@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import NoReturn, Self, TypeVar
@@ -21,9 +20,7 @@ from embershard.worker.dense import DenseWeights
 from embershard.worker.gradients import RowGradients, merge, to_arrays
 from embershard.worker.local_steps import LocalSteps
 from embershard.worker.membership import Membership, Terms
-from embershard.worker.pipeline import Pipeline
 from embershard.worker.reads import Read, Reads, Wanted
-from embershard.worker.row_cache import RowCaches
 from embershard.worker.spans import span
 from embershard.worker.traffic import Traffic
 
@@ -83,9 +80,7 @@ class Session:
         self._dense: list[DenseWeights] = []
         self._models: list[WrappedModel] = []
         self._collected: list[RowGradients] = []
-        self._local = None if local_steps is None else LocalSteps(client, local_steps)
-        self._source: Client | LocalSteps = self._local or client
-        self._traffic = Traffic(client, self._source)
+        self._traffic = Traffic(client, None if local_steps is None else LocalSteps(client, local_steps))
 
     @property
     def clock(self) -> int:
@@ -120,13 +115,7 @@ class Session:
     @property
     def stats(self) -> Stats:
         """Counters since the start; `wait_seconds` is what the training thread waited for rows and for pushes."""
-        stats = replace(self.client.stats, wait_seconds=self._traffic.waited)
-        if self._traffic.caches is not None:
-            counts = self._traffic.caches.counts
-            stats = replace(stats, cache_hits=counts.hits, cache_lookups=counts.lookups)
-        if self._local is not None:
-            stats = replace(stats, skipped_rows=stats.skipped_rows + self._local.skipped_rows)
-        return stats
+        return self._traffic.stats
 
     def staleness_seen(self) -> tuple[int, ...]:
         """Pushes to all shards by the updates that their rows had missed: 0, 1, ...; the last number: so many or more.
@@ -141,18 +130,11 @@ class Session:
         A forward at clock t (in `prefetch`: at batch t, beyond its own bound) then shows at least this worker's pushes
         up to t - 1 - staleness. `stats` counts the rows that were looked up and found. Dense weights, `pull`, and what
         a loop reads beyond its prefetched rows are never taken from copies; `load` and `refresh` drop them. Where
-        max_norm scales a copy, it may take back pushes that the copy does not show. The bound of a job with several
-        workers grows by `staleness`. ValueError unless both are above zero, and where copies break what `connect`
-        promised.
+        max_norm scales a copy, it may take back pushes that the copy does not show. In a job with a bound, rows are
+        pulled so much fresher that copies hold it, too. ValueError unless both are above zero, and where copies would
+        break what `connect` promised.
         """
-        if self._local is not None:
-            raise ValueError("cache_rows and connect(local_steps=...) exclude each other: both keep copies of rows")
-        if self.membership is not None and self.membership.terms.staleness == 0:
-            raise ValueError(
-                f"cache_rows(staleness={staleness}) breaks what connect(staleness=0) promises, that every step reads "
-                "what all workers' steps before it left; use a staleness above 0, or no cache"
-            )
-        self._traffic.caches = RowCaches(rows, staleness)
+        self._traffic.keep_copies(rows, staleness)
 
     @property
     def missed_reads(self) -> int:
@@ -168,21 +150,24 @@ class Session:
         known = self._tables.get(spec.name)
         if known is not None and known.spec == spec:
             return known
-        if self._local is not None:
-            self._local.add(spec)
+        if self._traffic.local is not None:
+            self._traffic.local.add(spec)
         created = self.client.declare(spec, load=values is not None)
-        if values is not None and created:
-            for ids, rows in values():
-                route = make_route(ids, spec.space_key, self.placement)
-                order = np.empty(len(route.ids), np.int64)
-                order[route.index] = np.arange(len(ids))
-                self.client.load(spec.name, route, rows[order], shards=created, last=False)
-            nothing = make_route(np.empty(0, np.int64), spec.space_key, self.placement)
-            self.client.load(spec.name, nothing, np.empty((0, spec.dim), np.float32), shards=created)
         if values is not None:
+            if created:
+                self._load_first(spec, values(), created)
             self.client.await_loaded(spec.name)
         table = self._tables[spec.name] = RemoteTable(self, spec)
         return table
+
+    def _load_first(self, spec: TableSpec, values: Iterable[tuple[Ids, Floats]], shards: frozenset[int]) -> None:
+        for ids, rows in values:
+            route = make_route(ids, spec.space_key, self.placement)
+            order = np.empty(len(route.ids), np.int64)
+            order[route.index] = np.arange(len(ids))
+            self.client.load(spec.name, route, rows[order], shards=shards, last=False)
+        nothing = make_route(np.empty(0, np.int64), spec.space_key, self.placement)
+        self.client.load(spec.name, nothing, np.empty((0, spec.dim), np.float32), shards=shards)
 
     def add_dense(self, dense: DenseWeights) -> None:
         """Pull and push these dense weights with the tables."""
@@ -270,19 +255,9 @@ class Session:
         ValueError where nothing says what a batch reads, or for a staleness that is negative or beyond the job's;
         RuntimeError inside another prefetch of this session.
         """
-        bound = None if self.membership is None or self._local else self.membership.terms.staleness
-        if staleness is None:
-            staleness = bound or 0
-        if staleness < 0:
-            raise ValueError(f"staleness must be at least 0, got {staleness}")
-        if bound is not None and staleness > bound:
-            raise ValueError(f"prefetch(staleness={staleness}) is beyond connect(staleness={bound}): make it {bound}")
         tables = [table for table in self._tables.values() if all(table.spec is not w.spec for w in self._dense)]
         wanted = reads_of_batches(self._models, tables, inputs)
-        caches = None if self._traffic.caches is None else self._traffic.caches.fresh()
-        # with other workers' pushes, or local steps, no row is safe from a change that nobody here knows of
-        alone = self.membership is None and self._local is None
-        return self._traffic.run(Pipeline(self._source, wanted, self._dense, staleness, caches, early=alone), loader)
+        return self._traffic.loop(loader, wanted, self._dense, staleness)
 
     def flush(self) -> None:
         """Wait until every push is acknowledged; raises the error of one that was not. Local steps end a round."""
@@ -325,7 +300,7 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if error is None and self._local is not None:
+            if error is None and self._traffic.local is not None:
                 self.flush()
         finally:
             self.close()

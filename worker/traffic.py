@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ import numpy as np
 
 from embershard.proto.messages import Floats
 from embershard.proto.routing import Route
-from embershard.worker.client import Client
+from embershard.worker.client import Client, Stats
 from embershard.worker.dense import DenseWeights
 from embershard.worker.local_steps import LocalSteps
 from embershard.worker.outbox import Gradients, LrScale, no_versions
@@ -36,12 +37,14 @@ _log = logging.getLogger(__name__)
 class Traffic:
     """The reads and pushes of a session, at its clock, and the loop in which they run ahead."""
 
-    def __init__(self, client: Client, source: Client | LocalSteps) -> None:
+    def __init__(self, client: Client, local: LocalSteps | None = None) -> None:
+        self.local = local
         self.ahead = Ahead()
         self.pipeline: Pipeline[Any] | None = None  # inside `prefetch`
         self.caches: RowCaches | None = None
         self.waited = 0.0  # seconds that the training thread spent for the shards
-        self._client, self._source = client, source
+        self._client = client
+        self._source: Client | LocalSteps = local or client
         self._clock = 0
         self._failure: BaseException | None = None  # of a push, in a loop that was left before it was known
         self._begin_step()
@@ -56,6 +59,27 @@ class Traffic:
         if self._client.membership is not None:
             self._clock = max(self._clock, self._client.membership.first)
         return self._clock
+
+    @property
+    def stats(self) -> Stats:
+        """The client's, with what is counted here."""
+        stats = replace(self._client.stats, wait_seconds=self.waited)
+        if self.caches is not None:
+            stats = replace(stats, cache_hits=self.caches.counts.hits, cache_lookups=self.caches.counts.lookups)
+        if self.local is not None:
+            stats = replace(stats, skipped_rows=stats.skipped_rows + self.local.skipped_rows)
+        return stats
+
+    def keep_copies(self, rows: int, staleness: int) -> None:
+        """Read rows through caches from here on; see Session.cache_rows."""
+        if self.local is not None:
+            raise ValueError("cache_rows and connect(local_steps=...) exclude each other: both keep copies of rows")
+        bound = self._bound
+        if bound is not None and staleness > bound:
+            raise ValueError(
+                f"cache_rows(staleness={staleness}) is beyond connect(staleness={bound}), what it promises"
+            )
+        self.caches = RowCaches(rows, staleness)
 
     def read(self, want: Wanted) -> Read:
         """Rows for a tensor of ids: those pulled ahead for these ids, or pulled now."""
@@ -130,8 +154,36 @@ class Traffic:
         else:
             self.pipeline.check()
 
-    def run(self, pipeline: Pipeline[B], loader: Iterable[B]) -> Iterator[B]:
-        """The loader's batches, each with its rows; see Session.prefetch."""
+    def loop(
+        self,
+        loader: Iterable[B],
+        wanted: Callable[[B], list[Wanted]],
+        dense: Sequence[DenseWeights],
+        staleness: int | None,
+    ) -> Iterator[B]:
+        """The loader's batches, each with its rows; see Session.prefetch. ValueError for a staleness that cannot be."""
+        bound, caches = self._bound, self.caches
+        if bound is not None and caches is not None:
+            bound -= caches.staleness
+        if staleness is None:
+            staleness = bound or 0
+        if staleness < 0:
+            raise ValueError(f"staleness must be at least 0, got {staleness}")
+        if bound is not None and staleness > bound:
+            less = "" if caches is None else f", with cache_rows(staleness={caches.staleness})"
+            raise ValueError(f"prefetch(staleness={staleness}) is beyond connect(staleness={self._bound}){less}")
+        # with other workers' pushes, or local steps, no row is safe from a change that nobody here knows of
+        alone = self._client.membership is None and self.local is None
+        pipeline = Pipeline(self._source, wanted, dense, staleness, caches and caches.fresh(), early=alone)
+        return self._run(pipeline, loader)
+
+    @property
+    def _bound(self) -> int | None:
+        """The job's, in clocks of this worker; with local steps those of the job are rounds."""
+        member = self._client.membership
+        return None if member is None or self.local is not None else member.terms.staleness
+
+    def _run(self, pipeline: Pipeline[B], loader: Iterable[B]) -> Iterator[B]:
         if self.pipeline is not None:
             raise RuntimeError(
                 "this session is inside a prefetch loop already; leave that one first, by loop.close() if it has a name"
@@ -185,9 +237,9 @@ class Traffic:
     def flush(self) -> None:
         """Settle, and push what local steps have changed since they last did."""
         self.settle()
-        if isinstance(self._source, LocalSteps):
+        if self.local is not None:
             with self.waiting():
-                self._source.flush()
+                self.local.flush()
 
     def refresh(self) -> None:
         """Let the next reads come from the shards."""

@@ -265,7 +265,6 @@ def test_a_push_says_which_version_its_rows_were(make_workers: MakeWorkers) -> N
 def test_copies_of_rows_are_refused_in_a_synchronous_job(make_workers: MakeWorkers) -> None:
     with pytest.raises(ValueError, match=r"cache_rows\(staleness=4\).*connect\(staleness=0\)"):
         make_workers(2, 0).sessions[0].cache_rows()
-    make_workers(2, 3).sessions[0].cache_rows()
 
 
 def test_prefetch_beyond_the_bound_of_the_job_is_refused(make_workers: MakeWorkers) -> None:
@@ -273,6 +272,22 @@ def test_prefetch_beyond_the_bound_of_the_job_is_refused(make_workers: MakeWorke
     wrapped(session, es.SGD(lr=0.1))
     with pytest.raises(ValueError, match=r"prefetch\(staleness=2\).*connect\(staleness=1\)"):
         session.prefetch([], staleness=2)
+
+
+def test_rows_for_a_cache_are_pulled_so_fresh_that_its_copies_hold_the_bound(make_workers: MakeWorkers) -> None:
+    job = make_workers(1, 3)
+    session = job.sessions[0]
+    model = wrapped(session, es.SGD(lr=0.1))
+    session.cache_rows(staleness=2)
+    with pytest.raises(ValueError, match=r"prefetch\(staleness=2\).*connect\(staleness=3\).*cache_rows\(staleness=2\)"):
+        session.prefetch([], staleness=2)
+    for prefetched in (None, 1):
+        job.heard.clear()
+        before = session.clock
+        train(model, session, joint_batches(6, 6), prefetched)
+        pulls = [r for r in job.heard if isinstance(r, Pull) and any(part.table == "dense" for part in r.tables)]
+        after = sorted(pull.after for pull in pulls)
+        assert after == sorted([max(0, before + clock - 1) for clock in range(6)] * 2)
 
 
 def test_a_worker_for_itself_takes_no_part_in_any_clock(make_shards: Shards) -> None:

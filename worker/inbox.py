@@ -1,0 +1,104 @@
+"""Rows on their way from the shards: asked for in messages that these take, and put where they belong."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+
+import numpy as np
+import numpy.typing as npt
+
+from embershard.proto.errors import EmbershardError, NotAShard, WrongDim
+from embershard.proto.messages import Pull, Rows, TableIds
+from embershard.proto.routing import Route
+from embershard.worker.links import Links, Outcome
+from embershard.worker.outbox import Versions
+from embershard.worker.pieces import Piece, cut
+
+Floats = npt.NDArray[np.float32]
+Pulls = Mapping[int, Pull]
+Places = Mapping[int, Sequence[Floats]]
+
+
+class Inbox:
+    """The pulls of one incarnation of a worker; any number of threads may use it."""
+
+    def __init__(self, links: Links, worker: int, epoch: int, placement_epoch: int, limits: Sequence[int]) -> None:
+        self._links = links
+        self._worker, self._epoch, self._placement_epoch = worker, epoch, placement_epoch
+        self._limits = limits  # bytes of a message to each shard
+        self._route_numbers = count(1)
+
+    def fill(
+        self,
+        reads: Sequence[tuple[str, Route]],
+        out: Sequence[Floats],
+        ask: Callable[[Callable[[int], Pulls], Places], Mapping[int, Outcome]],
+        *,
+        keep: bool,
+        versions: Versions | None,
+    ) -> None:
+        """Fill `out`, a message per shard at a time.
+
+        `ask` is given what makes the pulls, of the number of clocks that must be closed before they are answered, and
+        the places of their rows.
+        """
+        queues = {shard: deque(self._messages(shard, reads, out)) for shard in range(len(self._links))}
+        while batch := {shard: queue.popleft() for shard, queue in queues.items() if queue}:
+            into = {shard: _places(shard, reads, pieces, out) for shard, pieces in batch.items()}
+
+            def make(after: int, batch: Mapping[int, list[Piece]] = batch) -> Pulls:
+                return {shard: self._request(shard, reads, pieces, keep, after) for shard, pieces in batch.items()}
+
+            outcomes = ask(make, into)
+            for outcome in outcomes.values():
+                if isinstance(outcome, EmbershardError):
+                    raise outcome
+            for shard, pieces in batch.items():
+                rows = self._accept(shard, [reads[piece.part][0] for piece in pieces], outcomes[shard], into[shard])
+                if versions is not None:
+                    versions[shard] = min(versions[shard], rows.version)
+
+    def _messages(self, shard: int, reads: Sequence[tuple[str, Route]], out: Sequence[Floats]) -> list[list[Piece]]:
+        counts = [int(route.splits[shard + 1] - route.splits[shard]) for _, route in reads]
+        # a pull is limited by its ids on the way there and by its rows on the way back
+        sizes = [max(8, 4 * rows.shape[1]) for rows in out]
+        return cut([table for table, _ in reads], counts, sizes, self._limits[shard])
+
+    def _request(
+        self, shard: int, reads: Sequence[tuple[str, Route]], pieces: list[Piece], keep: bool, after: int
+    ) -> Pull:
+        tables = []
+        for piece in pieces:
+            table, route = reads[piece.part]
+            part = piece.within(route, shard)
+            number = 0
+            if keep and part == route.slice_of(shard):  # a route that is cut is not worth the book-keeping
+                number = route.numbers[table, shard] = next(self._route_numbers)
+            tables.append(TableIds(table, route.ids[part], number))
+        return Pull(self._placement_epoch, tuple(tables), self._worker, self._epoch, after)
+
+    def _accept(self, shard: int, tables: Sequence[str], reply: Outcome, into: Sequence[Floats]) -> Rows:
+        """Copy the rows of a reply to their places, unless they were received there."""
+        link = self._links[shard]
+        if not isinstance(reply, Rows) or len(reply.tables) != len(tables):
+            raise NotAShard(address=link.carrier.address, reason="its reply to a pull does not match the request")
+        for table, rows, target in zip(tables, reply.tables, into, strict=True):
+            if rows is target:
+                continue
+            if rows.size != target.size:
+                ids, dim = target.shape
+                raise WrongDim(
+                    shard=link.name,
+                    table=table, what="pulled rows", got=rows.size, ids=ids, dim=dim, want=target.size,
+                )  # fmt: skip
+            target[...] = rows.reshape(target.shape)
+        return reply
+
+
+def _places(
+    shard: int, reads: Sequence[tuple[str, Route]], pieces: Sequence[Piece], out: Sequence[Floats]
+) -> list[Floats]:
+    """Where the rows of a shard's reply belong."""
+    return [out[piece.part][piece.within(reads[piece.part][1], shard)] for piece in pieces]
