@@ -45,7 +45,7 @@ _VERSION = 1
 
 # what a resumed run may not change, and the parts of it that it may
 _FIXED = ("strategy", "model", "data", "embedding", "dense", "prefix", "train.batch_size", "train.seed")
-_FREE = ("data.root", "data.loader_processes", "embedding.cache")
+_FREE = ("data.root", "data.loader_processes", "data.splits", "data.eval_samples", "embedding.cache")
 
 
 class BadCheckpoint(EmbershardError):

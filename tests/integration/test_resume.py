@@ -1,0 +1,149 @@
+"""A run that is killed whole, at any moment, goes on from its last checkpoint to the bits of one that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+import embershard as es
+from embershard.worker.checkpoint import SNAPSHOT, Checkpoint
+from embershard.worker.group import WorkerGroup
+from embershard.worker.job import load_job
+from embershard.worker.snapshots import read_manifest, read_table
+from embershard.worker.trainer import Trainer
+
+pytestmark = pytest.mark.integration
+
+JOB = """\
+model: {name: dlrm, bottom: [8], hidden: [8], batch_norm: true, dropout: 0.2}
+data: {reader: clicks, samples: 20_000, eval_samples: 1000, loader_processes: 1}
+embedding: {dim: 4, optimizer: {name: adam, lr: 0.01}}
+train: {batch_size: 128, steps: 160, threads: 1, lr_schedule: {name: linear, warmup_steps: 10}}
+evaluate: {every: 40}
+checkpoint: {folder: checkpoints, every: 20}
+workers: 1
+shards: 1
+"""
+COMMAND = (sys.executable, "-m", "embershard.cli", "train", "job.yaml")
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a job in a folder; nothing outlives the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(folder: Path, *words: str, job: str = JOB) -> subprocess.Popen[str]:
+        folder.mkdir(exist_ok=True)
+        (folder / "job.yaml").write_text(job)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        line = [*COMMAND, "--output", "out", *words]
+        process = subprocess.Popen(
+            line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        kill_all(process)
+
+
+def kill_all(process: subprocess.Popen[str]) -> None:
+    """SIGKILL to a command and all that it started, the command last: its children would end themselves without it."""
+    if process.poll() is None:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+        process.kill()
+    process.wait()
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Exit code and output."""
+    text, _ = process.communicate(timeout=100)
+    return process.returncode, text
+
+
+def kill_after(process: subprocess.Popen[str], checkpoint: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not (checkpoint / "checkpoint.json").exists():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    kill_all(process)
+
+
+def tables(path: Path) -> dict[str, list[np.ndarray]]:
+    """Table -> ids, rows and optimizer states, by id."""
+    found = {}
+    for name in read_manifest(str(path), SNAPSHOT).tables:
+        parts = [np.concatenate(part) for part in zip(*read_table(str(path), name, SNAPSHOT), strict=True)]
+        order = np.argsort(parts[0])
+        found[name] = [part[order] for part in parts]
+    return found
+
+
+def same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other or one != one
+
+
+def uninterrupted(folder: Path) -> Path:
+    """The same job in this process; its last checkpoint."""
+    folder.mkdir()
+    (folder / "job.yaml").write_text(JOB)
+    job = load_job(folder / "job.yaml", [f"checkpoint.folder={folder}", "data.loader_processes=0"])
+    with es.local() as session:
+        Trainer(job, job.data.open(folder, job.train.seed), session, WorkerGroup()).run()
+    return folder / "step-000000160"
+
+
+def test_a_run_that_was_killed_ends_with_the_bits_of_one_that_was_not(start: Start, tmp_path: Path) -> None:
+    kill_after(start(tmp_path), tmp_path / "checkpoints" / "step-000000040")
+    records = (tmp_path / "out" / "log.jsonl").read_text().splitlines()
+    assert not any(json.loads(line)["record"] == "result" for line in records)
+
+    text, _ = (process := start(tmp_path, "--set", "train.batch_size=64", "--resume", "latest")).communicate(
+        timeout=100
+    )
+    assert process.returncode == 1
+    assert "is of another job: train.batch_size is 64 here and 128 there; resume it with the job" in text
+    code, text = end(start(tmp_path))
+    assert code == 1
+    assert "checkpoints holds checkpoints of an earlier run, up to step " in text
+
+    code, text = end(start(tmp_path, "--resume", "latest"))
+    assert code == 0, text
+    assert "resumed at step" in text
+    last = [tmp_path / "checkpoints" / "step-000000160", uninterrupted(tmp_path / "whole")]
+    one, other = map(tables, last)
+    assert one.keys() == other.keys() == {"embedding", "dense"}
+    for name in one:
+        assert all(np.array_equal(mine, theirs) for mine, theirs in zip(one[name], other[name], strict=True)), name
+    checkpoints = [Checkpoint.open(str(path)) for path in last]
+    states = [checkpoint.worker(0) or {} for checkpoint in checkpoints]
+    for part in ("buffers", "budget"):
+        assert same(states[0][part], states[1][part]), part
+    assert same(*(state["random"]["torch"] for state in states))  # type: ignore[index]  # nothing seeds the others
+    figures = [checkpoint.shared()["report"]["best"]["figures"] for checkpoint in checkpoints]  # type: ignore[index]
+    assert same(*figures)
+
+    log = (tmp_path / "out" / "log.jsonl").read_text().splitlines()
+    assert log[: len(records)] == records  # it goes on
+    assert json.loads(log[len(records)])["resumed_step"] == int(text.split("resumed at step ")[1].split()[0])
+    assert json.loads(log[-1])["steps"] == 160
