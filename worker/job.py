@@ -235,7 +235,7 @@ def _mistake(details: ErrorDetails, source: Source) -> Mistake:
     location, section = _without_tags(details["loc"])
     kind, context, message = details["type"], details.get("ctx", {}), details["msg"]
     if kind == "extra_forbidden":
-        known = sorted(section.model_fields) if section is not None else []
+        known = sorted(_fields(section))
         near = difflib.get_close_matches(str(location[-1]), known, 1)
         message = f"unknown field; did you mean {near[0]}?" if near else f"unknown field (known: {', '.join(known)})"
     elif kind == "missing":
@@ -254,12 +254,17 @@ def _mistake(details: ErrorDetails, source: Source) -> Mistake:
     elif kind == "value_error":
         message = message.removeprefix("Value error, ")
         named = re.match(r"\w+: (\w+) ", message)  # the specs say "Adam: lr must be ..."
-        if named is not None and section is not None and named[1] in section.model_fields:
+        if named is not None and named[1] in _fields(section):
             location = (*location, named[1])
             message = message[named.end() :]
     else:
         message = f"{message[0].lower()}{message[1:]}, got {details['input']!r}"
     return Mistake(source.where(location), ".".join(map(str, location)), message)
+
+
+def _fields(section: type[BaseModel] | None) -> list[str]:
+    """The fields of a section as a file names them."""
+    return [] if section is None else [field.alias or name for name, field in section.model_fields.items()]
 
 
 def _without_tags(loc: Sequence[str | int]) -> tuple[Location, type[BaseModel] | None]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
 from embershard.proto import spec
+from embershard.worker.job_modes import Found
 from embershard.worker.job_sections import AnyInitializer, AnyOptimizer, Count, Section
-from embershard.worker.job_yaml import Path as Location
 
 if TYPE_CHECKING:
     from embershard.worker.job import Job
@@ -71,29 +71,35 @@ def initializers_of(
     return {**own, "*": default}
 
 
-def step_contradictions(job: Job) -> Iterator[tuple[Location, str]]:
+def step_contradictions(job: Job) -> Found:
     """Field -> why it cannot be with the others."""
     train = job.train
     if train.compile and train.checkpoint_activations:
-        yield (
-            ("train", "checkpoint_activations"),
-            ("torch.compile decides itself what backward computes again; remove it, or train.compile"),
-        )
+        reason = "torch.compile decides itself what backward computes again; remove it, or train.compile"
+        yield ("train", "checkpoint_activations"), reason
     if train.linear == "onednn" and (train.compile or train.amp != "off"):
         why = "train.compile" if train.compile else f"train.amp {train.amp}"
         yield ("train", "linear"), f"with {why} torch multiplies itself; use auto"
-    if job.strategy == "dp":
-        for name in ("compile", "checkpoint_activations"):
-            if getattr(train, name):
-                yield ("train", name), "DataParallel copies the model for every batch; use ddp"
-    for section in ("embedding", "dense"):
-        matches = [group.match for group in getattr(job, section).groups]
-        for position, match in enumerate(matches):
-            if match in matches[:position]:
-                yield (section, "groups", position, "match"), f"{match!r} is that of an earlier group"
-            elif match == "*":
-                yield (section, "groups", position, "match"), f"is all of them: that is {section}.optimizer"
-    for position, group in enumerate(job.dense.groups):
+    for name in ("compile", "checkpoint_activations"):
+        if job.strategy == "dp" and getattr(train, name):
+            yield ("train", name), "DataParallel copies the model for every batch; use strategy ddp"
+    for name in ("compile", "average"):
+        if job.has_shards and job.dense_mode == "fsdp" and getattr(train, name):
+            yield ("train", name), "with fsdp a worker holds but a part of each dense weight; use ddp or ps"
+    yield from _patterns(job)
+    in_blocks = job.has_shards and job.dense_mode == "ps"
+    for position, group in enumerate(job.dense.groups if in_blocks else ()):
         if group.optimizer.name == "rowwise_adagrad":
             reason = "keeps one accumulator per row, and dense weights have no rows; use adagrad"
             yield ("dense", "groups", position, "optimizer", "name"), reason
+
+
+def _patterns(job: Job) -> Found:
+    for section, groups in (("embedding", job.embedding.groups), ("dense", job.dense.groups)):
+        matches = [group.match for group in groups]
+        for position, match in enumerate(matches):
+            at = (section, "groups", position, "match")
+            if match in matches[:position]:
+                yield at, f"{match!r} is that of an earlier group"
+            elif match == "*":
+                yield at, f"'*' is all of them: that is {section}.optimizer"

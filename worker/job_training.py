@@ -105,9 +105,14 @@ class ScheduleSection(Section):
     def _check_scheduler(self) -> None:
         if self.scheduler is None:
             raise ValueError("ScheduleSection: class must name one of torch.optim.lr_scheduler")
-        from embershard.worker.schedulers import check_scheduler  # torch, for those who name a part of it
+        # torch, for those who name a part of it
+        from embershard.worker.schedulers import UnknownScheduler, check_scheduler
 
-        check_scheduler(self.scheduler, self.args or {})
+        try:
+            check_scheduler(self.scheduler, self.args or {})
+        except ValueError as error:
+            field = "class" if isinstance(error, UnknownScheduler) else "args"
+            raise ValueError(f"ScheduleSection: {field} is refused: {error}") from None
 
 
 class EarlyStopSection(Section):

@@ -12,15 +12,24 @@ from torch.optim import lr_scheduler
 _NOT_BY_NAME = ("LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler", "ReduceLROnPlateau")
 
 
+class UnknownScheduler(ValueError):
+    """A name that is no scheduler's."""
+
+
 def make_scheduler(
     name: str, arguments: Mapping[str, object], optimizer: torch.optim.Optimizer
 ) -> lr_scheduler.LRScheduler:
-    """A scheduler of torch.optim.lr_scheduler. ValueError for a class or for arguments that it has not."""
+    """A scheduler of torch.optim.lr_scheduler.
+
+    UnknownScheduler for a class that it has not, ValueError for arguments that the class does not take.
+    """
     kind = getattr(lr_scheduler, name, None)
     if not (inspect.isclass(kind) and issubclass(kind, lr_scheduler.LRScheduler) and name[0].isupper()):
-        raise ValueError(f"torch.optim.lr_scheduler has no class {name!r}")
+        raise UnknownScheduler(f"torch.optim.lr_scheduler has no class {name!r}")
     if name in ("LRScheduler", *_NOT_BY_NAME):
-        raise ValueError(f"{name} cannot be written in a job file; use it in a loop of your own, on es.ShardOptimizer")
+        raise UnknownScheduler(
+            f"{name} cannot be written in a job file; use it in a loop of your own, on es.ShardOptimizer"
+        )
     taken = [key for key in inspect.signature(kind).parameters if key not in ("optimizer", "last_epoch", "verbose")]
     unknown = sorted(set(arguments) - set(taken))
     if unknown:
