@@ -67,9 +67,7 @@ def test_a_failed_write_names_the_file_and_leaves_the_old_one(tmp_path: Path, mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(
-        SnapshotNotWritten, match=rf"{tmp_path}/f.*: OSError: No space left on device; make"
-    ):
+    with pytest.raises(SnapshotNotWritten, match=rf"{tmp_path}/f.*: OSError: No space left on device; make"):
         storage.replace("f", b"new")
     assert storage.read("f") == b"old"
 
