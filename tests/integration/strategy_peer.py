@@ -1,0 +1,103 @@
+"""One worker of a small job, as a process of test_strategies.py: `python strategy_peer.py STRATEGY MODE PS FILE`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from embershard.worker.data.batch import Schema
+from embershard.worker.data.rows import Rows, RowsDataset
+from embershard.worker.group import ShardGroup, WorkerGroup
+from embershard.worker.job import Job
+from embershard.worker.session import Session, connect
+from embershard.worker.strategy.in_torch import TorchStrategy
+from embershard.worker.trainer import Trainer
+
+F, PER_FIELD, D = 3, 20, 2
+BATCH = 40  # of all workers
+SAMPLES = 1001  # the first worker has one batch more than the second
+
+
+def rows(count: int, seed: int) -> Rows:
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, PER_FIELD, (count, F)) + np.arange(F) * PER_FIELD
+    effects = np.random.default_rng(0).normal(0, 2, F * PER_FIELD)
+    labels = (rng.random(count) < 1 / (1 + np.exp(-effects[ids].sum(1)))).astype(np.float32)
+    return Rows(ids, rng.random((count, D), np.float32), labels)
+
+
+def dataset() -> RowsDataset:
+    schema = Schema(tuple("abc"), D, F * PER_FIELD)
+    return RowsDataset(schema, {"train": rows(SAMPLES, 1), "test": rows(300, 2)}, where="made up", seed=3)
+
+
+def job(strategy: str, mode: str, workers: int) -> Job:
+    values: dict[str, object] = {
+        "strategy": strategy,
+        "model": {"name": "dlrm", "bottom": [8], "hidden": [8, 4]},
+        "data": {"reader": "ctr_csv", "train": "t.csv", "ids": "global"},
+        "embedding": {
+            "dim": 4,
+            "optimizer": {"name": "adagrad", "lr": 0.05},
+            "initializer": {"name": "normal", "std": 0.1},
+        },
+        "dense": {"optimizer": {"name": "adam", "lr": 0.01}},
+        "train": {"batch_size": BATCH // workers, "seed": 5, "epochs": 2, "device": "cpu", "linear": "torch"},
+        "workers": workers,
+    }
+    if strategy in ("ps", "hybrid"):
+        values["dense"] = {"optimizer": {"name": "adam", "lr": 0.01}, "mode": mode}
+        values["train"] = {**values["train"], "staleness": 0}  # type: ignore[dict-item]
+    return Job.model_validate(values)
+
+
+def train(job: Job, session: Session | None, group: WorkerGroup) -> dict[str, np.ndarray]:
+    """The figures that were reached, and every weight."""
+    torch.set_num_threads(1)
+    trainer = Trainer(job, dataset(), session, group)
+    result = trainer.run()
+    found = {metric: np.array(value) for metric, value in result.figures["test"].items()}
+    found["samples trained"] = np.array(result.samples)
+    if session is not None:
+        module = trainer.model.embedding
+        found["embedding.weight"] = module.table.pull(torch.arange(F * PER_FIELD)).numpy()
+        session.read_dense()
+    strategy = trainer.strategy
+    weights: object = dict(trainer.model.named_parameters())
+    if strategy.held is not None:
+        weights = strategy.held.state_dict()["weights"]
+    assert isinstance(weights, Mapping)
+    found |= {name: weight.detach().numpy() for name, weight in weights.items()}
+    assert isinstance(strategy, TorchStrategy) == (session is None)
+    return found
+
+
+def main() -> None:
+    strategy, mode, ps, file = sys.argv[1:]
+    rank = int(os.environ["RANK"])
+    settings = job(strategy, mode, workers=2)
+    session = connect(ps, worker=rank, workers=2, staleness=0) if ps else None
+    if settings.all_reduces:
+        group = WorkerGroup.join(rank, 2, timedelta(seconds=60))
+    else:
+        assert session is not None
+        group = ShardGroup(session.client, rank, 2)
+    with group:
+        found = train(settings, session, group)
+        if rank == 0:
+            np.savez(Path(file), **found)  # type: ignore[arg-type]
+        group.barrier()
+        if session is not None:
+            session.close()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads outlive their group
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Strategies, dense modes and consistency in job files: what they say, and which of them contradict each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from embershard.worker.job import Job, JobFileError, load_job
+
+JOB = """\
+model: {name: lr}
+data: {reader: ctr_csv, train: train.csv, ids: global}
+embedding: {optimizer: {name: adagrad, lr: 0.1}}
+train: {batch_size: 8, epochs: 1}
+workers: 2
+shards: 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.csv").write_text("label,a\n1,2\n")
+    return tmp_path
+
+
+def load(folder: Path, *overrides: str, text: str = JOB) -> Job:
+    path = folder / "job.yaml"
+    path.write_text(text)
+    return load_job(path, overrides)
+
+
+def mistakes(folder: Path, *overrides: str, text: str = JOB) -> list[str]:
+    with pytest.raises(JobFileError) as caught:
+        load(folder, *overrides, text=text)
+    return [str(mistake).removeprefix(f"{folder}/") for mistake in caught.value.mistakes]
+
+
+@pytest.mark.parametrize(
+    ("word", "bound", "local_steps", "ahead"),
+    [("0", 0, None, 0), ("4", 4, None, 4), ("off", None, None, 0), ("local(8)", None, 8, 0)],
+)
+def test_staleness_is_a_number_off_or_local(
+    folder: Path, word: str, bound: int | None, local_steps: int | None, ahead: int
+) -> None:
+    train = load(folder, f"train.staleness={word}").train
+    assert (train.bound, train.local_steps, train.ahead) == (bound, local_steps, ahead)
+    assert load(folder, f"train.staleness={word}", "train.prefetch=off").train.ahead is None
+
+
+@pytest.mark.parametrize("word", ["-1", "true", "local", "local(0)", "1.5", "[1]"])
+def test_another_staleness_is_refused(folder: Path, word: str) -> None:
+    (line,) = mistakes(folder, f"train.staleness={word}")
+    assert "train.staleness: must be 0, a number of clocks, off or local(steps), got" in line
+
+
+def test_hybrid_is_ps_with_dense_weights_in_the_workers(folder: Path) -> None:
+    assert load(folder).dense_mode == "ps"
+    assert load(folder, "strategy=hybrid").dense_mode == "ddp"
+    assert load(folder, "strategy=hybrid", "dense.mode=fsdp").dense_mode == "fsdp"
+    assert load(folder, "dense.mode=ddp").all_reduces
+    assert not load(folder).all_reduces
+
+
+@pytest.mark.parametrize("strategy", ["local", "ddp"])
+def test_an_override_of_the_strategy_sets_aside_what_the_file_says_of_shards(folder: Path, strategy: str) -> None:
+    text = JOB.replace("epochs: 1", "epochs: 1, staleness: 4, lease: 3, damp_staleness: true") + "dense: {mode: ddp}\n"
+    job = load(folder, f"strategy={strategy}", text=text)
+    assert not job.has_shards
+    assert job.workers == (2 if strategy == "ddp" else 1)
+    assert job.train.staleness is None
+    assert job.loader_processes(1) == 0
+
+
+IN_FILE = [
+    ("strategy: ddp\n", "job.yaml:6: shards: strategy ddp has no shards; remove it"),
+    (
+        "strategy: local\n",
+        "job.yaml:5: workers: strategy local trains in one process; set it to 1, or use strategy ddp",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "want"), IN_FILE)
+def test_a_file_that_contradicts_itself_is_refused(folder: Path, line: str, want: str) -> None:
+    assert any(found.startswith(want) for found in mistakes(folder, text=JOB + line))
+
+
+CONTRADICTIONS = [
+    (["strategy=ddp", "shards=2"], "shards: strategy ddp has no shards"),
+    (["strategy=local", "workers=2"], "workers: strategy local trains in one process"),
+    (["strategy=ddp", "train.staleness=4"], "train.staleness: has no meaning for strategy ddp"),
+    (["strategy=ddp", "train.lease=4"], "train.lease: has no meaning for strategy ddp"),
+    (["strategy=ddp", "train.damp_staleness=true"], "train.damp_staleness: has no meaning for strategy ddp"),
+    (["strategy=ddp", "train.prefetch=2"], "train.prefetch: has no meaning for strategy ddp"),
+    (["strategy=ddp", "embedding.cache={rows: 9}"], "embedding.cache: has no meaning for strategy ddp"),
+    (["strategy=ddp", "dense.mode=fsdp"], "dense.mode: has no meaning for strategy ddp"),
+    (["strategy=ddp", "data.ids=hashed"], "strategy: strategy ddp needs tables in memory, and hashed ids have 2**62"),
+    (["strategy=ddp", "embedding.optimizer.name=rmsprop"], "embedding.optimizer.name: strategy ddp trains by torch"),
+    (
+        ["strategy=ddp", "embedding.optimizer={name: sgd, lr: 1, momentum: 0.9}"],
+        "embedding.optimizer.momentum: strategy ddp trains by torch",
+    ),
+    (["strategy=ddp", "dense.optimizer={name: ftrl, lr: 1}"], "dense.optimizer.name: torch applies it to the dense"),
+    (["dense.mode=ddp", "dense.optimizer={name: ftrl, lr: 1}"], "dense.optimizer.name: torch applies it to the dense"),
+    (["dense.mode=ddp", "embedding.optimizer.name=ftrl"], "embedding.optimizer.name: torch applies it to the dense"),
+    (
+        ["dense.mode=ddp", "dense.groups=[{match: first_order, optimizer: {name: ftrl, lr: 1}}]"],
+        "dense.groups.0.optimizer.name: torch applies it",
+    ),
+    (
+        ["dense.mode=ddp", "dense.optimizer={name: sgd, lr: 1, clip_norm: 1}"],
+        "dense.optimizer.clip_norm: bounds a block of 1024 dense floats",
+    ),
+    (["strategy=hybrid", "dense.mode=ps"], "dense.mode: strategy hybrid keeps dense weights in the workers"),
+    (["strategy=hybrid", "train.staleness=local(2)"], "strategy: all-reduces dense weights at every step"),
+    (["dense.mode=fsdp", "train.staleness=local(2)"], "dense.mode: all-reduces dense weights at every step"),
+    (["train.staleness=local(2)", "train.prefetch=1"], "train.prefetch: train.staleness local(2) reads copies of its"),
+    (["train.staleness=local(2)", "embedding.cache={rows: 9}"], "embedding.cache: train.staleness local(2) reads cop"),
+    (["train.staleness=local(2)", "train.damp_staleness=true"], "train.damp_staleness: with train.staleness local(2)"),
+    (
+        ["train.staleness=0", "train.damp_staleness=true"],
+        "train.damp_staleness: with train.staleness 0 no push is stale",
+    ),
+    (["train.staleness=0", "train.prefetch=1"], "train.prefetch: pulls 1 clocks ahead, beyond train.staleness 0"),
+    (["train.staleness=0", "embedding.cache={staleness: 1}"], "embedding.cache: its copies may be 1 clocks old"),
+    (["train.staleness=4", "embedding.cache={staleness: 1}"], "embedding.cache: its copies may be 5 clocks old"),
+    (["train.lease=0"], "train.lease: input should be greater than or equal to 0.1"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "want"), CONTRADICTIONS, ids=[" ".join(c[0]) for c in CONTRADICTIONS])
+def test_modes_that_contradict_each_other_are_refused(folder: Path, overrides: list[str], want: str) -> None:
+    found = mistakes(folder, *overrides)
+    assert len(found) == 1, found
+    assert want in found[0]
+
+
+def test_a_cache_within_the_bound_is_taken(folder: Path) -> None:
+    assert load(folder, "train.staleness=4", "train.prefetch=1", "embedding.cache={staleness: 3}").embedding.cache
+
+
+def test_dense_weights_in_workers_take_adagrad_for_rowwise_adagrad(folder: Path) -> None:
+    assert load(folder, "dense.mode=ddp", "embedding.optimizer.name=rowwise_adagrad").all_reduces
+
+
+def test_data_parallel_needs_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (line,) = mistakes(folder, "strategy=dp")
+    assert "strategy: dp (DataParallel) splits a batch over GPUs, and this machine has none; use local or ddp" in line
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert load(folder, "strategy=dp").workers == 1
+    (line,) = mistakes(folder, "strategy=dp", "train.device=cpu")
+    assert "train.device: strategy dp needs GPUs" in line
