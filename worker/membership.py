@@ -144,6 +144,11 @@ class Membership:
             return 0
         return max(0, max(clock, self.first) - self.terms.staleness)
 
+    @property
+    def next_clock(self) -> int:
+        """After the last clock that was pushed."""
+        return self._next
+
     def pushed(self, clock: int) -> None:
         """Take note of a push."""
         self._next = max(self._next, clock + 1)

@@ -150,9 +150,9 @@ def begin_snapshot(
     """Have all shards take a snapshot into the folder `name` (default: the time) of `url`, a folder or fsspec URL.
 
     With `at_clock` every shard takes it when so many clocks are closed, so that all show the same updates; 0 takes it
-    at once, on each shard for itself. By default it is a clock soon to come where workers train synchronously, and
-    0 otherwise. A worker that is itself waited for passes the clock that it will push next. When this returns, each
-    shard holds the moment, or waits for the clock: what is pushed since is not in the snapshot.
+    at once, on each shard for itself. By default it is a clock soon to come where workers train synchronously (for one
+    of these workers: the one after its last push), and 0 otherwise. When this returns, each shard holds the moment, or
+    waits for the clock: what this worker pushes from now on is not in the snapshot.
 
     `patience`: without a row more for so long, it is given up. SnapshotExists, SnapshotNotWritten, SnapshotTooLate.
     """
@@ -312,10 +312,13 @@ def _timeout(
 
 
 def _soon(client: Client, margin: int) -> int:
-    """A clock that no shard has closed yet, where all workers' pushes of a clock are applied at once; 0 elsewhere."""
+    """A clock that closes soon, where all workers' pushes of a clock are applied at once; 0 elsewhere."""
     status = client.status()
     if not any(one.members and one.staleness == 0 for one in status):
         return 0
+    member = client.membership
+    if member is not None and not member.resting:
+        return member.next_clock  # the others cannot go on without this worker
     return max(one.clock for one in status) + margin
 
 

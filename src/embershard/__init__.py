@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from embershard.worker.optimizer import ShardOptimizer as ShardOptimizer
     from embershard.worker.session import Session as Session
     from embershard.worker.session import connect as connect
+    from embershard.worker.snapshots import begin_snapshot as begin_snapshot
+    from embershard.worker.snapshots import open_snapshot as open_snapshot
+    from embershard.worker.snapshots import restore_snapshot as restore_snapshot
+    from embershard.worker.snapshots import take_snapshot as take_snapshot
     from embershard.worker.wrap import wrap as wrap
 
 _HOME = {
@@ -59,6 +63,7 @@ _HOME = {
     "embershard.worker.onednn": ("use_onednn",),
     "embershard.worker.optimizer": ("ShardOptimizer",),
     "embershard.worker.session": ("Session", "connect"),
+    "embershard.worker.snapshots": ("begin_snapshot", "open_snapshot", "restore_snapshot", "take_snapshot"),
     "embershard.worker.wrap": ("wrap",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -85,6 +90,10 @@ __all__ = [  # noqa: RUF022  # in the order of use
     "Constant",
     "Normal",
     "Uniform",
+    "take_snapshot",
+    "begin_snapshot",
+    "restore_snapshot",
+    "open_snapshot",
     "keep_freed_memory",
     "use_onednn",
     "EmbershardError",

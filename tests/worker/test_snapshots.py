@@ -259,8 +259,13 @@ def test_rows_that_no_shard_finds_make_no_restore(tmp_path: Path, monkeypatch: p
 class TestSynchronousWorkers:
     """Two workers that train at one clock, each in a thread."""
 
-    def train(self, tmp_path: Path, snapshot: Callable[[Client, Client], object], until: int = 60) -> list[np.ndarray]:
-        """Rows after each clock; `snapshot` runs beside, with a client of its own and worker 0's."""
+    def train(
+        self,
+        beside_them: Callable[[Client], object] = lambda client: None,
+        by_worker_0: Callable[[Client], object] = lambda client: None,
+        until: int = 60,
+    ) -> list[np.ndarray]:
+        """Rows after each clock. One call runs beside the workers, one as worker 0 has pushed clock 7."""
         shards = InProcessShards(2)
         seen: list[np.ndarray] = []
         workers = [Client(shards.carriers(), worker=worker) for worker in (0, 1)]
@@ -271,6 +276,8 @@ class TestSynchronousWorkers:
             client.declare(TABLE)
             for clock in range(until):
                 push(client, 10 * clock + client.worker, clock)
+                if clock == 7 and client.worker == 0:
+                    by_worker_0(client)
                 route = make_route(IDS, TABLE.space_key, client.placement)
                 pulled = client.pull([("items", route)], clock=clock + 1)[0]
                 if client.worker == 0:
@@ -282,7 +289,7 @@ class TestSynchronousWorkers:
         def beside() -> None:
             assert started.wait(30)
             try:
-                snapshot(Client(shards.carriers(), worker=9), workers[0])
+                beside_them(Client(shards.carriers(), worker=9))
             except BaseException as error:
                 failed.append(error)
 
@@ -297,15 +304,22 @@ class TestSynchronousWorkers:
         return seen
 
     def test_all_shards_show_the_same_clock(self, tmp_path: Path):
-        seen = self.train(tmp_path, lambda client, _: take_snapshot(client, str(tmp_path), "one"))
+        seen = self.train(lambda client: take_snapshot(client, str(tmp_path), "one"))
         manifest = read_manifest(str(tmp_path))
         assert {part.clock for part in manifest.shards} == {manifest.clock}
         fresh = local(3).client
         restore_snapshot(fresh, str(tmp_path))
         assert np.array_equal(rows(fresh), seen[manifest.clock - 1])
 
+    def test_a_worker_takes_it_as_its_last_push_is_applied(self, tmp_path: Path):
+        seen = self.train(by_worker_0=lambda client: take_snapshot(client, str(tmp_path)), until=12)
+        assert read_manifest(str(tmp_path)).clock == 8
+        fresh = local(1).client
+        restore_snapshot(fresh, str(tmp_path))
+        assert np.array_equal(rows(fresh), seen[7])
+
     def test_a_clock_of_the_past_is_refused(self, tmp_path: Path):
         with pytest.raises(SnapshotTooLate):
-            self.train(tmp_path, lambda client, _: take_snapshot(client, str(tmp_path), "one", at_clock=1), until=20)
+            self.train(lambda client: take_snapshot(client, str(tmp_path), "one", at_clock=1), until=20)
         with pytest.raises(EmbershardError):
             read_manifest(str(tmp_path))
