@@ -1,0 +1,131 @@
+"""`embershard export`: a trained model as files for torch, ONNX and others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from embershard.in_process import local
+from embershard.proto.errors import JobError
+from embershard.worker.addresses import parse_addresses
+from embershard.worker.checkpoint import SNAPSHOT, Checkpoint, checkpoint_at
+from embershard.worker.client import Client
+from embershard.worker.data.batch import Dataset
+from embershard.worker.evaluate import Evaluator
+from embershard.worker.export import Floats, Ids, ReadTable, export_weights, write_tensors
+from embershard.worker.export_onnx import check_onnx, dense_part, export_onnx
+from embershard.worker.group import WorkerGroup
+from embershard.worker.job import Job, load_job
+from embershard.worker.quantise import FILE as INT8_FILE
+from embershard.worker.quantise import int8_tensors, quantise
+from embershard.worker.snapshots import open_snapshot, restore_snapshot
+from embershard.worker.strategy.protocol import Strategy
+from embershard.worker.trained import ReadOnlySession, trained
+
+
+def export(
+    source: Annotated[
+        str, typer.Argument(help="A checkpoint or a snapshot (folder or URL), or addresses of shards: host:port,...")
+    ],
+    job: Annotated[Path, typer.Argument(help="The job file that it was trained by.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write to.")],
+    onnx: Annotated[bool, typer.Option("--onnx", help="Write the dense part as ONNX too.")] = False,
+    int8: Annotated[
+        bool, typer.Option("--int8", help="Write its linear layers in int8 too, and say what that costs in quality.")
+    ] = False,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="section.field=value, over the job file; may be repeated.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(envvar="EMBERSHARD_DATA", help="Folder of the data, instead of the job's data.root.")
+    ] = None,
+    imports: Annotated[
+        list[str] | None, typer.Option("--import", help="Module with row optimizers of a snapshot; may be repeated.")
+    ] = None,
+) -> None:
+    """Write a trained model into a folder: model.safetensors, and what the options ask for."""
+    if onnx:
+        check_onnx()
+    settings = load_job(job, overrides or (), data)
+    dataset = settings.data.open(job.parent, settings.train.seed)
+    if int8 and not dataset.splits:
+        raise JobError(
+            where=str(job), reason="--int8 compares by an evaluation, and the job's data has no split for it"
+        )
+    with contextlib.ExitStack() as stack:
+        found = _open(source, imports or [], stack)
+        session = ReadOnlySession(found.client) if found.client is not None else None
+        strategy = trained(settings, dataset.schema, session, found.checkpoint)
+        facts = export_weights(strategy.model, settings, out, found.read_table, strategy.table_rows())
+        for name, fact in facts.items():
+            initial = fact.rows - fact.trained
+            rest = f", {initial:,} with their first values" if initial else ""
+            typer.echo(f"{out / fact.file}: {name}, {fact.rows:,} rows of {fact.dim}{rest}")
+        typer.echo(f"{out / 'model.safetensors'}: {len(strategy.model.state_dict())} dense tensors")
+        if onnx:
+            part = dense_part(settings, dataset.schema, strategy.model.state_dict())
+            typer.echo(f"{export_onnx(part, dataset.schema, out)}: the dense part")
+        if int8:
+            _export_int8(settings, dataset, strategy, out)
+
+
+def _export_int8(job: Job, dataset: Dataset, strategy: Strategy, out: Path) -> None:
+    evaluator = Evaluator(
+        strategy.model,
+        dataset,
+        strategy,
+        WorkerGroup(),
+        batch_size=job.evaluate.batch_size,
+        top_k=job.top_k,
+        device=torch.device("cpu"),
+    )
+    before = evaluator.evaluate()
+    layers = quantise(strategy.model)
+    after = evaluator.evaluate()
+    write_tensors(out / INT8_FILE, int8_tensors(strategy.model))
+    typer.echo(f"{out / INT8_FILE}: {layers} linear layers")
+    differences = {}
+    for split, figures in before.items():
+        full, rounded = figures[job.metric], after[split][job.metric]
+        differences[split] = None if math.isnan(rounded - full) else rounded - full
+        typer.echo(f"{split} {job.metric}: {full:.5f} in float32, {rounded:.5f} in int8 ({rounded - full:+.5f})")
+    typer.echo(json.dumps({"metric": job.metric, "int8_difference": differences}))
+
+
+_CARRIERS = ("tcp://", "grpc://", "grpc+", "rpc://", "rpc-executes-pickles://")  # all other URLs are storage
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where trained weights are."""
+
+    client: Client | None  # None for a checkpoint of a job without shards
+    checkpoint: Checkpoint | None
+    read_table: ReadTable | None
+
+
+def _open(source: str, imports: list[str], stack: contextlib.ExitStack) -> _Source:
+    if not Path(source).exists() and ("://" not in source or source.startswith(_CARRIERS)):
+        client = Client.connect(parse_addresses(source))
+        stack.callback(client.close)
+        return _Source(client, None, None)
+    checkpoint = checkpoint_at(source)
+    if checkpoint is not None and not checkpoint.manifest.snapshot:
+        return _Source(None, checkpoint, None)
+    where = (checkpoint.url, SNAPSHOT) if checkpoint is not None else (source, "")
+    snapshot = open_snapshot(*where)
+    client = local(1, imports=imports).client
+    restore_snapshot(client, *where)
+
+    def read_table(table: str) -> Iterator[tuple[Ids, Floats]]:
+        return ((ids, rows) for ids, rows, _ in snapshot.read_table(table))
+
+    return _Source(client, checkpoint, read_table)

@@ -1,0 +1,36 @@
+"""`embershard import`: a model that was trained elsewhere, brought into shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from embershard.proto.errors import JobError
+from embershard.worker.addresses import parse_addresses
+from embershard.worker.job import load_job
+from embershard.worker.load_state import import_state
+from embershard.worker.session import connect
+
+
+def import_(
+    state: Annotated[Path, typer.Argument(help="A state_dict as safetensors, or the folder of an export.")],
+    job: Annotated[Path, typer.Argument(help="The job file that the shards' tables are made by.")],
+    ps: Annotated[str, typer.Argument(help="Addresses of all shards: host:port,host:port.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="section.field=value, over the job file; may be repeated.")
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(envvar="EMBERSHARD_DATA", help="Folder of the data, instead of the job's data.root.")
+    ] = None,
+) -> None:
+    """Load a model with nn.Embedding into running shards; `embershard train --ps` goes on from there."""
+    settings = load_job(job, overrides or (), data)
+    if not settings.has_shards or settings.dense_mode != "ps":
+        mode = settings.strategy if settings.strategy != "ps" else f"dense.mode {settings.dense_mode}"
+        raise JobError(where=str(job), reason=f"{mode} keeps weights in the workers; import with --set strategy=ps")
+    schema = settings.data.open(job.parent, settings.train.seed).schema
+    with connect(parse_addresses(ps)) as session:
+        for table, rows in import_state(state, settings, schema, session).items():
+            typer.echo(f"table {table}: {rows:,} rows")

@@ -1,0 +1,255 @@
+"""Exports of a trained model, and models from elsewhere brought in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from embershard.proto.errors import EmbershardError, TableMismatch
+from embershard.worker.data.batch import Batch, Schema
+from embershard.worker.data.rows import Rows, RowsDataset
+from embershard.worker.export import CannotExport, Floats, Ids, TableFacts, export_weights
+from embershard.worker.export_onnx import dense_part, export_onnx
+from embershard.worker.group import WorkerGroup
+from embershard.worker.job import Job
+from embershard.worker.load_state import CannotImport, import_state
+from embershard.worker.quantise import int8_tensors, load_int8, quantise
+from embershard.worker.session import Session
+from embershard.worker.snapshots import read_table, take_snapshot
+from embershard.worker.strategy.protocol import Strategy
+from embershard.worker.trained import NotTrained, OnlyInWorkers, ReadOnlySession, trained
+from embershard.worker.trainer import Trainer
+
+F, PER_FIELD, D = 3, 20, 2
+IDS = F * PER_FIELD
+MakeSession = Callable[..., Session]
+
+
+def dataset(num_ids: int | None = IDS) -> RowsDataset:
+    rng = np.random.default_rng(1)
+    # of each field a half occurs: the other rows are never trained
+    ids = rng.integers(0, PER_FIELD // 2, (400, F)) + np.arange(F) * PER_FIELD
+    rows = Rows(ids, rng.random((400, D), np.float32), (rng.random(400) < 0.5).astype(np.float32))
+    return RowsDataset(Schema(tuple("abc"), D, num_ids), {"train": rows, "valid": rows}, where="made up")
+
+
+def job(name: str = "deepfm", **model: object) -> Job:
+    return Job.model_validate(
+        {
+            "model": {"name": name, **({"hidden": [16, 8]} if name == "deepfm" else {}), **model},
+            "data": {"reader": "ctr_csv", "train": "t.csv"},
+            "embedding": {"dim": 4, "optimizer": {"name": "adagrad", "lr": 0.1}},
+            "train": {"batch_size": 50, "epochs": 1, "linear": "torch"},
+        }
+    )
+
+
+def batch(data: RowsDataset) -> Batch:
+    return next(data.evaluate("valid", 0, 1, 64))
+
+
+def plain_logits(job: Job, data: RowsDataset, state: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Of the model with nn.Embedding, as anyone would build it."""
+    model = job.model.build(data.schema, job.dim, None)
+    model.load_state_dict(state, strict=True)
+    one = batch(data)
+    with torch.no_grad():
+        logits: torch.Tensor = model.eval()(one.ids, one.dense)
+    return logits
+
+
+def logits(strategy: Strategy, data: RowsDataset) -> torch.Tensor:
+    one = batch(data)
+    with torch.no_grad():
+        found: torch.Tensor = strategy.model.eval()(one.ids, one.dense)
+    return found
+
+
+def reader(folder: Path) -> Callable[[str], Iterator[tuple[Ids, Floats]]]:
+    return lambda table: ((ids, rows) for ids, rows, _ in read_table(str(folder), table, "last"))
+
+
+class Run:
+    """A short training, its shards, and a snapshot of them."""
+
+    def __init__(self, session: Session, folder: Path, job: Job, data: RowsDataset) -> None:
+        self.job, self.data, self.session = job, data, session
+        self.trainer = Trainer(job, data, session, WorkerGroup())
+        self.trainer.run()
+        take_snapshot(session.client, str(folder), "last")
+        self.read_table = reader(folder)
+
+    def trained(self) -> Strategy:
+        return trained(self.job, self.data.schema, ReadOnlySession(self.session.client), None)
+
+    def export(self, out: Path) -> dict[str, TableFacts]:
+        strategy = self.trained()
+        return export_weights(strategy.model, self.job, out, self.read_table, strategy.table_rows())
+
+
+@pytest.fixture
+def run(make_session: MakeSession, tmp_path: Path) -> Run:
+    return Run(make_session(2), tmp_path / "snapshots", job(), dataset())
+
+
+def test_an_exported_state_dict_loads_into_the_plain_model_and_scores_alike(run: Run, tmp_path: Path) -> None:
+    facts = run.export(tmp_path / "out")
+    want = logits(run.trainer.strategy, run.data)
+    torch.testing.assert_close(plain_logits(run.job, run.data, load_file(tmp_path / "out" / "model.safetensors")), want)
+    assert facts["embedding"] == TableFacts("model.safetensors", 4, IDS, IDS // 2)
+    told = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert told["tables"]["linear"]["dim"] == 1
+    assert told["job"]["model"]["name"] == "deepfm"
+
+
+def test_rows_that_were_never_trained_are_named_and_have_their_first_values(run: Run, tmp_path: Path) -> None:
+    run.export(tmp_path / "out")
+    initial = load_file(tmp_path / "out" / "initial.safetensors")["embedding"]
+    assert initial.tolist() == [i for i in range(IDS) if i % PER_FIELD >= PER_FIELD // 2]
+    weight = load_file(tmp_path / "out" / "model.safetensors")["embedding.weight"]
+    table = next(table for table in run.session.tables if table.spec.name == "embedding")
+    assert torch.equal(weight[initial], table.pull(initial))
+
+
+def test_tables_of_hashed_ids_are_written_as_pairs(make_session: MakeSession, tmp_path: Path) -> None:
+    run = Run(make_session(2), tmp_path / "snapshots", job(), dataset(num_ids=None))
+    facts = run.export(tmp_path / "out")
+    pairs = load_file(tmp_path / "out" / "tables.safetensors")
+    assert sorted(pairs["embedding.ids"].tolist()) == [i for i in range(IDS) if i % PER_FIELD < PER_FIELD // 2]
+    table = next(table for table in run.session.tables if table.spec.name == "embedding")
+    assert torch.equal(pairs["embedding.rows"], table.pull(pairs["embedding.ids"]))
+    assert facts["embedding"].file == "tables.safetensors"
+    assert "embedding.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+    with pytest.raises(CannotExport, match="the ids of table 'embedding' are hashes, which only a snapshot lists"):
+        export_weights(run.trained().model, run.job, tmp_path / "other", None, {})
+
+
+def test_shards_without_the_tables_are_refused_and_left_as_they_are(make_session: MakeSession) -> None:
+    session = make_session(2)
+    with pytest.raises(NotTrained, match=r"no table 'embedding' of this job in the source \(it has: none\)"):
+        trained(job(), dataset().schema, ReadOnlySession(session.client), None)
+    assert not any(status.tables for status in session.client.status())
+
+
+def test_shards_of_another_job_are_refused(run: Run) -> None:
+    other = run.job.model_copy(update={"embedding": run.job.embedding.model_copy(update={"dim": 8})})
+    with pytest.raises(TableMismatch, match="dim: 4, not 8"):
+        trained(other, run.data.schema, ReadOnlySession(run.session.client), None)
+
+
+def test_statistics_of_batch_norm_are_asked_for_where_only_shards_are_named(
+    make_session: MakeSession, tmp_path: Path
+) -> None:
+    run = Run(make_session(1), tmp_path / "snapshots", job(batch_norm=True), dataset())
+    with pytest.raises(OnlyInWorkers, match=r"buffers \(deep\.1\.running_mean.*name a checkpoint of the run"):
+        run.trained()
+
+
+def test_a_folder_that_cannot_be_written_is_named(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CannotExport, match=r"cannot write .*file/out: Not a directory"):
+        run.export(tmp_path / "file" / "out")
+
+
+def test_onnx_scores_as_torch_does(run: Run, tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    state = dict(run.trained().model.state_dict())
+    path = export_onnx(dense_part(run.job, run.data.schema, state), run.data.schema, tmp_path)
+    session = runtime.InferenceSession(str(path))
+    assert {i.name for i in session.get_inputs()} == {"index", "dense", "embedding.rows", "linear.rows"}
+    one = batch(run.data)
+    ids, index = torch.unique(one.ids, return_inverse=True)
+    tables = {table.spec.name: table for table in run.session.tables}
+    assert one.dense is not None
+    given = {
+        "index": index.numpy(),
+        "dense": one.dense.numpy(),
+        **{f"{name}.rows": tables[name].pull(ids).numpy() for name in ("embedding", "linear")},
+    }
+    (found,) = session.run(["logits"], given)
+    torch.testing.assert_close(torch.from_numpy(found), logits(run.trainer.strategy, run.data), rtol=1e-4, atol=1e-5)
+
+
+def test_int8_layers_are_restored_from_plain_tensors_and_score_nearly_alike(run: Run) -> None:
+    full = logits(run.trainer.strategy, run.data)
+    strategy = run.trained()
+    assert quantise(strategy.model) == 3
+    tensors = int8_tensors(strategy.model)
+    assert tensors["output.weight"].dtype == torch.int8
+    rounded = logits(strategy, run.data)
+    assert 0 < float((rounded - full).abs().max()) < 0.1
+    other = run.trained()
+    for layer in other.model.modules():
+        if isinstance(layer, nn.Linear):
+            nn.init.zeros_(layer.weight)
+    load_int8(other.model, tensors)
+    torch.testing.assert_close(logits(other, run.data), rounded)
+
+
+@pytest.mark.parametrize("num_ids", [IDS, None])
+def test_an_export_comes_back_into_other_shards(make_session: MakeSession, tmp_path: Path, num_ids: int | None) -> None:
+    run = Run(make_session(2), tmp_path / "snapshots", job(), dataset(num_ids))
+    run.export(tmp_path / "out")
+    session = make_session(3)
+    loaded = import_state(tmp_path / "out", run.job, run.data.schema, session)
+    assert loaded["embedding"] == (IDS if num_ids else IDS // 2)
+    strategy = trained(run.job, run.data.schema, ReadOnlySession(session.client), None)
+    assert torch.equal(logits(strategy, run.data), logits(run.trainer.strategy, run.data))
+
+
+def test_a_plain_checkpoint_is_trained_on(make_session: MakeSession, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    data, theirs = dataset(), job().model.build(dataset().schema, 4, None)
+    save_file({name: value.half() for name, value in theirs.state_dict().items()}, tmp_path / "model.safetensors")
+    session = make_session(2)
+    import_state(tmp_path / "model.safetensors", job(), data.schema, session)
+    trainer = Trainer(job(), data, Session(session.client), WorkerGroup())
+    want = plain_logits(job(), data, {name: value.half().float() for name, value in theirs.state_dict().items()})
+    torch.testing.assert_close(logits(trainer.strategy, data), want)
+
+
+def test_all_that_does_not_fit_is_named_before_anything_is_changed(make_session: MakeSession, tmp_path: Path) -> None:
+    state = {name: value.clone() for name, value in job().model.build(dataset().schema, 4, None).state_dict().items()}
+    del state["output.bias"]
+    state["embedding.weight"] = torch.zeros(IDS, 8)
+    state["output.extra"] = torch.zeros(1)
+    save_file(state, tmp_path / "model.safetensors")
+    session = make_session(1)
+    with pytest.raises(CannotImport) as raised:
+        import_state(tmp_path / "model.safetensors", job(), dataset().schema, session)
+    text = str(raised.value)
+    assert f"embedding.weight has shape ({IDS}, 8), the model's is ({IDS}, 4)" in text
+    assert "output.bias (1,) is missing" in text
+    assert "output.extra (1,) is not in the model" in text
+    assert not session.client.status()[0].tables
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "no such file"), (b"", "no safetensors file"), (b"\x80\x04pickle", "no safetensors file")],
+    ids=["missing", "empty", "pickle"],
+)
+def test_a_file_of_another_kind_is_refused(
+    make_session: MakeSession, tmp_path: Path, content: bytes | None, words: str
+) -> None:
+    path = tmp_path / "model.safetensors"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(EmbershardError, match=rf"cannot import .*model.safetensors: {words}"):
+        import_state(path, job(), dataset().schema, make_session(1))
+
+
+def test_whole_numbers_are_no_weights(make_session: MakeSession, tmp_path: Path) -> None:
+    state = dict(job().model.build(dataset().schema, 4, None).state_dict())
+    state["embedding.weight"] = torch.zeros(IDS, 4, dtype=torch.int32)
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(CannotImport, match=r"embedding\.weight holds I32, the model floats"):
+        import_state(tmp_path / "model.safetensors", job(), dataset().schema, make_session(1))
