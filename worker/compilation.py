@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from itertools import chain
 
 import torch
 from torch import nn
@@ -12,13 +13,13 @@ from embershard.proto.errors import JobError
 from embershard.worker.activations import TABLES
 
 
-def compile_dense(model: nn.Module, device: torch.device) -> None:
-    """Compile the forward of a model, in place, once it is wrapped; that takes place at the first batches.
+def compile_dense(model: nn.Module) -> None:
+    """Have torch.compile compile the forward of a wrapped model, in place; that takes place at the first batches.
 
-    Embeddings are called as they are: they read rows, and keep their gradients. JobError where this machine has no
-    compiler for it.
+    Embeddings are called as they are: they read rows, and keep their gradients; torch.compile(model) cannot trace that.
+    JobError where this machine has no compiler for the device that the model is on.
     """
-    missing = _missing(device)
+    missing = _missing(next(chain(model.parameters(), model.buffers())).device)
     if missing is not None:
         raise JobError(where="train.compile", reason=missing)
     for module in model.modules():

@@ -38,7 +38,7 @@ def step_of(job: Job, strategy: Strategy, session: Session | None, device: torch
     if train.checkpoint_activations:
         checkpoint_activations(model)
     if train.compile:
-        compile_dense(model, device)
+        compile_dense(model)
     average = None
     if train.average is not None:
         tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}

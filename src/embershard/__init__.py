@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from embershard.proto.spec import TableSpec as TableSpec
     from embershard.proto.spec import Uniform as Uniform
     from embershard.ps.optim import row_optimizer as row_optimizer
+    from embershard.worker.activations import checkpoint_activations as checkpoint_activations
+    from embershard.worker.averaging import WeightAverage as WeightAverage
     from embershard.worker.client import Client as Client
+    from embershard.worker.compilation import compile_dense as compile_dense
     from embershard.worker.embedding import Embedding as Embedding
     from embershard.worker.embedding import EmbeddingBag as EmbeddingBag
     from embershard.worker.memory import keep_freed_memory as keep_freed_memory
@@ -57,7 +60,10 @@ _HOME = {
         "TableSpec",
     ),
     "embershard.ps.optim": ("row_optimizer",),
+    "embershard.worker.activations": ("checkpoint_activations",),
+    "embershard.worker.averaging": ("WeightAverage",),
     "embershard.worker.client": ("Client",),
+    "embershard.worker.compilation": ("compile_dense",),
     "embershard.worker.embedding": ("Embedding", "EmbeddingBag"),
     "embershard.worker.memory": ("keep_freed_memory",),
     "embershard.worker.onednn": ("use_onednn",),
@@ -94,6 +100,9 @@ __all__ = [  # noqa: RUF022  # in the order of use
     "begin_snapshot",
     "restore_snapshot",
     "open_snapshot",
+    "WeightAverage",
+    "checkpoint_activations",
+    "compile_dense",
     "keep_freed_memory",
     "use_onednn",
     "EmbershardError",

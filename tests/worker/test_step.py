@@ -34,7 +34,6 @@ from embershard.worker.strategy.protocol import Turn
 
 MakeSession = Callable[..., Session]
 ROWS, F, D = 30, 3, 2
-CPU = torch.device("cpu")
 
 
 class Shards:
@@ -489,7 +488,7 @@ def test_a_compiled_model_trains_to_the_same_weights(
         session = make_session()
         model = wrapped(model_of(), session)
         if compiled:
-            compile_dense(model, CPU)
+            compile_dense(model)
         step = make_step(model, session)
         for part in batches(8, 8, 8, 5):
             step(turn(part))
@@ -507,4 +506,4 @@ def test_a_compiled_model_trains_to_the_same_weights(
 def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(JobError, match=r"train.compile: torch.compile needs a C\+\+ compiler.*install g\+\+"):
-        compile_dense(nn.Linear(1, 1), CPU)
+        compile_dense(nn.Linear(1, 1))
