@@ -10,7 +10,7 @@ PYTHON38 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.8.*/bin/python) pyt
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup demo test unit fuzz lint proto build clean peers-env \
-        bar-ncf bar-ctr bar-equal bar-sync bar-wrap bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-cache \
+        bar-ncf bar-ctr bar-modes bar-equal bar-sync bar-wrap bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-cache \
         bench-loader bench-startup bench-wire bar-scale bar-link bar-leak bench-cluster bar-peers
 
 help:  ## list the targets
@@ -56,6 +56,9 @@ bar-ncf: setup  ## quality on MovieLens-1M against the published numbers
 
 bar-ctr: setup  ## quality on Frappe and Adult against the published numbers
 	$(BIN)/python bench/bar_ctr.py
+
+bar-modes: setup  ## the quality bars in every mode: staleness 0, 4, off; dense on shards and by DDP (an hour; ARGS=--quick)
+	$(BIN)/python bench/bar_modes.py $(ARGS)
 
 bar-equal: setup  ## bit-identical over shards and carriers; equal to torch in one process
 	$(BIN)/python bench/bar_equal.py
