@@ -10,7 +10,7 @@ Times are seconds of a clock that only moves on, given by the caller: when a req
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from embershard.proto.errors import (
@@ -75,6 +75,8 @@ class Clock:
         self.job = 0  # counts the jobs that this shard has served
         self.moves = 0  # grows with whatever may let a request be answered that had to wait
         self.now = -math.inf
+        # when anything of a worker's incarnation arrived last, a part of a request included
+        self.last_sign: Callable[[int, int], float] = lambda worker, epoch: -math.inf
         self._pushes = GatheredPushes()
         self._gone: dict[int, Member] = {}  # who take part no more
         self._epochs: dict[int, int] = {}  # the newest of each worker that ever joined
@@ -248,7 +250,11 @@ class Clock:
         self.now = max(self.now, now)
         if self.now <= self._next_end:
             return
-        for member in [member for member in self.members.values() if member.end < self.now]:
+        for member in list(self.members.values()):
+            if member.end < self.now:
+                member.heard = max(member.heard, self.last_sign(member.worker, member.epoch))
+            if member.end >= self.now:
+                continue
             member.lost = True
             self.expired += 1
             self._remove(member)

@@ -41,6 +41,10 @@ class Dispatch:
             status, requests=status.requests + self._answered, queued_bytes=self._apply.queued_bytes
         )
 
+    def listen(self, last_sign: Callable[[int, int], float]) -> None:
+        """See Shard.listen."""
+        self._shard.listen(last_sign)
+
     def submit(
         self,
         kind: type[Request],

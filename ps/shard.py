@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -129,6 +130,13 @@ class Shard:
             self._clock.expire(now)
         finally:
             self._snapshots.clock_moved(self._clock.open)
+
+    def listen(self, last_sign: Callable[[int, int], float]) -> None:
+        """Ask when anything of a worker (number, epoch) arrived last, before its lease ends.
+
+        A request takes long on a slow link, and keeps the beats behind it back.
+        """
+        self._clock.last_sign = last_sign
 
     def excuse(self, seconds: float) -> None:
         """For so long nobody could be heard: the process stood still."""

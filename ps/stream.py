@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,8 @@ from embershard.proto.messages import (
     KIND_OF,
     MAX_MESSAGE_BYTES,
     REQUEST_KINDS,
+    Beat,
+    Join,
     Meet,
     Met,
     Pull,
@@ -88,6 +91,7 @@ class StreamServer:
         self._unsent_bytes = 0  # what these hold of it, or more
         self._pressed = False  # whether somebody was turned away since the last sweep
         self._sweeper = self.loop.call_later(SWEEP_SECONDS, self._sweep)
+        dispatch.listen(self._last_sign)
 
     def protocol(self) -> Connection:
         """A new connection's protocol, as loop.create_server wants it."""
@@ -120,6 +124,11 @@ class StreamServer:
         for connection in list(self.connections):
             connection.drop("")
 
+    def _last_sign(self, worker: int, epoch: int) -> float:
+        """When bytes of a worker's incarnation arrived last; on the apply thread."""
+        signs = (c.last_sign for c in tuple(self.connections) if c.sender == (worker, epoch))
+        return max(signs, default=-math.inf)
+
     def _sweep(self) -> None:
         now = time.monotonic()
         patience, self._pressed = PRESSED_SECONDS if self._pressed else STALL_SECONDS, False
@@ -146,6 +155,8 @@ class Connection(asyncio.BufferedProtocol):
     """One peer."""
 
     def __init__(self, server: StreamServer) -> None:
+        self.sender: tuple[int, int] | None = None  # the worker and its epoch, once a request has said so
+        self.last_sign = 0.0  # when bytes arrived last
         self._server = server
         self._hello = memoryview(bytearray(HELLO_BYTES))
         self._filled = 0  # bytes of the hello
@@ -217,6 +228,7 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, num_bytes: int) -> None:
         """So many bytes have come to where `get_buffer` said."""
         self._received += num_bytes
+        self.last_sign = time.monotonic()
         if self._reader is None:
             self._greet(num_bytes)
             return
@@ -280,7 +292,10 @@ class Connection(asyncio.BufferedProtocol):
                 if self._gone:  # it may have waited for other workers: no rows are made for nobody
                     raise ShuttingDown()
                 self._server.check_room(self._full or self._made - self._handed > UNSENT_BYTES)
-            return read(request, header.head, buffers)
+            message = read(request, header.head, buffers)
+            if isinstance(message, Join | Beat):
+                self.sender = message.worker, message.epoch
+            return message
 
         def write(reply: Reply) -> Pieces:
             bulk = [np.ascontiguousarray(array).data for array in arrays(reply)]

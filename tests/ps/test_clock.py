@@ -536,6 +536,13 @@ class TestLeases:
         job.push(0, 1)
         assert job.status.clock == 2
 
+    def test_a_worker_of_whom_a_part_of_a_request_has_arrived_is_not_given_up(self, job: Job):
+        job.together(2)
+        signs = {0: job.now + 5, 1: job.now - 5}
+        job.shard.listen(lambda worker, epoch: signs[worker])
+        job.wait(LEASE + 1)
+        assert [(m.worker, m.lease_seconds) for m in job.status.members] == [(0, LEASE - 6)]
+
     def test_time_in_which_nobody_could_be_heard_does_not_count(self, job: Job):
         job.together(2)
         job.now += 100

@@ -486,6 +486,20 @@ def test_rows_are_not_made_for_a_peer_that_left_while_it_waited(connect: Connect
     assert served.stream.made_bytes == made
 
 
+def test_a_worker_whose_request_still_arrives_keeps_its_lease(connect: Connect, served: Served):
+    """On a slow link it may take longer than the lease, and the beats behind it with it."""
+    slow, other = connect(), connect()
+    assert isinstance(slow.ask(Join(0, 1, 0, 0, 2, 1000)), Joined)
+    other.ask(Join(1, 1, 0, 0, 2, 60_000))
+    slow.send(begun(8 + 1000))
+    for _ in range(30):
+        time.sleep(0.1)
+        slow.send(b"x")
+    members = lambda: [member.worker for member in served.dispatch.status().members]  # noqa: E731
+    assert members() == [0, 1]
+    assert eventually(lambda: members() == [1])
+
+
 def test_what_a_peer_waited_for_and_does_not_read_counts_as_unsent(connect: Connect, served: Served):
     slow, other = connect(receive_bytes=4096), connect()
     joined(other, 2)
