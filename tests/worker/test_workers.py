@@ -21,6 +21,7 @@ Shards = Callable[..., list[Shard]]
 PATIENCE = 20.0  # seconds until a test that waits in vain fails
 SPEC = es.TableSpec(name="t", dim=2, optimizer=es.SGD(lr=1.0), initializer=es.Constant(value=0.0))
 ROWS = 40
+SEED = threading.Lock()  # torch has one generator for all threads
 MakeWorkers = Callable[..., "Workers"]
 
 
@@ -102,8 +103,10 @@ def joint_batches(steps: int, size: int) -> list[tuple[torch.Tensor, torch.Tenso
 
 
 def wrapped(session: Session, optimizer: es.SGD | es.Adagrad | es.Adam) -> nn.Module:
-    torch.manual_seed(0)
-    return es.wrap(Net(), session, optimizer=optimizer)
+    with SEED:
+        torch.manual_seed(0)
+        model = Net()
+    return es.wrap(model, session, optimizer=optimizer)
 
 
 def train(
