@@ -90,7 +90,11 @@ class Trainer:
             self._saver.restore(resume)
 
     def run(self) -> Result:
-        """Train and evaluate in turn. NonFiniteLoss, or an error of the shards or the data, ends it."""
+        """Train and evaluate in turn. NonFiniteLoss, or an error of shards, of other workers or the data, ends it."""
+        with self.strategy.others():
+            return self._run()
+
+    def _run(self) -> Result:
         now = self._enter()
         self._report.started(
             device=str(self.device),

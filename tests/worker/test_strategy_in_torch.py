@@ -74,8 +74,8 @@ def test_the_same_seed_gives_the_same_first_values() -> None:
     one, two = (choose(job(**first)).model.linear.weight.detach() for _ in range(2))
     assert torch.equal(one, two)
     assert float(one.std()) == pytest.approx(0.1, rel=0.3)
-    uniform = choose(job(initializer={"name": "uniform", "low": 1.0, "high": 2.0})).model.linear.weight
-    assert 1.0 <= float(uniform.min()) < float(uniform.max()) <= 2.0
+    uniform = choose(job(initializer={"name": "uniform", "low": 1.0, "high": 2.0})).model.linear.weight.detach()
+    assert 1.0 <= uniform.min().item() < uniform.max().item() <= 2.0
 
 
 def choose(job: Job) -> TorchStrategy:

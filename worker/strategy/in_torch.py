@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -79,6 +80,10 @@ class TorchStrategy:
 
     def refresh(self) -> None:
         """All workers hold the same weights."""
+
+    def others(self) -> AbstractContextManager[None]:
+        """WorkerLost where a collective fails."""
+        return nullcontext() if self._together is None else self._together.others()
 
     @property
     def held(self) -> TorchWeights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,6 +69,9 @@ class Strategy(Protocol):
     @property
     def agree(self) -> Callable[[float], float] | None:
         """The largest of all workers' norms, where they make every step together; else None."""
+
+    def others(self) -> AbstractContextManager[None]:
+        """WorkerLost where something fails inside that workers do together by torch."""
 
     @property
     def held(self) -> TorchWeights | None:

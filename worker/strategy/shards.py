@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -96,6 +97,10 @@ class ShardStrategy:
     def agree(self) -> Callable[[float], float] | None:
         """The largest of all workers' norms, where they make every step together."""
         return None if self._together is None else self._together.agree
+
+    def others(self) -> AbstractContextManager[None]:
+        """WorkerLost where a collective fails."""
+        return nullcontext() if self._together is None else self._together.others()
 
     @property
     def held(self) -> TorchWeights | None:

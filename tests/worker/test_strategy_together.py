@@ -1,0 +1,74 @@
+"""Workers that make every step together: who is out of data, what a batch counts, and what a lost worker is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from embershard.proto.errors import JobError, WorkerLost
+from embershard.worker.data.batch import Batch
+from embershard.worker.strategy.protocol import Turn
+from embershard.worker.strategy.together import Together
+
+
+class Pair(Together):
+    """The first of two workers; the other one has batches of the given sizes."""
+
+    def __init__(self, other: list[int]) -> None:
+        self.rank, self.world_size = 0, 2
+        self.waited = 0.0
+        self.company: list[bool] = []
+        self._company = self.company.append
+        self._other = iter(other)
+
+    def _reduce(self, value: float, operation: dist.ReduceOp.RedOpType) -> float:
+        return value + next(self._other, 0)
+
+
+def turns(*samples: int) -> Iterator[Turn]:
+    return (Turn(0, Batch(torch.zeros(n, 1, dtype=torch.int64), None, torch.zeros(n)), n, weight=n) for n in samples)
+
+
+def test_a_batch_counts_by_its_share_of_the_step() -> None:
+    made = list(Pair([4, 4, 1]).turns(turns(4, 4, 3)))
+    assert [turn.samples for turn in made] == [4, 4, 3]
+    assert [turn.loss_scale for turn in made] == [1.0, 1.0, 1.5]  # mean of two, of 3 and 1 samples
+    assert [turn.weight for turn in made] == [1.0, 1.0, 1.0]
+
+
+def test_a_worker_without_data_keeps_the_other_company_until_it_is_done() -> None:
+    pair = Pair([4, 4, 2])
+    made = list(pair.turns(turns(4)))
+    assert [(turn.samples, turn.loss_scale) for turn in made] == [(4, 1.0), (0, 0.0), (0, 0.0)]
+    assert [len(turn.batch) for turn in made] == [4, 4, 4]
+    assert pair.company == [False, True, True]
+
+
+def test_a_worker_that_never_had_a_batch_is_named() -> None:
+    with pytest.raises(JobError, match="worker 0 has no batch to begin with; use fewer workers or smaller batches"):
+        list(Pair([4]).turns(turns()))
+
+
+def test_nobody_has_data() -> None:
+    assert list(Pair([0]).turns(turns())) == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]"),
+        RuntimeError("Application timeout caused pair closure (gloo)"),
+        dist.DistNetworkError("The client socket has timed out"),
+    ],
+)
+def test_a_failed_collective_says_that_a_worker_is_lost(error: RuntimeError) -> None:
+    with pytest.raises(WorkerLost), Pair([]).others():
+        raise error
+
+
+def test_another_error_stays_what_it_is() -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), Pair([]).others():
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
