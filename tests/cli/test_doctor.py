@@ -178,6 +178,7 @@ def test_a_compiler_is_optional(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     finds(installation.compiler, NOBODY, OK, "g++")
     (tmp_path / "g++").unlink()
     finds(installation.compiler, NOBODY, OK, "none")
+    finds(installation.compiler, job(tmp_path, "train.compile=true", "train.device=cpu"), FAIL, "train.compile is true")
 
 
 # ---- the machine
@@ -360,10 +361,14 @@ def test_a_gpu_that_torch_does_not_see_is_a_warning(
 @pytest.mark.parametrize(
     ("has", "words"), [({"avx2": True}, "only by conversion"), ({"amx_bf16": True}, "in hardware")]
 )
-def test_bf16_is_what_the_processor_has(has: dict[str, bool], words: str, monkeypatch: pytest.MonkeyPatch):
+def test_bf16_is_what_the_processor_has(
+    has: dict[str, bool], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
     finds(compute.bf16, NOBODY, OK, words)
+    level = OK if words == "in hardware" else WARN
+    finds(compute.bf16, job(tmp_path, "train.amp=bf16"), level, words)
 
 
 def test_the_slower_library_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -633,7 +638,14 @@ def a_run(
     lines.append({"record": "eval", "seconds": 20.0, "evaluation_seconds": interval.get("evaluating", 1.0)})
     if result:
         lines.append(
-            {"record": "result", "steps": 20, "samples_per_second": 100.0, "seconds": 21.0, "wait_share": wait_share}
+            {
+                "record": "result",
+                "steps": 20,
+                "samples_per_second": 100.0,
+                "seconds": 21.0,
+                "wait_share": wait_share,
+                "expired_leases": interval.get("expired_leases", 0),
+            }
         )
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if parts is not None:
@@ -681,6 +693,7 @@ def test_steps_that_differ_much_are_a_warning(tmp_path: Path):
 def test_a_run_that_did_not_end_is_a_warning(tmp_path: Path):
     finds(runs.ended, a_run(tmp_path), OK, "20 steps, 100 samples/s")
     finds(runs.ended, a_run(tmp_path, result=False), WARN, "after step 19")
+    finds(runs.ended, a_run(tmp_path, expired_leases=2), WARN, "2 times a worker was given up")
 
 
 @pytest.mark.parametrize(
@@ -719,7 +732,8 @@ def test_why_workers_wait_is_said(tmp_path: Path):
     )
     about = a_run(tmp_path, wait_share=0.6, train={"prefetch": 0, "staleness": 0})
     finds(runs.waiting, about, WARN, "synchronous workers wait for the slowest")
-    finds(runs.waiting, about, WARN, "no step is computed while pushes are on their way")
+    alone = a_run(tmp_path, wait_share=0.6, train={"prefetch": 0, "staleness": None})
+    finds(runs.waiting, alone, WARN, "no step is computed while pushes are on their way")
     busy = [probe(replace(STATUS, queued_bytes=5), call_seconds=0.03)]
     finds(runs.waiting, replace(about, probes=busy), WARN, "the network: a small call takes 30.0 ms")
     finds(runs.waiting, replace(about, probes=busy), WARN, "the shards are busy: shard 0 at h:1")

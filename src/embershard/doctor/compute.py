@@ -59,19 +59,22 @@ def gpu(case: Case) -> Finding:
 @check(
     "bf16",
     asks="whether mixed precision in bfloat16 would be fast here",
-    remedy="leave automatic mixed precision off, or use fp16 on a GPU without bfloat16",
+    remedy="set train.amp to off, or to fp16 on a GPU without bfloat16",
 )
-def bf16(_: Case) -> Finding:
-    """Instructions of the CPU, or the GPU's word."""
+def bf16(case: Case) -> Finding:
+    """Instructions of the CPU, or the GPU's word, against what the job wants."""
     import torch
 
+    wanted = case.job is not None and case.job.train.amp == "bf16"
+    missing = warn if wanted else ok
     if torch.cuda.is_available():
-        return ok("the GPU has bfloat16" if torch.cuda.is_bf16_supported() else "the GPU has no bfloat16: use fp16")
+        has_it = torch.cuda.is_bf16_supported()
+        return ok("the GPU has bfloat16") if has_it else missing("the GPU has no bfloat16: use fp16")
     has = torch.cpu.get_capabilities()
     found = [name for name in ("avx2", "avx512_f", "avx512_bf16", "amx_bf16") if has.get(name, False)]
     fast = any(name.endswith("bf16") for name in found)
     words = "in hardware" if fast else "only by conversion, so mixed precision would not be faster here"
-    return ok(f"bfloat16 {words} ({', '.join(found) or 'no AVX2'})")
+    return (ok if fast else missing)(f"bfloat16 {words} ({', '.join(found) or 'no AVX2'})")
 
 
 @check(

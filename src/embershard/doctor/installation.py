@@ -107,15 +107,17 @@ def kernels(_: Case) -> Finding:
 @check(
     "compiler",
     asks="whether torch.compile would find a C++ compiler (optional)",
-    remedy="install one (apt install g++), or leave torch.compile off",
+    remedy="install one (apt install g++), or set train.compile to false",
 )
-def compiler(_: Case) -> Finding:
+def compiler(case: Case) -> Finding:
     """The compiler that torch.compile calls on a CPU; nothing else needs one."""
     names = [name for name in (os.environ.get("CXX"), "g++", "clang++", "c++") if name]
     found = next((path for name in names if (path := shutil.which(name))), None)
-    if found is None:
-        return ok("none: training needs none; torch.compile on a CPU would")
-    return ok(found)
+    if found is not None:
+        return ok(found)
+    if case.job is not None and case.job.train.compile and case.job.train.device == "cpu":
+        return fail("none, and train.compile is true")
+    return ok("none: training needs none; torch.compile on a CPU would")
 
 
 CHECKS = (python, packages, torch, uvloop, kernels, compiler)

@@ -19,6 +19,13 @@ _SLOW_CALL_SECONDS = 0.002
 
 _MODEL = "this is the model: more train.threads, train.linear onednn, mixed precision (bf16), a GPU, more workers"
 
+_TROUBLES = {  # fields of a result that are 0 where all went well
+    "skipped_rows": "gradient rows held NaN or Inf",
+    "skipped_steps": "steps were left out for a NaN or Inf",
+    "expired_leases": "times a worker was given up by the others",
+    "returned_splits": "parts of the data were dealt again",
+}
+
 # part of a step (worker/spans.py) -> what to try where it dominates
 PARTS = {
     "wait": "prefetch with a staleness of 1 or 2 (train.prefetch), more shards, larger batches, or embedding.cache for "
@@ -40,7 +47,8 @@ _COMPUTATION = ("forward", "backward")
 @check(
     "run",
     asks="whether the run ended well",
-    remedy="see the last lines of worker-*.log in the run's folder, and the message that ended it",
+    remedy="see the last lines of worker-*.log in the run's folder, and the message that ended it; `gradients` and "
+    "`leases` say what helps",
 )
 def ended(case: Case) -> Finding | None:
     """The log's last word."""
@@ -52,12 +60,9 @@ def ended(case: Case) -> Finding | None:
     damaged = f"; {run.damaged} damaged lines in {FILE_NAME}" if run.damaged else ""
     if run.result is None:
         return warn(f"no result: it still runs, or ended early, after step {_last_step(run)}{damaged}")
-    text = (
-        f"{number(run.result, 'steps') or 0:,.0f} steps, {number(run.result, 'samples_per_second') or 0:,.0f} samples/s"
-        f"{damaged}"
-    )
-    skipped = number(run.result, "skipped_rows") or 0
-    return warn(f"{text}; {skipped:,.0f} gradient rows held NaN or Inf") if skipped or damaged else ok(text)
+    text = f"{_count(run, 'steps')} steps, {_count(run, 'samples_per_second')} samples/s{damaged}"
+    troubles = [f"{_count(run, name)} {what}" for name, what in _TROUBLES.items() if number(run.result, name)]
+    return warn(f"{text}; {'; '.join(troubles)}") if troubles or damaged else ok(text)
 
 
 @check(
@@ -195,10 +200,11 @@ def _reasons(case: Case, run: RunRecord) -> list[tuple[str, str]]:
         reasons.append(
             (
                 "synchronous workers wait for the slowest of them in every step",
-                "a bound (train.staleness 2) evens out their steps; see `waited for` for one that always lags",
+                "a bound (train.staleness: 2) evens out their steps, and lets rows be pulled ahead; see `waited for` "
+                "for one that always lags",
             )
         )
-    if not ahead:
+    elif not ahead:
         reasons.append(
             (
                 "no step is computed while pushes are on their way (train.prefetch is 0 or off)",
@@ -217,6 +223,10 @@ def _shares(run: RunRecord, threads: str) -> dict[str, float]:
 
 def _largest(shares: Mapping[str, float], but: str) -> Sequence[tuple[str, float]]:
     return sorted(((k, v) for k, v in shares.items() if k != but), key=lambda pair: -pair[1])[:3]
+
+
+def _count(run: RunRecord, name: str) -> str:
+    return f"{number(run.result, name) or 0:,.0f}"
 
 
 def _last_step(run: RunRecord) -> str:
