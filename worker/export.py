@@ -4,7 +4,7 @@ A folder:
 
     model.safetensors      state_dict of the model with plain nn.Embedding: tables, dense weights and buffers
     tables.safetensors     tables of hashed ids, which are no matrix: NAME.ids (N,) int64 and NAME.rows (N, dim) float32
-    initial.safetensors    NAME -> ids (N,) int64 of the rows of model.safetensors that were never trained
+    trained.safetensors    NAME (rows,) bool: which rows of model.safetensors were trained; others have first values
     export.json            the job, and what is known of each table
     dense.onnx             the dense part, with rows as inputs (worker/export_onnx.py)
     dense.int8.safetensors its linear layers in int8 (worker/quantise.py)
@@ -33,7 +33,7 @@ Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 ReadTable = Callable[[str], Iterator[tuple[Ids, Floats]]]  # table -> portions of the rows that exist
 
-MODEL, TABLES, INITIAL, FACTS = "model.safetensors", "tables.safetensors", "initial.safetensors", "export.json"
+MODEL, TABLES, TRAINED, FACTS = "model.safetensors", "tables.safetensors", "trained.safetensors", "export.json"
 
 
 class CannotExport(EmbershardError):
@@ -64,7 +64,7 @@ def export_weights(
     make_folder(out)
     weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
     pairs: dict[str, torch.Tensor] = {}
-    initial: dict[str, torch.Tensor] = {}
+    trained: dict[str, torch.Tensor] = {}
     facts: dict[str, TableFacts] = {}
     for name, module in remote_tables(model).items():
         table = module.table.spec.name
@@ -80,12 +80,11 @@ def export_weights(
             continue
         weights[f"{name}.weight"] = weight = pull_all(module)
         if read_table is not None:
-            untrained = np.ones(len(weight), np.bool_)
+            trained[name] = torch.zeros(len(weight), dtype=torch.bool)
             for ids, _ in read_table(table):
-                untrained[ids] = False
-            initial[name] = torch.from_numpy(np.flatnonzero(untrained))
+                trained[name][torch.from_numpy(ids)] = True
         facts[name] = TableFacts(MODEL, module.embedding_dim, len(weight), rows.get(table, 0))
-    for file, tensors in ((MODEL, weights), (TABLES, pairs), (INITIAL, initial)):
+    for file, tensors in ((MODEL, weights), (TABLES, pairs), (TRAINED, trained)):
         if tensors:
             write_tensors(out / file, tensors)
     told = {"job": job.model_dump(mode="json"), "tables": {name: asdict(fact) for name, fact in facts.items()}}
@@ -101,11 +100,14 @@ def make_folder(path: Path) -> None:
         raise CannotExport(path=str(path), reason=error.strerror or str(error)) from None
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str] | None = None) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Tensors by name as one safetensors file; whole or not there. CannotExport where the disk does not take it."""
     new = path.with_name(f"{path.name}.new")
     try:
-        save_file(dict(tensors), new, {"format": "pt", **(facts or {})})
+        new.touch()
+        mode = new.stat().st_mode  # what this user gives to new files; the library would let nobody else read it
+        save_file(dict(tensors), new, {"format": "pt"})
+        new.chmod(mode)
         os.replace(new, path)
     except (OSError, SafetensorError) as error:
         new.unlink(missing_ok=True)

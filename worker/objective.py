@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -29,6 +30,14 @@ class InBatchSoftmax:
 
     def __init__(self) -> None:
         self._frequency = FrequencyEstimator()
+
+    def state_dict(self) -> Mapping[str, object]:
+        """What it has learnt."""
+        return self._frequency.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._frequency.load_state_dict(state)
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         """() float32."""

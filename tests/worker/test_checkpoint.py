@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from embershard.proto.errors import JobError
-from embershard.worker.budget import Budget
+from embershard.proto.snapshot_errors import SnapshotNotWritten
+from embershard.proto.storage import Storage
+from embershard.worker.budget import Budget, Position
 from embershard.worker.checkpoint import (
     MANIFEST,
     SNAPSHOT,
@@ -30,7 +31,9 @@ from embershard.worker.data.batch import Batch, Schema
 from embershard.worker.data.rows import Rows, RowsDataset
 from embershard.worker.group import WorkerGroup
 from embershard.worker.job import Job
-from embershard.worker.records import Evaluation, Interval, Plan, Result
+from embershard.worker.job_training import CheckpointSection
+from embershard.worker.objective import InBatchSoftmax, objective_of
+from embershard.worker.records import Result
 from embershard.worker.resume import RandomNumbers
 from embershard.worker.session import Session
 from embershard.worker.snapshots import restore_snapshot
@@ -82,10 +85,12 @@ class Weights:
         return dense and torch.equal(self.rows, other.rows)
 
 
-def train(job: Job, session: Session | None, resume: Checkpoint | None = None, data: RowsDataset | None = None) -> Weights:
+def train(
+    job: Job, session: Session | None, resume: Checkpoint | None = None, data: RowsDataset | None = None
+) -> Weights:
     if resume is not None and session is not None:
         restore_snapshot(session.client, resume.url, SNAPSHOT)
-    trainer = Trainer(job, data or dataset(), session, WorkerGroup(), resume=resume)
+    trainer = Trainer(job, dataset(), session, WorkerGroup(), resume=resume)
     result = trainer.run()
     if session is not None:
         session.pull([], session.dense_weights)
@@ -96,8 +101,8 @@ def train(job: Job, session: Session | None, resume: Checkpoint | None = None, d
     return Weights(found, {name: value.clone() for name, value in trainer.model.state_dict().items()}, result)
 
 
-def checkpoints(folder: Path) -> list[Checkpoint]:
-    return [Checkpoint.open(str(path)) for path in sorted(folder.iterdir())]
+def checkpoint(folder: Path, step: int) -> Checkpoint:
+    return Checkpoint.open(str(folder / f"step-{step:09d}"))
 
 
 @pytest.mark.parametrize(
@@ -105,21 +110,21 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
     [
         ({"train": {"epochs": 4}}, 28),
         ({"train": {"steps": 50}, "evaluate": {"every": 20}, "checkpoint": {"every": 15}}, 30),
-        ({"train": {"epochs": 4, "lr_schedule": {"name": "plateau", "factor": 0.5}, "early_stop": {"patience": 2}}}, 28),
+        (
+            {"train": {"epochs": 4, "lr_schedule": {"name": "plateau", "factor": 0.5}, "early_stop": {"patience": 2}}},
+            28,
+        ),
         ({"train": {"epochs": 3, "average": {"decay": 0.9}, "clip_norm": 0.1, "prefetch": None}}, 14),
-        ({"train": {"epochs": 2}, "model": {"name": "two_tower"}}, 14),
     ],
-    ids=["epochs", "in the middle of an epoch", "plateau", "average", "objective"],
+    ids=["epochs", "in the middle of an epoch", "plateau", "average"],
 )
 def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_interrupted(
     make_session: MakeSession, tmp_path: Path, sections: dict[str, dict[str, object]], from_step: int
 ) -> None:
-    if sections.get("model"):
-        pytest.skip("TODO")
     folder = {"folder": str(tmp_path), "keep": 100, **sections.get("checkpoint", {})}
     trained = job(tmp_path, **{**sections, "checkpoint": folder})
     whole = train(trained, make_session(2))
-    (found,) = (one for one in checkpoints(tmp_path) if one.manifest.step == from_step)
+    found = checkpoint(tmp_path, from_step)
     torch.manual_seed(99)
     resumed = train(trained, make_session(2), found)
     assert resumed.same(whole)
@@ -137,6 +142,212 @@ def test_a_run_without_shards_resumes_to_the_same_bits(tmp_path: Path, optimizer
         dense={"optimizer": {"name": "adam", "lr": 0.01}},
     )
     whole = train(trained, None)
-    found = checkpoints(tmp_path)[1]
+    found = checkpoint(tmp_path, 28)
     assert not found.manifest.snapshot
     assert train(trained, None, found).same(whole)
+
+
+def test_another_number_of_shards_resumes_to_rounding_and_more_steps(make_session: MakeSession, tmp_path: Path) -> None:
+    whole = train(job(tmp_path / "whole", train={"epochs": 4}), make_session(1))
+    train(job(tmp_path / "short", train={"epochs": 2}), make_session(1))
+    longer = job(tmp_path / "short", train={"epochs": 4})
+    resumed = train(longer, make_session(3), checkpoint(tmp_path / "short", 28))
+    torch.testing.assert_close(resumed.rows, whole.rows, rtol=0, atol=1e-6)
+    assert resumed.result.steps == 56
+
+
+def test_what_an_objective_has_learnt_is_kept(tmp_path: Path) -> None:
+    batch = Batch(torch.tensor([[0, 30, 31], [1, 32, 33]]), None, torch.ones(2))
+    model = job(tmp_path, model={"name": "two_tower"}).model.build(Schema(("user", "item"), 0, 60), 4, None)
+    one, other = objective_of(model), objective_of(model)
+    assert isinstance(one, InBatchSoftmax)
+    assert isinstance(other, InBatchSoftmax)
+    for _ in range(3):
+        one(model, batch)
+    other.load_state_dict(unpack(pack(one.state_dict())))
+    assert torch.equal(one(model, batch), other(model, batch))
+
+
+def test_the_newest_checkpoints_are_kept_and_latest_is_the_last_of_them(tmp_path: Path) -> None:
+    trained = job(tmp_path, strategy="local", checkpoint={"folder": str(tmp_path), "keep": 2})
+    train(trained, None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000042", "step-000000056"]
+    assert find_checkpoint("latest", trained).manifest.step == 56
+    assert find_checkpoint(str(tmp_path / "step-000000042"), trained).manifest.step == 42
+
+
+def test_a_run_that_goes_back_writes_beside_what_is_there(tmp_path: Path) -> None:
+    trained = job(tmp_path, strategy="local", train={"epochs": 2})
+    train(trained, None)
+    train(trained, None, checkpoint(tmp_path, 14))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000014", "step-000000028", "step-000000028-2"]
+    assert find_checkpoint("latest", trained).url.endswith("step-000000028-2")
+
+
+def test_the_first_worker_writes_and_every_worker_finds_its_own(tmp_path: Path) -> None:
+    folder = CheckpointFolder(CheckpointSection(folder=str(tmp_path)))
+    states = {"shared": pack({}), "worker-0": pack({"n": 0}), "worker-12": pack({"n": 12})}
+    url = folder.write(states, job=job(tmp_path), step=3, world_size=13, output=None, snapshot=None)
+    found = Checkpoint.open(url)
+    assert [found.worker(0), found.worker(1), found.worker(12)] == [{"n": 0}, None, {"n": 12}]
+    assert found.first_worker() == {"n": 0}
+
+
+def written(folder: Path) -> Path:
+    """A small checkpoint."""
+    states = {"shared": pack({"a": 1}), "worker-0": pack({"b": torch.ones(3)})}
+    section = CheckpointSection(folder=str(folder))
+    return Path(
+        CheckpointFolder(section).write(states, job=job(folder), step=3, world_size=1, output=None, snapshot=None)
+    )
+
+
+def test_a_folder_without_its_manifest_is_no_checkpoint_and_makes_way(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    (path / MANIFEST).unlink()
+    with pytest.raises(BadCheckpoint, match="there is no whole checkpoint in it"):
+        find_checkpoint(str(tmp_path), job(tmp_path))
+    with pytest.raises(BadCheckpoint, match=r"it has no checkpoint\.json: it was never finished, or is none"):
+        Checkpoint.open(str(path))
+    CheckpointFolder(CheckpointSection(folder=str(tmp_path))).check_unused()
+    assert written(tmp_path) == path
+
+
+def test_a_file_that_was_changed_is_named(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    file = path / "worker-0.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(
+        BadCheckpoint, match=r"worker-0.safetensors is damaged: its sha256 is .*take the checkpoint before"
+    ):
+        Checkpoint.open(str(path)).worker(0)
+    file.unlink()
+    with pytest.raises(BadCheckpoint, match=r"worker-0.safetensors is damaged: it is not there"):
+        Checkpoint.open(str(path)).worker(0)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is damaged, or not ours"),
+        ("[1]", "is damaged, or not ours"),
+        ('{"version": 1, "step": "many"}', "is damaged, or not ours .field"),
+        ('{"version": 2}', "it has version 2, and this program reads 1; upgrade it"),
+        ("[" * 100_000, "is damaged, or not ours"),
+    ],
+    ids=["empty", "list", "fields", "newer", "deep"],
+)
+def test_a_manifest_that_is_not_ours_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    path = written(tmp_path)
+    (path / MANIFEST).write_text(text)
+    with pytest.raises(BadCheckpoint, match=words):
+        Checkpoint.open(str(path))
+
+
+def test_names_in_a_manifest_lead_nowhere_else(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    manifest = json.loads((path / MANIFEST).read_text())
+    manifest["files"]["worker-../../../etc/passwd.safetensors"] = "0" * 64
+    (path / MANIFEST).write_text(json.dumps(manifest))
+    assert Checkpoint.open(str(path)).first_worker().keys() == {"b"}
+
+
+def test_another_job_is_refused_by_all_that_differs(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    other = job(tmp_path, train={"epochs": 4, "seed": 6}, embedding={"dim": 8, "optimizer": {"name": "sgd", "lr": 0.1}})
+    with pytest.raises(OtherJob) as raised:
+        find_checkpoint(str(path), other)
+    for words in (
+        "train.seed is 6 here and 5 there",
+        "embedding.dim is 8 here and 4 there",
+        "'sgd' here and 'adam' there",
+    ):
+        assert words in str(raised.value)
+
+
+def test_what_may_change_is_not_asked_about(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    data = {"reader": "ctr_csv", "train": "t.csv", "root": "elsewhere", "loader_processes": 1}
+    train = {"steps": 1000, "lr_schedule": {"name": "linear"}, "device": "cpu"}
+    other = job(tmp_path, train=train, evaluate={"every": 10}, workers=3, shards=5, output="x", data=data)
+    assert find_checkpoint(str(path), other).manifest.step == 3
+
+
+def test_a_new_run_does_not_mix_with_an_earlier_one(tmp_path: Path) -> None:
+    written(tmp_path)
+    with pytest.raises(FolderInUse, match="holds checkpoints of an earlier run, up to step 3"):
+        CheckpointFolder(CheckpointSection(folder=str(tmp_path))).check_unused()
+
+
+def test_a_place_that_cannot_be_written_is_named_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointNotWritten, match=r"cannot write checkpoint .*file/checkpoints: .*Not a directory"):
+        CheckpointFolder(CheckpointSection(folder=str(tmp_path / "file" / "checkpoints"))).check_unused()
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = job(tmp_path, strategy="local", train={"epochs": 2})
+    replace = Storage.replace
+
+    def full(self: Storage, path: str, data: bytes) -> None:
+        if path.startswith("step-000000028/worker"):
+            raise SnapshotNotWritten(path=self.at(path), reason="OSError: No space left on device")
+        replace(self, path, data)
+
+    monkeypatch.setattr(Storage, "replace", full)
+    with pytest.raises(CheckpointNotWritten, match=r"28: OSError: No space left .*the last whole checkpoint is .*14"):
+        train(trained, None)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000014"]
+
+
+def test_a_state_of_other_weights_is_refused(tmp_path: Path) -> None:
+    trained = job(tmp_path, strategy="local", train={"epochs": 1})
+    train(trained, None)
+    wider = trained.model_copy(update={"model": trained.model.model_copy(update={"hidden": (9,)})})
+    with pytest.raises(BadCheckpoint, match="its state of 'held' does not fit this job"):
+        train(wider, None, checkpoint(tmp_path, 14))
+
+
+def test_latest_needs_a_folder_to_look_in(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"--resume latest: the job has no checkpoint\.folder to look in"):
+        find_checkpoint("latest", job(tmp_path, checkpoint=None))
+
+
+def test_a_state_comes_back_as_it_was() -> None:
+    shared = torch.arange(6.0)
+    state = {"a": {"b": [1, 2.5, None, True, "x"], 3: shared[:3]}, "c": shared, "d": torch.ones(2).bfloat16(), "$e": {}}
+    back = unpack(pack(state))
+    assert back["a"]["b"] == [1, 2.5, None, True, "x"]  # type: ignore[index]
+    assert torch.equal(back["a"][3], shared[:3])  # type: ignore[index]
+    assert back["d"].dtype == torch.bfloat16  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match="state/a is a set, which a state cannot hold"):
+        pack({"a": {1}})
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80\x04.", pack({"a": 1})[:-3], pack({})[:9] + b"x" * 20], ids=range(4))
+def test_bytes_that_are_no_state_are_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="it holds no state of a worker"):
+        unpack(data)
+
+
+def test_random_numbers_go_on_where_they_were() -> None:
+    numbers = RandomNumbers(torch.device("cpu"))
+    state = unpack(pack(numbers.state_dict()))
+    first = torch.rand(3).tolist(), np.random.rand(3).tolist(), [random.random() for _ in range(3)]
+    numbers.load_state_dict(state)
+    assert first == (torch.rand(3).tolist(), np.random.rand(3).tolist(), [random.random() for _ in range(3)])
+
+
+@pytest.mark.parametrize(("unit", "given"), [("steps", 10), ("samples", 5)])
+def test_other_workers_go_on_at_the_same_sample(tmp_path: Path, unit: str, given: int) -> None:
+    trained = job(tmp_path, train={unit: 1000})
+    one = Budget(trained, dataset(), WorkerGroup())
+    one.position = Position(epoch=2, batch=4, given=10)
+    two = Budget(trained, dataset(), WorkerGroup(1, 2))
+    two.load_state_dict(one.state_dict())
+    assert two.position == Position(epoch=2, batch=2, given=given)
+    back = Budget(trained, dataset(), WorkerGroup())
+    back.load_state_dict(two.state_dict())
+    assert (back.position.epoch, back.position.batch) == (2, 4)
