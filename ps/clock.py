@@ -22,9 +22,9 @@ from embershard.proto.errors import (
     ShardBusy,
     StaleWorker,
 )
-from embershard.proto.messages import Beat, Beaten, Join, Joined, Leave, Left, MemberStatus, Push
+from embershard.proto.messages import Beat, Beaten, Join, Joined, Leave, Left, MemberStatus, Push, Pushed
 from embershard.ps.dedup import MAX_WORKERS
-from embershard.ps.gather_pushes import GatheredPushes, Sender, Share, apply_shares
+from embershard.ps.gather_pushes import GatheredPushes, Sender, apply_shares
 from embershard.ps.tables import Part
 
 SEEN = 32  # places of the histogram of staleness; the last one: so much or more
@@ -60,6 +60,25 @@ class Member:
         return self.heard + self.lease_ms / 1000
 
 
+class Updates:
+    """The updates that a shard has applied, and how many of them pushes had missed."""
+
+    def __init__(self) -> None:
+        self.version = 0  # updates applied
+        self.seen = [0] * SEEN  # pushes by what their rows had missed
+
+    def missed(self, version: int) -> int:
+        """Updates since rows were of this version; 0 where it is not known."""
+        return max(0, self.version - version) if version else 0
+
+    def count(self, versions: Iterable[int]) -> None:
+        """An update was applied, made of pushes whose rows were of these versions (0: not known)."""
+        for version in versions:
+            if version:
+                self.seen[min(self.missed(version), SEEN - 1)] += 1
+        self.version += 1
+
+
 class Clock:
     """Members and clocks of one shard."""
 
@@ -70,8 +89,7 @@ class Clock:
         self.started = False  # as many as expected have joined
         self.members: dict[int, Member] = {}
         self.expired = 0
-        self.version = 0  # updates applied
-        self.seen = [0] * SEEN
+        self.updates = Updates()
         self.job = 0  # counts the jobs that this shard has served
         self.moves = 0  # grows with whatever may let a request be answered that had to wait
         self.now = -math.inf
@@ -198,31 +216,18 @@ class Clock:
         """Ids per table whose gradients wait for those of other workers."""
         return self._pushes.waiting_ids
 
-    def gather(self, member: Member, request: Push, parts: list[Part]) -> None:
+    def gather(self, member: Member, request: Push, parts: list[Part]) -> Pushed:
         """Keep a push until its clock closes."""
-        self._pushes.add(
-            request.clock,
-            member.sender,
-            parts,
-            last=request.last,
-            weight=request.weight,
-            version=request.version,
-            difference=request.difference,
-        )
+        return self._pushes.add(member.sender, request, parts)
 
     def pushed(self, member: Member, clock: int) -> None:
         """A member has pushed a clock to the end. Raises what the row functions of a closing clock's update raise."""
         member.clock = max(member.clock, clock + 1)
         self._close()
 
-    def applied(self, version: int) -> None:
-        """Count an update whose rows had been of this version (0: not known)."""
-        self._count_seen(version)
-        self.version += 1
-
     def divisor(self, version: int) -> float:
         """By what a member's learning rate is divided: the updates that its rows had missed (Zhang et al. 2016)."""
-        return float(max(1, self.version - version)) if self.damp and version else 1.0
+        return float(max(1, self.updates.missed(version))) if self.damp else 1.0
 
     def await_closed(self, clocks: int) -> None:
         """ClockAhead unless so many clocks are closed."""
@@ -315,22 +320,13 @@ class Clock:
         self.moves += 1
         failed: EmbershardError | None = None
         for shares in self._pushes.take(before=end):
+            self.updates.count(share.version for share in shares)
             try:
-                self._apply(shares)
+                apply_shares(shares)
             except EmbershardError as error:  # a user's row function: the clock is closed nevertheless
                 failed = failed or error
         if failed is not None:
             raise failed
-
-    def _apply(self, shares: list[Share]) -> None:
-        for share in shares:
-            self._count_seen(share.version)
-        self.version += 1
-        apply_shares(shares)
-
-    def _count_seen(self, version: int) -> None:
-        if version:
-            self.seen[min(max(self.version - version, 0), SEEN - 1)] += 1
 
 
 def _check_join(request: Join) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from numba import types
 
 from embershard.proto.jit import compiled
-from embershard.proto.messages import Floats, Ids
+from embershard.proto.messages import Floats, Ids, Push, Pushed
 from embershard.proto.routing import mix64
 from embershard.ps import intrinsics
 from embershard.ps.intrinsics import detached, prefetch
@@ -46,7 +46,6 @@ class Share:
     weight: float = 0.0
     version: int = 0
     complete: bool = False
-    nbytes: int = 0
 
 
 class GatheredPushes:
@@ -66,22 +65,15 @@ class GatheredPushes:
         done = (clock + 1 for clock, shares in self._clocks.items() if any(s.complete for s in shares.values()))
         return max(done, default=0)
 
-    def add(
-        self,
-        clock: int,
-        sender: Sender,
-        parts: list[Part],
-        *,
-        last: bool,
-        weight: float,
-        version: int,
-        difference: bool,
-    ) -> None:
-        """Keep a message of a worker's push."""
-        share = self._clocks.setdefault(clock, {}).setdefault(sender, Share())
-        share.messages.append((parts, difference))
-        share.weight, share.version, share.complete = float(np.float32(weight)), version, last
-        self._count(share, parts, 1)
+    def add(self, sender: Sender, request: Push, parts: list[Part]) -> Pushed:
+        """Keep a message of a worker's push; the rows that will be applied, and those that are not finite."""
+        share = self._clocks.setdefault(request.clock, {}).setdefault(sender, Share())
+        share.messages.append((parts, request.difference))
+        share.weight = float(np.float32(request.weight))  # as it is on the wire
+        share.version, share.complete = request.version, request.last
+        self._count(parts, 1)
+        skipped = sum(_count_non_finite(part.gradients.view(np.int32)) for part in parts)
+        return Pushed(duplicate=False, applied=sum(len(part.ids) for part in parts) - skipped, skipped=skipped)
 
     def drop(self, sender: Sender) -> None:
         """Forget what a worker has not pushed to the end: it will not."""
@@ -103,9 +95,9 @@ class GatheredPushes:
 
     def _release(self, share: Share) -> None:
         for parts, _ in share.messages:
-            self._count(share, parts, -1)
+            self._count(parts, -1)
 
-    def _count(self, share: Share, parts: Sequence[Part], sign: int) -> None:
+    def _count(self, parts: Sequence[Part], sign: int) -> None:
         for table, ids, gradients, _ in parts:
             name = table.spec.name
             self.waiting_ids[name] = self.waiting_ids.get(name, 0) + sign * len(ids)
@@ -151,11 +143,6 @@ def add_up(scaled: Sequence[tuple[np.float32, Part]]) -> Part:
     for scale, part in scaled:
         count = _add(cells, ids, sums, count, part.ids, part.gradients, part.gradients.view(np.int32), scale)
     return Part(first.table, ids[:count], sums[:count], first.lr_scale)
-
-
-def count_non_finite(gradients: Floats) -> int:
-    """Rows of (U, dim) float32 gradients that hold a NaN or Inf."""
-    return _count_non_finite(gradients.view(np.int32))
 
 
 @compiled(
@@ -211,6 +198,7 @@ def _add(
 
 @compiled(types.int64(_BITS))
 def _count_non_finite(bits: npt.NDArray[np.int32]) -> int:
+    """Rows of gradients, seen as int32, that hold a NaN or Inf."""
     count = 0
     for i in range(bits.shape[0]):
         bad = False

@@ -40,7 +40,7 @@ from embershard.proto.routing import Placement
 from embershard.proto.snapshot_messages import Restore, Snapshot
 from embershard.ps.clock import Clock, Member
 from embershard.ps.dedup import Dedup
-from embershard.ps.gather_pushes import apply_part, count_non_finite
+from embershard.ps.gather_pushes import apply_part
 from embershard.ps.meeting import Meetings
 from embershard.ps.optim import OptimizerRegistry
 from embershard.ps.restore import Contents, Restores
@@ -162,7 +162,7 @@ class Shard:
             clock=self._clock.open,
             staleness=self._clock.staleness,
             members=self._clock.status(),
-            staleness_seen=tuple(self._clock.seen),
+            staleness_seen=tuple(self._clock.updates.seen),
             expired_leases=self._clock.expired,
             meeting=self._meetings.last,
         )
@@ -240,7 +240,7 @@ class Shard:
             reply_bytes += _ENTRY_BYTES + 4 * len(part.ids) * entry.table.spec.dim
         if reply_bytes > self.greeting.max_message_bytes:  # before memory is taken: ids are small, their rows are not
             raise MessageTooLarge(got=reply_bytes, limit=self.greeting.max_message_bytes)
-        rows = Rows(tuple(table.gather(ids) for table, ids in parts), self._clock.version)
+        rows = Rows(tuple(table.gather(ids) for table, ids in parts), self._clock.updates.version)
         self._pulled_rows += sum(len(ids) for _, ids in parts)
         for part in request.tables:
             if part.route:
@@ -263,7 +263,7 @@ class Shard:
         parts = [self._check_gradients(part, request) for part in request.tables]
         check_room(parts, self._clock.waiting_ids)
         if member is not None and self._clock.gathers(member, request):
-            reply = self._gather(member, request, parts)
+            reply = self._clock.gather(member, request, parts)
         else:
             reply = self._apply(member, request, parts)
         self._dedup.record(token, reply)
@@ -283,13 +283,8 @@ class Shard:
             applied += done.rows
             skipped += done.skipped
         if request.last:
-            self._clock.applied(request.version)
+            self._clock.updates.count([request.version])
         return Pushed(duplicate=False, applied=applied, skipped=skipped)
-
-    def _gather(self, member: Member, request: Push, parts: list[Part]) -> Pushed:
-        skipped = sum(count_non_finite(part.gradients) for part in parts)
-        self._clock.gather(member, request, parts)
-        return Pushed(duplicate=False, applied=sum(len(part.ids) for part in parts) - skipped, skipped=skipped)
 
     def _check_gradients(self, part: TableGradients, request: Push) -> Part:
         if not part.route:
