@@ -43,7 +43,7 @@ class Terminal:
         if plan.reporter is None:
             self._print(
                 f"{plan.name}: {plan.workers} worker{'s' * (plan.workers > 1)} on {plan.device}, "
-                f"{plan.shards} shard{'s' * (plan.shards > 1)}, {plan.dense_parameters:,} dense parameters"
+                f"{plan.shards or 'no'} shard{'s' * (plan.shards != 1)}, {plan.dense_parameters:,} dense parameters"
             )
         else:
             self._print(f"worker {plan.reporter} reports from here on")
@@ -121,7 +121,7 @@ def result_table(result: Result) -> Table:
     table.add_row("samples", f"{result.samples:,}")
     table.add_row("time", f"{_clock(result.seconds)} ({_clock(result.train_seconds)} training)")
     table.add_row("speed", f"{result.samples_per_second:,.0f} samples/s")
-    table.add_row("waiting for shards", f"{result.wait_share:.1%} of the training time")
+    table.add_row("waiting for others", f"{result.wait_share:.1%} of the training time")
     if result.skipped_rows:
         table.add_row("skipped", f"{result.skipped_rows:,} gradient rows with NaN or Inf")
     if result.skipped_steps:

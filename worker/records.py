@@ -36,7 +36,7 @@ class Interval:
     seconds: float  # since the start of the run
     loss: float  # mean of the interval
     samples_per_second: float  # of all workers
-    wait_share: float  # of the interval's time, spent waiting for shards
+    wait_share: float  # of the interval's time, spent waiting for shards or workers
     lr_scale: float
     cached_share: float | None = None  # of the rows that were looked up in a cache; None where none was
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 import embershard as es
 from embershard.deploy.supervisor import LocalShards
+from embershard.proto.errors import WorkerLost
 from embershard.worker.group import WorkerGroup
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -28,7 +31,7 @@ def shards() -> Iterator[str]:
         yield ",".join(running.addresses)
 
 
-def run_two(strategy: str, mode: str, ps: str, file: Path) -> dict[str, np.ndarray]:
+def run_two(strategy: str, mode: str, ps: str, file: Path, **fields: object) -> dict[str, np.ndarray]:
     """What two workers reach together."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -38,7 +41,7 @@ def run_two(strategy: str, mode: str, ps: str, file: Path) -> dict[str, np.ndarr
     peer = Path(__file__).parent / "strategy_peer.py"
     workers = [
         subprocess.Popen(
-            [sys.executable, str(peer), strategy, mode, ps, str(file)],
+            [sys.executable, str(peer), strategy, mode, ps, str(file), json.dumps(fields)],
             env={**os.environ, **meeting, "RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
@@ -73,3 +76,89 @@ def test_two_synchronous_workers_are_one_process(shards: str, tmp_path: Path, st
     with es.local() as session:
         want = train(job("ps", "ps", workers=1), session, WorkerGroup())
     assert_equal_but_for_rounding(run_two(strategy, mode, shards, tmp_path / "found.npz"), want)
+
+
+JOB = """\
+model: {name: dlrm, bottom: [8], hidden: [8]}
+data: {reader: clicks, eval_samples: 1000, loader_processes: 0}
+embedding: {dim: 4, optimizer: {name: adagrad, lr: 0.05}}
+train: {batch_size: 256, samples: 2048, threads: 1}
+workers: 2
+shards: 2
+"""
+
+
+@pytest.fixture
+def train_command(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    (tmp_path / "job.yaml").write_text(JOB)
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*words: str) -> subprocess.Popen[str]:
+        line = [sys.executable, "-m", "embershard.cli", "train", str(tmp_path / "job.yaml"), *words]
+        line += ["--output", str(tmp_path / "out")]
+        process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("sets", "want"),
+    [
+        (["strategy=local"], "1 worker on cpu, no shards"),
+        (["strategy=ddp"], "2 workers on cpu, no shards"),
+        (["strategy=hybrid", "train.staleness=4"], "2 workers on cpu, 2 shards"),
+        (["train.staleness=local(2)"], "2 workers on cpu, 2 shards"),
+    ],
+    ids=str,
+)
+def test_one_job_trains_in_every_strategy(
+    train_command: Callable[..., subprocess.Popen[str]], sets: list[str], want: str
+) -> None:
+    process = train_command(*(word for assignment in sets for word in ("--set", assignment)))
+    text, _ = process.communicate(timeout=110)
+    assert process.returncode == 0, text
+    assert want in text
+    assert "valid AUC" in text
+
+
+def test_shards_are_refused_where_a_strategy_has_none(train_command: Callable[..., subprocess.Popen[str]]) -> None:
+    process = train_command("--set", "strategy=ddp", "--ps", "127.0.0.1:7700")
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "strategy ddp has no shards: --ps" in " ".join(text.split())
+
+
+def test_a_lost_worker_ends_the_others_of_ddp(
+    train_command: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = train_command("--set", "strategy=ddp", "--set", "train.samples=1_000_000_000")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "samples/s" in line:
+            break
+    _, second = sorted(psutil.Process(process.pid).children(), key=lambda child: child.pid)
+    second.kill()
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "worker 1 ended (SIGKILL)" in text
+    assert WorkerLost.words in (tmp_path / "out" / "worker-0.log").read_text()
+
+
+def test_two_workers_of_ddp_accumulate_and_clip_as_one_process(tmp_path: Path) -> None:
+    fields = {"accumulate": 2, "clip_norm": 0.05, "non_finite": "skip"}
+    want = train(job("local", "", workers=1, **fields), None, WorkerGroup())
+    assert_equal_but_for_rounding(run_two("ddp", "", "", tmp_path / "found.npz", **fields), want)
+
+
+@pytest.mark.parametrize(("strategy", "mode"), [("ps", "ps"), ("hybrid", "ddp")])
+def test_two_synchronous_workers_accumulate_as_one_process(
+    shards: str, tmp_path: Path, strategy: str, mode: str
+) -> None:
+    with es.local() as session:
+        want = train(job("ps", "ps", workers=1, accumulate=3), session, WorkerGroup())
+    assert_equal_but_for_rounding(run_two(strategy, mode, shards, tmp_path / "found.npz", accumulate=3), want)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -30,32 +29,6 @@ workers: 2
 FOREVER = JOB.replace("10_000", "10_000_000_000").replace("evaluate: {every: 5000}\n", "")
 ALONE = ("--workers", "1", "--shards", "1")  # where it makes no difference: starting costs seconds
 COMMAND = (sys.executable, "-m", "embershard.cli")
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts the command with a job file; whatever it leaves behind is ended, and counts as a failure."""
-    started: list[subprocess.Popen[str]] = []
-
-    def begin(text: str, *words: str, command: str = "train") -> subprocess.Popen[str]:
-        job = tmp_path / "job.yaml"
-        job.write_text(text)
-        line = [*COMMAND, command, str(job), "--output", str(tmp_path / "out"), *words]
-        environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-        process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-        started.append(process)
-        return process
-
-    yield begin
-    left = []
-    for process in started:
-        process.kill()
-        process.wait()
-    for process in psutil.process_iter(["cmdline"]):
-        if str(tmp_path) in " ".join(process.info["cmdline"] or []):
-            left.append(" ".join(process.info["cmdline"]))
-            process.kill()
-    assert not left
 
 
 def children(process: subprocess.Popen[str], word: str) -> list[psutil.Process]:
@@ -89,7 +62,7 @@ def test_a_job_trains_through_two_shards_and_two_workers(
     process = start(JOB)
     text, _ = process.communicate(timeout=100)
     assert process.returncode == 0, text
-    for part in ("dlrm on clicks: 2 workers on cpu, 2 shards", "valid AUC", "best reachable", "waiting for shards"):
+    for part in ("dlrm on clicks: 2 workers on cpu, 2 shards", "valid AUC", "best reachable", "waiting for others"):
         assert part in text
     records = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
     assert [r["record"] for r in records if r["record"] != "train"] == ["config", "eval", "eval", "result"]
@@ -162,8 +135,10 @@ def test_a_profile_says_where_the_time_of_a_step_goes(
     assert "traceEvents" in json.loads((tmp_path / "out" / "trace.json").read_text())
 
 
-def test_a_worker_that_dies_ends_the_job_and_is_named(start: Callable[..., subprocess.Popen[str]]) -> None:
-    process = start(FOREVER)
+def test_a_worker_that_dies_ends_a_job_that_all_reduces_and_is_named(
+    start: Callable[..., subprocess.Popen[str]],
+) -> None:
+    process = start(FOREVER, "--set", "dense.mode=ddp")
     until_training(process)
     everyone = family(process)
     children(process, "worker")[1].kill()

@@ -115,7 +115,7 @@ def test_the_table_says_what_was_reached_and_how_long_it_took() -> None:
         "samples": "1,000",
         "time": "1:02:05 (0:01:00 training)",
         "speed": "17 samples/s",
-        "waiting for shards": "25.1% of the training time",
+        "waiting for others": "25.1% of the training time",
         "skipped": "3 gradient rows with NaN or Inf",
         "table dense": "2 rows",
         "table embedding": "4,321 rows",
