@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup demo test unit fuzz lint proto build clean peers-env \
         bar-ncf bar-ctr bar-modes bar-equal bar-sync bar-wrap bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-cache \
-        bench-loader bench-startup bench-wire bar-scale bar-link bar-leak bench-cluster bar-peers
+        bench-loader bar-snapshot bench-moment bench-startup bench-wire bar-scale bar-link bar-leak bench-cluster bar-peers
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -89,6 +89,12 @@ bench-cache: setup  ## what the cache of hot rows finds, against others of its s
 
 bench-loader: setup  ## a batch made here, by the loader process, by the DataLoader of torch
 	$(BIN)/python bench/loader.py
+
+bar-snapshot: setup  ## snapshots while training, restored onto other shards, killed at random moments (10 minutes)
+	$(BIN)/python bench/bar_snapshot.py
+
+bench-moment: setup  ## how a shard holds a moment, against fork
+	$(BIN)/python bench/moment.py
 
 bench-startup: setup  ## from the command to serving
 	$(BIN)/python bench/startup.py

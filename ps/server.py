@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -119,6 +120,7 @@ async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
         ready["rpc"] = rpc.address
     _settle()
     print(json.dumps(ready), flush=True)
+    loop.run_in_executor(None, import_module, "embershard.proto.storage")  # the first snapshot need not wait for it
     _log.info("serving at %s (shard %d of %d, instance %s)", bound, options.shard, options.of, shard.greeting.instance)
 
     signum = await stop.received

@@ -1,0 +1,197 @@
+"""Snapshots of real processes: by the command line, with shards and coordinators killed, and disks that are full."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embershard import in_process
+from embershard.deploy.supervisor import LocalShards
+from embershard.proto import spec
+from embershard.proto.errors import EmbershardError, ShardRestarted, ShardUnavailable
+from embershard.proto.routing import make_route
+from embershard.proto.snapshot_errors import SnapshotNotWritten
+from embershard.worker.client import Client
+from embershard.worker.snapshots import list_snapshots, read_manifest, restore_snapshot, take_snapshot
+
+pytestmark = pytest.mark.integration
+
+TABLE = spec.TableSpec(name="items", dim=16, optimizer=spec.Adagrad(lr=0.1))
+IDS = np.arange(200_000)  # 27 MB
+TIMEOUT = timedelta(seconds=20)
+
+
+def embershard(*arguments: str) -> tuple[int, str]:
+    """Exit code, and all output."""
+    done = subprocess.run(
+        [sys.executable, "-m", "embershard.cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, done.stdout
+
+
+def push(client: Client, ids: np.ndarray = IDS, value: float = 1.0) -> None:
+    client.declare(TABLE)
+    route = make_route(ids, TABLE.space_key, client.placement)
+    client.push([("items", route, np.full((len(route.ids), TABLE.dim), value, np.float32))], clock=0)
+
+
+def rows(client: Client) -> np.ndarray:
+    client.declare(TABLE)
+    route = make_route(IDS, TABLE.space_key, client.placement)
+    return client.pull([("items", route)])[0][route.index]
+
+
+@contextmanager
+def client_of(local: LocalShards) -> Iterator[Client]:
+    with closing(Client.connect(local.addresses, timeout=TIMEOUT)) as client:
+        yield client
+
+
+@contextmanager
+def pushing(local: LocalShards) -> Iterator[None]:
+    """A worker that pushes all the while."""
+    stop, failed = threading.Event(), []
+
+    def work() -> None:
+        try:
+            with closing(Client.connect(local.addresses, worker=1, timeout=TIMEOUT)) as client:
+                while not stop.is_set():
+                    push(client, IDS[::50], 0.5)
+        except EmbershardError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(30)
+    assert not failed
+
+
+@pytest.fixture(scope="module")
+def shards() -> Iterator[LocalShards]:
+    with LocalShards(2) as local:
+        yield local
+
+
+@pytest.fixture
+def client(shards: LocalShards) -> Iterator[Client]:
+    with client_of(shards) as client:
+        push(client)
+        yield client
+
+
+def test_the_commands_take_show_and_restore_a_snapshot_while_a_worker_pushes(
+    shards: LocalShards, client: Client, tmp_path: Path
+):
+    addresses, folder = ",".join(shards.addresses), str(tmp_path / "snaps")
+    with pushing(shards):
+        code, said = embershard("snapshot", addresses, folder, "--name", "one")
+        assert (code, said.startswith(f"{folder}/one: 200,000 rows")) == (0, True), said
+        code, said = embershard("snapshot", addresses, folder, "--name", "two", "--keep", "1")
+        assert code == 0, said
+    code, said = embershard("inspect", folder, "--verify")
+    assert code == 0, said
+    assert "snapshots: two\n" in said
+    assert "items adagrad    16    16 200,000" in said
+    with LocalShards(1) as others:
+        where = ",".join(others.addresses)
+        code, said = embershard("restore", folder, where)
+        assert (code, "two: 200,000 rows of 1 tables, from 2 shards onto 1" in said) == (0, True), said
+        with client_of(others) as other:
+            assert np.array_equal(rows(other)[1::50], rows(client)[1::50])  # those that nobody pushed since
+        code, said = embershard("restore", folder, where)
+        assert code == 1
+        assert "holds tables already (items)" in said
+
+
+def test_the_killed_coordinator_leaves_the_snapshot_before_and_shards_that_take_the_next(
+    shards: LocalShards, client: Client, tmp_path: Path
+):
+    folder = str(tmp_path)
+    take_snapshot(client, folder, "before")
+    command = [sys.executable, "-m", "embershard.cli", "snapshot", ",".join(shards.addresses), folder, "--name", "x"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as coordinator:
+        while not list(tmp_path.glob("x/shard-*/*")):  # it has begun
+            time.sleep(0.001)
+        coordinator.kill()
+    assert list_snapshots(folder) in (["before"], ["before", "x"])  # it may have been quick
+    assert take_snapshot(client, folder, "after", keep=5).rows == len(IDS)
+    assert not [path for path in tmp_path.glob("x/shard-*") if "x" not in list_snapshots(folder)]
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.1])
+def test_a_killed_shard_leaves_the_snapshot_before(delay: float, tmp_path: Path):
+    folder = str(tmp_path)
+    with LocalShards(2) as local, client_of(local) as client:
+        push(client)
+        then = rows(client)
+        take_snapshot(client, folder, "before")
+        push(client)
+        killer = threading.Timer(delay, os.kill, (local.pids[0], signal.SIGKILL))
+        killer.start()
+        with suppress(ShardUnavailable, ShardRestarted):
+            client.timeout = timedelta(seconds=2)
+            take_snapshot(client, folder, "during")
+        killer.join()
+    name = read_manifest(folder).name
+    assert name in ("before", "during")
+    fresh = in_process.local(1).client
+    restore_snapshot(fresh, folder)
+    assert np.array_equal(rows(fresh), then) == (name == "before")
+    restore_snapshot(fresh, folder, "before", replace_tables=True)
+    assert np.array_equal(rows(fresh), then)
+
+
+def test_a_full_disk_is_named_and_the_snapshot_before_stays(shards: LocalShards, client: Client, tmp_path: Path):
+    folder = str(tmp_path)
+    take_snapshot(client, folder, "before")
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    resource.prlimit(shards.pids[1], resource.RLIMIT_FSIZE, (4 << 20, resource.RLIM_INFINITY))
+    try:
+        with pytest.raises(SnapshotNotWritten, match=r"shard 1 at .*cannot write .*safetensors: .*too large"):
+            take_snapshot(client, folder, "during")
+    finally:
+        resource.prlimit(shards.pids[1], resource.RLIMIT_FSIZE, unlimited)
+    push(client)
+    assert read_manifest(folder).name == "before"
+    assert take_snapshot(client, folder, "after").rows == len(IDS)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounting needs root on Linux")
+def test_a_full_file_system_is_named(client: Client, tmp_path: Path):
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(tmp_path)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs here: {mounted.stderr.decode()}")
+    try:
+        with pytest.raises(SnapshotNotWritten, match="No space left on device"):
+            take_snapshot(client, str(tmp_path))
+        assert list_snapshots(str(tmp_path)) == []
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("folder", ["/proc/snapshots", "/dev/null/snapshots"])
+def test_a_folder_that_cannot_be_written_is_named(folder: str, shards: LocalShards):
+    code, said = embershard("snapshot", ",".join(shards.addresses), folder)
+    assert code == 1
+    assert f"cannot write {folder}" in said
+    assert "Traceback" not in said
