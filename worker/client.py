@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from embershard.proto.errors import EmbershardError, LeaseLost, UnknownTable, WrongDim
+from embershard.proto.errors import ClockAhead, EmbershardError, LeaseLost, UnknownTable, WrongDim
 from embershard.proto.messages import (
     MAX_MESSAGE_BYTES,
     Declare,
@@ -253,6 +253,9 @@ class Client:
 
     def _call_push(self, pushes: Mapping[int, Push]) -> dict[int, Outcome]:
         outcomes = self._call(pushes)
+        ahead = {shard: pushes[shard] for shard, outcome in outcomes.items() if isinstance(outcome, ClockAhead)}
+        if ahead and self.membership is not None:  # too much waits there for other workers
+            outcomes.update(self._call(ahead, wait=self.membership.wait))
         with self._stats_lock:
             self._stats.pushed_rows += sum(o.applied for o in outcomes.values() if isinstance(o, Pushed))
             self._stats.skipped_rows += sum(o.skipped for o in outcomes.values() if isinstance(o, Pushed))

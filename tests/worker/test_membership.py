@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import embershard as es
-from embershard.proto.errors import LeaseLost, ModeMismatch, WorkerLost
+from embershard.proto.errors import ClockAhead, LeaseLost, ModeMismatch, WorkerLost
 from embershard.proto.messages import Beat, Beaten, Greeting, Hello, Join, Joined, Leave, Left, Push, Reply, Request
 from embershard.ps.shard import Shard
 from embershard.worker import membership as membership_module
@@ -318,3 +318,43 @@ def test_a_lease_that_is_lost_again_and_again_is_an_error(make_job: MakeJob) -> 
 def test_terms_without_sense_are_refused_by_name(settings: dict[str, object], name: str) -> None:
     with pytest.raises(ValueError, match=name):
         Terms(**settings)  # type: ignore[arg-type]
+
+
+def test_a_loop_that_lost_its_lease_goes_on_with_fresh_rows(make_job: MakeJob) -> None:
+    job, terms = make_job(), Terms(workers=2, staleness=2, lease=LONG)
+    lost, other = job.worker(0, terms), job.worker(1, terms)
+    table = lost.table(SPEC)
+    module, batches = es.Embedding(table), [torch.tensor([k % 3, 5 + k]) for k in range(12)]
+    for number, ids in enumerate(lost.prefetch(batches, inputs=lambda ids: {"t": ids})):
+        if number == 5:
+            job.pass_time(2 * HOURS, other)
+        if number != 5:
+            step(other, [9])
+        module(ids).sum().backward()
+        lost.step()
+    assert lost.stats.lost_leases == 1
+    pushed = [r for r in job.heard if isinstance(r, Push) and r.token.worker == 0 and r.last]
+    clocks = sorted({push.clock for push in pushed})
+    after = [clock for clock in clocks if clock >= lost.membership.first]
+    assert after == list(range(lost.membership.first, lost.clock))  # none is left out: nobody waits for ever
+    assert len(after) >= 12 - 5 - 1 - 3  # but for what was under way
+
+
+def test_a_push_waits_where_too_much_is_kept_for_other_workers(make_job: MakeJob) -> None:
+    job, terms = make_job(1), Terms(workers=1, staleness=0, lease=LONG)
+    session = job.worker(0, terms)
+    module = es.Embedding(session.table(SPEC))
+    handle, refused = job.handle, []
+
+    def full(shard: Shard, request: Request) -> Reply:
+        if isinstance(request, Push) and len(refused) < 8:
+            refused.append(request.token)
+            raise ClockAhead(clock=0, workers="1", seconds=0.0)
+        return handle(shard, request)
+
+    job.handle = full  # type: ignore[method-assign]
+    session.client.timeout = timedelta(seconds=0.1)  # in which a call that nobody answers is given up
+    module(torch.tensor([1])).sum().backward()
+    session.step()
+    assert len(refused) == 8
+    assert module.table.pull(torch.tensor([1]))[0, 0] == -1

@@ -1,0 +1,75 @@
+"""Workers and shards as processes of their own, at one clock: equal to one process, and past a worker that stands."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import embershard as es
+from embershard.deploy.supervisor import LocalShards
+
+pytestmark = pytest.mark.integration
+
+sys.path.insert(0, str(Path(__file__).parent))
+from sync_peer import build, joint_batches, train  # noqa: E402
+
+PEER = Path(__file__).with_name("sync_peer.py")
+WITHIN = 100.0  # seconds, on a machine that does much else
+Start = Callable[[str, int, int], list[subprocess.Popen[str]]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Workers 0 to n - 1, each with a file for its weights."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(ps: str, workers: int, staleness: int) -> list[subprocess.Popen[str]]:
+        for rank in range(workers):
+            line = [sys.executable, str(PEER), ps, str(rank), str(workers), str(staleness), str(tmp_path / f"{rank}")]
+            started.append(subprocess.Popen(line, stdout=subprocess.PIPE, text=True))
+        return started
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def weights(folder: Path, rank: int) -> list[np.ndarray]:
+    with np.load(folder / f"{rank}.npz") as found:
+        return [found[name] for name in found.files]
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_synchronous_worker_processes_train_as_one_process_on_the_joint_batch(
+    start: Start, tmp_path: Path, workers: int
+) -> None:
+    with LocalShards(2) as shards:
+        processes = start(",".join(shards.addresses), workers, 0)
+        assert [process.wait(WITHIN) for process in processes] == [0] * workers
+    with es.local(2) as session:
+        alone = train(es.wrap(build(), session, optimizer=es.Adam(lr=0.01)), session, joint_batches())
+    for mine, theirs in zip(weights(tmp_path, 0), alone, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5, rtol=0)
+    for rank in range(1, workers):  # when the last clock is closed all see the same
+        for mine, other in zip(weights(tmp_path, 0), weights(tmp_path, rank), strict=True):
+            np.testing.assert_array_equal(mine, other)
+
+
+def test_a_worker_that_stands_still_is_left_behind_and_comes_back(start: Start) -> None:
+    with LocalShards(2) as shards:
+        here, stopped = start(",".join(shards.addresses), 2, 0)
+        assert stopped.stdout is not None
+        assert stopped.stdout.readline() == "begins\n"
+        os.kill(stopped.pid, signal.SIGSTOP)
+        try:
+            assert here.wait(WITHIN) == 0  # after a lease
+        finally:
+            os.kill(stopped.pid, signal.SIGCONT)
+        out, _ = stopped.communicate(timeout=WITHIN)
+        assert (stopped.returncode, out) == (0, "lost 1\n")
