@@ -140,7 +140,7 @@ class Membership:
 
     def after(self, clock: int) -> int:
         """How many clocks must be closed before this worker reads rows for `clock`."""
-        if self.terms.staleness is None:
+        if self.terms.staleness is None or self.resting:  # the clock need not come to one that does not go on
             return 0
         return max(0, max(clock, self.first) - self.terms.staleness)
 

@@ -84,12 +84,12 @@ class Report:
         """Some steps were made."""
         if self._meter.has_news:
             interval = self._meter.interval(step, epoch, lr_scale)
-            for observer in self._told():
+            for observer in self._told(self._group.reports):
                 observer.trained(interval)
 
     def evaluating(self) -> None:
         """An evaluation begins."""
-        for observer in self._told():
+        for observer in self._told(self._group.reports):
             observer.evaluating()
 
     def evaluated(
@@ -107,7 +107,7 @@ class Report:
         )
         if improved or self._best is None:
             self._best = evaluation
-        for observer in self._told():
+        for observer in self._told(self._group.is_first):  # as all of them agree
             observer.evaluated(evaluation)
 
     def finished(
@@ -146,7 +146,7 @@ class Report:
             returned_splits=returned_splits,
             table_rows=self._strategy.table_rows() if group.is_first else {},
         )
-        for observer in self._told():
+        for observer in self._told(self._group.is_first):
             observer.finished(result)
         return result
 
@@ -162,9 +162,9 @@ class Report:
         totals: npt.NDArray[np.float64] = np.sum(list(parts.values()), axis=0)
         return totals
 
-    def _told(self) -> Sequence[Observer]:
-        """Whom to tell: nobody, where another worker reports."""
-        if not self._group.reports:
+    def _told(self, by_this: bool) -> Sequence[Observer]:
+        """Whom to tell, if it is this worker that does."""
+        if not by_this:
             return ()
         if self._plan is not None:
             self._open(dataclasses.replace(self._plan, reporter=self._group.rank))

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed
 
-from embershard.in_process import LocalShards
+from embershard.in_process import InProcessShards
 from embershard.proto.errors import WorkersApart
 from embershard.worker.client import Client
 from embershard.worker.group import LeftBehind, ShardGroup, WorkerGroup
@@ -117,7 +117,7 @@ def test_a_rank_outside_the_world_is_refused(rank: int, world_size: int) -> None
 @pytest.fixture
 def join() -> Iterator[Callable[..., ShardGroup]]:
     """Makes members of a job on two shards in this process, with a short lease."""
-    shards, clients = LocalShards(2), []
+    shards, clients = InProcessShards(2), []
 
     def make(rank: int, workers: int, *, lease: float = 0.4) -> ShardGroup:
         client = Client(shards.carriers(), worker=rank)

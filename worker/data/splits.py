@@ -39,12 +39,12 @@ class SplitQueue:
             if bounded:
                 member.rest()
             split = member.take_split(epoch, self.num_splits, done)
-            if bounded:
-                member.resume()
             self._returned[epoch] = split.returned
             done = split.index
             if done < 0:
                 return
+            if bounded:
+                member.resume()
             yield done
 
 

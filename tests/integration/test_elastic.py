@@ -1,0 +1,91 @@
+"""Workers that are killed while they train, and come back: three real ones, in the modes that survive it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.integration
+
+EPOCH = 24_000
+JOB = f"""\
+model: {{name: dlrm, bottom: [16], hidden: [16]}}
+data: {{reader: clicks, samples: {EPOCH}, eval_samples: 2000, loader_processes: 0}}
+embedding: {{dim: 4, optimizer: {{name: adagrad, lr: 0.05}}}}
+train: {{batch_size: 64, epochs: 3, lease: 1}}
+workers: 3
+shards: 1
+"""
+SPLITS = ("--set", "data.splits=24")
+Start = Callable[..., subprocess.Popen[str]]
+
+
+def worker(process: subprocess.Popen[str], number: int) -> psutil.Process:
+    """The worker of a number."""
+    for child in psutil.Process(process.pid).children():
+        if "worker" in child.cmdline() and child.environ()["RANK"] == str(number):
+            return child
+    raise AssertionError(f"no worker {number}")
+
+
+def kill_after_the_first_epoch(process: subprocess.Popen[str], number: int) -> str:
+    """Kill -9; all that the command says."""
+    assert process.stdout is not None
+    said = ""
+    for line in process.stdout:
+        said += line
+        if "valid: AUC" in line:
+            break
+    worker(process, number).kill()
+    text, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, said + text
+    return said + text
+
+
+def records(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "out" / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("staleness", ["off", "0"])
+def test_the_next_worker_reports_where_the_first_is_killed(start: Start, tmp_path: Path, staleness: str) -> None:
+    said = kill_after_the_first_epoch(start(JOB, *SPLITS, "--set", f"train.staleness={staleness}"), 0)
+    assert "worker 0 ended (SIGKILL); training goes on with the others" in said
+    assert "worker 1 reports from here on" in said
+    assert "lost workers: 1 of 3: worker 0 (SIGKILL)" in said
+    log = records(tmp_path)
+    assert [r["record"] for r in log if r["record"] != "train"] == [
+        "config",
+        "eval",
+        "takeover",
+        "eval",
+        "eval",
+        "result",
+    ]
+    assert [r["epoch"] for r in log if r["record"] == "eval"] == [1, 2, 3]
+    assert all(r["figures"]["valid"]["samples"] == 2000 for r in log if r["record"] == "eval")  # type: ignore[index]
+    result = log[-1]
+    assert result["expired_leases"] == 1
+    assert result["samples"] >= 2 * EPOCH  # what the lost one trained on since the last evaluation is not known
+
+
+def test_workers_with_equal_shares_end_without_the_one_that_is_killed(start: Start, tmp_path: Path) -> None:
+    said = kill_after_the_first_epoch(start(JOB, "--set", "train.staleness=2"), 2)
+    assert "worker 2 ended (SIGKILL); training goes on with the others" in said
+    log = records(tmp_path)
+    assert [r["record"] for r in log if r["record"] != "train"] == ["config", "eval", "eval", "eval", "result"]
+    assert log[-1]["samples"] == 3 * EPOCH - 2 * EPOCH // 3  # its shares of the last two epochs are missing
+
+
+def test_a_worker_that_is_started_again_joins_late(start: Start, tmp_path: Path) -> None:
+    words = ("--set", "train.restart_workers=1", "--set", "train.epochs=6", "--set", "train.staleness=0")
+    said = kill_after_the_first_epoch(start(JOB, *SPLITS, *words), 0)
+    assert "worker 0 ended (SIGKILL) and was started again" in said
+    assert "worker 1 reports from here on" in said
+    assert "lost workers: 1 of 3" in said
+    assert [r["epoch"] for r in records(tmp_path) if r["record"] == "eval"] == [1, 2, 3, 4, 5, 6]
+    assert (tmp_path / "out" / "worker-0.log").read_text().count("Traceback") == 0
