@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 
 import msgpack
 import pytest
@@ -24,6 +25,7 @@ from embershard.proto.manifest import (
 from embershard.proto.snapshot_errors import BadSnapshotName, SnapshotDamaged, SnapshotTooNew
 from embershard.proto.spec import SGD, Custom, Normal, TableSpec, Uniform
 
+GOLDEN = "dadbc712d5e3264d4d92e80af0ac390e71974baf47cf178d122d27ebfeccfa23"
 FILE = "shard-{}-00000000000000ff/0-0.safetensors"
 SPEC = TableSpec(name="a/b", dim=3, optimizer=SGD(lr=0.5, momentum=0.9, nesterov=True), initializer=Uniform(), seed=7)
 OWN = TableSpec(
@@ -64,6 +66,10 @@ def test_a_manifest_survives_its_file():
     assert back.tables["a/b"].rows == 6
     assert [file.path for file in back.tables["a/b"].files] == [FILE.format(0), FILE.format(1)]
     assert (back.rows, back.bytes, back.clock, back.num_shards) == (6, 144, 12, 2)
+
+
+def test_the_bytes_of_a_manifest_stay_what_version_1_wrote():
+    assert hashlib.sha256(pack_manifest(manifest())).hexdigest() == GOLDEN
 
 
 def test_a_part_survives_its_file():

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import msgpack
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from embershard.in_process import InProcessShards, local
 from embershard.proto import spec
@@ -323,3 +326,27 @@ class TestSynchronousWorkers:
             self.train(lambda client: take_snapshot(client, str(tmp_path), "one", at_clock=1), until=20)
         with pytest.raises(EmbershardError):
             read_manifest(str(tmp_path))
+
+
+def test_the_format_is_what_the_page_says(tmp_path: Path):
+    """A reader made of docs/snapshots.md, msgpack and safetensors, without any of our code."""
+    client = trained()
+    take_snapshot(client, str(tmp_path), "one", extra={"a": 1})
+    name = (tmp_path / "LATEST").read_text().rstrip("\n")
+    envelope = msgpack.unpackb((tmp_path / name / "manifest.msgpack").read_bytes())
+    assert (envelope["format"], envelope["version"]) == ("embershard snapshot", 1)
+    assert hashlib.sha256(envelope["body"]).digest() == envelope["sha256"]
+    body = msgpack.unpackb(envelope["body"])
+    assert set(body) == {"name", "created", "package", "shards", "extra"}
+    found: dict[int, np.ndarray] = {}
+    for index, part in enumerate(body["shards"]):
+        assert set(part) == {"shard", "num_shards", "placement_epoch", "clock", "workers", "tables"}
+        assert part["shard"] == index
+        for table in part["tables"]:
+            for file in table["files"]:
+                data = (tmp_path / name / file["path"]).read_bytes()
+                assert (len(data), hashlib.sha256(data).hexdigest()) == (file["bytes"], file["sha256"])
+                arrays = safetensors.numpy.load(data)
+                assert arrays["state"].shape == (file["rows"], table["num_state"])
+                found.update(zip(arrays["ids"].tolist(), arrays["rows"], strict=True))
+    assert np.array_equal(np.stack([found[i] for i in IDS.tolist()]), rows(client))
