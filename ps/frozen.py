@@ -8,6 +8,7 @@ a slice of rows at a time. It relies on slots: a row never changes its own, and 
 from __future__ import annotations
 
 import threading
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,14 @@ from embershard.ps.frozen_kernels import Floats, Ids, Slots
 from embershard.ps.store import HEADER, NUM_ROWS, Store
 
 _SLICE_BYTES = 2**19  # of records read under the lock: for about as long as a small push takes
+
+
+class Block(NamedTuple):
+    """Some rows."""
+
+    ids: Ids  # (n,)
+    rows: Floats  # (n, dim)
+    state: Floats  # (n, num_state)
 
 
 class FrozenRows:
@@ -53,11 +62,15 @@ class FrozenRows:
         frozen_kernels.sort_by_bucket(self._store, slots, starts)
         return slots, starts
 
-    def read(self, slots: Slots) -> tuple[Ids, Floats, Floats]:
-        """(ids (n,), rows (n, dim), state (n, num_state)) of slots ((n,) uint32), which are read once only."""
-        count = len(slots)
-        ids = np.empty(count, np.int64)
+    def block(self, count: int) -> Block:
+        """Memory for so many rows."""
         rows, state = np.empty((count, self.dim), np.float32), np.empty((count, self.num_state), np.float32)
+        return Block(np.empty(count, np.int64), rows, state)
+
+    def read(self, slots: Slots, into: Block) -> Block:
+        """The rows of slots ((n,) uint32), each read once only, in the first places of a block."""
+        count = len(slots)
+        ids, rows, state = into.ids[:count], into.rows[:count], into.state[:count]
         step = max(1, _SLICE_BYTES // (4 * (HEADER + self.dim + self.num_state)))
         for start in range(0, count, step):
             part = slice(start, start + step)
@@ -65,4 +78,4 @@ class FrozenRows:
                 frozen_kernels.read_records(
                     self._store, slots[part], self._places, self._kept, ids[part], rows[part], state[part]
                 )
-        return ids, rows, state
+        return Block(ids, rows, state)

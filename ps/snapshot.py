@@ -17,8 +17,7 @@ from embershard.proto.errors import EmbershardError, InvalidRequest, clipped
 from embershard.proto.manifest import BlockFile, ShardPart, TableBlocks, WorkerWindow, check_name, pack_part
 from embershard.proto.snapshot_errors import SnapshotNotWritten, SnapshotRunning, SnapshotTooLate, SnapshotUnknown
 from embershard.proto.snapshot_messages import Snapshot, Snapshotted
-from embershard.ps.frozen import FrozenRows
-from embershard.ps.frozen_kernels import Slots
+from embershard.ps.frozen import Block, FrozenRows
 from embershard.ps.table import Table
 
 if TYPE_CHECKING:
@@ -225,26 +224,24 @@ class SnapshotWriter:
 
         slots, starts = rows.by_bucket()
         step = rows_per_file(rows.dim, rows.num_state)
+        block = rows.block(min(step, rows.num_rows))
         files = []
         for number, first in enumerate(range(0, rows.num_rows, step)):
             last = min(first + step, rows.num_rows) - 1
             buckets = np.searchsorted(starts, [first, last], side="right") - 1
             path = f"{prefix}-{number}.safetensors"
             about = {"table": table.spec.name, "first_bucket": str(buckets[0]), "last_bucket": str(buckets[1])}
-            size, digest = self._write_file(storage, path, rows, slots[first : last + 1], about)
+            size, digest = self._write_file(storage, path, rows.read(slots[first : last + 1], block), about)
             files.append(BlockFile(path, size, digest, last + 1 - first, int(buckets[0]), int(buckets[1])))
         table.thaw(rows)
         return TableBlocks(table.spec, rows.num_state, rows.num_rows, tuple(files))
 
-    def _write_file(
-        self, storage: Storage, path: str, rows: FrozenRows, slots: Slots, about: dict[str, str]
-    ) -> tuple[int, str]:
-        """Bytes and sha256 of a file of these slots' rows."""
+    def _write_file(self, storage: Storage, path: str, block: Block, about: dict[str, str]) -> tuple[int, str]:
+        """Bytes and sha256 of a file of these rows."""
         from embershard.proto.blocks import block_header
 
         self._go_on()
-        ids, weights, state = rows.read(slots)
-        arrays: dict[str, npt.NDArray[np.generic]] = {"ids": ids, "rows": weights, "state": state}
+        arrays: dict[str, npt.NDArray[np.generic]] = dict(block._asdict())
         pieces: list[bytes | memoryview] = [block_header(arrays, about), *map(_bytes_of, arrays.values())]
         digest, size = hashlib.sha256(), 0
         with storage.create(f"{self._request.name}/{path}") as file:
@@ -254,7 +251,7 @@ class SnapshotWriter:
                 digest.update(piece)
                 size += len(piece)
                 self._bytes += len(piece)
-        self._rows += len(slots)
+        self._rows += len(block.ids)
         self._files += 1
         return size, digest.hexdigest()
 

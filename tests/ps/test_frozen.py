@@ -36,7 +36,8 @@ def contents(table: Table) -> Rows:
 
 
 def read(rows: FrozenRows, slots: np.ndarray | None = None) -> Rows:
-    block = rows.read(rows.by_bucket()[0] if slots is None else slots)
+    slots = rows.by_bucket()[0] if slots is None else slots
+    block = rows.read(slots, rows.block(len(slots)))
     return {int(i): (w.tobytes(), s.tobytes()) for i, w, s in zip(*block, strict=True)}
 
 
