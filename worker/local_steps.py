@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -253,6 +254,21 @@ class LocalSteps:
         if self._done >= self._steps:
             self.flush()
         return Pushed(False, applied, skipped)
+
+    def state_dict(self) -> Mapping[str, object]:
+        """The optimizer's state of all rows that this worker trained, by table; between two rounds."""
+        with self._lock:
+            return {
+                name: {"ids": copies.index.ids.copy(), "state": copies.state[: len(copies.index)].copy()}
+                for name, copies in self._copies.items()
+            }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Go on from there."""
+        with self._lock:
+            for name, copies in self._copies.items():
+                numbers = copies.numbers(np.asarray(state[name]["ids"]))
+                copies.state[numbers] = state[name]["state"]
 
     def flush(self) -> None:
         """End a round that has begun: push what has changed, and let the next reads take fresh rows."""

@@ -124,6 +124,11 @@ class Session:
         """
         return tuple(map(sum, zip(*(status.staleness_seen for status in self.client.status()), strict=True)))
 
+    @property
+    def local_steps(self) -> LocalSteps | None:
+        """The copies that this worker trains on, if it does."""
+        return self._traffic.local
+
     def cache_rows(self, rows: int = 100_000, staleness: int = 4) -> None:
         """Keep copies of up to `rows` hot rows per table in this process, and read them for `staleness` clocks.
 

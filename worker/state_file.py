@@ -1,7 +1,7 @@
 """A nested state as one file: its tensors as safetensors, the rest as JSON in the file's metadata.
 
 A state is a dict of dicts, lists, numbers, texts, None and tensors, as `state_dict()` of torch's classes gives it; keys
-are texts or whole numbers. Nothing in the file is executed when it is read.
+are texts or whole numbers. An array comes back as a tensor. Nothing in the file is executed when it is read.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -57,6 +58,9 @@ def _encode(value: object, tensors: dict[str, torch.Tensor], path: str) -> objec
         case torch.Tensor():
             # a copy: tensors that share memory, as views of one buffer do, cannot be saved
             tensors[path] = value.detach().to("cpu", copy=True).contiguous()
+            return {_TENSOR: path}
+        case np.ndarray():
+            tensors[path] = torch.from_numpy(value.copy())
             return {_TENSOR: path}
         case Mapping() if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: _encode(part, tensors, f"{path}/{key}") for key, part in value.items()}

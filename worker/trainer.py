@@ -161,6 +161,7 @@ class Trainer:
             if segment.evaluation and self._dataset.splits:
                 self._stopped = self._judge()
             if segment.checkpoint or self._stopped:
+                self.strategy.refresh()  # copies of rows are no part of a checkpoint
                 self._group.together(lambda: self._saver.save(self._learn.steps))
             self._group.dismiss(number, self.strategy.resume, self.strategy.clock, self._word())
         except LeftBehind:
@@ -195,6 +196,8 @@ class Trainer:
             "meter": self._meter,
             "epoch": Fields(self, "_epoch"),
         }
+        if session is not None and session.local_steps is not None:
+            own["local_steps"] = session.local_steps
         return Saver(
             self._job,
             self._group,

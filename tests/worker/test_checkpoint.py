@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -115,18 +116,22 @@ def checkpoint(folder: Path, step: int) -> Checkpoint:
             28,
         ),
         ({"train": {"epochs": 3, "average": {"decay": 0.9}, "clip_norm": 0.1, "prefetch": None}}, 14),
+        ({"strategy": "hybrid"}, 28),
+        ({"train": {"steps": 50, "staleness": "local(7)"}, "evaluate": {"every": 30}, "checkpoint": {"every": 20}}, 20),
+        ({"embedding": {"optimizer": {"name": "adam", "lr": 0.01}, "cache": {"rows": 50, "staleness": 3}}}, 28),
     ],
-    ids=["epochs", "in the middle of an epoch", "plateau", "average"],
+    ids=["epochs", "in the middle of an epoch", "plateau", "average", "dense weights in the worker", "local", "cache"],
 )
 def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_interrupted(
-    make_session: MakeSession, tmp_path: Path, sections: dict[str, dict[str, object]], from_step: int
+    make_session: MakeSession, tmp_path: Path, sections: dict[str, Any], from_step: int
 ) -> None:
     folder = {"folder": str(tmp_path), "keep": 100, **sections.get("checkpoint", {})}
     trained = job(tmp_path, **{**sections, "checkpoint": folder})
-    whole = train(trained, make_session(2))
+    sessions = [Session(make_session(2).client, local_steps=trained.train.local_steps) for _ in range(2)]
+    whole = train(trained, sessions[0])
     found = checkpoint(tmp_path, from_step)
     torch.manual_seed(99)
-    resumed = train(trained, make_session(2), found)
+    resumed = train(trained, sessions[1], found)
     assert resumed.same(whole)
     assert resumed.result.figures == whole.result.figures
     assert (resumed.result.steps, resumed.result.samples) == (whole.result.steps, whole.result.samples)
@@ -219,9 +224,7 @@ def test_a_file_that_was_changed_is_named(tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(
-        BadCheckpoint, match=r"worker-0.safetensors is damaged: its sha256 is .*take the checkpoint before"
-    ):
+    with pytest.raises(BadCheckpoint, match=r"worker-0.safetensors is damaged: its sha256 is"):
         Checkpoint.open(str(path)).worker(0)
     file.unlink()
     with pytest.raises(BadCheckpoint, match=r"worker-0.safetensors is damaged: it is not there"):
