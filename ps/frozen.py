@@ -45,6 +45,7 @@ class FrozenRows:
         self._kept = Arena(4 * floats).take(np.float32, floats) if floats else np.empty(0, np.float32)
         self._count = np.zeros(1, np.int64)
         self._lock = threading.Lock()
+        self._turn = threading.Lock()  # whoever waits for the lock holds it: the next slice does not come first
 
     @property
     def num_kept(self) -> int:
@@ -53,7 +54,7 @@ class FrozenRows:
 
     def keep(self, ids: Ids) -> None:
         """Before the rows of ids ((U,) int64) are changed."""
-        with self._lock:
+        with self._turn, self._lock:
             frozen_kernels.keep_records(self._store, ids, self._places, self._kept, self._count)
 
     def by_bucket(self) -> tuple[Slots, Ids]:
@@ -74,8 +75,12 @@ class FrozenRows:
         step = max(1, _SLICE_BYTES // (4 * (HEADER + self.dim + self.num_state)))
         for start in range(0, count, step):
             part = slice(start, start + step)
-            with self._lock:
+            with self._turn:
+                self._lock.acquire()
+            try:
                 frozen_kernels.read_records(
                     self._store, slots[part], self._places, self._kept, ids[part], rows[part], state[part]
                 )
+            finally:
+                self._lock.release()
         return Block(ids, rows, state)
