@@ -181,6 +181,33 @@ def test_a_round_takes_fresh_rows(make_job: Callable[[], Job]) -> None:
     assert table.pull(ids)[0, 0] == -1.0  # half of each
 
 
+def test_rows_of_a_round_that_is_over_are_not_kept_for_the_next(make_job: Callable[[], Job]) -> None:
+    job = make_job()
+    mine, other = (job.worker(steps, Terms(workers=2)) for steps in (100, 1))
+    table, ids = mine.table(SPEC), torch.tensor([2])
+    es.Embedding(table)(torch.tensor([1])).sum().backward()
+    mine.step()
+    handle, pulled, go_on = job.handle, threading.Event(), threading.Event()
+
+    def slow(shard: Shard, request: Request) -> Reply:
+        reply = handle(shard, request)
+        if isinstance(request, Pull) and request.worker == 0 and not pulled.is_set():
+            pulled.set()
+            assert go_on.wait(PATIENCE)
+        return reply
+
+    job.handle = slow  # type: ignore[method-assign]
+    thread = threading.Thread(target=lambda: mine.local_steps.pull([("t", table.route(ids))]))
+    thread.start()
+    assert pulled.wait(PATIENCE)
+    mine.flush()  # while the rows are on their way
+    go_on.set()
+    thread.join(PATIENCE)
+    es.Embedding(other.table(SPEC))(ids).sum().backward()
+    other.step()
+    assert table.pull(ids)[0, 0] == -0.5
+
+
 def run(work: Callable[[Session], object], sessions: list[Session]) -> None:
     threads = [threading.Thread(target=work, args=(session,)) for session in sessions]
     for thread in threads:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 
@@ -198,6 +199,20 @@ def test_a_pull_that_finds_the_lease_lost_is_answered_after_joining_again(make_j
     assert [push.clock for push in pushes if push.last] == [0, 0, lost.membership.first, lost.membership.first]
 
 
+def test_a_push_that_was_under_way_when_the_lease_was_lost_is_not_sent(make_job: MakeJob) -> None:
+    job, terms = make_job(), Terms(workers=2, lease=LONG)
+    lost, other = job.worker(0, terms), job.worker(1, terms)
+    table = lost.table(SPEC)
+    job.pass_time(2 * HOURS, other)
+    step(other, [1])
+    table.pull(torch.tensor([1]))  # finds out, and joins again
+    assert lost.membership.first > 0
+    route = table.route(torch.tensor([2]))
+    job.heard.clear()
+    lost.client.push([("t", route, np.ones((1, 2), np.float32))], clock=0)
+    assert not job.heard
+
+
 def test_a_rest_outlives_a_lost_lease(make_job: MakeJob) -> None:
     job, terms = make_job(1), Terms(workers=2, staleness=0, lease=LONG)
     lost, other = job.worker(0, terms), job.worker(1, terms)
@@ -333,6 +348,7 @@ def test_a_loop_that_lost_its_lease_goes_on_with_fresh_rows(make_job: MakeJob) -
         module(ids).sum().backward()
         lost.step()
     assert lost.stats.lost_leases == 1
+    assert lost.missed_reads > 0  # what was pulled ahead before is not read
     pushed = [r for r in job.heard if isinstance(r, Push) and r.token.worker == 0 and r.last]
     clocks = sorted({push.clock for push in pushed})
     after = [clock for clock in clocks if clock >= lost.membership.first]
