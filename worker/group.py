@@ -239,9 +239,10 @@ class ShardGroup(WorkerGroup):
     there: the others cannot know of it.
     """
 
-    def __init__(self, client: Client, rank: int, world_size: int) -> None:
+    def __init__(self, client: Client, rank: int, world_size: int, join_timeout: timedelta = JOIN_TIMEOUT) -> None:
         super().__init__(rank, world_size)
         assert client.membership is not None
+        self._join_timeout = join_timeout
         self._client, self._membership = client, client.membership
         self._segment = self._number = 0
         self._name = ""  # of the last one with a name of its own
@@ -253,7 +254,7 @@ class ShardGroup(WorkerGroup):
         return self.rank in self.present and live[0] == self.rank
 
     def enter(self, word: Word) -> tuple[int, Word]:
-        """Take part from here on; see WorkerGroup."""
+        """Take part from here on; see WorkerGroup. WorkerLost names who did not come to the start in time."""
         for _ in range(_TRIES):
             segment, _, step = self._client.status()[0].meeting.partition("/")
             self.late = bool(segment)
@@ -282,7 +283,8 @@ class ShardGroup(WorkerGroup):
     def _begin(self, word: Word, among: Sequence[int], *, late: bool = False) -> tuple[int, Word]:
         said = b"" if late else json.dumps(word).encode()
         self._name, self._number = f"{self._segment}/on", 0
-        met = self._membership.meet(self._name, said, among=among)
+        patience = self._join_timeout if not (late or among) else None  # the start of the job
+        met = self._membership.meet(self._name, said, among=among, patience=patience)
         self.present = tuple(met)
         told: Word = next((json.loads(words) for words in met.values() if words), word)
         return self._segment, told

@@ -116,15 +116,22 @@ class Membership:
             return self._join(max(clock, self._next))
 
     def meet(
-        self, name: str, payload: bytes = b"", *, listen: bool = True, among: Sequence[int] = ()
+        self,
+        name: str,
+        payload: bytes = b"",
+        *,
+        listen: bool = True,
+        among: Sequence[int] = (),
+        patience: timedelta | None = None,
     ) -> dict[int, bytes]:
         """Wait until every live member has come to the meeting `name`; who came, with their payloads, by worker.
 
         Without `listen` the payloads (at most 16 MiB each) are not sent here, and are empty. `among` says who is
-        expected; default: all members. No two meetings of a job have one name.
+        expected; default: all members. No two meetings of a job have one name. `patience` is that of the terms, unless
+        it is given.
         """
         data = np.frombuffer(payload, np.uint8)
-        met = self._ask_first(Meet(self.worker, self._epoch, name, data, listen, tuple(among)))
+        met = self._ask_first(Meet(self.worker, self._epoch, name, data, listen, tuple(among)), patience)
         assert isinstance(met, Met)
         payloads = [part.tobytes() for part in met.payloads] if listen else [b""] * len(met.workers)
         return dict(zip(met.workers, payloads, strict=True))
@@ -154,21 +161,24 @@ class Membership:
         self._next = max(self._next, clock + 1)
 
     def wait(
-        self, requests: Mapping[int, Request], into: Mapping[int, Sequence[Floats]] | None = None
+        self,
+        requests: Mapping[int, Request],
+        into: Mapping[int, Sequence[Floats]] | None = None,
+        patience: timedelta | None = None,
     ) -> dict[int, Outcome]:
         """Like Links.call, but shards may wait for other workers before they answer. WorkerLost ends the patience."""
         outcomes: dict[int, Outcome] = {}
         waiting = dict(requests)
-        patience, deadline = Deadline(self.terms.patience), Deadline(self._timeout)
+        over, deadline = Deadline(self.terms.patience if patience is None else patience), Deadline(self._timeout)
         first, said = True, False
         while waiting:
-            left = min(deadline.remaining, patience.remaining)
+            left = min(deadline.remaining, over.remaining)
             answers = self._links.call(waiting, Deadline(min(left, _SAID_AFTER) if first else left), into)
             outcomes.update(answers)
             ahead = next((answer for answer in answers.values() if isinstance(answer, ClockAhead)), None)
             silent = any(isinstance(answer, ShardUnavailable) for answer in answers.values())
-            if ahead is not None and patience.seconds <= 0:
-                reason = f"{ahead.message} ({self.terms.patience} have passed)"
+            if ahead is not None and over.seconds <= 0:
+                reason = f"{ahead.message} ({over.timeout} have passed)"
                 raise WorkerLost(worker=self.worker, world_size=self.terms.workers, reason=reason)
             if ahead is not None and not said:
                 said = True
@@ -229,9 +239,9 @@ class Membership:
                 raise WorkerLost(worker=self.worker, world_size=terms.workers, reason=reason)
             clock, margin = max(reply.clock for reply in replies) + margin, 2 * margin
 
-    def _ask_first(self, request: Request) -> Reply:
+    def _ask_first(self, request: Request, patience: timedelta | None = None) -> Reply:
         """The reply of shard 0, from a member."""
-        outcome = self.insist(lambda: self.wait({0: request}))[0]
+        outcome = self.insist(lambda: self.wait({0: request}, patience=patience))[0]
         if isinstance(outcome, EmbershardError):
             raise outcome
         return outcome

@@ -414,8 +414,14 @@ class TestWorkersThatDoNotMeet:
         code, err = run("worker", "job.yaml", "--ps", shards.addresses[0], "--meet-within", "1", *words)
         return code, err, time.monotonic() - start
 
-    def test_without_an_address_the_variable_is_named(self, run: Run, shards: LocalShards):
+    def test_who_did_not_come_is_named(self, run: Run, shards: LocalShards):
         code, err, _ = self.join(run, shards, "--rank", "1", "--world-size", "2")
+        assert code == 1
+        says(err, "worker 1 of 2 lost another worker: ")
+        says(err, "waits for worker 0 (not here yet)")
+
+    def test_without_an_address_the_variable_is_named(self, run: Run, shards: LocalShards):
+        code, err, _ = self.join(run, shards, "--rank", "1", "--world-size", "2", "--set", "strategy=hybrid")
         assert code == 1
         says(err, "worker 1 of 2 cannot meet the others at MASTER_ADDR=(not set)")
 
@@ -429,7 +435,7 @@ class TestWorkersThatDoNotMeet:
         monkeypatch.setenv("MASTER_PORT", port)
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setenv("WORLD_SIZE", "2")
-        code, err, seconds = self.join(run, shards)
+        code, err, seconds = self.join(run, shards, "--set", "strategy=hybrid")
         assert code == 1
         says(err, f"worker 1 of 2 cannot meet the others at MASTER_ADDR={host} MASTER_PORT={port}")
         assert seconds < 20

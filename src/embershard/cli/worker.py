@@ -168,7 +168,7 @@ def _join(job: Job, session: Session | None, place: Place) -> WorkerGroup:
     if job.all_reduces:
         return WorkerGroup.join(place.rank, place.world_size, place.meet_within)
     if session is not None and session.membership is not None:
-        return ShardGroup(session.client, place.rank, place.world_size)
+        return ShardGroup(session.client, place.rank, place.world_size, place.meet_within)
     return WorkerGroup(place.rank, place.world_size)
 
 
