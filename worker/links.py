@@ -148,11 +148,12 @@ class Links:
         for pause in _pauses(deadline):
             if self._lost is not None:
                 return {shard: self._lost for shard in requests}
-            for shard in [s for s in waiting if self._links[s].suspect]:
-                outcomes[shard] = self._recognise(shard, deadline) or _Retry("it answers again")
-            ready = [s for s in waiting if not self._links[s].suspect]
+            suspects = [s for s in waiting if self._links[s].suspect]
+            ready = [s for s in waiting if s not in suspects]
             places = into or {}
             pending = {s: _submit(self._links[s].carrier, waiting[s], deadline, places.get(s, ())) for s in ready}
+            for shard in suspects:  # after the others were asked: a shard that stands still must not cost their leases
+                outcomes[shard] = self._recognise(shard, deadline) or _Retry("it answers again")
             for shard, answer in pending.items():
                 outcomes[shard] = self._outcome(shard, answer, deadline)
                 if not getattr(outcomes[shard], "retryable", False):

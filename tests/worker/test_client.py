@@ -24,7 +24,7 @@ from embershard.proto.errors import (
     WrongDim,
     WrongShards,
 )
-from embershard.proto.messages import Declare, Floats, Greeting, Hello, Load, Pull, Push, Reply, Request
+from embershard.proto.messages import Declare, Floats, GetStatus, Greeting, Hello, Load, Pull, Push, Reply, Request
 from embershard.proto.protobuf import dumps
 from embershard.proto.routing import Placement, Route, make_route
 from embershard.proto.spec import SGD, Adam, Constant, TableSpec
@@ -284,6 +284,28 @@ def greeter(shard: int, num_shards: int, epoch: int = 1, address: str = "") -> L
 def test_shards_that_do_not_make_one_placement_are_named(carriers: list[LocalCarrier], text: str) -> None:
     with pytest.raises(WrongShards, match=text):
         Client(carriers)
+
+
+def test_a_shard_that_does_not_answer_does_not_keep_the_others_from_being_asked(make_shards: Shards) -> None:
+    asked: list[tuple[int, type[Request]]] = []
+    silent = False
+
+    def handle(shard: Shard, request: Request) -> Reply:
+        number = shard.greeting.shard
+        asked.append((number, type(request)))
+        if number == 0 and silent:
+            raise Unreachable("no answer")
+        return shard.handle(request)
+
+    shards = make_shards(2)
+    carriers = [LocalCarrier(lambda r, it=shard: handle(it, r), f"host{i}:1") for i, shard in enumerate(shards)]
+    client = Client(carriers, timeout=timedelta(seconds=0.1))
+    silent = True
+    for _ in range(2):  # the second time it is known to be silent
+        asked.clear()
+        with pytest.raises(ShardUnavailable):
+            client.status()
+    assert asked[:2] == [(1, GetStatus), (0, Hello)]
 
 
 def test_shards_are_found_in_any_order(make_shards: Shards) -> None:
