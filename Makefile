@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: help setup demo test unit fuzz lint proto build clean peers-env \
         bar-ncf bar-ctr bar-modes bar-equal bar-sync bar-wrap bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-cache \
-        bench-loader bar-snapshot bench-moment bench-startup bench-wire bar-scale bar-link bar-leak bench-cluster bar-peers
+        bench-loader bar-snapshot bench-moment bench-startup bench-wire bar-scale bar-link bar-leak bar-workers bench-cluster bar-peers
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -95,6 +95,9 @@ bar-snapshot: setup  ## snapshots while training, restored onto other shards, ki
 
 bench-moment: setup  ## how a shard holds a moment, against fork
 	$(BIN)/python bench/moment.py
+
+bar-workers: setup  ## a worker that is killed, in every mode, and one that stands still (5 minutes)
+	$(BIN)/python bench/bar_workers.py
 
 bench-startup: setup  ## from the command to serving
 	$(BIN)/python bench/startup.py

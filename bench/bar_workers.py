@@ -1,0 +1,252 @@
+"""Workers that are lost, and workers that stand still: what this costs the others, and the model.
+
+Killed: DeepFM on Frappe with a small tower (hidden [64, 64], batches of 1024, 4 epochs, so that it fits 2 cores), four
+workers, epochs dealt out in splits, a lease of 2 s; one worker is killed (-9) in the second epoch. In each mode
+(staleness 0, 4 and off, dense weights on the shards) training has to go on, the shards without a push for no longer
+than the lease and 2 s (a meeting at the end of an epoch waits for the lease too), and the test AUC has to be at most
+0.003 below that of the same mode undisturbed. With dense weights all-reduced (ddp) the others cannot go on: there the
+command has to end with an error that names the worker, within 30 s.
+
+Stopped: four asynchronous workers of a loop of their own, one of them stopped (SIGSTOP) for 20 s, four times its lease.
+On a machine with fewer cores than workers the others would gain the stopped one's processor time, and hide what they
+lose. So every worker sleeps 50 ms after each step: together they leave the processors idle for most of the time, and a
+worker's rate is that of its sleeps unless it waits for somebody. The others' steps per second, while one is stopped and
+after it went on, have to be at least 0.95 of those before.
+
+Prints two tables and one JSON line; exits 1 below the bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+
+import embershard as es
+from embershard.deploy.supervisor import LocalShards
+from timing import finish, print_table
+from train_job import EXAMPLES
+
+WORKERS, VICTIM = 4, 2
+LEASE = 2.0
+SETTINGS = (
+    "model.hidden=[64, 64]",
+    "train.batch_size=1024",
+    "train.epochs=4",
+    "train.early_stop=null",
+    f"train.lease={LEASE}",
+)
+MODES = ("0", "4", "off")
+MAX_PAUSE, MAX_LOSS, MAX_END = LEASE + 2.0, 0.003, 30.0
+STOPPED, PACE, STEP_LEASE = 20.0, 0.05, 5.0
+MIN_RATE = 0.95
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a job came to, and the longest time without a push since a worker was killed."""
+
+    code: int
+    said: str
+    seconds_to_end: float
+    pause: float
+    result: dict[str, object]
+
+    @property
+    def auc(self) -> float:
+        """On the test split."""
+        figures = self.result["figures"]
+        assert isinstance(figures, dict)
+        return float(figures["test"]["auc"])
+
+
+def run(*settings: str, kill: bool) -> Run:
+    """Train on shards of its own; with `kill` one worker ends in the second epoch."""
+    with tempfile.TemporaryDirectory() as folder, LocalShards(1) as shards, es.connect(shards.addresses) as session:
+        command = [sys.executable, "-m", "embershard.cli", "train", str(EXAMPLES / "frappe-deepfm.yaml")]
+        command += ["--workers", str(WORKERS), "--ps", ",".join(shards.addresses), "--output", folder]
+        command += [word for setting in (*SETTINGS, *settings) for word in ("--set", setting)]
+        with (Path(folder) / "said.txt").open("w+") as said:
+            process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT)
+            log, killed, last, pause, rows = Path(folder) / "log.jsonl", 0.0, time.monotonic(), 0.0, -1
+            while process.poll() is None:
+                time.sleep(0.05)
+                pushed = 0 if killed and time.monotonic() - killed > 3 * LEASE else _pushed(session)
+                if pushed and killed:
+                    pause = max(pause, time.monotonic() - last)
+                if pushed != rows:
+                    rows, last = pushed, time.monotonic()
+                if kill and not killed and _in_second_epoch(log):
+                    _worker(process).kill()
+                    killed = last = time.monotonic()
+            end = time.monotonic() - killed if killed else 0.0
+            said.seek(0)
+            text = said.read()
+        records = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    result = records[-1] if records and records[-1]["record"] == "result" else {}
+    return Run(process.returncode, text, end, pause, result)
+
+
+def _pushed(session: es.Session) -> int:
+    return sum(status.pushed_rows for status in session.client.status())
+
+
+def _in_second_epoch(log: Path) -> bool:
+    if not log.exists():
+        return False
+    records = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
+    return any(record["record"] == "train" and record["epoch"] == 2 for record in records)
+
+
+def _worker(process: subprocess.Popen[bytes]) -> psutil.Process:
+    found = [p for p in psutil.Process(process.pid).children() if "worker" in p.cmdline()]
+    return next(p for p in found if p.environ()["RANK"] == str(VICTIM))
+
+
+def killed(failures: list[str]) -> dict[str, object]:
+    """Every mode with and without a worker that is killed."""
+    found: dict[str, object] = {}
+    rows = []
+    for mode in MODES:
+        settings = (f"train.staleness={mode}", "data.splits=auto")
+        calm, lost = run(*settings, kill=False), run(*settings, kill=True)
+        if calm.code or lost.code or not calm.result or not lost.result:
+            raise SystemExit(f"staleness {mode}: {calm.said[-2000:]}\n{lost.said[-2000:]}")
+        difference = lost.auc - calm.auc
+        rows.append([mode, calm.auc, lost.auc, difference, lost.pause, str(lost.result["returned_splits"])])
+        found[f"staleness {mode}"] = {
+            "auc": round(calm.auc, 5),
+            "auc_killed": round(lost.auc, 5),
+            "pause_seconds": round(lost.pause, 2),
+            "returned_splits": lost.result["returned_splits"],
+        }
+        if difference < -MAX_LOSS:
+            failures.append(f"staleness {mode}: AUC {lost.auc:.4f} with a worker killed, {calm.auc:.4f} without")
+        if lost.pause > MAX_PAUSE:
+            failures.append(f"staleness {mode}: no push for {lost.pause:.1f} s, lease {LEASE} s")
+        if "training goes on with the others" not in lost.said:
+            failures.append(f"staleness {mode}: the command does not say that a worker was lost")
+    print_table(["staleness", "AUC", "with a kill", "difference", "pause s", "dealt again"], rows)
+    ddp = run("dense.mode=ddp", kill=True)
+    found["dense ddp"] = {"exit_code": ddp.code, "seconds_to_end": round(ddp.seconds_to_end, 2)}
+    named = f"worker {VICTIM} ended (SIGKILL)" in ddp.said
+    print(f"dense ddp: ends {ddp.seconds_to_end:.1f} s after the kill, exit code {ddp.code}, named: {named}")
+    if not named or ddp.code == 0 or ddp.seconds_to_end > MAX_END:
+        failures.append(f"dense ddp: exit code {ddp.code} after {ddp.seconds_to_end:.1f} s, named: {named}")
+    return found
+
+
+def train_paced(rank: int, addresses: str) -> None:
+    """A worker that sleeps after each step; the times of its steps, at SIGTERM, on stdout."""
+    import torch
+    from torch import nn
+
+    torch.set_num_threads(1)
+    times: list[float] = []
+
+    def stop(*_: object) -> None:
+        print(json.dumps(times), flush=True)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, stop)
+    session = es.connect(addresses, worker=rank, workers=WORKERS, lease=timedelta(seconds=STEP_LEASE))
+    model = es.wrap(
+        nn.Sequential(nn.EmbeddingBag(100_000, 16, mode="sum"), nn.Linear(16, 1)),
+        session,
+        optimizer=es.Adagrad(lr=0.05),
+    )
+    generator = torch.Generator().manual_seed(rank)
+
+    def batches() -> Iterator[torch.Tensor]:
+        while True:
+            yield torch.randint(0, 100_000, (64, 10), generator=generator)
+
+    print("ready", flush=True)
+    for ids in session.prefetch(batches(), inputs=lambda ids: {"0": ids}):
+        loss = nn.functional.binary_cross_entropy_with_logits(model(ids)[:, 0], (ids[:, 0] % 2).float())
+        loss.backward()
+        session.step()
+        times.append(time.monotonic())
+        time.sleep(PACE)
+
+
+@contextmanager
+def paced_workers(addresses: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """All of them, in training."""
+    command = [sys.executable, __file__, "--paced", addresses, "--rank"]
+    workers = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(WORKERS)]
+    try:
+        for worker in workers:
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == "ready\n"
+        yield workers
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+
+
+def stopped(failures: list[str]) -> dict[str, object]:
+    """What the others do while one worker is stopped."""
+    with LocalShards(1) as shards, paced_workers(",".join(shards.addresses)) as workers:
+        time.sleep(5)  # until all of them are under way
+        marks = [time.monotonic()]
+        for pause, number in ((10.0, signal.SIGSTOP), (STOPPED, signal.SIGCONT), (10.0, None)):
+            time.sleep(pause)
+            marks.append(time.monotonic())
+            if number is not None:
+                workers[VICTIM].send_signal(number)
+        times: list[list[float]] = []
+        for worker in workers:
+            worker.terminate()
+            text, _ = worker.communicate(timeout=30)
+            times.append(json.loads(text))
+    others = [of_worker for rank, of_worker in enumerate(times) if rank != VICTIM]
+    rates = [
+        sum(start <= t < end for of_worker in others for t in of_worker) / (end - start)
+        for start, end in itertools.pairwise(marks)
+    ]
+    before, during, after = rates
+    went_on = sum(t > marks[2] for t in times[VICTIM])
+    print_table(["others' steps/s", "before", "while stopped", "after"], [["", before, during, after]])
+    for what, rate in (("while one is stopped", during), ("after it went on", after)):
+        if rate < MIN_RATE * before:
+            failures.append(f"the others make {rate:.1f} steps/s {what}, {before:.1f} before")
+    if not went_on:
+        failures.append("the stopped worker did not train on")
+    return {
+        "steps_per_second": [round(rate, 1) for rate in rates],
+        "while_stopped": round(during / before, 4),
+        "after": round(after / before, 4),
+        "steps_of_the_stopped_after": went_on,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--paced", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.paced:
+        train_paced(arguments.rank, arguments.paced)
+        return
+    failures: list[str] = []
+    result: dict[str, object] = {"bench": "workers", "stopped": stopped(failures), "killed": killed(failures)}
+    finish(result, failures)
+
+
+if __name__ == "__main__":
+    main()
