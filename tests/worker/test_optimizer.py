@@ -106,7 +106,7 @@ def test_a_scheduler_of_torch_gives_the_weights_of_the_unwrapped_twin(
     assert_equal_weights(plain, wrapped, session)
 
 
-@pytest.mark.parametrize("rate", [math.nan, math.inf, -0.1])
+@pytest.mark.parametrize("rate", [math.nan, math.inf, -0.1, 1e300])
 def test_a_rate_that_is_none_is_refused_before_anything_is_pushed(make_session: MakeSession, rate: float) -> None:
     _, wrapped, session = twins(make_session)
     optimizer = es.ShardOptimizer(session)
