@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from embershard.doctor.case import Case
 from embershard.doctor.check import Finding, check, fail, ok, warn
 from embershard.doctor.run_record import RunRecord, number
+from embershard.doctor.shards import is_busy
 from embershard.doctor.words import some
 from embershard.worker.log import FILE_NAME
 
@@ -190,7 +191,7 @@ def _reasons(case: Case, run: RunRecord) -> list[tuple[str, str]]:
     ahead = number(run.config, "job", "train", "prefetch") or bound  # which prefetch follows where nothing else is said
     workers = number(run.config, "workers") or 1
     slow = [probe for probe in case.probes if (probe.call_seconds or 0) > _SLOW_CALL_SECONDS]
-    busy = [probe for probe, status in case.statuses if status.queued_bytes]
+    busy = [probe for probe in case.probes if is_busy(probe)]
     if slow:
         call = max(probe.call_seconds or 0 for probe in slow) * 1e3
         reasons.append((f"the network: a small call takes {call:.1f} ms", "put workers nearer to the shards"))

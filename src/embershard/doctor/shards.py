@@ -17,6 +17,7 @@ from embershard.worker.carrier import Deadline
 from embershard.worker.links import greet
 
 _SLOW_CALL_SECONDS = 0.002
+_MANY_BYTES = 2**16  # a meeting of workers, which a shard holds back too, has some hundred
 _GREET_TIMEOUT = timedelta(seconds=2)
 
 
@@ -191,15 +192,13 @@ def tables(case: Case) -> Finding | None:
     remedy="start more shards, on cores of their own; one that is much fuller than the others holds a hot table",
 )
 def load(case: Case) -> Finding | None:
-    """Bytes that wait at both looks."""
+    """Bytes that wait at both looks; those that wait for other workers are no load."""
     if not case.statuses:
         return None
     busy = [
-        f"{probe.name} has {size(status.queued_bytes)} waiting"
-        for probe, status in case.statuses
-        if status.queued_bytes and probe.before is not None and probe.before.queued_bytes
+        f"{probe.name} has {size(status.queued_bytes)} waiting" for probe, status in case.statuses if is_busy(probe)
     ]
-    return warn(some(busy)) if busy else ok("no requests wait")
+    return warn(some(busy)) if busy else ok("no requests wait for it")
 
 
 @check(
@@ -216,6 +215,13 @@ def gradients(case: Case) -> Finding | None:
     if not skipped:
         return ok(f"all finite, {pushed:,} rows pushed")
     return warn(f"{skipped:,} gradient rows held NaN or Inf, beside {pushed:,} that were applied")
+
+
+def is_busy(probe: Probe) -> bool:
+    """Whether requests wait for the shard itself: more of them than what its workers' clock may hold back."""
+    looks = [look for look in (probe.before, probe.status) if look is not None]
+    held_back = any(look.members and look.staleness >= 0 for look in looks)
+    return not held_back and bool(looks) and min(look.queued_bytes for look in looks) > _MANY_BYTES
 
 
 CHECKS = (
