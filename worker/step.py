@@ -116,8 +116,7 @@ class TrainStep:
         if self._average is not None:
             self._average.observe()
         self._turns.append(turn)
-        first = self._turns[0].samples
-        weight = turn.samples / first if first else 1.0
+        weight = _samples(turn) / _samples(self._turns[0])
         with span("backward"):
             factor = weight * turn.loss_scale
             scaled = loss if factor == 1.0 else loss * factor
@@ -216,6 +215,11 @@ class TrainStep:
 
     def _error(self, what: str, step: int, value: float, after: str = "") -> NonFiniteLoss:
         return NonFiniteLoss(worker=self._worker, what=what, step=step, value=value, after=after)
+
+
+def _samples(turn: Turn) -> int:
+    """What a batch weighs among those of its step: the same on all workers that step together."""
+    return turn.joint or turn.samples
 
 
 def _together(turns: Sequence[Turn]) -> Turn:

@@ -1,7 +1,11 @@
-"""One worker of a small job, as a process of test_strategies.py: `python strategy_peer.py STRATEGY MODE PS FILE`."""
+"""One worker of a small job, as a process of test_strategies.py: `strategy_peer.py STRATEGY MODE PS FILE [TRAIN]`.
+
+TRAIN are fields of the section `train`, as JSON.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -34,10 +38,10 @@ def rows(count: int, seed: int) -> Rows:
 
 def dataset() -> RowsDataset:
     schema = Schema(tuple("abc"), D, F * PER_FIELD)
-    return RowsDataset(schema, {"train": rows(SAMPLES, 1), "test": rows(300, 2)}, where="made up", seed=3)
+    return RowsDataset(schema, {"train": rows(SAMPLES, 1), "test": rows(301, 2)}, where="made up", seed=3)
 
 
-def job(strategy: str, mode: str, workers: int) -> Job:
+def job(strategy: str, mode: str, workers: int, **train: object) -> Job:
     values: dict[str, object] = {
         "strategy": strategy,
         "model": {"name": "dlrm", "bottom": [8], "hidden": [8, 4]},
@@ -49,11 +53,13 @@ def job(strategy: str, mode: str, workers: int) -> Job:
         },
         "dense": {"optimizer": {"name": "adam", "lr": 0.01}},
         "train": {"batch_size": BATCH // workers, "seed": 5, "epochs": 2, "device": "cpu", "linear": "torch"},
+        "evaluate": {"batch_size": 50},  # the first worker has one of these more, too
         "workers": workers,
     }
     if strategy in ("ps", "hybrid"):
         values["dense"] = {"optimizer": {"name": "adam", "lr": 0.01}, "mode": mode}
-        values["train"] = {**values["train"], "staleness": 0}  # type: ignore[dict-item]
+        train = {"staleness": 0, **train}
+    values["train"] = {**values["train"], **train}  # type: ignore[dict-item]
     return Job.model_validate(values)
 
 
@@ -79,9 +85,9 @@ def train(job: Job, session: Session | None, group: WorkerGroup) -> dict[str, np
 
 
 def main() -> None:
-    strategy, mode, ps, file = sys.argv[1:]
+    strategy, mode, ps, file, *fields = sys.argv[1:]
     rank = int(os.environ["RANK"])
-    settings = job(strategy, mode, workers=2)
+    settings = job(strategy, mode, workers=2, **json.loads(fields[0] if fields else "{}"))
     session = connect(ps, worker=rank, workers=2, staleness=0) if ps else None
     if settings.all_reduces:
         group = WorkerGroup.join(rank, 2, timedelta(seconds=60))

@@ -32,6 +32,7 @@ class Turn:
     samples: int
     loss_scale: float = 1.0
     weight: float = 1.0
+    joint: int = 0  # samples of all workers whose gradients torch adds up with these; 0: those of this one alone
 
 
 class Strategy(Protocol):

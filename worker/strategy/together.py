@@ -44,10 +44,10 @@ class Together:
             self._company(turn is None)
             if turn is not None:
                 # gradients are averaged over the workers, whatever each one's batch
-                last = replace(turn, loss_scale=turn.samples * self.world_size / total, weight=1.0)
+                last = replace(turn, loss_scale=turn.samples * self.world_size / total, weight=1.0, joint=int(total))
                 yield last
             elif last is not None:
-                yield replace(last, samples=0, loss_scale=0.0)
+                yield replace(last, samples=0, loss_scale=0.0, joint=int(total))
             else:
                 reason = f"worker {self.rank} has no batch to begin with; use fewer workers or smaller batches"
                 raise JobError(where="workers", reason=reason)
