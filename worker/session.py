@@ -160,19 +160,10 @@ class Session:
         created = self.client.declare(spec, load=values is not None)
         if values is not None:
             if created:
-                self._load_first(spec, values(), created)
+                _load_first(self.client, spec, values(), created)
             self.client.await_loaded(spec.name)
         table = self._tables[spec.name] = RemoteTable(self, spec)
         return table
-
-    def _load_first(self, spec: TableSpec, values: Iterable[tuple[Ids, Floats]], shards: frozenset[int]) -> None:
-        for ids, rows in values:
-            route = make_route(ids, spec.space_key, self.placement)
-            order = np.empty(len(route.ids), np.int64)
-            order[route.index] = np.arange(len(ids))
-            self.client.load(spec.name, route, rows[order], shards=shards, last=False)
-        nothing = make_route(np.empty(0, np.int64), spec.space_key, self.placement)
-        self.client.load(spec.name, nothing, np.empty((0, spec.dim), np.float32), shards=shards)
 
     def add_dense(self, dense: DenseWeights) -> None:
         """Pull and push these dense weights with the tables."""
@@ -314,6 +305,16 @@ class Session:
         raise TypeError("a session holds connections and cannot be copied; copy the model before wrapping it")
 
     __reduce__ = __deepcopy__  # type: ignore[assignment]
+
+
+def _load_first(client: Client, spec: TableSpec, values: Iterable[tuple[Ids, Floats]], shards: frozenset[int]) -> None:
+    for ids, rows in values:
+        route = make_route(ids, spec.space_key, client.placement)
+        order = np.empty(len(route.ids), np.int64)
+        order[route.index] = np.arange(len(ids))
+        client.load(spec.name, route, rows[order], shards=shards, last=False)
+    nothing = make_route(np.empty(0, np.int64), spec.space_key, client.placement)
+    client.load(spec.name, nothing, np.empty((0, spec.dim), np.float32), shards=shards)
 
 
 def connect(
