@@ -6,6 +6,7 @@ that N synchronous workers take the step of one process on their joint batch.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from embershard.proto.jit import compiled
+from embershard.proto.jit import compiled, inlined
 from embershard.proto.messages import Floats, Ids, Push, Pushed
 from embershard.proto.routing import mix64
 from embershard.ps import intrinsics
@@ -23,12 +24,12 @@ from embershard.ps.table import Applied
 from embershard.ps.tables import Part
 
 _U = np.uint64
-_0, _1 = _U(0), _U(1)
+_1 = _U(1)
+_KEY = _U(secrets.randbits(64))  # of the sum's hash index: so that nobody can send ids that make its searches long
 _BLOCK = 64  # ids in flight, as in kernels.py
-_EXPONENT = np.int32(0x7F800000)
+_LARGEST = np.finfo(np.float32).max
 _IDS = types.Array(types.int64, 1, "C", readonly=True)
 _ROWS = types.Array(types.float32, 2, "C", readonly=True)
-_BITS = types.Array(types.int32, 2, "C", readonly=True)
 
 
 class Sender(NamedTuple):
@@ -72,7 +73,7 @@ class GatheredPushes:
         share.weight = float(np.float32(request.weight))  # as it is on the wire
         share.version, share.complete = request.version, request.last
         self._count(parts, 1)
-        skipped = sum(_count_non_finite(part.gradients.view(np.int32)) for part in parts)
+        skipped = sum(_count_non_finite(part.gradients) for part in parts)
         return Pushed(duplicate=False, applied=sum(len(part.ids) for part in parts) - skipped, skipped=skipped)
 
     def drop(self, sender: Sender) -> None:
@@ -141,16 +142,22 @@ def add_up(scaled: Sequence[tuple[np.float32, Part]]) -> Part:
     ids, sums = np.empty(size, np.int64), np.empty((size, first.table.spec.dim), np.float32)
     count = 0
     for scale, part in scaled:
-        count = _add(cells, ids, sums, count, part.ids, part.gradients, part.gradients.view(np.int32), scale)
+        count = _add(cells, ids, sums, count, part.ids, part.gradients, scale, _KEY)
     return Part(first.table, ids[:count], sums[:count], first.lr_scale)
 
 
-@compiled(
-    types.int64(
-        types.int32[::1], types.int64[::1], types.float32[:, ::1], types.int64, _IDS, _ROWS, _BITS, types.float32
-    ),
-    intrinsics,
-)
+@inlined
+def _is_finite(gradients: Floats, i: int) -> bool:
+    bad = False
+    for j in range(gradients.shape[1]):
+        bad |= not np.abs(gradients[i, j]) <= _LARGEST
+    return not bad
+
+
+_SUMS = (types.int32[::1], types.int64[::1], types.float32[:, ::1], types.int64)
+
+
+@compiled(types.int64(*_SUMS, _IDS, _ROWS, types.float32, types.uint64), intrinsics)
 def _add(
     cells: npt.NDArray[np.int32],
     out_ids: Ids,
@@ -158,27 +165,24 @@ def _add(
     count: int,
     ids: Ids,
     gradients: Floats,
-    bits: npt.NDArray[np.int32],
     scale: np.float32,
+    key: np.uint64,
 ) -> int:
     """Add scale * gradients to the sums of their ids; the number of ids that there are then.
 
-    cells: a hash index of 2**k, place + 1 of an id in `out_ids` and `sums`, 0 where free. bits: the gradients' memory.
+    cells: a hash index of 2**k, place + 1 of an id in `out_ids` and `sums`, 0 where free.
     """
     cells, out_ids, sums = detached(cells), detached(out_ids), detached(sums)
-    ids, gradients, bits = detached(ids), detached(gradients), detached(bits)
+    ids, gradients = detached(ids), detached(gradients)
     mask, dim = _U(cells.size - 1), _U(gradients.shape[1])
     homes = np.empty(_BLOCK, np.uint64)
     for start in range(0, ids.size, _BLOCK):
         stop = min(start + _BLOCK, ids.size)
         for i in range(start, stop):
-            homes[i - start] = mix64(_U(ids[i]), _0) & mask
+            homes[i - start] = mix64(_U(ids[i]), key) & mask
             prefetch(cells, homes[i - start])
         for i in range(start, stop):
-            bad = False
-            for j in range(bits.shape[1]):
-                bad |= bits[i, j] & _EXPONENT == _EXPONENT
-            if bad:
+            if not _is_finite(gradients, i):
                 continue
             row, cell = _U(i), homes[i - start]
             while cells[cell] != 0 and out_ids[_U(cells[cell] - 1)] != ids[i]:
@@ -196,13 +200,10 @@ def _add(
     return count
 
 
-@compiled(types.int64(_BITS))
-def _count_non_finite(bits: npt.NDArray[np.int32]) -> int:
-    """Rows of gradients, seen as int32, that hold a NaN or Inf."""
+@compiled(types.int64(_ROWS))
+def _count_non_finite(gradients: Floats) -> int:
+    """Rows that hold a NaN or Inf."""
     count = 0
-    for i in range(bits.shape[0]):
-        bad = False
-        for j in range(bits.shape[1]):
-            bad |= bits[i, j] & _EXPONENT == _EXPONENT
-        count += bad
+    for i in range(gradients.shape[0]):
+        count += not _is_finite(gradients, i)
     return count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +77,17 @@ def clip_gradient(grad: Floats, clip_value: float, clip_norm: float) -> Floats:
     if 0 < clip_norm < norm:
         grad = grad * np.float32(clip_norm / norm)
     return grad
+
+
+def add_up(scaled: Sequence[tuple[np.float32, Ids, Floats]]) -> dict[int, Floats]:
+    """The sum of scale * gradient per id, in float32 and in order; rows that are not finite are left out."""
+    sums: dict[int, Floats] = {}
+    for scale, ids, gradients in scaled:
+        for id_, gradient in zip(ids.tolist(), gradients, strict=True):
+            if np.isfinite(gradient).all():
+                share = scale * gradient
+                sums[id_] = sums[id_] + share if id_ in sums else share
+    return sums
 
 
 class ReferenceTable:

@@ -1,0 +1,59 @@
+"""The sum of several workers' gradients against its plain reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from embershard.proto import spec
+from embershard.ps import gather_pushes, reference
+from embershard.ps.gather_pushes import add_up
+from embershard.ps.optim import OptimizerRegistry
+from embershard.ps.table import Table
+from embershard.ps.tables import Part
+
+OPTIMIZER = OptimizerRegistry().find(spec.SGD(lr=1.0))
+TABLES = {
+    dim: Table(spec.TableSpec(name="t", dim=dim, optimizer=spec.SGD(lr=1.0)), OPTIMIZER, 1 << 20) for dim in (1, 3, 16)
+}
+
+
+def check(dim: int, pushes: list[tuple[np.float32, np.ndarray, np.ndarray]]) -> Part:
+    gathered = add_up([(scale, Part(TABLES[dim], ids, rows, 0.5)) for scale, ids, rows in pushes])
+    want = reference.add_up(pushes)
+    assert gathered.ids.tolist() == list(want)  # in the order of their first finite row
+    for row, id_ in zip(gathered.gradients, gathered.ids.tolist(), strict=True):
+        assert row.tobytes() == want[id_].tobytes()
+    return gathered
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_sums_have_the_bits_of_the_reference(data: st.DataObject):
+    dim = data.draw(st.sampled_from(sorted(TABLES)))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    pushes = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        count, spread = data.draw(st.integers(0, 200)), data.draw(st.sampled_from([3, 100, 2**62]))
+        rows = rng.standard_normal((count, dim), np.float32)
+        rows[rng.random((count, dim)) < 0.02] = rng.choice([np.nan, np.inf, -np.inf])
+        pushes.append((np.float32(rng.random()), rng.integers(-spread, spread, count), rows))
+    check(dim, pushes)
+
+
+def test_nothing_is_the_sum_of_nothing():
+    none = np.float32(1), np.empty(0, np.int64), np.empty((0, 3), np.float32)
+    assert check(3, [none, none]).gradients.shape == (0, 3)
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 4096])
+def test_ids_that_share_one_place_of_the_index_are_told_apart(count: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gather_pushes, "_KEY", np.uint64(0))
+    size = 2 * count
+    cells = max(2, 1 << (2 * size - 1).bit_length())
+    made = np.arange(200 * cells, dtype=np.int64)
+    same = made[reference.mix64(made, 0) % np.uint64(cells) == 0][:count]
+    rows = np.ones((len(same), 1), np.float32)
+    check(1, [(np.float32(0.5), same, rows), (np.float32(0.25), same[::-1].copy(), rows)])
