@@ -193,7 +193,7 @@ class Pusher:
             client.timeout = timedelta(seconds=1)
             while not self._stop.is_set():
                 push_alike(client, num_rows)
-                self._stop.wait(0.005)
+                self._stop.wait(0.02)
 
     def stop(self) -> None:
         self._stop.set()

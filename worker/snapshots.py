@@ -208,9 +208,15 @@ class RunningSnapshot:
             raise
 
     def cancel(self) -> None:
-        """Give it up on all shards; those that cannot be reached do so by themselves when they have written all."""
+        """Give it up on all shards, and remove what they wrote: a full disk needs the room."""
         with suppress(EmbershardError):
             self._client.ask_all(replace(self._request, step="cancel"))
+        with suppress(EmbershardError):
+            entries = self._storage.sizes(self.name)
+            if MANIFEST not in entries:
+                _remove(
+                    self._storage, self.name, [part for part in entries if part.endswith(f"-{self._request.id:016x}")]
+                )
 
     def _finish(self, extra: Mapping[str, object], keep: int) -> SnapshotInfo:
         replies = _await(self._client, self._request, Snapshotted, "done", self._patience)
@@ -345,7 +351,8 @@ def _prune(storage: Storage, keep: int, newest: str) -> None:
         entries = storage.sizes(name)
         parts = [part for part, size in entries.items() if size is None and _PART.fullmatch(part)]
         if MANIFEST not in entries:
-            _remove(storage, name, parts)
+            if parts:
+                _remove(storage, name, parts)
             continue
         with suppress(EmbershardError, FileNotFoundError):  # what we cannot read is not ours to remove
             data = storage.read(f"{name}/{MANIFEST}")

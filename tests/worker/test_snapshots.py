@@ -129,8 +129,9 @@ def test_old_ones_and_leftovers_go_and_nothing_else_does(url: str):
     storage = Storage(url)
     for name in ("one", "two"):
         take_snapshot(client, url, name)
-    begin_snapshot(client, url, "unfinished").cancel()
-    storage.make_folder("mine")
+    storage.make_folder("unfinished/shard-0-00000000000000ff")
+    storage.replace("unfinished/shard-0-00000000000000ff/0-0.safetensors", b"x")
+    storage.make_folder("mine/shard-0")
     storage.replace("mine/notes", b"x")
     storage.replace("two/notes", b"x")
     take_snapshot(client, url, "three", keep=1)
@@ -213,6 +214,7 @@ def test_a_shard_that_cannot_write_fails_the_whole_and_the_others_stop(tmp_path:
             take_snapshot(client, str(tmp_path), "two")
     push(client, 1)
     assert read_manifest(str(tmp_path)).name == "one"
+    assert not (tmp_path / "two").exists()  # what was written takes no room
     assert take_snapshot(client, str(tmp_path), "two").rows == 2000
 
 
