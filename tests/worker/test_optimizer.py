@@ -315,3 +315,51 @@ def test_a_schedule_whose_rate_turns_negative_is_refused() -> None:
 def test_a_scheduler_that_cannot_be_made_is_named(name: str, arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_scheduler(name, arguments)
+
+
+def test_the_loop_of_the_docs_trains(make_session: MakeSession) -> None:
+    session, plain = make_session(), Clicks()
+    before = plain(IDS.view(6, 2)).item()
+    loader = [torch.randint(12, (8, 2)) for _ in range(64)]
+    model = es.wrap(
+        plain,
+        session,
+        optimizer={"user_*": es.Adam(lr=1e-3), "*": es.Adagrad(lr=0.05)},
+        dense_optimizer=es.Adam(lr=1e-3),
+    )
+    optimizer = es.ShardOptimizer(session)
+    scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20, cycle_momentum=False)
+    scaler = torch.amp.GradScaler("cpu")
+    average = es.WeightAverage(model.parameters(), decay=0.5, read=session.read_dense)
+    for number, batch in enumerate(session.prefetch(loader)):
+        with torch.autocast("cpu", torch.float16):
+            loss = model(batch) / 4
+        average.observe()
+        scaler.scale(loss).backward()
+        if number % 4 == 3:
+            scaler.unscale_(optimizer)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            average.stepped()
+    assert (session.clock, average.steps) == (16, 15)
+    with average.applied():
+        assert model(IDS.view(6, 2)).item() < 0.9 * before
+    assert average.steps == 16
+
+
+class Clicks(nn.Module):
+    """A model that gives its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user_id, self.item_id = nn.Embedding(12, 4), nn.Embedding(12, 4)
+        self.top = nn.Linear(8, 1)
+
+    def embedding_inputs(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"user_id": x[:, 0], "item_id": x[:, 1]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.top(torch.cat([self.user_id(x[:, 0]), self.item_id(x[:, 1])], 1)).square().mean()
