@@ -25,6 +25,7 @@ class Segment:
     parts: Iterator[Iterator[Numbered]]
     evaluation: bool
     checkpoint: bool
+    last: bool
 
 
 @dataclass(slots=True)
@@ -80,6 +81,7 @@ class Budget:
                 iter([shares]) if self._splits is None else chain.from_iterable(map(self._dealt, epochs)),
                 evaluation=end % evaluate == 0 or end == length,
                 checkpoint=end % save == 0 or end == length,
+                last=end == length,
             )
             done = end
 

@@ -16,10 +16,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import math
 import re
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -32,7 +34,7 @@ from embershard.proto.storage import Storage
 from embershard.worker.client import Client
 from embershard.worker.job import Job
 from embershard.worker.job_training import CheckpointSection
-from embershard.worker.snapshots import take_snapshot
+from embershard.worker.snapshots import RunningSnapshot, begin_snapshot
 
 if TYPE_CHECKING:
     from embershard.worker.state_file import State
@@ -46,6 +48,8 @@ _VERSION = 1
 # what a resumed run may not change, and the parts of it that it may
 _FIXED = ("strategy", "model", "data", "embedding", "dense", "prefix", "train.batch_size", "train.seed")
 _FREE = ("data.root", "data.loader_processes", "data.splits", "data.eval_samples", "embedding.cache")
+
+_log = logging.getLogger(__name__)
 
 
 class BadCheckpoint(EmbershardError):
@@ -221,16 +225,16 @@ class CheckpointFolder:
         """Where it is."""
         return self._storage.url
 
-    def check_unused(self) -> None:
-        """FolderInUse if an earlier run left checkpoints here; CheckpointNotWritten if nothing can be written here."""
-        if found := _whole(self._storage):
+    def check(self, *, resumed: bool) -> None:
+        """CheckpointNotWritten if nothing can be written, FolderInUse if a new run would mix with an earlier one."""
+        if not resumed and (found := _whole(self._storage)):
             raise FolderInUse(path=self.url, step=Checkpoint.open(self._storage.at(found[-1])).manifest.step)
-        with self._writing("", []):
+        with self._undone(_PROBE, []):
             self._storage.make_folder("")
             self._storage.replace(_PROBE, b"")
             self._storage.remove(_PROBE)
 
-    def write(
+    def begin(
         self,
         states: Mapping[str, bytes],
         *,
@@ -238,40 +242,48 @@ class CheckpointFolder:
         step: int,
         world_size: int,
         output: Path | None,
-        snapshot: Client | None,
-    ) -> str:
-        """Write a checkpoint of packed states, by the names of their files, and drop the oldest ones; where it is.
+        shards: Client | None,
+    ) -> WritingCheckpoint:
+        """Write a checkpoint of packed states, by the names of their files, and drop the oldest ones.
 
-        `snapshot` leads to the shards whose snapshot is a part of it. CheckpointNotWritten where a file is not taken;
-        nothing of it is left then.
+        `shards` are those whose snapshot is a part of it. When this returns they hold the moment, and may be changed
+        again while all is being written.
         """
         before = _whole(self._storage)
         name = _free_name(step, before)
+        manifest = Manifest(
+            job=job.model_dump(mode="json"),
+            step=step,
+            world_size=world_size,
+            files={f"{file}{_ENDING}": hashlib.sha256(data).hexdigest() for file, data in states.items()},
+            snapshot=shards is not None,
+            output=None if output is None else str(output.absolute()),
+            time=time.time(),
+        )
+        snapshot: RunningSnapshot | None = None
+        failure: EmbershardError | None = None
         try:
-            with self._writing(name, before):
+            with self._undone(name, before):
                 self._storage.remove(name)  # what a writer that was ended left
                 self._storage.make_folder(name)
+                if shards is not None:
+                    snapshot = begin_snapshot(shards, self._storage.at(name), SNAPSHOT, at_clock=0)
+        except EmbershardError as error:
+            failure = error
+
+        def finish() -> str:
+            if failure is not None:
+                raise failure
+            with self._undone(name, before):
                 for file, data in states.items():
                     self._storage.replace(f"{name}/{file}{_ENDING}", data)
                 if snapshot is not None:
-                    take_snapshot(snapshot, self._storage.at(name), SNAPSHOT, at_clock=0)
-            manifest = Manifest(
-                job=job.model_dump(mode="json"),
-                step=step,
-                world_size=world_size,
-                files={f"{file}{_ENDING}": hashlib.sha256(data).hexdigest() for file, data in states.items()},
-                snapshot=snapshot is not None,
-                output=None if output is None else str(output.absolute()),
-                time=time.time(),
-            )
-            with self._writing(name, before):
+                    snapshot.finish()
                 self._storage.replace(f"{name}/{MANIFEST}", manifest.model_dump_json(indent=1).encode())
-        except BaseException:
-            with contextlib.suppress(EmbershardError):
-                self._storage.remove(name)
-            raise
-        self._prune([*before, name])
-        return self._storage.at(name)
+            self._prune([*before, name])
+            return self._storage.at(name)
+
+        return WritingCheckpoint(finish)
 
     def _prune(self, whole: list[str]) -> None:
         """Keep the newest ones; halves of others are no use to anyone."""
@@ -282,14 +294,42 @@ class CheckpointFolder:
                     self._storage.remove(name)
 
     @contextlib.contextmanager
-    def _writing(self, name: str, before: list[str]) -> Iterator[None]:
+    def _undone(self, name: str, before: list[str]) -> Iterator[None]:
+        """Leaves nothing of a checkpoint behind that is not finished."""
         try:
             yield
-        except SnapshotNotWritten as error:
-            previous = self._storage.at(before[-1]) if before else "none"
-            raise CheckpointNotWritten(
-                path=self._storage.at(name), reason=str(error.fields["reason"]), previous=previous
-            ) from None
+        except BaseException as error:
+            with contextlib.suppress(EmbershardError):
+                self._storage.remove(name)
+            if not isinstance(error, SnapshotNotWritten):
+                raise
+            reason, previous = str(error.fields["reason"]), self._storage.at(before[-1]) if before else "none"
+            raise CheckpointNotWritten(path=self._storage.at(name), reason=reason, previous=previous) from None
+
+
+class WritingCheckpoint:
+    """A checkpoint on its way to the disk, by a thread of its own."""
+
+    def __init__(self, finish: Callable[[], str]) -> None:
+        self._finish = finish
+        self._url = ""
+        self._failure: EmbershardError | None = None
+        self._thread = threading.Thread(target=self._run, name="embershard checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> str:
+        """Until it is written; where it is. CheckpointNotWritten where a file is not taken; nothing of it is left."""
+        self._thread.join()  # it ends by the deadlines of the snapshot
+        if self._failure is not None:
+            raise self._failure
+        return self._url
+
+    def _run(self) -> None:
+        try:
+            self._url = self._finish()
+        except EmbershardError as error:
+            self._failure = error
+            _log.warning("%s", error)
 
 
 def _whole(storage: Storage) -> list[str]:

@@ -12,7 +12,14 @@ from torch import nn
 
 from embershard.proto.errors import EmbershardError, Status
 from embershard.worker.budget import Position
-from embershard.worker.checkpoint import SNAPSHOT, BadCheckpoint, Checkpoint, CheckpointFolder, CheckpointNotWritten
+from embershard.worker.checkpoint import (
+    SNAPSHOT,
+    BadCheckpoint,
+    Checkpoint,
+    CheckpointFolder,
+    CheckpointNotWritten,
+    WritingCheckpoint,
+)
 from embershard.worker.client import Client
 from embershard.worker.group import WorkerGroup
 from embershard.worker.job import Job
@@ -126,44 +133,53 @@ class Saver:
         self._shared, self._own = shared, own
         section = job.checkpoint
         self._folder = None if section is None else CheckpointFolder(section)
+        self._writing: WritingCheckpoint | None = None
 
     @property
     def saves(self) -> bool:
         """Whether the job wants checkpoints."""
         return self._folder is not None
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, *, wait: bool) -> None:
         """Take a checkpoint, if the job wants some; every worker must call it, with nothing in flight.
 
-        The others wait until the first worker has written it. CheckpointNotWritten, or an error of the shards, on all.
+        The first worker writes it, in a thread of its own: from here on it may train. `wait` until it is written; else
+        the next one does. CheckpointNotWritten, or an error of the shards, on all, for this one or the one before.
         """
         if self._folder is None:
             return
+        self._settle(self._folder)
         group = self._group
-        mine = pack(_states(self._own))
         shared = _states(self._shared)  # by all: weights that are sharded are gathered
-        own = group.gather(np.frombuffer(mine, np.uint8))
-        failure: EmbershardError | None = None
+        own = group.gather(np.frombuffer(pack(_states(self._own)), np.uint8))
         if group.is_first:
             workers = zip(group.present, own, strict=True)
-            states = {"shared": pack(shared)} | {f"worker-{worker}": part.tobytes() for worker, part in workers}
-            try:
-                self._folder.write(
-                    states,
-                    job=self._job,
-                    step=step,
-                    world_size=group.world_size,
-                    output=self._output,
-                    snapshot=self._client,
-                )
-            except EmbershardError as error:
-                failure = error
-        (failed,) = group.decide(failure is not None)
+            self._writing = self._folder.begin(
+                {"shared": pack(shared)} | {f"worker-{worker}": part.tobytes() for worker, part in workers},
+                job=self._job,
+                step=step,
+                world_size=group.world_size,
+                output=self._output,
+                shards=self._client,
+            )
+        if wait:
+            self._settle(self._folder)
+
+    def _settle(self, folder: CheckpointFolder) -> None:
+        """Wait for a checkpoint that is being written; its error is raised on all workers."""
+        failure: EmbershardError | None = None
+        writing, self._writing = self._writing, None
+        try:
+            if writing is not None:
+                writing.wait()
+        except EmbershardError as error:
+            failure = error
+        (failed,) = self._group.decide(failure is not None)
         if failure is not None:
             raise failure
         if failed:
             reason = "the first worker could not; see its log"
-            raise CheckpointNotWritten(path=self._folder.url, reason=reason, previous="not known here")
+            raise CheckpointNotWritten(path=folder.url, reason=reason, previous="not known here")
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Put every part of this worker back to where it was; the shards were restored before.

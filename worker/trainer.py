@@ -162,7 +162,7 @@ class Trainer:
                 self._stopped = self._judge()
             if segment.checkpoint or self._stopped:
                 self.strategy.refresh()  # copies of rows are no part of a checkpoint
-                self._group.together(lambda: self._saver.save(self._learn.steps))
+                self._group.together(lambda: self._saver.save(self._learn.steps, wait=segment.last or self._stopped))
             self._group.dismiss(number, self.strategy.resume, self.strategy.clock, self._word())
         except LeftBehind:
             return self._enter()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from embershard.in_process import local
 from embershard.proto.errors import JobError
 from embershard.proto.snapshot_errors import SnapshotNotWritten
 from embershard.proto.storage import Storage
@@ -43,6 +44,12 @@ from embershard.worker.trainer import Trainer
 
 F, PER_FIELD, D = 3, 20, 2
 MakeSession = Callable[..., Session]
+
+
+@pytest.fixture
+def make_session() -> MakeSession:
+    """Sessions with n fresh shards in this process, which may be called from several threads."""
+    return lambda n: local(n)
 
 
 def rows(count: int, seed: int) -> Rows:
@@ -192,7 +199,7 @@ def test_a_run_that_goes_back_writes_beside_what_is_there(tmp_path: Path) -> Non
 def test_the_first_worker_writes_and_every_worker_finds_its_own(tmp_path: Path) -> None:
     folder = CheckpointFolder(CheckpointSection(folder=str(tmp_path)))
     states = {"shared": pack({}), "worker-0": pack({"n": 0}), "worker-12": pack({"n": 12})}
-    url = folder.write(states, job=job(tmp_path), step=3, world_size=13, output=None, snapshot=None)
+    url = folder.begin(states, job=job(tmp_path), step=3, world_size=13, output=None, shards=None).wait()
     found = Checkpoint.open(url)
     assert [found.worker(0), found.worker(1), found.worker(12)] == [{"n": 0}, None, {"n": 12}]
     assert found.first_worker() == {"n": 0}
@@ -201,10 +208,8 @@ def test_the_first_worker_writes_and_every_worker_finds_its_own(tmp_path: Path) 
 def written(folder: Path) -> Path:
     """A small checkpoint."""
     states = {"shared": pack({"a": 1}), "worker-0": pack({"b": torch.ones(3)})}
-    section = CheckpointSection(folder=str(folder))
-    return Path(
-        CheckpointFolder(section).write(states, job=job(folder), step=3, world_size=1, output=None, snapshot=None)
-    )
+    whole = CheckpointFolder(CheckpointSection(folder=str(folder)))
+    return Path(whole.begin(states, job=job(folder), step=3, world_size=1, output=None, shards=None).wait())
 
 
 def test_a_folder_without_its_manifest_is_no_checkpoint_and_makes_way(tmp_path: Path) -> None:
@@ -214,7 +219,7 @@ def test_a_folder_without_its_manifest_is_no_checkpoint_and_makes_way(tmp_path: 
         find_checkpoint(str(tmp_path), job(tmp_path))
     with pytest.raises(BadCheckpoint, match=r"it has no checkpoint\.json: it was never finished, or is none"):
         Checkpoint.open(str(path))
-    CheckpointFolder(CheckpointSection(folder=str(tmp_path))).check_unused()
+    CheckpointFolder(CheckpointSection(folder=str(tmp_path))).check(resumed=False)
     assert written(tmp_path) == path
 
 
@@ -281,13 +286,13 @@ def test_what_may_change_is_not_asked_about(tmp_path: Path) -> None:
 def test_a_new_run_does_not_mix_with_an_earlier_one(tmp_path: Path) -> None:
     written(tmp_path)
     with pytest.raises(FolderInUse, match="holds checkpoints of an earlier run, up to step 3"):
-        CheckpointFolder(CheckpointSection(folder=str(tmp_path))).check_unused()
+        CheckpointFolder(CheckpointSection(folder=str(tmp_path))).check(resumed=False)
 
 
 def test_a_place_that_cannot_be_written_is_named_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointNotWritten, match=r"cannot write checkpoint .*file/checkpoints: .*Not a directory"):
-        CheckpointFolder(CheckpointSection(folder=str(tmp_path / "file" / "checkpoints"))).check_unused()
+    with pytest.raises(CheckpointNotWritten, match=r"cannot write .*file/checkpoints/probe: .*Not a directory"):
+        CheckpointFolder(CheckpointSection(folder=str(tmp_path / "file" / "checkpoints"))).check(resumed=False)
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

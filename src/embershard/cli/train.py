@@ -69,8 +69,8 @@ def train(
     if ps is not None:
         ps = ",".join(parse_addresses(ps))
     checkpoint = None if resume is None else find_checkpoint(resume, settings)
-    if checkpoint is None and settings.checkpoint is not None:
-        CheckpointFolder(settings.checkpoint).check_unused()
+    if settings.checkpoint is not None:
+        CheckpointFolder(settings.checkpoint).check(resumed=checkpoint is not None)
     before = None if checkpoint is None else checkpoint.output
     folder = output or settings.output or before or Path("runs") / f"{job.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     command = [str(job), "--output", str(folder), *(word for assignment in sets for word in ("--set", assignment))]
