@@ -121,7 +121,7 @@ class ShardOptimizer(torch.optim.Optimizer):
                     group=_name(group), lr=lr, step=self.session.clock, why="no factor raises a rate that began as 0"
                 )
             scale = lr / full if full else 1.0
-            if scale > np.finfo(np.float32).max:
+            if scale > float(np.finfo(np.float32).max):
                 why = f"its factor on {full:.3g}, where it began, is beyond float32"
                 raise BadLearningRate(group=_name(group), lr=lr, step=self.session.clock, why=why)
             # as it is on the wire, so that every carrier trains to the same bits
