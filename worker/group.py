@@ -62,12 +62,16 @@ class WorkerGroup:
         self._piece = MEETING_BYTES // world_size
 
     @classmethod
-    def join(cls, rank: int, world_size: int, timeout: timedelta = JOIN_TIMEOUT) -> WorkerGroup:
+    def join(cls, rank: int, world_size: int, timeout: timedelta = JOIN_TIMEOUT, *, nccl: bool = False) -> WorkerGroup:
         """Meet the other workers at MASTER_ADDR and MASTER_PORT, which torch reads from the environment.
 
-        WorkersApart where that is no place to meet, or somebody did not come, or a rank came twice, by `timeout`.
+        With `nccl` what torch does with tensors of GPUs goes by it, for which each worker needs a GPU of its own; their
+        meetings go by gloo in any case. WorkersApart where that is no place to meet, or somebody did not come, or a
+        rank came twice, by `timeout`.
         """
-        return TorchGroup.join(rank, world_size, timeout) if world_size > 1 else WorkerGroup(rank, world_size)
+        if world_size == 1:
+            return WorkerGroup(rank, world_size)
+        return TorchGroup.join(rank, world_size, timeout, nccl=nccl)
 
     @property
     def is_first(self) -> bool:
@@ -186,14 +190,15 @@ class TorchGroup(WorkerGroup):
     """Workers that meet over torch.distributed with gloo: all of them, to the end of the job."""
 
     @classmethod
-    def join(cls, rank: int, world_size: int, timeout: timedelta = JOIN_TIMEOUT) -> TorchGroup:
+    def join(cls, rank: int, world_size: int, timeout: timedelta = JOIN_TIMEOUT, *, nccl: bool = False) -> TorchGroup:
         """Meet the others; see WorkerGroup.join."""
         try:
             deadline = Deadline(timeout)
             store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
             _await_all(store, rank, world_size, deadline)
             WorkerGroup.met = True
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=MEETING_TIMEOUT)
+            backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=MEETING_TIMEOUT)
         except (RuntimeError, ValueError) as error:  # torch's words for everything here
             raise WorkersApart(
                 worker=rank,

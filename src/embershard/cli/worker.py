@@ -15,6 +15,7 @@ from typing import Annotated
 import torch
 import typer
 
+from embershard.proto.errors import JobError
 from embershard.worker.budget import Position
 from embershard.worker.checkpoint import Checkpoint, find_checkpoint
 from embershard.worker.data.loader import LoaderProcess, Share
@@ -166,10 +167,19 @@ def _connect(job: Job, ps: str, place: Place) -> Session:
 def _join(job: Job, session: Session | None, place: Place) -> WorkerGroup:
     """Meet the other workers: on the shards, or, where torch all-reduces, by torch.distributed."""
     if job.all_reduces:
-        return WorkerGroup.join(place.rank, place.world_size, place.meet_within)
+        return WorkerGroup.join(place.rank, place.world_size, place.meet_within, nccl=_has_own_gpu(job, place))
     if session is not None and session.membership is not None:
         return ShardGroup(session.client, place.rank, place.world_size, place.meet_within)
     return WorkerGroup(place.rank, place.world_size)
+
+
+def _has_own_gpu(job: Job, place: Place) -> bool:
+    """Whether no other worker of this machine shares this one's GPU, as nccl wants it; without a GPU it is False."""
+    gpus = torch.cuda.device_count() if job.train.device != "cpu" else 0
+    if 0 < gpus < place.local_world_size and job.dense_mode == "fsdp":
+        reason = f"{place.local_world_size} workers share {gpus} GPUs, and fsdp needs one for each"
+        raise JobError(where="dense.mode", reason=f"{reason}; use fewer workers, ddp, or train.device: cpu")
+    return gpus >= place.local_world_size
 
 
 def _observers(folder: Path | None) -> list[Observer]:

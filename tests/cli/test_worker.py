@@ -1,0 +1,42 @@
+"""What `embershard worker` decides from a job and its place among the workers."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+
+from embershard.cli.worker import Place, _has_own_gpu
+from embershard.proto.errors import JobError
+from embershard.worker.job import Job
+
+
+def job(**fields: object) -> Job:
+    values: dict[str, object] = {
+        "model": {"name": "lr"},
+        "data": {"reader": "clicks"},
+        "embedding": {"optimizer": {"name": "sgd", "lr": 1.0}},
+        "train": {"batch_size": 8, "samples": 80},
+    }
+    return Job.model_validate({**values, **fields})
+
+
+def place(workers: int) -> Place:
+    return Place(0, workers, 0, workers, timedelta(seconds=1))
+
+
+@pytest.mark.parametrize(("gpus", "workers", "own"), [(0, 1, False), (0, 2, False), (1, 1, True), (1, 2, False)])
+def test_nccl_is_for_workers_with_a_gpu_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, workers: int, own: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert _has_own_gpu(job(strategy="hybrid"), place(workers)) is own
+    on_cpu = job(strategy="hybrid", train={"batch_size": 8, "samples": 80, "device": "cpu"})
+    assert not _has_own_gpu(on_cpu, place(workers))
+
+
+def test_fsdp_over_gpus_that_are_shared_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(JobError, match=r"dense\.mode: 2 workers share 1 GPUs, and fsdp needs one for each"):
+        _has_own_gpu(job(dense={"mode": "fsdp"}), place(2))
