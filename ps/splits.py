@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from embershard.proto.errors import InvalidRequest, ModeMismatch
 from embershard.proto.messages import Split, TakeSplit
-from embershard.ps.clock import Clock
+from embershard.ps.clock import Clock, Member
 
 MAX_SPLITS = 2**31 - 1
 
 
 @dataclass(slots=True)
 class _Hand:
-    """What one incarnation of a worker works on."""
+    """What a worker works on, until its lease runs out."""
 
-    epoch: int
+    member: Member
     split: int
 
 
@@ -67,13 +67,13 @@ class Splits:
             raise self._clock.waits_for(self._clock.members[worker] for worker in self._hands)
         else:
             return Split(-1, self._returned)
-        self._hands[member.worker] = _Hand(member.epoch, split)
+        self._hands[member.worker] = _Hand(member, split)
         return Split(split, self._returned)
 
     def _take_back(self) -> None:
         """What members had that are gone."""
         for worker, hand in list(self._hands.items()):
-            member = self._clock.members.get(worker)
-            if member is None or member.epoch != hand.epoch:
+            # one whose lease ran out is another member when it joins again: it has dropped a part of its work
+            if self._clock.members.get(worker) is not hand.member:
                 self._back.append(hand.split)
                 del self._hands[worker]

@@ -173,3 +173,10 @@ def test_each_part_is_finished_at_least_once_when_workers_die(steps: list[tuple[
             pass
         finished.add(done)
     assert finished >= set(range(7))
+
+
+def test_a_part_is_dealt_again_where_its_worker_was_given_up_and_came_back(queue: Queue):
+    assert queue.take(0) == Split(0, 0)
+    queue.lose(0, 1)
+    queue.join(0, clock=5)  # it has dropped what it had computed
+    assert queue.take(0, 0) == Split(0, 1)

@@ -56,6 +56,27 @@ def test_the_loader_gives_the_readers_batches_in_their_order(
             assert len(batches[-1]) < 64
 
 
+def test_the_loader_gives_the_splits_that_it_is_asked_for(tmp_path: Path) -> None:
+    reader = CLICKS.open(tmp_path, seed=3)
+    with LoaderProcess(share(CLICKS, tmp_path, 50).model_copy(update={"splits": 4})) as loader:
+        (process,) = psutil.Process().children()
+        for epoch, split in ((0, 2), (0, 0), (3, 1)):
+            expected = list(reader.train(epoch, split, 4, 50))
+            batches = list(loader.train(epoch, split))
+            assert len(batches) == len(expected) == 2
+            for one, other in zip(batches, expected, strict=True):
+                assert_equal(one, other)
+    assert not process.is_running()
+
+
+def test_the_loader_goes_on_with_another_epoch(tmp_path: Path) -> None:
+    with LoaderProcess(share(CLICKS, tmp_path)) as loader:
+        next(loader.train(0))
+        for epoch in (4, 5):
+            for one, other in zip(loader.train(epoch), CLICKS.open(tmp_path, 3).train(epoch, 0, 1, 100), strict=True):
+                assert_equal(one, other)
+
+
 def test_a_mistake_in_the_data_is_the_readers_error_behind_the_batches_before_it(tmp_path: Path) -> None:
     lines = [f"{i % 2},a{i}" for i in range(1000)]
     (tmp_path / "t.csv").write_text("\n".join(["label,c", *lines, "1,a,b,c"]) + "\n")

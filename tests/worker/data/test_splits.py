@@ -1,0 +1,111 @@
+"""Epochs that are dealt out: every sample once where nobody is lost, and again what a lost worker had."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import embershard as es
+from embershard.in_process import InProcessShards
+from embershard.worker.client import Client
+from embershard.worker.data.order import permutation
+from embershard.worker.data.splits import SplitQueue
+from embershard.worker.membership import Terms
+from embershard.worker.session import Session
+
+Join = Callable[..., Session]
+
+
+@pytest.fixture
+def join() -> Iterator[Join]:
+    """Makes sessions of one job of two workers."""
+    shards, sessions = InProcessShards(), []
+
+    def make(rank: int, staleness: int | None = None, *, lease: float = 10.0) -> Session:
+        session = Session(Client(shards.carriers(), worker=rank))
+        session.client.join(Terms(workers=2, staleness=staleness, lease=timedelta(seconds=lease)))
+        sessions.append(session)
+        return session
+
+    yield make
+    for session in sessions:
+        session.close()
+
+
+@pytest.mark.parametrize("staleness", [None, 0])
+def test_two_workers_are_dealt_every_split_of_every_epoch_once(join: Join, staleness: int | None) -> None:
+    sessions = [join(rank, staleness) for rank in range(2)]
+
+    def epochs(session: Session) -> list[tuple[int, int]]:
+        queue = SplitQueue(session, 9)
+        found = [(epoch, split) for epoch in range(3) for split in queue.deal(epoch)]
+        assert queue.returned == 0
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        dealt = list(pool.map(epochs, sessions))
+    assert Counter(dealt[0] + dealt[1]) == Counter((epoch, split) for epoch in range(3) for split in range(9))
+
+
+def test_what_a_lost_worker_had_is_dealt_again_and_counted(join: Join) -> None:
+    one, other = join(0, lease=0.3), join(1, lease=0.3)
+    lost = next(SplitQueue(other, 4).deal(0))
+    assert other.membership is not None
+    other.membership._ended.set()  # it is not heard of any more
+    queue = SplitQueue(one, 4)
+    dealt = list(queue.deal(0))
+    assert sorted(dealt) == [0, 1, 2, 3]
+    assert dealt[-1] == lost
+    assert queue.returned == 1
+
+
+def test_a_worker_without_others_is_dealt_everything() -> None:
+    with es.local() as session:
+        assert list(SplitQueue(session, 3).deal(5)) == [0, 1, 2]
+
+
+def test_a_data_loader_reads_each_sample_once_per_epoch_in_another_order(join: Join) -> None:
+    data = TensorDataset(torch.arange(101))
+
+    def read(session: Session) -> list[list[int]]:
+        sampler = es.SplitSampler(session, len(data), splits=10, seed=4)
+        loader = DataLoader(data, batch_size=8, sampler=sampler)
+        found = []
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            found.append([int(sample) for (batch,) in loader for sample in batch])
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(read, [join(0), join(1)])
+    for epoch in range(2):
+        assert sorted(first[epoch] + second[epoch]) == list(range(101))
+    with es.local() as alone:
+        whole = read(alone)
+    assert whole[0] != whole[1]
+    assert whole[0] == [int(i) for split in range(10) for i in permutation(101, 4, 0)[split::10]]
+
+
+def test_a_sampler_that_makes_no_sense_is_refused(join: Join) -> None:
+    with es.local() as session:
+        with pytest.raises(ValueError, match=r"splits must be 1..num_samples, got 11 of 10 samples"):
+            es.SplitSampler(session, 10, splits=11)
+        sampler = es.SplitSampler(session, 10, splits=2)
+        sampler.set_epoch(3)
+        with pytest.raises(ValueError, match="epochs come in order: 2 after 3"):
+            sampler.set_epoch(2)
+    with pytest.raises(ValueError, match="this session has staleness 0; connect without it"):
+        es.SplitSampler(join(0, 0), 10, splits=2)
+
+
+def test_an_order_is_made_once_per_epoch() -> None:
+    order = permutation(50, 1, 2)
+    assert permutation(50, 1, 2) is order
+    assert not order.flags.writeable
+    assert permutation(50, 1, 3).tolist() != order.tolist()
