@@ -6,8 +6,9 @@ from datetime import timedelta
 
 import pytest
 import torch
+import typer
 
-from embershard.cli.worker import Place, _has_own_gpu
+from embershard.cli.worker import Place, _check_mode, _has_own_gpu
 from embershard.proto.errors import JobError
 from embershard.worker.job import Job
 
@@ -40,3 +41,16 @@ def test_fsdp_over_gpus_that_are_shared_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(JobError, match=r"dense\.mode: 2 workers share 1 GPUs, and fsdp needs one for each"):
         _has_own_gpu(job(dense={"mode": "fsdp"}), place(2))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ps", "workers", "why"),
+    [
+        ("ps", None, 1, "strategy ps has shards: name them with --ps"),
+        ("ddp", "127.0.0.1:7700", 1, "strategy ddp has no shards: --ps"),
+        ("local", None, 2, "strategy local trains in one process, not in 2; use ddp"),
+    ],
+)
+def test_a_worker_in_the_wrong_place_is_refused(strategy: str, ps: str | None, workers: int, why: str) -> None:
+    with pytest.raises(typer.BadParameter, match=why):
+        _check_mode(job(strategy=strategy), ps, workers)

@@ -69,7 +69,7 @@ def worker(
     if rank >= world_size:
         raise typer.BadParameter(f"workers count from 0, so rank {rank} of {world_size} does not exist")
     settings = load_job(job, overrides or (), data)
-    _check_shards(settings, ps)
+    _check_mode(settings, ps, world_size)
     checkpoint = None if resume is None else find_checkpoint(resume, settings)
     folder = output or settings.output
     if profile and folder is None:
@@ -117,11 +117,13 @@ class Place:
     meet_within: timedelta
 
 
-def _check_shards(job: Job, ps: str | None) -> None:
+def _check_mode(job: Job, ps: str | None, world_size: int) -> None:
     if job.has_shards and ps is None:
         raise typer.BadParameter(f"strategy {job.strategy} has shards: name them with --ps")
     if not job.has_shards and ps is not None:
         raise typer.BadParameter(f"strategy {job.strategy} has no shards: --ps has no meaning with it")
+    if job.strategy in ("local", "dp") and world_size > 1:
+        raise typer.BadParameter(f"strategy {job.strategy} trains in one process, not in {world_size}; use ddp")
 
 
 def _prepare(job: Job, place: Place) -> None:
