@@ -1,0 +1,95 @@
+"""Workers as child processes, of which some end: what the parent makes of it. They are plain scripts here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from embershard.deploy import workers
+from embershard.deploy.workers import LocalWorkers, WorkerFailed
+
+pytestmark = pytest.mark.integration
+
+
+class Scripts(LocalWorkers):
+    """Workers that do what a line of Python says, by their number and how often they were started."""
+
+    def __init__(self, folder: Path, *lines: str, **options: object) -> None:
+        self.said: list[str] = []
+        script = folder / "worker.py"
+        program = "import os, signal, sys, time\nfrom pathlib import Path\nRANK = int(os.environ['RANK'])\n"
+        program += f"starts = Path({str(folder)!r}) / f'starts-{{RANK}}'\n"
+        program += "starts.open('a').write('x')\nSTARTS = len(starts.read_text())\n"
+        program += f"exec({list(lines)!r}[RANK])\n"
+        script.write_text(program)
+        super().__init__(len(lines), [], folder, say=self.said.append, **options)  # type: ignore[arg-type]
+        self.script = script
+
+
+@pytest.fixture(autouse=True)
+def _plain_scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In place of the command: the script."""
+    launch = workers.subprocess.Popen
+
+    def popen(command: list[str], **options: object) -> object:
+        return launch([sys.executable, str(tmp_path / "worker.py")], **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(workers.subprocess, "Popen", popen)
+
+
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+WORK = "time.sleep(0.5)"
+
+
+def test_elastic_training_goes_on_without_a_worker_that_a_signal_ended(tmp_path: Path) -> None:
+    with Scripts(tmp_path, KILL, WORK, WORK, elastic=True) as running:
+        running.wait()
+    assert running.lost == ["worker 0 (SIGKILL)"]
+    assert running.said == ["worker 0 ended (SIGKILL); training goes on with the others"]
+
+
+def test_other_training_ends_with_the_first_worker_that_is_lost(tmp_path: Path) -> None:
+    with Scripts(tmp_path, WORK, KILL) as running, pytest.raises(WorkerFailed, match=r"worker 1 ended \(SIGKILL\)"):
+        running.wait()
+
+
+def test_an_error_of_a_workers_own_ends_all(tmp_path: Path) -> None:
+    error = "print('it broke', file=sys.stderr); sys.exit(1)"
+    with (
+        Scripts(tmp_path, "time.sleep(60)", error, elastic=True) as running,
+        pytest.raises(WorkerFailed, match=r"worker 1 ended \(exit code 1\); its last lines .*\nit broke"),
+    ):
+        running.wait()
+    assert all(not Path(f"/proc/{pid}").exists() for pid in running.pids)
+
+
+def test_it_fails_when_nobody_is_left(tmp_path: Path) -> None:
+    with Scripts(tmp_path, KILL, KILL, elastic=True) as running, pytest.raises(WorkerFailed, match="SIGKILL"):
+        running.wait()
+    assert len(running.lost) == 2
+
+
+def test_a_lost_worker_is_started_again_as_often_as_the_job_allows(tmp_path: Path) -> None:
+    with Scripts(tmp_path, f"STARTS < 3 and {KILL}", "time.sleep(2)", elastic=True, restarts=2) as running:
+        running.wait()
+    assert running.lost == ["worker 0 (SIGKILL)"] * 2
+    assert all("was started again; training goes on with the others meanwhile" in line for line in running.said)
+    with Scripts(tmp_path, KILL, WORK, elastic=True, restarts=1) as running:
+        running.wait()
+    assert [line.partition(")")[2] for line in running.said] == [
+        " and was started again; training goes on with the others meanwhile",
+        "; training goes on with the others",
+    ]
+
+
+def test_a_worker_that_was_started_again_too_late_does_not_keep_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "STOP_TIMEOUT", workers.timedelta(seconds=0.1))
+    again = f"STARTS == 1 and {KILL}; time.sleep(60)"
+    with Scripts(tmp_path, WORK, again, elastic=True, restarts=1) as running:
+        running.wait()
+        (pid,) = (process.pid for process in running._processes if process.poll() is None)
+    assert not Path(f"/proc/{pid}").exists()
