@@ -106,7 +106,8 @@ def test_the_commands_take_show_and_restore_a_snapshot_while_a_worker_pushes(
     with pushing(shards):
         code, said = embershard("snapshot", addresses, folder, "--name", "one")
         assert (code, said.startswith(f"{folder}/one: 200,000 rows")) == (0, True), said
-        code, said = embershard("snapshot", addresses, folder, "--name", "two", "--keep", "1")
+        by_grpc = ",".join(f"grpc://{address}" for address in shards.addresses)
+        code, said = embershard("snapshot", by_grpc, folder, "--name", "two", "--keep", "1")
         assert code == 0, said
     code, said = embershard("inspect", folder, "--verify")
     assert code == 0, said
