@@ -57,6 +57,7 @@ RESULT = Result(
     samples_per_second=16.7,
     wait_share=0.251,
     skipped_rows=3,
+    skipped_steps=2,
     table_rows={"embedding": 4321, "dense": 2},
 )
 
@@ -117,6 +118,7 @@ def test_the_table_says_what_was_reached_and_how_long_it_took() -> None:
         "speed": "17 samples/s",
         "waiting for others": "25.1% of the training time",
         "skipped": "3 gradient rows with NaN or Inf",
+        "left out": "2 steps with NaN or Inf",
         "table dense": "2 rows",
         "table embedding": "4,321 rows",
     }
