@@ -596,7 +596,10 @@ def test_rows_that_miss_many_updates_are_a_warning():
     assert clocks.staleness_seen.run(case(STATUS)) is None
     finds(clocks.staleness_seen, case(replace(STATUS, staleness_seen=(90, 10))), OK, "100 pushes: mean 0.1, p99 1")
     late = replace(STATUS, staleness_seen=(*[0] * 31, 50))
+    finds(clocks.staleness_seen, case(late, late), OK, "at most 31 or more updates missed")  # of workers long gone
+    late = replace(late, members=(member(0, 1), member(1, 1)))
     finds(clocks.staleness_seen, case(late, late), WARN, "at most 31 or more updates missed")
+    finds(clocks.staleness_seen, case(replace(late, staleness=16)), OK, "mean 31.0")
 
 
 def test_a_job_of_another_mode_than_the_shards_fails(tmp_path: Path):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import islice
+from itertools import groupby, islice, pairwise, zip_longest
 from typing import Annotated
 
 import typer
@@ -57,7 +57,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it anew every second, until Ctrl-C.")] = False,
 ) -> None:
-    """Show health, rows, bytes, tables and requests per second of every shard; exit code 1 if one does not serve."""
+    """Show every shard, its tables, and the workers that train; exit code 1 if a shard does not serve."""
     named = parse_addresses(addresses) if addresses else shards_of_up() or [_FIRST_OF_UP]
     carriers = [carrier_for(address) for address in named]
     try:
@@ -131,7 +131,8 @@ def _ask(carriers: Sequence[Carrier]) -> list[Seen]:
 
 def _view(seen: Sequence[Seen]) -> Group:
     problems = [f"[red]{escape(one.address)}[/]: {escape(one.problem)}" for one in seen if one.problem]
-    return Group(_shards(seen), *_tables(seen), *problems)
+    statuses = [one.status for one in seen if one.status is not None]
+    return Group(_shards(seen), *_tables(seen), *_workers(statuses), *_staleness(statuses), *problems)
 
 
 def _shards(seen: Sequence[Seen]) -> Table:
@@ -166,6 +167,39 @@ def _tables(seen: Sequence[Seen]) -> list[Table]:
         mine = [part for part in parts if part.name == name]
         rows, held = sum(part.rows for part in mine), sum(part.bytes for part in mine)
         view.add_row(name, mine[0].optimizer, str(mine[0].dim), f"{rows:,}", size(held))
+    return [view]
+
+
+def _workers(statuses: Sequence[ShardStatus]) -> list[Table]:
+    """Who trains, as the shard sees it that heard of them least; nothing where nobody is a member."""
+    members = sorted((member for status in statuses for member in status.members), key=lambda m: m.worker)
+    if not members:
+        return []
+    bound = max(status.staleness for status in statuses)
+    view = _table_of(("\nworker",), ("\nclock", "\nlease", f"staleness {'off' if bound < 0 else bound}\nstate"))
+    closed = min(status.clock for status in statuses)
+    for worker, of_one in groupby(members, key=lambda member: member.worker):
+        parts = list(of_one)
+        clock = min(part.clock for part in parts)
+        waited_for = bound >= 0 and clock <= closed < max(member.clock for member in members)
+        state = "rests" if any(part.resting for part in parts) else "waited for" if waited_for else "trains"
+        view.add_row(str(worker), f"{clock:,}", f"{min(part.lease_seconds for part in parts):.1f} s", state)
+    return [view]
+
+
+def _staleness(statuses: Sequence[ShardStatus]) -> list[Table]:
+    """The histogram of the staleness really seen; nothing where nothing was."""
+    counts = [sum(column) for column in zip_longest(*(status.staleness_seen for status in statuses), fillvalue=0)]
+    if not any(counts):
+        return []
+    view = _table_of(("\nupdates missed",), ("\npushes", "\nshare"))
+    ends = [1, 2, 3, 4, 8, 16, len(counts) - 1, len(counts)]
+    for first, end in pairwise([0, *ends]):
+        pushes = sum(counts[first:end])
+        name = str(first) if end == first + 1 else f"{first} to {end - 1}"
+        name = f"{name} or more" if end == len(counts) else name
+        if pushes:
+            view.add_row(name, f"{pushes:,}", f"{pushes / sum(counts):.1%}")
     return [view]
 
 

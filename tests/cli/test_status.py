@@ -1,0 +1,63 @@
+"""What `embershard status` shows of the workers and of the staleness really seen."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+from rich.console import Console
+
+from embershard.cli import status as command
+from embershard.proto.messages import MemberStatus, ShardStatus
+
+STATUS = ShardStatus(
+    shard=0,
+    num_shards=1,
+    placement_epoch=1,
+    version="1",
+    instance="a",
+    uptime_seconds=1.0,
+    resident_bytes=1,
+    requests=1,
+    pulled_rows=1,
+    pushed_rows=1,
+    duplicate_pushes=0,
+    skipped_rows=0,
+    queued_bytes=0,
+    tables=(),
+)
+
+
+def shown(*statuses: ShardStatus) -> str:
+    """The page, a space between words."""
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(command._view([command.Seen("h:1", status=status) for status in statuses]))
+    return " ".join(console.export_text().split())
+
+
+def member(worker: int, clock: int, lease: float, resting: bool = False) -> MemberStatus:
+    return MemberStatus(worker, clock, resting, lease)
+
+
+def test_shards_without_workers_show_none():
+    assert "worker" not in shown(STATUS)
+    assert "missed" not in shown(STATUS)
+
+
+def test_workers_are_shown_as_the_shard_sees_them_that_heard_of_them_least():
+    one = replace(STATUS, clock=7, staleness=0, members=(member(0, 8, 9.0), member(1, 7, 2.5), member(2, 4, 9.5, True)))
+    other = replace(one, members=(member(0, 8, 8.5), member(1, 8, 9.0), member(2, 4, 9.5, True)))
+    page = shown(one, other)
+    assert "staleness 0 worker clock lease state 0 8 8.5 s trains 1 7 2.5 s waited for 2 4 9.5 s rests" in page
+
+
+def test_without_a_bound_nobody_is_waited_for():
+    page = shown(replace(STATUS, clock=3, staleness=-1, members=(member(0, 9, 1.0), member(1, 3, 1.0))))
+    assert "staleness off worker clock lease state 0 9 1.0 s trains 1 3 1.0 s trains" in page
+
+
+def test_the_histogram_of_staleness_is_that_of_all_shards():
+    seen = [0] * 32
+    seen[0], seen[1], seen[5], seen[31] = 4, 2, 1, 1
+    page = shown(replace(STATUS, staleness_seen=tuple(seen)), replace(STATUS, staleness_seen=(2,)))
+    assert "updates missed pushes share 0 6 60.0% 1 2 20.0% 4 to 7 1 10.0% 31 or more 1 10.0%" in page
