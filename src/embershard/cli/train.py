@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,11 +15,11 @@ from embershard.deploy.supervisor import LocalShards
 from embershard.deploy.workers import LocalWorkers
 from embershard.proto.errors import EmbershardError
 from embershard.worker.addresses import parse_addresses
-from embershard.worker.checkpoint import SNAPSHOT, Checkpoint, CheckpointFolder, find_checkpoint
-from embershard.worker.client import Client
 from embershard.worker.job import load_job
 from embershard.worker.log import make_folder
-from embershard.worker.snapshots import restore_snapshot
+
+if TYPE_CHECKING:  # a job is checked in a second, without torch; only checkpoints need more
+    from embershard.worker.checkpoint import Checkpoint
 
 
 def train(
@@ -68,9 +68,13 @@ def train(
         raise typer.BadParameter("--ps names shards that run already: --shards and --import have no meaning with it")
     if ps is not None:
         ps = ",".join(parse_addresses(ps))
-    checkpoint = None if resume is None else find_checkpoint(resume, settings)
-    if settings.checkpoint is not None:
-        CheckpointFolder(settings.checkpoint).check(resumed=checkpoint is not None)
+    checkpoint: Checkpoint | None = None
+    if resume is not None or settings.checkpoint is not None:
+        from embershard.worker.checkpoint import CheckpointFolder, find_checkpoint
+
+        checkpoint = None if resume is None else find_checkpoint(resume, settings)
+        if settings.checkpoint is not None:
+            CheckpointFolder(settings.checkpoint).check(resumed=checkpoint is not None)
     before = None if checkpoint is None else checkpoint.output
     folder = output or settings.output or before or Path("runs") / f"{job.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     command = [str(job), "--output", str(folder), *(word for assignment in sets for word in ("--set", assignment))]
@@ -103,6 +107,10 @@ def train(
 def _restore(checkpoint: Checkpoint, ps: str | None) -> None:
     if ps is None or not checkpoint.manifest.snapshot:
         return
+    from embershard.worker.checkpoint import SNAPSHOT
+    from embershard.worker.client import Client
+    from embershard.worker.snapshots import restore_snapshot
+
     client = Client.connect(parse_addresses(ps))
     try:
         restore_snapshot(client, checkpoint.url, SNAPSHOT)
