@@ -76,34 +76,7 @@ def worker(
         raise typer.BadParameter("--profile writes files: name a folder with --output, or in the job")
     place = Place(rank, world_size, local_rank, local_world_size or world_size, timedelta(seconds=meet_within))
     _prepare(settings, place)
-    with contextlib.ExitStack() as stack:
-
-        def open_observers() -> list[Observer]:
-            observers = _observers(folder)
-            for observer in observers:
-                stack.callback(observer.close)
-            return observers
-
-        # first: a bad folder is a mistake to hear of now; the others' are opened if they stand in for a lost worker
-        observers = open_observers() if rank == 0 else open_observers
-        loader = _loader(settings, job.parent, place, checkpoint)  # it starts while we connect
-        if loader is not None:
-            stack.enter_context(loader)
-        session = stack.enter_context(_connect(settings, ps, place)) if ps is not None else None
-        if session is not None and checkpoint is not None:
-            check_restored(session.client, checkpoint)
-        group = stack.enter_context(_join(settings, session, place))
-        dataset = settings.data.open(job.parent, settings.train.seed)
-        trainer = Trainer(settings, dataset, session, group, observers, loader, output=folder, resume=checkpoint)
-        if profile and rank == 0:
-            assert folder is not None
-            with Profile(folder) as recorder:
-                trainer.run()
-            typer.echo(recorder.summary())
-        else:
-            trainer.run()
-        if settings.all_reduces:
-            group.barrier()  # whoever is done first keeps its connections until all are
+    _train(settings, job.parent, ps, place, output=folder, checkpoint=checkpoint, profile=profile and rank == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +88,47 @@ class Place:
     local_rank: int
     local_world_size: int
     meet_within: timedelta
+
+
+def _train(
+    job: Job,
+    base: Path,
+    ps: str | None,
+    place: Place,
+    *,
+    output: Path | None,
+    checkpoint: Checkpoint | None,
+    profile: bool,
+) -> None:
+    """Train as one worker; the data's paths start at `base`."""
+    with contextlib.ExitStack() as stack:
+
+        def open_observers() -> list[Observer]:
+            observers = _observers(output)
+            for observer in observers:
+                stack.callback(observer.close)
+            return observers
+
+        # first: a bad folder is a mistake to hear of now; the others' are opened if they stand in for a lost worker
+        observers = open_observers() if place.rank == 0 else open_observers
+        loader = _loader(job, base, place, checkpoint)  # it starts while we connect
+        if loader is not None:
+            stack.enter_context(loader)
+        session = stack.enter_context(_connect(job, ps, place)) if ps is not None else None
+        if session is not None and checkpoint is not None:
+            check_restored(session.client, checkpoint)
+        group = stack.enter_context(_join(job, session, place))
+        dataset = job.data.open(base, job.train.seed)
+        trainer = Trainer(job, dataset, session, group, observers, loader, output=output, resume=checkpoint)
+        if profile:
+            assert output is not None
+            with Profile(output) as recorder:
+                trainer.run()
+            typer.echo(recorder.summary())
+        else:
+            trainer.run()
+        if job.all_reduces:
+            group.barrier()  # whoever is done first keeps its connections until all are
 
 
 def _check_mode(job: Job, ps: str | None, world_size: int) -> None:
