@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 MANIFEST = "checkpoint.json"
 SNAPSHOT = "shards"
 LATEST = "latest"
-_FOLDER, _ENDING, _PROBE = "step-", ".safetensors", "probe"
+_FOLDER, _ENDING, _PROBE = "step-", ".safetensors", ".embershard-probe"
+_OURS = re.compile(rf"{_FOLDER}\d{{9,}}(-\d+)?")
 _VERSION = 1
 
 # what a resumed run may not change, and the parts of it that it may
@@ -286,9 +287,9 @@ class CheckpointFolder:
         return WritingCheckpoint(finish)
 
     def _prune(self, whole: list[str]) -> None:
-        """Keep the newest ones; halves of others are no use to anyone."""
+        """Keep the newest ones; halves of others are no use to anyone. What has no name of ours is not ours."""
         for name in self._storage.sizes(""):
-            if name.startswith(_FOLDER) and name not in whole[-self._keep :]:
+            if _OURS.fullmatch(name) and name not in whole[-self._keep :]:
                 with contextlib.suppress(EmbershardError):  # it is in nobody's way
                     self._storage.remove(f"{name}/{MANIFEST}")  # first: half of a checkpoint must not be found
                     self._storage.remove(name)

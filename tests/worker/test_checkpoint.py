@@ -188,6 +188,14 @@ def test_the_newest_checkpoints_are_kept_and_latest_is_the_last_of_them(tmp_path
     assert find_checkpoint(str(tmp_path / "step-000000042"), trained).manifest.step == 42
 
 
+def test_folders_of_other_people_stay(tmp_path: Path) -> None:
+    (tmp_path / "step-by-step").mkdir()
+    (tmp_path / "probe").write_text("mine")
+    train(job(tmp_path, strategy="local", checkpoint={"folder": str(tmp_path), "keep": 1}), None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["probe", "step-000000056", "step-by-step"]
+    assert (tmp_path / "probe").read_text() == "mine"
+
+
 def test_a_run_that_goes_back_writes_beside_what_is_there(tmp_path: Path) -> None:
     trained = job(tmp_path, strategy="local", train={"epochs": 2})
     train(trained, None)
@@ -291,7 +299,9 @@ def test_a_new_run_does_not_mix_with_an_earlier_one(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_named_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointNotWritten, match=r"cannot write .*file/checkpoints/probe: .*Not a directory"):
+    with pytest.raises(
+        CheckpointNotWritten, match=r"cannot write .*file/checkpoints/.embershard-probe: .*Not a directory"
+    ):
         CheckpointFolder(CheckpointSection(folder=str(tmp_path / "file" / "checkpoints"))).check(resumed=False)
 
 
