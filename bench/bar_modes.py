@@ -2,7 +2,11 @@
 
 Two workers on two shards in all modes. A step of both together has the job's batch, where they make their steps
 together (staleness 0, and dense weights that are all-reduced); asynchronous ones push the job's batch each, as in the
-other two bars. Each mode has to hold the job's bar, and to come within 0.003 of the synchronous result.
+other two bars. Each mode has to hold the job's bar, and to come no more than 0.003 below the synchronous result.
+
+Pushes that pass each other act like momentum (Mitliagkas et al., "Asynchrony begets Momentum", 2016), and the rates of
+the NCF jobs are those of two asynchronous workers: one process, and so two synchronous ones, wants twice as much.
+Asynchronous runs differ from each other; where they are short enough for that to matter, the median of three counts.
 Prints a table, then one JSON line; exits 1 below a bar. `--quick` runs three jobs; `--only` and `--modes` name some.
 """
 
@@ -22,6 +26,8 @@ from train_job import EXAMPLES, Bounds, Outcome, run_example
 BARS: dict[str, Bounds] = {**bar_ncf.BARS, **bar_ctr.BARS}
 QUICK = ("ncf-gmf", "frappe-lr", "adult")
 TOLERANCE = 0.003
+TWICE_THE_RATE = ("ncf-gmf", "ncf-mlp")  # at staleness 0
+REPEATS = {"adult": 3}
 
 
 @dataclass(frozen=True)
@@ -38,8 +44,12 @@ class Mode:
 
     def settings(self, name: str) -> list[str]:
         """Words for `embershard train` on an example."""
-        train = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())["train"]
+        job = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
+        train = job["train"]
         sets = {"workers": 2, "train.staleness": self.staleness, "dense.mode": self.dense}
+        if self.staleness == "0" and name in TWICE_THE_RATE:
+            sections = [section for section in ("embedding", "dense") if section in job]
+            sets |= {f"{section}.optimizer.lr": 2 * job[section]["optimizer"]["lr"] for section in sections}
         if self.in_step:
             sets["train.batch_size"] = train["batch_size"] // 2
         elif "steps" in train:
@@ -58,13 +68,20 @@ MODES = {
 }
 
 
+def measure(name: str, mode: Mode, metric: str) -> Outcome:
+    """What a job reaches in a mode; of several asynchronous runs the one in the middle, by `metric`."""
+    runs = 1 if mode.staleness == "0" else REPEATS.get(name, 1)
+    outcomes = [run_example(name, *mode.settings(name)) for _ in range(runs)]
+    return sorted(outcomes, key=lambda outcome: outcome.figures[metric])[runs // 2]
+
+
 def failures(mode: str, outcome: Outcome, reference: Outcome | None, bounds: Bounds) -> list[str]:
     """What a mode's outcome misses."""
     found = [f"{mode}: {failure}" for failure in outcome.failures(bounds)]
     for metric in bounds if reference is not None else ():
-        difference = abs(outcome.figures[metric] - reference.figures[metric])
-        if difference > TOLERANCE and metric != "logloss":  # which has another scale
-            found.append(f"{mode}: {outcome.name}: {metric} is {difference:.4f} from the synchronous result")
+        worse = reference.figures[metric] - outcome.figures[metric]
+        if metric != "logloss" and worse > TOLERANCE:  # the best epoch is chosen by AUC: logloss only holds its bar
+            found.append(f"{mode}: {outcome.name}: {metric} is {worse:.4f} worse than the synchronous result")
     return found
 
 
@@ -77,7 +94,7 @@ def run(names: Sequence[str], modes: Mapping[str, Mode]) -> tuple[list[list[obje
         bounds = BARS[name]
         reference: Outcome | None = None
         for label, mode in modes.items():
-            outcome = run_example(name, *mode.settings(name))
+            outcome = measure(name, mode, next(iter(bounds)))
             reference = outcome if mode == SYNCHRONOUS else reference
             missed += failures(label, outcome, reference, bounds)
             quality = [f"{metric} {outcome.figures[metric]:.4f}" for metric in bounds]
