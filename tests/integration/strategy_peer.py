@@ -77,7 +77,10 @@ def train(job: Job, session: Session | None, group: WorkerGroup) -> dict[str, np
     strategy = trainer.strategy
     weights: object = dict(trainer.model.named_parameters())
     if strategy.held is not None:
-        weights = strategy.held.state_dict()["weights"]
+        state = strategy.held.state_dict()
+        strategy.held.load_state_dict(state)
+        torch.testing.assert_close(strategy.held.state_dict(), state, rtol=0, atol=0)  # sharded or not
+        weights = state["weights"]
     assert isinstance(weights, Mapping)
     found |= {name: weight.detach().numpy() for name, weight in weights.items()}
     assert isinstance(strategy, TorchStrategy) == (session is None)
