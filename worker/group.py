@@ -59,6 +59,7 @@ class WorkerGroup:
         self.world_size = world_size  # at the start of the job
         self.present: tuple[int, ...] = tuple(range(world_size))  # who was there when all met last
         self.late = False  # whether the others had begun without it
+        self.over = False  # whether they have come to the end of the job without it
         self._piece = MEETING_BYTES // world_size
 
     @classmethod
@@ -96,8 +97,8 @@ class WorkerGroup:
         self.barrier()
         return 0, word
 
-    def assemble(self, segment: int) -> None:
-        """Wait until every worker is done with a segment. LeftBehind where the others have done so before."""
+    def assemble(self, segment: int, *, last: bool = False) -> None:
+        """Wait until every worker is done with a segment, or with all. LeftBehind where the others did so before."""
         self.barrier()
 
     def dismiss(self, segment: int, resume: Callable[[int], None], clock: int, word: Word) -> None:
@@ -240,8 +241,8 @@ class ShardGroup(WorkerGroup):
     """Workers that meet on shard 0: whoever is a member of the job, as far as they live.
 
     Meetings have names, which tell one who joins late where the job is: "s/on" begins segment s, "s/end" is its end,
-    and those that follow have a number behind that. All members are expected at an end; at what follows, those who were
-    there: the others cannot know of it.
+    "s/over" that of the job, and those that follow have a number behind that. All members are expected at an end; at
+    what follows, those who were there: the others cannot know of it.
     """
 
     def __init__(self, client: Client, rank: int, world_size: int, join_timeout: timedelta = JOIN_TIMEOUT) -> None:
@@ -264,6 +265,9 @@ class ShardGroup(WorkerGroup):
             segment, _, step = self._client.status()[0].meeting.partition("/")
             self.late = bool(segment)
             self._segment = int(segment or 0) + step.startswith("end")
+            self.over = step.startswith("over")
+            if self.over:
+                return self._segment, word
             with suppress(MeetingOver):
                 if not self.late:
                     return self._begin(word, ())
@@ -273,9 +277,9 @@ class ShardGroup(WorkerGroup):
                 return begun
         raise WorkerLost(worker=self.rank, world_size=self.world_size, reason="the others run away from it")
 
-    def assemble(self, segment: int) -> None:
+    def assemble(self, segment: int, *, last: bool = False) -> None:
         """Wait until every worker is done with a segment; see WorkerGroup."""
-        self._name, self._number = f"{segment}/end", 0
+        self._name, self._number = f"{segment}/{'over' if last else 'end'}", 0
         self._segment = segment
         self.present = tuple(self._come(self._name))
 

@@ -154,7 +154,7 @@ class Report:
         """The sums over all workers, in their order; this one's own where the others have finished without it."""
         group = self._group
         try:
-            group.assemble(segment)
+            group.assemble(segment, last=True)
             self._meter.agree(group)
             parts = group.together(lambda: group.collect(mine))
         except LeftBehind:

@@ -143,7 +143,7 @@ class Trainer:
         number, word = self._group.enter(self._word())
         if self._group.late:
             self._learn.steps = max(self._learn.steps, self.strategy.clock)  # about as many as each of them made
-            self._stopped = bool(word["stopped"])
+            self._stopped = bool(word["stopped"]) or self._group.over
             for name, part in self._common.items():
                 part.load_state_dict(word[name])
         return number

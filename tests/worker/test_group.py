@@ -227,6 +227,24 @@ def test_who_was_given_up_learns_that_it_was_left_behind_and_enters_again(join: 
     assert groups[1].present == (0, 1)
 
 
+def test_who_was_given_up_and_comes_back_after_the_end_learns_that_it_is_over(join: Callable[..., ShardGroup]) -> None:
+    groups = [join(rank, 2) for rank in range(2)]
+    all_do(groups, lambda group: group.enter({}))
+    die(groups[1])
+    groups[0].assemble(0)
+    groups[0].dismiss(0, lambda clock: None, 3, {})
+    groups[0].assemble(1, last=True)
+    groups[0].barrier()
+    groups[0]._membership.leave()
+    with pytest.raises(LeftBehind):
+        groups[1].assemble(0)
+    groups[1].enter({})
+    assert groups[1].over
+    with pytest.raises(LeftBehind):
+        groups[1].assemble(1, last=True)
+    assert not groups[1].is_first
+
+
 def test_another_job_on_the_same_shards_begins_anew(join: Callable[..., ShardGroup]) -> None:
     for _ in range(2):
         groups = [join(rank, 2) for rank in range(2)]
