@@ -43,6 +43,7 @@ from embershard.worker.state_file import pack, unpack
 from embershard.worker.trainer import Trainer
 
 F, PER_FIELD, D = 3, 20, 2
+STOPPING = {"epochs": 9, "lr_schedule": {"name": "plateau"}, "early_stop": {"patience": 2}}
 MakeSession = Callable[..., Session]
 
 
@@ -118,16 +119,21 @@ def checkpoint(folder: Path, step: int) -> Checkpoint:
     [
         ({"train": {"epochs": 4}}, 28),
         ({"train": {"steps": 50}, "evaluate": {"every": 20}, "checkpoint": {"every": 15}}, 30),
-        (
-            {"train": {"epochs": 4, "lr_schedule": {"name": "plateau", "factor": 0.5}, "early_stop": {"patience": 2}}},
-            28,
-        ),
+        ({"train": STOPPING, "model": {"name": "fm"}, "embedding": {"optimizer": {"name": "sgd", "lr": 0.0}}}, 28),
         ({"train": {"epochs": 3, "average": {"decay": 0.9}, "clip_norm": 0.1, "prefetch": None}}, 14),
         ({"strategy": "hybrid"}, 28),
         ({"train": {"steps": 50, "staleness": "local(7)"}, "evaluate": {"every": 30}, "checkpoint": {"every": 20}}, 20),
         ({"embedding": {"optimizer": {"name": "adam", "lr": 0.01}, "cache": {"rows": 50, "staleness": 3}}}, 28),
     ],
-    ids=["epochs", "in the middle of an epoch", "plateau", "average", "dense weights in the worker", "local", "cache"],
+    ids=[
+        "epochs",
+        "in the middle of an epoch",
+        "early stop",
+        "average",
+        "dense weights in the worker",
+        "local",
+        "cache",
+    ],
 )
 def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_interrupted(
     make_session: MakeSession, tmp_path: Path, sections: dict[str, Any], from_step: int
