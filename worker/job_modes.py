@@ -15,6 +15,8 @@ Found = Iterator[tuple[Location, str]]
 # what torch.optim has for dense gradients, and for the sparse ones of its own tables
 DENSE_OPTIMIZERS = ("sgd", "adagrad", "rmsprop", "adam", "adamw")
 SPARSE_OPTIMIZERS = ("sgd", "adagrad", "adam", "adamw")
+# what worker/local_steps.py trains copies by
+LOCAL_OPTIMIZERS = ("sgd", "adagrad", "adam")
 
 # fields of a job that a strategy without shards sets aside, so that a job can be compared with itself
 _OF_SHARDS = (
@@ -110,6 +112,7 @@ def _consistency(job: Job) -> Found:
             yield ("train", "prefetch"), f"train.staleness {staleness} reads copies of its own; set it to 0"
         if job.embedding.cache is not None:
             yield ("embedding", "cache"), f"train.staleness {staleness} reads copies of its own; remove it"
+        yield from _local_optimizers(job)
     elif train.bound is not None:
         if (train.ahead or 0) > train.bound:
             yield ("train", "prefetch"), f"pulls {train.ahead} clocks ahead, beyond train.staleness {staleness}"
@@ -119,20 +122,40 @@ def _consistency(job: Job) -> Found:
             yield ("embedding", "cache"), f"{reason}; remove it, or raise the bound"
 
 
+def _local_optimizers(job: Job) -> Found:
+    named: list[tuple[Location, str]] = [(("embedding", "optimizer"), job.embedding.optimizer.name)]
+    if job.dense.optimizer is not None:
+        named.append((("dense", "optimizer"), job.dense.optimizer.name))
+    for number, group in enumerate(job.embedding.groups):
+        named.append((("embedding", "groups", number, "optimizer"), group.optimizer.name))
+    for number, of_dense in enumerate(job.dense.groups):
+        named.append((("dense", "groups", number, "optimizer"), of_dense.optimizer.name))
+    for path, name in named:
+        if name not in LOCAL_OPTIMIZERS:
+            reason = f"train.staleness {job.train.staleness} trains copies of rows, which knows no {name}"
+            yield (*path, "name"), f"{reason}; use {_either(LOCAL_OPTIMIZERS)}"
+
+
 def _torch_optimizers(job: Job) -> Found:
     """The dense optimizer, where torch applies it."""
     if job.has_shards and job.dense_mode == "ps":
         return
     own = job.dense.optimizer
-    path = ("dense", "optimizer") if own is not None else ("embedding", "optimizer")
+    path: Location = ("dense", "optimizer") if own is not None else ("embedding", "optimizer")
     optimizer = own or job.embedding.optimizer
     name = "adagrad" if own is None and optimizer.name == "rowwise_adagrad" else optimizer.name  # as wrap takes it
-    if name not in DENSE_OPTIMIZERS and (own is not None or job.has_shards):  # else it is refused for the tables
-        reason = f"torch applies it to the dense weights, and has no {name}"
-        yield (*path, "name"), f"{reason}; give dense.optimizer one of {', '.join(DENSE_OPTIMIZERS)}"
-    elif getattr(optimizer, "clip_norm", 0.0):
-        reason = "bounds a block of 1024 dense floats on a shard, and torch applies this optimizer to them"
-        yield (*path, "clip_norm"), f"{reason}; give dense.optimizer without it"
+    if name not in DENSE_OPTIMIZERS and own is None and not job.has_shards:
+        name = DENSE_OPTIMIZERS[0]  # refused for the tables already
+    named = [(path, name, optimizer)]
+    for number, group in enumerate(job.dense.groups):
+        named.append((("dense", "groups", number, "optimizer"), group.optimizer.name, group.optimizer))
+    for path, name, optimizer in named:
+        if name not in DENSE_OPTIMIZERS:
+            reason = f"torch applies it to the dense weights, and has no {name}"
+            yield (*path, "name"), f"{reason}; give dense.optimizer one of {', '.join(DENSE_OPTIMIZERS)}"
+        elif getattr(optimizer, "clip_norm", 0.0):
+            reason = "bounds a block of 1024 dense floats on a shard, and torch applies this optimizer to them"
+            yield (*path, "clip_norm"), f"{reason}; give dense.optimizer without it"
 
 
 def _either(names: tuple[str, ...]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from embershard.worker import job_modes, local_steps
 from embershard.worker.job import Job, JobFileError, load_job
 
 JOB = """\
@@ -118,6 +119,10 @@ CONTRADICTIONS = [
     (["dense.mode=fsdp", "train.staleness=local(2)"], "dense.mode: all-reduces dense weights at every step"),
     (["train.staleness=local(2)", "train.prefetch=1"], "train.prefetch: train.staleness local(2) reads copies of its"),
     (["train.staleness=local(2)", "embedding.cache={rows: 9}"], "embedding.cache: train.staleness local(2) reads cop"),
+    (
+        ["train.staleness=local(2)", "embedding.optimizer={name: rowwise_adagrad, lr: 0.1}"],
+        "embedding.optimizer.name: train.staleness local(2) trains copies of rows, which knows no rowwise_adagrad; use",
+    ),
     (["train.staleness=local(2)", "train.damp_staleness=true"], "train.damp_staleness: with train.staleness local(2)"),
     (
         ["train.staleness=0", "train.damp_staleness=true"],
@@ -135,6 +140,10 @@ def test_modes_that_contradict_each_other_are_refused(folder: Path, overrides: l
     found = mistakes(folder, *overrides)
     assert len(found) == 1, found
     assert want in found[0]
+
+
+def test_local_steps_are_promised_for_what_trains_copies() -> None:
+    assert set(job_modes.LOCAL_OPTIMIZERS) == set(local_steps.LOCAL_OPTIMIZERS)
 
 
 def test_a_cache_within_the_bound_is_taken(folder: Path) -> None:
