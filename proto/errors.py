@@ -187,7 +187,7 @@ class ClockAhead(EmbershardError):
 
 
 class LeaseLost(EmbershardError):
-    """A member that was not heard of for as long as its lease; the client joins again."""
+    """A member that was not heard of for as long as its lease; the client joins again, unless its steps are tied."""
 
     status = Status.ABORTED
     template = (

@@ -83,6 +83,9 @@ class Membership:
         self.lost_leases = 0
         self.members: tuple[int, ...] = ()  # as shard 0 said last, in order
         self.resting = False
+        # False where something else ties the workers' steps together, as an all-reduce does: one that came back at a
+        # later clock and those who went on would wait for each other
+        self.comes_back = True
         self._links, self._epoch, self._timeout = links, epoch, timeout
         self._next = 0  # after the last clock that was pushed
         self._lock = threading.RLock()  # of joining
@@ -193,7 +196,12 @@ class Membership:
         return outcomes
 
     def rejoin(self, lost_leases: int) -> None:
-        """Be a member again after LeaseLost; `lost_leases` as it was before the request that was refused."""
+        """Be a member again after LeaseLost; `lost_leases` as it was before the request that was refused.
+
+        Raises LeaseLost where this worker must not come back.
+        """
+        if not self.comes_back:
+            raise LeaseLost(worker=self.worker, lease_ms=round(self.terms.lease.total_seconds() * 1000))
         with self._lock:
             if self.lost_leases != lost_leases:
                 return  # another thread was quicker

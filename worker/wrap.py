@@ -99,6 +99,8 @@ def wrap(
     moved = _move_tables(model, session, settings, id_space)
     _warn_of_leftovers(moved.weights)
     weights = []
+    if dense != "ps" and session.membership is not None:
+        session.membership.comes_back = session.membership.terms.staleness is None
     if dense == "ps":
         weights = _dense(moved.model, session, of_dense, _dense_name(moved, prefix))
         _refuse_state(moved.model)

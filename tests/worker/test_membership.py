@@ -9,6 +9,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import embershard as es
 from embershard.proto.errors import ClockAhead, LeaseLost, ModeMismatch, WorkerLost
@@ -296,6 +297,24 @@ def test_patience_ends_a_wait_and_names_whom_it_was_for(
         step(here, [1])
     said = [record for record in caplog.records if "waits" in record.message]
     assert [(record.levelno, "worker 1" in record.message) for record in said] == [(logging.WARNING, True)]
+
+
+@pytest.mark.parametrize(("staleness", "comes_back"), [(0, False), (3, False), (None, True)])
+def test_a_worker_whose_steps_an_all_reduce_ties_to_the_others_does_not_come_back(
+    make_job: MakeJob, staleness: int | None, comes_back: bool
+) -> None:
+    # at a bound it would wait for their clock, and they for its part of the all-reduce
+    job, terms = make_job(), Terms(workers=2, staleness=staleness, lease=LONG)
+    lost, other = job.worker(0, terms), job.worker(1, terms)
+    model = nn.Sequential(nn.Embedding(8, 2), nn.Linear(2, 1))
+    es.wrap(model, lost, optimizer=es.SGD(lr=1.0), dense="ddp")
+    job.pass_time(2 * HOURS, other)
+    if comes_back:
+        model(torch.tensor([1]))
+        assert lost.stats.lost_leases == 1
+    else:
+        with pytest.raises(LeaseLost):
+            model(torch.tensor([1]))
 
 
 def test_workers_on_other_terms_are_refused(make_job: MakeJob) -> None:
