@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from embershard.worker.job_yaml import Path as Location
 
 if TYPE_CHECKING:
     from embershard.worker.job import Job
+    from embershard.worker.job_sections import OptimizerSection
 
 Found = Iterator[tuple[Location, str]]
 
@@ -60,12 +61,13 @@ def _strategy(job: Job) -> Found:
             yield path, f"has no meaning for strategy {name}, which has no shards to wait for; remove it"
     if job.embedding.cache is not None:
         yield ("embedding", "cache"), f"has no meaning for strategy {name}, whose rows are in the worker; remove it"
-    if job.embedding.optimizer.name not in SPARSE_OPTIMIZERS:
-        reason = f"strategy {name} trains by torch, which has no {job.embedding.optimizer.name} for sparse gradients"
-        yield ("embedding", "optimizer", "name"), f"{reason}; use {_either(SPARSE_OPTIMIZERS)}, or strategy ps"
-    elif getattr(job.embedding.optimizer, "momentum", 0.0):
-        reason = f"strategy {name} trains by torch, whose momentum would move every row that was ever read"
-        yield ("embedding", "optimizer", "momentum"), f"{reason}; set it to 0, or use strategy ps"
+    for at, optimizer in _optimizers(job, "embedding"):
+        if optimizer.name not in SPARSE_OPTIMIZERS:
+            reason = f"strategy {name} trains by torch, which has no {optimizer.name} for sparse gradients"
+            yield (*at, "name"), f"{reason}; use {_either(SPARSE_OPTIMIZERS)}, or strategy ps"
+        elif getattr(optimizer, "momentum", 0.0):
+            reason = f"strategy {name} trains by torch, whose momentum would move every row that was ever read"
+            yield (*at, "momentum"), f"{reason}; set it to 0, or use strategy ps"
     if job.data.hashed:
         reason = f"strategy {name} needs tables in memory, and hashed ids have 2**62 rows"
         yield ("strategy",), f"{reason}; use global ids, or strategy ps"
@@ -123,32 +125,22 @@ def _consistency(job: Job) -> Found:
 
 
 def _local_optimizers(job: Job) -> Found:
-    named: list[tuple[Location, str]] = [(("embedding", "optimizer"), job.embedding.optimizer.name)]
-    if job.dense.optimizer is not None:
-        named.append((("dense", "optimizer"), job.dense.optimizer.name))
-    for number, group in enumerate(job.embedding.groups):
-        named.append((("embedding", "groups", number, "optimizer"), group.optimizer.name))
-    for number, of_dense in enumerate(job.dense.groups):
-        named.append((("dense", "groups", number, "optimizer"), of_dense.optimizer.name))
-    for path, name in named:
-        if name not in LOCAL_OPTIMIZERS:
-            reason = f"train.staleness {job.train.staleness} trains copies of rows, which knows no {name}"
+    for path, optimizer in (*_optimizers(job, "embedding"), *_optimizers(job, "dense")):
+        if optimizer.name not in LOCAL_OPTIMIZERS:
+            reason = f"train.staleness {job.train.staleness} trains copies of rows, which knows no {optimizer.name}"
             yield (*path, "name"), f"{reason}; use {_either(LOCAL_OPTIMIZERS)}"
 
 
 def _torch_optimizers(job: Job) -> Found:
-    """The dense optimizer, where torch applies it."""
+    """The dense optimizers, where torch applies them."""
     if job.has_shards and job.dense_mode == "ps":
         return
-    own = job.dense.optimizer
-    path: Location = ("dense", "optimizer") if own is not None else ("embedding", "optimizer")
-    optimizer = own or job.embedding.optimizer
-    name = "adagrad" if own is None and optimizer.name == "rowwise_adagrad" else optimizer.name  # as wrap takes it
-    if name not in DENSE_OPTIMIZERS and own is None and not job.has_shards:
-        name = DENSE_OPTIMIZERS[0]  # refused for the tables already
-    named = [(path, name, optimizer)]
-    for number, group in enumerate(job.dense.groups):
-        named.append((("dense", "groups", number, "optimizer"), group.optimizer.name, group.optimizer))
+    named = [(path, optimizer.name, optimizer) for path, optimizer in _optimizers(job, "dense")]
+    if job.dense.optimizer is None:
+        inherited = job.embedding.optimizer
+        # row-wise Adagrad as wrap takes it; what the tables of torch cannot have is refused there already
+        known = inherited.name in DENSE_OPTIMIZERS or (inherited.name != "rowwise_adagrad" and job.has_shards)
+        named.append((("embedding", "optimizer"), inherited.name if known else "adagrad", inherited))
     for path, name, optimizer in named:
         if name not in DENSE_OPTIMIZERS:
             reason = f"torch applies it to the dense weights, and has no {name}"
@@ -156,6 +148,17 @@ def _torch_optimizers(job: Job) -> Found:
         elif getattr(optimizer, "clip_norm", 0.0):
             reason = "bounds a block of 1024 dense floats on a shard, and torch applies this optimizer to them"
             yield (*path, "clip_norm"), f"{reason}; give dense.optimizer without it"
+
+
+def _optimizers(job: Job, name: Literal["embedding", "dense"]) -> list[tuple[Location, OptimizerSection]]:
+    """Where the optimizers of a section stand: its own, if it has one, and those of its groups."""
+    section = job.embedding if name == "embedding" else job.dense
+    own: list[tuple[Location, OptimizerSection]] = []
+    if section.optimizer is not None:
+        own.append(((name, "optimizer"), section.optimizer))
+    return own + [
+        ((name, "groups", number, "optimizer"), group.optimizer) for number, group in enumerate(section.groups)
+    ]
 
 
 def _either(names: tuple[str, ...]) -> str:

@@ -107,6 +107,14 @@ CONTRADICTIONS = [
     (["dense.mode=ddp", "dense.optimizer={name: ftrl, lr: 1}"], "dense.optimizer.name: torch applies it to the dense"),
     (["dense.mode=ddp", "embedding.optimizer.name=ftrl"], "embedding.optimizer.name: torch applies it to the dense"),
     (
+        ["strategy=ddp", "embedding.groups=[{match: linear, optimizer: {name: ftrl, lr: 1}}]"],
+        "embedding.groups.0.optimizer.name: strategy ddp trains by torch",
+    ),
+    (
+        ["train.staleness=local(2)", "embedding.optimizer.name=ftrl"],
+        "embedding.optimizer.name: train.staleness local(2)",
+    ),
+    (
         ["dense.mode=ddp", "dense.groups=[{match: first_order, optimizer: {name: ftrl, lr: 1}}]"],
         "dense.groups.0.optimizer.name: torch applies it",
     ),
