@@ -1,6 +1,6 @@
 """Workers that are lost, and workers that stand still: what this costs the others, and the model.
 
-Killed: DeepFM on Frappe with a small tower (hidden [64, 64], batches of 1024, 4 epochs, so that it fits 2 cores), four
+Killed: DeepFM on Frappe with a small tower (hidden [64, 64], batches of 1024, 10 epochs, so that it fits 2 cores), four
 workers, epochs dealt out in splits, a lease of 2 s; one worker is killed (-9) in the second epoch. In each mode
 (staleness 0, 4 and off, dense weights on the shards) training has to go on, the shards without a push for no longer
 than the lease and 2 s (a meeting at the end of an epoch waits for the lease too), and the test AUC has to be at most
@@ -45,7 +45,7 @@ LEASE = 2.0
 SETTINGS = (
     "model.hidden=[64, 64]",
     "train.batch_size=1024",
-    "train.epochs=4",
+    "train.epochs=10",
     "train.early_stop=null",
     f"train.lease={LEASE}",
 )

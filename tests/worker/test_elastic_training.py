@@ -109,6 +109,17 @@ def test_the_others_train_on_where_one_dies(staleness: int | None, splits: int |
     assert all(notes.result is None for _, notes in others)  # one of them reports
 
 
+@pytest.mark.parametrize("staleness", [None, 0, 2])
+def test_each_sample_is_trained_on_once_per_epoch_where_nobody_is_lost(staleness: int | None) -> None:
+    cluster = Cluster(staleness, 12)
+    with ThreadPoolExecutor(WORKERS) as pool:
+        runs = list(pool.map(cluster.run, range(WORKERS)))
+    steps = [result.steps for result, _ in runs if result is not None]
+    assert sum(steps) == EPOCHS * 12 * -(-SAMPLES // 12 // 20)
+    assert all(result.samples == EPOCHS * SAMPLES for result, _ in runs if result is not None)
+    assert all(result.returned_splits == result.expired_leases == 0 for result, _ in runs if result is not None)
+
+
 @pytest.mark.parametrize("staleness", [None, 0])
 def test_who_comes_late_in_place_of_a_dead_worker_takes_part_to_the_end(staleness: int | None) -> None:
     cluster = Cluster(staleness, 12)

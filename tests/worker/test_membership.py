@@ -249,6 +249,14 @@ def test_a_resting_worker_is_not_waited_for_and_resumes_where_it_is_told(make_jo
     assert job.shards[1].status().clock == 6
 
 
+def test_a_resting_worker_reads_without_waiting_for_its_clock(make_job: MakeJob) -> None:
+    worker = make_job().worker(0, Terms(workers=1, staleness=0, lease=LONG))
+    worker.membership.resume(6)
+    assert worker.membership.after(6) == 6  # to which nobody may ever come
+    worker.membership.rest()
+    assert worker.membership.after(6) == 0
+
+
 def test_meetings_bring_the_payloads_of_all(make_job: MakeJob) -> None:
     job, terms = make_job(), Terms(workers=3, lease=LONG)
     sessions = [job.worker(number, terms) for number in range(3)]
