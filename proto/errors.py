@@ -181,8 +181,8 @@ class ClockAhead(EmbershardError):
     status = Status.UNAVAILABLE
     retryable = True
     template = (
-        "clock {clock} waits for worker {workers}, of whom it heard {seconds:.1f} s ago; if a worker does not run, "
-        "its lease will end the wait"
+        "clock {clock} waits for worker {workers}, of whom it heard {seconds:.1f} s ago; one that does not run "
+        "is given up at the end of its lease, one that is not here yet has to be started"
     )
 
 
