@@ -100,8 +100,12 @@ class Buffers:
 
     def state_dict(self) -> Mapping[str, object]:
         """The buffers that a state_dict of the model would hold."""
-        kept = self._model.state_dict().keys()
-        return {name: buffer for name, buffer in self._model.named_buffers() if name in kept}
+        return {
+            f"{path}.{name}" if path else name: buffer
+            for path, module in self._model.named_modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set
+        }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Copy them into the model."""

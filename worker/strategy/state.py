@@ -50,7 +50,8 @@ class TorchWeights:
 def _whole(value: Tensor) -> Tensor:
     if isinstance(value, DTensor):
         value = value.full_tensor()
-    return value.detach().cpu() if isinstance(value, Tensor) else value
+    # a copy: FSDP frees the memory of whole weights as it likes
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def _part(value: Tensor, parameter: Tensor) -> Tensor:
