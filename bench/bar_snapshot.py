@@ -256,8 +256,11 @@ def survive_kills(kills: int, num_rows: int, folder: str) -> tuple[dict[str, obj
     with LocalShards(2, restart=True, policy=policy, report=lambda line: None) as local:
         with clients(local) as client:
             push_alike(client, num_rows)
-            longest = 1.3 * max(es.take_snapshot(client, folder, name).seconds for name in ("k-1", "k0"))
+            pusher = Pusher(local, num_rows)  # as in the snapshots to come
+            longest = 1.2 * max(es.take_snapshot(client, folder, name).seconds for name in ("first", "second", "k0"))
+            pusher.stop()
         before = "k0"
+        prune(folder, before)
         for number in range(1, kills + 1):
             name, hits_shard = f"k{number}", number % 2 == 1
             pids = local.pids
