@@ -105,6 +105,13 @@ class Job(Section):
         """What an evaluation computes."""
         return tuple(name.format(k=self.top_k) for name in METRICS[self.data.evaluation])
 
+    def worker_threads(self, local_workers: int) -> int:
+        """Threads of torch in each of this machine's workers.
+
+        Where the job does not say: half of the cores are theirs, for shards and readers need some too.
+        """
+        return self.train.threads or max(1, (os.cpu_count() or 1) // (2 * local_workers))
+
     def loader_processes(self, local_workers: int) -> int:
         """Processes that make the batches of each worker; `local_workers` share this machine with its shards, if any.
 

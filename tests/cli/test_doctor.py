@@ -319,7 +319,10 @@ def test_threads_beyond_the_cores_are_a_warning(monkeypatch: pytest.MonkeyPatch,
     members = tuple(MemberStatus(worker, 1, False, 5.0) for worker in range(2))
     finds(compute.threads, case(replace(STATUS, members=members)), WARN, "x 2 workers on 4 cores")
     finds(compute.threads, job(tmp_path, "train.threads=3"), WARN, "3 (train.threads) x 2 workers")
-    finds(compute.threads, job(tmp_path), OK, "2 workers of the job share half of the 4 cores")
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    finds(compute.threads, job(tmp_path), OK, "1 (half of the machine's cores, shared) x 2 workers on 4 cores")
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)  # of which a container lends four
+    finds(compute.threads, job(tmp_path), WARN, "16 (half of the machine's cores, shared) x 2 workers on 4 cores")
 
 
 def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:

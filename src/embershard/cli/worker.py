@@ -143,7 +143,7 @@ def _check_mode(job: Job, ps: str | None, world_size: int) -> None:
 def _prepare(job: Job, place: Place) -> None:
     """Settings of this process."""
     keep_freed_memory()
-    torch.set_num_threads(job.train.threads or _fair_threads(place.local_world_size))
+    torch.set_num_threads(job.worker_threads(place.local_world_size))
     if torch.cuda.is_available():
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
 
@@ -205,11 +205,6 @@ def _observers(folder: Path | None) -> list[Observer]:
         board = TensorBoardLog.open(folder)
         observers += [board] if board is not None else []
     return observers
-
-
-def _fair_threads(workers: int) -> int:
-    """Threads of one of this machine's workers: half of the cores are theirs, for shards and readers need some too."""
-    return max(1, (os.cpu_count() or 1) // (2 * workers))
 
 
 def _end_with(parent_pid: int) -> None:

@@ -20,17 +20,19 @@ _NVIDIA_SMI_SECONDS = 2.5
     "beyond the cores wait for each other",
 )
 def threads(case: Case) -> Finding:
-    """torch's threads x workers on this machine; a job's workers share half of its cores unless it says otherwise."""
+    """torch's threads x workers on this machine, against the cores that it may use: a container's may be fewer."""
     import torch
 
-    cores = usable_cores()
-    own = case.job.train.threads if case.job is not None else torch.get_num_threads()
-    if own is None:
-        return ok(f"the {case.workers} workers of the job share half of the {cores:g} cores")
-    set_to = os.environ.get("OMP_NUM_THREADS")
-    source = "train.threads" if case.job is not None else f"OMP_NUM_THREADS={set_to}" if set_to else "torch's default"
-    text = f"{own} ({source}) x {case.workers} workers on {cores:g} cores"
-    return warn(text) if own * case.workers > cores else ok(text)
+    cores, workers = usable_cores(), case.workers
+    if case.job is not None:
+        source = "train.threads" if case.job.train.threads else "half of the machine's cores, shared"
+        own = case.job.worker_threads(workers)
+    else:
+        given = os.environ.get("OMP_NUM_THREADS")
+        source = f"OMP_NUM_THREADS={given}" if given else "torch's default"
+        own = torch.get_num_threads()
+    text = f"{own} ({source}) x {workers} workers on {cores:g} cores"
+    return warn(text) if own * workers > cores else ok(text)
 
 
 @check(
