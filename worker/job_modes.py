@@ -110,16 +110,16 @@ def _consistency(job: Job) -> Found:
         if job.dense_mode != "ps":
             at = ("strategy",) if job.strategy == "hybrid" else ("dense", "mode")
             yield at, f"all-reduces dense weights at every step, but train.staleness is {staleness}; use strategy ps"
-        if train.ahead:
+        if train.prefetch:
             yield ("train", "prefetch"), f"train.staleness {staleness} reads copies of its own; set it to 0"
         if job.embedding.cache is not None:
             yield ("embedding", "cache"), f"train.staleness {staleness} reads copies of its own; remove it"
         yield from _local_optimizers(job)
     elif train.bound is not None:
-        if (train.ahead or 0) > train.bound:
-            yield ("train", "prefetch"), f"pulls {train.ahead} clocks ahead, beyond train.staleness {staleness}"
-        elif job.embedding.cache is not None and (train.ahead or 0) + job.embedding.cache.staleness > train.bound:
-            age = (train.ahead or 0) + job.embedding.cache.staleness
+        if (train.prefetch or 0) > train.bound:
+            yield ("train", "prefetch"), f"pulls {train.prefetch} clocks ahead, beyond train.staleness {staleness}"
+        elif job.embedding.cache is not None and (train.prefetch or 0) + job.embedding.cache.staleness > train.bound:
+            age = (train.prefetch or 0) + job.embedding.cache.staleness
             reason = f"its copies may be {age} clocks old (train.prefetch included), beyond train.staleness {staleness}"
             yield ("embedding", "cache"), f"{reason}; remove it, or raise the bound"
 

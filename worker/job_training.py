@@ -155,7 +155,7 @@ class TrainSection(StepSection):
 
     With `prefetch` the rows of coming batches are pulled while this one computes. Its number is the staleness: a batch
     shows its worker's pushes but for those of that many batches before it. 0 trains to the same bits as `off`. It is
-    that of `staleness`, where this is a bound, or 0.
+    at most `staleness`, where this is a bound.
     """
 
     batch_size: Count  # samples of one worker's step
@@ -184,11 +184,6 @@ class TrainSection(StepSection):
         """Steps on a worker's own copies; None where it has none."""
         found = _LOCAL.fullmatch(self.staleness) if isinstance(self.staleness, str) else None
         return int(found[1]) if found else None
-
-    @property
-    def ahead(self) -> int | None:
-        """The staleness of prefetch; None without it."""
-        return self.prefetch if "prefetch" in self.model_fields_set else self.bound or 0
 
     @property
     def budget(self) -> tuple[str, int] | None:

@@ -39,15 +39,13 @@ def mistakes(folder: Path, *overrides: str, text: str = JOB) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("word", "bound", "local_steps", "ahead"),
-    [("0", 0, None, 0), ("4", 4, None, 4), ("off", None, None, 0), ("local(8)", None, 8, 0)],
+    ("word", "bound", "local_steps"), [("0", 0, None), ("4", 4, None), ("off", None, None), ("local(8)", None, 8)]
 )
 def test_staleness_is_a_number_off_or_local(
-    folder: Path, word: str, bound: int | None, local_steps: int | None, ahead: int
+    folder: Path, word: str, bound: int | None, local_steps: int | None
 ) -> None:
     train = load(folder, f"train.staleness={word}").train
-    assert (train.bound, train.local_steps, train.ahead) == (bound, local_steps, ahead)
-    assert load(folder, f"train.staleness={word}", "train.prefetch=off").train.ahead is None
+    assert (train.bound, train.local_steps, train.prefetch) == (bound, local_steps, 0)
 
 
 @pytest.mark.parametrize("word", ["-1", "true", "local", "local(0)", "1.5", "[1]"])
@@ -138,7 +136,11 @@ CONTRADICTIONS = [
     ),
     (["train.staleness=0", "train.prefetch=1"], "train.prefetch: pulls 1 clocks ahead, beyond train.staleness 0"),
     (["train.staleness=0", "embedding.cache={staleness: 1}"], "embedding.cache: its copies may be 1 clocks old"),
-    (["train.staleness=4", "embedding.cache={staleness: 1}"], "embedding.cache: its copies may be 5 clocks old"),
+    (["train.staleness=4", "train.prefetch=5"], "train.prefetch: pulls 5 clocks ahead, beyond train.staleness 4"),
+    (
+        ["train.staleness=4", "train.prefetch=4", "embedding.cache={staleness: 1}"],
+        "embedding.cache: its copies may be 5 clocks old",
+    ),
     (["train.lease=0"], "train.lease: input should be greater than or equal to 0.1"),
 ]
 

@@ -53,7 +53,7 @@ class ShardStrategy:
             self.module = self._dense.module
             self.optimizers += self._dense.optimizers
             self._together = Together.join(self._keep_company)
-        self._ahead = job.train.ahead
+        self._ahead = job.train.prefetch
         if job.embedding.cache is not None:
             session.cache_rows(job.embedding.cache.rows, job.embedding.cache.staleness)
 
