@@ -72,6 +72,15 @@ class Meter:
         return time.perf_counter() - self._start
 
     @property
+    def began(self) -> float:
+        """When that was: seconds since 1970, by which workers that come later count too."""
+        return time.time() - self.seconds
+
+    @began.setter
+    def began(self, moment: float) -> None:
+        self._start = time.perf_counter() - max(0.0, time.time() - moment)
+
+    @property
     def all_samples(self) -> int:
         """Of all workers, the others taken to be as fast as this one since they met."""
         return sum(self._counts.values()) + (self.samples - self._met_at) * self._workers

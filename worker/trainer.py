@@ -144,13 +144,15 @@ class Trainer:
         if self._group.late:
             self._learn.steps = max(self._learn.steps, self.strategy.clock)  # about as many as each of them made
             self._stopped = bool(word["stopped"]) or self._group.over
+            self._meter.began = float(word["began"])
             for name, part in self._common.items():
                 part.load_state_dict(word[name])
         return number
 
     def _word(self) -> dict[str, Any]:
         """What a worker that joins late has to know."""
-        return {"stopped": self._stopped, **{name: part.state_dict() for name, part in self._common.items()}}
+        common = {name: part.state_dict() for name, part in self._common.items()}
+        return {"stopped": self._stopped, "began": self._meter.began, **common}
 
     def _pause(self, segment: Segment, number: int) -> int:
         """Do with all workers what is due after a segment, while nobody's clock waits; the next segment's number."""

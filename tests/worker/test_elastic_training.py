@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from embershard.in_process import InProcessShards
+from embershard.proto.errors import StaleWorker
 from embershard.worker.client import Client
 from embershard.worker.data.batch import Batch
 from embershard.worker.data.rows import RowsDataset
@@ -57,15 +58,16 @@ class Cluster:
         self.job: Job = job("fm", train=train, workers=WORKERS)
         self.job = self.job.model_copy(update={"data": self.job.data.model_copy(update={"splits": splits})})
         self.shards = InProcessShards(2)
-        self.terms = Terms(
-            workers=WORKERS, staleness=staleness, lease=timedelta(seconds=1.5), patience=timedelta(seconds=30)
-        )
+        self.staleness = staleness
         self.died = threading.Event()
 
     def run(self, rank: int, *, dies: bool = False) -> tuple[Result | None, Notes]:
         """One worker's run; None where it was killed."""
         client = Client(self.shards.carriers(), worker=rank)
-        member, notes = client.join(self.terms), Notes()
+        # only who dies has to be given up soon
+        lease, patience = timedelta(seconds=2 if dies else 30), timedelta(seconds=60)
+        terms = Terms(workers=WORKERS, staleness=self.staleness, lease=lease, patience=patience)
+        member, notes = client.join(terms), Notes()
 
         def die() -> None:
             member._ended.set()  # it is not heard of any more
@@ -76,7 +78,8 @@ class Cluster:
         trainer = Trainer(self.job, data, Session(client), ShardGroup(client, rank, WORKERS), [notes])  # type: ignore[arg-type]
         try:
             result = trainer.run()
-        except Killed:
+        except (Killed, StaleWorker):  # what it had on its way may meet the one in its place
+            assert dies
             return None, notes
         client.close()
         return result, notes
@@ -95,7 +98,7 @@ def test_the_others_train_on_where_one_dies(staleness: int | None, splits: int |
     assert notes.result is result
     assert result.figures["valid"]["samples"] == 500
     assert result.figures["valid"]["auc"] > 0.8
-    assert result.expired_leases == 1
+    assert result.expired_leases >= 1
     assert [e.epoch for e in notes.evaluations] == ([2, 3] if victim == 0 else [1, 2, 3])
     assert notes.plan is not None
     assert notes.plan.reporter == (1 if victim == 0 else None)
@@ -136,6 +139,8 @@ def test_who_comes_late_in_place_of_a_dead_worker_takes_part_to_the_end(stalenes
     # it reports, as the first, from the evaluation on that it took part in
     told = Counter(e.epoch for _, notes in [*runs, (result, notes)] for e in notes.evaluations)
     assert told == {1: 1, 2: 1, 3: 1}
+    seconds = sorted((e.epoch, e.seconds) for _, notes in [*runs, (result, notes)] for e in notes.evaluations)
+    assert [s for _, s in seconds] == sorted(s for _, s in seconds)  # whoever reports counts from the beginning
     assert [notes.result is not None for _, notes in [*runs, (result, notes)]].count(True) == 1
     assert {run[0].figures["valid"]["auc"] for run in [*runs[1:], (result, notes)] if run[0]} == {
         result.figures["valid"]["auc"]
