@@ -136,6 +136,7 @@ class Membership:
         data = np.frombuffer(payload, np.uint8)
         met = self._ask_first(Meet(self.worker, self._epoch, name, data, listen, tuple(among)), patience)
         assert isinstance(met, Met)
+        self.members = tuple(sorted({*self.members, *met.workers}))  # who has come lives; a beat may not know of it yet
         payloads = [part.tobytes() for part in met.payloads] if listen else [b""] * len(met.workers)
         return dict(zip(met.workers, payloads, strict=True))
 

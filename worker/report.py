@@ -77,7 +77,7 @@ class Report:
             split=self.split,
             resumed_step=resumed_step,
         )
-        if self._group.reports and not self._group.late:
+        if self._group.is_first and not self._group.late:
             self._open(self._plan)
 
     def trained(self, step: int, epoch: int, lr_scale: float) -> None:

@@ -145,6 +145,13 @@ def test_two_workers_meet_through_shards(join: Callable[..., ShardGroup]) -> Non
     all_do([join(rank, 2) for rank in range(2)], take_part)
 
 
+def test_nobody_takes_a_worker_for_lost_that_joined_after_it(join: Callable[..., ShardGroup]) -> None:
+    second = join(1, 2, lease=100.0)  # it does not beat before the first one joins
+    groups = [join(0, 2), second]
+    all_do(groups, lambda group: group.enter({}))
+    assert [group.reports for group in groups] == [True, False]
+
+
 def test_who_dies_is_neither_waited_for_nor_the_end_of_the_others(join: Callable[..., ShardGroup]) -> None:
     groups = [join(rank, 3) for rank in range(3)]
     all_do(groups, lambda group: group.enter({}))

@@ -23,11 +23,12 @@ class SplitQueue:
         """Splits that were dealt a second time, since the worker that had them was lost."""
         return sum(self._returned.values())
 
-    def deal(self, epoch: int) -> Iterator[int]:
+    def deal(self, epoch: int, *, ahead: bool = False) -> Iterator[int]:
         """Splits of an epoch, one by one, until all of them are finished by somebody.
 
-        Asking for the next says that the one before is finished: everything of it is pushed. Then nothing may be in
-        flight where a job bounds the staleness, for its clock does not wait for a worker that waits for a split.
+        Asking for the next says that the one before is finished: everything of it is pushed then, unless the asking
+        runs `ahead` of the training. It must not where a job bounds the staleness, for its clock does not wait for a
+        worker that waits for a split.
         """
         member = self._session.membership
         if member is None:
@@ -36,6 +37,8 @@ class SplitQueue:
         bounded = member.terms.staleness is not None
         done = -1
         while True:
+            if not ahead:
+                self._session.flush()
             if bounded:
                 member.rest()
             split = member.take_split(epoch, self.num_splits, done)
@@ -85,5 +88,5 @@ class SplitSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         order = permutation(self._num_samples, self._seed, self._epoch)
-        for split in self._queue.deal(self._epoch):
+        for split in self._queue.deal(self._epoch, ahead=True):
             yield from order[split :: self._queue.num_splits].tolist()

@@ -65,6 +65,18 @@ def test_what_a_lost_worker_had_is_dealt_again_and_counted(join: Join) -> None:
     assert queue.returned == 1
 
 
+def test_a_split_is_finished_when_its_pushes_are_acknowledged(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, said = join(0), []
+    join(1)
+    member = session.membership
+    assert member is not None
+    take = member.take_split
+    monkeypatch.setattr(session, "flush", lambda: said.append("flush"))
+    monkeypatch.setattr(member, "take_split", lambda *what: (said.append(what[-1]), take(*what))[1])
+    assert list(SplitQueue(session, 2).deal(0)) == [0, 1]
+    assert said == ["flush", -1, "flush", 0, "flush", 1]
+
+
 def test_a_worker_without_others_is_dealt_everything() -> None:
     with es.local() as session:
         assert list(SplitQueue(session, 3).deal(5)) == [0, 1, 2]
