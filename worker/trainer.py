@@ -54,8 +54,8 @@ class Trainer:
         resume: Checkpoint | None = None,
     ) -> None:
         self._job, self._dataset, self._group = job, dataset, group
-        self.device = _device(job)
-        model = _build(job, dataset)
+        self.device = device_of(job)
+        model = build_model(job, dataset)
         self._dense_parameters = num_dense_parameters(model)
         self.strategy = choose_strategy(job, model, session, self.device)
         self.model = self.strategy.model
@@ -210,7 +210,7 @@ class Trainer:
         )
 
 
-def _build(job: Job, dataset: Dataset) -> Recommender:
+def build_model(job: Job, dataset: Dataset) -> Recommender:
     """The model with its first dense weights, the same for all workers, and its tables on the meta device."""
     torch.manual_seed(job.train.seed)
     model = job.model.build(dataset.schema, job.dim, "meta")
@@ -230,7 +230,8 @@ def _timed(batches: Iterator[Numbered]) -> Iterator[Numbered]:
         yield batch
 
 
-def _device(job: Job) -> torch.device:
+def device_of(job: Job) -> torch.device:
+    """Where a job computes. JobError for a device that this machine has not."""
     if job.train.device == "cuda" and not torch.cuda.is_available():
         raise JobError(where="train.device", reason="this machine has no CUDA device; use auto or cpu")
     wanted = job.train.device

@@ -20,13 +20,14 @@ COMMANDS = {
     "up": "Run supervised shards on this machine.",
     "ps": "Serve one shard.",
     "worker": "Run one worker of a job.",
+    "evaluate": "Score a job's model on shards, while its workers train it.",
     "status": "Show health, rows, bytes and requests of every shard.",
     "doctor": "Check this machine, shards, a job or a run, and say what to do.",
     "export": "Write a trained model as files for torch, ONNX and others.",
     "import": "Load a model that was trained elsewhere into running shards.",
     "snapshot": "Write all shards to a folder, or to remote storage, while they train.",
     "restore": "Read a snapshot into running shards, of any number.",
-    "inspect": "Show what a snapshot holds, and check it.",
+    "inspect": "Show what a snapshot holds; --verify checks every file.",
     "bench": "Measure pull and push, training, and how their cost grows.",
 }
 # what a machine may say to any write, at any moment; everything else is a defect, and shows its traceback

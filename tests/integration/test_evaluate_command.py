@@ -1,0 +1,91 @@
+"""`embershard evaluate` beside real shards and workers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from embershard.deploy.supervisor import LocalShards
+from embershard.worker.client import Client
+
+pytestmark = pytest.mark.integration
+
+JOB = """\
+model: {name: dlrm, bottom: [16], hidden: [16]}
+data: {reader: clicks, eval_samples: 3000, loader_processes: 0}
+embedding: {dim: 4, optimizer: {name: adagrad, lr: 0.05}}
+train: {batch_size: 256, samples: 5_000}
+"""
+COMMAND = (sys.executable, "-m", "embershard.cli")
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=100)
+
+
+def await_clock(addresses: Sequence[str], clock: int) -> None:
+    with contextlib.closing(Client.connect(addresses)) as client:
+        end = time.monotonic() + 60
+        while client.status()[0].clock < clock:
+            assert time.monotonic() < end, "nobody trains"
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    return path
+
+
+def test_it_scores_what_a_run_has_left_on_the_shards_and_creates_nothing(job: Path, tmp_path: Path) -> None:
+    with LocalShards(2) as shards:
+        ps = ",".join(shards.addresses)
+        early = run("evaluate", str(job), "--ps", ps)
+        assert early.returncode == 1
+        assert "no table 'embedding" in early.stderr
+        with contextlib.closing(Client.connect(shards.addresses)) as client:
+            assert not any(status.tables for status in client.status())
+        trained = run("train", str(job), "--ps", ps, "--output", str(tmp_path / "out"))
+        assert trained.returncode == 0, trained.stderr
+        found = run("evaluate", str(job), "--ps", ps)
+        assert found.returncode == 0, found.stderr
+    records = [json.loads(line) for line in (tmp_path / "out/log.jsonl").read_text().splitlines()]
+    result = next(record for record in records if record["record"] == "result")
+    figures = json.loads(found.stdout)
+    for split, its in result["figures"].items():
+        assert figures[split] == pytest.approx(its, rel=1e-6)
+
+
+def test_workers_train_on_while_it_scores(job: Path, tmp_path: Path) -> None:
+    forever = [str(job), "--output", str(tmp_path / "out"), "--set", "train.samples=1_000_000_000"]
+    with LocalShards(1) as shards, (tmp_path / "said").open("w") as said:
+        ps = ["--ps", shards.addresses[0]]
+        words = [*COMMAND, "train", *forever, *ps, "--set", "train.staleness=0", "--workers", "2"]
+        trainer = subprocess.Popen(words, stdout=said, stderr=said)
+        onlooker = None
+        try:
+            await_clock(shards.addresses, 3)
+            onlooker = subprocess.Popen(
+                [*COMMAND, "evaluate", str(job), *ps, "--every", "0.1"], stdout=subprocess.PIPE, text=True
+            )
+            assert onlooker.stdout is not None
+            first, second = (json.loads(onlooker.stdout.readline()) for _ in range(2))
+            assert second["clock"] > first["clock"] > 0
+            assert first["valid"]["samples"] == 3000
+            onlooker.send_signal(signal.SIGINT)
+            assert onlooker.wait(30) == 130
+            assert trainer.poll() is None
+        finally:
+            for process in (trainer, onlooker):
+                if process is not None:
+                    process.terminate()
+                    process.communicate(timeout=60)

@@ -1,0 +1,66 @@
+"""Evaluation while training goes on: a process of its own scores what the shards hold, and holds nobody up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from embershard.proto.errors import JobError, UnknownTable
+from embershard.worker.evaluate import Evaluator, Figures
+from embershard.worker.group import WorkerGroup
+from embershard.worker.job import Job
+from embershard.worker.session import Session
+from embershard.worker.strategy.shards import ShardStrategy
+from embershard.worker.trainer import build_model, device_of
+
+ONLOOKER = 65_535  # its worker number: the last one, which no job of this size has
+
+
+class Onlooker:
+    """Scores a job's model with the weights that the shards have at the time, as one who is no member of the job.
+
+    The workers need not stop for it, so that rows of one evaluation may be some steps apart. The data's paths start at
+    `base`. JobError where the shards do not hold all of the model, or the job has nothing to evaluate on; UnknownTable
+    where nobody has begun to train it.
+    """
+
+    def __init__(self, job: Job, session: Session, base: Path) -> None:
+        if not job.has_shards or job.dense_mode != "ps":
+            reason = "the dense weights are in the workers; evaluate a checkpoint, or train with dense.mode ps"
+            raise JobError(where="dense.mode", reason=reason)
+        dataset = job.data.open(base, job.train.seed)
+        if not dataset.splits:
+            raise JobError(
+                where="data", reason="there is nothing to evaluate on: name a file in data.valid or data.test"
+            )
+        model = build_model(job, dataset)
+        if any(buffer.numel() for buffer in model.buffers() if buffer.is_floating_point()):
+            reason = "the running statistics of batch norm are in the workers; read the figures of the run itself"
+            raise JobError(where="model", reason=reason)
+        _check_tables(model, session, job.prefix)
+        device = device_of(job)
+        strategy = ShardStrategy(job, model, session, device)
+        self._session = session
+        self._evaluator = Evaluator(
+            strategy.model,
+            dataset,
+            strategy,
+            WorkerGroup(),
+            batch_size=job.evaluate.batch_size,
+            top_k=job.top_k,
+            device=device,
+        )
+
+    def evaluate(self) -> tuple[int, dict[str, Figures]]:
+        """The first clock that is not closed (0 where the workers share none), and split -> metric -> value."""
+        clock = max(status.clock for status in self._session.client.status())
+        return clock, self._evaluator.evaluate()
+
+
+def _check_tables(model: nn.Module, session: Session, prefix: str) -> None:
+    """Only look: what nobody trains must not be created by who reads it."""
+    held = {table.name for status in session.client.status() for table in status.tables}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and prefix + name not in held:
+            raise UnknownTable(table=prefix + name, known=", ".join(sorted(held)) or "none")
