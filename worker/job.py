@@ -83,7 +83,7 @@ class Job(Section):
         """Parts in which an epoch is dealt out to the workers; 0 where each has its share of it."""
         if not self.elastic(workers) or self.data.splits is None:
             return 0
-        return 8 * workers if self.data.splits == "auto" else self.data.splits
+        return self.data.splits if isinstance(self.data.splits, int) else 8 * workers
 
     @property
     def all_reduces(self) -> bool:

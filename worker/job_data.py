@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, PlainValidator
 
 from embershard.worker.job_sections import Count, Section
 
@@ -23,6 +23,14 @@ SPLITS = ("train", "valid", "test")
 Negatives = Annotated[int, Field(ge=0)]
 
 
+def _parts(value: object) -> int | str | None:
+    if value is None or value == "auto":
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31:
+        return value
+    raise ValueError(f"must be a number of parts, auto or null, got {value!r}")
+
+
 class DataSection(Section):
     """A reader and its files. Relative paths start at `root`, which itself starts at the job file's folder."""
 
@@ -30,7 +38,7 @@ class DataSection(Section):
     root: Path = Path()
     loader_processes: Annotated[int, Field(ge=0, le=1)] | None = None
     """1: batches are made in a process beside each worker; 0: by the worker. See `costs_cpu` for what is chosen."""
-    splits: Annotated[int, Field(ge=1, lt=2**31)] | Literal["auto"] | None = None
+    splits: Annotated[int | str | None, PlainValidator(_parts)] = None
     """Parts of an epoch, dealt to whichever worker is free; auto: 8 for each worker. Without it: equal shares."""
     evaluation: ClassVar[Evaluation] = "pointwise"
     pairs: ClassVar[bool] = False
