@@ -57,6 +57,7 @@ def _strategy(job: Job) -> Found:
     if _given(job, "shards"):
         yield ("shards",), f"strategy {name} has no shards; remove it"
     for path in (("train", "staleness"), ("train", "damp_staleness"), ("train", "lease"), ("train", "prefetch")):
+        # 0, which equals False, says what is true of them: nothing is stale
         if _given(job, *path) and getattr(job.train, path[1]) not in (None, False):
             yield path, f"has no meaning for strategy {name}, which has no shards to wait for; remove it"
     if job.embedding.cache is not None:
