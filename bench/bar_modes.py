@@ -1,9 +1,8 @@
 """The jobs of bar_ncf.py and bar_ctr.py in every mode: synchronous, bounded, asynchronous; dense on shards or by DDP.
 
-Two shards, and the job's workers: two, but one for Adult, whose recipe is an order of batches. A step of both together
-has the job's batch, where they make their steps together (staleness 0, and dense weights that are all-reduced);
-asynchronous ones push the job's batch each, as in the other two bars. Each mode has to hold the job's bar, and to come
-no more than 0.003 below the synchronous result.
+Two shards, and the job's workers: two, but one for Adult, whose recipe is an order of batches. Synchronous ones share
+the job's batch; the others take one each, as in the other two bars. Each mode has to hold the job's bar, and to come no
+more than 0.003 below the synchronous result.
 
 Pushes that pass each other act like momentum (Mitliagkas et al., "Asynchrony begets Momentum", 2016), and the rates of
 the NCF jobs are those of two asynchronous workers: one process, and so two synchronous ones, wants twice as much.
@@ -36,16 +35,11 @@ class Mode:
     staleness: str
     dense: str
 
-    @property
-    def in_step(self) -> bool:
-        """Whether the workers make their steps together, so that their batches are parts of one."""
-        return self.staleness == "0" or self.dense == "ddp"
-
     def settings(self, name: str) -> list[str]:
         """Words for `embershard train` on an example."""
         job = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
         sets = {"train.staleness": self.staleness, "dense.mode": self.dense}
-        if self.in_step:
+        if self.staleness == "0":
             sets["train.batch_size"] = job["train"]["batch_size"] // job["workers"]
         if self.staleness == "0" and name in TWICE_THE_RATE:
             sections = [section for section in ("embedding", "dense") if section in job]
