@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +15,7 @@ from embershard.deploy.supervisor import LocalShards
 from embershard.deploy.workers import LocalWorkers
 from embershard.proto.errors import EmbershardError
 from embershard.worker.addresses import parse_addresses
-from embershard.worker.job import load_job
+from embershard.worker.job import Job, load_job
 from embershard.worker.log import make_folder
 
 if TYPE_CHECKING:  # a job is checked in a second, without torch; only checkpoints need more
@@ -60,47 +60,67 @@ def train(
     given = {"workers": workers, "shards": shards}
     sets = [*(overrides or ()), *(f"{name}={value}" for name, value in given.items() if value is not None)]
     settings = load_job(job, sets, data)
-    if not settings.has_shards and (ps is not None or imports):
-        raise typer.BadParameter(
-            f"strategy {settings.strategy} has no shards: --ps and --import have no meaning with it"
-        )
-    if ps is not None and (shards is not None or imports):
-        raise typer.BadParameter("--ps names shards that run already: --shards and --import have no meaning with it")
+    _check_shards(settings, ps, shards, imports)
     if ps is not None:
         ps = ",".join(parse_addresses(ps))
-    checkpoint: Checkpoint | None = None
-    if resume is not None or settings.checkpoint is not None:
-        from embershard.worker.checkpoint import CheckpointFolder, find_checkpoint
-
-        checkpoint = None if resume is None else find_checkpoint(resume, settings)
-        if settings.checkpoint is not None:
-            CheckpointFolder(settings.checkpoint).check(resumed=checkpoint is not None)
+    checkpoint = _find_checkpoint(settings, resume)
     before = None if checkpoint is None else checkpoint.output
     folder = output or settings.output or before or Path("runs") / f"{job.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     command = [str(job), "--output", str(folder), *(word for assignment in sets for word in ("--set", assignment))]
     command += ["--data", str(data)] if data is not None else []
     command += ["--profile"] if profile else []
     make_folder(folder)
+    _run(settings, command, folder, ps, imports or (), checkpoint)
+
+
+def _check_shards(job: Job, ps: str | None, shards: int | None, imports: list[str] | None) -> None:
+    if not job.has_shards and (ps is not None or imports):
+        raise typer.BadParameter(f"strategy {job.strategy} has no shards: --ps and --import have no meaning with it")
+    if ps is not None and (shards is not None or imports):
+        raise typer.BadParameter("--ps names shards that run already: --shards and --import have no meaning with it")
+
+
+def _find_checkpoint(job: Job, resume: str | None) -> Checkpoint | None:
+    """The checkpoint to go on from; the folder of new ones is looked at too, before anything starts."""
+    if resume is None and job.checkpoint is None:
+        return None
+    from embershard.worker.checkpoint import CheckpointFolder, find_checkpoint
+
+    checkpoint = None if resume is None else find_checkpoint(resume, job)
+    if job.checkpoint is not None:
+        CheckpointFolder(job.checkpoint).check(resumed=checkpoint is not None)
+    return checkpoint
+
+
+def _run(
+    job: Job,
+    command: list[str],
+    folder: Path,
+    ps: str | None,
+    imports: Sequence[str],
+    checkpoint: Checkpoint | None,
+) -> None:
+    """Start shards, unless there are some, and workers; wait for them, and end them all."""
     with ended_by_signals(), contextlib.ExitStack() as stack:
         watch: Callable[[], EmbershardError | None] = lambda: None  # noqa: E731
-        if ps is None and settings.has_shards:
-            local = stack.enter_context(LocalShards(settings.shards, imports=imports or ()))
+        if ps is None and job.has_shards:
+            local = stack.enter_context(LocalShards(job.shards, imports=imports))
             ps, watch = ",".join(local.addresses), lambda: local.failure
         command += ["--ps", ps] if ps is not None else []
         if checkpoint is not None:
             command += ["--resume", checkpoint.url]
             _restore(checkpoint, ps)
         running = LocalWorkers(
-            settings.workers,
+            job.workers,
             command,
             folder,
-            elastic=settings.elastic(settings.workers),
-            restarts=settings.train.restart_workers,
+            elastic=job.elastic(job.workers),
+            restarts=job.train.restart_workers,
             say=typer.echo,
         )
         stack.enter_context(running).wait(watch)
     if running.lost:
-        typer.echo(f"lost workers: {len(running.lost)} of {settings.workers}: {', '.join(running.lost)}")
+        typer.echo(f"lost workers: {len(running.lost)} of {job.workers}: {', '.join(running.lost)}")
     typer.echo(f"log: {folder / 'log.jsonl'}")
 
 
