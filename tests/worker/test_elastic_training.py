@@ -85,8 +85,9 @@ class Cluster:
         return result, notes
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize(("staleness", "splits"), [(None, None), (None, 12), (0, None), (0, 12), (2, 12)])
+@pytest.mark.parametrize(
+    ("staleness", "splits", "victim"), [(None, None, 0), (None, 12, 2), (0, None, 2), (0, 12, 0), (2, 12, 2)]
+)
 def test_the_others_train_on_where_one_dies(staleness: int | None, splits: int | None, victim: int) -> None:
     cluster = Cluster(staleness, splits)
     with ThreadPoolExecutor(WORKERS) as pool:

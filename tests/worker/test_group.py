@@ -74,11 +74,13 @@ def run_two(program: str) -> list[tuple[int, str]]:
             peer.kill()
 
 
+@pytest.mark.integration
 def test_two_processes_meet_over_gloo() -> None:
     for code, errors in run_two(PEER):
         assert code == 0, errors
 
 
+@pytest.mark.integration
 def test_a_worker_whose_peer_dies_says_that_it_lost_another_worker() -> None:
     (code, errors), _ = run_two(LOSER)
     assert code == 1
