@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PlainValidator
 
 from embershard.proto import spec
 from embershard.worker.job_modes import Found
@@ -15,7 +16,20 @@ if TYPE_CHECKING:
     from embershard.worker.job import Job
 
 Pattern = Annotated[str, Field(min_length=1)]
-Argument = bool | int | float | str | tuple[int | float, ...] | None
+
+
+def _argument(value: object) -> object:
+    """One reason, where pydantic gives one for each kind that it could be."""
+    parts = value if isinstance(value, (list, tuple)) else (value,)
+    kinds = (int, float) if isinstance(value, (list, tuple)) else (bool, int, float, str, type(None))
+    if not all(isinstance(part, kinds) for part in parts):
+        raise ValueError("must be a number, a text, true, false, null or a list of numbers")
+    if not all(math.isfinite(part) for part in parts if isinstance(part, float)):
+        raise ValueError("must be finite")
+    return tuple(value) if isinstance(value, list) else value
+
+
+Argument = Annotated[bool | int | float | str | tuple[int | float, ...] | None, PlainValidator(_argument)]
 
 
 class GroupSection(Section):

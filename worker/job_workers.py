@@ -17,6 +17,9 @@ def worker_contradictions(job: Job) -> Iterator[tuple[Location, str]]:
     survives = job.has_shards and job.dense_mode == "ps"
     if job.train.restart_workers and not survives:
         yield ("train", "restart_workers"), f"has no meaning for {mode}, which ends with the first worker that is lost"
+    if job.train.restart_workers and survives and job.workers == 1:
+        reason = "starts workers again beside others; a run with one goes on from a checkpoint, by --resume"
+        yield ("train", "restart_workers"), reason
     if job.data.splits is None:
         return
     at = ("data", "splits")

@@ -45,6 +45,7 @@ def test_an_epoch_is_dealt_in_eight_splits_for_each_worker_or_as_many_as_the_job
             ("data.splits=null", "dense.mode=fsdp", "train.restart_workers=1"),
             "train.restart_workers: has no meaning for",
         ),
+        (("workers=1", "train.restart_workers=1"), "train.restart_workers: starts workers again beside others"),
     ],
 )
 def test_a_contradiction_is_named(tmp_path: Path, sets: tuple[str, ...], words: str) -> None:

@@ -342,6 +342,10 @@ def mistakes(tmp_path: Path, text: str) -> list[str]:
             "job.yaml:8: train.lr_schedule.args: is refused: StepLR takes no 'step'; it takes step_size, gamma",
         ),
         (
+            "  lr_schedule: {name: torch, class: StepLR, args: {step_size: 2, gamma: .nan}}",
+            "job.yaml:8: train.lr_schedule.args.gamma: must be finite",
+        ),
+        (
             "  lr_schedule: {name: torch, class: Stepp}",
             "job.yaml:8: train.lr_schedule.class: is refused: torch.optim.lr_scheduler has no class 'Stepp'",
         ),
