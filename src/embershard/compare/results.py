@@ -1,0 +1,274 @@
+"""Everything that a comparison found, as data: what results.json holds and a report shows.
+
+A run trains the job once: one arm, one seed, one link. `quality` runs train it whole on a link without limit, and are
+judged; `speed` runs are short, on a limited link; `tune` runs are judged on the split that decides, to choose an arm's
+learning rate, and are in no other figure. Runs of equal seed are paired: same first values, same order of the data.
+
+A mapping of metrics holds auc, logloss, ne, calibration, or hr@K, ndcg@K, recall@K; one that is not defined is None.
+Of an arm's pictures, samples against quality comes from `Run.curve`; wall time on a limited link, where quality is not
+measured again, is samples over the speed there (`Results.seconds_at`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+
+FORMAT = 1
+FILE_NAME = "results.json"
+UNLIMITED = "unlimited"
+Kind = Literal["quality", "speed", "tune"]
+Rate = Literal["fixed", "tuned"]  # the job's learning rate, or the arm's own best multiple of it
+Metrics = Mapping[str, float | None]
+
+
+class Record(BaseModel):
+    """Data that does not change."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Arm(Record):
+    """One of the things compared."""
+
+    label: str  # as it was named: "int8", "staleness=4", "push=int8/pull=fp16s"
+    meaning: str  # in plain words, for people who do not know the names
+    settings: tuple[str, ...]  # "section.field=value", over the job file
+    is_codec: bool  # it says how rows and gradients travel, and nothing else
+    added: bool = False  # nobody asked for it: an arm of fp16s stands beside all codecs
+
+
+class Bandwidth(Record):
+    """A link between each worker and the shards."""
+
+    label: str  # "100mbit", "unlimited"
+    bits_per_second: float | None  # in either direction; None without limit
+
+
+class Point(Record):
+    """One evaluation of a run."""
+
+    samples: int  # of all workers
+    seconds: float  # of training until then, evaluations left out
+    figures: Mapping[str, Metrics]  # split -> metric -> value
+
+
+class Bytes(Record):
+    """What one step of one worker moves between it and all shards, the mean of a run."""
+
+    direction: str  # push, pull: gradients to the shards, or rows from them (with what asks for them)
+    part: str  # ids, rows, dense, other
+    sent: float  # bytes on the wire
+    raw: float | None  # what they would be without a codec
+    predicted: float | None  # what was expected of the codec before anything was sent
+
+
+class StepPart(Record):
+    """Where the time of the first worker's steps goes; parts that are not overlapped add up to `step`."""
+
+    name: str  # step, route, pull, forward, backward, encode, push, wait, ..., other
+    p50_ms: float
+    p99_ms: float
+    mean_ms: float
+    overlapped: bool  # in another thread, beside the others
+
+
+class Run(Record):
+    """One training of the job; what was not measured, or what a failed run has not come to, is None or empty."""
+
+    arm: str
+    seed: int
+    bandwidth: str
+    kind: Kind
+    multiple: float  # of the job's learning rates
+    ok: bool
+    error: str  # the last words of a run that failed twice
+    attempts: int
+    words: tuple[str, ...]  # of `embershard train`, behind the job file
+    folder: str  # of its log, below that of the comparison
+    began: str  # "2026-11-21 12:00:00 +0000"
+    total_seconds: float  # from the command to its end
+    steps: int  # of the first worker
+    samples: int  # of all workers
+    train_seconds: float  # of a worker
+    samples_per_second: float | None  # of all workers, its beginning left out
+    wait_share: float | None  # of the training time, for shards or other workers
+    metrics: Metrics  # of the best evaluation, on Results.split
+    decided: float | None  # Results.metric of the best evaluation on Results.deciding_split
+    best_samples: int  # at the best evaluation
+    stopped_early: bool
+    curve: tuple[Point, ...]
+    bytes: tuple[Bytes, ...]
+    step: tuple[StepPart, ...]
+    versions: Mapping[str, str]
+    load_average: float  # of the last minute, when it began
+
+    @property
+    def key(self) -> str:
+        """Its name, of which a comparison has one run each."""
+        return run_key(self.kind, self.arm, self.seed, self.bandwidth, self.multiple)
+
+
+def run_key(kind: Kind, arm: str, seed: int, bandwidth: str, multiple: float) -> str:
+    """The name of a run."""
+    return f"{kind} {arm} seed={seed} {bandwidth} rate={multiple:g}"
+
+
+class Estimate(Record):
+    """A mean over seeds with its 95 % interval (Student's t); of one seed there is no interval: low and high are None."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    seeds: int
+
+
+class Quality(Record):
+    """An arm's metric, and its paired difference from another arm's (arm minus other)."""
+
+    arm: str
+    against: str  # the baseline, or the arm of fp16s
+    metric: str
+    rate: Rate  # of the arm; the other arm has its own best rate too where it is tuned
+    value: Estimate
+    difference: Estimate  # for ratios of samples, too, a plain difference
+    higher_is_better: bool
+    margin: float | None  # a difference below it is of no consequence; None for metrics without one
+    p_equivalent: float | None  # two one-sided t tests against the margin (TOST); equivalent where below 0.05
+    verdict: Literal["equivalent", "better", "worse", "undecided"]
+    # equivalent: within the margin. better, worse: the interval lies beyond 0 and equivalence is not shown.
+
+
+class Speed(Record):
+    """An arm's speed on one link, and how many times the other arm's it is."""
+
+    arm: str
+    against: str
+    bandwidth: str
+    samples_per_second: Estimate
+    speed_up: Estimate  # geometric mean over paired runs; 1: as fast
+    verdict: Literal["faster", "slower", "same or undecided"]  # by whether the interval contains 1
+
+
+class Volume(Record):
+    """What an arm moves per step and worker, one part of it, over all its quality runs."""
+
+    arm: str
+    direction: str
+    part: str
+    sent: float  # bytes
+    raw: float | None
+    predicted: float | None
+    ratio: float | None  # the baseline's bytes of this direction and part over these
+
+
+class BreakEven(Record):
+    """The bandwidth below which an arm is faster than another, in bits per second of each worker's link."""
+
+    arm: str
+    against: str
+    formula: float | None  # (bytes_raw - bytes_sent) * 8 / (seconds of encode + decode); None: see formula_says
+    formula_says: Literal["value", "always", "never", "unknown"]  # always: it saves bytes and costs no time
+    measured: float | None  # where the interpolated speed-up crosses 1
+    measured_says: Literal["value", "always", "never", "unknown"]  # on all measured links; unknown: fewer than two
+
+
+class Verdict(Record):
+    """Whether an arm paid against the baseline: as good a model, faster."""
+
+    arm: str
+    outcome: Literal["paid", "did not pay", "undecided"]
+    quality: Literal["equivalent", "better", "worse", "undecided"]  # of Results.metric, at the rate of `rate`
+    rate: Rate
+    difference: Estimate | None  # of Results.metric: the cost where it is on the worse side
+    faster_at: tuple[str, ...]  # bandwidths
+    slower_at: tuple[str, ...]
+    undecided_at: tuple[str, ...]
+    best_speed_up: float | None
+    best_at: str  # the bandwidth of it
+    bytes_ratio: float | None  # the baseline's bytes per step over this arm's
+    from_bandwidth: float | None  # bits per second: it pays on links slower than that; None with paid: on all measured
+    failed_runs: int
+    reasons: tuple[str, ...]  # sentences
+
+
+class Conditions(Record):
+    """Where and with what it ran."""
+
+    machine: str
+    cores: int
+    memory_gib: int
+    system: str
+    python: str
+    versions: Mapping[str, str]
+    mixed: tuple[str, ...] = ()  # what changed between runs: "torch 2.12.0 and 2.13.0"
+
+
+class Results(Record):
+    """A whole comparison."""
+
+    format: int = FORMAT
+    name: str  # of the job, for people: "deepfm on ctr_csv"
+    job_file: str
+    job: Mapping[str, object]  # its fields, defaults filled in
+    command: tuple[str, ...]  # that gets there again
+    metric: str  # that decides: auc, hr@10, ...
+    split: str  # on which arms are judged: test, where there is one
+    deciding_split: str  # on which a run's best evaluation is chosen
+    reachable: Metrics  # what no model can beat on `split`, where the data knows
+    workers: int
+    shards: int
+    link: Literal["token bucket", "network namespace"]  # how a bandwidth is made
+    baseline: str  # label of the first arm
+    arms: tuple[Arm, ...]
+    bandwidths: tuple[Bandwidth, ...]  # slowest first, `unlimited` last
+    seeds: tuple[int, ...]
+    full: bool  # limited links, too, were measured with whole runs
+    speed_steps: int | None  # length of a run on a limited link; None: whole
+    skipped_share: float  # of each run, its beginning, which no speed counts
+    multiples: tuple[float, ...]  # of the learning rate that were tried; (1.0,) where it is fixed
+    tuned: Mapping[str, float]  # arm -> chosen multiple
+    complete: bool  # nothing is left to run
+    seconds: float  # of all runs
+    runs: tuple[Run, ...]
+    quality: tuple[Quality, ...]
+    speeds: tuple[Speed, ...]
+    volumes: tuple[Volume, ...]
+    break_even: tuple[BreakEven, ...]
+    verdicts: tuple[Verdict, ...]  # of all arms but the baseline
+    notes: tuple[str, ...]  # sentences that a reader must know: added arms, one seed, shortened runs, failed ones
+    conditions: Conditions
+
+    def runs_of(self, arm: str, bandwidth: str = UNLIMITED, rate: Rate = "fixed") -> Iterator[Run]:
+        """Runs of an arm on a link that ended well, by seed; those without limit are its quality runs."""
+        multiple = self.tuned.get(arm, 1.0) if rate == "tuned" else 1.0
+        kind = "quality" if bandwidth == UNLIMITED or self.full else "speed"
+        for run in sorted(self.runs, key=lambda run: run.seed):
+            if run.ok and (run.arm, run.bandwidth, run.kind, run.multiple) == (arm, bandwidth, kind, multiple):
+                yield run
+
+    def seconds_at(self, run: Run, point: Point, bandwidth: str) -> float | None:
+        """Training seconds until a point of a quality run, had the link been that one: by the arm's speed there."""
+        if bandwidth == run.bandwidth:
+            return point.seconds
+        speeds = [speed for speed in self.speeds if (speed.arm, speed.bandwidth) == (run.arm, bandwidth)]
+        return point.samples / speeds[0].samples_per_second.mean if speeds else None
+
+
+def write_results(results: Results, folder: Path) -> Path:
+    """results.json, whole or not at all."""
+    path = folder / FILE_NAME
+    beside = path.with_suffix(".json.tmp")
+    beside.write_text(json.dumps(results.model_dump(mode="json"), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(beside, path)
+    return path
+
+
+def read_results(path: Path) -> Results:
+    """Those of a file. ValueError where it holds none."""
+    return TypeAdapter(Results).validate_json(path.read_text(encoding="utf-8"))
