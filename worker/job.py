@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from embershard.proto.errors import JobError
+from embershard.worker.job_compression import Compression, compression_contradictions
 from embershard.worker.job_data import METRICS, AnyData
 from embershard.worker.job_modes import SET_ASIDE, mode_contradictions
 from embershard.worker.job_sections import CUSTOM, AnyModel, Count, Section
@@ -60,6 +61,7 @@ class Job(Section):
     freeze: tuple[Pattern, ...] = ()  # names of parameters, or of modules, that are not trained
     evaluate: EvaluateSection = EvaluateSection()
     checkpoint: CheckpointSection | None = None
+    compression: Compression = None
     workers: Count = 1
     shards: Count = 2
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][\w.\-/]*$|^$", max_length=100)] = ""  # of the tables' names
@@ -176,6 +178,7 @@ def _contradictions(job: Job, folder: Path) -> Iterator[tuple[Location, str]]:
     yield from mode_contradictions(job)
     yield from step_contradictions(job)
     yield from worker_contradictions(job)
+    yield from compression_contradictions(job)
     for field, files in job.data.files().items():
         for file in (folder / job.data.root / file for file in files):
             if not file.exists():

@@ -28,6 +28,7 @@ _OF_SHARDS = (
     "train.damp_staleness",
     "train.lease",
     "train.prefetch",
+    "compression",
 )
 SET_ASIDE = {"local": ("workers", *_OF_SHARDS), "dp": ("workers", *_OF_SHARDS), "ddp": _OF_SHARDS}
 

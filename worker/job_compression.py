@@ -1,0 +1,181 @@
+"""The section of a job file that says how rows and gradients travel, and which of its fields contradict the job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from embershard.proto.codec.choice import Codec
+from embershard.worker.compression.schedule import CodecSchedule
+from embershard.worker.job_modes import Found
+from embershard.worker.job_sections import Count, OptimizerSection, Section
+from embershard.worker.job_yaml import Path as Location
+
+if TYPE_CHECKING:
+    from embershard.worker.job import Job
+
+Direction = Literal["push", "pull"]
+DENSE = "dense"  # what the tables of dense weights are called, or begin with
+
+
+def _codec_text(value: object) -> object:
+    if value is False:  # `off`, which YAML reads as false
+        return "none"
+    if not isinstance(value, str):
+        raise ValueError(f"must be the text of a codec, as int8 or topk:0.01, got {value!r}")
+    return str(Codec.parse(value))
+
+
+def _schedule(value: object) -> object:
+    """A text as the schedule that it stands for; its mistakes are those of the field itself."""
+    return value if isinstance(value, Mapping | Section) else {"at": {0: _codec_text(value)}}
+
+
+def _from_step_0(at: dict[int, str]) -> dict[int, str]:
+    CodecSchedule.of(at)
+    return at
+
+
+class CodecsSection(Section):
+    """The codec from each step on."""
+
+    at: Annotated[
+        dict[Annotated[int, Field(ge=0)], Annotated[str, BeforeValidator(_codec_text)]], AfterValidator(_from_step_0)
+    ]
+
+    @property
+    def schedule(self) -> CodecSchedule:
+        """As the trainer uses it."""
+        return CodecSchedule.of(self.at)
+
+    @property
+    def codecs(self) -> list[Codec]:
+        """All of them."""
+        return list(self.schedule.at.values())
+
+
+Codecs = Annotated[CodecsSection, BeforeValidator(_schedule)]
+
+
+class DirectionsSection(Section):
+    """The codecs of some tables: a text each, or {at: {0: none, 1000: topk:0.01}} by step."""
+
+    push: Codecs | None = None
+    pull: Codecs | None = None
+
+    def given(self) -> Iterator[tuple[Direction, CodecsSection]]:
+        """The directions that it says something of."""
+        if self.push is not None:
+            yield "push", self.push
+        if self.pull is not None:
+            yield "pull", self.pull
+
+
+class CompressionSection(DirectionsSection):
+    """How rows and gradients travel (docs/compression.md): those of embedding tables, of dense weights, of some tables.
+
+    `tables` are patterns over the tables' names without the job's prefix; the first that matches counts. At most
+    `residual_rows` rows of a table wait in a worker to be sent, and dgc stays `warmup_steps` steps at each density.
+    With `auto` the worker measures, and takes what pays: of fp16s, int8 and, for dense weights, delta, and of what
+    `allow` adds.
+    """
+
+    dense: DirectionsSection = DirectionsSection()
+    tables: dict[str, DirectionsSection] = Field(default_factory=dict)
+    residual_rows: Count = 1_000_000
+    warmup_steps: Annotated[int, Field(ge=0)] = 100
+    auto: bool = False
+    allow: tuple[Annotated[str, BeforeValidator(_codec_text)], ...] = ()
+
+    def choices(self) -> Iterator[tuple[Location, Direction, bool, Codec]]:
+        """(Where it stands, direction, whether of dense weights, codec) of every codec that is named."""
+        sections: list[tuple[Location, bool, DirectionsSection]] = [((), False, self), (("dense",), True, self.dense)]
+        sections += [(("tables", name), of_dense(name), table) for name, table in self.tables.items()]
+        for at, dense, section in sections:
+            for direction, codecs in section.given():
+                for codec in codecs.codecs:
+                    yield (*at, direction), direction, dense, codec
+
+
+def of_dense(pattern: str) -> bool:
+    """Whether a pattern under `tables` is that of dense weights."""
+    return pattern.split(".")[0] == DENSE
+
+
+def _compression(value: object) -> object:
+    if value is False:  # `off`, which YAML reads as false
+        return None
+    return {"auto": True} if value == "auto" else value
+
+
+Compression = Annotated[CompressionSection | None, BeforeValidator(_compression)]
+
+
+def compression_contradictions(job: Job) -> Found:
+    """Field -> why it cannot be with the others."""
+    section = job.compression
+    if section is None:
+        return
+    if not job.has_shards:
+        yield ("compression",), f"strategy {job.strategy} has no shards to send anything to; remove it"
+        return
+    if job.dense_mode != "ps" and "dense" in section.model_fields_set:
+        reason = f"torch all-reduces the dense weights (dense.mode {job.dense_mode}), past the shards"
+        yield ("compression", "dense"), f"{reason}; remove it, or use dense.mode ps"
+    yield from _cannot_serve(job, section)
+    yield from _without_meaning(section)
+    yield from _auto(section)
+
+
+def _cannot_serve(job: Job, section: CompressionSection) -> Found:
+    momenta = {
+        False: _momentum(job.embedding.optimizer),
+        True: _momentum(job.dense.optimizer or job.embedding.optimizer),
+    }
+    seen = set()
+    for at, direction, dense, codec in section.choices():
+        try:
+            codec.check(direction, dense)
+        except ValueError as error:
+            yield ("compression", *at), str(error)
+            continue
+        if codec.select == "dgc" and momenta[dense] and at not in seen:
+            seen.add(at)
+            reason = f"{codec} applies momentum before it selects, and the optimizer's {momenta[dense]:g} would again"
+            yield ("compression", *at), f"{reason}; set the optimizer's momentum to 0"
+        if codec.has_feedback and job.train.local_steps and at not in seen:
+            seen.add(at)
+            reason = f"train.staleness {job.train.staleness} pushes differences, of which nothing may stay behind"
+            yield ("compression", *at), f"{reason}; use none, fp16s, bf16 or int8"
+
+
+def _momentum(optimizer: OptimizerSection) -> float:
+    return float(getattr(optimizer, "momentum", 0.0))
+
+
+def _without_meaning(section: CompressionSection) -> Found:
+    pushes = [(dense, codec) for _, direction, dense, codec in section.choices() if direction == "push"]
+    pushes += [(False, Codec.parse(text)) for text in section.allow]
+    given = section.model_fields_set
+    if "residual_rows" in given and not any(codec.has_feedback and not dense for dense, codec in pushes):
+        yield ("compression", "residual_rows"), "no codec of an embedding table leaves anything for later; remove it"
+    if "warmup_steps" in given and not any(codec.select == "dgc" for _, codec in pushes):
+        yield ("compression", "warmup_steps"), "only dgc is warmed up; remove it"
+
+
+def _auto(section: CompressionSection) -> Found:
+    if section.auto:
+        for name in ("push", "pull", "dense"):
+            if name in section.model_fields_set:
+                yield ("compression", name), "auto chooses it; remove it, or name tables under compression.tables"
+    elif section.allow:
+        yield ("compression", "allow"), "says what auto may choose; add auto: true"
+
+
+def check_tables(section: CompressionSection, names: Mapping[str, bool]) -> None:
+    """ValueError, as of patterns, for a name under `tables` that fits no table; names: table -> whether it is dense."""
+    from embershard.worker.patterns import choose  # torch, for a job that is trained
+
+    choose(names, {**section.tables, "*": None}, "compression.tables")
