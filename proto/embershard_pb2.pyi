@@ -58,21 +58,6 @@ class Optimizer(_message.Message):
     settings: _containers.RepeatedCompositeFieldContainer[Optimizer.Setting]
     def __init__(self, name: _Optional[str] = ..., settings: _Optional[_Iterable[_Union[Optimizer.Setting, _Mapping]]] = ...) -> None: ...
 
-class Codec(_message.Message):
-    __slots__ = ("kind", "params")
-    class ParamsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: float
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    PARAMS_FIELD_NUMBER: _ClassVar[int]
-    kind: str
-    params: _containers.ScalarMap[str, float]
-    def __init__(self, kind: _Optional[str] = ..., params: _Optional[_Mapping[str, float]] = ...) -> None: ...
-
 class TableSpec(_message.Message):
     __slots__ = ("name", "dim", "optimizer", "initializer", "id_space", "seed", "push_codec", "pull_codec")
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -89,9 +74,9 @@ class TableSpec(_message.Message):
     initializer: Initializer
     id_space: str
     seed: int
-    push_codec: Codec
-    pull_codec: Codec
-    def __init__(self, name: _Optional[str] = ..., dim: _Optional[int] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., initializer: _Optional[_Union[Initializer, _Mapping]] = ..., id_space: _Optional[str] = ..., seed: _Optional[int] = ..., push_codec: _Optional[_Union[Codec, _Mapping]] = ..., pull_codec: _Optional[_Union[Codec, _Mapping]] = ...) -> None: ...
+    push_codec: str
+    pull_codec: str
+    def __init__(self, name: _Optional[str] = ..., dim: _Optional[int] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., initializer: _Optional[_Union[Initializer, _Mapping]] = ..., id_space: _Optional[str] = ..., seed: _Optional[int] = ..., push_codec: _Optional[str] = ..., pull_codec: _Optional[str] = ...) -> None: ...
 
 class DeclareRequest(_message.Message):
     __slots__ = ("spec", "worker", "load")
@@ -138,14 +123,20 @@ class Loaded(_message.Message):
 class PullRequest(_message.Message):
     __slots__ = ("placement_epoch", "tables", "worker", "epoch", "after")
     class TableIds(_message.Message):
-        __slots__ = ("table", "ids", "route")
+        __slots__ = ("table", "ids", "route", "codec", "since", "packed_ids")
         TABLE_FIELD_NUMBER: _ClassVar[int]
         IDS_FIELD_NUMBER: _ClassVar[int]
         ROUTE_FIELD_NUMBER: _ClassVar[int]
+        CODEC_FIELD_NUMBER: _ClassVar[int]
+        SINCE_FIELD_NUMBER: _ClassVar[int]
+        PACKED_IDS_FIELD_NUMBER: _ClassVar[int]
         table: str
         ids: bytes
         route: int
-        def __init__(self, table: _Optional[str] = ..., ids: _Optional[bytes] = ..., route: _Optional[int] = ...) -> None: ...
+        codec: str
+        since: int
+        packed_ids: bool
+        def __init__(self, table: _Optional[str] = ..., ids: _Optional[bytes] = ..., route: _Optional[int] = ..., codec: _Optional[str] = ..., since: _Optional[int] = ..., packed_ids: _Optional[bool] = ...) -> None: ...
     PLACEMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
@@ -159,28 +150,36 @@ class PullRequest(_message.Message):
     def __init__(self, placement_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PullRequest.TableIds, _Mapping]]] = ..., worker: _Optional[int] = ..., epoch: _Optional[int] = ..., after: _Optional[int] = ...) -> None: ...
 
 class Rows(_message.Message):
-    __slots__ = ("tables", "version")
+    __slots__ = ("tables", "version", "codecs", "settings")
     TABLES_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     tables: _containers.RepeatedScalarFieldContainer[bytes]
     version: int
-    def __init__(self, tables: _Optional[_Iterable[bytes]] = ..., version: _Optional[int] = ...) -> None: ...
+    codecs: _containers.RepeatedScalarFieldContainer[str]
+    settings: int
+    def __init__(self, tables: _Optional[_Iterable[bytes]] = ..., version: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ..., settings: _Optional[int] = ...) -> None: ...
 
 class PushRequest(_message.Message):
     __slots__ = ("worker", "epoch", "seq", "first_incomplete", "clock", "placement_epoch", "tables", "last", "weight", "version", "difference")
     class TableGradients(_message.Message):
-        __slots__ = ("table", "ids", "gradients", "lr_scale", "route")
+        __slots__ = ("table", "ids", "gradients", "lr_scale", "route", "codec", "packed_ids")
         TABLE_FIELD_NUMBER: _ClassVar[int]
         IDS_FIELD_NUMBER: _ClassVar[int]
         GRADIENTS_FIELD_NUMBER: _ClassVar[int]
         LR_SCALE_FIELD_NUMBER: _ClassVar[int]
         ROUTE_FIELD_NUMBER: _ClassVar[int]
+        CODEC_FIELD_NUMBER: _ClassVar[int]
+        PACKED_IDS_FIELD_NUMBER: _ClassVar[int]
         table: str
         ids: bytes
         gradients: bytes
         lr_scale: float
         route: int
-        def __init__(self, table: _Optional[str] = ..., ids: _Optional[bytes] = ..., gradients: _Optional[bytes] = ..., lr_scale: _Optional[float] = ..., route: _Optional[int] = ...) -> None: ...
+        codec: str
+        packed_ids: bool
+        def __init__(self, table: _Optional[str] = ..., ids: _Optional[bytes] = ..., gradients: _Optional[bytes] = ..., lr_scale: _Optional[float] = ..., route: _Optional[int] = ..., codec: _Optional[str] = ..., packed_ids: _Optional[bool] = ...) -> None: ...
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
@@ -206,14 +205,16 @@ class PushRequest(_message.Message):
     def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., first_incomplete: _Optional[int] = ..., clock: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PushRequest.TableGradients, _Mapping]]] = ..., last: _Optional[bool] = ..., weight: _Optional[float] = ..., version: _Optional[int] = ..., difference: _Optional[bool] = ...) -> None: ...
 
 class Pushed(_message.Message):
-    __slots__ = ("duplicate", "applied", "skipped")
+    __slots__ = ("duplicate", "applied", "skipped", "settings")
     DUPLICATE_FIELD_NUMBER: _ClassVar[int]
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     duplicate: bool
     applied: int
     skipped: int
-    def __init__(self, duplicate: _Optional[bool] = ..., applied: _Optional[int] = ..., skipped: _Optional[int] = ...) -> None: ...
+    settings: int
+    def __init__(self, duplicate: _Optional[bool] = ..., applied: _Optional[int] = ..., skipped: _Optional[int] = ..., settings: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()

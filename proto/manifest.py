@@ -16,9 +16,10 @@ from typing import TypeVar, cast
 
 import msgpack
 
+from embershard.proto.codec.choice import Codec
 from embershard.proto.routing import NUM_BUCKETS
 from embershard.proto.snapshot_errors import BadSnapshotName, SnapshotDamaged, SnapshotTooNew
-from embershard.proto.spec import Codec, Initializer, Optimizer, TableSpec
+from embershard.proto.spec import Initializer, Optimizer, TableSpec
 
 FORMAT = "embershard snapshot"
 VERSION = 1
@@ -293,24 +294,21 @@ def _file(fields: _Fields) -> BlockFile:
 
 
 def _plain_spec(spec: TableSpec) -> dict[str, object]:
-    def kind(one: Initializer | Codec) -> dict[str, object]:
-        return {"kind": one.kind, "params": one.params()}
-
     return {
         "name": spec.name,
         "dim": spec.dim,
         "optimizer": {"name": spec.optimizer.name, "settings": list(spec.optimizer.params().items())},
-        "initializer": kind(spec.initializer),
+        "initializer": {"kind": spec.initializer.kind, "params": spec.initializer.params()},
         "id_space": spec.id_space,
         "seed": spec.seed,
-        "push_codec": kind(spec.push_codec),
-        "pull_codec": kind(spec.pull_codec),
+        # maps, since readers of this version of the format look for their `params`
+        "push_codec": {"kind": str(spec.push_codec), "params": {}},
+        "pull_codec": {"kind": str(spec.pull_codec), "params": {}},
     }
 
 
 def _spec(fields: _Fields, table: _Fields) -> TableSpec:
     optimizer = fields.map("optimizer")
-    codecs = [fields.map("push_codec"), fields.map("pull_codec")]
     initializer = fields.map("initializer")
     try:
         return TableSpec(
@@ -320,8 +318,8 @@ def _spec(fields: _Fields, table: _Fields) -> TableSpec:
             initializer=Initializer.of(initializer.get("kind", str), initializer.get("params", dict)),
             id_space=fields.get("id_space", str),
             seed=fields.get("seed", int),
-            push_codec=Codec.of(codecs[0].get("kind", str), codecs[0].get("params", dict)),
-            pull_codec=Codec.of(codecs[1].get("kind", str), codecs[1].get("params", dict)),
+            push_codec=Codec.parse(fields.map("push_codec").get("kind", str)),
+            pull_codec=Codec.parse(fields.map("pull_codec").get("kind", str)),
         )
     except (ValueError, TypeError) as error:
         raise table.wrong("spec", str(error)) from None

@@ -12,10 +12,18 @@ import numpy.typing as npt
 
 from embershard.proto.snapshot_messages import Restore, Restored, Snapshot, Snapshotted
 from embershard.proto.spec import TableSpec
+from embershard.proto.status_messages import GetStatus as GetStatus
+from embershard.proto.status_messages import MemberStatus as MemberStatus
+from embershard.proto.status_messages import ShardStatus as ShardStatus
+from embershard.proto.status_messages import TableStatus as TableStatus
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
+Array = Ids | Floats | Bytes
+
+PACKED = "packed"  # the codec of a push whose payload says itself how it is made (proto/codec/payload.py)
+DELTA = "delta"  # the codec of a pull of what changed since (proto/codec/delta.py)
 
 # 64 MiB above gRPC's 4 MiB default: large enough to amortise a call, small enough to bound memory per connection.
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -79,11 +87,18 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class TableIds:
-    """The ids to read from one table; the shard keeps them under the number `route`, unless it is 0."""
+    """The ids to read from one table; the shard keeps them under the number `route`, unless it is 0.
+
+    `codec` is what the rows are wanted in: "" (float32), a values codec, or "delta", what changed since the version
+    `since` (0: everything). Ids that ascend may travel `packed` in their place.
+    """
 
     table: str
     ids: Ids  # (U,) unique
     route: int = 0
+    codec: str = ""
+    since: int = 0
+    packed: Bytes | None = None  # (N,) what proto/codec/ids.py makes of `ids`
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +119,14 @@ class Pull:
 class Rows:
     """The rows read, a table each, in the order of the request.
 
-    An array is (U, dim) from a shard in this process, and flat (U * dim,) from bytes, which do not tell the dim.
+    An array is (U, dim) from a shard in this process, and flat (U * dim,) from bytes, which do not tell the dim; where
+    its codec is not "", it is a payload, (N,) uint8.
     """
 
-    tables: tuple[Floats, ...]
+    tables: tuple[Floats | Bytes, ...]
     version: int = 0  # updates that the shard had applied
+    codecs: tuple[str, ...] = ()  # of each table, as in TableIds; (): all are float32
+    settings: int = 0  # grows when the shard's compression settings change
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +141,19 @@ class PushToken:
 
 @dataclass(frozen=True, slots=True)
 class TableGradients:
-    """Gradients of rows of one table: (U, dim), or flat (U * dim,) from bytes.
+    """Gradients of rows of one table: (U, dim), or flat (U * dim,) from bytes; with a `codec` a payload, (N,) uint8.
 
-    With a `route` the ids are those that a pull left with the shard under this number, and do not travel again.
+    With a `route` the ids are those that a pull left with the shard under this number, and do not travel again. Others
+    may travel `packed`, if they ascend. `codec` is "" (float32), PACKED, or the name of a user-defined one.
     """
 
     table: str
     ids: Ids  # (U,) unique
-    gradients: Floats
+    gradients: Floats | Bytes
     lr_scale: float = 1.0
     route: int = 0
+    codec: str = ""
+    packed: Bytes | None = None  # (N,) what proto/codec/ids.py makes of `ids`
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,63 +182,7 @@ class Pushed:
     duplicate: bool
     applied: int
     skipped: int
-
-
-@dataclass(frozen=True, slots=True)
-class GetStatus:
-    """How are you?"""
-
-
-@dataclass(frozen=True, slots=True)
-class TableStatus:
-    """One table of a shard."""
-
-    name: str
-    dim: int
-    rows: int
-    bytes: int
-    optimizer: str
-    loading: bool
-
-
-@dataclass(frozen=True, slots=True)
-class MemberStatus:
-    """One worker of the job, as a shard sees it: the next clock that it will push, and what is left of its lease."""
-
-    worker: int
-    clock: int
-    resting: bool
-    lease_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class ShardStatus:
-    """One shard; counters run from its start.
-
-    `clock` is the first that is not closed; `staleness_seen[n]` are pushes whose rows had missed n updates (the last
-    number: so many or more).
-    """
-
-    shard: int
-    num_shards: int
-    placement_epoch: int
-    version: str
-    instance: str
-    uptime_seconds: float
-    resident_bytes: int
-    requests: int
-    pulled_rows: int
-    pushed_rows: int
-    duplicate_pushes: int
-    skipped_rows: int
-    queued_bytes: int
-    tables: tuple[TableStatus, ...]
-    clock: int = 0
-    staleness: int = -1
-    members: tuple[MemberStatus, ...] = ()
-    staleness_seen: tuple[int, ...] = ()
-    expired_leases: int = 0
-    meeting: str = ""  # the last one that was held
+    settings: int = 0  # grows when the shard's compression settings change
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,16 +317,16 @@ KIND_OF: dict[type[Message], int] = {kind: number for number, kind in [*REQUEST_
 ERROR_KIND = 0xFF
 
 
-def arrays(message: Message) -> list[Ids | Floats | Bytes]:
+def arrays(message: Message) -> list[Array]:
     """The arrays of a message that travel, in the order in which they do."""
     match message:
         case Pull(tables=ids):
-            return [part.ids for part in ids]
+            return [_ids(part) for part in ids]
         case Push(tables=gradients):
             return [
                 array
                 for part in gradients
-                for array in ((part.gradients,) if part.route else (part.ids, part.gradients))
+                for array in ((part.gradients,) if part.route else (_ids(part), part.gradients))
             ]
         case Rows(tables=rows):
             return list(rows)
@@ -373,6 +338,10 @@ def arrays(message: Message) -> list[Ids | Floats | Bytes]:
             return list(message.payloads)
         case _:
             return []
+
+
+def _ids(part: TableIds | TableGradients) -> Ids | Bytes:
+    return part.ids if part.packed is None else part.packed
 
 
 def bulk_bytes(message: Message) -> int:

@@ -10,25 +10,24 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from itertools import repeat
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from google.protobuf.message import Message as Protobuf
 
 from embershard.proto import embershard_pb2 as pb
+from embershard.proto.buffers import Buffer, IdReader, read_floats, read_ids, read_values, to_bytes
+from embershard.proto.codec.choice import Codec
 from embershard.proto.errors import InvalidRequest
 from embershard.proto.messages import (
     Beat,
     Beaten,
-    Bytes,
     Declare,
     Declared,
-    Floats,
     GetStatus,
     Greeting,
     Hello,
-    Ids,
     Join,
     Joined,
     Leave,
@@ -53,33 +52,7 @@ from embershard.proto.messages import (
     arrays,
 )
 from embershard.proto.snapshot_messages import Restore, Restored, Snapshot, Snapshotted
-from embershard.proto.spec import Codec, Initializer, Optimizer, TableSpec
-
-S = TypeVar("S", bound=np.generic)
-Buffer = bytes | memoryview
-
-
-def _bytes(array: Ids | Floats | Bytes) -> bytes:
-    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
-
-
-def _ids(data: Buffer, table: str) -> Ids:
-    return _array(data, np.dtype("<i8"), table, "ids")
-
-
-def _floats(data: Buffer, table: str) -> Floats:
-    return _array(data, np.dtype("<f4"), table, "rows")
-
-
-def _array(data: Buffer, dtype: np.dtype[S], table: str, what: str) -> npt.NDArray[S]:
-    size = memoryview(data).nbytes
-    if size % dtype.itemsize:
-        raise InvalidRequest(reason=f"table {table!r}: {size} bytes of {what} are no whole number of {dtype.name}")
-    return np.frombuffer(data, dtype)
-
-
-def _pack_codec(codec: Codec) -> pb.Codec:
-    return pb.Codec(kind=codec.kind, params=codec.params())
+from embershard.proto.spec import Initializer, Optimizer, TableSpec
 
 
 def _pack_spec(spec: TableSpec) -> pb.TableSpec:
@@ -91,8 +64,8 @@ def _pack_spec(spec: TableSpec) -> pb.TableSpec:
         initializer=pb.Initializer(kind=spec.initializer.kind, params=spec.initializer.params()),
         id_space=spec.id_space,
         seed=spec.seed,
-        push_codec=_pack_codec(spec.push_codec),
-        pull_codec=_pack_codec(spec.pull_codec),
+        push_codec=_codec_text(spec.push_codec),
+        pull_codec=_codec_text(spec.pull_codec),
     )
 
 
@@ -104,9 +77,13 @@ def _unpack_spec(spec: pb.TableSpec) -> TableSpec:
         initializer=Initializer.of(spec.initializer.kind, dict(spec.initializer.params)),
         id_space=spec.id_space,
         seed=spec.seed,
-        push_codec=Codec.of(spec.push_codec.kind, dict(spec.push_codec.params)),
-        pull_codec=Codec.of(spec.pull_codec.kind, dict(spec.pull_codec.params)),
+        push_codec=Codec.parse(spec.push_codec or "none"),
+        pull_codec=Codec.parse(spec.pull_codec or "none"),
     )
+
+
+def _codec_text(codec: Codec) -> str:
+    return "" if codec.is_plain else str(codec)
 
 
 def _pack_declare(m: Declare) -> pb.DeclareRequest:
@@ -125,30 +102,57 @@ def _pack_load(m: Load) -> pb.LoadRequest:
 
 def _unpack_load(p: pb.LoadRequest, bulk: Sequence[Buffer]) -> Load:
     ids, rows = bulk
-    return Load(p.table, p.placement_epoch, _ids(ids, p.table), _floats(rows, p.table), p.worker, p.last, p.keep_state)
+    return Load(
+        p.table, p.placement_epoch, read_ids(ids, p.table), read_floats(rows, p.table), p.worker, p.last, p.keep_state
+    )
 
 
 def _pack_pull(m: Pull) -> pb.PullRequest:
-    tables = [pb.PullRequest.TableIds(table=part.table, route=part.route) for part in m.tables]
+    tables = [
+        pb.PullRequest.TableIds(
+            table=part.table,
+            route=part.route,
+            codec=part.codec,
+            since=part.since,
+            packed_ids=part.packed is not None,
+        )
+        for part in m.tables
+    ]
     return pb.PullRequest(
         placement_epoch=m.placement_epoch, tables=tables, worker=m.worker, epoch=m.epoch, after=m.after
     )
 
 
 def _unpack_pull(p: pb.PullRequest, bulk: Sequence[Buffer]) -> Pull:
-    tables = [
-        TableIds(part.table, _ids(data, part.table), part.route) for part, data in zip(p.tables, bulk, strict=True)
-    ]
+    ids = IdReader()
+    tables = []
+    for part, data in zip(p.tables, bulk, strict=True):
+        values, packed = ids.read(data, part.table, part.packed_ids)
+        tables.append(TableIds(part.table, values, part.route, part.codec, part.since, packed))
     return Pull(p.placement_epoch, tuple(tables), p.worker, p.epoch, p.after)
 
 
 def _unpack_rows(p: pb.Rows, bulk: Sequence[Buffer]) -> Rows:
-    return Rows(tuple(_floats(part, f"#{i}") for i, part in enumerate(bulk)), p.version)
+    codecs = tuple(p.codecs)
+    if codecs and len(codecs) != len(bulk):
+        raise ValueError(f"{len(codecs)} codecs for {len(bulk)} tables")
+    tables = tuple(
+        read_values(part, codec, f"#{i}")
+        for i, (part, codec) in enumerate(zip(bulk, codecs or repeat(""), strict=False))
+    )
+    return Rows(tables, p.version, codecs, p.settings)
 
 
 def _pack_push(m: Push) -> pb.PushRequest:
     tables = [
-        pb.PushRequest.TableGradients(table=part.table, lr_scale=part.lr_scale, route=part.route) for part in m.tables
+        pb.PushRequest.TableGradients(
+            table=part.table,
+            lr_scale=part.lr_scale,
+            route=part.route,
+            codec=part.codec,
+            packed_ids=part.packed is not None and not part.route,
+        )
+        for part in m.tables
     ]
     return pb.PushRequest(
         worker=m.token.worker,
@@ -170,10 +174,12 @@ _NO_IDS = np.empty(0, np.int64)
 
 def _unpack_push(p: pb.PushRequest, bulk: Sequence[Buffer]) -> Push:
     left = iter(bulk)
+    ids = IdReader()
     tables = []
     for part in p.tables:
-        ids = _NO_IDS if part.route else _ids(next(left), part.table)
-        tables.append(TableGradients(part.table, ids, _floats(next(left), part.table), part.lr_scale, part.route))
+        own, packed = (_NO_IDS, None) if part.route else ids.read(next(left), part.table, part.packed_ids)
+        gradients = read_values(next(left), part.codec, part.table)
+        tables.append(TableGradients(part.table, own, gradients, part.lr_scale, part.route, part.codec, packed))
     if any(True for _ in left):
         raise ValueError("more arrays than its tables have")
     token = PushToken(p.worker, p.epoch, p.seq, p.first_incomplete)
@@ -281,7 +287,7 @@ def read(kind: type[M], head: bytes, bulk: Sequence[Buffer]) -> M:
 def dumps(message: Message) -> bytes:
     """Serialised protobuf form, arrays included."""
     proto = _FORMS[type(message)][1](message)
-    _fill(proto, [_bytes(array) for array in arrays(message)])
+    _fill(proto, [to_bytes(array) for array in arrays(message)])
     return proto.SerializeToString()
 
 

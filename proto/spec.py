@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Self, TypeVar
 
+from embershard.proto.codec.choice import Codec
+
 MAX_DIM = 65_536  # a row of this dim is 256 KiB: far above any embedding, and far below a message's limit
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-/]{0,199}")
 
@@ -81,29 +83,6 @@ class Normal(Initializer):
 
 
 _INITIALIZERS: dict[str, type[Initializer]] = {c.kind: c for c in (Constant, Uniform, Normal)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Codec(_Params):
-    """How rows or gradients travel."""
-
-    @staticmethod
-    def of(kind: str, params: Mapping[str, float]) -> Codec:
-        """The codec of a wire description. ValueError names what this version does not know."""
-        cls = _CODECS.get(kind or Uncompressed.kind)
-        if cls is None:
-            raise ValueError(f"unknown codec {kind!r} (known: {', '.join(sorted(_CODECS))})")
-        return _build(cls, params)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Uncompressed(Codec):
-    """float32, as they are."""
-
-    kind = "none"
-
-
-_CODECS: dict[str, type[Codec]] = {Uncompressed.kind: Uncompressed}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,8 +273,8 @@ class TableSpec:
     """A named set of rows of one dim.
 
     `id_space` names what the ids stand for: tables of one id space place an id on the same shard, so that one Route
-    serves them all. Empty means a space of its own. `seed` goes into every row's first values. A shard refuses a table
-    whose codecs it does not know.
+    serves them all. Empty means a space of its own. `seed` goes into every row's first values. The codecs are how this
+    worker wants rows and gradients to travel: other workers may want something else.
     """
 
     name: str
@@ -304,8 +283,8 @@ class TableSpec:
     initializer: Initializer = field(default_factory=Normal)
     id_space: str = ""
     seed: int = 0
-    push_codec: Codec = field(default_factory=Uncompressed)
-    pull_codec: Codec = field(default_factory=Uncompressed)
+    push_codec: Codec = field(default_factory=Codec)
+    pull_codec: Codec = field(default_factory=Codec)
 
     def __post_init__(self) -> None:
         for what, text in (("name", self.name), ("id_space", self.id_space or self.name)):
@@ -333,7 +312,7 @@ class TableSpec:
         return ", ".join(f"{key}: {mine.get(key)}, not {theirs.get(key)}" for key in keys)
 
     def settings(self) -> dict[str, str | int | float]:
-        """Every setting by name, flat."""
+        """Every setting that all who use the table share, by name, flat."""
         flat: dict[str, str | int | float] = {
             "dim": self.dim,
             "id_space": self.id_space or self.name,
@@ -342,9 +321,6 @@ class TableSpec:
             "initializer": self.initializer.kind,
         }
         flat.update({f"optimizer.{key}": value for key, value in self.optimizer.params().items()})
-        for name, codec in (("push_codec", self.push_codec), ("pull_codec", self.pull_codec)):
-            flat[name] = codec.kind
-            flat.update({f"{name}.{key}": value for key, value in codec.params().items()})
         flat.update({f"initializer.{key}": value for key, value in self.initializer.params().items()})
         return flat
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -160,7 +160,7 @@ class Tables:
         if kept is None:
             self.check_ids(entry, part.ids)
         ids = part.ids if kept is None else kept
-        gradients = _matrix(entry, ids, "gradients", part.gradients)
+        gradients = _matrix(entry, ids, "gradients", cast(Floats, part.gradients))
         if not (math.isfinite(part.lr_scale) and part.lr_scale >= 0):
             raise InvalidRequest(reason=f"table {part.table!r}: lr_scale must be finite and >= 0, got {part.lr_scale}")
         return Part(entry.table, ids, gradients, part.lr_scale)

@@ -17,7 +17,7 @@ SPEC = TableSpec(name="t", dim=2, optimizer=Adam(lr=0.5), initializer=Uniform(),
 
 def with_codec(kind: str) -> pb.TableSpec:
     spec = pb.DeclareRequest.FromString(dumps(m.Declare(SPEC))).spec
-    spec.pull_codec.kind = kind
+    spec.pull_codec = kind
     return spec
 
 
