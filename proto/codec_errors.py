@@ -25,3 +25,9 @@ class DamagedPayload(InvalidRequest):
     """Bytes that its codec cannot have written; nothing of the message is applied."""
 
     template = "a payload of codec {codec!r}: {reason}; both sides need the same version of embershard"
+
+
+def check_size(codec: str, got: int, shape: tuple[int, ...], want: int) -> None:
+    """DamagedPayload unless a payload of (rows, dim) floats has the bytes that its codec writes."""
+    if got != want:
+        raise DamagedPayload(codec=codec, reason=f"{got} bytes, where {shape[0]} rows of dim {shape[1]} take {want}")

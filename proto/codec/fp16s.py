@@ -1,0 +1,94 @@
+"""Scaled fp16: a row divided by a power of two near its largest float, so that small gradients do not underflow."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from embershard.proto.codec import floats
+from embershard.proto.codec.floats import Bytes, Floats, bits_of, float_of, read_only, written
+from embershard.proto.codec_errors import check_size
+from embershard.proto.jit import compiled, inlined
+
+_U = np.uint32
+_ABS, _INFINITY = _U(0x7FFFFFFF), _U(0x7F800000)
+_NOT_FINITE = np.int8(-128)
+_SUBNORMAL = _U(113 << 23)  # 2^-14, the smallest normal fp16
+_MAGIC = _U(126 << 23)  # 0.5: its last bit is worth 2^-24, as an fp16's below 2^-14
+
+
+class Fp16s:
+    """2 bytes per float and 1 per row: fp16(x * 2^-e) rounded to nearest even, e = floor(log2(max |x|)) of the row.
+
+    Relative error 2^-11 at most, 2^-25 of the row's largest float for those below 2^-14 of it. e is between -127 and
+    126; -128 says that the row is not finite, and it is read as NaN. Layout: the R * dim fp16, then the R exponents.
+    """
+
+    name = "fp16s"
+    code = 1
+
+    def nbytes(self, rows: int, dim: int) -> int:
+        """Bytes of (rows, dim) floats."""
+        return (2 * dim + 1) * rows if dim else 0
+
+    def encode(self, rows: Floats, out: Bytes, key: int | None = None) -> None:
+        """Write (R, dim) floats into `out`, (nbytes,) uint8."""
+        end = 2 * rows.size
+        _encode(rows.reshape(-1), out[:end].view(np.uint16), out[end:].view(np.int8))
+
+    def decode(self, payload: Bytes, out: Floats) -> None:
+        """Fill `out`, (R, dim), from (nbytes,) uint8. DamagedPayload when there are more or fewer bytes."""
+        check_size(self.name, payload.size, out.shape, self.nbytes(*out.shape))
+        end = 2 * out.size
+        _decode(payload[:end].view(np.uint16), payload[end:].view(np.int8), out.reshape(-1))
+
+
+@inlined
+def _half(x: np.float32) -> np.uint16:
+    """fp16 bits of a float below 65,520."""
+    bits = bits_of(x)
+    size = bits & _ABS
+    subnormal = bits_of(float_of(size) + float_of(_MAGIC)) - _MAGIC  # the addition rounds
+    normal = (size - _U(112 << 23) + _U(0xFFF) + ((size >> _U(13)) & _U(1))) >> _U(13)
+    return np.uint16((subnormal if size < _SUBNORMAL else normal) | ((bits >> _U(16)) & _U(0x8000)))
+
+
+@inlined
+def _float(half: np.uint16) -> np.float32:
+    """The float of any fp16 bits."""
+    size = _U(half) & _U(0x7FFF)
+    subnormal = bits_of(np.float32(np.int32(size)) * np.float32(2.0**-24))
+    normal = (size << _U(13)) + _U(112 << 23)
+    normal = normal | _INFINITY if size >= _U(0x7C00) else normal
+    return float_of((subnormal if size < _U(0x400) else normal) | ((_U(half) & _U(0x8000)) << _U(16)))
+
+
+@compiled(types.void(read_only(types.float32), written(types.uint16), written(types.int8)), floats)
+def _encode(rows: Floats, halves: npt.NDArray[np.uint16], exponents: npt.NDArray[np.int8]) -> None:
+    dim = rows.size // max(exponents.size, 1)
+    for r in range(exponents.size):
+        first = r * dim
+        largest = _U(0)
+        for i in range(first, first + dim):
+            largest = max(largest, bits_of(rows[i]) & _ABS)  # as numbers, bits order floats, and NaN above infinity
+        exponent = min(int(largest >> _U(23)) - 127, 126)  # 2^-127 would be subnormal itself
+        scale = float_of(_U(127 - exponent) << _U(23))
+        exponents[r] = exponent
+        if largest >= _INFINITY:
+            exponents[r] = _NOT_FINITE
+            scale = np.float32(0.0)
+        for i in range(first, first + dim):
+            halves[i] = _half(rows[i] * scale)
+
+
+@compiled(types.void(read_only(types.uint16), read_only(types.int8), written(types.float32)), floats)
+def _decode(halves: npt.NDArray[np.uint16], exponents: npt.NDArray[np.int8], out: Floats) -> None:
+    dim = out.size // max(exponents.size, 1)
+    for r in range(exponents.size):
+        first = r * dim
+        scale = np.float32(2.0) ** np.float32(exponents[r])
+        if exponents[r] == _NOT_FINITE:
+            scale = np.float32(np.nan)
+        for i in range(first, first + dim):
+            out[i] = _float(halves[i]) * scale
