@@ -31,6 +31,7 @@ from embershard.proto.routing import Placement, Route
 from embershard.proto.spec import TableSpec
 from embershard.worker.addresses import carrier_for
 from embershard.worker.carrier import Carrier, Deadline
+from embershard.worker.compression.compressor import Compressor
 from embershard.worker.inbox import Inbox, Places, Pulls
 from embershard.worker.links import Links, Outcome, greet
 from embershard.worker.membership import Membership, Terms
@@ -82,6 +83,7 @@ class Client:
         self._limits = [min(greeting.max_message_bytes, MAX_MESSAGE_BYTES) for greeting in greetings]
         self._specs: dict[str, TableSpec] = {}
         self.membership: Membership | None = None
+        self.compressor = Compressor()
         self._outbox = Outbox(worker, self.epoch, self.placement.epoch, self._limits)
         self._inbox = Inbox(self._links, worker, self.epoch, self.placement.epoch, self._limits)
         self._push_lock = threading.Lock()
@@ -129,12 +131,14 @@ class Client:
         self.membership.join(clock)
         return self.membership
 
-    def declare(self, spec: TableSpec, *, load: bool = False) -> frozenset[int]:
+    def declare(self, spec: TableSpec, *, load: bool = False, dense: bool = False) -> frozenset[int]:
         """Make sure that a table exists on every shard; the shards where this call created it.
 
-        With `load` the caller must `load` those shards, to the last message; until then others wait. TableMismatch
-        where the table exists with other settings, UnknownOptimizer where a shard was not started with its optimizer.
+        With `load` the caller must `load` those shards, to the last message; until then others wait. A `dense` table
+        holds the weights of layers, which more codecs serve. TableMismatch where the table exists with other settings,
+        UnknownOptimizer where a shard was not started with its optimizer, ValueError for a codec that cannot serve it.
         """
+        self.compressor.add(spec, dense=dense)
         replies = self.ask_all(Declare(spec, self.worker, load))
         self._specs[spec.name] = spec
         return frozenset(s for s, reply in enumerate(replies) if isinstance(reply, Declared) and reply.created)

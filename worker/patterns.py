@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
-from torch import nn
+if TYPE_CHECKING:  # a client that trains nothing imports this module, too
+    from torch import nn
 
 
 def matches(name: str, pattern: str) -> bool:

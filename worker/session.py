@@ -11,15 +11,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from embershard.proto.codec.choice import Codec
 from embershard.proto.routing import Placement, Route, make_route
 from embershard.proto.spec import TableSpec
 from embershard.worker.addresses import parse_addresses
 from embershard.worker.announce import Inputs, WrappedModel, reads_of_batches
 from embershard.worker.client import DEFAULT_TIMEOUT, Client, LrScale, Stats
+from embershard.worker.compression.settings import Compression, codec_of
 from embershard.worker.dense import DenseWeights
 from embershard.worker.gradients import RowGradients, merge, to_arrays
 from embershard.worker.local_steps import LocalSteps
 from embershard.worker.membership import Membership, Terms
+from embershard.worker.patterns import matches
 from embershard.worker.reads import Read, Reads, Wanted
 from embershard.worker.spans import span
 from embershard.worker.traffic import Traffic
@@ -73,8 +76,12 @@ class Session:
     while the loop goes on; everywhere else a forward waits for its rows, and a step for its push.
     """
 
-    def __init__(self, client: Client, *, local_steps: int | None = None) -> None:
+    def __init__(
+        self, client: Client, *, local_steps: int | None = None, compression: Compression | None = None
+    ) -> None:
         self.client = client
+        if compression is not None:
+            client.compressor.settings = compression
         self.lr_scale = 1.0
         self._tables: dict[str, RemoteTable] = {}
         self._dense: list[DenseWeights] = []
@@ -141,6 +148,26 @@ class Session:
         """
         self._traffic.keep_copies(rows, staleness)
 
+    def compress(self, tables: str, *, push: str | Codec | None = None, pull: str | Codec | None = None) -> list[str]:
+        """Have tables travel so from the next push and pull on; their names.
+
+        `tables` is a name, a pattern, or "dense" for all dense weights. A codec is one of docs/compression.md, such as
+        "int8" or "topk:0.01+fp16s"; a direction that is not named stays as it is. What a codec has held back goes with
+        the next push, or is what the next one holds back. ValueError, before anything changes, where no table has such
+        a name, and for a codec that is none or cannot serve one of them.
+        """
+        compressor = self.client.compressor
+        dense = {name: compressor.is_dense(name) for name in self._tables}
+        names = [name for name in dense if (dense[name] if tables == "dense" else matches(name, tables))]
+        if not names:
+            raise ValueError(f"no table matches {tables!r} (known: dense, {', '.join(dense)})")
+        to_shards, from_shards = (None if codec is None else codec_of(codec) for codec in (push, pull))
+        for name in names:
+            compressor.check(name, to_shards, from_shards)
+        for name in names:
+            compressor.choose(name, to_shards, from_shards)
+        return names
+
     @property
     def missed_reads(self) -> int:
         """Reads inside `prefetch` of rows that had not been pulled ahead."""
@@ -157,7 +184,8 @@ class Session:
             return known
         if self._traffic.local is not None:
             self._traffic.local.add(spec)
-        created = self.client.declare(spec, load=values is not None)
+        dense = any(spec is weights.spec for weights in self._dense)
+        created = self.client.declare(spec, load=values is not None, dense=dense)
         if values is not None:
             if created:
                 _load_first(self.client, spec, values(), created)
@@ -167,8 +195,12 @@ class Session:
 
     def add_dense(self, dense: DenseWeights) -> None:
         """Pull and push these dense weights with the tables."""
-        self.table(dense.spec, lambda: [(dense.ids, dense.values())])
         self._dense.append(dense)
+        try:
+            self.table(dense.spec, lambda: [(dense.ids, dense.values())])
+        except BaseException:
+            self._dense.remove(dense)
+            raise
 
     def add_model(self, model: WrappedModel) -> None:
         """Let `prefetch` know a model and what it says of its reads."""
@@ -328,6 +360,7 @@ def connect(
     damp_staleness: bool = False,
     patience: timedelta = Terms.patience,
     local_steps: int | None = None,
+    compression: Compression | None = None,
 ) -> Session:
     """A session with the shards at `addresses` ("host:port,host:port" or a list), in any order.
 
@@ -335,7 +368,8 @@ def connect(
 
     With several `workers`, or a `staleness`, this one (`worker` is its number) joins the clock of the job on the terms
     that membership.Terms describes, the same for all workers; ModeMismatch where they differ. With `local_steps` it
-    trains on copies of its own and pushes what so many steps have changed (local_steps.py).
+    trains on copies of its own and pushes what so many steps have changed (local_steps.py). `compression` says how
+    tables travel.
     """
     terms = Terms(workers=workers, staleness=staleness, lease=lease, damp_staleness=damp_staleness, patience=patience)
     if local_steps is not None and (local_steps < 1 or damp_staleness):
@@ -348,7 +382,7 @@ def connect(
     try:
         if workers > 1 or staleness is not None or damp_staleness:
             client.join(terms)
-        return Session(client, local_steps=local_steps)
+        return Session(client, local_steps=local_steps, compression=compression)
     except BaseException:
         client.close()
         raise

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from embershard.worker.averaging import WeightAverage as WeightAverage
     from embershard.worker.client import Client as Client
     from embershard.worker.compilation import compile_dense as compile_dense
+    from embershard.worker.compression.settings import Compression as Compression
     from embershard.worker.data.splits import SplitSampler as SplitSampler
     from embershard.worker.embedding import Embedding as Embedding
     from embershard.worker.embedding import EmbeddingBag as EmbeddingBag
@@ -65,6 +66,7 @@ _HOME = {
     "embershard.worker.averaging": ("WeightAverage",),
     "embershard.worker.client": ("Client",),
     "embershard.worker.compilation": ("compile_dense",),
+    "embershard.worker.compression.settings": ("Compression",),
     "embershard.worker.data.splits": ("SplitSampler",),
     "embershard.worker.embedding": ("Embedding", "EmbeddingBag"),
     "embershard.worker.memory": ("keep_freed_memory",),
@@ -81,6 +83,7 @@ __all__ = [  # noqa: RUF022  # in the order of use
     "local",
     "wrap",
     "Session",
+    "Compression",
     "SplitSampler",
     "ShardOptimizer",
     "Client",

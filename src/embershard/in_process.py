@@ -13,6 +13,7 @@ from embershard.ps.optim import OptimizerRegistry
 from embershard.ps.shard import Shard
 from embershard.worker.carriers.local import LocalCarrier
 from embershard.worker.client import DEFAULT_TIMEOUT, Client
+from embershard.worker.compression.settings import Compression
 from embershard.worker.session import Session
 
 
@@ -33,13 +34,20 @@ class InProcessShards:
 
 
 def local(
-    shards: int = 1, *, imports: Sequence[str] = (), worker: int = 0, timeout: timedelta = DEFAULT_TIMEOUT
+    shards: int = 1,
+    *,
+    imports: Sequence[str] = (),
+    worker: int = 0,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    compression: Compression | None = None,
 ) -> Session:
     """A session with `shards` fresh shards in this process, for tests, notebooks and what fits one machine.
 
-    `imports` names the modules of user-defined row optimizers ("__main__" for those of a notebook).
+    `imports` names the modules of user-defined row optimizers ("__main__" for those of a notebook). `compression`: as
+    of `connect`, to try codecs without a network.
     """
-    return Session(Client(InProcessShards(shards, imports=imports).carriers(), worker=worker, timeout=timeout))
+    client = Client(InProcessShards(shards, imports=imports).carriers(), worker=worker, timeout=timeout)
+    return Session(client, compression=compression)
 
 
 def _one_at_a_time(shard: Shard, moved: threading.Condition) -> Callable[[Request], Reply]:

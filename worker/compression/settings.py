@@ -1,0 +1,103 @@
+"""What of a session's tables travels how: data, without a word on how it is done."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from embershard.proto.codec.choice import Codec
+from embershard.proto.spec import TableSpec
+from embershard.worker.patterns import first_match
+
+RESIDUAL_ROWS = 1_000_000  # of a table: with a dim of 16 about 100 MB
+PLAIN = Codec()
+
+
+class Directions(NamedTuple):
+    """How a table's gradients go to the shards, and how its rows come back."""
+
+    push: Codec = PLAIN
+    pull: Codec = PLAIN
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compression:
+    """How the tables of a session travel; docs/compression.md lists the codecs and says which pays where.
+
+    `push` and `pull` are those of embedding tables, `dense` ({"push": ..., "pull": ...}) those of dense weights, and
+    `tables` those of the tables, of both kinds, whose name a pattern matches: the first one that does. A direction
+    that these leave out is as above.
+    `residual_rows`: rows of a table whose unsent gradients a worker holds back; beyond, the oldest are sent.
+    `warmup_steps`: pushes of dgc at each of the densities 25 %, 6.25 %, 1.56 % and 0.4 %. `momentum` and `clip_norm`
+    (of each table's gradient, at one worker; None: no bound) are dgc's. ValueError names what cannot be.
+    """
+
+    push: str | Codec = PLAIN
+    pull: str | Codec = PLAIN
+    dense: Mapping[str, str | Codec] = field(default_factory=dict)
+    tables: Mapping[str, Mapping[str, str | Codec]] = field(default_factory=dict)
+    residual_rows: int = RESIDUAL_ROWS
+    warmup_steps: int = 100
+    momentum: float = 0.0
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.residual_rows < 1:
+            raise ValueError(f"Compression: residual_rows must be at least 1, got {self.residual_rows}")
+        if self.warmup_steps < 0:
+            raise ValueError(f"Compression: warmup_steps must be at least 0, got {self.warmup_steps}")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"Compression: momentum must be at least 0 and below 1, got {self.momentum}")
+        if self.clip_norm is not None and not (self.clip_norm > 0 and math.isfinite(self.clip_norm)):
+            raise ValueError(f"Compression: clip_norm must be above 0, got {self.clip_norm}")
+        for where, given in (("dense", self.dense), *self.tables.items()):
+            if unknown := sorted(given.keys() - {"push", "pull"}):
+                raise ValueError(f"Compression: {where} has no {unknown[0]!r} (known: push, pull)")
+        _check(Directions(codec_of(self.push), codec_of(self.pull)), dense=False)
+        _check(_read(self.dense, Directions()), dense=True)
+        for given in self.tables.values():  # which of them are dense is known with the tables
+            _read(given, Directions())
+
+    def of(self, table: str, dense: bool) -> Directions:
+        """Those of a table. ValueError where they cannot serve it."""
+        own = Directions(codec_of(self.push), codec_of(self.pull))
+        directions = _read(self.dense, Directions()) if dense else own
+        pattern = first_match(table, self.tables)
+        if pattern is not None:
+            directions = _read(self.tables[pattern], directions)
+        _check(directions, dense)
+        return directions
+
+
+def codec_of(text: str | Codec) -> Codec:
+    """A codec that may be given as its text. ValueError where it cannot be."""
+    return text if isinstance(text, Codec) else Codec.parse(text)
+
+
+def check_momentum(spec: TableSpec, push: Codec, momentum: float) -> None:
+    """ValueError where a gradient would be given momentum twice: by dgc, and by the table's optimizer."""
+    if push.select != "dgc":
+        return
+    params = spec.optimizer.params()
+    if params.get("momentum", 0.0) > 0:
+        raise ValueError(
+            f"table {spec.name!r}: {push} keeps the momentum in the worker, so that of its optimizer must be 0, not "
+            f"{params['momentum']:g}; give it to Compression(momentum=...) instead"
+        )
+    if momentum > 0 and params.get("beta1", 0.0) > 0:
+        raise ValueError(
+            f"table {spec.name!r}: {push} with momentum {momentum:g} in front of {spec.optimizer.name}, which has one "
+            "of its own (beta1), would count gradients twice; leave Compression(momentum=0)"
+        )
+
+
+def _read(given: Mapping[str, str | Codec], otherwise: Directions) -> Directions:
+    push, pull = given.get("push", otherwise.push), given.get("pull", otherwise.pull)
+    return Directions(codec_of(push), codec_of(pull))
+
+
+def _check(directions: Directions, dense: bool) -> None:
+    directions.push.check("push", dense)
+    directions.pull.check("pull", dense)
