@@ -23,8 +23,13 @@ FORMAT = 1
 FILE_NAME = "results.json"
 UNLIMITED = "unlimited"
 Kind = Literal["quality", "speed", "tune"]
+Outcome = Literal["paid", "did not pay", "undecided"]
+SpeedVerdict = Literal["faster", "slower", "same or undecided"]  # by whether the interval contains 1
 Rate = Literal["fixed", "tuned"]  # the job's learning rate, or the arm's own best multiple of it
 Metrics = Mapping[str, float | None]
+# equivalent: within the margin, by two one-sided tests at 5 %. better, worse: that is not shown, and the 95 % interval of
+# the difference leaves 0 out. not worse: by the one of the two tests that matters.
+QualityVerdict = Literal["equivalent", "not worse", "better", "worse", "undecided"]
 
 
 class Record(BaseModel):
@@ -120,7 +125,7 @@ def run_key(kind: Kind, arm: str, seed: int, bandwidth: str, multiple: float) ->
 
 
 class Estimate(Record):
-    """A mean over seeds with its 95 % interval (Student's t); of one seed there is no interval: low and high are None."""
+    """A mean over seeds with its 95 % interval (Student's t); low and high are None with one seed: it has none."""
 
     mean: float
     low: float | None
@@ -140,8 +145,7 @@ class Quality(Record):
     higher_is_better: bool
     margin: float | None  # a difference below it is of no consequence; None for metrics without one
     p_equivalent: float | None  # two one-sided t tests against the margin (TOST); equivalent where below 0.05
-    verdict: Literal["equivalent", "better", "worse", "undecided"]
-    # equivalent: within the margin. better, worse: the interval lies beyond 0 and equivalence is not shown.
+    verdict: QualityVerdict
 
 
 class Speed(Record):
@@ -152,7 +156,7 @@ class Speed(Record):
     bandwidth: str
     samples_per_second: Estimate
     speed_up: Estimate  # geometric mean over paired runs; 1: as fast
-    verdict: Literal["faster", "slower", "same or undecided"]  # by whether the interval contains 1
+    verdict: SpeedVerdict
 
 
 class Volume(Record):
@@ -182,8 +186,8 @@ class Verdict(Record):
     """Whether an arm paid against the baseline: as good a model, faster."""
 
     arm: str
-    outcome: Literal["paid", "did not pay", "undecided"]
-    quality: Literal["equivalent", "better", "worse", "undecided"]  # of Results.metric, at the rate of `rate`
+    outcome: Outcome
+    quality: QualityVerdict  # of Results.metric, at the rate of `rate`
     rate: Rate
     difference: Estimate | None  # of Results.metric: the cost where it is on the worse side
     faster_at: tuple[str, ...]  # bandwidths

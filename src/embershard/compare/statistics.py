@@ -1,0 +1,116 @@
+"""Estimates over paired seeds: intervals, equivalence, ratios, and where two cost curves cross."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from scipy import stats
+
+from embershard.compare.results import Estimate
+
+CONFIDENCE = 0.95
+ALPHA = 0.05  # of an equivalence test
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Mean of one value per seed and its 95 % interval by Student's t; without interval of one value. Not of none."""
+    mean, half = _mean_and_half(np.asarray(values, np.float64))
+    if half is None:
+        return Estimate(mean=mean, low=None, high=None, seeds=1)
+    return Estimate(mean=mean, low=mean - half, high=mean + half, seeds=len(values))
+
+
+def ratio(values: Sequence[float]) -> Estimate:
+    """Geometric mean of one ratio per pair of runs and its 95 % interval, which is that of the logarithms."""
+    logs = estimate(np.log(np.asarray(values, np.float64)).tolist())
+    low, high = (None if bound is None else math.exp(bound) for bound in (logs.low, logs.high))
+    return Estimate(mean=math.exp(logs.mean), low=low, high=high, seeds=logs.seeds)
+
+
+def pairs(values: Mapping[int, float], others: Mapping[int, float]) -> list[tuple[float, float]]:
+    """(value, other) of every seed that both have, by seed."""
+    return [(values[seed], others[seed]) for seed in sorted(values.keys() & others.keys())]
+
+
+@dataclass(frozen=True, slots=True)
+class Margins:
+    """p values of two one-sided t tests of a mean difference against a margin (Schuirmann 1987).
+
+    The mean is above -margin where `p_above` is small, below +margin where `p_below` is, and equivalent where both are.
+    """
+
+    p_above: float
+    p_below: float
+
+    @property
+    def p_equivalent(self) -> float:
+        """Of the two tests together (TOST)."""
+        return max(self.p_above, self.p_below)
+
+
+def against_margin(differences: Sequence[float], margin: float) -> Margins | None:
+    """Two one-sided tests of paired differences, one per seed; None with fewer than two."""
+    if len(differences) < 2:
+        return None
+    array = np.asarray(differences, np.float64)
+    mean, error = float(array.mean()), _standard_error(array)
+    above, below = mean + margin, margin - mean
+    if error == 0.0:  # the runs were alike to the last bit
+        return Margins(float(above <= 0), float(below <= 0))
+    free = len(differences) - 1
+    return Margins(float(stats.t.sf(above / error, free)), float(stats.t.sf(below / error, free)))
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """The bandwidth below which a way of sending is the cheaper one."""
+
+    says: Literal["value", "always", "never", "unknown"]
+    bits_per_second: float | None = None
+
+
+def crossing_by_formula(saved_bytes: float, added_seconds: float) -> Crossing:
+    """W* = bytes saved / (seconds of encoding and decoding), both per step, in bits per second."""
+    if saved_bytes <= 0:
+        return Crossing("never")
+    if added_seconds <= 0:
+        return Crossing("always")
+    return Crossing("value", 8 * saved_bytes / added_seconds)
+
+
+def crossing_by_measurement(costs: Mapping[float, tuple[float, float]]) -> Crossing:
+    """Where the costs of two ways of sending are equal. costs: bits per second (inf: no limit) -> seconds (of one, of
+    the other) for the same work.
+
+    A step is compute plus bytes / bandwidth, so the difference is taken to be straight in 1 / bandwidth between two
+    measured links; there infinity is a point like any other.
+    """
+    if len(costs) < 2:
+        return Crossing("unknown")
+    points = sorted((1 / bits, one - other) for bits, (one, other) in costs.items())  # fast links first
+    signs = [difference < 0 for _, difference in points]
+    if all(signs) or not any(signs):
+        return Crossing("always" if all(signs) else "never")
+    changes = [(before, after) for before, after in itertools.pairwise(points) if (before[1] < 0) != (after[1] < 0)]
+    (x0, d0), (x1, d1) = changes[0]
+    if len(changes) > 1 or d0 < 0:  # noise, or nothing that bytes could explain
+        return Crossing("unknown")
+    x = x0 + (x1 - x0) * d0 / (d0 - d1)
+    return Crossing("value", 1 / x) if x > 0 else Crossing("always")
+
+
+def _mean_and_half(array: np.ndarray[tuple[int], np.dtype[np.float64]]) -> tuple[float, float | None]:
+    """The mean, and half the width of its interval."""
+    mean = float(array.mean())
+    if len(array) < 2:
+        return mean, None
+    return mean, float(stats.t.ppf((1 + CONFIDENCE) / 2, len(array) - 1)) * _standard_error(array)
+
+
+def _standard_error(array: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
+    return float(array.std(ddof=1)) / math.sqrt(len(array))
