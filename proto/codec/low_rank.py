@@ -1,0 +1,180 @@
+"""Payload form 3: what a shard's part of a dense table holds of matrices as P and Q, P Q^T for M (Vogels et al. 2019).
+
+    3, values codec: 1 byte each; pieces: uint32
+    of each piece: position, elements, skip, columns, rank: 5 x uint32
+    of each piece: its floats
+
+All little endian. A piece covers `elements` of the part, flat in its (U * dim), from `position` on: those of a run of
+rows of a matrix with `columns` columns, of whose first row `skip` elements lie before the part. Its floats are P^T
+(rank, rows of the run) and then Q^T (rank, columns). With rank 0 the elements themselves follow. Pieces ascend and do
+not overlap; what lies between them is zero. The values codec writes each array as rows of 64 floats, and what is left
+over as one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from embershard.proto.codec.values import ValuesCodec
+from embershard.proto.codec_errors import DamagedPayload
+from embershard.proto.jit import compiled
+
+Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+
+LOW_RANK = 3  # the form, its first byte; the second is the values codec's code
+_ROW = 64  # floats that a values codec sees as a row
+_FIELDS = 5
+_WORD = np.dtype("<u4")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run of elements as they are."""
+
+    position: int
+    values: Floats  # (elements,)
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """A run of a matrix's elements as P Q^T: `elements` of them from `position` on, without the first `skip`."""
+
+    position: int
+    elements: int
+    skip: int
+    left: Floats  # (rank, rows), C order: P^T
+    right: Floats  # (rank, columns), C order: Q^T
+
+    @property
+    def product(self) -> Floats:
+        """The elements, (elements,): as a shard computes them, to the bit."""
+        out = np.empty(self.elements, np.float32)
+        _multiply(self.left, self.right, self.skip, out)
+        return out
+
+
+Piece = Run | Factors
+
+
+def encode_low_rank(pieces: Sequence[Piece], values: ValuesCodec, key: int | None) -> Bytes:
+    """The payload of pieces that ascend; `key` is that of the values codec's random numbers."""
+    arrays = [array for piece in pieces for array in _arrays(piece)]
+    words = np.array([len(pieces), *(word for piece in pieces for word in _head(piece))], _WORD)
+    head = np.concatenate([np.array([LOW_RANK, values.code], np.uint8), words.view(np.uint8)])
+    out = np.empty(head.size + sum(_nbytes(array.size, values) for array in arrays), np.uint8)
+    out[: head.size] = head
+    start = head.size
+    for array in arrays:
+        for rows in _as_rows(array.reshape(-1)):
+            stop = start + values.nbytes(*rows.shape)
+            values.encode(rows, out[start:stop], key)
+            start = stop
+            # another key for other rows: equal ones would round alike
+            key = None if key is None else (key + 0x9E3779B97F4A7C15) & (2**64 - 1)
+    return out
+
+
+def decode_low_rank(data: Bytes, values: ValuesCodec, num_ids: int, dim: int) -> Floats:
+    """The rows (num_ids, dim) of a payload without its first two bytes. DamagedPayload, before memory is taken."""
+    pieces = _read_heads(data, values, num_ids * dim)
+    flat = np.zeros(num_ids * dim, np.float32)
+    start = _WORD.itemsize * (1 + _FIELDS * len(pieces))
+    for position, elements, skip, columns, rank in pieces:
+        if rank == 0:
+            start = _decode(data, start, values, flat[position : position + elements])
+            continue
+        rows = -(-(skip + elements) // columns)
+        left, right = np.empty((rank, rows), np.float32), np.empty((rank, columns), np.float32)
+        start = _decode(data, start, values, left.reshape(-1))
+        start = _decode(data, start, values, right.reshape(-1))
+        _multiply(left, right, skip, flat[position : position + elements])
+    return flat.reshape(num_ids, dim)
+
+
+def _head(piece: Piece) -> tuple[int, int, int, int, int]:
+    if isinstance(piece, Run):
+        return piece.position, len(piece.values), 0, 0, 0
+    return piece.position, piece.elements, piece.skip, piece.right.shape[1], len(piece.right)
+
+
+def _arrays(piece: Piece) -> tuple[Floats, ...]:
+    return (piece.values,) if isinstance(piece, Run) else (piece.left, piece.right)
+
+
+def _read_heads(data: Bytes, values: ValuesCodec, size: int) -> list[tuple[int, int, int, int, int]]:
+    """The heads of the pieces of a part of `size` elements, once they and the length of their floats are right."""
+    words = data[: data.size // _WORD.itemsize * _WORD.itemsize].view(_WORD)
+    count = int(words[0]) if words.size else -1
+    if not 0 <= count <= (words.size - 1) // _FIELDS:
+        raise _damaged(f"{data.size} bytes for {count} pieces")
+    end, want, pieces = 0, _WORD.itemsize * (1 + _FIELDS * count), []
+    for position, elements, skip, columns, rank in words[1 : 1 + _FIELDS * count].reshape(-1, _FIELDS).tolist():
+        if position < end or elements == 0 or position + elements > size:
+            raise _damaged(f"elements {position} to {position + elements} of {size}, after {end}")
+        if columns <= skip if rank else skip or columns:
+            raise _damaged(f"rank {rank} with {columns} columns, of which {skip} are skipped")
+        end = position + elements
+        # Python's integers do not overflow; what fits the payload fits the memory
+        rows = -(-(skip + elements) // columns) if rank else 0
+        want += _nbytes(rank * rows, values) + _nbytes(rank * columns, values) if rank else _nbytes(elements, values)
+        pieces.append((position, elements, skip, columns, rank))
+    if want != data.size:
+        raise _damaged(f"{data.size} bytes, not {want}")
+    return pieces
+
+
+def _as_rows(flat: Floats) -> Iterator[Floats]:
+    """Rows of _ROW floats, and the rest as one row."""
+    whole = flat.size // _ROW * _ROW
+    if whole:
+        yield flat[:whole].reshape(-1, _ROW)
+    if whole < flat.size:
+        yield flat[whole:].reshape(1, -1)
+
+
+def _nbytes(size: int, values: ValuesCodec) -> int:
+    rows, rest = divmod(size, _ROW)
+    return (values.nbytes(rows, _ROW) if rows else 0) + (values.nbytes(1, rest) if rest else 0)
+
+
+def _decode(data: Bytes, start: int, values: ValuesCodec, flat: Floats) -> int:
+    """Fill `flat` from the bytes that begin at `start`; where they end."""
+    for rows in _as_rows(flat):
+        stop = start + values.nbytes(*rows.shape)
+        values.decode(data[start:stop], rows)
+        start = stop
+    return start
+
+
+def _damaged(reason: str) -> DamagedPayload:
+    return DamagedPayload(codec="powersgd", reason=reason)
+
+
+@compiled(types.void(types.float32[:, ::1], types.float32[:, ::1], types.int64, types.float32[::1]))
+def _multiply(left: Floats, right: Floats, skip: int, out: Floats) -> None:
+    """Elements skip, skip + 1, ... of the matrix sum over k of left[k, i] * right[k, j], in this order of sums.
+
+    A loop of our own: the worker keeps back exactly what a shard does not apply, which takes the same bits, whatever
+    library and how many threads multiply elsewhere.
+    """
+    rank, columns = right.shape
+    for k in range(rank):
+        row, column, place = 0, skip, 0
+        while place < out.size:
+            stop = min(out.size - place, columns - column)
+            factor = left[k, row]
+            if k == 0:
+                for j in range(stop):
+                    out[place + j] = factor * right[k, column + j]
+            else:
+                for j in range(stop):
+                    out[place + j] += factor * right[k, column + j]
+            place += stop
+            row += 1
+            column = 0
