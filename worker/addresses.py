@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from embershard.proto.errors import BadAddress
+from embershard.worker.bandwidth import EmulatedLink
 from embershard.worker.carrier import Carrier
 
 _FORM = "write host:port, with a port of 1..65535, or unix:/path; tcp:// or grpc:// before it choose the carrier"
@@ -23,8 +24,16 @@ def parse_addresses(given: str | Sequence[str]) -> list[str]:
     return addresses
 
 
-def carrier_for(address: str) -> Carrier:
-    """The carrier that an address asks for: `stream`, unless its scheme says another."""
+def carrier_for(address: str, link: EmulatedLink | None = None) -> Carrier:
+    """The carrier that an address asks for: `stream`, unless its scheme says another.
+
+    BadAddress for another one with an emulated `link`, which would not slow it down.
+    """
+    scheme = address.partition("://")[0].partition("+")[0]
+    if link is not None and scheme in ("grpc", "rpc", "rpc-executes-pickles"):
+        raise BadAddress(
+            address=address, reason=f"a bandwidth is emulated in the stream carrier, not in {scheme}: write host:port"
+        )
     if address.startswith(("grpc://", "grpc+")):
         from embershard.worker.carriers.grpc import GrpcCarrier  # half a second that the others need not wait
 
@@ -35,7 +44,7 @@ def carrier_for(address: str) -> Carrier:
         return RpcCarrier(address)
     from embershard.worker.carriers.stream import StreamCarrier
 
-    return StreamCarrier(address)
+    return StreamCarrier(address, link=link)
 
 
 def _mistake(address: str) -> str:

@@ -30,7 +30,9 @@ from embershard.proto.messages import (
 from embershard.proto.routing import Placement, Route
 from embershard.proto.spec import TableSpec
 from embershard.worker.addresses import carrier_for
+from embershard.worker.bandwidth import EmulatedLink
 from embershard.worker.carrier import Carrier, Deadline
+from embershard.worker.carriers.io_thread import io_loop
 from embershard.worker.compression.compressor import Compressor
 from embershard.worker.inbox import Inbox, Places, Pulls
 from embershard.worker.links import Links, Outcome, greet
@@ -91,12 +93,21 @@ class Client:
         self._stats_lock = threading.Lock()
 
     @classmethod
-    def connect(cls, addresses: Sequence[str], *, worker: int = 0, timeout: timedelta = DEFAULT_TIMEOUT) -> Client:
+    def connect(
+        cls,
+        addresses: Sequence[str],
+        *,
+        worker: int = 0,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        bandwidth: int | None = None,
+    ) -> Client:
         """A client of the shards at `addresses` (docs/carriers.md), in any order.
 
-        Waits until all of them serve. ShardUnavailable, NotAShard or WrongShards say what is in the way.
+        Waits until all of them serve. ShardUnavailable, NotAShard or WrongShards say what is in the way. `bandwidth`,
+        in bits per second, has it send and receive no faster, each way; BadAddress where a carrier cannot.
         """
-        carriers = [carrier_for(address) for address in addresses]
+        link = None if bandwidth is None else EmulatedLink(bandwidth, io_loop())
+        carriers = [carrier_for(address, link) for address in addresses]
         try:
             return cls(carriers, worker=worker, timeout=timeout)
         except BaseException:

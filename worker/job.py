@@ -25,6 +25,7 @@ from embershard.worker.job_training import (
     DenseSection,
     EmbeddingSection,
     EvaluateSection,
+    NetworkSection,
     StrategyName,
     TrainSection,
 )
@@ -62,6 +63,7 @@ class Job(Section):
     evaluate: EvaluateSection = EvaluateSection()
     checkpoint: CheckpointSection | None = None
     compression: Compression = None
+    network: NetworkSection = NetworkSection()
     workers: Count = 1
     shards: Count = 2
     prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][\w.\-/]*$|^$", max_length=100)] = ""  # of the tables' names

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
+from embershard.worker.bandwidth import parse_bandwidth
 from embershard.worker.job_yaml import Path as Location
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def mode_contradictions(job: Job) -> Found:
     """Field -> why it cannot be with the others."""
     yield from _strategy(job)
     yield from _dense(job)
+    yield from _network(job)
     yield from _consistency(job)
     yield from _torch_optimizers(job)
 
@@ -99,6 +101,17 @@ def _dense(job: Job) -> Found:
         yield ("dense", "mode"), f"has no meaning for strategy {job.strategy}, which has no shards; remove it"
     elif job.strategy == "hybrid" and mode == "ps":
         yield ("dense", "mode"), "strategy hybrid keeps dense weights in the workers: set it to ddp or fsdp, or use ps"
+
+
+def _network(job: Job) -> Found:
+    at, bandwidth = ("network", "bandwidth"), job.network.bandwidth
+    if parse_bandwidth(bandwidth) is None:
+        return
+    if not job.has_shards:
+        yield at, f"is that of the link to the shards, and strategy {job.strategy} has none; remove it"
+    elif job.dense_mode != "ps":
+        reason = f"{bandwidth} slows the link to the shards, and not torch's own ones"
+        yield at, f"{reason}, over which dense weights are all-reduced; keep them on the shards, or remove it"
 
 
 def _consistency(job: Job) -> Found:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
 from embershard.proto import spec
+from embershard.worker.bandwidth import UNLIMITED, parse_bandwidth
 from embershard.worker.job_sections import AnyInitializer, AnyOptimizer, Count, Section
 from embershard.worker.job_step import (
     Argument,
@@ -202,6 +203,18 @@ class EvaluateSection(Section):
     metric: str | None = None
     top_k: Count | None = None
     batch_size: Count = 16_384
+
+
+def _check_bandwidth(value: object) -> str:
+    text = str(value)
+    parse_bandwidth(text)
+    return text
+
+
+class NetworkSection(Section):
+    """A slower link than the one there is, emulated between each worker and its shards (worker/bandwidth.py)."""
+
+    bandwidth: Annotated[str, BeforeValidator(_check_bandwidth)] = UNLIMITED
 
 
 class CheckpointSection(Section):

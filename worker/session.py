@@ -16,6 +16,7 @@ from embershard.proto.routing import Placement, Route, make_route
 from embershard.proto.spec import TableSpec
 from embershard.worker.addresses import parse_addresses
 from embershard.worker.announce import Inputs, WrappedModel, reads_of_batches
+from embershard.worker.bandwidth import UNLIMITED, parse_bandwidth
 from embershard.worker.client import DEFAULT_TIMEOUT, Client, LrScale, Stats
 from embershard.worker.compression.settings import Compression, codec_of
 from embershard.worker.dense import DenseWeights
@@ -360,6 +361,7 @@ def connect(
     damp_staleness: bool = False,
     patience: timedelta = Terms.patience,
     local_steps: int | None = None,
+    bandwidth: str = UNLIMITED,
     compression: Compression | None = None,
 ) -> Session:
     """A session with the shards at `addresses` ("host:port,host:port" or a list), in any order.
@@ -368,7 +370,8 @@ def connect(
 
     With several `workers`, or a `staleness`, this one (`worker` is its number) joins the clock of the job on the terms
     that membership.Terms describes, the same for all workers; ModeMismatch where they differ. With `local_steps` it
-    trains on copies of its own and pushes what so many steps have changed (local_steps.py). `compression` says how
+    trains on copies of its own and pushes what so many steps have changed (local_steps.py). A `bandwidth`, as
+    "100mbit", emulates a slower link to the shards (bandwidth.py); ValueError where it is none. `compression` says how
     tables travel.
     """
     terms = Terms(workers=workers, staleness=staleness, lease=lease, damp_staleness=damp_staleness, patience=patience)
@@ -378,7 +381,8 @@ def connect(
             if damp_staleness
             else f"local_steps must be at least 1, got {local_steps}"
         )
-    client = Client.connect(parse_addresses(addresses), worker=worker, timeout=timeout)
+    bits = parse_bandwidth(bandwidth)
+    client = Client.connect(parse_addresses(addresses), worker=worker, timeout=timeout, bandwidth=bits)
     try:
         if workers > 1 or staleness is not None or damp_staleness:
             client.join(terms)

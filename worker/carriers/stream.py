@@ -42,6 +42,7 @@ from embershard.proto.wire import (
     encode,
     read_server_hello,
 )
+from embershard.worker.bandwidth import EmulatedLink
 from embershard.worker.carrier import Unreachable
 from embershard.worker.carriers.io_thread import connect_beside, io_loop, runs_here
 from embershard.worker.spans import span
@@ -97,11 +98,12 @@ class StreamCarrier:
 
     "host:port" is a Unix socket where the shard runs on this machine, else TCP; "tcp://host:port" is always TCP, and
     "unix:/path" is a socket of the user's choice. `checksum` has the arrays checked too, for a network that is not
-    trusted to do it.
+    trusted to do it. `link` is the emulated one that it shares with the worker's other carriers.
     """
 
-    def __init__(self, address: str, *, checksum: bool = False) -> None:
+    def __init__(self, address: str, *, checksum: bool = False, link: EmulatedLink | None = None) -> None:
         self.address = address
+        self.link = link
         self.sent_bytes = 0
         self.received_bytes = 0
         self._features = Feature.CHECKSUM if checksum else Feature(0)
@@ -226,7 +228,7 @@ class _Connection(asyncio.BufferedProtocol):
     """One connection, from its hello to its end; of the I/O thread alone."""
 
     def __init__(self, carrier: StreamCarrier) -> None:
-        self._carrier = carrier
+        self._carrier, self._link = carrier, carrier.link
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._hello = memoryview(bytearray(HELLO_BYTES))
         self._filled = 0
@@ -246,10 +248,14 @@ class _Connection(asyncio.BufferedProtocol):
         if sock.family == socket.AF_UNIX:
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
                 sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
+        if self._link is not None:
+            self._link.join(self._transport)
         self._transport.write(client_hello(self._carrier._features))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._carrier.lost(self)
+        if self._link is not None:
+            self._link.leave(self._transport)
         reason = self.lost = Unreachable(f"{self._reason} ({error})" if error else self._reason)
         if not self.ready.done():
             self.ready.set_exception(reason)
@@ -263,6 +269,8 @@ class _Connection(asyncio.BufferedProtocol):
     def drop(self, reason: str) -> None:
         """End the connection and what is under way on it."""
         self._reason = reason
+        if self._link is not None:
+            self._link.leave(self._transport)
         self._transport.abort()
 
     def send(self, call: _Call) -> None:
@@ -276,7 +284,10 @@ class _Connection(asyncio.BufferedProtocol):
                 self._carrier.sent_bytes += num_bytes
                 self._sent += num_bytes
                 call.end = self._sent
-                self._transport.writelines(pieces)
+                if self._link is None:
+                    self._transport.writelines(pieces)
+                else:
+                    self._link.send(self._transport, pieces)
         except EmbershardError as error:
             call.fail(error)
 
@@ -291,19 +302,26 @@ class _Connection(asyncio.BufferedProtocol):
             self.drop("no answer: its deadline passed while it arrived")
         elif self._heard < call.started:
             self.drop("no answer")  # nothing came since: the next call tries another connection
-        elif call.end > self._sent - self._transport.get_write_buffer_size():
+        elif call.end > self._sent - self._unsent():
             self.drop("no answer: its deadline passed while it was sent")
         else:
             del self._calls[call.number]
             return True
         return False
 
+    def _unsent(self) -> int:
+        waiting = 0 if self._link is None else self._link.unsent(self._transport)
+        return self._transport.get_write_buffer_size() + waiting
+
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._hello[self._filled :] if self._reader is None else self._reader.buffer()
+        buffer = self._hello[self._filled :] if self._reader is None else self._reader.buffer()
+        return buffer if self._link is None else buffer[: self._link.chunk_bytes]
 
     def buffer_updated(self, num_bytes: int) -> None:
         self._heard = time.monotonic()
         self._carrier.received_bytes += num_bytes
+        if self._link is not None:
+            self._link.received(num_bytes)
         try:
             if self._reader is None:
                 self._greet(num_bytes)

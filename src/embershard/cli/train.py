@@ -29,6 +29,12 @@ def train(
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Workers to start, instead of the job's.", min=1)] = None,
     shards: Annotated[int | None, typer.Option(help="Shards to start, instead of the job's.", min=1)] = None,
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            help="Emulate a slower link between each worker and the shards, as in 100mbit; instead of the job's."
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder of logs and TensorBoard events.  [default: runs/JOB-TIME]")
     ] = None,
@@ -57,7 +63,7 @@ def train(
     ] = False,
 ) -> None:
     """Train a job: start shards and workers here, show how it goes, end them all."""
-    given = {"workers": workers, "shards": shards}
+    given = {"workers": workers, "shards": shards, "network.bandwidth": bandwidth}
     sets = [*(overrides or ()), *(f"{name}={value}" for name, value in given.items() if value is not None)]
     settings = load_job(job, sets, data)
     _check_shards(settings, ps, shards, imports)

@@ -52,6 +52,9 @@ def worker(
     local_world_size: Annotated[
         int, typer.Option(envvar="LOCAL_WORLD_SIZE", help="Workers on this machine, who share its cores.", min=0)
     ] = 0,
+    bandwidth: Annotated[
+        str | None, typer.Option(help="Emulate a slower link to the shards, as in 100mbit; instead of the job's.")
+    ] = None,
     meet_within: Annotated[
         float, typer.Option(help="Seconds to wait at the start for the other workers.", min=0.1)
     ] = JOIN_TIMEOUT.total_seconds(),
@@ -68,7 +71,8 @@ def worker(
         threading.Thread(target=_end_with, args=(parent_pid,), name="parent", daemon=True).start()
     if rank >= world_size:
         raise typer.BadParameter(f"workers count from 0, so rank {rank} of {world_size} does not exist")
-    settings = load_job(job, overrides or (), data)
+    slower = [f"network.bandwidth={bandwidth}"] if bandwidth is not None else []
+    settings = load_job(job, [*(overrides or ()), *slower], data)
     _check_mode(settings, ps, world_size)
     checkpoint = None if resume is None else find_checkpoint(resume, settings)
     folder = output or settings.output
@@ -177,6 +181,7 @@ def _connect(job: Job, ps: str, place: Place) -> Session:
         lease=timedelta(seconds=train.lease),
         damp_staleness=train.damp_staleness,
         local_steps=train.local_steps,
+        bandwidth=job.network.bandwidth,
     )
 
 
