@@ -13,7 +13,7 @@ from embershard.proto.jit import compiled, inlined
 
 _U = np.uint32
 _ABS, _INFINITY = _U(0x7FFFFFFF), _U(0x7F800000)
-_NOT_FINITE = np.int8(-128)
+_NOT_FINITE = -128
 _SUBNORMAL = _U(113 << 23)  # 2^-14, the smallest normal fp16
 _MAGIC = _U(126 << 23)  # 0.5: its last bit is worth 2^-24, as an fp16's below 2^-14
 
@@ -66,29 +66,29 @@ def _float(half: np.uint16) -> np.float32:
 
 @compiled(types.void(read_only(types.float32), written(types.uint16), written(types.int8)), floats)
 def _encode(rows: Floats, halves: npt.NDArray[np.uint16], exponents: npt.NDArray[np.int8]) -> None:
-    dim = rows.size // max(exponents.size, 1)
-    for r in range(exponents.size):
+    dim = np.uint64(rows.size // max(exponents.size, 1))  # unsigned: the compiler then sees runs of memory
+    for r in range(np.uint64(exponents.size)):
         first = r * dim
         largest = _U(0)
-        for i in range(first, first + dim):
-            largest = max(largest, bits_of(rows[i]) & _ABS)  # as numbers, bits order floats, and NaN above infinity
+        for j in range(dim):
+            largest = max(largest, bits_of(rows[first + j]) & _ABS)  # bits order floats, and NaN above infinity
         exponent = min(int(largest >> _U(23)) - 127, 126)  # 2^-127 would be subnormal itself
         scale = float_of(_U(127 - exponent) << _U(23))
-        exponents[r] = exponent
         if largest >= _INFINITY:
-            exponents[r] = _NOT_FINITE
-            scale = np.float32(0.0)
-        for i in range(first, first + dim):
-            halves[i] = _half(rows[i] * scale)
+            exponent, scale = _NOT_FINITE, np.float32(0.0)
+        exponents[r] = exponent
+        for j in range(dim):
+            halves[first + j] = _half(rows[first + j] * scale)
 
 
 @compiled(types.void(read_only(types.uint16), read_only(types.int8), written(types.float32)), floats)
 def _decode(halves: npt.NDArray[np.uint16], exponents: npt.NDArray[np.int8], out: Floats) -> None:
-    dim = out.size // max(exponents.size, 1)
-    for r in range(exponents.size):
+    dim = np.uint64(out.size // max(exponents.size, 1))
+    for r in range(np.uint64(exponents.size)):
         first = r * dim
-        scale = np.float32(2.0) ** np.float32(exponents[r])
-        if exponents[r] == _NOT_FINITE:
+        exponent = int(exponents[r])
+        scale = float_of(_U(exponent + 127) << _U(23) if exponent > -127 else _U(1 << 22))  # 2^-127 is subnormal
+        if exponent == _NOT_FINITE:
             scale = np.float32(np.nan)
-        for i in range(first, first + dim):
-            out[i] = _float(halves[i]) * scale
+        for j in range(dim):
+            out[first + j] = _float(halves[first + j]) * scale

@@ -9,10 +9,11 @@ from numba import types
 from embershard.proto.codec import floats
 from embershard.proto.codec.floats import Bytes, Floats, bits_of, float_of, read_only, written
 from embershard.proto.codec_errors import check_size
-from embershard.proto.jit import compiled
+from embershard.proto.jit import compiled, inlined
 from embershard.proto.routing import mix64
 
 BLOCK = 64
+_BLOCK, _1 = np.uint64(BLOCK), np.uint64(1)
 _U = np.uint32
 _ABS, _INFINITY = _U(0x7FFFFFFF), _U(0x7F800000)
 _NAN = np.uint16(0x7FC0)
@@ -49,63 +50,71 @@ class Int8:
         _decode(payload[: out.size].view(np.int8), scales, out.shape[1], out.reshape(-1))
 
 
+@inlined
+def _scale_of(largest: np.uint32) -> np.uint32:
+    """Bits of the smallest bfloat16 of which 127 are at least this finite positive float."""
+    up = max(bits_of(float_of(largest) / np.float32(127.0)), _U(1)) + _U(0xFFFF) & _U(0xFFFF0000)
+    if np.float64(float_of(up)) * 127.0 < np.float64(float_of(largest)):  # the quotient itself was rounded down
+        up += _U(0x10000)
+    return up
+
+
 @compiled(
     types.void(
-        read_only(types.float32), types.int64, written(types.int8), written(types.uint16), types.uint64, types.boolean
+        read_only(types.float32), types.uint64, written(types.int8), written(types.uint16), types.uint64, types.boolean
     ),
     floats,
 )
 def _encode(
-    rows: Floats, dim: int, out: npt.NDArray[np.int8], scales: npt.NDArray[np.uint16], key: np.uint64, nearest: bool
+    rows: Floats,
+    dim: np.uint64,
+    out: npt.NDArray[np.int8],
+    scales: npt.NDArray[np.uint16],
+    key: np.uint64,
+    nearest: bool,
 ) -> None:
     words = np.empty(_TILE // 2, np.uint64)
     random = words.view(np.uint32)  # two of a word: float i of the call takes half i % 2 of word i // 2
     key = mix64(key, _STREAM)  # neighbours among keys must not share words
-    tile, block, first = -_TILE, 0, 0
-    while first < rows.size:
-        last = first + min(BLOCK, dim - first % dim)
+    tile = tile_end = np.uint64(0)
+    blocks = (dim + _BLOCK - _1) // _BLOCK  # unsigned: the compiler then sees runs of memory
+    for b in range(np.uint64(scales.size)):
+        first = b // blocks * dim + b % blocks * _BLOCK
+        size = min(_BLOCK, dim - b % blocks * _BLOCK)
         largest = _U(0)
-        for i in range(first, last):
-            largest = max(largest, bits_of(rows[i]) & _ABS)  # as numbers, bits order floats, and NaN above infinity
+        for j in range(size):
+            largest = max(largest, bits_of(rows[first + j]) & _ABS)  # bits order floats, and NaN above infinity
         if largest == 0 or largest >= _INFINITY:
-            scales[block] = _NAN if largest else 0
-            for i in range(first, last):
-                out[i] = 0
-        else:
-            scale = max(bits_of(float_of(largest) / np.float32(127.0)), _U(1)) + _U(0xFFFF) & _U(0xFFFF0000)
-            if np.float64(float_of(scale)) * 127.0 < np.float64(
-                float_of(largest)
-            ):  # the quotient was rounded down to it
-                scale += _U(0x10000)
-            scales[block] = np.uint16(scale >> _U(16))
-            divisor = float_of(scale)
-            if nearest:
-                for i in range(first, last):
-                    out[i] = np.int8(np.rint(rows[i] / divisor))
-            else:
-                if last > tile + _TILE:
-                    tile = first & ~1
-                    for i in range(_TILE // 2):
-                        words[i] = mix64(np.uint64(tile // 2 + i), key)
-                for i in range(first, last):
-                    x = rows[i] / divisor
-                    below = np.floor(x)
-                    up = np.float32(random[i - tile] >> _U(8)) * np.float32(2.0**-24) < x - below
-                    out[i] = np.int8(np.int32(below) + np.int32(up))
-        block += 1
-        first = last
+            scales[b] = _NAN if largest else 0
+            for j in range(size):
+                out[first + j] = 0
+            continue
+        scale_bits = _scale_of(largest)
+        scales[b] = scale_bits >> _U(16)
+        scale = float_of(scale_bits)
+        if nearest:
+            for j in range(size):
+                out[first + j] = np.int8(np.rint(rows[first + j] / scale))
+            continue
+        if first + size > tile_end:
+            tile, tile_end = first & ~_1, (first & ~_1) + np.uint64(_TILE)
+            for i in range(np.uint64(words.size)):
+                words[i] = mix64((tile >> _1) + i, key)
+        for j in range(size):
+            x = rows[first + j] / scale
+            below = np.floor(x)
+            up = np.float32(random[first - tile + j] >> _U(8)) * np.float32(2.0**-24) < x - below
+            out[first + j] = np.int8(np.int32(below) + np.int32(up))
 
 
 @compiled(
-    types.void(read_only(types.int8), read_only(types.uint16), types.int64, written(types.float32)),
+    types.void(read_only(types.int8), read_only(types.uint16), types.uint64, written(types.float32)),
     floats,
 )
-def _decode(levels: npt.NDArray[np.int8], scales: npt.NDArray[np.uint16], dim: int, out: Floats) -> None:
-    block, first = 0, 0
-    while first < out.size:
-        last = first + min(BLOCK, dim - first % dim)
-        scale = float_of(_U(scales[block]) << _U(16))
-        for i in range(first, last):
-            out[i] = np.float32(levels[i]) * scale
-        block += 1
-        first = last
+def _decode(levels: npt.NDArray[np.int8], scales: npt.NDArray[np.uint16], dim: np.uint64, out: Floats) -> None:
+    blocks = (dim + _BLOCK - _1) // _BLOCK
+    for b in range(np.uint64(scales.size)):
+        first = b // blocks * dim + b % blocks * _BLOCK
+        scale = float_of(_U(scales[b]) << _U(16))
+        for j in range(min(_BLOCK, dim - b % blocks * _BLOCK)):
+            out[first + j] = np.float32(np.int32(levels[first + j])) * scale

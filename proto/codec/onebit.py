@@ -11,6 +11,7 @@ from embershard.proto.codec_errors import check_size
 from embershard.proto.jit import compiled
 
 BLOCK = 1024
+_BLOCK, _1 = np.uint64(BLOCK), np.uint64(1)
 _U = np.uint32
 _ABS, _INFINITY = _U(0x7FFFFFFF), _U(0x7F800000)
 
@@ -43,32 +44,43 @@ class Onebit:
 
 @compiled(types.void(read_only(types.float32), written(types.uint8), written(types.float32)), floats)
 def _encode(rows: Floats, signs: Bytes, means: Floats) -> None:
-    for block in range(means.size):
-        first = block * BLOCK
-        size = min(BLOCK, rows.size - first)
-        total, largest = 0.0, _U(0)
-        for i in range(first, first + size):
-            total += np.float64(abs(rows[i]))  # float64: 1024 huge floats do not overflow
-            largest = max(largest, bits_of(rows[i]) & _ABS)
-        means[block] = total / size if largest < _INFINITY else np.nan
-        stride = (size + 7) // 8
-        for i in range(stride):
-            byte = np.uint8(0)
-            for b in range(8):
-                j = b * stride + i
-                if j < size and rows[first + j] < 0:
-                    byte |= np.uint8(1 << b)
-            signs[first // 8 + i] = byte
+    sums = np.empty(BLOCK, np.float64)  # float64: 1024 huge floats do not overflow
+    for block in range(np.uint64(means.size)):
+        first = block * _BLOCK
+        size = min(_BLOCK, np.uint64(rows.size) - first)
+        largest = _U(0)
+        for j in range(size):
+            largest = max(largest, bits_of(rows[first + j]) & _ABS)
+            sums[j] = np.float64(abs(rows[first + j]))
+        for j in range(size, _BLOCK):
+            sums[j] = 0.0
+        width = _BLOCK >> _1
+        while width:  # in halves, as vectors can
+            for j in range(width):
+                sums[j] += sums[width + j]
+            width >>= _1
+        means[block] = sums[0] / np.float64(size) if largest < _INFINITY else np.nan
+        stride = (size + np.uint64(7)) >> np.uint64(3)
+        at = first >> np.uint64(3)
+        for j in range(stride):
+            signs[at + j] = 0
+        for bit in range(np.uint64(8)):
+            start = bit * stride
+            for j in range(min(stride, max(size, start) - start)):  # the last bytes have spare bits
+                negative = rows[first + start + j] < 0
+                signs[at + j] |= np.uint8(np.uint8(negative) << np.uint8(bit))
 
 
 @compiled(types.void(read_only(types.uint8), read_only(types.float32), written(types.float32)), floats)
 def _decode(signs: Bytes, means: Floats, out: Floats) -> None:
-    for block in range(means.size):
-        first = block * BLOCK
-        size = min(BLOCK, out.size - first)
-        stride = (size + 7) // 8
+    for block in range(np.uint64(means.size)):
+        first = block * _BLOCK
+        size = min(_BLOCK, np.uint64(out.size) - first)
+        stride = (size + np.uint64(7)) >> np.uint64(3)
+        at = first >> np.uint64(3)
         mean = bits_of(means[block])
-        for b in range(8):
-            for i in range(min(stride, size - b * stride)):
-                sign = (_U(signs[first // 8 + i]) >> _U(b)) << _U(31)
-                out[first + b * stride + i] = float_of(mean ^ sign)
+        for bit in range(np.uint64(8)):
+            start = bit * stride
+            for j in range(min(stride, max(size, start) - start)):  # the last bytes have spare bits
+                sign = (_U(signs[at + j]) >> _U(bit)) << _U(31)
+                out[first + start + j] = float_of(mean ^ sign)
