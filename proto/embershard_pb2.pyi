@@ -79,14 +79,16 @@ class TableSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dim: _Optional[int] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., initializer: _Optional[_Union[Initializer, _Mapping]] = ..., id_space: _Optional[str] = ..., seed: _Optional[int] = ..., push_codec: _Optional[str] = ..., pull_codec: _Optional[str] = ...) -> None: ...
 
 class DeclareRequest(_message.Message):
-    __slots__ = ("spec", "worker", "load")
+    __slots__ = ("spec", "worker", "load", "dense")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    DENSE_FIELD_NUMBER: _ClassVar[int]
     spec: TableSpec
     worker: int
     load: bool
-    def __init__(self, spec: _Optional[_Union[TableSpec, _Mapping]] = ..., worker: _Optional[int] = ..., load: _Optional[bool] = ...) -> None: ...
+    dense: bool
+    def __init__(self, spec: _Optional[_Union[TableSpec, _Mapping]] = ..., worker: _Optional[int] = ..., load: _Optional[bool] = ..., dense: _Optional[bool] = ...) -> None: ...
 
 class Declared(_message.Message):
     __slots__ = ("created", "loading")
@@ -221,20 +223,24 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TableStatus(_message.Message):
-    __slots__ = ("name", "dim", "rows", "bytes", "optimizer", "loading")
+    __slots__ = ("name", "dim", "rows", "bytes", "optimizer", "loading", "push_codec", "pull_codec")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIM_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     LOADING_FIELD_NUMBER: _ClassVar[int]
+    PUSH_CODEC_FIELD_NUMBER: _ClassVar[int]
+    PULL_CODEC_FIELD_NUMBER: _ClassVar[int]
     name: str
     dim: int
     rows: int
     bytes: int
     optimizer: str
     loading: bool
-    def __init__(self, name: _Optional[str] = ..., dim: _Optional[int] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., optimizer: _Optional[str] = ..., loading: _Optional[bool] = ...) -> None: ...
+    push_codec: str
+    pull_codec: str
+    def __init__(self, name: _Optional[str] = ..., dim: _Optional[int] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., optimizer: _Optional[str] = ..., loading: _Optional[bool] = ..., push_codec: _Optional[str] = ..., pull_codec: _Optional[str] = ...) -> None: ...
 
 class MemberStatus(_message.Message):
     __slots__ = ("worker", "clock", "resting", "lease_seconds")
@@ -459,3 +465,29 @@ class Restored(_message.Message):
     rows: int
     bytes: int
     def __init__(self, state: _Optional[str] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class TableCodecs(_message.Message):
+    __slots__ = ("table", "push", "pull")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    PUSH_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    push: str
+    pull: str
+    def __init__(self, table: _Optional[str] = ..., push: _Optional[str] = ..., pull: _Optional[str] = ...) -> None: ...
+
+class CompressRequest(_message.Message):
+    __slots__ = ("revision", "tables")
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    revision: int
+    tables: _containers.RepeatedCompositeFieldContainer[TableCodecs]
+    def __init__(self, revision: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableCodecs, _Mapping]]] = ...) -> None: ...
+
+class Compressed(_message.Message):
+    __slots__ = ("revision", "tables")
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    revision: int
+    tables: _containers.RepeatedCompositeFieldContainer[TableCodecs]
+    def __init__(self, revision: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableCodecs, _Mapping]]] = ...) -> None: ...

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from embershard.proto.codec_messages import Compress as Compress
+from embershard.proto.codec_messages import Compressed as Compressed
+from embershard.proto.codec_messages import TableCodecs as TableCodecs
 from embershard.proto.snapshot_messages import Restore, Restored, Snapshot, Snapshotted
 from embershard.proto.spec import TableSpec
 from embershard.proto.status_messages import GetStatus as GetStatus
@@ -50,11 +53,12 @@ class Greeting:
 
 @dataclass(frozen=True, slots=True)
 class Declare:
-    """Make sure that a table exists; with `load`, its creator loads the first values."""
+    """Make sure that a table exists; with `load`, its creator loads the first values; a `dense` one is of layers."""
 
     spec: TableSpec
     worker: int = 0
     load: bool = False
+    dense: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,10 +289,13 @@ class Split:
     returned: int
 
 
-Request = Hello | Declare | Load | Pull | Push | GetStatus | Join | Leave | Beat | Meet | TakeSplit | Snapshot | Restore
+Request = (
+    Hello | Declare | Load | Pull | Push | GetStatus | Join | Leave | Beat | Meet | TakeSplit | Snapshot | Restore
+    | Compress
+)  # fmt: skip
 Reply = (
     Greeting | Declared | Loaded | Rows | Pushed | ShardStatus | Joined | Left | Beaten | Met | Split
-    | Snapshotted | Restored
+    | Snapshotted | Restored | Compressed
 )  # fmt: skip
 Message = Request | Reply
 
@@ -307,6 +314,7 @@ METHODS: dict[type[Request], tuple[str, type[Reply]]] = {
     TakeSplit: ("TakeSplit", Split),
     Snapshot: ("Snapshot", Snapshotted),
     Restore: ("Restore", Restored),
+    Compress: ("Compress", Compressed),
 }
 SERVICE = "embershard.v1.Shard"
 

@@ -19,6 +19,7 @@ from google.protobuf.message import Message as Protobuf
 from embershard.proto import embershard_pb2 as pb
 from embershard.proto.buffers import Buffer, IdReader, read_floats, read_ids, read_values, to_bytes
 from embershard.proto.codec.choice import Codec
+from embershard.proto.codec_messages import Compress, Compressed, TableCodecs
 from embershard.proto.errors import InvalidRequest
 from embershard.proto.messages import (
     Beat,
@@ -87,11 +88,11 @@ def _codec_text(codec: Codec) -> str:
 
 
 def _pack_declare(m: Declare) -> pb.DeclareRequest:
-    return pb.DeclareRequest(spec=_pack_spec(m.spec), worker=m.worker, load=m.load)
+    return pb.DeclareRequest(spec=_pack_spec(m.spec), worker=m.worker, load=m.load, dense=m.dense)
 
 
 def _unpack_declare(p: pb.DeclareRequest, _: Sequence[Buffer]) -> Declare:
-    return Declare(_unpack_spec(p.spec), p.worker, p.load)
+    return Declare(_unpack_spec(p.spec), p.worker, p.load, p.dense)
 
 
 def _pack_load(m: Load) -> pb.LoadRequest:
@@ -186,6 +187,14 @@ def _unpack_push(p: pb.PushRequest, bulk: Sequence[Buffer]) -> Push:
     return Push(token, p.clock, p.placement_epoch, tuple(tables), p.last, p.weight, p.version, p.difference)
 
 
+def _pack_codecs(tables: Sequence[TableCodecs]) -> list[pb.TableCodecs]:
+    return [pb.TableCodecs(table=t.table, push=t.push, pull=t.pull) for t in tables]
+
+
+def _unpack_codecs(tables: Sequence[pb.TableCodecs]) -> tuple[TableCodecs, ...]:
+    return tuple(TableCodecs(t.table, t.push, t.pull) for t in tables)
+
+
 _PARTS: dict[str, tuple[Any, Any]] = {
     "tables": (TableStatus, pb.TableStatus),
     "members": (MemberStatus, pb.MemberStatus),
@@ -243,7 +252,7 @@ _FORMS: dict[type, tuple[type[Protobuf], _Pack, _Unpack]] = {
     Declare: (pb.DeclareRequest, _pack_declare, _unpack_declare),
     Load: (pb.LoadRequest, _pack_load, _unpack_load),
     Pull: (pb.PullRequest, _pack_pull, _unpack_pull),
-    Rows: (pb.Rows, lambda m: pb.Rows(version=m.version), _unpack_rows),
+    Rows: (pb.Rows, lambda m: pb.Rows(version=m.version, codecs=m.codecs, settings=m.settings), _unpack_rows),
     Push: (pb.PushRequest, _pack_push, _unpack_push),
     ShardStatus: (pb.ShardStatus, _pack_status, _unpack_status),
     Hello: (pb.HelloRequest, *_plain(Hello, pb.HelloRequest)),
@@ -266,6 +275,16 @@ _FORMS: dict[type, tuple[type[Protobuf], _Pack, _Unpack]] = {
     Snapshotted: (pb.Snapshotted, *_plain(Snapshotted, pb.Snapshotted)),
     Restore: (pb.RestoreRequest, *_plain(Restore, pb.RestoreRequest)),
     Restored: (pb.Restored, *_plain(Restored, pb.Restored)),
+    Compress: (
+        pb.CompressRequest,
+        lambda m: pb.CompressRequest(revision=m.revision, tables=_pack_codecs(m.tables)),
+        lambda p, _: Compress(p.revision, _unpack_codecs(p.tables)),
+    ),
+    Compressed: (
+        pb.Compressed,
+        lambda m: pb.Compressed(revision=m.revision, tables=_pack_codecs(m.tables)),
+        lambda p, _: Compressed(p.revision, _unpack_codecs(p.tables)),
+    ),
 }
 
 M = TypeVar("M", bound=Message)

@@ -20,6 +20,8 @@ class TableStatus:
     bytes: int
     optimizer: str
     loading: bool
+    push_codec: str = ""  # of the worker that declared it last
+    pull_codec: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,9 @@ import pytest
 
 from embershard.proto import embershard_pb2 as pb
 from embershard.proto import messages as m
+from embershard.proto.codec.choice import Codec
+from embershard.proto.codec.ids import encode_ids
+from embershard.proto.codec_errors import DamagedPayload
 from embershard.proto.errors import InvalidRequest
 from embershard.proto.protobuf import dumps, head_bytes, loads, read
 from embershard.proto.spec import Adam, Custom, TableSpec, Uniform
@@ -12,6 +15,8 @@ from embershard.proto.spec import Adam, Custom, TableSpec, Uniform
 IDS = np.array([1, -2, 2**62], np.int64)
 ROWS = np.arange(6, dtype=np.float32).reshape(3, 2)
 PAYLOAD = np.arange(5, dtype=np.uint8)
+ASCENDING = np.array([1, 5, 2**62], np.int64)
+PACKED = encode_ids(ASCENDING)
 SPEC = TableSpec(name="t", dim=2, optimizer=Adam(lr=0.5), initializer=Uniform(), id_space="s", seed=7)
 
 
@@ -26,12 +31,23 @@ EXAMPLES: list[m.Message] = [
     m.Greeting(1, 2, 5, "0.1", "abc"),
     m.Declare(SPEC, 1, True),
     m.Declare(TableSpec(name="u", dim=1, optimizer=Custom(function="a:b", lr=0.1, settings={"z": 1.0, "a": 2.0}))),
+    m.Declare(
+        TableSpec(
+            name="t",
+            dim=2,
+            optimizer=Adam(lr=0.5),
+            push_codec=Codec.parse("topk:0.01+fp16s"),
+            pull_codec=Codec.parse("mine:half"),
+        )
+    ),
     m.Declared(True, False),
     m.Load("t", 1, IDS, ROWS, 2, False, True),
     m.Loaded(3),
     m.Pull(1, (m.TableIds("t", IDS), m.TableIds("u", IDS[:0], 9)), 4, 5),
     m.Pull(1, (), 4, 5, 6),
+    m.Pull(1, (m.TableIds("t", ASCENDING, 9, "int8", packed=PACKED), m.TableIds("u", IDS, codec="delta", since=7))),
     m.Rows((ROWS, ROWS[:0]), 7),
+    m.Rows((PAYLOAD, ROWS), 7, ("int8", ""), 3),
     m.Push(
         m.PushToken(1, 2, 3, 4),
         5,
@@ -39,7 +55,17 @@ EXAMPLES: list[m.Message] = [
         (m.TableGradients("t", IDS, ROWS, 0.5), m.TableGradients("u", IDS[:0], ROWS, route=9)),
     ),
     m.Push(m.PushToken(1, 2, 3, 4), 5, 6, (), False, 2.5, 7, True),
-    m.Pushed(True, 3, 1),
+    m.Push(
+        m.PushToken(1, 2, 3, 4),
+        5,
+        6,
+        (
+            m.TableGradients("t", ASCENDING, PAYLOAD, codec=m.PACKED, packed=PACKED),
+            m.TableGradients("t", ASCENDING, ROWS, packed=PACKED),
+            m.TableGradients("u", IDS[:0], PAYLOAD, route=9, codec="mine:half"),
+        ),
+    ),
+    m.Pushed(True, 3, 1, 4),
     m.GetStatus(),
     m.ShardStatus(0, 1, 1, "0.1", "x", 1.5, 2, 3, 4, 5, 6, 7, 8, (m.TableStatus("t", 2, 3, 4, "adam", False),)),
     m.ShardStatus(
@@ -98,7 +124,32 @@ def test_a_head_with_other_arrays_than_its_tables_need_is_an_invalid_request(bul
     with pytest.raises(InvalidRequest):
         read(m.Load, head_bytes(m.Load("t", 1, IDS, ROWS)), [*bulk, b""] if len(bulk) != 1 else bulk)
     with pytest.raises(InvalidRequest):
+        read(m.Rows, head_bytes(m.Rows((ROWS,), codecs=("",))), [*bulk, b"", b""])
+    with pytest.raises(InvalidRequest):
         read(m.Pull, dumps(m.Pull(1, (m.TableIds("t", IDS),))), [b""])
+
+
+def test_packed_ids_travel_in_place_of_the_ids() -> None:
+    pull = m.Pull(1, (m.TableIds("t", ASCENDING, packed=PACKED),))
+    assert m.arrays(pull) == [PACKED]
+    back = loads(m.Pull, dumps(pull)).tables[0]
+    assert back.ids.dtype == np.int64
+    assert back.ids.tolist() == ASCENDING.tolist()
+
+
+def test_packed_ids_take_no_more_memory_than_a_message_of_ids() -> None:
+    coded = encode_ids(np.arange(2**20))
+    parts = [pb.PullRequest.TableIds(table="t", ids=coded.tobytes(), packed_ids=True)] * 9  # 8 MiB of ids each
+    with pytest.raises(DamagedPayload):
+        loads(m.Pull, pb.PullRequest(tables=parts).SerializeToString())
+
+
+def test_messages_without_codecs_have_the_bytes_of_those_before_there_were_any() -> None:
+    assert head_bytes(m.Pull(1, (m.TableIds("t", IDS, 9),), 4, 5)).hex() == "080112050a0174180918042005"
+    push = m.Push(m.PushToken(1, 2, 3, 4), 5, 6, (m.TableGradients("t", IDS, ROWS, 0.5),))
+    assert head_bytes(push).hex() == "0801100218032004280530063a080a0174250000003f40014d0000803f"
+    assert head_bytes(m.Rows((ROWS,), 7)).hex() == "1007"
+    assert head_bytes(m.Pushed(True, 3, 1)).hex() == "080110031801"
 
 
 def test_every_message_type_has_an_example() -> None:
@@ -127,6 +178,8 @@ def test_a_strided_array_travels_as_its_values() -> None:
         pb.DeclareRequest(spec=pb.TableSpec(name="t", dim=4, optimizer=pb.Optimizer(name="sgdd"))),
         pb.DeclareRequest(spec=pb.TableSpec(name="../t", dim=4)),
         pb.DeclareRequest(spec=with_codec("zip")),
+        pb.DeclareRequest(spec=with_codec("topk:0")),
+        pb.PullRequest(tables=[pb.PullRequest.TableIds(table="t", ids=b"\xff" * 9, packed_ids=True)]),
     ],
 )
 def test_content_that_makes_no_sense_is_an_invalid_request(

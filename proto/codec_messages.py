@@ -1,0 +1,33 @@
+"""The messages that switch codecs while workers train; messages.py lists them with all others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TableCodecs:
+    """How a table is to travel, as codec texts; "": as its workers say themselves."""
+
+    table: str
+    push: str = ""
+    pull: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Compress:
+    """Have the workers switch these tables, under a revision above the shard's; revision 0 only asks.
+
+    A direction that is "" stays as it was said before.
+    """
+
+    revision: int = 0
+    tables: tuple[TableCodecs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Compressed:
+    """All that was said until this revision; 0: nothing was."""
+
+    revision: int
+    tables: tuple[TableCodecs, ...]
