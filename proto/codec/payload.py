@@ -15,6 +15,7 @@ from numba import types
 from embershard.proto.codec.choice import BUILTIN_VALUES
 from embershard.proto.codec.flat import decode_flat, encode_flat, flat_nbytes
 from embershard.proto.codec.integers import damaged, decode_integers, encode_integers, read_varint
+from embershard.proto.codec.low_rank import LOW_RANK, decode_low_rank
 from embershard.proto.codec.positions import decode_positions, encode_positions
 from embershard.proto.codec.values import ValuesCodec, find_values
 from embershard.proto.jit import compiled
@@ -22,7 +23,7 @@ from embershard.proto.messages import Bytes, Floats, Ids
 
 Find = Callable[[str], ValuesCodec]
 
-ALL_ROWS, SOME_ROWS, ELEMENTS, LOW_RANK = range(4)  # forms: the first byte
+ALL_ROWS, SOME_ROWS, ELEMENTS = 0, 1, 2  # forms, beside LOW_RANK: the first byte
 CUSTOM = 255  # the second byte of a user-defined values codec, which the message names
 NO_AGES = 255  # in place of the kind of the ages' integers
 MAX_AGE = 2**24  # float32 counts exactly up to it
@@ -88,6 +89,8 @@ def decode(payload: Bytes, num_ids: int, dim: int, find: Find = find_values, nam
         return _read_some_rows(body, values, num_ids, dim)
     if form == ELEMENTS:
         return _as_rows(*_read_elements(body, values, num_ids * dim), dim)
+    if form == LOW_RANK:
+        return Decoded(None, decode_low_rank(body, values, num_ids, dim), None)
     raise damaged(f"form {form}, which nobody writes")
 
 
