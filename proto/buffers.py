@@ -7,6 +7,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from embershard.proto.codec.ids import decode_ids
 from embershard.proto.errors import InvalidRequest
 from embershard.proto.messages import MAX_MESSAGE_BYTES, Array, Bytes, Floats, Ids
 
@@ -44,8 +45,6 @@ class IdReader:
         """The ids, and what they travelled as where they were compressed. DamagedPayload."""
         if not packed:
             return read_ids(data, table), None
-        from embershard.proto.codec.ids import decode_ids  # type: ignore[import-not-found,unused-ignore]
-
         coded = np.frombuffer(data, np.uint8)
         ids = decode_ids(coded, self._left)
         self._left -= len(ids)

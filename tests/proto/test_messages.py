@@ -8,6 +8,7 @@ from embershard.proto import messages as m
 from embershard.proto.codec.choice import Codec
 from embershard.proto.codec.ids import encode_ids
 from embershard.proto.codec_errors import DamagedPayload
+from embershard.proto.codec_messages import TableCodecs
 from embershard.proto.errors import InvalidRequest
 from embershard.proto.protobuf import dumps, head_bytes, loads, read
 from embershard.proto.spec import Adam, Custom, TableSpec, Uniform
@@ -85,6 +86,8 @@ EXAMPLES: list[m.Message] = [
     m.Snapshotted("done", 7, 3, 4, 5, 6, "shard-0.msgpack", "ab", 0.25),
     m.Restore("/snapshots", "monday", 2**63, "cd", True, "install"),
     m.Restored("ready", 3, 4),
+    m.Compress(3, (TableCodecs("t", "topk:0.01", ""), TableCodecs("u", "", "fp16s"))),
+    m.Compressed(4, (TableCodecs("t", "topk:0.01", "int8"),)),
 ]
 
 
