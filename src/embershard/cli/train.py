@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from embershard.cli.signals import ended_by_signals
+from embershard.cli.signals import end_with_parent, ended_by_signals
 from embershard.deploy.supervisor import LocalShards
 from embershard.deploy.workers import LocalWorkers
 from embershard.proto.errors import EmbershardError
@@ -61,8 +61,11 @@ def train(
             help="Print where the first worker's time goes; profile.json and trace.json go into the run's folder.",
         ),
     ] = False,
+    parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
 ) -> None:
     """Train a job: start shards and workers here, show how it goes, end them all."""
+    if parent_pid:
+        end_with_parent(parent_pid)
     given = {"workers": workers, "shards": shards, "network.bandwidth": bandwidth}
     sets = [*(overrides or ()), *(f"{name}={value}" for name, value in given.items() if value is not None)]
     settings = load_job(job, sets, data)
