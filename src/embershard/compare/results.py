@@ -27,7 +27,7 @@ Outcome = Literal["paid", "did not pay", "undecided"]
 SpeedVerdict = Literal["faster", "slower", "same or undecided"]  # by whether the interval contains 1
 Rate = Literal["fixed", "tuned"]  # the job's learning rate, or the arm's own best multiple of it
 Metrics = Mapping[str, float | None]
-# equivalent: within the margin, by two one-sided tests at 5 %. better, worse: that is not shown, and the 95 % interval of
+# equivalent: within the margin, by two one-sided tests at 5 %. better, worse: that is not shown, and the interval of
 # the difference leaves 0 out. not worse: by the one of the two tests that matters.
 QualityVerdict = Literal["equivalent", "not worse", "better", "worse", "undecided"]
 
