@@ -11,12 +11,14 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from embershard.proto.errors import ClockAhead, InvalidRequest, LeaseLost, MessageTooLarge, UnknownRoute, WrongPlacement
 from embershard.proto.messages import (
     MAX_MESSAGE_BYTES,
     Beat,
+    Compress,
     Declare,
     GetStatus,
     Greeting,
@@ -39,6 +41,7 @@ from embershard.proto.messages import (
 from embershard.proto.routing import Placement
 from embershard.proto.snapshot_messages import Restore, Snapshot
 from embershard.ps.clock import Clock, Member
+from embershard.ps.compression import CompressionSettings
 from embershard.ps.dedup import Dedup
 from embershard.ps.gather_pushes import apply_part
 from embershard.ps.meeting import Meetings
@@ -79,6 +82,7 @@ class Shard:
         )
         self._placement = placement
         self._tables = Tables(index, placement, optimizers)
+        self._compression = CompressionSettings(self._tables, self._tables.check_codec)
         self._dedup = Dedup()
         self._routes = RouteMemory()
         self._clock = Clock()
@@ -172,7 +176,7 @@ class Shard:
             case Pull():
                 return self._pull(request, now)
             case Push():
-                return self._push(request, now)
+                return replace(self._push(request, now), settings=self._compression.revision)
             case Load():
                 self._check_placement(request.placement_epoch)
                 return self._tables.load(request)
@@ -196,6 +200,8 @@ class Shard:
                 return self._snapshots.answer(request, self._clock.open)
             case Restore():
                 return self._restores.answer(request)
+            case Compress():
+                return self._compression.answer(request)
             case _:
                 raise InvalidRequest(reason=f"this shard cannot {type(request).__name__} yet")
 
@@ -240,7 +246,11 @@ class Shard:
             reply_bytes += _ENTRY_BYTES + 4 * len(part.ids) * entry.table.spec.dim
         if reply_bytes > self.greeting.max_message_bytes:  # before memory is taken: ids are small, their rows are not
             raise MessageTooLarge(got=reply_bytes, limit=self.greeting.max_message_bytes)
-        rows = Rows(tuple(table.gather(ids) for table, ids in parts), self._clock.updates.version)
+        rows = Rows(
+            tuple(table.gather(ids) for table, ids in parts),
+            self._clock.updates.version,
+            settings=self._compression.revision,
+        )
         self._pulled_rows += sum(len(ids) for _, ids in parts)
         for part in request.tables:
             if part.route:

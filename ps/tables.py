@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto.codec.choice import Codec
+from embershard.proto.codec.values import find_values
 from embershard.proto.errors import (
     InvalidRequest,
     NonFiniteValue,
@@ -31,11 +33,13 @@ _NAMES_SHOWN = 20  # of the known tables, in an error that must fit gRPC's metad
 
 @dataclass(slots=True)
 class Entry:
-    """A table and who still loads its first values."""
+    """A table, who still loads its first values, and what its workers say of it."""
 
     table: Table
     space_key: np.uint64
     loader: int | None
+    dense: bool = False
+    codecs: tuple[str, str] = ("", "")  # push and pull, of whoever declared it last
 
 
 class Part(NamedTuple):
@@ -96,15 +100,23 @@ class Tables:
         and is told to load from the start, as after a reply that was lost.
         """
         spec, loader = request.spec, request.worker if request.load else None
+        for codec in (spec.push_codec, spec.pull_codec):
+            self.check_codec(codec)
+        codecs = (str(spec.push_codec), str(spec.pull_codec))
         entry = self._entries.get(spec.name)
         if entry is None:
             table = Table(spec, self._optimizers.find(spec.optimizer))
-            self._entries[spec.name] = Entry(table, np.uint64(spec.space_key), loader)
+            self._entries[spec.name] = Entry(table, np.uint64(spec.space_key), loader, request.dense, codecs)
             return Declared(created=True, loading=request.load)
         if difference := entry.table.spec.difference(spec):
             raise TableMismatch(table=spec.name, difference=difference)
+        entry.dense, entry.codecs = request.dense, codecs
         again = loader is not None and entry.loader == loader
         return Declared(created=again, loading=entry.loader is not None)
+
+    def check_codec(self, codec: Codec) -> None:
+        """UnknownCodec where this shard cannot read or write what a codec makes of values."""
+        find_values(codec.values)
 
     def load(self, request: Load) -> Loaded:
         """Assign rows. The last word wins: a client sends `last` after all other parts were answered."""
@@ -199,4 +211,6 @@ def _table_status(entry: Entry) -> TableStatus:
         bytes=table.nbytes,
         optimizer=table.spec.optimizer.name,
         loading=entry.loader is not None,
+        push_codec=entry.codecs[0],
+        pull_codec=entry.codecs[1],
     )

@@ -1,0 +1,55 @@
+"""What a shard was told of how its tables are to travel; its workers read it and switch (worker/compression)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from embershard.proto.codec.choice import Codec
+from embershard.proto.codec_messages import Compress, Compressed, TableCodecs
+from embershard.proto.errors import InvalidRequest
+from embershard.ps.tables import Tables
+
+
+class CompressionSettings:
+    """The codecs that were asked for by table, and their revision.
+
+    `check` raises UnknownCodec for a codec that this shard cannot read or write.
+    """
+
+    def __init__(self, tables: Tables, check: Callable[[Codec], None]) -> None:
+        self.revision = 0
+        self._tables = tables
+        self._check = check
+        self._said: dict[str, TableCodecs] = {}
+
+    def answer(self, request: Compress) -> Compressed:
+        """Take new settings, all of them or none, and say what holds.
+
+        UnknownTable, UnknownCodec; InvalidRequest for what is no codec, or cannot serve its table, and for a revision
+        that somebody else was faster with. The same request again is answered as before.
+        """
+        if request.revision:
+            merged = {part.table: self._merged(part) for part in request.tables}
+            again = request.revision == self.revision and merged.items() <= self._said.items()
+            if request.revision <= self.revision and not again:
+                reason = f"revision {request.revision} of the compression settings is taken, they are at "
+                raise InvalidRequest(reason=f"{reason}{self.revision}; somebody else switched them just now: try again")
+            self._said.update(merged)
+            self.revision = request.revision
+        return Compressed(self.revision, tuple(self._said.values()))
+
+    def _merged(self, part: TableCodecs) -> TableCodecs:
+        """What was said of a table before with what is said now, checked."""
+        entry = self._tables.entry(part.table)
+        texts = {"push": part.push, "pull": part.pull}
+        for direction, text in texts.items():
+            if not text:
+                continue
+            try:
+                codec = Codec.parse(text)
+                codec.check(direction, entry.dense)
+            except ValueError as error:
+                raise InvalidRequest(reason=f"table {part.table!r}: {error}") from None
+            self._check(codec)
+        before = self._said.get(part.table, TableCodecs(part.table))
+        return TableCodecs(part.table, part.push or before.push, part.pull or before.pull)

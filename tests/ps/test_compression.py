@@ -1,0 +1,79 @@
+"""What a shard is told of how its tables are to travel."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from embershard.proto.codec.choice import Codec
+from embershard.proto.codec_errors import UnknownCodec
+from embershard.proto.errors import EmbershardError, InvalidRequest, UnknownTable
+from embershard.proto.messages import Compress, Compressed, Declare, Pull, TableCodecs, TableIds
+from embershard.proto.routing import Placement
+from embershard.proto.spec import SGD, TableSpec
+from embershard.ps.optim import OptimizerRegistry
+from embershard.ps.shard import Shard
+
+IDS = np.array([1], np.int64)
+
+
+@pytest.fixture
+def shard() -> Shard:
+    shard = Shard(0, Placement.even(1), OptimizerRegistry())
+    for name, dense in (("rows", False), ("dense", True)):
+        shard.handle(Declare(TableSpec(name=name, dim=2, optimizer=SGD(lr=1.0)), dense=dense))
+    return shard
+
+
+def test_settings_add_up_under_a_growing_revision(shard: Shard) -> None:
+    assert shard.handle(Compress()) == Compressed(0, ())
+    shard.handle(Compress(1, (TableCodecs("rows", push="topk:0.01"), TableCodecs("dense", pull="delta"))))
+    found = shard.handle(Compress(5, (TableCodecs("rows", pull="fp16s"),)))
+    assert found == Compressed(5, (TableCodecs("rows", "topk:0.01", "fp16s"), TableCodecs("dense", "", "delta")))
+    assert shard.handle(Compress()) == found
+
+
+def test_the_revision_goes_to_workers_with_the_rows_that_they_pull(shard: Shard) -> None:
+    pull = Pull(1, (TableIds("rows", IDS),))
+    assert shard.handle(pull).settings == 0
+    shard.handle(Compress(3, (TableCodecs("rows", push="int8"),)))
+    assert shard.handle(pull).settings == 3
+
+
+REFUSED = [
+    (TableCodecs("wide", push="int8"), UnknownTable, "wide"),
+    (TableCodecs("rows", push="onebit"), InvalidRequest, "table 'rows': codec 'onebit' on the push of rows: it serves"),
+    (TableCodecs("dense", pull="topk:0.1"), InvalidRequest, "table 'dense': codec 'topk:0.1' on the pull of dense"),
+    (TableCodecs("rows", push="gzip"), InvalidRequest, "table 'rows': codec 'gzip': there is no 'gzip'"),
+    (TableCodecs("rows", push="mine:codec"), UnknownCodec, "no codec 'mine:codec' here"),
+]
+
+
+@pytest.mark.parametrize(("part", "kind", "text"), REFUSED)
+def test_what_a_table_cannot_have_is_refused_and_changes_nothing(
+    shard: Shard, part: TableCodecs, kind: type[EmbershardError], text: str
+) -> None:
+    with pytest.raises(kind, match=text.replace("(", r"\(")):
+        shard.handle(Compress(1, (TableCodecs("dense", push="int8"), part)))
+    assert shard.handle(Compress()) == Compressed(0, ())
+
+
+def test_of_two_who_switch_at_once_the_second_is_told(shard: Shard) -> None:
+    first = Compress(1, (TableCodecs("rows", push="int8"),))
+    assert shard.handle(first) == shard.handle(first)  # its reply was lost
+    with pytest.raises(InvalidRequest, match="revision 1 of the compression settings is taken, they are at 1"):
+        shard.handle(Compress(1, (TableCodecs("rows", push="fp16s"),)))
+
+
+def test_a_tables_status_names_the_codecs_of_whoever_declared_it_last(shard: Shard) -> None:
+    spec = TableSpec(name="rows", dim=2, optimizer=SGD(lr=1.0), push_codec=Codec.parse("topk:0.01+fp16s"))
+    shard.handle(Declare(spec))
+    (rows, _) = shard.status().tables
+    assert (rows.push_codec, rows.pull_codec) == ("topk:0.01+fp16s", "none")
+
+
+def test_a_table_is_not_declared_with_a_codec_that_the_shard_has_not(shard: Shard) -> None:
+    spec = TableSpec(name="more", dim=2, optimizer=SGD(lr=1.0), pull_codec=Codec.parse("mine:codec"))
+    with pytest.raises(UnknownCodec):
+        shard.handle(Declare(spec))
+    assert [table.name for table in shard.status().tables] == ["rows", "dense"]
