@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
 
-from embershard.proto.messages import Floats, Reply, Request
+from embershard.proto.messages import Array, Reply, Request
 
 
 class Unreachable(Exception):
@@ -40,11 +40,12 @@ class Carrier(Protocol):
     sent_bytes: int
     received_bytes: int
 
-    def submit(self, request: Request, timeout: timedelta, into: Sequence[Floats] = ()) -> Pending:
+    def submit(self, request: Request, timeout: timedelta, into: Sequence[Array] = ()) -> Pending:
         """Send a request without waiting for its reply.
 
-        `into` is memory for the rows of a pull, an array per table: a carrier that can receives straight into it, and
-        then these very arrays are the reply's. The request's arrays stay as they are until the outcome is there.
+        `into` is memory for the rows of a pull, or their payload, an array per table: a carrier that can receives
+        straight into those that fit, and then these very arrays are the reply's. The request's arrays stay as they are
+        until the outcome is there.
         """
         ...
 

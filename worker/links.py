@@ -21,7 +21,7 @@ from embershard.proto.errors import (
     UnknownTable,
     WrongShards,
 )
-from embershard.proto.messages import Floats, Greeting, Hello, Reply, Request
+from embershard.proto.messages import Array, Greeting, Hello, Reply, Request
 from embershard.worker.carrier import Carrier, Deadline, Pending, Unreachable
 
 _FIRST_PAUSE = 0.02  # seconds; doubles with every try
@@ -136,7 +136,7 @@ class Links:
         return self._links[shard]
 
     def call(
-        self, requests: Mapping[int, Request], deadline: Deadline, into: Mapping[int, Sequence[Floats]] | None = None
+        self, requests: Mapping[int, Request], deadline: Deadline, into: Mapping[int, Sequence[Array]] | None = None
     ) -> dict[int, Outcome]:
         """Send one request to each of the shards named, all at once, and wait for what becomes of them.
 
@@ -209,7 +209,7 @@ class _Retry(EmbershardError):
         super().__init__(reason=reason)
 
 
-def _submit(carrier: Carrier, request: Request, deadline: Deadline, into: Sequence[Floats] = ()) -> Pending:
+def _submit(carrier: Carrier, request: Request, deadline: Deadline, into: Sequence[Array] = ()) -> Pending:
     try:
         return carrier.submit(request, deadline.remaining, into)
     except Unreachable as error:

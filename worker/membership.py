@@ -17,9 +17,9 @@ import numpy as np
 
 from embershard.proto.errors import ClockAhead, EmbershardError, LeaseLost, ShardUnavailable, WorkerLost
 from embershard.proto.messages import (
+    Array,
     Beat,
     Beaten,
-    Floats,
     Join,
     Joined,
     Leave,
@@ -167,7 +167,7 @@ class Membership:
     def wait(
         self,
         requests: Mapping[int, Request],
-        into: Mapping[int, Sequence[Floats]] | None = None,
+        into: Mapping[int, Sequence[Array]] | None = None,
         patience: timedelta | None = None,
     ) -> dict[int, Outcome]:
         """Like Links.call, but shards may wait for other workers before they answer. WorkerLost ends the patience."""

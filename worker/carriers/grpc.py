@@ -14,7 +14,7 @@ from typing import NoReturn, Protocol
 import grpc
 
 from embershard.proto.errors import EmbershardError, InternalError, InvalidRequest, NotAShard, from_wire
-from embershard.proto.messages import MAX_MESSAGE_BYTES, METHODS, SERVICE, Floats, Reply, Request
+from embershard.proto.messages import MAX_MESSAGE_BYTES, METHODS, SERVICE, Array, Reply, Request
 from embershard.proto.protobuf import dumps, loads
 from embershard.worker.carrier import Unreachable
 
@@ -69,7 +69,7 @@ class GrpcCarrier:
 
         return start
 
-    def submit(self, request: Request, timeout: timedelta, into: Sequence[Floats] = ()) -> _Answer:
+    def submit(self, request: Request, timeout: timedelta, into: Sequence[Array] = ()) -> _Answer:
         """Send a request without waiting for its reply, which comes in memory of its own."""
         data = dumps(request)
         self.sent_bytes += len(data)

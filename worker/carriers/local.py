@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from embershard.proto.errors import ClockAhead, EmbershardError
-from embershard.proto.messages import Floats, Reply, Request, bulk_bytes
+from embershard.proto.messages import Array, Reply, Request, bulk_bytes
 from embershard.worker.carrier import Deadline
 
 _POLL_SECONDS = 0.05  # leases end by the time, of which nobody tells
@@ -28,7 +28,7 @@ class LocalCarrier:
         self._handle = handle
         self._moved = moved or threading.Condition()
 
-    def submit(self, request: Request, timeout: timedelta, into: Sequence[Floats] = ()) -> _Answer:
+    def submit(self, request: Request, timeout: timedelta, into: Sequence[Array] = ()) -> _Answer:
         """Handle the request at once, if it need not wait for other workers."""
         self.sent_bytes += bulk_bytes(request)
         return _Answer(self, request, Deadline(timeout))

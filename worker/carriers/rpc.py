@@ -25,7 +25,7 @@ from torch.distributed.rpc import TensorPipeAgent, WorkerInfo
 from torch.distributed.rpc.api import _get_current_rpc_agent, _is_current_rpc_agent_set
 
 from embershard.proto.errors import BadAddress, EmbershardError, NotAShard, from_wire
-from embershard.proto.messages import METHODS, Floats, Reply, Request, arrays
+from embershard.proto.messages import METHODS, Array, Reply, Request, arrays
 from embershard.proto.protobuf import head_bytes, read
 from embershard.proto.rpc import GREETING, MAX_GREETING_BYTES, QUESTION, Answer, addresses_of, call, start_agent, tensor
 from embershard.worker.carrier import Deadline, Unreachable
@@ -98,7 +98,7 @@ class RpcCarrier:
         self._calls: set[_Call] = set()  # under way
         self._closed = False
 
-    def submit(self, request: Request, timeout: timedelta, into: Sequence[Floats] = ()) -> _Call:
+    def submit(self, request: Request, timeout: timedelta, into: Sequence[Array] = ()) -> _Call:
         """Send a request without waiting for its reply, which comes in memory of its own."""
         under_way = _Call(request, timeout)
         with self._lock:
