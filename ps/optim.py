@@ -18,6 +18,7 @@ import importlib
 from collections.abc import Sequence
 
 from embershard.proto import spec
+from embershard.proto.codec.custom import CustomCodec
 from embershard.proto.errors import BadOptimizer, UnknownOptimizer
 from embershard.ps.optimizers import BUILTIN
 from embershard.ps.row_optimizer import RowOptimizer, row_optimizer
@@ -29,8 +30,8 @@ class OptimizerRegistry:
     """The row optimizers of one shard, by name.
 
     modules: names of user modules. They are imported and their optimizers compiled at once, so that a mistake stops the
-    shard at its start. BadOptimizer names a module that cannot be imported or has none, and a function that does not
-    compile.
+    shard at its start. BadOptimizer names a module that cannot be imported or has neither one nor a codec, and a
+    function that does not compile.
     """
 
     def __init__(self, modules: Sequence[str] = ()) -> None:
@@ -59,8 +60,9 @@ def _optimizers_of(module: str) -> dict[str, RowOptimizer]:
         reason = f"the module cannot be imported: {type(error).__name__}: {error}"
         raise BadOptimizer(optimizer=module, reason=reason) from error
     found = {f"{module}:{name}": member for name, member in members.items() if isinstance(member, RowOptimizer)}
-    if not found:
-        raise BadOptimizer(optimizer=module, reason="the module has no function decorated with @row_optimizer")
+    if not found and not any(isinstance(member, CustomCodec) for member in members.values()):
+        reason = "the module has no function decorated with @row_optimizer or @values_codec"
+        raise BadOptimizer(optimizer=module, reason=reason)
     for member in found.values():
         _ = member.compiled
     return found

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from embershard.in_process import local as local
     from embershard.proto import errors as errors
+    from embershard.proto.codec.custom import values_codec as values_codec
     from embershard.proto.errors import EmbershardError as EmbershardError
     from embershard.proto.spec import FTRL as FTRL
     from embershard.proto.spec import SGD as SGD
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "embershard.in_process": ("local",),
+    "embershard.proto.codec.custom": ("values_codec",),
     "embershard.proto.errors": ("EmbershardError",),
     "embershard.proto.spec": (
         "SGD",
@@ -99,6 +101,7 @@ __all__ = [  # noqa: RUF022  # in the order of use
     "RMSprop",
     "Custom",
     "row_optimizer",
+    "values_codec",
     "Constant",
     "Normal",
     "Uniform",
