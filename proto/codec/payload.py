@@ -16,10 +16,10 @@ from embershard.proto.codec.choice import BUILTIN_VALUES
 from embershard.proto.codec.flat import decode_flat, encode_flat, flat_nbytes
 from embershard.proto.codec.integers import damaged, decode_integers, encode_integers, read_varint
 from embershard.proto.codec.low_rank import LOW_RANK, decode_low_rank
-from embershard.proto.codec.positions import decode_positions, encode_positions
+from embershard.proto.codec.positions import decode_positions, encode_drawn, encode_positions
 from embershard.proto.codec.values import ValuesCodec, find_values
 from embershard.proto.jit import compiled
-from embershard.proto.messages import Bytes, Floats, Ids
+from embershard.proto.messages import MAX_MESSAGE_BYTES, Bytes, Floats, Ids
 
 Find = Callable[[str], ValuesCodec]
 
@@ -67,20 +67,31 @@ def encode_rows(
 
 
 def encode_elements(
-    positions: Ids, values: Floats, shape: tuple[int, int], values_codec: ValuesCodec, key: int | None
+    positions: Ids,
+    values: Floats,
+    shape: tuple[int, int],
+    values_codec: ValuesCodec,
+    key: int | None,
+    *,
+    drawn: int | None = None,
 ) -> Bytes:
-    """values: (K,) float32 at `positions` (K,) int64 ascending in the flattened rows of `shape` (U, dim)."""
+    """values: (K,) float32 at `positions` (K,) int64 ascending in the flattened rows of `shape` (U, dim).
+
+    drawn: the key with which random_positions gave just these positions; it then travels in their place.
+    """
     head = np.array([ELEMENTS, values_codec.code], np.uint8)
-    at = encode_positions(positions, shape[0] * shape[1])
+    at = encode_positions(positions, shape[0] * shape[1]) if drawn is None else encode_drawn(positions.size, drawn)
     return np.concatenate([head, at, encode_flat(values, values_codec, key)])
 
 
 def decode(payload: Bytes, num_ids: int, dim: int, find: Find = find_values, name: str = "") -> Decoded:
     """The rows of a payload about num_ids ids of a table of this dim; elements that it leaves out are 0.
 
-    Total: any bytes give a value or DamagedPayload, and take the memory of num_ids rows at most. find, name: where a
-    user-defined values codec is found (UnknownCodec), and its name.
+    Total: any bytes give a value or DamagedPayload, and take the memory of num_ids rows at most, which must not be over
+    the largest message. find, name: where a user-defined values codec is found (UnknownCodec), and its name.
     """
+    if 4 * num_ids * dim > MAX_MESSAGE_BYTES:  # as rows they could not have been sent, so nobody cut them for that
+        raise damaged(f"{num_ids} rows of dim {dim} are over {MAX_MESSAGE_BYTES} bytes")
     form, values = _head(payload, find, name)
     body = payload[2:]
     if form == ALL_ROWS:

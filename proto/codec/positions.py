@@ -1,8 +1,6 @@
-"""Ascending positions as bytes: the gaps between them as integers, or a bitmap where that is smaller."""
+"""Ascending positions as bytes: the gaps between them as integers, a bitmap where that is smaller, or a key."""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 from numba import types
@@ -11,18 +9,19 @@ from numba.cpython.unsafe.numbers import trailing_zeros
 from embershard.proto.codec.integers import (
     Bytes,
     Words,
-    best_rice,
     damaged,
     decode_integers,
     encode_integers,
     read_varint,
     varint,
 )
+from embershard.proto.codec.select import random_positions
 from embershard.proto.jit import compiled
 from embershard.proto.messages import Ids
 
-BITMAP, EVERY = 66, 67  # beside the kinds of integers
+BITMAP, EVERY, DRAWN = 66, 67, 68  # beside the kinds of integers
 
+_KEY = np.dtype("<u8")
 _U = np.uint64
 _0, _1 = _U(0), _U(1)
 _WORDS = types.Array(types.uint64, 1, "C", readonly=True)
@@ -46,6 +45,11 @@ def encode_positions(positions: Ids, limit: int) -> Bytes:
     return np.concatenate([count, block])
 
 
+def encode_drawn(count: int, key: int) -> Bytes:
+    """The positions of random_positions(limit, count, key)."""
+    return np.concatenate([varint(count), np.array([DRAWN], np.uint8), np.array([key], _KEY).view(np.uint8)])
+
+
 def decode_positions(data: Bytes, limit: int) -> tuple[Ids, int]:
     """The positions at the start of data, and how many bytes they took. Total: DamagedPayload otherwise.
 
@@ -57,7 +61,11 @@ def decode_positions(data: Bytes, limit: int) -> tuple[Ids, int]:
         if count != limit:
             raise damaged(f"every position is named, but there are {count}, not {limit}")
         return np.arange(limit), start + 1
-    positions = np.empty(0, np.int64)
+    if body.size and body[0] == DRAWN:
+        used = 1 + _KEY.itemsize
+        if body.size < used:
+            raise damaged("it ends in the key of its positions")
+        return random_positions(limit, count, int(body[1:used].copy().view(_KEY)[0])), start + used
     if body.size and body[0] == BITMAP:
         used = 1 + -(-limit // 8)
         if body.size < used:
@@ -73,21 +81,6 @@ def decode_positions(data: Bytes, limit: int) -> tuple[Ids, int]:
     if not good:
         raise damaged(f"its positions are not {count} below {limit}")
     return positions, start + used
-
-
-def expected_bytes(count: int, limit: int) -> float:
-    """What `count` positions drawn at random from `limit` take."""
-    header = varint(count).size + 1
-    if count in (0, limit):
-        return header
-    miss = 1 - count / limit  # a gap is g with the probability (1 - miss) * miss ** g
-
-    def bits(k: int) -> float:
-        quotient = math.pow(miss, 2.0**k)
-        return count * (k + 1 + quotient / (1 - quotient))
-
-    varints = count * sum(math.pow(miss, 2.0**length) for length in range(7, 64, 7)) + count
-    return header + min(math.ceil(limit / 8), best_rice(bits, count)[1] / 8, varints)
 
 
 @compiled(types.void(_IDS, types.uint64[::1]))

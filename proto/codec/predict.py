@@ -1,0 +1,64 @@
+"""How many bytes a codec is expected to send, before anything is sent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from embershard.proto.codec.choice import Codec
+from embershard.proto.codec.flat import flat_nbytes
+from embershard.proto.codec.integers import best_rice
+from embershard.proto.codec.select import count_of
+from embershard.proto.codec.values import ValuesCodec, find_values
+
+_HEAD = 2  # form and values codec
+_KEY = 8
+
+
+def predict_bytes(codec: Codec, num_ids: int, dim: int, find: Callable[[str], ValuesCodec] = find_values) -> float:
+    """Expected bytes of what is sent for num_ids rows of this dim, without their ids and what is around a message.
+
+    Exact where all rows travel, and for randomk; the positions of topk, dgc and rows are taken to be random, and the
+    age of a row to be 1 / ratio on average, as after a few steps. delta: as if every row had changed. ValueError for
+    powersgd, whose bytes depend on the shapes of the parameters.
+    """
+    if codec.is_plain or codec.select == "delta":
+        return 4.0 * num_ids * dim
+    values = find(codec.values)
+    if codec.select == "all":
+        return float(_HEAD + values.nbytes(num_ids, dim))
+    if codec.select == "powersgd":
+        raise ValueError(f"codec {str(codec)!r}: its bytes depend on the shapes of the parameters")
+    if codec.select == "rows":
+        count = count_of(codec.number, num_ids)
+        ages = 1 + (_gap_bytes(count, codec.number) if codec.number < 1 else 0)
+        return _HEAD + _position_bytes(count, num_ids) + ages + values.nbytes(count, dim)
+    count = count_of(codec.number, num_ids * dim)
+    if codec.select == "randomk":
+        return _HEAD + _varint_bytes(count) + 1 + _KEY + flat_nbytes(count, values)
+    return _HEAD + _position_bytes(count, num_ids * dim) + flat_nbytes(count, values)
+
+
+def _position_bytes(count: int, limit: int) -> float:
+    """Of `count` positions drawn at random from `limit`."""
+    head = _varint_bytes(count) + 1
+    if count in (0, limit):
+        return head
+    return head + min(math.ceil(limit / 8), _gap_bytes(count, count / limit))
+
+
+def _gap_bytes(count: int, density: float) -> float:
+    """Of `count` integers that are g with the probability density * (1 - density) ** g."""
+
+    def over(size: float) -> float:
+        return math.pow(1 - density, size)
+
+    def bits(k: int) -> float:
+        return count * (k + 1 + over(2.0**k) / (1 - over(2.0**k)))
+
+    varints = count * (1 + sum(over(2.0**length) for length in range(7, 64, 7)))
+    return min(best_rice(bits, count)[1] / 8, varints)
+
+
+def _varint_bytes(value: int) -> int:
+    return max(1, math.ceil(value.bit_length() / 7))
