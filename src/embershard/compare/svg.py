@@ -6,6 +6,7 @@ same input gives the same bytes.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,7 +59,8 @@ def ratio_ticks(low: float, high: float) -> list[float]:
     """Round values for a logarithmic axis."""
     if high / low < 2.5:
         return linear_ticks(low, high)
-    ticks = [digit * 10.0**power for power in range(-9, 10) for digit in (1, 2, 5)]
+    steps = (1, 1.5, 2, 3, 5, 7) if high / low < 12 else (1, 2, 5)
+    ticks = [step * 10.0**power for power in range(-9, 10) for step in steps]
     return [tick for tick in ticks if low <= tick <= high]
 
 
@@ -66,7 +68,7 @@ def tick_texts(ticks: Sequence[float]) -> list[str]:
     """Ticks with as many digits as tell them apart."""
     if len(ticks) < 2:
         return [f"{tick:.4g}" for tick in ticks]
-    step = min(after - before for before, after in zip(ticks, ticks[1:], strict=False))
+    step = min(after - before for before, after in itertools.pairwise(ticks))
     digits = max(0, -math.floor(math.log10(step) + 1e-9))
     return [f"{tick + 0.0:,.{digits}f}" for tick in ticks]
 
@@ -135,7 +137,9 @@ class Picture:
         clipped = {"clip_path": f"url(#{clip})"} if clip else {}
         self.shape("path", f"line s{style % STYLES}", d=path, stroke_dasharray=dash(style), **clipped)
 
-    def band(self, upper: Sequence[tuple[float, float]], lower: Sequence[tuple[float, float]], style: int, clip: str) -> None:
+    def band(
+        self, upper: Sequence[tuple[float, float]], lower: Sequence[tuple[float, float]], style: int, clip: str
+    ) -> None:
         """The area between a series' bounds."""
         path = "M" + "L".join(f"{_number(x)} {_number(y)}" for x, y in [*upper, *reversed(lower)]) + "Z"
         self.shape("path", f"band s{style % STYLES}", d=path, clip_path=f"url(#{clip})")

@@ -1,0 +1,351 @@
+"""The tables of a report: every figure that a picture shows, and what no picture can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from embershard.compare.page import Table
+from embershard.compare.results import BreakEven, Quality, Results, Speed, StepPart
+from embershard.compare.units import (
+    NONE,
+    bits_text,
+    bytes_text,
+    difference_text,
+    digits,
+    link_text,
+    metric_name,
+    metric_text,
+    p_text,
+    rate_text,
+    ratio_text,
+    speed_up_text,
+)
+
+YARDSTICK = "fp16s"
+_PARTS = {("push", "rows"): "gradients", ("push", "dense"): "dense gradients", ("pull", "dense"): "dense weights"}
+
+
+def part_name(direction: str, part: str) -> str:
+    """What a part of the bytes is, in words."""
+    return _PARTS.get((direction, part), part)
+
+
+def yardstick(results: Results) -> str | None:
+    """The arm that codecs have to beat, where it is not the baseline itself."""
+    labels = [arm.label for arm in results.arms]
+    return YARDSTICK if YARDSTICK in labels and results.baseline != YARDSTICK else None
+
+
+def speed_of(results: Results, arm: str, bandwidth: str, against: str) -> Speed | None:
+    """An arm's speed on a link, beside another arm's."""
+    found = (speed for speed in results.speeds if (speed.arm, speed.against) == (arm, against))
+    return next((speed for speed in found if speed.bandwidth == bandwidth), None)
+
+
+def quality_of(results: Results, arm: str, against: str, metric: str) -> Quality | None:
+    """An arm's quality beside another arm's, at its own best learning rate where this was looked for."""
+    found = {one.rate: one for one in results.quality if (one.arm, one.against, one.metric) == (arm, against, metric)}
+    return found.get("tuned", found.get("fixed"))
+
+
+def break_even_of(results: Results, arm: str, against: str) -> BreakEven | None:
+    """From which bandwidth on an arm is no longer faster than another."""
+    return next((even for even in results.break_even if (even.arm, even.against) == (arm, against)), None)
+
+
+def bytes_sent(results: Results, arm: str) -> float | None:
+    """Bytes per step and worker, both directions."""
+    return sum(volume.sent for volume in results.volumes if volume.arm == arm) or None
+
+
+def short_table(results: Results) -> Table:
+    """An arm in a line."""
+    links = results.bandwidths
+    metric = metric_name(results.metric)
+    columns = ["arm", "outcome", "bytes per step", "fewer bytes"]
+    columns += [f"speed-up, {link_text(link)}" for link in links]
+    columns += [f"{metric} difference", "quality", "pays on links below"]
+    verdicts = {verdict.arm: verdict for verdict in results.verdicts}
+    rows = []
+    for arm in results.arms:
+        verdict, sent = verdicts.get(arm.label), bytes_sent(results, arm.label)
+        cells = [arm.label, verdict.outcome if verdict else "baseline", bytes_text(sent) if sent else NONE]
+        cells.append(ratio_text(verdict.bytes_ratio) if verdict and verdict.bytes_ratio else NONE)
+        for link in links:
+            speed = speed_of(results, arm.label, link.label, results.baseline) if verdict else None
+            cells.append(speed_up_text(speed.speed_up) if speed else "1x" if verdict is None else NONE)
+        cells.append(difference_text(verdict.difference) if verdict and verdict.difference else NONE)
+        cells.append(verdict.quality if verdict else NONE)
+        even = break_even_of(results, arm.label, results.baseline)
+        cells.append(_crossing(even.measured, even.measured_says) if even and verdict.outcome == "paid" else NONE)  # type: ignore[union-attr]
+        rows.append(cells)
+    return Table(
+        title=f"Every arm beside {results.baseline}",
+        columns=columns,
+        rows=rows,
+        words=("outcome", "quality"),
+        note=f"Bytes of one worker's step, both directions. In brackets: 95 % intervals over {_seeds(results)}.",
+    )
+
+
+def quality_table(results: Results, against: str) -> Table | None:
+    """Metrics, paired differences and equivalence tests beside one arm."""
+    judged = [one for one in results.quality if one.against == against and one.arm != against]
+    if not judged:
+        return None
+    own = {(one.metric, one.rate): one for one in results.quality if one.arm == one.against == against}
+    rates = list(dict.fromkeys(one.rate for one in judged))
+    rows = []
+    for metric in dict.fromkeys(one.metric for one in judged):
+        for rate in rates:
+            if (metric, rate) in own:
+                value = metric_text(own[metric, rate].value)
+                rows.append([metric_name(metric), rate, against, value, NONE, NONE, NONE, "compared with"])
+            rows += [_quality_row(one) for one in judged if (one.metric, one.rate) == (metric, rate)]
+    return Table(
+        title=f"Quality beside {against}",
+        columns=["metric", "learning rate", "arm", "value", "paired difference", "margin", "p (TOST)", "verdict"],
+        rows=rows,
+        words=("learning rate", "arm", "verdict"),
+        note="Equivalent: two one-sided t tests of the paired differences against the margin, both at 5 % (p is the "
+        "larger one). Worse or better: the 95 % interval leaves 0 out and equivalence is not shown. Not worse: only "
+        "the test on the worse side is passed. Everything else is undecided.",
+    )
+
+
+def _quality_row(one: Quality) -> list[str]:
+    return [
+        metric_name(one.metric),
+        one.rate,
+        one.arm,
+        metric_text(one.value),
+        difference_text(one.difference),
+        NONE if one.margin is None else f"{one.margin:g}",
+        NONE if one.p_equivalent is None else p_text(one.p_equivalent),
+        one.verdict,
+    ]
+
+
+def speed_table(results: Results) -> Table:
+    """Samples per second, and how many times the baseline's and the yardstick's."""
+    beside = yardstick(results)
+    columns = ["link", "arm", "samples/s of all workers", f"over {results.baseline}", "verdict"]
+    columns += [f"over {beside}", "verdict"] if beside else []
+    rows = []
+    for link in results.bandwidths:
+        for arm in results.arms:
+            speed = speed_of(results, arm.label, link.label, results.baseline)
+            if speed is None:
+                rows.append([link_text(link), arm.label] + [NONE] * (len(columns) - 2))
+                continue
+            rate = speed.samples_per_second
+            bounds = f" [{rate.low:,.0f}, {rate.high:,.0f}]" if rate.low is not None and rate.high is not None else ""
+            cells = [link_text(link), arm.label, rate_text(rate.mean) + bounds]
+            cells += _over(speed if arm.label != results.baseline else None)
+            if beside:
+                cells += _over(speed_of(results, arm.label, link.label, beside) if arm.label != beside else None)
+            rows.append(cells)
+    part = f"The first {results.skipped_share:.0%} of each run are left out. " if results.skipped_share else ""
+    return Table(
+        title="Samples per second",
+        columns=columns,
+        rows=rows,
+        words=("arm", "verdict"),
+        note=f"{part}Speed-ups are geometric means over pairs of runs with equal seeds. Faster or slower: the 95 % "
+        "interval leaves 1 out.",
+    )
+
+
+def _over(speed: Speed | None) -> list[str]:
+    return [NONE, NONE] if speed is None else [speed_up_text(speed.speed_up), speed.verdict]
+
+
+def bytes_table(results: Results) -> Table:
+    """Counted and predicted bytes by direction and part."""
+    rows = []
+    for volume in results.volumes:
+        if not volume.sent and not volume.raw:
+            continue
+        off = f"{(volume.predicted / volume.sent - 1) * 100:+.2f} %" if volume.predicted and volume.sent else NONE
+        rows.append(
+            [
+                volume.arm,
+                volume.direction,
+                part_name(volume.direction, volume.part),
+                bytes_text(volume.sent),
+                bytes_text(volume.raw) if volume.raw is not None else NONE,
+                bytes_text(volume.predicted) if volume.predicted is not None else NONE,
+                off,
+                ratio_text(volume.ratio) if volume.ratio else NONE,
+            ]
+        )
+    return Table(
+        title="Bytes per step",
+        columns=["arm", "direction", "part", "counted", "without codec", "predicted", "prediction off by", "fewer"],
+        rows=rows,
+        words=("direction", "part"),
+        note="Of one worker's step with all shards. Predicted: what the codec should need, computed before anything "
+        f"was sent. Fewer: the bytes of {results.baseline} over these; below 1x it is more.",
+    )
+
+
+def break_even_table(results: Results) -> Table | None:
+    """W* measured and by formula."""
+    rows = []
+    for even in results.break_even:
+        off = NONE
+        if even.formula and even.measured:
+            off = f"{(even.formula / even.measured - 1) * 100:+.0f} %"
+        measured, formula = _crossing(even.measured, even.measured_says), _crossing(even.formula, even.formula_says)
+        rows.append([even.arm, even.against, measured, formula, off])
+    if not rows:
+        return None
+    return Table(
+        title="Break-even bandwidth",
+        columns=["arm", "beside", "measured", "by formula (W*)", "formula off by"],
+        rows=rows,
+        words=("beside",),
+        note="An arm is faster on links slower than this. Measured: where the interpolated costs of the two arms "
+        "cross. W* = bytes saved per step / seconds of encoding and decoding per step.",
+    )
+
+
+def _crossing(value: float | None, says: str) -> str:
+    words = {"always": "faster on any link", "never": "faster on no link", "unknown": "not known"}
+    return bits_text(value) if value is not None else words.get(says, "not known")
+
+
+def step_table(results: Results, bandwidth: str, name: str) -> Table | None:
+    """Each part at p50 and p99, arm by arm: means over the runs."""
+    steps = {arm.label: mean_step(part for run in results.runs_of(arm.label, bandwidth) for part in run.step)
+             for arm in results.arms}  # fmt: skip
+    steps = {arm: parts for arm, parts in steps.items() if parts}
+    names = list(dict.fromkeys((part.name, part.overlapped) for parts in steps.values() for part in parts))
+    if not names:
+        return None
+    rows = []
+    for arm, parts in steps.items():
+        found = {(part.name, part.overlapped): part for part in parts}
+        rows.append([arm] + [_p50_p99(found.get(key)) for key in names])
+    return Table(
+        title=f"Time of a step, {name}",
+        columns=["arm"] + [f"{part}, beside" if overlapped else part for part, overlapped in names],
+        rows=rows,
+        note="p50 / p99 in ms of the first worker's steps, means over the runs. Beside: in another thread, at the same "
+        "time as the others.",
+    )
+
+
+def mean_step(parts: Iterable[StepPart]) -> list[StepPart]:
+    """The parts of several runs as means over these, in their order."""
+    groups: dict[tuple[str, bool], list[StepPart]] = {}
+    for part in parts:
+        groups.setdefault((part.name, part.overlapped), []).append(part)
+    return [
+        StepPart(
+            name=name,
+            overlapped=overlapped,
+            p50_ms=_mean([part.p50_ms for part in group]),
+            p99_ms=_mean([part.p99_ms for part in group]),
+            mean_ms=_mean([part.mean_ms for part in group]),
+        )
+        for (name, overlapped), group in groups.items()
+    ]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _p50_p99(part: StepPart | None) -> str:
+    return NONE if part is None else f"{_ms(part.p50_ms)} / {_ms(part.p99_ms)}"
+
+
+def _ms(value: float) -> str:
+    return digits(value) if value >= 0.0005 else "0"
+
+
+def rates_table(results: Results) -> Table | None:
+    """Which multiple of the job's learning rate each arm did best with; None where it was kept."""
+    if len(results.multiples) < 2:
+        return None
+    rows = []
+    for arm in results.arms:
+        decided = {
+            multiple: [run.decided for run in results.runs if run.kind != "speed" and run.ok and run.decided is not None
+                       and (run.arm, run.multiple, run.bandwidth) == (arm.label, multiple, "unlimited")]
+            for multiple in results.multiples
+        }  # fmt: skip
+        cells = [f"{_mean(found):.4f}" if found else NONE for found in decided.values()]
+        chosen = results.tuned.get(arm.label)
+        rows.append([arm.label, *cells, NONE if chosen is None else f"{chosen:g}x"])
+    return Table(
+        title="Learning rates that were tried",
+        columns=["arm", *(f"{multiple:g}x" for multiple in results.multiples), "chosen"],
+        rows=rows,
+        note=f"{metric_name(results.metric)} on the split {results.deciding_split}, mean over the runs with it; "
+        "columns are multiples of the job's learning rates. The chosen ones are judged above as tuned.",
+    )
+
+
+def failures_table(results: Results) -> Table | None:
+    """Runs that did not end well."""
+    rows = [
+        [run.arm, f"{run.seed}", run.bandwidth, run.kind, f"{run.attempts}", run.error or "no message"]
+        for run in results.runs
+        if not run.ok
+    ]
+    if not rows:
+        return None
+    columns = ["arm", "seed", "link", "kind", "attempts", "what it said last"]
+    note = "They are in no figure."
+    return Table(title="Failed runs", columns=columns, rows=rows, words=columns, note=note)
+
+
+def arms_table(results: Results) -> Table:
+    """What was compared."""
+    rows = []
+    for arm in results.arms:
+        kind = "baseline" if arm.label == results.baseline else "added as yardstick" if arm.added else ""
+        rows.append([arm.label, kind, arm.meaning, ", ".join(arm.settings) or "the job as it is"])
+    columns = ["arm", "role", "in words", "settings"]
+    return Table(title="Arms", columns=columns, rows=rows, words=columns)
+
+
+def conditions_table(results: Results) -> Table:
+    """Where and with what it ran, and how it was measured."""
+    where = results.conditions
+    speed = "whole runs" if results.speed_steps is None else f"runs of {results.speed_steps:,} steps"
+    rows = [
+        ["machine", f"{where.machine}, {where.cores} cores, {where.memory_gib} GiB"],
+        ["system", f"{where.system}, Python {where.python}"],
+        ["versions", ", ".join(f"{name} {version}" for name, version in where.versions.items())],
+        *(["changed between runs", words] for words in where.mixed),
+        ["load average at the start of a run", _loads(results)],
+        ["workers and shards", f"{results.workers} and {results.shards}"],
+        ["links", ", ".join(link_text(link) for link in results.bandwidths) + f"; limited by a {results.link}"],
+        ["speed on limited links", speed],
+        ["seeds", ", ".join(f"{seed}" for seed in results.seeds)],
+        ["judged on", f"{metric_name(results.metric)} of {results.split}, at the best evaluation on "
+                      f"{results.deciding_split}"],
+        *(["what no model can beat", f"{metric_name(metric)} {value:.4f}"]
+          for metric, value in results.reachable.items() if value is not None),
+        ["runs", f"{len(results.runs)}, of which {sum(not run.ok for run in results.runs)} failed"],
+        ["time of all runs", digits(results.seconds / 60) + " min"],
+    ]  # fmt: skip
+    columns = ["what", "was"]
+    return Table(title="Conditions", columns=columns, rows=rows, words=columns)
+
+
+def _loads(results: Results) -> str:
+    loads = [run.load_average for run in results.runs]
+    return f"{min(loads):.2f} to {max(loads):.2f}" if loads else NONE
+
+
+def _seeds(results: Results) -> str:
+    return f"{len(results.seeds)} seeds" if len(results.seeds) > 1 else "seeds, but one seed has none"
+
+
+def tables(*found: Table | None) -> Iterator[Table]:
+    """Those that have something to say."""
+    return (table for table in found if table is not None)

@@ -1,0 +1,128 @@
+"""Figures as people read them: digits that mean something, and a unit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from embershard.compare.results import Bandwidth, Estimate
+
+NONE = "–"  # noqa: RUF001 - an en dash in a table: there is no such figure
+
+
+def digits(value: float, significant: int = 3) -> str:
+    """A number with so many significant digits, thousands parted, never as a power of ten."""
+    if value == 0 or not math.isfinite(value):
+        return "0" if value == 0 else NONE
+    decimals = significant - 1 - math.floor(math.log10(abs(float(f"{value:.{significant - 1}e}"))))
+    return f"{value:,.{min(max(decimals, 0), 12)}f}"
+
+
+def bytes_text(count: float) -> str:
+    """Decimal units, as links are sold in."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= 0.9995 * size:
+            return f"{digits(count / size)} {unit}"
+    return f"{count:.0f} B"
+
+
+def bits_text(per_second: float, significant: int = 3) -> str:
+    """A bandwidth."""
+    for unit, size in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
+        if per_second >= 0.9995 * size:
+            return f"{digits(per_second / size, significant).removesuffix('.00').removesuffix('.0')} {unit}"
+    return f"{per_second:.0f} bit/s"
+
+
+def link_text(bandwidth: Bandwidth) -> str:
+    """A link as a column's or an axis' name."""
+    return "no limit" if bandwidth.bits_per_second is None else bits_text(bandwidth.bits_per_second)
+
+
+def milliseconds(value: float) -> str:
+    """Of a step or a part of it; below a microsecond it is nothing."""
+    return f"{digits(value)} ms" if value >= 0.001 else "0 ms"
+
+
+def seconds_text(value: float) -> str:
+    """How long something took."""
+    if value < 60:
+        return f"{digits(value)} s"
+    minutes = round(value / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def count_text(value: float) -> str:
+    """Many of something, on an axis."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def ratio_text(ratio: float) -> str:
+    """How many times."""
+    return f"{digits(ratio)}x"
+
+
+def rate_text(per_second: float) -> str:
+    """Samples per second."""
+    return f"{per_second:,.0f}/s"
+
+
+def plain(value: float, decimals: int) -> str:
+    """A metric."""
+    return f"{value:.{decimals}f}"
+
+
+def signed(value: float, decimals: int) -> str:
+    """A difference; nothing is +0."""
+    text = f"{value:+.{decimals}f}"
+    return text if any(digit in text for digit in "123456789") else f"{0:.{decimals}f}"
+
+
+def estimate_decimals(estimate: Estimate, at_least: int) -> int:
+    """As many decimals as leave two digits of the interval's half width, but not more than five."""
+    if estimate.low is None or estimate.high is None or estimate.high <= estimate.low:
+        return at_least
+    half = (estimate.high - estimate.low) / 2
+    return min(max(at_least, 1 - math.floor(math.log10(half))), 5)
+
+
+def metric_text(estimate: Estimate) -> str:
+    """A mean of a metric and its interval."""
+    decimals = estimate_decimals(estimate, 4)
+    return _with_interval(estimate, lambda value: plain(value, decimals))
+
+
+def difference_text(estimate: Estimate) -> str:
+    """A mean difference and its interval, signed."""
+    decimals = estimate_decimals(estimate, 4)
+    return _with_interval(estimate, lambda value: signed(value, decimals))
+
+
+def speed_up_text(estimate: Estimate) -> str:
+    """A mean ratio and its interval."""
+    return _with_interval(estimate, lambda value: f"{digits(value)}", "x")
+
+
+def _with_interval(estimate: Estimate, text: Callable[[float], str], unit: str = "") -> str:
+    mean = f"{text(estimate.mean)}{unit}"
+    if estimate.low is None or estimate.high is None:
+        return mean
+    return f"{mean} [{text(estimate.low)}, {text(estimate.high)}]"
+
+
+def metric_name(metric: str) -> str:
+    """As papers write it."""
+    return metric if metric in ("logloss", "calibration") else metric.upper()
+
+
+def listed(names: Sequence[str]) -> str:
+    """a, b and c."""
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else "".join(names)
+
+
+def p_text(p: float) -> str:
+    """A p value."""
+    return "< 0.0001" if p < 0.0001 else f"{p:.4f}" if p < 0.01 else f"{p:.2f}"
