@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from embershard.proto.errors import JobError
-from embershard.worker.job_compression import Compression, compression_contradictions
+from embershard.worker.job_compression import AnyCompression, compression_contradictions
 from embershard.worker.job_data import METRICS, AnyData
 from embershard.worker.job_modes import SET_ASIDE, mode_contradictions
 from embershard.worker.job_sections import CUSTOM, AnyModel, Count, Section
@@ -62,7 +62,7 @@ class Job(Section):
     freeze: tuple[Pattern, ...] = ()  # names of parameters, or of modules, that are not trained
     evaluate: EvaluateSection = EvaluateSection()
     checkpoint: CheckpointSection | None = None
-    compression: Compression = None
+    compression: AnyCompression = None
     network: NetworkSection = NetworkSection()
     workers: Count = 1
     shards: Count = 2

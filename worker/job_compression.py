@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from embershard.proto.codec.choice import Codec
 from embershard.worker.compression.schedule import CodecSchedule
+from embershard.worker.compression.settings import Compression
 from embershard.worker.job_modes import Found
 from embershard.worker.job_sections import Count, OptimizerSection, Section
 from embershard.worker.job_yaml import Path as Location
@@ -76,18 +77,35 @@ class DirectionsSection(Section):
 class CompressionSection(DirectionsSection):
     """How rows and gradients travel (docs/compression.md): those of embedding tables, of dense weights, of some tables.
 
-    `tables` are patterns over the tables' names without the job's prefix; the first that matches counts. At most
-    `residual_rows` rows of a table wait in a worker to be sent, and dgc stays `warmup_steps` steps at each density.
-    With `auto` the worker measures, and takes what pays: of fp16s, int8 and, for dense weights, delta, and of what
-    `allow` adds.
+    `tables` are patterns over the tables' names without the job's prefix, those of dense weights ("dense") among them;
+    the first that matches counts. At most `residual_rows` rows of a table wait in a worker to be sent. dgc stays
+    `warmup_steps` steps at each density, and has `momentum` and `clip_norm` in place of the optimizer's. With `auto`
+    the worker measures, and takes what pays: of fp16s, int8 and, for dense weights, delta, and of what `allow` adds.
     """
 
     dense: DirectionsSection = DirectionsSection()
     tables: dict[str, DirectionsSection] = Field(default_factory=dict)
     residual_rows: Count = 1_000_000
     warmup_steps: Annotated[int, Field(ge=0)] = 100
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    clip_norm: Annotated[float, Field(gt=0.0)] | None = None
     auto: bool = False
     allow: tuple[Annotated[str, BeforeValidator(_codec_text)], ...] = ()
+
+    @property
+    def steps(self) -> list[int]:
+        """Those at which a codec changes."""
+        sections = [self, self.dense, *self.tables.values()]
+        return sorted({step for section in sections for _, codecs in section.given() for step in codecs.at} - {0})
+
+    def settings(self, step: int | None = None) -> Compression:
+        """Those of a step; None: without codecs."""
+        chosen: dict[str, Any] = {}
+        if step is not None:
+            tables = {name: _at(table, step) for name, table in self.tables.items()}
+            chosen = {**_at(self, step), "dense": _at(self.dense, step), "tables": tables}
+        own = {name: getattr(self, name) for name in ("residual_rows", "warmup_steps", "momentum", "clip_norm")}
+        return Compression(**own, **chosen)
 
     def choices(self) -> Iterator[tuple[Location, Direction, bool, Codec]]:
         """(Where it stands, direction, whether of dense weights, codec) of every codec that is named."""
@@ -97,6 +115,10 @@ class CompressionSection(DirectionsSection):
             for direction, codecs in section.given():
                 for codec in codecs.codecs:
                     yield (*at, direction), direction, dense, codec
+
+
+def _at(section: DirectionsSection, step: int) -> dict[str, Codec]:
+    return {direction: codecs.schedule.codec(step) for direction, codecs in section.given()}
 
 
 def of_dense(pattern: str) -> bool:
@@ -110,7 +132,7 @@ def _compression(value: object) -> object:
     return {"auto": True} if value == "auto" else value
 
 
-Compression = Annotated[CompressionSection | None, BeforeValidator(_compression)]
+AnyCompression = Annotated[CompressionSection | None, BeforeValidator(_compression)]
 
 
 def compression_contradictions(job: Job) -> Found:
@@ -161,8 +183,9 @@ def _without_meaning(section: CompressionSection) -> Found:
     given = section.model_fields_set
     if "residual_rows" in given and not any(codec.has_feedback and not dense for dense, codec in pushes):
         yield ("compression", "residual_rows"), "no codec of an embedding table leaves anything for later; remove it"
-    if "warmup_steps" in given and not any(codec.select == "dgc" for _, codec in pushes):
-        yield ("compression", "warmup_steps"), "only dgc is warmed up; remove it"
+    for name in ("warmup_steps", "momentum", "clip_norm"):
+        if name in given and not any(codec.select == "dgc" for _, codec in pushes):
+            yield ("compression", name), "only dgc has it, and no push travels so; remove it"
 
 
 def _auto(section: CompressionSection) -> Found:
@@ -172,10 +195,3 @@ def _auto(section: CompressionSection) -> Found:
                 yield ("compression", name), "auto chooses it; remove it, or name tables under compression.tables"
     elif section.allow:
         yield ("compression", "allow"), "says what auto may choose; add auto: true"
-
-
-def check_tables(section: CompressionSection, names: Mapping[str, bool]) -> None:
-    """ValueError, as of patterns, for a name under `tables` that fits no table; names: table -> whether it is dense."""
-    from embershard.worker.patterns import choose  # torch, for a job that is trained
-
-    choose(names, {**section.tables, "*": None}, "compression.tables")

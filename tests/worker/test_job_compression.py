@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from embershard.worker.job import Job, JobFileError, load_job
-from embershard.worker.job_compression import check_tables
 
 JOB = """\
 model: {name: deepfm}
@@ -143,7 +142,11 @@ CONTRADICTIONS = [
         ["compression={dense: {push: onebit}, residual_rows: 9}"],
         "compression.residual_rows: no codec of an embedding table leaves anything for later; remove it",
     ),
-    (["compression={push: topk:0.1, warmup_steps: 9}"], "compression.warmup_steps: only dgc is warmed up; remove it"),
+    (
+        ["compression={push: topk:0.1, warmup_steps: 9}"],
+        "compression.warmup_steps: only dgc has it, and no push",
+    ),
+    (["compression={push: topk:0.1, momentum: 0.9}"], "compression.momentum: only dgc has it, and no push travels so"),
     (["compression={auto: true, push: int8}"], "compression.push: auto chooses it; remove it, or name tables under"),
     (["compression={allow: [int8]}"], "compression.allow: says what auto may choose; add auto: true"),
 ]
@@ -158,10 +161,3 @@ def test_what_contradicts_the_job_is_refused(folder: Path, overrides: list[str],
 
 def test_another_strategy_sets_the_section_aside(folder: Path) -> None:
     assert load(folder, "strategy=local", text=JOB + "compression: {push: int8}\n").compression is None
-
-
-def test_a_pattern_that_fits_no_table_is_refused(folder: Path) -> None:
-    section = load(folder, "compression={tables: {'lin*': {push: int8}, wide: {push: none}}}").compression
-    assert section is not None
-    with pytest.raises(ValueError, match=r"compression.tables: 'wide' matches nothing that is left \(known: embedding"):
-        check_tables(section, {"embedding": False, "linear": False, "dense": True})
