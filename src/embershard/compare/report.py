@@ -197,7 +197,7 @@ def _picture_style() -> str:
 def _inline(text: str) -> Markup:
     """Text as HTML; what stands in backticks as code."""
     return Markup("").join(
-        Markup("<code>{}</code>").format(part) if is_code else escape(_UNIT.sub(r"\1\N{NO-BREAK SPACE}", part))
+        Markup("<code>{}</code>").format(part) if is_code else escape(_UNIT.sub("\\1\N{NO-BREAK SPACE}", part))
         for part, is_code in _parts(text)
     )
 
