@@ -30,6 +30,7 @@ _BLOCK = 64  # ids in flight, as in kernels.py
 _LARGEST = np.finfo(np.float32).max
 _IDS = types.Array(types.int64, 1, "C", readonly=True)
 _ROWS = types.Array(types.float32, 2, "C", readonly=True)
+_AGES = types.Array(types.float32, 1, "C", readonly=True)
 
 
 class Sender(NamedTuple):
@@ -99,7 +100,7 @@ class GatheredPushes:
             self._count(parts, -1)
 
     def _count(self, parts: Sequence[Part], sign: int) -> None:
-        for table, ids, gradients, _ in parts:
+        for table, ids, gradients, *_ in parts:
             name = table.spec.name
             self.waiting_ids[name] = self.waiting_ids.get(name, 0) + sign * len(ids)
             self.nbytes += sign * (ids.nbytes + gradients.nbytes)
@@ -128,22 +129,28 @@ def apply_part(part: Part, difference: bool, divisor: float = 1.0) -> Applied:
     """Apply gradients, at the learning rate over `divisor`, or add differences to the rows."""
     if difference:
         return part.table.add(part.ids, part.gradients)
-    return part.table.apply(part.ids, part.gradients, part.lr_scale / divisor)
+    return part.table.apply(part.ids, part.gradients, part.lr_scale / divisor, part.ages)
 
 
 def add_up(scaled: Sequence[tuple[np.float32, Part]]) -> Part:
     """The sum of several workers' gradients of one table, a row per id, each times its scale and in this order.
 
-    A worker's row with a NaN or Inf is left out. The learning rate is that of the first, as one schedule drives all.
+    A worker's row with a NaN or Inf is left out. The learning rate is that of the first, as one schedule drives all. A
+    sum's age is that of each of its gradients times its scale, rounded, and at least 1: so many of the clock's pushes
+    would have led to it.
     """
     first = scaled[0][1]
+    aged = any(part.ages is not None for _, part in scaled)
     size = sum(len(part.ids) for _, part in scaled)
     cells = np.zeros(max(2, 1 << (2 * size - 1).bit_length()), np.int32)  # at most half full
     ids, sums = np.empty(size, np.int64), np.empty((size, first.table.spec.dim), np.float32)
+    ages = np.zeros(size if aged else 0, np.float32)
     count = 0
     for scale, part in scaled:
-        count = _add(cells, ids, sums, count, part.ids, part.gradients, scale, _KEY)
-    return Part(first.table, ids[:count], sums[:count], first.lr_scale)
+        counts = np.ones(len(part.ids) if aged else 0, np.float32) if part.ages is None else part.ages
+        count = _add(cells, ids, sums, ages, count, part.ids, part.gradients, counts, scale, _KEY)
+    rounded = np.maximum(np.floor(ages[:count] + np.float32(0.5)), np.float32(1)) if aged else None
+    return Part(first.table, ids[:count], sums[:count], first.lr_scale, rounded)
 
 
 @inlined
@@ -154,26 +161,29 @@ def _is_finite(gradients: Floats, i: int) -> bool:
     return not bad
 
 
-_SUMS = (types.int32[::1], types.int64[::1], types.float32[:, ::1], types.int64)
+_SUMS = (types.int32[::1], types.int64[::1], types.float32[:, ::1], types.float32[::1], types.int64)
 
 
-@compiled(types.int64(*_SUMS, _IDS, _ROWS, types.float32, types.uint64), intrinsics)
+@compiled(types.int64(*_SUMS, _IDS, _ROWS, _AGES, types.float32, types.uint64), intrinsics)
 def _add(
     cells: npt.NDArray[np.int32],
     out_ids: Ids,
     sums: Floats,
+    out_ages: Floats,
     count: int,
     ids: Ids,
     gradients: Floats,
+    ages: Floats,
     scale: np.float32,
     key: np.uint64,
 ) -> int:
     """Add scale * gradients to the sums of their ids; the number of ids that there are then.
 
-    cells: a hash index of 2**k, place + 1 of an id in `out_ids` and `sums`, 0 where free.
+    cells: a hash index of 2**k, place + 1 of an id in `out_ids` and `sums`, 0 where free. out_ages: zeros, to which
+    scale * ages are added, or (0,) where nobody asks.
     """
-    cells, out_ids, sums = detached(cells), detached(out_ids), detached(sums)
-    ids, gradients = detached(ids), detached(gradients)
+    cells, out_ids, sums, out_ages = detached(cells), detached(out_ids), detached(sums), detached(out_ages)
+    ids, gradients, ages = detached(ids), detached(gradients), detached(ages)
     mask, dim = _U(cells.size - 1), _U(gradients.shape[1])
     homes = np.empty(_BLOCK, np.uint64)
     for start in range(0, ids.size, _BLOCK):
@@ -197,6 +207,8 @@ def _add(
                 at = _U(cells[cell] - 1)
                 for j in range(dim):
                     sums[at, j] += scale * gradients[row, j]
+            if out_ages.size > 0:
+                out_ages[at] += scale * ages[row]
     return count
 
 

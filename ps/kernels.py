@@ -33,6 +33,7 @@ DONE, INDEX_FULL, OPTIMIZER_RAISED = 0, 1, 2  # what apply and load return
 _PARTS = (initial, intrinsics, store_module)
 _IDS = types.Array(types.int64, 1, "C", readonly=True)  # readonly: they come straight from a message
 _ROWS = types.Array(types.float32, 2, "C", readonly=True)
+_AGES = types.Array(types.float32, 1, "C", readonly=True)
 _BITS = types.Array(types.int32, 2, "C", readonly=True)
 
 _U = np.uint64
@@ -144,6 +145,7 @@ def clip_gradient(grad: Floats, out: Floats, clip_value: float, clip_norm: float
         _IDS,
         _ROWS,
         _BITS,
+        _AGES,
         types.float64[::1],
         types.float64[::1],
         types.int64,
@@ -156,6 +158,7 @@ def apply(
     ids: Ids,
     gradients: Floats,
     bits: npt.NDArray[np.int32],
+    ages: Floats,
     hyper: npt.NDArray[np.float64],
     clips: npt.NDArray[np.float64],
     update: int,
@@ -163,11 +166,12 @@ def apply(
 ) -> int:
     """Update the rows of ids with their gradients, in order, and create those that are new.
 
-    bits: the gradients' memory as int32. clips: (2,) clip_value, clip_norm. skipped: (1,) is raised by the rows whose
-    gradient is not finite, which are left alone. update: the address of the row function. Returns DONE, or why not.
+    bits: the gradients' memory as int32. ages: (U,), or (0,) where hyper says it already: its last float is the age of
+    the row that is updated. clips: (2,) clip_value, clip_norm. skipped: (1,) is raised by the rows whose gradient is
+    not finite, which are left alone. update: the address of the row function. Returns DONE, or why not.
     """
     store, ids, gradients, bits = open_store(store), detached(ids), detached(gradients), detached(bits)
-    hyper, clips = detached(hyper), detached(clips)
+    ages, hyper, clips = detached(ages), detached(hyper), detached(clips)
     hashes, homes = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
     slots = np.empty(BLOCK, np.uint64)
     clipped = np.empty(store.dim, np.float32)
@@ -206,6 +210,8 @@ def apply(
             if clips[0] > 0.0 or clips[1] > 0.0:
                 clip_gradient(grad, clipped, clips[0], clips[1])
                 grad = window(clipped, _0, dim)
+            if ages.size > 0:
+                hyper[_U(hyper.size - 1)] = ages[_U(start + i)]
             if not call_row_function(update, row, state, grad, hyper):
                 return OPTIMIZER_RAISED
     return DONE

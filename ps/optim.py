@@ -10,6 +10,10 @@ A user-defined one is a decorated function:
             row[j] -= lr * grad[j] / (np.sqrt(state[j]) + eps)
 
 A shard that was started with the module `mine` finds it as "mine:my_adagrad".
+
+The last float of `hyper`, behind the settings, is the row's age: of how many gradients of a worker `grad` is the sum.
+It is 1, but for rows that the codec `rows` kept back. A function that divides by a root of squared gradients may use
+it: a sum of n is larger than one of them (ps/optimizers.py: adam).
 """
 
 from __future__ import annotations

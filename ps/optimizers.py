@@ -3,6 +3,10 @@
 `fma` stands where torch's vector loops fuse a multiplication and an addition. Weight decay is coupled (added to the
 gradient) as in torch, except in AdamW. A step counter is a float of the row: it counts the row's own pushes, and stays
 at 2**24, where no bias is left to correct.
+
+The last float of `hyper` is the row's age n: `grad` is the sum c of the gradients of n pushes that a worker kept back.
+Where a state is a mean over pushes it moves by n of them, each with c / n as its gradient and c^2 / n as the square of
+one. With n = 1 every optimizer has the bits that it has without ages.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ _f = np.float32
 
 
 @inlined
-def _power(base: float, exponent: float) -> float:
+def _power(base: float, exponent: float | np.float32) -> float:
     """base ** exponent for a whole exponent >= 0, by squaring: a libm's pow differs from machine to machine."""
     result = 1.0
     n = int(exponent)
@@ -39,7 +43,7 @@ def _power(base: float, exponent: float) -> float:
 )
 def sgd(row: Floats, state: Floats, grad: Floats, hyper: Hyper) -> None:
     """torch.optim.SGD with dampening 0; without momentum a row has no state."""
-    lr, momentum, decay = _f(hyper[0]), _f(hyper[1]), _f(hyper[3])
+    lr, momentum, decay = _f(hyper[0]), _f(hyper[1]), _f(hyper[3]) * _f(hyper[hyper.size - 1])
     for j in range(row.size):
         g = grad[j]
         if decay > _f(0):
@@ -58,7 +62,7 @@ def sgd(row: Floats, state: Floats, grad: Floats, hyper: Hyper) -> None:
 )
 def adagrad(row: Floats, state: Floats, grad: Floats, hyper: Hyper) -> None:
     """Duchi et al. 2011, as torch.optim.Adagrad with lr_decay 0."""
-    lr, eps, decay = _f(hyper[0]), _f(hyper[1]), _f(hyper[3])
+    lr, eps, decay = _f(hyper[0]), _f(hyper[1]), _f(hyper[3]) * _f(hyper[hyper.size - 1])
     for j in range(row.size):
         g = grad[j]
         if decay > _f(0):
@@ -74,7 +78,7 @@ def adagrad(row: Floats, state: Floats, grad: Floats, hyper: Hyper) -> None:
 )
 def rowwise_adagrad(row: Floats, state: Floats, grad: Floats, hyper: Hyper) -> None:
     """Adagrad with the mean of the squared gradient as the row's one accumulator (Naumov et al. 2019, FBGEMM)."""
-    lr, eps, decay = _f(hyper[0]), _f(hyper[1]), _f(hyper[3])
+    lr, eps, decay = _f(hyper[0]), _f(hyper[1]), _f(hyper[3]) * _f(hyper[hyper.size - 1])
     squares = _f(0)
     for j in range(row.size):
         g = fma(decay, row[j], grad[j])
@@ -92,18 +96,21 @@ def rowwise_adagrad(row: Floats, state: Floats, grad: Floats, hyper: Hyper) -> N
 def adam(row: Floats, state: Floats, grad: Floats, hyper: Hyper) -> None:
     """Kingma & Ba 2015, as torch.optim.Adam; the state is the two moments, then the row's step."""
     n = row.size
-    beta2, eps, decay = _f(hyper[2]), _f(hyper[3]), _f(hyper[4])
-    step = state[2 * n] + _f(1)
+    age = _f(hyper[hyper.size - 1])
+    share = _f(1) / age
+    beta2, eps, decay = _f(_power(hyper[2], age)), _f(hyper[3]), _f(hyper[4]) * age
+    step = state[2 * n] + age
     state[2 * n] = step
-    rate = _f(hyper[0] / (1.0 - _power(hyper[1], step)))
+    rate = _f(hyper[0] * age / (1.0 - _power(hyper[1], step)))
     correction = _f(np.sqrt(1.0 - _power(hyper[2], step)))
-    w1, w2 = _f(1.0 - hyper[1]), _f(1.0 - hyper[2])
+    w1, w2 = _f(1.0 - _power(hyper[1], age)), _f(1.0 - _power(hyper[2], age))
     for j in range(n):
         g = grad[j]
         if decay > _f(0):
             g = fma(decay, row[j], g)
-        state[j] = fma(w1, g - state[j], state[j])
-        state[n + j] = fma(w2 * g, g, beta2 * state[n + j])
+        mean = g * share
+        state[j] = fma(w1, mean - state[j], state[j])
+        state[n + j] = fma(w2 * g, mean, beta2 * state[n + j])
         row[j] = row[j] - rate * state[j] / (np.sqrt(state[n + j]) / correction + eps)
 
 
@@ -113,17 +120,20 @@ def adam(row: Floats, state: Floats, grad: Floats, hyper: Hyper) -> None:
 def adamw(row: Floats, state: Floats, grad: Floats, hyper: Hyper) -> None:
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019), as torch.optim.AdamW; state as adam's."""
     n = row.size
-    beta2, eps = _f(hyper[2]), _f(hyper[3])
-    shrink = _f(1.0 - hyper[0] * hyper[4])
-    step = state[2 * n] + _f(1)
+    age = _f(hyper[hyper.size - 1])
+    share = _f(1) / age
+    beta2, eps = _f(_power(hyper[2], age)), _f(hyper[3])
+    shrink = _f(_power(1.0 - hyper[0] * hyper[4], age))
+    step = state[2 * n] + age
     state[2 * n] = step
-    rate = _f(hyper[0] / (1.0 - _power(hyper[1], step)))
+    rate = _f(hyper[0] * age / (1.0 - _power(hyper[1], step)))
     correction = _f(np.sqrt(1.0 - _power(hyper[2], step)))
-    w1, w2 = _f(1.0 - hyper[1]), _f(1.0 - hyper[2])
+    w1, w2 = _f(1.0 - _power(hyper[1], age)), _f(1.0 - _power(hyper[2], age))
     for j in range(n):
         g = grad[j]
-        state[j] = fma(w1, g - state[j], state[j])
-        state[n + j] = fma(w2 * g, g, beta2 * state[n + j])
+        mean = g * share
+        state[j] = fma(w1, mean - state[j], state[j])
+        state[n + j] = fma(w2 * g, mean, beta2 * state[n + j])
         row[j] = row[j] * shrink - rate * state[j] / (np.sqrt(state[n + j]) / correction + eps)
 
 
@@ -135,7 +145,8 @@ def ftrl(row: Floats, state: Floats, grad: Floats, hyper: Hyper) -> None:
     starts at 0.
     """
     dim = row.size
-    alpha, beta, l1, l2, decay = _f(hyper[0]), _f(hyper[1]), _f(hyper[2]), _f(hyper[3]), _f(hyper[4])
+    alpha, beta, l1, l2 = _f(hyper[0]), _f(hyper[1]), _f(hyper[2]), _f(hyper[3])
+    decay = _f(hyper[4]) * _f(hyper[hyper.size - 1])
     if alpha <= _f(0):  # a warm-up that starts at 0: nothing to learn yet
         return
     for j in range(dim):
@@ -158,13 +169,15 @@ def ftrl(row: Floats, state: Floats, grad: Floats, hyper: Hyper) -> None:
 def rmsprop(row: Floats, state: Floats, grad: Floats, hyper: Hyper) -> None:
     """Hinton's RMSprop, as torch.optim.RMSprop, not centered; the state is the mean square, then any velocity."""
     n = row.size
-    lr, alpha, eps, momentum, decay = _f(hyper[0]), _f(hyper[1]), _f(hyper[2]), _f(hyper[3]), _f(hyper[4])
-    fresh = _f(1.0 - hyper[1])
+    lr, eps, momentum = _f(hyper[0]), _f(hyper[2]), _f(hyper[3])
+    age = _f(hyper[hyper.size - 1])
+    share, alpha, decay = _f(1) / age, _power(hyper[1], age), _f(hyper[4]) * age
+    fresh = _f(1.0 - alpha)
     for j in range(n):
         g = grad[j]
         if decay > _f(0):
             g = fma(decay, row[j], g)
-        state[j] = fma(fresh * g, g, alpha * state[j])
+        state[j] = fma(fresh * g, g * share, _f(alpha) * state[j])
         scale = np.sqrt(state[j]) + eps
         if state.size > n:
             velocity = momentum * state[n + j] + g / scale

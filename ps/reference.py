@@ -79,15 +79,20 @@ def clip_gradient(grad: Floats, clip_value: float, clip_norm: float) -> Floats:
     return grad
 
 
-def add_up(scaled: Sequence[tuple[np.float32, Ids, Floats]]) -> dict[int, Floats]:
-    """The sum of scale * gradient per id, in float32 and in order; rows that are not finite are left out."""
+def add_up(scaled: Sequence[tuple[np.float32, Ids, Floats, Floats]]) -> tuple[dict[int, Floats], dict[int, int]]:
+    """The sum of scale * gradient per id, in float32 and in order, and the rounded sum of scale * age, at least 1.
+
+    Rows that are not finite are left out.
+    """
     sums: dict[int, Floats] = {}
-    for scale, ids, gradients in scaled:
-        for id_, gradient in zip(ids.tolist(), gradients, strict=True):
+    ages: dict[int, np.float32] = {}
+    for scale, ids, gradients, counts in scaled:
+        for id_, gradient, age in zip(ids.tolist(), gradients, counts, strict=True):
             if np.isfinite(gradient).all():
                 share = scale * gradient
                 sums[id_] = sums[id_] + share if id_ in sums else share
-    return sums
+                ages[id_] = ages.get(id_, np.float32(0)) + scale * age
+    return sums, {id_: max(1, int(np.floor(age + np.float32(0.5)))) for id_, age in ages.items()}
 
 
 class ReferenceTable:
@@ -112,12 +117,13 @@ class ReferenceTable:
                 out[i] = self._rows[id_][0]
         return out
 
-    def apply(self, ids: Ids, gradients: Floats, lr_scale: float = 1.0) -> tuple[int, int]:
+    def apply(self, ids: Ids, gradients: Floats, lr_scale: float = 1.0, ages: Floats | None = None) -> tuple[int, int]:
         """Rows updated, rows skipped."""
-        hyper = np.array(list(self._params.values()))
+        hyper = np.array([*self._params.values(), 1.0])
         hyper[0] *= lr_scale
         skipped = 0
-        for id_, grad in zip(ids.tolist(), gradients, strict=True):
+        ages = np.ones(len(ids), np.float32) if ages is None else ages
+        for id_, grad, hyper[-1] in zip(ids.tolist(), gradients, ages, strict=True):
             if not np.isfinite(grad).all():
                 skipped += 1
                 continue

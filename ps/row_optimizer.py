@@ -93,8 +93,9 @@ def row_optimizer(
     """Declare `def f(row, state, grad, hyper) -> None` a row optimizer.
 
     row: (dim,) float32, changed in place. state: (num_state,) float32, changed in place. grad: (dim,) float32.
-    hyper: float64, hyper[0] is the learning rate, then the settings in the order given here. The function is compiled
-    by numba and called once per pushed row. `initial_state` may name a setting. TypeError when it does not take four
+    hyper: float64, hyper[0] is the learning rate, then the settings in the order given here; the last one is the row's
+    age, how many gradients are summed in grad (1, but for what compression kept back). The function is compiled by
+    numba and called once per pushed row. `initial_state` may name a setting. TypeError when it does not take four
     arguments, ValueError when a setting is named as a common one.
     """
     own = dict(settings or {})

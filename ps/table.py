@@ -28,6 +28,7 @@ MAX_ROWS = 2**32 - 2  # a cell has 32 bits for the slot
 _SMALLEST = 1 << 20  # bytes of reservation that a table cannot do without
 _PAGE_ROWS = 128  # rows that an index page holds at the very least, over many pages
 _NO_CLIPS = np.zeros(2)
+_NO_AGES = np.empty(0, np.float32)
 
 
 @compiled(ROW_FUNCTION)
@@ -56,7 +57,7 @@ class Table:
     def __init__(self, spec: TableSpec, optimizer: RowOptimizer, reserve_bytes: int | None = None) -> None:
         self.spec = spec
         params = optimizer.params(spec.optimizer)
-        self._hyper = np.array(list(params.values()))  # (settings,) float64, params() order
+        self._hyper = np.array([*params.values(), 1.0])  # (settings + 1,) float64, params() order, then the age
         self._lr = params["lr"]
         self._clips = np.array([params["clip_value"], params["clip_norm"]])
         self._update = optimizer.compiled  # kept: the kernels hold its address
@@ -98,15 +99,17 @@ class Table:
         kernels.gather(self._store, flat, out)
         return out
 
-    def apply(self, ids: Ids, gradients: Floats, lr_scale: float = 1.0) -> Applied:
+    def apply(self, ids: Ids, gradients: Floats, lr_scale: float = 1.0, ages: Floats | None = None) -> Applied:
         """Update the rows of ids ((U,) int64) with gradients ((U, dim) float32), creating those that do not exist.
 
-        Equal ids are applied one after the other. lr_scale multiplies the learning rate of this call. A row whose
+        Equal ids are applied one after the other. lr_scale multiplies the learning rate of this call. ages, (U,)
+        float32, are whole numbers: the pushes whose gradients are summed in each row; without them, one. A row whose
         gradient has a NaN or Inf is skipped, and is not created. WrongDim when the shapes do not fit. TableFull when
         there is no room for that many new rows; nothing is applied then.
         """
-        self._hyper[0] = self._lr * lr_scale
-        return self._update_rows(ids, gradients, "the gradients", self._clips, self._update_address)
+        self._hyper[0], self._hyper[-1] = self._lr * lr_scale, 1.0
+        ages = _NO_AGES if ages is None else ages
+        return self._update_rows(ids, gradients, "the gradients", self._clips, self._update_address, ages)
 
     def add(self, ids: Ids, differences: Floats) -> Applied:
         """Add differences ((U, dim) float32) to the rows of ids ((U,) int64), past the optimizer and its state.
@@ -115,13 +118,21 @@ class Table:
         """
         return self._update_rows(ids, differences, "the differences", _NO_CLIPS, _ADD_ADDRESS)
 
-    def _update_rows(self, ids: Ids, rows: Floats, what: str, clips: npt.NDArray[np.float64], update: int) -> Applied:
+    def _update_rows(
+        self,
+        ids: Ids,
+        rows: Floats,
+        what: str,
+        clips: npt.NDArray[np.float64],
+        update: int,
+        ages: Floats = _NO_AGES,
+    ) -> Applied:
         flat = _array(ids, np.int64, self.spec.name, "the ids")
         rows = _array(rows, np.float32, self.spec.name, what)
         self._check(flat, rows, what)
         self._before_write(flat)
         skipped = np.zeros(1, np.int64)
-        end = kernels.apply(self._store, flat, rows, rows.view(np.int32), self._hyper, clips, update, skipped)
+        end = kernels.apply(self._store, flat, rows, rows.view(np.int32), ages, self._hyper, clips, update, skipped)
         if end == kernels.OPTIMIZER_RAISED:
             reason = f"it raised an exception in table {self.spec.name!r}; a row function must not raise"
             raise BadOptimizer(optimizer=self.spec.optimizer.name, reason=reason)

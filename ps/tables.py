@@ -49,6 +49,7 @@ class Part(NamedTuple):
     ids: Ids  # (U,)
     gradients: Floats  # (U, dim)
     lr_scale: float
+    ages: Floats | None = None  # (U,) pushes that each row is the sum of; None: one
 
 
 @compiled(
@@ -184,7 +185,7 @@ def check_room(parts: list[Part], waiting: dict[str, int]) -> None:
     waiting: ids per table that are to be applied before.
     """
     wanted = dict(waiting)
-    for table, ids, _, _ in parts:
+    for table, ids, *_ in parts:
         name = table.spec.name
         wanted[name] = wanted.get(name, 0) + len(ids)
         if table.num_rows + wanted[name] > table.capacity:

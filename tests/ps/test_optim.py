@@ -135,6 +135,55 @@ class TestAgainstThePaper:
         assert np.array_equal(table.gather(np.arange(2)), before)
 
 
+class TestAges:
+    """A row that stands for the n gradients which a worker kept back, of which it holds the sum c."""
+
+    AGES = (1, 5, 20, 2)
+
+    def push(self, optimizer: spec.Optimizer, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        table = make_table(optimizer, sums.shape[1])
+        first = table.gather(np.array([9]))[0]
+        for c, n in zip(sums, self.AGES, strict=True):
+            table.apply(np.array([9]), c[None], 1.0, np.array([n], np.float32))
+        return first.astype(np.float64), table.gather(np.array([9]))[0]
+
+    @pytest.mark.parametrize("decoupled", [False, True])
+    def test_adam_moves_its_moments_by_n_pushes_and_its_weights_by_n_steps(self, decoupled):
+        lr, b1, b2, eps, decay = 0.1, 0.9, 0.99, 1e-3, 0.05
+        made = spec.AdamW if decoupled else spec.Adam
+        sums = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
+        weights, last = self.push(made(lr=lr, beta1=b1, beta2=b2, eps=eps, weight_decay=decay), sums)
+        m, v, step = np.zeros(6), np.zeros(6), 0
+        for c, n in zip(sums.astype(np.float64), self.AGES, strict=True):
+            if decoupled:
+                weights *= (1 - lr * decay) ** n
+            else:
+                c = c + n * decay * weights
+            step += n
+            m = b1**n * m + (1 - b1**n) * c / n
+            v = b2**n * v + (1 - b2**n) * c**2 / n
+            weights -= lr * n * m / (1 - b1**step) / (np.sqrt(v / (1 - b2**step)) + eps)
+        np.testing.assert_allclose(last, weights, rtol=2e-5, atol=2e-6)
+
+    def test_rmsprop_moves_its_mean_square_by_n_pushes(self):
+        sums = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
+        weights, last = self.push(spec.RMSprop(lr=0.1, alpha=0.9, eps=1e-3), sums)
+        v = np.zeros(6)
+        for c, n in zip(sums.astype(np.float64), self.AGES, strict=True):
+            v = 0.9**n * v + (1 - 0.9**n) * c**2 / n
+            weights -= 0.1 * c / (np.sqrt(v) + 1e-3)
+        np.testing.assert_allclose(last, weights, rtol=2e-5, atol=2e-6)
+
+    @pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad", "rmsprop", "ftrl"])
+    def test_weight_decay_counts_n_times(self, kind):
+        table = make_table(spec.Optimizer.of(kind, {"lr": 0.1, "weight_decay": 0.02}), 4)
+        other = make_table(spec.Optimizer.of(kind, {"lr": 0.1}), 4)
+        first, c, n = table.gather(np.array([9])), np.ones((1, 4), np.float32), np.float32(7)
+        table.apply(np.array([9]), c, 1.0, np.array([n]))
+        other.apply(np.array([9]), c + n * np.float32(0.02) * first, 1.0, np.array([n]))
+        np.testing.assert_allclose(table.gather(np.array([9])), other.gather(np.array([9])), rtol=1e-5, atol=1e-7)
+
+
 class TestEveryOptimizer:
     @pytest.mark.parametrize("kind", BUILTIN)
     def test_the_function_reads_its_settings_in_the_spec_s_order(self, kind):
@@ -146,7 +195,8 @@ class TestEveryOptimizer:
 
     @pytest.mark.parametrize("kind", BUILTIN)
     @pytest.mark.parametrize("dim", [1, 17])
-    def test_the_compiled_function_says_the_same_as_plain_python(self, kind, dim):
+    @pytest.mark.parametrize("aged", [False, True])
+    def test_the_compiled_function_says_the_same_as_plain_python(self, kind, dim, aged):
         optimizer = spec.Optimizer.of(kind, {"lr": 0.1, "weight_decay": 0.02, "clip_value": 1.5, "clip_norm": 3.0})
         fast = make_table(optimizer, dim)
         plain = ReferenceTable(fast.spec, REGISTRY.find(optimizer))
@@ -154,8 +204,9 @@ class TestEveryOptimizer:
         for _ in range(5):
             ids = rng.integers(0, 20, 25)
             gradients = rng.standard_normal((25, dim)).astype(np.float32) * 2
-            fast.apply(ids, gradients, 0.5)
-            plain.apply(ids, gradients, 0.5)
+            ages = rng.integers(1, 40, 25).astype(np.float32) if aged else None
+            fast.apply(ids, gradients, 0.5, ages)
+            plain.apply(ids, gradients, 0.5, ages)
         # plain Python's fma rounds twice, which shows in the last bit, rarely
         np.testing.assert_allclose(fast.gather(np.arange(20)), plain.gather(np.arange(20)), rtol=1e-5, atol=1e-6)
 
@@ -173,6 +224,31 @@ class TestEveryOptimizer:
         for number, part in enumerate(parts):
             ids = np.arange(number, 300, 3)
             assert np.array_equal(whole.gather(ids), part.gather(ids))
+
+    @pytest.mark.parametrize("kind", BUILTIN)
+    def test_rows_of_age_one_have_the_bits_of_rows_without_an_age(self, kind):
+        optimizer = spec.Optimizer.of(kind, {"lr": 0.1, "weight_decay": 0.02, "clip_norm": 3.0})
+        tables = [make_table(optimizer, 9) for _ in range(2)]
+        rng = np.random.default_rng(1)
+        for _ in range(6):
+            ids = rng.integers(0, 20, 25)
+            gradients = rng.standard_normal((25, 9)).astype(np.float32)
+            tables[0].apply(ids, gradients, 0.5)
+            tables[1].apply(ids, gradients, 0.5, np.ones(25, np.float32))
+        records = [next(table.scan()) for table in tables]
+        assert [part.tobytes() for part in records[0]] == [part.tobytes() for part in records[1]]
+
+    @pytest.mark.parametrize("kind", BUILTIN)
+    def test_an_age_holds_for_its_own_row_alone(self, kind):
+        optimizer = spec.Optimizer.of(kind, {"lr": 0.1, "weight_decay": 0.02})
+        together, apart = make_table(optimizer, 3), make_table(optimizer, 3)
+        gradients = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
+        together.apply(np.arange(4), gradients, 1.0, np.array([1, 7, 1, 2], np.float32))
+        together.apply(np.arange(4), gradients)
+        for i, age in enumerate([1, 7, 1, 2]):
+            apart.apply(np.array([i]), gradients[i : i + 1], 1.0, np.array([age], np.float32))
+            apart.apply(np.array([i]), gradients[i : i + 1])
+        assert together.gather(np.arange(4)).tobytes() == apart.gather(np.arange(4)).tobytes()
 
     def test_sgd_without_momentum_keeps_no_state(self):
         assert len(BUILTIN["sgd"].initial(16, spec.SGD(lr=0.1).params())) == 0
@@ -232,6 +308,17 @@ class TestUserDefined:
         registry = OptimizerRegistry([user_module("mine_settings", MODULE)])
         with pytest.raises(BadOptimizer, match=r"no setting epsilon .it has: lr, eps"):
             registry.find(spec.Custom(function="mine_settings:my_adagrad", lr=0.1, settings={"epsilon": 1}))
+
+    def test_the_last_float_of_hyper_is_the_age_of_the_row(self):
+        @row_optimizer(settings={"a": 4.0})
+        def probe(row, state, grad, hyper):
+            row[0], row[1] = hyper.size, hyper[hyper.size - 1]
+
+        custom = spec.Custom(function="m:probe", lr=1, settings={"a": 4})
+        table = Table(spec.TableSpec(name="t", dim=2, optimizer=custom), probe, RESERVE)
+        table.apply(np.array([1, 2]), np.ones((2, 2), np.float32), 1.0, np.array([3, 1], np.float32))
+        table.apply(np.array([3]), np.ones((1, 2), np.float32))
+        assert table.gather(np.array([1, 2, 3])).tolist() == [[5, 3], [5, 1], [5, 1]]
 
     def test_state_may_depend_on_the_settings_and_start_at_one_of_them(self):
         @row_optimizer(
