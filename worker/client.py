@@ -85,9 +85,9 @@ class Client:
         self._limits = [min(greeting.max_message_bytes, MAX_MESSAGE_BYTES) for greeting in greetings]
         self._specs: dict[str, TableSpec] = {}
         self.membership: Membership | None = None
-        self.compressor = Compressor()
-        self._outbox = Outbox(worker, self.epoch, self.placement.epoch, self._limits)
-        self._inbox = Inbox(self._links, worker, self.epoch, self.placement.epoch, self._limits)
+        self.compressor = Compressor(worker)
+        self._outbox = Outbox(worker, self.epoch, self.placement.epoch, self._limits, self.compressor)
+        self._inbox = Inbox(self._links, worker, self.epoch, self.placement.epoch, self._limits, self.compressor)
         self._push_lock = threading.Lock()
         self._stats = Stats()
         self._stats_lock = threading.Lock()
@@ -303,7 +303,7 @@ class Client:
     def _call(
         self,
         requests: Mapping[int, Request],
-        into: Mapping[int, Sequence[Floats]] | None = None,
+        into: Places | None = None,
         *,
         wait: Callable[..., dict[int, Outcome]] | None = None,
     ) -> dict[int, Outcome]:

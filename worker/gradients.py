@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from embershard.proto.routing import Placement, Route, make_route
+from embershard.proto.routing import Placement, Route, ascending, make_route
 from embershard.proto.spec import TableSpec
 from embershard.worker.device import to_host
 from embershard.worker.pieces import select
@@ -28,13 +28,18 @@ class RowGradients:
     padding: int | None = None  # position of the row that takes no gradient
 
 
-def merge(collected: Sequence[RowGradients], placement: Placement) -> list[RowGradients]:
-    """One part per table, without padding: gradients of an id that was read several times are summed."""
+def merge(
+    collected: Sequence[RowGradients], placement: Placement, packs: Callable[[str], bool] = lambda table: False
+) -> list[RowGradients]:
+    """One part per table, without padding: gradients of an id that was read several times are summed.
+
+    `packs`: whether a table's ids may travel packed, for which they have to ascend.
+    """
     with span("gather"):
         tables: dict[str, list[RowGradients]] = {}
         for part in collected:
             tables.setdefault(part.spec.name, []).append(_without_padding(part))
-        return [_sum(parts, placement) for parts in tables.values()]
+        return [_sum(parts, placement, packs) for parts in tables.values()]
 
 
 def to_arrays(merged: Sequence[RowGradients]) -> list[tuple[str, Route, Floats]]:
@@ -54,7 +59,7 @@ def _without_padding(part: RowGradients) -> RowGradients:
     return RowGradients(part.spec, select(part.route, keep), gradients)
 
 
-def _sum(parts: list[RowGradients], placement: Placement) -> RowGradients:
+def _sum(parts: list[RowGradients], placement: Placement, packs: Callable[[str], bool]) -> RowGradients:
     spec, route, total = parts[0].spec, parts[0].route, parts[0].gradients
     if len(parts) == 1:
         return parts[0]
@@ -63,6 +68,8 @@ def _sum(parts: list[RowGradients], placement: Placement) -> RowGradients:
             total = total + other.gradients.to(total)
         return RowGradients(spec, route, total)
     union = make_route(np.concatenate([other.route.ids for other in parts]), spec.space_key, placement)
+    if packs(spec.name):
+        union = ascending(union)
     summed = torch.zeros((len(union.ids), spec.dim), device=total.device)
     start = 0
     for other in parts:

@@ -10,22 +10,34 @@ import numpy as np
 import numpy.typing as npt
 
 from embershard.proto.errors import EmbershardError, NotAShard, WrongDim
-from embershard.proto.messages import Pull, Rows, TableIds
+from embershard.proto.messages import Array, Pull, Rows, TableIds
 from embershard.proto.routing import Route
-from embershard.worker.links import Links, Outcome
+from embershard.worker.compression.compressor import Compressor, packed_ids
+from embershard.worker.links import Links, Outcome, naming
 from embershard.worker.outbox import Versions
 from embershard.worker.pieces import Piece, cut
+from embershard.worker.spans import span
 
 Floats = npt.NDArray[np.float32]
 Pulls = Mapping[int, Pull]
-Places = Mapping[int, Sequence[Floats]]
+Arrays = Sequence[Array]
+Places = Mapping[int, Arrays]
 
 
 class Inbox:
     """The pulls of one incarnation of a worker; any number of threads may use it."""
 
-    def __init__(self, links: Links, worker: int, epoch: int, placement_epoch: int, limits: Sequence[int]) -> None:
+    def __init__(
+        self,
+        links: Links,
+        worker: int,
+        epoch: int,
+        placement_epoch: int,
+        limits: Sequence[int],
+        compressor: Compressor,
+    ) -> None:
         self._links = links
+        self._compressor = compressor
         self._worker, self._epoch, self._placement_epoch = worker, epoch, placement_epoch
         self._limits = limits  # bytes of a message to each shard
         self._route_numbers = count(1)
@@ -46,7 +58,8 @@ class Inbox:
         """
         queues = {shard: deque(self._messages(shard, reads, out)) for shard in range(len(self._links))}
         while batch := {shard: queue.popleft() for shard, queue in queues.items() if queue}:
-            into = {shard: _places(shard, reads, pieces, out) for shard, pieces in batch.items()}
+            places = {shard: _places(shard, reads, pieces, out) for shard, pieces in batch.items()}
+            into = {shard: self._receivers(reads, pieces, places[shard]) for shard, pieces in batch.items()}
 
             def make(after: int, batch: Mapping[int, list[Piece]] = batch) -> Pulls:
                 return {shard: self._request(shard, reads, pieces, keep, after) for shard, pieces in batch.items()}
@@ -56,7 +69,7 @@ class Inbox:
                 if isinstance(outcome, EmbershardError):
                     raise outcome
             for shard, pieces in batch.items():
-                rows = self._accept(shard, [reads[piece.part][0] for piece in pieces], outcomes[shard], into[shard])
+                rows = self._accept(shard, [reads[piece.part][0] for piece in pieces], outcomes[shard], places[shard])
                 if versions is not None:
                     versions[shard] = min(versions[shard], rows.version)
 
@@ -76,16 +89,34 @@ class Inbox:
             number = 0
             if keep and part == route.slice_of(shard):  # a route that is cut is not worth the book-keeping
                 number = route.numbers[table, shard] = next(self._route_numbers)
-            tables.append(TableIds(table, route.ids[part], number))
+            ids, codec = route.ids[part], self._compressor.pull_codec(table)
+            if codec.is_plain:
+                tables.append(TableIds(table, ids, number))
+            else:
+                with span("encode"):
+                    tables.append(TableIds(table, ids, number, str(codec), packed=packed_ids(ids)))
         return Pull(self._placement_epoch, tuple(tables), self._worker, self._epoch, after)
 
-    def _accept(self, shard: int, tables: Sequence[str], reply: Outcome, into: Sequence[Floats]) -> Rows:
-        """Copy the rows of a reply to their places, unless they were received there."""
+    def _receivers(self, reads: Sequence[tuple[str, Route]], pieces: list[Piece], places: Sequence[Floats]) -> Arrays:
+        """Memory for what comes: the rows' own places, or that of their payloads."""
+        codecs = [self._compressor.pull_codec(reads[piece.part][0]) for piece in pieces]
+        return [
+            place if codec.is_plain else np.empty(self._compressor.find(codec.values).nbytes(*place.shape), np.uint8)
+            for codec, place in zip(codecs, places, strict=True)
+        ]
+
+    def _accept(self, shard: int, tables: Sequence[str], reply: Outcome, places: Sequence[Floats]) -> Rows:
+        """Decode or copy the rows of a reply to their places, unless they were received there."""
         link = self._links[shard]
         if not isinstance(reply, Rows) or len(reply.tables) != len(tables):
             raise NotAShard(address=link.carrier.address, reason="its reply to a pull does not match the request")
-        for table, rows, target in zip(tables, reply.tables, into, strict=True):
+        codecs = reply.codecs or ("",) * len(tables)
+        for table, codec, rows, target in zip(tables, codecs, reply.tables, places, strict=True):
             if rows is target:
+                continue
+            if codec:
+                with span("decode"), naming(link.name):
+                    self._compressor.find(codec).decode(rows.view(np.uint8), target)
                 continue
             if rows.size != target.size:
                 ids, dim = target.shape

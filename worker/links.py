@@ -9,6 +9,7 @@ import logging
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -229,6 +230,16 @@ class _Failed:
 def _labelled(error: EmbershardError, name: str) -> EmbershardError:
     error.shard = error.shard or name
     return error
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Have an error of what a shard sent name the shard."""
+    try:
+        yield
+    except EmbershardError as error:
+        _labelled(error, name)
+        raise
 
 
 def _unavailable(name: str, address: str, reason: str, deadline: Deadline) -> ShardUnavailable:

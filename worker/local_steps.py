@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embershard.proto.messages import Pushed
-from embershard.proto.routing import Ids, Route, make_route
+from embershard.proto.routing import Ids, Route, ascending, make_route
 from embershard.proto.spec import TableSpec
 from embershard.worker.client import Client
 from embershard.worker.id_index import IdIndex
@@ -284,6 +284,8 @@ class LocalSteps:
             for name, copies in self._copies.items():
                 ids, differences = copies.end_round()
                 route = make_route(ids, copies.spec.space_key, self._client.placement)
+                if self._client.compressor.packs(name):
+                    route = ascending(route)
                 ordered = np.empty_like(differences)
                 ordered[route.index] = differences * share
                 if len(ids):

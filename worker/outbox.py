@@ -12,8 +12,9 @@ import numpy.typing as npt
 from embershard.proto.errors import EmbershardError, ShardRestarted, ShardUnavailable, UnknownRoute
 from embershard.proto.messages import Push, Pushed, PushToken, TableGradients
 from embershard.proto.routing import Route
+from embershard.worker.compression.compressor import Compressor, packed_ids
 from embershard.worker.links import Outcome
-from embershard.worker.pieces import cut
+from embershard.worker.pieces import Piece, cut
 
 Floats = npt.NDArray[np.float32]
 Gradients = Sequence[tuple[str, Route, Floats]]  # table, where its rows are, (U, dim) in route order
@@ -47,8 +48,11 @@ class Update:
 class Outbox:
     """The pushes of one incarnation of a worker, in order, per shard. Its owner sees to it that one thread uses it."""
 
-    def __init__(self, worker: int, epoch: int, placement_epoch: int, limits: Sequence[int]) -> None:
+    def __init__(
+        self, worker: int, epoch: int, placement_epoch: int, limits: Sequence[int], compressor: Compressor
+    ) -> None:
         self._worker, self._epoch, self._placement_epoch = worker, epoch, placement_epoch
+        self._compressor = compressor
         self._limits = limits  # bytes of a message to each shard
         self._waiting: list[deque[Push]] = [deque() for _ in limits]
         self._next_seq = [1] * len(limits)
@@ -56,20 +60,24 @@ class Outbox:
     def put(self, update: Update, *, to_all: bool) -> None:
         """Cut an update into messages; with `to_all` a shard without rows is sent one too, which ends the clock."""
         names = [table for table, _, _ in update.gradients]
+        self._compressor.begin(names)
         sizes = [8 + 4 * rows.shape[1] for _, _, rows in update.gradients]
         for shard, limit in enumerate(self._limits):
             counts = [int(route.splits[shard + 1] - route.splits[shard]) for _, route, _ in update.gradients]
             messages = [
-                tuple(
-                    _part(update, piece.part, piece.within(update.gradients[piece.part][1], shard), shard)
-                    for piece in m
-                )
-                for m in cut(names, counts, sizes, limit)
+                tuple(part for piece in m for part in self._parts(update, piece, shard))
+                for m in cut(names, counts, sizes, limit)  # by what they would be as float32: a payload fits, too
             ]
             if to_all and not messages:
                 messages = [()]
             for number, tables in enumerate(messages, start=1):
                 self._append(shard, update, tables, last=number == len(messages))
+
+    def _parts(self, update: Update, piece: Piece, shard: int) -> list[TableGradients]:
+        """What is sent for some rows of one table."""
+        route = update.gradients[piece.part][1]
+        part = _part(update, piece.part, piece.within(route, shard), shard)
+        return self._compressor.pack(part, shard, piece.start) if self._compressor.packs(part.table) else [part]
 
     def _append(self, shard: int, update: Update, tables: tuple[TableGradients, ...], *, last: bool) -> None:
         waiting, seq = self._waiting[shard], self._next_seq[shard]
@@ -136,4 +144,8 @@ def _may_be_unhandled(outcome: EmbershardError) -> bool:
 
 def _with_ids(push: Push) -> Push:
     """The same push, with its ids in place of route numbers."""
-    return replace(push, tables=tuple(replace(part, route=0) for part in push.tables))
+    tables = (
+        replace(part, route=0, packed=packed_ids(part.ids) if part.codec else None) if part.route else part
+        for part in push.tables
+    )
+    return replace(push, tables=tuple(tables))

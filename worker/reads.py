@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from embershard.proto.routing import Route, make_routes
+from embershard.proto.routing import Route, ascending, make_routes
 from embershard.worker.client import Client
 from embershard.worker.dense import DenseWeights
 from embershard.worker.device import host_rows, pinned, to_device
@@ -120,6 +120,10 @@ class Fetch:
         with span("route"):
             flats = [(group[0].table.flat(group[0].ids), key) for (_, key), group in groups.items()]
             routes = make_routes(flats, wanted[0].table.session.placement) if wanted else []
+            routes = [
+                ascending(route) if any(_packs_ids(want.table) for want in group) else route
+                for group, route in zip(groups.values(), routes, strict=True)
+            ]
         for group, version, route in zip(groups.values(), versions, routes, strict=True):
             rows = {want.table.spec.name: host_rows(len(route.ids), want.table.spec.dim, want.device) for want in group}
             index = torch.from_numpy(route.index).view(group[0].ids.shape)
@@ -207,6 +211,11 @@ class Fetch:
                 read = Read(want.table, want.ids, group.version, group.route, rows, indices[device])
                 reads.setdefault(name, []).append(read)
         return reads
+
+
+def _packs_ids(table: RemoteTable) -> bool:
+    """Whether ids travel packed, which they do where rows do."""
+    return not table.session.client.compressor.pull_codec(table.spec.name).is_plain
 
 
 def _covers(route: Route, needed: Route) -> bool:

@@ -236,7 +236,7 @@ class Session:
 
         Gradients of an id that was read several times are summed. They are on the device of the module that read.
         """
-        self._collected = merge(self._collected, self.placement)
+        self._collected = merge(self._collected, self.placement, self.client.compressor.packs)
         return list(self._collected)
 
     def step(self, lr_scales: Mapping[str, float] | None = None, *, weight: float = 1.0) -> None:
