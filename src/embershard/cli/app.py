@@ -20,6 +20,7 @@ COMMANDS = {
     "up": "Run supervised shards on this machine.",
     "ps": "Serve one shard.",
     "worker": "Run one worker of a job.",
+    "compare": "Train a job in several arms with paired seeds, and report whether they paid.",
     "evaluate": "Score a job's model on shards, while its workers train it.",
     "status": "Show health, rows, bytes and requests of every shard.",
     "doctor": "Check this machine, shards, a job or a run, and say what to do.",

@@ -20,6 +20,7 @@ from embershard.compare.results import (
     Speed,
     SpeedVerdict,
     Volume,
+    higher_is_better,
 )
 from embershard.compare.statistics import (
     ALPHA,
@@ -35,7 +36,6 @@ from embershard.compare.verdicts import verdicts_of
 
 # what a difference must exceed to be of consequence; 0.001 of AUC is what CTR papers hold to be worth having
 MARGINS = {"auc": 0.0005, "logloss": 0.001, "hr": 0.003, "ndcg": 0.003, "recall": 0.003}
-LOWER_IS_BETTER = ("logloss", "ne")
 NOT_JUDGED = ("calibration", "samples", "users")  # best near 1, or no quality at all
 CODING = ("encode", "decode")  # parts of a step
 
@@ -101,7 +101,7 @@ def _quality(results: Results, arm: str, against: str, metric: str, rate: Rate, 
     name = metric.partition("@")[0]
     bound = margin if margin is not None and metric == results.metric else MARGINS.get(name)
     differences = [one - other for one, other in both]
-    difference, higher = estimate(differences), name not in LOWER_IS_BETTER
+    difference, higher = estimate(differences), higher_is_better(metric)
     tests = None if bound is None else against_margin(differences, bound)
     return Quality(
         arm=arm,

@@ -83,8 +83,28 @@ class StepPart(Record):
     overlapped: bool  # in another thread, beside the others
 
 
-class Run(Record):
-    """One training of the job; what was not measured, or what a failed run has not come to, is None or empty."""
+class Figures(Record):
+    """What a run has come to; what was not measured, or what a failed run has not come to, is None or empty."""
+
+    steps: int = 0  # of the first worker
+    samples: int = 0  # of all workers
+    train_seconds: float = 0.0  # of a worker
+    samples_per_second: float | None = None  # of all workers, its beginning left out
+    wait_share: float | None = None  # of the training time, for shards or other workers
+    metrics: Metrics = {}  # of the best evaluation, on Results.split
+    decided: float | None = None  # Results.metric of the best evaluation on Results.deciding_split
+    best_samples: int = 0  # at the best evaluation
+    stopped_early: bool = False
+    curve: tuple[Point, ...] = ()
+    bytes: tuple[Bytes, ...] = ()
+    step: tuple[StepPart, ...] = ()
+    reachable: Metrics = {}  # what no model can beat, where the data knows
+    splits: tuple[str, str] = ("", "")  # on which it is judged, and on which its best evaluation is chosen
+    versions: Mapping[str, str] = {}
+
+
+class Run(Figures):
+    """One training of the job."""
 
     arm: str
     seed: int
@@ -98,25 +118,17 @@ class Run(Record):
     folder: str  # of its log, below that of the comparison
     began: str  # "2026-11-21 12:00:00 +0000"
     total_seconds: float  # from the command to its end
-    steps: int  # of the first worker
-    samples: int  # of all workers
-    train_seconds: float  # of a worker
-    samples_per_second: float | None  # of all workers, its beginning left out
-    wait_share: float | None  # of the training time, for shards or other workers
-    metrics: Metrics  # of the best evaluation, on Results.split
-    decided: float | None  # Results.metric of the best evaluation on Results.deciding_split
-    best_samples: int  # at the best evaluation
-    stopped_early: bool
-    curve: tuple[Point, ...]
-    bytes: tuple[Bytes, ...]
-    step: tuple[StepPart, ...]
-    versions: Mapping[str, str]
     load_average: float  # of the last minute, when it began
 
     @property
     def key(self) -> str:
         """Its name, of which a comparison has one run each."""
         return run_key(self.kind, self.arm, self.seed, self.bandwidth, self.multiple)
+
+
+def higher_is_better(metric: str) -> bool:
+    """Whether more of a metric is a better model."""
+    return metric not in ("logloss", "ne")
 
 
 def run_key(kind: Kind, arm: str, seed: int, bandwidth: str, multiple: float) -> str:

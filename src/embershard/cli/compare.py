@@ -1,0 +1,185 @@
+"""`embershard compare`: the same job in several arms, paired by seed, and whether they paid."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import shlex
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from embershard.cli.signals import ended_by_signals
+from embershard.compare.arms import BadArm, find_arms
+from embershard.compare.engine import Engine
+from embershard.compare.folder import Folder
+from embershard.compare.namespace import Namespaces, check_namespaces
+from embershard.compare.plan import Experiment, Plan
+from embershard.compare.progress import Show
+from embershard.compare.results import UNLIMITED, Bandwidth, Results, write_results
+from embershard.proto.errors import EmbershardError
+from embershard.worker.bandwidth import parse_bandwidth
+from embershard.worker.job import load_job
+
+NEEDED = ("scipy", "jinja2")
+
+
+class NoReport(EmbershardError):
+    """A package is missing."""
+
+    template = "a comparison needs {package}: pip install 'embershard[bench]'"
+
+
+def compare(
+    job: Annotated[Path, typer.Argument(help="The job file, YAML.")],
+    arms: Annotated[
+        list[str],
+        typer.Option(
+            help="What is compared, the baseline first: codecs (none,int8,topk:0.01), or a field of the job with its "
+            "values (strategy=ddp,ps); may be repeated."
+        ),
+    ],
+    seeds: Annotated[int, typer.Option(help="Paired runs of each arm; fewer than 2 give no interval.", min=1)] = 5,
+    bandwidth: Annotated[
+        str, typer.Option(help="Links between each worker and the shards; quality is measured without limit.")
+    ] = UNLIMITED,
+    output: Annotated[Path | None, typer.Option(help="Folder of runs and report.  [default: runs/compare-JOB]")] = None,
+    tune: Annotated[
+        str, typer.Option(help="Multiples of the job's learning rates to try for each arm, as in 0.5,1,2.")
+    ] = "1",
+    speed_steps: Annotated[int, typer.Option(help="Steps of a run on a limited link.", min=4)] = 100,
+    full: Annotated[bool, typer.Option("--full", help="Make whole runs on limited links too.")] = False,
+    netns: Annotated[
+        bool,
+        typer.Option(
+            "--netns", help="Limit a real link between two network namespaces, instead of emulating it; as root."
+        ),
+    ] = False,
+    margin: Annotated[
+        float | None,
+        typer.Option(
+            help="Difference of the deciding metric that is of no consequence.  [default: AUC 0.0005, HR 0.003]"
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="section.field=value, over the job file, in all arms; may be repeated."),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(envvar="EMBERSHARD_DATA", help="Folder of the data, instead of the job's data.root.")
+    ] = None,
+    imports: Annotated[
+        list[str] | None, typer.Option("--import", help="Module with codecs or row optimizers; may be repeated.")
+    ] = None,
+    report_only: Annotated[
+        bool, typer.Option("--report-only", help="Report the runs that are there, and make none.")
+    ] = False,
+) -> None:
+    """Train a job in several arms with paired seeds, and report whether they paid.
+
+    Stopped and started again with the same words it goes on where it was.
+    """
+    links, multiples = _bandwidths(bandwidth), _multiples(tune)
+    if margin is not None and not (0 < margin < math.inf):
+        raise typer.BadParameter(f"--margin must be above 0, got {margin}")
+    missing = [package for package in NEEDED if importlib.util.find_spec(package) is None]
+    if missing:
+        raise NoReport(package=missing[0])
+    if netns:
+        check_namespaces()
+    sets = tuple(overrides or ())
+    base = load_job(job, sets, data)
+    try:
+        found = find_arms(arms, job, sets, data)
+    except BadArm as error:
+        raise typer.BadParameter(f"--arms: {error}") from None
+    experiment = Experiment(
+        job=base.model_dump(mode="json"),
+        overrides=sets,
+        imports=tuple(imports or ()),
+        arms=tuple((arm.label, arm.settings) for arm, _ in found.values()),
+        bandwidths=tuple(link.label for link in links),
+        seeds=tuple(base.train.seed + i for i in range(seeds)),
+        multiples=multiples,
+        speed_steps=None if full else speed_steps,
+        link="network namespace" if netns else "token bucket",
+    )
+    plan = Plan(experiment, found, links)
+    path = output or Path("runs") / f"compare-{job.stem}"
+    show = Show()
+    with ended_by_signals(), ExitStack() as stack:
+        folder = stack.enter_context(Folder(path, experiment))
+        spaces = stack.enter_context(Namespaces()) if netns and not report_only else None
+        engine = Engine(plan, folder, job, data, show, spaces)
+        try:
+            if not report_only:
+                engine.run()
+        except KeyboardInterrupt:
+            show.say(f"stopped; the same command goes on where it was: {shlex.join(_command())}")
+            raise
+        _report(engine, plan, folder, job, margin, show)
+
+
+def _report(engine: Engine, plan: Plan, folder: Folder, job: Path, margin: float | None, show: Show) -> None:
+    # here: scipy takes part of a second, which a mistake in the words need not wait for
+    from embershard.compare.gather import gather
+    from embershard.compare.report import write_report
+
+    results = gather(
+        plan,
+        folder.runs,
+        job_file=job,
+        command=_command(),
+        chosen=engine.chosen,
+        complete=engine.complete,
+        margin=margin,
+    )
+    write_results(results, folder.path)
+    write_report(results, folder.path)
+    for line in summary(results):
+        show.say(line)
+    show.say(f"written: {folder.path / 'report.html'}, report.md, results.json, runs.jsonl")
+
+
+def summary(results: Results) -> list[str]:
+    """A verdict per arm, with its reasons."""
+    return [f"{verdict.arm}: {verdict.outcome}. {' '.join(verdict.reasons)}" for verdict in results.verdicts]
+
+
+def _command() -> tuple[str, ...]:
+    """What was called, without the paths of this machine."""
+    return ("embershard", *sys.argv[1:])
+
+
+def _bandwidths(text: str) -> tuple[Bandwidth, ...]:
+    """The links, the slowest first; the one without limit is always among them."""
+    found: dict[float, Bandwidth] = {math.inf: Bandwidth(label=UNLIMITED, bits_per_second=None)}
+    for part in text.split(","):
+        label = re.sub(r"\s", "", part).lower()
+        try:
+            bits = parse_bandwidth(label)
+        except ValueError as error:
+            raise typer.BadParameter(f"--bandwidth: {error}") from None
+        if bits is None:
+            continue
+        if bits in found:
+            raise typer.BadParameter(f"--bandwidth: {found[bits].label} and {label} are the same")
+        found[bits] = Bandwidth(label=label, bits_per_second=bits)
+    return tuple(found[bits] for bits in sorted(found))
+
+
+def _multiples(text: str) -> tuple[float, ...]:
+    """Multiples of the learning rates, 1 among them."""
+    try:
+        found = sorted({1.0, *(float(part) for part in text.split(","))})
+    except ValueError:
+        raise typer.BadParameter(
+            f"--tune must be numbers with commas between them, as in 0.5,1,2; got {text!r}"
+        ) from None
+    if not all(0 < multiple < math.inf for multiple in found):
+        raise typer.BadParameter(f"--tune must be multiples above 0, got {text!r}")
+    return tuple(found)
