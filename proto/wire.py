@@ -61,12 +61,22 @@ class Header(NamedTuple):
     head: bytes
     lengths: tuple[int, ...]  # bytes of each buffer
 
+    @property
+    def num_bytes(self) -> int:
+        """Those of the whole frame."""
+        return frame_bytes(len(self.head), self.lengths)
+
 
 class Frame(NamedTuple):
     """A frame that has arrived; `buffers` are what `place` returned for it, filled."""
 
     header: Header
     buffers: Sequence[memoryview]
+
+
+def frame_bytes(head_bytes: int, lengths: Sequence[int]) -> int:
+    """Bytes of a frame with a head and buffers of these sizes."""
+    return PREFIX_BYTES + 4 * len(lengths) + head_bytes + sum(lengths)
 
 
 def local_socket(ip: str, port: int) -> str:

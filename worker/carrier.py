@@ -25,6 +25,11 @@ class Unreachable(Exception):
 class Pending(Protocol):
     """A reply on its way."""
 
+    @property
+    def num_bytes(self) -> int:
+        """What the call has moved until now, both ways."""
+        ...
+
     def result(self) -> Reply:
         """The reply, by the deadline given to `submit`.
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 
@@ -41,6 +41,7 @@ from embershard.worker.outbox import Gradients, Outbox, Update, Versions
 from embershard.worker.outbox import LrScale as LrScale
 from embershard.worker.pieces import Piece, cut
 from embershard.worker.spans import span
+from embershard.worker.volume import Volumes
 
 Floats = npt.NDArray[np.float32]
 
@@ -60,6 +61,7 @@ class Stats:
     cache_hits: int = 0  # rows that a session's cache gave
     cache_lookups: int = 0  # rows that it was asked for
     lost_leases: int = 0  # times that the other workers went on without this one
+    volume: Volumes = field(default_factory=dict)  # the bytes by direction and part
 
 
 class Client:
@@ -124,11 +126,14 @@ class Client:
     def stats(self) -> Stats:
         """Counters until now; a copy, so that two of them can be compared."""
         carriers = [link.carrier for link in self._links]
+        sent = sum(carrier.sent_bytes for carrier in carriers)
+        received = sum(carrier.received_bytes for carrier in carriers)
         return replace(
             self._stats,
-            sent_bytes=sum(carrier.sent_bytes for carrier in carriers),
-            received_bytes=sum(carrier.received_bytes for carrier in carriers),
+            sent_bytes=sent,
+            received_bytes=received,
             lost_leases=self.lost_leases,
+            volume=self._links.volume.parts(sent + received),
         )
 
     @property
@@ -150,7 +155,7 @@ class Client:
         UnknownOptimizer where a shard was not started with its optimizer, ValueError for a codec that cannot serve it.
         """
         self.compressor.add(spec, dense=dense)
-        replies = self.ask_all(Declare(spec, self.worker, load))
+        replies = self.ask_all(Declare(spec, self.worker, load, dense))
         self._specs[spec.name] = spec
         return frozenset(s for s, reply in enumerate(replies) if isinstance(reply, Declared) and reply.created)
 

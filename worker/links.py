@@ -24,6 +24,7 @@ from embershard.proto.errors import (
 )
 from embershard.proto.messages import Array, Greeting, Hello, Reply, Request
 from embershard.worker.carrier import Carrier, Deadline, Pending, Unreachable
+from embershard.worker.volume import Volume
 
 _FIRST_PAUSE = 0.02  # seconds; doubles with every try
 _LONGEST_PAUSE = 1.0
@@ -125,6 +126,7 @@ class Links:
     def __init__(self, links: Sequence[Link], worker: int) -> None:
         self._links = links
         self._worker = worker
+        self.volume = Volume()
         self._lost: ShardRestarted | None = None  # once rows are gone, every later call says so
 
     def __len__(self) -> int:
@@ -157,6 +159,7 @@ class Links:
                 outcomes[shard] = self._recognise(shard, deadline) or _Retry("it answers again")
             for shard, answer in pending.items():
                 outcomes[shard] = self._outcome(shard, answer, deadline)
+                self.volume.count(waiting[shard], outcomes[shard], answer)
                 if not getattr(outcomes[shard], "retryable", False):
                     del waiting[shard]
             busy = [o.fields.get("retry_after_ms") for s in waiting if isinstance(o := outcomes.get(s), ShardBusy)]
@@ -219,6 +222,8 @@ def _submit(carrier: Carrier, request: Request, deadline: Deadline, into: Sequen
 
 class _Failed:
     """A request that could not even be sent."""
+
+    num_bytes = 0
 
     def __init__(self, error: Unreachable) -> None:
         self._error = error

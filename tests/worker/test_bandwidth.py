@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from itertools import chain, count
@@ -14,16 +13,10 @@ from typing import cast
 
 import numpy as np
 import pytest
-import uvloop
 
 from embershard.proto.errors import BadAddress, ShardUnavailable
-from embershard.proto.routing import Placement, make_route
+from embershard.proto.routing import make_route
 from embershard.proto.spec import SGD, TableSpec
-from embershard.ps.apply import ApplyThread
-from embershard.ps.dispatch import Dispatch
-from embershard.ps.optim import OptimizerRegistry
-from embershard.ps.shard import Shard
-from embershard.ps.stream import StreamServer
 from embershard.worker.addresses import carrier_for
 from embershard.worker.bandwidth import Bucket, EmulatedLink, parse_bandwidth
 from embershard.worker.carriers.io_thread import io_loop
@@ -238,44 +231,11 @@ def test_only_bytes_that_were_there_make_up_for_a_late_timer(
     assert transports[0].reading
 
 
-class Served:
-    """A shard on a loop and a thread of its own."""
-
-    def __init__(self) -> None:
-        self.loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever)
-        self._thread.start()
-        self.address = asyncio.run_coroutine_threadsafe(self._start(), self.loop).result(20)
-
-    async def _start(self) -> str:
-        self._server = StreamServer(Dispatch(Shard(0, Placement.even(1), OptimizerRegistry()), ApplyThread()))
-        self._listener = await self.loop.create_server(self._server.protocol, "127.0.0.1", 0)
-        return f"tcp://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
-
-    async def _stop(self) -> None:
-        self._listener.close()
-        await self._server.close(0.0)
-        await asyncio.sleep(0.01)
-
-    def stop(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._stop(), self.loop).result(20)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(20)
-        self.loop.close()
-
-
-@pytest.fixture
-def served() -> Iterator[Served]:
-    shard = Served()
-    yield shard
-    shard.stop()
-
-
 SPEC = TableSpec(name="items", dim=16, optimizer=SGD(lr=1.0))
 
 
-def test_rows_pass_an_emulated_link_as_they_are(served: Served) -> None:
-    client = Client.connect([served.address], bandwidth=200_000_000)
+def test_rows_pass_an_emulated_link_as_they_are(stream_shard: str) -> None:
+    client = Client.connect([stream_shard], bandwidth=200_000_000)
     try:
         client.declare(SPEC)
         route = make_route(np.arange(2_000), SPEC.space_key, client.placement)
@@ -289,9 +249,9 @@ def test_rows_pass_an_emulated_link_as_they_are(served: Served) -> None:
 
 
 def test_a_call_that_the_link_is_too_slow_for_ends_by_its_deadline_and_the_next_one_goes_through(
-    served: Served,
+    stream_shard: str,
 ) -> None:
-    client = Client.connect([served.address], bandwidth=1_000_000, timeout=timedelta(seconds=0.4))
+    client = Client.connect([stream_shard], bandwidth=1_000_000, timeout=timedelta(seconds=0.4))
     try:
         client.declare(SPEC)
         few = make_route(np.arange(3), SPEC.space_key, client.placement)

@@ -58,6 +58,8 @@ class Wire:
         self.fault = lambda _: "request"
 
     class Answer:
+        num_bytes = 0
+
         def __init__(self, wire: "Wire", request: Request, fault: str | EmbershardError | None) -> None:
             self.outcome: Reply | Exception
             if fault == "request":

@@ -78,7 +78,7 @@ class GrpcCarrier:
             call = self._methods[type(request)](data, seconds)
         except ValueError:  # gRPC's word for a channel that was closed
             raise Unreachable("the connection was closed by this worker") from None
-        return _Answer(self, call, METHODS[type(request)][1], seconds)
+        return _Answer(self, call, METHODS[type(request)][1], seconds, len(data))
 
     def close(self) -> None:
         """Give up what is under way and close the connection."""
@@ -88,8 +88,9 @@ class GrpcCarrier:
 class _Answer:
     """The reply to one call."""
 
-    def __init__(self, carrier: GrpcCarrier, call: _Call, kind: type[Reply], seconds: float) -> None:
+    def __init__(self, carrier: GrpcCarrier, call: _Call, kind: type[Reply], seconds: float, num_bytes: int) -> None:
         self._carrier, self._call, self._kind, self._seconds = carrier, call, kind, seconds
+        self.num_bytes = num_bytes
 
     def result(self) -> Reply:
         try:
@@ -102,6 +103,7 @@ class _Answer:
         except grpc.RpcError as error:
             _raise(error, self._carrier.address)
         self._carrier.received_bytes += len(data)
+        self.num_bytes += len(data)
         try:
             return loads(self._kind, data)
         except InvalidRequest as error:

@@ -50,7 +50,13 @@ class _Answer:
 
     def __init__(self, carrier: LocalCarrier, request: Request, deadline: Deadline) -> None:
         self._carrier, self._request, self._deadline = carrier, request, deadline
+        self._sent_bytes = bulk_bytes(request)
         self._outcome = carrier._try(request)
+
+    @property
+    def num_bytes(self) -> int:
+        """See Pending."""
+        return self._sent_bytes + (0 if isinstance(self._outcome, EmbershardError) else bulk_bytes(self._outcome))
 
     def result(self) -> Reply:
         if isinstance(self._outcome, ClockAhead):

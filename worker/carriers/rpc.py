@@ -206,8 +206,10 @@ class RpcCarrier:
             request.end(outcome)
             return
         failed, head, bulk = outcome
+        num_bytes = len(head) + sum(part.nbytes for part in bulk)
+        request.num_bytes += num_bytes
         with self._lock:
-            self.received_bytes += len(head) + sum(part.nbytes for part in bulk)
+            self.received_bytes += num_bytes
         if failed:
             request.end(from_wire(head, ""))
             return

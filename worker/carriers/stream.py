@@ -67,6 +67,7 @@ class _Call:
     seconds: float
     started: float = field(default_factory=time.monotonic)
     number: int = 0
+    num_bytes: int = 0  # of its frames
     end: int = 0  # of its bytes among those sent on its connection
     places: Sequence[memoryview] | None = None  # where its reply arrives
     timer: asyncio.TimerHandle | None = None
@@ -289,6 +290,7 @@ class _Connection(asyncio.BufferedProtocol):
                 self._carrier.sent_bytes += num_bytes
                 self._sent += num_bytes
                 call.end = self._sent
+                call.num_bytes += num_bytes
                 if self._link is None:
                     self._transport.writelines(pieces)
                 else:
@@ -384,6 +386,7 @@ class _Connection(asyncio.BufferedProtocol):
             # the second arrives in the caller's arrays
             raise NotAShard(address=self._carrier.address, reason="it sent two replies to one call")
         del self._calls[header.call]
+        call.num_bytes += header.num_bytes
         reply = METHODS[call.request][1]
         if header.kind == ERROR_KIND:
             call.fail(from_wire(header.head, ""))

@@ -1,0 +1,100 @@
+"""What travels between a worker and its shards, by direction and part, and what it would be without codecs.
+
+Direction `push`: gradients to the shards; `pull`: rows from them, and the ids that ask for them; `other`: everything
+else (declarations, first values, meetings, leases), and what was lost on the way or sent twice. Parts: `ids`; `rows`,
+or gradients, of embedding tables; `dense`, those of dense weights; `other`: frames and heads, of replies too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from embershard.proto.errors import EmbershardError
+from embershard.proto.messages import Declare, Pull, Push, Reply, Request, Rows
+from embershard.worker.carrier import Pending
+
+Direction = Literal["push", "pull", "other"]
+Kind = Literal["ids", "rows", "dense", "other"]
+Part = tuple[Direction, Kind]
+
+_ID_BYTES, _FLOAT_BYTES = 8, 4
+
+
+class Moved(NamedTuple):
+    """Bytes on the wire, and what they would be with float32 rows and plain ids."""
+
+    wire: int = 0
+    raw: int = 0
+
+    def __add__(self, other: object) -> Moved:
+        assert isinstance(other, Moved)
+        return Moved(self.wire + other.wire, self.raw + other.raw)
+
+    def __sub__(self, other: object) -> Moved:
+        assert isinstance(other, Moved)
+        return Moved(self.wire - other.wire, self.raw - other.raw)
+
+
+Volumes = Mapping[Part, Moved]
+
+
+class Volume:
+    """Counts the calls of one client; any thread may."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._dims: dict[str, int] = {}  # of declared tables
+        self._dense: set[str] = set()
+        self._parts: dict[Part, Moved] = {}
+
+    def count(self, request: Request, outcome: Reply | EmbershardError, pending: Pending) -> None:
+        """A call that is over; one that failed, and may be made again, is left to `other`."""
+        if isinstance(outcome, EmbershardError):
+            return
+        found: list[tuple[Part, int, int]] = []
+        direction: Direction = "other"
+        if isinstance(request, Pull):
+            direction = "pull"
+            replies = outcome.tables if isinstance(outcome, Rows) else ()
+            for part, rows in zip(request.tables, replies, strict=False):
+                ids = part.ids if part.packed is None else part.packed
+                found.append((("pull", "ids"), ids.nbytes, _ID_BYTES * len(part.ids)))
+                raw = self._row_bytes(part.table, len(part.ids))
+                found.append((("pull", self._kind(part.table)), rows.nbytes, raw))
+        elif isinstance(request, Push):
+            direction = "push"
+            tables = set()
+            for gradients in request.tables:
+                # a second part of a table is of rows that a codec held back: without it they had been sent before
+                count = 0 if gradients.table in tables else len(gradients.ids)
+                tables.add(gradients.table)
+                if not gradients.route:
+                    ids = gradients.ids if gradients.packed is None else gradients.packed
+                    found.append((("push", "ids"), ids.nbytes, _ID_BYTES * count))
+                raw = self._row_bytes(gradients.table, count)
+                found.append((("push", self._kind(gradients.table)), gradients.gradients.nbytes, raw))
+        elif isinstance(request, Declare):
+            self._dims[request.spec.name] = request.spec.dim
+            if request.dense:
+                self._dense.add(request.spec.name)
+        rest = pending.num_bytes - sum(wire for _, wire, _ in found)
+        found.append(((direction, "other"), rest, rest))
+        with self._lock:
+            for key, wire, raw in found:
+                self._parts[key] = self._parts.get(key, Moved()) + Moved(wire, raw)
+
+    def parts(self, num_bytes: int) -> dict[Part, Moved]:
+        """All parts until now; `num_bytes` were counted on the sockets, and what no call accounts for is `other`."""
+        with self._lock:
+            parts = dict(self._parts)
+        rest = num_bytes - sum(moved.wire for moved in parts.values())
+        parts["other", "other"] = parts.get(("other", "other"), Moved()) + Moved(rest, rest)
+        return parts
+
+    def _kind(self, table: str) -> Kind:
+        return "dense" if table in self._dense else "rows"
+
+    def _row_bytes(self, table: str, rows: int) -> int:
+        return _FLOAT_BYTES * self._dims.get(table, 0) * rows
