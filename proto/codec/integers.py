@@ -19,7 +19,7 @@ from embershard.proto.jit import compiled, inlined
 Words = npt.NDArray[np.uint64]
 Bytes = npt.NDArray[np.uint8]
 
-MAX_RICE = 56  # a remainder is read with one 64-bit load, of which up to 7 bits lie before it
+MAX_RICE = 56  # above it, raw is as small
 VARINT, RAW = 64, 65  # the first byte of a block; up to MAX_RICE it is the Rice parameter
 VARINT_BYTES = 10  # of the largest uint64
 
@@ -71,7 +71,10 @@ def decode_integers(data: Bytes, count: int) -> tuple[Words, int]:
     elif kind == VARINT:
         used = _read_varints(body, values)
     else:
-        used = _read_rice(body, kind, values)
+        body = body[: 8 * count]  # more than raw ones nobody writes
+        words = np.zeros(body.size // 8 + 2, "<u8")
+        words.view(np.uint8)[: body.size] = body
+        used = _read_rice(words.astype(np.uint64, copy=False), body.size, kind, values)
     if used < 0:
         raise damaged(f"{count} integers of kind {kind} do not end in {body.size} bytes, or are too large")
     return values, 1 + used
@@ -160,47 +163,40 @@ def _write_rice(values: Words, k: int, out: Words) -> None:
 
 
 @inlined
-def _load(data: Bytes, at: np.uint64) -> np.uint64:
-    """8 bytes from `at`, or what there is of them."""
-    word = _0
-    if at + _8 <= _U(data.size):
-        for j in range(_8):
-            word |= _U(data[at + j]) << (_8 * j)
-    else:
-        for j in range(at, _U(data.size)):
-            word |= _U(data[j]) << (_8 * (j - at))
-    return word
+def _window(words: Words, at: np.uint64) -> np.uint64:
+    """The 64 bits from bit `at` on."""
+    word, shift = at >> _U(6), at & _U(63)
+    return (words[word] >> shift) | (words[word + _1] << _1 << (_U(63) - shift))
 
 
-@compiled(types.int64(_BYTES, types.int64, types.uint64[::1]))
-def _read_rice(data: Bytes, k: int, out: Words) -> int:
-    """Bytes used; -1 where the data ends before, a value is over 64 bits, or the last byte's unused bits are not 0."""
+@compiled(types.int64(_WORDS, types.int64, types.int64, types.uint64[::1]))
+def _read_rice(words: Words, size: int, k: int, out: Words) -> int:
+    """Bytes used of `size`; -1 where they end before, a value is over 64 bits, or bits after the last are not 0.
+
+    words: the bytes, and at least one word more.
+    """
     width, mask = _U(k), (_1 << _U(k)) - _1
-    end = _8 * _U(data.size)
-    at = _0
+    end, at = _8 * _U(size), _0
     for i in range(out.size):
-        quotient = _0
+        start = at
         while True:
             if at >= end:
                 return -1
-            word = _load(data, at >> _U(3)) >> (at & _7)
+            word = _window(words, at)
             if word:
                 break
-            quotient += _64 - (at & _7)
-            at += _64 - (at & _7)
+            at += _64
         zeros = _U(trailing_zeros(word))
-        quotient += zeros
-        at += zeros + _1
-        if zeros + _1 + width <= _U(57):
-            low = word >> zeros >> _1
-        else:
-            low = _load(data, at >> _U(3)) >> (at & _7)
+        at += zeros
+        quotient = at - start
+        at += _1
+        low = word >> zeros >> _1 if zeros + width < _64 else _window(words, at)
         at += width
         if at > end or (quotient << width) >> width != quotient:
             return -1
         out[i] = (quotient << width) | (low & mask)
     used = (at + _7) >> _U(3)
-    if at & _7 and data[used - _1] >> np.uint8(at & _7):
+    if at & _7 and _window(words, at) & ((_1 << (_8 * used - at)) - _1):
         return -1
     return int(used)
 

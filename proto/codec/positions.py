@@ -70,10 +70,10 @@ def decode_positions(data: Bytes, limit: int) -> tuple[Ids, int]:
         used = 1 + -(-limit // 8)
         if body.size < used:
             raise damaged(f"a bitmap of {limit} positions in {body.size - 1} bytes")
-        words = np.zeros(-(-limit // 64), np.uint64)
+        words = np.zeros(-(-limit // 64), "<u8")
         words.view(np.uint8)[: used - 1] = body[1:used]
         positions = np.empty(count, np.int64)
-        good = _read_bits(words.astype("<u8", copy=False), limit, positions)
+        good = _read_bits(words.astype(np.uint64, copy=False), limit, positions)
     else:
         gaps, used = decode_integers(body, count)
         positions = np.empty(count, np.int64)
