@@ -30,7 +30,7 @@ class Fp16s:
 
     def nbytes(self, rows: int, dim: int) -> int:
         """Bytes of (rows, dim) floats."""
-        return (2 * dim + 1) * rows if dim else 0
+        return (2 * dim + 1) * rows
 
     def encode(self, rows: Floats, out: Bytes, key: int | None = None) -> None:
         """Write (R, dim) floats into `out`, (nbytes,) uint8."""
@@ -72,11 +72,14 @@ def _encode(rows: Floats, halves: npt.NDArray[np.uint16], exponents: npt.NDArray
         largest = _U(0)
         for j in range(dim):
             largest = max(largest, bits_of(rows[first + j]) & _ABS)  # bits order floats, and NaN above infinity
-        exponent = min(int(largest >> _U(23)) - 127, 126)  # 2^-127 would be subnormal itself
-        scale = float_of(_U(127 - exponent) << _U(23))
         if largest >= _INFINITY:
-            exponent, scale = _NOT_FINITE, np.float32(0.0)
+            exponents[r] = _NOT_FINITE
+            for j in range(dim):
+                halves[first + j] = 0
+            continue
+        exponent = min(int(largest >> _U(23)) - 127, 126)  # 2^-127 would be subnormal itself
         exponents[r] = exponent
+        scale = float_of(_U(127 - exponent) << _U(23))
         for j in range(dim):
             halves[first + j] = _half(rows[first + j] * scale)
 
