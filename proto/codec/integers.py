@@ -166,7 +166,7 @@ def _write_rice(values: Words, k: int, out: Words) -> None:
 def _window(words: Words, at: np.uint64) -> np.uint64:
     """The 64 bits from bit `at` on."""
     word, shift = at >> _U(6), at & _U(63)
-    return (words[word] >> shift) | (words[word + _1] << _1 << (_U(63) - shift))
+    return _U((words[word] >> shift) | (words[word + _1] << _1 << (_U(63) - shift)))
 
 
 @compiled(types.int64(_WORDS, types.int64, types.int64, types.uint64[::1]))
