@@ -102,9 +102,10 @@ def test_what_is_applied_and_what_is_held_add_up_to_the_gradients(values: str, c
     assert np.abs(held(low_rank)).max() > 0.1
 
 
-def test_parts_of_a_push_apply_what_the_whole_does() -> None:
+@pytest.mark.parametrize("cuts", [(1, 7), (5,)])
+def test_parts_of_a_push_apply_what_the_whole_does(cuts: tuple[int, ...]) -> None:
     rows = gradients(0)
-    whole, parts = push(make(), rows), push(make(), rows, cuts=(1, 7))
+    whole, parts = push(make(), rows), push(make(), rows, cuts)
     # a part for which the factors would be no smaller goes as it is
     some = np.abs(parts - rows).max(1) > 0
     assert some.any()
