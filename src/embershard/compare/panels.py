@@ -10,7 +10,7 @@ from embershard.compare.pictures import Bar, Bars, Even, Labels, Point, Series, 
 from embershard.compare.results import UNLIMITED, Bandwidth, Estimate, Results, Run
 from embershard.compare.statistics import estimate
 from embershard.compare.svg import Picture
-from embershard.compare.tables import break_even_of, bytes_sent, mean_step, part_name, speed_of
+from embershard.compare.tables import break_even_of, bytes_sent, mean_step, part_name, speed_of, step_order
 from embershard.compare.units import (
     bytes_text,
     count_text,
@@ -22,7 +22,6 @@ from embershard.compare.units import (
 
 LOWER_IS_BETTER = ("logloss", "ne")
 _BYTE_PARTS = ("ids", "gradients", "rows", "dense gradients", "dense weights", "other")
-_STEP_PARTS = ("route", "pull", "forward", "backward", "gather", "encode", "decode", "push", "wait")
 
 
 def quality_pictures(results: Results) -> Iterator[Picture]:
@@ -255,8 +254,7 @@ def _step_picture(results: Results, bandwidth: Bandwidth) -> Iterator[Picture]:
         return
     free = bandwidth.bits_per_second is None
     where = "link without limit" if free else link_text(bandwidth)
-    ordered = [name for name in _STEP_PARTS if name in names]
-    ordered += [name for name in names if name not in (*ordered, "other")] + ["other"]
+    ordered = sorted(names, key=step_order)
     described = "; ".join(f"{group.name} {group.total}" for group in groups)
     labels = Labels(
         name=f"step-{_slug(bandwidth.label)}",

@@ -143,11 +143,17 @@ def _curve_notes(results: Results) -> Iterable[str]:
 
 
 def _reproduce(results: Results) -> list[Block]:
-    return [
-        Prose(text="The whole comparison; in its folder it goes on where it was stopped:"),
-        Code(title="Command", text=shlex.join(results.command)),
-        Prose(text=f"{FILE_NAME} holds every run with its own command, its curve and its figures."),
+    blocks: list[Block] = [
+        Prose(text="The whole comparison; started again in its folder, it goes on where it was stopped:"),
+        Code(title="The command", text=shlex.join(results.command)),
     ]
+    if results.runs:
+        run = results.runs[0]
+        blocks += [
+            Prose(text=f"One run alone, here the first one (`{run.key.replace('`', '')}`):"),
+            Code(title="One run", text=shlex.join(["embershard", "train", results.job_file, *run.words])),
+        ]
+    return [*blocks, Prose(text=f"`{FILE_NAME}` holds every run with its own words, its curve and its figures.")]
 
 
 def _job(results: Results) -> str:

@@ -22,6 +22,7 @@ from embershard.compare.units import (
 )
 
 YARDSTICK = "fp16s"
+STEP_PARTS = tuple("step data route pull wait receive decode forward backward gather encode push send".split())
 _PARTS = {("push", "rows"): "gradients", ("push", "dense"): "dense gradients", ("pull", "dense"): "dense weights"}
 
 
@@ -100,25 +101,26 @@ def quality_table(results: Results, against: str) -> Table | None:
         for rate in rates:
             if (metric, rate) in own:
                 value = metric_text(own[metric, rate].value)
-                rows.append([metric_name(metric), rate, against, value, NONE, NONE, NONE, "compared with"])
+                rows.append([against, metric_name(metric), rate, value, NONE, NONE, NONE, NONE, "compared with"])
             rows += [_quality_row(one) for one in judged if (one.metric, one.rate) == (metric, rate)]
     return Table(
         title=f"Quality beside {against}",
-        columns=["metric", "learning rate", "arm", "value", "paired difference", "margin", "p (TOST)", "verdict"],
+        columns=["arm", "metric", "learning rate", "value", "pairs", "difference", "margin", "p (TOST)", "verdict"],
         rows=rows,
-        words=("learning rate", "arm", "verdict"),
-        note="Equivalent: two one-sided t tests of the paired differences against the margin, both at 5 % (p is the "
-        "larger one). Worse or better: the 95 % interval leaves 0 out and equivalence is not shown. Not worse: only "
-        "the test on the worse side is passed. Everything else is undecided.",
+        words=("metric", "learning rate", "verdict"),
+        note="Differences are paired: runs of equal seed. Equivalent: two one-sided t tests of them against the "
+        "margin, both at 5 % (p is the larger one). Worse or better: the 95 % interval leaves 0 out and equivalence is "
+        "not shown. Not worse: only the test on the worse side is passed. Everything else is undecided.",
     )
 
 
 def _quality_row(one: Quality) -> list[str]:
     return [
+        one.arm,
         metric_name(one.metric),
         one.rate,
-        one.arm,
         metric_text(one.value),
+        f"{one.difference.seeds}",
         difference_text(one.difference),
         NONE if one.margin is None else f"{one.margin:g}",
         NONE if one.p_equivalent is None else p_text(one.p_equivalent),
@@ -129,18 +131,18 @@ def _quality_row(one: Quality) -> list[str]:
 def speed_table(results: Results) -> Table:
     """Samples per second, and how many times the baseline's and the yardstick's."""
     beside = yardstick(results)
-    columns = ["link", "arm", "samples/s of all workers", f"over {results.baseline}", "verdict"]
+    columns = ["arm", "link", "samples/s of all workers", f"over {results.baseline}", "verdict"]
     columns += [f"over {beside}", "verdict"] if beside else []
     rows = []
     for link in results.bandwidths:
         for arm in results.arms:
             speed = speed_of(results, arm.label, link.label, results.baseline)
             if speed is None:
-                rows.append([link_text(link), arm.label] + [NONE] * (len(columns) - 2))
+                rows.append([arm.label, link_text(link)] + [NONE] * (len(columns) - 2))
                 continue
             rate = speed.samples_per_second
             bounds = f" [{rate.low:,.0f}, {rate.high:,.0f}]" if rate.low is not None and rate.high is not None else ""
-            cells = [link_text(link), arm.label, rate_text(rate.mean) + bounds]
+            cells = [arm.label, link_text(link), rate_text(rate.mean) + bounds]
             cells += _over(speed if arm.label != results.baseline else None)
             if beside:
                 cells += _over(speed_of(results, arm.label, link.label, beside) if arm.label != beside else None)
@@ -150,7 +152,7 @@ def speed_table(results: Results) -> Table:
         title="Samples per second",
         columns=columns,
         rows=rows,
-        words=("arm", "verdict"),
+        words=("link", "verdict"),
         note=f"{part}Speed-ups are geometric means over pairs of runs with equal seeds. Faster or slower: the 95 % "
         "interval leaves 1 out.",
     )
@@ -161,24 +163,19 @@ def _over(speed: Speed | None) -> list[str]:
 
 
 def bytes_table(results: Results) -> Table:
-    """Counted and predicted bytes by direction and part."""
+    """Counted and predicted bytes by direction and part, and together."""
     rows = []
-    for volume in results.volumes:
-        if not volume.sent and not volume.raw:
-            continue
-        off = f"{(volume.predicted / volume.sent - 1) * 100:+.2f} %" if volume.predicted and volume.sent else NONE
-        rows.append(
-            [
-                volume.arm,
-                volume.direction,
-                part_name(volume.direction, volume.part),
-                bytes_text(volume.sent),
-                bytes_text(volume.raw) if volume.raw is not None else NONE,
-                bytes_text(volume.predicted) if volume.predicted is not None else NONE,
-                off,
-                ratio_text(volume.ratio) if volume.ratio else NONE,
-            ]
-        )
+    base = bytes_sent(results, results.baseline)
+    for arm in results.arms:
+        volumes = [volume for volume in results.volumes if volume.arm == arm.label and (volume.sent or volume.raw)]
+        for one in volumes:
+            where = [arm.label, one.direction, part_name(one.direction, one.part)]
+            rows.append(where + _bytes_cells(one.sent, one.raw, one.predicted, one.ratio))
+        if volumes:
+            sent = sum(one.sent for one in volumes)
+            raw, predicted = _sum([one.raw for one in volumes]), _sum([one.predicted for one in volumes])
+            ratio = base / sent if base and sent else None
+            rows.append([arm.label, "both", "all", *_bytes_cells(sent, raw, predicted, ratio)])
     return Table(
         title="Bytes per step",
         columns=["arm", "direction", "part", "counted", "without codec", "predicted", "prediction off by", "fewer"],
@@ -187,6 +184,17 @@ def bytes_table(results: Results) -> Table:
         note="Of one worker's step with all shards. Predicted: what the codec should need, computed before anything "
         f"was sent. Fewer: the bytes of {results.baseline} over these; below 1x it is more.",
     )
+
+
+def _bytes_cells(sent: float, raw: float | None, predicted: float | None, ratio: float | None) -> list[str]:
+    off = f"{(predicted / sent - 1) * 100:+.2f} %" if predicted is not None and sent else NONE
+    counted = [NONE if count is None else bytes_text(count) for count in (sent, raw, predicted)]
+    return [*counted, off, ratio_text(ratio) if ratio else NONE]
+
+
+def _sum(values: Sequence[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return sum(there) if there and len(there) == len(values) else None
 
 
 def break_even_table(results: Results) -> Table | None:
@@ -220,20 +228,25 @@ def step_table(results: Results, bandwidth: str, name: str) -> Table | None:
     steps = {arm.label: mean_step(part for run in results.runs_of(arm.label, bandwidth) for part in run.step)
              for arm in results.arms}  # fmt: skip
     steps = {arm: parts for arm, parts in steps.items() if parts}
-    names = list(dict.fromkeys((part.name, part.overlapped) for parts in steps.values() for part in parts))
+    names = sorted({(part.overlapped, step_order(part.name), part.name) for parts in steps.values() for part in parts})
     if not names:
         return None
     rows = []
     for arm, parts in steps.items():
         found = {(part.name, part.overlapped): part for part in parts}
-        rows.append([arm] + [_p50_p99(found.get(key)) for key in names])
+        rows.append([arm] + [_p50_p99(found.get((part, overlapped))) for overlapped, _, part in names])
     return Table(
         title=f"Time of a step, {name}",
-        columns=["arm"] + [f"{part}, beside" if overlapped else part for part, overlapped in names],
+        columns=["arm"] + [f"{part}, beside" if overlapped else part for overlapped, _, part in names],
         rows=rows,
         note="p50 / p99 in ms of the first worker's steps, means over the runs. Beside: in another thread, at the same "
         "time as the others.",
     )
+
+
+def step_order(part: str) -> int:
+    """The parts of a step in the order of what happens in one; `other` last."""
+    return STEP_PARTS.index(part) if part in STEP_PARTS else len(STEP_PARTS) + (part == "other")
 
 
 def mean_step(parts: Iterable[StepPart]) -> list[StepPart]:
@@ -262,7 +275,7 @@ def _p50_p99(part: StepPart | None) -> str:
 
 
 def _ms(value: float) -> str:
-    return digits(value) if value >= 0.0005 else "0"
+    return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
 def rates_table(results: Results) -> Table | None:
@@ -299,7 +312,7 @@ def failures_table(results: Results) -> Table | None:
         return None
     columns = ["arm", "seed", "link", "kind", "attempts", "what it said last"]
     note = "They are in no figure."
-    return Table(title="Failed runs", columns=columns, rows=rows, words=columns, note=note)
+    return Table(title="Runs that failed twice", columns=columns, rows=rows, words=columns, note=note)
 
 
 def arms_table(results: Results) -> Table:
@@ -333,7 +346,7 @@ def conditions_table(results: Results) -> Table:
         ["runs", f"{len(results.runs)}, of which {sum(not run.ok for run in results.runs)} failed"],
         ["time of all runs", digits(results.seconds / 60) + " min"],
     ]  # fmt: skip
-    columns = ["what", "was"]
+    columns = ["", ""]
     return Table(title="Conditions", columns=columns, rows=rows, words=columns)
 
 
