@@ -138,10 +138,10 @@ def _serving(line: str) -> dict[str, object] | None:
 class LocalShards:
     """`num_shards` shard processes on loopback, as a context manager.
 
-    `imports` are modules with row optimizers; the shards find what this process finds (its sys.path). `base_port` 0
-    takes free ports; a shard that is restarted keeps its port. With `restart`, dead shards are started again by
-    `policy`; their rows since their start are gone. With `rpc` they serve torch.distributed.rpc too, on loopback, which
-    executes pickles and imports torch. `report` gets a line for people at every event, `forward` every
+    `imports` are modules with row optimizers and codecs; the shards find what this process finds (its sys.path).
+    `base_port` 0 takes free ports; a shard that is restarted keeps its port. With `restart`, dead shards are started
+    again by `policy`; their rows since their start are gone. With `rpc` they serve torch.distributed.rpc too, on
+    loopback, which executes pickles and imports torch. `report` gets a line for people at every event, `forward` every
     line that a shard logs; both are called from threads.
     """
 

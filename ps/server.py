@@ -38,9 +38,10 @@ _log = logging.getLogger("embershard.ps")
 class ServerOptions:
     """What one shard's process is started with.
 
-    `listen` is "host:port" (port 0: any free one), or "unix:/path". `imports` are modules with row optimizers.
-    `parent_pid`, if not 0, is the process without which this one ends. `rpc` is "host:port" for torch.distributed.rpc,
-    which is not served without it; `rpc_executes_pickles` allows it to be an address that other machines reach.
+    `listen` is "host:port" (port 0: any free one), or "unix:/path". `imports` are modules with row optimizers
+    and codecs. `parent_pid`, if not 0, is the process without which this one ends. `rpc` is "host:port" for
+    torch.distributed.rpc, which is not served without it; `rpc_executes_pickles` allows it to be an address that other
+    machines reach.
     """
 
     shard: int
@@ -82,11 +83,13 @@ def serve(options: ServerOptions) -> int:
 
 def _make_shard(options: ServerOptions) -> Shard:
     # imported here: a cold cache compiles during these imports, and the log should say so first
+    from embershard.proto.codec.custom import CodecRegistry
     from embershard.proto.routing import Placement
     from embershard.ps.optim import OptimizerRegistry
     from embershard.ps.shard import Shard
 
-    return Shard(options.shard, Placement.even(options.of), OptimizerRegistry(options.imports), version=_version())
+    placement, optimizers = Placement.even(options.of), OptimizerRegistry(options.imports)
+    return Shard(options.shard, placement, optimizers, codecs=CodecRegistry(options.imports), version=_version())
 
 
 async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from embershard.proto.codec.custom import CodecRegistry
 from embershard.proto.errors import ClockAhead, InvalidRequest, LeaseLost, MessageTooLarge, UnknownRoute, WrongPlacement
 from embershard.proto.messages import (
     MAX_MESSAGE_BYTES,
@@ -58,7 +59,8 @@ _ENTRY_BYTES = 16  # what protobuf adds to one table's rows, at most
 class Shard:
     """One shard's part of every table.
 
-    `instance` is random at each start, so that a client notices a shard that lost its rows.
+    `codecs` are the user-defined ones beside the built-in. `instance` is random at each start, so that a client notices
+    a shard that lost its rows.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Shard:
         placement: Placement,
         optimizers: OptimizerRegistry,
         *,
+        codecs: CodecRegistry | None = None,
         version: str = "",
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
@@ -81,7 +84,7 @@ class Shard:
             max_message_bytes=max_message_bytes,
         )
         self._placement = placement
-        self._tables = Tables(index, placement, optimizers)
+        self._tables = Tables(index, placement, optimizers, codecs)
         self._compression = CompressionSettings(self._tables, self._tables.check_codec)
         self._dedup = Dedup()
         self._routes = RouteMemory()
@@ -237,21 +240,19 @@ class Shard:
         self._clock.hear(request.worker, request.epoch, now)
         if request.after:
             self._clock.await_closed(request.after)
-        parts = []
-        reply_bytes = 0
-        for part in request.tables:
-            entry = self._tables.open_entry(part.table)
-            self._tables.check_ids(entry, part.ids)
-            parts.append((entry.table, part.ids))
-            reply_bytes += _ENTRY_BYTES + 4 * len(part.ids) * entry.table.spec.dim
+        reads = [self._tables.check_read(part) for part in request.tables]
+        reply_bytes = sum(_ENTRY_BYTES + read.nbytes for read in reads)
         if reply_bytes > self.greeting.max_message_bytes:  # before memory is taken: ids are small, their rows are not
             raise MessageTooLarge(got=reply_bytes, limit=self.greeting.max_message_bytes)
+        found = [read.rows() for read in reads]
+        codecs = tuple(codec for _, codec in found)
         rows = Rows(
-            tuple(table.gather(ids) for table, ids in parts),
+            tuple(rows for rows, _ in found),
             self._clock.updates.version,
-            settings=self._compression.revision,
+            codecs if any(codecs) else (),
+            self._compression.revision,
         )
-        self._pulled_rows += sum(len(ids) for _, ids in parts)
+        self._pulled_rows += sum(len(read.ids) for read in reads)
         for part in request.tables:
             if part.route:
                 self._routes.keep(request.worker, request.epoch, part.route, part.table, part.ids)
@@ -270,7 +271,11 @@ class Shard:
         member = self._clock.hear(token.worker, token.epoch, now)
         if member is not None:
             self._clock.check_push(member, request)
-        parts = [self._check_gradients(part, request) for part in request.tables]
+        parts: list[Part] = []
+        room = self.greeting.max_message_bytes
+        for part in request.tables:
+            parts.append(self._check_gradients(part, request, room))
+            room -= parts[-1].gradients.nbytes
         check_room(parts, self._clock.waiting_ids)
         if member is not None and self._clock.gathers(member, request):
             reply = self._clock.gather(member, request, parts)
@@ -296,14 +301,14 @@ class Shard:
             self._clock.updates.count([request.version])
         return Pushed(duplicate=False, applied=applied, skipped=skipped)
 
-    def _check_gradients(self, part: TableGradients, request: Push) -> Part:
+    def _check_gradients(self, part: TableGradients, request: Push, room: int) -> Part:
         if not part.route:
-            return self._tables.check_gradients(part, None)
+            return self._tables.check_gradients(part, None, room)
         self._tables.open_entry(part.table)
         kept = self._routes.find(request.token.worker, request.token.epoch, part.route, part.table)
         if kept is None:
             raise UnknownRoute(worker=request.token.worker, route=part.route, table=part.table)
-        return self._tables.check_gradients(part, kept)
+        return self._tables.check_gradients(part, kept, room)
 
     def _check_placement(self, epoch: int) -> None:
         if epoch != self._placement.epoch:

@@ -12,9 +12,12 @@ import numpy.typing as npt
 from numba import types
 
 from embershard.proto.codec.choice import Codec
-from embershard.proto.codec.values import find_values
+from embershard.proto.codec.custom import CodecRegistry
+from embershard.proto.codec.payload import decode
+from embershard.proto.codec_errors import DamagedPayload
 from embershard.proto.errors import (
     InvalidRequest,
+    MessageTooLarge,
     NonFiniteValue,
     TableFull,
     TableLoading,
@@ -23,9 +26,22 @@ from embershard.proto.errors import (
     WrongDim,
 )
 from embershard.proto.jit import compiled
-from embershard.proto.messages import Declare, Declared, Floats, Ids, Load, Loaded, TableGradients, TableStatus
+from embershard.proto.messages import (
+    PACKED,
+    Bytes,
+    Declare,
+    Declared,
+    Floats,
+    Ids,
+    Load,
+    Loaded,
+    TableGradients,
+    TableIds,
+    TableStatus,
+)
 from embershard.proto.routing import BUCKET_SHIFT, Placement, mix64
 from embershard.ps.optim import OptimizerRegistry
+from embershard.ps.reading import PLAIN, Read
 from embershard.ps.table import Table
 
 _NAMES_SHOWN = 20  # of the known tables, in an error that must fit gRPC's metadata
@@ -71,10 +87,13 @@ def _first_foreign(ids: Ids, space_key: np.uint64, shard_of: npt.NDArray[np.uint
 class Tables:
     """Name -> table of shard `shard` of a placement."""
 
-    def __init__(self, shard: int, placement: Placement, optimizers: OptimizerRegistry) -> None:
+    def __init__(
+        self, shard: int, placement: Placement, optimizers: OptimizerRegistry, codecs: CodecRegistry | None = None
+    ) -> None:
         self._shard = shard
         self._placement = placement
         self._optimizers = optimizers
+        self._codecs = codecs or CodecRegistry()
         self._entries: dict[str, Entry] = {}
 
     def status(self) -> tuple[TableStatus, ...]:
@@ -117,7 +136,7 @@ class Tables:
 
     def check_codec(self, codec: Codec) -> None:
         """UnknownCodec where this shard cannot read or write what a codec makes of values."""
-        find_values(codec.values)
+        self._codecs.find(codec.values)
 
     def load(self, request: Load) -> Loaded:
         """Assign rows. The last word wins: a client sends `last` after all other parts were answered."""
@@ -167,16 +186,37 @@ class Tables:
                 f"route it with the id space {space!r}"
             )
 
-    def check_gradients(self, part: TableGradients, kept: Ids | None) -> Part:
-        """Gradients that fit their table; their ids are those `kept` from a pull, which has checked them, if any."""
+    def check_read(self, part: TableIds) -> Read:
+        """What is to be read of a table; UnknownCodec where it is wanted in a form that this shard cannot write."""
+        entry = self.open_entry(part.table)
+        self.check_ids(entry, part.ids)
+        return Read(entry.table, part.ids, self._codecs.find(part.codec) if part.codec else PLAIN)
+
+    def check_gradients(self, part: TableGradients, kept: Ids | None, room: int) -> Part:
+        """Gradients that fit their table, decompressed; their ids are those `kept` from a pull, which has checked them.
+
+        kept: None where they came with the gradients. room: bytes that they may take, decompressed; MessageTooLarge.
+        """
         entry = self.open_entry(part.table)
         if kept is None:
             self.check_ids(entry, part.ids)
         ids = part.ids if kept is None else kept
-        gradients = _matrix(entry, ids, "gradients", cast(Floats, part.gradients))
         if not (math.isfinite(part.lr_scale) and part.lr_scale >= 0):
             raise InvalidRequest(reason=f"table {part.table!r}: lr_scale must be finite and >= 0, got {part.lr_scale}")
-        return Part(entry.table, ids, gradients, part.lr_scale)
+        if not part.codec:
+            gradients = _matrix(entry, ids, "gradients", cast(Floats, part.gradients))
+            return Part(entry.table, ids, gradients, part.lr_scale)
+        dim = entry.table.spec.dim
+        if (size := 4 * len(ids) * dim) > room:  # before memory is taken: a payload is small, its rows are not
+            raise MessageTooLarge(got=size, limit=room)
+        name = "" if part.codec == PACKED else part.codec
+        try:
+            rows = decode(cast(Bytes, part.gradients), len(ids), dim, self._codecs.find, name)
+        except DamagedPayload as error:
+            reason = f"gradients of {len(ids)} ids of table {part.table!r}: {error.fields['reason']}"
+            raise DamagedPayload(codec=error.fields["codec"], reason=reason) from None
+        ids = ids if rows.positions is None else ids[rows.positions]
+        return Part(entry.table, ids, rows.rows, part.lr_scale, rows.ages)
 
 
 def check_room(parts: list[Part], waiting: dict[str, int]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
+from embershard.proto.codec.custom import CodecRegistry
 from embershard.proto.messages import Push, Reply, Request
 from embershard.proto.routing import Placement
 from embershard.ps.optim import OptimizerRegistry
@@ -22,8 +23,8 @@ class InProcessShards:
 
     def __init__(self, shards: int = 1, *, imports: Sequence[str] = ()) -> None:
         placement = Placement.even(shards)
-        optimizers = OptimizerRegistry(imports)
-        self._shards = [(Shard(i, placement, optimizers), threading.Condition()) for i in range(shards)]
+        optimizers, codecs = OptimizerRegistry(imports), CodecRegistry(imports)
+        self._shards = [(Shard(i, placement, optimizers, codecs=codecs), threading.Condition()) for i in range(shards)]
 
     def carriers(self) -> list[LocalCarrier]:
         """A way to each shard, for one client."""
