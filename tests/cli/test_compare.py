@@ -1,0 +1,111 @@
+"""`embershard compare`: what it refuses before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from embershard.cli import app as cli
+from embershard.cli import compare as command
+from embershard.compare import namespace
+from embershard.proto.errors import EmbershardError
+
+JOB = """\
+model: {name: dlrm, bottom: [16], hidden: [16]}
+data: {reader: clicks, eval_samples: 3000}
+embedding: {dim: 4, optimizer: {name: adagrad, lr: 0.05}}
+train: {batch_size: 256, samples: 10_000}
+"""
+
+
+@pytest.fixture(autouse=True)
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "400")
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    return path
+
+
+def run(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(cli.app, ["compare", *words])
+    text = str(done.exception) if isinstance(done.exception, EmbershardError) else done.output
+    return done.exit_code, " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--arms", "none,none"], "arm none: it is the same as none"),
+        (["--arms", "none,zip"], "there is no 'zip' (known: none, fp16s"),
+        (["--arms", "none,topk:0"], "its ratio must be above 0 and at most 1, got 0"),
+        (["--arms", "none,push=onebit"], "a row that is exactly zero"),
+        (["--arms", "none"], "needs at least two"),
+        (["--arms", "none,int8", "--bandwidth", "100"], "'100' is no bandwidth: write a number with its unit"),
+        (["--arms", "none,int8", "--bandwidth", "100mbit,fast"], "'fast' is no bandwidth"),
+        (["--arms", "none,int8", "--bandwidth", "1gbit,1000mbit"], "1gbit and 1000mbit are the same"),
+        (["--arms", "none,int8", "--seeds", "0"], "Invalid value for '--seeds'"),
+        (["--arms", "none,int8", "--tune", "a"], "--tune must be numbers"),
+        (["--arms", "none,int8", "--tune", "1,-2"], "--tune must be multiples above 0"),
+        (["--arms", "none,int8", "--margin", "0"], "--margin must be above 0"),
+        ([], "Missing option '--arms'"),
+    ],
+)
+def test_wrong_words_say_what_is_wrong(words: list[str], said: str, tmp_path: Path):
+    code, output = run("job.yaml", *words)
+    assert code == 2
+    assert said in output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_job_that_does_not_exist_is_named():
+    code, output = run("none.yaml", "--arms", "none,int8")
+    assert code == 1
+    assert output.startswith("none.yaml: cannot be read: No such file or directory")
+
+
+def test_mistakes_of_the_job_are_named_with_their_lines(job: Path):
+    job.write_text(JOB.replace("hidden", "hiden"))
+    assert run("job.yaml", "--arms", "none,int8")[1].startswith("job.yaml:1: model.hiden: unknown field")
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    code, output = run("job.yaml", "--arms", "none,int8", "--output", "file/out")
+    assert code == 1
+    assert "file/out" in output
+
+
+def test_a_folder_of_another_comparison_is_refused_with_the_difference(tmp_path: Path):
+    first = ("job.yaml", "--arms", "none,int8", "--output", "out", "--report-only")
+    assert run(*first)[0] == 0
+    kept = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.json*")}
+    code, output = run("job.yaml", "--arms", "none,int8", "--seeds", "3", "--output", "out")
+    assert code == 1
+    assert "holds another comparison; these differ: seeds: [0, 1, 2, 3, 4] there, [0, 1, 2] now" in output
+    assert kept == {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.json*")}
+
+
+def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path: Path):
+    (tmp_path / "precious.txt").write_text("mine")
+    code, output = run("job.yaml", "--arms", "none,int8", "--output", str(tmp_path))
+    assert code == 1
+    assert "holds other files and no comparison" in output
+    assert not (tmp_path / "experiment.json").exists()
+
+
+def test_namespaces_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(namespace.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(namespace.shutil, "which", lambda tool: f"/usr/sbin/{tool}")
+    code, output = run("job.yaml", "--arms", "none,int8", "--netns")
+    assert code == 1
+    assert "--netns cannot be used here: it needs root" in output
+    monkeypatch.setattr(namespace.shutil, "which", lambda tool: None)
+    assert "there is no `ip`; install iproute2" in run("job.yaml", "--arms", "none,int8", "--netns")[1]
+
+
+def test_a_missing_package_is_named_before_anything_runs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'embershard[bench]'" in run("job.yaml", "--arms", "none,int8")[1]

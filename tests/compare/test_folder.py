@@ -1,0 +1,91 @@
+"""The folder of a comparison: what is kept, and who may use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from embershard.compare.folder import RUNS, Folder, FolderInUse, NotAComparison, OtherExperiment
+from embershard.compare.plan import Experiment
+from embershard.compare.results import Results
+from embershard.proto.errors import CannotWrite
+
+EXPERIMENT = Experiment(
+    job={"train": {"batch_size": 256}},
+    overrides=(),
+    imports=(),
+    arms=(("none", ("compression=null",)), ("int8", ())),
+    bandwidths=("unlimited",),
+    seeds=(0, 1),
+    multiples=(1.0,),
+    speed_steps=100,
+    link="token bucket",
+)
+Make = Callable[..., Results]
+
+
+def test_runs_are_there_when_the_folder_is_opened_again(tmp_path: Path, make_results: Make):
+    runs = make_results(("none", "int8"), seeds=2).runs
+    with Folder(tmp_path / "out", EXPERIMENT) as folder:
+        for run in runs:
+            folder.add(run)
+    with Folder(tmp_path / "out", EXPERIMENT) as folder:
+        assert folder.runs == {run.key: run for run in runs}
+
+
+def test_half_a_line_is_left_out_and_written_past(tmp_path: Path, make_results: Make):
+    first, second, *_ = make_results(("none", "int8"), seeds=2).runs
+    with Folder(tmp_path, EXPERIMENT) as folder:
+        folder.add(first)
+        folder.add(second)
+    path = tmp_path / RUNS
+    path.write_bytes(path.read_bytes()[:-100])
+    with Folder(tmp_path, EXPERIMENT) as folder:
+        assert list(folder.runs) == [first.key]
+        folder.add(second)
+    with Folder(tmp_path, EXPERIMENT) as folder:
+        assert list(folder.runs) == [first.key, second.key]
+
+
+def test_a_run_that_was_made_again_counts_by_its_last_line(tmp_path: Path, make_results: Make):
+    run = make_results(("none", "int8"), seeds=2, failed=("none",)).runs[0]
+    with Folder(tmp_path, EXPERIMENT) as folder:
+        folder.add(run.model_copy(update={"ok": False}))
+        folder.add(run)
+    with Folder(tmp_path, EXPERIMENT) as folder:
+        assert folder.runs[run.key].ok
+
+
+def test_a_folder_of_another_experiment_is_refused_with_the_difference(tmp_path: Path):
+    with Folder(tmp_path, EXPERIMENT):
+        pass
+    other = EXPERIMENT.model_copy(update={"seeds": (0, 1, 2), "job": {"train": {"batch_size": 512}}})
+    with pytest.raises(OtherExperiment) as caught, Folder(tmp_path, other):
+        pass
+    assert "  seeds: [0, 1] there, [0, 1, 2] now" in str(caught.value)
+    assert "  job.train.batch_size: 256 there, 512 now" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "experiment.json"])
+def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path: Path, name: str):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(NotAComparison, match="holds other files"), Folder(tmp_path, EXPERIMENT):
+        pass
+    assert (tmp_path / name).read_text() == "mine"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path: Path):
+    with Folder(tmp_path, EXPERIMENT):
+        with pytest.raises(FolderInUse), Folder(tmp_path, EXPERIMENT):
+            pass
+    with Folder(tmp_path, EXPERIMENT):
+        pass
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CannotWrite, match="file/out"), Folder(tmp_path / "file" / "out", EXPERIMENT):
+        pass

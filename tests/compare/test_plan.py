@@ -1,0 +1,164 @@
+"""Which runs make a comparison, in which order, with which words."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from embershard.compare.arms import find_arms
+from embershard.compare.plan import Experiment, Plan, Task
+from embershard.compare.results import UNLIMITED, Bandwidth, Run
+from embershard.worker.job import Job, load_job
+
+JOB = """\
+model: {name: dlrm, bottom: [16], hidden: [16]}
+data: {reader: clicks, eval_samples: 3000}
+embedding:
+  dim: 4
+  optimizer: {name: adagrad, lr: 0.05}
+  groups: [{match: "embedding", optimizer: {name: sgd, lr: 0.2}}]
+dense: {optimizer: {name: sgd, lr: 0.1}}
+train: {batch_size: 256, samples: 100_000, lr_schedule: {name: linear, warmup_steps: 200}, early_stop: {patience: 3}}
+evaluate: {every: 50_000}
+checkpoint: {folder: kept}
+"""
+LINKS = (
+    Bandwidth(label="100mbit", bits_per_second=1e8),
+    Bandwidth(label="1gbit", bits_per_second=1e9),
+    Bandwidth(label=UNLIMITED, bits_per_second=None),
+)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    return path
+
+
+def plan_of(path: Path, *arms: str, **fields: object) -> Plan:
+    found = find_arms(arms or ("none,fp16s,dgc:0.01",), path, (), None)
+    values = {
+        "job": load_job(path).model_dump(mode="json"),
+        "overrides": (),
+        "imports": (),
+        "arms": tuple((arm.label, arm.settings) for arm, _ in found.values()),
+        "bandwidths": tuple(link.label for link in LINKS),
+        "seeds": (0, 1, 2),
+        "multiples": (1.0,),
+        "speed_steps": 50,
+        "link": "token bucket",
+    }
+    return Plan(Experiment.model_validate({**values, **fields}), found, LINKS)
+
+
+def job_of(path: Path, task: Task) -> Job:
+    """As `embershard train` reads it."""
+    pairs = (
+        itertools.batched(task.words, 2) if hasattr(itertools, "batched") else zip(*[iter(task.words)] * 2, strict=True)
+    )
+    return load_job(path, [value for flag, value in pairs if flag == "--set"])
+
+
+def test_every_arm_has_every_seed_on_every_link_once(job: Path):
+    tasks = plan_of(job).judged()
+    assert len(tasks) == 3 * 3 * 3
+    assert len({task.key for task in tasks}) == len({task.folder for task in tasks}) == len(tasks)
+    assert {task.kind for task in tasks if task.bandwidth == UNLIMITED} == {"quality"}
+    assert {task.kind for task in tasks if task.bandwidth != UNLIMITED} == {"speed"}
+
+
+def test_a_seed_is_whole_before_the_next_and_arms_take_turns_at_being_first(job: Path):
+    tasks = plan_of(job).judged()
+    assert [task.seed for task in tasks] == sorted(task.seed for task in tasks)
+    firsts = [next(task.arm for task in tasks if (task.seed, task.bandwidth) == (seed, UNLIMITED)) for seed in range(3)]
+    assert firsts == ["none", "fp16s", "dgc:0.01"]
+
+
+def test_runs_of_a_seed_differ_in_nothing_but_the_arm(job: Path):
+    first, *others = (task for task in plan_of(job).judged() if task.seed == 1 and task.kind == "quality")
+    base = job_of(job, first)
+    assert base.train.seed == 1
+    for task in others:
+        assert job_of(job, task).model_copy(update={"compression": base.compression}) == base
+
+
+def test_the_words_of_a_run_are_a_job_that_can_be_trained(job: Path):
+    plan = plan_of(job, "none,dgc:0.01", "strategy=ddp", multiples=(1.0, 2.0))
+    for task in [*plan.tuning(), *plan.judged(), *plan.tuned({"none": 2.0, "strategy=ddp": 2.0})]:
+        read = job_of(job, task)
+        assert read.checkpoint is None
+        assert read.train.seed == task.seed
+        if read.has_shards:
+            assert read.network.bandwidth == task.bandwidth
+
+
+def test_speed_runs_are_short_steady_and_not_judged(job: Path):
+    task = next(task for task in plan_of(job).judged() if (task.kind, task.arm) == ("speed", "dgc:0.01"))
+    read = job_of(job, task)
+    assert read.train.budget == ("steps", 50)
+    assert read.train.early_stop is None
+    assert read.evaluate.every is None
+    assert read.compression is not None
+    assert read.compression.warmup_steps == 0
+
+
+def test_a_job_that_is_shorter_than_a_speed_run_is_not_made_longer(job: Path):
+    job.write_text(
+        JOB.replace("samples: 100_000", "steps: 30")
+        .replace("warmup_steps: 200", "warmup_steps: 20")
+        .replace("50_000", "10")
+    )
+    task = next(task for task in plan_of(job).judged() if task.kind == "speed")
+    assert job_of(job, task).train.steps == 30
+
+
+def test_full_makes_whole_runs_on_limited_links_too(job: Path):
+    assert {task.kind for task in plan_of(job, speed_steps=None).judged()} == {"quality"}
+
+
+def test_arms_that_all_reduce_past_the_links_are_measured_without_limit_alone(job: Path):
+    tasks = plan_of(job, "strategy=ps,ddp").judged()
+    assert {task.bandwidth for task in tasks if task.arm == "strategy=ddp"} == {UNLIMITED}
+    assert {task.bandwidth for task in tasks if task.arm == "strategy=ps"} == {link.label for link in LINKS}
+
+
+def test_rates_are_tuned_with_a_seed_that_is_not_judged_and_groups_move_along(job: Path):
+    plan = plan_of(job, "none,int8", multiples=(0.5, 1.0, 2.0))
+    tasks = plan.tuning()
+    assert len(tasks) == 3 * 3
+    assert {task.seed for task in tasks} == {3}
+    doubled = job_of(job, next(task for task in tasks if task.multiple == 2.0))
+    rates = [
+        section.optimizer.model_dump()["lr"]
+        for section in (doubled.embedding, doubled.dense, *doubled.embedding.groups)
+    ]  # type: ignore[union-attr]
+    assert rates == [0.1, 0.2, 0.4]
+
+
+def tuned(arm: str, multiple: float, decided: float | None) -> Run:
+    return Run(
+        arm=arm, seed=3, bandwidth=UNLIMITED, kind="tune", multiple=multiple, ok=decided is not None, error="",
+        attempts=1, words=(), folder="", began="", total_seconds=1.0, load_average=0.0,
+        decided=decided,
+    )  # fmt: skip
+
+
+def test_an_arms_rate_is_that_of_its_best_tuning_run(job: Path):
+    plan = plan_of(job, "none,int8", multiples=(0.5, 1.0, 2.0))
+    runs = [tuned("none", 0.5, 0.7), tuned("none", 1.0, 0.8), tuned("none", 2.0, 0.8), tuned("fp16s", 2.0, None)]
+    runs += [tuned("int8", 0.5, 0.9), tuned("int8", 1.0, 0.8)]
+    assert plan.choose(runs, higher_is_better=True) == {"none": 1.0, "fp16s": 1.0, "int8": 0.5}
+    assert plan.choose(runs, higher_is_better=False)["none"] == 0.5
+    assert [task.arm for task in plan.tuned({"none": 1.0, "fp16s": 1.0, "int8": 0.5})] == ["int8"] * 3
+    assert plan_of(job, "none,int8").choose(runs, higher_is_better=True) == {}
+
+
+def test_a_difference_of_experiments_is_named_by_field(job: Path):
+    one, other = plan_of(job).experiment, plan_of(job, seeds=(0, 1)).experiment
+    assert one.difference(one) == ""
+    assert one.difference(other) == "  seeds: [0, 1, 2] there, [0, 1] now"
+    job.write_text(JOB.replace("dim: 4", "dim: 8"))
+    assert one.difference(plan_of(job).experiment) == "  job.embedding.dim: 4 there, 8 now"
