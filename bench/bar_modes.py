@@ -9,7 +9,7 @@ these jobs are run with several seeds. Their means have to hold the bar, and a m
 where the paired differences show it: their mean is worse than 0.003 by more than its one-sided 95 % interval.
 
 Pushes that pass each other act like momentum (Mitliagkas et al., "Asynchrony begets Momentum", 2016), and the rates of
-the NCF jobs are those of two asynchronous workers: one process, and so two synchronous ones, wants twice as much.
+the NCF jobs are those of two asynchronous workers: one process, and so two synchronous ones, wants more.
 Prints a table, then one JSON line; exits 1 below a bar. `--quick` runs three jobs; `--only` and `--modes` name some.
 """
 
@@ -31,7 +31,7 @@ from train_job import EXAMPLES, Bounds, Outcome, run_example
 BARS: dict[str, Bounds] = {**bar_ncf.BARS, **bar_ctr.BARS}
 QUICK = ("ncf-gmf", "frappe-lr", "adult")
 TOLERANCE = 0.003
-TWICE_THE_RATE = ("ncf-gmf", "ncf-mlp")  # at staleness 0
+FASTER = {"ncf-gmf": 4 / 3, "ncf-mlp": 2.0}  # their rates at staleness 0, in those of two asynchronous workers
 SEEDS: dict[str, tuple[int, ...]] = {"ncf-gmf": (1, 2, 3), "ncf-mlp": (1, 2, 3)}  # of the others: the file's own
 
 
@@ -48,9 +48,9 @@ class Mode:
         sets = {"train.staleness": self.staleness, "dense.mode": self.dense}
         if self.staleness == "0":
             sets["train.batch_size"] = job["train"]["batch_size"] // job["workers"]
-        if self.staleness == "0" and name in TWICE_THE_RATE:
+        if self.staleness == "0" and name in FASTER:
             sections = [section for section in ("embedding", "dense") if section in job]
-            sets |= {f"{section}.optimizer.lr": 2 * job[section]["optimizer"]["lr"] for section in sections}
+            sets |= {f"{section}.optimizer.lr": FASTER[name] * job[section]["optimizer"]["lr"] for section in sections}
         return [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
 
 
