@@ -23,9 +23,14 @@ import pytest
 
 from embershard.in_process import InProcessShards
 from embershard.proto import spec
+from embershard.proto.codec.ids import encode_ids
+from embershard.proto.codec.payload import encode_rows
+from embershard.proto.codec.values import find_values
+from embershard.proto.codec_errors import DamagedPayload
 from embershard.proto.errors import ClockAhead, EmbershardError, NotAShard, UnknownTable
 from embershard.proto.messages import (
     MAX_MESSAGE_BYTES,
+    PACKED,
     Beat,
     Beaten,
     Declare,
@@ -240,6 +245,57 @@ def test_rows_may_be_wanted_in_the_callers_memory(carrier: Carrier):
     reply = carrier.submit(Pull(1, (TableIds(name, ids),)), PATIENCE, [into]).result()
     assert isinstance(reply, Rows)
     np.testing.assert_array_equal(reply.tables[0].reshape(5, 2), values)
+
+
+@over_all
+def test_rows_may_be_wanted_compressed_in_the_callers_memory(carrier: Carrier):
+    names, ids = [table(carrier, 8), table(carrier, 4)], np.arange(5, dtype=np.int64)
+    values = [np.arange(5 * dim, dtype=np.float32).reshape(5, dim) for dim in (8, 4)]
+    for name, rows in zip(names, values, strict=True):
+        ask(carrier, Load(name, 1, ids, rows))
+    codec = find_values("int8")
+    into: list[np.ndarray] = [np.zeros(codec.nbytes(5, 8), np.uint8), np.full((5, 4), np.nan, np.float32)]
+    wanted = Pull(1, (TableIds(names[0], ids, codec="int8"), TableIds(names[1], ids)))
+    for places in (into, ()):
+        reply = carrier.submit(wanted, PATIENCE, places).result()
+        assert isinstance(reply, Rows)
+        assert reply.codecs == ("int8", "")
+        payload = np.empty(codec.nbytes(5, 8), np.uint8)
+        codec.encode(values[0], payload, None)
+        np.testing.assert_array_equal(reply.tables[0], payload)
+        np.testing.assert_array_equal(reply.tables[1].reshape(5, 4), values[1])
+
+
+@over_all
+def test_ids_may_travel_packed_both_ways_of_a_row(carrier: Carrier):
+    name, ids, worker = table(carrier), np.array([-(2**63), -4, 3, 2**62], np.int64), fresh()
+    packed = encode_ids(ids)
+    rows = np.arange(8, dtype=np.float32).reshape(4, 2)
+    push = Push(PushToken(worker, 1, 1, 1), 0, 1, (TableGradients(name, ids, rows, packed=packed),))
+    assert ask(carrier, push) == Pushed(duplicate=False, applied=4, skipped=0)
+    reply = ask(carrier, Pull(1, (TableIds(name, ids, route=worker, packed=packed),), worker, 1))
+    assert isinstance(reply, Rows)
+    np.testing.assert_array_equal(reply.tables[0].reshape(4, 2), -rows)
+    again = TableGradients(name, ids, rows, route=worker, packed=packed)
+    ask(carrier, Push(PushToken(worker, 1, 2, 1), 1, 1, (again,)))
+    np.testing.assert_array_equal(pulled(carrier, name, ids), -2 * rows)
+
+
+@over_all
+def test_gradients_may_travel_as_a_payload_and_a_damaged_one_is_refused_whole(carrier: Carrier):
+    name, ids, worker = table(carrier), np.arange(6, dtype=np.int64), fresh()
+    rows = np.ones((2, 2), np.float32)
+    payload = encode_rows(rows, find_values("bf16"), None, positions=np.array([1, 4]), num_ids=6)
+    plain = TableGradients(name, ids, np.ones((6, 2), np.float32))
+    for seq, sent in enumerate((payload[:-1], payload), start=1):
+        parts = plain, TableGradients(name, ids, sent, codec=PACKED)
+        push = Push(PushToken(worker, 1, seq, 1), 0, 1, parts)
+        if seq == 1:
+            with pytest.raises(DamagedPayload, match=name):
+                ask(carrier, push)
+        else:
+            assert ask(carrier, push) == Pushed(duplicate=False, applied=8, skipped=0)
+    assert pulled(carrier, name, ids)[:, 0].tolist() == [-1, -2, -1, -1, -2, -1]
 
 
 def refused(number: int) -> list[Request]:
