@@ -222,7 +222,8 @@ class Client:
             out = [
                 np.empty((len(route.ids), spec.dim), np.float32) for (_, route), spec in zip(reads, specs, strict=True)
             ]
-        self._inbox.fill(reads, out, partial(self._ask_rows, clock), keep=keep, versions=versions)
+        with span("pull"):
+            self._inbox.fill(reads, out, partial(self._ask_rows, clock), keep=keep, versions=versions)
         with self._stats_lock:
             self._stats.pulled_rows += sum(len(route.ids) for _, route in reads)
         return list(out)
@@ -255,7 +256,7 @@ class Client:
         update = Update(
             gradients=gradients, clock=clock, lr_scale=lr_scale, weight=weight, versions=versions, difference=difference
         )
-        with self._push_lock:
+        with self._push_lock, span("push"):
             member = self.membership
             if member is None:
                 self._outbox.put(update, to_all=False)

@@ -11,7 +11,9 @@ import numpy as np
 
 from embershard.worker.client import Stats
 from embershard.worker.group import WorkerGroup
-from embershard.worker.records import Interval
+from embershard.worker.records import Interval, StepBytes
+from embershard.worker.volume import Moved, Volumes
+from embershard.worker.volume import Part as VolumePart
 
 INTERVAL_SECONDS = 1.0
 
@@ -39,6 +41,9 @@ class Meter:
         self._new_trained = self._new_waited = 0.0
         self._cached_at = (0, 0)  # hits and lookups at the last look
         self._new_hits = self._new_lookups = 0
+        self._steps = self._steps_at = 0  # of this process, and the number of the last one at the last look
+        self._moved: dict[VolumePart, Moved] = {}  # in these
+        self._moved_at: Volumes = {}  # at the last look
         self._workers = world_size  # that train
         self._counts: dict[int, int] = {}  # samples of each worker, of those that were lost too, when they met last
         self._met_at = 0  # samples of this worker then
@@ -90,15 +95,24 @@ class Meter:
         """Whether there were steps since the last interval."""
         return self._new_samples > 0
 
-    def resume(self) -> None:
-        """Training goes on."""
+    def resume(self, step: int) -> None:
+        """Training goes on behind a step."""
         stats = self._waiting.stats
         self._mark, self._waited_at = time.perf_counter(), stats.wait_seconds
         self._cached_at = stats.cache_hits, stats.cache_lookups
+        self._steps_at, self._moved_at = step, stats.volume
 
-    def pause(self) -> None:
-        """Training stands still."""
-        self._look()
+    def pause(self, step: int) -> None:
+        """Training stands still behind a step."""
+        self._look(step)
+
+    def bytes_per_step(self) -> list[StepBytes]:
+        """What this worker has moved while it trained, by direction and part."""
+        steps = max(1, self._steps)
+        return [
+            StepBytes(direction, part, moved.wire / steps, moved.raw / steps)
+            for (direction, part), moved in sorted(self._moved.items())
+        ]
 
     def add(self, samples: int, loss: float) -> None:
         """A step of this many samples."""
@@ -114,7 +128,7 @@ class Meter:
 
     def interval(self, step: int, epoch: int, lr_scale: float) -> Interval:
         """What happened since the last one."""
-        self._look()
+        self._look(step)
         result = Interval(
             step=step,
             epoch=epoch,
@@ -132,7 +146,7 @@ class Meter:
         self._new_trained = self._new_waited = 0.0
         return result
 
-    def _look(self) -> None:
+    def _look(self, step: int) -> None:
         stats = self._waiting.stats
         now, waited = time.perf_counter(), stats.wait_seconds
         self._new_trained += now - self._mark
@@ -144,3 +158,7 @@ class Meter:
         self._new_hits += stats.cache_hits - hits
         self._new_lookups += stats.cache_lookups - lookups
         self._cached_at = stats.cache_hits, stats.cache_lookups
+        self._steps += step - self._steps_at
+        for key, moved in stats.volume.items():
+            self._moved[key] = self._moved.get(key, Moved()) + (moved - self._moved_at.get(key, Moved()))
+        self._steps_at, self._moved_at = step, stats.volume

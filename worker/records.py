@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -54,6 +54,27 @@ class Evaluation:
     evaluation_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """What a step of the first worker moves, one part of it: worker/volume.py."""
+
+    direction: str  # push, pull, other
+    part: str  # ids, rows, dense, other
+    wire: float  # as it travelled, frames included
+    raw: float  # with float32 rows and plain ids
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A part of the first worker's steps: worker/spans.py."""
+
+    name: str  # `step` is the whole; those that are not overlapped add up to it, `other` included
+    p50_ms: float
+    p99_ms: float
+    mean_ms: float
+    overlapped: bool  # in another thread, beside the others
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """What was reached. `figures` are those of the best evaluation."""
@@ -77,6 +98,8 @@ class Result:
     expired_leases: int = 0  # times that a worker was given up
     returned_splits: int = 0  # parts of an epoch that were dealt again, since the worker that had them was lost
     table_rows: Mapping[str, int] = field(default_factory=dict)
+    bytes: Sequence[StepBytes] = ()  # evaluations left out; the mean of this process's steps
+    step: Sequence[StepTime] = ()  # of the last steps
 
 
 class Observer(Protocol):

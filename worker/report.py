@@ -13,7 +13,8 @@ from embershard.worker.data.batch import Dataset
 from embershard.worker.group import LeftBehind, WorkerGroup
 from embershard.worker.job import Job
 from embershard.worker.meter import Meter
-from embershard.worker.records import Evaluation, Figures, Observer, Plan, Result
+from embershard.worker.records import Evaluation, Figures, Observer, Plan, Result, StepTime
+from embershard.worker.spans import split_now
 from embershard.worker.strategy.protocol import Strategy
 
 
@@ -145,6 +146,8 @@ class Report:
             expired_leases=self._strategy.expired_leases() if group.is_first else 0,
             returned_splits=returned_splits,
             table_rows=self._strategy.table_rows() if group.is_first else {},
+            bytes=meter.bytes_per_step(),
+            step=_step_times(),
         )
         for observer in self._told(self._group.is_first):
             observer.finished(result)
@@ -180,3 +183,16 @@ class Report:
     def _reachable(self) -> dict[str, Figures]:
         dataset = self._dataset
         return {split: dataset.best(split) for split in dataset.splits} if isinstance(dataset, Planted) else {}
+
+
+def _step_times() -> list[StepTime]:
+    """Where the time of the last steps went, if a Recorder is installed."""
+    split = split_now()
+    if split is None:
+        return []
+    groups = (({"step": split.step, **split.parts}, False), (split.overlapped, True))
+    return [
+        StepTime(name, part.p50_ms, part.p99_ms, part.mean_ms, overlapped)
+        for parts, overlapped in groups
+        for name, part in parts.items()
+    ]

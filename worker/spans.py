@@ -1,9 +1,9 @@
 """Where the time of a training step goes: `with span("pull"):` around its parts, free while nobody looks.
 
-The parts: `data` (making or receiving a batch), `route` (ids unique and grouped by shard), `encode`, `send`, `wait`
-(for shards, or for a batch with its rows), `receive`, `forward`, `backward`, `gather` (gradients of one row summed) and
-`push` (the rest of a step's push). Spans nest, and each counts its own time without that of the spans inside it, so the
-parts of one thread add up.
+The parts: `data` (making or receiving a batch), `route` (ids unique and grouped by shard), `encode` and `decode`
+(messages, codecs included), `send`, `wait` (for shards, or for a batch with its rows), `receive`, `pull` (the rest of
+one), `forward`, `backward`, `gather` (gradients of one row summed) and `push` (the rest of a step's push). Spans nest,
+and each counts its own time without that of the spans inside it, so the parts of one thread add up.
 
 A span stays in one thread and holds no await: what ran meanwhile on an event loop would count as inside it.
 """
@@ -65,12 +65,18 @@ def step_ends() -> None:
         _recorder.end()
 
 
+def split_now() -> Split | None:
+    """The split of the Recorder that is installed; None without one."""
+    return None if _recorder is None else _recorder.split()
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One part of a step, over the steps that were kept."""
 
     p50_ms: float
     p99_ms: float
+    mean_ms: float
     share: float  # of the time of all steps
 
 
@@ -180,9 +186,9 @@ def _largest_first(rings: Mapping[str, Floats]) -> list[tuple[str, Floats]]:
 
 def _part(seconds: Floats, total: float) -> Part:
     if not len(seconds):
-        return Part(0.0, 0.0, 0.0)
+        return Part(0.0, 0.0, 0.0, 0.0)
     p50, p99 = np.percentile(seconds, [50, 99]) * 1e3
-    return Part(float(p50), float(p99), float(seconds.sum()) / total if total else 0.0)
+    return Part(float(p50), float(p99), float(seconds.mean()) * 1e3, float(seconds.sum()) / total if total else 0.0)
 
 
 class _Span:

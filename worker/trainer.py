@@ -13,6 +13,7 @@ from torch import nn
 from embershard.proto.errors import JobError
 from embershard.worker.budget import Budget, Segment
 from embershard.worker.checkpoint import Checkpoint
+from embershard.worker.compression.job_codecs import JobCodecs
 from embershard.worker.data.batch import Dataset
 from embershard.worker.data.loader import LoaderProcess
 from embershard.worker.data.splits import SplitQueue
@@ -57,8 +58,10 @@ class Trainer:
         self.device = device_of(job)
         model = build_model(job, dataset)
         self._dense_parameters = num_dense_parameters(model)
+        self._codecs = JobCodecs(job, session)
         self.strategy = choose_strategy(job, model, session, self.device)
         self.model = self.strategy.model
+        self._codecs.begin(0 if resume is None else resume.manifest.step)
         torch.manual_seed(job.train.seed + 1 + group.rank)  # dropout differs between workers
         self._learn = step_of(job, self.strategy, session, self.device, worker=group.rank)
         self._evaluator = Evaluator(
@@ -122,12 +125,13 @@ class Trainer:
         )
 
     def _train(self, parts: Iterator[Iterator[Numbered]]) -> None:
-        self._meter.resume()
+        self._meter.resume(self._learn.steps)
         for part in parts:
             steps_begin()
             for turn in self.strategy.turns(_timed(part)):
                 self._epoch = turn.epoch + 1
                 self._rates.set(self._learn.steps)
+                self._codecs.follow(self._learn.steps)
                 loss = self._learn(turn)
                 if turn.samples:
                     self._meter.add(turn.samples, loss)
@@ -136,7 +140,7 @@ class Trainer:
                 step_ends()
             self._learn.finish()
         self._report.trained(self._learn.steps, self._epoch, self._rates.scale)
-        self._meter.pause()
+        self._meter.pause(self._learn.steps)
 
     def _enter(self) -> int:
         """Take part with the other workers from here on; the number of the pauses that they have made."""

@@ -47,7 +47,7 @@ class Volume:
         self._lock = threading.Lock()
         self._dims: dict[str, int] = {}  # of declared tables
         self._dense: set[str] = set()
-        self._parts: dict[Part, Moved] = {}
+        self._parts: dict[Part, list[int]] = {}  # wire, raw
 
     def count(self, request: Request, outcome: Reply | EmbershardError, pending: Pending) -> None:
         """A call that is over; one that failed, and may be made again, is left to `other`."""
@@ -83,12 +83,14 @@ class Volume:
         found.append(((direction, "other"), rest, rest))
         with self._lock:
             for key, wire, raw in found:
-                self._parts[key] = self._parts.get(key, Moved()) + Moved(wire, raw)
+                sums = self._parts.setdefault(key, [0, 0])
+                sums[0] += wire
+                sums[1] += raw
 
     def parts(self, num_bytes: int) -> dict[Part, Moved]:
         """All parts until now; `num_bytes` were counted on the sockets, and what no call accounts for is `other`."""
         with self._lock:
-            parts = dict(self._parts)
+            parts = {key: Moved(*sums) for key, sums in self._parts.items()}
         rest = num_bytes - sum(moved.wire for moved in parts.values())
         parts["other", "other"] = parts.get(("other", "other"), Moved()) + Moved(rest, rest)
         return parts

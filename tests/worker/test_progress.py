@@ -8,9 +8,12 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
+from embershard.proto.routing import make_route
+from embershard.proto.spec import SGD, TableSpec
 from embershard.worker.log import JsonLog, TensorBoardLog
 from embershard.worker.meter import Meter
 from embershard.worker.progress import Terminal
@@ -183,21 +186,47 @@ def test_the_meter_counts_no_pauses_and_what_training_waits_for(
         session.client._stats.wait_seconds += 7.0  # of threads that pull ahead: training does not wait with them
         meter.add(10, 0.5)
 
-    meter.resume()
+    meter.resume(0)
     train(1.0, 0.25)
     assert meter.due()
     first = meter.interval(1, 1, 1.0)
     assert (first.samples, first.samples_per_second, first.wait_share) == (20, 20.0, 0.25)
     train(0.5, 0.5)
-    meter.pause()
+    meter.pause(2)
     now[0] += 50.0  # an evaluation
     session._traffic.waited += 9.0
-    meter.resume()
+    meter.resume(2)
     assert not meter.due()
     train(0.5, 0.0)
     second = meter.interval(3, 1, 1.0)
     assert (second.samples_per_second, second.wait_share, second.seconds) == (40.0, 0.5, 52.0)
     assert (meter.trained, meter.waited, meter.samples) == (2.0, 0.75, 30)
+
+
+def test_the_meter_gives_bytes_per_step_without_those_of_evaluations(make_session: object) -> None:
+    assert callable(make_session)
+    session: Session = make_session(1)
+    spec = TableSpec(name="items", dim=4, optimizer=SGD(lr=1.0))
+    session.client.declare(spec)
+    meter = Meter(session, 1)
+
+    def pull(count: int) -> None:
+        session.client.pull([(spec.name, make_route(np.arange(count), spec.space_key, session.placement))])
+
+    pull(100)  # before training
+    meter.resume(7)  # a checkpoint's steps were another process's
+    for step in (8, 9):
+        pull(10)
+        meter.add(1, 0.5)
+        meter.interval(step, 1, 1.0)
+    meter.pause(9)
+    pull(500)  # an evaluation
+    meter.resume(9)
+    pull(40)
+    meter.pause(10)
+    found = {(part.direction, part.part): (part.wire, part.raw) for part in meter.bytes_per_step()}
+    assert found["pull", "rows"] == (16 * 20, 16 * 20)
+    assert found["pull", "ids"] == (8 * 20, 8 * 20)
 
 
 @pytest.mark.parametrize(

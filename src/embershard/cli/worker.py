@@ -28,6 +28,7 @@ from embershard.worker.progress import Terminal
 from embershard.worker.records import Observer
 from embershard.worker.resume import check_restored, position_of
 from embershard.worker.session import Session, connect
+from embershard.worker.spans import Recorder
 from embershard.worker.trainer import Trainer
 
 
@@ -124,13 +125,11 @@ def _train(
         group = stack.enter_context(_join(job, session, place))
         dataset = job.data.open(base, job.train.seed)
         trainer = Trainer(job, dataset, session, group, observers, loader, output=output, resume=checkpoint)
-        if profile:
-            assert output is not None
-            with Profile(output) as recorder:
-                trainer.run()
-            typer.echo(recorder.summary())
-        else:
+        assert output is not None or not profile
+        with Profile(output) if output is not None and profile else Recorder() as recorder:
             trainer.run()
+        if isinstance(recorder, Profile):
+            typer.echo(recorder.summary())
         if job.all_reduces:
             group.barrier()  # whoever is done first keeps its connections until all are
 
