@@ -1,10 +1,12 @@
-"""Ascending positions as bytes: the gaps between them as integers, a bitmap where that is smaller, or a key."""
+"""Ascending positions as bytes: the gaps between them as integers, or the key that drew them.
+
+Rice codes of parameter 0 are the bitmap of the positions, so nothing is gained by another.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 from numba import types
-from numba.cpython.unsafe.numbers import trailing_zeros
 
 from embershard.proto.codec.integers import (
     Bytes,
@@ -19,7 +21,7 @@ from embershard.proto.codec.select import random_positions
 from embershard.proto.jit import compiled
 from embershard.proto.messages import Ids
 
-BITMAP, EVERY, DRAWN = 66, 67, 68  # beside the kinds of integers
+EVERY, DRAWN = 66, 67  # beside the kinds of integers
 
 _KEY = np.dtype("<u8")
 _U = np.uint64
@@ -35,14 +37,7 @@ def encode_positions(positions: Ids, limit: int) -> Bytes:
         return np.append(count, np.uint8(EVERY))
     gaps = np.empty(positions.size, np.uint64)
     _gaps(positions, gaps)
-    block = encode_integers(gaps)
-    bitmap_bytes = -(-limit // 8)
-    if bitmap_bytes + 1 < block.size:
-        words = np.zeros(-(-limit // 64), np.uint64)
-        _set_bits(positions, words)
-        bitmap = words.astype("<u8", copy=False).view(np.uint8)[:bitmap_bytes]
-        return np.concatenate([count, np.array([BITMAP], np.uint8), bitmap])
-    return np.concatenate([count, block])
+    return np.concatenate([count, encode_integers(gaps)])
 
 
 def encode_drawn(count: int, key: int) -> Bytes:
@@ -66,19 +61,9 @@ def decode_positions(data: Bytes, limit: int) -> tuple[Ids, int]:
         if body.size < used:
             raise damaged("it ends in the key of its positions")
         return random_positions(limit, count, int(body[1:used].copy().view(_KEY)[0])), start + used
-    if body.size and body[0] == BITMAP:
-        used = 1 + -(-limit // 8)
-        if body.size < used:
-            raise damaged(f"a bitmap of {limit} positions in {body.size - 1} bytes")
-        words = np.zeros(-(-limit // 64), "<u8")
-        words.view(np.uint8)[: used - 1] = body[1:used]
-        positions = np.empty(count, np.int64)
-        good = _read_bits(words.astype(np.uint64, copy=False), limit, positions)
-    else:
-        gaps, used = decode_integers(body, count)
-        positions = np.empty(count, np.int64)
-        good = _add_gaps(gaps, limit, positions)
-    if not good:
+    gaps, used = decode_integers(body, count)
+    positions = np.empty(count, np.int64)
+    if not _add_gaps(gaps, limit, positions):
         raise damaged(f"its positions are not {count} below {limit}")
     return positions, start + used
 
@@ -101,25 +86,3 @@ def _add_gaps(gaps: Words, limit: int, positions: Ids) -> bool:
         positions[i] = np.int64(at)
         at += _1
     return True
-
-
-@compiled(types.void(_IDS, types.uint64[::1]))
-def _set_bits(positions: Ids, words: Words) -> None:
-    for i in range(positions.size):
-        at = _U(positions[i])
-        words[at >> _U(6)] |= _1 << (at & _U(63))
-
-
-@compiled(types.boolean(_WORDS, types.int64, types.int64[::1]))
-def _read_bits(words: Words, limit: int, positions: Ids) -> bool:
-    count = 0
-    for i in range(words.size):
-        word = words[i]
-        while word:
-            at = np.int64(64 * i + trailing_zeros(word))
-            if count == positions.size or at >= limit:
-                return False
-            positions[count] = at
-            count += 1
-            word &= word - _1
-    return bool(count == positions.size)

@@ -42,9 +42,7 @@ def predict_bytes(codec: Codec, num_ids: int, dim: int, find: Callable[[str], Va
 def _position_bytes(count: int, limit: int) -> float:
     """Of `count` positions drawn at random from `limit`."""
     head = _varint_bytes(count) + 1
-    if count in (0, limit):
-        return head
-    return head + min(math.ceil(limit / 8), _gap_bytes(count, count / limit))
+    return head if count in (0, limit) else head + _gap_bytes(count, count / limit)
 
 
 def _gap_bytes(count: int, density: float) -> float:
