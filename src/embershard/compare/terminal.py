@@ -16,7 +16,7 @@ from embershard.compare.text import lead, warnings
 
 _TONES = {"paid": "green", "did not pay": "red", "undecided": "yellow"}
 _NARROW = 100  # columns; below it some figures are left to the report
-_LEFT_OUT = ("bytes per step", "pays on links below")
+_LEFT_OUT = ("bytes per step", "quality", "pays on links below")
 
 
 def print_summary(results: Results, console: Console) -> None:
@@ -29,7 +29,7 @@ def summary(results: Results, narrow: bool = False) -> Group:
     found = short_table(results)
     places = [i for i, column in enumerate(found.columns) if not (narrow and column in _LEFT_OUT)]
     rows = [[re.sub(r" \[.*\]$", "", row[place]) for place in places] for row in found.rows]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for number, place in enumerate(places):
         name = found.columns[place].replace("speed-up,", "speed,")
         width = max(map(len, [*name.split(), *(row[number] for row in rows)]))

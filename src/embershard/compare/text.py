@@ -74,7 +74,7 @@ def findings(results: Results) -> list[Finding]:
 
 def about(results: Results) -> str:
     """A line under the headline."""
-    links = listed([link_text(link) for link in results.bandwidths])
+    links = _at(results, [link.label for link in results.bandwidths])
     seeds = f"{len(results.seeds)} paired seeds" if len(results.seeds) > 1 else "1 seed"
     sizes = f"{_many(results.workers, 'worker')}, {_many(results.shards, 'shard')}"
     return (
@@ -134,7 +134,7 @@ def _speeds(results: Results, arm: str, other: str) -> str:
 
 
 def _times(ratio: float) -> str:
-    return f"{digits(ratio, 2 if ratio >= 2 else 3)}x"
+    return f"{digits(ratio, 2 if ratio >= 2 or ratio < 1 else 3)}x"
 
 
 def _cost(results: Results, verdict: Verdict) -> str:

@@ -62,7 +62,11 @@ def count_text(value: float) -> str:
 
 def ratio_text(ratio: float) -> str:
     """How many times."""
-    return f"{digits(ratio)}x"
+    return f"{_ratio(ratio)}x"
+
+
+def _ratio(ratio: float) -> str:
+    return f"{ratio:,.{2 if ratio < 10 else 1 if ratio < 100 else 0}f}"
 
 
 def rate_text(per_second: float) -> str:
@@ -103,7 +107,7 @@ def difference_text(estimate: Estimate) -> str:
 
 def speed_up_text(estimate: Estimate) -> str:
     """A mean ratio and its interval."""
-    return _with_interval(estimate, lambda value: f"{digits(value)}", "x")
+    return _with_interval(estimate, _ratio, "x")
 
 
 def _with_interval(estimate: Estimate, text: Callable[[float], str], unit: str = "") -> str:
