@@ -29,16 +29,17 @@ class CompressionSettings:
         that somebody else was faster with. The same request again is answered as before.
         """
         if request.revision:
-            merged = {part.table: self._merged(part) for part in request.tables}
-            again = request.revision == self.revision and merged.items() <= self._said.items()
+            said = dict(self._said)
+            for part in request.tables:
+                said[part.table] = self._merged(part, said.get(part.table, TableCodecs(part.table)))
+            again = request.revision == self.revision and said == self._said
             if request.revision <= self.revision and not again:
                 reason = f"revision {request.revision} of the compression settings is taken, they are at "
                 raise InvalidRequest(reason=f"{reason}{self.revision}; somebody else switched them just now: try again")
-            self._said.update(merged)
-            self.revision = request.revision
+            self._said, self.revision = said, request.revision
         return Compressed(self.revision, tuple(self._said.values()))
 
-    def _merged(self, part: TableCodecs) -> TableCodecs:
+    def _merged(self, part: TableCodecs, before: TableCodecs) -> TableCodecs:
         """What was said of a table before with what is said now, checked."""
         entry = self._tables.entry(part.table)
         texts = {"push": part.push, "pull": part.pull}
@@ -48,8 +49,9 @@ class CompressionSettings:
             try:
                 codec = Codec.parse(text)
                 codec.check(direction, entry.dense)
+                if codec.select == "dgc" and entry.table.spec.optimizer.params().get("momentum", 0.0) > 0:
+                    raise ValueError(f"{codec} keeps the momentum in the worker, so that of its optimizer must be 0")
             except ValueError as error:
                 raise InvalidRequest(reason=f"table {part.table!r}: {error}") from None
             self._check(codec)
-        before = self._said.get(part.table, TableCodecs(part.table))
         return TableCodecs(part.table, part.push or before.push, part.pull or before.pull)

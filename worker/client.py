@@ -24,6 +24,7 @@ from embershard.proto.messages import (
     Push,
     Pushed,
     Request,
+    Rows,
     ShardStatus,
     TableIds,
 )
@@ -90,6 +91,7 @@ class Client:
         self.compressor = Compressor(worker)
         self._outbox = Outbox(worker, self.epoch, self.placement.epoch, self._limits, self.compressor)
         self._inbox = Inbox(self._links, worker, self.epoch, self.placement.epoch, self._limits, self.compressor)
+        self.settings_revision = 0  # of what the shards were told of compression, as far as replies said
         self._push_lock = threading.Lock()
         self._stats = Stats()
         self._stats_lock = threading.Lock()
@@ -173,7 +175,7 @@ class Client:
 
         `last` ends the loading that `declare` began. With `keep_state` rows that exist keep their optimizer's state.
         """
-        _check_rows(table, "loaded rows", rows, len(route.ids), self._spec(table).dim)
+        _check_rows(table, "loaded rows", rows, len(route.ids), self.spec(table).dim)
         queues: dict[int, deque[Load]] = {}
         for shard in range(self.num_shards) if shards is None else shards:
             part = route.slice_of(shard)
@@ -217,7 +219,7 @@ class Client:
         `keep` asks the shards to keep the ids, so that a push by the same route need not send them again. A member's
         pull for `clock` waits until the shards are as far as its staleness wants. `versions` are lowered to those read.
         """
-        specs = [self._spec(table) for table, _ in reads]
+        specs = [self.spec(table) for table, _ in reads]
         if out is None:
             out = [
                 np.empty((len(route.ids), spec.dim), np.float32) for (_, route), spec in zip(reads, specs, strict=True)
@@ -252,7 +254,7 @@ class Client:
         that lost its lease has pushed is dropped.
         """
         for table, route, rows in gradients:
-            _check_rows(table, "gradients", rows, len(route.ids), self._spec(table).dim)
+            _check_rows(table, "gradients", rows, len(route.ids), self.spec(table).dim)
         update = Update(
             gradients=gradients, clock=clock, lr_scale=lr_scale, weight=weight, versions=versions, difference=difference
         )
@@ -293,7 +295,8 @@ class Client:
         for link in self._links:
             link.carrier.close()
 
-    def _spec(self, table: str) -> TableSpec:
+    def spec(self, table: str) -> TableSpec:
+        """That of a table that was declared; UnknownTable."""
         spec = self._specs.get(table)
         if spec is None:
             known = ", ".join(self._specs) or "none"
@@ -317,9 +320,12 @@ class Client:
         start = time.perf_counter()
         try:
             with span("wait"):  # of which a carrier may set its own parts apart
-                if wait is not None:
-                    return wait(requests, into)
-                return self._links.call(requests, Deadline(self.timeout), into)
+                outcomes = (
+                    self._links.call(requests, Deadline(self.timeout), into) if wait is None else wait(requests, into)
+                )
+            revisions = [reply.settings for reply in outcomes.values() if isinstance(reply, Rows | Pushed)]
+            self.settings_revision = max(self.settings_revision, *revisions) if revisions else self.settings_revision
+            return outcomes
         finally:
             with self._stats_lock:
                 self._stats.wait_seconds += time.perf_counter() - start

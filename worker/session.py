@@ -19,6 +19,7 @@ from embershard.worker.announce import Inputs, WrappedModel, reads_of_batches
 from embershard.worker.bandwidth import UNLIMITED, parse_bandwidth
 from embershard.worker.client import DEFAULT_TIMEOUT, Client, LrScale, Stats
 from embershard.worker.compression.settings import Compression, codec_of
+from embershard.worker.compression.switching import Switching
 from embershard.worker.dense import DenseWeights
 from embershard.worker.gradients import RowGradients, merge, to_arrays
 from embershard.worker.local_steps import LocalSteps
@@ -89,6 +90,7 @@ class Session:
         self._models: list[WrappedModel] = []
         self._collected: list[RowGradients] = []
         self._traffic = Traffic(client, None if local_steps is None else LocalSteps(client, local_steps))
+        self.switching = Switching(client, self._traffic.settle)
 
     @property
     def clock(self) -> int:
@@ -154,8 +156,9 @@ class Session:
 
         `tables` is a name, a pattern, or "dense" for all dense weights. A codec is one of docs/compression.md, such as
         "int8" or "topk:0.01+fp16s"; a direction that is not named stays as it is. What a codec has held back goes with
-        the next push, or is what the next one holds back. ValueError, before anything changes, where no table has such
-        a name, and for a codec that is none or cannot serve one of them.
+        the next push, or is what the next one holds back. It waits for the pushes that are under way. ValueError,
+        before anything changes, where no table has such a name, and for a codec that is none or cannot serve one of
+        them; UnknownCodec where a shard was not started with it.
         """
         compressor = self.client.compressor
         dense = {name: compressor.is_dense(name) for name in self._tables}
@@ -163,10 +166,7 @@ class Session:
         if not names:
             raise ValueError(f"no table matches {tables!r} (known: dense, {', '.join(dense)})")
         to_shards, from_shards = (None if codec is None else codec_of(codec) for codec in (push, pull))
-        for name in names:
-            compressor.check(name, to_shards, from_shards)
-        for name in names:
-            compressor.choose(name, to_shards, from_shards)
+        self.switching.switch({name: compressor.check(name, to_shards, from_shards) for name in names})
         return names
 
     @property
@@ -251,6 +251,7 @@ class Session:
         the next step.
         """
         self._traffic.check()
+        self.switching.follow(self.clock)
         with span("push"):
             gradients = to_arrays(self.gradients())
             gradients += [part for weights in self._dense if (part := weights.gradients()) is not None]

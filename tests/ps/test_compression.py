@@ -20,15 +20,15 @@ IDS = np.array([1], np.int64)
 @pytest.fixture
 def shard() -> Shard:
     shard = Shard(0, Placement.even(1), OptimizerRegistry())
-    for name, dense in (("rows", False), ("dense", True)):
-        shard.handle(Declare(TableSpec(name=name, dim=2, optimizer=SGD(lr=1.0)), dense=dense))
+    for name, dense, momentum in (("rows", False, 0.0), ("dense", True, 0.5)):
+        shard.handle(Declare(TableSpec(name=name, dim=2, optimizer=SGD(lr=1.0, momentum=momentum)), dense=dense))
     return shard
 
 
 def test_settings_add_up_under_a_growing_revision(shard: Shard) -> None:
     assert shard.handle(Compress()) == Compressed(0, ())
     shard.handle(Compress(1, (TableCodecs("rows", push="topk:0.01"), TableCodecs("dense", pull="delta"))))
-    found = shard.handle(Compress(5, (TableCodecs("rows", pull="fp16s"),)))
+    found = shard.handle(Compress(5, (TableCodecs("rows", pull="int8"), TableCodecs("rows", pull="fp16s"))))
     assert found == Compressed(5, (TableCodecs("rows", "topk:0.01", "fp16s"), TableCodecs("dense", "", "delta")))
     assert shard.handle(Compress()) == found
 
@@ -44,6 +44,7 @@ REFUSED = [
     (TableCodecs("wide", push="int8"), UnknownTable, "wide"),
     (TableCodecs("rows", push="onebit"), InvalidRequest, "table 'rows': codec 'onebit' on the push of rows: it serves"),
     (TableCodecs("dense", pull="topk:0.1"), InvalidRequest, "table 'dense': codec 'topk:0.1' on the pull of dense"),
+    (TableCodecs("dense", push="dgc:0.1"), InvalidRequest, "table 'dense': dgc:0.1 keeps the momentum in the worker"),
     (TableCodecs("rows", push="gzip"), InvalidRequest, "table 'rows': codec 'gzip': there is no 'gzip'"),
     (TableCodecs("rows", push="mine:codec"), UnknownCodec, "no codec 'mine:codec' here"),
 ]

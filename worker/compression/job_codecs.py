@@ -1,0 +1,87 @@
+"""Has the tables of a session travel as a job says, from step to step."""
+
+from __future__ import annotations
+
+import logging
+
+from embershard.proto.codec.choice import Codec
+from embershard.proto.errors import JobError
+from embershard.proto.spec import Optimizer
+from embershard.worker.compression.settings import Directions
+from embershard.worker.job import Job
+from embershard.worker.patterns import choose
+from embershard.worker.session import Session
+
+_log = logging.getLogger(__name__)
+
+# what divides a step by the size of the gradients that it has seen
+_ADAPTIVE = frozenset({"adagrad", "rowwise_adagrad", "adam", "adamw", "ftrl", "rmsprop"})
+
+
+class JobCodecs:
+    """The codecs of a job and their schedule. JobError where a table cannot travel as the job wants."""
+
+    def __init__(self, job: Job, session: Session | None) -> None:
+        self._section = job.compression
+        self._session = session if job.compression is not None else None
+        self._prefix = job.prefix
+        self._wanted: dict[str, Directions] = {}
+        self._next: list[int] = []  # steps at which something changes
+        if self._session is not None and self._section is not None:
+            self._session.client.compressor.settings = self._section.settings()
+
+    def begin(self, step: int) -> None:
+        """Switch the tables, which all exist by now, to the codecs of a step, and say which are no good choice."""
+        if self._session is None or self._section is None:
+            return
+        names = sorted(table.spec.name.removeprefix(self._prefix) for table in self._session.tables)
+        try:
+            choose(names, {**self._section.tables, "*": None}, "compression.tables")
+        except ValueError as error:
+            where, _, reason = str(error).partition(": ")
+            raise JobError(where=where, reason=reason) from None
+        self._next = [change for change in self._section.steps if change > step]
+        self._switch(step)
+        for table in self._session.tables if self._session.client.worker == 0 else ():
+            if line := advice(table.spec.optimizer, self._wanted[table.spec.name].push):
+                _log.warning("table %s: %s", table.spec.name, line)
+
+    def follow(self, step: int) -> None:
+        """Before a step: change what the schedule changes."""
+        if self._next and step >= self._next[0]:
+            self._next = [change for change in self._next if change > step]
+            self._switch(step)
+
+    def _switch(self, step: int) -> None:
+        """Only what the schedule changes: what was switched by hand stays."""
+        assert self._session is not None
+        assert self._section is not None
+        settings, compressor = self._section.settings(step), self._session.client.compressor
+        for table in self._session.tables:
+            name = table.spec.name
+            before = self._wanted.get(name, Directions())
+            try:
+                want = settings.of(name.removeprefix(self._prefix), compressor.is_dense(name))
+                if want != before:
+                    self._session.switching.switch({name: want})
+            except ValueError as error:
+                raise JobError(where="compression", reason=f"table {name!r}: {error}") from None
+            if name in self._wanted and want != before:
+                how = f"push={want.push} pull={want.pull}"
+                _log.warning("step %d: table %s travels as %s, by the job's schedule", step, name, how)
+            self._wanted[name] = want
+
+
+def advice(optimizer: Optimizer, push: Codec) -> str:
+    """What speaks against a codec in front of an optimizer (docs/compression.md); "": nothing."""
+    if optimizer.kind in _ADAPTIVE and push.has_feedback:
+        return (
+            f"{push} in front of {optimizer.name} changes the size of its steps, for gradients that waited are divided "
+            "by another history. int8 does not: it is the better choice here, and top-k in front of sgd"
+        )
+    if optimizer.kind == "sgd" and push.select == "all" and not push.is_plain and not push.has_feedback:
+        return (
+            f"in front of sgd topk:0.01+fp16s sends far less than {push}, and what it leaves out is sent later; "
+            "quantisation is the better choice in front of adagrad and adam"
+        )
+    return ""

@@ -1,0 +1,75 @@
+"""Changes how the tables of a session travel while it trains: by hand, by a job's schedule, or as the shards were told.
+
+`embershard compression set` tells the shards; the revision of what they were told comes with every reply.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+
+from embershard.proto.codec.choice import Codec
+from embershard.proto.codec_errors import UnknownCodec
+from embershard.proto.codec_messages import Compress, Compressed
+from embershard.worker.client import Client
+from embershard.worker.compression.settings import Directions
+
+_log = logging.getLogger(__name__)
+
+
+class Switching:
+    """`settle` waits until no push is in flight: what is sent by one codec is acknowledged before another is used."""
+
+    def __init__(self, client: Client, settle: Callable[[], None]) -> None:
+        self._client = client
+        self._settle = settle
+        self._revision = 0  # of the shards' settings, as far as they were followed
+
+    def switch(self, wanted: Mapping[str, Directions]) -> None:
+        """Have tables travel so from the next push and pull on, and tell the shards.
+
+        ValueError, or UnknownCodec of this process or a shard, where one of them cannot; nothing has changed then.
+        """
+        compressor, now = self._client.compressor, self._client.compressor.directions()
+        changed = {name: directions for name, directions in wanted.items() if directions != now[name]}
+        if not changed:
+            return
+        for name, directions in changed.items():
+            compressor.check(name, *directions)
+            for codec in directions:
+                compressor.find(codec.values)
+        for name, directions in changed.items():
+            spec = dataclasses.replace(self._client.spec(name), push_codec=directions.push, pull_codec=directions.pull)
+            self._client.declare(spec, dense=compressor.is_dense(name))
+        self._settle()
+        for name, directions in changed.items():
+            compressor.choose(name, *directions)
+
+    def follow(self, clock: int) -> None:
+        """Before a step: switch as the shards were told since the last one, and say so in the log.
+
+        A table that this session cannot have travel so stays as it is.
+        """
+        if self._client.settings_revision == self._revision:
+            return
+        self._revision = self._client.settings_revision
+        replies = [reply for reply in self._client.ask_all(Compress()) if isinstance(reply, Compressed)]
+        newest = max(replies, key=lambda reply: reply.revision)
+        now = self._client.compressor.directions()
+        for said in newest.tables:
+            before = now.get(said.table)
+            if before is None:  # a table of others
+                continue
+            try:
+                wanted = Directions(
+                    Codec.parse(said.push) if said.push else before.push,
+                    Codec.parse(said.pull) if said.pull else before.pull,
+                )
+                self.switch({said.table: wanted})
+            except (ValueError, UnknownCodec) as error:
+                _log.warning("step %d: table %s stays as it travels: %s", clock, said.table, error)
+                continue
+            if wanted != before:
+                how = f"push={wanted.push} pull={wanted.pull}"
+                _log.warning("step %d: table %s travels as %s, as the shards were told", clock, said.table, how)
