@@ -13,7 +13,6 @@ from embershard.proto.jit import compiled
 BLOCK = 1024
 _BLOCK, _1 = np.uint64(BLOCK), np.uint64(1)
 _U = np.uint32
-_ABS, _INFINITY = _U(0x7FFFFFFF), _U(0x7F800000)
 
 
 class Onebit:
@@ -48,9 +47,7 @@ def _encode(rows: Floats, signs: Bytes, means: Floats) -> None:
     for block in range(np.uint64(means.size)):
         first = block * _BLOCK
         size = min(_BLOCK, np.uint64(rows.size) - first)
-        largest = _U(0)
         for j in range(size):
-            largest = max(largest, bits_of(rows[first + j]) & _ABS)
             sums[j] = np.float64(abs(rows[first + j]))
         for j in range(size, _BLOCK):
             sums[j] = 0.0
@@ -59,7 +56,7 @@ def _encode(rows: Floats, signs: Bytes, means: Floats) -> None:
             for j in range(width):
                 sums[j] += sums[width + j]
             width >>= _1
-        means[block] = sums[0] / np.float64(size) if largest < _INFINITY else np.nan
+        means[block] = sums[0] / np.float64(size) if sums[0] < np.inf else np.nan
         stride = (size + np.uint64(7)) >> np.uint64(3)
         at = first >> np.uint64(3)
         for j in range(stride):

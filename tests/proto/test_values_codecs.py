@@ -202,11 +202,13 @@ def _mean(rows: Floats) -> float:
 
 class TestTraps:
     @pytest.mark.parametrize("name", BUILTIN_VALUES)
-    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+    @pytest.mark.parametrize(
+        "bad", [0x7FC00000, 0xFFC00000, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800000, 0xFF800000]
+    )
     @pytest.mark.parametrize("key", [None, 3])
-    def test_nan_in_a_block_of_zeros(self, name: str, bad: float, key: int | None) -> None:
+    def test_nan_in_a_block_of_zeros(self, name: str, bad: int, key: int | None) -> None:
         rows = np.zeros((3, 1024), np.float32)
-        rows[1, 700] = bad
+        rows.view(np.uint32)[1, 700] = bad  # the bits of a NaN or of an infinity
         out = there_and_back(name, rows, key)
         assert not np.isfinite(out[1]).all()
         assert not out[::2].any()
@@ -257,7 +259,7 @@ class TestTraps:
         rows[0, ::64] = 127
         ups = [there_and_back("int8", rows, key)[0] == 1 for key in range(4)]
         # counters that a key merely xors would give keys 0 and 1 the same four numbers for every four floats
-        in_fours = [up.reshape(-1, 4).sum(axis=1).tolist() for up in ups]
+        in_fours = [up[4:64].reshape(-1, 4).sum(axis=1).tolist() for up in ups]
         assert all(counts != in_fours[0] for counts in in_fours[1:])
         assert all((up == ups[0]).mean() < 0.6 for up in ups[1:])
 
