@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from embershard.cli.signals import ended_by_signals
 from embershard.compare.arms import BadArm, find_arms
@@ -20,7 +21,7 @@ from embershard.compare.folder import Folder
 from embershard.compare.namespace import Namespaces, check_namespaces
 from embershard.compare.plan import Experiment, Plan
 from embershard.compare.progress import Show
-from embershard.compare.results import UNLIMITED, Bandwidth, Results, write_results
+from embershard.compare.results import UNLIMITED, Bandwidth, write_results
 from embershard.proto.errors import EmbershardError
 from embershard.worker.bandwidth import parse_bandwidth
 from embershard.worker.job import load_job
@@ -31,7 +32,7 @@ NEEDED = ("scipy", "jinja2")
 class NoReport(EmbershardError):
     """A package is missing."""
 
-    template = "a comparison needs {package}: pip install 'embershard[bench]'"
+    template = "a comparison needs {package}: pip install 'embershard[compare]'"
 
 
 def compare(
@@ -128,6 +129,7 @@ def _report(engine: Engine, plan: Plan, folder: Folder, job: Path, margin: float
     # here: scipy takes part of a second, which a mistake in the words need not wait for
     from embershard.compare.gather import gather
     from embershard.compare.report import write_report
+    from embershard.compare.terminal import print_summary
 
     results = gather(
         plan,
@@ -140,14 +142,8 @@ def _report(engine: Engine, plan: Plan, folder: Folder, job: Path, margin: float
     )
     write_results(results, folder.path)
     write_report(results, folder.path)
-    for line in summary(results):
-        show.say(line)
+    print_summary(results, Console(highlight=False))
     show.say(f"written: {folder.path / 'report.html'}, report.md, results.json, runs.jsonl")
-
-
-def summary(results: Results) -> list[str]:
-    """A verdict per arm, with its reasons."""
-    return [f"{verdict.arm}: {verdict.outcome}. {' '.join(verdict.reasons)}" for verdict in results.verdicts]
 
 
 def _command() -> tuple[str, ...]:
