@@ -37,7 +37,8 @@ def evaluation(samples: int, seconds: float, auc: float, *, improved: bool) -> d
 def result(**fields: object) -> dict[str, object]:
     return {
         "record": "result", "metric": "auc", "split": "valid",
-        "figures": {"valid": {"auc": 0.8}, "test": {"auc": 0.79}}, "reachable": {"test": {"auc": 0.9}}, "steps": 100, "samples": 1000, "train_seconds": 9.0,
+        "figures": {"valid": {"auc": 0.8}, "test": {"auc": 0.79}},
+        "reachable": {"test": {"auc": 0.9}}, "steps": 100, "samples": 1000, "train_seconds": 9.0,
         "samples_per_second": 111.0, "wait_share": 0.4, "stopped_early": True, **fields,
     }  # fmt: skip
 

@@ -43,7 +43,7 @@ class Engine:
             if len(self._left(first)) < len(first):
                 self._show.say(f"{len(first) - len(self._left(first))} of {len(first)} runs are there already")
             self._make(first)
-            self._make([*first, *self._plan.tuned(self.chosen)])
+            self._make(self._plan.tuned(self.chosen))
         finally:
             self._show.close()
 

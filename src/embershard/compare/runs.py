@@ -17,6 +17,7 @@ from embershard.compare.results import Figures, Run
 from embershard.compare.run_log import Glance, RunLog
 from embershard.worker.log import FILE_NAME
 
+COMMAND = (sys.executable, "-P", "-m", "embershard.cli", "train")
 ATTEMPTS = 2
 LAST_LINES = 12  # of a run that failed
 QUIET_SECONDS = 1800.0  # without a line in the log, a run counts as hung: an evaluation is the longest silence
@@ -68,7 +69,7 @@ def make_run(task: Task, place: Place, watch: Callable[[Glance], None]) -> Run:
 
 def _attempt(task: Task, place: Place, folder: Path, log: RunLog, watch: Callable[[Glance], None]) -> str:
     """Make the run once; its last words where it failed."""
-    command = [*place.prefix, sys.executable, "-P", "-m", "embershard.cli", "train", str(place.job), *task.words]
+    command = [*place.prefix, *COMMAND, str(place.job), *task.words]
     command += ["--output", str(folder), "--parent-pid", str(os.getpid())]
     command += ["--data", str(place.data)] if place.data is not None else []
     command += ["--ps", ",".join(place.shards)] if place.shards else []

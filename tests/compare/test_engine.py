@@ -1,0 +1,139 @@
+"""Which runs are made, made again, and left out; with a trainer that only writes a log."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from embershard.compare import runs
+from embershard.compare.arms import find_arms
+from embershard.compare.engine import Engine
+from embershard.compare.folder import Folder
+from embershard.compare.plan import Experiment, Plan
+from embershard.compare.progress import Show
+from embershard.compare.results import UNLIMITED, Bandwidth
+from embershard.worker.job import load_job
+
+JOB = """\
+model: {name: dlrm, bottom: [16], hidden: [16]}
+data: {reader: clicks, eval_samples: 3000}
+embedding: {dim: 4, optimizer: {name: adagrad, lr: 0.05}}
+train: {batch_size: 256, samples: 10_000}
+"""
+TRAINER = """\
+import json, os, pathlib, sys
+words = sys.argv[1:]
+folder = pathlib.Path(words[words.index("--output") + 1])
+tries = folder.parent.parent / "tries.txt"
+with tries.open("a") as file:
+    file.write(folder.name + "\\n")
+times = tries.read_text().split().count(folder.name)
+fails = int(os.environ.get("FAILS", "0"))
+if "compression=null" not in words and times <= fails:
+    sys.exit("out of luck")
+auc = 0.8 + 0.01 * ("embedding.optimizer.lr=0.1" in words)
+base = {"time": 0.0}
+lines = [
+    {"record": "config", "metric": "auc", "split": "valid", "total_samples": 100, "python": "3", "versions": {}},
+    {"record": "train", "step": 50, "epoch": 1, "samples": 100, "samples_per_second": 7.0, "wait_share": 0.1},
+    {"record": "eval", "samples": 100, "seconds": 2.0, "evaluation_seconds": 1.0, "improved": True,
+     "figures": {"valid": {"auc": auc}, "test": {"auc": auc}}},
+    {"record": "result", "metric": "auc", "split": "valid", "figures": {"valid": {"auc": auc}, "test": {"auc": auc}},
+     "reachable": {}, "steps": 50, "samples": 100, "train_seconds": 1.0, "samples_per_second": 6.0,
+     "wait_share": 0.1, "stopped_early": False},
+]
+with (folder / "log.jsonl").open("a") as file:
+    for line in lines:
+        file.write(json.dumps(line) + "\\n")
+"""
+
+
+class Bench:
+    """A comparison of two arms and two seeds in a folder."""
+
+    def __init__(self, path: Path, multiples: tuple[float, ...] = (1.0,)) -> None:
+        self.path, self._multiples = path, multiples
+        self._job = path / "job.yaml"
+        self._job.write_text(JOB)
+        self.console = Console(record=True, width=200)
+
+    def run(self) -> Engine:
+        arms = find_arms(["none,fp16s"], self._job, (), None)
+        experiment = Experiment(
+            job=load_job(self._job).model_dump(mode="json"),
+            overrides=(),
+            imports=(),
+            arms=tuple((arm.label, arm.settings) for arm, _ in arms.values()),
+            bandwidths=(UNLIMITED,),
+            seeds=(0, 1),
+            multiples=self._multiples,
+            speed_steps=50,
+            link="token bucket",
+        )
+        plan = Plan(experiment, arms, (Bandwidth(label=UNLIMITED, bits_per_second=None),))
+        with Folder(self.path / "out", experiment) as folder:
+            engine = Engine(plan, folder, self._job, None, Show(self.console), None)
+            engine.run()
+            self.runs = folder.runs
+        return engine
+
+    @property
+    def tries(self) -> Sequence[str]:
+        return (self.path / "out" / "tries.txt").read_text().split()
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    monkeypatch.setattr(runs, "COMMAND", (sys.executable, str(tmp_path / "trainer.py")))
+
+
+@pytest.mark.usefixtures("trainer")
+def test_every_run_is_made_once_and_a_second_start_makes_none(tmp_path: Path):
+    bench = Bench(tmp_path)
+    assert bench.run().complete
+    assert len(bench.tries) == len(set(bench.tries)) == len(bench.runs) == 4
+    assert {run.metrics["auc"] for run in bench.runs.values()} == {0.8}
+    assert bench.run().complete
+    assert len(bench.tries) == 4
+    assert "4 of 4 runs are there already" in bench.console.export_text()
+
+
+@pytest.mark.usefixtures("trainer")
+def test_a_run_that_fails_is_made_again_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FAILS", "1")
+    bench = Bench(tmp_path)
+    assert bench.run().complete
+    assert {run.attempts for run in bench.runs.values() if run.arm == "fp16s"} == {2}
+    assert all(run.ok and not run.error for run in bench.runs.values())
+
+
+@pytest.mark.usefixtures("trainer")
+def test_a_run_that_fails_twice_is_recorded_and_tried_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FAILS", "2")
+    bench = Bench(tmp_path)
+    assert not bench.run().complete
+    failed = [run for run in bench.runs.values() if not run.ok]
+    assert [(run.arm, run.attempts, run.steps) for run in failed] == [("fp16s", 2, 0)] * 2
+    assert failed[0].error == "it ended with exit code 1\nout of luck"
+    assert "fp16s, seed 0, unlimited: FAILED twice: out of luck" in bench.console.export_text()
+    assert len(bench.tries) == 6
+    assert bench.run().complete
+    assert len(bench.tries) == 8
+
+
+@pytest.mark.usefixtures("trainer")
+def test_rates_are_tuned_first_and_only_better_ones_are_run_again(tmp_path: Path):
+    bench = Bench(tmp_path, multiples=(1.0, 2.0))
+    engine = bench.run()
+    assert engine.complete
+    assert engine.chosen == {"none": 2.0, "fp16s": 2.0}
+    kinds = [run.kind for run in bench.runs.values()]
+    assert kinds == ["tune"] * 4 + ["quality"] * 8
+    assert {run.multiple for run in list(bench.runs.values())[-4:]} == {2.0}

@@ -1,0 +1,100 @@
+"""`embershard compare` as people run it: killed in the middle, started again, and reported."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from embershard.compare.results import read_results
+
+pytestmark = pytest.mark.integration
+
+JOB = """\
+model: {name: dlrm, bottom: [8], hidden: [8]}
+data: {reader: clicks, eval_samples: 1000, loader_processes: 0}
+embedding: {dim: 4, optimizer: {name: adagrad, lr: 0.05}}
+train: {batch_size: 256, samples: 4_096}
+workers: 1
+shards: 1
+"""
+
+
+def family(mark: str) -> list[psutil.Process]:
+    """Processes that have the folder of a test in their words."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        if mark in " ".join(process.info["cmdline"] or []) and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+def wait_for(condition, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Iterator[list[str]]:
+    (tmp_path / "job.yaml").write_text(JOB)
+    command = [sys.executable, "-m", "embershard.cli", "compare", str(tmp_path / "job.yaml"), "--seeds", "2"]
+    yield [*command, "--output", str(tmp_path / "out")]
+    for process in family(str(tmp_path)):
+        process.kill()
+
+
+def lines(tmp_path: Path) -> list[dict[str, object]]:
+    path = tmp_path / "out" / "runs.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_comparison_goes_on_where_it_was(words: list[str], tmp_path: Path):
+    words += ["--arms", "strategy=local,ps"]
+    killed = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: len(lines(tmp_path)) == 1 and len(family(str(tmp_path))) > 1, 100)
+    finally:
+        killed.kill()
+        killed.wait()
+    wait_for(lambda: not family(str(tmp_path)), 30)  # its run, shards and workers end with it
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 of 4 runs are there already" in done.stdout
+    assert "4 of 4: strategy=local, seed 1, unlimited: auc" in done.stdout
+    assert "report.html" in done.stdout
+    found = lines(tmp_path)
+    assert len(found) == len({(run["arm"], run["seed"]) for run in found}) == 4
+    results = read_results(tmp_path / "out" / "results.json")
+    assert results.complete
+    assert [arm.label for arm in results.arms] == ["strategy=local", "strategy=ps"]
+    assert all(run.ok and run.samples == 4096 and run.metrics["auc"] for run in results.runs)
+    (verdict,) = results.verdicts
+    assert verdict.difference is not None
+    assert verdict.difference.low is not None
+    assert (tmp_path / "out" / "report.html").stat().st_size > 10_000
+    assert not family(str(tmp_path))
+
+
+@pytest.mark.timeout(200)
+def test_ctrl_c_ends_everything_and_says_how_to_go_on(words: list[str], tmp_path: Path):
+    words += ["--arms", "strategy=ps,local", "--set", "train.samples=1_000_000_000"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    log = tmp_path / "out" / "runs" / "quality-strategy_ps-seed0-unlimited" / "log.jsonl"
+    wait_for(log.exists, 100)
+    process.send_signal(signal.SIGINT)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, text
+    assert "the same command goes on where it was: embershard compare" in text
+    assert "Traceback" not in text
+    assert not family(str(tmp_path))
+    assert not lines(tmp_path)
