@@ -16,7 +16,7 @@ class TableCodecs:
 
 @dataclass(frozen=True, slots=True)
 class Compress:
-    """Have the workers switch these tables, under a revision above the shard's; revision 0 only asks.
+    """Have the workers switch these tables, under a revision above the shard's; revision 0 only checks and asks.
 
     A direction that is "" stays as it was said before.
     """

@@ -23,15 +23,15 @@ class CompressionSettings:
         self._said: dict[str, TableCodecs] = {}
 
     def answer(self, request: Compress) -> Compressed:
-        """Take new settings, all of them or none, and say what holds.
+        """Take new settings, all of them or none, and say what holds; at revision 0 they are only checked.
 
         UnknownTable, UnknownCodec; InvalidRequest for what is no codec, or cannot serve its table, and for a revision
         that somebody else was faster with. The same request again is answered as before.
         """
+        said = dict(self._said)
+        for part in request.tables:
+            said[part.table] = self._merged(part, said.get(part.table, TableCodecs(part.table)))
         if request.revision:
-            said = dict(self._said)
-            for part in request.tables:
-                said[part.table] = self._merged(part, said.get(part.table, TableCodecs(part.table)))
             again = request.revision == self.revision and said == self._said
             if request.revision <= self.revision and not again:
                 reason = f"revision {request.revision} of the compression settings is taken, they are at "

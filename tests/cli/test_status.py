@@ -8,7 +8,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from embershard.cli import status as command
-from embershard.proto.messages import MemberStatus, ShardStatus
+from embershard.proto.messages import MemberStatus, ShardStatus, TableStatus
 
 STATUS = ShardStatus(
     shard=0,
@@ -61,3 +61,12 @@ def test_the_histogram_of_staleness_is_that_of_all_shards():
     seen[0], seen[1], seen[5], seen[31] = 4, 2, 1, 1
     page = shown(replace(STATUS, staleness_seen=tuple(seen)), replace(STATUS, staleness_seen=(2,)))
     assert "updates missed pushes share 0 6 60.0% 1 2 20.0% 4 to 7 1 10.0% 31 or more 1 10.0%" in page
+
+
+def test_the_codecs_of_tables_are_shown_where_there_are_some():
+    plain = TableStatus("t", 4, 10, 2**20, "adam", False, "none", "none")
+    assert "table optimizer dim rows bytes t adam 4 10" in shown(replace(STATUS, tables=(plain,)))
+    coded = replace(plain, name="u", push_codec="int8", pull_codec="fp16s")
+    page = shown(replace(STATUS, tables=(plain, coded)))
+    assert "table optimizer push pull dim rows bytes t adam none none 4 10" in page
+    assert "u adam int8 fp16s 4 10" in page

@@ -50,13 +50,18 @@ REFUSED = [
 ]
 
 
+@pytest.mark.parametrize("revision", [0, 1])
 @pytest.mark.parametrize(("part", "kind", "text"), REFUSED)
 def test_what_a_table_cannot_have_is_refused_and_changes_nothing(
-    shard: Shard, part: TableCodecs, kind: type[EmbershardError], text: str
+    shard: Shard, part: TableCodecs, kind: type[EmbershardError], text: str, revision: int
 ) -> None:
     with pytest.raises(kind, match=text.replace("(", r"\(")):
-        shard.handle(Compress(1, (TableCodecs("dense", push="int8"), part)))
+        shard.handle(Compress(revision, (TableCodecs("dense", push="int8"), part)))
     assert shard.handle(Compress()) == Compressed(0, ())
+
+
+def test_revision_0_changes_nothing(shard: Shard) -> None:
+    assert shard.handle(Compress(0, (TableCodecs("rows", push="int8"),))) == Compressed(0, ())
 
 
 def test_of_two_who_switch_at_once_the_second_is_told(shard: Shard) -> None:

@@ -16,7 +16,8 @@ from embershard.proto.messages import Compress, Pull, Push, Reply, Request, Tabl
 from embershard.ps.shard import Shard
 from embershard.worker.carriers.local import LocalCarrier
 from embershard.worker.client import Client
-from embershard.worker.compression.job_codecs import JobCodecs, advice
+from embershard.worker.compression.advice import advice
+from embershard.worker.compression.job_codecs import JobCodecs
 from embershard.worker.compression.settings import codec_of
 from embershard.worker.job import Job
 from embershard.worker.session import Session
@@ -199,17 +200,17 @@ def test_tables_of_a_job_with_a_prefix_are_named_without_it(make_shards: MakeSha
 
 
 ADVICE = [
-    (es.Adam(lr=1.0), "topk:0.01", "topk:0.01 in front of adam changes the size of its steps"),
-    (es.RowWiseAdagrad(lr=1.0), "rows:0.1+int8", "int8 does not"),
-    (es.Adagrad(lr=1.0), "int8", ""),
-    (es.SGD(lr=1.0), "int8", "in front of sgd topk:0.01+fp16s sends far less than int8"),
-    (es.SGD(lr=1.0, momentum=0.9), "topk:0.01", ""),
-    (es.SGD(lr=1.0), "none", ""),
+    ("adam", "topk:0.01", "topk:0.01 in front of adam changes the size of its steps"),
+    ("rowwise_adagrad", "rows:0.1+int8", "int8 does not"),
+    ("adagrad", "int8", ""),
+    ("sgd", "int8", "in front of sgd topk:0.01+fp16s sends far less than int8"),
+    ("sgd", "topk:0.01", ""),
+    ("sgd", "none", ""),
 ]
 
 
 @pytest.mark.parametrize(("optimizer", "push", "want"), ADVICE)
-def test_a_codec_that_does_not_suit_its_optimizer_is_said(optimizer: es.SGD, push: str, want: str) -> None:
+def test_a_codec_that_does_not_suit_its_optimizer_is_said(optimizer: str, push: str, want: str) -> None:
     found = advice(optimizer, codec_of(push))
     assert want in found
     assert bool(found) == bool(want)
@@ -222,7 +223,7 @@ def test_advice_is_given_once_by_the_first_worker(make_shards: MakeShards, caplo
     session.table(SPEC)
     codecs.begin(0)
     assert [record.getMessage() for record in caplog.records] == [
-        "table t: " + advice(SPEC.optimizer, codec_of("int8"))
+        "table t: " + advice(SPEC.optimizer.name, codec_of("int8"))
     ]
 
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import logging
 
-from embershard.proto.codec.choice import Codec
 from embershard.proto.errors import JobError
-from embershard.proto.spec import Optimizer
+from embershard.worker.compression.advice import advice
 from embershard.worker.compression.settings import Directions
 from embershard.worker.job import Job
 from embershard.worker.patterns import choose
 from embershard.worker.session import Session
 
 _log = logging.getLogger(__name__)
-
-# what divides a step by the size of the gradients that it has seen
-_ADAPTIVE = frozenset({"adagrad", "rowwise_adagrad", "adam", "adamw", "ftrl", "rmsprop"})
 
 
 class JobCodecs:
@@ -43,7 +39,7 @@ class JobCodecs:
         self._next = [change for change in self._section.steps if change > step]
         self._switch(step)
         for table in self._session.tables if self._session.client.worker == 0 else ():
-            if line := advice(table.spec.optimizer, self._wanted[table.spec.name].push):
+            if line := advice(table.spec.optimizer.name, self._wanted[table.spec.name].push):
                 _log.warning("table %s: %s", table.spec.name, line)
 
     def follow(self, step: int) -> None:
@@ -70,18 +66,3 @@ class JobCodecs:
                 how = f"push={want.push} pull={want.pull}"
                 _log.warning("step %d: table %s travels as %s, by the job's schedule", step, name, how)
             self._wanted[name] = want
-
-
-def advice(optimizer: Optimizer, push: Codec) -> str:
-    """What speaks against a codec in front of an optimizer (docs/compression.md); "": nothing."""
-    if optimizer.kind in _ADAPTIVE and push.has_feedback:
-        return (
-            f"{push} in front of {optimizer.name} changes the size of its steps, for gradients that waited are divided "
-            "by another history. int8 does not: it is the better choice here, and top-k in front of sgd"
-        )
-    if optimizer.kind == "sgd" and push.select == "all" and not push.is_plain and not push.has_feedback:
-        return (
-            f"in front of sgd topk:0.01+fp16s sends far less than {push}, and what it leaves out is sent later; "
-            "quantisation is the better choice in front of adagrad and adam"
-        )
-    return ""

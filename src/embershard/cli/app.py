@@ -23,6 +23,7 @@ COMMANDS = {
     "compare": "Train a job in several arms with paired seeds, and report whether they paid.",
     "evaluate": "Score a job's model on shards, while its workers train it.",
     "status": "Show health, rows, bytes and requests of every shard.",
+    "compression": "Show or switch how tables travel, while workers train.",
     "doctor": "Check this machine, shards, a job or a run, and say what to do.",
     "export": "Write a trained model as files for torch, ONNX and others.",
     "import": "Load a model that was trained elsewhere into running shards.",

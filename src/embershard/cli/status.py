@@ -162,11 +162,14 @@ def _tables(seen: Sequence[Seen]) -> list[Table]:
     parts = [table for one in seen if one.status for table in one.status.tables]
     if not parts:
         return []
-    view = _table_of(("\ntable", "\noptimizer"), ("\ndim", "\nrows", "\nbytes"))
+    coded = any(codec not in ("", "none") for part in parts for codec in (part.push_codec, part.pull_codec))
+    codecs = ("\npush", "\npull") if coded else ()
+    view = _table_of(("\ntable", "\noptimizer", *codecs), ("\ndim", "\nrows", "\nbytes"))
     for name in dict.fromkeys(part.name for part in parts):
         mine = [part for part in parts if part.name == name]
         rows, held = sum(part.rows for part in mine), sum(part.bytes for part in mine)
-        view.add_row(name, mine[0].optimizer, str(mine[0].dim), f"{rows:,}", size(held))
+        used = (mine[0].push_codec, mine[0].pull_codec) if coded else ()
+        view.add_row(name, mine[0].optimizer, *used, str(mine[0].dim), f"{rows:,}", size(held))
     return [view]
 
 

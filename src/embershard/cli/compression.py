@@ -1,0 +1,122 @@
+"""`embershard compression`: how tables travel between workers and shards, shown and switched while workers train."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from embershard.cli.snapshot import CONNECT_TIMEOUT
+from embershard.cli.status import shards_of_up
+from embershard.proto.codec.choice import Codec
+from embershard.proto.errors import UnknownTable
+from embershard.proto.messages import Compress, Compressed, TableCodecs, TableStatus
+from embershard.worker.addresses import parse_addresses
+from embershard.worker.client import Client
+from embershard.worker.compression.advice import advice
+from embershard.worker.patterns import matches
+
+compression = typer.Typer(
+    no_args_is_help=True, help="Show or switch how tables travel between workers and shards, while workers train."
+)
+Shards = Annotated[
+    str, typer.Option("--ps", help="host:port of every shard, separated by commas; default: `up`, here.")
+]
+
+
+@compression.command("show")
+def show(
+    ps: Shards = "", as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
+) -> None:
+    """Show every table's codecs: those that its workers use, and those that the shards were told."""
+    with _client(ps) as client:
+        tables, told = _tables(client), _told(client)
+    revision, said = told.revision, {part.table: part for part in told.tables}
+    if as_json:
+        rows = {
+            name: {
+                "push": table.push_codec,
+                "pull": table.pull_codec,
+                "told": {"push": said[name].push, "pull": said[name].pull} if name in said else None,
+            }
+            for name, table in tables.items()
+        }
+        typer.echo(json.dumps({"revision": revision, "tables": rows}))
+        return
+    view = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in ("table", "optimizer", "push", "pull", f"told (revision {revision})" if revision else "told"):
+        view.add_column(column, no_wrap=True)
+    for name, table in tables.items():
+        view.add_row(name, table.optimizer, table.push_codec, table.pull_codec, _words(said.get(name)))
+    Console().print(view)
+
+
+@compression.command("set")
+def set_codecs(
+    table: Annotated[str, typer.Argument(help="A table, or a pattern of several, as in emb*.")],
+    codecs: Annotated[list[str], typer.Argument(help="push=CODEC, pull=CODEC, or both; as in the job file.")],
+    ps: Shards = "",
+) -> None:
+    """Have the workers switch; they do before their next step, and say so in their log.
+
+    A codec that a table cannot have, or that a shard was not started with, is refused, and nothing is switched then.
+    """
+    given = _directions(codecs)
+    with _client(ps) as client:
+        tables = _tables(client)
+        names = [name for name in tables if matches(name, table)]
+        if not names:
+            raise UnknownTable(table=table, known=", ".join(tables) or "none")
+        wanted = tuple(TableCodecs(name, given.get("push", ""), given.get("pull", "")) for name in names)
+        client.ask_all(Compress(0, wanted))  # all shards agree before any of them is told
+        revision = _told(client).revision + 1
+        client.ask_all(Compress(revision, wanted))
+    for part in wanted:
+        typer.echo(f"table {part.table}: {_words(part)} (revision {revision}); workers switch before their next step")
+        if part.push and (line := advice(tables[part.table].optimizer, Codec.parse(part.push))):
+            typer.echo(f"table {part.table}: {line}")
+
+
+@contextlib.contextmanager
+def _client(ps: str) -> Iterator[Client]:
+    addresses = parse_addresses(ps) if ps else shards_of_up()
+    if not addresses:
+        raise typer.BadParameter("no shards of `embershard up` serve here: name the shards with --ps")
+    with contextlib.closing(Client.connect(addresses, timeout=CONNECT_TIMEOUT)) as client:
+        yield client
+
+
+def _directions(codecs: Sequence[str]) -> dict[str, str]:
+    """Direction -> codec text."""
+    given: dict[str, str] = {}
+    for text in codecs:
+        direction, equals, codec = text.partition("=")
+        if direction not in ("push", "pull") or not equals or not codec:
+            raise typer.BadParameter(f"{text!r} must read push=CODEC or pull=CODEC, as in push=topk:0.01")
+        if direction in given:
+            raise typer.BadParameter(f"{direction} is given twice")
+        try:
+            given[direction] = str(Codec.parse(codec))
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    return given
+
+
+def _tables(client: Client) -> dict[str, TableStatus]:
+    return {table.name: table for status in client.status() for table in status.tables}
+
+
+def _told(client: Client) -> Compressed:
+    """What the shards were told last: all of them, unless somebody was cut off half-way."""
+    replies = [reply for reply in client.ask_all(Compress()) if isinstance(reply, Compressed)]
+    return max(replies, key=lambda reply: reply.revision)
+
+
+def _words(part: TableCodecs | None) -> str:
+    given = [] if part is None else [("push", part.push), ("pull", part.pull)]
+    return " ".join(f"{direction}={codec}" for direction, codec in given if codec)

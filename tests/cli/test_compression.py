@@ -1,0 +1,89 @@
+"""`embershard compression`: what it shows, switches and refuses, over shards in this process."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import embershard as es
+from embershard.cli import compression as command
+from embershard.in_process import InProcessShards
+from embershard.proto.errors import EmbershardError, InvalidRequest, UnknownTable
+from embershard.worker.client import Client
+from embershard.worker.session import Session
+
+
+@pytest.fixture
+def shards(monkeypatch: pytest.MonkeyPatch) -> InProcessShards:
+    shards = InProcessShards(2)
+    monkeypatch.setattr(command.Client, "connect", lambda _, timeout: Client(shards.carriers(), timeout=timeout))
+    session = Session(Client(shards.carriers()))
+    for name, optimizer in (("embedding", es.SGD(lr=1.0)), ("embedding.more", es.Adam(lr=1.0))):
+        session.table(es.TableSpec(name=name, dim=2, optimizer=optimizer))
+    return shards
+
+
+def run(*words: str) -> Result:
+    result = CliRunner().invoke(command.compression, [*words, "--ps", "h:1,h:2"])
+    if isinstance(result.exception, EmbershardError):
+        raise result.exception
+    return result
+
+
+def shown() -> dict[str, object]:
+    return json.loads(run("show", "--json").stdout)
+
+
+def test_nothing_was_told_at_first(shards: InProcessShards) -> None:
+    plain = {"push": "none", "pull": "none", "told": None}
+    assert shown() == {"revision": 0, "tables": {"embedding": plain, "embedding.more": plain}}
+
+
+def test_a_table_is_switched_under_a_new_revision(shards: InProcessShards) -> None:
+    assert run("set", "embedding.more", "push=int8", "pull=fp16s").stdout == (
+        "table embedding.more: push=int8 pull=fp16s (revision 1); workers switch before their next step\n"
+    )
+    run("set", "embedding.more", "pull=none")
+    found = shown()
+    assert found["revision"] == 2
+    assert found["tables"]["embedding.more"]["told"] == {"push": "int8", "pull": "none"}
+    assert "told (revision 2)" in run("show").stdout
+
+
+def test_a_pattern_switches_all_that_it_fits(shards: InProcessShards) -> None:
+    out = run("set", "embedding", "push=topk:0.010").stdout
+    assert "table embedding: push=topk:0.01 (revision 1)" in out
+    assert "table embedding.more: push=topk:0.01 (revision 1)" in out
+
+
+def test_a_poor_choice_is_said(shards: InProcessShards) -> None:
+    assert "topk:0.01 in front of adam changes" in run("set", "embedding.more", "push=topk:0.01").stdout
+
+
+def test_a_table_that_is_not_there_is_refused(shards: InProcessShards) -> None:
+    with pytest.raises(UnknownTable, match=r"wide.*embedding, embedding.more"):
+        run("set", "wide", "push=int8")
+
+
+def test_what_one_table_cannot_have_is_refused_for_all(shards: InProcessShards) -> None:
+    with pytest.raises(InvalidRequest, match="codec 'onebit' on the push of rows"):
+        run("set", "emb*", "push=onebit")
+    assert shown()["revision"] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "want"),
+    [
+        (["int8"], "'int8' must read push=CODEC or pull=CODEC"),
+        (["both=int8"], "'both=int8' must read"),
+        (["push=int8", "push=none"], "push is given twice"),
+        (["push=topk:2"], "its ratio must be above 0 and at most 1, got 2"),
+        (["push=gzip"], "there is no 'gzip'"),
+    ],
+)
+def test_what_is_no_codec_is_refused(shards: InProcessShards, words: list[str], want: str) -> None:
+    result = run("set", "embedding", *words)
+    assert result.exit_code == 2
+    assert want in " ".join(result.stderr.replace("│", " ").split())
