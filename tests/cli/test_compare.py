@@ -108,4 +108,4 @@ def test_namespaces_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_missing_package_is_named_before_anything_runs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    assert "pip install 'embershard[bench]'" in run("job.yaml", "--arms", "none,int8")[1]
+    assert "pip install 'embershard[compare]'" in run("job.yaml", "--arms", "none,int8")[1]
