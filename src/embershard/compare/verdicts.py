@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from embershard.compare.results import UNLIMITED, BreakEven, Estimate, Outcome, Quality, Results, Speed, Verdict
+from embershard.compare.units import link_text, metric_name
 
 NO_GAIN = 1.05  # a speed-up whose interval stays below is none that anyone would change a job for
 KEPT = ("equivalent", "not worse", "better")
@@ -75,13 +76,14 @@ def _reasons(results: Results, quality: Quality | None, speeds: list[Speed], fai
     if quality.difference.seeds < 2:
         yield "One seed gives no interval: what follows may be chance."
     yield _of_quality(quality)
+    links = {link.label: link_text(link) for link in results.bandwidths}
     for speed in speeds:
-        where = "Without limit" if speed.bandwidth == UNLIMITED else f"At {speed.bandwidth}"
+        where = "Without limit" if speed.bandwidth == UNLIMITED else f"At {links[speed.bandwidth]}"
         yield f"{where} it is {speed.speed_up.mean:.2f} times as fast{_interval(speed.speed_up, '.2f')}."
 
 
 def _of_quality(quality: Quality) -> str:
-    name, rate = quality.metric, " at its own best learning rate" if quality.rate == "tuned" else ""
+    name, rate = metric_name(quality.metric), " at its own best learning rate" if quality.rate == "tuned" else ""
     moved = f"{name} differs by {quality.difference.mean:+.5f}{_interval(quality.difference, '+.5f')}{rate}"
     margin = "" if quality.margin is None else f" of {quality.margin:g}"
     said = {
