@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from embershard.proto.codec.choice import Codec
+from embershard.proto.codec.custom import CodecRegistry
 from embershard.proto.routing import Placement, Route, make_route
 from embershard.proto.spec import TableSpec
 from embershard.worker.addresses import parse_addresses
@@ -364,6 +365,7 @@ def connect(
     local_steps: int | None = None,
     bandwidth: str = UNLIMITED,
     compression: Compression | None = None,
+    imports: Sequence[str] = (),
 ) -> Session:
     """A session with the shards at `addresses` ("host:port,host:port" or a list), in any order.
 
@@ -373,7 +375,7 @@ def connect(
     that membership.Terms describes, the same for all workers; ModeMismatch where they differ. With `local_steps` it
     trains on copies of its own and pushes what so many steps have changed (local_steps.py). A `bandwidth`, as
     "100mbit", emulates a slower link to the shards (bandwidth.py); ValueError where it is none. `compression` says how
-    tables travel.
+    tables travel; `imports` names the modules of its user-defined codecs, BadCodec where one does not work.
     """
     terms = Terms(workers=workers, staleness=staleness, lease=lease, damp_staleness=damp_staleness, patience=patience)
     if local_steps is not None and (local_steps < 1 or damp_staleness):
@@ -382,8 +384,9 @@ def connect(
             if damp_staleness
             else f"local_steps must be at least 1, got {local_steps}"
         )
-    bits = parse_bandwidth(bandwidth)
+    bits, codecs = parse_bandwidth(bandwidth), CodecRegistry(imports)
     client = Client.connect(parse_addresses(addresses), worker=worker, timeout=timeout, bandwidth=bits)
+    client.compressor.find = codecs.find
     try:
         if workers > 1 or staleness is not None or damp_staleness:
             client.join(terms)

@@ -44,10 +44,11 @@ def local(
 ) -> Session:
     """A session with `shards` fresh shards in this process, for tests, notebooks and what fits one machine.
 
-    `imports` names the modules of user-defined row optimizers ("__main__" for those of a notebook). `compression`: as
-    of `connect`, to try codecs without a network.
+    `imports` names the modules of user-defined row optimizers and codecs ("__main__" for those of a notebook).
+    `compression`: as of `connect`, to try codecs without a network.
     """
     client = Client(InProcessShards(shards, imports=imports).carriers(), worker=worker, timeout=timeout)
+    client.compressor.find = CodecRegistry(imports).find
     return Session(client, compression=compression)
 
 

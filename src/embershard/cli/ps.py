@@ -17,7 +17,9 @@ def ps(
     listen: Annotated[str, typer.Option(help="host:port (port 0: any free one) or unix:/path.")] = "127.0.0.1:7700",
     imports: Annotated[
         list[str] | None,
-        typer.Option("--import", help="Module with row optimizers, found from here or installed; may be repeated."),
+        typer.Option(
+            "--import", help="Module with row optimizers or codecs, found from here or installed; may be repeated."
+        ),
     ] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow an address that other machines reach, without protection.")

@@ -46,7 +46,10 @@ def train(
     ] = None,
     imports: Annotated[
         list[str] | None,
-        typer.Option("--import", help="Module with row optimizers, for the shards started here; may be repeated."),
+        typer.Option(
+            "--import",
+            help="Module with row optimizers or codecs, for the workers and the shards started here; may be repeated.",
+        ),
     ] = None,
     resume: Annotated[
         str | None,
@@ -78,6 +81,7 @@ def train(
     command = [str(job), "--output", str(folder), *(word for assignment in sets for word in ("--set", assignment))]
     command += ["--data", str(data)] if data is not None else []
     command += ["--profile"] if profile else []
+    command += [word for module in imports or () for word in ("--import", module)]
     make_folder(folder)
     _run(settings, command, folder, ps, imports or (), checkpoint)
 
@@ -85,8 +89,8 @@ def train(
 def _check_shards(job: Job, ps: str | None, shards: int | None, imports: list[str] | None) -> None:
     if not job.has_shards and (ps is not None or imports):
         raise typer.BadParameter(f"strategy {job.strategy} has no shards: --ps and --import have no meaning with it")
-    if ps is not None and (shards is not None or imports):
-        raise typer.BadParameter("--ps names shards that run already: --shards and --import have no meaning with it")
+    if ps is not None and shards is not None:
+        raise typer.BadParameter("--ps names shards that run already: --shards has no meaning with it")
 
 
 def _find_checkpoint(job: Job, resume: str | None) -> Checkpoint | None:

@@ -22,7 +22,9 @@ def up(
     ] = DEFAULT_PORT,
     imports: Annotated[
         list[str] | None,
-        typer.Option("--import", help="Module with row optimizers, found from here or installed; may be repeated."),
+        typer.Option(
+            "--import", help="Module with row optimizers or codecs, found from here or installed; may be repeated."
+        ),
     ] = None,
 ) -> None:
     """Run shards on this machine until Ctrl-C; one that dies is reported and started again.

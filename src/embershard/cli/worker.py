@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -53,6 +55,10 @@ def worker(
     local_world_size: Annotated[
         int, typer.Option(envvar="LOCAL_WORLD_SIZE", help="Workers on this machine, who share its cores.", min=0)
     ] = 0,
+    imports: Annotated[
+        list[str] | None,
+        typer.Option("--import", help="Module with codecs, found from here or installed; may be repeated."),
+    ] = None,
     bandwidth: Annotated[
         str | None, typer.Option(help="Emulate a slower link to the shards, as in 100mbit; instead of the job's.")
     ] = None,
@@ -70,6 +76,8 @@ def worker(
     """
     if parent_pid:
         threading.Thread(target=_end_with, args=(parent_pid,), name="parent", daemon=True).start()
+    if imports:
+        sys.path.append(os.getcwd())  # last: a module here must not hide an installed one
     if rank >= world_size:
         raise typer.BadParameter(f"workers count from 0, so rank {rank} of {world_size} does not exist")
     slower = [f"network.bandwidth={bandwidth}"] if bandwidth is not None else []
@@ -81,7 +89,10 @@ def worker(
         raise typer.BadParameter("--profile writes files: name a folder with --output, or in the job")
     place = Place(rank, world_size, local_rank, local_world_size or world_size, timedelta(seconds=meet_within))
     _prepare(settings, place)
-    _train(settings, job.parent, ps, place, output=folder, checkpoint=checkpoint, profile=profile and rank == 0)
+    profile = profile and rank == 0
+    _train(
+        settings, job.parent, ps, place, imports=imports or (), output=folder, checkpoint=checkpoint, profile=profile
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +112,7 @@ def _train(
     ps: str | None,
     place: Place,
     *,
+    imports: Sequence[str],
     output: Path | None,
     checkpoint: Checkpoint | None,
     profile: bool,
@@ -119,7 +131,7 @@ def _train(
         loader = _loader(job, base, place, checkpoint)  # it starts while we connect
         if loader is not None:
             stack.enter_context(loader)
-        session = stack.enter_context(_connect(job, ps, place)) if ps is not None else None
+        session = stack.enter_context(_connect(job, ps, place, imports)) if ps is not None else None
         if session is not None and checkpoint is not None:
             check_restored(session.client, checkpoint)
         group = stack.enter_context(_join(job, session, place))
@@ -170,7 +182,7 @@ def _loader(job: Job, folder: Path, place: Place, checkpoint: Checkpoint | None)
     return LoaderProcess(share)
 
 
-def _connect(job: Job, ps: str, place: Place) -> Session:
+def _connect(job: Job, ps: str, place: Place, imports: Sequence[str]) -> Session:
     train = job.train
     return connect(
         ps,
@@ -181,6 +193,7 @@ def _connect(job: Job, ps: str, place: Place) -> Session:
         damp_staleness=train.damp_staleness,
         local_steps=train.local_steps,
         bandwidth=job.network.bandwidth,
+        imports=imports,
     )
 
 

@@ -1,0 +1,52 @@
+"""`embershard train --import`: a codec of one's own, on the shards and on the workers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+JOB = """\
+model: {name: dlrm, bottom: [16], hidden: [16]}
+data: {reader: clicks, eval_samples: 500, loader_processes: 0}
+embedding: {dim: 4, optimizer: {name: sgd, lr: 0.05}}
+train: {batch_size: 256, samples: 1024}
+compression: {push: "mine:half", pull: "mine:half"}
+"""
+MODULE = """
+import numpy as np
+import embershard as es
+
+def read_half(payload, rows, dim):
+    return payload.view(np.float16).reshape(rows, dim).astype(np.float32)
+
+@es.values_codec(decode=read_half, nbytes=lambda rows, dim: 2 * rows * dim)
+def half(rows, key):
+    open(f"{key is None}-{rows.shape[1]}.written", "w").close()
+    return rows.astype(np.float16)
+"""
+
+
+def train(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / "job.yaml").write_text(JOB)
+    (folder / "mine.py").write_text(MODULE)
+    command = [sys.executable, "-m", "embershard.cli", "train", "job.yaml", "--output", "out", "--shards", "1", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110)
+
+
+def test_a_module_named_once_reaches_shards_and_workers(tmp_path: Path) -> None:
+    done = train(tmp_path, "--import", "mine")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "False-4.written").exists()  # a push, which has a key
+    assert (tmp_path / "True-4.written").exists()  # a pull
+
+
+def test_without_it_the_job_ends_and_says_what_is_missing(tmp_path: Path) -> None:
+    done = train(tmp_path)
+    assert done.returncode != 0
+    assert "no codec 'mine:half'" in done.stdout + done.stderr
+    assert "--import MODULE" in done.stdout + done.stderr

@@ -1,0 +1,79 @@
+"""User-defined codecs from a module on both sides: what a session pushes and pulls with them."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import embershard as es
+from embershard.in_process import InProcessShards
+from embershard.proto.codec.custom import CodecRegistry
+from embershard.proto.codec_errors import UnknownCodec
+from embershard.worker.client import Client
+from embershard.worker.compression.settings import Compression
+
+MODULE = """
+import numpy as np
+import embershard as es
+
+def read_half(payload, rows, dim):
+    return payload.view(np.float16).reshape(rows, dim).astype(np.float32)
+
+@es.values_codec(decode=read_half, nbytes=lambda rows, dim: 2 * rows * dim)
+def half(rows, key):
+    return rows.astype(np.float16)
+"""
+NAME = "codecs_of_a_worker"
+HALF = Compression(push=f"{NAME}:half", pull=f"{NAME}:half")
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / f"{NAME}.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    return NAME
+
+
+def trained(session: es.Session) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows before and after a step whose gradient is 1/3 everywhere."""
+    ids = torch.arange(5)
+    spec = es.TableSpec(name="t", dim=3, optimizer=es.SGD(lr=1.0), initializer=es.Uniform())
+    table = es.Embedding(session.table(spec))
+    before = table(ids)
+    (before.sum() / 3).backward()
+    session.step()
+    return before.detach(), table(ids).detach()
+
+
+def test_rows_and_gradients_travel_as_the_module_says(module: str) -> None:
+    with es.local(shards=2, imports=[module], compression=HALF) as session:
+        before, after = trained(session)
+        session.compress("t", pull="none")
+        exact_after = session.tables[0].pull(torch.arange(5))
+    assert torch.equal(before, before.half().float())
+    assert torch.equal(after, exact_after.half().float())
+    with es.local(shards=2) as plain:
+        first, _ = trained(plain)
+    third = float(np.float16(1 / 3))
+    torch.testing.assert_close(exact_after, first - third, rtol=0, atol=1e-7)
+
+
+def test_a_worker_that_was_not_started_with_the_module_says_so(module: str) -> None:
+    client = Client(InProcessShards(imports=[module]).carriers())
+    with es.Session(client, compression=HALF) as session, pytest.raises(UnknownCodec, match="--import MODULE"):
+        trained(session)
+
+
+def test_a_shard_that_was_not_started_with_the_module_says_so(module: str) -> None:
+    client = Client(InProcessShards().carriers())
+    client.compressor.find = CodecRegistry([module]).find
+    with (
+        es.Session(client, compression=HALF) as session,
+        pytest.raises(UnknownCodec, match=r"local/0.*--import MODULE"),
+    ):
+        trained(session)
