@@ -42,7 +42,7 @@ from embershard.worker.outbox import Gradients, Outbox, Update, Versions
 from embershard.worker.outbox import LrScale as LrScale
 from embershard.worker.pieces import Piece, cut
 from embershard.worker.spans import span
-from embershard.worker.volume import Volumes
+from embershard.worker.volume import Volume, Volumes
 
 Floats = npt.NDArray[np.float32]
 
@@ -137,6 +137,11 @@ class Client:
             lost_leases=self.lost_leases,
             volume=self._links.volume.parts(sent + received),
         )
+
+    @property
+    def volume(self) -> Volume:
+        """The bytes by direction and part."""
+        return self._links.volume
 
     @property
     def lost_leases(self) -> int:

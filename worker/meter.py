@@ -12,8 +12,7 @@ import numpy as np
 from embershard.worker.client import Stats
 from embershard.worker.group import WorkerGroup
 from embershard.worker.records import Interval, StepBytes
-from embershard.worker.volume import Moved, Volumes
-from embershard.worker.volume import Part as VolumePart
+from embershard.worker.volume import Moved, Part, Volumes
 
 INTERVAL_SECONDS = 1.0
 
@@ -42,7 +41,7 @@ class Meter:
         self._cached_at = (0, 0)  # hits and lookups at the last look
         self._new_hits = self._new_lookups = 0
         self._steps = self._steps_at = 0  # of this process, and the number of the last one at the last look
-        self._moved: dict[VolumePart, Moved] = {}  # in these
+        self.moved: dict[Part, Moved] = {}  # in these
         self._moved_at: Volumes = {}  # at the last look
         self._workers = world_size  # that train
         self._counts: dict[int, int] = {}  # samples of each worker, of those that were lost too, when they met last
@@ -106,12 +105,20 @@ class Meter:
         """Training stands still behind a step."""
         self._look(step)
 
-    def bytes_per_step(self) -> list[StepBytes]:
-        """What this worker has moved while it trained, by direction and part."""
+    def bytes_per_step(self, expected: Mapping[Part, float]) -> list[StepBytes]:
+        """What this worker has moved while it trained, by direction and part, the tables together."""
         steps = max(1, self._steps)
+        groups: dict[tuple[str, str], list[Part]] = {}
+        for part in sorted(self.moved):
+            groups.setdefault((part.direction, part.kind), []).append(part)
         return [
-            StepBytes(direction, part, moved.wire / steps, moved.raw / steps)
-            for (direction, part), moved in sorted(self._moved.items())
+            StepBytes(
+                *names,
+                wire=sum(self.moved[part].wire for part in parts) / steps,
+                raw=sum(self.moved[part].raw for part in parts) / steps,
+                predicted=sum(expected[part] for part in parts) / steps if expected.keys() >= set(parts) else None,
+            )
+            for names, parts in groups.items()
         ]
 
     def add(self, samples: int, loss: float) -> None:
@@ -160,5 +167,5 @@ class Meter:
         self._cached_at = stats.cache_hits, stats.cache_lookups
         self._steps += step - self._steps_at
         for key, moved in stats.volume.items():
-            self._moved[key] = self._moved.get(key, Moved()) + (moved - self._moved_at.get(key, Moved()))
+            self.moved[key] = self.moved.get(key, Moved()).plus(moved.minus(self._moved_at.get(key, Moved())))
         self._steps_at, self._moved_at = step, stats.volume

@@ -62,6 +62,7 @@ class StepBytes:
     part: str  # ids, rows, dense, other
     wire: float  # as it travelled, frames included
     raw: float  # with float32 rows and plain ids
+    predicted: float | None  # of the codecs, from the number of rows and messages (worker/predicted.py)
 
 
 @dataclass(frozen=True, slots=True)

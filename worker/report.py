@@ -146,7 +146,7 @@ class Report:
             expired_leases=self._strategy.expired_leases() if group.is_first else 0,
             returned_splits=returned_splits,
             table_rows=self._strategy.table_rows() if group.is_first else {},
-            bytes=meter.bytes_per_step(),
+            bytes=meter.bytes_per_step(self._strategy.predicted(meter.moved)),
             step=_step_times(),
         )
         for observer in self._told(self._group.is_first):

@@ -1,4 +1,4 @@
-"""What travels between a worker and its shards, by direction and part, and what it would be without codecs.
+"""What travels between a worker and its shards, by direction, part and table, and what it would be without codecs.
 
 Direction `push`: gradients to the shards; `pull`: rows from them, and the ids that ask for them; `other`: everything
 else (declarations, first values, meetings, leases), and what was lost on the way or sent twice. Parts: `ids`; `rows`,
@@ -12,29 +12,37 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from embershard.proto.errors import EmbershardError
-from embershard.proto.messages import Declare, Pull, Push, Reply, Request, Rows
+from embershard.proto.messages import Declare, Ids, Pull, Push, Reply, Request, Rows
 from embershard.worker.carrier import Pending
 
 Direction = Literal["push", "pull", "other"]
 Kind = Literal["ids", "rows", "dense", "other"]
-Part = tuple[Direction, Kind]
 
 _ID_BYTES, _FLOAT_BYTES = 8, 4
 
 
+class Part(NamedTuple):
+    """What is counted by itself; the table of frames and heads is ""."""
+
+    direction: Direction
+    kind: Kind
+    table: str = ""
+
+
 class Moved(NamedTuple):
-    """Bytes on the wire, and what they would be with float32 rows and plain ids."""
+    """Bytes on the wire, what they would be with float32 rows and plain ids, and in how many messages they were."""
 
     wire: int = 0
     raw: int = 0
+    messages: int = 0
 
-    def __add__(self, other: object) -> Moved:
-        assert isinstance(other, Moved)
-        return Moved(self.wire + other.wire, self.raw + other.raw)
+    def plus(self, other: Moved) -> Moved:
+        """Both."""
+        return Moved(self.wire + other.wire, self.raw + other.raw, self.messages + other.messages)
 
-    def __sub__(self, other: object) -> Moved:
-        assert isinstance(other, Moved)
-        return Moved(self.wire - other.wire, self.raw - other.raw)
+    def minus(self, other: Moved) -> Moved:
+        """Without what was moved before."""
+        return Moved(self.wire - other.wire, self.raw - other.raw, self.messages - other.messages)
 
 
 Volumes = Mapping[Part, Moved]
@@ -44,10 +52,11 @@ class Volume:
     """Counts the calls of one client; any thread may."""
 
     def __init__(self) -> None:
+        self.samples: dict[str, Ids] = {}  # table -> ids that one message asked for
         self._lock = threading.Lock()
-        self._dims: dict[str, int] = {}  # of declared tables
+        self._row_bytes: dict[str, int] = {}  # of declared tables
         self._dense: set[str] = set()
-        self._parts: dict[Part, list[int]] = {}  # wire, raw
+        self._parts: dict[Part, list[int]] = {}  # as Moved
 
     def count(self, request: Request, outcome: Reply | EmbershardError, pending: Pending) -> None:
         """A call that is over; one that failed, and may be made again, is left to `other`."""
@@ -60,9 +69,10 @@ class Volume:
             replies = outcome.tables if isinstance(outcome, Rows) else ()
             for part, rows in zip(request.tables, replies, strict=False):
                 ids = part.ids if part.packed is None else part.packed
-                found.append((("pull", "ids"), ids.nbytes, _ID_BYTES * len(part.ids)))
-                raw = self._row_bytes(part.table, len(part.ids))
-                found.append((("pull", self._kind(part.table)), rows.nbytes, raw))
+                found.append((Part("pull", "ids", part.table), ids.nbytes, _ID_BYTES * len(part.ids)))
+                raw = self._row_bytes.get(part.table, 0) * len(part.ids)
+                found.append((Part("pull", self._kind(part.table), part.table), rows.nbytes, raw))
+                self.samples[part.table] = part.ids
         elif isinstance(request, Push):
             direction = "push"
             tables = set()
@@ -72,31 +82,31 @@ class Volume:
                 tables.add(gradients.table)
                 if not gradients.route:
                     ids = gradients.ids if gradients.packed is None else gradients.packed
-                    found.append((("push", "ids"), ids.nbytes, _ID_BYTES * count))
-                raw = self._row_bytes(gradients.table, count)
-                found.append((("push", self._kind(gradients.table)), gradients.gradients.nbytes, raw))
+                    found.append((Part("push", "ids", gradients.table), ids.nbytes, _ID_BYTES * count))
+                raw = self._row_bytes.get(gradients.table, 0) * count
+                part_of = Part("push", self._kind(gradients.table), gradients.table)
+                found.append((part_of, gradients.gradients.nbytes, raw))
         elif isinstance(request, Declare):
-            self._dims[request.spec.name] = request.spec.dim
+            self._row_bytes[request.spec.name] = _FLOAT_BYTES * request.spec.dim
             if request.dense:
                 self._dense.add(request.spec.name)
         rest = pending.num_bytes - sum(wire for _, wire, _ in found)
-        found.append(((direction, "other"), rest, rest))
+        found.append((Part(direction, "other"), rest, rest))
         with self._lock:
             for key, wire, raw in found:
-                sums = self._parts.setdefault(key, [0, 0])
+                sums = self._parts.setdefault(key, [0, 0, 0])
                 sums[0] += wire
                 sums[1] += raw
+                sums[2] += 1
 
     def parts(self, num_bytes: int) -> dict[Part, Moved]:
         """All parts until now; `num_bytes` were counted on the sockets, and what no call accounts for is `other`."""
         with self._lock:
             parts = {key: Moved(*sums) for key, sums in self._parts.items()}
         rest = num_bytes - sum(moved.wire for moved in parts.values())
-        parts["other", "other"] = parts.get(("other", "other"), Moved()) + Moved(rest, rest)
+        other = Part("other", "other")
+        parts[other] = parts.get(other, Moved()).plus(Moved(rest, rest))
         return parts
 
     def _kind(self, table: str) -> Kind:
         return "dense" if table in self._dense else "rows"
-
-    def _row_bytes(self, table: str, rows: int) -> int:
-        return _FLOAT_BYTES * self._dims.get(table, 0) * rows

@@ -224,7 +224,7 @@ def test_the_meter_gives_bytes_per_step_without_those_of_evaluations(make_sessio
     meter.resume(9)
     pull(40)
     meter.pause(10)
-    found = {(part.direction, part.part): (part.wire, part.raw) for part in meter.bytes_per_step()}
+    found = {(part.direction, part.part): (part.wire, part.raw) for part in meter.bytes_per_step({})}
     assert found["pull", "rows"] == (16 * 20, 16 * 20)
     assert found["pull", "ids"] == (8 * 20, 8 * 20)
 

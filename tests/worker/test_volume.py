@@ -28,7 +28,7 @@ from embershard.proto.spec import SGD, TableSpec
 from embershard.proto.wire import frame_bytes
 from embershard.worker.client import Client
 from embershard.worker.session import Session
-from embershard.worker.volume import Moved, Volume
+from embershard.worker.volume import Moved, Part, Volume
 
 ITEMS = TableSpec(name="items", dim=16, optimizer=SGD(lr=1.0))
 LAYERS = TableSpec(name="layers", dim=1024, optimizer=SGD(lr=1.0))
@@ -61,10 +61,11 @@ def test_a_pull_counts_ids_rows_and_frames(volume: Volume) -> None:
     rows = Rows((np.zeros((5, 16), np.float32), np.zeros(100, np.uint8)), codecs=("", "int8"))
     volume.count(pull, rows, Answered(1000))
     parts = volume.parts(1000)
-    assert parts["pull", "ids"] == Moved(wire=40 + 3, raw=40 + 16)
-    assert parts["pull", "rows"] == Moved(wire=320, raw=320)
-    assert parts["pull", "dense"] == Moved(wire=100, raw=2 * 4096)
-    assert parts["pull", "other"].wire == 1000 - 40 - 3 - 320 - 100
+    assert parts[Part("pull", "ids", "items")] == Moved(40, 40, 1)
+    assert parts[Part("pull", "ids", "layers")] == Moved(3, 16, 1)
+    assert parts[Part("pull", "rows", "items")] == Moved(320, 320, 1)
+    assert parts[Part("pull", "dense", "layers")] == Moved(100, 2 * 4096, 1)
+    assert parts[Part("pull", "other")].wire == 1000 - 40 - 3 - 320 - 100
 
 
 def test_a_push_by_a_route_counts_no_ids(volume: Volume) -> None:
@@ -74,9 +75,10 @@ def test_a_push_by_a_route_counts_no_ids(volume: Volume) -> None:
     )
     volume.count(Push(PushToken(0, 1, 1, 1), 0, 1, parts), Pushed(False, 6, 0), Answered(5000))
     found = volume.parts(5000)
-    assert found["push", "rows"] == Moved(wire=70, raw=5 * 64)
-    assert found["push", "ids"] == Moved(wire=8, raw=8)
-    assert found["push", "dense"] == Moved(wire=4096, raw=4096)
+    assert found[Part("push", "rows", "items")] == Moved(70, 5 * 64, 1)
+    assert Part("push", "ids", "items") not in found
+    assert found[Part("push", "ids", "layers")] == Moved(8, 8, 1)
+    assert found[Part("push", "dense", "layers")] == Moved(4096, 4096, 1)
 
 
 def test_rows_that_a_codec_had_held_back_would_not_travel_again_without_it(volume: Volume) -> None:
@@ -86,14 +88,14 @@ def test_rows_that_a_codec_had_held_back_would_not_travel_again_without_it(volum
     )
     volume.count(Push(PushToken(0, 1, 1, 1), 0, 1, parts), Pushed(False, 7, 0), Answered(500))
     found = volume.parts(500)
-    assert found["push", "rows"] == Moved(wire=100, raw=5 * 64)
-    assert found["push", "ids"] == Moved(wire=4, raw=0)
+    assert found[Part("push", "rows", "items")] == Moved(100, 5 * 64, 2)
+    assert found[Part("push", "ids", "items")] == Moved(4, 0, 1)
 
 
 @pytest.mark.parametrize("request_", [Hello(), Declare(ITEMS)])
 def test_what_is_neither_push_nor_pull_is_other(volume: Volume, request_: Request) -> None:
     volume.count(request_, Declared(False, False), Answered(77))
-    assert volume.parts(77) == {("other", "other"): Moved(77, 77)}
+    assert volume.parts(77) == {Part("other", "other"): Moved(77, 77, 3)}
 
 
 def test_parts_add_up_to_what_the_sockets_counted(make_session: Callable[..., Session]) -> None:
@@ -106,9 +108,10 @@ def test_parts_add_up_to_what_the_sockets_counted(make_session: Callable[..., Se
     client.push([("items", route, rows), ("layers", layers, dense)], clock=0)
     stats = client.stats
     assert sum(moved.wire for moved in stats.volume.values()) == stats.sent_bytes + stats.received_bytes
-    assert stats.volume["pull", "rows"].wire == stats.volume["push", "rows"].wire == 50 * 64
-    assert stats.volume["pull", "dense"].wire == stats.volume["push", "dense"].wire == 9 * 4096
-    assert stats.volume["other", "other"].wire == 0
+    for direction in ("pull", "push"):
+        assert stats.volume[Part(direction, "rows", "items")].wire == 50 * 64  # type: ignore[arg-type]
+        assert stats.volume[Part(direction, "dense", "layers")].wire == 9 * 4096  # type: ignore[arg-type]
+    assert stats.volume[Part("other", "other")].wire == 0
 
 
 def frames(message: Request | Reply) -> int:
@@ -121,7 +124,7 @@ def test_over_sockets_only_frames_and_hellos_are_beside_the_arrays(stream_shard:
     try:
         client.declare(ITEMS)
         before = client.stats
-        assert before.volume["other", "other"].wire == before.sent_bytes + before.received_bytes
+        assert before.volume[Part("other", "other")].wire == before.sent_bytes + before.received_bytes
         route = make_route(ids(50), ITEMS.space_key, client.placement)
         (rows,) = client.pull([("items", route)])
         client.push([("items", route, rows)], clock=0)
@@ -129,13 +132,15 @@ def test_over_sockets_only_frames_and_hellos_are_beside_the_arrays(stream_shard:
     finally:
         client.close()
     assert sum(moved.wire for moved in stats.volume.values()) == stats.sent_bytes + stats.received_bytes
-    assert stats.volume["other", "other"] == before.volume["other", "other"]
+    assert stats.volume[Part("other", "other")] == before.volume[Part("other", "other")]
     pull = Pull(client.placement.epoch, (TableIds("items", route.ids),), 0, client.epoch)
-    assert stats.volume["pull", "other"].wire == frames(pull) + frames(Rows((rows,), version=0))
+    assert stats.volume[Part("pull", "other")].wire == frames(pull) + frames(Rows((rows,), version=0))
     token = PushToken(0, client.epoch, 1, 1)
     push = Push(token, 0, client.placement.epoch, (TableGradients("items", route.ids, rows),))
-    assert stats.volume["push", "other"].wire == frames(push) + frames(Pushed(False, 50, 0))
-    assert stats.volume["push", "ids"] == stats.volume["pull", "ids"] == Moved(400, 400)
+    assert stats.volume[Part("push", "other")].wire == frames(push) + frames(Pushed(False, 50, 0))
+    assert (
+        stats.volume[Part("push", "ids", "items")] == stats.volume[Part("pull", "ids", "items")] == Moved(400, 400, 1)
+    )
 
 
 def test_a_refused_call_is_left_to_other(make_session: Callable[..., Session]) -> None:
@@ -147,4 +152,4 @@ def test_a_refused_call_is_left_to_other(make_session: Callable[..., Session]) -
         client.pull([("none", route)])
     stats = client.stats
     assert stats.sent_bytes == 40
-    assert stats.volume == {("other", "other"): Moved(40, 40)}
+    assert stats.volume == {Part("other", "other"): Moved(40, 40, 1)}  # one of Declare, which took no bytes here

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -18,6 +18,7 @@ from embershard.worker.strategy.protocol import Numbered, Turn
 from embershard.worker.strategy.state import TorchWeights
 from embershard.worker.strategy.tables import materialise
 from embershard.worker.strategy.together import Together
+from embershard.worker.volume import Part, Volumes
 
 
 class TorchStrategy:
@@ -55,6 +56,10 @@ class TorchStrategy:
         """What was waited for the other workers, and the rows that were left out."""
         waited = 0.0 if self._together is None else self._together.waited
         return Stats(wait_seconds=waited, skipped_rows=sum(lazy.skipped for lazy in self._lazy))
+
+    def predicted(self, moved: Volumes) -> Mapping[Part, float]:
+        """Nothing: no shard is asked."""
+        return {}
 
     def turns(self, batches: Iterator[Numbered]) -> Iterator[Turn]:
         """The batches."""

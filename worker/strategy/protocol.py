@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +14,7 @@ from embershard.worker.client import Stats
 from embershard.worker.data.batch import Batch
 from embershard.worker.models.recommender import Recommender
 from embershard.worker.strategy.state import TorchWeights
+from embershard.worker.volume import Part, Volumes
 
 Numbered = tuple[int, Batch]  # with its epoch, from 0
 
@@ -53,6 +54,9 @@ class Strategy(Protocol):
     @property
     def stats(self) -> Stats:
         """Counters since the start; `wait_seconds` is what the training thread waited, for shards or other workers."""
+
+    def predicted(self, moved: Volumes) -> Mapping[Part, float]:
+        """What was expected of what was moved: worker/predicted.py."""
 
     def turns(self, batches: Iterator[Numbered]) -> Iterator[Turn]:
         """The batches, with all that their step needs under way; its end is the end of all that is in flight."""

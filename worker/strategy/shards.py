@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -14,12 +14,14 @@ from embershard.worker.embedding import Embedding, EmbeddingBag
 from embershard.worker.job import Job
 from embershard.worker.models.recommender import Recommender
 from embershard.worker.optimizer import ShardOptimizer
+from embershard.worker.predicted import predict_volumes
 from embershard.worker.session import Session
 from embershard.worker.strategy.dense import DenseInWorkers
 from embershard.worker.strategy.optimizers import dense_specs
 from embershard.worker.strategy.protocol import Numbered, Turn
 from embershard.worker.strategy.state import TorchWeights
 from embershard.worker.strategy.together import Together
+from embershard.worker.volume import Part, Volumes
 from embershard.worker.wrap import wrap
 
 
@@ -69,6 +71,10 @@ class ShardStrategy:
         return (
             stats if self._together is None else replace(stats, wait_seconds=stats.wait_seconds + self._together.waited)
         )
+
+    def predicted(self, moved: Volumes) -> Mapping[Part, float]:
+        """By the codecs in use now."""
+        return predict_volumes(moved, self.session.client)
 
     def turns(self, batches: Iterator[Numbered]) -> Iterator[Turn]:
         """The batches, with their rows pulled ahead; its end is the end of all that is in flight."""

@@ -126,7 +126,13 @@ def _curve(evaluations: Sequence[_Line]) -> Iterator[Point]:
 
 def _bytes(result: _Line) -> Iterator[Bytes]:
     for part in result.get("bytes", ()):
-        yield Bytes(direction=part["direction"], part=part["part"], sent=part["wire"], raw=part["raw"], predicted=None)
+        yield Bytes(
+            direction=part["direction"],
+            part=part["part"],
+            sent=part["wire"],
+            raw=part["raw"],
+            predicted=part["predicted"],
+        )
 
 
 def _step(result: _Line) -> Iterator[StepPart]:

@@ -1,0 +1,137 @@
+"""What the codecs were expected to send, of the rows and messages that there were: to be held against what was counted.
+
+And the bandwidth at which a codec breaks even.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from embershard.proto.codec.choice import Codec
+from embershard.proto.codec.predict import predict_bytes
+from embershard.proto.messages import (
+    PACKED,
+    Bytes,
+    Ids,
+    Pull,
+    Push,
+    Pushed,
+    PushToken,
+    Reply,
+    Request,
+    Rows,
+    TableGradients,
+    TableIds,
+    arrays,
+)
+from embershard.proto.protobuf import head_bytes
+from embershard.proto.wire import frame_bytes
+from embershard.worker.compression.compressor import packed_ids
+from embershard.worker.compression.schedule import WARMUP_DENSITIES, warmup_density
+from embershard.worker.compression.settings import Directions
+from embershard.worker.volume import Part, Volumes
+
+if TYPE_CHECKING:
+    from embershard.worker.client import Client
+
+_FLOAT_BYTES = 4
+# numbers as they are after some hundred steps: their size in a head is that of their digits
+_TYPICAL, _EPOCH = 1000, time.time_ns()
+_NO_IDS, _NO_BYTES = np.empty(0, np.int64), np.empty(0, np.uint8)
+
+
+def predict_volumes(moved: Volumes, client: Client) -> dict[Part, float]:
+    """Bytes expected of every part of `moved`, from the rows (its raw bytes) and messages that it counts.
+
+    Of the codecs that the client uses now, dgc from its first push on. Parts of which nobody knows beforehand are left
+    out: those of powersgd, and what is neither push nor pull.
+    """
+    directions, find = client.compressor.directions(), client.compressor.find
+    warmup_steps = client.compressor.settings.warmup_steps
+    expected: dict[Part, float] = {}
+    for part, counted in moved.items():
+        if part.kind == "other" or not counted.messages:
+            continue
+        codec = directions[part.table].pull if part.direction == "pull" else directions[part.table].push
+        if part.kind == "ids":
+            share = 1.0 if codec.is_plain else _packed_share(client.volume.samples.get(part.table))
+            expected[part] = counted.raw * share
+        elif codec.select != "powersgd":
+            dim = client.spec(part.table).dim
+            rows = round(counted.raw / (_FLOAT_BYTES * dim) / counted.messages)
+            if part.direction == "pull" and codec.select == "all":  # without the head of a push's payload
+                payload = float(find(codec.values).nbytes(rows, dim))
+            else:
+                stages = _stages(codec, -(-counted.messages // client.num_shards), warmup_steps)
+                payload = sum(share * predict_bytes(stage, rows, dim, find) for stage, share in stages)
+            expected[part] = counted.messages * payload
+    for direction in ("pull", "push"):
+        part = Part(direction, "other")
+        if part in moved:
+            expected[part] = _heads(part, moved, directions)
+    return expected
+
+
+def break_even(raw_bytes: float, sent_bytes: float, coding_seconds: float) -> float | None:
+    """Bits per second of a link on which a codec costs as much time as it saves; None where it costs none."""
+    return 8 * (raw_bytes - sent_bytes) / coding_seconds if coding_seconds > 0 else None
+
+
+def _packed_share(sample: Ids | None) -> float:
+    """What is left of ids that travel packed."""
+    packed = None if sample is None else packed_ids(np.sort(sample))
+    return 1.0 if packed is None or sample is None else packed.nbytes / sample.nbytes
+
+
+def _stages(codec: Codec, pushes: int, warmup_steps: int) -> list[tuple[Codec, float]]:
+    """The codecs of so many pushes, each with its share of them: those of dgc are dense at first."""
+    if codec.select != "dgc":
+        return [(codec, 1.0)]
+    warm = min(pushes, warmup_steps * len(WARMUP_DENSITIES))
+    counts = Counter(warmup_density(codec.number, push, warmup_steps) for push in range(warm))
+    counts[codec.number] += pushes - warm
+    return [(replace(codec, number=density), count / pushes) for density, count in counts.items()]
+
+
+def _heads(part: Part, moved: Volumes, directions: Mapping[str, Directions]) -> float:
+    """Frames and heads of the messages of one direction: each message's own, and what a table adds."""
+    make = _pull if part.direction == "pull" else _push
+    empty = _exchange(*make("", None, ids=False))
+    total = float(moved[part].messages * empty)
+    for other, counted in moved.items():
+        if other.direction == part.direction and other.kind in ("rows", "dense"):
+            ids = moved.get(Part(part.direction, "ids", other.table))
+            share = 0.0 if ids is None else ids.messages / counted.messages
+            codec = getattr(directions[other.table], part.direction)
+            with_ids, without = (_exchange(*make(other.table, codec, ids=given)) - empty for given in (True, False))
+            total += counted.messages * (share * with_ids + (1 - share) * without)
+    return total
+
+
+def _exchange(request: Request, reply: Reply) -> int:
+    """Frames and heads of a call; the arrays are left out."""
+    return sum(frame_bytes(len(head_bytes(m)), [0] * len(arrays(m))) for m in (request, reply))
+
+
+def _pull(table: str, codec: Codec | None, *, ids: bool) -> tuple[Pull, Rows]:
+    packed: Bytes | None = None if codec is None or codec.is_plain else _NO_BYTES
+    text = "" if codec is None or codec.is_plain else str(codec)
+    tables = () if codec is None else (TableIds(table, _NO_IDS, _TYPICAL, text, packed=packed),)
+    rows = tuple(_NO_BYTES for _ in tables)
+    return Pull(1, tables, 0, _EPOCH), Rows(rows, _TYPICAL, (text,) if text else ())
+
+
+def _push(table: str, codec: Codec | None, *, ids: bool) -> tuple[Push, Pushed]:
+    tables: tuple[TableGradients, ...] = ()
+    if codec is not None:
+        form = "" if codec.is_plain else codec.values if codec.is_custom else PACKED
+        packed = _NO_BYTES if form and ids else None
+        tables = (TableGradients(table, _NO_IDS, _NO_BYTES, 1.0, 0 if ids else _TYPICAL, form, packed),)
+    token = PushToken(0, _EPOCH, _TYPICAL, _TYPICAL)
+    return Push(token, _TYPICAL, 1, tables, version=_TYPICAL), Pushed(False, _TYPICAL, 0)
