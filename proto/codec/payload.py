@@ -87,8 +87,9 @@ def encode_elements(
 def decode(payload: Bytes, num_ids: int, dim: int, find: Find = find_values, name: str = "") -> Decoded:
     """The rows of a payload about num_ids ids of a table of this dim; elements that it leaves out are 0.
 
-    Total: any bytes give a value or DamagedPayload, and take the memory of num_ids rows at most, which must not be over
-    the largest message. find, name: where a user-defined values codec is found (UnknownCodec), and its name.
+    Total: any bytes give a value or DamagedPayload, and take at most four times the memory of num_ids rows, which must
+    not be over the largest message. find, name: where a user-defined values codec is found (UnknownCodec), and its
+    name.
     """
     if 4 * num_ids * dim > MAX_MESSAGE_BYTES:  # as rows they could not have been sent, so nobody cut them for that
         raise damaged(f"{num_ids} rows of dim {dim} are over {MAX_MESSAGE_BYTES} bytes")
@@ -99,7 +100,7 @@ def decode(payload: Bytes, num_ids: int, dim: int, find: Find = find_values, nam
     if form == SOME_ROWS:
         return _read_some_rows(body, values, num_ids, dim)
     if form == ELEMENTS:
-        return _as_rows(*_read_elements(body, values, num_ids * dim), dim)
+        return _as_rows(*_read_elements(body, values, num_ids * dim), num_ids, dim)
     if form == LOW_RANK:
         return Decoded(None, decode_low_rank(body, values, num_ids, dim), None)
     raise damaged(f"form {form}, which nobody writes")
@@ -157,13 +158,13 @@ def _read_elements(data: Bytes, values: ValuesCodec, num_elements: int) -> tuple
     return positions, floats
 
 
-def _as_rows(positions: Ids, floats: Floats, dim: int) -> Decoded:
+def _as_rows(positions: Ids, floats: Floats, num_ids: int, dim: int) -> Decoded:
     """The rows that have at least one element."""
-    touched = np.empty(positions.size, np.int64)
+    touched = np.empty(min(positions.size, num_ids), np.int64)
     num_rows = _touched_rows(positions, dim, touched)
     rows = np.zeros((num_rows, dim), np.float32)
     _scatter(positions, floats, rows)
-    return Decoded(touched[:num_rows].copy(), rows, None)
+    return Decoded(touched[:num_rows], rows, None)
 
 
 _IDS = types.Array(types.int64, 1, "C", readonly=True)

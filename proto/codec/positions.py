@@ -62,7 +62,7 @@ def decode_positions(data: Bytes, limit: int) -> tuple[Ids, int]:
             raise damaged("it ends in the key of its positions")
         return random_positions(limit, count, int(body[1:used].copy().view(_KEY)[0])), start + used
     gaps, used = decode_integers(body, count)
-    positions = np.empty(count, np.int64)
+    positions = gaps.view(np.int64)  # in place
     if not _add_gaps(gaps, limit, positions):
         raise damaged(f"its positions are not {count} below {limit}")
     return positions, start + used
