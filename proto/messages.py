@@ -26,7 +26,7 @@ Bytes = npt.NDArray[np.uint8]
 Array = Ids | Floats | Bytes
 
 PACKED = "packed"  # the codec of a push whose payload says itself how it is made (proto/codec/payload.py)
-DELTA = "delta"  # the codec of a pull of what changed since (proto/codec/delta.py)
+DELTA = "delta"  # the codec of a pull of what changed since: a payload of elements, or "" where that is all rows
 
 # 64 MiB above gRPC's 4 MiB default: large enough to amortise a call, small enough to bound memory per connection.
 MAX_MESSAGE_BYTES = 64 * 2**20

@@ -1,13 +1,16 @@
-"""What a pull reads of one table, in the form that was wanted."""
+"""What a pull reads of one table, in the form that was wanted: float32, by a values codec, or what changed since."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
+from embershard.proto.codec.payload import encode_elements
 from embershard.proto.codec.values import BUILTIN, ValuesCodec
-from embershard.proto.messages import Bytes, Floats, Ids
+from embershard.proto.messages import DELTA, Bytes, Floats, Ids
+from embershard.ps.changes import Changes
 from embershard.ps.table import Table
 
 PLAIN = BUILTIN["none"]
@@ -22,6 +25,7 @@ class Read(NamedTuple):
     table: Table
     ids: Ids  # (U,)
     codec: ValuesCodec
+    since: int | None = None  # the version of what the worker holds, of which it wants what changed
 
     @property
     def nbytes(self) -> int:
@@ -29,11 +33,29 @@ class Read(NamedTuple):
         count, dim = len(self.ids), self.table.spec.dim
         return max(self.codec.nbytes(count, dim), 4 * count * dim // _MOST)
 
-    def rows(self) -> tuple[Floats | Bytes, str]:
-        """(U, dim) float32 and "", or a payload (N,) uint8 and the codec that reads it."""
+    def rows(self, version: Callable[[], int]) -> tuple[Floats | Bytes, str]:
+        """(U, dim) float32 and "", or a payload (N,) uint8 and the codec that reads it.
+
+        version: the updates that the shard has applied.
+        """
         rows = self.table.gather(self.ids)
+        if self.since is not None:
+            payload = self._changed(rows, self.since, version)
+            return (rows, "") if payload is None else (payload, DELTA)
         if self.codec is PLAIN:
             return rows, ""
         payload = np.empty(self.codec.nbytes(*rows.shape), np.uint8)
         self.codec.encode(rows, payload, None)
         return payload, self.codec.name
+
+    def _changed(self, rows: Floats, since: int, version: Callable[[], int]) -> Bytes | None:
+        """The elements that changed since; None where it is not known, or no less than all rows."""
+        changes = self.table.changes
+        if changes is None:
+            changes = self.table.changes = Changes(self.table.spec.dim, version)
+        if not changes.watch(self.ids) or since == 0:
+            return None
+        positions = changes.since(self.ids, since)
+        if positions is None or 10 * positions.size > 9 * rows.size:  # a bitmap of the others is all that it saves
+            return None
+        return encode_elements(positions, rows.reshape(-1)[positions], rows.shape, PLAIN, None)

@@ -224,6 +224,7 @@ class Shard:
         self._tables.replace(contents.tables)
         self._dedup = Dedup.of(contents.workers)
         self._routes = RouteMemory()
+        self._clock.updates.version += 1  # what anybody read before is of another version
 
     def _join(self, request: Join, now: float) -> Joined:
         self._dedup.fence(request.worker, request.epoch)
@@ -244,7 +245,7 @@ class Shard:
         reply_bytes = sum(_ENTRY_BYTES + read.nbytes for read in reads)
         if reply_bytes > self.greeting.max_message_bytes:  # before memory is taken: ids are small, their rows are not
             raise MessageTooLarge(got=reply_bytes, limit=self.greeting.max_message_bytes)
-        found = [read.rows() for read in reads]
+        found = [read.rows(lambda: self._clock.updates.version) for read in reads]
         codecs = tuple(codec for _, codec in found)
         rows = Rows(
             tuple(rows for rows, _ in found),

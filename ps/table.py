@@ -14,6 +14,7 @@ from embershard.proto.routing import NUM_BUCKETS, Ids
 from embershard.proto.spec import TableSpec
 from embershard.ps import kernels
 from embershard.ps.arena import Arena, physical_memory
+from embershard.ps.changes import Changes
 from embershard.ps.frozen import FrozenRows
 from embershard.ps.frozen_kernels import restore_records
 from embershard.ps.initial import initializer_code
@@ -67,6 +68,7 @@ class Table:
         self._store = self._reserve(physical_memory() if reserve_bytes is None else reserve_bytes)
         self._counters = self._store.counters
         self._frozen: FrozenRows | None = None  # while a snapshot reads
+        self.changes: Changes | None = None  # once somebody wants to know
 
     @property
     def num_rows(self) -> int:
@@ -85,10 +87,11 @@ class Table:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory in use: records and index."""
+        """Bytes of memory in use: records, index, and what is known of changes."""
         pages, entries = int(self._counters[NUM_PAGES]), int(self._counters[NUM_ENTRIES])
         index = pages * (PAGE_CELLS * 8 + 4) + entries * 4 + self._store.root.nbytes
-        return self.num_rows * self._stride * 4 + index
+        changes = 0 if self.changes is None else self.changes.nbytes
+        return self.num_rows * self._stride * 4 + index + changes
 
     def gather(self, ids: Ids, out: Floats | None = None) -> Floats:
         """Weights of ids ((U,) int64), first values where an id has no row; (U, dim) float32, into `out` if given."""
@@ -131,8 +134,10 @@ class Table:
         rows = _array(rows, np.float32, self.spec.name, what)
         self._check(flat, rows, what)
         self._before_write(flat)
+        before = None if self.changes is None else self.gather(flat)
         skipped = np.zeros(1, np.int64)
         end = kernels.apply(self._store, flat, rows, rows.view(np.int32), ages, self._hyper, clips, update, skipped)
+        self._record(flat, before)
         if end == kernels.OPTIMIZER_RAISED:
             reason = f"it raised an exception in table {self.spec.name!r}; a row function must not raise"
             raise BadOptimizer(optimizer=self.spec.optimizer.name, reason=reason)
@@ -149,7 +154,10 @@ class Table:
         rows = _array(rows, np.float32, self.spec.name, "the rows")
         self._check(flat, rows, "the rows")
         self._before_write(flat)
-        if kernels.load(self._store, flat, rows, keep_state) != kernels.DONE:
+        before = None if self.changes is None else self.gather(flat)
+        end = kernels.load(self._store, flat, rows, keep_state)
+        self._record(flat, before)
+        if end != kernels.DONE:
             raise self._full(len(flat))
 
     def restore(self, ids: Ids, rows: Floats, state: Floats) -> None:
@@ -195,6 +203,10 @@ class Table:
         frozen = self._frozen
         if frozen is not None:
             frozen.keep(ids)
+
+    def _record(self, ids: Ids, before: Floats | None) -> None:
+        if self.changes is not None and before is not None:
+            self.changes.record(ids, before, self.gather(ids))
 
     def _full(self, count: int) -> TableFull:
         return TableFull(table=self.spec.name, rows=self.num_rows, capacity=self.capacity, ids=count)

@@ -27,6 +27,7 @@ from embershard.proto.errors import (
 )
 from embershard.proto.jit import compiled
 from embershard.proto.messages import (
+    DELTA,
     PACKED,
     Bytes,
     Declare,
@@ -190,6 +191,8 @@ class Tables:
         """What is to be read of a table; UnknownCodec where it is wanted in a form that this shard cannot write."""
         entry = self.open_entry(part.table)
         self.check_ids(entry, part.ids)
+        if part.codec == DELTA:
+            return Read(entry.table, part.ids, PLAIN, part.since)
         return Read(entry.table, part.ids, self._codecs.find(part.codec) if part.codec else PLAIN)
 
     def check_gradients(self, part: TableGradients, kept: Ids | None, room: int) -> Part:

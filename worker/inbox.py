@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from embershard.proto.errors import EmbershardError, NotAShard, WrongDim
-from embershard.proto.messages import Array, Pull, Rows, TableIds
+from embershard.proto.messages import DELTA, Array, Pull, Rows, TableIds
 from embershard.proto.routing import Route
 from embershard.worker.compression.compressor import Compressor, packed_ids
+from embershard.worker.compression.deltas import Base, Deltas, apply_delta
 from embershard.worker.links import Links, Outcome, naming
 from embershard.worker.outbox import Versions
 from embershard.worker.pieces import Piece, cut
@@ -38,6 +39,7 @@ class Inbox:
     ) -> None:
         self._links = links
         self._compressor = compressor
+        self._deltas = Deltas(len(limits))
         self._worker, self._epoch, self._placement_epoch = worker, epoch, placement_epoch
         self._limits = limits  # bytes of a message to each shard
         self._route_numbers = count(1)
@@ -56,22 +58,37 @@ class Inbox:
         `ask` is given what makes the pulls, of the number of clocks that must be closed before they are answered, and
         the places of their rows.
         """
+        bases = [self._begin(table, route, rows) for (table, route), rows in zip(reads, out, strict=True)]
         queues = {shard: deque(self._messages(shard, reads, out)) for shard in range(len(self._links))}
         while batch := {shard: queue.popleft() for shard, queue in queues.items() if queue}:
             places = {shard: _places(shard, reads, pieces, out) for shard, pieces in batch.items()}
             into = {shard: self._receivers(reads, pieces, places[shard]) for shard, pieces in batch.items()}
 
             def make(after: int, batch: Mapping[int, list[Piece]] = batch) -> Pulls:
-                return {shard: self._request(shard, reads, pieces, keep, after) for shard, pieces in batch.items()}
+                return {
+                    shard: self._request(shard, reads, pieces, bases, keep, after) for shard, pieces in batch.items()
+                }
 
             outcomes = ask(make, into)
             for outcome in outcomes.values():
                 if isinstance(outcome, EmbershardError):
                     raise outcome
             for shard, pieces in batch.items():
-                rows = self._accept(shard, [reads[piece.part][0] for piece in pieces], outcomes[shard], places[shard])
-                if versions is not None:
-                    versions[shard] = min(versions[shard], rows.version)
+                reply = self._accept(shard, [reads[piece.part][0] for piece in pieces], outcomes[shard], places[shard])
+                lowest = [] if versions is None else [versions]
+                lowest += [base.read for piece in pieces if (base := bases[piece.part]) is not None]
+                for known in lowest:
+                    known[shard] = min(known[shard], reply.version)
+        for (table, route), rows, base in zip(reads, out, bases, strict=True):
+            if base is not None:
+                self._deltas.end(table, route, rows, base)
+
+    def _begin(self, table: str, route: Route, rows: Floats) -> Base | None:
+        """Put what is held of a table in place, where only what changed since is to be pulled."""
+        if self._compressor.pull_codec(table).select == DELTA:
+            return self._deltas.begin(table, route, rows)
+        self._deltas.forget(table)
+        return None
 
     def _messages(self, shard: int, reads: Sequence[tuple[str, Route]], out: Sequence[Floats]) -> list[list[Piece]]:
         counts = [int(route.splits[shard + 1] - route.splits[shard]) for _, route in reads]
@@ -80,7 +97,13 @@ class Inbox:
         return cut([table for table, _ in reads], counts, sizes, self._limits[shard])
 
     def _request(
-        self, shard: int, reads: Sequence[tuple[str, Route]], pieces: list[Piece], keep: bool, after: int
+        self,
+        shard: int,
+        reads: Sequence[tuple[str, Route]],
+        pieces: list[Piece],
+        bases: Sequence[Base | None],
+        keep: bool,
+        after: int,
     ) -> Pull:
         tables = []
         for piece in pieces:
@@ -93,16 +116,19 @@ class Inbox:
             if codec.is_plain:
                 tables.append(TableIds(table, ids, number))
             else:
+                base = bases[piece.part]
                 with span("encode"):
-                    tables.append(TableIds(table, ids, number, str(codec), packed=packed_ids(ids)))
+                    since = 0 if base is None else int(base.versions[shard])
+                    tables.append(TableIds(table, ids, number, str(codec), since, packed_ids(ids)))
         return Pull(self._placement_epoch, tuple(tables), self._worker, self._epoch, after)
 
     def _receivers(self, reads: Sequence[tuple[str, Route]], pieces: list[Piece], places: Sequence[Floats]) -> Arrays:
         """Memory for what comes: the rows' own places, or that of their payloads."""
-        codecs = [self._compressor.pull_codec(reads[piece.part][0]) for piece in pieces]
+        values = [self._compressor.pull_codec(reads[piece.part][0]).values for piece in pieces]
+        # of what changed nobody knows how much it is; where all rows come instead, they come into their places
         return [
-            place if codec.is_plain else np.empty(self._compressor.find(codec.values).nbytes(*place.shape), np.uint8)
-            for codec, place in zip(codecs, places, strict=True)
+            place if codec == "none" else np.empty(self._compressor.find(codec).nbytes(*place.shape), np.uint8)
+            for codec, place in zip(values, places, strict=True)
         ]
 
     def _accept(self, shard: int, tables: Sequence[str], reply: Outcome, places: Sequence[Floats]) -> Rows:
@@ -113,6 +139,10 @@ class Inbox:
         codecs = reply.codecs or ("",) * len(tables)
         for table, codec, rows, target in zip(tables, codecs, reply.tables, places, strict=True):
             if rows is target:
+                continue
+            if codec == DELTA:
+                with span("decode"), naming(link.name):
+                    apply_delta(rows.view(np.uint8), target)
                 continue
             if codec:
                 with span("decode"), naming(link.name):

@@ -1,0 +1,61 @@
+"""What this worker holds of tables that are pulled by what changed: the rows of its last pull, and their versions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from embershard.proto.codec.payload import decode_elements
+from embershard.proto.messages import Bytes
+from embershard.proto.routing import Ids, Route
+
+Floats = npt.NDArray[np.float32]
+Versions = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """What the places of a table's rows hold as a pull begins, and how far the pull has come."""
+
+    versions: Versions  # (num_shards,) of the rows that are there; 0: none
+    read: Versions  # (num_shards,) the lowest of the replies
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    ids: Ids
+    rows: Floats  # (U, dim), not to be written to
+    versions: Versions
+
+
+class Deltas:
+    """The rows of the last pull of each table. Any number of threads may use it: nothing that is held changes."""
+
+    def __init__(self, num_shards: int) -> None:
+        self._num_shards = num_shards
+        self._held: dict[str, _Held] = {}
+
+    def begin(self, table: str, route: Route, out: Floats) -> Base:
+        """Fill `out` ((U, dim), in route order) with what is held of these very ids."""
+        held = self._held.get(table)
+        versions = np.zeros(self._num_shards, np.int64)
+        if held is not None and held.ids is route.ids:
+            out[...] = held.rows
+            versions = held.versions
+        return Base(versions, np.full(self._num_shards, np.iinfo(np.int64).max, np.int64))
+
+    def end(self, table: str, route: Route, out: Floats, base: Base) -> None:
+        """Hold what was pulled."""
+        self._held[table] = _Held(route.ids, out.copy(), base.read)
+
+    def forget(self, table: str) -> None:
+        """Let go of a table that is not pulled this way any more."""
+        self._held.pop(table, None)
+
+
+def apply_delta(payload: Bytes, rows: Floats) -> None:
+    """Put the elements of a payload in their places in rows ((U, dim), C order). DamagedPayload."""
+    positions, values = decode_elements(payload, *rows.shape)
+    rows.reshape(-1)[positions] = values
