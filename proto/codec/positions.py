@@ -48,7 +48,7 @@ def encode_drawn(count: int, key: int) -> Bytes:
 def decode_positions(data: Bytes, limit: int) -> tuple[Ids, int]:
     """The positions at the start of data, and how many bytes they took. Total: DamagedPayload otherwise.
 
-    (K,) int64, ascending, each at least 0 and below `limit`.
+    (K,) int64, ascending, each at least 0 and below `limit`, which bounds the memory, too.
     """
     count, start = read_varint(data, limit, "the count of positions")
     body = data[start:]
