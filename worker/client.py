@@ -88,7 +88,7 @@ class Client:
         self._limits = [min(greeting.max_message_bytes, MAX_MESSAGE_BYTES) for greeting in greetings]
         self._specs: dict[str, TableSpec] = {}
         self.membership: Membership | None = None
-        self.compressor = Compressor(worker)
+        self.compressor = Compressor(worker, self.num_shards)
         self._outbox = Outbox(worker, self.epoch, self.placement.epoch, self._limits, self.compressor)
         self._inbox = Inbox(self._links, worker, self.epoch, self.placement.epoch, self._limits, self.compressor)
         self.settings_revision = 0  # of what the shards were told of compression, as far as replies said

@@ -12,14 +12,14 @@ import numpy.typing as npt
 from embershard.proto.errors import EmbershardError, ShardRestarted, ShardUnavailable, UnknownRoute
 from embershard.proto.messages import Push, Pushed, PushToken, TableGradients
 from embershard.proto.routing import Route
-from embershard.worker.compression.compressor import Compressor, packed_ids
+from embershard.worker.compression.compressor import Compressor, packed_ids, rate_of
+from embershard.worker.compression.compressor import LrScale as LrScale
 from embershard.worker.links import Outcome
-from embershard.worker.pieces import Piece, cut
+from embershard.worker.pieces import MESSAGE_OVERHEAD, TABLE_OVERHEAD, Piece, cut
 
 Floats = npt.NDArray[np.float32]
 Gradients = Sequence[tuple[str, Route, Floats]]  # table, where its rows are, (U, dim) in route order
 Versions = npt.NDArray[np.int64]  # (num_shards,): Rows.version of what was read from each shard
-LrScale = float | Mapping[str, float]  # of all tables, or of each by its name (1 for those that are not named)
 
 NOT_READ = np.iinfo(np.int64).max  # the version of a shard from which nothing was read
 
@@ -60,14 +60,19 @@ class Outbox:
     def put(self, update: Update, *, to_all: bool) -> None:
         """Cut an update into messages; with `to_all` a shard without rows is sent one too, which ends the clock."""
         names = [table for table, _, _ in update.gradients]
-        self._compressor.begin(names)
-        sizes = [8 + 4 * rows.shape[1] for _, _, rows in update.gradients]
+        self._compressor.begin(update.gradients)
+        # by what they would take as float32, with ids and ages: a payload fits, too
+        sizes = [
+            (16 if self._compressor.packs(table) else 8) + 4 * rows.shape[1] for table, _, rows in update.gradients
+        ]
         for shard, limit in enumerate(self._limits):
             counts = [int(route.splits[shard + 1] - route.splits[shard]) for _, route, _ in update.gradients]
             messages = [
-                tuple(part for piece in m for part in self._parts(update, piece, shard))
-                for m in cut(names, counts, sizes, limit)  # by what they would be as float32: a payload fits, too
+                message
+                for pieces in cut(names, counts, sizes, limit)
+                for message in _fit([part for piece in pieces for part in self._parts(update, piece, shard)], limit)
             ]
+            messages += _fit(self._compressor.leftovers(shard, update.lr_scale, limit - 2 * MESSAGE_OVERHEAD), limit)
             if to_all and not messages:
                 messages = [()]
             for number, tables in enumerate(messages, start=1):
@@ -121,6 +126,7 @@ class Outbox:
                     skipped += outcome.skipped
                     duplicate |= outcome.duplicate
                 elif isinstance(outcome, EmbershardError):
+                    self._compressor.give_back(batch[shard], shard)
                     refused = refused or outcome
             if silent is not None:
                 raise silent
@@ -133,8 +139,22 @@ def _part(update: Update, number: int, part: slice, shard: int) -> TableGradient
     table, route, rows = update.gradients[number]
     # named once: the shard forgets it with the push
     kept = route.numbers.pop((table, shard), 0) if part == route.slice_of(shard) else 0
-    scale = update.lr_scale.get(table, 1.0) if isinstance(update.lr_scale, Mapping) else update.lr_scale
-    return TableGradients(table, route.ids[part], rows[part], scale, kept)
+    return TableGradients(table, route.ids[part], rows[part], rate_of(update.lr_scale, table), kept)
+
+
+def _fit(parts: list[TableGradients], limit: int) -> list[tuple[TableGradients, ...]]:
+    """Messages of at most `limit` bytes of parts that each fit; a table that gave way to another adds to its rows."""
+    messages: list[tuple[TableGradients, ...]] = []
+    room = 0
+    for part in parts:
+        ids = 0 if part.route else (part.ids if part.packed is None else part.packed).nbytes
+        size = TABLE_OVERHEAD + len(part.table.encode()) + ids + part.gradients.nbytes
+        if size > room:
+            messages.append(())
+            room = limit - MESSAGE_OVERHEAD
+        messages[-1] += (part,)
+        room -= size
+    return messages
 
 
 def _may_be_unhandled(outcome: EmbershardError) -> bool:
