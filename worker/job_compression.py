@@ -80,7 +80,7 @@ class CompressionSection(DirectionsSection):
     `tables` are patterns over the tables' names without the job's prefix, those of dense weights ("dense") among them;
     the first that matches counts. At most `residual_rows` rows of a table wait in a worker to be sent. dgc stays
     `warmup_steps` steps at each density, and has `momentum` and `clip_norm` in place of the optimizer's. With `auto`
-    the worker measures, and takes what pays: of fp16s, int8 and, for dense weights, delta, and of what `allow` adds.
+    the worker measures, and takes what pays: of fp16s, int8, and what `allow` adds where it suits the optimizer.
     """
 
     dense: DirectionsSection = DirectionsSection()
@@ -193,5 +193,9 @@ def _auto(section: CompressionSection) -> Found:
         for name in ("push", "pull", "dense"):
             if name in section.model_fields_set:
                 yield ("compression", name), "auto chooses it; remove it, or name tables under compression.tables"
+        for position, text in enumerate(section.allow):
+            if Codec.parse(text).select in ("powersgd", "delta"):
+                reason = f"what {text} sends is not known before it does; name it under compression.tables"
+                yield ("compression", "allow", position), reason
     elif section.allow:
         yield ("compression", "allow"), "says what auto may choose; add auto: true"

@@ -148,6 +148,10 @@ CONTRADICTIONS = [
     ),
     (["compression={push: topk:0.1, momentum: 0.9}"], "compression.momentum: only dgc has it, and no push travels so"),
     (["compression={auto: true, push: int8}"], "compression.push: auto chooses it; remove it, or name tables under"),
+    (
+        ["compression={auto: true, allow: [int8, powersgd:2]}"],
+        "compression.allow.1: what powersgd:2 sends is not known before it does; name it under compression.tables",
+    ),
     (["compression={allow: [int8]}"], "compression.allow: says what auto may choose; add auto: true"),
 ]
 

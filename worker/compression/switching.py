@@ -23,7 +23,7 @@ class Switching:
 
     def __init__(self, client: Client, settle: Callable[[], None]) -> None:
         self._client = client
-        self._settle = settle
+        self.settle = settle
         self._revision = 0  # of the shards' settings, as far as they were followed
 
     def switch(self, wanted: Mapping[str, Directions]) -> None:
@@ -42,7 +42,7 @@ class Switching:
         for name, directions in changed.items():
             spec = dataclasses.replace(self._client.spec(name), push_codec=directions.push, pull_codec=directions.pull)
             self._client.declare(spec, dense=compressor.is_dense(name))
-        self._settle()
+        self.settle()
         for name, directions in changed.items():
             compressor.choose(name, *directions)
 
