@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from embershard.compare.pictures import Bar, Bars, Even, Labels, Point, Series, 
 from embershard.compare.results import UNLIMITED, Bandwidth, Estimate, Results, Run
 from embershard.compare.statistics import estimate
 from embershard.compare.svg import Picture
-from embershard.compare.tables import break_even_of, bytes_sent, mean_step, part_name, speed_of, step_order
+from embershard.compare.tables import BYTE_PARTS, break_even_of, bytes_sent, mean_step, part_name, speed_of
 from embershard.compare.units import (
     bytes_text,
     count_text,
@@ -21,7 +22,10 @@ from embershard.compare.units import (
 )
 
 LOWER_IS_BETTER = ("logloss", "ne")
-_BYTE_PARTS = ("ids", "gradients", "rows", "dense gradients", "dense weights", "other")
+_BYTE_STYLES = {part: 12 if part == "other" else style for style, part in enumerate(BYTE_PARTS)}
+_STEP_STYLES = {"data": 0, "route": 1, "pull": 2, "wait": 4, "receive": 3, "decode": 8, "forward": 5, "backward": 6,
+                "gather": 11, "encode": 7, "push": 9, "send": 10, "other": 12}  # fmt: skip
+_SMALL = 0.02  # of the longest bar: parts that are nowhere above it are drawn with `other`
 
 
 def quality_pictures(results: Results) -> Iterator[Picture]:
@@ -67,7 +71,7 @@ def byte_picture(results: Results) -> Iterator[Picture]:
             title="Bytes per step, by direction and part",
             description=f"Stacked bars of one worker's bytes per step, push and pull of every arm: {described}.",
         )
-        yield draw_bars(labels, groups, _BYTE_PARTS, bytes_text)
+        yield draw_bars(labels, groups, _BYTE_STYLES, bytes_text)
 
 
 def step_pictures(results: Results) -> Iterator[Picture]:
@@ -237,7 +241,6 @@ def _speed_ups(results: Results, against: str) -> Iterator[Picture]:
 
 def _step_picture(results: Results, bandwidth: Bandwidth) -> Iterator[Picture]:
     groups: list[Bars] = []
-    names: list[str] = []
     for arm in results.arms:
         parts = mean_step(part for run in results.runs_of(arm.label, bandwidth.label) for part in run.step)
         whole = next((part for part in parts if part.name == "step" and not part.overlapped), None)
@@ -246,7 +249,6 @@ def _step_picture(results: Results, bandwidth: Bandwidth) -> Iterator[Picture]:
         bars = []
         for overlapped in (False, True):
             found = {part.name: part.p50_ms for part in parts if part.overlapped == overlapped and part.name != "step"}
-            names += [name for name in found if name not in names]
             if found:
                 bars.append(Bar("beside" if overlapped else "", found, None if overlapped else whole.p99_ms))
         groups.append(Bars(arm.label, f"p50 {milliseconds(whole.p50_ms)} · p99 {milliseconds(whole.p99_ms)}", bars))
@@ -254,7 +256,6 @@ def _step_picture(results: Results, bandwidth: Bandwidth) -> Iterator[Picture]:
         return
     free = bandwidth.bits_per_second is None
     where = "link without limit" if free else link_text(bandwidth)
-    ordered = sorted(names, key=step_order)
     described = "; ".join(f"{group.name} {group.total}" for group in groups)
     labels = Labels(
         name=f"step-{_slug(bandwidth.label)}",
@@ -262,13 +263,33 @@ def _step_picture(results: Results, bandwidth: Bandwidth) -> Iterator[Picture]:
         description=f"Stacked bars of the median time of each part of a step; {described}.",
         notes=_step_notes(groups),
     )
-    yield draw_bars(labels, groups, ordered, milliseconds)
+    yield draw_bars(labels, _without_small(groups), _STEP_STYLES, milliseconds)
+
+
+def _without_small(groups: Sequence[Bars]) -> list[Bars]:
+    """The same with parts that are small in every bar, and those without a colour, as `other`."""
+    every = [bar for group in groups for bar in group.bars]
+    bound = _SMALL * max(sum(bar.parts.values()) for bar in every)
+    kept = {part for bar in every for part, value in bar.parts.items() if value > bound} & _STEP_STYLES.keys()
+    folded = []
+    for group in groups:
+        bars = []
+        for bar in group.bars:
+            parts = {part: value for part, value in bar.parts.items() if part in kept}
+            rest = sum(value for part, value in bar.parts.items() if part not in kept)
+            parts["other"] = parts.get("other", 0.0) + rest
+            bars.append(replace(bar, parts=parts))
+        folded.append(replace(group, bars=bars))
+    return folded
 
 
 def _step_notes(groups: Sequence[Bars]) -> list[str]:
-    notes = ["Bars: medians of the parts. Line: up to the step's p99."]
+    notes = [
+        "Bars: medians of the parts, those below 2 % with other. Line: up to the p99 of the step (an arrow: it ends "
+        "beyond the picture)."
+    ]
     if any(bar.name == "beside" for group in groups for bar in group.bars):
-        notes.append("Beside: in another thread, at the same time.")
+        notes.append("Beside: in other threads, at the same time.")
     return notes
 
 

@@ -25,7 +25,7 @@ from embershard.compare.svg import (
 )
 
 _BAR, _GAP, _LABEL = 14.0, 3.0, 17.0
-PART_STYLES = 9
+_CUT = "Some intervals reach beyond the picture."
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def draw_curves(
     picture = Picture(labels.name, labels.title, labels.description)
     picture.series_legend([(one.name, one.style) for one in series])
     xs = [point.x for one in series for point in one.points]
-    low, high = _y_range(series, zone)
+    (low, high), cut = _y_range(series, zone)
     ticks = linear_ticks(low, high)
     x_range = (0.0, max(xs) * 1.02)
     y_ticks = list(zip(ticks, tick_texts(ticks), strict=True))
@@ -112,17 +112,18 @@ def draw_curves(
         picture.polyline([(area.x(point.x), area.y(point.y)) for point in one.points], one.style, area.clip)
         last = one.points[-1]
         picture.marker(area.x(last.x), area.y(last.y), one.style, f"{one.name}: {last.y:.5g} at the end")
-    for note in labels.notes:
+    for note in [*labels.notes, *([_CUT] if cut else [])]:
         picture.wrapped(note)
     return picture
 
 
-def draw_bars(labels: Labels, groups: Sequence[Bars], parts: Sequence[str], text: Callable[[float], str]) -> Picture:
-    """Stacked bars, arm below arm, on one scale from 0; parts that are nothing everywhere are left out."""
+def draw_bars(
+    labels: Labels, groups: Sequence[Bars], styles: Mapping[str, int], text: Callable[[float], str]
+) -> Picture:
+    """Stacked bars, arm below arm, on one scale from 0; `styles` are the parts in their order and their colours."""
     picture = Picture(labels.name, labels.title, labels.description)
     every = [bar for group in groups for bar in group.bars]
-    seen = [part for part in parts if any(bar.parts.get(part, 0) > 0 for bar in every)]
-    styles = {part: parts.index(part) % PART_STYLES for part in seen}
+    seen = [part for part in styles if any(bar.parts.get(part, 0) > 0 for bar in every)]
     picture.legend(
         seen, lambda i, x, y: picture.shape("rect", f"part p{styles[seen[i]]}", x=x + 6, y=y - 6, width=14, height=12)
     )
@@ -154,8 +155,7 @@ def draw_speedups(
     """
     picture = Picture(labels.name, labels.title, labels.description)
     picture.series_legend([(one.name, one.style) for one in series])
-    bounds = [bound for one in series for point in one.points for bound in (point.low, point.high, point.y) if bound]
-    low, high = (math.exp(end) for end in padded(math.log(min([0.97, *bounds])), math.log(max([1.03, *bounds]))))
+    (low, high), cut = _ratio_range(series)
     ticks = ratio_ticks(low, high)
     limited = [bits for _, bits in links if bits is not None]
     crossings = [bits for one in even.values() for bits in (one.measured, one.formula) if bits]
@@ -172,19 +172,41 @@ def draw_speedups(
         shift = (number - (len(series) - 1) / 2) * 5
         _draw_speedup(area, one, places, shift, limited=len(limited))
         _draw_even(area, one, even.get(one.name, Even()))
-    for note in labels.notes:
+    for note in [*labels.notes, *([_CUT] if cut else [])]:
         picture.wrapped(note)
     return picture
 
 
-def _y_range(series: Sequence[Series], zone: float | None) -> tuple[float, float]:
+def _y_range(series: Sequence[Series], zone: float | None) -> tuple[tuple[float, float], bool]:
     """What is seen: the last three quarters, for a model's first values would press the rest into a line."""
     end = max(point.x for one in series for point in one.points)
     late = [point for one in series for point in one.points if point.x >= 0.25 * end]
-    values = [value for point in late for value in (point.low, point.high, point.y) if value is not None]
+    low, high = min(point.y for point in late), max(point.y for point in late)
     if zone is not None:
-        values += [-1.5 * zone, 1.5 * zone]
-    return padded(min(values), max(values))
+        low, high = min(low, -1.5 * zone), max(high, 1.5 * zone)
+    return _with_bounds(low, high, late, high - low)
+
+
+def _ratio_range(series: Sequence[Series]) -> tuple[tuple[float, float], bool]:
+    points = [point for one in series for point in one.points]
+    low, high = math.log(min(0.97, *(point.y for point in points))), math.log(max(1.03, *(point.y for point in points)))
+    logs = [
+        Point(0, math.log(point.y), point.low and math.log(point.low), point.high and math.log(point.high))
+        for point in points
+    ]
+    (low, high), cut = _with_bounds(low, high, logs, max(high - low, math.log(1.5)))
+    return (math.exp(low), math.exp(high)), cut
+
+
+def _with_bounds(low: float, high: float, points: Sequence[Point], reach: float) -> tuple[tuple[float, float], bool]:
+    """A range of means and room for their intervals, up to `reach` on each side; whether some go beyond.
+
+    Two seeds give intervals many times as wide as all means lie apart: nothing else could be seen.
+    """
+    lowest = min([low, *(point.low for point in points if point.low is not None)])
+    highest = max([high, *(point.high for point in points if point.high is not None)])
+    cut = lowest < low - reach or highest > high + reach
+    return padded(max(lowest, low - reach), min(highest, high + reach)), cut
 
 
 def _draw_zone(area: Plot, zone: float) -> None:
@@ -242,7 +264,8 @@ def _draw_speedup(area: Plot, one: Series, places: Sequence[float], shift: float
         if point.low is not None and point.high is not None:
             style = f"whisker s{one.style % 8}"
             hint += f" [{point.low:.3g}, {point.high:.3g}]"
-            area.picture.line(style, x, area.y(point.low), x, area.y(point.high), hint)
+            high, low = (min(max(area.y(bound), area.y.end), area.y.start) for bound in (point.high, point.low))
+            area.picture.line(style, x, low, x, high, hint)
         area.picture.marker(x, area.y(point.y), one.style, hint)
 
 

@@ -23,6 +23,7 @@ from embershard.compare.units import (
 
 YARDSTICK = "fp16s"
 STEP_PARTS = tuple("step data route pull wait receive decode forward backward gather encode push send".split())
+BYTE_PARTS = ("ids", "gradients", "rows", "dense gradients", "dense weights", "other")
 _PARTS = {("push", "rows"): "gradients", ("push", "dense"): "dense gradients", ("pull", "dense"): "dense weights"}
 
 
@@ -103,9 +104,12 @@ def quality_table(results: Results, against: str) -> Table | None:
                 value = metric_text(own[metric, rate].value)
                 rows.append([against, metric_name(metric), rate, value, NONE, NONE, NONE, NONE, "compared with"])
             rows += [_quality_row(one) for one in judged if (one.metric, one.rate) == (metric, rate)]
+    columns = ["arm", "metric", "learning rate", "value", "pairs", "difference", "margin", "p (TOST)", "verdict"]
+    if len(rates) == 1:
+        columns, *rows = (row[:2] + row[3:] for row in [columns, *rows])
     return Table(
         title=f"Quality beside {against}",
-        columns=["arm", "metric", "learning rate", "value", "pairs", "difference", "margin", "p (TOST)", "verdict"],
+        columns=columns,
         rows=rows,
         words=("metric", "learning rate", "verdict"),
         note="Differences are paired: runs of equal seed. Equivalent: two one-sided t tests of them against the "
@@ -141,7 +145,11 @@ def speed_table(results: Results) -> Table:
                 rows.append([arm.label, link_text(link)] + [NONE] * (len(columns) - 2))
                 continue
             rate = speed.samples_per_second
-            bounds = f" [{rate.low:,.0f}, {rate.high:,.0f}]" if rate.low is not None and rate.high is not None else ""
+            bounds = (
+                f" [{max(rate.low, 0):,.0f}, {rate.high:,.0f}]"
+                if rate.low is not None and rate.high is not None
+                else ""
+            )
             cells = [arm.label, link_text(link), rate_text(rate.mean) + bounds]
             cells += _over(speed if arm.label != results.baseline else None)
             if beside:
@@ -168,6 +176,7 @@ def bytes_table(results: Results) -> Table:
     base = bytes_sent(results, results.baseline)
     for arm in results.arms:
         volumes = [volume for volume in results.volumes if volume.arm == arm.label and (volume.sent or volume.raw)]
+        volumes.sort(key=lambda one: (one.direction != "push", BYTE_PARTS.index(part_name(one.direction, one.part))))
         for one in volumes:
             where = [arm.label, one.direction, part_name(one.direction, one.part)]
             rows.append(where + _bytes_cells(one.sent, one.raw, one.predicted, one.ratio))
@@ -239,8 +248,8 @@ def step_table(results: Results, bandwidth: str, name: str) -> Table | None:
         title=f"Time of a step, {name}",
         columns=["arm"] + [f"{part}, beside" if overlapped else part for overlapped, _, part in names],
         rows=rows,
-        note="p50 / p99 in ms of the first worker's steps, means over the runs. Beside: in another thread, at the same "
-        "time as the others.",
+        note="p50 / p99 in ms of the first worker's steps, means over the runs. Beside: in other threads, at the "
+        "same time.",
     )
 
 

@@ -155,21 +155,35 @@ def _cost(results: Results, verdict: Verdict) -> str:
 
 
 def _not_paid(results: Results) -> Iterator[str]:
-    """The others, each with what speaks against it."""
-    if _of(results, "paid"):
+    """The others, each with what speaks against it or what is open."""
+    paid = bool(_of(results, "paid"))
+    if paid and _of(results, "did not pay"):
         against = [f"{_arm(verdict.arm)} ({_against(results, verdict)})" for verdict in _of(results, "did not pay")]
-        undecided = _arms(results, "undecided")
-        if against:
-            yield f"Did not pay: {listed(against)}."
-        if undecided:
-            yield f"Undecided: {_arms_listed(undecided)}."
-    elif len(results.seeds) < 2:
-        yield "One seed per arm gives no intervals and no tests, so nothing is decided; --seeds 5 would give them."
-    else:
+        yield f"Did not pay: {listed(against)}."
+    if not paid:
         for verdict in results.verdicts:
             if verdict.quality == "worse" and verdict.faster_at:
                 fast = _speeds(results, verdict.arm, results.baseline)
                 yield f"{_arm(verdict.arm)} is {fast}, but at a price: {_cost(results, verdict)}."
+    undecided = _of(results, "undecided")
+    if len(results.seeds) < 2:
+        yield "One seed per arm gives no intervals and no tests, so nothing is decided; --seeds 5 would give them."
+    elif undecided:
+        found = "; ".join(f"{_arm(verdict.arm)} {_open(results, verdict)}" for verdict in undecided)
+        yield f"{'Undecided: ' if paid else ''}{found}. More seeds would narrow the intervals."
+
+
+def _open(results: Results, verdict: Verdict) -> str:
+    """What is known of an undecided arm, and what is not."""
+    judged = quality_of(results, verdict.arm, results.baseline, results.metric)
+    if judged is None:
+        return "has no run that ended well beside one of the baseline"
+    if verdict.quality in KEPT:
+        return "trained as good a model, but is not shown to be faster or not"
+    margin = "" if judged.margin is None else f" for the margin of {judged.margin:g}"
+    moved = f"{metric_name(results.metric)} {signed(judged.difference.mean, 4)} is too uncertain{margin}"
+    fast = _speeds(results, verdict.arm, results.baseline)
+    return f"is {fast}, but {moved}" if verdict.faster_at else f"is not shown to be faster, and {moved}"
 
 
 def _against(results: Results, verdict: Verdict) -> str:
