@@ -47,6 +47,7 @@ from embershard.worker.volume import Volume, Volumes
 Floats = npt.NDArray[np.float32]
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
+Watch = Callable[[Mapping[int, Request], Mapping[int, Outcome], float], None]  # requests, replies, seconds
 
 
 @dataclass(slots=True)
@@ -92,6 +93,7 @@ class Client:
         self._outbox = Outbox(worker, self.epoch, self.placement.epoch, self._limits, self.compressor)
         self._inbox = Inbox(self._links, worker, self.epoch, self.placement.epoch, self._limits, self.compressor)
         self.settings_revision = 0  # of what the shards were told of compression, as far as replies said
+        self.watch: Watch | None = None  # is told of every call
         self._push_lock = threading.Lock()
         self._stats = Stats()
         self._stats_lock = threading.Lock()
@@ -330,6 +332,8 @@ class Client:
                 )
             revisions = [reply.settings for reply in outcomes.values() if isinstance(reply, Rows | Pushed)]
             self.settings_revision = max(self.settings_revision, *revisions) if revisions else self.settings_revision
+            if (watch := self.watch) is not None:
+                watch(requests, outcomes, time.perf_counter() - start)
             return outcomes
         finally:
             with self._stats_lock:

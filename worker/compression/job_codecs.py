@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 
+from embershard.proto.codec.choice import Codec
 from embershard.proto.errors import JobError
 from embershard.worker.compression.advice import advice
+from embershard.worker.compression.auto import Auto
 from embershard.worker.compression.settings import Directions
 from embershard.worker.job import Job
-from embershard.worker.patterns import choose
+from embershard.worker.job_compression import Direction
+from embershard.worker.patterns import choose, first_match
 from embershard.worker.session import Session
 
 _log = logging.getLogger(__name__)
@@ -23,6 +26,7 @@ class JobCodecs:
         self._prefix = job.prefix
         self._wanted: dict[str, Directions] = {}
         self._next: list[int] = []  # steps at which something changes
+        self._auto: Auto | None = None
         if self._session is not None and self._section is not None:
             self._session.client.compressor.settings = self._section.settings()
 
@@ -38,15 +42,31 @@ class JobCodecs:
             raise JobError(where=where, reason=reason) from None
         self._next = [change for change in self._section.steps if change > step]
         self._switch(step)
+        if self._section.auto:
+            allow = [Codec.parse(text) for text in self._section.allow]
+            self._auto = Auto(self._session, allow, self._pinned(names))
         for table in self._session.tables if self._session.client.worker == 0 else ():
             if line := advice(table.spec.optimizer.name, self._wanted[table.spec.name].push):
                 _log.warning("table %s: %s", table.spec.name, line)
 
     def follow(self, step: int) -> None:
-        """Before a step: change what the schedule changes."""
+        """Before a step: change what the schedule changes, or what was found to pay."""
         if self._next and step >= self._next[0]:
             self._next = [change for change in self._next if change > step]
             self._switch(step)
+        if self._auto is not None:
+            self._auto.follow(step)
+
+    def _pinned(self, names: list[str]) -> frozenset[tuple[str, Direction]]:
+        """Tables and directions of which the job itself says how they travel."""
+        assert self._section is not None
+        tables = self._section.tables
+        found = {name: first_match(name, tables) for name in names}
+        return frozenset(
+            (self._prefix + name, direction)
+            for name, pattern in found.items()
+            for direction, _ in (tables[pattern].given() if pattern is not None else ())
+        )
 
     def _switch(self, step: int) -> None:
         """Only what the schedule changes: what was switched by hand stays."""

@@ -1,0 +1,211 @@
+"""What `compression: auto` chooses, on links that are made up: a carrier that sleeps, and figures that are given."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+import embershard as es
+from embershard.proto.codec.choice import Codec
+from embershard.proto.codec.values import find_values
+from embershard.proto.messages import Pull, Push, Reply, Request, bulk_bytes
+from embershard.ps.shard import Shard
+from embershard.worker.carriers.local import LocalCarrier
+from embershard.worker.client import Client
+from embershard.worker.compression import auto
+from embershard.worker.compression.auto import Auto, Cost, Link, best, candidates, measure
+from embershard.worker.compression.job_codecs import JobCodecs
+from embershard.worker.job import Job
+from embershard.worker.session import Session
+
+MakeShards = Callable[..., list[Shard]]
+SPEC = es.TableSpec(name="t", dim=64, optimizer=es.Adagrad(lr=0.1), initializer=es.Constant(value=0.0))
+INT8, FP16S = Codec.parse("int8"), Codec.parse("fp16s")
+
+
+def cost(codec: Codec, coded: float, seconds: float) -> Cost:
+    return Cost(codec, 4e6, coded, seconds / 2, seconds / 2)
+
+
+COSTS = [cost(FP16S, 2e6, 0.001), cost(INT8, 1e6, 0.003)]  # break-even at 2 GB/s and 1 GB/s
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_second", "want"),
+    [(1e7, INT8), (4e8, INT8), (6e8, FP16S), (1.5e9, FP16S), (1.7e9, None), (1e12, None)],
+)
+def test_what_saves_the_most_time_on_a_link_is_chosen(bytes_per_second: float, want: Codec | None) -> None:
+    found, why = best(COSTS, Link(bytes_per_second))
+    assert (found and found.codec) == want
+    if found is None:
+        assert "fp16s would pay below 12.8 Gbit/s" in why
+    else:
+        assert f"pays below {'8' if want == INT8 else '16'} Gbit/s" in why
+
+
+def test_the_break_even_is_bytes_saved_by_time_spent() -> None:
+    assert COSTS[1].break_even == pytest.approx(1e9)
+    assert COSTS[1].saving(Link(1e9)) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_link_is_what_its_larger_and_faster_calls_saw() -> None:
+    waited = [(1_000_000, 5.0)] * 10  # for another worker
+    calls = [(1_000_000, 0.11)] * 10 + waited + [(10, 0.2)] * 5
+    link = Link.of(calls, round_trip=0.01)
+    assert link is not None
+    assert link.bytes_per_second == pytest.approx(1e7)
+    assert Link.of([], 0.0) is None
+
+
+ALLOW = [Codec.parse(text) for text in ("topk:0.01", "onebit", "bf16")]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "direction", "dense", "want"),
+    [
+        (es.Adam(lr=1), "push", False, "fp16s int8 bf16"),
+        (es.SGD(lr=1), "push", False, "fp16s int8 topk:0.01 bf16"),
+        (es.SGD(lr=1), "push", True, "fp16s int8 topk:0.01 onebit bf16"),
+        (es.SGD(lr=1), "pull", False, "fp16s int8 bf16"),
+        (es.SGD(lr=1), "pull", True, "fp16s bf16"),
+    ],
+)
+def test_only_quantisation_comes_before_an_optimizer_that_adapts(
+    optimizer: es.SGD, direction: auto.Direction, dense: bool, want: str
+) -> None:
+    spec = es.TableSpec(name="t", dim=4, optimizer=optimizer)
+    assert [str(codec) for codec in candidates(spec, direction, dense=dense, allow=ALLOW)] == want.split()
+
+
+def test_without_leave_nothing_is_left_out() -> None:
+    spec = es.TableSpec(name="t", dim=4, optimizer=es.SGD(lr=1))
+    assert [str(codec) for codec in candidates(spec, "push", dense=False)] == ["fp16s", "int8"]
+
+
+@pytest.mark.parametrize(("text", "ratio"), [("int8", 64 * 4 / 66), ("fp16s", 64 * 4 / 129), ("topk:0.01+fp16s", 133)])
+def test_a_codec_is_measured_at_the_size_of_a_step(text: str, ratio: float) -> None:
+    found = measure(Codec.parse(text), 256 * 1000, 64, find_values)
+    assert found.raw_bytes / found.coded_bytes == pytest.approx(ratio, rel=0.2)
+    assert found.encode > 0
+    assert found.decode > 0
+
+
+class Slow:
+    """A shard behind a link of so many bytes per second."""
+
+    def __init__(self, shard: Shard, bytes_per_second: float) -> None:
+        self.shard, self.bytes_per_second = shard, bytes_per_second
+
+    def handle(self, request: Request) -> Reply:
+        reply = self.shard.handle(request)
+        if isinstance(request, Pull | Push):
+            time.sleep((bulk_bytes(request) + bulk_bytes(reply)) / self.bytes_per_second)
+        return reply
+
+
+def connect(shards: list[Shard], bytes_per_second: float = 1e12) -> Session:
+    carriers = [LocalCarrier(Slow(shard, bytes_per_second).handle, f"local/{i}") for i, shard in enumerate(shards)]
+    return Session(Client(carriers))
+
+
+def train(session: Session, follow: Callable[[int], None], steps: int) -> None:
+    module = es.Embedding(session.table(SPEC))
+    ids = torch.arange(64)
+    for step in range(steps):
+        follow(step)
+        module(ids).sum().backward()
+        session.step()
+
+
+def used(session: Session) -> tuple[str, str]:
+    directions = session.client.compressor.directions()["t"]
+    return str(directions.push), str(directions.pull)
+
+
+STEPS = 2 * (auto.WARM_UP + auto.STEPS + 1)
+
+
+def test_a_slow_link_switches_on_what_pays_and_says_why(
+    make_shards: MakeShards, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = connect(make_shards(1), bytes_per_second=4e6)
+    chooser = Auto(session, [], frozenset())
+    train(session, chooser.follow, STEPS)
+    assert used(session) == ("int8", "int8")
+    assert chooser.done
+    assert session.client.watch is None
+    push, pull, after = [record.getMessage() for record in caplog.records]
+    assert push.startswith("step 23: table t: push=int8: 0.0164 MB of a step become 0.0042")
+    assert pull.startswith("step 23: table t: pull=int8: ")
+    assert "without compression" in after
+
+
+def test_what_is_pinned_is_left_alone(make_shards: MakeShards) -> None:
+    session = connect(make_shards(1), bytes_per_second=4e6)
+    job = Job.model_validate(
+        {
+            "model": {"name": "lr"},
+            "data": {"reader": "ctr_csv", "train": "t.csv"},
+            "embedding": {"optimizer": {"name": "sgd", "lr": 1.0}},
+            "train": {"batch_size": 1, "steps": 1},
+            "compression": {"auto": True, "tables": {"t": {"push": "none"}}},
+        }
+    )
+    codecs = JobCodecs(job, session)
+    session.table(SPEC)
+    codecs.begin(0)
+    train(session, codecs.follow, STEPS)
+    assert used(session) == ("none", "int8")
+
+
+def costly(codec: Codec, raw_bytes: float, *_: object) -> Cost:
+    return Cost(codec, raw_bytes, raw_bytes / 2, 1.0, 1.0)
+
+
+def test_a_fast_link_switches_nothing_on(
+    make_shards: MakeShards, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "measure", costly)
+    session = connect(make_shards(2))
+    train(session, Auto(session, [], frozenset()).follow, STEPS)
+    assert used(session) == ("none", "none")
+    assert "table t: push=none: the link gives" in caplog.text
+
+
+def test_training_that_does_not_wait_is_left_alone(
+    make_shards: MakeShards, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "WAITING", 1.1)
+    session = connect(make_shards(1), bytes_per_second=4e6)
+    train(session, Auto(session, [], frozenset()).follow, STEPS)
+    assert used(session) == ("none", "none")
+    (record,) = caplog.records
+    assert "compression stays off: training waits for shards" in record.getMessage()
+
+
+class Sleepy:
+    """int8 that takes its time."""
+
+    def __init__(self) -> None:
+        self.codec = find_values("int8")
+        self.name, self.code, self.nbytes = self.codec.name, self.codec.code, self.codec.nbytes
+        self.decode = self.codec.decode
+
+    def encode(self, rows: np.ndarray, out: np.ndarray, key: int | None = None) -> None:
+        time.sleep(0.02)
+        self.codec.encode(rows, out, key)
+
+
+def test_what_did_not_make_steps_faster_is_switched_off_again(
+    make_shards: MakeShards, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "measure", lambda codec, raw, *_: Cost(codec, raw, raw / 4, 1e-9, 1e-9))
+    session = connect(make_shards(1))
+    session.client.compressor.find = lambda name: Sleepy() if name == "int8" else find_values(name)
+    train(session, Auto(session, [], frozenset()).follow, STEPS)
+    assert used(session) == ("none", "none")
+    assert "without compression; it is switched off again" in caplog.text
