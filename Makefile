@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help setup demo test unit fuzz lint proto build clean peers-env \
         bar-ncf bar-ctr bar-modes bar-equal bar-sync bar-wrap bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-cache \
         bench-loader bar-snapshot bench-moment bench-startup bench-wire bar-scale bar-link bar-leak bar-workers bench-cluster bar-peers \
-        bar-codec-quality
+        bar-codecs bar-codec-quality
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -114,6 +114,9 @@ bar-link: setup  ## a link of 1 Gbit/s and of 100 Mbit/s is kept busy (root, ipr
 
 bar-leak: setup  ## 10^5 steps with memory flat on both sides (up to 10 minutes)
 	$(BIN)/python bench/leak.py
+
+bar-codecs: setup  ## what codecs cost and save: speed against copying, bytes of real messages
+	$(BIN)/python bench/codecs.py
 
 bar-codec-quality: setup  ## models whose gradients and rows travel compressed are as good (an hour; ARGS=--quick)
 	$(BIN)/python bench/bar_codec_quality.py $(ARGS)
