@@ -6,7 +6,8 @@ at 2**24, where no bias is left to correct.
 
 The last float of `hyper` is the row's age n: `grad` is the sum c of the gradients of n pushes that a worker kept back.
 Where a state is a mean over pushes it moves by n of them, each with c / n as its gradient and c^2 / n as the square of
-one. With n = 1 every optimizer has the bits that it has without ages.
+one. Where it is a sum of squares it grows by c^2 / sqrt(n): the n squares add up to c^2 where gradients are noise, to
+c^2 / n where they are all the same (bench/ages.py). With n = 1 all have the bits that they have without ages.
 """
 
 from __future__ import annotations
@@ -62,12 +63,13 @@ def sgd(row: Floats, state: Floats, grad: Floats, hyper: Hyper) -> None:
 )
 def adagrad(row: Floats, state: Floats, grad: Floats, hyper: Hyper) -> None:
     """Duchi et al. 2011, as torch.optim.Adagrad with lr_decay 0."""
-    lr, eps, decay = _f(hyper[0]), _f(hyper[1]), _f(hyper[3]) * _f(hyper[hyper.size - 1])
+    age = _f(hyper[hyper.size - 1])
+    lr, eps, decay, share = _f(hyper[0]), _f(hyper[1]), _f(hyper[3]) * age, _f(1) / np.sqrt(age)
     for j in range(row.size):
         g = grad[j]
         if decay > _f(0):
             g = fma(decay, row[j], g)
-        state[j] = fma(g, g, state[j])
+        state[j] = fma(g * share, g, state[j])
         row[j] = row[j] - lr * g / (np.sqrt(state[j]) + eps)
 
 
@@ -78,12 +80,13 @@ def adagrad(row: Floats, state: Floats, grad: Floats, hyper: Hyper) -> None:
 )
 def rowwise_adagrad(row: Floats, state: Floats, grad: Floats, hyper: Hyper) -> None:
     """Adagrad with the mean of the squared gradient as the row's one accumulator (Naumov et al. 2019, FBGEMM)."""
-    lr, eps, decay = _f(hyper[0]), _f(hyper[1]), _f(hyper[3]) * _f(hyper[hyper.size - 1])
+    age = _f(hyper[hyper.size - 1])
+    lr, eps, decay, share = _f(hyper[0]), _f(hyper[1]), _f(hyper[3]) * age, _f(1) / np.sqrt(age)
     squares = _f(0)
     for j in range(row.size):
         g = fma(decay, row[j], grad[j])
         squares = fma(g, g, squares)
-    state[0] += squares / _f(row.size)
+    state[0] += squares * share / _f(row.size)
     step = lr / (np.sqrt(state[0]) + eps)
     for j in range(row.size):
         g = fma(decay, row[j], grad[j])
@@ -146,13 +149,14 @@ def ftrl(row: Floats, state: Floats, grad: Floats, hyper: Hyper) -> None:
     """
     dim = row.size
     alpha, beta, l1, l2 = _f(hyper[0]), _f(hyper[1]), _f(hyper[2]), _f(hyper[3])
-    decay = _f(hyper[4]) * _f(hyper[hyper.size - 1])
+    age = _f(hyper[hyper.size - 1])
+    decay, share = _f(hyper[4]) * age, _f(1) / np.sqrt(age)
     if alpha <= _f(0):  # a warm-up that starts at 0: nothing to learn yet
         return
     for j in range(dim):
         g = fma(decay, row[j], grad[j])
         before = np.sqrt(state[dim + j])
-        squares = fma(g, g, state[dim + j])
+        squares = fma(g * share, g, state[dim + j])
         after = np.sqrt(squares)
         z = state[j] + g - (after - before) / alpha * row[j]
         state[j], state[dim + j] = z, squares

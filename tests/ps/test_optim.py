@@ -174,6 +174,17 @@ class TestAges:
             weights -= 0.1 * c / (np.sqrt(v) + 1e-3)
         np.testing.assert_allclose(last, weights, rtol=2e-5, atol=2e-6)
 
+    @pytest.mark.parametrize("rowwise", [False, True])
+    def test_adagrad_grows_by_the_square_over_the_root_of_n(self, rowwise):
+        made = spec.RowWiseAdagrad if rowwise else spec.Adagrad
+        sums = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
+        weights, last = self.push(made(lr=0.1, eps=1e-3, initial_accumulator=0.5), sums)
+        total = np.full(6, 0.5)
+        for c, n in zip(sums.astype(np.float64), self.AGES, strict=True):
+            total += ((c**2).mean() if rowwise else c**2) / n**0.5
+            weights -= 0.1 * c / (np.sqrt(total) + 1e-3)
+        np.testing.assert_allclose(last, weights, rtol=2e-5, atol=2e-6)
+
     @pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad", "rmsprop", "ftrl"])
     def test_weight_decay_counts_n_times(self, kind):
         table = make_table(spec.Optimizer.of(kind, {"lr": 0.1, "weight_decay": 0.02}), 4)
