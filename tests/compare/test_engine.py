@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.progress import Progress
 
 from embershard.compare import runs
 from embershard.compare.arms import find_arms
 from embershard.compare.engine import Engine
 from embershard.compare.folder import Folder
-from embershard.compare.plan import Experiment, Plan
+from embershard.compare.plan import Experiment, Plan, Task
 from embershard.compare.progress import Show
 from embershard.compare.results import UNLIMITED, Bandwidth
+from embershard.compare.run_log import Glance
 from embershard.worker.job import load_job
 
 JOB = """\
@@ -137,3 +139,23 @@ def test_rates_are_tuned_first_and_only_better_ones_are_run_again(tmp_path: Path
     kinds = [run.kind for run in bench.runs.values()]
     assert kinds == ["tune"] * 4 + ["quality"] * 8
     assert {run.multiple for run in list(bench.runs.values())[-4:]} == {2.0}
+
+
+@pytest.mark.usefixtures("trainer")
+def test_a_terminal_sees_which_run_it_is_and_the_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TERM", "xterm")
+    bench = Bench(tmp_path)
+    bench.console = Console(record=True, width=200, force_terminal=True)
+    bench.run()
+    seen: list[str] = []
+    show = Show(bench.console)
+    monkeypatch.setattr(Progress, "update", lambda self, row, **fields: seen.append(fields["description"]))
+    runs = {key: run.model_copy(update={"total_seconds": 60.0}) for key, run in bench.runs.items()}
+    task = Task(kind="quality", arm="none", seed=7, bandwidth=UNLIMITED, multiple=1.0, words=())
+    show.begin([task, task], runs, 3)
+    show.look(Glance(0.5, "epoch 2"))
+    show.close()
+    assert seen == [
+        "4 of 5: none, seed 7, unlimited: starting; 0:02:00 left",
+        "4 of 5: none, seed 7, unlimited: epoch 2; 0:01:30 left",
+    ]

@@ -119,8 +119,9 @@ def compare(
         try:
             if not report_only:
                 engine.run()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):
             show.say(f"stopped; the same command goes on where it was: {shlex.join(_command())}")
+            show.say("with --report-only it reports the runs that are there")
             raise
         _report(engine, plan, folder, job, margin, show)
 
@@ -147,7 +148,7 @@ def _report(engine: Engine, plan: Plan, folder: Folder, job: Path, margin: float
 
 
 def _command() -> tuple[str, ...]:
-    """What was called, without the paths of this machine."""
+    """What was called."""
     return ("embershard", *sys.argv[1:])
 
 

@@ -97,6 +97,7 @@ class Folder:
 
     def _claim(self) -> None:
         path = self.path / EXPERIMENT
+        beside = path.with_suffix(".json.tmp")
         if path.exists():
             try:
                 found = Experiment.model_validate_json(path.read_text(encoding="utf-8"))
@@ -106,10 +107,12 @@ class Folder:
             if difference:
                 raise OtherExperiment(folder=str(self.path), difference=difference)
             return
-        if any(self.path.iterdir()):
+        if any(found != beside for found in self.path.iterdir()):
             raise NotAComparison(folder=str(self.path))
-        beside = path.with_suffix(".json.tmp")
-        beside.write_text(self._experiment.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(self._experiment.model_dump_json(indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(beside, path)
 
     def _open(self) -> None:
@@ -124,3 +127,4 @@ class Folder:
             self.runs[run.key] = run
         if data and not data.endswith(b"\n"):
             os.write(self._file, b"\n")
+        os.fsync(self._lock)  # the names of both files

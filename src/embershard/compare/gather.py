@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def gather(
         metric=base.metric,
         split=judged,
         deciding_split=deciding,
-        reachable=next((run.reachable for run in made if run.ok), {}),
+        reachable=_reachable(made),
         workers=base.workers,
         shards=base.shards if base.has_shards else 0,
         link=experiment.link,
@@ -60,6 +61,17 @@ def gather(
         conditions=_conditions(made),
     )
     return conclude(results, margin)
+
+
+def _reachable(runs: Sequence[Run]) -> dict[str, float]:
+    """The mean over runs: made-up data is another with every seed."""
+    known = [run.reachable for run in runs if run.ok and run.kind == "quality"]
+    metrics = known[0].keys() if known else ()
+    return {
+        metric: statistics.fmean(one[metric] or 0.0 for one in known)
+        for metric in metrics
+        if all(one.get(metric) is not None for one in known)
+    }
 
 
 def _notes(plan: Plan, runs: Sequence[Run], judged: str, deciding: str) -> Iterator[str]:

@@ -145,14 +145,13 @@ class Plan:
         found, job = self.arms[arm]
         settings = [*self.experiment.overrides, *found.settings, f"train.seed={seed}"]
         settings += ["checkpoint=null"] if job.checkpoint is not None else []  # its folder would be that of all runs
-        emulated = self.experiment.link == "token bucket"
         if can_be_limited(job):
+            emulated = self.experiment.link == "token bucket"
             settings.append(f"network.bandwidth={bandwidth if emulated else UNLIMITED}")
         settings += _rates(job, multiple) if multiple != 1 else []
         settings += _shortened(job, self.experiment.speed_steps) if kind == "speed" else []
         words = [word for setting in settings for word in ("--set", setting)]
-        if job.has_shards and (emulated or not can_be_limited(job)):  # else the shards run already, with these modules
-            words += [word for module in self.experiment.imports for word in ("--import", module)]
+        words += [word for module in self.experiment.imports if job.has_shards for word in ("--import", module)]
         return Task(kind=kind, arm=arm, seed=seed, bandwidth=bandwidth, multiple=multiple, words=tuple(words))
 
 

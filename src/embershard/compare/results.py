@@ -64,13 +64,13 @@ class Point(Record):
 
 
 class Bytes(Record):
-    """What one step of one worker moves between it and all shards, the mean of a run."""
+    """What a step of the first worker moves between it and all shards, the mean of a run; see worker/volume.py."""
 
-    direction: str  # push, pull: gradients to the shards, or rows from them (with what asks for them)
+    direction: str  # push: gradients to the shards; pull: rows from them, with what asks for them; other: neither
     part: str  # ids, rows, dense, other
     sent: float  # bytes on the wire
-    raw: float | None  # what they would be without a codec
-    predicted: float | None  # what was expected of the codec before anything was sent
+    raw: float | None  # with float32 rows and plain ids
+    predicted: float | None  # by the codecs' own sizes, from the number of rows and messages
 
 
 class StepPart(Record):
