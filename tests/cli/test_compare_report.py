@@ -45,13 +45,14 @@ def test_a_codec_that_paid_is_named_with_its_gain_its_cost_and_its_limit():
     assert re.search(r"`int8` is 2\.\dx as fast at 100 Mbit/s, 1\.2\dx at 1 Gbit/s, slower without limit", words)
     assert re.search(r"it pays on links slower than \d\.\d Gbit/s per worker", words)
     assert re.search(r"The cost: AUC [+-]0\.000\d, equivalent within the margin of 0\.0005", words)
-    assert "Did not pay: `topk:0.01` (AUC -0.00" in words
+    assert re.search(r"Did not pay: `topk:0\.01` \(AUC -0\.00\d\d\), worse\.", words)
     assert USUAL not in words
 
 
 def test_the_yardstick_is_always_told():
     assert "Beside `fp16s`, the yardstick" in said(fake_results())
-    assert "Not shown to beat it: `topk:0.01`." in said(fake_results())
+    beaten = replace(INT8, label="bf16", push=0.6, pull=0.6)
+    assert "Not shown to beat it: `bf16`." in said(fake_results((NONE, FP16S, INT8, beaten)))
     assert "No arm of fp16s ran" in said(fake_results((NONE, INT8)))
 
 
@@ -65,7 +66,7 @@ def test_an_arm_that_beats_floats_but_not_the_yardstick_does_not_beat_it():
 def test_where_only_the_yardstick_paid_the_headline_says_so():
     results = fake_results((NONE, FP16S, SLOW))
     assert headline(results) == "Only `fp16s`, the yardstick, paid"
-    assert "Did not pay: `powersgd:4` (not faster by 5 % on any link)." in said(results)
+    assert "Did not pay: `powersgd:4`, not faster by 5 % on any link." in said(results)
 
 
 def test_when_nothing_paid_it_says_so_first():
@@ -87,6 +88,33 @@ def test_what_is_undecided_stays_undecided():
     assert headline(results) == "Undecided"
     assert said(results).startswith("Undecided: no arm is shown to have trained a model as good as `none` did, faster")
     assert not re.search(r"\bpaid\b|significant", said(results))
+
+
+def test_an_undecided_arm_is_told_with_what_is_known_of_it():
+    noisy = replace(INT8, noise=0.004)
+    words = said(fake_results((NONE, FP16S, noisy), seeds=(1, 2)))
+    assert re.search(
+        r"`int8` is 2\.\dx as fast at 100 Mbit/s.*, but AUC [+-]\d.\d+ is too uncertain for the margin", words
+    )
+    assert "More seeds would narrow the intervals." in words
+
+
+def test_intervals_wider_than_the_picture_are_cut_and_said_to_be(tmp_path):
+    noisy = replace(INT8, noise=0.05)
+    write_report(fake_results((NONE, FP16S, noisy), seeds=(1, 2)), tmp_path)
+    picture = (tmp_path / "pictures" / "auc-difference.svg").read_text()
+    assert "Some intervals reach beyond the picture." in picture
+    write_report(fake_results(), tmp_path)
+    assert "beyond the picture." not in (tmp_path / "pictures" / "auc-difference.svg").read_text()
+
+
+def test_small_parts_of_a_step_are_drawn_as_other_and_tabled_by_name(tmp_path):
+    html, _ = written(fake_results((NONE, replace(FP16S, codec_ms=0.01))), tmp_path)
+    picture = (tmp_path / "pictures" / "step-100mbit.svg").read_text()
+    assert ">wait</text>" in picture
+    assert ">other</text>" in picture
+    assert ">encode</text>" not in picture
+    assert ">encode</th>" in html
 
 
 def test_one_seed_shows_no_interval_and_says_so(tmp_path):
@@ -296,6 +324,26 @@ def test_the_terminal_shows_every_arm_within_its_width(width):
     assert max(map(len, lines)) <= width
     for arm in ("none", "fp16s", "int8", "topk:0.01"):
         assert any(line.startswith(arm) for line in lines)
+
+
+def luminance(color: str) -> float:
+    """Of WCAG 2.2."""
+    shares = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in shares)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_lines_and_words_stand_out_from_their_ground(tmp_path, theme):
+    html, _ = written(fake_results(), tmp_path)
+    light, dark = html.split("@media screen and (prefers-color-scheme: dark)", 1)
+    colors = dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", light if theme == "light" else dark))
+    for name, least in [(f"s{style}", 3.0) for style in range(8)] + [
+        (name, 4.5) for name in ("ink", "soft", "good", "bad")
+    ]:
+        for ground in ("paper",) if least == 3 else ("paper", "shade"):
+            low, high = sorted((luminance(colors[name]), luminance(colors[ground])))
+            assert (high + 0.05) / (low + 0.05) >= least, (name, ground)
 
 
 # in a browser

@@ -44,7 +44,7 @@ def lead(results: Results) -> list[str]:
     sentences = [_answer(results)]
     paid = sorted(_of(results, "paid"), key=lambda verdict: -(verdict.best_speed_up or 0))
     sentences += [_gain(results, verdict) for verdict in paid[:1]]
-    sentences += [_small_gain(results, verdict) for verdict in paid[1:3]]
+    sentences += [_small_gain(results, verdict) for verdict in paid[1:2]]
     sentences += _not_paid(results)
     sentences += _beside_yardstick(results)
     if all(link.bits_per_second is None for link in results.bandwidths):
@@ -158,8 +158,7 @@ def _not_paid(results: Results) -> Iterator[str]:
     """The others, each with what speaks against it or what is open."""
     paid = bool(_of(results, "paid"))
     if paid and _of(results, "did not pay"):
-        against = [f"{_arm(verdict.arm)} ({_against(results, verdict)})" for verdict in _of(results, "did not pay")]
-        yield f"Did not pay: {listed(against)}."
+        yield f"Did not pay: {_against(results, _of(results, 'did not pay'))}."
     if not paid:
         for verdict in results.verdicts:
             if verdict.quality == "worse" and verdict.faster_at:
@@ -186,10 +185,15 @@ def _open(results: Results, verdict: Verdict) -> str:
     return f"is {fast}, but {moved}" if verdict.faster_at else f"is not shown to be faster, and {moved}"
 
 
-def _against(results: Results, verdict: Verdict) -> str:
-    if verdict.quality == "worse" and verdict.difference is not None:
-        return f"{metric_name(results.metric)} {signed(verdict.difference.mean, 4)}, worse"
-    return "not faster by 5 % on any link"
+def _against(results: Results, verdicts: Sequence[Verdict]) -> str:
+    """What speaks against arms, those of one reason together."""
+    worse = [verdict for verdict in verdicts if verdict.quality == "worse"]
+    slow = [verdict.arm for verdict in verdicts if verdict.quality != "worse"]
+    name = metric_name(results.metric)
+    moved = [f"{_arm(one.arm)} ({name} {signed(one.difference.mean, 4)})" for one in worse if one.difference]
+    said = [f"{listed(moved)}, worse"] if moved else []
+    said += [f"{_arms_listed(slow)}, not faster by 5 % on any link"] if slow else []
+    return "; ".join(said)
 
 
 def _beside_yardstick(results: Results) -> Iterator[str]:
@@ -211,9 +215,11 @@ def _beside_yardstick(results: Results) -> Iterator[str]:
         none = "no other arm is" if len(others) > 1 else f"{_arm(others[0])} is not"
         yield f"Beside {_arm(beside)}, {reason}, {none} shown to be as good and faster."
         return
-    said = "; ".join(f"{_arm(label)} is {_speeds(results, label, beside)}" for label in beating)
-    yield f"Beside {_arm(beside)}, {reason}, {said}."
-    left = [label for label in others if label not in beating]
+    beating.sort(key=lambda label: -max(speed.speed_up.mean for speed in _faster_over(results, label, beside)))
+    said = [f"{_arm(label)} is {_speeds(results, label, beside)}" for label in beating[:2]]
+    said += [f"{_arms_listed(beating[2:])} are faster too"] if beating[2:] else []
+    yield f"Beside {_arm(beside)}, {reason}, {'; '.join(said)}."
+    left = [label for label in _arms(results, "paid") if label in others and label not in beating]
     if left:
         yield f"Not shown to beat it: {_arms_listed(left)}."
 
