@@ -30,6 +30,7 @@ _OF_SHARDS = (
     "train.lease",
     "train.prefetch",
     "compression",
+    "network.bandwidth",
 )
 SET_ASIDE = {"local": ("workers", *_OF_SHARDS), "dp": ("workers", *_OF_SHARDS), "ddp": _OF_SHARDS}
 

@@ -64,6 +64,16 @@ def test_none_is_the_job_without_compression(job: Path):
     assert "residual_rows" not in found["dgc:0.01"].compression.model_fields_set  # type: ignore[union-attr]
 
 
+def test_dgc_keeps_what_the_job_says_of_it(job: Path):
+    own = {"warmup_steps": 7, "momentum": 0.5, "clip_norm": 1.0}
+    job.write_text(
+        JOB + f"compression: {{dense: {{push: 'dgc:0.1'}}, {', '.join(f'{k}: {v}' for k, v in own.items())}}}\n"
+    )
+    found = jobs(job, "none,dgc:0.01,int8")
+    assert found["dgc:0.01"].compression.model_dump().items() >= own.items()  # type: ignore[union-attr]
+    assert found["int8"].compression.warmup_steps != 7  # type: ignore[union-attr]
+
+
 def test_directions_can_be_named_one_by_one(job: Path):
     found = jobs(job, "none,push=int8/pull=fp16s/dense.push=dgc:0.01")
     assert codecs(found["push=int8/pull=fp16s/dense.push=dgc:0.01"]) == {

@@ -65,10 +65,11 @@ def test_hybrid_is_ps_with_dense_weights_in_the_workers(folder: Path) -> None:
 @pytest.mark.parametrize("strategy", ["local", "ddp"])
 def test_an_override_of_the_strategy_sets_aside_what_the_file_says_of_shards(folder: Path, strategy: str) -> None:
     text = JOB.replace("epochs: 1", "epochs: 1, staleness: 4, lease: 3, damp_staleness: true") + "dense: {mode: ddp}\n"
-    job = load(folder, f"strategy={strategy}", text=text)
+    job = load(folder, f"strategy={strategy}", text=text + "network: {bandwidth: 100mbit}\n")
     assert not job.has_shards
     assert job.workers == (2 if strategy == "ddp" else 1)
     assert job.train.staleness is None
+    assert job.network.bandwidth == "unlimited"
     assert job.loader_processes(1) == 0
 
 

@@ -20,6 +20,7 @@ from embershard.worker.job import Job, JobFileError, load_job
 from embershard.worker.job_training import TrainSection
 
 REFERENCE = "fp16s"  # stands beside all codecs: who beats float32 alone has proved little
+OF_DGC = ("warmup_steps", "momentum", "clip_norm")  # fields of the job's section
 DIRECTIONS = ("push", "pull", "dense.push", "dense.pull")
 _NONE = Codec()
 _COMMA = re.compile(r",(?![^\[{]*[\]}])")  # not those of a list or a mapping
@@ -144,12 +145,8 @@ def _section(codecs: Mapping[str, Codec], base: Job) -> str:
     own = base.compression
     if own is not None and "residual_rows" in own.model_fields_set and codecs["push"].has_feedback:
         section["residual_rows"] = own.residual_rows
-    if (
-        own is not None
-        and "warmup_steps" in own.model_fields_set
-        and any(codec.select == "dgc" for codec in codecs.values())
-    ):
-        section["warmup_steps"] = own.warmup_steps
+    if own is not None and any(codec.select == "dgc" for codec in codecs.values()):
+        section |= {name: getattr(own, name) for name in OF_DGC if name in own.model_fields_set}
     return json.dumps(section)
 
 
