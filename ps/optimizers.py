@@ -38,6 +38,12 @@ def _power(base: float, exponent: float | np.float32) -> float:
     return result
 
 
+@inlined
+def _share(age: np.float32) -> np.float32:
+    """What of c^2 a sum of squares grows by; a root at every row would show."""
+    return _f(1) if age == _f(1) else _f(1) / np.sqrt(age)
+
+
 @row_optimizer(
     settings={"momentum": 0.0, "nesterov": 0.0, "weight_decay": 0.0},
     state_per_dim=lambda settings: int(settings["momentum"] > 0),
@@ -64,7 +70,7 @@ def sgd(row: Floats, state: Floats, grad: Floats, hyper: Hyper) -> None:
 def adagrad(row: Floats, state: Floats, grad: Floats, hyper: Hyper) -> None:
     """Duchi et al. 2011, as torch.optim.Adagrad with lr_decay 0."""
     age = _f(hyper[hyper.size - 1])
-    lr, eps, decay, share = _f(hyper[0]), _f(hyper[1]), _f(hyper[3]) * age, _f(1) / np.sqrt(age)
+    lr, eps, decay, share = _f(hyper[0]), _f(hyper[1]), _f(hyper[3]) * age, _share(age)
     for j in range(row.size):
         g = grad[j]
         if decay > _f(0):
@@ -81,7 +87,7 @@ def adagrad(row: Floats, state: Floats, grad: Floats, hyper: Hyper) -> None:
 def rowwise_adagrad(row: Floats, state: Floats, grad: Floats, hyper: Hyper) -> None:
     """Adagrad with the mean of the squared gradient as the row's one accumulator (Naumov et al. 2019, FBGEMM)."""
     age = _f(hyper[hyper.size - 1])
-    lr, eps, decay, share = _f(hyper[0]), _f(hyper[1]), _f(hyper[3]) * age, _f(1) / np.sqrt(age)
+    lr, eps, decay, share = _f(hyper[0]), _f(hyper[1]), _f(hyper[3]) * age, _share(age)
     squares = _f(0)
     for j in range(row.size):
         g = fma(decay, row[j], grad[j])
@@ -101,12 +107,13 @@ def adam(row: Floats, state: Floats, grad: Floats, hyper: Hyper) -> None:
     n = row.size
     age = _f(hyper[hyper.size - 1])
     share = _f(1) / age
-    beta2, eps, decay = _f(_power(hyper[2], age)), _f(hyper[3]), _f(hyper[4]) * age
+    b1, b2 = _power(hyper[1], age), _power(hyper[2], age)
+    beta2, eps, decay = _f(b2), _f(hyper[3]), _f(hyper[4]) * age
     step = state[2 * n] + age
     state[2 * n] = step
     rate = _f(hyper[0] * age / (1.0 - _power(hyper[1], step)))
     correction = _f(np.sqrt(1.0 - _power(hyper[2], step)))
-    w1, w2 = _f(1.0 - _power(hyper[1], age)), _f(1.0 - _power(hyper[2], age))
+    w1, w2 = _f(1.0 - b1), _f(1.0 - b2)
     for j in range(n):
         g = grad[j]
         if decay > _f(0):
@@ -125,13 +132,14 @@ def adamw(row: Floats, state: Floats, grad: Floats, hyper: Hyper) -> None:
     n = row.size
     age = _f(hyper[hyper.size - 1])
     share = _f(1) / age
-    beta2, eps = _f(_power(hyper[2], age)), _f(hyper[3])
+    b1, b2 = _power(hyper[1], age), _power(hyper[2], age)
+    beta2, eps = _f(b2), _f(hyper[3])
     shrink = _f(_power(1.0 - hyper[0] * hyper[4], age))
     step = state[2 * n] + age
     state[2 * n] = step
     rate = _f(hyper[0] * age / (1.0 - _power(hyper[1], step)))
     correction = _f(np.sqrt(1.0 - _power(hyper[2], step)))
-    w1, w2 = _f(1.0 - _power(hyper[1], age)), _f(1.0 - _power(hyper[2], age))
+    w1, w2 = _f(1.0 - b1), _f(1.0 - b2)
     for j in range(n):
         g = grad[j]
         mean = g * share
@@ -150,7 +158,7 @@ def ftrl(row: Floats, state: Floats, grad: Floats, hyper: Hyper) -> None:
     dim = row.size
     alpha, beta, l1, l2 = _f(hyper[0]), _f(hyper[1]), _f(hyper[2]), _f(hyper[3])
     age = _f(hyper[hyper.size - 1])
-    decay, share = _f(hyper[4]) * age, _f(1) / np.sqrt(age)
+    decay, share = _f(hyper[4]) * age, _share(age)
     if alpha <= _f(0):  # a warm-up that starts at 0: nothing to learn yet
         return
     for j in range(dim):
