@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help setup demo test unit fuzz lint proto build clean peers-env \
         bar-ncf bar-ctr bar-modes bar-equal bar-sync bar-wrap bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-cache \
         bench-loader bar-snapshot bench-moment bench-startup bench-wire bar-scale bar-link bar-leak bar-workers bench-cluster bar-peers \
-        bar-codecs bar-codec-quality
+        bar-codecs bar-codec-quality bench-ages
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -120,6 +120,9 @@ bar-codecs: setup  ## what codecs cost and save: speed against copying, bytes of
 
 bar-codec-quality: setup  ## models whose gradients and rows travel compressed are as good (an hour; ARGS=--quick)
 	$(BIN)/python bench/bar_codec_quality.py $(ARGS)
+
+bench-ages: setup  ## what delay does to an optimizer's learning rate, with and without the ages of rows
+	$(BIN)/python bench/ages.py
 
 bench-cluster: setup  ## what bar-scale measured, carried to a cluster
 	$(BIN)/python bench/cluster.py
