@@ -89,7 +89,7 @@ class Client:
         self._limits = [min(greeting.max_message_bytes, MAX_MESSAGE_BYTES) for greeting in greetings]
         self._specs: dict[str, TableSpec] = {}
         self.membership: Membership | None = None
-        self.compressor = Compressor(worker, self.num_shards)
+        self.compressor = Compressor(worker, self.placement)
         self._outbox = Outbox(worker, self.epoch, self.placement.epoch, self._limits, self.compressor)
         self._inbox = Inbox(self._links, worker, self.epoch, self.placement.epoch, self._limits, self.compressor)
         self.settings_revision = 0  # of what the shards were told of compression, as far as replies said
@@ -136,6 +136,7 @@ class Client:
             self._stats,
             sent_bytes=sent,
             received_bytes=received,
+            skipped_rows=self._stats.skipped_rows + self.compressor.skipped_rows,
             lost_leases=self.lost_leases,
             volume=self._links.volume.parts(sent + received),
         )
@@ -154,6 +155,7 @@ class Client:
         """Become a member of the job: from here on pulls wait, and pushes count, by its clock."""
         self.membership = Membership(self._links, terms, worker=self.worker, epoch=self.epoch, timeout=self.timeout)
         self.membership.join(clock)
+        self.compressor.workers = terms.workers
         return self.membership
 
     def declare(self, spec: TableSpec, *, load: bool = False, dense: bool = False) -> frozenset[int]:
@@ -161,10 +163,12 @@ class Client:
 
         With `load` the caller must `load` those shards, to the last message; until then others wait. A `dense` table
         holds the weights of layers, which more codecs serve. TableMismatch where the table exists with other settings,
-        UnknownOptimizer where a shard was not started with its optimizer, ValueError for a codec that cannot serve it.
+        UnknownOptimizer and UnknownCodec where a shard, or this process, was not started with what it needs, ValueError
+        for a codec that cannot serve it.
         """
-        self.compressor.add(spec, dense=dense)
+        spec = self.compressor.with_codecs(spec, dense=dense)
         replies = self.ask_all(Declare(spec, self.worker, load, dense))
+        self.compressor.add(spec, dense=dense)
         self._specs[spec.name] = spec
         return frozenset(s for s, reply in enumerate(replies) if isinstance(reply, Declared) and reply.created)
 

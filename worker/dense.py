@@ -17,6 +17,7 @@ from torch import nn
 
 from embershard.proto.routing import Ids, Placement, Route, even_ids, make_route
 from embershard.proto.spec import TableSpec, name_key
+from embershard.worker.compression.low_rank import Layout, Place
 from embershard.worker.device import host_rows, to_host
 from embershard.worker.pieces import select
 
@@ -95,6 +96,11 @@ class DenseWeights:
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that the blocks hold, in their order."""
         return [place.parameter for place in self._places]
+
+    @property
+    def layout(self) -> Layout:
+        """Where the parameters lie."""
+        return Layout(self.ids, [Place(place.start, tuple(place.parameter.shape)) for place in self._places])
 
     def values(self) -> Floats:
         """All blocks as they are here, (num_blocks, BLOCK)."""

@@ -60,7 +60,7 @@ class Outbox:
     def put(self, update: Update, *, to_all: bool) -> None:
         """Cut an update into messages; with `to_all` a shard without rows is sent one too, which ends the clock."""
         names = [table for table, _, _ in update.gradients]
-        self._compressor.begin(update.gradients)
+        self._compressor.begin(update.gradients, update.lr_scale)
         # by what they would take as float32, with ids and ages: a payload fits, too
         sizes = [
             (16 if self._compressor.packs(table) else 8) + 4 * rows.shape[1] for table, _, rows in update.gradients

@@ -200,6 +200,7 @@ class Session:
         self._dense.append(dense)
         try:
             self.table(dense.spec, lambda: [(dense.ids, dense.values())])
+            self.client.compressor.lay_out(dense.spec.name, dense.layout)
         except BaseException:
             self._dense.remove(dense)
             raise

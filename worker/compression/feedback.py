@@ -20,6 +20,7 @@ from embershard.proto.codec.payload import decode, encode_elements, encode_rows
 from embershard.proto.codec.select import Threshold, count_of, random_positions, row_norms
 from embershard.proto.codec.values import ValuesCodec
 from embershard.proto.messages import Bytes, Floats, Ids
+from embershard.worker.compression.low_rank import LowRank
 from embershard.worker.compression.residuals import Held, Residuals
 
 # A rate so much lower than that of what is held would blow this up; at 0 nothing that is sent has an effect.
@@ -42,6 +43,7 @@ class How(NamedTuple):
     density: float  # the part of the elements or rows that is sent
     key: int  # of random numbers
     momentum: float = 0.0  # of dgc
+    low_rank: LowRank | None = None  # of powersgd: the factors of the whole push
 
 
 class Packed(NamedTuple):
@@ -78,8 +80,18 @@ class Feedback:
             momenta *= np.float32(how.momentum)
             momenta += share.rows
             rows += momenta
-        payload = self._send(rows, ages, how, momenta)
+        if how.low_rank is None:
+            payload = self._send(rows, ages, how, momenta)
+        else:
+            payload = how.low_rank.payload(share.ids, how.values, how.key)
+            _take_out(payload, rows, ages, how)
         return Packed(payload, self._hold(share, slots, rows, ages, momenta))
+
+    def corrected(self, share: Share) -> Floats:
+        """The rows of a share with what is held of their ids; it stays held."""
+        rows = share.rows.copy()
+        self.residuals.add_to(self.residuals.find(share.ids), rows, np.ones(len(rows), np.float32), share.rate)
+        return rows
 
     def give_back(self, share: Share, ages: Floats | None) -> None:
         """Hold what was on its way to a shard that will not apply it."""
@@ -87,12 +99,6 @@ class Feedback:
             ages = np.ones(len(share.ids), np.float32) if ages is None else ages
             rates = np.full(len(share.ids), share.rate, np.float32)
             self.residuals.give_back(Held(share.ids, share.rows, ages, rates), share.rate)
-
-    def empty(self, rate: float) -> Held:
-        """All that is held, in the order of its ids and scaled to a rate; nothing is from here on."""
-        held = _scaled(self.residuals.held(), rate)
-        self.residuals = Residuals(self.residuals.dim, self.residuals.capacity)
-        return held
 
     def state_dict(self) -> Mapping[str, object]:
         """What is held, and what the next push goes by."""
@@ -137,15 +143,7 @@ class Feedback:
         return payload
 
     def _hold(self, share: Share, slots: Ids, rows: Floats, ages: Floats, momenta: Floats | None) -> Held:
-        return _scaled(self.residuals.keep(share.ids, slots, rows, ages, share.rate, momenta), share.rate)
-
-
-def _scaled(held: Held, rate: float) -> Held:
-    """What is held as it counts by a rate, in the order of its ids."""
-    order = np.argsort(held.ids)
-    rows = held.rows * (held.rates / np.float32(rate))[:, None]
-    rates = np.full(len(order), rate, np.float32)
-    return Held(held.ids[order], rows[order], np.maximum(held.ages, 1)[order], rates)
+        return self.residuals.keep(share.ids, slots, rows, ages, share.rate, momenta).scaled(share.rate)
 
 
 def _send_all(rows: Floats, ages: Floats, how: How) -> Bytes:

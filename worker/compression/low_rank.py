@@ -1,7 +1,7 @@
-"""PowerSGD (Vogels et al. 2019): gradients of dense matrices as two thin factors, with error feedback.
+"""PowerSGD (Vogels et al. 2019): gradients of dense matrices as two thin factors, with error feedback (feedback.py).
 
 Every worker has factors of its own, and a shard adds their products: there is no all-reduce that would need one P for
-all. What the factors leave out stays in a residual and is in the next gradient.
+all workers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from embershard.proto.codec.low_rank import Factors, Piece, Run, decode_low_rank, encode_low_rank
+from embershard.proto.codec.low_rank import Factors, Piece, Run, encode_low_rank
 from embershard.proto.codec.values import ValuesCodec
 
 Floats = npt.NDArray[np.float32]
@@ -38,33 +38,35 @@ class Place(NamedTuple):
         return self.size // self.shape[0] if len(self.shape) > 1 and self.size else 0
 
 
+class Layout(NamedTuple):
+    """Which blocks of which ids the parameters of a dense table fill."""
+
+    ids: Ids  # (num_blocks,) in the order in which parameters lie in the blocks
+    places: Sequence[Place]  # in that order
+
+
 @dataclass(slots=True)
 class _Matrix:
     """The factors of one parameter; `right` is where the next step begins (the warm start)."""
 
-    left: Floats  # (rows, rank), orthonormal; empty where the last gradient was not finite
+    left: Floats  # (rows, rank), orthonormal; none where not all of the last gradient was there
     right: Floats  # (columns, rank)
 
 
 class LowRank:
-    """The gradients of one dense table, on their way to its shards.
+    """The factors of one dense table's gradients, from push to push.
 
-    ids: (num_blocks,) those of its blocks, in the order in which parameters lie in them. A matrix for which the factors
-    would be no smaller, and every vector, go as they are.
+    A matrix for which they would be no smaller, and every vector, goes as it is.
     """
 
-    def __init__(
-        self, ids: Ids, block: int, places: Sequence[Place], rank: int, values: ValuesCodec, seed: int
-    ) -> None:
-        self._order = np.argsort(ids)
-        self._ids = ids[self._order]
-        self._places, self._values, self._block = places, values, block
-        self._residual = np.zeros((len(ids), block), np.float32)
-        self._rate = 0.0  # of the last push
-        self._gradients = np.zeros_like(self._residual)  # of this push, with the residual
-        self._finite = np.ones(len(ids), np.bool_)  # blocks of it
+    def __init__(self, layout: Layout, block: int, rank: int, seed: int) -> None:
+        self.rank = rank
+        self._order = np.argsort(layout.ids)
+        self._ids = layout.ids[self._order]
+        self._places, self._block = layout.places, block
+        self._gradients = np.zeros((len(layout.ids), block), np.float32)  # of this push, with what was held back
         self._matrices: dict[int, _Matrix] = {}
-        for number, place in enumerate(places):
+        for number, place in enumerate(self._places):
             rows = place.shape[0] if place.columns else 0
             own = min(rank, rows, place.columns)
             if own and own * (rows + place.columns) < place.size:
@@ -72,67 +74,41 @@ class LowRank:
                 right = random.standard_normal((place.columns, own), np.float32)
                 self._matrices[number] = _Matrix(np.empty((0, own), np.float32), right)
 
-    def begin(self, ids: Ids, rows: Floats, rate: float) -> None:
-        """Take the gradients of a whole push: ids (U,) whose blocks are rows (U, block), at a learning rate."""
+    def begin(self, ids: Ids, rows: Floats) -> None:
+        """Factor what a whole push is to send: finite blocks (U, block) of ids (U,)."""
         blocks = self._blocks(ids)
-        if rate > 0:
-            if self._rate > 0 and rate != self._rate:
-                self._residual *= np.float32(self._rate / rate)
-            self._rate = rate
-        self._finite[:] = True
-        self._finite[blocks] = np.isfinite(rows).all(1)
         self._gradients[blocks] = rows
-        here = blocks[self._finite[blocks]]
-        self._gradients[here] += self._residual[here]
-        present = np.zeros(len(self._residual), np.bool_)
+        present = np.zeros(len(self._ids), np.bool_)
         present[blocks] = True
         for number, matrix in self._matrices.items():
             place = self._places[number]
             span = slice(place.start, place.start - (-place.size // self._block))
-            if (present & self._finite)[span].all():
-                whole = self._gradients[span].reshape(-1)[: place.size].reshape(-1, place.columns)
-                matrix.left = np.linalg.qr(whole @ matrix.right)[0]
-                matrix.right = whole.T @ matrix.left
-            else:
-                matrix.left = matrix.left[:0]
+            matrix.left = matrix.left[:0]
+            if not present[span].all():
+                continue
+            whole = self._gradients[span].reshape(-1)[: place.size].reshape(-1, place.columns)
+            if not np.isfinite(whole).all():
+                continue
+            left = np.linalg.qr(whole @ matrix.right)[0]
+            right = whole.T @ left
+            if np.isfinite(right).all():  # else no later step would be
+                matrix.left, matrix.right = left, right
 
-    def payload(self, ids: Ids, key: int | None) -> Bytes:
-        """What is sent for some of the ids of this push, in any part of it; the rest of theirs is held back."""
-        blocks = self._blocks(ids)
-        payload = encode_low_rank(list(self._pieces(blocks)), self._values, key)
-        sent = decode_low_rank(payload[2:], self._values, len(ids), self._block)
-        kept = np.isfinite(sent).all(1)  # a block that is not finite is skipped by the shard, and is never held back
-        self._residual[blocks[kept]] = self._gradients[blocks[kept]] - sent[kept]
-        return payload
-
-    def give_back(self, ids: Ids, payload: Bytes, rate: float) -> None:
-        """Hold back again what was sent at a learning rate, and will never be applied."""
-        sent = decode_low_rank(payload[2:], self._values, len(ids), self._block)
-        kept = np.isfinite(sent).all(1)
-        factor = np.float32(rate / self._rate if self._rate > 0 else 1.0)
-        self._residual[self._blocks(ids)[kept]] += factor * sent[kept]
-
-    def held(self) -> tuple[Ids, Floats]:
-        """Ids and rows of all that is held back, to be sent when another codec follows."""
-        some = np.flatnonzero(self._residual.any(1))
-        ids = np.empty_like(self._ids)
-        ids[self._order] = self._ids
-        return ids[some], self._residual[some]
+    def payload(self, ids: Ids, values: ValuesCodec, key: int | None) -> Bytes:
+        """What is sent for some of the ids of this push, in any order."""
+        return encode_low_rank(list(self._pieces(self._blocks(ids))), values, key)
 
     def state_dict(self) -> Mapping[str, object]:
         """What a resumed run goes on with, to the bit."""
-        rights = {str(number): matrix.right for number, matrix in self._matrices.items()}
-        return {"residual": self._residual, "rate": self._rate, "rights": rights}
+        return {"rank": self.rank, "rights": {str(number): matrix.right for number, matrix in self._matrices.items()}}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go on from there. ValueError where it is that of other parameters."""
         match state:
-            case {"residual": residual, "rate": float(rate), "rights": dict(rights)}:
+            case {"rights": dict(rights)}:
                 found = {int(number): np.asarray(right, np.float32) for number, right in rights.items()}
                 same = {number: matrix.right.shape for number, matrix in self._matrices.items()}
                 if {number: right.shape for number, right in found.items()} == same:
-                    self._residual[...] = np.asarray(residual, np.float32)
-                    self._rate = rate
                     for number, right in found.items():
                         self._matrices[number].right = right
                     return
