@@ -9,6 +9,7 @@ import msgpack
 import pytest
 
 from embershard.proto import manifest as module
+from embershard.proto.codec.choice import Codec
 from embershard.proto.errors import EmbershardError
 from embershard.proto.manifest import (
     BlockFile,
@@ -58,6 +59,11 @@ def altered(**fields: object) -> bytes:
     """A manifest with these fields in the body, sealed as it should be."""
     plain = msgpack.unpackb(msgpack.unpackb(pack_manifest(manifest()))["body"])
     return module._seal({**plain, **fields})
+
+
+def test_a_table_that_travels_compressed_survives() -> None:
+    spec = dataclasses.replace(SPEC, push_codec=Codec.parse("topk:0.01+fp16s"), pull_codec=Codec.parse("mine:half"))
+    assert unpack_part(pack_part(part(0, spec=spec)), "file").tables[0].spec == spec
 
 
 def test_a_manifest_survives_its_file():

@@ -15,7 +15,7 @@ from embershard.proto.codec.choice import Codec
 from embershard.proto.codec.payload import encode_elements
 from embershard.proto.codec.values import find_values
 from embershard.proto.codec_errors import DamagedPayload
-from embershard.proto.messages import Array, Pull, Rows
+from embershard.proto.messages import Array, Pull, Rows, TableIds
 from embershard.proto.routing import even_ids, make_route
 from embershard.ps.shard import Shard
 from embershard.worker.carriers.local import LocalCarrier
@@ -84,6 +84,26 @@ def test_what_is_held_is_not_pulled_again(make_shards: Callable[..., list[Shard]
     client.compressor.choose("dense", pull=Codec.parse("none"))
     client.pull([("dense", route)])
     assert Counting.elements == ROWS * DIM
+
+
+def test_what_changed_comes_over_a_stream(stream_shard: str):
+    client = Client.connect([stream_shard])
+    client.compressor.settings = Compression(dense={"pull": "delta"})
+    client.declare(SPEC, dense=True)
+    route = make_route(even_ids(ROWS, SPEC.space_key), SPEC.space_key, client.placement)
+    gradients = np.zeros((ROWS, DIM), np.float32)
+    for clock in range(6):
+        gradients[...] = 0
+        gradients[:, clock :: clock * clock + 1] = 1
+        client.push([("dense", route, gradients.copy())], clock=clock)
+        before = client.stats.received_bytes
+        (rows,) = client.pull([("dense", route)])
+        received = client.stats.received_bytes - before
+        plain = client.ask_all(Pull(client.placement.epoch, (TableIds("dense", route.ids),)))[0]
+        assert isinstance(plain, Rows)
+        assert rows.tobytes() == plain.tables[0].tobytes()
+        assert (received < rows.nbytes) == (clock > 0)
+    client.close()
 
 
 class Net(nn.Module):
