@@ -79,7 +79,8 @@ def short_table(results: Results) -> Table:
         cells.append(difference_text(verdict.difference) if verdict and verdict.difference else NONE)
         cells.append(verdict.quality if verdict else NONE)
         even = break_even_of(results, arm.label, results.baseline)
-        cells.append(_crossing(even.measured, even.measured_says) if even and verdict.outcome == "paid" else NONE)  # type: ignore[union-attr]
+        paid = verdict is not None and verdict.outcome == "paid"
+        cells.append(_crossing(even.measured, even.measured_says) if even and paid else NONE)
         rows.append(cells)
     return Table(
         title=f"Every arm beside {results.baseline}",

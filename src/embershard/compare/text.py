@@ -115,8 +115,8 @@ def _gain(results: Results, verdict: Verdict) -> str:
     even = break_even_of(results, verdict.arm, results.baseline)
     if even is not None and even.measured is not None:
         words += f"; it pays on links slower than {bits_text(even.measured, 2)} per worker"
-    elif even is not None and even.measured_says == "always":
-        words += "; it was the faster one on every link measured"
+    elif len(verdict.faster_at) == len(results.bandwidths) > 1:
+        words += "; it is faster on every link measured"
     return f"{words}. The cost: {_cost(results, verdict)}."
 
 
@@ -126,11 +126,13 @@ def _small_gain(results: Results, verdict: Verdict) -> str:
 
 def _speeds(results: Results, arm: str, other: str) -> str:
     """Where an arm is faster than another, and how much."""
-    found = _faster_over(results, arm, other)
-    said = [f"{_times(speed.speed_up.mean)} {_at(results, [speed.bandwidth])}" for speed in found]
-    return (
-        f"{said[0].replace('x ', 'x as fast ', 1)}{''.join(f', {one}' for one in said[1:])}" if said else "not faster"
-    )
+    found = [
+        (_times(speed.speed_up.mean), _at(results, [speed.bandwidth])) for speed in _faster_over(results, arm, other)
+    ]
+    if not found:
+        return "not faster"
+    (times, where), *others = found
+    return ", ".join([f"{times} as fast {where}", *(f"{times} {where}" for times, where in others)])
 
 
 def _times(ratio: float) -> str:
