@@ -11,7 +11,7 @@ from embershard.proto.codec_errors import DamagedPayload
 from embershard.proto.messages import Bytes, Floats
 
 ROW = 64  # floats: int8 scales by as many
-_NEXT_KEY = 0x9E3779B97F4A7C15  # equal keys would make both parts round alike
+NEXT_KEY = 0x9E3779B97F4A7C15  # equal keys would make both parts round alike
 
 
 def flat_nbytes(size: int, values: ValuesCodec) -> int:
@@ -24,10 +24,10 @@ def encode_flat(flat: Floats, values: ValuesCodec, key: int | None) -> Bytes:
     """Floats (N,) as bytes. key: of the values codec's random numbers."""
     out = np.empty(flat_nbytes(flat.size, values), np.uint8)
     start = 0
-    for rows in _as_rows(np.ascontiguousarray(flat)):
+    for rows in as_rows(np.ascontiguousarray(flat)):
         stop = start + values.nbytes(*rows.shape)
         values.encode(rows, out[start:stop], key)
-        start, key = stop, None if key is None else (key + _NEXT_KEY) % 2**64
+        start, key = stop, None if key is None else (key + NEXT_KEY) % 2**64
     return out
 
 
@@ -36,13 +36,14 @@ def decode_flat(data: Bytes, values: ValuesCodec, out: Floats) -> None:
     if data.size != flat_nbytes(out.size, values):
         raise DamagedPayload(codec=values.name, reason=f"{data.size} bytes for {out.size} floats")
     start = 0
-    for rows in _as_rows(out):
+    for rows in as_rows(out):
         stop = start + values.nbytes(*rows.shape)
         values.decode(data[start:stop], rows)
         start = stop
 
 
-def _as_rows(flat: Floats) -> Iterator[Floats]:
+def as_rows(flat: Floats) -> Iterator[Floats]:
+    """Rows of 64 floats of (N,), and what is left as one row: views of it."""
     whole = flat.size // ROW * ROW
     if whole:
         yield flat[:whole].reshape(-1, ROW)

@@ -13,13 +13,14 @@ over as one row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto.codec.flat import NEXT_KEY, as_rows, flat_nbytes
 from embershard.proto.codec.values import ValuesCodec
 from embershard.proto.codec_errors import DamagedPayload
 from embershard.proto.jit import compiled
@@ -28,7 +29,6 @@ Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
 LOW_RANK = 3  # the form, its first byte; the second is the values codec's code
-_ROW = 64  # floats that a values codec sees as a row
 _FIELDS = 5
 _WORD = np.dtype("<u4")
 
@@ -67,16 +67,16 @@ def encode_low_rank(pieces: Sequence[Piece], values: ValuesCodec, key: int | Non
     arrays = [array for piece in pieces for array in _arrays(piece)]
     words = np.array([len(pieces), *(word for piece in pieces for word in _head(piece))], _WORD)
     head = np.concatenate([np.array([LOW_RANK, values.code], np.uint8), words.view(np.uint8)])
-    out = np.empty(head.size + sum(_nbytes(array.size, values) for array in arrays), np.uint8)
+    out = np.empty(head.size + sum(flat_nbytes(array.size, values) for array in arrays), np.uint8)
     out[: head.size] = head
     start = head.size
     for array in arrays:
-        for rows in _as_rows(array.reshape(-1)):
+        for rows in as_rows(array.reshape(-1)):
             stop = start + values.nbytes(*rows.shape)
             values.encode(rows, out[start:stop], key)
             start = stop
             # another key for other rows: equal ones would round alike
-            key = None if key is None else (key + 0x9E3779B97F4A7C15) & (2**64 - 1)
+            key = None if key is None else (key + NEXT_KEY) % 2**64
     return out
 
 
@@ -122,30 +122,20 @@ def _read_heads(data: Bytes, values: ValuesCodec, size: int) -> list[tuple[int, 
         end = position + elements
         # Python's integers do not overflow; what fits the payload fits the memory
         rows = -(-(skip + elements) // columns) if rank else 0
-        want += _nbytes(rank * rows, values) + _nbytes(rank * columns, values) if rank else _nbytes(elements, values)
+        want += (
+            flat_nbytes(rank * rows, values) + flat_nbytes(rank * columns, values)
+            if rank
+            else flat_nbytes(elements, values)
+        )
         pieces.append((position, elements, skip, columns, rank))
     if want != data.size:
         raise _damaged(f"{data.size} bytes, not {want}")
     return pieces
 
 
-def _as_rows(flat: Floats) -> Iterator[Floats]:
-    """Rows of _ROW floats, and the rest as one row."""
-    whole = flat.size // _ROW * _ROW
-    if whole:
-        yield flat[:whole].reshape(-1, _ROW)
-    if whole < flat.size:
-        yield flat[whole:].reshape(1, -1)
-
-
-def _nbytes(size: int, values: ValuesCodec) -> int:
-    rows, rest = divmod(size, _ROW)
-    return (values.nbytes(rows, _ROW) if rows else 0) + (values.nbytes(1, rest) if rest else 0)
-
-
 def _decode(data: Bytes, start: int, values: ValuesCodec, flat: Floats) -> int:
     """Fill `flat` from the bytes that begin at `start`; where they end."""
-    for rows in _as_rows(flat):
+    for rows in as_rows(flat):
         stop = start + values.nbytes(*rows.shape)
         values.decode(data[start:stop], rows)
         start = stop
