@@ -38,7 +38,7 @@ test: setup lint  ## everything that CI runs
 unit: setup  ## the tests that start no processes
 	$(BIN)/python -m pytest -m 'not integration'
 
-fuzz: setup  ## a million hostile frames for the stream carrier's reader (minutes)
+fuzz: setup  ## a million hostile frames and payloads for their readers (a quarter of an hour)
 	EMBERSHARD_FUZZ_FRAMES=1000000 $(BIN)/python -m pytest tests/fuzz --timeout 3600
 
 lint: setup
