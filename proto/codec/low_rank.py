@@ -122,11 +122,8 @@ def _read_heads(data: Bytes, values: ValuesCodec, size: int) -> list[tuple[int, 
         end = position + elements
         # Python's integers do not overflow; what fits the payload fits the memory
         rows = -(-(skip + elements) // columns) if rank else 0
-        want += (
-            flat_nbytes(rank * rows, values) + flat_nbytes(rank * columns, values)
-            if rank
-            else flat_nbytes(elements, values)
-        )
+        sizes = (rank * rows, rank * columns) if rank else (elements,)
+        want += sum(flat_nbytes(size, values) for size in sizes)
         pieces.append((position, elements, skip, columns, rank))
     if want != data.size:
         raise _damaged(f"{data.size} bytes, not {want}")
