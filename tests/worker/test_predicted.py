@@ -1,0 +1,72 @@
+"""What codecs were expected to send, against what was counted on the socket."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from embershard.proto.codec.choice import Codec
+from embershard.proto.routing import ascending, make_route
+from embershard.proto.spec import SGD, TableSpec
+from embershard.worker.client import Client
+from embershard.worker.compression.settings import Compression
+from embershard.worker.predicted import break_even, predict_volumes
+from embershard.worker.volume import Moved, Part, Volumes
+
+ITEMS = TableSpec(name="items", dim=32, optimizer=SGD(lr=1.0))
+LAYERS = TableSpec(name="layers", dim=1024, optimizer=SGD(lr=1.0))
+STEPS = 6
+
+
+def moved_by(address: str, push: str, pull: str) -> tuple[Client, Volumes, int]:
+    """A client after some steps, what they moved, and the bytes of that on the socket."""
+    client = Client.connect([address])
+    client.declare(ITEMS)
+    client.declare(LAYERS, dense=True)
+    client.compressor.settings = Compression(warmup_steps=1)
+    for table in ("items", "layers"):
+        client.compressor.choose(table, Codec.parse(push), Codec.parse(pull))
+    before = client.stats
+    rng = np.random.default_rng(0)
+    layers = make_route(np.arange(40), LAYERS.space_key, client.placement)
+    for clock in range(STEPS):
+        ids = rng.choice(100_000, 3_000, replace=False)
+        reads = [("items", ascending(make_route(ids, ITEMS.space_key, client.placement))), ("layers", layers)]
+        rows = client.pull(reads, keep=clock % 2 == 0)
+        pushed = [(*read, rng.standard_normal(part.shape, np.float32)) for read, part in zip(reads, rows, strict=True)]
+        client.push(pushed, clock=clock)
+    stats = client.stats
+    moved = {part: moved.minus(before.volume.get(part, Moved())) for part, moved in stats.volume.items()}
+    num_bytes = stats.sent_bytes + stats.received_bytes - before.sent_bytes - before.received_bytes
+    return client, moved, num_bytes
+
+
+@pytest.mark.parametrize(
+    ("push", "pull"),
+    [("none", "none"), ("fp16s", "fp16s"), ("int8", "int8"), ("bf16", "none"), ("none", "bf16"), ("topk:0.01", "int8")],
+)
+def test_predicted_bytes_are_within_one_percent_of_those_on_the_socket(stream_shard: str, push: str, pull: str) -> None:
+    client, moved, num_bytes = moved_by(stream_shard, push, pull)
+    try:
+        expected = predict_volumes(moved, client)
+    finally:
+        client.close()
+    assert sum(part.wire for part in moved.values()) == num_bytes
+    assert sum(expected.values()) == pytest.approx(num_bytes, rel=0.01)
+    assert moved.keys() - expected.keys() == {Part("other", "other")}
+
+
+@pytest.mark.parametrize("push", ["topk:0.1+fp16s", "rows:0.1+int8", "randomk:0.05", "dgc:0.02"])
+def test_what_a_selection_sends_is_foreseen_too(stream_shard: str, push: str) -> None:
+    client, moved, _ = moved_by(stream_shard, push, "none")
+    try:
+        expected = predict_volumes(moved, client)
+    finally:
+        client.close()
+    for part in (Part("push", "rows", "items"), Part("push", "dense", "layers")):
+        assert expected[part] == pytest.approx(moved[part].wire, rel=0.25)  # a threshold keeps its count within that
+
+
+def test_a_codec_breaks_even_where_it_saves_as_much_time_as_it_takes() -> None:
+    assert break_even(1_000_000, 250_000, 0.006) == pytest.approx(1e9)
+    assert break_even(1_000_000, 250_000, 0.0) is None
