@@ -11,6 +11,7 @@ import torch
 
 import embershard as es
 from embershard.in_process import InProcessShards
+from embershard.proto.codec.choice import Codec
 from embershard.proto.codec.custom import CodecRegistry
 from embershard.proto.codec_errors import UnknownCodec
 from embershard.worker.client import Client
@@ -63,17 +64,29 @@ def test_rows_and_gradients_travel_as_the_module_says(module: str) -> None:
     torch.testing.assert_close(exact_after, first - third, rtol=0, atol=1e-7)
 
 
-def test_a_worker_that_was_not_started_with_the_module_says_so(module: str) -> None:
+def declare(session: es.Session) -> None:
+    session.table(es.TableSpec(name="t", dim=3, optimizer=es.SGD(lr=1.0)))
+
+
+def test_a_worker_that_was_not_started_with_the_module_says_so_before_it_trains(module: str) -> None:
     client = Client(InProcessShards(imports=[module]).carriers())
     with es.Session(client, compression=HALF) as session, pytest.raises(UnknownCodec, match="--import MODULE"):
-        trained(session)
+        declare(session)
 
 
-def test_a_shard_that_was_not_started_with_the_module_says_so(module: str) -> None:
+def test_a_shard_that_was_not_started_with_the_module_says_so_before_training(module: str) -> None:
     client = Client(InProcessShards().carriers())
     client.compressor.find = CodecRegistry([module]).find
-    with (
-        es.Session(client, compression=HALF) as session,
-        pytest.raises(UnknownCodec, match=r"local/0.*--import MODULE"),
-    ):
-        trained(session)
+    with es.Session(client, compression=HALF) as session:
+        for _ in range(2):
+            with pytest.raises(UnknownCodec, match=r"local/0.*--import MODULE"):
+                declare(session)
+
+
+def test_a_table_may_name_its_codecs_itself(module: str) -> None:
+    half = Codec.parse(f"{NAME}:half")
+    with es.local(imports=[module]) as session:
+        session.table(es.TableSpec(name="t", dim=3, optimizer=es.SGD(lr=1.0), push_codec=half))
+        (status,) = session.client.status()
+        assert session.client.compressor.directions()["t"].push == half
+        assert [(table.push_codec, table.pull_codec) for table in status.tables] == [(str(half), "none")]

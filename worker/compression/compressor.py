@@ -42,12 +42,16 @@ class Compressor:
         self._has_feedback = False  # whether any table ever held something back
 
     def with_codecs(self, spec: TableSpec, *, dense: bool) -> TableSpec:
-        """A spec with the codecs that its table will use; one of a table that is here says it by itself.
+        """A spec with the codecs that its table will use: those of the settings, or else its own.
 
-        ValueError where it cannot use them, UnknownCodec where this process has them not.
+        One of a table that is here says it by itself. ValueError where it cannot use them, UnknownCodec where this
+        process has them not.
         """
         if spec.name not in self._tables:
             push, pull = self.settings.of(spec.name, dense)
+            push, pull = spec.push_codec if push.is_plain else push, spec.pull_codec if pull.is_plain else pull
+            push.check("push", dense)
+            pull.check("pull", dense)
             spec = replace(spec, push_codec=push, pull_codec=pull)
         self._check(spec, spec.push_codec)
         for codec in (spec.push_codec, spec.pull_codec):
