@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,95 +25,35 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import cycle
-from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
+from embershard.compare.namespace import Namespaces, NoNamespaces
 from embershard.worker.client import Stats
 from timing import finish, machine, print_table
 
 BAR = 0.90
 LINKS = {"1gbit": 1_000_000_000, "100mbit": 100_000_000}  # bits per second
-# A GSO packet has up to 64 KiB, and tbf cuts what is larger than its burst; 5 ms of it cover a timer that comes late.
-BURST_SECONDS, MIN_BURST_BYTES, LATENCY_MS = 0.005, 2**17, 50
 SHARDS, DIM, FIELDS, NUM_DENSE, ROWS = 2, 64, 26, 13, 1_000_000
 BATCH = {"1gbit": 2048, "100mbit": 512}
 THREADS, CLIENT_IDS = 4, {"1gbit": 32_768, "100mbit": 8192}
 STALENESS = 2
 WORKERS = {"training": 3, "client": 1}
 WARM_SECONDS = 12.0  # connections, first weights, and what fills the queues
-SHARD_IP, WORKER_IP = "10.77.0.1", "10.77.0.2"
-_PREFIX = "emberlink"
 
 
-def run(*words: str) -> str:
-    """What a command prints; SystemExit 2 with its own words where it fails."""
-    done = subprocess.run(words, capture_output=True, text=True, timeout=20)
-    if done.returncode:
-        cannot(f"`{' '.join(words)}` failed: {done.stderr.strip()}")
-    return done.stdout
-
-
-def cannot(reason: str) -> None:
+def cannot(reason: str) -> NoReturn:
     print(f"bar-link cannot run here: {reason}", file=sys.stderr)
     print(json.dumps({"bar": "link", "machine": machine(), "passed": False, "reason": reason}))
     sys.exit(2)
 
 
-class Link:
-    """Two network namespaces and the shaped wire between them."""
-
-    def __init__(self) -> None:
-        self.shards, self.worker = (f"{_PREFIX}-{os.getpid()}-{end}" for end in ("s", "w"))
-
-    def build(self) -> None:
-        for space, ip, device, other in ((self.shards, SHARD_IP, "els0", ""), (self.worker, WORKER_IP, "elw0", "els0")):
-            run("ip", "netns", "add", space)
-            run("ip", "-n", space, "link", "set", "lo", "up")
-            if other:
-                run(
-                    "ip", "-n", space, "link", "add", device, "type", "veth",
-                    "peer", "name", other, "netns", self.shards,
-                )  # fmt: skip
-                run("ip", "-n", self.shards, "addr", "add", f"{SHARD_IP}/24", "dev", other)
-                run("ip", "-n", self.shards, "link", "set", other, "up")
-                run("ip", "-n", space, "addr", "add", f"{ip}/24", "dev", device)
-                run("ip", "-n", space, "link", "set", device, "up")
-
-    def shape(self, bits: int) -> None:
-        burst = max(MIN_BURST_BYTES, int(bits / 8 * BURST_SECONDS))
-        for space, device in ((self.shards, "els0"), (self.worker, "elw0")):
-            run(
-                "tc", "-n", space, "qdisc", "replace", "dev", device, "root",
-                "tbf", "rate", f"{bits}bit", "burst", str(burst), "latency", f"{LATENCY_MS}ms",
-            )  # fmt: skip
-
-    def remove(self) -> None:
-        for space in (self.shards, self.worker):
-            subprocess.run(["ip", "netns", "del", space], capture_output=True, timeout=20, check=False)
-
-
 @contextmanager
-def link() -> Iterator[Link]:
-    """A link, removed whatever happens; those of benches that were killed go with it."""
-    for space in run("ip", "netns", "list").split():
-        prefix, _, rest = space.partition("-")
-        if prefix == _PREFIX and not Path(f"/proc/{rest.split('-')[0]}").exists():
-            subprocess.run(["ip", "netns", "del", space], capture_output=True, timeout=20, check=False)
-    made = Link()
-    try:
-        made.build()
-        yield made
-    finally:
-        made.remove()
-
-
-@contextmanager
-def process(space: str, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """A process in a namespace, ended with the block."""
-    popen = subprocess.Popen(
-        ["ip", "netns", "exec", space, sys.executable, *words], stdout=subprocess.PIPE, text=True, process_group=0
-    )
+def worker_process(made: Namespaces, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """A process where the workers are, ended with the block."""
+    command = [*made.worker_prefix, sys.executable, *words]
+    popen = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0)
     try:
         yield popen
     finally:
@@ -123,20 +61,15 @@ def process(space: str, *words: str) -> Iterator[subprocess.Popen[str]]:
         popen.communicate()
 
 
-def measure(made: Link, kind: str, rate: str, seconds: float) -> dict[str, float]:
+def measure(made: Namespaces, kind: str, rate: str, seconds: float) -> dict[str, float]:
     """One worker's figures over fresh shards."""
     with ExitStack() as stack:
-        command = ["-m", "embershard.cli", "ps", "--of", str(SHARDS), "--insecure", "--parent-pid", str(os.getpid())]
-        shards = [
-            stack.enter_context(process(made.shards, *command, "--shard", str(i), "--listen", f"{SHARD_IP}:{7700 + i}"))
-            for i in range(SHARDS)
-        ]
-        addresses = [json.loads(shard.stdout.readline())["address"] for shard in shards if shard.stdout]
+        addresses = stack.enter_context(made.shards(SHARDS, ()))
         begin = time.monotonic() + WARM_SECONDS
         workers = [
             stack.enter_context(
-                process(
-                    made.worker, __file__, "--worker", kind, "--rank", str(rank), "--rate", rate,
+                worker_process(
+                    made, __file__, "--worker", kind, "--rank", str(rank), "--rate", rate,
                     "--begin", str(begin), "--seconds", str(seconds), "--addresses", ",".join(addresses),
                 )
             )
@@ -253,14 +186,12 @@ def main() -> None:
         RUNS[args.worker](args.addresses, args.rank, args.rate, meter)
         print(json.dumps(meter.rates()), flush=True)
         return
-    if sys.platform != "linux" or os.geteuid() != 0:
-        cannot("network namespaces need Linux and root; run it with sudo, or in a container with CAP_NET_ADMIN")
-    for tool in ("ip", "tc"):
-        if shutil.which(tool) is None:
-            cannot(f"there is no `{tool}`; install iproute2")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: the namespaces go
     print(machine(), flush=True)
-    result, failures = compare(args.rates.split(","), args.seconds)
+    try:
+        result, failures = compare(args.rates.split(","), args.seconds)
+    except NoNamespaces as error:
+        cannot(str(error.fields["reason"]))
     finish({"bar": "link", "bar_share": BAR, "results": result}, failures)
 
 
@@ -269,7 +200,7 @@ def compare(rates: list[str], seconds: float) -> tuple[dict[str, dict[str, float
     table: list[list[object]] = []
     result: dict[str, dict[str, float]] = {}
     failures: list[str] = []
-    with link() as made:
+    with Namespaces() as made:
         for rate in rates:
             made.shape(LINKS[rate])
             for kind in WORKERS:
