@@ -15,6 +15,8 @@ Stamps = npt.NDArray[np.uint32]
 
 # Of one table; 4 bytes for each of its elements. Rows beyond are read whole.
 MAX_BYTES = 2**28
+# Updates after which nobody is expected to ask any more: to watch is to read every row before and after its push.
+IDLE_UPDATES = 1000
 _BITS = types.Array(types.int32, 2, "C", readonly=True)
 _IDS = types.Array(types.int64, 1, "C", readonly=True)
 
@@ -28,7 +30,7 @@ class Changes:
 
     def __init__(self, dim: int, version: Callable[[], int]) -> None:
         self._version = version
-        self._base = version()
+        self._base = self._asked = version()
         self._ids = np.empty(0, np.int64)  # ascending
         self._stamps = np.empty((0, dim), np.uint32)  # of each: 0 unchanged, else the version of the change, from 1
 
@@ -37,8 +39,14 @@ class Changes:
         """Bytes of memory in use."""
         return self._ids.nbytes + self._stamps.nbytes
 
+    @property
+    def idle(self) -> bool:
+        """Whether nobody has asked for long."""
+        return self._version() - self._asked > IDLE_UPDATES
+
     def watch(self, ids: Ids) -> bool:
         """Watch the rows of ids ((U,) int64) from here on, if there is room; whether all of them were already."""
+        self._asked = self._version()
         new = np.setdiff1d(ids, self._ids)
         if not new.size:
             return True

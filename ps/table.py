@@ -207,6 +207,8 @@ class Table:
     def _record(self, ids: Ids, before: Floats | None) -> None:
         if self.changes is not None and before is not None:
             self.changes.record(ids, before, self.gather(ids))
+            if self.changes.idle:
+                self.changes = None
 
     def _full(self, count: int) -> TableFull:
         return TableFull(table=self.spec.name, rows=self.num_rows, capacity=self.capacity, ids=count)

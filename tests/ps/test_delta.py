@@ -148,6 +148,19 @@ def test_rows_for_which_there_is_no_room_come_whole(monkeypatch: pytest.MonkeyPa
         assert small.got == (small.rows.size if step == 0 else DIM)
 
 
+def test_what_nobody_asks_for_is_not_watched(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(changes, "IDLE_UPDATES", 5)
+    shard = make()
+    reader, pusher, table = Reader(shard), Pusher(shard, 0), shard._tables.entry("t").table
+    for pushes in (5, 6, 5, 12):
+        reader.read()
+        assert table.changes is not None
+        for _ in range(pushes):
+            pusher.push(IDS[:1], np.ones((1, DIM), np.float32))
+        assert (table.changes is None) == (pushes > 6)
+        assert reader.read().tobytes() == everything(shard).tobytes()
+
+
 def test_a_version_of_another_life_is_not_known():
     shard = make()
     reader, pusher = Reader(shard), Pusher(shard, 0)
