@@ -199,6 +199,15 @@ def test_predicted_bytes_stand_beside_counted_ones():
     assert row == ["int8", "push", "gradients", "55.8 kB", "180 kB", "56.0 kB", "+0.40 %", "3.23x"]
 
 
+def test_a_break_even_point_outside_the_links_is_not_called_a_gain():
+    page = page_of(fake_results((NONE, FP16S, SLOW), links={"1gbit": 1e9, "unlimited": None}))
+    speed = next(section for section in page.sections if section.name == "speed")
+    table = next(block for block in speed.blocks if block.kind == "table" and block.title == "Break-even bandwidth")
+    assert table.rows[1][:3] == ["powersgd:4", "none", "below all measured links"]
+    assert re.fullmatch(r"13\.\d Mbit/s", table.rows[1][3])
+    assert table.rows[2][3] == "saves no bytes"
+
+
 def test_a_codec_that_needs_more_bytes_shows_as_a_loss():
     page = page_of(fake_results((NONE, replace(TOPK, push=1.5))))
     (table,) = (block for section in page.sections if section.name == "bytes" for block in section.blocks

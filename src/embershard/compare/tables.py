@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from embershard.compare.page import Table
 from embershard.compare.results import BreakEven, Quality, Results, Speed, StepPart
@@ -18,6 +18,7 @@ from embershard.compare.units import (
     p_text,
     rate_text,
     ratio_text,
+    signed,
     speed_up_text,
 )
 
@@ -80,7 +81,7 @@ def short_table(results: Results) -> Table:
         cells.append(verdict.quality if verdict else NONE)
         even = break_even_of(results, arm.label, results.baseline)
         paid = verdict is not None and verdict.outcome == "paid"
-        cells.append(_crossing(even.measured, even.measured_says) if even and paid else NONE)
+        cells.append(_crossing(even.measured, even.measured_says, _PAYS) if even and paid else NONE)
         rows.append(cells)
     return Table(
         title=f"Every arm beside {results.baseline}",
@@ -197,7 +198,7 @@ def bytes_table(results: Results) -> Table:
 
 
 def _bytes_cells(sent: float, raw: float | None, predicted: float | None, ratio: float | None) -> list[str]:
-    off = f"{(predicted / sent - 1) * 100:+.2f} %" if predicted is not None and sent else NONE
+    off = f"{signed((predicted / sent - 1) * 100, 2)} %" if predicted is not None and sent else NONE
     counted = [NONE if count is None else bytes_text(count) for count in (sent, raw, predicted)]
     return [*counted, off, ratio_text(ratio) if ratio else NONE]
 
@@ -214,7 +215,8 @@ def break_even_table(results: Results) -> Table | None:
         off = NONE
         if even.formula and even.measured:
             off = f"{(even.formula / even.measured - 1) * 100:+.0f} %"
-        measured, formula = _crossing(even.measured, even.measured_says), _crossing(even.formula, even.formula_says)
+        measured = _crossing(even.measured, even.measured_says, _MEASURED)
+        formula = _crossing(even.formula, even.formula_says, _FORMULA)
         rows.append([even.arm, even.against, measured, formula, off])
     if not rows:
         return None
@@ -228,8 +230,12 @@ def break_even_table(results: Results) -> Table | None:
     )
 
 
-def _crossing(value: float | None, says: str) -> str:
-    words = {"always": "faster on any link", "never": "faster on no link", "unknown": "not known"}
+_PAYS = {"always": "all measured"}
+_MEASURED = {"always": "above all measured links", "never": "below all measured links"}
+_FORMULA = {"always": "costs no time", "never": "saves no bytes"}
+
+
+def _crossing(value: float | None, says: str, words: Mapping[str, str]) -> str:
     return bits_text(value) if value is not None else words.get(says, "not known")
 
 
