@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-from embershard.proto.routing import Route
+import numpy as np
+
+from embershard.proto.routing import Ids, Route
 from embershard.worker.client import Client
 from embershard.worker.dense import DenseWeights
 from embershard.worker.local_steps import LocalSteps
@@ -122,6 +124,12 @@ class Pipeline(Generic[B]):
             self._pushes.append(_Push(self._finished, send))
             self._touched += touched
             self._changed.notify_all()
+
+    def touched_beside(self, rows: Iterable[tuple[str, Ids]]) -> None:
+        """The push that is being sent changes these rows, too."""
+        nowhere = np.empty(0, np.int64)
+        with self._changed:
+            self._touched += [(table, Route(ids, nowhere, nowhere)) for table, ids in rows]
 
     def touch(self, table: str, route: Route) -> None:
         """Rows were changed in another way than by a push."""

@@ -21,12 +21,13 @@ from embershard.worker.checkpoint import (
     WritingCheckpoint,
 )
 from embershard.worker.client import Client
+from embershard.worker.compression.compressor import Compressor
 from embershard.worker.group import WorkerGroup
 from embershard.worker.job import Job
 from embershard.worker.snapshots import read_manifest
 from embershard.worker.state_file import Stateful, pack
 
-RANDOM = "random"
+RANDOM, COMPRESSION = "random", "compression"
 
 
 class NotRestored(EmbershardError):
@@ -120,7 +121,7 @@ class Saver:
     """Takes the checkpoints of one worker's run, with the others.
 
     `shared` are the parts that are alike on all workers, `own` those that are not, by name. `client` leads to the
-    shards, for a job that has some.
+    shards, for a job that has some; what it holds back of gradients is this worker's own, too.
     """
 
     def __init__(
@@ -134,7 +135,9 @@ class Saver:
         output: Path | None = None,
     ) -> None:
         self._job, self._group, self._client, self._output = job, group, client, output
-        self._shared, self._own = shared, own
+        self._shared, self._own = shared, dict(own)
+        if client is not None:
+            self._own[COMPRESSION] = client.compressor
         section = job.checkpoint
         self._folder = None if section is None else CheckpointFolder(section)
         self._writing: WritingCheckpoint | None = None
@@ -188,14 +191,24 @@ class Saver:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Put every part of this worker back to where it was; the shards were restored before.
 
-        A worker that was not there then starts from the first one's state, but for the random numbers.
+        A worker that was not there then starts from the first one's state, but for the random numbers and for what was
+        held back of gradients. What workers held back who are not here any more is held by those who are.
         BadCheckpoint where the checkpoint does not hold what this run needs.
         """
         own = checkpoint.worker(self._group.rank)
         others = own or checkpoint.first_worker()
         load_parts(checkpoint, checkpoint.shared(), self._shared)
-        new = own is None
-        load_parts(checkpoint, others, {name: part for name, part in self._own.items() if not (new and name == RANDOM)})
+        without = {RANDOM, COMPRESSION} if own is None else {COMPRESSION} - others.keys()
+        load_parts(checkpoint, others, {name: part for name, part in self._own.items() if name not in without})
+        if self._client is not None:
+            _hold_for_others(checkpoint, self._client.compressor, self._group)
+
+
+def _hold_for_others(checkpoint: Checkpoint, compressor: Compressor, group: WorkerGroup) -> None:
+    for rank in range(group.rank + group.world_size, checkpoint.manifest.world_size, group.world_size):
+        state = (checkpoint.worker(rank) or {}).get(COMPRESSION)
+        if isinstance(state, dict):
+            compressor.hold(state)
 
 
 def position_of(checkpoint: Checkpoint, rank: int, world_size: int) -> Position:

@@ -134,7 +134,15 @@ class Traffic:
             if self.pipeline is None:
                 send()
             else:
-                self.pipeline.submit(send, [(table, route) for table, route, _ in gradients])
+                sends = partial(self._send, send, self.pipeline)
+                self.pipeline.submit(sends, [(table, route) for table, route, _ in gradients])
+
+    def _send(self, send: Callable[[], object], pipeline: Pipeline[Any]) -> None:
+        """Push, and say which rows beside those of the step it changed: a codec may hold rows of earlier ones back."""
+        try:
+            send()
+        finally:
+            pipeline.touched_beside(self._client.compressor.beside)
 
     def load(self, table: str, route: Route, rows: Floats, *, keep_state: bool) -> None:
         """Assign rows, after every push before; what was pulled ahead of the table is no longer up to date."""

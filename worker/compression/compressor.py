@@ -10,7 +10,7 @@ import numpy as np
 
 from embershard.proto.codec.choice import Codec
 from embershard.proto.codec.values import ValuesCodec, find_values
-from embershard.proto.messages import Floats, Push, TableGradients
+from embershard.proto.messages import Floats, Ids, Push, TableGradients
 from embershard.proto.routing import Placement, Route, mix64
 from embershard.proto.spec import TableSpec
 from embershard.worker.compression.low_rank import Layout
@@ -37,6 +37,7 @@ class Compressor:
         self.find = find
         self.workers = 1  # that push to these tables
         self.skipped_rows = 0  # gradient rows that held NaN or Inf, and were not sent
+        self.beside: list[tuple[str, Ids]] = []  # rows that the last push changed beside those that it was made of
         self._worker, self._placement = worker, placement
         self._tables: dict[str, TableWay] = {}
         self._has_feedback = False  # whether any table ever held something back
@@ -106,6 +107,7 @@ class Compressor:
 
     def begin(self, gradients: Sequence[tuple[str, Route, Floats]], lr_scale: LrScale) -> None:
         """A push of these gradients begins."""
+        self.beside = []
         for table, route, rows in gradients:
             if self.packs(table):
                 with span("encode"):
@@ -117,6 +119,7 @@ class Compressor:
         with span("encode"):
             parts, skipped = way.pack(part, shard, self._key(way, shard, start))
         self.skipped_rows += skipped
+        self.beside += [(other.table, other.ids) for other in parts[1:]]
         return parts
 
     def leftovers(self, shard: int, lr_scale: LrScale, limit: int) -> list[TableGradients]:
@@ -126,7 +129,9 @@ class Compressor:
         """
         ways = [way for way in self._tables.values() if way.drains] if self._has_feedback else []
         with span("encode"):
-            return [part for way in ways for part in way.leftovers(shard, rate_of(lr_scale, way.spec.name), limit)]
+            parts = [part for way in ways for part in way.leftovers(shard, rate_of(lr_scale, way.spec.name), limit)]
+        self.beside += [(part.table, part.ids) for part in parts]
+        return parts
 
     def give_back(self, push: Push, shard: int) -> None:
         """Hold again what a shard will not apply, as far as its tables hold something back."""

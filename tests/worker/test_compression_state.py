@@ -1,0 +1,120 @@
+"""What compression goes on with: a run that was resumed is one that was never stopped, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import embershard as es
+from embershard.ps.shard import Shard
+from embershard.worker.carriers.local import LocalCarrier
+from embershard.worker.client import Client
+from embershard.worker.session import Session
+from embershard.worker.state_file import pack, unpack
+
+NUM_IDS, DIM = 300, 8
+Shards = Callable[..., list[Shard]]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(NUM_IDS, DIM, mode="sum")
+        self.top = nn.Sequential(nn.Linear(DIM, 200), nn.ReLU(), nn.Linear(200, 1))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.top(self.bag(ids)).squeeze(1)
+
+    def embedding_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"bag": ids}
+
+
+def batches(start: int, stop: int) -> Iterator[torch.Tensor]:
+    for number in range(start, stop):
+        yield torch.randint(0, NUM_IDS, (16, 3), generator=torch.Generator().manual_seed(number))
+
+
+def begun(shards: list[Shard], push: str, dense: str) -> tuple[Session, nn.Module]:
+    torch.manual_seed(0)
+    carriers = [LocalCarrier(shard.handle, f"local/{i}") for i, shard in enumerate(shards)]
+    compression = es.Compression(push=push, dense={"push": dense}, residual_rows=60, warmup_steps=3, momentum=0.5)
+    session = Session(Client(carriers), compression=compression)
+    return session, es.wrap(Model(), session, optimizer=es.SGD(lr=0.1), dense_optimizer=es.SGD(lr=0.01))
+
+
+def train(session: Session, model: nn.Module, start: int, stop: int) -> None:
+    for number, ids in enumerate(session.prefetch(batches(start, stop)), start):
+        session.lr_scale = 1.0 / (1 + number // 4)  # as a schedule: what is held counts by that of its own push
+        (model(ids) - ids.float().mean(1) / NUM_IDS).square().mean().backward()
+        session.step()
+
+
+def weights(session: Session, model: nn.Module) -> list[np.ndarray]:
+    rows = session.tables[0].pull(torch.arange(NUM_IDS)).numpy()
+    session.pull([], session.dense_weights)
+    return [rows, *(parameter.detach().numpy().copy() for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize(
+    ("push", "dense"),
+    [
+        ("topk:0.1", "topk:0.02"),
+        ("int8", "int8"),
+        ("dgc:0.05+fp16s", "dgc:0.001"),
+        ("rows:0.2+int8", "onebit"),
+        ("randomk:0.3", "powersgd:2"),
+    ],
+)
+def test_a_resumed_run_is_equal_to_one_that_was_not_stopped(push: str, dense: str, make_shards: Shards) -> None:
+    whole = begun(make_shards(2), push, dense)
+    train(*whole, 0, 24)
+
+    shards = make_shards(2)
+    first = begun(shards, push, dense)
+    train(*first, 0, 12)
+    state = unpack(pack(first[0].client.compressor.state_dict()))
+    first[0].close()
+    second = begun(shards, push, dense)
+    second[0].client.compressor.load_state_dict(state)
+    train(*second, 12, 24)
+    for mine, other in zip(weights(*second), weights(*whole), strict=True):
+        assert mine.tobytes() == other.tobytes()
+
+
+def test_without_its_state_it_would_not_be(make_shards: Shards) -> None:
+    whole, shards = begun(make_shards(2), "topk:0.1", "none"), make_shards(2)
+    train(*whole, 0, 24)
+    train(*begun(shards, "topk:0.1", "none"), 0, 12)
+    second = begun(shards, "topk:0.1", "none")
+    train(*second, 12, 24)
+    assert weights(*second)[0].tobytes() != weights(*whole)[0].tobytes()
+
+
+def test_on_another_number_of_shards_what_was_held_is_held(make_shards: Shards) -> None:
+    session, model = begun(make_shards(3), "topk:0.1", "topk:0.01")
+    train(session, model, 0, 12)
+    state = unpack(pack(session.client.compressor.state_dict()))
+    other, _ = begun(make_shards(2), "topk:0.1", "topk:0.01")
+    other.client.compressor.load_state_dict(state)
+    for table in ("bag", "dense"):
+        before, after = (s.client.compressor.held(table) for s in (session, other))
+        one, two = np.argsort(before.ids), np.argsort(after.ids)
+        np.testing.assert_array_equal(before.ids[one], after.ids[two])
+        np.testing.assert_array_equal(before.rows[one], after.rows[two])
+        np.testing.assert_array_equal(before.ages[one], after.ages[two])
+
+
+def test_a_worker_that_stays_holds_for_one_that_is_gone(make_shards: Shards) -> None:
+    sessions = [begun(make_shards(2), "topk:0.1", "none") for _ in range(2)]
+    for number, (session, model) in enumerate(sessions):
+        train(session, model, 10 * number, 10 * number + 8)
+    held = [session.client.compressor.held("bag") for session, _ in sessions]
+    stays, gone = (session.client.compressor for session, _ in sessions)
+    stays.hold(unpack(pack(gone.state_dict())))
+    total = sum((part.rows * part.rates[:, None]).sum(0, dtype=np.float64) for part in held)
+    now = stays.held("bag")
+    np.testing.assert_allclose((now.rows * now.rates[:, None]).sum(0, dtype=np.float64), total, atol=1e-5)
