@@ -108,6 +108,18 @@ def test_intervals_wider_than_the_picture_are_cut_and_said_to_be(tmp_path):
     assert "beyond the picture." not in (tmp_path / "pictures" / "auc-difference.svg").read_text()
 
 
+def test_seeds_of_very_different_speed_leave_no_arm_out(tmp_path):
+    results = fake_results(seeds=(1, 2), links=ONLY_UNLIMITED)
+    slow = [
+        run.model_copy(update={"curve": tuple(p.model_copy(update={"seconds": p.seconds * 50}) for p in run.curve)})
+        if run.seed == 2 else run
+        for run in results.runs
+    ]  # fmt: skip
+    write_report(results.model_copy(update={"runs": tuple(slow)}), tmp_path)
+    picture = (tmp_path / "pictures" / "auc-time-unlimited.svg").read_text()
+    assert picture.count('class="band') == len(results.arms)
+
+
 def test_small_parts_of_a_step_are_drawn_as_other_and_tabled_by_name(tmp_path):
     html, _ = written(fake_results((NONE, replace(FP16S, codec_ms=0.01))), tmp_path)
     picture = (tmp_path / "pictures" / "step-100mbit.svg").read_text()

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from embershard.compare.pictures import Bar, Bars, Even, Labels, Point, Series, draw_bars, draw_curves, draw_speedups
 from embershard.compare.results import UNLIMITED, Bandwidth, Estimate, Results, Run
 from embershard.compare.statistics import estimate
@@ -135,23 +133,22 @@ def _against_time(results: Results, metric: str, bandwidth: Bandwidth) -> Iterat
 
 
 def _timed(results: Results, arm: str, metric: str, bandwidth: str) -> list[Point]:
-    """Means over seeds on a grid of seconds that all seeds reach, for runs take different times."""
-    curves = []
-    runs = list(results.runs_of(arm, bandwidth if results.full else UNLIMITED))
-    for run in runs:
-        curve = _curve(results, run, metric)
-        timed = [(results.seconds_at(run, point, bandwidth), curve.get(point.samples)) for point in run.curve]
-        pairs = [(seconds, value) for seconds, value in timed if seconds is not None and value is not None]
-        if pairs:
-            curves.append(pairs)
-    if not curves:
-        return []
-    first, last = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
-    if last < first:
-        return []
-    grid = np.linspace(first, last, max(len(curve) for curve in curves)) if last > first else np.array([first])
-    values = [np.interp(grid, *np.array(curve).T) for curve in curves]
-    return [_point(float(x), estimate([float(one[i]) for one in values])) for i, x in enumerate(grid)]
+    """Values at equal numbers of samples; their time is the mean over seeds."""
+    curves: list[dict[int, tuple[float, float]]] = []  # samples -> (seconds, value), one per seed
+    for run in results.runs_of(arm, bandwidth if results.full else UNLIMITED):
+        values = _curve(results, run, metric)
+        timed = ((point.samples, results.seconds_at(run, point, bandwidth)) for point in run.curve)
+        curve = {
+            samples: (found, values[samples]) for samples, found in timed if found is not None and samples in values
+        }
+        if curve:
+            curves.append(curve)
+    points = []
+    for samples in sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []:
+        pairs = [curve[samples] for curve in curves]
+        seconds = sum(seconds for seconds, _ in pairs) / len(pairs)
+        points.append(_point(seconds, estimate([value for _, value in pairs])))
+    return points
 
 
 def _curves_picture(

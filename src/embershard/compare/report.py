@@ -132,7 +132,7 @@ def _curve_notes(results: Results) -> Iterable[str]:
     if len(results.seeds) < 2:
         yield "One seed: the curves have no bands."
     else:
-        yield "Bands are 95 % intervals of the mean over seeds, point by point."
+        yield "Bands are 95 % intervals of the mean over seeds, point by point; wall time is the mean over seeds."
     if not results.full and any(link.bits_per_second is not None for link in results.bandwidths):
         yield (
             "Wall time on a limited link is samples over the arm's speed there: quality was measured once, without "

@@ -15,6 +15,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 WIDTH = 440  # of every picture, in its own units: it is shown at 340 to 500 pixels
 _CHARACTER = 6.4  # mean width of a character at the text's size
 _LINE = 17  # height of a line of text
+_MARGIN = 14  # around a picture that stands alone
 STYLES = 8  # colours, markers; a dash for every further round of them
 
 _MARKERS = (
@@ -103,15 +104,18 @@ class Picture:
         self.top += _LINE + 5
 
     def svg(self, style: str = "") -> str:
-        """Its text; with a style sheet of its own where it is to stand alone."""
-        self._root.set("viewBox", f"0 0 {WIDTH} {_number(self.top)}")
-        self._root.set("width", str(WIDTH))
-        self._root.set("height", _number(self.top))
+        """Its text; with a style sheet, a ground and a margin of its own where it is to stand alone."""
+        margin = _MARGIN if style else 0
+        width, height = WIDTH + 2 * margin, _number(self.top + 2 * margin)
+        self._root.set("viewBox", f"{-margin} {-margin} {width} {height}")
+        self._root.set("width", str(width))
+        self._root.set("height", height)
         if not style:
             return tostring(self._root, encoding="unicode")
         alone = Element("svg", self._root.attrib)
         SubElement(alone, "style").text = style
-        SubElement(alone, "rect", {"class": "paper", "width": "100%", "height": "100%"})
+        ground = {"class": "paper", "x": str(-margin), "y": str(-margin), "width": "100%", "height": "100%"}
+        SubElement(alone, "rect", ground)
         alone.extend(self._root)
         return tostring(alone, encoding="unicode") + "\n"
 
