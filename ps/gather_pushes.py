@@ -148,7 +148,7 @@ def add_up(scaled: Sequence[tuple[np.float32, Part]]) -> Part:
     count = 0
     for scale, part in scaled:
         counts = np.ones(len(part.ids) if aged else 0, np.float32) if part.ages is None else part.ages
-        count = _add(cells, ids, sums, ages, count, part.ids, part.gradients, counts, scale, _KEY)
+        count = _add((cells, ids, sums, ages), count, part.ids, part.gradients, counts, scale, _KEY)
     rounded = np.maximum(np.floor(ages[:count] + np.float32(0.5)), np.float32(1)) if aged else None
     return Part(first.table, ids[:count], sums[:count], first.lr_scale, rounded)
 
@@ -161,15 +161,12 @@ def _is_finite(gradients: Floats, i: int) -> bool:
     return not bad
 
 
-_SUMS = (types.int32[::1], types.int64[::1], types.float32[:, ::1], types.float32[::1], types.int64)
+_SUMS = types.Tuple((types.int32[::1], types.int64[::1], types.float32[:, ::1], types.float32[::1]))
 
 
-@compiled(types.int64(*_SUMS, _IDS, _ROWS, _AGES, types.float32, types.uint64), intrinsics)
+@compiled(types.int64(_SUMS, types.int64, _IDS, _ROWS, _AGES, types.float32, types.uint64), intrinsics)
 def _add(
-    cells: npt.NDArray[np.int32],
-    out_ids: Ids,
-    sums: Floats,
-    out_ages: Floats,
+    out: tuple[npt.NDArray[np.int32], Ids, Floats, Floats],
     count: int,
     ids: Ids,
     gradients: Floats,
@@ -179,10 +176,10 @@ def _add(
 ) -> int:
     """Add scale * gradients to the sums of their ids; the number of ids that there are then.
 
-    cells: a hash index of 2**k, place + 1 of an id in `out_ids` and `sums`, 0 where free. out_ages: zeros, to which
-    scale * ages are added, or (0,) where nobody asks.
+    out: a hash index of 2**k cells, place + 1 of an id in what follows, 0 where free; the ids; their sums; and the sums
+    of scale * ages, from 0, or (0,) where nobody asks.
     """
-    cells, out_ids, sums, out_ages = detached(cells), detached(out_ids), detached(sums), detached(out_ages)
+    cells, out_ids, sums, out_ages = detached(out[0]), detached(out[1]), detached(out[2]), detached(out[3])
     ids, gradients, ages = detached(ids), detached(gradients), detached(ages)
     mask, dim = _U(cells.size - 1), _U(gradients.shape[1])
     homes = np.empty(_BLOCK, np.uint64)

@@ -143,9 +143,7 @@ def clip_gradient(grad: Floats, out: Floats, clip_value: float, clip_norm: float
     types.int64(
         STORE,
         _IDS,
-        _ROWS,
-        _BITS,
-        _AGES,
+        types.Tuple((_ROWS, _BITS, _AGES)),
         types.float64[::1],
         types.float64[::1],
         types.int64,
@@ -156,9 +154,7 @@ def clip_gradient(grad: Floats, out: Floats, clip_value: float, clip_norm: float
 def apply(
     store: Store,
     ids: Ids,
-    gradients: Floats,
-    bits: npt.NDArray[np.int32],
-    ages: Floats,
+    pushed: tuple[Floats, npt.NDArray[np.int32], Floats],
     hyper: npt.NDArray[np.float64],
     clips: npt.NDArray[np.float64],
     update: int,
@@ -166,12 +162,13 @@ def apply(
 ) -> int:
     """Update the rows of ids with their gradients, in order, and create those that are new.
 
-    bits: the gradients' memory as int32. ages: (U,), or (0,) where hyper says it already: its last float is the age of
-    the row that is updated. clips: (2,) clip_value, clip_norm. skipped: (1,) is raised by the rows whose gradient is
-    not finite, which are left alone. update: the address of the row function. Returns DONE, or why not.
+    pushed: the gradients (U, dim), their memory as int32, and their ages (U,); (0,) where hyper says them: its last
+    float is the age of the row that is updated. clips: (2,) clip_value, clip_norm. skipped: (1,) is raised by the rows
+    whose gradient is not finite, which are left alone. update: the address of the row function. Returns DONE, or why
+    not.
     """
-    store, ids, gradients, bits = open_store(store), detached(ids), detached(gradients), detached(bits)
-    ages, hyper, clips = detached(ages), detached(hyper), detached(clips)
+    store, ids, hyper, clips = open_store(store), detached(ids), detached(hyper), detached(clips)
+    gradients, bits, ages = detached(pushed[0]), detached(pushed[1]), detached(pushed[2])
     hashes, homes = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
     slots = np.empty(BLOCK, np.uint64)
     clipped = np.empty(store.dim, np.float32)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from embershard.proto.codec.payload import encode_elements
 from embershard.proto.codec.values import BUILTIN, ValuesCodec
+from embershard.proto.errors import MessageTooLarge
 from embershard.proto.messages import DELTA, Bytes, Floats, Ids
 from embershard.ps.changes import Changes
 from embershard.ps.table import Table
@@ -17,6 +18,9 @@ PLAIN = BUILTIN["none"]
 # How much smaller than its rows a reply counts at most: a user-defined codec may say that millions take no bytes, and
 # all of them are gathered first. int8 makes rows 3.9 times smaller.
 _MOST = 8
+
+
+_ENTRY_BYTES = 16  # what protobuf adds to one table's rows, at most
 
 
 class Read(NamedTuple):
@@ -59,3 +63,18 @@ class Read(NamedTuple):
         if positions is None or 10 * positions.size > 9 * rows.size:  # a bitmap of the others is all that it saves
             return None
         return encode_elements(positions, rows.reshape(-1)[positions], rows.shape, PLAIN, None)
+
+
+def read_all(
+    reads: Sequence[Read], version: Callable[[], int], limit: int
+) -> tuple[tuple[Floats | Bytes, ...], tuple[str, ...]]:
+    """What Rows says: the rows of every table, and their codecs, () where they have none.
+
+    MessageTooLarge, before memory is taken, where they are over `limit` bytes: ids are small, their rows are not.
+    """
+    nbytes = sum(_ENTRY_BYTES + read.nbytes for read in reads)
+    if nbytes > limit:
+        raise MessageTooLarge(got=nbytes, limit=limit)
+    found = [read.rows(version) for read in reads]
+    codecs = tuple(codec for _, codec in found)
+    return tuple(rows for rows, _ in found), codecs if any(codecs) else ()

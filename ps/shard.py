@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from embershard.proto.codec.custom import CodecRegistry
-from embershard.proto.errors import ClockAhead, InvalidRequest, LeaseLost, MessageTooLarge, UnknownRoute, WrongPlacement
+from embershard.proto.errors import ClockAhead, InvalidRequest, LeaseLost, UnknownRoute, WrongPlacement
 from embershard.proto.messages import (
     MAX_MESSAGE_BYTES,
     Beat,
@@ -47,13 +47,12 @@ from embershard.ps.dedup import Dedup
 from embershard.ps.gather_pushes import apply_part
 from embershard.ps.meeting import Meetings
 from embershard.ps.optim import OptimizerRegistry
+from embershard.ps.reading import read_all
 from embershard.ps.restore import Contents, Restores
 from embershard.ps.routes import RouteMemory
 from embershard.ps.snapshot import Moment, Snapshots
 from embershard.ps.splits import Splits
 from embershard.ps.tables import Part, Tables, check_room
-
-_ENTRY_BYTES = 16  # what protobuf adds to one table's rows, at most
 
 
 class Shard:
@@ -242,17 +241,9 @@ class Shard:
         if request.after:
             self._clock.await_closed(request.after)
         reads = [self._tables.check_read(part) for part in request.tables]
-        reply_bytes = sum(_ENTRY_BYTES + read.nbytes for read in reads)
-        if reply_bytes > self.greeting.max_message_bytes:  # before memory is taken: ids are small, their rows are not
-            raise MessageTooLarge(got=reply_bytes, limit=self.greeting.max_message_bytes)
-        found = [read.rows(lambda: self._clock.updates.version) for read in reads]
-        codecs = tuple(codec for _, codec in found)
-        rows = Rows(
-            tuple(rows for rows, _ in found),
-            self._clock.updates.version,
-            codecs if any(codecs) else (),
-            self._compression.revision,
-        )
+        updates = self._clock.updates
+        tables, codecs = read_all(reads, lambda: updates.version, self.greeting.max_message_bytes)
+        rows = Rows(tables, updates.version, codecs, self._compression.revision)
         self._pulled_rows += sum(len(read.ids) for read in reads)
         for part in request.tables:
             if part.route:

@@ -136,7 +136,8 @@ class Table:
         self._before_write(flat)
         before = None if self.changes is None else self.gather(flat)
         skipped = np.zeros(1, np.int64)
-        end = kernels.apply(self._store, flat, rows, rows.view(np.int32), ages, self._hyper, clips, update, skipped)
+        pushed = rows, rows.view(np.int32), ages
+        end = kernels.apply(self._store, flat, pushed, self._hyper, clips, update, skipped)
         self._record(flat, before)
         if end == kernels.OPTIMIZER_RAISED:
             reason = f"it raised an exception in table {self.spec.name!r}; a row function must not raise"
