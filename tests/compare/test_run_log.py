@@ -84,7 +84,7 @@ def test_a_log_is_read_as_it_grows_and_from_where_a_run_begins(tmp_path: Path):
     path.write_text(json.dumps(result()) + "\n")
     log = RunLog.after(path)
     assert not log.read()
-    assert not log.has_ended_well
+    assert log.trouble == "it wrote no result"
     assert log.glance() == Glance(0.0, "starting")
     with path.open("a") as file:
         file.write(json.dumps(config()) + "\n" + json.dumps(interval(25, 300.0)) + '\n{"record": "ev')
@@ -95,7 +95,12 @@ def test_a_log_is_read_as_it_grows_and_from_where_a_run_begins(tmp_path: Path):
         file.flush()
     assert log.read()
     assert log.glance().text == "epoch 1, 300 samples/s, auc 0.8000"
-    assert not log.has_ended_well
+    assert log.trouble
+
+
+def test_a_run_that_a_worker_was_lost_in_is_not_what_it_should_have_been(tmp_path: Path):
+    assert log_of(tmp_path / "log", config(), result(expired_leases=0)).trouble == ""
+    assert "workers were given up (1)" in log_of(tmp_path / "log", config(), result(expired_leases=1)).trouble
 
 
 def task(kind: str, arm: str, bandwidth: str = "unlimited") -> Task:

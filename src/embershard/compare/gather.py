@@ -102,6 +102,10 @@ def _notes(plan: Plan, runs: Sequence[Run], judged: str, deciding: str) -> Itera
         )
     if judged and judged == deciding:
         yield f"The data has no split but {judged}: the best evaluation of a run is chosen on the split that is judged."
+    for label in plan.arms:
+        skipped = sum(run.skipped_rows for run in runs if run.arm == label)
+        if skipped:
+            yield f"{label}: {skipped:,} gradient rows held NaN or Inf, and were not applied."
     failed = [run for run in runs if not run.ok]
     if failed:
         yield f"{len(failed)} of {len(runs)} runs failed twice, and are in no figure."

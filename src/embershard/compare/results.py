@@ -95,6 +95,7 @@ class Figures(Record):
     decided: float | None = None  # Results.metric of the best evaluation on Results.deciding_split
     best_samples: int = 0  # at the best evaluation
     stopped_early: bool = False
+    skipped_rows: int = 0  # gradient rows that held NaN or Inf, and were not applied
     curve: tuple[Point, ...] = ()
     bytes: tuple[Bytes, ...] = ()
     step: tuple[StepPart, ...] = ()

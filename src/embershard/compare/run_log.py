@@ -48,9 +48,13 @@ class RunLog:
         return bool(whole)
 
     @property
-    def has_ended_well(self) -> bool:
-        """Whether it holds a result."""
-        return bool(self._last("result"))
+    def trouble(self) -> str:
+        """Why the run is not what it should have been; empty where it is."""
+        result = self._last("result")
+        if not result:
+            return "it wrote no result"
+        lost = result.get("expired_leases", 0)
+        return f"workers were given up ({lost}), so others trained without them" if lost else ""
 
     def glance(self) -> Glance:
         """How far the run is."""
@@ -79,6 +83,7 @@ class RunLog:
             decided=result["figures"].get(result["split"], {}).get(result["metric"]),
             best_samples=improved[-1] if improved else result["samples"],
             stopped_early=result["stopped_early"],
+            skipped_rows=result.get("skipped_rows", 0),
             curve=tuple(_curve(evaluations)),
             bytes=tuple(_bytes(result)),
             step=tuple(_step(result)),

@@ -84,8 +84,8 @@ def _attempt(task: Task, place: Place, folder: Path, log: RunLog, watch: Callabl
                 elif time.monotonic() - heard > QUIET_SECONDS:
                     return f"it was ended: nothing was heard of it for {QUIET_SECONDS:.0f} s"
         log.read()
-        if process.returncode == 0 and log.has_ended_well:
-            return ""
+        if process.returncode == 0:
+            return log.trouble
         said.seek(begin)
         lines = said.read().decode(errors="replace").splitlines()[-LAST_LINES:]
     return "\n".join([f"it ended with exit code {process.returncode}", *lines])
