@@ -10,9 +10,6 @@ import asyncio
 import socket
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import count
 from typing import cast
@@ -26,11 +23,7 @@ from embershard.proto.messages import (
     MAX_MESSAGE_BYTES,
     METHODS,
     Array,
-    Bytes,
-    Floats,
-    Reply,
     Request,
-    Rows,
     arrays,
 )
 from embershard.proto.protobuf import head_bytes, read
@@ -47,53 +40,11 @@ from embershard.proto.wire import (
 from embershard.worker.bandwidth import EmulatedLink
 from embershard.worker.carrier import Unreachable
 from embershard.worker.carriers.io_thread import connect_beside, io_loop, runs_here
+from embershard.worker.carriers.stream_call import StreamCall
 from embershard.worker.spans import span
 
 CONNECT_SECONDS = 5.0  # for a connection and its hello; a call waits no longer than its own deadline
-# A call ends at its deadline on the I/O thread. This much later we stop believing that there is one: a call given up
-# while it lives might have its arrays written after its end.
-_GRACE_SECONDS = 10.0
 _SOCKET_BYTES = 4 * 2**20  # a message of some MiB passes a Unix socket without waiting for its reader at each 200 KiB
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """A request under way, and its reply."""
-
-    request: type[Request]
-    head: bytes
-    bulk: list[memoryview]
-    into: Sequence[Array]
-    seconds: float
-    started: float = field(default_factory=time.monotonic)
-    number: int = 0
-    num_bytes: int = 0  # of its frames
-    end: int = 0  # of its bytes among those sent on its connection
-    places: Sequence[memoryview] | None = None  # where its reply arrives
-    timer: asyncio.TimerHandle | None = None
-    answer: Future[Reply] = field(default_factory=Future)
-
-    def result(self) -> Reply:
-        """The reply; see Pending."""
-        try:
-            with span("wait"):
-                return self.answer.result(self.seconds + _GRACE_SECONDS)
-        except FutureTimeout:
-            raise Unreachable("no answer") from None
-
-    def fail(self, error: Exception) -> None:
-        """End with an error, unless it has ended."""
-        if self.timer is not None:
-            self.timer.cancel()
-        if not self.answer.done():
-            self.answer.set_exception(error)
-
-    def finish(self, reply: Reply) -> None:
-        """End with the reply, unless it has ended."""
-        if self.timer is not None:
-            self.timer.cancel()
-        if not self.answer.done():
-            self.answer.set_result(reply)
 
 
 class StreamCarrier:
@@ -114,11 +65,11 @@ class StreamCarrier:
         # from here on: of the I/O thread alone
         self._connection: _Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._waiting: list[_Call] = []
+        self._waiting: list[StreamCall] = []
         self._numbers = count(1)
         self._closed = False
 
-    def submit(self, request: Request, timeout: timedelta, into: Sequence[Array] = ()) -> _Call:
+    def submit(self, request: Request, timeout: timedelta, into: Sequence[Array] = ()) -> StreamCall:
         """Send a request without waiting for its reply; the rows of a pull are received into `into`, if given.
 
         The arrays of both must stay as they are until the reply, or the error in its place, is there.
@@ -130,7 +81,7 @@ class StreamCarrier:
             raise RuntimeError(f"the connection to {self.address} is that of the process that forked; make one here")
         with span("encode"):
             bulk = [np.ascontiguousarray(array).data for array in arrays(request)]
-            call = _Call(type(request), head_bytes(request), bulk, into, timeout.total_seconds())
+            call = StreamCall(type(request), head_bytes(request), bulk, into, timeout.total_seconds())
         self._loop.call_soon_threadsafe(self._start, call)
         return call
 
@@ -146,7 +97,7 @@ class StreamCarrier:
             self._connection.drop("the connection was closed by this worker")
         self._fail_waiting(Unreachable("the connection was closed by this worker"))
 
-    def _start(self, call: _Call) -> None:
+    def _start(self, call: StreamCall) -> None:
         if self._closed:
             call.fail(Unreachable("the connection was closed by this worker"))
             return
@@ -159,7 +110,7 @@ class StreamCarrier:
         if self._connecting is None:
             self._connecting = self._loop.create_task(self._connect())
 
-    def _expire(self, call: _Call) -> None:
+    def _expire(self, call: StreamCall) -> None:
         """The deadline of a call has come."""
         if call in self._waiting:
             self._waiting.remove(call)
@@ -240,7 +191,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._filled = 0
         self._reader: Reader | None = None
         self._checksum = False
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, StreamCall] = {}
         self._arriving: Sequence[memoryview] | None = None  # what is being received into, if it is a call's
         self._sent = 0  # bytes, those that the transport still holds included
         self._heard = 0.0
@@ -279,7 +230,7 @@ class _Connection(asyncio.BufferedProtocol):
             self._link.leave(self._transport)
         self._transport.abort()
 
-    def send(self, call: _Call) -> None:
+    def send(self, call: StreamCall) -> None:
         """Write a request."""
         kind, timeout_ms = KIND_OF[call.request], min(max(1, int(call.seconds * 1000)), 2**32 - 1)
         try:
@@ -298,7 +249,7 @@ class _Connection(asyncio.BufferedProtocol):
         except EmbershardError as error:
             call.fail(error)
 
-    def expire(self, call: _Call) -> bool:
+    def expire(self, call: StreamCall) -> bool:
         """A call's deadline has passed: once it ends, nothing may be received into its arrays or sent from them.
 
         False where the connection has to end with it; the call then fails when nothing moves any more.
@@ -363,12 +314,7 @@ class _Connection(asyncio.BufferedProtocol):
         call = self._calls.get(header.call)
         if call is None or call.places is not None:
             return None  # nobody waits for it any more, or it has its reply
-        if len(header.lengths) != len(call.into):
-            call.into = [np.empty(length, np.uint8) for length in header.lengths]
-        call.places = [
-            (array if array.nbytes == length else np.empty(length, np.uint8)).data
-            for array, length in zip(call.into, header.lengths, strict=True)
-        ]
+        call.places = call.place(header.lengths)
         self._arriving = call.places
         return call.places
 
@@ -398,12 +344,4 @@ class _Connection(asyncio.BufferedProtocol):
             except EmbershardError as error:
                 call.fail(NotAShard(address=self._carrier.address, reason=str(error)))
                 return
-            if call.places is buffers and isinstance(message, Rows):
-                message = replace(message, tables=tuple(map(_same, call.into, message.tables)))
             call.finish(message)
-
-
-def _same(array: Array, received: Floats | Bytes) -> Floats | Bytes:
-    """The caller's own array, where it is what was received into, see _place."""
-    same = array.nbytes == received.nbytes and array.dtype == received.dtype
-    return cast("Floats | Bytes", array) if same else received
