@@ -1,0 +1,299 @@
+"""Mistakes that implementations of gradient compression are known for, each tried end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import nn
+
+import embershard as es
+from embershard.proto.codec.choice import Codec
+from embershard.proto.errors import EmbershardError, InvalidRequest, ShardUnavailable
+from embershard.proto.messages import Array, Push, Reply, Request
+from embershard.proto.routing import Route, make_route
+from embershard.proto.spec import TableSpec
+from embershard.ps.shard import Shard
+from embershard.worker.carrier import Unreachable
+from embershard.worker.carriers.local import LocalCarrier
+from embershard.worker.client import Client
+from embershard.worker.session import Session
+
+Floats = npt.NDArray[np.float32]
+Shards = Callable[..., list[Shard]]
+
+DIM, NUM_IDS = 4, 50
+SPEC = TableSpec(name="t", dim=DIM, optimizer=es.SGD(lr=1.0), initializer=es.Constant())
+IDS = np.arange(NUM_IDS)
+
+
+class Link(LocalCarrier):
+    """A shard that loses, after it was applied or before, or refuses, the pushes that it is told to."""
+
+    def __init__(self, shard: Shard, address: str) -> None:
+        super().__init__(shard.handle, address)
+        self.lost_replies = self.refused = 0
+        self.seen: list[Push] = []
+
+    def submit(self, request: Request, timeout: timedelta, into: Sequence[Array] = ()):  # type: ignore[no-untyped-def]
+        if isinstance(request, Push):
+            self.seen.append(request)
+            if self.refused:
+                self.refused -= 1
+                return _Failed(InvalidRequest(reason="not today"))
+            if self.lost_replies:
+                self.lost_replies -= 1
+                super().submit(request, timeout, into)
+                raise Unreachable("the reply was lost")
+        return super().submit(request, timeout, into)
+
+
+class _Failed:
+    num_bytes = 0
+
+    def __init__(self, error: EmbershardError) -> None:
+        self._error = error
+
+    def result(self) -> Reply:
+        raise self._error
+
+
+class Wired:
+    """A client with one table whose rows are 0 and show, with SGD of rate 1, minus what was applied."""
+
+    def __init__(self, shards: list[Shard], push: str, spec: TableSpec = SPEC, **settings: object) -> None:
+        self.links = [Link(shard, f"local/{number}") for number, shard in enumerate(shards)]
+        self.client = Client(self.links, timeout=timedelta(seconds=0.1))
+        self.client.compressor.settings = es.Compression(push=push, **settings)  # type: ignore[arg-type]
+        self.client.declare(spec)
+        self.spec, self.clock = spec, 0
+        self.pushed = np.zeros((NUM_IDS, spec.dim))
+
+    def push(self, rows: Floats, ids: npt.NDArray[np.int64] = IDS, lr_scale: float = 1.0) -> None:
+        route = make_route(ids, self.spec.space_key, self.client.placement)
+        ordered = np.empty_like(rows)
+        ordered[route.index] = rows
+        self.pushed[ids] += np.where(np.isfinite(rows).all(1, keepdims=True), rows, 0).astype(np.float64) * lr_scale
+        self.clock += 1
+        self.client.push([("t", route, ordered)], clock=self.clock - 1, lr_scale=lr_scale)
+
+    def applied(self) -> npt.NDArray[np.float64]:
+        route = make_route(IDS, self.spec.space_key, self.client.placement)
+        (rows,) = self.client.pull([("t", route)])
+        return -rows[route.index].astype(np.float64)
+
+    def held(self) -> npt.NDArray[np.float64]:
+        rows, held = np.zeros_like(self.pushed), self.client.compressor.held("t")
+        rows[held.ids] = held.rows.astype(np.float64) * held.rates[:, None]
+        return rows
+
+    def check(self) -> None:
+        """What was applied and what is held add up to what was pushed."""
+        np.testing.assert_allclose(self.applied() + self.held(), self.pushed, atol=1e-5 * np.abs(self.pushed).max())
+
+
+def gradients(seed: int, count: int = NUM_IDS) -> Floats:
+    return np.random.default_rng(seed).standard_normal((count, DIM)).astype(np.float32)
+
+
+def test_lost_signs_what_topk_sends_has_its_sign(make_shards: Shards) -> None:
+    wired, rows = Wired(make_shards(2), "topk:0.2"), -np.abs(gradients(0))
+    wired.push(rows)
+    applied = wired.applied()
+    assert np.count_nonzero(applied < 0) == pytest.approx(0.2 * rows.size, abs=1)
+    assert (applied <= 0).all()
+    wired.check()
+
+
+@pytest.mark.parametrize("codec", ["topk:0.2", "rows:0.3", "randomk:0.2", "dgc:0.2", "topk:0.3+fp16s", "rows:0.3+int8"])
+def test_residual_lost_on_retry_a_reply_that_was_lost_loses_and_doubles_nothing(
+    codec: str, make_shards: Shards
+) -> None:
+    wired = Wired(make_shards(2), codec, warmup_steps=1)
+    for step in range(10):
+        wired.links[step % 2].lost_replies = step % 4  # every other time, so often that the push ends without an answer
+        try:
+            wired.push(gradients(step))
+        except ShardUnavailable:
+            for link in wired.links:
+                link.lost_replies = 0
+    wired.push(gradients(99))
+    wired.check()
+    assert len(wired.client.compressor.held("t").ids)
+
+
+def test_a_push_that_is_sent_again_has_the_same_bytes(make_shards: Shards) -> None:
+    wired = Wired(make_shards(1), "rows:0.5+int8")
+    wired.push(gradients(0))
+    wired.links[0].lost_replies = 2
+    wired.push(gradients(1))
+    first, second, third = wired.links[0].seen[1:]
+    assert first.token == second.token == third.token
+    assert bytes(first.tables[0].gradients) == bytes(second.tables[0].gradients) == bytes(third.tables[0].gradients)
+
+
+@pytest.mark.parametrize("codec", ["topk:0.2", "dgc:0.2", "rows:0.5+int8"])
+def test_a_push_that_is_refused_is_given_back(codec: str, make_shards: Shards) -> None:
+    wired = Wired(make_shards(2), codec)
+    wired.push(gradients(0))
+    before = wired.applied()
+    for link in wired.links:
+        link.refused = 1
+    with pytest.raises(InvalidRequest, match="not today"):
+        wired.push(gradients(1))
+    np.testing.assert_array_equal(wired.applied(), before)
+    wired.check()
+    wired.push(gradients(2))
+    wired.check()
+
+
+def test_what_gives_way_in_a_full_table_is_sent(make_shards: Shards) -> None:
+    wired = Wired(make_shards(2), "topk:0.05", residual_rows=10)
+    rng = np.random.default_rng(0)
+    for step in range(40):
+        wired.push(gradients(step, 8), ids=rng.choice(NUM_IDS, 8, replace=False))
+        assert len(wired.client.compressor.held("t").ids) <= 10
+    wired.check()
+
+
+def test_what_is_held_counts_by_its_own_learning_rate_and_0_loses_nothing(make_shards: Shards) -> None:
+    wired = Wired(make_shards(2), "topk:0.1")
+    for step, lr_scale in enumerate([1.0, 0.5, 0.0, 2.0, 1e-9, 0.25, 0.0, 1.0]):
+        wired.push(gradients(step), lr_scale=lr_scale)
+        wired.check()
+
+
+def test_rows_that_are_not_finite_are_counted_and_never_held(make_shards: Shards) -> None:
+    wired, rows = Wired(make_shards(2), "topk:0.1"), gradients(0)
+    rows[3, 1], rows[7] = np.nan, np.inf
+    wired.push(rows)
+    assert wired.client.stats.skipped_rows == 2
+    assert np.isfinite(wired.client.compressor.held("t").rows).all()
+    for step in range(1, 5):
+        wired.push(gradients(step))
+    wired.check()
+
+
+def test_momentum_applied_twice_dgc_is_that_of_the_paper(make_shards: Shards) -> None:
+    wired = Wired(make_shards(1), "dgc:0.1", momentum=0.7, warmup_steps=0)
+    u, v, w = (np.zeros((NUM_IDS, DIM), np.float32) for _ in range(3))
+    for step in range(20):
+        rows = gradients(step)
+        wired.push(rows)
+        u = np.float32(0.7) * u + rows
+        v = v + u
+        sent = np.zeros(v.size, bool)
+        sent[np.argsort(-np.abs(v.ravel()), kind="stable")[: round(0.1 * v.size)]] = True
+        sent = sent.reshape(v.shape)
+        w -= np.where(sent, v, 0)
+        u[sent] = v[sent] = 0
+        np.testing.assert_allclose(-wired.applied(), w, atol=1e-5)
+
+
+def test_dgc_bounds_the_norm_of_a_gradient_before_it_adds_up(make_shards: Shards) -> None:
+    wired = Wired(make_shards(2), "dgc:0.5", clip_norm=2.0, warmup_steps=0)
+    wired.client.compressor.workers = 4
+    rows = gradients(0)
+    wired.push(rows)
+    assert np.linalg.norm(wired.applied() + wired.held()) == pytest.approx(1.0, rel=1e-5)  # 2 / sqrt(4)
+
+
+def test_dgc_sends_more_at_first(make_shards: Shards) -> None:
+    wired = Wired(make_shards(1), "dgc:0.01", warmup_steps=2)
+    sizes = []
+    for step in range(10):
+        wired.push(gradients(step))
+        sizes.append(wired.links[0].seen[-1].tables[0].gradients.nbytes)
+    assert sizes[0] > sizes[2] > sizes[4] >= sizes[8]
+    assert sizes[0] > 8 * sizes[8]
+
+
+@pytest.mark.parametrize("codec", ["topk:0.05", "rows:0.05", "randomk:0.05"])
+def test_tail_starvation_every_row_of_equal_ones_has_its_turn(codec: str, make_shards: Shards) -> None:
+    wired = Wired(make_shards(2), codec)
+    for _ in range(80):
+        wired.push(np.ones((NUM_IDS, DIM), np.float32))
+    assert wired.applied().max(axis=1).min() > 20
+    wired.check()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(NUM_IDS, 8, mode="sum")
+        self.top = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 1))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.top(self.bag(ids)).squeeze(1)
+
+    def embedding_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"bag": ids}
+
+
+def trained(
+    optimizer: object, compression: es.Compression | None, *, shards: int = 2, ahead: bool = True, steps: int = 12
+) -> tuple[bytes, Session]:
+    """All weights after some steps."""
+    torch.manual_seed(0)
+    session = es.local(shards, compression=compression)
+    model = es.wrap(Model(), session, optimizer=optimizer, dense_optimizer=optimizer)  # type: ignore[arg-type]
+    batches = [torch.randint(0, NUM_IDS, (5, 3), generator=torch.Generator().manual_seed(n)) for n in range(steps)]
+    for ids in session.prefetch(batches) if ahead else batches:
+        (model(ids) - ids.float().mean(1)).square().mean().backward()
+        session.step()
+    rows = session.tables[0].pull(torch.arange(NUM_IDS)).numpy()
+    session.pull([], session.dense_weights)
+    return b"".join([rows.tobytes(), *(p.detach().numpy().tobytes() for p in model.parameters())]), session
+
+
+OPTIMIZERS = {"sgd": es.SGD(lr=0.01), "adagrad": es.Adagrad(lr=0.05), "adam": es.Adam(lr=0.01)}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("codec", ["topk:1", "rows:1", "randomk:1"])
+def test_what_sends_everything_is_none_to_the_bit(codec: str, optimizer: str) -> None:
+    compression = es.Compression(push=codec, dense={"push": codec})
+    plain, _ = trained(OPTIMIZERS[optimizer], None)
+    for shards, ahead in ((2, True), (1, True), (2, False)):
+        assert trained(OPTIMIZERS[optimizer], compression, shards=shards, ahead=ahead)[0] == plain
+
+
+def test_none_is_a_session_without_compression_to_the_bit_and_byte() -> None:
+    plain, before = trained(es.Adam(lr=0.01), None)
+    none, after = trained(es.Adam(lr=0.01), es.Compression(push="none", pull="none", tables={"*": {"push": "none"}}))
+    assert none == plain
+    assert after.stats.sent_bytes == before.stats.sent_bytes
+    assert after.stats.received_bytes == before.stats.received_bytes
+
+
+def test_a_plain_push_sends_the_very_array_that_it_was_given(make_shards: Shards) -> None:
+    wired = Wired(make_shards(1), "none")
+    route = Route(np.arange(3), np.array([0, 3]), np.arange(3))
+    rows = gradients(0, 3)
+    wired.client.push([("t", route, rows)], clock=0)
+    (part,) = wired.links[0].seen[0].tables
+    assert part.gradients.base is rows
+    assert (part.codec, part.packed) == ("", None)
+
+
+def test_rows_that_give_way_are_pulled_again_by_a_loop_that_runs_ahead() -> None:
+    compression = es.Compression(push="topk:0.02", residual_rows=8)
+    ahead, _ = trained(es.SGD(lr=0.01), compression, ahead=True, steps=40)
+    assert trained(es.SGD(lr=0.01), compression, ahead=False, steps=40)[0] == ahead
+
+
+def test_a_codec_that_follows_another_loses_nothing(make_shards: Shards) -> None:
+    wired = Wired(make_shards(3), "topk:0.1")
+    codecs = ["rows:0.2", "dgc:0.1", "int8", "randomk:0.3", "none", "topk:0.5", "none"]
+    for step, codec in enumerate(codecs):
+        wired.push(gradients(2 * step))
+        wired.client.compressor.choose("t", push=Codec.parse(codec))
+        if codec == "int8":  # rounds at random, and keeps no account of it
+            wired.client.compressor.choose("t", push=Codec.parse("none"))
+        wired.push(gradients(2 * step + 1))
+        wired.check()
+    assert not len(wired.client.compressor.held("t").ids)
