@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from report_cases import INT8, NONE, fake_results
 
 from embershard.compare.folder import RUNS, Folder, FolderInUse, NotAComparison, OtherExperiment
 from embershard.compare.plan import Experiment
-from embershard.compare.results import Results
 from embershard.proto.errors import CannotWrite
 
 EXPERIMENT = Experiment(
@@ -23,11 +22,11 @@ EXPERIMENT = Experiment(
     speed_steps=100,
     link="token bucket",
 )
-Make = Callable[..., Results]
+RUNS_MADE = fake_results((NONE, INT8), seeds=(1, 2)).runs
 
 
-def test_runs_are_there_when_the_folder_is_opened_again(tmp_path: Path, make_results: Make):
-    runs = make_results(("none", "int8"), seeds=2).runs
+def test_runs_are_there_when_the_folder_is_opened_again(tmp_path: Path):
+    runs = RUNS_MADE
     with Folder(tmp_path / "out", EXPERIMENT) as folder:
         for run in runs:
             folder.add(run)
@@ -35,8 +34,8 @@ def test_runs_are_there_when_the_folder_is_opened_again(tmp_path: Path, make_res
         assert folder.runs == {run.key: run for run in runs}
 
 
-def test_half_a_line_is_left_out_and_written_past(tmp_path: Path, make_results: Make):
-    first, second, *_ = make_results(("none", "int8"), seeds=2).runs
+def test_half_a_line_is_left_out_and_written_past(tmp_path: Path):
+    first, second, *_ = RUNS_MADE
     with Folder(tmp_path, EXPERIMENT) as folder:
         folder.add(first)
         folder.add(second)
@@ -49,8 +48,8 @@ def test_half_a_line_is_left_out_and_written_past(tmp_path: Path, make_results: 
         assert list(folder.runs) == [first.key, second.key]
 
 
-def test_a_run_that_was_made_again_counts_by_its_last_line(tmp_path: Path, make_results: Make):
-    run = make_results(("none", "int8"), seeds=2, failed=("none",)).runs[0]
+def test_a_run_that_was_made_again_counts_by_its_last_line(tmp_path: Path):
+    run = RUNS_MADE[0]
     with Folder(tmp_path, EXPERIMENT) as folder:
         folder.add(run.model_copy(update={"ok": False}))
         folder.add(run)
