@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help setup demo test unit fuzz lint proto build clean peers-env \
         bar-ncf bar-ctr bar-modes bar-equal bar-sync bar-wrap bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-cache \
         bench-loader bar-snapshot bench-moment bench-startup bench-wire bar-scale bar-link bar-leak bar-workers bench-cluster bar-peers \
-        bar-codecs bar-codec-quality bench-ages
+        bar-codecs bar-codec-quality bar-bandwidth bench-ages
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -111,6 +111,9 @@ bar-scale: setup  ## how cost grows with rows, shards, workers and batch (5 minu
 
 bar-link: setup  ## a link of 1 Gbit/s and of 100 Mbit/s is kept busy (root, iproute2)
 	$(BIN)/python bench/link.py
+
+bar-bandwidth: setup  ## codecs over 100 Mbit/s and without limit (10 minutes; ARGS=--netns: a real link beside it)
+	$(BIN)/python bench/bar_bandwidth.py $(ARGS)
 
 bar-leak: setup  ## 10^5 steps with memory flat on both sides (up to 10 minutes)
 	$(BIN)/python bench/leak.py
