@@ -67,7 +67,7 @@ class Wired:
 
     def __init__(self, shards: list[Shard], push: str, spec: TableSpec = SPEC, **settings: object) -> None:
         self.links = [Link(shard, f"local/{number}") for number, shard in enumerate(shards)]
-        self.client = Client(self.links, timeout=timedelta(seconds=0.1))
+        self.client = Client(self.links, timeout=timedelta(seconds=30))
         self.client.compressor.settings = es.Compression(push=push, **settings)  # type: ignore[arg-type]
         self.client.declare(spec)
         self.spec, self.clock = spec, 0
@@ -114,6 +114,7 @@ def test_residual_lost_on_retry_a_reply_that_was_lost_loses_and_doubles_nothing(
     codec: str, make_shards: Shards
 ) -> None:
     wired = Wired(make_shards(2), codec, warmup_steps=1)
+    wired.client.timeout = timedelta(seconds=0.1)
     for step in range(10):
         wired.links[step % 2].lost_replies = step % 4  # every other time, so often that the push ends without an answer
         try:
