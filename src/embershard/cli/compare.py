@@ -48,7 +48,9 @@ def compare(
     bandwidth: Annotated[
         str, typer.Option(help="Links between each worker and the shards; quality is measured without limit.")
     ] = UNLIMITED,
-    output: Annotated[Path | None, typer.Option(help="Folder of runs and report.  [default: runs/compare-JOB]")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of runs and report; runs/compare-JOB if not given.")
+    ] = None,
     tune: Annotated[
         str, typer.Option(help="Multiples of the job's learning rates to try for each arm, as in 0.5,1,2.")
     ] = "1",
@@ -63,7 +65,7 @@ def compare(
     margin: Annotated[
         float | None,
         typer.Option(
-            help="Difference of the deciding metric that is of no consequence.  [default: AUC 0.0005, HR 0.003]"
+            help="Difference of the deciding metric that is of no consequence; if not given AUC 0.0005, HR 0.003."
         ),
     ] = None,
     overrides: Annotated[
