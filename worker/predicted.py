@@ -31,6 +31,7 @@ from embershard.proto.messages import (
     arrays,
 )
 from embershard.proto.protobuf import head_bytes
+from embershard.proto.spec import TableSpec
 from embershard.proto.wire import frame_bytes
 from embershard.worker.compression.compressor import packed_ids
 from embershard.worker.compression.schedule import WARMUP_DENSITIES, warmup_density
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from embershard.worker.client import Client
 
 _FLOAT_BYTES = 4
+# optimizers that leave an element alone whose gradient is 0
+_ELEMENT_BY_ELEMENT = ("sgd", "adagrad")
 # numbers as they are after some hundred steps: their size in a head is that of their digits
 _TYPICAL, _EPOCH = 1000, time.time_ns()
 _NO_IDS, _NO_BYTES = np.empty(0, np.int64), np.empty(0, np.uint8)
@@ -63,11 +66,15 @@ def predict_volumes(moved: Volumes, client: Client) -> dict[Part, float]:
             share = 1.0 if codec.is_plain else _packed_share(client.volume.samples.get(part.table))
             expected[part] = counted.raw * share
         elif codec.select != "powersgd":
-            dim = client.spec(part.table).dim
+            spec = client.spec(part.table)
+            dim = spec.dim
             rows = round(counted.raw / (_FLOAT_BYTES * dim) / counted.messages)
             if part.direction == "pull" and codec.select == "all":  # without the head of a push's payload
                 payload = float(find(codec.values).nbytes(rows, dim))
             else:
+                if codec.select == "delta":
+                    changed = _changed_share(directions[part.table].push, spec, client.compressor.workers)
+                    codec = Codec(select="topk", number=changed)  # its form: positions and float32 values
                 stages = _stages(codec, -(-counted.messages // client.num_shards), warmup_steps)
                 payload = sum(share * predict_bytes(stage, rows, dim, find) for stage, share in stages)
             expected[part] = counted.messages * payload
@@ -87,6 +94,14 @@ def _packed_share(sample: Ids | None) -> float:
     """What is left of ids that travel packed."""
     packed = None if sample is None else packed_ids(np.sort(sample))
     return 1.0 if packed is None or sample is None else packed.nbytes / sample.nbytes
+
+
+def _changed_share(push: Codec, spec: TableSpec, workers: int) -> float:
+    """The share of a table's elements that change from one pull to the next, all of which are pushed to."""
+    params = spec.optimizer.params()
+    alone = spec.optimizer.name in _ELEMENT_BY_ELEMENT and not params.get("momentum") and not params.get("weight_decay")
+    selects = push.select in ("topk", "randomk", "dgc")
+    return min(1.0, push.number * workers) if alone and selects else 1.0
 
 
 def _stages(codec: Codec, pushes: int, warmup_steps: int) -> list[tuple[Codec, float]]:
