@@ -1,9 +1,9 @@
 """Training over a link of 100 Mbit/s with and without codecs, and what the codecs cost where the link is no limit.
 
 A DLRM with the paper's towers and two ids in each of its 26 features, dim 64, batches of 256: a step moves about 11
-MB, two thirds of them rows. Every weight is on 2 shards of this machine, Adagrad, and nothing runs ahead, as
-`embershard train` does by default: pull, forward and backward, push, one after the other. (Where pulls and pushes
-overlap, the busier direction of the link decides, and topk gains what its pull does.)
+MB, two thirds of them rows. Every weight is on 2 shards of this machine, Adagrad, in a plain loop: pull, forward and
+backward, push, one after the other. (Where pulls run ahead, the busier direction of the link decides, and topk gains
+what its pull does.)
 
 Arms, for rows and dense weights, pushes and pulls alike, unless it says otherwise:
     none       float32

@@ -5,9 +5,10 @@ And the bandwidth at which a codec breaks even.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from embershard.proto.codec.choice import Codec
 from embershard.proto.codec.predict import predict_bytes
+from embershard.proto.codec.values import ValuesCodec
 from embershard.proto.messages import (
     PACKED,
     Bytes,
@@ -63,21 +65,21 @@ def predict_volumes(moved: Volumes, client: Client) -> dict[Part, float]:
             continue
         codec = directions[part.table].pull if part.direction == "pull" else directions[part.table].push
         if part.kind == "ids":
-            share = 1.0 if codec.is_plain else _packed_share(client.volume.samples.get(part.table))
+            share = 1.0 if codec.is_plain else _packed_share(client.volume.samples.get(part, ()))
             expected[part] = counted.raw * share
         elif codec.select != "powersgd":
             spec = client.spec(part.table)
-            dim = spec.dim
-            rows = round(counted.raw / (_FLOAT_BYTES * dim) / counted.messages)
-            if part.direction == "pull" and codec.select == "all":  # without the head of a push's payload
-                payload = float(find(codec.values).nbytes(rows, dim))
-            else:
-                if codec.select == "delta":
-                    changed = _changed_share(directions[part.table].push, spec, client.compressor.workers)
-                    codec = Codec(select="topk", number=changed)  # its form: positions and float32 values
-                stages = _stages(codec, -(-counted.messages // client.num_shards), warmup_steps)
-                payload = sum(share * predict_bytes(stage, rows, dim, find) for stage, share in stages)
-            expected[part] = counted.messages * payload
+            if codec.select == "delta":
+                changed = _changed_share(directions[part.table].push, spec, client.compressor.workers)
+                codec = Codec(select="topk", number=changed)  # its form: positions and float32 values
+            stages = _stages(codec, -(-counted.messages // client.num_shards), warmup_steps)
+            rows = counted.raw / (_FLOAT_BYTES * spec.dim) / counted.messages
+            fewer, share = math.floor(rows), rows % 1  # a message has whole rows
+            expected[part] = counted.messages * sum(
+                weight * part_of_messages * _payload_bytes(stage, part.direction, count, spec.dim, find)
+                for stage, weight in stages
+                for count, part_of_messages in ((fewer, 1 - share), (fewer + 1, share))
+            )
     for direction in ("pull", "push"):
         part = Part(direction, "other")
         if part in moved:
@@ -90,10 +92,19 @@ def break_even(raw_bytes: float, sent_bytes: float, coding_seconds: float) -> fl
     return 8 * (raw_bytes - sent_bytes) / coding_seconds if coding_seconds > 0 else None
 
 
-def _packed_share(sample: Ids | None) -> float:
+def _payload_bytes(codec: Codec, direction: str, rows: int, dim: int, find: Callable[[str], ValuesCodec]) -> float:
+    if direction == "pull" and codec.select == "all":  # without the head of a push's payload
+        return float(find(codec.values).nbytes(rows, dim))
+    return predict_bytes(codec, rows, dim, find)
+
+
+def _packed_share(samples: Iterable[Ids]) -> float:
     """What is left of ids that travel packed."""
-    packed = None if sample is None else packed_ids(np.sort(sample))
-    return 1.0 if packed is None or sample is None else packed.nbytes / sample.nbytes
+    packed = raw = 0
+    for ids in samples:
+        raw += ids.nbytes
+        packed += ids.nbytes if (found := packed_ids(np.sort(ids))) is None else found.nbytes
+    return packed / raw if raw else 1.0
 
 
 def _changed_share(push: Codec, spec: TableSpec, workers: int) -> float:

@@ -8,6 +8,7 @@ or gradients, of embedding tables; `dense`, those of dense weights; `other`: fra
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
@@ -19,6 +20,7 @@ Direction = Literal["push", "pull", "other"]
 Kind = Literal["ids", "rows", "dense", "other"]
 
 _ID_BYTES, _FLOAT_BYTES = 8, 4
+_SAMPLES = 16  # messages
 
 
 class Part(NamedTuple):
@@ -52,7 +54,7 @@ class Volume:
     """Counts the calls of one client; any thread may."""
 
     def __init__(self) -> None:
-        self.samples: dict[str, Ids] = {}  # table -> ids that one message asked for
+        self.samples: dict[Part, deque[Ids]] = {}  # the ids of the last messages that carried some
         self._lock = threading.Lock()
         self._row_bytes: dict[str, int] = {}  # of declared tables
         self._dense: set[str] = set()
@@ -72,7 +74,7 @@ class Volume:
                 found.append((Part("pull", "ids", part.table), ids.nbytes, _ID_BYTES * len(part.ids)))
                 raw = self._row_bytes.get(part.table, 0) * len(part.ids)
                 found.append((Part("pull", self._kind(part.table), part.table), rows.nbytes, raw))
-                self.samples[part.table] = part.ids
+                self._keep(found[-2][0], part.ids)
         elif isinstance(request, Push):
             direction = "push"
             tables = set()
@@ -83,6 +85,7 @@ class Volume:
                 if not gradients.route:
                     ids = gradients.ids if gradients.packed is None else gradients.packed
                     found.append((Part("push", "ids", gradients.table), ids.nbytes, _ID_BYTES * count))
+                    self._keep(found[-1][0], gradients.ids)
                 raw = self._row_bytes.get(gradients.table, 0) * count
                 part_of = Part("push", self._kind(gradients.table), gradients.table)
                 found.append((part_of, gradients.gradients.nbytes, raw))
@@ -107,6 +110,10 @@ class Volume:
         other = Part("other", "other")
         parts[other] = parts.get(other, Moved()).plus(Moved(rest, rest))
         return parts
+
+    def _keep(self, part: Part, ids: Ids) -> None:
+        if len(ids):
+            self.samples.setdefault(part, deque(maxlen=_SAMPLES)).append(ids)
 
     def _kind(self, table: str) -> Kind:
         return "dense" if table in self._dense else "rows"
