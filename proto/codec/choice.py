@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 BUILTIN_VALUES = ("none", "fp16s", "bf16", "int8", "onebit")
+MAX_RANK = 256  # a shard multiplies 64 MiB of such factors in seconds
 _RATIO = ("topk", "rows", "randomk", "dgc")
 _SELECTIONS = (*_RATIO, "powersgd", "delta")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -106,8 +107,8 @@ class Codec:
             return f"its ratio must be above 0 and at most 1, got {self.number:g}"
         if self.select == "dgc" and self.number == 1:
             return "at ratio 1 its masking turns momentum off; to send everything, write none"
-        if self.select == "powersgd" and not (self.number >= 1 and self.number.is_integer()):
-            return f"its rank must be a whole number of at least 1, got {self.number:g}"
+        if self.select == "powersgd" and not (1 <= self.number <= MAX_RANK and self.number.is_integer()):
+            return f"its rank must be a whole number from 1 to {MAX_RANK}, got {self.number:g}"
         if self.select in ("all", "delta") and self.number != 0:
             return "it takes no number"
         if self.values == "onebit" and self.select != "all":

@@ -6,9 +6,9 @@
 
 All little endian. A piece covers `elements` of the part, flat in its (U * dim), from `position` on: those of a run of
 rows of a matrix with `columns` columns, of whose first row `skip` elements lie before the part. Its floats are P^T
-(rank, rows of the run) and then Q^T (rank, columns). With rank 0 the elements themselves follow. Pieces ascend and do
-not overlap; what lies between them is zero. The values codec writes each array as rows of 64 floats, and what is left
-over as one row.
+(rank, rows of the run) and then Q^T (rank, columns), fewer than its elements. With rank 0 the elements themselves
+follow. Pieces ascend and do not overlap; what lies between them is zero. The values codec writes each array as rows of
+64 floats, and what is left over as one row.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto.codec.choice import MAX_RANK
 from embershard.proto.codec.flat import NEXT_KEY, as_rows, flat_nbytes
 from embershard.proto.codec.values import ValuesCodec
 from embershard.proto.codec_errors import DamagedPayload
@@ -27,9 +28,12 @@ from embershard.proto.jit import compiled
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.uint32]
 
 LOW_RANK = 3  # the form, its first byte; the second is the values codec's code
+MAX_PIECES = 65_536  # a quarter of a second to read; 64 MiB of dense weights have 16,384 blocks, and each one piece
 _FIELDS = 5
+_U = np.uint64
 _WORD = np.dtype("<u4")
 
 
@@ -82,10 +86,10 @@ def encode_low_rank(pieces: Sequence[Piece], values: ValuesCodec, key: int | Non
 
 def decode_low_rank(data: Bytes, values: ValuesCodec, num_ids: int, dim: int) -> Floats:
     """The rows (num_ids, dim) of a payload without its first two bytes. DamagedPayload, before memory is taken."""
-    pieces = _read_heads(data, values, num_ids * dim)
+    heads = _read_heads(data, values, num_ids * dim)
     flat = np.zeros(num_ids * dim, np.float32)
-    start = _WORD.itemsize * (1 + _FIELDS * len(pieces))
-    for position, elements, skip, columns, rank in pieces:
+    start = _WORD.itemsize * (1 + heads.size)
+    for position, elements, skip, columns, rank in map(np.ndarray.tolist, heads):
         if rank == 0:
             start = _decode(data, start, values, flat[position : position + elements])
             continue
@@ -107,27 +111,29 @@ def _arrays(piece: Piece) -> tuple[Floats, ...]:
     return (piece.values,) if isinstance(piece, Run) else (piece.left, piece.right)
 
 
-def _read_heads(data: Bytes, values: ValuesCodec, size: int) -> list[tuple[int, int, int, int, int]]:
-    """The heads of the pieces of a part of `size` elements, once they and the length of their floats are right."""
+def _read_heads(data: Bytes, values: ValuesCodec, size: int) -> Words:
+    """The heads (pieces, 5) of a part of `size` elements, once they and the length of their floats are right."""
     words = data[: data.size // _WORD.itemsize * _WORD.itemsize].view(_WORD)
     count = int(words[0]) if words.size else -1
-    if not 0 <= count <= (words.size - 1) // _FIELDS:
-        raise _damaged(f"{data.size} bytes for {count} pieces")
-    end, want, pieces = 0, _WORD.itemsize * (1 + _FIELDS * count), []
-    for position, elements, skip, columns, rank in words[1 : 1 + _FIELDS * count].reshape(-1, _FIELDS).tolist():
+    if not 0 <= count <= min((words.size - 1) // _FIELDS, MAX_PIECES):
+        raise _damaged(f"{data.size} bytes for {count} pieces, of at most {MAX_PIECES}")
+    heads = words[1 : 1 + _FIELDS * count].reshape(-1, _FIELDS)
+    end, want = 0, _WORD.itemsize * (1 + heads.size)
+    for position, elements, skip, columns, rank in map(np.ndarray.tolist, heads):
         if position < end or elements == 0 or position + elements > size:
             raise _damaged(f"elements {position} to {position + elements} of {size}, after {end}")
         if columns <= skip if rank else skip or columns:
             raise _damaged(f"rank {rank} with {columns} columns, of which {skip} are skipped")
         end = position + elements
-        # Python's integers do not overflow; what fits the payload fits the memory
         rows = -(-(skip + elements) // columns) if rank else 0
+        # bounds the memory by the rows', whatever the values codec makes of few bytes; and the work
+        if rank * (rows + columns) >= elements or rank > MAX_RANK:
+            raise _damaged(f"rank {rank} for {elements} elements of {rows} rows of {columns} columns")
         sizes = (rank * rows, rank * columns) if rank else (elements,)
         want += sum(flat_nbytes(size, values) for size in sizes)
-        pieces.append((position, elements, skip, columns, rank))
     if want != data.size:
         raise _damaged(f"{data.size} bytes, not {want}")
-    return pieces
+    return heads
 
 
 def _decode(data: Bytes, start: int, values: ValuesCodec, flat: Floats) -> int:
@@ -150,11 +156,11 @@ def _multiply(left: Floats, right: Floats, skip: int, out: Floats) -> None:
     A loop of our own: the worker keeps back exactly what a shard does not apply, which takes the same bits, whatever
     library and how many threads multiply elsewhere.
     """
-    rank, columns = right.shape
-    for k in range(rank):
-        row, column, place = 0, skip, 0
-        while place < out.size:
-            stop = min(out.size - place, columns - column)
+    rank, columns = _U(right.shape[0]), _U(right.shape[1])  # unsigned: the compiler then sees runs of memory
+    row, column, place, size = _U(0), _U(skip), _U(0), _U(out.size)
+    while place < size:
+        stop = min(size - place, columns - column)
+        for k in range(rank):
             factor = left[k, row]
             if k == 0:
                 for j in range(stop):
@@ -162,6 +168,6 @@ def _multiply(left: Floats, right: Floats, skip: int, out: Floats) -> None:
             else:
                 for j in range(stop):
                     out[place + j] += factor * right[k, column + j]
-            place += stop
-            row += 1
-            column = 0
+        place += stop
+        row += _U(1)
+        column = _U(0)

@@ -36,10 +36,10 @@ def some_of(rng: random.Random, limit: int) -> np.ndarray:
 
 def low_rank(rng: random.Random, size: int) -> np.ndarray:
     pieces: list[Run | Factors] = []
-    if size >= 6 and rng.random() < 0.7:
-        pieces.append(Factors(0, rng.randint(1, 6), 0, floats(rng, 2, 2), floats(rng, 2, 3)))
-        if size > 8:
-            pieces.append(Run(7, floats(rng, rng.randint(1, size - 7))))
+    if size >= 24 and rng.random() < 0.7:
+        pieces.append(Factors(0, rng.randint(21, 24), 0, floats(rng, 2, 4), floats(rng, 2, 6)))
+        if size > 24:
+            pieces.append(Run(24, floats(rng, rng.randint(1, size - 24))))
     return encode_low_rank(pieces, rng.choice(VALUES), rng.getrandbits(64))
 
 
@@ -79,7 +79,7 @@ def mutated(rng: random.Random, valid: np.ndarray) -> np.ndarray:
     return np.frombuffer(bytes(data), np.uint8)
 
 
-def random_bytes(rng: random.Random) -> np.ndarray:
+def random_bytes(rng: random.Random, _: int = 0) -> np.ndarray:
     head = bytes([rng.randrange(5), rng.choice([0, 1, 2, 3, 4, 255])])
     return np.frombuffer(head[: rng.randint(0, 2)] + rng.randbytes(rng.randint(0, 60)), np.uint8)
 
@@ -90,6 +90,15 @@ def everything(rng: random.Random, num_elements: int) -> np.ndarray:
     every = encode_positions(np.arange(num_elements), num_elements)
     values = np.frombuffer(rng.randbytes(flat_nbytes(num_elements, bits)), np.uint8)
     return np.concatenate([np.array([2, bits.code], np.uint8), every, values])
+
+
+def products(rng: random.Random, num_elements: int) -> np.ndarray:
+    """Few bytes for large factors: of a high rank, or of a long row."""
+    bits, columns, rank = BUILTIN["onebit"], rng.choice([1, 100, 10**6]), rng.choice([1, 200, 10**5])
+    rows = -(-num_elements // columns)
+    size = flat_nbytes(rank * rows, bits) + flat_nbytes(rank * columns, bits)
+    head = np.array([1, 0, num_elements, 0, columns, rank], "<u4").view(np.uint8)
+    return np.concatenate([np.array([3, bits.code], np.uint8), head, np.zeros(min(size, 2**24), np.uint8)])
 
 
 def shape(rng: random.Random) -> tuple[int, int]:
@@ -198,7 +207,7 @@ def test_no_payload_takes_more_memory_than_its_message_accounts_for() -> None:
     for case in range(CASES // 10):
         rng = random.Random(case)
         num_ids, dim = rng.choice([(2000, 16), (30_000, 1), (1, 30_000)])
-        payload = rng.choice([random_bytes(rng), everything(rng, num_ids * dim)])
+        payload = rng.choice([random_bytes, everything, products])(rng, num_ids * dim)
         tracemalloc.start()
         try:
             decode(payload, num_ids, dim)

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embershard.proto.codec.choice import Codec
+from embershard.proto.codec.choice import MAX_RANK, Codec
 from embershard.proto.codec.ids import decode_ids, encode_ids
 from embershard.proto.codec.integers import MAX_RICE, RAW, VARINT, decode_integers, encode_integers
-from embershard.proto.codec.low_rank import Factors, encode_low_rank
+from embershard.proto.codec.low_rank import MAX_PIECES, Factors, encode_low_rank
 from embershard.proto.codec.payload import CUSTOM, MAX_AGE, decode, encode_elements, encode_rows
 from embershard.proto.codec.positions import DRAWN, EVERY, decode_positions, encode_positions
 from embershard.proto.codec.predict import predict_bytes
@@ -93,6 +93,8 @@ def test_the_page_has_the_numbers_of_the_code() -> None:
     assert f"| {DRAWN} | 8: key |" in PAGE
     assert f"| {CUSTOM} | user-defined |" in PAGE
     assert f"| an age | 2^{MAX_AGE.bit_length() - 1} |" in PAGE
+    assert f"| pieces | {MAX_PIECES:,} |" in PAGE
+    assert f"| a rank | {MAX_RANK} |" in PAGE
     assert f"at most {MAX_MESSAGE_BYTES // 2**20} MiB |" in PAGE
     assert f"| {MAX_MESSAGE_BYTES // 8:,} |" in PAGE
 
