@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from embershard.proto.codec.choice import Codec
+from embershard.worker.compression.advice import advice
 from embershard.worker.compression.schedule import CodecSchedule
 from embershard.worker.compression.settings import Compression
 from embershard.worker.job_modes import Found
 from embershard.worker.job_sections import Count, OptimizerSection, Section
-from embershard.worker.job_yaml import Path as Location
 
 if TYPE_CHECKING:
     from embershard.worker.job import Job
@@ -107,9 +107,12 @@ class CompressionSection(DirectionsSection):
         own = {name: getattr(self, name) for name in ("residual_rows", "warmup_steps", "momentum", "clip_norm")}
         return Compression(**own, **chosen)
 
-    def choices(self) -> Iterator[tuple[Location, Direction, bool, Codec]]:
+    def choices(self) -> Iterator[tuple[tuple[str, ...], Direction, bool, Codec]]:
         """(Where it stands, direction, whether of dense weights, codec) of every codec that is named."""
-        sections: list[tuple[Location, bool, DirectionsSection]] = [((), False, self), (("dense",), True, self.dense)]
+        sections: list[tuple[tuple[str, ...], bool, DirectionsSection]] = [
+            ((), False, self),
+            (("dense",), True, self.dense),
+        ]
         sections += [(("tables", name), of_dense(name), table) for name, table in self.tables.items()]
         for at, dense, section in sections:
             for direction, codecs in section.given():
@@ -149,6 +152,20 @@ def compression_contradictions(job: Job) -> Found:
     yield from _cannot_serve(job, section)
     yield from _without_meaning(section)
     yield from _auto(section)
+
+
+def compression_advice(job: Job) -> list[str]:
+    """A line for every codec that is a poor choice in front of its optimizer; the job is trained all the same."""
+    section = job.compression
+    if section is None:
+        return []
+    names = {False: job.embedding.optimizer.name, True: (job.dense.optimizer or job.embedding.optimizer).name}
+    found = []
+    for at, direction, dense, codec in section.choices():
+        line = advice(names[dense], codec) if direction == "push" else ""
+        if line:
+            found.append(f"compression.{'.'.join(at)}: {line}")
+    return found
 
 
 def _cannot_serve(job: Job, section: CompressionSection) -> Found:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from embershard.worker.job import Job, JobFileError, load_job
+from embershard.worker.job_compression import compression_advice
 
 JOB = """\
 model: {name: deepfm}
@@ -165,3 +166,13 @@ def test_what_contradicts_the_job_is_refused(folder: Path, overrides: list[str],
 
 def test_another_strategy_sets_the_section_aside(folder: Path) -> None:
     assert load(folder, "strategy=local", text=JOB + "compression: {push: int8}\n").compression is None
+
+
+def test_a_poor_choice_in_front_of_an_optimizer_gives_a_line_of_advice(folder: Path) -> None:
+    adam = "embedding.optimizer={name: adam, lr: 0.1}"
+    assert compression_advice(load(folder)) == []
+    assert compression_advice(load(folder, adam, "compression={push: int8, pull: int8}")) == []
+    (line,) = compression_advice(load(folder, adam, "compression={push: topk:0.01}"))
+    assert line.startswith("compression.push: topk:0.01 in front of adam changes the size of its steps")
+    (line,) = compression_advice(load(folder, "compression={dense: {push: int8}}"))
+    assert line.startswith("compression.dense.push: in front of sgd topk:0.01+fp16s sends far less than int8")

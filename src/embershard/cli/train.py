@@ -16,6 +16,7 @@ from embershard.deploy.workers import LocalWorkers
 from embershard.proto.errors import EmbershardError
 from embershard.worker.addresses import parse_addresses
 from embershard.worker.job import Job, load_job
+from embershard.worker.job_compression import compression_advice
 from embershard.worker.log import make_folder
 
 if TYPE_CHECKING:  # a job is checked in a second, without torch; only checkpoints need more
@@ -83,6 +84,8 @@ def train(
     command += ["--profile"] if profile else []
     command += [word for module in imports or () for word in ("--import", module)]
     make_folder(folder)
+    for line in compression_advice(settings):
+        typer.echo(f"advice: {line}")
     _run(settings, command, folder, ps, imports or (), checkpoint)
 
 
