@@ -119,4 +119,6 @@ def test_the_time_left_goes_by_the_runs_most_like_those_to_come():
     assert time_left([task("tune", "int8"), task("speed", "none", "100mbit")], runs) == 40.0 + 20.0
     assert time_left([task("speed", "none", "1gbit")], runs) == 15.0
     assert time_left([task("speed", "none")], {}) is None
+    failed = {key: run.model_copy(update={"ok": False, "total_seconds": 1.0}) for key, run in runs.items()}
+    assert time_left([task("speed", "none")], failed) is None
     assert name_of(task("tune", "int8")) == "int8, seed 9, unlimited (tuning)"

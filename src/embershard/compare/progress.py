@@ -17,7 +17,7 @@ from embershard.compare.run_log import Glance
 def time_left(tasks: Sequence[Task], runs: Mapping[str, Run]) -> float | None:
     """Seconds that the tasks will take, by the runs like them that were made; None before there is any."""
     seconds: dict[tuple[str, ...], list[float]] = {}
-    for run in runs.values():
+    for run in (run for run in runs.values() if run.ok):
         for like in _likenesses(run):
             seconds.setdefault(like, []).append(run.total_seconds)
     left = 0.0
@@ -104,7 +104,7 @@ def duration(seconds: float) -> str:
 
 def _outcome(run: Run) -> str:
     if not run.ok:
-        return f"FAILED twice: {run.error.splitlines()[-1] if run.error else ''}"
+        return f"FAILED twice: {run.error.splitlines()[-1].strip() if run.error else ''}"
     words = [f"{name} {value:.4f}" for name, value in list(run.metrics.items())[:1] if value is not None]
     words = words if run.kind != "speed" else []
     words += [f"{run.samples_per_second:,.0f} samples/s"] if run.samples_per_second else []
