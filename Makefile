@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help setup demo test unit fuzz lint proto build clean peers-env \
         bar-ncf bar-ctr bar-modes bar-equal bar-sync bar-wrap bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-cache \
         bench-loader bar-snapshot bench-moment bench-startup bench-wire bar-scale bar-link bar-leak bar-workers bench-cluster bar-peers \
-        bar-codecs bar-codec-quality bar-bandwidth bench-ages
+        bar-codecs bar-codec-quality bar-conservation bar-bandwidth bench-ages
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -126,6 +126,9 @@ bar-codec-quality: setup  ## models whose gradients and rows travel compressed a
 
 bench-ages: setup  ## what delay does to an optimizer's learning rate, with and without the ages of rows
 	$(BIN)/python bench/ages.py
+
+bar-conservation: setup  ## no gradient lost or applied twice, under lost replies, repeats and kills (2 minutes)
+	$(BIN)/python bench/bar_conservation.py
 
 bench-cluster: setup  ## what bar-scale measured, carried to a cluster
 	$(BIN)/python bench/cluster.py
