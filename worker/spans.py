@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -117,7 +118,8 @@ class Recorder:
         self._kept = kept_steps
         self._steps = 0
         self._lock = threading.Lock()
-        self._now: dict[tuple[str, bool], float] = {}  # (name, overlapped) -> seconds in this step
+        # (name, thread, seconds) of this step; all threads add to it without a lock, which a deque bears
+        self._done: deque[tuple[str, int, float]] = deque()
         self._step_seconds = np.zeros(kept_steps)  # a ring
         self._seconds: dict[tuple[str, bool], Floats] = {}  # likewise
         self._start = time.perf_counter()
@@ -140,14 +142,17 @@ class Recorder:
     def begin(self) -> None:
         """A step begins; what was collected since the last one ended is dropped."""
         with self._lock:
-            self._now = {}
+            self._done.clear()
             self._start = time.perf_counter()
 
     def end(self) -> None:
         """The step ends, and the next one begins."""
         with self._lock:
-            now, self._now = self._now, {}
             end = time.perf_counter()
+            now: dict[tuple[str, bool], float] = {}
+            for name, thread, part in [self._done.popleft() for _ in range(len(self._done))]:
+                key = name, thread != self._thread
+                now[key] = now.get(key, 0.0) + part
             seconds, self._start = end - self._start, end
             at, self._steps = self._steps % self._kept, self._steps + 1
             for key in now.keys() - self._seconds.keys():
@@ -158,9 +163,7 @@ class Recorder:
 
     def add(self, name: str, seconds: float) -> None:
         """Count time of this thread that no span could hold."""
-        key = (name, threading.get_ident() != self._thread)
-        with self._lock:
-            self._now[key] = self._now.get(key, 0.0) + seconds
+        self._done.append((name, threading.get_ident(), seconds))
 
     def split(self) -> Split:
         """The steps until now, of which the last `kept_steps` are remembered."""
