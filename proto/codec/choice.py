@@ -52,7 +52,7 @@ class Codec:
     def __str__(self) -> str:
         if self.select == "all":
             return self.values
-        number = f":{self.number!r}".removesuffix(".0") if self.select != "delta" else ""
+        number = f":{float(self.number)!r}".removesuffix(".0") if self.select != "delta" else ""
         return f"{self.select}{number}" + (f"+{self.values}" if self.values != "none" else "")
 
     @property
@@ -107,7 +107,7 @@ class Codec:
             return f"its ratio must be above 0 and at most 1, got {self.number:g}"
         if self.select == "dgc" and self.number == 1:
             return "at ratio 1 its masking turns momentum off; to send everything, write none"
-        if self.select == "powersgd" and not (1 <= self.number <= MAX_RANK and self.number.is_integer()):
+        if self.select == "powersgd" and not (1 <= self.number <= MAX_RANK and self.number % 1 == 0):
             return f"its rank must be a whole number from 1 to {MAX_RANK}, got {self.number:g}"
         if self.select in ("all", "delta") and self.number != 0:
             return "it takes no number"

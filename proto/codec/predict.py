@@ -31,7 +31,7 @@ def predict_bytes(codec: Codec, num_ids: int, dim: int, find: Callable[[str], Va
         raise ValueError(f"codec {str(codec)!r}: its bytes depend on the shapes of the parameters")
     if codec.select == "rows":
         count = count_of(codec.number, num_ids)
-        ages = 1 + (_gap_bytes(count, codec.number) if codec.number < 1 else 0)
+        ages = 1 + (_gap_bytes(count, count / num_ids) if count < num_ids else 0)
         return _HEAD + _position_bytes(count, num_ids) + ages + values.nbytes(count, dim)
     count = count_of(codec.number, num_ids * dim)
     if codec.select == "randomk":

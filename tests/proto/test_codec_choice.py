@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from embershard.proto.codec.choice import Codec
@@ -25,6 +26,11 @@ TEXTS = {
 def test_a_text_and_its_codec_say_the_same(text: str, codec: Codec) -> None:
     assert Codec.parse(text) == codec
     assert str(codec) == text
+
+
+def test_any_kind_of_number_gives_the_text() -> None:
+    assert str(Codec(select="powersgd", number=4)) == "powersgd:4"
+    assert str(Codec(select="topk", number=np.float64(0.01))) == "topk:0.01"
 
 
 def test_saying_that_values_are_plain_changes_nothing() -> None:

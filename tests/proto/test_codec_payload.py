@@ -281,6 +281,12 @@ class TestPredicted:
         for text in ("topk:1", "topk:0.99", "rows:1"):
             assert predict_bytes(Codec.parse(text), 1000, 16) > predict_bytes(Codec.parse("none"), 1000, 16)
 
+    @pytest.mark.parametrize("select", ["topk", "rows", "randomk", "dgc"])
+    @pytest.mark.parametrize("num_ids", [0, 1, 100])
+    def test_of_a_tiny_ratio_one_row_or_element_is_sent(self, select: str, num_ids: int) -> None:
+        least = predict_bytes(Codec(select=select, number=1e-20), num_ids, 16)
+        assert least == predict_bytes(Codec(select=select, number=1e-4), num_ids, 16)
+
     def test_a_smaller_ratio_is_never_more_bytes(self) -> None:
         predicted = [predict_bytes(Codec(select="topk", number=ratio), 1000, 16) for ratio in np.geomspace(1e-4, 1, 50)]
         assert all(low <= high for low, high in pairwise(predicted[:-1]))
