@@ -13,14 +13,15 @@ from torch import nn
 
 import embershard as es
 from embershard.proto.codec.choice import Codec
-from embershard.proto.errors import EmbershardError, InvalidRequest, ShardUnavailable
+from embershard.proto.errors import EmbershardError, InvalidRequest, LeaseLost, ShardUnavailable, UnknownRoute
 from embershard.proto.messages import Array, Push, Reply, Request
-from embershard.proto.routing import Route, make_route
+from embershard.proto.routing import Route, ascending, make_route
 from embershard.proto.spec import TableSpec
 from embershard.ps.shard import Shard
 from embershard.worker.carrier import Unreachable
 from embershard.worker.carriers.local import LocalCarrier
 from embershard.worker.client import Client
+from embershard.worker.membership import Terms
 from embershard.worker.session import Session
 
 Floats = npt.NDArray[np.float32]
@@ -37,6 +38,8 @@ class Link(LocalCarrier):
     def __init__(self, shard: Shard, address: str) -> None:
         super().__init__(shard.handle, address)
         self.lost_replies = self.refused = 0
+        self.error: EmbershardError = InvalidRequest(reason="not today")
+        self.forgets = False  # what a pull left there
         self.seen: list[Push] = []
 
     def submit(self, request: Request, timeout: timedelta, into: Sequence[Array] = ()):  # type: ignore[no-untyped-def]
@@ -44,7 +47,10 @@ class Link(LocalCarrier):
             self.seen.append(request)
             if self.refused:
                 self.refused -= 1
-                return _Failed(InvalidRequest(reason="not today"))
+                return _Failed(self.error)
+            if self.forgets:
+                self.forgets = False
+                return _Failed(UnknownRoute(worker=0, route=1, table="t"))
             if self.lost_replies:
                 self.lost_replies -= 1
                 super().submit(request, timeout, into)
@@ -220,6 +226,55 @@ def test_tail_starvation_every_row_of_equal_ones_has_its_turn(codec: str, make_s
         wired.push(np.ones((NUM_IDS, DIM), np.float32))
     assert wired.applied().max(axis=1).min() > 20
     wired.check()
+
+
+def test_ids_that_a_shard_forgot_are_sent_after_all(make_shards: Shards) -> None:
+    wired = Wired(make_shards(2), "topk:0.2", pull="fp16s")
+    route = ascending(make_route(IDS, SPEC.space_key, wired.client.placement))
+    wired.client.pull([("t", route)], keep=True)
+    for link in wired.links:
+        link.forgets = True
+    rows = gradients(0)[route.ids]
+    wired.pushed[route.ids] += rows
+    wired.client.push([("t", route, rows)], clock=0)
+    for link in wired.links:
+        first, second = link.seen
+        assert first.tables[0].route
+        assert first.tables[0].packed is None
+        assert not second.tables[0].route
+        assert second.tables[0].packed is not None
+    wired.client.compressor.choose("t", pull=Codec())
+    wired.check()
+
+
+def test_what_a_worker_without_a_lease_pushed_is_given_back(make_shards: Shards) -> None:
+    wired = Wired(make_shards(2), "topk:0.2")
+    wired.client.join(Terms(workers=1, staleness=4))
+    wired.push(gradients(0))
+    for link in wired.links:
+        link.refused, link.error = 1, LeaseLost(worker=0, lease_ms=1000)
+    wired.push(gradients(1))  # dropped without an error: others went on meanwhile
+    wired.check()
+    assert len(wired.client.compressor.held("t").ids)
+
+
+@pytest.mark.parametrize("codec", ["topk:0.1", "dgc:0.1", "rows:0.2"])
+def test_local_steps_push_differences_of_which_nothing_is_lost(codec: str, make_shards: Shards) -> None:
+    client = Client([Link(shard, f"local/{number}") for number, shard in enumerate(make_shards(2))])
+    session = Session(client, local_steps=3, compression=es.Compression(push=codec, warmup_steps=1))
+    table = session.table(SPEC)
+    total = np.zeros((NUM_IDS, DIM))
+    for step in range(9):
+        rows, route = gradients(step), make_route(IDS, SPEC.space_key, client.placement)
+        ordered = np.empty_like(rows)
+        ordered[route.index] = rows
+        total += rows
+        assert session.local_steps is not None
+        session.local_steps.push([("t", route, ordered)], clock=step)
+    held, applied = client.compressor.held("t"), -table.pull(torch.arange(NUM_IDS)).numpy().astype(np.float64)
+    assert len(held.ids)
+    applied[held.ids] -= held.rows
+    np.testing.assert_allclose(applied, total, atol=1e-4)
 
 
 class Model(nn.Module):
