@@ -35,7 +35,7 @@ WARM_UP = 3  # steps that load and compile what later ones have
 STEPS = 20  # that are measured, before a choice and after it
 WAITING = 0.05  # of the time: where training waits less for shards, sending less cannot make it faster
 MARGIN = 1.25  # the break-even must be so far above what the link gives: both are measured beside other work
-FASTER = 0.98  # of a step's time at most, with what was chosen: else it is switched off again
+FASTER = 0.95  # of a step's time at most, with what was chosen: less is noise, and it is switched off again
 _ROWS = 65_536  # of which a codec is timed
 _TRIES = 3  # the fastest counts: others were disturbed
 
