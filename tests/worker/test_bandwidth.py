@@ -15,11 +15,14 @@ import numpy as np
 import pytest
 
 from embershard.proto.errors import BadAddress, ShardUnavailable
+from embershard.proto.messages import Hello, Pull, TableIds
 from embershard.proto.routing import make_route
 from embershard.proto.spec import SGD, TableSpec
 from embershard.worker.addresses import carrier_for
 from embershard.worker.bandwidth import Bucket, EmulatedLink, parse_bandwidth
+from embershard.worker.carrier import Unreachable
 from embershard.worker.carriers.io_thread import io_loop
+from embershard.worker.carriers.stream import StreamCarrier
 from embershard.worker.client import Client
 from embershard.worker.job import JobFileError, load_job
 from embershard.worker.session import connect
@@ -265,6 +268,21 @@ def test_a_call_that_the_link_is_too_slow_for_ends_by_its_deadline_and_the_next_
         np.testing.assert_array_equal(client.pull([(SPEC.name, few)])[0], rows)
     finally:
         client.close()
+
+
+def test_nothing_of_a_call_is_sent_after_its_deadline(stream_shard: str) -> None:
+    carrier = StreamCarrier(stream_shard, link=EmulatedLink(1_000_000, io_loop()))
+    try:
+        carrier.submit(Hello(), timedelta(seconds=20)).result()
+        first = carrier.submit(Hello(), timedelta(seconds=20))
+        ids = np.arange(60_000)
+        long = carrier.submit(Pull(1, (TableIds("items", ids),)), timedelta(seconds=0.3))
+        first.result()  # the shard lives
+        with pytest.raises(Unreachable, match="while it was sent"):
+            long.result()
+        carrier.submit(Hello(), timedelta(seconds=20)).result()
+    finally:
+        carrier.close()
 
 
 @pytest.mark.parametrize("address", ["grpc://127.0.0.1:7700", "grpc+unix:/tmp/x", "rpc://127.0.0.1:7700"])
