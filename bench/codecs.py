@@ -5,6 +5,7 @@ values    every values codec at dims 16, 32 and 64, on 10 million floats that li
           the same floats and, as a multiple, exact torch.topk of their magnitudes at ratio 0.01
 top-k     the selection by a sampled threshold at ratio 0.01 over 40 steps of gradients that change and shrink, against
           exact torch.topk of magnitudes that are given to it; its kept count in every step; the payload of it
+others    randomk, powersgd (of CPU on all cores) and the packing of ids, in GB of float32 or int64 per second
 indices   sparse payloads of random positions, against 4 bytes per element, beside the same positions as int64 and
           int32; 0.5 is where most indices cost more than what they save
 messages  the bytes of the frames of real messages (Pull, Rows, Push) of a session, against those of codec none, with
@@ -28,9 +29,9 @@ import torch
 import embershard as es
 from embershard.proto import protobuf
 from embershard.proto.codec.choice import BUILTIN_VALUES
-from embershard.proto.codec.ids import encode_ids
+from embershard.proto.codec.ids import decode_ids, encode_ids
 from embershard.proto.codec.payload import decode, encode_elements
-from embershard.proto.codec.select import Threshold, count_of
+from embershard.proto.codec.select import Threshold, count_of, random_positions
 from embershard.proto.codec.values import find_values
 from embershard.proto.messages import Message, Pull, Push, Reply, Request, Rows, arrays
 from embershard.proto.routing import Placement
@@ -39,6 +40,7 @@ from embershard.ps.optim import OptimizerRegistry
 from embershard.ps.shard import Shard
 from embershard.worker.carriers.local import LocalCarrier
 from embershard.worker.client import Client
+from embershard.worker.compression.low_rank import Layout, LowRank, Place
 from embershard.worker.compression.schedule import warmup_density
 from embershard.worker.compression.settings import Compression
 from timing import finish, machine, median, print_table, thread_seconds
@@ -54,6 +56,7 @@ INDEX_BARS = {(0.01, "none"): 79.0, (0.01, "fp16s"): 131.0, (0.001, "none"): 729
 MESSAGE_BARS = {("fp16s", 32): 1.9, ("fp16s", 64): 1.9, ("bf16", 32): 1.9, ("bf16", 64): 1.9}
 MESSAGE_BARS |= {("int8", 16): 3.0, ("int8", 64): 3.6}
 IDS = 20_000
+RANK, MATRIX = 4, (4096, 2048)
 DGC_RATIO, DGC_WEIGHTS, DGC_STEPS, WARMUP_STEPS = 0.001, 2**20, 10_000, 100
 DGC_BARS = {"warm": 600.0, "whole run": 150.0}
 
@@ -138,6 +141,48 @@ def selection(repeats: int, failures: list[str]) -> Result:
         failures.append(f"top-k by threshold: kept {min(kept):.3f} to {max(kept):.3f} of k, not {KEPT}")
     speeds = {f"{what} GB/s": round(4 * ELEMENTS / took[what] / 1e9, 2) for what in seconds}
     return {"x torch.topk": round(faster, 1), "least kept": min(kept), "most kept": max(kept), **speeds}
+
+
+def other_speeds(repeats: int) -> Result:
+    """GB/s of CPU, there and back, of what is neither a values codec nor topk."""
+    plain, blocks, rng = find_values("none"), gradients(MATRIX[0], MATRIX[1]), np.random.default_rng(4)
+    flat, shape, ids = blocks.reshape(-1), blocks.shape, np.arange(len(blocks))
+    factors = LowRank(Layout(ids, [Place(0, MATRIX)]), MATRIX[1], RANK, 0)
+
+    def randomk() -> np.ndarray:
+        at = random_positions(flat.size, count_of(RATIO, flat.size), 1)
+        return encode_elements(at, flat[at], shape, plain, None, drawn=1)
+
+    def powersgd() -> np.ndarray:
+        factors.begin(ids, blocks)
+        return factors.payload(ids, plain, None)
+
+    def rows_of(payload: np.ndarray) -> object:
+        return decode(payload, *shape)
+
+    work: dict[str, tuple[int, Callable[[], np.ndarray], Callable[[np.ndarray], object]]] = {
+        f"randomk:{RATIO}": (flat.nbytes, randomk, rows_of),
+        f"powersgd:{RANK}, {MATRIX[0]} x {MATRIX[1]}": (flat.nbytes, powersgd, rows_of),
+    }
+    for kind, low, high in (("of 10 million", 0, 10_000_000), ("hashed", -(2**63), 2**63 - 1)):
+        some = np.unique(rng.integers(low, high, 1_000_000))
+        work[f"ids {kind}"] = (
+            some.nbytes, lambda some=some: encode_ids(some), lambda packed, some=some: decode_ids(packed, some.size)
+        )  # fmt: skip
+    speeds: Result = {}
+    lines = []
+    for name, (nbytes, encode, read) in work.items():
+        payload, seconds = encode(), dict[str, list[float]]()
+        for _ in range(repeats):
+            for way, run in (("push", encode), ("decode", lambda payload=payload, read=read: read(payload))):
+                start = time.process_time()
+                run()
+                seconds.setdefault(way, []).append(time.process_time() - start)
+        ways = {f"{name} {way}": round(nbytes / median(times) / 1e9, 2) for way, times in seconds.items()}
+        lines.append((name, *ways.values()))
+        speeds |= ways
+    print_table(["GB/s", "push", "decode"], lines)
+    return speeds
 
 
 def index_cost(failures: list[str]) -> Result:
@@ -254,6 +299,7 @@ def main() -> None:
     result = {
         "values_gb_per_s": value_speeds(args.repeats, failures),
         "topk": selection(args.repeats, failures),
+        "others": other_speeds(args.repeats),
         "indices": index_cost(failures),
         "messages": message_ratios(failures),
         "dgc": dgc_ratios(failures),
