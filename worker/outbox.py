@@ -65,14 +65,21 @@ class Outbox:
         sizes = [
             (16 if self._compressor.packs(table) else 8) + 4 * rows.shape[1] for table, _, rows in update.gradients
         ]
-        for shard, limit in enumerate(self._limits):
-            counts = [int(route.splits[shard + 1] - route.splits[shard]) for _, route, _ in update.gradients]
-            messages = [
-                message
-                for pieces in cut(names, counts, sizes, limit)
-                for message in _fit([part for piece in pieces for part in self._parts(update, piece, shard)], limit)
-            ]
-            messages += _fit(self._compressor.leftovers(shard, update.lr_scale, limit - 2 * MESSAGE_OVERHEAD), limit)
+        made: list[list[tuple[TableGradients, ...]]] = []
+        try:
+            for shard, limit in enumerate(self._limits):
+                counts = [int(route.splits[shard + 1] - route.splits[shard]) for _, route, _ in update.gradients]
+                made.append([])
+                for pieces in cut(names, counts, sizes, limit):
+                    made[-1] += _fit([part for piece in pieces for part in self._parts(update, piece, shard)], limit)
+                leftovers = self._compressor.leftovers(shard, update.lr_scale, limit - 2 * MESSAGE_OVERHEAD)
+                made[-1] += _fit(leftovers, limit)
+        except BaseException:  # of a user's codec: the push is sent to all shards or to none
+            for shard, messages in enumerate(made):
+                for tables in messages:
+                    self._compressor.give_back(tables, shard)
+            raise
+        for shard, messages in enumerate(made):
             if to_all and not messages:
                 messages = [()]
             for number, tables in enumerate(messages, start=1):
@@ -126,7 +133,7 @@ class Outbox:
                     skipped += outcome.skipped
                     duplicate |= outcome.duplicate
                 elif isinstance(outcome, EmbershardError):
-                    self._compressor.give_back(batch[shard], shard)
+                    self._compressor.give_back(batch[shard].tables, shard)
                     refused = refused or outcome
             if silent is not None:
                 raise silent

@@ -13,6 +13,8 @@ from torch import nn
 
 import embershard as es
 from embershard.proto.codec.choice import Codec
+from embershard.proto.codec.values import ValuesCodec
+from embershard.proto.codec_errors import BadCodec
 from embershard.proto.errors import EmbershardError, InvalidRequest, LeaseLost, ShardUnavailable, UnknownRoute
 from embershard.proto.messages import Array, Push, Reply, Request
 from embershard.proto.routing import Route, ascending, make_route
@@ -245,6 +247,27 @@ def test_ids_that_a_shard_forgot_are_sent_after_all(make_shards: Shards) -> None
         assert second.tables[0].packed is not None
     wired.client.compressor.choose("t", pull=Codec())
     wired.check()
+
+
+def test_a_codec_that_fails_at_the_second_shard_sends_nothing_to_the_first(make_shards: Shards) -> None:
+    wired = Wired(make_shards(2), "topk:0.2+fp16s")
+    wired.push(gradients(0))
+    before, held, find = wired.applied(), wired.held(), wired.client.compressor.find
+    calls = iter(range(100))
+
+    def failing(name: str) -> ValuesCodec:
+        if next(calls) == 1:
+            raise BadCodec(codec=name, reason="it raised")
+        return find(name)
+
+    wired.client.compressor.find = failing
+    rows = gradients(1)
+    with pytest.raises(BadCodec):
+        wired.push(rows)
+    wired.client.compressor.find = find
+    wired.client.push([], clock=wired.clock)
+    np.testing.assert_array_equal(wired.applied(), before)
+    assert np.abs(wired.held() - held).max() <= np.abs(rows).max() + 1e-6
 
 
 def test_what_a_worker_without_a_lease_pushed_is_given_back(make_shards: Shards) -> None:

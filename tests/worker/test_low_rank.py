@@ -9,7 +9,7 @@ import pytest
 
 from embershard.proto.codec.choice import Codec
 from embershard.proto.codec.payload import decode
-from embershard.proto.messages import Push, PushToken, TableGradients
+from embershard.proto.messages import TableGradients
 from embershard.proto.routing import Placement, even_ids, make_route
 from embershard.proto.spec import SGD, TableSpec
 from embershard.worker.compression.compressor import Compressor
@@ -146,7 +146,7 @@ def test_a_push_that_is_given_back_is_held() -> None:
     worker, rows = Worker(shards=2), gradients(0)
     worker.push(rows)
     for shard, part in worker.sent:
-        worker.compressor.give_back(Push(PushToken(0, 0, 1, 1), 0, 1, (part,)), shard)
+        worker.compressor.give_back([part], shard)
     np.testing.assert_allclose(worker.held(), rows, atol=1e-6)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from embershard.proto.codec.choice import Codec
 from embershard.proto.codec.values import ValuesCodec, find_values
-from embershard.proto.messages import Floats, Ids, Push, TableGradients
+from embershard.proto.messages import Floats, Ids, TableGradients
 from embershard.proto.routing import Placement, Route, mix64
 from embershard.proto.spec import TableSpec
 from embershard.worker.compression.low_rank import Layout
@@ -127,15 +127,17 @@ class Compressor:
 
         It is not held any longer.
         """
-        ways = [way for way in self._tables.values() if way.drains] if self._has_feedback else []
+        if not self._has_feedback:
+            return []
+        ways = [way for way in self._tables.values() if way.drains]
         with span("encode"):
             parts = [part for way in ways for part in way.leftovers(shard, rate_of(lr_scale, way.spec.name), limit)]
         self.beside += [(part.table, part.ids) for part in parts]
         return parts
 
-    def give_back(self, push: Push, shard: int) -> None:
+    def give_back(self, parts: Sequence[TableGradients], shard: int) -> None:
         """Hold again what a shard will not apply, as far as its tables hold something back."""
-        for part in push.tables if self._has_feedback else ():
+        for part in parts if self._has_feedback else ():
             if len(part.ids) and part.lr_scale > 0:
                 self._tables[part.table].give_back(part, shard)
 
