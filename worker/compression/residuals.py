@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from embershard.proto.jit import called, compiled
+from embershard.proto.jit import called, compiled, inlined
 from embershard.proto.routing import Ids, mix64
 
 Floats = npt.NDArray[np.float32]
@@ -237,6 +237,13 @@ def _forget(id_: np.int64, cells: Ids, known: Ids) -> None:
     cells[gap] = -1
 
 
+@inlined
+def _copy(source: Floats, i: int, target: Floats, k: int) -> None:
+    """Row i to row k; numba makes views of slices, which cost more than short rows."""
+    for j in range(source.shape[1]):
+        target[k, j] = source[i, j]
+
+
 @called
 def _victim(slots: Slots, numbers: Ids) -> int:
     """The next slot to give way: not of this push, and not met since the hand came by last; -1 where none is."""
@@ -337,19 +344,18 @@ def _keep(
                 slot = _victim(held, numbers)
                 if slot < 0:  # a push of more rows than there is room for
                     gone.ids[count], gone.ages[count], gone.rates[count] = ids[i], ages[i], rate
-                    gone.rows[count] = rows[i]
+                    _copy(rows, i, gone.rows, count)
                     count += 1
                     continue
                 gone.ids[count], gone.ages[count], gone.rates[count] = known[slot], held[3][slot], held[4][slot]
-                gone.rows[count] = held[1][slot]
+                _copy(held[1], slot, gone.rows, count)
                 count += 1
                 _forget(known[slot], cells, known)
             known[slot] = ids[i]
             cells[_cell_of(ids[i], cells, known)] = slot
             last[slot] = numbers[_NOW]
             recent[slot] = 0
-        held[1][slot] = rows[i]
-        if momenta.shape[1] > 0:
-            held[2][slot] = momenta[i]
+        _copy(rows, i, held[1], slot)
+        _copy(momenta, i, held[2], slot)
         held[3][slot], held[4][slot] = ages[i], rate
     return count
