@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from embershard.proto.errors import BadAddress, ShardUnavailable
-from embershard.proto.messages import Hello, Pull, TableIds
+from embershard.proto.messages import Declare, Hello, Pull, TableIds
 from embershard.proto.routing import make_route
 from embershard.proto.spec import SGD, TableSpec
 from embershard.worker.addresses import carrier_for
@@ -273,13 +273,13 @@ def test_a_call_that_the_link_is_too_slow_for_ends_by_its_deadline_and_the_next_
 def test_nothing_of_a_call_is_sent_after_its_deadline(stream_shard: str) -> None:
     carrier = StreamCarrier(stream_shard, link=EmulatedLink(1_000_000, io_loop()))
     try:
-        carrier.submit(Hello(), timedelta(seconds=20)).result()
-        first = carrier.submit(Hello(), timedelta(seconds=20))
-        ids = np.arange(60_000)
-        long = carrier.submit(Pull(1, (TableIds("items", ids),)), timedelta(seconds=0.3))
-        first.result()  # the shard lives
+        carrier.submit(Declare(SPEC), timedelta(seconds=20)).result()
+        first = carrier.submit(Pull(1, (TableIds("items", np.arange(2_000)),)), timedelta(seconds=20))
+        long = carrier.submit(Pull(1, (TableIds("items", np.arange(60_000)),)), timedelta(seconds=0.5))
         with pytest.raises(Unreachable, match="while it was sent"):
-            long.result()
+            long.result()  # rows of the first arrive meanwhile: the shard lives
+        with pytest.raises(Unreachable):
+            first.result()
         carrier.submit(Hello(), timedelta(seconds=20)).result()
     finally:
         carrier.close()
