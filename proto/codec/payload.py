@@ -87,9 +87,9 @@ def encode_elements(
 def decode(payload: Bytes, num_ids: int, dim: int, find: Find = find_values, name: str = "") -> Decoded:
     """The rows of a payload about num_ids ids of a table of this dim; elements that it leaves out are 0.
 
-    Total: any bytes give a value or DamagedPayload, and take at most four times the memory of num_ids rows, which must
-    not be over the largest message. find, name: where a user-defined values codec is found (UnknownCodec), and its
-    name.
+    Total: any bytes give a value or DamagedPayload, and take at most four times the memory of num_ids ids and rows,
+    which must not be over the largest message. find, name: where a user-defined values codec is found (UnknownCodec),
+    and its name.
     """
     if 4 * num_ids * dim > MAX_MESSAGE_BYTES:  # as rows they could not have been sent, so nobody cut them for that
         raise damaged(f"{num_ids} rows of dim {dim} are over {MAX_MESSAGE_BYTES} bytes")
