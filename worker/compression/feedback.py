@@ -59,6 +59,7 @@ class Feedback:
     def __init__(self, dim: int, capacity: int | None) -> None:
         self.residuals = Residuals(dim, capacity)
         self._threshold = Threshold()
+        self._memory = [np.empty((0, dim), np.float32), np.empty((0, dim), np.float32)]
         self._rate = 0.0  # of the last push that took or held something
 
     def takes(self, rate: float) -> bool:
@@ -71,10 +72,12 @@ class Feedback:
         self.residuals = self.residuals.with_momentum(how.momentum > 0)
         slots = self.residuals.find(share.ids)
         ages = np.ones(len(share.ids), np.float32)
-        rows = share.rows.copy()
-        momenta = np.zeros_like(rows) if how.momentum > 0 else None
-        if momenta is not None:
-            rows[:] = 0
+        rows = self._scratch(0, share.rows.shape)
+        momenta = self._scratch(1, share.rows.shape) if how.momentum > 0 else None
+        if momenta is None:
+            rows[:] = share.rows
+        else:
+            rows[:] = momenta[:] = 0
         self.residuals.add_to(slots, rows, ages, share.rate, momenta)
         if momenta is not None:
             momenta *= np.float32(how.momentum)
@@ -110,6 +113,13 @@ class Feedback:
         self.residuals.load_state_dict(state["residuals"])
         self._threshold = Threshold(*map(int, state["threshold"]))
         self._rate = float(state["rate"])
+
+    def _scratch(self, number: int, shape: tuple[int, ...]) -> Floats:
+        """Memory for one push; taking it anew costs more than the copy that it is for."""
+        rows, dim = shape
+        if len(self._memory[number]) < rows:
+            self._memory[number] = np.empty((rows, dim), np.float32)
+        return self._memory[number][:rows]
 
     def _send(self, rows: Floats, ages: Floats, how: How, momenta: Floats | None) -> Bytes:
         """The payload of the part that is sent; it is taken out of rows and momenta, and its rows' ages begin anew."""
