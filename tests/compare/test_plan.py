@@ -105,6 +105,15 @@ def test_speed_runs_are_short_steady_and_not_judged(job: Path):
     assert read.compression.warmup_steps == 0
 
 
+@pytest.mark.parametrize("arms", [("none,int8",), ("train.samples=50_000,60_000",)])
+def test_speed_runs_are_short_whoever_gave_the_length(job: Path, arms: tuple[str, ...]):
+    given = ("train.samples=70_000", "evaluate.every=20_000")
+    found = find_arms(arms, job, given, None)
+    plan = Plan(plan_of(job).experiment.model_copy(update={"overrides": given}), found, LINKS)
+    tasks = [task for task in plan.judged() if task.kind == "speed"]
+    assert {job_of(job, task).train.budget for task in tasks} == {("steps", 50)}
+
+
 def test_a_job_that_is_shorter_than_a_speed_run_is_not_made_longer(job: Path):
     job.write_text(
         JOB.replace("samples: 100_000", "steps: 30")

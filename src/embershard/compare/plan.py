@@ -175,8 +175,12 @@ def _rates(job: Job, multiple: float) -> Iterator[str]:
 def _shortened(job: Job, steps: int | None) -> Iterator[str]:
     """So many steps of the job, for its speed: what only its quality needs is left out."""
     assert steps is not None
-    if job.train.budget is not None and job.train.budget[0] == "steps":
-        steps = min(steps, job.train.budget[1])
+    assert job.train.budget is not None
+    unit, length = job.train.budget
+    if unit == "steps":
+        steps = min(steps, length)
+    else:
+        yield f"train.{unit}=null"  # --set or the arm may have given it, beside which steps would be a second length
     yield f"train.steps={steps}"
     given = (
         ("train.lr_schedule", job.train.lr_schedule.name != "constant" or job.train.lr_schedule.warmup_steps),
