@@ -91,6 +91,16 @@ def test_workers_switch_as_the_shards_were_told_and_say_so(
     ]
 
 
+def test_a_direction_of_which_the_shards_were_told_nothing_stays(make_shards: MakeShards) -> None:
+    shards = make_shards(1)
+    session, _ = connect(shards)
+    session.table(SPEC)
+    session.compress("t", push="int8", pull="bf16")
+    tell(shards, 1, TableCodecs("t", push="fp16s"))
+    train(session, 1)
+    assert list(map(str, session.client.compressor.directions()["t"])) == ["fp16s", "bf16"]
+
+
 def test_the_shards_name_what_a_session_uses(make_shards: MakeShards) -> None:
     shards = make_shards(2)
     session, _ = connect(shards)
