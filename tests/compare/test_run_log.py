@@ -69,13 +69,18 @@ def test_figures_are_those_of_the_best_evaluation(tmp_path: Path):
 
 
 def test_speed_leaves_out_the_first_quarter_and_weighs_by_time(tmp_path: Path):
-    intervals = [interval(20, 1.0), interval(60, 400.0, 0.0), interval(100, 100.0, 1.0)]
+    intervals = [interval(20, 1.0), interval(30, 2.0), interval(60, 300.0, 0.0), interval(100, 100.0, 1.0)]
     found = log_of(tmp_path / "log", config(), *intervals, result()).figures()
-    assert found.samples_per_second == pytest.approx(800 / (1.0 + 4.0))
+    assert found.samples_per_second == pytest.approx(700 / (1.0 + 4.0))
     assert found.wait_share == pytest.approx(4.0 / 5.0)
 
 
-def test_a_run_of_less_than_a_second_has_the_speed_of_its_result(tmp_path: Path):
+def test_an_interval_longer_than_the_first_quarter_is_left_out_as_a_whole(tmp_path: Path):
+    intervals = [interval(34, 1.0), interval(67, 300.0), interval(100, 300.0)]
+    assert log_of(tmp_path / "log", config(), *intervals, result()).figures().samples_per_second == pytest.approx(300)
+
+
+def test_a_run_too_short_to_leave_any_out_has_the_speed_of_its_result(tmp_path: Path):
     found = log_of(tmp_path / "log", config(), result()).figures()
     assert (found.samples_per_second, found.wait_share) == (111.0, 0.4)
 

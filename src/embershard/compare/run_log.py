@@ -108,14 +108,15 @@ def _speed(intervals: Sequence[_Line], result: _Line) -> tuple[float | None, flo
     """Samples per second of all workers and the share of waiting, without the beginning of the run."""
     first = SKIPPED_SHARE * result["steps"]
     seconds = waited = samples = 0.0
-    before = 0
+    before = began = 0
     for record in intervals:
         new, before = record["samples"] - before, record["samples"]
-        if record["step"] <= first or new <= 0 or not record["samples_per_second"]:
+        is_beginning, began = began < first, record["step"]  # of a short run an interval may be a third
+        if is_beginning or new <= 0 or not record["samples_per_second"]:
             continue
         took = new / record["samples_per_second"]
         samples, seconds, waited = samples + new, seconds + took, waited + took * (record["wait_share"] or 0.0)
-    if not seconds:  # a run of less than a second
+    if not seconds:  # a run of a second or two
         return result["samples_per_second"], result["wait_share"]
     return samples / seconds, waited / seconds
 
