@@ -24,7 +24,7 @@ def encode_flat(flat: Floats, values: ValuesCodec, key: int | None) -> Bytes:
     """Floats (N,) as bytes. key: of the values codec's random numbers."""
     out = np.empty(flat_nbytes(flat.size, values), np.uint8)
     start = 0
-    for rows in as_rows(np.ascontiguousarray(flat)):
+    for rows in _as_rows(np.ascontiguousarray(flat)):
         stop = start + values.nbytes(*rows.shape)
         values.encode(rows, out[start:stop], key)
         start, key = stop, None if key is None else (key + NEXT_KEY) % 2**64
@@ -36,13 +36,13 @@ def decode_flat(data: Bytes, values: ValuesCodec, out: Floats) -> None:
     if data.size != flat_nbytes(out.size, values):
         raise DamagedPayload(codec=values.name, reason=f"{data.size} bytes for {out.size} floats")
     start = 0
-    for rows in as_rows(out):
+    for rows in _as_rows(out):
         stop = start + values.nbytes(*rows.shape)
         values.decode(data[start:stop], rows)
         start = stop
 
 
-def as_rows(flat: Floats) -> Iterator[Floats]:
+def _as_rows(flat: Floats) -> Iterator[Floats]:
     """Rows of 64 floats of (N,), and what is left as one row: views of it."""
     whole = flat.size // ROW * ROW
     if whole:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from numba import types
 
 from embershard.proto.codec.choice import MAX_RANK
-from embershard.proto.codec.flat import NEXT_KEY, as_rows, flat_nbytes
+from embershard.proto.codec.flat import NEXT_KEY, decode_flat, encode_flat, flat_nbytes
 from embershard.proto.codec.values import ValuesCodec
 from embershard.proto.codec_errors import DamagedPayload
 from embershard.proto.jit import compiled
@@ -70,18 +70,11 @@ def encode_low_rank(pieces: Sequence[Piece], values: ValuesCodec, key: int | Non
     """The payload of pieces that ascend; `key` is that of the values codec's random numbers."""
     arrays = [array for piece in pieces for array in _arrays(piece)]
     words = np.array([len(pieces), *(word for piece in pieces for word in _head(piece))], _WORD)
-    head = np.concatenate([np.array([LOW_RANK, values.code], np.uint8), words.view(np.uint8)])
-    out = np.empty(head.size + sum(flat_nbytes(array.size, values) for array in arrays), np.uint8)
-    out[: head.size] = head
-    start = head.size
+    parts = [np.array([LOW_RANK, values.code], np.uint8), words.view(np.uint8)]
     for array in arrays:
-        for rows in as_rows(array.reshape(-1)):
-            stop = start + values.nbytes(*rows.shape)
-            values.encode(rows, out[start:stop], key)
-            start = stop
-            # another key for other rows: equal ones would round alike
-            key = None if key is None else (key + NEXT_KEY) % 2**64
-    return out
+        parts.append(encode_flat(array.reshape(-1), values, key))
+        key = None if key is None else (key + 2 * NEXT_KEY) % 2**64  # an array of loose floats takes two
+    return np.concatenate(parts)
 
 
 def decode_low_rank(data: Bytes, values: ValuesCodec, num_ids: int, dim: int) -> Floats:
@@ -138,11 +131,9 @@ def _read_heads(data: Bytes, values: ValuesCodec, size: int) -> Words:
 
 def _decode(data: Bytes, start: int, values: ValuesCodec, flat: Floats) -> int:
     """Fill `flat` from the bytes that begin at `start`; where they end."""
-    for rows in as_rows(flat):
-        stop = start + values.nbytes(*rows.shape)
-        values.decode(data[start:stop], rows)
-        start = stop
-    return start
+    stop = start + flat_nbytes(flat.size, values)
+    decode_flat(data[start:stop], values, flat)
+    return stop
 
 
 def _damaged(reason: str) -> DamagedPayload:

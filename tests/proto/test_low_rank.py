@@ -144,3 +144,11 @@ def test_a_payload_with_changed_bytes_gives_rows_or_a_named_error(data: st.DataO
             assert decode_low_rank(broken, find_values("int8"), 3, DIM).shape == (3, DIM)
         except DamagedPayload:
             continue
+
+
+@pytest.mark.parametrize(("key", "alike"), [(7, False), (None, True)])
+def test_equal_factors_are_rounded_by_other_random_numbers(key: int | None, alike: bool) -> None:
+    factor = np.random.default_rng(0).standard_normal((1, 100)).astype(np.float32)
+    payload = encode_low_rank([Factors(0, 10_000, 0, factor, factor)], find_values("int8"), key)
+    left, right = payload[-208:].reshape(2, -1)
+    assert np.array_equal(left, right) == alike
