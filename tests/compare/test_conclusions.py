@@ -10,6 +10,7 @@ from report_cases import FP16S, INT8, NONE, TOPK, fake_results
 
 from embershard.compare.conclusions import compared_with, conclude
 from embershard.compare.results import Results, Verdict, read_results, write_results
+from embershard.compare.text import lead
 
 
 def verdict(results: Results, arm: str) -> Verdict:
@@ -66,6 +67,16 @@ def test_failed_runs_are_in_no_figure_and_counted():
     assert found.difference is not None
     assert found.difference.seeds == 4
     assert verdict(results, "fp16s").difference.seeds == 5  # type: ignore[union-attr]
+
+
+def test_an_arm_that_lost_runs_is_not_said_to_have_paid_by_those_that_are_left():
+    assert verdict(fake_results(failed=[("none", 2)]), "int8").outcome == "paid"
+    results = fake_results(failed=[("int8", 2)])
+    assert verdict(results, "int8").quality == "equivalent"
+    assert verdict(results, "int8").outcome == "undecided"
+    words = " ".join(lead(results))
+    assert "as good, where it ended well, but 1 of its runs failed" in words
+    assert "yardstick (beating 32-bit floats alone proves little), no other arm is" in words
 
 
 def test_an_arm_of_which_all_runs_failed_is_said_to_be_unknown():

@@ -21,8 +21,8 @@ from embershard.compare.units import (
     signed,
     speed_up_text,
 )
+from embershard.compare.verdicts import KEPT, has_lost
 
-KEPT = ("equivalent", "not worse", "better")
 _USUAL = "That is common: of 200 published set-ups only 6 sped up (Agarwal et al. 2022, in data centres)."
 
 
@@ -179,6 +179,9 @@ def _open(results: Results, verdict: Verdict) -> str:
     judged = quality_of(results, verdict.arm, results.baseline, results.metric)
     if judged is None:
         return "has no run that ended well beside one of the baseline"
+    if verdict.quality in KEPT and verdict.faster_at:  # it had paid
+        fast = _speeds(results, verdict.arm, results.baseline)
+        return f"is {fast}, and as good, where it ended well, but {verdict.failed_runs} of its runs failed"
     if verdict.quality in KEPT:
         return "trained as good a model, but is not shown to be faster or not"
     margin = "" if judged.margin is None else f" for the margin of {judged.margin:g}"
@@ -228,7 +231,7 @@ def _beside_yardstick(results: Results) -> Iterator[str]:
 
 def _beats(results: Results, arm: str, beside: str) -> bool:
     judged = quality_of(results, arm, beside, results.metric)
-    if judged is None or judged.verdict not in KEPT:
+    if judged is None or judged.verdict not in KEPT or has_lost(results, arm, judged):
         return False
     return bool(_faster_over(results, arm, beside))
 

@@ -22,7 +22,7 @@ def _verdict(results: Results, arm: str) -> Verdict:
     best = max(speeds, key=lambda speed: speed.speed_up.mean, default=None)
     failed = sum(run.arm == arm and not run.ok for run in results.runs)
     sent = {label: sum(v.sent for v in results.volumes if v.arm == label) for label in (arm, results.baseline)}
-    outcome = _outcome(quality, speeds)
+    outcome = _outcome(quality, speeds, has_lost(results, arm, quality))
     return Verdict(
         arm=arm,
         outcome=outcome,
@@ -51,13 +51,20 @@ def _quality(results: Results, arm: str) -> Quality | None:
     return found.get("tuned", found.get("fixed"))
 
 
-def _outcome(quality: Quality | None, speeds: list[Speed]) -> Outcome:
+def has_lost(results: Results, arm: str, quality: Quality | None) -> bool:
+    """Whether runs that its quality is to be judged by failed: those that are left may be the lucky ones."""
+    multiple = results.tuned.get(arm, 1.0) if quality is not None and quality.rate == "tuned" else 1.0
+    key = (arm, "quality", multiple, False)
+    return any((run.arm, run.kind, run.multiple, run.ok) == key for run in results.runs)
+
+
+def _outcome(quality: Quality | None, speeds: list[Speed], lost: bool) -> Outcome:
     if quality is not None and quality.verdict == "worse":
         return "did not pay"
     if speeds and all((speed.speed_up.high or NO_GAIN) < NO_GAIN for speed in speeds):
         return "did not pay"
     faster = any(speed.verdict == "faster" for speed in speeds)
-    return "paid" if faster and quality is not None and quality.verdict in KEPT else "undecided"
+    return "paid" if faster and not lost and quality is not None and quality.verdict in KEPT else "undecided"
 
 
 def _from_bandwidth(results: Results, arm: str) -> float | None:
