@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 BUILTIN_VALUES = ("none", "fp16s", "bf16", "int8", "onebit")
-MAX_RANK = 256  # a shard multiplies 64 MiB of such factors in seconds
+MAX_RANK = 256  # 64 MiB of products take a shard half a second
 _RATIO = ("topk", "rows", "randomk", "dgc")
 _SELECTIONS = (*_RATIO, "powersgd", "delta")
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

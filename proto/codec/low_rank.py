@@ -31,7 +31,7 @@ Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint32]
 
 LOW_RANK = 3  # the form, its first byte; the second is the values codec's code
-MAX_PIECES = 65_536  # a quarter of a second to read; 64 MiB of dense weights have 16,384 blocks, and each one piece
+MAX_PIECES = 65_536  # half a second to read; 64 MiB of dense weights have 16,384 blocks, and each one piece
 _FIELDS = 5
 _U = np.uint64
 _WORD = np.dtype("<u4")
