@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from embershard.benchmark.conditions import Conditions as Machine
-from embershard.compare.conclusions import conclude
+from embershard.compare.conclusions import NOT_JUDGED, conclude
 from embershard.compare.plan import SKIPPED_SHARE, Plan, can_be_limited
 from embershard.compare.results import Conditions, Results, Run
 from embershard.worker.job import Job
@@ -66,7 +66,7 @@ def gather(
 def _reachable(runs: Sequence[Run]) -> dict[str, float]:
     """The mean over runs: made-up data is another with every seed."""
     known = [run.reachable for run in runs if run.ok and run.kind == "quality"]
-    metrics = known[0].keys() if known else ()
+    metrics = [metric for metric in known[0] if metric not in NOT_JUDGED] if known else []
     return {
         metric: statistics.fmean(one[metric] or 0.0 for one in known)
         for metric in metrics
@@ -112,7 +112,7 @@ def _notes(plan: Plan, runs: Sequence[Run], judged: str, deciding: str) -> Itera
 
 
 def _conditions(runs: Sequence[Run]) -> Conditions:
-    """This machine; and versions that were not the same in all runs."""
+    """This machine, and the versions of the runs, which may be older than what is installed now."""
     now = Machine.now()
     seen: dict[str, list[str]] = {}
     for run in runs:
@@ -124,7 +124,7 @@ def _conditions(runs: Sequence[Run]) -> Conditions:
         cores=now.cores,
         memory_gib=now.memory_gib,
         system=now.system,
-        python=now.python,
-        versions=now.versions,
+        python=seen.get("python", [now.python])[-1],
+        versions={**now.versions, **{name: found[-1] for name, found in seen.items() if name != "python"}},
         mixed=tuple(f"{name} {' and '.join(found)}" for name, found in seen.items() if len(found) > 1),
     )

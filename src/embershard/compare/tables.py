@@ -24,6 +24,7 @@ from embershard.compare.units import (
 
 YARDSTICK = "fp16s"
 STEP_PARTS = tuple("step data route pull wait receive decode forward backward gather encode push send".split())
+DIRECTIONS = ("push", "pull", "other")
 BYTE_PARTS = ("ids", "gradients", "rows", "dense gradients", "dense weights", "other")
 _PARTS = {("push", "rows"): "gradients", ("push", "dense"): "dense gradients", ("pull", "dense"): "dense weights"}
 
@@ -178,13 +179,16 @@ def bytes_table(results: Results) -> Table:
     base = bytes_sent(results, results.baseline)
     for arm in results.arms:
         volumes = [volume for volume in results.volumes if volume.arm == arm.label and (volume.sent or volume.raw)]
-        volumes.sort(key=lambda one: (one.direction != "push", BYTE_PARTS.index(part_name(one.direction, one.part))))
+        volumes.sort(
+            key=lambda one: (DIRECTIONS.index(one.direction), BYTE_PARTS.index(part_name(one.direction, one.part)))
+        )
         for one in volumes:
             where = [arm.label, one.direction, part_name(one.direction, one.part)]
             rows.append(where + _bytes_cells(one.sent, one.raw, one.predicted, one.ratio))
         if volumes:
             sent = sum(one.sent for one in volumes)
-            raw, predicted = _sum([one.raw for one in volumes]), _sum([one.predicted for one in volumes])
+            raw = _sum([one.raw for one in volumes])
+            predicted = _sum([one.predicted for one in volumes if one.direction != "other"])  # nobody can: resent, lost
             ratio = base / sent if base and sent else None
             rows.append([arm.label, "both", "all", *_bytes_cells(sent, raw, predicted, ratio)])
     return Table(
@@ -231,7 +235,7 @@ def break_even_table(results: Results) -> Table | None:
 
 
 _PAYS = {"always": "all measured"}
-_MEASURED = {"always": "above all measured links", "never": "below all measured links"}
+_MEASURED = {"always": "none: faster on all links", "never": "below all measured links"}
 _FORMULA = {"always": "costs no time", "never": "saves no bytes"}
 
 
@@ -301,8 +305,8 @@ def rates_table(results: Results) -> Table | None:
     rows = []
     for arm in results.arms:
         decided = {
-            multiple: [run.decided for run in results.runs if run.kind != "speed" and run.ok and run.decided is not None
-                       and (run.arm, run.multiple, run.bandwidth) == (arm.label, multiple, "unlimited")]
+            multiple: [run.decided for run in results.runs if run.ok and run.decided is not None
+                       and (run.kind, run.arm, run.multiple) == ("tune", arm.label, multiple)]
             for multiple in results.multiples
         }  # fmt: skip
         cells = [f"{_mean(found):.4f}" if found else NONE for found in decided.values()]
@@ -312,8 +316,9 @@ def rates_table(results: Results) -> Table | None:
         title="Learning rates that were tried",
         columns=["arm", *(f"{multiple:g}x" for multiple in results.multiples), "chosen"],
         rows=rows,
-        note=f"{metric_name(results.metric)} on the split {results.deciding_split}, mean over the runs with it; "
-        "columns are multiples of the job's learning rates. The chosen ones are judged above as tuned.",
+        note=f"{metric_name(results.metric)} on the split {results.deciding_split}, of one run each, with a seed that "
+        "is in no other figure; columns are multiples of the job's learning rates. The chosen ones are judged above as "
+        "tuned.",
     )
 
 
