@@ -131,7 +131,7 @@ class Tables:
             return Declared(created=True, loading=request.load)
         if difference := entry.table.spec.difference(spec):
             raise TableMismatch(table=spec.name, difference=difference)
-        entry.dense, entry.codecs = request.dense, codecs
+        entry.dense, entry.codecs = entry.dense or request.dense, codecs
         again = loader is not None and entry.loader == loader
         return Declared(created=again, loading=entry.loader is not None)
 

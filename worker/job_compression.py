@@ -184,10 +184,12 @@ def _cannot_serve(job: Job, section: CompressionSection) -> Found:
             seen.add(at)
             reason = f"{codec} applies momentum before it selects, and the optimizer's {momenta[dense]:g} would again"
             yield ("compression", *at), f"{reason}; set the optimizer's momentum to 0"
-        if codec.has_feedback and job.train.local_steps and at not in seen:
+        if codec.select == "dgc" and job.train.local_steps and at not in seen:
             seen.add(at)
-            reason = f"train.staleness {job.train.staleness} pushes differences, of which nothing may stay behind"
-            yield ("compression", *at), f"{reason}; use none, fp16s, bf16 or int8"
+            reason = (
+                f"{codec} keeps a momentum of gradients, and train.staleness {job.train.staleness} pushes differences"
+            )
+            yield ("compression", *at), f"{reason} of weights; use topk"
 
 
 def _momentum(optimizer: OptimizerSection) -> float:

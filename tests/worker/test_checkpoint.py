@@ -44,6 +44,11 @@ from embershard.worker.trainer import Trainer
 
 F, PER_FIELD, D = 3, 20, 2
 STOPPING = {"epochs": 9, "lr_schedule": {"name": "plateau"}, "early_stop": {"patience": 2}}
+SWITCHED = {  # before and after step 28
+    "push": {"at": {0: "none", 20: "topk:0.2+int8", 40: "int8"}},
+    "dense": {"push": {"at": {0: "powersgd:1", 35: "dgc:0.1"}}, "pull": "delta"},
+    "momentum": 0.9,
+}
 MakeSession = Callable[..., Session]
 
 
@@ -124,6 +129,7 @@ def checkpoint(folder: Path, step: int) -> Checkpoint:
         ({"strategy": "hybrid"}, 28),
         ({"train": {"steps": 50, "staleness": "local(7)"}, "evaluate": {"every": 30}, "checkpoint": {"every": 20}}, 20),
         ({"embedding": {"optimizer": {"name": "adam", "lr": 0.01}, "cache": {"rows": 50, "staleness": 3}}}, 28),
+        ({"compression": SWITCHED, "dense": {"optimizer": {"name": "sgd", "lr": 0.01}}}, 28),
     ],
     ids=[
         "epochs",
@@ -133,6 +139,7 @@ def checkpoint(folder: Path, step: int) -> Checkpoint:
         "dense weights in the worker",
         "local",
         "cache",
+        "codecs by a schedule",
     ],
 )
 def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_interrupted(

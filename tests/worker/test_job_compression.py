@@ -132,8 +132,8 @@ CONTRADICTIONS = [
         "compression.dense.push: dgc:0.01 applies momentum before it selects, and the optimizer's 0.5 would again",
     ),
     (
-        ["train.staleness=local(4)", "compression={push: topk:0.1}"],
-        "compression.push: train.staleness local(4) pushes differences, of which nothing may stay behind",
+        ["train.staleness=local(4)", "compression={push: dgc:0.1}"],
+        "compression.push: dgc:0.1 keeps a momentum of gradients, and train.staleness local(4) pushes differences of",
     ),
     (
         ["compression={push: int8, residual_rows: 9}"],

@@ -48,7 +48,7 @@ class Compressor:
         One of a table that is here says it by itself. ValueError where it cannot use them, UnknownCodec where this
         process has them not.
         """
-        if spec.name not in self._tables:
+        if self._is_new(spec.name, dense):
             push, pull = self.settings.of(spec.name, dense)
             push, pull = spec.push_codec if push.is_plain else push, spec.pull_codec if pull.is_plain else pull
             push.check("push", dense)
@@ -61,9 +61,14 @@ class Compressor:
 
     def add(self, spec: TableSpec, *, dense: bool) -> None:
         """Have a new table travel as its spec, of `with_codecs`, says."""
-        if spec.name not in self._tables:
+        if self._is_new(spec.name, dense):
             self._tables[spec.name] = TableWay(spec, self._placement, lambda name: self.find(name), dense=dense)
             self._use(spec.name, Directions(spec.push_codec, spec.pull_codec))
+
+    def _is_new(self, table: str, dense: bool) -> bool:
+        """A snapshot that was restored does not say which tables are dense."""
+        way = self._tables.get(table)
+        return way is None or (dense and not way.is_dense)
 
     def lay_out(self, table: str, layout: Layout) -> None:
         """Say what the blocks of a dense table are: some codecs ask for it."""
