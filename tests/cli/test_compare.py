@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from embershard.cli import app as cli
 from embershard.cli import compare as command
 from embershard.compare import namespace
+from embershard.compare.results import read_results
 from embershard.proto.errors import EmbershardError
 
 JOB = """\
@@ -109,3 +110,10 @@ def test_namespaces_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch)
 def test_a_missing_package_is_named_before_anything_runs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     assert "pip install 'embershard[compare]'" in run("job.yaml", "--arms", "none,int8")[1]
+
+
+def test_the_command_of_a_report_makes_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    words = ["compare", "job.yaml", "--arms", "none,int8", "--output", "out"]
+    monkeypatch.setattr(command.sys, "argv", ["embershard", *words, "--report-only"])
+    assert run(*words, "--report-only")[0] == 0
+    assert read_results(tmp_path / "out" / "results.json").command == ("embershard", *words)

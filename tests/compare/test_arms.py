@@ -146,3 +146,13 @@ def test_the_examples_can_be_compared():
     assert list(jobs(path, "none,fp16s,int8,topk:0.01,dgc:0.001")) == [
         "none", "fp16s", "int8", "topk:0.01", "dgc:0.001",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "arms", ["seed=1,2", "network.bandwidth=10mbit,1gbit", "output=a,b", "none,staleness=4/checkpoint.folder=kept"]
+)
+def test_fields_that_are_the_comparisons_own_make_no_arms(job: Path, arms: str):
+    with pytest.raises(
+        BadArm, match=r"the comparison itself gives (train\.seed|network\.bandwidth|output|checkpoint) to"
+    ):
+        jobs(job, arms)

@@ -70,6 +70,13 @@ def test_every_arm_has_every_seed_on_every_link_once(job: Path):
     assert {task.kind for task in tasks if task.bandwidth != UNLIMITED} == {"speed"}
 
 
+def test_an_arm_of_many_fields_has_folders_that_a_file_system_takes(job: Path):
+    fields = "/".join(["train.prefetch=2", "train.staleness=4"] * 10)
+    folders = [Path(task.folder) for task in plan_of(job, "none", fields, f"{fields}/workers=2").judged()]
+    assert max(len(folder.name) for folder in folders) < 150
+    assert len(set(folders)) == len(folders) == 3 * 3 * 3
+
+
 def test_a_seed_is_whole_before_the_next_and_arms_take_turns_at_being_first(job: Path):
     tasks = plan_of(job).judged()
     assert [task.seed for task in tasks] == sorted(task.seed for task in tasks)

@@ -150,8 +150,8 @@ def _report(engine: Engine, plan: Plan, folder: Folder, job: Path, margin: float
 
 
 def _command() -> tuple[str, ...]:
-    """What was called."""
-    return ("embershard", *sys.argv[1:])
+    """What was called, to make the runs and not only to report them."""
+    return ("embershard", *(word for word in sys.argv[1:] if word != "--report-only"))
 
 
 def _bandwidths(text: str) -> tuple[Bandwidth, ...]:

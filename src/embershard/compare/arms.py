@@ -21,6 +21,7 @@ from embershard.worker.job_training import TrainSection
 
 REFERENCE = "fp16s"  # stands beside all codecs: who beats float32 alone has proved little
 OF_DGC = ("warmup_steps", "momentum", "clip_norm")  # fields of the job's section
+DECIDED = ("train.seed", "network.bandwidth", "output", "checkpoint")  # by the comparison, for every run
 DIRECTIONS = ("push", "pull", "dense.push", "dense.pull")
 _NONE = Codec()
 _COMMA = re.compile(r",(?![^\[{]*[\]}])")  # not those of a list or a mapping
@@ -83,6 +84,10 @@ def _parse(text: str, base: Job) -> Iterator[Arm]:
 def _assigned(label: str, pairs: Sequence[tuple[str, str]], base: Job) -> Arm:
     codecs = {key: value for key, value in pairs if key in DIRECTIONS}
     fields = [_setting(key, value) for key, value in pairs if key not in DIRECTIONS]
+    for field in fields:
+        decided = next((name for name in DECIDED if f"{field}.".startswith((f"{name}=", f"{name}."))), None)
+        if decided is not None:
+            raise BadArm(arm=label, reason=f"the comparison itself gives {decided} to every run of all arms")
     if not codecs:
         return Arm(label=label, meaning=_say_fields(fields), settings=tuple(fields), is_codec=False)
     arm = _codec_arm(label, {name: _codec(label, text) for name, text in codecs.items()}, base)

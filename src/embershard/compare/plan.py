@@ -8,6 +8,7 @@ that is stopped has whole pairs.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +17,7 @@ from embershard.compare.results import UNLIMITED, Arm, Bandwidth, Kind, Record, 
 from embershard.worker.job import Job
 
 SKIPPED_SHARE = 0.25  # of a run's steps, its beginning: first rows, connections, compiled code, empty caches
+_ARM_LENGTH = 100  # of its part of a folder's name, which has up to 255 bytes
 
 
 class Experiment(Record):
@@ -72,8 +74,10 @@ class Task:
     def folder(self) -> str:
         """Where its log goes, below the comparison's folder: letters that every file system has."""
         rate = "" if self.multiple == 1 else f"-rate{self.multiple:g}"
-        name = f"{self.kind}-{self.arm}-seed{self.seed}-{self.bandwidth}{rate}"
-        return "runs/" + "".join(char if char.isalnum() or char in "-._" else "_" for char in name)
+        arm = "".join(char if char.isascii() and (char.isalnum() or char in "-._") else "_" for char in self.arm)
+        if len(arm) > _ARM_LENGTH:
+            arm = f"{arm[:_ARM_LENGTH]}-{zlib.crc32(self.arm.encode()):08x}"
+        return f"runs/{self.kind}-{arm}-seed{self.seed}-{self.bandwidth}{rate}"
 
 
 @dataclass(frozen=True, slots=True)
