@@ -113,7 +113,7 @@ def test_a_missing_package_is_named_before_anything_runs(monkeypatch: pytest.Mon
 
 
 def test_the_command_of_a_report_makes_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    words = ["compare", "job.yaml", "--arms", "none,int8", "--output", "out"]
-    monkeypatch.setattr(command.sys, "argv", ["embershard", *words, "--report-only"])
+    words = ["job.yaml", "--arms", "none,int8", "--output", "out"]
+    monkeypatch.setattr(command.sys, "argv", ["embershard", "compare", *words, "--report-only"])
     assert run(*words, "--report-only")[0] == 0
-    assert read_results(tmp_path / "out" / "results.json").command == ("embershard", *words)
+    assert read_results(tmp_path / "out" / "results.json").command == ("embershard", "compare", *words)
