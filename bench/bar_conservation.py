@@ -75,8 +75,7 @@ class Table:
     @property
     def compression(self) -> es.Compression:
         ways = {"dense": {"push": self.codec}} if self.dense else {"push": self.codec}
-        rows = RESIDUAL_ROWS if Codec.parse(self.codec).values == "none" else NUM_IDS
-        return es.Compression(residual_rows=2 * rows, warmup_steps=5, **ways)  # type: ignore[arg-type]
+        return es.Compression(residual_rows=2 * RESIDUAL_ROWS, warmup_steps=5, **ways)  # type: ignore[arg-type]
 
     @property
     def layout(self) -> Layout:

@@ -38,6 +38,10 @@ class Held(NamedTuple):
     ages: Floats  # (R,) pushes that each row is of
     rates: Floats  # (R,) factors on the learning rate
 
+    def some(self, which: slice | npt.NDArray[np.bool_]) -> Held:
+        """Some of the rows."""
+        return Held(self.ids[which], self.rows[which], self.ages[which], self.rates[which])
+
     def scaled(self, rate: float) -> Held:
         """The same as it counts by one rate, in the order of ids, to be sent."""
         order = np.argsort(self.ids)
@@ -92,7 +96,7 @@ class Residuals:
             ids, slots, rows, ages, np.float32(rate), momenta,
             self._numbers, self._free, self._slots, self._cells, capacity, gone,
         )  # fmt: skip
-        return _some(gone, slice(count))
+        return gone.some(slice(count))
 
     def give_back(self, held: Held, rate: float) -> None:
         """Hold rows that were on their way as well, above the capacity if need be."""
@@ -119,7 +123,7 @@ class Residuals:
         other, held = Residuals(self.dim, self.capacity, momentum=momentum), self.held()
         for rate in np.unique(held.rates):
             some = held.rates == rate
-            other.give_back(_some(held, some), float(rate))
+            other.give_back(held.some(some), float(rate))
         return other
 
     def state_dict(self) -> Mapping[str, object]:
@@ -193,10 +197,6 @@ def nothing_held(dim: int) -> Held:
     """No rows."""
     none = np.empty(0, np.float32)
     return Held(np.empty(0, np.int64), np.empty((0, dim), np.float32), none, none)
-
-
-def _some(held: Held, which: slice | npt.NDArray[np.bool_]) -> Held:
-    return Held(held.ids[which], held.rows[which], held.ages[which], held.rates[which])
 
 
 _IDS = types.Array(types.int64, 1, "C", readonly=True)

@@ -80,8 +80,7 @@ class TableWay:
         payload, gone = held.pack(Share(part.ids, rows, rate), self._how(codec, values, key))
         parts = [self._packed(part, payload)]
         if len(gone.ids):
-            payload = encode_rows(gone.rows, values, (key + 1) % 2**64, ages=gone.ages)
-            parts.append(self._packed(replace(part, ids=gone.ids, route=0), payload))
+            parts.append(self._whole(gone, rate))
         return parts, skipped
 
     def give_back(self, part: TableGradients, shard: int) -> None:
@@ -104,13 +103,8 @@ class TableWay:
         del self._held[shard]
         rest = held.residuals.held().scaled(rate)
         most = max(1, limit // (16 + 4 * self.spec.dim))  # rows, with their ids and ages
-        parts = []
-        for start in range(0, len(rest.ids), most):
-            some = slice(start, start + most)
-            payload = encode_rows(rest.rows[some], self._find("none"), None, ages=rest.ages[some])
-            ids = rest.ids[some]
-            parts.append(TableGradients(self.spec.name, ids, payload, rate, 0, PACKED, packed_ids(ids)))
-        return parts
+        pieces = (slice(start, start + most) for start in range(0, len(rest.ids), most))
+        return [self._whole(rest.some(piece), rate) for piece in pieces]
 
     def held(self) -> Held:
         """What is held back, each row with its age and the rate by which it counts."""
@@ -188,6 +182,11 @@ class TableWay:
         norm = float(np.linalg.norm(rows.astype(np.float64)))
         bound = self._settings.clip_norm / math.sqrt(workers)
         return min(1.0, bound / norm) if 0 < norm < math.inf else 1.0
+
+    def _whole(self, held: Held, rate: float) -> TableGradients:
+        """Rows that are held no more, as float32: what a values codec would lose of them, nobody would send."""
+        payload = encode_rows(held.rows, self._find("none"), None, ages=held.ages)
+        return TableGradients(self.spec.name, held.ids, payload, rate, 0, PACKED, packed_ids(held.ids))
 
     def _packed(self, part: TableGradients, payload: Bytes) -> TableGradients:
         codec = self.directions.push
