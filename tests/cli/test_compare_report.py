@@ -43,7 +43,7 @@ def test_a_codec_that_paid_is_named_with_its_gain_its_cost_and_its_limit():
     words = said(fake_results())
     assert words.startswith("It paid: with `fp16s` and `int8` the job trained a model as good as with `none`, faster.")
     assert re.search(r"`int8` is 2\.\dx as fast at 100 Mbit/s, 1\.2\dx at 1 Gbit/s, slower without limit", words)
-    assert re.search(r"it pays on links slower than \d\.\d Gbit/s per worker", words)
+    assert re.search(r"slower than \d\.\d Gbit/s per worker \(95 % interval \d\.\d Gbit/s to \d\d Gbit/s\)", words)
     assert re.search(r"The cost: AUC [+-]0\.000\d, equivalent within the margin of 0\.0005", words)
     assert re.search(r"Did not pay: `topk:0\.01` \(AUC -0\.00\d\d\), worse\.", words)
     assert USUAL not in words

@@ -115,6 +115,26 @@ def test_break_even_by_formula_and_by_measurement_agree_on_a_link_that_is_waited
     assert found.measured == pytest.approx(found.formula, rel=0.2)
 
 
+def test_a_measured_break_even_has_an_interval_and_one_of_few_seeds_a_wide_one():
+    kinds = (NONE, replace(FP16S, codec_ms=1.0))
+    (found,), (few,) = (fake_results(kinds, seeds=seeds).break_even for seeds in ((1, 2, 3, 4, 5), (1, 2)))
+    assert found.low is not None
+    assert found.high is not None
+    assert found.measured is not None
+    assert 1e8 < found.low < found.measured < found.high
+    assert few.low is not None
+    assert few.low < found.low
+    assert few.high is None  # what two seeds show without limit leaves open whether it is slower
+    (one,) = fake_results(kinds, seeds=(1,)).break_even
+    assert (one.low, one.high) == (None, None)
+
+
+def test_a_pair_lost_on_one_link_is_left_out_of_the_interval_on_all():
+    kinds = (NONE, replace(FP16S, codec_ms=1.0))
+    whole, part = fake_results(kinds, seeds=(1, 2, 3)), fake_results(kinds, failed=[("fp16s", 4), ("fp16s", 5)])
+    assert (part.break_even[0].low, part.break_even[0].high) == (whole.break_even[0].low, whole.break_even[0].high)
+
+
 def test_without_measured_bytes_the_formula_is_unknown():
     results = fake_results()
     runs = tuple(run.model_copy(update={"bytes": (), "step": ()}) for run in results.runs)

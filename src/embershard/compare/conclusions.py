@@ -28,6 +28,7 @@ from embershard.compare.statistics import (
     against_margin,
     crossing_by_formula,
     crossing_by_measurement,
+    crossing_interval,
     estimate,
     pairs,
     ratio,
@@ -193,7 +194,10 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _break_even(results: Results, arm: str, against: str) -> BreakEven:
-    formula, measured = _by_formula(results, arm, against), crossing_by_measurement(_costs(results, arm, against))
+    costs = _costs(results, arm, against)
+    means = {bits: (_mean_of(found, 0), _mean_of(found, 1)) for bits, found in costs.items()}
+    formula, measured = _by_formula(results, arm, against), crossing_by_measurement(means)
+    low, high = _interval(costs) if measured.says == "value" else (None, None)
     return BreakEven(
         arm=arm,
         against=against,
@@ -201,6 +205,8 @@ def _break_even(results: Results, arm: str, against: str) -> BreakEven:
         formula_says=formula.says,
         measured=measured.bits_per_second,
         measured_says=measured.says,
+        low=low,
+        high=high,
     )
 
 
@@ -218,13 +224,26 @@ def _coding_seconds(runs: Iterable[Run]) -> float | None:
     return float(np.mean(found)) if found else None
 
 
-def _costs(results: Results, arm: str, against: str) -> Mapping[float, tuple[float, float]]:
-    """Bits per second -> seconds of a sample, of the arm and of the other, over the seeds that both have."""
+def _interval(costs: Mapping[float, Mapping[int, tuple[float, float]]]) -> tuple[float | None, float | None]:
+    """Of the measured crossing, over the seeds that have a pair on every link."""
+    seeds = sorted(set.intersection(*(set(found) for found in costs.values())))
+    if len(seeds) < 2:
+        return None, None
+    differences = {bits: [found[seed][0] - found[seed][1] for seed in seeds] for bits, found in costs.items()}
+    low, high = crossing_interval(differences) or (None, None)
+    return low, None if high == math.inf else high
+
+
+def _mean_of(costs: Mapping[int, tuple[float, float]], place: int) -> float:
+    return float(np.mean([pair[place] for pair in costs.values()]))
+
+
+def _costs(results: Results, arm: str, against: str) -> Mapping[float, Mapping[int, tuple[float, float]]]:
+    """Bits per second -> seed -> seconds of a sample, of the arm and of the other, of the seeds that both have."""
     costs = {}
     for bandwidth in results.bandwidths:
         one, other = (_values(results.runs_of(label, bandwidth.label), _speed_of) for label in (arm, against))
-        both = pairs(one, other)
+        both = {seed: (1 / one[seed], 1 / other[seed]) for seed in one.keys() & other.keys()}
         if both:
-            mine, theirs = np.mean(1 / np.asarray(both), axis=0)
-            costs[bandwidth.bits_per_second or math.inf] = (float(mine), float(theirs))
+            costs[bandwidth.bits_per_second or math.inf] = both
     return costs

@@ -191,8 +191,12 @@ class BreakEven(Record):
     against: str
     formula: float | None  # (bytes_raw - bytes_sent) * 8 / (seconds of encode + decode); None: see formula_says
     formula_says: Literal["value", "always", "never", "unknown"]  # always: it saves bytes and costs no time
-    measured: float | None  # where the interpolated speed-up crosses 1
+    measured: float | None  # where the interpolated difference of the costs crosses 0
     measured_says: Literal["value", "always", "never", "unknown"]  # on all measured links; unknown: fewer than two
+    low: float | None = (
+        None  # 95 % interval of `measured` over seeds, by Fieller; None: one seed. 0: below all measured
+    )
+    high: float | None = None  # links. None with `low`: without limit the arm is not shown to be slower
 
 
 class Verdict(Record):
@@ -209,7 +213,7 @@ class Verdict(Record):
     best_speed_up: float | None
     best_at: str  # the bandwidth of it
     bytes_ratio: float | None  # the baseline's bytes per step over this arm's
-    from_bandwidth: float | None  # bits per second: it pays on links slower than that; None with paid: on all measured
+    from_bandwidth: float | None  # bits per second: it pays on links slower than that; None: see break_even
     failed_runs: int
     reasons: tuple[str, ...]  # sentences
 

@@ -104,6 +104,32 @@ def crossing_by_measurement(costs: Mapping[float, tuple[float, float]]) -> Cross
     return Crossing("value", 1 / x) if x > 0 else Crossing("always")
 
 
+def crossing_interval(differences: Mapping[float, Sequence[float]]) -> tuple[float, float] | None:
+    """The 95 % interval around crossing_by_measurement's value, in bits per second (Fieller 1954): the bandwidths at
+    which the mean difference is not shown to be other than 0. differences: bits per second -> what one costs more than
+    the other, a value per seed, the same seeds everywhere, two or more of them.
+
+    A bound that lies beyond the measured links is 0 or infinity. None where the means do not cross.
+    """
+    links = sorted((1 / bits, np.asarray(values, np.float64)) for bits, values in differences.items())
+    costs = {1 / x if x else math.inf: (float(values.mean()), 0.0) for x, values in links}
+    crossing = crossing_by_measurement(costs).bits_per_second
+    if crossing is None:
+        return None
+    seeds = len(links[0][1])
+    bound = float(stats.t.ppf((1 + CONFIDENCE) / 2, seeds - 1)) ** 2 / seeds
+    edges = []
+    for (x0, at), (x1, to) in itertools.pairwise(links):
+        # mean(s)^2 = bound * variance(s) of the line from `at` (s = 0) to `to` (s = 1)
+        (v0, c), (_, v1) = np.cov(at, to - at)
+        m0, m1 = at.mean(), (to - at).mean()
+        roots = np.roots([m1**2 - bound * v1, 2 * (m0 * m1 - bound * c), m0**2 - bound * v0])
+        edges += [x0 + (x1 - x0) * float(root.real) for root in roots if abs(root.imag) < 1e-6 and 0 <= root.real <= 1]
+    fastest, slowest = (values.mean() ** 2 > bound * values.var(ddof=1) for _, values in (links[0], links[-1]))
+    high = 1 / min(edges, default=1 / crossing) if fastest else math.inf
+    return 1 / max(edges, default=1 / crossing) if slowest else 0.0, high
+
+
 def _mean_and_half(array: np.ndarray[tuple[int], np.dtype[np.float64]]) -> tuple[float, float | None]:
     """The mean, and half the width of its interval."""
     mean = float(array.mean())

@@ -57,6 +57,15 @@ def break_even_of(results: Results, arm: str, against: str) -> BreakEven | None:
     return next((even for even in results.break_even if (even.arm, even.against) == (arm, against)), None)
 
 
+def even_text(even: BreakEven, significant: int = 3) -> str:
+    """A measured break-even bandwidth and its interval."""
+    if even.measured is None or even.low is None:
+        return bits_text(even.measured, significant) if even.measured is not None else NONE
+    low = bits_text(even.low, significant) if even.low else "below all links"
+    high = "no limit" if even.high is None else bits_text(even.high, significant)
+    return f"{bits_text(even.measured, significant)} [{low}, {high}]"
+
+
 def bytes_sent(results: Results, arm: str) -> float | None:
     """Bytes per step and worker, both directions."""
     return sum(volume.sent for volume in results.volumes if volume.arm == arm) or None
@@ -82,7 +91,7 @@ def short_table(results: Results) -> Table:
         cells.append(verdict.quality if verdict else NONE)
         even = break_even_of(results, arm.label, results.baseline)
         paid = verdict is not None and verdict.outcome == "paid"
-        cells.append(_crossing(even.measured, even.measured_says, _PAYS) if even and paid else NONE)
+        cells.append(_measured(even, _PAYS) if even and paid else NONE)
         rows.append(cells)
     return Table(
         title=f"Every arm beside {results.baseline}",
@@ -219,9 +228,8 @@ def break_even_table(results: Results) -> Table | None:
         off = NONE
         if even.formula and even.measured:
             off = f"{(even.formula / even.measured - 1) * 100:+.0f} %"
-        measured = _crossing(even.measured, even.measured_says, _MEASURED)
-        formula = _crossing(even.formula, even.formula_says, _FORMULA)
-        rows.append([even.arm, even.against, measured, formula, off])
+        formula = bits_text(even.formula) if even.formula is not None else _FORMULA.get(even.formula_says, _UNKNOWN)
+        rows.append([even.arm, even.against, _measured(even, _MEASURED), formula, off])
     if not rows:
         return None
     return Table(
@@ -230,7 +238,8 @@ def break_even_table(results: Results) -> Table | None:
         rows=rows,
         words=("beside",),
         note="An arm is faster on links slower than this. Measured: where the interpolated costs of the two arms "
-        "cross. W* = bytes saved per step / seconds of encoding and decoding per step.",
+        "cross, by their means, with its 95 % interval: the links on which "
+        "neither is shown to cost less. W* = bytes saved per step / seconds of encoding and decoding per step.",
     )
 
 
@@ -239,8 +248,11 @@ _MEASURED = {"always": "none: faster on all links", "never": "below all measured
 _FORMULA = {"always": "costs no time", "never": "saves no bytes"}
 
 
-def _crossing(value: float | None, says: str, words: Mapping[str, str]) -> str:
-    return bits_text(value) if value is not None else words.get(says, "not known")
+_UNKNOWN = "not known"
+
+
+def _measured(even: BreakEven, words: Mapping[str, str]) -> str:
+    return even_text(even) if even.measured is not None else words.get(even.measured_says, _UNKNOWN)
 
 
 def step_table(results: Results, bandwidth: str, name: str) -> Table | None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from embershard.compare.page import Finding
-from embershard.compare.results import Results, Speed, Verdict
-from embershard.compare.tables import break_even_of, quality_of, speed_of, yardstick
+from embershard.compare.results import BreakEven, Results, Speed, Verdict
+from embershard.compare.tables import break_even_of, even_text, quality_of, speed_of, yardstick
 from embershard.compare.units import (
     bits_text,
     digits,
@@ -114,10 +114,16 @@ def _gain(results: Results, verdict: Verdict) -> str:
         words += f", and moves {100 / verdict.bytes_ratio:.2g} % of the bytes"
     even = break_even_of(results, verdict.arm, results.baseline)
     if even is not None and even.measured is not None:
-        words += f"; it pays on links slower than {bits_text(even.measured, 2)} per worker"
+        words += f"; it pays on links slower than {bits_text(even.measured, 2)} per worker{_sureness(even)}"
     elif len(verdict.faster_at) == len(results.bandwidths) > 1:
         words += "; it is faster on every link measured"
     return f"{words}. The cost: {_cost(results, verdict)}."
+
+
+def _sureness(even: BreakEven) -> str:
+    if even.low is None:
+        return ""
+    return f" (95 % interval {bits_text(even.low, 2)} to {bits_text(even.high, 2) if even.high else 'no limit'})"
 
 
 def _small_gain(results: Results, verdict: Verdict) -> str:
@@ -260,7 +266,7 @@ def _even_sentence(results: Results, arm: str, other: str) -> Iterator[str]:
     formula = bits_text(even.formula, 2) if even.formula is not None else ""
     if even.measured is not None:
         by = f", {formula} by formula" if formula else ""
-        yield f"It breaks even with {_arm(other)} at {bits_text(even.measured, 2)}{by}."
+        yield f"It breaks even with {_arm(other)} at {even_text(even, 2)}{by}."
     elif formula:
         yield f"By formula it breaks even with {_arm(other)} at {formula}; no such point was measured."
 
