@@ -234,6 +234,12 @@ def test_an_arm_faster_on_every_link_has_no_break_even_point():
     assert table.rows[0][2] == "none: faster on all links"
 
 
+def test_wall_time_on_a_slow_link_says_what_it_leaves_out_of_dgc():
+    left_out = "its warm-up, which sends more, would take longer"
+    assert left_out not in str(page_of(fake_results((NONE, FP16S))))
+    assert left_out in str(page_of(fake_results((NONE, FP16S, replace(TOPK, label="dgc:0.001")))))
+
+
 def test_a_break_even_point_outside_the_links_is_not_called_a_gain():
     page = page_of(fake_results((NONE, FP16S, SLOW), links={"1gbit": 1e9, "unlimited": None}))
     speed = next(section for section in page.sections if section.name == "speed")

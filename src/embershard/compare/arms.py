@@ -13,13 +13,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from embershard.compare.results import Arm
+from embershard.compare.results import YARDSTICK, Arm
 from embershard.proto.codec.choice import Codec
 from embershard.proto.errors import EmbershardError
 from embershard.worker.job import Job, JobFileError, load_job
 from embershard.worker.job_training import TrainSection
 
-REFERENCE = "fp16s"  # stands beside all codecs: who beats float32 alone has proved little
 OF_DGC = ("warmup_steps", "momentum", "clip_norm")  # fields of the job's section
 DECIDED = ("train.seed", "network.bandwidth", "output", "checkpoint")  # by the comparison, for every run
 DIRECTIONS = ("push", "pull", "dense.push", "dense.pull")
@@ -44,8 +43,8 @@ def find_arms(
     """
     base = load_job(path, overrides, data)
     arms = [arm for text in groups for arm in _parse(text, base)]
-    if any(arm.is_codec and arm.label != "none" for arm in arms) and all(arm.label != REFERENCE for arm in arms):
-        arms.insert(1, _codec_arm(REFERENCE, _uniform(REFERENCE, base), base).model_copy(update={"added": True}))
+    if any(arm.is_codec and arm.label != "none" for arm in arms) and all(arm.label != YARDSTICK for arm in arms):
+        arms.insert(1, _codec_arm(YARDSTICK, _uniform(YARDSTICK, base), base).model_copy(update={"added": True}))
     found: dict[str, tuple[Arm, Job]] = {}
     for arm in arms:
         try:

@@ -9,6 +9,7 @@ import numpy as np
 
 from embershard.compare.results import (
     UNLIMITED,
+    YARDSTICK,
     BreakEven,
     Bytes,
     Estimate,
@@ -74,9 +75,9 @@ def compared_with(results: Results) -> list[tuple[str, str]]:
     """(Arm, other): every arm with the baseline, itself included for its own figures, and with that of fp16s."""
     labels = [arm.label for arm in results.arms]
     pairings = [(label, results.baseline) for label in labels]
-    if "fp16s" in labels and results.baseline != "fp16s":
+    if YARDSTICK in labels and results.baseline != YARDSTICK:
         codecs = [arm.label for arm in results.arms if arm.is_codec]
-        pairings += [(label, "fp16s") for label in codecs if label not in ("fp16s", results.baseline)]
+        pairings += [(label, YARDSTICK) for label in codecs if label not in (YARDSTICK, results.baseline)]
     return pairings
 
 

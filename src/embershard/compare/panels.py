@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from embershard.compare.pictures import Bar, Bars, Even, Labels, Point, Series, draw_bars, draw_curves, draw_speedups
-from embershard.compare.results import UNLIMITED, Bandwidth, Estimate, Results, Run
+from embershard.compare.results import UNLIMITED, Bandwidth, Estimate, Results, Run, higher_is_better
 from embershard.compare.statistics import estimate
 from embershard.compare.svg import Picture
 from embershard.compare.tables import BYTE_PARTS, break_even_of, bytes_sent, mean_step, part_name, speed_of
@@ -19,7 +19,6 @@ from embershard.compare.units import (
     ratio_text,
 )
 
-LOWER_IS_BETTER = ("logloss", "ne")
 _BYTE_STYLES = {part: 12 if part == "other" else style for style, part in enumerate(BYTE_PARTS)}
 _STEP_STYLES = {"data": 0, "route": 1, "pull": 2, "wait": 4, "receive": 3, "decode": 8, "forward": 5, "backward": 6,
                 "gather": 11, "encode": 7, "push": 9, "send": 10, "other": 12}  # fmt: skip
@@ -154,7 +153,7 @@ def _timed(results: Results, arm: str, metric: str, bandwidth: str) -> list[Poin
 def _curves_picture(
     results: Results, metric: str, series: Sequence[Series], name: str, against: str, x: str
 ) -> Picture:
-    better = "lower" if metric in LOWER_IS_BETTER else "higher"
+    better = "higher" if higher_is_better(metric) else "lower"
     title = f"{metric_name(metric)} against {against}"
     ends = "; ".join(f"{one.name} {one.points[-1].y:.4f}" for one in series)
     unit, text = ("", count_text) if x.startswith("samples") else _clock(series)

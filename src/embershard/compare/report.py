@@ -138,6 +138,8 @@ def _curve_notes(results: Results) -> Iterable[str]:
             "Wall time on a limited link is samples over the arm's speed there: quality was measured once, without "
             "limit, for a link changes when a step ends, not what it computes."
         )
+        if any("dgc:" in setting for arm in results.arms for setting in arm.settings):
+            yield "Of dgc that is the speed at its last density: its warm-up, which sends more, would take longer."
     if len(results.multiples) > 1:
         yield "Curves, bytes and times are those of the job's own learning rates."
     if any(run.stopped_early for run in results.runs):

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 FORMAT = 1
 FILE_NAME = "results.json"
 UNLIMITED = "unlimited"
+YARDSTICK = "fp16s"  # the arm beside all codecs: who beats float32 alone has proved little
 Kind = Literal["quality", "speed", "tune"]
 Outcome = Literal["paid", "did not pay", "undecided"]
 SpeedVerdict = Literal["faster", "slower", "same or undecided"]  # by whether the interval contains 1

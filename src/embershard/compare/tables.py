@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from embershard.compare.page import Table
-from embershard.compare.results import BreakEven, Quality, Results, Speed, StepPart
+from embershard.compare.results import YARDSTICK, BreakEven, Quality, Results, Speed, StepPart
 from embershard.compare.units import (
     NONE,
     bits_text,
@@ -22,7 +22,6 @@ from embershard.compare.units import (
     speed_up_text,
 )
 
-YARDSTICK = "fp16s"
 STEP_PARTS = tuple("step data route pull wait receive decode forward backward gather encode push send".split())
 DIRECTIONS = ("push", "pull", "other")
 BYTE_PARTS = ("ids", "gradients", "rows", "dense gradients", "dense weights", "other")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from embershard.compare.page import Finding
-from embershard.compare.results import BreakEven, Results, Speed, Verdict
+from embershard.compare.results import YARDSTICK, BreakEven, Results, Speed, Verdict
 from embershard.compare.tables import break_even_of, even_text, quality_of, speed_of, yardstick
 from embershard.compare.units import (
     bits_text,
@@ -214,7 +214,7 @@ def _beside_yardstick(results: Results) -> Iterator[str]:
     if not codecs:
         return
     if beside is None:
-        if results.baseline != "fp16s":
+        if results.baseline != YARDSTICK:
             yield "No arm of fp16s ran, so all this is beside 32-bit floats alone, which proves little."
         return
     others = [label for label in codecs if label != beside]
