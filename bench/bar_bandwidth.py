@@ -52,6 +52,7 @@ from embershard.deploy.supervisor import LocalShards
 from embershard.worker.bandwidth import parse_bandwidth
 from embershard.worker.client import Stats
 from embershard.worker.compression.auto import Auto, measure
+from embershard.worker.memory import keep_freed_memory
 from embershard.worker.models.dlrm import DLRM
 from embershard.worker.predicted import break_even as by_formula
 from embershard.worker.predicted import predict_volumes
@@ -155,7 +156,8 @@ class Arm:
         return (perf_counter() - start) / steps
 
     def lap(self, steps: int) -> None:
-        """Measure some steps."""
+        """Measure some steps, behind one that takes the caches back from the other arms."""
+        self.run(1)
         with Recorder() as recorder:
             self.laps.append(self.run(steps))
             recorder.end()
@@ -163,7 +165,7 @@ class Arm:
         self.encoded.append(sum(parts[name].mean_ms for name in ("encode", "decode") if name in parts) / 1e3 / steps)
 
     def figures(self, before: Stats, steps: int) -> Figures:
-        """Of all laps."""
+        """Of all laps; so many steps have been made since `before`."""
         stats, client = self.session.stats, self.session.client
         moved = {part: moved.minus(before.volume.get(part, Moved())) for part, moved in stats.volume.items()}
         num_bytes = stats.sent_bytes + stats.received_bytes - before.sent_bytes - before.received_bytes
@@ -192,14 +194,15 @@ class Arm:
 
 def work(addresses: str, bandwidth: str, names: Sequence[str], rounds: int, steps: int) -> dict[str, Figures]:
     """Laps of all arms by turns."""
+    keep_freed_memory()  # as `embershard worker` does
     arms = [Arm(name, addresses, bandwidth, number) for number, name in enumerate(names)]
     for arm in arms:
         arm.run(WARM_STEPS.get(arm.name, 3))
-    before = {arm.name: arm.session.stats for arm in arms}
+    before = {arm.name: (arm.session.stats, arm.steps) for arm in arms}
     for turn in range(rounds):
         for arm in arms[turn % len(arms) :] + arms[: turn % len(arms)]:
             arm.lap(steps)
-    found = {arm.name: arm.figures(before[arm.name], rounds * steps) for arm in arms}
+    found = {arm.name: arm.figures(stats, arm.steps - begun) for arm in arms for stats, begun in [before[arm.name]]}
     for arm in arms:
         arm.session.close()
     return found
