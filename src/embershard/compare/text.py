@@ -94,7 +94,7 @@ def _answer(results: Results) -> str:
         words = f"Undecided: no arm is shown to have trained a model as good as {base} did, faster"
         if len(undecided) < len(results.verdicts):
             return f"{words}, and of {_arms_listed(undecided)} it is not shown either that it did not."
-        return f"{words}, and none is shown not to have."
+        return f"{words}, and no arm is shown not to have."
     if not results.verdicts:
         return "Nothing can be said: no arm has runs beside the baseline."
     subject = (
