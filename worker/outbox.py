@@ -71,9 +71,10 @@ class Outbox:
                 counts = [int(route.splits[shard + 1] - route.splits[shard]) for _, route, _ in update.gradients]
                 made.append([])
                 for pieces in cut(names, counts, sizes, limit):
-                    made[-1] += _fit([part for piece in pieces for part in self._parts(update, piece, shard)], limit)
-                leftovers = self._compressor.leftovers(shard, update.lr_scale, limit - 2 * MESSAGE_OVERHEAD)
-                made[-1] += _fit(leftovers, limit)
+                    made[-1] += _fit(self._parts(update, pieces, shard), limit)
+                if update.weight > 0:  # else shards that gather drop it
+                    leftovers = self._compressor.leftovers(shard, update.lr_scale, limit - 2 * MESSAGE_OVERHEAD)
+                    made[-1] += _fit(leftovers, limit)
         except BaseException:  # of a user's codec: the push is sent to all shards or to none
             for shard, messages in enumerate(made):
                 for tables in messages:
@@ -85,11 +86,18 @@ class Outbox:
             for number, tables in enumerate(messages, start=1):
                 self._append(shard, update, tables, last=number == len(messages))
 
-    def _parts(self, update: Update, piece: Piece, shard: int) -> list[TableGradients]:
-        """What is sent for some rows of one table."""
-        route = update.gradients[piece.part][1]
-        part = _part(update, piece.part, piece.within(route, shard), shard)
-        return self._compressor.pack(part, shard, piece.start) if self._compressor.packs(part.table) else [part]
+    def _parts(self, update: Update, pieces: Sequence[Piece], shard: int) -> list[TableGradients]:
+        """What is sent for some rows of some tables; those that weigh nothing go as they are."""
+        compressor, parts = self._compressor, list[TableGradients]()
+        try:
+            for piece in pieces:
+                part = _part(update, piece.part, piece.within(update.gradients[piece.part][1], shard), shard)
+                coded = update.weight > 0 and compressor.packs(part.table)
+                parts += compressor.pack(part, shard, piece.start) if coded else [part]
+        except BaseException:
+            compressor.give_back(parts, shard)
+            raise
+        return parts
 
     def _append(self, shard: int, update: Update, tables: tuple[TableGradients, ...], *, last: bool) -> None:
         waiting, seq = self._waiting[shard], self._next_seq[shard]

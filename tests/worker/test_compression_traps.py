@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -315,6 +316,41 @@ def test_a_codec_that_fails_at_the_second_shard_sends_nothing_to_the_first(make_
     wired.client.push([], clock=wired.clock)
     np.testing.assert_array_equal(wired.applied(), before)
     assert np.abs(wired.held() - held).max() <= np.abs(rows).max() + 1e-6
+
+
+def test_a_codec_that_fails_at_the_second_table_loses_nothing_of_the_first(make_shards: Shards) -> None:
+    wired = Wired(make_shards(1), "topk:0.2+fp16s")
+    other = dataclasses.replace(SPEC, name="u")
+    wired.client.declare(other)
+    wired.push(gradients(0))
+    find, calls = wired.client.compressor.find, iter(range(100))
+
+    def failing(name: str) -> ValuesCodec:
+        if next(calls) == 1:
+            raise BadCodec(codec=name, reason="it raised")
+        return find(name)
+
+    wired.client.compressor.find = failing
+    parts = [(spec.name, make_route(IDS, spec.space_key, wired.client.placement)) for spec in (SPEC, other)]
+    with pytest.raises(BadCodec):
+        wired.client.push([(*part, np.zeros((NUM_IDS, DIM), np.float32)) for part in parts], clock=1)
+    wired.client.compressor.find = find
+    wired.check()
+
+
+@pytest.mark.parametrize("codec", ["none", "topk:0.2"])
+def test_a_step_that_weighs_nothing_takes_nothing_of_what_is_held(codec: str, make_shards: Shards) -> None:
+    wired = Wired(make_shards(2), "topk:0.1")
+    wired.client.join(Terms(workers=1, staleness=0))
+    wired.push(gradients(0))
+    wired.client.compressor.choose("t", push=Codec.parse(codec))
+    route = make_route(IDS, SPEC.space_key, wired.client.placement)
+    for clock, pushed in ((1, []), (2, [("t", route, np.zeros((NUM_IDS, DIM), np.float32))])):
+        wired.client.push(pushed, clock=clock, weight=0.0)  # as a step that is skipped; shards that gather drop it
+        wired.check()
+    wired.clock = 3
+    wired.push(gradients(1))
+    wired.check()
 
 
 def test_what_a_worker_without_a_lease_pushed_is_given_back(make_shards: Shards) -> None:
