@@ -224,11 +224,13 @@ class Client:
         keep: bool = False,
         clock: int | None = None,
         versions: Versions | None = None,
+        exact: bool = False,
     ) -> list[Floats]:
         """Rows of every (table, route), (U, dim) float32 in route order; `out` gives the C-ordered arrays to fill.
 
         `keep` asks the shards to keep the ids, so that a push by the same route need not send them again. A member's
         pull for `clock` waits until the shards are as far as its staleness wants. `versions` are lowered to those read.
+        With `exact` rows come as the shards keep them, whatever the tables' codecs.
         """
         specs = [self.spec(table) for table, _ in reads]
         if out is None:
@@ -236,7 +238,7 @@ class Client:
                 np.empty((len(route.ids), spec.dim), np.float32) for (_, route), spec in zip(reads, specs, strict=True)
             ]
         with span("pull"):
-            self._inbox.fill(reads, out, partial(self._ask_rows, clock), keep=keep, versions=versions)
+            self._inbox.fill(reads, out, partial(self._ask_rows, clock), keep=keep, versions=versions, exact=exact)
         with self._stats_lock:
             self._stats.pulled_rows += sum(len(route.ids) for _, route in reads)
         return list(out)

@@ -9,11 +9,13 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
+from embershard.proto.codec.choice import Codec
 from embershard.proto.errors import EmbershardError, NotAShard, WrongDim
 from embershard.proto.messages import DELTA, Array, Pull, Rows, TableIds
 from embershard.proto.routing import Route
 from embershard.worker.compression.compressor import Compressor, packed_ids
 from embershard.worker.compression.deltas import Base, Deltas, apply_delta
+from embershard.worker.compression.settings import PLAIN
 from embershard.worker.links import Links, Outcome, naming
 from embershard.worker.outbox import Versions
 from embershard.worker.pieces import Piece, cut
@@ -52,21 +54,27 @@ class Inbox:
         *,
         keep: bool,
         versions: Versions | None,
+        exact: bool = False,
     ) -> None:
-        """Fill `out`, a message per shard at a time.
+        """Fill `out`, a message per shard at a time; with `exact` past the tables' codecs.
 
         `ask` is given what makes the pulls, of the number of clocks that must be closed before they are answered, and
         the places of their rows.
         """
-        bases = [self._begin(table, route, rows) for (table, route), rows in zip(reads, out, strict=True)]
+        codecs = [PLAIN if exact else self._compressor.pull_codec(table) for table, _ in reads]
+        bases = [
+            self._begin(table, route, rows, codec)
+            for (table, route), rows, codec in zip(reads, out, codecs, strict=True)
+        ]
         queues = {shard: deque(self._messages(shard, reads, out)) for shard in range(len(self._links))}
         while batch := {shard: queue.popleft() for shard, queue in queues.items() if queue}:
             places = {shard: _places(shard, reads, pieces, out) for shard, pieces in batch.items()}
-            into = {shard: self._receivers(reads, pieces, places[shard]) for shard, pieces in batch.items()}
+            into = {shard: self._receivers(codecs, pieces, places[shard]) for shard, pieces in batch.items()}
 
             def make(after: int, batch: Mapping[int, list[Piece]] = batch) -> Pulls:
                 return {
-                    shard: self._request(shard, reads, pieces, bases, keep, after) for shard, pieces in batch.items()
+                    shard: self._request(shard, reads, pieces, codecs, bases, keep, after)
+                    for shard, pieces in batch.items()
                 }
 
             outcomes = ask(make, into)
@@ -83,9 +91,9 @@ class Inbox:
             if base is not None:
                 self._deltas.end(table, route, rows, base)
 
-    def _begin(self, table: str, route: Route, rows: Floats) -> Base | None:
+    def _begin(self, table: str, route: Route, rows: Floats, codec: Codec) -> Base | None:
         """Put what is held of a table in place, where only what changed since is to be pulled."""
-        if self._compressor.pull_codec(table).select == DELTA:
+        if codec.select == DELTA:
             return self._deltas.begin(table, route, rows)
         self._deltas.forget(table)
         return None
@@ -101,6 +109,7 @@ class Inbox:
         shard: int,
         reads: Sequence[tuple[str, Route]],
         pieces: list[Piece],
+        codecs: Sequence[Codec],
         bases: Sequence[Base | None],
         keep: bool,
         after: int,
@@ -112,7 +121,7 @@ class Inbox:
             number = 0
             if keep and part == route.slice_of(shard):  # a route that is cut is not worth the book-keeping
                 number = route.numbers[table, shard] = next(self._route_numbers)
-            ids, codec = route.ids[part], self._compressor.pull_codec(table)
+            ids, codec = route.ids[part], codecs[piece.part]
             if codec.is_plain:
                 tables.append(TableIds(table, ids, number))
             else:
@@ -122,9 +131,9 @@ class Inbox:
                     tables.append(TableIds(table, ids, number, str(codec), since, packed_ids(ids)))
         return Pull(self._placement_epoch, tuple(tables), self._worker, self._epoch, after)
 
-    def _receivers(self, reads: Sequence[tuple[str, Route]], pieces: list[Piece], places: Sequence[Floats]) -> Arrays:
+    def _receivers(self, codecs: Sequence[Codec], pieces: list[Piece], places: Sequence[Floats]) -> Arrays:
         """Memory for what comes: the rows' own places, or that of their payloads."""
-        values = [self._compressor.pull_codec(reads[piece.part][0]).values for piece in pieces]
+        values = [codecs[piece.part].values for piece in pieces]
         # of what changed nobody knows how much it is; where all rows come instead, they come into their places
         return [
             place if codec == "none" else np.empty(self._compressor.find(codec).nbytes(*place.shape), np.uint8)

@@ -176,3 +176,30 @@ def test_every_table_switches_or_none() -> None:
     with pytest.raises(ValueError, match="one bit"):
         session.compress("*", push="onebit")
     assert session.compress("dense", push="onebit") == ["dense"]
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(20, 16, max_norm=1.0)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.rows(ids)
+
+
+def turned(pull: str) -> torch.Tensor:
+    """Rows at their max_norm after steps that are smaller than what a codec makes of them."""
+    torch.manual_seed(0)
+    session = es.local(1, compression=es.Compression(pull=pull))
+    model = es.wrap(Normed(), session, optimizer=es.SGD(lr=0.001))
+    for _ in range(60):
+        model(torch.arange(20))[:, 0].sum().backward()
+        session.step()
+    session.compress("rows", pull="none")
+    return session.tables[0].pull(torch.arange(20))
+
+
+def test_rows_that_max_norm_scales_are_not_rounded_on_the_shards() -> None:
+    plain = turned("none")
+    for codec in ("int8", "bf16"):
+        assert float((turned(codec) - plain).abs().max()) < 2e-3
