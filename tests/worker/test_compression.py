@@ -184,7 +184,8 @@ class Normed(nn.Module):
         self.rows = nn.Embedding(20, 16, max_norm=1.0)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.rows(ids)
+        rows: torch.Tensor = self.rows(ids)
+        return rows
 
 
 def turned(pull: str) -> torch.Tensor:
