@@ -24,6 +24,7 @@ from embershard.worker.spans import span
 Floats = npt.NDArray[np.float32]
 Pulls = Mapping[int, Pull]
 Arrays = Sequence[Array]
+_Left = tuple[Route, tuple[str, int], int]  # ids that a pull leaves with a shard: of a table, under a number
 Places = Mapping[int, Arrays]
 
 
@@ -70,10 +71,11 @@ class Inbox:
         while batch := {shard: queue.popleft() for shard, queue in queues.items() if queue}:
             places = {shard: _places(shard, reads, pieces, out) for shard, pieces in batch.items()}
             into = {shard: self._receivers(codecs, pieces, places[shard]) for shard, pieces in batch.items()}
+            left: list[_Left] = []
 
-            def make(after: int, batch: Mapping[int, list[Piece]] = batch) -> Pulls:
+            def make(after: int, batch: Mapping[int, list[Piece]] = batch, left: list[_Left] = left) -> Pulls:
                 return {
-                    shard: self._request(shard, reads, pieces, codecs, bases, keep, after)
+                    shard: self._request(shard, reads, pieces, codecs, bases, left if keep else None, after)
                     for shard, pieces in batch.items()
                 }
 
@@ -81,6 +83,9 @@ class Inbox:
             for outcome in outcomes.values():
                 if isinstance(outcome, EmbershardError):
                     raise outcome
+            # not before: a push that is on its way meanwhile, as of dense weights, would name what is not there yet
+            for route, at, number in left:
+                route.numbers[at] = number
             for shard, pieces in batch.items():
                 reply = self._accept(shard, [reads[piece.part][0] for piece in pieces], outcomes[shard], places[shard])
                 lowest = [] if versions is None else [versions]
@@ -111,7 +116,7 @@ class Inbox:
         pieces: list[Piece],
         codecs: Sequence[Codec],
         bases: Sequence[Base | None],
-        keep: bool,
+        left: list[_Left] | None,
         after: int,
     ) -> Pull:
         tables = []
@@ -119,8 +124,9 @@ class Inbox:
             table, route = reads[piece.part]
             part = piece.within(route, shard)
             number = 0
-            if keep and part == route.slice_of(shard):  # a route that is cut is not worth the book-keeping
-                number = route.numbers[table, shard] = next(self._route_numbers)
+            if left is not None and part == route.slice_of(shard):  # one that is cut is not worth the book-keeping
+                number = next(self._route_numbers)
+                left.append((route, (table, shard), number))
             ids, codec = route.ids[part], codecs[piece.part]
             if codec.is_plain:
                 tables.append(TableIds(table, ids, number))

@@ -497,6 +497,19 @@ def test_the_error_of_a_loader_has_its_own_traceback_after_the_batches_before_it
     assert "reading" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
 
 
+def test_a_push_names_no_ids_of_a_pull_that_is_on_its_way(make_shards: Shards) -> None:
+    wired = Wired(make_shards(1))
+    session, model = wired.session, wrapped(Announcing, wired.session, es.SGD(lr=0.1))
+
+    def behind_the_first_push(request: Request) -> None:
+        if isinstance(request, Pull) and wired.when("answered", lambda r: isinstance(r, Pull)) >= 0:
+            wired.wait("answered", pushes(0))
+
+    wired.hold(before=behind_the_first_push)
+    train(model, session, session.prefetch(batches(3), staleness=1))
+    assert sum(said == "sent" and pushes(0)(r) for said, r in wired.heard) == 1
+
+
 def test_a_loop_that_is_left_waits_for_its_pushes_and_the_session_goes_on(make_shards: Shards) -> None:
     wired = Wired(make_shards(2))
     session, model = wired.session, wrapped(Announcing, wired.session, es.SGD(lr=0.1))
