@@ -32,11 +32,11 @@ $(VENV)/.outside: $(VENV)/.ready
 demo: setup  ## two shards and two workers train DLRM on a click stream
 	$(BIN)/embershard train examples/demo.yaml
 
-test: setup lint  ## everything that CI runs
-	$(BIN)/python -m pytest
+test: setup lint unit  ## everything that CI runs
+	$(BIN)/python -m pytest -m integration
 
 unit: setup  ## the tests that start no processes
-	$(BIN)/python -m pytest -m 'not integration'
+	$(BIN)/python -m pytest -m 'not integration' -n 2 --dist loadfile
 
 fuzz: setup  ## a million hostile frames and payloads for their readers (a quarter of an hour)
 	EMBERSHARD_FUZZ_FRAMES=1000000 $(BIN)/python -m pytest tests/fuzz --timeout 3600

@@ -120,7 +120,7 @@ class TestPull:
 
 
 class TestPush:
-    @pytest.mark.parametrize("codec", BUILTIN.values(), ids=str)
+    @pytest.mark.parametrize("codec", BUILTIN.values(), ids=list(BUILTIN))
     def test_gradients_are_applied_as_they_decode(self, shard: Shard, codec: ValuesCodec):
         gradients, before = rows_of(1), pull(shard).tables[0]
         payload = encode_rows(gradients, codec, 5)

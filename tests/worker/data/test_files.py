@@ -32,7 +32,7 @@ def test_a_folder_is_no_file(tmp_path):
         read_text(tmp_path)
 
 
-@pytest.mark.parametrize("text", [b"", gzip.compress(b"")])
+@pytest.mark.parametrize("text", [b"", gzip.compress(b"")], ids=["empty", "gzipped"])
 def test_an_empty_file_is_an_error(tmp_path, text):
     path = tmp_path / "a.csv"
     path.write_bytes(text)
