@@ -60,6 +60,7 @@ class Outbox:
     def put(self, update: Update, *, to_all: bool) -> None:
         """Cut an update into messages; with `to_all` a shard without rows is sent one too, which ends the clock."""
         names = [table for table, _, _ in update.gradients]
+        dims = {table: rows.shape[1] for table, _, rows in update.gradients}
         self._compressor.begin(update.gradients, update.lr_scale)
         # by what they would take as float32, with ids and ages: a payload fits, too
         sizes = [
@@ -71,10 +72,10 @@ class Outbox:
                 counts = [int(route.splits[shard + 1] - route.splits[shard]) for _, route, _ in update.gradients]
                 made.append([])
                 for pieces in cut(names, counts, sizes, limit):
-                    made[-1] += _fit(self._parts(update, pieces, shard), limit)
+                    made[-1] += _fit(self._parts(update, pieces, shard), limit, dims)
                 if update.weight > 0:  # else shards that gather drop it
                     leftovers = self._compressor.leftovers(shard, update.lr_scale, limit - 2 * MESSAGE_OVERHEAD)
-                    made[-1] += _fit(leftovers, limit)
+                    made[-1] += _fit(leftovers, limit, dims)
         except BaseException:  # of a user's codec: the push is sent to all shards or to none
             for shard, messages in enumerate(made):
                 for tables in messages:
@@ -157,13 +158,14 @@ def _part(update: Update, number: int, part: slice, shard: int) -> TableGradient
     return TableGradients(table, route.ids[part], rows[part], rate_of(update.lr_scale, table), kept)
 
 
-def _fit(parts: list[TableGradients], limit: int) -> list[tuple[TableGradients, ...]]:
-    """Messages of at most `limit` bytes of parts that each fit; a table that gave way to another adds to its rows."""
+def _fit(parts: list[TableGradients], limit: int, dims: Mapping[str, int]) -> list[tuple[TableGradients, ...]]:
+    """Messages of parts that each fit, at most `limit` bytes also where they are decoded: what gave way adds rows."""
     messages: list[tuple[TableGradients, ...]] = []
     room = 0
     for part in parts:
         ids = 0 if part.route else (part.ids if part.packed is None else part.packed).nbytes
-        size = TABLE_OVERHEAD + len(part.table.encode()) + ids + part.gradients.nbytes
+        rows = max(part.gradients.nbytes, 4 * len(part.ids) * dims.get(part.table, 0))
+        size = TABLE_OVERHEAD + len(part.table.encode()) + ids + rows
         if size > room:
             messages.append(())
             room = limit - MESSAGE_OVERHEAD

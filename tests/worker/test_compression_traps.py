@@ -19,8 +19,9 @@ from embershard.proto.codec.values import ValuesCodec
 from embershard.proto.codec_errors import BadCodec
 from embershard.proto.errors import EmbershardError, InvalidRequest, LeaseLost, ShardUnavailable, UnknownRoute
 from embershard.proto.messages import Array, Push, Reply, Request
-from embershard.proto.routing import Route, ascending, make_route
+from embershard.proto.routing import Placement, Route, ascending, make_route
 from embershard.proto.spec import TableSpec
+from embershard.ps.optim import OptimizerRegistry
 from embershard.ps.shard import Shard
 from embershard.worker.carrier import Unreachable
 from embershard.worker.carriers.local import LocalCarrier
@@ -336,6 +337,18 @@ def test_a_codec_that_fails_at_the_second_table_loses_nothing_of_the_first(make_
         wired.client.push([(*part, np.zeros((NUM_IDS, DIM), np.float32)) for part in parts], clock=1)
     wired.client.compressor.find = find
     wired.check()
+
+
+@pytest.mark.parametrize("codec", ["rows:0.9+int8", "topk:0.1+fp16s"])
+def test_what_gives_way_is_sent_apart_where_a_shard_could_not_take_all_of_it_decoded(codec: str) -> None:
+    spec, count = dataclasses.replace(SPEC, dim=32), 400
+    shard = Shard(0, Placement.even(1), OptimizerRegistry(), max_message_bytes=2**16)
+    wired = Wired([shard], codec, spec, residual_rows=10)
+    wired.pushed = np.zeros((3 * count, 32))
+    for step in range(3):
+        rows = np.random.default_rng(step).standard_normal((count, 32)).astype(np.float32)
+        wired.push(rows, np.arange(count * step, count * (step + 1)))
+    assert max(len(push.tables) for push in wired.links[0].seen) == 1
 
 
 @pytest.mark.parametrize("codec", ["none", "topk:0.2"])
