@@ -184,7 +184,8 @@ class Client:
     ) -> None:
         """Assign `rows` ((U, dim) float32, in route order) to the ids of a route, on the shards named (default: all).
 
-        `last` ends the loading that `declare` began. With `keep_state` rows that exist keep their optimizer's state.
+        `last` ends the loading that `declare` began. With `keep_state` rows that exist keep their optimizer's state,
+        and what this worker holds back of their gradients.
         """
         _check_rows(table, "loaded rows", rows, len(route.ids), self.spec(table).dim)
         queues: dict[int, deque[Load]] = {}
@@ -196,6 +197,9 @@ class Client:
             queues[shard] = deque(_cut_load(whole, self._limits[shard]))
         while batch := {shard: queue.popleft() for shard, queue in queues.items() if queue}:
             _raise_first(self._call(batch))
+        if not keep_state:
+            with self._push_lock:
+                self.compressor.forget(table, route)
 
     def await_loaded(self, table: str) -> None:
         """Wait until nobody loads the first values of a table any more.

@@ -178,6 +178,27 @@ def test_every_table_switches_or_none() -> None:
     assert session.compress("dense", push="onebit") == ["dense"]
 
 
+def test_rows_that_were_assigned_see_no_gradient_of_before() -> None:
+    session = es.local(2, compression=es.Compression(push="topk:0.1"))
+    table = session.table(TableSpec(name="t", dim=4, optimizer=es.SGD(lr=1.0), initializer=es.Constant()))
+    ids, some = torch.arange(50), torch.arange(10, 30)
+    session.client.push([("t", table.route(ids), np.ones((50, 4), np.float32))], clock=0)
+    before = table.pull(ids)
+    for keep_state, held in ((True, 50), (False, 30)):
+        rows = table.pull(some) if keep_state else torch.zeros(20, 4)
+        route = table.route(some)
+        ordered = np.empty((20, 4), np.float32)
+        ordered[route.index] = rows.numpy()
+        table.load(route, ordered, keep_state=keep_state)
+        assert len(session.client.compressor.held("t").ids) == held
+    session.compress("t", push="none")
+    session.client.push([], clock=1)
+    want = torch.full((50, 4), -1.0)
+    want[some] = 0
+    assert float(before.sum()) > -50
+    torch.testing.assert_close(table.pull(ids), want)
+
+
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -146,6 +146,11 @@ class Compressor:
             if len(part.ids) and part.lr_scale > 0:
                 self._tables[part.table].give_back(part, shard)
 
+    def forget(self, table: str, route: Route) -> None:
+        """Hold nothing of rows that were assigned: the pushes before it are over."""
+        if self._has_feedback and table in self._tables:
+            self._tables[table].forget(route)
+
     def state_dict(self) -> Mapping[str, object]:
         """What every table goes on with, to the bit."""
         return {name: way.state_dict() for name, way in self._tables.items()}

@@ -110,6 +110,13 @@ class Residuals:
         finally:
             self.capacity = capacity
 
+    def forget(self, ids: Ids) -> None:
+        """Hold nothing of these ids ((U,) int64, unique) any more."""
+        slots = self.find(ids)
+        there = slots >= 0
+        nothing = np.zeros((int(np.count_nonzero(there)), self.dim), np.float32)
+        self.keep(ids[there], slots[there], nothing, np.zeros(len(nothing), np.float32), 1.0)
+
     def held(self) -> Held:
         """All of it, by slot."""
         live = self._live()

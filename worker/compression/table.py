@@ -106,6 +106,11 @@ class TableWay:
         pieces = (slice(start, start + most) for start in range(0, len(rest.ids), most))
         return [self._whole(rest.some(piece), rate) for piece in pieces]
 
+    def forget(self, route: Route) -> None:
+        """Hold nothing of these rows any more."""
+        for shard, feedback in self._held.items():
+            feedback.residuals.forget(route.ids[route.slice_of(shard)])
+
     def held(self) -> Held:
         """What is held back, each row with its age and the rate by which it counts."""
         parts = [feedback.residuals.held() for feedback in self._held.values()]
