@@ -216,12 +216,12 @@ def _has_own_gpu(job: Job, place: Place) -> bool:
 
 
 def _observers(folder: Path | None) -> list[Observer]:
-    observers: list[Observer] = [Terminal()]
+    observers: list[Observer] = []
     if folder is not None:
         observers.append(JsonLog(folder))
         board = TensorBoardLog.open(folder)
         observers += [board] if board is not None else []
-    return observers
+    return [*observers, Terminal()]  # last: what is shown is in the log, whatever becomes of this process
 
 
 def _end_with(parent_pid: int) -> None:
