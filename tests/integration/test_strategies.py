@@ -31,18 +31,23 @@ def shards() -> Iterator[str]:
         yield ",".join(running.addresses)
 
 
-def run_two(strategy: str, mode: str, ps: str, file: Path, **fields: object) -> dict[str, np.ndarray]:
-    """What two workers reach together."""
+def meeting_of_two() -> dict[str, str]:
+    """The environment of two workers that nobody supervises, but for their ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2"}
-    meeting["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    return {**os.environ, **meeting, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def run_two(strategy: str, mode: str, ps: str, file: Path, **fields: object) -> dict[str, np.ndarray]:
+    """What two workers reach together."""
+    meeting = meeting_of_two()
     peer = Path(__file__).parent / "strategy_peer.py"
     workers = [
         subprocess.Popen(
             [sys.executable, str(peer), strategy, mode, ps, str(file), json.dumps(fields)],
-            env={**os.environ, **meeting, "RANK": str(rank)},
+            env={**meeting, "RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -133,9 +138,7 @@ def test_shards_are_refused_where_a_strategy_has_none(train_command: Callable[..
     assert "strategy ddp has no shards: --ps" in " ".join(text.split())
 
 
-def test_a_lost_worker_ends_the_others_of_ddp(
-    train_command: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_a_lost_worker_ends_the_others_of_ddp(train_command: Callable[..., subprocess.Popen[str]]) -> None:
     process = train_command("--set", "strategy=ddp", "--set", "train.samples=1_000_000_000")
     assert process.stdout is not None
     for line in process.stdout:
@@ -146,7 +149,36 @@ def test_a_lost_worker_ends_the_others_of_ddp(
     text, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "worker 1 ended (SIGKILL)" in text
-    assert WorkerLost.words in (tmp_path / "out" / "worker-0.log").read_text()
+
+
+def test_a_worker_of_ddp_says_by_itself_that_it_lost_another(tmp_path: Path) -> None:
+    # a supervisor would end it, perhaps before it has said so
+    (tmp_path / "job.yaml").write_text(JOB)
+    meeting = meeting_of_two()
+    command = [sys.executable, "-m", "embershard.cli", "worker", str(tmp_path / "job.yaml"), "--set", "strategy=ddp"]
+    command += ["--set", "train.samples=1_000_000_000"]
+    first, second = workers = [
+        subprocess.Popen(
+            command, env={**meeting, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert first.stdout is not None
+        for line in first.stdout:
+            assert "error" not in line, line
+            if "samples/s" in line:
+                break
+        second.kill()
+        text, _ = first.communicate(timeout=60)
+        assert first.returncode == 1
+        assert f"worker 0 of 2 {WorkerLost.words}" in " ".join(text.split())
+        assert "Traceback" not in text
+        assert "Warning" not in text
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
 
 
 def test_two_workers_of_ddp_accumulate_and_clip_as_one_process(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from embershard.proto.spec import Optimizer
 from embershard.worker.job_training import DenseMode
 from embershard.worker.strategy.optimizers import by_spec, dense_optimizer
+from embershard.worker.strategy.together import all_reduced
 
 
 class DenseInWorkers:
@@ -32,7 +32,7 @@ class DenseInWorkers:
                 self._sharded = _shard(model, device)
                 trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
             else:
-                self.module = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+                self.module = all_reduced(model, views=True)
         self.optimizers = [dense_optimizer(*group) for group in by_spec(specs, trained)]
 
     def gather(self) -> None:

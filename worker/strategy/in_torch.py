@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DataParallel
 
 from embershard.worker.client import Stats
 from embershard.worker.job import Job
@@ -17,7 +17,7 @@ from embershard.worker.strategy.optimizers import by_spec, dense_optimizer, dens
 from embershard.worker.strategy.protocol import Numbered, Turn
 from embershard.worker.strategy.state import TorchWeights
 from embershard.worker.strategy.tables import materialise
-from embershard.worker.strategy.together import Together
+from embershard.worker.strategy.together import Together, all_reduced
 from embershard.worker.volume import Part, Volumes
 
 
@@ -37,7 +37,7 @@ class TorchStrategy:
         elif self._together is not None:
             # gloo, for nccl adds up no sparse gradients
             gloo = dist.new_group(backend="gloo")
-            self.module = DistributedDataParallel(model, process_group=gloo, broadcast_buffers=False)
+            self.module = all_reduced(model, views=False, group=gloo)
         rows = [(name, parameter) for name, table in self._tables.items() for parameter in table.parameters()]
         of_rows = {id(parameter) for _, parameter in rows}
         dense = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in of_rows]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from embershard.proto.errors import JobError, WorkerLost
 from embershard.worker.strategy.protocol import Turn
@@ -74,6 +77,16 @@ class Together:
                 raise
             reason = str(error).splitlines()[0]
             raise WorkerLost(worker=self.rank, world_size=self.world_size, reason=reason) from None
+
+
+def all_reduced(model: nn.Module, *, views: bool, group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
+    """A model whose gradients the workers average; buffers are every worker's own. `views` is for dense ones only."""
+    with warnings.catch_warnings():
+        # what torch 2.13 has in its place is unknown to versions before it
+        warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
+        return DistributedDataParallel(
+            model, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=views
+        )
 
 
 def _of_collective(error: RuntimeError) -> bool:
