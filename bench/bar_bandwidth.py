@@ -11,7 +11,7 @@ Arms, for rows and dense weights, pushes and pulls alike, unless it says otherwi
     int8       int8
     topk       pushes topk:0.01; pulls rows as int8, since a pull cannot leave anything for later, and dense weights
                as `delta`, what changed, exactly
-    log8       rows both ways by bench/log_codec.py, a user-defined codec that is slow
+    normal4    rows both ways by bench/normal_codec.py, a user-defined codec that is slow
     auto       measures, and chooses from fp16s, int8 and delta; only on the link without limit
 
 Links are the token bucket of worker/bandwidth.py. The arms take turns in one process, lap by lap; each figure is the
@@ -70,7 +70,7 @@ CODECS = {
     "fp16s": {"push": "fp16s", "pull": "fp16s", "dense": {"push": "fp16s", "pull": "fp16s"}},
     "int8": {"push": "int8", "pull": "int8", "dense": {"push": "int8", "pull": "int8"}},
     "topk": {"push": "topk:0.01", "pull": "int8", "dense": {"push": "topk:0.01", "pull": "delta"}},
-    "log8": {"push": "log_codec:log8", "pull": "log_codec:log8"},
+    "normal4": {"push": "normal_codec:normal4", "pull": "normal_codec:normal4"},
     "auto": {},
 }
 WARM_STEPS = {"auto": 60}  # it measures for 20 steps, and looks back after 20 more
@@ -120,7 +120,7 @@ class Arm:
             addresses,
             worker=number,
             bandwidth=bandwidth,
-            imports=["log_codec"],
+            imports=["normal_codec"],
             compression=es.Compression(**CODECS[name]),
         )
 
@@ -227,13 +227,13 @@ def words(addresses: Sequence[str], bandwidth: str, arms: Sequence[str], rounds:
 
 
 def over_bucket(bandwidth: str, arms: Sequence[str], rounds: int, steps: int) -> dict[str, Figures]:
-    with LocalShards(SHARDS, imports=["log_codec"]) as shards:
+    with LocalShards(SHARDS, imports=["normal_codec"]) as shards:
         return measured([sys.executable, *words(shards.addresses, bandwidth, arms, rounds, steps)])
 
 
 def over_namespaces(arms: Sequence[str], rounds: int, steps: int) -> dict[str, Figures]:
     """The same over a real link of 100 Mbit/s. NoNamespaces where there can be none."""
-    with Namespaces() as link, link.shards(SHARDS, ["log_codec"]) as addresses:
+    with Namespaces() as link, link.shards(SHARDS, ["normal_codec"]) as addresses:
         link.shape(parse_bandwidth(SLOW))
         return measured([*link.worker_prefix, sys.executable, *words(addresses, UNLIMITED, arms, rounds, steps)])
 
@@ -267,7 +267,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="of a lap")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--addresses", help=argparse.SUPPRESS)
-    parser.add_argument("--arms", default="none,fp16s,int8,topk,log8", help=argparse.SUPPRESS)
+    parser.add_argument("--arms", default="none,fp16s,int8,topk,normal4", help=argparse.SUPPRESS)
     args = parser.parse_args()
     arms = args.arms.split(",")
     if args.worker:

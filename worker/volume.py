@@ -54,7 +54,8 @@ class Volume:
     """Counts the calls of one client; any thread may."""
 
     def __init__(self) -> None:
-        self.samples: dict[Part, deque[Ids]] = {}  # the ids of the last messages that carried some
+        # the ids of the last messages that carried some packed: plain ones need no prediction, and would fill caches
+        self.samples: dict[Part, deque[Ids]] = {}
         self._lock = threading.Lock()
         self._row_bytes: dict[str, int] = {}  # of declared tables
         self._dense: set[str] = set()
@@ -74,7 +75,8 @@ class Volume:
                 found.append((Part("pull", "ids", part.table), ids.nbytes, _ID_BYTES * len(part.ids)))
                 raw = self._row_bytes.get(part.table, 0) * len(part.ids)
                 found.append((Part("pull", self._kind(part.table), part.table), rows.nbytes, raw))
-                self._keep(found[-2][0], part.ids)
+                if part.packed is not None:
+                    self._keep(found[-2][0], part.ids)
         elif isinstance(request, Push):
             direction = "push"
             tables = set()
@@ -85,7 +87,8 @@ class Volume:
                 if not gradients.route:
                     ids = gradients.ids if gradients.packed is None else gradients.packed
                     found.append((Part("push", "ids", gradients.table), ids.nbytes, _ID_BYTES * count))
-                    self._keep(found[-1][0], gradients.ids)
+                    if gradients.packed is not None:
+                        self._keep(found[-1][0], gradients.ids)
                 raw = self._row_bytes.get(gradients.table, 0) * count
                 part_of = Part("push", self._kind(gradients.table), gradients.table)
                 found.append((part_of, gradients.gradients.nbytes, raw))
