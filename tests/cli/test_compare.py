@@ -1,7 +1,8 @@
-"""`embershard compare`: what it refuses before anything runs."""
+"""`embershard compare`: what it refuses before anything runs, and how it ends where runs failed."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from typer.testing import CliRunner
 
 from embershard.cli import app as cli
 from embershard.cli import compare as command
-from embershard.compare import namespace
+from embershard.compare import namespace, runs
 from embershard.compare.results import read_results
 from embershard.proto.errors import EmbershardError
 
@@ -117,3 +118,21 @@ def test_the_command_of_a_report_makes_the_runs(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(command.sys, "argv", ["embershard", "compare", *words, "--report-only"])
     assert run(*words, "--report-only")[0] == 0
     assert read_results(tmp_path / "out" / "results.json").command == ("embershard", "compare", *words)
+
+
+def test_failed_runs_end_it_with_exit_code_1_and_the_first_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(runs, "COMMAND", (sys.executable, "-c", "import sys; sys.exit('out of luck')"))
+    words = ("job.yaml", "--arms", "none,fp16s", "--seeds", "1", "--output", "out")
+    log = "out/runs/quality-none-seed0-unlimited/said.txt"
+    for more in ((), ("--report-only",)):
+        code, output = run(*words, *more)
+        assert code == 1
+        assert f"2 of 2 runs failed twice; the first of them: none, seed 0, unlimited; its log: {log};" in output
+        assert f"The first of them: none, seed 0, unlimited; its log: `{log[4:]}`." in report(tmp_path / "out")
+    assert "out of luck" in (tmp_path / log).read_text()
+
+
+def report(folder: Path) -> str:
+    return " ".join((folder / "report.md").read_text().split())

@@ -154,7 +154,7 @@ def test_failed_runs_are_listed_and_counted():
     failed = next(section for section in page_of(results).sections if section.name == "failures")
     (table,) = failed.blocks
     assert table.rows == [["int8", "3", "unlimited", "quality", "2", "ShardLost: shard 1 at 127.0.0.1:7701 did not "
-                           "answer within 30 s"]]  # fmt: skip
+                           "answer within 30 s", "runs/int8-3-unlimited"]]  # fmt: skip
     assert any("1 of its runs failed" in sentence for one in page_of(results).findings for sentence in one.sentences)
 
 

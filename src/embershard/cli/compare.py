@@ -20,8 +20,9 @@ from embershard.compare.engine import Engine
 from embershard.compare.folder import Folder
 from embershard.compare.namespace import Namespaces, check_namespaces
 from embershard.compare.plan import Experiment, Plan
-from embershard.compare.progress import Show
+from embershard.compare.progress import Show, name_of
 from embershard.compare.results import UNLIMITED, Bandwidth, write_results
+from embershard.compare.runs import SAID
 from embershard.proto.errors import EmbershardError
 from embershard.worker.bandwidth import parse_bandwidth
 from embershard.worker.job import load_job
@@ -33,6 +34,15 @@ class NoReport(EmbershardError):
     """A package is missing."""
 
     template = "a comparison needs {package}: pip install 'embershard[compare]'"
+
+
+class RunsFailed(EmbershardError):
+    """The report lacks runs; it is written."""
+
+    template = (
+        "{failed} of {runs} runs failed twice; the first of them: {first}; its log: {log}; the same command makes them "
+        "again"
+    )
 
 
 def compare(
@@ -84,7 +94,7 @@ def compare(
 ) -> None:
     """Train a job in several arms with paired seeds, and report whether they paid.
 
-    Stopped and started again with the same words it goes on where it was.
+    Stopped and started again with the same words it goes on where it was. The exit code is 1 where runs failed.
     """
     links, multiples = _bandwidths(bandwidth), _multiples(tune)
     if margin is not None and not (0 < margin < math.inf):
@@ -147,6 +157,10 @@ def _report(engine: Engine, plan: Plan, folder: Folder, job: Path, margin: float
     write_report(results, folder.path)
     print_summary(results, Console(highlight=False))
     show.say(f"written: {folder.path / 'report.html'}, report.md, results.json, runs.jsonl")
+    failed = [run for run in results.runs if not run.ok]
+    if failed:
+        log = folder.path / failed[0].folder / SAID
+        raise RunsFailed(failed=len(failed), runs=len(results.runs), first=name_of(failed[0]), log=str(log))
 
 
 def _command() -> tuple[str, ...]:

@@ -9,7 +9,9 @@ from pathlib import Path
 from embershard.benchmark.conditions import Conditions as Machine
 from embershard.compare.conclusions import NOT_JUDGED, conclude
 from embershard.compare.plan import SKIPPED_SHARE, Plan, can_be_limited
+from embershard.compare.progress import name_of
 from embershard.compare.results import Conditions, Results, Run
+from embershard.compare.runs import SAID
 from embershard.worker.job import Job
 
 
@@ -108,7 +110,10 @@ def _notes(plan: Plan, runs: Sequence[Run], judged: str, deciding: str) -> Itera
             yield f"{label}: {skipped:,} gradient rows held NaN or Inf, and were not applied."
     failed = [run for run in runs if not run.ok]
     if failed:
-        yield f"{len(failed)} of {len(runs)} runs failed twice, and are in no figure."
+        yield (
+            f"{len(failed)} of {len(runs)} runs failed twice, and are in no figure. The first of them: "
+            f"{name_of(failed[0])}; its log: `{failed[0].folder}/{SAID}`."
+        )
 
 
 def _conditions(runs: Sequence[Run]) -> Conditions:

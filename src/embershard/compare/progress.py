@@ -91,7 +91,7 @@ class Show:
             self._bar = None
 
 
-def name_of(task: Task) -> str:
+def name_of(task: Task | Run) -> str:
     """A run, for people."""
     rate = "" if task.multiple == 1 else f", rate x {task.multiple:g}"
     return f"{task.arm}, seed {task.seed}, {task.bandwidth}{rate}{' (tuning)' * (task.kind == 'tune')}"

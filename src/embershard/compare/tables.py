@@ -336,13 +336,13 @@ def rates_table(results: Results) -> Table | None:
 def failures_table(results: Results) -> Table | None:
     """Runs that did not end well."""
     rows = [
-        [run.arm, f"{run.seed}", run.bandwidth, run.kind, f"{run.attempts}", run.error or "no message"]
+        [run.arm, f"{run.seed}", run.bandwidth, run.kind, f"{run.attempts}", run.error or "no message", run.folder]
         for run in results.runs
         if not run.ok
     ]
     if not rows:
         return None
-    columns = ["arm", "seed", "link", "kind", "attempts", "what it said last"]
+    columns = ["arm", "seed", "link", "kind", "attempts", "what it said last", "its logs"]
     note = "They are in no figure."
     return Table(title="Runs that failed twice", columns=columns, rows=rows, words=columns, note=note)
 
