@@ -286,7 +286,7 @@ class Client:
             member.pushed(clock)
             self._outbox.put(update, to_all=True)
             try:
-                return self._outbox.deliver(self._call_push)
+                return self._outbox.deliver(self._call_push, member)
             except LeaseLost:
                 member.rejoin(lost_leases)
                 return Pushed(duplicate=False, applied=0, skipped=0)

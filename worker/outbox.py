@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from embershard.proto.errors import EmbershardError, ShardRestarted, ShardUnavailable, UnknownRoute
+from embershard.proto.errors import EmbershardError, InvalidRequest, ShardRestarted, ShardUnavailable, UnknownRoute
 from embershard.proto.messages import Push, Pushed, PushToken, TableGradients
 from embershard.proto.routing import Route
 from embershard.worker.compression.compressor import Compressor, packed_ids, rate_of
 from embershard.worker.compression.compressor import LrScale as LrScale
 from embershard.worker.links import Outcome
+from embershard.worker.membership import Membership
 from embershard.worker.pieces import MESSAGE_OVERHEAD, TABLE_OVERHEAD, Piece, cut
 
 Floats = npt.NDArray[np.float32]
@@ -55,6 +56,8 @@ class Outbox:
         self._compressor = compressor
         self._limits = limits  # bytes of a message to each shard
         self._waiting: list[deque[Push]] = [deque() for _ in limits]
+        # acknowledged by a shard that gathers, and dropped by it unless the last message of their clock comes, too
+        self._gathered: list[list[Push]] = [[] for _ in limits]
         self._next_seq = [1] * len(limits)
 
     def put(self, update: Update, *, to_all: bool) -> None:
@@ -119,11 +122,14 @@ class Outbox:
             )
         )
 
-    def deliver(self, call: Callable[[Mapping[int, Push]], Mapping[int, Outcome]]) -> Pushed:
+    def deliver(
+        self, call: Callable[[Mapping[int, Push]], Mapping[int, Outcome]], member: Membership | None = None
+    ) -> Pushed:
         """Send everything, a message per shard at a time; the counts of what was acknowledged.
 
         The first refusal is raised when everything else is done; what got no answer at once, and it is kept.
         """
+        gathers = member is not None and member.terms.staleness == 0
         applied = skipped = 0
         duplicate = False
         refused: EmbershardError | None = None
@@ -136,19 +142,33 @@ class Outbox:
                 if isinstance(outcome, UnknownRoute):
                     self._waiting[shard][0] = _with_ids(self._waiting[shard][0])
                     continue
-                self._waiting[shard].popleft()
+                push = self._waiting[shard].popleft()
+                self._settle(shard, push, outcome, gathers=gathers)
                 if isinstance(outcome, Pushed):
                     applied += outcome.applied
                     skipped += outcome.skipped
                     duplicate |= outcome.duplicate
-                elif isinstance(outcome, EmbershardError):
-                    self._compressor.give_back(batch[shard].tables, shard)
+                elif isinstance(outcome, EmbershardError) and not _is_late(push, outcome, member):
                     refused = refused or outcome
             if silent is not None:
                 raise silent
         if refused is not None:
             raise refused
         return Pushed(duplicate, applied, skipped)
+
+    def _settle(self, shard: int, push: Push, outcome: Outcome, *, gathers: bool) -> None:
+        """Give back what a shard will not apply, now that it has answered."""
+        if gathers and not push.weight:
+            return  # nobody would have applied it
+        refused, gathered = isinstance(outcome, EmbershardError), self._gathered[shard]
+        if gathers and not push.last and not refused:
+            gathered.append(push)
+        dropped = [push] if refused else []
+        if push.last:
+            dropped += gathered if refused else []
+            gathered.clear()
+        for one in dropped:
+            self._compressor.give_back(one.tables, shard)
 
 
 def _part(update: Update, number: int, part: slice, shard: int) -> TableGradients:
@@ -177,6 +197,11 @@ def _fit(parts: list[TableGradients], limit: int, dims: Mapping[str, int]) -> li
 def _may_be_unhandled(outcome: EmbershardError) -> bool:
     """Whether a push may still have to be applied: nobody answered, or the shard put it off."""
     return isinstance(outcome, ShardUnavailable | ShardRestarted) or outcome.retryable
+
+
+def _is_late(push: Push, outcome: EmbershardError, member: Membership | None) -> bool:
+    """Whether a push is of a clock before its worker joined again, as another thread of it may do meanwhile."""
+    return isinstance(outcome, InvalidRequest) and member is not None and push.clock < member.first
 
 
 def _with_ids(push: Push) -> Push:
