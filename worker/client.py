@@ -85,13 +85,13 @@ class Client:
         self._links = Links(greet(carriers, worker, Deadline(timeout)), worker)
         greetings = [link.greeting for link in self._links]
         self.placement = Placement.even(len(greetings), greetings[0].placement_epoch)
-        # replies are read up to our own limit, whatever the shard would take
-        self._limits = [min(greeting.max_message_bytes, MAX_MESSAGE_BYTES) for greeting in greetings]
+        # bytes of a message to each shard; replies are read up to our own limit, whatever the shard would take
+        self.limits = [min(greeting.max_message_bytes, MAX_MESSAGE_BYTES) for greeting in greetings]
         self._specs: dict[str, TableSpec] = {}
         self.membership: Membership | None = None
         self.compressor = Compressor(worker, self.placement)
-        self._outbox = Outbox(worker, self.epoch, self.placement.epoch, self._limits, self.compressor)
-        self._inbox = Inbox(self._links, worker, self.epoch, self.placement.epoch, self._limits, self.compressor)
+        self._outbox = Outbox(worker, self.epoch, self.placement.epoch, self.limits, self.compressor)
+        self._inbox = Inbox(self._links, worker, self.epoch, self.placement.epoch, self.limits, self.compressor)
         self.settings_revision = 0  # of what the shards were told of compression, as far as replies said
         self.watch: Watch | None = None  # is told of every call
         self._push_lock = threading.Lock()
@@ -194,7 +194,7 @@ class Client:
             whole = Load(
                 table, self.placement.epoch, route.ids[part], rows[part], self.worker, last=last, keep_state=keep_state
             )
-            queues[shard] = deque(_cut_load(whole, self._limits[shard]))
+            queues[shard] = deque(_cut_load(whole, self.limits[shard]))
         while batch := {shard: queue.popleft() for shard, queue in queues.items() if queue}:
             _raise_first(self._call(batch))
         if not keep_state:

@@ -33,12 +33,15 @@ from embershard.proto.messages import (
     arrays,
 )
 from embershard.proto.protobuf import head_bytes
+from embershard.proto.routing import make_route
 from embershard.proto.spec import TableSpec
 from embershard.proto.wire import frame_bytes
 from embershard.worker.compression.compressor import packed_ids
+from embershard.worker.compression.low_rank import predict_low_rank
 from embershard.worker.compression.schedule import WARMUP_DENSITIES, warmup_density
 from embershard.worker.compression.settings import Directions
-from embershard.worker.volume import Part, Volumes
+from embershard.worker.pieces import cut
+from embershard.worker.volume import Moved, Part, Volumes
 
 if TYPE_CHECKING:
     from embershard.worker.client import Client
@@ -54,8 +57,8 @@ _NO_IDS, _NO_BYTES = np.empty(0, np.int64), np.empty(0, np.uint8)
 def predict_volumes(moved: Volumes, client: Client) -> dict[Part, float]:
     """Bytes expected of every part of `moved`, from the rows (its raw bytes) and messages that it counts.
 
-    Of the codecs that the client uses now, dgc from its first push on. Parts of which nobody knows beforehand are left
-    out: those of powersgd, and what is neither push nor pull.
+    Of the codecs that the client uses now, dgc from its first push on. What is neither push nor pull is left out:
+    nobody knows it beforehand.
     """
     directions, find = client.compressor.directions(), client.compressor.find
     warmup_steps = client.compressor.settings.warmup_steps
@@ -67,7 +70,9 @@ def predict_volumes(moved: Volumes, client: Client) -> dict[Part, float]:
         if part.kind == "ids":
             share = 1.0 if codec.is_plain else _packed_share(client.volume.samples.get(part, ()))
             expected[part] = counted.raw * share
-        elif codec.select != "powersgd":
+        elif codec.select == "powersgd":
+            expected[part] = _factor_bytes(codec, counted, client, part.table)
+        else:
             spec = client.spec(part.table)
             if codec.select == "delta":
                 changed = _changed_share(directions[part.table].push, spec, client.compressor.workers)
@@ -96,6 +101,20 @@ def _payload_bytes(codec: Codec, direction: str, rows: int, dim: int, find: Call
     if direction == "pull" and codec.select == "all":  # without the head of a push's payload
         return float(find(codec.values).nbytes(rows, dim))
     return predict_bytes(codec, rows, dim, find)
+
+
+def _factor_bytes(codec: Codec, counted: Moved, client: Client, table: str) -> float:
+    """Of pushes of all weights, each in as many messages as it takes; where some have no gradient, in proportion."""
+    spec, layout = client.spec(table), client.compressor.layout(table)
+    route = make_route(layout.ids, spec.space_key, client.placement)
+    parts = [
+        route.ids[piece.within(route, shard)]
+        for shard, limit in enumerate(client.limits)
+        for (piece,) in cut([table], [len(route.ids[route.slice_of(shard)])], [16 + _FLOAT_BYTES * spec.dim], limit)
+    ]
+    values = client.compressor.find(codec.values)
+    whole = predict_low_rank(layout, spec.dim, int(codec.number), parts, values)
+    return whole * counted.raw / (_FLOAT_BYTES * spec.dim * len(layout.ids))
 
 
 def _packed_share(samples: Iterable[Ids]) -> float:

@@ -77,6 +77,12 @@ def encode_low_rank(pieces: Sequence[Piece], values: ValuesCodec, key: int | Non
     return np.concatenate(parts)
 
 
+def low_rank_nbytes(pieces: Sequence[Sequence[int]], values: ValuesCodec) -> int:
+    """Bytes of a payload, from the number of floats in each array of its pieces: one, or that of P and that of Q."""
+    words = 1 + _FIELDS * len(pieces)
+    return 2 + _WORD.itemsize * words + sum(flat_nbytes(size, values) for sizes in pieces for size in sizes)
+
+
 def decode_low_rank(data: Bytes, values: ValuesCodec, num_ids: int, dim: int) -> Floats:
     """The rows (num_ids, dim) of a payload without its first two bytes. DamagedPayload, before memory is taken."""
     heads = _read_heads(data, values, num_ids * dim)

@@ -13,7 +13,7 @@ from embershard.proto.messages import TableGradients
 from embershard.proto.routing import Placement, even_ids, make_route
 from embershard.proto.spec import SGD, TableSpec
 from embershard.worker.compression.compressor import Compressor
-from embershard.worker.compression.low_rank import Layout, LowRank, Place
+from embershard.worker.compression.low_rank import Layout, LowRank, Place, predict_low_rank
 
 BLOCK = 16
 PLACES = [Place(0, (6, 8)), Place(3, (5,)), Place(4, (12, 2, 3)), Place(9, (2, 2))]
@@ -133,6 +133,16 @@ def test_parts_of_a_push_apply_what_the_whole_does(shards: int, most: int) -> No
     some = np.abs(parts - rows).max(1) > 0
     assert some.any()
     assert parts[some].tobytes() == whole[some].tobytes()
+
+
+@pytest.mark.parametrize("codec", ["powersgd:1", "powersgd:2+fp16s", "powersgd:3+int8"])
+@pytest.mark.parametrize(("shards", "most"), [(1, 10), (2, 10), (3, 2), (1, 5)])
+def test_the_bytes_of_a_push_are_known_before(codec: str, shards: int, most: int) -> None:
+    worker, chosen = Worker(codec, shards, most), Codec.parse(codec)
+    worker.push(gradients(0))
+    values, ids = worker.compressor.find(chosen.values), [part.ids for _, part in worker.sent]
+    want = predict_low_rank(Layout(IDS, PLACES), BLOCK, int(chosen.number), ids, values)
+    assert sum(part.gradients.nbytes for _, part in worker.sent) == want
 
 
 def test_what_is_held_counts_by_the_learning_rate_of_its_own_push() -> None:

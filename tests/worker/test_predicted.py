@@ -9,6 +9,7 @@ from embershard.proto.codec.choice import Codec
 from embershard.proto.routing import ascending, make_route
 from embershard.proto.spec import SGD, TableSpec
 from embershard.worker.client import Client
+from embershard.worker.compression.low_rank import Layout, Place
 from embershard.worker.compression.settings import Compression
 from embershard.worker.predicted import break_even, predict_volumes
 from embershard.worker.volume import Moved, Part, Volumes
@@ -18,17 +19,21 @@ LAYERS = TableSpec(name="layers", dim=1024, optimizer=SGD(lr=1.0))
 STEPS = 6
 
 
-def moved_by(address: str, push: str, pull: str) -> tuple[Client, Volumes, int]:
+LAYOUT = Layout(np.arange(40), [Place(0, (160, 128)), Place(20, (100,)), Place(21, (64, 300))])
+
+
+def moved_by(address: str, push: str, pull: str, dense_push: str | None = None) -> tuple[Client, Volumes, int]:
     """A client after some steps, what they moved, and the bytes of that on the socket."""
     client = Client.connect([address])
     client.declare(ITEMS)
     client.declare(LAYERS, dense=True)
     client.compressor.settings = Compression(warmup_steps=1)
-    for table in ("items", "layers"):
-        client.compressor.choose(table, Codec.parse(push), Codec.parse(pull))
+    client.compressor.lay_out("layers", LAYOUT)
+    for table, codec in (("items", push), ("layers", dense_push or push)):
+        client.compressor.choose(table, Codec.parse(codec), Codec.parse(pull))
     before = client.stats
     rng = np.random.default_rng(0)
-    layers = make_route(np.arange(40), LAYERS.space_key, client.placement)
+    layers = make_route(LAYOUT.ids, LAYERS.space_key, client.placement)
     for clock in range(STEPS):
         ids = rng.choice(100_000, 3_000, replace=False)
         reads = [("items", ascending(make_route(ids, ITEMS.space_key, client.placement))), ("layers", layers)]
@@ -65,6 +70,19 @@ def test_what_a_selection_sends_is_foreseen_too(stream_shard: str, push: str) ->
         client.close()
     for part in (Part("push", "rows", "items"), Part("push", "dense", "layers")):
         assert expected[part] == pytest.approx(moved[part].wire, rel=0.25)  # a threshold keeps its count within that
+
+
+@pytest.mark.parametrize("dense_push", ["powersgd:2", "powersgd:4+fp16s", "powersgd:1+int8"])
+def test_the_bytes_of_factors_are_foreseen(stream_shard: str, dense_push: str) -> None:
+    client, moved, num_bytes = moved_by(stream_shard, "fp16s", "none", dense_push)
+    try:
+        expected = predict_volumes(moved, client)
+    finally:
+        client.close()
+    layers = Part("push", "dense", "layers")
+    assert moved[layers].raw / moved[layers].wire > 4
+    assert expected[layers] == moved[layers].wire
+    assert sum(expected.values()) == pytest.approx(num_bytes, rel=0.01)
 
 
 def test_a_codec_breaks_even_where_it_saves_as_much_time_as_it_takes() -> None:

@@ -74,6 +74,10 @@ class Compressor:
         """Say what the blocks of a dense table are: some codecs ask for it."""
         self._tables[table].layout = layout
 
+    def layout(self, table: str) -> Layout:
+        """What the blocks of a dense table are."""
+        return self._tables[table].layout
+
     def check(self, table: str, push: Codec | None = None, pull: Codec | None = None) -> Directions:
         """How a table would travel, so changed (None: as now). ValueError where it cannot."""
         way = self._tables[table]

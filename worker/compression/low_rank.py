@@ -6,14 +6,14 @@ all workers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from embershard.proto.codec.low_rank import Factors, Piece, Run, encode_low_rank
+from embershard.proto.codec.low_rank import Factors, Piece, Run, encode_low_rank, low_rank_nbytes
 from embershard.proto.codec.values import ValuesCodec
 
 Floats = npt.NDArray[np.float32]
@@ -36,6 +36,17 @@ class Place(NamedTuple):
     def columns(self) -> int:
         """Of the matrix that it is to PowerSGD: all dims but the first are one; 0 for a vector."""
         return self.size // self.shape[0] if len(self.shape) > 1 and self.size else 0
+
+    def rank(self, most: int) -> int:
+        """Of its factors; 0 where these would be no smaller, as for every vector."""
+        rows = self.shape[0] if self.columns else 0
+        own = min(most, rows, self.columns)
+        return own if own * (rows + self.columns) < self.size else 0
+
+    def rows(self, low: int, high: int) -> tuple[int, int, int]:
+        """Where its elements low to high are: the first row, what they skip of it, and how many rows they touch."""
+        row, skip = divmod(low, self.columns)
+        return row, skip, -(-(skip + high - low) // self.columns)
 
 
 class Layout(NamedTuple):
@@ -67,9 +78,7 @@ class LowRank:
         self._gradients = np.zeros((len(layout.ids), block), np.float32)  # of this push, with what was held back
         self._matrices: dict[int, _Matrix] = {}
         for number, place in enumerate(self._places):
-            rows = place.shape[0] if place.columns else 0
-            own = min(rank, rows, place.columns)
-            if own and own * (rows + place.columns) < place.size:
+            if own := place.rank(rank):
                 random = np.random.Generator(np.random.Philox(key=[seed, number]))
                 right = random.standard_normal((place.columns, own), np.float32)
                 self._matrices[number] = _Matrix(np.empty((0, own), np.float32), right)
@@ -119,22 +128,48 @@ class LowRank:
 
     def _pieces(self, blocks: Ids) -> Iterator[Piece]:
         """What is sent of these blocks, one run of neighbours after the other."""
-        starts = np.flatnonzero(np.diff(blocks, prepend=-2) != 1)
-        for first, last in zip(starts, [*starts[1:], len(blocks)], strict=True):
-            begin, end = (int(blocks[first]) * self._block, (int(blocks[last - 1]) + 1) * self._block)
-            for number, place in enumerate(self._places):
-                low = max(begin, place.start * self._block)
-                high = min(end, place.start * self._block + place.size)
-                if low < high:
-                    yield self._piece(number, low, high, int(first) * self._block + low - begin)
-
-    def _piece(self, number: int, low: int, high: int, position: int) -> Piece:
-        """Elements low to high of the table, which belong to one parameter."""
-        place, matrix = self._places[number], self._matrices.get(number)
-        if matrix is not None and len(matrix.left):
-            row, skip = divmod(low - place.start * self._block, place.columns)
-            rows = -(-(skip + high - low) // place.columns)
-            if matrix.left.shape[1] * (rows + place.columns) < high - low:
+        for number, low, high, position in _runs(self._places, self._block, blocks):
+            place, matrix = self._places[number], self._matrices.get(number)
+            rank = 0 if matrix is None or not len(matrix.left) else matrix.left.shape[1]
+            if matrix is not None and len(_float_counts(place, rank, low, high)) == 2:
+                row, skip, rows = place.rows(low, high)
                 left, right = matrix.left[row : row + rows].T, matrix.right.T
-                return Factors(position, high - low, skip, np.ascontiguousarray(left), np.ascontiguousarray(right))
-        return Run(position, self._gradients.reshape(-1)[low:high])
+                yield Factors(position, high - low, skip, np.ascontiguousarray(left), np.ascontiguousarray(right))
+            else:
+                start = place.start * self._block
+                yield Run(position, self._gradients.reshape(-1)[start + low : start + high])
+
+
+def predict_low_rank(layout: Layout, block: int, rank: int, parts: Iterable[Ids], values: ValuesCodec) -> int:
+    """Bytes of the payloads of a push of these parts, of all blocks and finite."""
+    order, places = np.argsort(layout.ids), layout.places
+    total = 0
+    for ids in parts:
+        runs = _runs(places, block, order[np.searchsorted(layout.ids[order], ids)])
+        counts = [_float_counts(places[number], places[number].rank(rank), low, high) for number, low, high, _ in runs]
+        total += low_rank_nbytes(counts, values)
+    return total
+
+
+def _runs(places: Sequence[Place], block: int, blocks: Ids) -> Iterator[tuple[int, int, int, int]]:
+    """The parts of parameters that lie in these blocks, and where they are among them.
+
+    Each as the number of its place, from which of its elements to which, and its position in the flat blocks.
+    """
+    starts = np.flatnonzero(np.diff(blocks, prepend=-2) != 1)
+    for first, last in zip(starts, [*starts[1:], len(blocks)], strict=True):
+        begin, end = (int(blocks[first]) * block, (int(blocks[last - 1]) + 1) * block)
+        for number, place in enumerate(places):
+            start = place.start * block
+            low, high = max(begin, start), min(end, start + place.size)
+            if low < high:
+                yield number, low - start, high - start, int(first) * block + low - begin
+
+
+def _float_counts(place: Place, rank: int, low: int, high: int) -> tuple[int, ...]:
+    """How many floats are sent for elements low to high of a parameter: those of P and Q, or, if fewer, themselves."""
+    if rank:
+        rows = place.rows(low, high)[2]
+        if rank * (rows + place.columns) < high - low:
+            return rank * rows, rank * place.columns
+    return (high - low,)
