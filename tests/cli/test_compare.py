@@ -84,9 +84,11 @@ def test_a_folder_of_another_comparison_is_refused_with_the_difference(tmp_path:
     first = ("job.yaml", "--arms", "none,int8", "--output", "out", "--report-only")
     assert run(*first)[0] == 0
     kept = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.json*")}
-    code, output = run("job.yaml", "--arms", "none,int8", "--seeds", "3", "--output", "out")
+    code, output = run("job.yaml", "--arms", "none,int8", "--set", "shards=3", "--output", "out")
     assert code == 1
-    assert "holds another comparison; these differ: seeds: [0, 1, 2, 3, 4] there, [0, 1, 2] now" in output
+    assert (
+        'holds another comparison; these differ: job.shards: 2 there, 3 now overrides: [] there, ["shards=3"]' in output
+    )
     assert kept == {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.json*")}
 
 

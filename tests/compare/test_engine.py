@@ -63,15 +63,15 @@ class Bench:
         self._job.write_text(JOB)
         self.console = Console(record=True, width=200)
 
-    def run(self) -> Engine:
-        arms = find_arms(["none,fp16s"], self._job, (), None)
+    def run(self, words: str = "none,fp16s", seeds: tuple[int, ...] = (0, 1)) -> Engine:
+        arms = find_arms([words], self._job, (), None)
         experiment = Experiment(
             job=load_job(self._job).model_dump(mode="json"),
             overrides=(),
             imports=(),
             arms=tuple((arm.label, arm.settings) for arm, _ in arms.values()),
             bandwidths=(UNLIMITED,),
-            seeds=(0, 1),
+            seeds=seeds,
             multiples=self._multiples,
             speed_steps=50,
             link="token bucket",
@@ -103,6 +103,28 @@ def test_every_run_is_made_once_and_a_second_start_makes_none(tmp_path: Path):
     assert bench.run().complete
     assert len(bench.tries) == 4
     assert "4 of 4 runs are there already" in bench.console.export_text()
+
+
+@pytest.mark.usefixtures("trainer")
+def test_seeds_and_arms_that_are_added_make_only_the_runs_that_are_missing(tmp_path: Path):
+    bench = Bench(tmp_path)
+    bench.run()
+    assert bench.run("fp16s,int8", (0, 1, 2)).complete
+    assert len(bench.tries) == len(set(bench.tries)) == 4 + 4
+    assert {(run.arm, run.seed) for run in list(bench.runs.values())[4:]} == {
+        ("int8", 0), ("int8", 1), ("int8", 2), ("fp16s", 2)
+    }  # fmt: skip
+    assert "2 of 6 runs are there already" in bench.console.export_text()
+    assert bench.run().complete
+    assert len(bench.tries) == 8
+
+
+@pytest.mark.usefixtures("trainer")
+def test_rates_are_not_looked_for_again_when_seeds_are_added(tmp_path: Path):
+    bench = Bench(tmp_path, multiples=(1.0, 2.0))
+    bench.run()
+    bench.run(seeds=(0, 1, 2))
+    assert [run.kind for run in bench.runs.values()] == ["tune"] * 4 + ["quality"] * 12
 
 
 @pytest.mark.usefixtures("trainer")

@@ -60,11 +60,24 @@ def test_a_run_that_was_made_again_counts_by_its_last_line(tmp_path: Path):
 def test_a_folder_of_another_experiment_is_refused_with_the_difference(tmp_path: Path):
     with Folder(tmp_path, EXPERIMENT):
         pass
-    other = EXPERIMENT.model_copy(update={"seeds": (0, 1, 2), "job": {"train": {"batch_size": 512}}})
+    other = EXPERIMENT.model_copy(update={"speed_steps": None, "job": {"train": {"batch_size": 512}}})
     with pytest.raises(OtherExperiment) as caught, Folder(tmp_path, other):
         pass
-    assert "  seeds: [0, 1] there, [0, 1, 2] now" in str(caught.value)
+    assert "  speed_steps: 100 there, null now" in str(caught.value)
     assert "  job.train.batch_size: 256 there, 512 now" in str(caught.value)
+
+
+def test_a_folder_takes_more_and_fewer_seeds_and_keeps_the_settings_of_arms_that_it_had(tmp_path: Path):
+    run = RUNS_MADE[0]
+    more = EXPERIMENT.model_copy(update={"seeds": (0, 1, 2), "arms": (("none", ("compression=null",)),)})
+    for experiment in (EXPERIMENT, more, EXPERIMENT):
+        with Folder(tmp_path, experiment) as folder:
+            folder.add(run)
+    both = Experiment.model_validate_json((tmp_path / "experiment.json").read_text())
+    assert both == EXPERIMENT.model_copy(update={"seeds": (0, 1, 2)})
+    other = more.model_copy(update={"arms": (("int8", ("compression=auto",)), ("fp16s", ()))})
+    with pytest.raises(OtherExperiment, match=r'arms\.int8: \[\] there, \["compression=auto"\] now'):
+        Folder(tmp_path, other).__enter__()
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "experiment.json"])

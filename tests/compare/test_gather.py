@@ -51,3 +51,14 @@ def test_what_no_model_can_beat_is_the_mean_over_seeds_of_what_is_judged(tmp_pat
         for run in MADE
     ]
     assert results_of(tmp_path, *known).reachable == {"auc": pytest.approx(0.85)}
+
+
+def test_runs_that_were_not_asked_for_are_counted_and_in_no_figure(tmp_path: Path):
+    others = [MADE[0].model_copy(update={"seed": 7}), MADE[1].model_copy(update={"arm": "topk:0.01", "ok": False})]
+    asked, more = results_of(tmp_path, *MADE), results_of(tmp_path, *others, *MADE)
+    assert more.runs == asked.runs == MADE
+    assert set(more.notes) - set(asked.notes) == {
+        "The folder also holds runs of arms, seeds, links or rates that this report was not asked for (2); they are in "
+        "no figure."
+    }
+    assert (more.quality, more.speeds, more.verdicts) == (asked.quality, asked.speeds, asked.verdicts)

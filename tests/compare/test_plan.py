@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from embershard.compare.arms import find_arms
-from embershard.compare.plan import Experiment, Plan, Task
+from embershard.compare.plan import MOST_SEEDS, Experiment, Plan, Task
 from embershard.compare.results import UNLIMITED, Bandwidth, Run
 from embershard.worker.job import Job, load_job
 
@@ -145,7 +145,7 @@ def test_rates_are_tuned_with_a_seed_that_is_not_judged_and_groups_move_along(jo
     plan = plan_of(job, "none,int8", multiples=(0.5, 1.0, 2.0))
     tasks = plan.tuning()
     assert len(tasks) == 3 * 3
-    assert {task.seed for task in tasks} == {3}
+    assert {task.seed for task in tasks} == {MOST_SEEDS}
     doubled = job_of(job, next(task for task in tasks if task.multiple == 2.0))
     rates = [
         section.optimizer.model_dump()["lr"]
@@ -156,7 +156,7 @@ def test_rates_are_tuned_with_a_seed_that_is_not_judged_and_groups_move_along(jo
 
 def tuned(arm: str, multiple: float, decided: float | None) -> Run:
     return Run(
-        arm=arm, seed=3, bandwidth=UNLIMITED, kind="tune", multiple=multiple, ok=decided is not None, error="",
+        arm=arm, seed=MOST_SEEDS, bandwidth=UNLIMITED, kind="tune", multiple=multiple, ok=decided is not None, error="",
         attempts=1, words=(), folder="", began="", total_seconds=1.0, load_average=0.0,
         decided=decided,
     )  # fmt: skip
@@ -173,8 +173,26 @@ def test_an_arms_rate_is_that_of_its_best_tuning_run(job: Path):
 
 
 def test_a_difference_of_experiments_is_named_by_field(job: Path):
-    one, other = plan_of(job).experiment, plan_of(job, seeds=(0, 1)).experiment
+    one, other = plan_of(job).experiment, plan_of(job, speed_steps=60).experiment
     assert one.difference(one) == ""
-    assert one.difference(other) == "  seeds: [0, 1, 2] there, [0, 1] now"
+    assert one.difference(other) == "  speed_steps: 50 there, 60 now"
+    other = one.model_copy(update={"arms": (("none", ()), ("new", ()))})
+    assert one.difference(other) == '  arms.none: ["compression=null"] there, [] now'
     job.write_text(JOB.replace("dim: 4", "dim: 8"))
     assert one.difference(plan_of(job).experiment) == "  job.embedding.dim: 4 there, 8 now"
+
+
+def test_arms_seeds_and_bandwidths_alone_may_be_added(job: Path):
+    few = plan_of(job, "none,fp16s", seeds=(0, 1), bandwidths=("1gbit", UNLIMITED)).experiment
+    more = plan_of(job, "int8,none", seeds=(0, 1, 2), bandwidths=("100mbit", UNLIMITED)).experiment
+    assert few.difference(more) == more.difference(few) == ""
+    both = few.joined(more)
+    assert [label for label, _ in both.arms] == ["none", "fp16s", "int8"]
+    assert (both.seeds, both.bandwidths) == ((0, 1, 2), ("1gbit", "100mbit", UNLIMITED))
+    assert both.joined(few) == both.joined(more) == both
+
+
+def test_runs_of_more_seeds_and_arms_are_those_of_fewer_and_others(job: Path):
+    few = plan_of(job, "none,fp16s", seeds=(0, 1), multiples=(1.0, 2.0)).tasks({"fp16s": 2.0})
+    more = plan_of(job, "none,fp16s,int8", seeds=(0, 1, 2), multiples=(1.0, 2.0)).tasks({"fp16s": 2.0})
+    assert {task.key: task for task in few}.items() <= {task.key: task for task in more}.items()

@@ -19,7 +19,7 @@ from embershard.compare.arms import BadArm, find_arms
 from embershard.compare.engine import Engine
 from embershard.compare.folder import Folder
 from embershard.compare.namespace import Namespaces, check_namespaces
-from embershard.compare.plan import Experiment, Plan
+from embershard.compare.plan import MOST_SEEDS, Experiment, Plan
 from embershard.compare.progress import Show, name_of
 from embershard.compare.results import UNLIMITED, Bandwidth, write_results
 from embershard.compare.runs import SAID
@@ -54,7 +54,9 @@ def compare(
             "values (strategy=ddp,ps); may be repeated."
         ),
     ],
-    seeds: Annotated[int, typer.Option(help="Paired runs of each arm; fewer than 2 give no interval.", min=1)] = 5,
+    seeds: Annotated[
+        int, typer.Option(help="Paired runs of each arm; fewer than 2 give no interval.", min=1, max=MOST_SEEDS)
+    ] = 5,
     bandwidth: Annotated[
         str, typer.Option(help="Links between each worker and the shards; quality is measured without limit.")
     ] = UNLIMITED,
@@ -94,7 +96,8 @@ def compare(
 ) -> None:
     """Train a job in several arms with paired seeds, and report whether they paid.
 
-    Stopped and started again with the same words it goes on where it was. The exit code is 1 where runs failed.
+    Stopped and started again with the same words it goes on where it was; with more arms, seeds or bandwidths it makes
+    the runs that are missing. The exit code is 1 where runs failed.
     """
     links, multiples = _bandwidths(bandwidth), _multiples(tune)
     if margin is not None and not (0 < margin < math.inf):

@@ -33,8 +33,7 @@ class Engine:
     @property
     def complete(self) -> bool:
         """Whether nothing is left to run."""
-        tasks = [*self._plan.tuning(), *self._plan.judged()]
-        return not self._left([*tasks, *self._plan.tuned(self.chosen)])
+        return not self._left(self._plan.tasks(self.chosen))
 
     def run(self) -> None:
         """Make all runs that are not there, in order; each is on the disk before the next begins."""

@@ -1,5 +1,7 @@
 """The folder of a comparison: experiment.json says which one it is, runs.jsonl holds a line per run that was made.
 
+Arms, seeds and bandwidths may be added to it; experiment.json names all that it was ever asked for.
+
 A line is written whole and synced before the next run begins; where a file ends in half a line, that run is made again.
 The last line of a run counts. Nothing is ever deleted.
 """
@@ -27,7 +29,8 @@ class OtherExperiment(EmbershardError):
 
     template = (
         "the folder {folder} holds another comparison; these differ:\n{difference}\n"
-        "name another folder with --output, or give the same command again"
+        "name another folder with --output, or give the same command again: it may name more or fewer arms, seeds and "
+        "bandwidths, and nothing else may differ"
     )
 
 
@@ -44,7 +47,9 @@ class FolderInUse(EmbershardError):
 
 
 class Folder:
-    """Runs on disk, by their keys; a context manager that keeps other processes out.
+    """Runs on disk, by their keys, more than those of `experiment` if others were asked for before.
+
+    A context manager that keeps other processes out.
 
     Opening raises OtherExperiment, NotAComparison, FolderInUse or CannotWrite.
     """
@@ -98,6 +103,7 @@ class Folder:
     def _claim(self) -> None:
         path = self.path / EXPERIMENT
         beside = path.with_suffix(".json.tmp")
+        experiment = self._experiment
         if path.exists():
             try:
                 found = Experiment.model_validate_json(path.read_text(encoding="utf-8"))
@@ -106,11 +112,13 @@ class Folder:
             difference = found.difference(self._experiment)
             if difference:
                 raise OtherExperiment(folder=str(self.path), difference=difference)
-            return
-        if any(found != beside for found in self.path.iterdir()):
+            experiment = found.joined(experiment)
+            if experiment == found:
+                return
+        elif any(found != beside for found in self.path.iterdir()):
             raise NotAComparison(folder=str(self.path))
         with beside.open("w", encoding="utf-8") as file:
-            file.write(self._experiment.model_dump_json(indent=1) + "\n")
+            file.write(experiment.model_dump_json(indent=1) + "\n")
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)

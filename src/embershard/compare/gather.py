@@ -25,10 +25,11 @@ def gather(
     complete: bool,
     margin: float | None,
 ) -> Results:
-    """What the runs say; `margin` as of conclude."""
+    """What the runs of the plan say, of all that its folder holds; `margin` as of conclude."""
     experiment, base = plan.experiment, Job.model_validate(plan.experiment.job)
     arms = [arm for arm, _ in plan.arms.values()]
-    made = list(runs.values())
+    asked = {task.key for task in plan.tasks(chosen)}
+    made = [run for run in runs.values() if run.key in asked]
     judged, deciding = next((run.splits for run in made if run.ok), ("", ""))
     results = Results(
         name=f"{base.model.name} on {base.data.reader}",
@@ -59,7 +60,7 @@ def gather(
         volumes=(),
         break_even=(),
         verdicts=(),
-        notes=tuple(_notes(plan, made, judged, deciding)),
+        notes=(*_notes(plan, made, judged, deciding), *_left_out(len(runs) - len(made))),
         conditions=_conditions(made),
     )
     return conclude(results, margin)
@@ -113,6 +114,14 @@ def _notes(plan: Plan, runs: Sequence[Run], judged: str, deciding: str) -> Itera
         yield (
             f"{len(failed)} of {len(runs)} runs failed twice, and are in no figure. The first of them: "
             f"{name_of(failed[0])}; its log: `{failed[0].folder}/{SAID}`."
+        )
+
+
+def _left_out(count: int) -> Iterator[str]:
+    if count:
+        yield (
+            f"The folder also holds runs of arms, seeds, links or rates that this report was not asked for ({count}); "
+            "they are in no figure."
         )
 
 

@@ -9,34 +9,53 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
 from embershard.compare.results import UNLIMITED, Arm, Bandwidth, Kind, Record, Run, run_key
 from embershard.worker.job import Job
 
+MOST_SEEDS = 1000
 SKIPPED_SHARE = 0.25  # of a run's steps, its beginning: first rows, connections, compiled code, empty caches
 _ARM_LENGTH = 100  # of its part of a folder's name, which has up to 255 bytes
 
 
 class Experiment(Record):
-    """What makes a comparison the one that it is: with another value of any field its runs would be other ones."""
+    """What makes a comparison the one that it is.
+
+    Arms, bandwidths and seeds say which runs it has; with another value of any other field they would be other ones.
+    """
 
     job: Mapping[str, object]  # the base job, defaults filled in
     overrides: tuple[str, ...]
     imports: tuple[str, ...]
     arms: tuple[tuple[str, tuple[str, ...]], ...]  # (label, settings), the baseline first
-    bandwidths: tuple[str, ...]  # slowest first, `unlimited` last
+    bandwidths: tuple[str, ...]  # `unlimited` last
     seeds: tuple[int, ...]
     multiples: tuple[float, ...]  # of the learning rates
     speed_steps: int | None  # of a run on a limited link; None: whole
     link: Literal["token bucket", "network namespace"]
 
     def difference(self, other: Experiment) -> str:
-        """Which fields differ, a line each: this one's value, the other's."""
-        mine, theirs = (json.loads(one.model_dump_json()) for one in (self, other))
+        """Why runs of both cannot stand in one comparison: a line per field, with this one's value and the other's."""
+        common = dict(self.arms).keys() & dict(other.arms).keys()
+        mine, theirs = (one._of_all_runs(common) for one in (self, other))
         return "\n".join(f"  {name}: {_short(a)} there, {_short(b)} now" for name, a, b in _differences(mine, theirs))
+
+    def joined(self, other: Experiment) -> Experiment:
+        """One with the runs of both, between which there is no difference."""
+        update = {
+            "arms": tuple({**dict(self.arms), **dict(other.arms)}.items()),
+            "bandwidths": tuple(dict.fromkeys([*self.bandwidths[:-1], *other.bandwidths])),
+            "seeds": tuple(sorted({*self.seeds, *other.seeds})),
+        }
+        return self.model_copy(update=update)
+
+    def _of_all_runs(self, arms: Set[str]) -> dict[str, object]:
+        """Its fields, but for those that say which runs it has; of the arms the settings of these."""
+        fields: dict[str, object] = json.loads(self.model_dump_json(exclude={"bandwidths", "seeds"}))
+        return {**fields, "arms": {label: list(settings) for label, settings in self.arms if label in arms}}
 
 
 def _differences(one: object, other: object, name: str = "") -> Iterator[tuple[str, object, object]]:
@@ -95,8 +114,11 @@ class Plan:
 
     @property
     def tuning_seed(self) -> int:
-        """None of those that are judged: a rate chosen by their luck would look better than it is."""
-        return max(self.experiment.seeds) + 1
+        """None of those that are judged: a rate chosen by their luck would look better than it is.
+
+        It lies behind all that may be added, so that the rates need not be looked for again then.
+        """
+        return self.experiment.seeds[0] + MOST_SEEDS
 
     def tuning(self) -> list[Task]:
         """The runs that choose each arm's learning rate; none where it is fixed."""
@@ -128,13 +150,16 @@ class Plan:
             if chosen.get(arm, 1.0) != 1.0
         ]
 
+    def tasks(self, chosen: Mapping[str, float]) -> list[Task]:
+        """All runs, by the rates that were chosen."""
+        return [*self.tuning(), *self.judged(), *self.tuned(chosen)]
+
     def choose(self, runs: Sequence[Run], higher_is_better: bool) -> dict[str, float]:
         """Arm -> the multiple of its best tuning run, the nearest to 1 among equals; 1 where none ended well."""
         chosen = {}
         for arm in self.arms if len(self.experiment.multiples) > 1 else ():
-            found = [
-                run for run in runs if (run.kind, run.arm, run.ok) == ("tune", arm, True) and run.decided is not None
-            ]
+            key = ("tune", arm, self.tuning_seed, True)
+            found = [run for run in runs if (run.kind, run.arm, run.seed, run.ok) == key and run.decided is not None]
             sign = 1 if higher_is_better else -1
             best = max(found, key=lambda run: (sign * (run.decided or 0.0), -abs(run.multiple - 1)), default=None)
             chosen[arm] = 1.0 if best is None else best.multiple
