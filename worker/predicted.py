@@ -68,7 +68,7 @@ def predict_volumes(moved: Volumes, client: Client) -> dict[Part, float]:
             continue
         codec = directions[part.table].pull if part.direction == "pull" else directions[part.table].push
         if part.kind == "ids":
-            share = 1.0 if codec.is_plain else _packed_share(client.volume.samples.get(part, ()))
+            share = 1.0 if codec.is_plain else _packed_share(client.volume.packed(part))
             expected[part] = counted.raw * share
         elif codec.select == "powersgd":
             expected[part] = _factor_bytes(codec, counted, client, part.table)

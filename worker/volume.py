@@ -8,12 +8,13 @@ or gradients, of embedding tables; `dense`, those of dense weights; `other`: fra
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Literal, NamedTuple
 
 from embershard.proto.errors import EmbershardError
-from embershard.proto.messages import Declare, Ids, Pull, Push, Reply, Request, Rows
+from embershard.proto.messages import Array, Bytes, Declare, Ids, Pull, Push, Reply, Request, Rows
 from embershard.worker.carrier import Pending
 
 Direction = Literal["push", "pull", "other"]
@@ -21,6 +22,8 @@ Kind = Literal["ids", "rows", "dense", "other"]
 
 _ID_BYTES, _FLOAT_BYTES = 8, 4
 _SAMPLES = 16  # messages
+_CODED: tuple[Direction, ...] = ("pull", "push")
+_OTHER: Direction = "other"
 
 
 class Part(NamedTuple):
@@ -50,73 +53,111 @@ class Moved(NamedTuple):
 Volumes = Mapping[Part, Moved]
 
 
+class _Sum:
+    """Moved while it grows."""
+
+    __slots__ = ("messages", "raw", "wire")
+
+    def __init__(self) -> None:
+        self.wire = self.raw = self.messages = 0
+
+    def add(self, wire: int, raw: int) -> int:
+        """One message more; its bytes on the wire."""
+        self.wire += wire
+        self.raw += raw
+        self.messages += 1
+        return wire
+
+
+class _Table:
+    """The sums of one table, found once per message: a training step waits while it is counted."""
+
+    __slots__ = ("kind", "packed", "row_bytes", "sums")
+
+    def __init__(self) -> None:
+        self.kind: Kind = "rows"
+        self.row_bytes = 0  # of a plain row; 0 for a table that this client never declared
+        self.sums = {both: _Sum() for both in product(_CODED, ("ids", "values"))}
+        # the ids of the last messages that carried some packed: plain ones need no prediction, and would fill caches
+        self.packed: dict[Direction, deque[Ids]] = {way: deque(maxlen=_SAMPLES) for way in _CODED}
+
+    def add_ids(self, direction: Direction, ids: Ids, packed: Bytes | None, rows: int) -> int:
+        """Ids that travelled, and in which form, for so many rows; their bytes."""
+        if packed is not None and len(ids):
+            self.packed[direction].append(ids)
+        return self.sums[direction, "ids"].add((ids if packed is None else packed).nbytes, _ID_BYTES * rows)
+
+    def add_values(self, direction: Direction, values: Array, rows: int) -> int:
+        """Rows or gradients, whatever form they travelled in; their bytes."""
+        return self.sums[direction, "values"].add(values.nbytes, self.row_bytes * rows)
+
+    def parts(self, name: str) -> Iterator[tuple[Part, _Sum]]:
+        """Every sum with its name."""
+        for direction in _CODED:
+            yield Part(direction, "ids", name), self.sums[direction, "ids"]
+            yield Part(direction, self.kind, name), self.sums[direction, "values"]
+
+
 class Volume:
     """Counts the calls of one client; any thread may."""
 
     def __init__(self) -> None:
-        # the ids of the last messages that carried some packed: plain ones need no prediction, and would fill caches
-        self.samples: dict[Part, deque[Ids]] = {}
         self._lock = threading.Lock()
-        self._row_bytes: dict[str, int] = {}  # of declared tables
-        self._dense: set[str] = set()
-        self._parts: dict[Part, list[int]] = {}  # as Moved
+        self._tables: defaultdict[str, _Table] = defaultdict(_Table)
+        self._rest: defaultdict[Direction, _Sum] = defaultdict(_Sum)
 
     def count(self, request: Request, outcome: Reply | EmbershardError, pending: Pending) -> None:
         """A call that is over; one that failed, and may be made again, is left to `other`."""
         if isinstance(outcome, EmbershardError):
             return
-        found: list[tuple[Part, int, int]] = []
-        direction: Direction = "other"
-        if isinstance(request, Pull):
-            direction = "pull"
-            replies = outcome.tables if isinstance(outcome, Rows) else ()
-            for part, rows in zip(request.tables, replies, strict=False):
-                ids = part.ids if part.packed is None else part.packed
-                found.append((Part("pull", "ids", part.table), ids.nbytes, _ID_BYTES * len(part.ids)))
-                raw = self._row_bytes.get(part.table, 0) * len(part.ids)
-                found.append((Part("pull", self._kind(part.table), part.table), rows.nbytes, raw))
-                if part.packed is not None:
-                    self._keep(found[-2][0], part.ids)
-        elif isinstance(request, Push):
-            direction = "push"
-            tables = set()
-            for gradients in request.tables:
-                # a second part of a table is of rows that a codec held back: without it they had been sent before
-                count = 0 if gradients.table in tables else len(gradients.ids)
-                tables.add(gradients.table)
-                if not gradients.route:
-                    ids = gradients.ids if gradients.packed is None else gradients.packed
-                    found.append((Part("push", "ids", gradients.table), ids.nbytes, _ID_BYTES * count))
-                    if gradients.packed is not None:
-                        self._keep(found[-1][0], gradients.ids)
-                raw = self._row_bytes.get(gradients.table, 0) * count
-                part_of = Part("push", self._kind(gradients.table), gradients.table)
-                found.append((part_of, gradients.gradients.nbytes, raw))
-        elif isinstance(request, Declare):
-            self._row_bytes[request.spec.name] = _FLOAT_BYTES * request.spec.dim
-            if request.dense:
-                self._dense.add(request.spec.name)
-        rest = pending.num_bytes - sum(wire for _, wire, _ in found)
-        found.append((Part(direction, "other"), rest, rest))
+        direction, counted = _OTHER, 0
         with self._lock:
-            for key, wire, raw in found:
-                sums = self._parts.setdefault(key, [0, 0, 0])
-                sums[0] += wire
-                sums[1] += raw
-                sums[2] += 1
+            if isinstance(request, Pull):
+                direction, counted = "pull", self._pulled(request, outcome)
+            elif isinstance(request, Push):
+                direction, counted = "push", self._pushed(request)
+            elif isinstance(request, Declare):
+                table = self._tables[request.spec.name]
+                table.row_bytes = _FLOAT_BYTES * request.spec.dim
+                table.kind = "dense" if request.dense else table.kind
+            rest = pending.num_bytes - counted
+            self._rest[direction].add(rest, rest)
 
     def parts(self, num_bytes: int) -> dict[Part, Moved]:
         """All parts until now; `num_bytes` were counted on the sockets, and what no call accounts for is `other`."""
         with self._lock:
-            parts = {key: Moved(*sums) for key, sums in self._parts.items()}
+            sums = [found for name, table in self._tables.items() for found in table.parts(name)]
+            sums += [(Part(direction, "other"), rest) for direction, rest in self._rest.items()]
+            parts = {part: Moved(found.wire, found.raw, found.messages) for part, found in sums if found.messages}
         rest = num_bytes - sum(moved.wire for moved in parts.values())
         other = Part("other", "other")
         parts[other] = parts.get(other, Moved()).plus(Moved(rest, rest))
         return parts
 
-    def _keep(self, part: Part, ids: Ids) -> None:
-        if len(ids):
-            self.samples.setdefault(part, deque(maxlen=_SAMPLES)).append(ids)
+    def packed(self, part: Part) -> Sequence[Ids]:
+        """The ids of the last messages that carried some of this part packed."""
+        with self._lock:
+            table = self._tables.get(part.table)
+            return () if table is None else tuple(table.packed[part.direction])
 
-    def _kind(self, table: str) -> Kind:
-        return "dense" if table in self._dense else "rows"
+    def _pulled(self, request: Pull, outcome: Reply) -> int:
+        """Bytes of ids and rows."""
+        counted = 0
+        replies = outcome.tables if isinstance(outcome, Rows) else ()
+        for part, rows in zip(request.tables, replies, strict=False):
+            table, count = self._tables[part.table], len(part.ids)
+            counted += table.add_ids("pull", part.ids, part.packed, count) + table.add_values("pull", rows, count)
+        return counted
+
+    def _pushed(self, request: Push) -> int:
+        """Bytes of ids and gradients."""
+        counted, before = 0, set[str]()
+        for part in request.tables:
+            # a second part of a table is of rows that a codec held back: without it they had been sent before
+            count = 0 if part.table in before else len(part.ids)
+            before.add(part.table)
+            table = self._tables[part.table]
+            counted += table.add_values("push", part.gradients, count)
+            if not part.route:
+                counted += table.add_ids("push", part.ids, part.packed, count)
+        return counted
