@@ -16,6 +16,7 @@ from numba import types
 from embershard.proto.jit import called, compiled
 
 NUM_BUCKETS = 4096
+MAX_EVEN = 2**30  # ids that even_ids gives: 4 TiB of dense weights
 BUCKET_SHIFT = 52  # high bits: the hash cells of a shard already use the low ones
 
 Ids = npt.NDArray[np.int64]
@@ -42,7 +43,14 @@ def even_ids(count: int, space_key: int) -> Ids:
 
     A placement of contiguous shares, whatever its size, routes them in the order in which they are.
     """
-    z: Words = np.array([((2 * i + 1) << 63) // count for i in range(count)], np.uint64)
+    return even_ids_at(np.arange(count), count, space_key)
+
+
+def even_ids_at(places: Ids, count: int, space_key: int) -> Ids:
+    """even_ids(count, space_key)[places], places (U,) int64, of at most MAX_EVEN ids."""
+    # ((2 i + 1) << 63) // count, by a long division of halves that fit 64 bits
+    high = (2 * places.astype(np.uint64) + _1) << _U(31)
+    z: Words = (high // _U(count) << _U(32)) + (high % _U(count) << _U(32)) // _U(count)
     z = (z ^ (z >> _U(31)) ^ (z >> _U(62))) * _U(pow(int(_M2), -1, 2**64))
     z = (z ^ (z >> _U(27)) ^ (z >> _U(54))) * _U(pow(int(_M1), -1, 2**64))
     z = z ^ (z >> _U(30)) ^ (z >> _U(60)) ^ _U(space_key)

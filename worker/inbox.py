@@ -13,7 +13,7 @@ from embershard.proto.codec.choice import Codec
 from embershard.proto.errors import EmbershardError, NotAShard, WrongDim
 from embershard.proto.messages import DELTA, Array, Pull, Rows, TableIds
 from embershard.proto.routing import Route
-from embershard.worker.compression.compressor import Compressor, packed_ids
+from embershard.worker.compression.compressor import Compressor
 from embershard.worker.compression.deltas import Base, Deltas, apply_delta
 from embershard.worker.compression.settings import PLAIN
 from embershard.worker.links import Links, Outcome, naming
@@ -134,7 +134,8 @@ class Inbox:
                 base = bases[piece.part]
                 with span("encode"):
                     since = 0 if base is None else int(base.versions[shard])
-                    tables.append(TableIds(table, ids, number, str(codec), since, packed_ids(ids)))
+                    packed = self._compressor.packed_ids(table, ids)
+                    tables.append(TableIds(table, ids, number, str(codec), since, packed))
         return Pull(self._placement_epoch, tuple(tables), self._worker, self._epoch, after)
 
     def _receivers(self, codecs: Sequence[Codec], pieces: list[Piece], places: Sequence[Floats]) -> Arrays:

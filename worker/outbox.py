@@ -12,7 +12,7 @@ import numpy.typing as npt
 from embershard.proto.errors import EmbershardError, InvalidRequest, ShardRestarted, ShardUnavailable, UnknownRoute
 from embershard.proto.messages import Push, Pushed, PushToken, TableGradients
 from embershard.proto.routing import Route
-from embershard.worker.compression.compressor import Compressor, packed_ids, rate_of
+from embershard.worker.compression.compressor import Compressor, rate_of
 from embershard.worker.compression.compressor import LrScale as LrScale
 from embershard.worker.links import Outcome
 from embershard.worker.membership import Membership
@@ -140,7 +140,7 @@ class Outbox:
                     silent = silent or outcome  # it stays, to be sent again
                     continue
                 if isinstance(outcome, UnknownRoute):
-                    self._waiting[shard][0] = _with_ids(self._waiting[shard][0])
+                    self._waiting[shard][0] = self._with_ids(self._waiting[shard][0])
                     continue
                 push = self._waiting[shard].popleft()
                 self._settle(shard, push, outcome, gathers=gathers)
@@ -155,6 +155,16 @@ class Outbox:
         if refused is not None:
             raise refused
         return Pushed(duplicate, applied, skipped)
+
+    def _with_ids(self, push: Push) -> Push:
+        """The same push, with its ids in place of route numbers."""
+        tables = (
+            replace(part, route=0, packed=self._compressor.packed_ids(part.table, part.ids) if part.codec else None)
+            if part.route
+            else part
+            for part in push.tables
+        )
+        return replace(push, tables=tuple(tables))
 
     def _settle(self, shard: int, push: Push, outcome: Outcome, *, gathers: bool) -> None:
         """Give back what a shard will not apply, now that it has answered."""
@@ -202,12 +212,3 @@ def _may_be_unhandled(outcome: EmbershardError) -> bool:
 def _is_late(push: Push, outcome: EmbershardError, member: Membership | None) -> bool:
     """Whether a push is of a clock before its worker joined again, as another thread of it may do meanwhile."""
     return isinstance(outcome, InvalidRequest) and member is not None and push.clock < member.first
-
-
-def _with_ids(push: Push) -> Push:
-    """The same push, with its ids in place of route numbers."""
-    tables = (
-        replace(part, route=0, packed=packed_ids(part.ids) if part.codec else None) if part.route else part
-        for part in push.tables
-    )
-    return replace(push, tables=tuple(tables))

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,7 +37,6 @@ from embershard.proto.protobuf import head_bytes
 from embershard.proto.routing import make_route
 from embershard.proto.spec import TableSpec
 from embershard.proto.wire import frame_bytes
-from embershard.worker.compression.compressor import packed_ids
 from embershard.worker.compression.low_rank import predict_low_rank
 from embershard.worker.compression.schedule import WARMUP_DENSITIES, warmup_density
 from embershard.worker.compression.settings import Directions
@@ -68,7 +68,8 @@ def predict_volumes(moved: Volumes, client: Client) -> dict[Part, float]:
             continue
         codec = directions[part.table].pull if part.direction == "pull" else directions[part.table].push
         if part.kind == "ids":
-            share = 1.0 if codec.is_plain else _packed_share(client.volume.packed(part))
+            pack = partial(client.compressor.packed_ids, part.table)
+            share = 1.0 if codec.is_plain else _packed_share(client.volume.packed(part), pack)
             expected[part] = counted.raw * share
         elif codec.select == "powersgd":
             expected[part] = _factor_bytes(codec, counted, client, part.table)
@@ -117,12 +118,12 @@ def _factor_bytes(codec: Codec, counted: Moved, client: Client, table: str) -> f
     return whole * counted.raw / (_FLOAT_BYTES * spec.dim * len(layout.ids))
 
 
-def _packed_share(samples: Iterable[Ids]) -> float:
+def _packed_share(samples: Iterable[Ids], pack: Callable[[Ids], Bytes | None]) -> float:
     """What is left of ids that travel packed."""
     packed = raw = 0
     for ids in samples:
         raw += ids.nbytes
-        packed += ids.nbytes if (found := packed_ids(np.sort(ids))) is None else found.nbytes
+        packed += ids.nbytes if (found := pack(ids)) is None else found.nbytes
     return packed / raw if raw else 1.0
 
 

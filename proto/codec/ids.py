@@ -1,4 +1,4 @@
-"""Ascending ids as bytes: the first, and the gaps between them as integers."""
+"""Ids as bytes: of ascending ones the first, and the gaps between them as integers; of even ones their places."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import numpy as np
 from numba import types
 
 from embershard.proto.codec.integers import Bytes, Words, damaged, decode_integers, encode_integers, read_varint, varint
+from embershard.proto.codec.positions import decode_positions, encode_positions
 from embershard.proto.jit import compiled
 from embershard.proto.messages import Ids
+from embershard.proto.routing import MAX_EVEN, even_ids_at
 
 _U = np.uint64
 _1 = _U(1)
-_FIRST = np.dtype("<i8")
+_FIRST, _KEY = np.dtype("<i8"), np.dtype("<u8")
 
 
 def encode_ids(ids: Ids) -> Bytes:
@@ -24,10 +26,18 @@ def encode_ids(ids: Ids) -> Bytes:
     return np.concatenate([varint(ids.size), first, encode_integers(gaps)])
 
 
+def encode_even_ids(places: Ids, count: int, space_key: int) -> Bytes:
+    """even_ids(count, space_key)[places]: places (U,) int64, ascending. About a bit each, and 17 bytes of all."""
+    key = np.array([space_key], _KEY).view(np.uint8)
+    return np.concatenate([varint(0), varint(count), key, encode_positions(places, count)])
+
+
 def decode_ids(data: Bytes, max_ids: int) -> Ids:
-    """The ids of all of data, ascending, each once. Total: DamagedPayload otherwise, or where they are over max_ids."""
+    """The ids of all of data, each once. Total: DamagedPayload otherwise, or where they are over max_ids."""
     count, start = read_varint(data, max_ids, "the count of ids")
     data = data[start:]
+    if not count and data.size:
+        return _decode_even(data, max_ids)
     if not count:
         used = 0
         ids = np.empty(0, np.int64)
@@ -43,6 +53,18 @@ def decode_ids(data: Bytes, max_ids: int) -> Ids:
     if used != data.size:
         raise damaged(f"{data.size - used} bytes follow its {count} ids")
     return ids
+
+
+def _decode_even(data: Bytes, max_ids: int) -> Ids:
+    of, start = read_varint(data, MAX_EVEN, "the number that ids are of")
+    key, data = data[start : start + _KEY.itemsize], data[start + _KEY.itemsize :]
+    if key.size < _KEY.itemsize:
+        raise damaged("it ends in the key of its ids")
+    count, _ = read_varint(data, max_ids, "the count of ids")  # which bounds the memory
+    places, used = decode_positions(data, of)
+    if used != data.size:
+        raise damaged(f"{data.size - used} bytes follow its {count} ids")
+    return even_ids_at(places, of, int(key.copy().view(_KEY)[0]))
 
 
 @compiled(types.void(types.Array(types.int64, 1, "C", readonly=True), types.uint64[::1]))

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embershard.proto.codec.ids import decode_ids, encode_ids
+from embershard.proto.codec.ids import decode_ids, encode_even_ids, encode_ids
 from embershard.proto.codec_errors import DamagedPayload
+from embershard.proto.routing import even_ids
 
 LOW, HIGH = -(2**63), 2**63 - 1
 IDS = st.one_of(
@@ -49,6 +50,14 @@ def test_they_never_take_more_than_raw_ones_and_a_few_bytes(ids: set[int]) -> No
     assert encode_ids(ids_of(*sorted(ids))).size <= 8 * len(ids) + 3
 
 
+@given(st.integers(1, 200), st.integers(0, 2**64 - 1), st.data())
+def test_even_ids_are_read_back_in_their_order(count: int, key: int, draw: st.DataObject) -> None:
+    places = ids_of(*sorted(draw.draw(st.sets(st.integers(0, count - 1)))))
+    coded = encode_even_ids(places, count, key)
+    assert decode_ids(coded, len(places)).tolist() == even_ids(count, key)[places].tolist()
+    assert coded.size <= 17 + count // 7
+
+
 def test_dense_ids_take_bits_and_hashed_ones_less_than_8_bytes() -> None:
     rng = np.random.default_rng(0)
     dense = np.unique(rng.integers(0, 100_000, 50_000))
@@ -65,7 +74,10 @@ def test_dense_ids_take_bits_and_hashed_ones_less_than_8_bytes() -> None:
         ("ff ff ff ff ff ff ff ff ff 01", 9, "over 9"),
         ("01 00 00", 9, "ends in its first id"),
         ("02 00 00 00 00 00 00 00 00", 9, "ends where integers should begin"),
-        ("00 00", 9, "1 bytes follow its 0 ids"),
+        ("00 05 00", 9, "ends in the key of its ids"),
+        ("00 80 80 80 80 08 07 00 00 00 00 00 00 00 00 00", 9, "the number that ids are of is 2147483648, over"),
+        ("00 0a 07 00 00 00 00 00 00 00 0a 42", 9, "the count of ids is 10, over 9"),
+        ("00 05 07 00 00 00 00 00 00 00 01 00 01 00", 9, "1 bytes follow its 1 ids"),
         ("01 00 00 00 00 00 00 00 00 00 00", 9, "1 bytes follow its 1 ids"),
         ("02 ff ff ff ff ff ff ff 7f 40 00", 9, "leave the range of int64"),
         ("02 01 00 00 00 00 00 00 80 41 fe ff ff ff ff ff ff ff", 9, "leave the range of int64"),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from embershard.proto.codec.choice import MAX_RANK, Codec
-from embershard.proto.codec.ids import decode_ids, encode_ids
+from embershard.proto.codec.ids import decode_ids, encode_even_ids, encode_ids
 from embershard.proto.codec.integers import MAX_RICE, RAW, VARINT, decode_integers, encode_integers
 from embershard.proto.codec.low_rank import MAX_PIECES, Factors, encode_low_rank
 from embershard.proto.codec.payload import CUSTOM, MAX_AGE, decode, encode_elements, encode_rows
@@ -16,6 +16,7 @@ from embershard.proto.codec.predict import predict_bytes
 from embershard.proto.codec.select import random_positions
 from embershard.proto.codec.values import BUILTIN
 from embershard.proto.messages import MAX_MESSAGE_BYTES
+from embershard.proto.routing import even_ids
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "payloads.md").read_text()
 EXAMPLES = {name: bytes.fromhex(text) for name, text in re.findall(r"```hex ([\w -]+)\n(.*?)```", PAGE, re.DOTALL)}
@@ -33,7 +34,7 @@ def example(name: str) -> np.ndarray:
 
 
 def test_no_example_is_left_out() -> None:
-    assert len(EXAMPLES) == PAGE.count("```hex") == 14
+    assert len(EXAMPLES) == PAGE.count("```hex") == 15
 
 
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name.startswith("integers")])
@@ -47,6 +48,12 @@ def test_ids() -> None:
     name = "ids -3 5 6 1000"
     assert encode_ids(numbers(name)).tobytes() == EXAMPLES[name]
     assert np.array_equal(decode_ids(example(name), 4), numbers(name))
+
+
+def test_even_ids() -> None:
+    name = "even ids 0 2 3"
+    assert encode_even_ids(np.array([0, 2, 3]), 5, 7).tobytes() == EXAMPLES[name]
+    assert np.array_equal(decode_ids(example(name), 3), even_ids(5, 7)[[0, 2, 3]])
 
 
 def test_positions() -> None:

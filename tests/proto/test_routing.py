@@ -6,7 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.proto import reference
-from embershard.proto.routing import NUM_BUCKETS, Placement, Route, even_ids, make_route, make_routes, mix64
+from embershard.proto.routing import (
+    MAX_EVEN,
+    NUM_BUCKETS,
+    Placement,
+    Route,
+    even_ids,
+    even_ids_at,
+    make_route,
+    make_routes,
+    mix64,
+)
 
 INT64 = np.iinfo(np.int64)
 
@@ -121,6 +131,13 @@ def test_even_ids_are_routed_in_their_own_order_and_in_equal_shares(num_shards: 
     np.testing.assert_array_equal(route.index, np.arange(count))
     shares = np.diff(route.splits)
     assert shares.max() - shares.min() <= 2
+
+
+@given(st.integers(1, MAX_EVEN), st.integers(0, 2**64 - 1), st.data())
+def test_even_ids_have_the_hashes_that_exact_arithmetic_gives(count: int, key: int, draw: st.DataObject) -> None:
+    place = draw.draw(st.integers(0, count - 1))
+    (found,) = even_ids_at(np.array([place]), count, key)
+    assert int(mix64(np.uint64(int(found) % 2**64), np.uint64(key))) == ((2 * place + 1) << 63) // count
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 5, 4096])

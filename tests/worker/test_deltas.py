@@ -21,8 +21,10 @@ from embershard.ps.shard import Shard
 from embershard.worker.carriers.local import LocalCarrier
 from embershard.worker.client import Client
 from embershard.worker.compression.deltas import apply_delta
+from embershard.worker.compression.low_rank import Layout, Place
 from embershard.worker.compression.settings import Compression
 from embershard.worker.session import Session
+from embershard.worker.volume import Part
 
 DIM, ROWS = 64, 40
 SPEC = es.TableSpec(name="dense", dim=DIM, optimizer=es.SGD(lr=0.5), initializer=es.Normal())
@@ -104,6 +106,19 @@ def test_what_changed_comes_over_a_stream(stream_shard: str):
         assert rows.tobytes() == plain.tables[0].tobytes()
         assert (received < rows.nbytes) == (clock > 0)
     client.close()
+
+
+@pytest.mark.parametrize("pull", ["delta", "fp16s"])
+@pytest.mark.parametrize("some", [slice(None), slice(0, None, 3)], ids=["all blocks", "some"])
+def test_the_ids_of_blocks_take_a_bit_each(make_shards: Callable[..., list[Shard]], pull: str, some: slice):
+    client = client_of(make_shards(2), 0, pull)
+    ids = even_ids(ROWS, SPEC.space_key)
+    client.compressor.lay_out("dense", Layout(ids, [Place(0, (ROWS, DIM))]))
+    (whole,) = client.pull([("dense", make_route(ids, SPEC.space_key, client.placement))])
+    before = client.stats.volume[Part("pull", "ids", "dense")].wire
+    (rows,) = client.pull([("dense", make_route(ids[some].copy(), SPEC.space_key, client.placement))])
+    assert rows.tobytes() == whole[some].tobytes()
+    assert client.stats.volume[Part("pull", "ids", "dense")].wire - before <= 2 * 17 + 2 * ROWS / 8
 
 
 class Net(nn.Module):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from embershard.proto.codec.choice import Codec
-from embershard.proto.routing import ascending, make_route
+from embershard.proto.routing import ascending, even_ids, make_route
 from embershard.proto.spec import SGD, TableSpec
 from embershard.worker.client import Client
 from embershard.worker.compression.low_rank import Layout, Place
@@ -19,7 +19,7 @@ LAYERS = TableSpec(name="layers", dim=1024, optimizer=SGD(lr=1.0))
 STEPS = 6
 
 
-LAYOUT = Layout(np.arange(40), [Place(0, (160, 128)), Place(20, (100,)), Place(21, (64, 300))])
+LAYOUT = Layout(even_ids(40, LAYERS.space_key), [Place(0, (160, 128)), Place(20, (100,)), Place(21, (64, 300))])
 
 
 def moved_by(address: str, push: str, pull: str, dense_push: str | None = None) -> tuple[Client, Volumes, int]:

@@ -10,14 +10,13 @@ import numpy as np
 
 from embershard.proto.codec.choice import Codec
 from embershard.proto.codec.values import ValuesCodec, find_values
-from embershard.proto.messages import Floats, Ids, TableGradients
+from embershard.proto.messages import Bytes, Floats, Ids, TableGradients
 from embershard.proto.routing import Placement, Route, mix64
 from embershard.proto.spec import TableSpec
 from embershard.worker.compression.low_rank import Layout
 from embershard.worker.compression.residuals import Held
 from embershard.worker.compression.settings import PLAIN, Compression, Directions, check_momentum
 from embershard.worker.compression.table import TableWay
-from embershard.worker.compression.table import packed_ids as packed_ids
 from embershard.worker.spans import span
 
 LrScale = float | Mapping[str, float]  # of all tables, or of each by its name (1 for those that are not named)
@@ -72,7 +71,7 @@ class Compressor:
 
     def lay_out(self, table: str, layout: Layout) -> None:
         """Say what the blocks of a dense table are: some codecs ask for it."""
-        self._tables[table].layout = layout
+        self._tables[table].lay_out(layout)
 
     def layout(self, table: str) -> Layout:
         """What the blocks of a dense table are."""
@@ -113,6 +112,10 @@ class Compressor:
         """Whether its pushes travel as payloads."""
         way = self._tables.get(table)
         return way is not None and not way.directions.push.is_plain
+
+    def packed_ids(self, table: str, ids: Ids) -> Bytes | None:
+        """The bytes by which ids of a table travel where it is coded; None: as they are."""
+        return self._tables[table].packed_ids(ids)
 
     def begin(self, gradients: Sequence[tuple[str, Route, Floats]], lr_scale: LrScale) -> None:
         """A push of these gradients begins."""

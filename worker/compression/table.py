@@ -10,11 +10,11 @@ from typing import Any, cast
 import numpy as np
 
 from embershard.proto.codec.choice import Codec
-from embershard.proto.codec.ids import encode_ids
+from embershard.proto.codec.ids import encode_even_ids, encode_ids
 from embershard.proto.codec.payload import decode, encode_rows
 from embershard.proto.codec.values import ValuesCodec
 from embershard.proto.messages import PACKED, Bytes, Floats, Ids, TableGradients
-from embershard.proto.routing import Placement, Route, make_route
+from embershard.proto.routing import Placement, Route, even_ids, make_route
 from embershard.proto.spec import TableSpec
 from embershard.worker.compression.feedback import Feedback, How, Share
 from embershard.worker.compression.low_rank import Layout, LowRank
@@ -34,6 +34,7 @@ class TableWay:
         self.layout = Layout(np.empty(0, np.int64), ())  # of dense weights
         self.directions = Directions()
         self.pushes = 0  # goes into the keys of random numbers
+        self._even_order: Ids | None = None  # in which the layout's ids ascend, where they are even_ids
         self._placement, self._find = placement, find
         self._capacity: int | None = None  # rows held back for one shard
         self._settings = Compression()
@@ -47,6 +48,22 @@ class TableWay:
     def drains(self) -> bool:
         """Whether something is held that its codec will not send."""
         return bool(self._held) and not self.directions.push.has_feedback
+
+    def lay_out(self, layout: Layout) -> None:
+        """Take the blocks for these."""
+        self.layout = layout
+        is_even = np.array_equal(layout.ids, even_ids(len(layout.ids), self.spec.space_key))
+        self._even_order = np.argsort(layout.ids) if is_even and len(layout.ids) else None
+
+    def packed_ids(self, ids: Ids) -> Bytes | None:
+        """The bytes of ids that ascend, or are blocks in their order; None for others, and where nothing is gained."""
+        known, order = self.layout.ids, self._even_order
+        if order is None or len(ids) < 3:  # whose key, and number, take 16 bytes
+            return packed_ids(ids)
+        places = order[np.minimum(np.searchsorted(known, ids, sorter=order), len(known) - 1)]
+        if not ((places[1:] > places[:-1]).all() and np.array_equal(known[places], ids)):
+            return packed_ids(ids)
+        return encode_even_ids(places, len(known), self.spec.space_key)
 
     def use(self, directions: Directions, settings: Compression) -> None:
         """Travel so from here on; what a codec has held back is what the next one holds, or goes with the next push."""
@@ -195,7 +212,7 @@ class TableWay:
 
     def _packed(self, part: TableGradients, payload: Bytes) -> TableGradients:
         codec = self.directions.push
-        ids = None if part.route else packed_ids(part.ids)
+        ids = None if part.route else self.packed_ids(part.ids)
         return replace(part, gradients=payload, codec=codec.values if codec.is_custom else PACKED, packed=ids)
 
 
