@@ -1,6 +1,7 @@
-"""What delay does to an optimizer's learning rate: rows that row top-k keeps back, with and without their ages.
+"""What delay does to an optimizer's learning rate: rows that top-k keeps back, with and without their ages.
 
-The same gradients are pushed at every step, and by row top-k with a residual at 1 in 20 rows. The effective learning
+The same gradients are pushed at every step, and by top-k with a residual: 1 in 20 rows, or 1 in 20 elements, where the
+age of a row is the pushes since anything of it was sent. The effective learning
 rate is the slope of the delayed run's displacement on the other's: 1 is no change.
 """
 
@@ -81,20 +82,26 @@ def clicks(steps: int) -> Iterator[Step]:
         yield touched, gradients[touched].astype(np.float32)
 
 
-def delayed(steps: Iterator[Step]) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """(ids, rows, ages) of row top-k with a residual: the largest of the rows that a step touches."""
+def delayed(steps: Iterator[Step], elements: bool) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """(ids, rows, ages) of top-k with a residual: the largest of the rows that a step touches, or of their elements."""
     residual, ages = np.zeros((NUM_ROWS, DIM), np.float32), np.zeros(NUM_ROWS, np.float32)
     for ids, gradients in steps:
         residual[ids] += gradients
         ages[ids] += 1
-        sent = ids[
-            np.argsort(-np.linalg.norm(residual[ids], axis=1), kind="stable")[: max(1, round(len(ids) * DENSITY))]
-        ]
-        yield sent, residual[sent].copy(), ages[sent].copy()
-        residual[sent], ages[sent] = 0, 0
+        held = residual[ids]
+        sizes = np.abs(held) if elements else np.linalg.norm(held, axis=1, keepdims=True)
+        count = max(1, round(sizes.size * DENSITY))
+        mask = np.zeros(sizes.size, bool)
+        mask[np.argpartition(-sizes.ravel(), count - 1)[:count]] = True
+        mask = np.broadcast_to(mask.reshape(sizes.shape), held.shape)
+        touched = mask.any(axis=1)
+        sent = ids[touched]
+        yield sent, np.where(mask, held, 0)[touched], ages[sent]
+        residual[ids] = np.where(mask, 0, held)
+        ages[sent] = 0
 
 
-def effective_rate(name: str, steps: list[Step]) -> float:
+def effective_rate(name: str, steps: list[Step], elements: bool) -> float:
     """Slope of the delayed displacement on the other, over rows that were sent."""
     optimizer, told = OPTIMIZERS[name]
     registry = OptimizerRegistry()
@@ -103,7 +110,7 @@ def effective_rate(name: str, steps: list[Step]) -> float:
     full, late = (Table(table_spec, found, 1 << 26) for _ in range(2))
     for ids, gradients in steps:
         full.apply(ids, gradients)
-    for ids, gradients, ages in delayed(iter(steps)):
+    for ids, gradients, ages in delayed(iter(steps), elements):
         late.apply(ids, gradients, 1.0, ages if told else None)
     every = np.arange(NUM_ROWS)
     want, got = full.gather(every).astype(np.float64), late.gather(every).astype(np.float64)
@@ -116,11 +123,13 @@ def main() -> None:
     steps = parser.parse_args().steps
     streams = {f"signal {signal:g}": list(constant(signal, steps)) for signal in (0, 0.05, 0.1, 0.3, 1)}
     streams["clicks"] = list(clicks(steps))
-    print(f"{'':26}" + "".join(f"{stream:>13}" for stream in streams))
-    figures: dict[str, dict[str, float]] = {}
-    for name in OPTIMIZERS:
-        figures[name] = {stream: round(effective_rate(name, given), 3) for stream, given in streams.items()}
-        print(f"{name:26}" + "".join(f"{rate:13.2f}" for rate in figures[name].values()), flush=True)
+    figures: dict[str, dict[str, dict[str, float]]] = {}
+    for what in ("rows", "elements"):
+        print(f"{what:26}" + "".join(f"{stream:>13}" for stream in streams))
+        for name in OPTIMIZERS:
+            rates = {s: round(effective_rate(name, given, what == "elements"), 3) for s, given in streams.items()}
+            figures.setdefault(what, {})[name] = rates
+            print(f"{name:26}" + "".join(f"{rate:13.2f}" for rate in rates.values()), flush=True)
     print(json.dumps({"bench": "ages", "density": DENSITY, "steps": steps, "effective_learning_rate": figures}))
 
 

@@ -78,11 +78,12 @@ def predict_volumes(moved: Volumes, client: Client) -> dict[Part, float]:
             if codec.select == "delta":
                 changed = _changed_share(directions[part.table].push, spec, client.compressor.workers)
                 codec = Codec(select="topk", number=changed)  # its form: positions and float32 values
+            age = client.compressor.mean_age(part.table) if part.direction == "push" else None
             stages = _stages(codec, -(-counted.messages // client.num_shards), warmup_steps)
             rows = counted.raw / (_FLOAT_BYTES * spec.dim) / counted.messages
             fewer, share = math.floor(rows), rows % 1  # a message has whole rows
             expected[part] = counted.messages * sum(
-                weight * part_of_messages * _payload_bytes(stage, part.direction, count, spec.dim, find)
+                weight * part_of_messages * _payload_bytes(stage, part.direction, count, spec.dim, find, age)
                 for stage, weight in stages
                 for count, part_of_messages in ((fewer, 1 - share), (fewer + 1, share))
             )
@@ -98,10 +99,12 @@ def break_even(raw_bytes: float, sent_bytes: float, coding_seconds: float) -> fl
     return 8 * (raw_bytes - sent_bytes) / coding_seconds if coding_seconds > 0 else None
 
 
-def _payload_bytes(codec: Codec, direction: str, rows: int, dim: int, find: Callable[[str], ValuesCodec]) -> float:
+def _payload_bytes(
+    codec: Codec, direction: str, rows: int, dim: int, find: Callable[[str], ValuesCodec], age: float | None
+) -> float:
     if direction == "pull" and codec.select == "all":  # without the head of a push's payload
         return float(find(codec.values).nbytes(rows, dim))
-    return predict_bytes(codec, rows, dim, find)
+    return predict_bytes(codec, rows, dim, find, age=age)
 
 
 def _factor_bytes(codec: Codec, counted: Moved, client: Client, table: str) -> float:

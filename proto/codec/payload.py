@@ -23,7 +23,7 @@ from embershard.proto.messages import MAX_MESSAGE_BYTES, Bytes, Floats, Ids
 
 Find = Callable[[str], ValuesCodec]
 
-ALL_ROWS, SOME_ROWS, ELEMENTS = 0, 1, 2  # forms, beside LOW_RANK: the first byte
+ALL_ROWS, SOME_ROWS, ELEMENTS, AGED_ELEMENTS = 0, 1, 2, 4  # forms, beside LOW_RANK: the first byte
 CUSTOM = 255  # the second byte of a user-defined values codec, which the message names
 NO_AGES = 255  # in place of the kind of the ages' integers
 MAX_AGE = 2**24  # float32 counts exactly up to it
@@ -59,7 +59,7 @@ def encode_rows(
         if ages is None:
             parts.append(np.array([NO_AGES], np.uint8))
         else:
-            parts.append(encode_integers(np.minimum(ages, MAX_AGE).astype(np.uint64) - np.uint64(1)))
+            parts.append(_encode_ages(ages))
     head = np.array([SOME_ROWS if parts else ALL_ROWS, values.code], np.uint8)
     body = np.empty(values.nbytes(*rows.shape), np.uint8)
     values.encode(rows, body, key)
@@ -74,14 +74,24 @@ def encode_elements(
     key: int | None,
     *,
     drawn: int | None = None,
+    ages: Floats | None = None,
 ) -> Bytes:
     """values: (K,) float32 at `positions` (K,) int64 ascending in the flattened rows of `shape` (U, dim).
 
-    drawn: the key with which random_positions gave just these positions; it then travels in their place.
+    drawn: the key with which random_positions gave just these positions; it then travels in their place. ages: (U,)
+    whole numbers from 1, of all rows; those travel of which there are elements.
     """
-    head = np.array([ELEMENTS, values_codec.code], np.uint8)
-    at = encode_positions(positions, shape[0] * shape[1]) if drawn is None else encode_drawn(positions.size, drawn)
-    return np.concatenate([head, at, encode_flat(values, values_codec, key)])
+    form, parts = (
+        ELEMENTS,
+        [encode_positions(positions, shape[0] * shape[1]) if drawn is None else encode_drawn(positions.size, drawn)],
+    )
+    if ages is not None:
+        told = ages[_rows_of(positions, *shape)]
+        if (told > 1).any():
+            form = AGED_ELEMENTS
+            parts.append(_encode_ages(told))
+    head = np.array([form, values_codec.code], np.uint8)
+    return np.concatenate([head, *parts, encode_flat(values, values_codec, key)])
 
 
 def decode(payload: Bytes, num_ids: int, dim: int, find: Find = find_values, name: str = "") -> Decoded:
@@ -99,8 +109,8 @@ def decode(payload: Bytes, num_ids: int, dim: int, find: Find = find_values, nam
         return Decoded(None, _read_rows(body, values, num_ids, dim), None)
     if form == SOME_ROWS:
         return _read_some_rows(body, values, num_ids, dim)
-    if form == ELEMENTS:
-        return _as_rows(*_read_elements(body, values, num_ids * dim), num_ids, dim)
+    if form in (ELEMENTS, AGED_ELEMENTS):
+        return _read_element_rows(body, values, num_ids, dim, aged=form == AGED_ELEMENTS)
     if form == LOW_RANK:
         return Decoded(None, decode_low_rank(body, values, num_ids, dim), None)
     raise damaged(f"form {form}, which nobody writes")
@@ -111,7 +121,8 @@ def decode_elements(payload: Bytes, num_ids: int, dim: int) -> tuple[Ids, Floats
     form, values = _head(payload, find_values, "")
     if form != ELEMENTS:
         raise damaged(f"form {form} where elements should be")
-    return _read_elements(payload[2:], values, num_ids * dim)
+    positions, data = _read_element_positions(payload[2:], values, num_ids * dim)
+    return positions, _read_floats(data, values, positions.size)
 
 
 def _head(payload: Bytes, find: Find, name: str) -> tuple[int, ValuesCodec]:
@@ -135,36 +146,57 @@ def _read_rows(data: Bytes, values: ValuesCodec, num_rows: int, dim: int) -> Flo
 
 def _read_some_rows(data: Bytes, values: ValuesCodec, num_ids: int, dim: int) -> Decoded:
     positions, used = decode_positions(data, num_ids)
-    data, ages = data[used:], None
-    if not data.size:
-        raise damaged("it ends where ages should begin")
-    if data[0] == NO_AGES:
-        used = 1
-    else:
-        more, used = decode_integers(data, positions.size)
-        if more.size and more.max() >= MAX_AGE:
-            raise damaged(f"a row of age {int(more.max()) + 1}, over {MAX_AGE}")
-        ages = (more + np.uint64(1)).astype(np.float32)
-    return Decoded(positions, _read_rows(data[used:], values, positions.size, dim), ages)
+    ages, data = _read_ages(data[used:], positions.size)
+    return Decoded(positions, _read_rows(data, values, positions.size, dim), ages)
 
 
-def _read_elements(data: Bytes, values: ValuesCodec, num_elements: int) -> tuple[Ids, Floats]:
+def _read_element_rows(data: Bytes, values: ValuesCodec, num_ids: int, dim: int, *, aged: bool) -> Decoded:
+    """The rows that have at least one element."""
+    positions, data = _read_element_positions(data, values, num_ids * dim)
+    touched, ages = _rows_of(positions, num_ids, dim), None
+    if aged:
+        ages, data = _read_ages(data, touched.size)
+    floats = _read_floats(data, values, positions.size)
+    rows = np.zeros((touched.size, dim), np.float32)
+    _scatter(positions, floats, rows)
+    return Decoded(touched, rows, ages)
+
+
+def _read_element_positions(data: Bytes, values: ValuesCodec, num_elements: int) -> tuple[Ids, Bytes]:
+    """The positions, and the bytes after them."""
     count, _ = read_varint(data, num_elements, "the count of elements")
     if data.size < flat_nbytes(count, values):  # before memory is taken
         raise damaged(f"{data.size} bytes for {count} elements by {values.name}")
     positions, used = decode_positions(data, num_elements)
+    return positions, data[used:]
+
+
+def _read_floats(data: Bytes, values: ValuesCodec, count: int) -> Floats:
     floats = np.empty(count, np.float32)
-    decode_flat(data[used:], values, floats)
-    return positions, floats
+    decode_flat(data, values, floats)
+    return floats
 
 
-def _as_rows(positions: Ids, floats: Floats, num_ids: int, dim: int) -> Decoded:
-    """The rows that have at least one element."""
+def _encode_ages(ages: Floats) -> Bytes:
+    return encode_integers(np.minimum(ages, MAX_AGE).astype(np.uint64) - np.uint64(1))
+
+
+def _read_ages(data: Bytes, count: int) -> tuple[Floats | None, Bytes]:
+    """The ages of `count` rows, None where all are 1, and the bytes after them."""
+    if not data.size:
+        raise damaged("it ends where ages should begin")
+    if data[0] == NO_AGES:
+        return None, data[1:]
+    more, used = decode_integers(data, count)
+    if more.size and more.max() >= MAX_AGE:
+        raise damaged(f"a row of age {int(more.max()) + 1}, over {MAX_AGE}")
+    return (more + np.uint64(1)).astype(np.float32), data[used:]
+
+
+def _rows_of(positions: Ids, num_ids: int, dim: int) -> Ids:
+    """The rows in which elements lie, each once."""
     touched = np.empty(min(positions.size, num_ids), np.int64)
-    num_rows = _touched_rows(positions, dim, touched)
-    rows = np.zeros((num_rows, dim), np.float32)
-    _scatter(positions, floats, rows)
-    return Decoded(touched[:num_rows], rows, None)
+    return touched[: _touched_rows(positions, dim, touched)]
 
 
 _IDS = types.Array(types.int64, 1, "C", readonly=True)

@@ -15,12 +15,20 @@ _HEAD = 2  # form and values codec
 _KEY = 8
 
 
-def predict_bytes(codec: Codec, num_ids: int, dim: int, find: Callable[[str], ValuesCodec] = find_values) -> float:
+def predict_bytes(
+    codec: Codec,
+    num_ids: int,
+    dim: int,
+    find: Callable[[str], ValuesCodec] = find_values,
+    *,
+    age: float | None = None,
+) -> float:
     """Expected bytes of what is sent for num_ids rows of this dim, without their ids and what is around a message.
 
-    Exact where all rows travel, and for randomk; the positions of topk, dgc and rows are taken to be random, and the
-    age of a row to be 1 / ratio on average, as after a few steps. delta: as if every row had changed. ValueError for
-    powersgd, whose bytes depend on the shapes of the parameters.
+    Exact where all rows travel, and for randomk; the positions of topk, dgc and rows are taken to be random. age: the
+    mean of the rows that are sent; where it is not known, 1 / ratio for rows, as after a few steps, and none for
+    elements. delta: as if every row had changed. ValueError for powersgd, whose bytes depend on the shapes of the
+    parameters.
     """
     if codec.is_plain or codec.select == "delta":
         return 4.0 * num_ids * dim
@@ -31,18 +39,25 @@ def predict_bytes(codec: Codec, num_ids: int, dim: int, find: Callable[[str], Va
         raise ValueError(f"codec {str(codec)!r}: its bytes depend on the shapes of the parameters")
     if codec.select == "rows":
         count = count_of(codec.number, num_ids)
-        ages = 1 + (_gap_bytes(count, count / num_ids) if count < num_ids else 0)
-        return _HEAD + _position_bytes(count, num_ids) + ages + values.nbytes(count, dim)
+        if age is None:
+            age = num_ids / count if count else 1.0
+        return _HEAD + _position_bytes(count, num_ids) + (_age_bytes(count, age) or 1) + values.nbytes(count, dim)
     count = count_of(codec.number, num_ids * dim)
-    if codec.select == "randomk":
-        return _HEAD + _varint_bytes(count) + 1 + _KEY + flat_nbytes(count, values)
-    return _HEAD + _position_bytes(count, num_ids * dim) + flat_nbytes(count, values)
+    drawn = codec.select == "randomk"
+    positions = _varint_bytes(count) + 1 + _KEY if drawn else _position_bytes(count, num_ids * dim)
+    touched = num_ids * (1 - math.pow(1 - count / (num_ids * dim), dim)) if count else 0.0
+    return _HEAD + positions + _age_bytes(round(touched), age or 1.0) + flat_nbytes(count, values)
 
 
 def _position_bytes(count: int, limit: int) -> float:
     """Of `count` positions drawn at random from `limit`."""
     head = _varint_bytes(count) + 1
     return head if count in (0, limit) else head + _gap_bytes(count, count / limit)
+
+
+def _age_bytes(rows: int, age: float) -> float:
+    """Of the ages of rows, whose mean is `age`; none where all are 1."""
+    return 1 + _gap_bytes(rows, 1 / age) if age > 1 else 0.0
 
 
 def _gap_bytes(count: int, density: float) -> float:

@@ -55,7 +55,9 @@ def valid_payload(rng: random.Random, num_ids: int, dim: int) -> np.ndarray:
     if form == 2:
         at = some_of(rng, num_ids * dim)
         drawn = rng.getrandbits(64) if rng.random() < 0.2 else None
-        return encode_elements(at, floats(rng, at.size), (num_ids, dim), values, key, drawn=drawn)
+        ages = np.array([rng.choice([1, 2, 30, MAX_AGE]) for _ in range(num_ids)], np.float32)
+        told = ages if rng.random() < 0.5 else None
+        return encode_elements(at, floats(rng, at.size), (num_ids, dim), values, key, drawn=drawn, ages=told)
     return low_rank(rng, num_ids * dim)
 
 
@@ -80,7 +82,7 @@ def mutated(rng: random.Random, valid: np.ndarray) -> np.ndarray:
 
 
 def random_bytes(rng: random.Random, _: int = 0) -> np.ndarray:
-    head = bytes([rng.randrange(5), rng.choice([0, 1, 2, 3, 4, 255])])
+    head = bytes([rng.randrange(6), rng.choice([0, 1, 2, 3, 4, 255])])
     return np.frombuffer(head[: rng.randint(0, 2)] + rng.randbytes(rng.randint(0, 60)), np.uint8)
 
 
@@ -93,9 +95,9 @@ def everything(rng: random.Random, num_elements: int) -> np.ndarray:
 
 
 def aged(rng: random.Random, num_elements: int) -> np.ndarray:
-    """Few bytes for many rows of dim 1: a bit for each position, each age and each value."""
+    """Few bytes for many rows of dim 1, or their elements: a bit for each position, each age and each value."""
     bits, at = BUILTIN["onebit"], np.flatnonzero(np.arange(num_elements) != rng.randrange(num_elements))
-    head, ages = np.array([1, bits.code], np.uint8), encode_integers(np.zeros(at.size, np.uint64))
+    head, ages = np.array([rng.choice([1, 4]), bits.code], np.uint8), encode_integers(np.zeros(at.size, np.uint64))
     values = np.zeros(bits.nbytes(at.size, 1), np.uint8)
     return np.concatenate([head, encode_positions(at, num_elements), ages, values])
 

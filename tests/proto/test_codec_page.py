@@ -34,7 +34,7 @@ def example(name: str) -> np.ndarray:
 
 
 def test_no_example_is_left_out() -> None:
-    assert len(EXAMPLES) == PAGE.count("```hex") == 15
+    assert len(EXAMPLES) == PAGE.count("```hex") == 16
 
 
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name.startswith("integers")])
@@ -84,6 +84,9 @@ def test_elements() -> None:
     assert drawn.tolist() == [0, 7, 10]
     coded = encode_elements(np.array([3, 4, 11]), FLOATS, (6, 2), BF16, None)
     assert coded.tobytes() == EXAMPLES["elements"]
+    ages = np.array([1, 4, 9, 9, 9, 2], np.float32)
+    coded = encode_elements(np.array([3, 4, 11]), FLOATS, (6, 2), BF16, None, ages=ages)
+    assert coded.tobytes() == EXAMPLES["aged elements"]
     coded = encode_elements(drawn, FLOATS, (6, 2), BF16, None, drawn=7)
     assert coded.tobytes() == EXAMPLES["drawn elements"]
 

@@ -117,6 +117,10 @@ class Compressor:
         """The bytes by which ids of a table travel where it is coded; None: as they are."""
         return self._tables[table].packed_ids(ids)
 
+    def mean_age(self, table: str) -> float | None:
+        """Of a table's rows that were sent with their ages."""
+        return self._tables[table].mean_age
+
     def begin(self, gradients: Sequence[tuple[str, Route, Floats]], lr_scale: LrScale) -> None:
         """A push of these gradients begins."""
         self.beside = []

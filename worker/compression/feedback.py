@@ -44,6 +44,7 @@ class How(NamedTuple):
     key: int  # of random numbers
     momentum: float = 0.0  # of dgc
     low_rank: LowRank | None = None  # of powersgd: the factors of the whole push
+    ages: bool = True  # whether elements travel with the ages of their rows
 
 
 class Packed(NamedTuple):
@@ -61,6 +62,7 @@ class Feedback:
         self._threshold = Threshold()
         self._memory = [np.empty((0, dim), np.float32), np.empty((0, dim), np.float32)]
         self._rate = 0.0  # of the last push that took or held something
+        self.sent_rows, self.sent_ages = 0, 0.0  # the sum of their ages
 
     def takes(self, rate: float) -> bool:
         """Whether a push that counts by this rate may hold something back; else it is to be sent whole."""
@@ -83,11 +85,14 @@ class Feedback:
             momenta *= np.float32(how.momentum)
             momenta += share.rows
             rows += momenta
+        waited = float(ages.sum())
         if how.low_rank is None:
             payload = self._send(rows, ages, how, momenta)
         else:
             payload = how.low_rank.payload(share.ids, how.values, how.key)
             _take_out(payload, rows, ages, how)
+        self.sent_rows += len(ages) - int(np.count_nonzero(ages))
+        self.sent_ages += waited - float(ages.sum())
         return Packed(payload, self._hold(share, slots, rows, ages, momenta))
 
     def corrected(self, share: Share) -> Floats:
@@ -135,7 +140,8 @@ class Feedback:
         # another key than that of the values, whose rounding is not to go by where they lie
         drawn = (how.key + 1) % 2**64 if how.codec.select == "randomk" else None
         at = self._threshold.select(flat, count) if drawn is None else random_positions(flat.size, count, drawn)
-        payload = encode_elements(at, flat[at], rows.shape, how.values, how.key, drawn=drawn)
+        told = ages if how.ages else None
+        payload = encode_elements(at, flat[at], rows.shape, how.values, how.key, drawn=drawn, ages=told)
         if how.values.name == "none":
             flat[at] = 0
             ages[at // rows.shape[1]] = 0

@@ -93,6 +93,11 @@ def check_momentum(spec: TableSpec, push: Codec, momentum: float) -> None:
         )
 
 
+def heeds_ages(spec: TableSpec) -> bool:
+    """Whether a table's optimizer takes a row of several pushes for something else than one large gradient."""
+    return spec.optimizer.name != "sgd" or spec.optimizer.params().get("weight_decay", 0.0) > 0
+
+
 def _read(given: Mapping[str, str | Codec], otherwise: Directions) -> Directions:
     push, pull = given.get("push", otherwise.push), given.get("pull", otherwise.pull)
     return Directions(codec_of(push), codec_of(pull))

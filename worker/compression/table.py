@@ -20,7 +20,7 @@ from embershard.worker.compression.feedback import Feedback, How, Share
 from embershard.worker.compression.low_rank import Layout, LowRank
 from embershard.worker.compression.residuals import Held, Residuals, nothing_held
 from embershard.worker.compression.schedule import warmup_density
-from embershard.worker.compression.settings import Compression, Directions
+from embershard.worker.compression.settings import Compression, Directions, heeds_ages
 
 Find = Callable[[str], ValuesCodec]
 
@@ -64,6 +64,14 @@ class TableWay:
         if not ((places[1:] > places[:-1]).all() and np.array_equal(known[places], ids)):
             return packed_ids(ids)
         return encode_even_ids(places, len(known), self.spec.space_key)
+
+    @property
+    def mean_age(self) -> float | None:
+        """Of the rows that were sent with theirs; None where none were."""
+        rows = sum(feedback.sent_rows for feedback in self._held.values())
+        if not rows or not (heeds_ages(self.spec) or self.directions.push.select == "rows"):
+            return None
+        return sum(feedback.sent_ages for feedback in self._held.values()) / rows
 
     def use(self, directions: Directions, settings: Compression) -> None:
         """Travel so from here on; what a codec has held back is what the next one holds, or goes with the next push."""
@@ -193,9 +201,9 @@ class TableWay:
 
     def _how(self, codec: Codec, values: ValuesCodec, key: int) -> How:
         if codec.select != "dgc":
-            return How(codec, values, codec.number, key, low_rank=self._low_rank)
+            return How(codec, values, codec.number, key, low_rank=self._low_rank, ages=heeds_ages(self.spec))
         density = warmup_density(codec.number, self._warm - 1, self._settings.warmup_steps)
-        return How(codec, values, density, key, self._settings.momentum)
+        return How(codec, values, density, key, self._settings.momentum, ages=heeds_ages(self.spec))
 
     def _clipping(self, rows: Floats, workers: int) -> float:
         """The factor by which dgc bounds the norm of one worker's gradient (Lin et al. 2018, section 3.2)."""
