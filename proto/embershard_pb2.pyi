@@ -299,7 +299,7 @@ class ShardStatus(_message.Message):
     def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., pulled_rows: _Optional[int] = ..., pushed_rows: _Optional[int] = ..., duplicate_pushes: _Optional[int] = ..., skipped_rows: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., clock: _Optional[int] = ..., staleness: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., staleness_seen: _Optional[_Iterable[int]] = ..., expired_leases: _Optional[int] = ..., meeting: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("worker", "epoch", "clock", "staleness", "workers", "lease_ms", "damp")
+    __slots__ = ("worker", "epoch", "clock", "staleness", "workers", "lease_ms", "damp", "run")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -307,6 +307,7 @@ class JoinRequest(_message.Message):
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     DAMP_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     worker: int
     epoch: int
     clock: int
@@ -314,7 +315,8 @@ class JoinRequest(_message.Message):
     workers: int
     lease_ms: int
     damp: bool
-    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., staleness: _Optional[int] = ..., workers: _Optional[int] = ..., lease_ms: _Optional[int] = ..., damp: _Optional[bool] = ...) -> None: ...
+    run: int
+    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., staleness: _Optional[int] = ..., workers: _Optional[int] = ..., lease_ms: _Optional[int] = ..., damp: _Optional[bool] = ..., run: _Optional[int] = ...) -> None: ...
 
 class Joined(_message.Message):
     __slots__ = ("member", "clock", "started", "members")

@@ -171,7 +171,7 @@ class StaleWorker(EmbershardError):
     status = Status.ABORTED
     template = (
         "worker {worker} (epoch {got}) was replaced by a newer one (epoch {want}); "
-        "two processes run with the same worker number"
+        "its job was started again, or two processes run with the same worker number"
     )
 
 
@@ -193,6 +193,17 @@ class LeaseLost(EmbershardError):
     template = (
         "worker {worker} is no member any more: it was not heard of within its lease of {lease_ms} ms, and the others "
         "went on without it; what it computed since then is not applied"
+    )
+
+
+class RunOver(EmbershardError):
+    """A worker of an earlier run than the one that the shard serves, which cannot take part in it."""
+
+    status = Status.ABORTED
+    template = (
+        "worker {worker} belongs to run {got}, which is over: run {want} has begun on these shards; end what is left "
+        "of the earlier one. `embershard train` numbers its runs by the time of their start: if this one is the later, "
+        "correct the clock of the machine that started it"
     )
 
 

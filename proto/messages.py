@@ -195,6 +195,7 @@ class Join:
 
     `staleness` 0: the gradients of a clock are gathered and applied once; k: a bound; -1: none. With `damp` a push's
     learning rate is divided by the updates that its rows had missed. Nothing is closed before `workers` have joined.
+    A higher `run` than any before ends the run that goes on here; 0 takes part in that one.
     """
 
     worker: int
@@ -204,6 +205,7 @@ class Join:
     workers: int
     lease_ms: int
     damp: bool = False
+    run: int = 0
 
 
 @dataclass(frozen=True, slots=True)

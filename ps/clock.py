@@ -19,6 +19,7 @@ from embershard.proto.errors import (
     InvalidRequest,
     LeaseLost,
     ModeMismatch,
+    RunOver,
     ShardBusy,
     StaleWorker,
 )
@@ -29,6 +30,7 @@ from embershard.ps.tables import Part
 
 SEEN = 32  # places of the histogram of staleness; the last one: so much or more
 MAX_CLOCK = 2**62
+MAX_RUN = 2**63 - 1
 MAX_LEASE_MS = 40 * 24 * 3600 * 1000  # about what 32 bits hold
 # Gradients that wait for the other workers' of their clock. A worker sends a clock's as it computes them, so this many
 # are there when a clock closes: about those of 16 workers with the largest messages.
@@ -46,8 +48,9 @@ class Member:
     clock: int  # the next that it will push
     lease_ms: int
     heard: float  # when a request of it arrived last
+    run: int  # that it takes part in
     resting: bool = False
-    lost: bool = False  # its lease ran out
+    lost: bool = False  # its lease ran out, or a later run began
 
     @property
     def sender(self) -> Sender:
@@ -91,6 +94,7 @@ class Clock:
         self.expired = 0
         self.updates = Updates()
         self.job = 0  # counts the jobs that this shard has served
+        self.run = 0  # the highest that was named
         self.moves = 0  # grows with whatever may let a request be answered that had to wait
         self.now = -math.inf
         # when anything of a worker's incarnation arrived last, a part of a request included
@@ -99,7 +103,7 @@ class Clock:
         self._gone: dict[int, Member] = {}  # who take part no more
         self._epochs: dict[int, int] = {}  # the newest of each worker that ever joined
         self._joined: set[int] = set()
-        self._workers = 1  # that are expected
+        self.workers = 1  # that are expected
         self._began = 0.0
         self._next_end = math.inf  # no lease ends before
 
@@ -108,28 +112,30 @@ class Clock:
         _check_join(request)
         worker, epoch = request.worker, request.epoch
         self.fence(worker, epoch)
-        self._check_mode(request)
+        self._enter_run(request)
+        _check_mode(request, self)
         self._epochs[worker] = epoch
         member, gone = self.members.get(worker), self._gone.get(worker)
-        if gone is not None and gone.epoch != epoch:
+        if gone is not None and (gone.epoch, gone.run) != (epoch, self.run):
             gone = None
         if member is not None and member.epoch != epoch:
             self._remove(member)
             self._close()
             member = None
-        if not self.members and not (gone and gone.lost and self._mode() == (request.staleness, request.damp)):
+        comes_back = gone and gone.lost and (self.staleness, self.damp) == (request.staleness, request.damp)
+        if not self.members and not comes_back:
             self._begin(request, now)
         # a clock that it has pushed before it was gone is not pushed a second time
         first = max(self.open, gone.clock) if gone else self.open
         if request.clock < first:
             return Joined(False, first, self.started, self._workers_here())
         if member is None:
-            member = self.members[worker] = Member(worker, epoch, request.clock, request.lease_ms, now)
+            member = self.members[worker] = Member(worker, epoch, request.clock, request.lease_ms, now, self.run)
         member.clock, member.heard = max(member.clock, request.clock), max(member.heard, now)
         member.lease_ms, member.resting = request.lease_ms, False
         self._gone.pop(worker, None)
         self._joined.add(worker)
-        self.started = self.started or len(self._joined) >= self._workers
+        self.started = self.started or len(self._joined) >= self.workers
         self._next_end = min(self._next_end, member.end)
         self.moves += 1
         self._close()
@@ -244,7 +250,7 @@ class Clock:
         names = [str(member.worker) for member in waited]
         seconds = max((self.now - member.heard for member in waited), default=0.0)
         if self.members and not self.started:
-            names += [f"{worker} (not here yet)" for worker in range(self._workers) if worker not in self._joined]
+            names += [f"{worker} (not here yet)" for worker in range(self.workers) if worker not in self._joined]
             seconds = max(seconds, self.now - self._began)
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         workers = (", ".join(names[:_NAMED]) or "(none has joined)") + more
@@ -260,9 +266,8 @@ class Clock:
                 member.heard = max(member.heard, self.last_sign(member.worker, member.epoch))
             if member.end >= self.now:
                 continue
-            member.lost = True
             self.expired += 1
-            self._remove(member)
+            self._remove(member, lost=True)
         self._next_end = min((member.end for member in self.members.values()), default=math.inf)
         self._close()
 
@@ -279,31 +284,30 @@ class Clock:
     def _workers_here(self) -> tuple[int, ...]:
         return tuple(sorted(self.members))
 
-    def _mode(self) -> tuple[int, bool]:
-        return self.staleness, self.damp
-
-    def _check_mode(self, request: Join) -> None:
-        """ModeMismatch where the members that stay train otherwise."""
-        if not any(m.worker != request.worker or m.epoch == request.epoch for m in self.members.values()):
-            return
-        pairs = [("staleness", request.staleness, self.staleness), ("damp", request.damp, self.damp)]
-        if not self.started:
-            pairs.append(("workers", request.workers, self._workers))
-        for what, got, want in pairs:
-            if got != want:
-                raise ModeMismatch(worker=request.worker, what=what, got=int(got), want=int(want))
-
     def _begin(self, request: Join, now: float) -> None:
         """Nobody is left of the last job: this worker is the first of another."""
         self.job += 1
         self.open, self.staleness, self.damp = request.clock, request.staleness, request.damp
-        self.started, self._workers, self._began = False, request.workers, now
+        self.started, self.workers, self._began = False, request.workers, now
         self._joined.clear()
         self._next_end = math.inf
         for gone in self._gone.values():
             gone.clock = 0
 
-    def _remove(self, member: Member) -> None:
+    def _enter_run(self, request: Join) -> None:
+        """Have a later run end the one that goes on, as if all its leases ended now. RunOver for an earlier one."""
+        gone = self._gone.get(request.worker)
+        run = request.run or (gone.run if gone is not None and gone.epoch == request.epoch else self.run)
+        if run < self.run:
+            raise RunOver(worker=request.worker, got=run, want=self.run)
+        if run > self.run:
+            self.run = run
+            for member in list(self.members.values()):
+                self._remove(member, lost=True)
+            self._close()
+
+    def _remove(self, member: Member, *, lost: bool = False) -> None:
+        member.lost = lost
         self._gone[member.worker] = self.members.pop(member.worker)
         self._pushes.drop(member.sender)
         self.moves += 1
@@ -336,6 +340,19 @@ def _check_join(request: Join) -> None:
         ("staleness", request.staleness, -1, MAX_CLOCK),
         ("workers", request.workers, 1, MAX_WORKERS),
         ("lease_ms", request.lease_ms, 1, MAX_LEASE_MS),
+        ("run", request.run, 0, MAX_RUN),
     ):
         if not low <= value <= high:
             raise InvalidRequest(reason=f"worker {request.worker} joins with {what} {value}, not {low}..{high}")
+
+
+def _check_mode(request: Join, clock: Clock) -> None:
+    """ModeMismatch where the members that stay train otherwise."""
+    if not any(m.worker != request.worker or m.epoch == request.epoch for m in clock.members.values()):
+        return
+    pairs = [("staleness", request.staleness, clock.staleness), ("damp", request.damp, clock.damp)]
+    if not clock.started:
+        pairs.append(("workers", request.workers, clock.workers))
+    for what, got, want in pairs:
+        if got != want:
+            raise ModeMismatch(worker=request.worker, what=what, got=int(got), want=int(want))

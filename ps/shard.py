@@ -239,6 +239,7 @@ class Shard:
         self._check_placement(request.placement_epoch)
         self._clock.hear(request.worker, request.epoch, now)
         if request.after:
+            self._clock.fence(request.worker, request.epoch)  # it must not wait for what is another's clock by now
             self._clock.await_closed(request.after)
         reads = [self._tables.check_read(part) for part in request.tables]
         updates = self._clock.updates

@@ -49,7 +49,9 @@ class Terms:
     `staleness` 0: the pushes of a clock are gathered and applied once; k: a worker is at most k clocks ahead; None: no
     bound. With `damp_staleness` the learning rate of a push is divided by the updates that its rows had missed
     (Zhang et al. 2016). A worker that is not heard of for `lease` is given up by the others. `patience` ends a wait
-    for workers that keep their lease and do not come. ValueError names what is out of range.
+    for workers that keep their lease and do not come. A higher `run` than any before on these shards begins anew there,
+    whoever still trains: give all workers of a run the same. With 0 a worker takes part in the run that goes on.
+    ValueError names what is out of range.
     """
 
     workers: int = 1  # expected at the start
@@ -57,6 +59,7 @@ class Terms:
     lease: timedelta = timedelta(seconds=10)
     damp_staleness: bool = False
     patience: timedelta = timedelta(minutes=30)
+    run: int = 0
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -65,6 +68,8 @@ class Terms:
             raise ValueError(f"staleness must be None or at least 0, got {self.staleness}")
         if self.damp_staleness and self.staleness == 0:
             raise ValueError("damp_staleness has no meaning at staleness 0, where no push misses an update")
+        if not 0 <= self.run < 2**63:
+            raise ValueError(f"run must be in 0..2**63-1, got {self.run}")
         for name, value in (("lease", self.lease), ("patience", self.patience)):
             if not timedelta(0) < value < timedelta(days=40):
                 raise ValueError(f"{name} must be above zero and below 40 days, got {value}")
@@ -237,7 +242,8 @@ class Membership:
         while True:
             staleness = -1 if terms.staleness is None else terms.staleness
             lease_ms = max(1, round(terms.lease.total_seconds() * 1000))
-            join = Join(self.worker, self._epoch, clock, staleness, terms.workers, lease_ms, terms.damp_staleness)
+            damp = terms.damp_staleness
+            join = Join(self.worker, self._epoch, clock, staleness, terms.workers, lease_ms, damp, terms.run)
             replies = [reply for reply in self._ask_all(join) if isinstance(reply, Joined)]
             if all(reply.member for reply in replies):
                 # the same first clock everywhere: no shard closes one that another still waits for

@@ -363,6 +363,7 @@ def connect(
     lease: timedelta = Terms.lease,
     damp_staleness: bool = False,
     patience: timedelta = Terms.patience,
+    run: int = 0,
     local_steps: int | None = None,
     bandwidth: str = UNLIMITED,
     compression: Compression | None = None,
@@ -373,12 +374,14 @@ def connect(
     Waits for shards that start later; every later call, too, ends by `timeout`. BadAddress where one cannot be.
 
     With several `workers`, or a `staleness`, this one (`worker` is its number) joins the clock of the job on the terms
-    that membership.Terms describes, the same for all workers; ModeMismatch where they differ. With `local_steps` it
-    trains on copies of its own and pushes what so many steps have changed (local_steps.py). A `bandwidth`, as
-    "100mbit", emulates a slower link to the shards (bandwidth.py); ValueError where it is none. `compression` says how
-    tables travel; `imports` names the modules of its user-defined codecs, BadCodec where one does not work.
+    that membership.Terms describes, the same for all workers; ModeMismatch where they differ, RunOver where its `run`
+    is. With `local_steps` it trains on copies of its own and pushes what so many steps have changed (local_steps.py). A
+    `bandwidth`, as "100mbit", emulates a slower link to the shards (bandwidth.py); ValueError where it is none.
+    `compression` says how tables travel; `imports` names their user-defined codecs' modules, BadCodec where one fails.
     """
-    terms = Terms(workers=workers, staleness=staleness, lease=lease, damp_staleness=damp_staleness, patience=patience)
+    terms = Terms(
+        workers=workers, staleness=staleness, lease=lease, damp_staleness=damp_staleness, patience=patience, run=run
+    )
     if local_steps is not None and (local_steps < 1 or damp_staleness):
         raise ValueError(
             "damp_staleness has no meaning with local_steps, which push no gradients"

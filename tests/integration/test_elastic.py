@@ -1,4 +1,4 @@
-"""Workers that are killed while they train, and come back: three real ones, in the modes that survive it."""
+"""Workers that are killed while they train, and come back: some of a job's, in the modes that survive it, or all."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from embershard.deploy.supervisor import LocalShards
 
 pytestmark = pytest.mark.integration
 
@@ -33,22 +35,28 @@ def worker(process: subprocess.Popen[str], number: int) -> psutil.Process:
     raise AssertionError(f"no worker {number}")
 
 
-def kill_after_the_first_epoch(process: subprocess.Popen[str], number: int) -> str:
-    """Kill -9; all that the command says."""
+def until_the_first_epoch_ends(process: subprocess.Popen[str]) -> str:
+    """What the command says until then."""
     assert process.stdout is not None
     said = ""
     for line in process.stdout:
         said += line
         if "valid: AUC" in line:
             break
+    return said
+
+
+def kill_after_the_first_epoch(process: subprocess.Popen[str], number: int) -> str:
+    """Kill -9; all that the command says."""
+    said = until_the_first_epoch_ends(process)
     worker(process, number).kill()
     text, _ = process.communicate(timeout=100)
     assert process.returncode == 0, said + text
     return said + text
 
 
-def records(folder: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (folder / "out" / "log.jsonl").read_text().splitlines()]
+def records(folder: Path, name: str = "out") -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / name / "log.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("staleness", ["off", "0"])
@@ -89,3 +97,26 @@ def test_a_worker_that_is_started_again_joins_late(start: Start, tmp_path: Path)
     assert "lost workers: 1 of 3" in said
     assert [r["epoch"] for r in records(tmp_path) if r["record"] == "eval"] == [1, 2, 3, 4, 5, 6]
     assert (tmp_path / "out" / "worker-0.log").read_text().count("Traceback") == 0
+
+
+def test_a_whole_job_that_is_killed_and_started_again_makes_all_its_steps(start: Start, tmp_path: Path) -> None:
+    samples = EPOCH // 2
+    with LocalShards(2) as shards:
+        # the leases of the killed workers outlive the test
+        words = ("--ps", ",".join(shards.addresses), "--workers", "2", "--set", "train.staleness=0")
+        words += ("--set", "train.lease=1000", "--set", f"data.samples={samples}")
+        first = start(JOB, *words)
+        until_the_first_epoch_ends(first)
+        supervisor = psutil.Process(first.pid)
+        for process in (supervisor, *supervisor.children()):
+            process.kill()
+        first.communicate(timeout=100)
+        again = start(JOB, *words, "--output", str(tmp_path / "again"))
+        said, _ = again.communicate(timeout=100)
+        assert again.returncode == 0, said
+        assert shards.failure is None
+    assert "result" not in [record["record"] for record in records(tmp_path)]
+    log = records(tmp_path, "again")
+    steps = -(-samples // 2 // 64)  # of an epoch
+    assert [r["step"] for r in log if r["record"] == "eval"] == [steps, 2 * steps, 3 * steps]
+    assert (log[-1]["steps"], log[-1]["samples"], log[-1]["epochs"]) == (3 * steps, 3 * samples, 3)

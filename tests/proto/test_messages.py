@@ -72,7 +72,7 @@ EXAMPLES: list[m.Message] = [
     m.ShardStatus(
         0, 1, 1, "0.1", "x", 1.5, 2, 3, 4, 5, 6, 7, 8, (), 9, -1, (m.MemberStatus(1, 2, True, 0.5),), (3, 0), 1
     ),
-    m.Join(1, 2, 3, -1, 4, 500, True),
+    m.Join(1, 2, 3, -1, 4, 500, True, 2**63 - 1),
     m.Joined(True, 3, False, (0, 2)),
     m.Leave(1, 2, True),
     m.Left(),

@@ -17,6 +17,7 @@ from embershard.proto.errors import (
     InvalidRequest,
     LeaseLost,
     ModeMismatch,
+    RunOver,
     ShardBusy,
     StaleWorker,
     TableFull,
@@ -627,7 +628,15 @@ class TestModes:
 
     @pytest.mark.parametrize(
         "field",
-        [{"worker": 2**20}, {"clock": 2**63}, {"staleness": -2}, {"workers": 0}, {"lease_ms": 0}, {"lease_ms": 2**32}],
+        [
+            {"worker": 2**20},
+            {"clock": 2**63},
+            {"staleness": -2},
+            {"workers": 0},
+            {"lease_ms": 0},
+            {"lease_ms": 2**32},
+            {"run": 2**63},
+        ],
         ids=str,
     )
     def test_a_join_without_sense_is_refused(self, job: Job, field: dict[str, int]):
@@ -638,6 +647,78 @@ class TestModes:
         with pytest.raises(InvalidRequest, match="worker 5 is no member"):
             job.beat(5)
         job.leave(5)  # nobody waits for it
+
+
+class TestRuns:
+    def test_a_later_one_begins_anew_whatever_is_left_of_the_leases(self, job: Job):
+        job.together(2, run=1)
+        for worker in range(2):
+            job.push(worker, 0)
+        assert job.join(0, epoch=2, workers=2, run=2, staleness=3) == Joined(True, 0, False, (0,))
+        assert (job.status.clock, job.status.staleness, job.status.expired_leases) == (0, 3, 0)
+        assert job.row(1) == [-1, -1]  # it is the same table
+        job.push(0, 0, epoch=2)
+        assert job.status.clock == 0  # the other worker of this run is still to come
+        assert job.join(1, epoch=2, workers=2, run=2, staleness=3) == Joined(True, 0, True, (0, 1))
+
+    def test_what_was_pushed_to_the_end_in_the_earlier_one_counts(self, job: Job):
+        job.together(2, run=1)
+        job.push(0, 0, 4.0)
+        job.push(1, 0, 100.0, last=False)
+        job.join(0, epoch=2, run=2)
+        assert job.row(1) == [-4, -4]
+
+    def test_what_is_left_of_an_earlier_one_is_refused(self, job: Job):
+        job.together(2, run=1)
+        job.push(0, 0)
+        pulls = [Pull(1, (TableIds("items", ids_of(1)),), worker, 1, 1) for worker in range(2)]
+        pushes = [job.message(worker, 1) for worker in range(2)]
+        job.join(0, epoch=2, run=2)
+        for request in (Beat(0, 1), pulls[0], pushes[0]):
+            with pytest.raises(StaleWorker, match="its job was started again"):
+                job.shard.handle(request, job.now)
+        for request in (Beat(1, 1), pulls[1], pushes[1]):
+            with pytest.raises(LeaseLost):
+                job.shard.handle(request, job.now)
+        for epoch in (1, 3):
+            with pytest.raises(RunOver, match="worker 1 belongs to run 1, which is over: run 2 has begun"):
+                job.join(1, 9, epoch=epoch, run=1)
+        assert [member.worker for member in job.status.members] == [0]
+
+    def test_an_earlier_one_does_not_come_back_after_the_later_one(self, job: Job):
+        job.join(0, run=1)
+        job.join(1, run=2)
+        job.leave(1)
+        with pytest.raises(RunOver):
+            job.join(0, run=1)
+        assert job.status.members == ()
+
+    def test_a_worker_that_is_started_again_goes_on_with_its_own(self, job: Job):
+        job.together(2, run=7)
+        for worker in range(2):
+            job.push(worker, 0)
+        assert job.join(0, epoch=2, run=7) == Joined(False, 1, True, (1,))
+        assert job.join(0, 3, epoch=2, run=7) == Joined(True, 1, True, (0, 1))
+
+    def test_a_worker_of_none_takes_part_in_the_one_that_goes_on_and_in_no_other(self, job: Job):
+        job.join(0, run=1)
+        assert job.join(1) == Joined(True, 0, True, (0, 1))
+        job.join(0, epoch=2, run=2)
+        with pytest.raises(RunOver, match="run 1, which is over: run 2"):
+            job.join(1)
+        assert job.join(1, epoch=2).members == (0, 1)
+
+    def test_one_without_members_leaves_the_shard_to_workers_of_none(self, job: Job):
+        job.join(0, run=1)
+        job.push(0, 0)
+        job.leave(0)
+        assert job.join(0, epoch=2) == Joined(True, 0, True, (0,))
+
+    def test_an_incarnation_that_is_refused_begins_none(self, job: Job):
+        job.join(0, epoch=2, run=1)
+        with pytest.raises(StaleWorker):
+            job.join(0, epoch=1, run=2)
+        assert job.beat(0, epoch=2).members == (0,)
 
 
 @dataclass

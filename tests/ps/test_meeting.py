@@ -34,8 +34,8 @@ class Workers:
         for worker in range(count):
             self.join(worker, workers=count)
 
-    def join(self, worker: int, clock: int = 0, workers: int = 1, epoch: int = 1) -> None:
-        self.shard.handle(Join(worker, epoch, clock, 0, workers, LEASE_MS), self.now)
+    def join(self, worker: int, clock: int = 0, workers: int = 1, epoch: int = 1, run: int = 0) -> None:
+        self.shard.handle(Join(worker, epoch, clock, 0, workers, LEASE_MS, run=run), self.now)
 
     def leave(self, worker: int, *, rest: bool = False) -> None:
         self.shard.handle(Leave(worker, 1, rest), self.now)
@@ -215,3 +215,14 @@ def test_another_job_uses_the_names_again(workers: Workers):
         workers.leave(worker)
     workers.join(4, workers=1)
     assert workers.meet(4) == {4: [4, 4]}
+
+
+def test_a_later_run_uses_the_names_again_while_the_members_of_the_earlier_one_live(workers: Workers):
+    for worker in range(3):
+        workers.waits(worker) if worker < 2 else workers.meet(worker)
+    workers.waits(0, "n")
+    workers.join(4, run=1)
+    assert workers.shard.status().meeting == ""
+    assert workers.meet(4) == {4: [4, 4]}
+    with pytest.raises(LeaseLost):
+        workers.meet(1, "n")

@@ -26,8 +26,8 @@ class Queue:
         for worker in range(count):
             self.join(worker)
 
-    def join(self, worker: int, clock: int = 0, epoch: int = 1) -> None:
-        self.shard.handle(Join(worker, epoch, clock, -1, 1, round(LEASE * 1000)), self.now)
+    def join(self, worker: int, clock: int = 0, epoch: int = 1, run: int = 0) -> None:
+        self.shard.handle(Join(worker, epoch, clock, -1, 1, round(LEASE * 1000), run=run), self.now)
 
     def take(self, worker: int, done: int = -1, data_epoch: int = 0, *, epoch: int = 1, num_splits: int = 0) -> Split:
         request = TakeSplit(worker, epoch, data_epoch, num_splits or self.num_splits, done)
@@ -180,3 +180,9 @@ def test_a_part_is_dealt_again_where_its_worker_was_given_up_and_came_back(queue
     queue.lose(0, 1)
     queue.join(0, clock=5)  # it has dropped what it had computed
     assert queue.take(0, 0) == Split(0, 1)
+
+
+def test_a_later_run_is_dealt_every_part_anew(queue: Queue):
+    assert [queue.take(0).index, queue.take(1).index, queue.take(1, 1).index] == [0, 1, 2]
+    queue.join(0, epoch=2, run=1)
+    assert [queue.take(0, done, epoch=2).index for done in (-1, 0, 1, 2, 3)] == [0, 1, 2, 3, -1]

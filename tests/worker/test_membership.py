@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import embershard as es
-from embershard.proto.errors import ClockAhead, LeaseLost, ModeMismatch, WorkerLost
+from embershard.proto.errors import ClockAhead, LeaseLost, ModeMismatch, RunOver, StaleWorker, WorkerLost
 from embershard.proto.messages import Beat, Beaten, Greeting, Hello, Join, Joined, Leave, Left, Push, Reply, Request
 from embershard.ps.shard import Shard
 from embershard.worker import membership as membership_module
@@ -332,6 +332,35 @@ def test_workers_on_other_terms_are_refused(make_job: MakeJob) -> None:
         job.worker(1, Terms(workers=2, staleness=4, lease=LONG))
 
 
+def test_a_later_run_trains_every_step_while_the_workers_of_the_earlier_one_still_live(make_job: MakeJob) -> None:
+    job = make_job()
+    first, later = (Terms(workers=2, staleness=0, lease=LONG, run=run) for run in (1, 2))
+    old = [job.worker(number, first) for number in range(2)]
+    for session in (*old, *old):
+        step(session, [1])
+    new = [job.worker(0, later)]
+    with pytest.raises(RunOver, match="worker 1 belongs to run 1, which is over"):
+        step(old[1], [1])  # nobody has its number yet
+    with pytest.raises(StaleWorker):
+        step(old[0], [1])
+    new.append(job.worker(1, later))
+    for session in (*new, *new):
+        step(session, [1])
+    assert [session.membership.first for session in new] == [0, 0]
+    assert [status.clock for status in (shard.status() for shard in job.shards)] == [2, 2]
+    assert new[0].table(SPEC).pull(torch.tensor([1]))[0, 0] == -4.0  # two clocks of each run, and the same table
+    assert new[0].stats.lost_leases == 0
+
+
+def test_a_worker_that_comes_back_in_its_run_joins_late(make_job: MakeJob) -> None:
+    job, terms = make_job(), Terms(workers=2, lease=LONG, run=1)
+    one, other = job.worker(0, terms), job.worker(1, terms)
+    for session in (one, other, one, other):
+        step(session, [1])
+    assert job.worker(0, terms).membership.first > 2
+    assert other.membership.lost_leases == 0
+
+
 def test_a_lease_that_is_lost_again_and_again_is_an_error(make_job: MakeJob) -> None:
     job, terms = make_job(1), Terms(workers=2, lease=LONG)
     session, _ = job.worker(0, terms), job.worker(1, terms)
@@ -355,6 +384,7 @@ def test_a_lease_that_is_lost_again_and_again_is_an_error(make_job: MakeJob) -> 
         ({"lease": timedelta(0)}, "lease"),
         ({"patience": timedelta(days=-1)}, "patience"),
         ({"staleness": 0, "damp_staleness": True}, "damp_staleness"),
+        ({"run": -1}, "run"),
     ],
 )
 def test_terms_without_sense_are_refused_by_name(settings: dict[str, object], name: str) -> None:

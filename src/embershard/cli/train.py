@@ -122,7 +122,8 @@ def _run(
         if ps is None and job.has_shards:
             local = stack.enter_context(LocalShards(job.shards, imports=imports))
             ps, watch = ",".join(local.addresses), lambda: local.failure
-        command += ["--ps", ps] if ps is not None else []
+        # shards that outlive a run must not take the next one's workers for late ones of the last
+        command += ["--ps", ps, "--run", str(time.time_ns())] if ps is not None else []
         if checkpoint is not None:
             command += ["--resume", checkpoint.url]
             _restore(checkpoint, ps)

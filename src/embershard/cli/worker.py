@@ -65,6 +65,16 @@ def worker(
     meet_within: Annotated[
         float, typer.Option(help="Seconds to wait at the start for the other workers.", min=0.1)
     ] = JOIN_TIMEOUT.total_seconds(),
+    run: Annotated[
+        int,
+        typer.Option(
+            help="Number of the run, the same for all of its workers: a higher one than any before on these shards "
+            "begins anew, whoever still trains there.  [default: take part in the run that goes on]",
+            show_default=False,
+            min=0,
+            max=2**63 - 1,
+        ),
+    ] = 0,
     resume: Annotated[
         str | None, typer.Option(help="Go on from a checkpoint, whose snapshot the shards were given before.")
     ] = None,
@@ -87,7 +97,8 @@ def worker(
     folder = output or settings.output
     if profile and folder is None:
         raise typer.BadParameter("--profile writes files: name a folder with --output, or in the job")
-    place = Place(rank, world_size, local_rank, local_world_size or world_size, timedelta(seconds=meet_within))
+    meeting = timedelta(seconds=meet_within)
+    place = Place(rank, world_size, local_rank, local_world_size or world_size, meeting, run)
     _prepare(settings, place)
     profile = profile and rank == 0
     _train(
@@ -97,13 +108,14 @@ def worker(
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One worker among all of a job, and among those of this machine."""
+    """One worker among all of a run, and among those of this machine."""
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
     meet_within: timedelta
+    run: int = 0
 
 
 def _train(
@@ -191,6 +203,7 @@ def _connect(job: Job, ps: str, place: Place, imports: Sequence[str]) -> Session
         staleness=train.bound,
         lease=timedelta(seconds=train.lease),
         damp_staleness=train.damp_staleness,
+        run=place.run,
         local_steps=train.local_steps,
         bandwidth=job.network.bandwidth,
         imports=imports,
