@@ -13,7 +13,7 @@ from torch import nn
 from embershard.worker.reads import Wanted
 
 if TYPE_CHECKING:
-    from embershard.worker.session import RemoteTable
+    from embershard.worker.remote_table import RemoteTable
 
 B = TypeVar("B")
 Inputs = Callable[[B], Mapping[str, torch.Tensor]]

@@ -19,7 +19,7 @@ from embershard.proto.sum_rows import sum_rows
 from embershard.worker.gradients import RowGradients
 from embershard.worker.pieces import select
 from embershard.worker.reads import Read
-from embershard.worker.session import RemoteTable
+from embershard.worker.remote_table import RemoteTable
 
 
 class _RemoteRows(nn.Module):

@@ -54,7 +54,7 @@ class Evaluator:
         # running statistics of batch norm are each worker's own: score with the first one's everywhere
         self._group.broadcast(buffer for buffer in self._model.buffers() if buffer.numel())
         figures: dict[str, Figures] = {}
-        with _evaluating(self._model), self._averaged(self._group.broadcast), torch.no_grad():
+        with _evaluating(self._model), self._strategy.exact(), self._averaged(self._group.broadcast), torch.no_grad():
             for split in self._dataset.splits:
                 collector = self._score(split)
                 _gather(collector, self._group)

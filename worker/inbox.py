@@ -57,12 +57,14 @@ class Inbox:
         versions: Versions | None,
         exact: bool = False,
     ) -> None:
-        """Fill `out`, a message per shard at a time; with `exact` past the tables' codecs.
+        """Fill `out`, a message per shard at a time; with `exact` past codecs that would round.
 
         `ask` is given what makes the pulls, of the number of clocks that must be closed before they are answered, and
         the places of their rows.
         """
-        codecs = [PLAIN if exact else self._compressor.pull_codec(table) for table, _ in reads]
+        codecs = [self._compressor.pull_codec(table) for table, _ in reads]
+        if exact:
+            codecs = [codec if codec.is_lossless else PLAIN for codec in codecs]
         bases = [
             self._begin(table, route, rows, codec)
             for (table, route), rows, codec in zip(reads, out, codecs, strict=True)

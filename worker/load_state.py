@@ -17,7 +17,8 @@ from embershard.proto.routing import make_route
 from embershard.worker.data.batch import Schema
 from embershard.worker.export import MODEL, TABLES
 from embershard.worker.job import Job
-from embershard.worker.session import RemoteTable, Session
+from embershard.worker.remote_table import RemoteTable
+from embershard.worker.session import Session
 from embershard.worker.strategy.choice import choose_strategy
 from embershard.worker.trained import PORTION, is_hashed, remote_tables
 

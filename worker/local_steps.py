@@ -205,8 +205,14 @@ class LocalSteps:
         keep: bool = False,
         clock: int | None = None,
         versions: Versions | None = None,
+        exact: bool = False,
     ) -> list[Floats]:
-        """As Client.pull, from the copies where they are of this round; the clock is the rounds'."""
+        """As Client.pull, from the copies where they are of this round; the clock is the rounds'.
+
+        With `exact` they are the rows that the shards keep, with what this round has changed of the copies.
+        """
+        if exact:
+            return self._pull_exact(reads, out, versions)
         if out is None:
             dims = [self._copies[table].spec.dim for table, _ in reads]
             out = [np.empty((len(route.ids), dim), np.float32) for (_, route), dim in zip(reads, dims, strict=True)]
@@ -230,6 +236,19 @@ class LocalSteps:
                         self._copies[table].take(self._copies[table].numbers(route.ids), values)
                     out[part][rows] = values
         return list(out)
+
+    def _pull_exact(
+        self, reads: Sequence[tuple[str, Route]], out: Sequence[Floats] | None, versions: Versions | None
+    ) -> list[Floats]:
+        """No copies are made of what it brings: training reads by the tables' codecs."""
+        pulled = self._client.pull(reads, out, clock=self.clock, versions=versions, exact=True)
+        with self._lock:
+            for (table, route), rows in zip(reads, pulled, strict=True):
+                copies = self._copies[table]
+                numbers = copies.numbers(route.ids)
+                trained = copies.trained[numbers]
+                rows[trained] += copies.rows[numbers[trained]] - copies.base[numbers[trained]]
+        return pulled
 
     def push(
         self,

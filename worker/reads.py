@@ -23,7 +23,7 @@ from embershard.worker.row_cache import RowCaches, pull_through_cache
 from embershard.worker.spans import span
 
 if TYPE_CHECKING:
-    from embershard.worker.session import RemoteTable
+    from embershard.worker.remote_table import RemoteTable
 
 Floats = npt.NDArray[np.float32]
 
@@ -66,10 +66,13 @@ class Ahead:
         self.batch: Reads | None = None  # for the batch that `prefetch` gave out; None outside of it
         self.found = self.missed = 0  # reads inside `prefetch` that were pulled for the batch, and those that were not
 
-    def find(self, want: Wanted) -> Read | None:
-        """What is wanted, if it was pulled: for the very tensor of ids, or else for one with the same ids in it."""
+    def find(self, want: Wanted, *, exact: bool = False) -> Read | None:
+        """What is wanted, if it was pulled: for the very tensor of ids, or else for one with the same ids in it.
+
+        An `exact` read is not that of the batch, whose rows came by the tables' codecs.
+        """
         read = _find(self.forward, want)
-        if read is None and self.batch is not None:
+        if read is None and self.batch is not None and not exact:
             read = _find(self.batch, want)
             self.found += read is not None
             self.missed += read is None
@@ -139,11 +142,12 @@ class Fetch:
         caches: RowCaches | None = None,
         age: int = 0,
         clock: int | None = None,
+        exact: bool = False,
     ) -> None:
         """Pull the rows that are missing, save those that `but` reads too, and the dense weights, in one request.
 
         Rows that `caches` may give out at `age`, by their own clock, are not pulled. `clock` is that of the step which
-        will read them.
+        will read them. `exact` is that of Client.pull.
         """
         self.lost_leases = source.lost_leases
         if self.versions is None:
@@ -174,7 +178,7 @@ class Fetch:
             keep = torch.is_grad_enabled() and not partial
             if clock is not None and caches is not None:
                 clock += caches.staleness  # a copy is as far from what a later step wants to see as its own clock
-            pull = functools.partial(source.pull, clock=clock, versions=self.versions)
+            pull = functools.partial(source.pull, clock=clock, versions=self.versions, exact=exact)
             pull_through_cache(pull, caches, age, parts, out, num_tables, keep=keep)
         for rows, take, pulled in partial:
             rows.numpy()[take] = pulled

@@ -47,6 +47,7 @@ class Traffic:
         self._source: Client | LocalSteps = local or client
         self._clock = 0
         self._failure: BaseException | None = None  # of a push, in a loop that was left before it was known
+        self._exact = False  # inside `exact`, where a codec would round what is read
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -83,13 +84,14 @@ class Traffic:
 
     def read(self, want: Wanted) -> Read:
         """Rows for a tensor of ids: those pulled ahead for these ids, or pulled now."""
-        return self.ahead.find(want) or self.pull([want], caches=self.caches)[want.table.spec.name][0]
+        found = self.ahead.find(want, exact=self._exact)
+        return found or self.pull([want], caches=self.caches)[want.table.spec.name][0]
 
     def read_ahead(self, wanted: Sequence[Wanted], dense: Sequence[DenseWeights]) -> None:
         """Pull what is not here yet, and the dense weights that are out of date, in one request per shard."""
         self.ahead.forward = {}
         stale = [weights for weights in dense if weights.stale(self.clock)]
-        found = [(want, self.ahead.find(want)) for want in wanted]
+        found = [(want, self.ahead.find(want, exact=self._exact)) for want in wanted]
         missing = [want for want, read in found if read is None]
         ahead = self.pull(missing, stale, self.caches) if missing or stale else {}
         for want, read in found:
@@ -102,12 +104,12 @@ class Traffic:
     ) -> Reads:
         """Rows and dense weights after every push before, in one request per shard."""
         self.settle()
-        if self.pipeline is not None:  # its caches go by batches
+        if self.pipeline is not None or self._exact:  # its caches go by batches, and copies are rounded
             caches = None
         fetch = Fetch(wanted)
         clock = self.clock
         with self.waiting():
-            fetch.pull(self._source, dense, caches=caches, age=clock, clock=clock)
+            fetch.pull(self._source, dense, caches=caches, age=clock, clock=clock, exact=self._exact)
         return self._accept(fetch)
 
     def _accept(self, fetch: Fetch) -> Reads:
@@ -248,6 +250,21 @@ class Traffic:
         if self.local is not None:
             with self.waiting():
                 self.local.flush()
+
+    @contextmanager
+    def exact(self, dense: Sequence[DenseWeights]) -> Iterator[None]:
+        """Read past the tables' codecs; nothing that is read so, dense weights included, is there for training."""
+        codecs = {name: directions.pull for name, directions in self._client.compressor.directions().items()}
+        rounded = [weights for weights in dense if not codecs[weights.spec.name].is_lossless]
+        before, self._exact = self._exact, not all(codec.is_lossless for codec in codecs.values())
+        for weights in rounded:
+            weights.forget()
+        try:
+            yield
+        finally:
+            self._exact = before
+            for weights in rounded:
+                weights.forget()
 
     def refresh(self) -> None:
         """Let the next reads come from the shards."""

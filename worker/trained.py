@@ -15,8 +15,9 @@ from embershard.worker.checkpoint import Checkpoint
 from embershard.worker.data.batch import NUM_HASHED_IDS, Schema
 from embershard.worker.embedding import Embedding, EmbeddingBag
 from embershard.worker.job import Job
+from embershard.worker.remote_table import RemoteTable
 from embershard.worker.resume import Buffers, load_parts
-from embershard.worker.session import RemoteTable, Session
+from embershard.worker.session import Session
 from embershard.worker.strategy.choice import choose_strategy
 from embershard.worker.strategy.protocol import Strategy
 

@@ -25,7 +25,8 @@ from embershard.worker.announce import WrappedModel
 from embershard.worker.dense import BLOCK, DenseWeights, layout_seed
 from embershard.worker.embedding import Embedding, EmbeddingBag
 from embershard.worker.patterns import choose
-from embershard.worker.session import RemoteTable, Session
+from embershard.worker.remote_table import RemoteTable
+from embershard.worker.session import Session
 
 if TYPE_CHECKING:
     from embershard.worker.job_training import DenseMode

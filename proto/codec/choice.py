@@ -61,6 +61,11 @@ class Codec:
         return self.select == "all" and self.values == "none"
 
     @property
+    def is_lossless(self) -> bool:
+        """What is pulled with it has the bits that the shard keeps."""
+        return self.is_plain or self.select == "delta"
+
+    @property
     def is_custom(self) -> bool:
         """Values travel as a user-defined function writes them."""
         return ":" in self.values

@@ -86,6 +86,10 @@ class TorchStrategy:
     def refresh(self) -> None:
         """All workers hold the same weights."""
 
+    def exact(self) -> AbstractContextManager[None]:
+        """No codec rounds them."""
+        return nullcontext()
+
     def others(self) -> AbstractContextManager[None]:
         """WorkerLost where a collective fails."""
         return nullcontext() if self._together is None else self._together.others()

@@ -95,6 +95,9 @@ class Strategy(Protocol):
     def refresh(self) -> None:
         """Show at the next forward what other workers changed."""
 
+    def exact(self) -> AbstractContextManager[None]:
+        """Inside, forwards read the weights themselves, where training reads them rounded by a codec."""
+
     def expired_leases(self) -> int:
         """Times that a worker was given up by the others."""
 

@@ -135,6 +135,10 @@ class ShardStrategy:
         if self._dense is not None:
             self._dense.gather()
 
+    def exact(self) -> AbstractContextManager[None]:
+        """Past the tables' codecs."""
+        return self.session.exact()
+
     def expired_leases(self) -> int:
         """As the first shard counts them."""
         return self.session.client.status()[0].expired_leases
