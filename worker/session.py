@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import TracebackType
 from typing import NoReturn, Self, TypeVar
@@ -27,46 +28,13 @@ from embershard.worker.local_steps import LocalSteps
 from embershard.worker.membership import Membership, Terms
 from embershard.worker.patterns import matches
 from embershard.worker.reads import Read, Reads, Wanted
+from embershard.worker.remote_table import RemoteTable
 from embershard.worker.spans import span
 from embershard.worker.traffic import Traffic
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 B = TypeVar("B")
-
-
-class RemoteTable:
-    """One table of a session, declared on every shard."""
-
-    def __init__(self, session: Session, spec: TableSpec) -> None:
-        self.session = session
-        self.spec = spec
-
-    def pull(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of `ids` (any shape, int32 or int64) as they are now, (*ids.shape, dim), apart from autograd."""
-        read = self.session.pull([Wanted(self, ids, ids.device)])[self.spec.name][0]
-        return read.rows[read.index]
-
-    def load(self, route: Route, rows: Floats, *, keep_state: bool = False) -> None:
-        """Assign rows ((U, dim) float32, in route order); their optimizer's state starts anew, unless it is kept."""
-        self.session.load(self, route, rows, keep_state=keep_state)
-
-    def route(self, ids: torch.Tensor) -> Route:
-        """The route of a tensor of ids. RuntimeError unless they are int32 or int64."""
-        return make_route(self.flat(ids), self.spec.space_key, self.session.placement)
-
-    def flat(self, ids: torch.Tensor) -> Ids:
-        """Ids as (N,) int64 on the host. RuntimeError unless they are int32 or int64."""
-        if ids.dtype not in (torch.int64, torch.int32):
-            raise RuntimeError(f"table {self.spec.name!r}: ids must be int64 or int32, got {ids.dtype}")
-        return ids.detach().to("cpu", torch.int64).contiguous().view(-1).numpy()
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise TypeError(
-            f"table {self.spec.name!r} lives on the shards and cannot be copied; copy the model before wrapping it"
-        )
-
-    __reduce__ = __deepcopy__  # type: ignore[assignment]
 
 
 class Session:
@@ -222,8 +190,16 @@ class Session:
         self._traffic.ahead.forward = {}
 
     def pull(self, wanted: Sequence[Wanted], dense: Sequence[DenseWeights] = ()) -> Reads:
-        """Rows and dense weights as they are now, after every push before, in one request per shard."""
-        return self._traffic.pull(wanted, dense)
+        """Rows and dense weights as shards keep them now, after every push before, in one request per shard."""
+        with self._traffic.exact(dense):
+            return self._traffic.pull(wanted, dense)
+
+    def exact(self) -> AbstractContextManager[None]:
+        """Inside, forwards read rows and dense weights as the shards keep them, past the tables' pull codecs.
+
+        For evaluations: what training reads before and after keeps its bits.
+        """
+        return self._traffic.exact(self._dense)
 
     def load(self, table: RemoteTable, route: Route, rows: Floats, *, keep_state: bool = False) -> None:
         """Assign rows, after every push before; what was pulled ahead of the table is no longer up to date."""
