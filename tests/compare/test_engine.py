@@ -18,6 +18,7 @@ from embershard.compare.plan import Experiment, Plan, Task
 from embershard.compare.progress import Show
 from embershard.compare.results import UNLIMITED, Bandwidth
 from embershard.compare.run_log import Glance
+from embershard.compare.runs import Place
 from embershard.worker.job import load_job
 
 JOB = """\
@@ -78,7 +79,8 @@ class Bench:
         )
         plan = Plan(experiment, arms, (Bandwidth(label=UNLIMITED, bits_per_second=None),))
         with Folder(self.path / "out", experiment) as folder:
-            engine = Engine(plan, folder, self._job, None, Show(self.console), None)
+            place = Place(job=self._job, data=None, folder=folder.path)
+            engine = Engine(plan, folder, place, Show(self.console), None)
             engine.run()
             self.runs = folder.runs
         return engine

@@ -21,11 +21,11 @@ from embershard.compare.folder import Folder
 from embershard.compare.namespace import Namespaces, check_namespaces
 from embershard.compare.plan import MOST_SEEDS, Experiment, Plan
 from embershard.compare.progress import Show, name_of
-from embershard.compare.results import UNLIMITED, Bandwidth, write_results
-from embershard.compare.runs import SAID
+from embershard.compare.results import UNLIMITED, Arm, Bandwidth, write_results
+from embershard.compare.runs import SAID, Place
 from embershard.proto.errors import EmbershardError
 from embershard.worker.bandwidth import parse_bandwidth
-from embershard.worker.job import load_job
+from embershard.worker.job import Job, load_job
 
 NEEDED = ("scipy", "jinja2")
 
@@ -100,19 +100,9 @@ def compare(
     the runs that are missing. The exit code is 1 where runs failed.
     """
     links, multiples = _bandwidths(bandwidth), _multiples(tune)
-    if margin is not None and not (0 < margin < math.inf):
-        raise typer.BadParameter(f"--margin must be above 0, got {margin}")
-    missing = [package for package in NEEDED if importlib.util.find_spec(package) is None]
-    if missing:
-        raise NoReport(package=missing[0])
-    if netns:
-        check_namespaces()
+    _check(margin, netns)
     sets = tuple(overrides or ())
-    base = load_job(job, sets, data)
-    try:
-        found = find_arms(arms, job, sets, data)
-    except BadArm as error:
-        raise typer.BadParameter(f"--arms: {error}") from None
+    base, found = load_job(job, sets, data), _arms(arms, job, sets, data)
     experiment = Experiment(
         job=base.model_dump(mode="json"),
         overrides=sets,
@@ -124,13 +114,36 @@ def compare(
         speed_steps=None if full else speed_steps,
         link="network namespace" if netns else "token bucket",
     )
-    plan = Plan(experiment, found, links)
-    path = output or Path("runs") / f"compare-{job.stem}"
+    place = Place(job=job, data=data, folder=output or Path("runs") / f"compare-{job.stem}")
+    with ended_by_signals():
+        _carry_out(Plan(experiment, found, links), place, margin, report_only=report_only)
+
+
+def _check(margin: float | None, netns: bool) -> None:
+    """What would only be missed after hours."""
+    if margin is not None and not (0 < margin < math.inf):
+        raise typer.BadParameter(f"--margin must be above 0, got {margin}")
+    missing = [package for package in NEEDED if importlib.util.find_spec(package) is None]
+    if missing:
+        raise NoReport(package=missing[0])
+    if netns:
+        check_namespaces()
+
+
+def _arms(groups: list[str], job: Path, sets: tuple[str, ...], data: Path | None) -> dict[str, tuple[Arm, Job]]:
+    try:
+        return find_arms(groups, job, sets, data)
+    except BadArm as error:
+        raise typer.BadParameter(f"--arms: {error}") from None
+
+
+def _carry_out(plan: Plan, place: Place, margin: float | None, *, report_only: bool) -> None:
+    """Make the runs that the folder does not hold, and report. RunsFailed."""
     show = Show()
-    with ended_by_signals(), ExitStack() as stack:
-        folder = stack.enter_context(Folder(path, experiment))
-        spaces = stack.enter_context(Namespaces()) if netns and not report_only else None
-        engine = Engine(plan, folder, job, data, show, spaces)
+    with ExitStack() as stack:
+        folder = stack.enter_context(Folder(place.folder, plan.experiment))
+        limited = plan.experiment.link == "network namespace" and not report_only
+        engine = Engine(plan, folder, place, show, stack.enter_context(Namespaces()) if limited else None)
         try:
             if not report_only:
                 engine.run()
@@ -138,7 +151,7 @@ def compare(
             show.say(f"stopped; the same command goes on where it was: {shlex.join(_command())}")
             show.say("with --report-only it reports the runs that are there")
             raise
-        _report(engine, plan, folder, job, margin, show)
+        _report(engine, plan, folder, place.job, margin, show)
 
 
 def _report(engine: Engine, plan: Plan, folder: Folder, job: Path, margin: float | None, show: Show) -> None:

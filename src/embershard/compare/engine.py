@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from embershard.compare.folder import Folder
 from embershard.compare.namespace import Namespaces
@@ -18,11 +17,8 @@ from embershard.compare.runs import Place, make_run
 class Engine:
     """The runs of one comparison. With `namespaces` shards and workers are in network namespaces with a shaped link."""
 
-    def __init__(
-        self, plan: Plan, folder: Folder, job: Path, data: Path | None, show: Show, namespaces: Namespaces | None
-    ) -> None:
-        self._plan, self._folder, self._show, self._namespaces = plan, folder, show, namespaces
-        self._place = Place(job=job, data=data, folder=folder.path)
+    def __init__(self, plan: Plan, folder: Folder, place: Place, show: Show, namespaces: Namespaces | None) -> None:
+        self._plan, self._folder, self._place, self._show, self._namespaces = plan, folder, place, show, namespaces
         self._metric = next(iter(plan.arms.values()))[1].metric
 
     @property
