@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from embershard.compare import runs
 from embershard.compare.arms import find_arms
 from embershard.compare.engine import Engine
 from embershard.compare.folder import Folder
+from embershard.compare.namespace import Namespaces
 from embershard.compare.plan import Experiment, Plan, Task
 from embershard.compare.progress import Show
 from embershard.compare.results import UNLIMITED, Bandwidth
@@ -36,6 +38,9 @@ with tries.open("a") as file:
     file.write(folder.name + "\\n")
 times = tries.read_text().split().count(folder.name)
 fails = int(os.environ.get("FAILS", "0"))
+if "--ps" in words:
+    with (folder.parent.parent / "shards.txt").open("a") as file:
+        file.write(words[words.index("--ps") + 1] + "\\n")
 if "compression=null" not in words and times <= fails:
     sys.exit("out of luck")
 auc = 0.8 + 0.01 * ("embedding.optimizer.lr=0.1" in words)
@@ -58,8 +63,8 @@ with (folder / "log.jsonl").open("a") as file:
 class Bench:
     """A comparison of two arms and two seeds in a folder."""
 
-    def __init__(self, path: Path, multiples: tuple[float, ...] = (1.0,)) -> None:
-        self.path, self._multiples = path, multiples
+    def __init__(self, path: Path, multiples: tuple[float, ...] = (1.0,), namespaces: Namespaces | None = None) -> None:
+        self.path, self._multiples, self._namespaces = path, multiples, namespaces
         self._job = path / "job.yaml"
         self._job.write_text(JOB)
         self.console = Console(record=True, width=200)
@@ -75,12 +80,12 @@ class Bench:
             seeds=seeds,
             multiples=self._multiples,
             speed_steps=50,
-            link="token bucket",
+            link="token bucket" if self._namespaces is None else "network namespace",
         )
         plan = Plan(experiment, arms, (Bandwidth(label=UNLIMITED, bits_per_second=None),))
         with Folder(self.path / "out", experiment) as folder:
             place = Place(job=self._job, data=None, folder=folder.path)
-            engine = Engine(plan, folder, place, Show(self.console), None)
+            engine = Engine(plan, folder, place, Show(self.console), self._namespaces)
             engine.run()
             self.runs = folder.runs
         return engine
@@ -88,6 +93,24 @@ class Bench:
     @property
     def tries(self) -> Sequence[str]:
         return (self.path / "out" / "tries.txt").read_text().split()
+
+
+class NumberedShards(Namespaces):
+    """Namespaces without a network; the shards of each call have an address of their own while they live."""
+
+    worker_prefix = ()
+
+    def __init__(self) -> None:
+        self.started, self.alive = 0, 0
+
+    def shape(self, bits: float | None) -> None:
+        assert not self.alive
+
+    @contextmanager
+    def shards(self, number: int, imports: Sequence[str]) -> Iterator[tuple[str, ...]]:
+        self.started, self.alive = self.started + 1, self.alive + 1
+        yield tuple(f"set{self.started}:{index}" for index in range(number))
+        self.alive -= 1
 
 
 @pytest.fixture
@@ -136,6 +159,18 @@ def test_a_run_that_fails_is_made_again_once(tmp_path: Path, monkeypatch: pytest
     assert bench.run().complete
     assert {run.attempts for run in bench.runs.values() if run.arm == "fp16s"} == {2}
     assert all(run.ok and not run.error for run in bench.runs.values())
+
+
+@pytest.mark.usefixtures("trainer")
+def test_a_run_that_is_made_again_finds_nothing_of_its_failed_attempt_in_the_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("FAILS", "1")
+    namespaces = NumberedShards()
+    assert Bench(tmp_path, namespaces=namespaces).run(seeds=(0,)).complete
+    # none, then fp16s twice
+    assert (tmp_path / "out" / "shards.txt").read_text().split() == [f"set{i}:0,set{i}:1" for i in (1, 2, 3)]
+    assert not namespaces.alive
 
 
 @pytest.mark.usefixtures("trainer")

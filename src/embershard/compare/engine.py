@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from embershard.compare.folder import Folder
 from embershard.compare.namespace import Namespaces
@@ -65,8 +65,7 @@ class Engine:
         if self._namespaces is None or not can_be_limited(job):
             return make_run(task, self._place, self._show.look)
         bits = next(b.bits_per_second for b in self._plan.bandwidths if b.label == task.bandwidth)
-        with contextlib.ExitStack() as stack:
-            self._namespaces.shape(None if bits is None else bits * job.workers)
-            shards = stack.enter_context(self._namespaces.shards(job.shards, self._plan.experiment.imports))
-            place = replace(self._place, prefix=self._namespaces.worker_prefix, shards=shards)
-            return make_run(task, place, self._show.look)
+        self._namespaces.shape(None if bits is None else bits * job.workers)
+        shards = partial(self._namespaces.shards, job.shards, self._plan.experiment.imports)
+        place = replace(self._place, prefix=self._namespaces.worker_prefix, shards=shards)
+        return make_run(task, place, self._show.look)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -34,19 +34,22 @@ class Place:
     data: Path | None
     folder: Path  # of the comparison
     prefix: Sequence[str] = ()  # words before the command, which put it into a network namespace
-    shards: Sequence[str] = ()  # addresses of shards that run already; without them the run starts its own
+    # addresses for one attempt, none where it starts its own: a failed one leaves what it trained in its shards
+    shards: Callable[[], AbstractContextManager[Sequence[str]]] = lambda: nullcontext(())
 
 
 def make_run(task: Task, place: Place, watch: Callable[[Glance], None]) -> Run:
     """Make a run, and again where it fails; what it came to. `watch` is told how far it is."""
-    began, load, start = time.strftime("%Y-%m-%d %H:%M:%S %z"), os.getloadavg()[0], time.monotonic()
+    began, load, seconds = time.strftime("%Y-%m-%d %H:%M:%S %z"), os.getloadavg()[0], 0.0
     folder = place.folder / task.folder
     folder.mkdir(parents=True, exist_ok=True)
     log, error, attempts = RunLog.after(folder / FILE_NAME), "", 0
     while attempts < ATTEMPTS:
         attempts += 1
-        log, start = RunLog.after(folder / FILE_NAME), time.monotonic()
-        error = _attempt(task, place, folder, log, watch)
+        with place.shards() as shards:
+            log, start = RunLog.after(folder / FILE_NAME), time.monotonic()
+            error = _attempt(task, place, shards, log, watch)
+            seconds = time.monotonic() - start
         if not error:
             break
     return Run(
@@ -61,18 +64,19 @@ def make_run(task: Task, place: Place, watch: Callable[[Glance], None]) -> Run:
         words=task.words,
         folder=task.folder,
         began=began,
-        total_seconds=round(time.monotonic() - start, 3),
+        total_seconds=round(seconds, 3),
         load_average=round(load, 2),
         **dict(log.figures() if not error else Figures()),
     )
 
 
-def _attempt(task: Task, place: Place, folder: Path, log: RunLog, watch: Callable[[Glance], None]) -> str:
+def _attempt(task: Task, place: Place, shards: Sequence[str], log: RunLog, watch: Callable[[Glance], None]) -> str:
     """Make the run once; its last words where it failed."""
+    folder = place.folder / task.folder
     command = [*place.prefix, *COMMAND, str(place.job), *task.words]
     command += ["--output", str(folder), "--parent-pid", str(os.getpid())]
     command += ["--data", str(place.data)] if place.data is not None else []
-    command += ["--ps", ",".join(place.shards)] if place.shards else []
+    command += ["--ps", ",".join(shards)] if shards else []
     with (folder / SAID).open("ab+") as said:
         begin, heard = said.tell(), time.monotonic()
         with _process(command, said) as process:
