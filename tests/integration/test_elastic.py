@@ -19,7 +19,7 @@ JOB = f"""\
 model: {{name: dlrm, bottom: [16], hidden: [16]}}
 data: {{reader: clicks, samples: {EPOCH}, eval_samples: 2000, loader_processes: 0}}
 embedding: {{dim: 4, optimizer: {{name: adagrad, lr: 0.05}}}}
-train: {{batch_size: 64, epochs: 3, lease: 1}}
+train: {{batch_size: 64, epochs: 3, lease: 2}}
 workers: 3
 shards: 1
 """
