@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from pathlib import Path
 
@@ -134,6 +136,17 @@ def test_failed_runs_end_it_with_exit_code_1_and_the_first_one_is_named(
         assert f"2 of 2 runs failed twice; the first of them: none, seed 0, unlimited; its log: {log};" in output
         assert f"The first of them: none, seed 0, unlimited; its log: `{log[4:]}`." in report(tmp_path / "out")
     assert "out of luck" in (tmp_path / log).read_text()
+
+
+def test_a_report_that_a_full_disk_does_not_take_names_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as write does, without the file's name
+
+    monkeypatch.setattr(runs, "COMMAND", (sys.executable, "-c", "import sys; sys.exit('out of luck')"))
+    monkeypatch.setattr(command, "write_results", full)
+    code, output = run("job.yaml", "--arms", "none,fp16s", "--seeds", "1", "--output", "out")
+    assert code == 1
+    assert output == "cannot write to out: No space left on device; choose another folder with --output"
 
 
 def report(folder: Path) -> str:

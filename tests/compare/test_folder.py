@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,33 @@ def test_runs_are_there_when_the_folder_is_opened_again(tmp_path: Path):
             folder.add(run)
     with Folder(tmp_path / "out", EXPERIMENT) as folder:
         assert folder.runs == {run.key: run for run in runs}
+
+
+def test_a_run_counts_once_its_line_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = RUNS_MADE[0]
+    with Folder(tmp_path, EXPERIMENT) as folder:
+        seen = []
+
+        def fsync(descriptor: int) -> None:
+            same = os.fstat(descriptor).st_ino == (tmp_path / RUNS).stat().st_ino
+            seen.append((same, (tmp_path / RUNS).read_text(), dict(folder.runs)))
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        folder.add(run)
+        assert seen == [(True, run.model_dump_json() + "\n", {})]
+        assert folder.runs == {run.key: run}
+
+
+@pytest.mark.parametrize("call", ["write", "fsync"])
+def test_a_full_disk_is_named_and_the_run_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str):
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Folder(tmp_path, EXPERIMENT) as folder:
+        monkeypatch.setattr(os, call, full)
+        with pytest.raises(CannotWrite, match=rf"{tmp_path}/runs\.jsonl: No space left on device"):
+            folder.add(RUNS_MADE[0])
+        assert not folder.runs
 
 
 def test_half_a_line_is_left_out_and_written_past(tmp_path: Path):

@@ -23,7 +23,7 @@ from embershard.compare.plan import MOST_SEEDS, Experiment, Plan
 from embershard.compare.progress import Show, name_of
 from embershard.compare.results import UNLIMITED, Arm, Bandwidth, write_results
 from embershard.compare.runs import SAID, Place
-from embershard.proto.errors import EmbershardError
+from embershard.proto.errors import CannotWrite, EmbershardError
 from embershard.worker.bandwidth import parse_bandwidth
 from embershard.worker.job import Job, load_job
 
@@ -169,8 +169,12 @@ def _report(engine: Engine, plan: Plan, folder: Folder, job: Path, margin: float
         complete=engine.complete,
         margin=margin,
     )
-    write_results(results, folder.path)
-    write_report(results, folder.path)
+    try:
+        write_results(results, folder.path)
+        write_report(results, folder.path)
+    except OSError as error:
+        path = error.filename or folder.path
+        raise CannotWrite(path=str(path), reason=error.strerror or str(error)) from None
     print_summary(results, Console(highlight=False))
     show.say(f"written: {folder.path / 'report.html'}, report.md, results.json, runs.jsonl")
     failed = [run for run in results.runs if not run.ok]

@@ -92,12 +92,15 @@ class Folder:
         self._file = self._lock = -1
 
     def add(self, run: Run) -> None:
-        """Keep a run: it is on the disk when this returns."""
+        """Keep a run: it is on the disk when this returns. CannotWrite where it is not."""
         line = run.model_dump_json().encode() + b"\n"
-        written = os.write(self._file, line)
+        try:
+            written = os.write(self._file, line)
+            os.fsync(self._file)
+        except OSError as error:
+            raise CannotWrite(path=str(self.path / RUNS), reason=error.strerror or str(error)) from None
         if written != len(line):  # the disk is full: what is there is half a line, which a reader leaves out
             raise CannotWrite(path=str(self.path / RUNS), reason="it took half a line")
-        os.fsync(self._file)
         self.runs[run.key] = run
 
     def _claim(self) -> None:
