@@ -33,6 +33,12 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run fails at once."""
+    monkeypatch.setattr(runs, "COMMAND", (sys.executable, "-c", "import sys; sys.exit('out of luck')"))
+
+
 def run(*words: str) -> tuple[int, str]:
     done = CliRunner().invoke(cli.app, ["compare", *words])
     text = str(done.exception) if isinstance(done.exception, EmbershardError) else done.output
@@ -82,9 +88,9 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
     assert "file/out" in output
 
 
+@pytest.mark.usefixtures("failing")
 def test_a_folder_of_another_comparison_is_refused_with_the_difference(tmp_path: Path):
-    first = ("job.yaml", "--arms", "none,int8", "--output", "out", "--report-only")
-    assert run(*first)[0] == 0
+    run("job.yaml", "--arms", "none,int8", "--output", "out", "--seeds", "1")
     kept = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.json*")}
     code, output = run("job.yaml", "--arms", "none,int8", "--set", "shards=3", "--output", "out")
     assert code == 1
@@ -92,6 +98,20 @@ def test_a_folder_of_another_comparison_is_refused_with_the_difference(tmp_path:
         'holds another comparison; these differ: job.shards: 2 there, 3 now overrides: [] there, ["shards=3"]' in output
     )
     assert kept == {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.json*")}
+
+
+@pytest.mark.usefixtures("failing")
+def test_a_report_of_a_folder_without_its_runs_is_refused_and_nothing_is_made(tmp_path: Path):
+    code, output = run("job.yaml", "--arms", "none,int8", "--output", "typo", "--report-only")
+    assert code == 1
+    assert output.startswith("there are no runs in typo that this command can report; check --output and --arms")
+    assert not (tmp_path / "typo").exists()
+    run("job.yaml", "--arms", "none,fp16s", "--output", "out", "--seeds", "1")
+    kept = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*.*")}
+    code, output = run("job.yaml", "--arms", "staleness=0,4", "--output", "out", "--report-only")
+    assert code == 1
+    assert output.startswith("there are no runs in out ")
+    assert kept == {path: path.read_bytes() for path in (tmp_path / "out").rglob("*.*")}
 
 
 def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path: Path):
@@ -117,17 +137,17 @@ def test_a_missing_package_is_named_before_anything_runs(monkeypatch: pytest.Mon
     assert "pip install 'embershard[compare]'" in run("job.yaml", "--arms", "none,int8")[1]
 
 
+@pytest.mark.usefixtures("failing")
 def test_the_command_of_a_report_makes_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    words = ["job.yaml", "--arms", "none,int8", "--output", "out"]
+    words = ["job.yaml", "--arms", "none,int8", "--output", "out", "--seeds", "1"]
+    run(*words)
     monkeypatch.setattr(command.sys, "argv", ["embershard", "compare", *words, "--report-only"])
-    assert run(*words, "--report-only")[0] == 0
+    run(*words, "--report-only")
     assert read_results(tmp_path / "out" / "results.json").command == ("embershard", "compare", *words)
 
 
-def test_failed_runs_end_it_with_exit_code_1_and_the_first_one_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(runs, "COMMAND", (sys.executable, "-c", "import sys; sys.exit('out of luck')"))
+@pytest.mark.usefixtures("failing")
+def test_failed_runs_end_it_with_exit_code_1_and_the_first_one_is_named(tmp_path: Path):
     words = ("job.yaml", "--arms", "none,fp16s", "--seeds", "1", "--output", "out")
     log = "out/runs/quality-none-seed0-unlimited/said.txt"
     for more in ((), ("--report-only",)):
@@ -138,11 +158,11 @@ def test_failed_runs_end_it_with_exit_code_1_and_the_first_one_is_named(
     assert "out of luck" in (tmp_path / log).read_text()
 
 
+@pytest.mark.usefixtures("failing")
 def test_a_report_that_a_full_disk_does_not_take_names_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as write does, without the file's name
 
-    monkeypatch.setattr(runs, "COMMAND", (sys.executable, "-c", "import sys; sys.exit('out of luck')"))
     monkeypatch.setattr(command, "write_results", full)
     code, output = run("job.yaml", "--arms", "none,fp16s", "--seeds", "1", "--output", "out")
     assert code == 1

@@ -17,7 +17,7 @@ from rich.console import Console
 from embershard.cli.signals import ended_by_signals
 from embershard.compare.arms import BadArm, find_arms
 from embershard.compare.engine import Engine
-from embershard.compare.folder import Folder
+from embershard.compare.folder import Folder, NoRuns, read_runs
 from embershard.compare.namespace import Namespaces, check_namespaces
 from embershard.compare.plan import MOST_SEEDS, Experiment, Plan
 from embershard.compare.progress import Show, name_of
@@ -138,7 +138,11 @@ def _arms(groups: list[str], job: Path, sets: tuple[str, ...], data: Path | None
 
 
 def _carry_out(plan: Plan, place: Place, margin: float | None, *, report_only: bool) -> None:
-    """Make the runs that the folder does not hold, and report. RunsFailed."""
+    """Make the runs that the folder does not hold, and report. RunsFailed; NoRuns where none would be reported."""
+    if report_only:
+        found = read_runs(place.folder)
+        if not any(task.key in found for task in [*plan.tuning(), *plan.judged()]):
+            raise NoRuns(folder=str(place.folder))
     show = Show()
     with ExitStack() as stack:
         folder = stack.enter_context(Folder(place.folder, plan.experiment))

@@ -40,6 +40,15 @@ class NotAComparison(EmbershardError):
     template = "the folder {folder} holds other files and no comparison; name an empty or a new one with --output"
 
 
+class NoRuns(EmbershardError):
+    """There is nothing to report."""
+
+    template = (
+        "there are no runs in {folder} that this command can report; check --output and --arms, or make them: the same "
+        "command without --report-only"
+    )
+
+
 class FolderInUse(EmbershardError):
     """Another process runs the same comparison."""
 
@@ -130,12 +139,26 @@ class Folder:
         path = self.path / RUNS
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         data = path.read_bytes()
-        for line in data.splitlines():
-            try:
-                run = Run.model_validate_json(line)
-            except ValidationError:
-                continue  # half a line, or one of an older version: that run is made again
-            self.runs[run.key] = run
+        self.runs = _parse(data)
         if data and not data.endswith(b"\n"):
             os.write(self._file, b"\n")
         os.fsync(self._lock)  # the names of both files
+
+
+def read_runs(folder: Path) -> dict[str, Run]:
+    """The runs of a folder by their keys, none where none can be read; it is left as it is."""
+    try:
+        return _parse((folder / RUNS).read_bytes())
+    except OSError:
+        return {}
+
+
+def _parse(data: bytes) -> dict[str, Run]:
+    runs = {}
+    for line in data.splitlines():
+        try:
+            run = Run.model_validate_json(line)
+        except ValidationError:
+            continue  # half a line, or one of an older version: that run is made again
+        runs[run.key] = run
+    return runs
