@@ -11,6 +11,7 @@ from report_cases import FP16S, INT8, NONE, TOPK, fake_results
 from embershard.compare.conclusions import compared_with, conclude
 from embershard.compare.results import Results, Verdict, read_results, write_results
 from embershard.compare.text import lead
+from embershard.compare.verdicts import has_lost
 
 
 def verdict(results: Results, arm: str) -> Verdict:
@@ -77,6 +78,21 @@ def test_an_arm_that_lost_runs_is_not_said_to_have_paid_by_those_that_are_left()
     words = " ".join(lead(results))
     assert "as good, where it ended well, but 1 of its runs failed" in words
     assert "yardstick (beating 32-bit floats alone proves little), no other arm is" in words
+
+
+@pytest.mark.parametrize(("failed_at", "lost"), [(0.5, True), (1.0, False)])
+def test_an_arm_judged_at_its_own_rate_has_lost_runs_where_those_at_that_rate_failed(failed_at: float, lost: bool):
+    results = fake_results(multiples=(0.5, 1.0))
+    assert results.tuned["topk:0.01"] == 0.5
+    key = ("topk:0.01", "quality", failed_at, 2)
+    runs = tuple(
+        run.model_copy(update={"ok": (run.arm, run.kind, run.multiple, run.seed) != key}) for run in results.runs
+    )
+    results = conclude(results.model_copy(update={"runs": runs}))
+    (quality,) = (
+        q for q in results.quality if (q.arm, q.against, q.metric, q.rate) == ("topk:0.01", "none", "auc", "tuned")
+    )
+    assert has_lost(results, "topk:0.01", quality) is lost
 
 
 def test_an_arm_of_which_all_runs_failed_is_said_to_be_unknown():
