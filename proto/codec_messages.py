@@ -18,7 +18,8 @@ class TableCodecs:
 class Compress:
     """Have the workers switch these tables, under a revision above the shard's; revision 0 only checks and asks.
 
-    A direction that is "" stays as it was said before.
+    A direction that is "" stays as it was said before. Without tables all that was said before is forgotten, unless
+    members of a job are there: so begins a worker that trains alone, and never joins.
     """
 
     revision: int = 0
@@ -27,7 +28,7 @@ class Compress:
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
-    """All that was said until this revision; 0: nothing was."""
+    """All that was said of the tables of this job until this revision, which only grows; 0: nothing ever was."""
 
     revision: int
     tables: tuple[TableCodecs, ...]

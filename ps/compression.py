@@ -11,7 +11,7 @@ from embershard.ps.tables import Tables
 
 
 class CompressionSettings:
-    """The codecs that were asked for by table, and their revision.
+    """The codecs that were asked for by table, until the job ends, and their revision, which only grows.
 
     `check` raises UnknownCodec for a codec that this shard cannot read or write.
     """
@@ -22,13 +22,19 @@ class CompressionSettings:
         self._check = check
         self._said: dict[str, TableCodecs] = {}
 
-    def answer(self, request: Compress) -> Compressed:
+    def forget(self) -> None:
+        """Another job begins, or other tables are here: nothing was said of them."""
+        if self._said:
+            self._said, self.revision = {}, self.revision + 1
+
+    def answer(self, request: Compress, *, job_goes_on: bool) -> Compressed:
         """Take new settings, all of them or none, and say what holds; at revision 0 they are only checked.
 
+        Without tables all is forgotten, unless a job goes on, whose workers may join late.
         UnknownTable, UnknownCodec; InvalidRequest for what is no codec, or cannot serve its table, and for a revision
         that somebody else was faster with. The same request again is answered as before.
         """
-        said = dict(self._said)
+        said = dict(self._said) if request.tables or job_goes_on else {}
         for part in request.tables:
             said[part.table] = self._merged(part, said.get(part.table, TableCodecs(part.table)))
         if request.revision:

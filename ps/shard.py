@@ -203,7 +203,7 @@ class Shard:
             case Restore():
                 return self._restores.answer(request)
             case Compress():
-                return self._compression.answer(request)
+                return self._compression.answer(request, job_goes_on=bool(self._clock.members))
             case _:
                 raise InvalidRequest(reason=f"this shard cannot {type(request).__name__} yet")
 
@@ -223,6 +223,7 @@ class Shard:
         self._tables.replace(contents.tables)
         self._dedup = Dedup.of(contents.workers)
         self._routes = RouteMemory()
+        self._compression.forget()
         self._clock.updates.version += 1  # what anybody read before is of another version
 
     def _join(self, request: Join, now: float) -> Joined:
@@ -234,6 +235,7 @@ class Shard:
             if self._clock.job != job:  # what the last one left behind
                 self._meetings = Meetings(self._clock, self.greeting.max_message_bytes)
                 self._splits = Splits(self._clock)
+                self._compression.forget()
 
     def _pull(self, request: Pull, now: float) -> Rows:
         self._check_placement(request.placement_epoch)

@@ -14,8 +14,6 @@ from embershard.worker.session import Session
 from embershard.worker.strategy.shards import ShardStrategy
 from embershard.worker.trainer import build_model, device_of
 
-ONLOOKER = 65_535  # its worker number: the last one, which no job of this size has
-
 
 class Onlooker:
     """Scores a job's model with the weights that the shards have at the time, as one who is no member of the job.

@@ -25,7 +25,7 @@ from embershard.worker.compression.switching import Switching
 from embershard.worker.dense import DenseWeights
 from embershard.worker.gradients import RowGradients, merge, to_arrays
 from embershard.worker.local_steps import LocalSteps
-from embershard.worker.membership import Membership, Terms
+from embershard.worker.membership import ONLOOKER, Membership, Terms
 from embershard.worker.patterns import matches
 from embershard.worker.reads import Read, Reads, Wanted
 from embershard.worker.remote_table import RemoteTable
@@ -370,7 +370,10 @@ def connect(
     try:
         if workers > 1 or staleness is not None or damp_staleness:
             client.join(terms)
-        return Session(client, local_steps=local_steps, compression=compression)
+        session = Session(client, local_steps=local_steps, compression=compression)
+        if client.membership is None and worker != ONLOOKER:
+            session.switching.begin()
+        return session
     except BaseException:
         client.close()
         raise

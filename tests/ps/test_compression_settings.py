@@ -8,10 +8,11 @@ import pytest
 from embershard.proto.codec.choice import Codec
 from embershard.proto.codec_errors import UnknownCodec
 from embershard.proto.errors import EmbershardError, InvalidRequest, UnknownTable
-from embershard.proto.messages import Compress, Compressed, Declare, Pull, TableCodecs, TableIds
+from embershard.proto.messages import Compress, Compressed, Declare, Join, Leave, Pull, TableCodecs, TableIds
 from embershard.proto.routing import Placement
 from embershard.proto.spec import SGD, TableSpec
 from embershard.ps.optim import OptimizerRegistry
+from embershard.ps.restore import Contents
 from embershard.ps.shard import Shard
 
 IDS = np.array([1], np.int64)
@@ -69,6 +70,50 @@ def test_of_two_who_switch_at_once_the_second_is_told(shard: Shard) -> None:
     assert shard.handle(first) == shard.handle(first)  # its reply was lost
     with pytest.raises(InvalidRequest, match="revision 1 of the compression settings is taken, they are at 1"):
         shard.handle(Compress(1, (TableCodecs("rows", push="fp16s"),)))
+
+
+NOW = 1e9  # after whatever time.monotonic() says
+
+
+def joined(shard: Shard, worker: int, *, epoch: int = 1, run: int = 0, now: float = NOW) -> Shard:
+    shard.handle(Join(worker, epoch, 9, staleness=-1, workers=1, lease_ms=10_000, run=run), now)
+    return shard
+
+
+TOLD = Compress(3, (TableCodecs("rows", push="int8"),))
+NOTHING = Compressed(4, ())  # under a revision of its own: who goes on asks, and finds nothing to follow
+
+
+def test_what_was_said_ends_with_its_job(shard: Shard) -> None:
+    joined(shard, 0).handle(TOLD, NOW)
+    shard.handle(Leave(0, 1), NOW)
+    assert shard.handle(Compress(), NOW).tables == TOLD.tables
+    assert joined(shard, 0, epoch=2).handle(Compress(), NOW) == NOTHING
+    assert joined(shard, 1).handle(Compress(5, TOLD.tables), NOW) == Compressed(5, TOLD.tables)
+
+
+def test_what_was_said_ends_where_a_later_run_begins(shard: Shard) -> None:
+    joined(shard, 0, run=1).handle(TOLD, NOW)
+    assert joined(shard, 1, run=2).handle(Compress(), NOW) == NOTHING
+
+
+@pytest.mark.parametrize(("worker", "epoch", "now"), [(1, 1, NOW), (0, 2, NOW), (0, 1, NOW + 99)])
+def test_who_joins_late_or_again_is_told_what_its_job_was(shard: Shard, worker: int, epoch: int, now: float) -> None:
+    joined(joined(shard, 0), 7).handle(TOLD, NOW)
+    assert joined(shard, worker, epoch=epoch, now=now).handle(Compress(), now) == Compressed(3, TOLD.tables)
+
+
+def test_what_was_said_of_tables_that_a_snapshot_replaces_is_forgotten(shard: Shard) -> None:
+    shard.handle(TOLD)
+    shard._install(Contents())
+    assert shard.handle(Compress()) == NOTHING
+
+
+def test_a_worker_that_trains_alone_begins_without_what_was_said_before(shard: Shard) -> None:
+    shard.handle(TOLD)
+    assert shard.handle(Compress(4)) == NOTHING
+    joined(shard, 0).handle(Compress(5, TOLD.tables), NOW)
+    assert shard.handle(Compress(6), NOW).tables == TOLD.tables  # members are here: it is their job that goes on
 
 
 def test_a_tables_status_names_the_codecs_of_whoever_declared_it_last(shard: Shard) -> None:

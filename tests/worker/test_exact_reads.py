@@ -13,7 +13,8 @@ import embershard as es
 from embershard.ps.shard import Shard
 from embershard.worker.group import WorkerGroup
 from embershard.worker.job import Job
-from embershard.worker.onlooker import ONLOOKER, Onlooker
+from embershard.worker.membership import ONLOOKER
+from embershard.worker.onlooker import Onlooker
 from embershard.worker.session import Session
 from embershard.worker.trainer import Trainer
 

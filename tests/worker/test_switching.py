@@ -19,7 +19,9 @@ from embershard.worker.client import Client
 from embershard.worker.compression.advice import advice
 from embershard.worker.compression.job_codecs import JobCodecs
 from embershard.worker.compression.settings import codec_of
+from embershard.worker.compression.switching import settings_of
 from embershard.worker.job import Job
+from embershard.worker.membership import ONLOOKER
 from embershard.worker.session import Session
 
 SPEC = es.TableSpec(name="t", dim=4, optimizer=es.SGD(lr=1.0), initializer=es.Constant(value=0.0))
@@ -133,6 +135,25 @@ def test_settings_of_tables_that_a_session_has_not_are_no_concern_of_it(
     session, _ = connect(shards)
     train(session, 2)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("staleness", [None, 1])  # alone, and as a member
+def test_what_the_shards_were_told_for_a_job_is_not_put_on_the_next_one(
+    stream_shard: str, staleness: int | None
+) -> None:
+    with es.connect(stream_shard, staleness=staleness) as session:
+        session.table(SPEC)
+        session.client.ask_all(Compress(1, (TableCodecs("t", push="int8"),)))
+        train(session, 2)
+        assert session.client.compressor.packs("t")
+    with es.connect(stream_shard, worker=ONLOOKER) as onlooker:  # who only looks leaves them alone
+        assert settings_of(onlooker.client).tables
+    with es.connect(stream_shard, staleness=staleness) as session:
+        train(session, 2)
+        assert not session.client.compressor.packs("t")
+        session.client.ask_all(Compress(3, (TableCodecs("t", push="bf16"),)))
+        train(session, 2)
+        assert session.client.compressor.packs("t")
 
 
 def job(compression: dict[str, object]) -> Job:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from embershard.proto.codec.choice import Codec
 from embershard.proto.codec_errors import UnknownCodec
 from embershard.proto.codec_messages import Compress, Compressed
+from embershard.proto.errors import InvalidRequest
 from embershard.worker.client import Client
 from embershard.worker.compression.settings import Directions
 
@@ -25,6 +27,13 @@ class Switching:
         self._client = client
         self.settle = settle
         self._revision = 0  # of the shards' settings, as far as they were followed
+
+    def begin(self) -> None:
+        """Have the shards forget what they were told for an earlier job; a member's first join has them do so."""
+        told = settings_of(self._client)
+        if told.tables:
+            with suppress(InvalidRequest):  # somebody told them anew just now
+                self._client.ask_all(Compress(told.revision + 1))
 
     def switch(self, wanted: Mapping[str, Directions]) -> None:
         """Have tables travel so from the next push and pull on, and tell the shards.
@@ -54,10 +63,8 @@ class Switching:
         if self._client.settings_revision == self._revision:
             return
         self._revision = self._client.settings_revision
-        replies = [reply for reply in self._client.ask_all(Compress()) if isinstance(reply, Compressed)]
-        newest = max(replies, key=lambda reply: reply.revision)
         now = self._client.compressor.directions()
-        for said in newest.tables:
+        for said in settings_of(self._client).tables:
             before = now.get(said.table)
             if before is None:  # a table of others
                 continue
@@ -73,3 +80,9 @@ class Switching:
             if wanted != before:
                 how = f"push={wanted.push} pull={wanted.pull}"
                 _log.warning("step %d: table %s travels as %s, as the shards were told", clock, said.table, how)
+
+
+def settings_of(client: Client) -> Compressed:
+    """What the shards were told last: all of them, unless somebody was cut off half-way."""
+    replies = [reply for reply in client.ask_all(Compress()) if isinstance(reply, Compressed)]
+    return max(replies, key=lambda reply: reply.revision)

@@ -15,10 +15,11 @@ from embershard.cli.snapshot import CONNECT_TIMEOUT
 from embershard.cli.status import shards_of_up
 from embershard.proto.codec.choice import Codec
 from embershard.proto.errors import UnknownTable
-from embershard.proto.messages import Compress, Compressed, TableCodecs, TableStatus
+from embershard.proto.messages import Compress, TableCodecs, TableStatus
 from embershard.worker.addresses import parse_addresses
 from embershard.worker.client import Client
 from embershard.worker.compression.advice import advice
+from embershard.worker.compression.switching import settings_of
 from embershard.worker.patterns import matches
 
 compression = typer.Typer(
@@ -35,7 +36,7 @@ def show(
 ) -> None:
     """Show every table's codecs: those that its workers use, and those that the shards were told."""
     with _client(ps) as client:
-        tables, told = _tables(client), _told(client)
+        tables, told = _tables(client), settings_of(client)
     revision, said = told.revision, {part.table: part for part in told.tables}
     if as_json:
         rows = {
@@ -49,7 +50,7 @@ def show(
         typer.echo(json.dumps({"revision": revision, "tables": rows}))
         return
     view = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in ("table", "optimizer", "push", "pull", f"told (revision {revision})" if revision else "told"):
+    for column in ("table", "optimizer", "push", "pull", f"told (revision {revision})" if said else "told"):
         view.add_column(column, no_wrap=True)
     for name, table in tables.items():
         view.add_row(name, table.optimizer, table.push_codec, table.pull_codec, _words(said.get(name)))
@@ -74,7 +75,7 @@ def set_codecs(
             raise UnknownTable(table=table, known=", ".join(tables) or "none")
         wanted = tuple(TableCodecs(name, given.get("push", ""), given.get("pull", "")) for name in names)
         client.ask_all(Compress(0, wanted))  # all shards agree before any of them is told
-        revision = _told(client).revision + 1
+        revision = settings_of(client).revision + 1
         client.ask_all(Compress(revision, wanted))
     for part in wanted:
         typer.echo(f"table {part.table}: {_words(part)} (revision {revision}); workers switch before their next step")
@@ -109,12 +110,6 @@ def _directions(codecs: Sequence[str]) -> dict[str, str]:
 
 def _tables(client: Client) -> dict[str, TableStatus]:
     return {table.name: table for status in client.status() for table in status.tables}
-
-
-def _told(client: Client) -> Compressed:
-    """What the shards were told last: all of them, unless somebody was cut off half-way."""
-    replies = [reply for reply in client.ask_all(Compress()) if isinstance(reply, Compressed)]
-    return max(replies, key=lambda reply: reply.revision)
 
 
 def _words(part: TableCodecs | None) -> str:

@@ -12,7 +12,8 @@ import typer
 
 from embershard.cli.signals import ended_by_signals
 from embershard.worker.job import load_job
-from embershard.worker.onlooker import ONLOOKER, Onlooker
+from embershard.worker.membership import ONLOOKER
+from embershard.worker.onlooker import Onlooker
 from embershard.worker.session import connect
 
 
