@@ -82,7 +82,7 @@ class ScheduleSection(Section):
 
     model_config = ConfigDict(populate_by_name=True)
 
-    name: Shape | Literal["torch"] = "constant"
+    name: Literal[Shape, "torch"] = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     end: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     every: Count | None = None

@@ -78,6 +78,13 @@ def test_overrides_win_and_are_checked_like_the_file(folder: Path) -> None:
     ]
 
 
+def test_an_unknown_schedule_is_refused_in_one_line_with_all_that_there_are(folder: Path) -> None:
+    assert mistakes(folder, GOOD, "train.lr_schedule.name=nope") == [
+        "--set train.lr_schedule.name=nope: train.lr_schedule.name: "
+        "input should be 'constant', 'linear', 'cosine', 'step', 'plateau' or 'torch', got 'nope'"
+    ]
+
+
 def test_an_override_of_the_budget_takes_the_place_of_the_files(folder: Path) -> None:
     job = load(folder, GOOD, "train.steps=20")
     assert job.train.budget == ("steps", 20)
