@@ -18,12 +18,12 @@ it: a sum of n is larger than one of them (ps/optimizers.py: adam).
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 
 from embershard.proto import spec
 from embershard.proto.codec.custom import CustomCodec
-from embershard.proto.errors import BadOptimizer, UnknownOptimizer
+from embershard.proto.errors import UnknownOptimizer
+from embershard.proto.user_modules import BadModule, members_of
 from embershard.ps.optimizers import BUILTIN
 from embershard.ps.row_optimizer import RowOptimizer, row_optimizer
 
@@ -34,7 +34,7 @@ class OptimizerRegistry:
     """The row optimizers of one shard, by name.
 
     modules: names of user modules. They are imported and their optimizers compiled at once, so that a mistake stops the
-    shard at its start. BadOptimizer names a module that cannot be imported or has neither one nor a codec, and a
+    shard at its start. BadModule names a module that cannot be imported or has neither one nor a codec, BadOptimizer a
     function that does not compile.
     """
 
@@ -56,17 +56,10 @@ class OptimizerRegistry:
 
 
 def _optimizers_of(module: str) -> dict[str, RowOptimizer]:
-    try:
-        members = vars(importlib.import_module(module))
-    except BadOptimizer:
-        raise
-    except Exception as error:  # a user's module may fail in any way
-        reason = f"the module cannot be imported: {type(error).__name__}: {error}"
-        raise BadOptimizer(optimizer=module, reason=reason) from error
+    members = members_of(module)
     found = {f"{module}:{name}": member for name, member in members.items() if isinstance(member, RowOptimizer)}
     if not found and not any(isinstance(member, CustomCodec) for member in members.values()):
-        reason = "the module has no function decorated with @row_optimizer or @values_codec"
-        raise BadOptimizer(optimizer=module, reason=reason)
+        raise BadModule(module=module, reason="has no function decorated with @row_optimizer or @values_codec")
     for member in found.values():
         _ = member.compiled
     return found

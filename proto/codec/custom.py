@@ -12,7 +12,6 @@ A process that was started with the module `mine` finds it as "mine:half"; shard
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +25,7 @@ from embershard.proto.codec.floats import Bytes, Floats
 from embershard.proto.codec.payload import CUSTOM
 from embershard.proto.codec.values import BUILTIN, ValuesCodec
 from embershard.proto.codec_errors import BadCodec, DamagedPayload, UnknownCodec, check_size
+from embershard.proto.user_modules import members_of
 
 T = TypeVar("T", bound=np.generic)
 EncodeFunction = Callable[[Floats, int | None], object]  # (R, dim) and a key -> an array or bytes
@@ -119,7 +119,7 @@ class CodecRegistry:
     """The values codecs of one process, by name: the built-in ones and those of user modules.
 
     modules: their names; they are imported and their codecs tried at once, so that a mistake stops the process at its
-    start. BadCodec names a module that cannot be imported and a codec that does not work.
+    start. BadModule names a module that cannot be imported, BadCodec a codec that does not work.
     """
 
     def __init__(self, modules: Sequence[str] = ()) -> None:
@@ -136,16 +136,11 @@ class CodecRegistry:
 def load_codecs(modules: Sequence[str]) -> Mapping[str, ValuesCodec]:
     """The codecs of these modules by name, `module:function`; each has coded two rows and read them back.
 
-    A module may have none: it may hold row optimizers alone. BadCodec as for CodecRegistry.
+    A module may have none: it may hold row optimizers alone. BadModule and BadCodec as for CodecRegistry.
     """
     found: dict[str, ValuesCodec] = {}
     for module in modules:
-        try:
-            members = vars(importlib.import_module(module))
-        except Exception as error:  # a user's module may fail in any way
-            reason = f"the module cannot be imported: {type(error).__name__}: {error}"
-            raise BadCodec(codec=module, reason=reason) from error
-        for name, member in members.items():
+        for name, member in members_of(module).items():
             if isinstance(member, CustomCodec):
                 codec = found[f"{module}:{name}"] = replace(member, name=f"{module}:{name}")
                 _try(codec)

@@ -1,0 +1,27 @@
+"""Modules of users, in which a process finds codecs and row optimizers as `module:function`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+
+from embershard.proto.errors import EmbershardError, Status
+
+
+class BadModule(EmbershardError):
+    """A user's module that does not load, or that holds nothing to load it for."""
+
+    status = Status.INVALID_ARGUMENT
+    template = "module {module!r} {reason}"
+
+
+def members_of(module: str) -> Mapping[str, object]:
+    """What a module holds, by name. BadModule where it cannot be imported."""
+    try:
+        return vars(importlib.import_module(module))
+    except EmbershardError:  # it says by itself what is wrong
+        raise
+    except Exception as error:  # a user's module may fail in any way
+        said = f"{type(error).__name__}: {error}"
+        reason = f"cannot be imported: {said}; `python -c 'import {module}'` has to work here"
+        raise BadModule(module=module, reason=reason) from error
