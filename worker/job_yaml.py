@@ -77,6 +77,9 @@ class Source:
             if not equals or not all(parts):
                 self.mistakes.append(Mistake(where, "", "must read section.field=value"))
                 continue
+            if not text.strip():  # more often a variable of the shell that is empty than what is meant
+                self.mistakes.append(Mistake(where, key, "has no value; null takes it as not given"))
+                continue
             try:
                 value: Value = yaml.safe_load(text)
             except yaml.YAMLError:

@@ -133,7 +133,8 @@ class Session:
         dense = {name: compressor.is_dense(name) for name in self._tables}
         names = [name for name in dense if (dense[name] if tables == "dense" else matches(name, tables))]
         if not names:
-            raise ValueError(f"no table matches {tables!r} (known: dense, {', '.join(dense)})")
+            known = dict.fromkeys([*(["dense"] if any(dense.values()) else []), *dense])  # one may have that name
+            raise ValueError(f"no table matches {tables!r} (known: {', '.join(known) or 'none'})")
         to_shards, from_shards = (None if codec is None else codec_of(codec) for codec in (push, pull))
         self.switching.switch({name: compressor.check(name, to_shards, from_shards) for name in names})
         return names

@@ -76,6 +76,7 @@ def test_what_one_table_cannot_have_is_refused_for_all(shards: InProcessShards) 
 @pytest.mark.parametrize(
     ("words", "want"),
     [
+        ([], "Missing argument 'push=CODEC|pull=CODEC, as in push=topk:0.01'"),
         (["int8"], "'int8' must read push=CODEC or pull=CODEC"),
         (["both=int8"], "'both=int8' must read"),
         (["push=int8", "push=none"], "push is given twice"),

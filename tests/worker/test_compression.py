@@ -164,11 +164,19 @@ def test_a_table_whose_optimizer_has_momentum_refuses_dgc() -> None:
 
 def test_compress_names_what_there_is() -> None:
     session, _ = session_of()
-    with pytest.raises(ValueError, match="known: dense, bag"):
+    with pytest.raises(ValueError, match=r"\(known: dense, bag\)"):
         session.compress("user", push="int8")
     with pytest.raises(ValueError, match="it serves dense weights"):
         session.compress("*", push="powersgd:2")
     assert all(ways.push.is_plain for ways in session.client.compressor.directions().values())
+
+
+@pytest.mark.parametrize("name", ["bag", "dense"])
+def test_compress_names_what_there_is_once(name: str) -> None:
+    session = es.local()
+    session.table(es.TableSpec(name=name, dim=1, optimizer=es.SGD(lr=1.0)))
+    with pytest.raises(ValueError, match=rf"\(known: {name}\)"):
+        session.compress("nope", push="int8")
 
 
 def test_every_table_switches_or_none() -> None:

@@ -70,9 +70,10 @@ def test_overrides_win_and_are_checked_like_the_file(folder: Path) -> None:
     assert job.train.epochs == 5
     assert job.embedding.optimizer.build() == spec.SGD(lr=1.0)
     assert job.metric == "logloss"
-    assert mistakes(folder, GOOD, "train.epochs=0", "train.epoch=3", "=3", "model.name.x=1") == [
+    assert mistakes(folder, GOOD, "train.epochs=0", "train.epoch=3", "=3", "model.name.x=1", "evaluate.metric=") == [
         "--set =3: must read section.field=value",
         "--set model.name.x=1: model.name.x: model.name holds no fields, but 'deepfm'",
+        "--set evaluate.metric=: evaluate.metric: has no value; null takes it as not given",
         "--set train.epochs=0: train.epochs: input should be greater than or equal to 1, got 0",
         "--set train.epoch=3: train.epoch: unknown field; did you mean epochs?",
     ]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from embershard.proto.codec.choice import Codec
 from embershard.worker.job import Job, JobFileError, load_job
 from embershard.worker.job_compression import compression_advice
 
@@ -64,6 +65,24 @@ def test_auto_is_a_section_that_measures(folder: Path) -> None:
     section = load(folder, "compression={auto: true, allow: [topk:0.01], tables: {linear: {push: none}}}").compression
     assert section is not None
     assert section.allow == ("topk:0.01",)
+
+
+@pytest.mark.parametrize(
+    "text", ["compression:\n  push:\n", "compression: {push: null}\n", "compression:\n  push: off\n"]
+)
+def test_a_direction_without_a_value_is_not_given(folder: Path, text: str) -> None:
+    section = load(folder, text=JOB + text).compression
+    assert section is not None
+    assert section.settings(0).of("rows", dense=False).push.is_plain
+
+
+def test_a_direction_of_the_file_is_taken_back_by_null_and_not_by_nothing(folder: Path) -> None:
+    text = JOB + "compression:\n  push: int8\n  pull: bf16\n"
+    section = load(folder, "compression.push=null", text=text).compression
+    assert section is not None
+    assert section.settings(0).of("rows", dense=False) == (Codec(), Codec.parse("bf16"))
+    (line,) = mistakes(folder, "compression.push=", text=text)
+    assert line == "--set compression.push=: compression.push: has no value; null takes it as not given"
 
 
 @pytest.mark.parametrize("text", ["compression=auto", "compression={push: int8, dense: {push: {at: {0: dgc:0.01}}}}"])

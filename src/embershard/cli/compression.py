@@ -60,7 +60,12 @@ def show(
 @compression.command("set")
 def set_codecs(
     table: Annotated[str, typer.Argument(help="A table, or a pattern of several, as in emb*.")],
-    codecs: Annotated[list[str], typer.Argument(help="push=CODEC, pull=CODEC, or both; as in the job file.")],
+    codecs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="push=CODEC|pull=CODEC, as in push=topk:0.01", help="One direction or both; as in the job file."
+        ),
+    ],
     ps: Shards = "",
 ) -> None:
     """Have the workers switch; they do before their next step, and say so in their log.
