@@ -121,8 +121,7 @@ class UnknownOptimizer(EmbershardError):
 
     status = Status.NOT_FOUND
     template = (
-        "no optimizer {optimizer!r} here (known: {known}); a user-defined one needs "
-        "`embershard ps --import MODULE` on every shard"
+        "no optimizer {optimizer!r} here (known: {known}); a user-defined one needs `--import MODULE` on every shard"
     )
 
 

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from embershard.cli.signals import ended_by_signals
+from embershard.cli.user_code import check_user_code
 from embershard.compare.arms import BadArm, find_arms
 from embershard.compare.engine import Engine
 from embershard.compare.folder import Folder, NoRuns, read_runs
@@ -114,6 +115,8 @@ def compare(
         speed_steps=None if full else speed_steps,
         link="network namespace" if netns else "token bucket",
     )
+    if not report_only:
+        check_user_code([arm_job for _, arm_job in found.values()], experiment.imports)
     place = Place(job=job, data=data, folder=output or Path("runs") / f"compare-{job.stem}")
     with ended_by_signals():
         _carry_out(Plan(experiment, found, links), place, margin, report_only=report_only)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from embershard.cli.signals import end_with_parent, ended_by_signals
+from embershard.cli.user_code import check_user_code
 from embershard.deploy.supervisor import LocalShards
 from embershard.deploy.workers import LocalWorkers
 from embershard.proto.errors import EmbershardError
@@ -74,6 +75,7 @@ def train(
     sets = [*(overrides or ()), *(f"{name}={value}" for name, value in given.items() if value is not None)]
     settings = load_job(job, sets, data)
     _check_shards(settings, ps, shards, imports)
+    check_user_code([settings], imports or (), starts_shards=ps is None)
     if ps is not None:
         ps = ",".join(parse_addresses(ps))
     checkpoint = _find_checkpoint(settings, resume)

@@ -1,0 +1,51 @@
+"""User-defined codecs and row optimizers of jobs, looked for before anything starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+
+from embershard.proto import spec
+from embershard.proto.codec.choice import Codec
+from embershard.worker.job import Job
+
+
+def check_user_code(jobs: Iterable[Job], imports: Sequence[str], *, starts_shards: bool = True) -> None:
+    """Import the modules as workers and shards will, and find in them all that the jobs name.
+
+    Row optimizers are left to shards that run already. BadModule, BadCodec, BadOptimizer, UnknownCodec and
+    UnknownOptimizer say what is wrong.
+    """
+    served = [job for job in jobs if job.has_shards]
+    codecs = {codec.values for job in served for codec in _codecs(job) if codec.is_custom}
+    optimizers = [found for job in served for found in _optimizers(job) if isinstance(found, spec.Custom)]
+    if not (imports or codecs or optimizers):
+        return
+    # here: kernels are loaded for them, which other jobs need not wait for
+    from embershard.proto.codec.custom import CodecRegistry
+    from embershard.ps.optim import OptimizerRegistry
+
+    sys.path.append(os.getcwd())  # last, as in workers and shards: a module here must not hide an installed one
+    known = CodecRegistry(imports)
+    for name in sorted(codecs):
+        known.find(name)
+    if starts_shards:
+        compiled = OptimizerRegistry(imports)
+        for optimizer in optimizers:
+            compiled.find(optimizer)
+
+
+def _codecs(job: Job) -> Iterator[Codec]:
+    if job.compression is not None:
+        yield from (codec for *_, codec in job.compression.choices())
+        yield from map(Codec.parse, job.compression.allow)
+
+
+def _optimizers(job: Job) -> Iterator[spec.Optimizer]:
+    """Those of its weights on shards."""
+    sections = [job.embedding.optimizer, *(group.optimizer for group in job.embedding.groups)]
+    if job.dense_mode == "ps":
+        sections += [group.optimizer for group in job.dense.groups]
+        sections += [job.dense.optimizer] if job.dense.optimizer is not None else []
+    return (section.build() for section in sections)
