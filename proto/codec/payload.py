@@ -27,6 +27,7 @@ ALL_ROWS, SOME_ROWS, ELEMENTS, AGED_ELEMENTS = 0, 1, 2, 4  # forms, beside LOW_R
 CUSTOM = 255  # the second byte of a user-defined values codec, which the message names
 NO_AGES = 255  # in place of the kind of the ages' integers
 MAX_AGE = 2**24  # float32 counts exactly up to it
+_ALIGNMENT = 8  # bytes
 
 
 class Decoded(NamedTuple):
@@ -61,9 +62,13 @@ def encode_rows(
         else:
             parts.append(_encode_ages(ages))
     head = np.array([SOME_ROWS if parts else ALL_ROWS, values.code], np.uint8)
-    body = np.empty(values.nbytes(*rows.shape), np.uint8)
-    values.encode(rows, body, key)
-    return np.concatenate([head, *parts, body])
+    before = np.concatenate([head, *parts]) if parts else head
+    # one piece of memory, in which the values begin where floats may: copying them behind the head would show
+    gap = -before.size % _ALIGNMENT
+    payload = np.empty(gap + before.size + values.nbytes(*rows.shape), np.uint8)[gap:]
+    payload[: before.size] = before
+    values.encode(rows, payload[before.size :], key)
+    return payload
 
 
 def encode_elements(

@@ -35,6 +35,7 @@ class TableWay:
         self.directions = Directions()
         self.pushes = 0  # goes into the keys of random numbers
         self._even_order: Ids | None = None  # in which the layout's ids ascend, where they are even_ids
+        self._even: dict[int, tuple[Ids, Bytes]] = {}  # first id -> those of a shard, and their bytes
         self._placement, self._find = placement, find
         self._capacity: int | None = None  # rows held back for one shard
         self._settings = Compression()
@@ -54,16 +55,22 @@ class TableWay:
         self.layout = layout
         is_even = np.array_equal(layout.ids, even_ids(len(layout.ids), self.spec.space_key))
         self._even_order = np.argsort(layout.ids) if is_even and len(layout.ids) else None
+        self._even.clear()
 
     def packed_ids(self, ids: Ids) -> Bytes | None:
         """The bytes of ids that ascend, or are blocks in their order; None for others, and where nothing is gained."""
         known, order = self.layout.ids, self._even_order
         if order is None or len(ids) < 3:  # whose key, and number, take 16 bytes
             return packed_ids(ids)
+        before, packed = self._even.get(int(ids[0]), (None, None))
+        if before is not None and np.array_equal(before, ids):  # every step moves the same blocks
+            return packed
         places = order[np.minimum(np.searchsorted(known, ids, sorter=order), len(known) - 1)]
         if not ((places[1:] > places[:-1]).all() and np.array_equal(known[places], ids)):
             return packed_ids(ids)
-        return encode_even_ids(places, len(known), self.spec.space_key)
+        packed = encode_even_ids(places, len(known), self.spec.space_key)
+        self._even[int(ids[0])] = ids.copy(), packed
+        return packed
 
     @property
     def mean_age(self) -> float | None:
