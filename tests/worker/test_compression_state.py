@@ -10,9 +10,13 @@ import torch
 from torch import nn
 
 import embershard as es
+from embershard.proto.codec.choice import Codec
+from embershard.proto.codec.select import REUSE, SMALL
+from embershard.proto.codec.values import find_values
 from embershard.ps.shard import Shard
 from embershard.worker.carriers.local import LocalCarrier
 from embershard.worker.client import Client
+from embershard.worker.compression.feedback import Feedback, How, Share
 from embershard.worker.session import Session
 from embershard.worker.state_file import pack, unpack
 
@@ -83,6 +87,31 @@ def test_a_resumed_run_is_equal_to_one_that_was_not_stopped(push: str, dense: st
     train(*second, 12, 24)
     for mine, other in zip(weights(*second), weights(*whole), strict=True):
         assert mine.tobytes() == other.tobytes()
+
+
+LARGE = 9000  # rows of DIM elements: more than are selected exactly
+
+
+def large_pushes(start: int, feedback: Feedback) -> list[bytes]:
+    """Payloads of some pushes of a table that is selected from by a threshold; it soon fits no more, by a little."""
+    how = How(Codec.parse("topk:0.01"), find_values("none"), 0.01, key=0)
+    sent = []
+    for number in range(start, start + 6):
+        rows = np.random.default_rng(number).standard_normal((LARGE, DIM)).astype(np.float32)
+        sent.append(feedback.pack(Share(np.arange(LARGE), rows * np.float32(0.9**number), 1.0), how).payload.tobytes())
+    return sent
+
+
+def test_a_threshold_goes_on_from_a_checkpoint() -> None:
+    assert LARGE * DIM > SMALL
+    whole, resumed, sampled_anew = (Feedback(DIM, None) for _ in range(3))
+    large_pushes(0, whole)
+    state = unpack(pack(whole.state_dict()))
+    resumed.load_state_dict(state)
+    sampled_anew.load_state_dict({**state, "threshold": [0, REUSE]})
+    want = large_pushes(6, whole)
+    assert large_pushes(6, resumed) == want
+    assert large_pushes(6, sampled_anew) != want
 
 
 def test_without_its_state_it_would_not_be(make_shards: Shards) -> None:

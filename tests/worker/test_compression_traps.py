@@ -17,6 +17,7 @@ from wired_client import DIM, IDS, NUM_IDS, SPEC, Link, Wired, gradients
 import embershard as es
 from embershard.in_process import InProcessShards
 from embershard.proto.codec.choice import Codec
+from embershard.proto.codec.payload import decode
 from embershard.proto.routing import Route, make_route
 from embershard.ps.shard import Shard
 from embershard.worker.client import Client
@@ -42,6 +43,27 @@ def test_what_gives_way_in_a_full_table_is_sent(make_shards: Shards) -> None:
         wired.push(gradients(step, 8), ids=rng.choice(NUM_IDS, 8, replace=False))
         assert len(wired.client.compressor.held("t").ids) <= 10
     wired.check()
+
+
+def test_a_row_that_gives_way_says_how_many_pushes_it_stands_for(make_shards: Shards) -> None:
+    wired = Wired(make_shards(1), "topk:0.1", residual_rows=2)
+    for _ in range(3):  # an element of row 1 is sent each time, row 2 waits
+        wired.push(np.array([[8, 7, 6, 5], [1, 1, 1, 1]], np.float32), ids=np.array([1, 2]))
+    wired.push(gradients(0, 2), ids=np.array([3, 4]))
+    _, gone = wired.links[0].seen[-1].tables
+    sent = decode(gone.gradients, len(gone.ids), DIM)  # type: ignore[arg-type]
+    assert dict(zip(gone.ids.tolist(), sent.ages.tolist(), strict=True)) == {1: 1, 2: 3}
+
+
+@pytest.mark.parametrize("codec", ["int8", "randomk:0.2"])
+def test_two_workers_with_one_gradient_round_and_draw_apart(codec: str, make_shards: Shards) -> None:
+    sent = set()
+    for worker in (0, 1):
+        wired = Wired(make_shards(1), codec, worker=worker)
+        for _ in range(2):
+            wired.push(gradients(0))
+        sent |= {push.tables[0].gradients.tobytes() for push in wired.links[0].seen}
+    assert len(sent) == 4
 
 
 def test_what_is_held_counts_by_its_own_learning_rate_and_0_loses_nothing(make_shards: Shards) -> None:

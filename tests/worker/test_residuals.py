@@ -61,6 +61,17 @@ def test_without_room_the_row_that_was_not_met_for_longest_gives_way_whole() -> 
     assert sorted(held.held().ids.tolist()) == [1, 3, 4]
 
 
+def test_what_gives_way_is_sent_in_the_order_of_ids_each_row_with_its_age() -> None:
+    gone = Held(
+        np.array([5, 2, 9]), row(1, 2, 3).T.copy(), np.array([4, 0, 7], np.float32), np.full(3, 0.5, np.float32)
+    )
+    sent = gone.scaled(2.0)
+    assert sent.ids.tolist() == [2, 5, 9]
+    assert sent.rows.ravel().tolist() == [0.5, 0.25, 0.75]
+    assert sent.ages.tolist() == [1, 4, 7]  # at least the push that it goes with
+    assert sent.rates.tolist() == [2.0] * 3
+
+
 def test_what_a_push_beyond_the_capacity_cannot_hold_gives_way_itself() -> None:
     held = Residuals(1, 2)
     _, _, gone = push(held, [1, 2, 3, 4], np.ones((4, 1), np.float32))

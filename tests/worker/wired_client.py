@@ -64,9 +64,11 @@ class _Failed:
 class Wired:
     """A client with one table whose rows are 0 and show, with SGD of rate 1, minus what was applied."""
 
-    def __init__(self, shards: list[Shard], push: str, spec: TableSpec = SPEC, **settings: object) -> None:
+    def __init__(
+        self, shards: list[Shard], push: str, spec: TableSpec = SPEC, worker: int = 0, **settings: object
+    ) -> None:
         self.links = [Link(shard, f"local/{number}") for number, shard in enumerate(shards)]
-        self.client = Client(self.links, timeout=timedelta(seconds=30))
+        self.client = Client(self.links, worker=worker, timeout=timedelta(seconds=30))
         self.client.compressor.settings = es.Compression(push=push, **settings)  # type: ignore[arg-type]
         self.client.declare(spec)
         self.spec, self.clock = spec, 0
