@@ -354,7 +354,7 @@ def connect(
     that membership.Terms describes, the same for all workers; ModeMismatch where they differ, RunOver where its `run`
     is. With `local_steps` it trains on copies of its own and pushes what so many steps have changed (local_steps.py). A
     `bandwidth`, as "100mbit", emulates a slower link to the shards (bandwidth.py); ValueError where it is none.
-    `compression` says how tables travel; `imports` names their user-defined codecs' modules, BadCodec where one fails.
+    `compression` says how tables travel; `imports` names modules of codecs, BadModule or BadCodec where one fails.
     """
     terms = Terms(
         workers=workers, staleness=staleness, lease=lease, damp_staleness=damp_staleness, patience=patience, run=run
