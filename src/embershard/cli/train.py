@@ -121,14 +121,17 @@ def _run(
     """Start shards, unless there are some, and workers; wait for them, and end them all."""
     with ended_by_signals(), contextlib.ExitStack() as stack:
         watch: Callable[[], EmbershardError | None] = lambda: None  # noqa: E731
-        if ps is None and job.has_shards:
+        if ps is not None:
+            _meet_shards(ps, checkpoint)
+        elif job.has_shards:
             local = stack.enter_context(LocalShards(job.shards, imports=imports))
             ps, watch = ",".join(local.addresses), lambda: local.failure
+            if checkpoint is not None:
+                _meet_shards(ps, checkpoint)
         # shards that outlive a run must not take the next one's workers for late ones of the last
         command += ["--ps", ps, "--run", str(time.time_ns())] if ps is not None else []
         if checkpoint is not None:
             command += ["--resume", checkpoint.url]
-            _restore(checkpoint, ps)
         running = LocalWorkers(
             job.workers,
             command,
@@ -143,15 +146,13 @@ def _run(
     typer.echo(f"log: {folder / 'log.jsonl'}")
 
 
-def _restore(checkpoint: Checkpoint, ps: str | None) -> None:
-    if ps is None or not checkpoint.manifest.snapshot:
-        return
-    from embershard.worker.checkpoint import SNAPSHOT
+def _meet_shards(ps: str, checkpoint: Checkpoint | None) -> None:
+    """Wait for the shards here, since a worker says only in its log that it waits; restore them from a checkpoint."""
     from embershard.worker.client import Client
-    from embershard.worker.snapshots import restore_snapshot
 
-    client = Client.connect(parse_addresses(ps))
-    try:
-        restore_snapshot(client, checkpoint.url, SNAPSHOT)
-    finally:
-        client.close()
+    with contextlib.closing(Client.connect(parse_addresses(ps))) as client:
+        if checkpoint is not None and checkpoint.manifest.snapshot:
+            from embershard.worker.checkpoint import SNAPSHOT
+            from embershard.worker.snapshots import restore_snapshot
+
+            restore_snapshot(client, checkpoint.url, SNAPSHOT)

@@ -1,0 +1,40 @@
+"""`embershard train` before any worker starts."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from embershard.cli import app as cli
+from embershard.cli import train as command
+from embershard.proto.errors import ShardUnavailable
+from embershard.worker import links
+from embershard.worker.client import Client
+
+JOB = """\
+model: {name: lr}
+data: {reader: clicks, eval_samples: 1000}
+embedding: {optimizer: {name: sgd, lr: 0.1}}
+train: {batch_size: 64, samples: 1_000}
+"""
+
+
+def test_that_nobody_serves_at_an_address_is_said_while_it_waits_and_no_worker_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    monkeypatch.setattr(links, "_PATIENCE", timedelta(0))
+    connect = Client.connect
+    monkeypatch.setattr(Client, "connect", lambda addresses: connect(addresses, timeout=timedelta(seconds=0.2)))
+    monkeypatch.setattr(command, "LocalWorkers", None)
+    words = ["train", str(tmp_path / "job.yaml"), "--ps", "127.0.0.1:1", "--output", str(tmp_path / "run")]
+    with caplog.at_level(logging.WARNING):
+        result = CliRunner().invoke(cli.app, words)
+    assert isinstance(result.exception, ShardUnavailable)
+    assert "the server at 127.0.0.1:1" in str(result.exception)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("waiting for the server at 127.0.0.1:1 (")
