@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 import torch
 import typer
 
+import embershard as es
+from embershard.cli import worker as command
 from embershard.cli.worker import Place, _check_mode, _has_own_gpu
 from embershard.proto.errors import JobError
+from embershard.proto.messages import Compress, TableCodecs
 from embershard.worker.job import Job
 
 
@@ -54,3 +58,17 @@ def test_fsdp_over_gpus_that_are_shared_is_refused(monkeypatch: pytest.MonkeyPat
 def test_a_worker_in_the_wrong_place_is_refused(strategy: str, ps: str | None, workers: int, why: str) -> None:
     with pytest.raises(typer.BadParameter, match=why):
         _check_mode(job(strategy=strategy), ps, workers)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_worker_prints_how_tables_travel_from_here_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int
+) -> None:
+    monkeypatch.setattr(command, "connect", lambda ps, **settings: es.local())
+    with command._connect(job(), "127.0.0.1:1", replace(place(2), rank=rank), ()) as session:
+        module = es.Embedding(session.table(es.TableSpec(name="t", dim=2, optimizer=es.SGD(lr=1.0))))
+        session.client.ask_all(Compress(1, (TableCodecs("t", push="int8"),)))
+        module(torch.tensor([1])).sum().backward()
+        session.step()
+    line = "step 0: table t travels as push=int8 pull=none, as the shards were told\n"
+    assert capsys.readouterr().out == (line if rank == 0 else "")

@@ -21,11 +21,15 @@ _log = logging.getLogger(__name__)
 
 
 class Switching:
-    """`settle` waits until no push is in flight: what is sent by one codec is acknowledged before another is used."""
+    """`settle` waits until no push is in flight: what is sent by one codec is acknowledged before another is used.
+
+    `say` is given the lines of the log, for people who do not read it.
+    """
 
     def __init__(self, client: Client, settle: Callable[[], None]) -> None:
         self._client = client
         self.settle = settle
+        self.say: Callable[[str], object] = lambda line: None
         self._revision = 0  # of the shards' settings, as far as they were followed
 
     def begin(self) -> None:
@@ -75,11 +79,15 @@ class Switching:
                 )
                 self.switch({said.table: wanted})
             except (ValueError, UnknownCodec) as error:
-                _log.warning("step %d: table %s stays as it travels: %s", clock, said.table, error)
+                self._tell(f"step {clock}: table {said.table} stays as it travels: {error}")
                 continue
             if wanted != before:
                 how = f"push={wanted.push} pull={wanted.pull}"
-                _log.warning("step %d: table %s travels as %s, as the shards were told", clock, said.table, how)
+                self._tell(f"step {clock}: table {said.table} travels as {how}, as the shards were told")
+
+    def _tell(self, line: str) -> None:
+        _log.warning("%s", line)
+        self.say(line)
 
 
 def settings_of(client: Client) -> Compressed:

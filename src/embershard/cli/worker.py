@@ -196,7 +196,7 @@ def _loader(job: Job, folder: Path, place: Place, checkpoint: Checkpoint | None)
 
 def _connect(job: Job, ps: str, place: Place, imports: Sequence[str]) -> Session:
     train = job.train
-    return connect(
+    session = connect(
         ps,
         worker=place.rank,
         workers=place.world_size,
@@ -208,6 +208,9 @@ def _connect(job: Job, ps: str, place: Place, imports: Sequence[str]) -> Session
         bandwidth=job.network.bandwidth,
         imports=imports,
     )
+    if place.rank == 0 and not sys.stderr.isatty():  # `train` shows what this one prints, and not its log
+        session.switching.say = typer.echo
+    return session
 
 
 def _join(job: Job, session: Session | None, place: Place) -> WorkerGroup:
