@@ -454,7 +454,7 @@ def clock_0(worker: int) -> Push:
 def test_a_pull_that_waits_holds_nobody_up(connect: Connect):
     peer, other = connect(), connect()
     joined(other, 2)
-    peer.send(framed(replace(pull(), after=1), call=1))
+    peer.send(framed(replace(pull(), epoch=1, after=1), call=1))
     peer.send(framed(clock_0(0), call=2))
     assert isinstance(peer.reply(), Pushed)
     other.ask(clock_0(1))
@@ -466,7 +466,7 @@ def test_a_pull_that_waits_holds_nobody_up(connect: Connect):
 def test_a_pull_that_waits_in_vain_is_put_back_before_its_deadline(connect: Connect):
     peer = connect()
     joined(peer, 2)
-    peer.send(framed(replace(pull(), after=1), timeout_ms=300))
+    peer.send(framed(replace(pull(), epoch=1, after=1), timeout_ms=300))
     with pytest.raises(ClockAhead, match="worker 0, 1"):
         peer.reply()
 
@@ -474,7 +474,7 @@ def test_a_pull_that_waits_in_vain_is_put_back_before_its_deadline(connect: Conn
 def test_rows_are_not_made_for_a_peer_that_left_while_it_waited(connect: Connect, served: Served):
     peer, other = connect(), connect()
     joined(other, 2)
-    peer.send(framed(replace(pull(), after=1)))
+    peer.send(framed(replace(pull(), epoch=1, after=1)))
     apply = served.dispatch._apply
     assert eventually(lambda: len(apply._parked) == 1)
     made, before = served.stream.made_bytes, served.connections
@@ -505,7 +505,7 @@ def test_what_a_peer_waited_for_and_does_not_read_counts_as_unsent(connect: Conn
     joined(other, 2)
     said = Meet(0, 1, "a meeting", np.zeros(2**24, np.uint8))
     slow.send(framed(said))
-    slow.send(framed(replace(pull(2000, "wide"), after=1)))
+    slow.send(framed(replace(pull(2000, "wide"), epoch=1, after=1)))
     assert eventually(lambda: len(served.dispatch._apply._parked) == 2)
     other.send(framed(replace(said, worker=1)))
     for worker in range(2):
