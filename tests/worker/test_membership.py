@@ -13,7 +13,20 @@ from torch import nn
 
 import embershard as es
 from embershard.proto.errors import ClockAhead, LeaseLost, ModeMismatch, RunOver, StaleWorker, WorkerLost
-from embershard.proto.messages import Beat, Beaten, Greeting, Hello, Join, Joined, Leave, Left, Push, Reply, Request
+from embershard.proto.messages import (
+    Beat,
+    Beaten,
+    Greeting,
+    Hello,
+    Join,
+    Joined,
+    Leave,
+    Left,
+    Pull,
+    Push,
+    Reply,
+    Request,
+)
 from embershard.ps.shard import Shard
 from embershard.worker import membership as membership_module
 from embershard.worker.carriers.local import LocalCarrier
@@ -35,6 +48,7 @@ class Job:
     def __init__(self, shards: list[Shard]) -> None:
         self.shards, self.lock, self.now = shards, threading.Lock(), 0.0
         self.heard: list[Request] = []
+        self.pulled: list[Pull] = []  # those that were answered
         self.sessions: list[Session] = []
 
     def worker(self, number: int, terms: Terms, *, local_steps: int | None = None, clock: int = 0) -> Session:
@@ -47,7 +61,21 @@ class Job:
     def handle(self, shard: Shard, request: Request) -> Reply:
         with self.lock:
             self.heard.append(request)
-            return shard.handle(request, self.now)
+            reply = shard.handle(request, self.now)
+            if isinstance(request, Pull):
+                self.pulled.append(request)
+            return reply
+
+    def await_rows(self, session: Session, row: int, times: int) -> None:
+        """Wait until it was given a row so many times."""
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            with self.lock:
+                pulls = [pull for pull in self.pulled if pull.worker == session.client.worker]
+            if sum(row in part.ids for pull in pulls for part in pull.tables) >= times:
+                return
+            time.sleep(0.001)
+        raise AssertionError(f"row {row} is not pulled {times} times")
 
     def pass_time(self, seconds: float, alive: Session) -> None:
         """All but `alive` are not heard of."""
@@ -399,11 +427,15 @@ def test_a_loop_that_lost_its_lease_goes_on_with_fresh_rows(make_job: MakeJob) -
     module, batches = es.Embedding(table), [torch.tensor([k % 3, 5 + k]) for k in range(12)]
     for number, ids in enumerate(lost.prefetch(batches, inputs=lambda ids: {"t": ids})):
         if number == 5:
+            job.await_rows(lost, 0, 3)  # of batches 0, 3 and 6: the next one is here
+            job.await_rows(lost, 5 + 6, 1)
             job.pass_time(2 * HOURS, other)
         if number != 5:
             step(other, [9])
         module(ids).sum().backward()
         lost.step()
+        if number == 5:
+            lost.flush()  # it knows now
     assert lost.stats.lost_leases == 1
     assert lost.missed_reads > 0  # what was pulled ahead before is not read
     pushed = [r for r in job.heard if isinstance(r, Push) and r.token.worker == 0 and r.last]
