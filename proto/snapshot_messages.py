@@ -21,7 +21,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Snapshotted:
-    """How far a shard's part is: `state` is "waiting", "writing", "done" or "cancelled".
+    """How far a shard's part is: `state` is "waiting", "writing", "done", "cancelling" or "cancelled".
 
     `clock` is the first one that was not closed. Once done, `path` is the list of its files, and `sha256` (hex) that
     list's digest.

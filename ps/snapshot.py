@@ -109,6 +109,8 @@ class Snapshots:
             self._asked = None
         elif self._writer is not None and self._writer.id == request.id:
             self._writer.cancel()
+            if self._writer.writes:
+                return Snapshotted("cancelling")
         return Snapshotted("cancelled")
 
     def _knows(self, number: int) -> bool:
@@ -140,13 +142,19 @@ class SnapshotWriter:
             self._thaw()
             raise SnapshotNotWritten(path=request.name, reason=f"no memory for copies of rows: {error}") from None
         self._total = sum(rows.num_rows for _, rows in self._frozen)
-        threading.Thread(target=self._run, name="snapshot", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="snapshot", daemon=True)
+        self._thread.start()
         self._stall_ms = 1000 * (time.perf_counter() - began)
 
     @property
     def ended(self) -> bool:
         """Whether its thread has nothing more to do, or was told so."""
         return self._state != "writing"
+
+    @property
+    def writes(self) -> bool:
+        """Whether its thread may still have a file open, cancelled or not."""
+        return self._thread.is_alive()
 
     @property
     def hangs(self) -> bool:

@@ -50,6 +50,7 @@ Floats = npt.NDArray[np.float32]
 R = TypeVar("R", Snapshotted, Restored)
 
 PATIENCE = timedelta(seconds=120)  # without a row more, a snapshot or a restore is given up
+_CANCEL_PATIENCE = timedelta(seconds=10)  # a storage that hangs holds nobody longer
 _PAUSES = (0.005, 0.25)  # seconds between two looks at the shards: the first, and the longest
 _MARGIN = 2  # clocks ahead of a synchronous job at which its snapshot is asked for; doubled where that is too late
 _TRIES = 5
@@ -210,13 +211,24 @@ class RunningSnapshot:
     def cancel(self) -> None:
         """Give it up on all shards, and remove what they wrote: a full disk needs the room."""
         with suppress(EmbershardError):
-            self._client.ask_all(replace(self._request, step="cancel"))
+            self._wait_for_writers(Deadline(_CANCEL_PATIENCE))
         with suppress(EmbershardError):
             entries = self._storage.sizes(self.name)
             if MANIFEST not in entries:
                 _remove(
                     self._storage, self.name, [part for part in entries if part.endswith(f"-{self._request.id:016x}")]
                 )
+
+    def _wait_for_writers(self, deadline: Deadline) -> None:
+        """Cancel until no shard has a file open: what is removed under a writer would come back."""
+        pause, longest = _PAUSES
+        request = replace(self._request, step="cancel")
+        while deadline.seconds > 0:
+            replies = self._client.ask_all(request)
+            if not any(isinstance(reply, Snapshotted) and reply.state == "cancelling" for reply in replies):
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
 
     def _finish(self, extra: Mapping[str, object], keep: int) -> SnapshotInfo:
         replies = _await(self._client, self._request, Snapshotted, "done", self._patience)

@@ -286,13 +286,18 @@ def test_a_cancelled_snapshot_copies_no_more_rows_and_makes_room_for_another(
     shard = make()
     push(shard)
     request = Snapshot(str(tmp_path), "one", 7)
-    with slow_storage(monkeypatch):
+    cancel = replace(request, step="cancel")
+    with slow_storage(monkeypatch) as go:
         ask(shard, request)
         writer = shard._snapshots._writer
         assert writer is not None
-        assert ask(shard, replace(request, step="cancel")).state == "cancelled"
+        assert [ask(shard, cancel).state for _ in range(2)] == ["cancelling"] * 2
         push(shard, 2)
         assert [rows.num_kept for _, rows in writer._frozen] == [0, 0]
+        go()
+        while ask(shard, cancel).state == "cancelling":  # until no file is open
+            pass
+        assert not writer.writes
     take([shard], tmp_path, "two", 8)
     assert not list((tmp_path / "one").glob("*/part.msgpack"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -216,6 +217,34 @@ def test_a_shard_that_cannot_write_fails_the_whole_and_the_others_stop(tmp_path:
     assert read_manifest(str(tmp_path)).name == "one"
     assert not (tmp_path / "two").exists()  # what was written takes no room
     assert take_snapshot(client, str(tmp_path), "two").rows == 2000
+
+
+def test_what_a_slow_shard_still_writes_goes_too(monkeypatch: pytest.MonkeyPatch):
+    client, url = trained(), f"memory://{secrets.token_hex(8)}/snaps"  # its folders come with their files
+    told = threading.Event()
+    cancel = shard_side.SnapshotWriter.cancel
+
+    def tell(writer: shard_side.SnapshotWriter) -> None:
+        cancel(writer)
+        told.set()
+
+    def late(writer: shard_side.SnapshotWriter, storage: Storage, prefix: str, *_: object) -> None:
+        if writer._moment.shard == 1:
+            raise OSError(28, "No space left on device")
+        assert told.wait(30)
+        time.sleep(0.1)  # what was removed by now would be written again
+        with storage.create(f"two/{prefix}.safetensors") as file:
+            file.write(b"rows")
+        writer._go_on()
+
+    monkeypatch.setattr(shard_side.SnapshotWriter, "cancel", tell)
+    monkeypatch.setattr(shard_side.SnapshotWriter, "_write_table", late)
+    with pytest.raises(SnapshotNotWritten, match="No space left"):
+        take_snapshot(client, url, "two")
+    for thread in threading.enumerate():
+        if thread.name == "snapshot":
+            thread.join(30)
+    assert not Storage(url).sizes("two")
 
 
 def test_a_clock_that_does_not_close_is_given_up(tmp_path: Path):
