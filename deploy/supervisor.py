@@ -231,6 +231,7 @@ class LocalShards:
         finally:  # a second Ctrl-C, too, leaves nothing behind
             for process in running:
                 process.popen.kill()
+            for process in running:
                 process.popen.wait()
         for watcher in self._watchers:
             watcher.join(timeout=5.0)

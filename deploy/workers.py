@@ -55,6 +55,7 @@ class LocalWorkers:
         self._logs = logs
         self._elastic, self._restarts, self._say = elastic, restarts, say
         self._meeting: dict[str, str] = {}
+        self._port: socket.socket | None = None  # keeps others from the port where they meet
         self._files: list[IO[bytes]] = []
         self._starts: list[int] = []  # where this run begins in each log
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -70,7 +71,9 @@ class LocalWorkers:
     def __enter__(self) -> Self:
         """Start all workers."""
         self._logs.mkdir(parents=True, exist_ok=True)
-        self._meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+        self._port = _reserve_port()
+        port = str(self._port.getsockname()[1])
+        self._meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
         try:
             for rank in range(self._num_workers):
                 file = (self._logs / f"worker-{rank}.log").open("ab")
@@ -97,7 +100,7 @@ class LocalWorkers:
                 ended.discard(rank)
                 self._lose(rank, restart=not done)
             if ended or len(self._gone) == self._num_workers:
-                raise self._failure(ended or self._gone)
+                raise self._failure(self._failed() if ended else self._gone)
             running = {rank for rank, process in enumerate(self._processes) if process.returncode is None}
             # who was started again too late has nobody left to train with
             if not running or (running <= self._again and time.monotonic() - over > STOP_TIMEOUT.total_seconds()):
@@ -120,9 +123,12 @@ class LocalWorkers:
         finally:  # a second Ctrl-C, too, leaves nothing behind
             for process in self._processes:
                 process.kill()
+            for process in self._processes:
                 process.wait()
             for file in self._files:
                 file.close()
+            if self._port is not None:
+                self._port.close()
 
     def _survives(self, rank: int, done: bool) -> bool:
         """Whether training goes on where this worker has ended; `done` by others."""
@@ -161,9 +167,23 @@ class LocalWorkers:
             start_new_session=True,  # Ctrl-C at the terminal reaches this process only, which then ends the workers
         )
 
+    def _failed(self) -> set[int]:
+        """Who has failed, at best with whom they lost: what ended it may take longer than their noticing it."""
+        end = time.monotonic() + STOP_TIMEOUT.total_seconds()
+        while True:
+            running = any(process.poll() is None for process in self._processes)
+            failed = {rank for rank, process in enumerate(self._processes) if process.poll()} - self._gone
+            if not (running and all(map(self._lost_another, failed))) or time.monotonic() > end:
+                return failed
+            time.sleep(_POLL_SECONDS)
+
+    def _lost_another(self, rank: int) -> bool:
+        """Whether a worker ended since it had lost another one."""
+        return self._processes[rank].returncode > 0 and WorkerLost.words in self._tail(rank)
+
     def _failure(self, failed: Collection[int]) -> WorkerFailed:
         # one death makes the others' connections fail: the first to be killed by a signal, or else to end, is the cause
-        rank = min(failed, key=lambda r: (self._processes[r].returncode >= 0, WorkerLost.words in self._tail(r), r))
+        rank = min(failed, key=lambda r: (self._processes[r].returncode >= 0, self._lost_another(r), r))
         code = self._processes[rank].returncode
         return WorkerFailed(
             worker=rank,
@@ -188,8 +208,12 @@ def _how(code: int) -> str:
         return f"signal {-code}"
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _reserve_port() -> socket.socket:
+    """A free port that only who asks for it by its number is given, for as long as this socket is open.
+
+    The first worker binds it seconds from now, when torch is imported; SO_REUSEADDR, which torch sets too, lets it.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved

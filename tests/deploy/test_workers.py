@@ -12,6 +12,16 @@ from embershard.deploy.workers import LocalWorkers, WorkerFailed
 
 pytestmark = pytest.mark.integration
 
+AWAIT_STARTS = """
+def await_starts(rank, count):
+    of_other = starts.with_name(f"starts-{rank}")
+    for _ in range(6000):
+        if of_other.exists() and len(of_other.read_text()) == count:
+            return
+        time.sleep(0.01)
+    sys.exit(f"worker {rank} was not started {count} times")
+"""
+
 
 class Scripts(LocalWorkers):
     """Workers that do what a line of Python says, by their number and how often they were started."""
@@ -22,6 +32,7 @@ class Scripts(LocalWorkers):
         program = "import os, signal, sys, time\nfrom pathlib import Path\nRANK = int(os.environ['RANK'])\n"
         program += f"starts = Path({str(folder)!r}) / f'starts-{{RANK}}'\n"
         program += "starts.open('a').write('x')\nSTARTS = len(starts.read_text())\n"
+        program += AWAIT_STARTS
         program += f"exec({list(lines)!r}[RANK])\n"
         script.write_text(program)
         super().__init__(len(lines), [], folder, say=self.said.append, **options)  # type: ignore[arg-type]
@@ -65,18 +76,28 @@ def test_an_error_of_a_workers_own_ends_all(tmp_path: Path) -> None:
     assert all(not Path(f"/proc/{pid}").exists() for pid in running.pids)
 
 
+def test_whom_the_others_lost_is_named_also_where_it_ends_after_them(tmp_path: Path) -> None:
+    lost = "print('worker 0 of 2 lost another worker: gone', file=sys.stderr); sys.exit(1)"
+    error = "await_starts(0, 1); time.sleep(0.5); print('it broke', file=sys.stderr); sys.exit(1)"
+    with Scripts(tmp_path, lost, error) as running, pytest.raises(WorkerFailed, match=r"(?s)worker 1 .*it broke"):
+        running.wait()
+
+
 def test_it_fails_when_nobody_is_left(tmp_path: Path) -> None:
     with Scripts(tmp_path, KILL, KILL, elastic=True) as running, pytest.raises(WorkerFailed, match="SIGKILL"):
         running.wait()
     assert len(running.lost) == 2
 
 
-def test_a_lost_worker_is_started_again_as_often_as_the_job_allows(tmp_path: Path) -> None:
-    with Scripts(tmp_path, f"STARTS < 3 and {KILL}", "time.sleep(2)", elastic=True, restarts=2) as running:
+def test_a_lost_worker_is_started_again(tmp_path: Path) -> None:
+    with Scripts(tmp_path, f"STARTS < 3 and {KILL}", "await_starts(0, 3)", elastic=True, restarts=2) as running:
         running.wait()
     assert running.lost == ["worker 0 (SIGKILL)"] * 2
     assert all("was started again; training goes on with the others meanwhile" in line for line in running.said)
-    with Scripts(tmp_path, KILL, WORK, elastic=True, restarts=1) as running:
+
+
+def test_a_lost_worker_is_not_started_again_more_often_than_the_job_allows(tmp_path: Path) -> None:
+    with Scripts(tmp_path, KILL, "await_starts(0, 2)", elastic=True, restarts=1) as running:
         running.wait()
     assert [line.partition(")")[2] for line in running.said] == [
         " and was started again; training goes on with the others meanwhile",
@@ -89,7 +110,7 @@ def test_a_worker_that_was_started_again_too_late_does_not_keep_the_job(
 ) -> None:
     monkeypatch.setattr(workers, "STOP_TIMEOUT", workers.timedelta(seconds=0.1))
     again = f"STARTS == 1 and {KILL}; time.sleep(60)"
-    with Scripts(tmp_path, WORK, again, elastic=True, restarts=1) as running:
+    with Scripts(tmp_path, "await_starts(1, 2)", again, elastic=True, restarts=1) as running:
         running.wait()
         (pid,) = (process.pid for process in running._processes if process.poll() is None)
     assert not Path(f"/proc/{pid}").exists()
