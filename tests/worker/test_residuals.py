@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from embershard.worker.compression.residuals import Held, Residuals
+from embershard.worker.compression.held_rows import Held
+from embershard.worker.compression.residuals import Residuals
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -143,3 +144,15 @@ def test_the_state_of_another_dim_is_refused() -> None:
     push(held, [1], row(1, 2))
     with pytest.raises(ValueError, match="not 3"):
         Residuals(3, None).load_state_dict(held.state_dict())
+
+
+@pytest.mark.parametrize("capacity", [None, 256])
+def test_a_state_is_restored_whole_above_the_capacity_and_over_what_was_held(capacity: int | None) -> None:
+    held, again = Residuals(2, capacity), Residuals(2, capacity)
+    ids, ones = np.arange(600), np.ones(600, np.float32)
+    held.give_back(Held(ids, np.ones((600, 2), np.float32), ones, ones), 1.0)
+    push(again, [-1], row(5, 5))
+    again.load_state_dict(held.state_dict())
+    assert again.held().ids.tolist() == ids.tolist()
+    before, _, _ = push(again, [599, -1], np.zeros((2, 2), np.float32))
+    assert before.tolist() == [[1, 1], [0, 0]]

@@ -13,8 +13,8 @@ from embershard.proto.codec.values import ValuesCodec, find_values
 from embershard.proto.messages import Bytes, Floats, Ids, TableGradients
 from embershard.proto.routing import Placement, Route, mix64
 from embershard.proto.spec import TableSpec
+from embershard.worker.compression.held_rows import Held
 from embershard.worker.compression.low_rank import Layout
-from embershard.worker.compression.residuals import Held
 from embershard.worker.compression.settings import PLAIN, Compression, Directions, check_momentum
 from embershard.worker.compression.table import TableWay
 from embershard.worker.spans import span

@@ -20,8 +20,9 @@ from embershard.proto.codec.payload import decode, encode_elements, encode_rows
 from embershard.proto.codec.select import Threshold, count_of, random_positions, row_norms
 from embershard.proto.codec.values import ValuesCodec
 from embershard.proto.messages import Bytes, Floats, Ids
+from embershard.worker.compression.held_rows import Held
 from embershard.worker.compression.low_rank import LowRank
-from embershard.worker.compression.residuals import Held, Residuals
+from embershard.worker.compression.residuals import Residuals
 
 # A rate so much lower than that of what is held would blow this up; at 0 nothing that is sent has an effect.
 _LOWEST_RATE = 2.0**-20

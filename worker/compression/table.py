@@ -17,8 +17,9 @@ from embershard.proto.messages import PACKED, Bytes, Floats, Ids, TableGradients
 from embershard.proto.routing import Placement, Route, even_ids, make_route
 from embershard.proto.spec import TableSpec
 from embershard.worker.compression.feedback import Feedback, How, Share
+from embershard.worker.compression.held_rows import Held, nothing_held
 from embershard.worker.compression.low_rank import Layout, LowRank
-from embershard.worker.compression.residuals import Held, Residuals, nothing_held
+from embershard.worker.compression.residuals import Residuals
 from embershard.worker.compression.schedule import warmup_density
 from embershard.worker.compression.settings import Compression, Directions, heeds_ages
 
