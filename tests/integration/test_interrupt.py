@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -41,6 +41,7 @@ main()
 """
 
 Start = Callable[..., "Terminal"]
+PATIENCE = 60.0  # seconds, on a machine that does much else
 
 
 class Terminal:
@@ -65,9 +66,9 @@ class Terminal:
         if self.popen.poll() is None:
             (os.killpg if group else os.kill)(self.popen.pid, signal.SIGINT)
 
-    def end(self, seconds: float = 30) -> tuple[int, str]:
+    def end(self) -> tuple[int, str]:
         """Exit code and stderr."""
-        _, err = self.popen.communicate(timeout=seconds)
+        _, err = self.popen.communicate(timeout=PATIENCE)
         return self.popen.returncode, err
 
     def family(self) -> list[psutil.Process]:
@@ -104,30 +105,65 @@ def test_ctrl_c_during_the_imports_shows_no_traceback(start: Start):
     assert start(program=DURING_IMPORTS).end() == (130, "")
 
 
+def eventually(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def started(terminal: Terminal, count: int) -> list[psutil.Process]:
+    """So many processes that a command started, once they are there."""
+    found: list[psutil.Process] = []
+
+    def all_there() -> bool:
+        assert terminal.popen.poll() is None
+        # by their words: one that is still a copy of its parent would hold the parent up
+        found[:] = [process for process in terminal.family() if "--parent-pid" in words(process)]
+        return len(found) >= count
+
+    assert eventually(all_there)
+    return found
+
+
+def words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it has ended meanwhile
+        return []
+
+
 @pytest.mark.parametrize(
-    ("seconds", "group"),
-    [(0.8, True), (2.5, False), (5.0, True)],
-    ids=["at once", "shards, sent to the parent alone", "workers"],
+    ("count", "group"),
+    [(0, True), (1, False), (2, True)],
+    ids=["at once", "a shard, sent to the parent alone", "a worker"],
 )
-def test_ctrl_c_while_a_job_starts_leaves_nothing_behind(start: Start, seconds: float, group: bool):
+def test_ctrl_c_while_a_job_starts_leaves_nothing_behind(start: Start, tmp_path: Path, count: int, group: bool):
     terminal = start("train", "job.yaml", "--output", "out", "--shards", "1")
-    time.sleep(seconds)
+    assert eventually((tmp_path / "out").exists)  # the job was read, and comes next
+    started(terminal, count)
     terminal.interrupt(group=group)
     code, err = terminal.end()
     assert code == 130, err
     assert "Traceback" not in err
-    assert not terminal.family()
+    assert eventually(lambda: not terminal.family())  # one that was just born sees soon that its parent is gone
 
 
-def stop_all_but_parent(terminal: Terminal, count: int) -> None:
-    """Pause the processes that a command started, so that they cannot end when they are asked to."""
-    end = time.monotonic() + 60
-    # by their words: one that is still a copy of its parent would hold the parent up
-    while len(found := [process for process in terminal.family() if "--parent-pid" in process.cmdline()]) < count:
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    for process in found:
+def suspend(processes: Sequence[psutil.Process]) -> None:
+    """Pause processes, so that they cannot end when they are asked to."""
+    for process in processes:
         process.suspend()
+    # a busy machine takes its time; what is sent before is still delivered
+    assert eventually(lambda: all(process.status() == psutil.STATUS_STOPPED for process in processes))
+
+
+def asked_to_end(process: psutil.Process) -> bool:
+    """Whether SIGTERM waits for it."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    (pending,) = (line.split()[1] for line in status.splitlines() if line.startswith("ShdPnd:"))
+    return bool(int(pending, 16) & 1 << (signal.SIGTERM - 1))
 
 
 def test_a_second_ctrl_c_does_not_wait_for_shards_and_leaves_none(start: Start):
@@ -135,12 +171,14 @@ def test_a_second_ctrl_c_does_not_wait_for_shards_and_leaves_none(start: Start):
     assert terminal.popen.stdout is not None
     while "Ctrl-C ends them" not in terminal.popen.stdout.readline():
         assert terminal.popen.poll() is None
-    stop_all_but_parent(terminal, 2)
+    shards = started(terminal, 2)
+    suspend(shards)
     terminal.interrupt()
-    time.sleep(1)
+    assert eventually(lambda: all(map(asked_to_end, shards)))
+    time.sleep(0.5)
     assert terminal.popen.poll() is None  # it waits: shards may have accepted something
     terminal.interrupt()
-    code, err = terminal.end(10)
+    code, err = terminal.end()
     assert code == 130, err
     assert "Traceback" not in err
     assert not terminal.family()
@@ -148,14 +186,19 @@ def test_a_second_ctrl_c_does_not_wait_for_shards_and_leaves_none(start: Start):
 
 def test_ctrl_c_again_and_again_ends_a_job_whose_processes_do_not_answer(start: Start):
     terminal = start("train", "job.yaml", "--output", "out", "--workers", "2", "--shards", "1")
-    stop_all_but_parent(terminal, 3)
-    # end; do not wait for the workers; do not wait for the shard. On a busy machine two may fall into the same wait
-    for _ in range(8):
-        terminal.interrupt()
-        time.sleep(1)
-        if terminal.popen.poll() is not None:
-            break
-    code, err = terminal.end(10)
+    shard, *workers = sorted(started(terminal, 3), key=lambda process: "worker" in words(process))
+    assert eventually(lambda: all(map(imports_torch, workers)))  # the parent knows them all by now
+    suspend([shard, *workers])
+    terminal.interrupt()
+    assert eventually(lambda: all(map(asked_to_end, workers)))
+    terminal.interrupt()  # do not wait for the workers
+    assert eventually(lambda: asked_to_end(shard))
+    terminal.interrupt()  # nor for the shard
+    code, err = terminal.end()
     assert code == 130, err
     assert "Traceback" not in err
     assert not terminal.family()
+
+
+def imports_torch(process: psutil.Process) -> bool:
+    return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
