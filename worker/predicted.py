@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embershard.proto.codec.choice import Codec
-from embershard.proto.codec.predict import predict_bytes
+from embershard.proto.codec.predict import HEAD_BYTES, age_bytes, predict_bytes
 from embershard.proto.codec.values import ValuesCodec
 from embershard.proto.messages import (
     PACKED,
@@ -37,6 +37,7 @@ from embershard.proto.protobuf import head_bytes
 from embershard.proto.routing import make_route
 from embershard.proto.spec import TableSpec
 from embershard.proto.wire import frame_bytes
+from embershard.worker.compression.feedback import Sent
 from embershard.worker.compression.low_rank import predict_low_rank
 from embershard.worker.compression.schedule import WARMUP_DENSITIES, warmup_density
 from embershard.worker.compression.settings import Directions
@@ -46,7 +47,7 @@ from embershard.worker.volume import Moved, Part, Volumes
 if TYPE_CHECKING:
     from embershard.worker.client import Client
 
-_FLOAT_BYTES = 4
+_ID_BYTES, _FLOAT_BYTES = 8, 4
 # optimizers that leave an element alone whose gradient is 0
 _ELEMENT_BY_ELEMENT = ("sgd", "adagrad")
 # numbers as they are after some hundred steps: their size in a head is that of their digits
@@ -67,7 +68,9 @@ def predict_volumes(moved: Volumes, client: Client) -> dict[Part, float]:
         if part.kind == "other" or not counted.messages:
             continue
         codec = directions[part.table].pull if part.direction == "pull" else directions[part.table].push
-        if part.kind == "ids":
+        if part.kind == "held":
+            expected[part] = _held_bytes(part, counted, client)
+        elif part.kind == "ids":
             pack = partial(client.compressor.packed_ids, part.table)
             share = 1.0 if codec.is_plain else _packed_share(client.volume.packed(part), pack)
             expected[part] = counted.raw * share
@@ -78,12 +81,12 @@ def predict_volumes(moved: Volumes, client: Client) -> dict[Part, float]:
             if codec.select == "delta":
                 changed = _changed_share(directions[part.table].push, spec, client.compressor.workers)
                 codec = Codec(select="topk", number=changed)  # its form: positions and float32 values
-            age = client.compressor.mean_age(part.table) if part.direction == "push" else None
+            sent = client.compressor.sent(part.table) if part.direction == "push" else Sent()
             stages = _stages(codec, -(-counted.messages // client.num_shards), warmup_steps)
             rows = counted.raw / (_FLOAT_BYTES * spec.dim) / counted.messages
             fewer, share = math.floor(rows), rows % 1  # a message has whole rows
             expected[part] = counted.messages * sum(
-                weight * part_of_messages * _payload_bytes(stage, part.direction, count, spec.dim, find, age)
+                weight * part_of_messages * _payload_bytes(stage, part.direction, count, spec.dim, find, sent)
                 for stage, weight in stages
                 for count, part_of_messages in ((fewer, 1 - share), (fewer + 1, share))
             )
@@ -100,11 +103,19 @@ def break_even(raw_bytes: float, sent_bytes: float, coding_seconds: float) -> fl
 
 
 def _payload_bytes(
-    codec: Codec, direction: str, rows: int, dim: int, find: Callable[[str], ValuesCodec], age: float | None
+    codec: Codec, direction: str, rows: int, dim: int, find: Callable[[str], ValuesCodec], sent: Sent
 ) -> float:
     if direction == "pull" and codec.select == "all":  # without the head of a push's payload
         return float(find(codec.values).nbytes(rows, dim))
-    return predict_bytes(codec, rows, dim, find, age=age)
+    return predict_bytes(codec, rows, dim, find, age=sent.age, touched=sent.rows)
+
+
+def _held_bytes(part: Part, counted: Moved, client: Client) -> float:
+    """Of rows that are sent as float32, with their ages and ids."""
+    spec, pack = client.spec(part.table), partial(client.compressor.packed_ids, part.table)
+    row = _ID_BYTES * _packed_share(client.volume.packed(part), pack) + _FLOAT_BYTES * spec.dim
+    ages = age_bytes(counted.held, client.compressor.sent(part.table).age or 1.0)
+    return counted.held * row + ages + counted.messages * HEAD_BYTES
 
 
 def _factor_bytes(codec: Codec, counted: Moved, client: Client, table: str) -> float:
@@ -154,8 +165,8 @@ def _heads(part: Part, moved: Volumes, directions: Mapping[str, Directions]) -> 
     empty = _exchange(*make("", None, ids=False))
     total = float(moved[part].messages * empty)
     for other, counted in moved.items():
-        if other.direction == part.direction and other.kind in ("rows", "dense"):
-            ids = moved.get(Part(part.direction, "ids", other.table))
+        if other.direction == part.direction and other.kind in ("rows", "dense", "held"):
+            ids = counted if other.kind == "held" else moved.get(Part(part.direction, "ids", other.table))
             share = 0.0 if ids is None else ids.messages / counted.messages
             codec = getattr(directions[other.table], part.direction)
             with_ids, without = (_exchange(*make(other.table, codec, ids=given)) - empty for given in (True, False))

@@ -2,7 +2,8 @@
 
 Direction `push`: gradients to the shards; `pull`: rows from them, and the ids that ask for them; `other`: everything
 else (declarations, first values, meetings, leases), and what was lost on the way or sent twice. Parts: `ids`; `rows`,
-or gradients, of embedding tables; `dense`, those of dense weights; `other`: frames and heads, of replies too.
+or gradients, of embedding tables; `dense`, those of dense weights; `held`: rows that a codec had held back and that
+were sent whole in the end, with their ids; `other`: frames and heads, of replies too.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from itertools import product
 from typing import Literal, NamedTuple
 
 from embershard.proto.errors import EmbershardError
-from embershard.proto.messages import Array, Bytes, Declare, Ids, Pull, Push, Reply, Request, Rows
+from embershard.proto.messages import Array, Bytes, Declare, Ids, Pull, Push, Reply, Request, Rows, TableGradients
 from embershard.worker.carrier import Pending
 
 Direction = Literal["push", "pull", "other"]
-Kind = Literal["ids", "rows", "dense", "other"]
+Kind = Literal["ids", "rows", "dense", "held", "other"]
 
 _ID_BYTES, _FLOAT_BYTES = 8, 4
 _SAMPLES = 16  # messages
@@ -35,19 +36,23 @@ class Part(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Bytes on the wire, what they would be with float32 rows and plain ids, and in how many messages they were."""
+    """Bytes on the wire, what they would be with float32 rows and plain ids, and in how many messages they were.
+
+    Without a codec, `held` rows would have gone before: they take no raw bytes, and are counted.
+    """
 
     wire: int = 0
     raw: int = 0
     messages: int = 0
+    held: int = 0
 
     def plus(self, other: Moved) -> Moved:
         """Both."""
-        return Moved(self.wire + other.wire, self.raw + other.raw, self.messages + other.messages)
+        return Moved(*(mine + its for mine, its in zip(self, other, strict=True)))
 
     def minus(self, other: Moved) -> Moved:
         """Without what was moved before."""
-        return Moved(self.wire - other.wire, self.raw - other.raw, self.messages - other.messages)
+        return Moved(*(mine - its for mine, its in zip(self, other, strict=True)))
 
 
 Volumes = Mapping[Part, Moved]
@@ -56,30 +61,32 @@ Volumes = Mapping[Part, Moved]
 class _Sum:
     """Moved while it grows."""
 
-    __slots__ = ("messages", "raw", "wire")
+    __slots__ = ("held", "messages", "raw", "wire")
 
     def __init__(self) -> None:
-        self.wire = self.raw = self.messages = 0
+        self.wire = self.raw = self.messages = self.held = 0
 
-    def add(self, wire: int, raw: int) -> int:
+    def add(self, wire: int, raw: int, held: int = 0) -> int:
         """One message more; its bytes on the wire."""
         self.wire += wire
         self.raw += raw
         self.messages += 1
+        self.held += held
         return wire
 
 
 class _Table:
     """The sums of one table, found once per message: a training step waits while it is counted."""
 
-    __slots__ = ("kind", "packed", "row_bytes", "sums")
+    __slots__ = ("held", "kind", "packed", "row_bytes", "sums")
 
     def __init__(self) -> None:
         self.kind: Kind = "rows"
         self.row_bytes = 0  # of a plain row; 0 for a table that this client never declared
         self.sums = {both: _Sum() for both in product(_CODED, ("ids", "values"))}
+        self.held = _Sum()
         # the ids of the last messages that carried some packed: plain ones need no prediction, and would fill caches
-        self.packed: dict[Direction, deque[Ids]] = {way: deque(maxlen=_SAMPLES) for way in _CODED}
+        self.packed: dict[str, deque[Ids]] = {way: deque(maxlen=_SAMPLES) for way in (*_CODED, "held")}
 
     def add_ids(self, direction: Direction, ids: Ids, packed: Bytes | None, rows: int) -> int:
         """Ids that travelled, and in which form, for so many rows; their bytes."""
@@ -91,8 +98,16 @@ class _Table:
         """Rows or gradients, whatever form they travelled in; their bytes."""
         return self.sums[direction, "values"].add(values.nbytes, self.row_bytes * rows)
 
+    def add_held(self, part: TableGradients) -> int:
+        """Rows that had been held back; the bytes of them and their ids."""
+        if part.packed is not None:
+            self.packed["held"].append(part.ids)
+        packed = part.ids if part.packed is None else part.packed
+        return self.held.add(part.gradients.nbytes + packed.nbytes, 0, len(part.ids))
+
     def parts(self, name: str) -> Iterator[tuple[Part, _Sum]]:
         """Every sum with its name."""
+        yield Part("push", "held", name), self.held
         for direction in _CODED:
             yield Part(direction, "ids", name), self.sums[direction, "ids"]
             yield Part(direction, self.kind, name), self.sums[direction, "values"]
@@ -128,7 +143,9 @@ class Volume:
         with self._lock:
             sums = [found for name, table in self._tables.items() for found in table.parts(name)]
             sums += [(Part(direction, "other"), rest) for direction, rest in self._rest.items()]
-            parts = {part: Moved(found.wire, found.raw, found.messages) for part, found in sums if found.messages}
+            parts = {
+                part: Moved(found.wire, found.raw, found.messages, found.held) for part, found in sums if found.messages
+            }
         rest = num_bytes - sum(moved.wire for moved in parts.values())
         other = Part("other", "other")
         parts[other] = parts.get(other, Moved()).plus(Moved(rest, rest))
@@ -138,7 +155,7 @@ class Volume:
         """The ids of the last messages that carried some of this part packed."""
         with self._lock:
             table = self._tables.get(part.table)
-            return () if table is None else tuple(table.packed[part.direction])
+            return () if table is None else tuple(table.packed["held" if part.kind == "held" else part.direction])
 
     def _pulled(self, request: Pull, outcome: Reply) -> int:
         """Bytes of ids and rows."""
@@ -153,11 +170,12 @@ class Volume:
         """Bytes of ids and gradients."""
         counted, before = 0, set[str]()
         for part in request.tables:
-            # a second part of a table is of rows that a codec held back: without it they had been sent before
-            count = 0 if part.table in before else len(part.ids)
-            before.add(part.table)
             table = self._tables[part.table]
-            counted += table.add_values("push", part.gradients, count)
+            if part.table in before:  # a second part of a table is of rows that a codec held back
+                counted += table.add_held(part)
+                continue
+            before.add(part.table)
+            counted += table.add_values("push", part.gradients, len(part.ids))
             if not part.route:
-                counted += table.add_ids("push", part.ids, part.packed, count)
+                counted += table.add_ids("push", part.ids, part.packed, len(part.ids))
         return counted

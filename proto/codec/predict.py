@@ -11,7 +11,7 @@ from embershard.proto.codec.integers import best_rice
 from embershard.proto.codec.select import count_of
 from embershard.proto.codec.values import ValuesCodec, find_values
 
-_HEAD = 2  # form and values codec
+HEAD_BYTES = 2  # form and values codec
 _KEY = 8
 
 
@@ -22,31 +22,33 @@ def predict_bytes(
     find: Callable[[str], ValuesCodec] = find_values,
     *,
     age: float | None = None,
+    touched: float | None = None,
 ) -> float:
     """Expected bytes of what is sent for num_ids rows of this dim, without their ids and what is around a message.
 
     Exact where all rows travel, and for randomk; the positions of topk, dgc and rows are taken to be random. age: the
     mean of the rows that are sent; where it is not known, 1 / ratio for rows, as after a few steps, and none for
-    elements. delta: as if every row had changed. ValueError for powersgd, whose bytes depend on the shapes of the
-    parameters.
+    elements. touched: of how many rows the elements are; where it is not known, as at random. delta: as if every row
+    had changed. ValueError for powersgd, whose bytes depend on the shapes of the parameters.
     """
     if codec.is_plain or codec.select == "delta":
         return 4.0 * num_ids * dim
     values = find(codec.values)
     if codec.select == "all":
-        return float(_HEAD + values.nbytes(num_ids, dim))
+        return float(HEAD_BYTES + values.nbytes(num_ids, dim))
     if codec.select == "powersgd":
         raise ValueError(f"codec {str(codec)!r}: its bytes depend on the shapes of the parameters")
     if codec.select == "rows":
         count = count_of(codec.number, num_ids)
         if age is None:
             age = num_ids / count if count else 1.0
-        return _HEAD + _position_bytes(count, num_ids) + (_age_bytes(count, age) or 1) + values.nbytes(count, dim)
+        return HEAD_BYTES + _position_bytes(count, num_ids) + (age_bytes(count, age) or 1) + values.nbytes(count, dim)
     count = count_of(codec.number, num_ids * dim)
     drawn = codec.select == "randomk"
     positions = _varint_bytes(count) + 1 + _KEY if drawn else _position_bytes(count, num_ids * dim)
-    touched = num_ids * (1 - math.pow(1 - count / (num_ids * dim), dim)) if count else 0.0
-    return _HEAD + positions + _age_bytes(round(touched), age or 1.0) + flat_nbytes(count, values)
+    if touched is None:
+        touched = num_ids * (1 - math.pow(1 - count / (num_ids * dim), dim)) if count else 0.0
+    return HEAD_BYTES + positions + age_bytes(round(touched), age or 1.0) + flat_nbytes(count, values)
 
 
 def _position_bytes(count: int, limit: int) -> float:
@@ -55,7 +57,7 @@ def _position_bytes(count: int, limit: int) -> float:
     return head if count in (0, limit) else head + _gap_bytes(count, count / limit)
 
 
-def _age_bytes(rows: int, age: float) -> float:
+def age_bytes(rows: int, age: float) -> float:
     """Of the ages of rows, whose mean is `age`; none where all are 1."""
     return 1 + _gap_bytes(rows, 1 / age) if age > 1 else 0.0
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from embershard.proto.codec.choice import Codec
 from embershard.proto.routing import ascending, even_ids, make_route
-from embershard.proto.spec import SGD, TableSpec
+from embershard.proto.spec import SGD, Adagrad, TableSpec
 from embershard.worker.client import Client
 from embershard.worker.compression.low_rank import Layout, Place
 from embershard.worker.compression.settings import Compression
 from embershard.worker.predicted import break_even, predict_volumes
+from embershard.worker.session import Session
 from embershard.worker.volume import Moved, Part, Volumes
 
 ITEMS = TableSpec(name="items", dim=32, optimizer=SGD(lr=1.0))
@@ -70,6 +73,31 @@ def test_what_a_selection_sends_is_foreseen_too(stream_shard: str, push: str) ->
         client.close()
     for part in (Part("push", "rows", "items"), Part("push", "dense", "layers")):
         assert expected[part] == pytest.approx(moved[part].wire, rel=0.25)  # a threshold keeps its count within that
+
+
+@pytest.mark.parametrize("rows", [2_000, 100_000])
+@pytest.mark.parametrize("codec", ["topk:0.02", "rows:0.1"])
+def test_ages_and_rows_that_gave_way_are_foreseen(make_session: Callable[..., Session], codec: str, rows: int) -> None:
+    table = TableSpec(name="aged", dim=16, optimizer=Adagrad(lr=0.1))
+    client = make_session(2).client
+    client.compressor.settings = Compression(residual_rows=rows)
+    client.declare(table)
+    client.compressor.choose("aged", Codec.parse(codec), Codec.parse("int8"))
+    rng = np.random.default_rng(0)
+    for clock in range(30):  # hot ids and rare ones; a few rows learn much
+        ids = np.unique(rng.zipf(1.3, 3_000) % 50_000)
+        route = ascending(make_route(ids, table.space_key, client.placement))
+        (read,) = client.pull([("aged", route)])
+        steep = np.exp(2 * rng.standard_normal((len(read), 1)))
+        client.push([("aged", route, (steep * rng.standard_normal(read.shape)).astype(np.float32))], clock=clock)
+    moved = client.stats.volume
+    expected = predict_volumes(moved, client)
+    held = Part("push", "held", "aged")
+    assert (held in moved) == (rows < 100_000)
+    coded = [part for part in moved if part.table and part.kind != "other"]
+    assert sum(expected[part] for part in coded) == pytest.approx(sum(moved[part].wire for part in coded), rel=0.01)
+    if held in moved:
+        assert expected[held] == pytest.approx(moved[held].wire, rel=0.03)
 
 
 @pytest.mark.parametrize("dense_push", ["powersgd:2", "powersgd:4+fp16s", "powersgd:1+int8"])

@@ -13,6 +13,7 @@ from embershard.proto.codec.values import ValuesCodec, find_values
 from embershard.proto.messages import Bytes, Floats, Ids, TableGradients
 from embershard.proto.routing import Placement, Route, mix64
 from embershard.proto.spec import TableSpec
+from embershard.worker.compression.feedback import Sent
 from embershard.worker.compression.held_rows import Held
 from embershard.worker.compression.low_rank import Layout
 from embershard.worker.compression.settings import PLAIN, Compression, Directions, check_momentum
@@ -117,9 +118,9 @@ class Compressor:
         """The bytes by which ids of a table travel where it is coded; None: as they are."""
         return self._tables[table].packed_ids(ids)
 
-    def mean_age(self, table: str) -> float | None:
-        """Of a table's rows that were sent with their ages."""
-        return self._tables[table].mean_age
+    def sent(self, table: str) -> Sent:
+        """What the messages with some of a table's gradients held in the mean."""
+        return self._tables[table].sent
 
     def begin(self, gradients: Sequence[tuple[str, Route, Floats]], lr_scale: LrScale) -> None:
         """A push of these gradients begins."""

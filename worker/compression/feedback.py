@@ -55,6 +55,13 @@ class Packed(NamedTuple):
     gone: Held
 
 
+class Sent(NamedTuple):
+    """What messages held in the mean; None where it is not known, or no matter."""
+
+    rows: float | None = None  # of which something was sent
+    age: float | None = None  # of these
+
+
 class Feedback:
     """What is held back of one table's gradients for one shard: at most `capacity` rows (None: all)."""
 
@@ -63,7 +70,8 @@ class Feedback:
         self._threshold = Threshold()
         self._memory = [np.empty((0, dim), np.float32), np.empty((0, dim), np.float32)]
         self._rate = 0.0  # of the last push that took or held something
-        self.sent_rows, self.sent_ages = 0, 0.0  # the sum of their ages
+        self.pushes = self.sent_rows = 0
+        self.sent_ages = 0.0  # of these rows, summed
 
     def takes(self, rate: float) -> bool:
         """Whether a push that counts by this rate may hold something back; else it is to be sent whole."""
@@ -92,6 +100,7 @@ class Feedback:
         else:
             payload = how.low_rank.payload(share.ids, how.values, how.key)
             _take_out(payload, rows, ages, how)
+        self.pushes += 1
         self.sent_rows += len(ages) - int(np.count_nonzero(ages))
         self.sent_ages += waited - float(ages.sum())
         return Packed(payload, self._hold(share, slots, rows, ages, momenta))

@@ -16,7 +16,7 @@ from embershard.proto.codec.values import ValuesCodec
 from embershard.proto.messages import PACKED, Bytes, Floats, Ids, TableGradients
 from embershard.proto.routing import Placement, Route, even_ids, make_route
 from embershard.proto.spec import TableSpec
-from embershard.worker.compression.feedback import Feedback, How, Share
+from embershard.worker.compression.feedback import Feedback, How, Sent, Share
 from embershard.worker.compression.held_rows import Held, nothing_held
 from embershard.worker.compression.low_rank import Layout, LowRank
 from embershard.worker.compression.residuals import Residuals
@@ -74,12 +74,14 @@ class TableWay:
         return packed
 
     @property
-    def mean_age(self) -> float | None:
-        """Of the rows that were sent with theirs; None where none were."""
+    def sent(self) -> Sent:
+        """The rows of a message, and their age where they travel with it."""
+        pushes = sum(feedback.pushes for feedback in self._held.values())
         rows = sum(feedback.sent_rows for feedback in self._held.values())
-        if not rows or not (heeds_ages(self.spec) or self.directions.push.select == "rows"):
-            return None
-        return sum(feedback.sent_ages for feedback in self._held.values()) / rows
+        if not rows:
+            return Sent()
+        aged = heeds_ages(self.spec) or self.directions.push.select == "rows"
+        return Sent(rows / pushes, sum(feedback.sent_ages for feedback in self._held.values()) / rows if aged else None)
 
     def use(self, directions: Directions, settings: Compression) -> None:
         """Travel so from here on; what a codec has held back is what the next one holds, or goes with the next push."""

@@ -68,7 +68,7 @@ class Bytes(Record):
     """What a step of the first worker moves between it and all shards, the mean of a run; see worker/volume.py."""
 
     direction: str  # push: gradients to the shards; pull: rows from them, with what asks for them; other: neither
-    part: str  # ids, rows, dense, other
+    part: str  # ids, rows, dense, held, other
     sent: float  # bytes on the wire
     raw: float | None  # with float32 rows and plain ids
     predicted: float | None  # by the codecs' own sizes, from the number of rows and messages

@@ -24,8 +24,13 @@ from embershard.compare.units import (
 
 STEP_PARTS = tuple("step data route pull wait receive decode forward backward gather encode push send".split())
 DIRECTIONS = ("push", "pull", "other")
-BYTE_PARTS = ("ids", "gradients", "rows", "dense gradients", "dense weights", "other")
-_PARTS = {("push", "rows"): "gradients", ("push", "dense"): "dense gradients", ("pull", "dense"): "dense weights"}
+BYTE_PARTS = ("ids", "gradients", "rows", "dense gradients", "dense weights", "held back", "other")
+_PARTS = {
+    ("push", "rows"): "gradients",
+    ("push", "dense"): "dense gradients",
+    ("pull", "dense"): "dense weights",
+    ("push", "held"): "held back",
+}
 
 
 def part_name(direction: str, part: str) -> str:
