@@ -21,7 +21,7 @@ def members_of(module: str) -> Mapping[str, object]:
         return vars(importlib.import_module(module))
     except EmbershardError:  # it says by itself what is wrong
         raise
-    except Exception as error:  # a user's module may fail in any way
+    except (Exception, SystemExit) as error:  # a user's module may fail in any way, and end itself
         said = f"{type(error).__name__}: {error}"
         reason = f"cannot be imported: {said}; `python -c 'import {module}'` has to work here"
         raise BadModule(module=module, reason=reason) from error

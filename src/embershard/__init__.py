@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from embershard import errors as errors
     from embershard.in_process import local as local
-    from embershard.proto import errors as errors
     from embershard.proto.codec.custom import values_codec as values_codec
     from embershard.proto.errors import EmbershardError as EmbershardError
     from embershard.proto.spec import FTRL as FTRL
@@ -121,7 +121,7 @@ __all__ = [  # noqa: RUF022  # in the order of use
 
 def __getattr__(name: str) -> object:
     if name == "errors":
-        return import_module("embershard.proto.errors")
+        return import_module("embershard.errors")
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'embershard' has no attribute {name!r}")

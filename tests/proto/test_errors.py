@@ -1,7 +1,11 @@
+import importlib
 import pickle
+import pkgutil
 
 import pytest
 
+import embershard as es
+from embershard import proto
 from embershard.proto import errors
 from embershard.proto.errors import EmbershardError, InternalError, WrongDim
 
@@ -44,3 +48,11 @@ def test_an_error_survives_a_process_boundary() -> None:
     back = pickle.loads(pickle.dumps(WRONG))  # what multiprocessing does to an exception
     assert type(back) is WrongDim
     assert str(back) == str(WRONG)
+
+
+def test_users_find_every_error_that_crosses_the_wire_in_one_place() -> None:
+    for found in pkgutil.walk_packages(proto.__path__, "embershard.proto."):
+        importlib.import_module(found.name)
+    known = [cls for cls in every_error() if cls.__module__.startswith("embershard.proto.")]
+    assert len(known) > 50
+    assert [cls for cls in known if getattr(es.errors, cls.__name__, None) is not cls] == []

@@ -365,6 +365,7 @@ class TestUserDefined:
         [
             ("mine_broken", "import nothing_of_this_name", "cannot be imported: ModuleNotFoundError"),
             ("mine_syntax", "def f(:", "cannot be imported: SyntaxError"),
+            ("mine_exit", "import sys; sys.exit(0)", "cannot be imported: SystemExit: 0"),
             ("mine_empty", "x = 1", "no function decorated with @row_optimizer"),
             ("mine_untyped", MODULE.replace("np.sqrt", "np.no_such_root"), "mine_untyped.py:5 does not compile"),
             ("mine_returns", MODULE + "    return row", "does not compile"),
