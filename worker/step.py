@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -70,10 +70,10 @@ class Updater(Protocol):
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """Whose parameters have the gradients."""
 
-    def step(self, turn: Turn) -> None:
-        """Change the weights by what backward left, and clear it."""
+    def step(self, weight: float) -> None:
+        """Change the weights by what backward left, which counts by `weight` among that of the workers; clear it."""
 
-    def skip(self, turn: Turn) -> None:
+    def skip(self) -> None:
         """A step that changes nothing, in time with the other workers."""
 
 
@@ -166,7 +166,7 @@ class TrainStep:
         return torch.autocast(self._device.type, torch.bfloat16 if self._settings.amp == "bf16" else torch.float16)
 
     def _step(self) -> None:
-        turn, weight, bad_loss = _together(self._turns), self._weight, self._bad_loss
+        turns, weight, bad_loss = self._turns, self._weight, self._bad_loss
         self._turns, self._weight, self._bad_loss = [], 0.0, False
         self.steps += 1
         if self._scaler is not None:
@@ -174,7 +174,7 @@ class TrainStep:
                 self._scaler.unscale_(optimizer)
         norm = self._norm(weight, bad_loss)
         if math.isinf(norm):
-            self._skip(turn)
+            self._skip()
             return
         factor = 1.0 / weight
         if self._settings.clip_norm is not None:
@@ -182,7 +182,7 @@ class TrainStep:
         if factor != 1.0:
             for gradient in self._gradients():
                 gradient.mul_(factor)
-        self._updater.step(turn)
+        self._updater.step(sum(turn.weight for turn in turns))
         self._skipped_in_a_row = 0
         if self._scaler is not None:
             self._scaler.update()
@@ -198,14 +198,15 @@ class TrainStep:
         norm = norm if math.isfinite(norm) else math.inf
         return norm if self._agree is None else self._agree(norm)
 
-    def _skip(self, turn: Turn) -> None:
+    def _skip(self) -> None:
         if self._settings.non_finite == "stop" and self._scaler is None:
             raise self._error("gradient norm", self.steps, math.inf)
         self.skipped += 1
         self._skipped_in_a_row += 1
-        self._updater.skip(turn)
+        self._updater.skip()
         if self._scaler is not None:  # by hand: another worker may be the one that overflowed
             self._scaler.update(self._scaler.get_scale() * self._scaler.get_backoff_factor())
+            self._scaler.load_state_dict({**self._scaler.state_dict(), "_growth_tracker": 0})
         if self._skipped_in_a_row > MAX_SKIPS_IN_A_ROW:
             after = f", as were those of the {MAX_SKIPS_IN_A_ROW} before"
             raise self._error("loss or gradient norm", self.steps, math.inf, after)
@@ -220,11 +221,6 @@ class TrainStep:
 def _samples(turn: Turn) -> int:
     """What a batch weighs among those of its step: the same on all workers that step together."""
     return turn.joint or turn.samples
-
-
-def _together(turns: Sequence[Turn]) -> Turn:
-    """The turns of one step as one."""
-    return replace(turns[-1], samples=sum(turn.samples for turn in turns), weight=sum(turn.weight for turn in turns))
 
 
 @torch.no_grad()

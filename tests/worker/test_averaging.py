@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from math import nan
 
 import pytest
 import torch
@@ -36,10 +37,10 @@ class Shards:
     def __init__(self, session: Session) -> None:
         self.optimizers = [es.ShardOptimizer(session)]
 
-    def step(self, turn: Turn) -> None:
+    def step(self, weight: float) -> None:
         self.optimizers[0].step()
 
-    def skip(self, turn: Turn) -> None:
+    def skip(self) -> None:
         self.optimizers[0].skip()
 
 
@@ -132,6 +133,18 @@ def test_an_evaluation_in_between_counts_no_step_twice(make_session: MakeSession
 def test_batches_without_a_step_are_not_taken_in(make_session: MakeSession) -> None:
     _, average, _, step = trained(make_session(), 6, accumulate=3)
     assert (step.steps, average.steps) == (2, 1)
+
+
+def test_a_step_that_is_left_out_is_not_taken_in(make_session: MakeSession) -> None:
+    session = make_session()
+    model = es.wrap(Net(), session, optimizer=es.SGD(lr=0.5))
+    average = WeightAverage(model.parameters(), decay=0.7, read=session.read_dense)
+    step = TrainStep(
+        model, lambda m, ids: loss_of(m, ids) * nan, Shards(session), StepSettings(non_finite="skip"), average=average
+    )
+    for ids in batches(2):
+        step(Turn(0, ids, len(ids)))
+    assert (step.skipped, average.steps) == (2, 0)
 
 
 def test_before_the_first_step_it_is_the_weights(make_session: MakeSession) -> None:

@@ -44,11 +44,11 @@ class Shards:
         self.rows = es.ShardOptimizer(session)
         self.optimizers = [self.rows]
 
-    def step(self, turn: Turn) -> None:
-        self.rows.weight = turn.weight
+    def step(self, weight: float) -> None:
+        self.rows.weight = weight
         self.rows.step()
 
-    def skip(self, turn: Turn) -> None:
+    def skip(self) -> None:
         self.rows.skip()
 
 
@@ -58,11 +58,11 @@ class Here:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizers = [optimizer]
 
-    def step(self, turn: Turn) -> None:
+    def step(self, weight: float) -> None:
         self.optimizers[0].step()
         self.optimizers[0].zero_grad()
 
-    def skip(self, turn: Turn) -> None:
+    def skip(self) -> None:
         self.optimizers[0].zero_grad()
 
 
@@ -181,6 +181,19 @@ def test_accumulation_inside_prefetch_reads_what_the_last_step_left(make_session
     torch.testing.assert_close(weights(model, session), weights(plain), rtol=0, atol=1e-6)
 
 
+def test_batches_of_workers_that_step_together_weigh_by_the_samples_of_all(make_session: MakeSession) -> None:
+    plain, session = model_of(), make_session()
+    model = wrapped(plain, session)
+    step = make_step(model, session, accumulate=2)
+    first, second = batches(6, 2)
+    step(Turn(0, first, 6, loss_scale=1.2, joint=10))  # the other worker has 4
+    step(Turn(0, second, 2, loss_scale=0.5, joint=8))  # and 6
+    loss = (10 * 1.2 * binary_cross_entropy(plain, first) + 8 * 0.5 * binary_cross_entropy(plain, second)) / 18
+    loss.backward()
+    torch.optim.SGD(plain.parameters(), lr=0.5).step()
+    torch.testing.assert_close(weights(model, session), weights(plain), rtol=0, atol=1e-6)
+
+
 # Clipping
 
 
@@ -287,6 +300,33 @@ def test_a_step_that_fp16_leaves_out_changes_nothing_and_halves_the_scale(make_s
     assert session.stats.pushed_rows > 0
 
 
+def test_the_scale_grows_again_after_an_interval_of_steps_without_overflow(make_session: MakeSession) -> None:
+    session = make_session()
+    model = wrapped(model_of(), session)
+    overflowing = [False, True, False, False]
+
+    def objective(model: Recommender, batch: Batch) -> Tensor:
+        return binary_cross_entropy(model, batch) * (1e38 if overflowing.pop(0) else 1.0)
+
+    step = make_step(model, session, objective, amp="fp16")
+    state = step.state_dict()
+    step.load_state_dict({**state, "scaler": {**state["scaler"], "growth_interval": 2}})
+    scales = []
+    while overflowing:
+        step(turn(batches(8)[0]))
+        scales.append(step.state_dict()["scaler"]["scale"])
+    assert scales == [2.0**16, 2.0**15, 2.0**15, 2.0**16]  # as torch.amp.GradScaler does
+
+
+def test_a_worker_halves_its_scale_where_another_one_overflowed(make_session: MakeSession) -> None:
+    session = make_session()
+    model = wrapped(model_of(), session)
+    updater, settings = Shards(session), StepSettings(amp="fp16")
+    step = TrainStep(model, binary_cross_entropy, updater, settings, agree=lambda norm: math.inf)
+    step(turn(batches(8)[0]))
+    assert (step.skipped, step.state_dict()["scaler"]["scale"]) == (1, 2.0**15)
+
+
 def test_the_scale_and_the_counters_survive_a_state_dict(make_session: MakeSession) -> None:
     session = make_session()
     model = wrapped(model_of(), session)
@@ -295,6 +335,29 @@ def test_the_scale_and_the_counters_survive_a_state_dict(make_session: MakeSessi
     other = make_step(model, session, amp="fp16")
     other.load_state_dict(step.state_dict())
     assert (other.steps, other.skipped, other.state_dict()["scaler"]["scale"]) == (1, 1, 2.0**15)
+
+
+def test_what_an_objective_has_learnt_is_part_of_the_state(make_session: MakeSession) -> None:
+    class Counting:
+        calls = 0
+
+        def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+            self.calls += 1
+            return binary_cross_entropy(model, batch)
+
+        def state_dict(self) -> dict[str, int]:
+            return {"calls": self.calls}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.calls = state["calls"]
+
+    session = make_session()
+    model = wrapped(model_of(), session)
+    one, other = Counting(), Counting()
+    step = make_step(model, session, one)
+    step(turn(batches(8)[0]))
+    make_step(model, session, other).load_state_dict(step.state_dict())
+    assert other.calls == 1
 
 
 class Pair:
@@ -369,7 +432,9 @@ def test_gradients_that_are_no_numbers_end_the_run_where_their_norm_is_known(mak
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
-    "bad", [poisoned, lambda m, b: binary_cross_entropy(m, b) * math.nan], ids=["gradient", "loss"]
+    "bad",
+    [poisoned, lambda m, b: binary_cross_entropy(m, b) * math.nan, lambda m, b: binary_cross_entropy(m, b) + math.inf],
+    ids=["gradient", "loss", "loss alone"],
 )
 def test_such_steps_are_left_out_and_counted(
     make_session: MakeSession, bad: Callable[..., Tensor], accumulate: int

@@ -17,7 +17,6 @@ from embershard.worker.records import Result
 from embershard.worker.session import Session
 from embershard.worker.strategy.choice import choose_strategy
 from embershard.worker.strategy.in_torch import TorchStrategy
-from embershard.worker.strategy.protocol import Turn
 from embershard.worker.trainer import Trainer
 
 F, PER_FIELD, D = 3, 20, 2
@@ -90,8 +89,8 @@ def test_a_skipped_step_changes_nothing() -> None:
     before = [parameter.detach().clone() for parameter in strategy.model.parameters()]
     batch = next(iter(dataset().train(0, 0, 1, 10)))
     strategy.module(batch.ids, batch.dense).sum().backward()
-    strategy.skip(Turn(0, batch, 10))
-    strategy.step(Turn(0, batch, 10))  # there is nothing left that it could do
+    strategy.skip()
+    strategy.step(1.0)  # there is nothing left that it could do
     assert all(torch.equal(a, b) for a, b in zip(before, strategy.model.parameters(), strict=True))
 
 
@@ -106,11 +105,11 @@ def test_what_workers_hold_can_be_saved_and_restored() -> None:
     batch = next(iter(dataset().train(0, 0, 1, 10)))
     for strategy in (one, other):
         strategy.module(batch.ids, batch.dense).sum().backward()
-        strategy.step(Turn(0, batch, 10))
+        strategy.step(1.0)
     other.held.load_state_dict(one.held.state_dict())
     for strategy in (one, other):  # the optimizers' states, too
         strategy.module(batch.ids, batch.dense).sum().backward()
-        strategy.step(Turn(0, batch, 10))
+        strategy.step(1.0)
     for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(a, b)
     with pytest.raises(ValueError, match="other weights"):

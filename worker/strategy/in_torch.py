@@ -66,13 +66,13 @@ class TorchStrategy:
         turns = (Turn(epoch, batch, len(batch)) for epoch, batch in batches)
         return turns if self._together is None else self._together.turns(turns)
 
-    def step(self, turn: Turn) -> None:
+    def step(self, weight: float) -> None:
         """Change the weights."""
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
-    def skip(self, turn: Turn) -> None:
+    def skip(self) -> None:
         """Drop the gradients."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()

@@ -65,10 +65,10 @@ class Strategy(Protocol):
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """What backward left, dense and by row, is on their parameters; their groups' "lr" are the rates of a step."""
 
-    def step(self, turn: Turn) -> None:
-        """Change the weights by what backward left, and clear it."""
+    def step(self, weight: float) -> None:
+        """Change the weights by what backward left, which counts by `weight` among that of the workers; clear it."""
 
-    def skip(self, turn: Turn) -> None:
+    def skip(self) -> None:
         """A step that changes nothing, in time with the other workers."""
 
     @property

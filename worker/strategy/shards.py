@@ -86,14 +86,14 @@ class ShardStrategy:
         turns = (Turn(epoch, batch, len(batch), weight=len(batch)) for epoch, batch in batches)
         return turns if self._together is None else self._together.turns(turns)
 
-    def step(self, turn: Turn) -> None:
+    def step(self, weight: float) -> None:
         """Push what backward left, and change the weights that are here."""
-        self._rows.weight = turn.weight
+        self._rows.weight = weight
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
-    def skip(self, turn: Turn) -> None:
+    def skip(self) -> None:
         """Push nothing, and change nothing."""
         self._rows.skip()
         for optimizer in self.optimizers:
