@@ -10,6 +10,10 @@ where the paired differences show it: their mean is worse than 0.003 by more tha
 
 Pushes that pass each other act like momentum (Mitliagkas et al., "Asynchrony begets Momentum", 2016), and the rates of
 the NCF jobs are those of two asynchronous workers: one process, and so two synchronous ones, wants more.
+
+The 78 runs, two hours of them, are left in runs/modes: stopped and started again it goes on where it was. Remove
+that folder to begin anew, as after a change of the code.
+
 Prints a table, then one JSON line; exits 1 below a bar. `--quick` runs three jobs; `--only` and `--modes` name some.
 """
 
@@ -18,6 +22,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import mean, stdev
 
 import yaml
@@ -31,6 +36,7 @@ from train_job import EXAMPLES, Bounds, Outcome, run_example
 BARS: dict[str, Bounds] = {**bar_ncf.BARS, **bar_ctr.BARS}
 QUICK = ("ncf-gmf", "frappe-lr", "adult")
 TOLERANCE = 0.003
+FOLDER = Path(__file__).resolve().parent.parent / "runs" / "modes"
 FASTER = {"ncf-gmf": 4 / 3, "ncf-mlp": 2.0}  # their rates at staleness 0, in those of two asynchronous workers
 SEEDS: dict[str, tuple[int, ...]] = {"ncf-gmf": (1, 2, 3), "ncf-mlp": (1, 2, 3)}  # of the others: the file's own
 
@@ -101,6 +107,12 @@ def failures(mode: str, runs: Runs, reference: Runs | None, bounds: Bounds) -> l
     return found
 
 
+def run_once(name: str, label: str, mode: Mode, seed: int | None) -> Outcome:
+    """One run, or what it came to before; no seed: the file's own."""
+    words = [] if seed is None else ["--set", f"train.seed={seed}"]
+    return run_example(name, *mode.settings(name), *words, folder=FOLDER / f"{name}-{label}-{seed or 'own'}")
+
+
 def run(names: Sequence[str], modes: Mapping[str, Mode]) -> tuple[list[list[object]], list[str], dict[str, object]]:
     """Rows of the table, what is below a bar, and figures by job and mode."""
     rows: list[list[object]] = []
@@ -110,8 +122,7 @@ def run(names: Sequence[str], modes: Mapping[str, Mode]) -> tuple[list[list[obje
         bounds = BARS[name]
         reference: Runs | None = None
         for label, mode in modes.items():
-            seeds = [["--set", f"train.seed={seed}"] for seed in SEEDS.get(name, ())] or [[]]
-            runs = Runs(tuple(run_example(name, *mode.settings(name), *words) for words in seeds))
+            runs = Runs(tuple(run_once(name, label, mode, seed) for seed in SEEDS.get(name, (None,))))
             reference = runs if mode == SYNCHRONOUS else reference
             missed += failures(label, runs, reference, bounds)
             outcome = runs.mean

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 Bounds = Mapping[str, tuple[float, float]]  # metric -> lowest and highest value that passes
@@ -39,21 +41,36 @@ class Outcome:
         ]
 
 
-def run_example(name: str, *words: str) -> Outcome:
-    """Train examples/NAME.yaml; its best evaluation, on the split `test`. SystemExit where it fails."""
-    print(f"== {name}", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "embershard.cli", "train", str(EXAMPLES / f"{name}.yaml"), "--output", folder]
-        done = subprocess.run([*command, *words], check=False)
-        if done.returncode:
+def run_example(name: str, *words: str, folder: Path | None = None) -> Outcome:
+    """Train examples/NAME.yaml; its best evaluation, on the split `test`. SystemExit where it fails.
+
+    folder: where the run is left; one that ended there before is not made again.
+    """
+    if folder is None:
+        with tempfile.TemporaryDirectory() as temporary:
+            return run_example(name, *words, folder=Path(temporary))
+    found = _result(folder)
+    if found is None:
+        print(f"== {name}", flush=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        command = [sys.executable, "-m", "embershard.cli", "train", str(EXAMPLES / f"{name}.yaml")]
+        done = subprocess.run([*command, "--output", str(folder), *words], check=False)
+        found = _result(folder)
+        if done.returncode or found is None:
             raise SystemExit(f"{name} ended with exit code {done.returncode}")
-        records = [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text().splitlines()]
-    result = records[-1]
     return Outcome(
         name=name,
-        figures=result["figures"]["test"],
-        seconds=result["seconds"],
-        samples_per_second=result["samples_per_second"],
-        wait_share=result["wait_share"],
-        best_epoch=result["best_epoch"],
+        figures=found["figures"]["test"],
+        seconds=found["seconds"],
+        samples_per_second=found["samples_per_second"],
+        wait_share=found["wait_share"],
+        best_epoch=found["best_epoch"],
     )
+
+
+def _result(folder: Path) -> dict[str, Any] | None:
+    """The last record of a run that ended well."""
+    log = folder / "log.jsonl"
+    lines = log.read_text().splitlines() if log.exists() else []
+    last: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+    return last if last.get("record") == "result" else None
