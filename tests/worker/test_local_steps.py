@@ -141,10 +141,21 @@ def test_local_clips_are_those_of_the_shards(make_job: Callable[[], Job]) -> Non
         session = es.local(2) if steps is None else job.worker(steps)
         spec = es.TableSpec(name="t", dim=2, optimizer=clipped, initializer=es.Constant(value=0.0))
         module = es.Embedding(session.table(spec))
-        (module(torch.tensor([1, 2])) * torch.tensor([[0.1, 3.0], [0.1, 0.1]])).sum().backward()
+        (module(torch.tensor([1, 2, 3])) * torch.tensor([[0.1, 3.0], [0.1, 0.1], [3.0, 0.5]])).sum().backward()
         session.step()
-        results.append(module.table.pull(torch.tensor([1, 2])))
+        results.append(module.table.pull(torch.tensor([1, 2, 3])))
     torch.testing.assert_close(results[0], results[1])
+    torch.testing.assert_close(results[0].norm(dim=1).tolist(), [0.26**0.5, 0.02**0.5, 0.6])
+
+
+def test_local_steps_follow_the_schedule_of_each_table(make_job: Callable[[], Job]) -> None:
+    session = make_job().worker(4)
+    module = es.Embedding(session.table(SPEC))
+    session.lr_scale = 0.5
+    for scales in (None, {"t": 0.5}, {"another": 9.0}):
+        module(torch.tensor([1])).sum().backward()
+        session.step(scales)
+    assert module(torch.tensor([1]))[0, 0] == -0.5 - 0.25 - 0.5
 
 
 def test_shards_hear_once_per_round_of_what_has_changed(make_job: Callable[[], Job]) -> None:
@@ -165,6 +176,68 @@ def test_shards_hear_once_per_round_of_what_has_changed(make_job: Callable[[], J
     pushes = [r for r in job.heard if isinstance(r, Push)]
     assert all(push.difference for push in pushes)
     assert {push.clock for push in pushes} == {0}
+
+
+def test_a_round_pushes_no_change_of_the_one_before(make_job: Callable[[], Job]) -> None:
+    job = make_job()
+    session = job.worker(1)
+    module = es.Embedding(session.table(SPEC))
+    for row in (1, 2, 3):
+        module(torch.tensor([row])).sum().backward()
+        session.step()
+    assert job.rows(SPEC, [1, 2, 3])[:, 0].tolist() == [-1.0] * 3
+
+
+def test_a_round_in_which_no_step_was_made_does_not_end(make_job: Callable[[], Job]) -> None:
+    job = make_job()
+    session = job.worker(1, Terms(staleness=0))
+    es.Embedding(session.table(SPEC))(torch.tensor([1])).sum().backward()
+    session.step()
+    session.flush()
+    assert {shard.status().clock for shard in job.shards} == {1}
+
+
+def test_a_round_is_that_of_the_clock_at_which_the_worker_joined(make_job: Callable[[], Job]) -> None:
+    job = make_job()
+    session = job.worker(1, Terms(staleness=0))
+    assert session.membership is not None
+    session.membership.resume(6)
+    es.Embedding(session.table(SPEC))(torch.tensor([1])).sum().backward()
+    session.step()
+    assert {push.clock for push in job.heard if isinstance(push, Push)} == {6}
+    assert job.rows(SPEC, [1])[0, 0] == -1
+
+
+def test_a_step_on_rows_of_the_round_before_is_not_lost(make_job: Callable[[], Job]) -> None:
+    job = make_job()
+    session = job.worker(100)
+    module, ids = es.Embedding(session.table(SPEC)), torch.tensor([1])
+    early = module(ids)
+    module(ids).sum().backward()
+    session.step()
+    session.flush()
+    early.sum().backward()
+    session.step()
+    assert module(ids)[0, 0] == -2
+    session.flush()
+    assert job.rows(SPEC, [1])[0, 0] == -2
+
+
+def test_rows_that_arrive_late_take_no_step_back(make_job: Callable[[], Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    session = make_job().worker(100)
+    table, local, pull = session.table(SPEC), session.local_steps, session.client.pull
+    route = table.route(torch.tensor([1]))
+    assert local is not None
+
+    def slow(*reads: object, **how: object) -> list[np.ndarray]:
+        monkeypatch.setattr(session.client, "pull", pull)
+        rows = pull(*reads, **how)  # type: ignore[arg-type]
+        local.push([("t", route, np.ones((1, 2), np.float32))], clock=0)  # by another thread, meanwhile
+        return rows
+
+    monkeypatch.setattr(session.client, "pull", slow)
+    local.pull([("t", route)])
+    assert table.pull(torch.tensor([1]))[0, 0] == -1
 
 
 def test_a_round_takes_fresh_rows(make_job: Callable[[], Job]) -> None:
@@ -270,11 +343,12 @@ def test_leaving_a_session_ends_a_round(make_job: Callable[[], Job]) -> None:
 
 def test_a_gradient_with_nan_leaves_its_copy_and_is_counted(make_job: Callable[[], Job]) -> None:
     job = make_job()
-    session = job.worker(1)
+    session = job.worker(2)
     module = es.Embedding(session.table(SPEC))
-    (module(torch.tensor([1, 2])) * torch.tensor([[1.0], [float("nan")]])).sum().backward()
-    session.step()
-    assert job.rows(SPEC, [1, 2])[:, 0].tolist() == [-1.0, 0.0]
+    for factor in (float("nan"), 1.0):
+        (module(torch.tensor([1, 2])) * torch.tensor([[1.0], [factor]])).sum().backward()
+        session.step()
+    assert job.rows(SPEC, [1, 2])[:, 0].tolist() == [-2.0, -1.0]
     assert session.stats.skipped_rows == 1
 
 
@@ -294,6 +368,27 @@ def test_max_norm_and_loads_change_the_copies_too(make_job: Callable[[], Job]) -
     table.load(table.route(ids[:2]), np.ones((2, 4), np.float32))
     torch.testing.assert_close(table.pull(ids[:2]), torch.ones(2, 4))
     torch.testing.assert_close(job.rows(table.spec, [0, 1]), torch.ones(2, 4))
+
+
+def test_a_row_that_max_norm_alone_has_changed_is_pushed(make_job: Callable[[], Job]) -> None:
+    job = make_job()
+    session = job.worker(1)
+    model = es.wrap(nn.Sequential(nn.Embedding(ROWS, 4, max_norm=0.1)), session, optimizer=es.SGD(lr=0.0))
+    with torch.no_grad():
+        model(torch.tensor([1]))
+    model(torch.tensor([2])).sum().backward()
+    session.step()
+    torch.testing.assert_close(job.rows(model[0].table.spec, [1]).norm().item(), 0.1)
+
+
+def test_a_difference_is_taken_from_what_was_loaded(make_job: Callable[[], Job]) -> None:
+    job = make_job()
+    session = job.worker(1)
+    module = es.Embedding(session.table(SPEC))
+    module.table.load(module.table.route(torch.tensor([1])), np.full((1, 2), 5, np.float32))
+    module(torch.tensor([1])).sum().backward()
+    session.step()
+    assert job.rows(SPEC, [1])[0, 0] == 4
 
 
 @pytest.mark.parametrize("optimizer", [es.FTRL(lr=0.1), es.RowWiseAdagrad(lr=0.1), es.AdamW(lr=0.1)])

@@ -63,6 +63,8 @@ def test_what_a_lost_worker_had_is_dealt_again_and_counted(join: Join) -> None:
     assert sorted(dealt) == [0, 1, 2, 3]
     assert dealt[-1] == lost
     assert queue.returned == 1
+    assert sorted(queue.deal(1)) == [0, 1, 2, 3]
+    assert queue.returned == 1  # of both epochs
 
 
 def test_a_split_is_finished_when_its_pushes_are_acknowledged(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,6 +77,23 @@ def test_a_split_is_finished_when_its_pushes_are_acknowledged(join: Join, monkey
     monkeypatch.setattr(member, "take_split", lambda *what: (said.append(what[-1]), take(*what))[1])
     assert list(SplitQueue(session, 2).deal(0)) == [0, 1]
     assert said == ["flush", -1, "flush", 0, "flush", 1]
+    said.clear()
+    assert list(SplitQueue(session, 2).deal(1, ahead=True)) == [0, 1]
+    assert said == [-1, 0, 1]  # what is in flight then is of splits that are not done
+
+
+def test_nobody_waits_for_the_clock_of_a_worker_that_waits_for_a_split(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = join(0, 0)
+    join(1, 0)
+    member = session.membership
+    assert member is not None
+    rests: list[bool] = []
+    take = member.take_split
+    monkeypatch.setattr(member, "take_split", lambda *what: (rests.append(member.resting), take(*what))[1])
+    assert not any(member.resting for _ in SplitQueue(session, 2).deal(0))
+    assert rests == [True] * 3
 
 
 def test_a_worker_without_others_is_dealt_everything() -> None:
