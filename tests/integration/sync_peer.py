@@ -1,4 +1,7 @@
-"""One worker of test_synchronous.py, as a process: `python sync_peer.py PS RANK WORKERS STALENESS FILE`."""
+"""One worker of test_synchronous.py, as a process: `python sync_peer.py PS RANK WORKERS STALENESS FILE LEASE`.
+
+It begins to train when it is sent a line.
+"""
 
 from __future__ import annotations
 
@@ -55,21 +58,23 @@ def train(model: nn.Module, session: Session, data: Batches) -> list[np.ndarray]
         return [model.rows.table.pull(torch.arange(ROWS)).numpy(), *(p.detach().numpy() for p in model.parameters())]
 
 
-def main(ps: str, rank: int, workers: int, staleness: int, out: Path) -> None:
+def main(ps: str, rank: int, workers: int, staleness: int, out: Path, lease: timedelta) -> None:
     """Train this worker's share of every joint batch, an uneven one."""
     torch.set_num_threads(1)
     first = BATCH - (workers - 1) * 4  # the others have 4 samples each
     share = slice(0, first) if rank == 0 else slice(first + 4 * (rank - 1), first + 4 * rank)
-    settings = {"workers": workers, "staleness": staleness, "lease": timedelta(seconds=2)}
+    settings = {"workers": workers, "staleness": staleness, "lease": lease}
     with es.connect(
         ps, worker=rank, timeout=timedelta(seconds=60), patience=timedelta(minutes=1), **settings
     ) as session:
         model = es.wrap(build(), session, optimizer=es.Adam(lr=0.01))
         print("begins", flush=True)
+        sys.stdin.readline()
         weights = train(model, session, [(ids[share], target[share]) for ids, target in joint_batches()])
         np.savez(out, *weights)
         print(f"lost {session.stats.lost_leases}", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]))
+    address, *numbers, file, seconds = sys.argv[1:]
+    main(address, *map(int, numbers), Path(file), timedelta(seconds=float(seconds)))

@@ -15,8 +15,9 @@ import pytest
 
 from embershard.compare.results import read_results
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
+PATIENCE = 250.0  # seconds, on a machine that does much else
 JOB = """\
 model: {name: dlrm, bottom: [8], hidden: [8]}
 data: {reader: clicks, eval_samples: 1000, loader_processes: 0}
@@ -36,8 +37,8 @@ def family(mark: str) -> list[psutil.Process]:
     return found
 
 
-def wait_for(condition, seconds: float) -> None:
-    end = time.monotonic() + seconds
+def wait_for(condition) -> None:
+    end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.1)
@@ -57,19 +58,19 @@ def lines(tmp_path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-@pytest.mark.timeout(300)
 def test_a_killed_comparison_goes_on_where_it_was(words: list[str], tmp_path: Path):
     words += ["--arms", "none,fp16s"]
     killed = subprocess.Popen(words, stdout=subprocess.DEVNULL)
     try:
-        wait_for(lambda: len(lines(tmp_path)) == 1 and len(family(str(tmp_path))) > 1, 100)
+        wait_for(lambda: lines(tmp_path) and len(family(str(tmp_path))) > 1)
     finally:
         killed.kill()
         killed.wait()
-    wait_for(lambda: not family(str(tmp_path)), 30)  # its run, shards and workers end with it
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
+    wait_for(lambda: not family(str(tmp_path)))  # its run, shards and workers end with it
+    there = len(lines(tmp_path))
+    done = subprocess.run(words, capture_output=True, text=True, timeout=2 * PATIENCE, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 of 4 runs are there already" in done.stdout
+    assert f"{there} of 4 runs are there already" in done.stdout
     assert "4 of 4: none, seed 1, unlimited: auc" in done.stdout
     assert "report.html" in done.stdout
     found = lines(tmp_path)
@@ -86,14 +87,13 @@ def test_a_killed_comparison_goes_on_where_it_was(words: list[str], tmp_path: Pa
     assert not family(str(tmp_path))
 
 
-@pytest.mark.timeout(200)
 def test_ctrl_c_ends_everything_and_says_how_to_go_on(words: list[str], tmp_path: Path):
     words += ["--arms", "strategy=ps,local", "--set", "train.samples=1_000_000_000"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     log = tmp_path / "out" / "runs" / "quality-strategy_ps-seed0-unlimited" / "log.jsonl"
-    wait_for(log.exists, 100)
+    wait_for(log.exists)
     process.send_signal(signal.SIGINT)
-    text, _ = process.communicate(timeout=60)
+    text, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, text
     assert "the same command goes on where it was: embershard compare" in text
     assert "Traceback" not in text

@@ -35,7 +35,7 @@ def train(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     (folder / "job.yaml").write_text(JOB)
     (folder / "mine.py").write_text(MODULE)
     command = [sys.executable, "-m", "embershard.cli", "train", "job.yaml", "--output", "out", "--shards", "1", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)
 
 
 def test_a_module_named_once_reaches_shards_and_workers(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from embershard.deploy.supervisor import LocalShards
 from embershard.worker.client import Client
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 JOB = """\
 model: {name: dlrm, bottom: [16], hidden: [16]}
@@ -25,15 +25,16 @@ embedding: {dim: 4, optimizer: {name: adagrad, lr: 0.05}}
 train: {batch_size: 256, samples: 5_000}
 """
 COMMAND = (sys.executable, "-m", "embershard.cli")
+PATIENCE = 250.0  # seconds, on a machine that does much else
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=100)
+    return subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=PATIENCE)
 
 
 def await_clock(addresses: Sequence[str], clock: int) -> None:
     with contextlib.closing(Client.connect(addresses)) as client:
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE
         while client.status()[0].clock < clock:
             assert time.monotonic() < end, "nobody trains"
             time.sleep(0.1)
@@ -78,14 +79,16 @@ def test_workers_train_on_while_it_scores(job: Path, tmp_path: Path) -> None:
                 [*COMMAND, "evaluate", str(job), *ps, "--every", "0.1"], stdout=subprocess.PIPE, text=True
             )
             assert onlooker.stdout is not None
-            first, second = (json.loads(onlooker.stdout.readline()) for _ in range(2))
-            assert second["clock"] > first["clock"] > 0
+            first, *_ = scores = [json.loads(onlooker.stdout.readline())]
+            while scores[-1]["clock"] == first["clock"]:  # nothing says how far they come in between
+                scores.append(json.loads(onlooker.stdout.readline()))
+            assert scores[-1]["clock"] > first["clock"] > 0
             assert first["valid"]["samples"] == 3000
             onlooker.send_signal(signal.SIGINT)
-            assert onlooker.wait(30) == 130
+            assert onlooker.wait(PATIENCE) == 130
             assert trainer.poll() is None
         finally:
             for process in (trainer, onlooker):
                 if process is not None:
                     process.terminate()
-                    process.communicate(timeout=60)
+                    process.communicate(timeout=PATIENCE)

@@ -22,7 +22,7 @@ from embershard.worker.job import load_job
 from embershard.worker.snapshots import read_manifest, read_table
 from embershard.worker.trainer import Trainer
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 JOB = """\
 model: {name: dlrm, bottom: [8], hidden: [8], batch_norm: true, dropout: 0.2}
@@ -70,12 +70,12 @@ def kill_all(process: subprocess.Popen[str]) -> None:
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Exit code and output."""
-    text, _ = process.communicate(timeout=100)
+    text, _ = process.communicate(timeout=250)
     return process.returncode, text
 
 
 def kill_after(process: subprocess.Popen[str], checkpoint: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 250
     while not (checkpoint / "checkpoint.json").exists():
         assert time.monotonic() < deadline
         assert process.poll() is None, process.communicate()[0]

@@ -25,7 +25,7 @@ from embershard.worker.carriers.rpc import RpcCarrier, _outcome
 
 pytestmark = pytest.mark.integration
 
-SECONDS = timedelta(seconds=20)
+SECONDS = timedelta(seconds=60)
 ELSEWHERE = "198.51.100.1"  # an address that is nobody's (RFC 5737)
 
 
@@ -38,7 +38,7 @@ def process(*command: str) -> Iterator[subprocess.Popen[str]]:
         yield popen
     finally:
         popen.kill()
-        popen.communicate(timeout=20)
+        popen.communicate(timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -128,5 +128,5 @@ def test_the_address_that_says_what_it_means_is_taken(addresses: str):
 
 def test_a_user_with_an_rpc_group_of_their_own_keeps_it(addresses: str, tmp_path: Path):
     with process("-c", OWN_GROUP, addresses, str(tmp_path / "store")) as worker:
-        out, err = worker.communicate(timeout=40)
+        out, err = worker.communicate(timeout=250)
     assert (worker.returncode, out) == (0, "48.0 2\n"), err
