@@ -24,6 +24,7 @@ from embershard.proto.messages import Pushed
 from embershard.proto.routing import Ids, Route, ascending, make_route
 from embershard.proto.spec import TableSpec
 from embershard.worker.client import Client
+from embershard.worker.compression.compressor import rate_of
 from embershard.worker.id_index import IdIndex
 from embershard.worker.outbox import Gradients, LrScale, Versions
 from embershard.worker.pieces import select
@@ -265,8 +266,7 @@ class LocalSteps:
         with self._lock:
             for table, route, values in gradients:
                 copies = self._copies[table]
-                scale = lr_scale.get(table, 1.0) if isinstance(lr_scale, Mapping) else lr_scale
-                failed = copies.apply(copies.numbers(route.ids), values, scale)
+                failed = copies.apply(copies.numbers(route.ids), values, rate_of(lr_scale, table))
                 applied, skipped = applied + len(values) - failed, skipped + failed
             self.skipped_rows += skipped
             self._done += 1

@@ -124,8 +124,7 @@ class ShardOptimizer(torch.optim.Optimizer):
             if scale > float(np.finfo(np.float32).max):
                 why = f"its factor on {full:.3g}, where it began, is beyond float32"
                 raise BadLearningRate(group=_name(group), lr=lr, step=self.session.clock, why=why)
-            # as it is on the wire, so that every carrier trains to the same bits
-            scales.update(dict.fromkeys(group["tables"], float(np.float32(scale))))
+            scales.update(dict.fromkeys(group["tables"], scale))
         return scales
 
 

@@ -116,6 +116,16 @@ def test_zero_grad_drops_what_backward_left(make_session: MakeSession) -> None:
     assert session.stats.pushed_rows == 0
 
 
+def test_a_skipped_step_moves_the_clock_and_no_weight(make_session: MakeSession) -> None:
+    session = make_session(2)
+    model = es.wrap(nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 1)), session, optimizer=es.SGD(lr=1.0))
+    before = model(IDS)
+    before.sum().backward()
+    session.skip()
+    assert (session.clock, session.stats.pushed_rows) == (1, 0)
+    torch.testing.assert_close(model(IDS), before, rtol=0, atol=0)
+
+
 def test_lr_scale_scales_the_following_pushes(make_session: MakeSession) -> None:
     session = make_session(2)
     module = es.Embedding(session.table(SPEC))
@@ -123,6 +133,19 @@ def test_lr_scale_scales_the_following_pushes(make_session: MakeSession) -> None
     module(IDS).sum().backward()
     session.step()
     torch.testing.assert_close(module.table.pull(torch.tensor([2])), torch.tensor([[-0.25, -0.25]]))
+
+
+def test_a_factor_of_the_learning_rate_is_the_float32_that_the_wire_carries(
+    make_shards: Callable[..., list[Shard]],
+) -> None:
+    session, (shard,) = listened(make_shards(1))
+    module = es.Embedding(session.table(SPEC))
+    for scales in (None, {"t": 1 / 3}):
+        session.lr_scale = 0.1
+        module(IDS).sum().backward()
+        session.step(scales)
+    sent = [part.lr_scale for request in shard.heard if isinstance(request, Push) for part in request.tables]
+    assert sent == [float(np.float32(0.1)), float(np.float32(0.1 / 3))]
 
 
 def test_two_workers_train_one_table(make_shards: Callable[..., list[Shard]], make_session: MakeSession) -> None:
