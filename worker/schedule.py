@@ -32,7 +32,7 @@ class Schedule:
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.shape == "step":
-            return self.factor ** (step // self.every)
+            return self.factor ** ((step - self.warmup_steps) // self.every)
         if self.shape == "plateau":
             return self.factor**self.plateaus
         if self.shape == "constant":

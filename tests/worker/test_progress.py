@@ -237,7 +237,9 @@ def test_the_meter_gives_bytes_per_step_without_those_of_evaluations(make_sessio
         (Schedule(shape="linear", total_steps=4), [1.0, 0.75, 0.5, 0.25, 0.0]),
         (Schedule(shape="linear", total_steps=4, end=0.5, warmup_steps=2), [0.5, 1.0, 1.0, 0.75, 0.5]),
         (Schedule(shape="cosine", total_steps=4), [1.0, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5, 0.0]),
+        (Schedule(shape="linear", total_steps=2, end=0.2), [1.0, 0.6, 0.2, 0.2, 0.2]),
         (Schedule(shape="step", every=2, factor=0.1), [1.0, 1.0, 0.1, 0.1, 0.01]),
+        (Schedule(shape="step", every=2, factor=0.1, warmup_steps=1), [1.0, 1.0, 1.0, 0.1, 0.1]),
         (Schedule(shape="plateau", factor=0.5), [1.0, 1.0, 1.0, 1.0, 1.0]),
     ],
 )
