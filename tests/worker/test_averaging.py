@@ -153,6 +153,9 @@ def test_before_the_first_step_it_is_the_weights(make_session: MakeSession) -> N
     before = layers(model)
     with average.applied():
         torch.testing.assert_close(layers(model), before, rtol=0, atol=0)
+    with average.applied(lambda values: [value.fill_(7.0) for value in values]):  # another worker's
+        pass
+    torch.testing.assert_close(layers(model), before, rtol=0, atol=0)
 
 
 def test_workers_share_the_values_of_one(make_session: MakeSession) -> None:

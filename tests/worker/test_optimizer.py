@@ -283,8 +283,19 @@ def test_a_scheduler_of_torch_begins_after_the_warm_up() -> None:
     )
 
 
-def test_our_shapes_move_the_rates_of_all_groups() -> None:
-    assert rates(None, {}, 0, 3, shape="step", every=1, factor=0.5) == [0.5, 0.25, 0.125]
+@pytest.mark.parametrize(
+    ("shape", "scheduler", "arguments"),
+    [({"shape": "step", "factor": 0.5}, None, {}), ({}, "ExponentialLR", {"gamma": 0.5})],
+    ids=["ours", "torch"],
+)
+def test_a_schedule_moves_the_rates_of_all_groups(
+    shape: dict[str, object], scheduler: str | None, arguments: dict[str, object]
+) -> None:
+    groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in (0.5, 4.0)]
+    optimizers = [torch.optim.SGD(groups), torch.optim.SGD([torch.zeros(1)], lr=1.0)]
+    LearningRates(optimizers, Schedule(**shape), scheduler, arguments).set(2)  # type: ignore[arg-type]
+    found = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+    assert found == [[0.125, 1.0], [0.25]]
 
 
 def test_a_schedule_taken_up_later_goes_on_where_it_was() -> None:

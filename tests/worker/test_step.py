@@ -386,6 +386,18 @@ def pair(make_shards: Callable[..., list[Shard]]) -> Iterator[Pair]:
         session.close()
 
 
+def test_synchronous_workers_count_by_the_samples_of_their_steps(pair: Pair) -> None:
+    plain = model_of()
+    parts = batches(8, 4, 3)
+    models = [wrapped(plain, session) for session in pair.sessions]
+    steps = [make_step(models[number], pair.sessions[number], accumulate=2 - number) for number in range(2)]
+    for part in parts[:2]:
+        steps[0](turn(part))
+    steps[1](turn(parts[2]))
+    plainly(plain, [joined(parts)])
+    torch.testing.assert_close(weights(models[0], pair.sessions[0]), weights(plain), rtol=1e-5, atol=1e-6)
+
+
 def test_a_left_out_step_moves_the_clock_of_a_synchronous_job_and_weighs_nothing(pair: Pair) -> None:
     plain = model_of()
     models = [wrapped(plain, session) for session in pair.sessions]
