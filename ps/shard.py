@@ -10,12 +10,11 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from embershard.proto.codec.custom import CodecRegistry
-from embershard.proto.errors import ClockAhead, InvalidRequest, LeaseLost, UnknownRoute, WrongPlacement
+from embershard.proto.errors import ClockAhead, InvalidRequest, WrongPlacement
 from embershard.proto.messages import (
     MAX_MESSAGE_BYTES,
     Beat,
@@ -31,28 +30,25 @@ from embershard.proto.messages import (
     Meet,
     Pull,
     Push,
-    Pushed,
     Reply,
     Request,
     Rows,
     ShardStatus,
-    TableGradients,
     TakeSplit,
 )
 from embershard.proto.routing import Placement
 from embershard.proto.snapshot_messages import Restore, Snapshot
-from embershard.ps.clock import Clock, Member
+from embershard.ps.clock import Clock
 from embershard.ps.compression import CompressionSettings
 from embershard.ps.dedup import Dedup
-from embershard.ps.gather_pushes import apply_part
 from embershard.ps.meeting import Meetings
 from embershard.ps.optim import OptimizerRegistry
+from embershard.ps.pushes import Pushes
 from embershard.ps.reading import read_all
 from embershard.ps.restore import Contents, Restores
-from embershard.ps.routes import RouteMemory
 from embershard.ps.snapshot import Moment, Snapshots
 from embershard.ps.splits import Splits
-from embershard.ps.tables import Part, Tables, check_room
+from embershard.ps.tables import Tables
 
 
 class Shard:
@@ -85,9 +81,8 @@ class Shard:
         self._placement = placement
         self._tables = Tables(index, placement, optimizers, codecs)
         self._compression = CompressionSettings(self._tables, self._tables.check_codec)
-        self._dedup = Dedup()
-        self._routes = RouteMemory()
         self._clock = Clock()
+        self._pushes = Pushes(self._tables, self._clock, max_message_bytes)
         self._meetings = Meetings(self._clock, max_message_bytes)
         self._splits = Splits(self._clock)
         self._snapshots = Snapshots(self._moment, lambda: any(self._clock.waiting_ids.values()))
@@ -95,9 +90,6 @@ class Shard:
         self._started = time.monotonic()
         self._requests = 0
         self._pulled_rows = 0
-        self._pushed_rows = 0
-        self._duplicate_pushes = 0
-        self._skipped_rows = 0
 
     def handle(self, request: Request, now: float | None = None) -> Reply:
         """The reply to a request, or an EmbershardError that says why there is none; nothing was changed then.
@@ -160,9 +152,9 @@ class Shard:
             resident_bytes=_resident_bytes(),
             requests=self._requests,
             pulled_rows=self._pulled_rows,
-            pushed_rows=self._pushed_rows,
-            duplicate_pushes=self._duplicate_pushes,
-            skipped_rows=self._skipped_rows,
+            pushed_rows=self._pushes.rows,
+            duplicate_pushes=self._pushes.duplicates,
+            skipped_rows=self._pushes.skipped_rows,
             queued_bytes=0,
             tables=self._tables.status(),
             clock=self._clock.open,
@@ -178,7 +170,8 @@ class Shard:
             case Pull():
                 return self._pull(request, now)
             case Push():
-                return replace(self._push(request, now), settings=self._compression.revision)
+                self._check_placement(request.placement_epoch)
+                return replace(self._pushes.take(request, now), settings=self._compression.revision)
             case Load():
                 self._check_placement(request.placement_epoch)
                 return self._tables.load(request)
@@ -214,20 +207,19 @@ class Shard:
             self.greeting.num_shards,
             self.greeting.placement_epoch,
             self._clock.open,
-            self._dedup.windows(),
+            self._pushes.dedup.windows(),
             self._tables.opened(),
         )
 
     def _install(self, contents: Contents) -> None:
         """Put what was restored in place of what is here."""
         self._tables.replace(contents.tables)
-        self._dedup = Dedup.of(contents.workers)
-        self._routes = RouteMemory()
+        self._pushes.begin_again(Dedup.of(contents.workers))
         self._compression.forget()
         self._clock.updates.version += 1  # what anybody read before is of another version
 
     def _join(self, request: Join, now: float) -> Joined:
-        self._dedup.fence(request.worker, request.epoch)
+        self._pushes.dedup.fence(request.worker, request.epoch)
         job = self._clock.job
         try:
             return self._clock.join(request, now)
@@ -250,60 +242,8 @@ class Shard:
         self._pulled_rows += sum(len(read.ids) for read in reads)
         for part in request.tables:
             if part.route:
-                self._routes.keep(request.worker, request.epoch, part.route, part.table, part.ids)
+                self._pushes.routes.keep(request.worker, request.epoch, part.route, part.table, part.ids)
         return rows
-
-    def _push(self, request: Push, now: float) -> Pushed:
-        """Take a push once: apply it, or keep it for its clock. All of it is checked before any of it is applied."""
-        self._check_placement(request.placement_epoch)
-        token = request.token
-        self._clock.fence(token.worker, token.epoch)
-        if found := self._dedup.find(token):
-            self._duplicate_pushes += 1
-            with suppress(LeaseLost):  # it was applied in time
-                self._clock.hear(token.worker, token.epoch, now)
-            return found
-        member = self._clock.hear(token.worker, token.epoch, now)
-        if member is not None:
-            self._clock.check_push(member, request)
-        parts: list[Part] = []
-        room = self.greeting.max_message_bytes
-        for part in request.tables:
-            parts.append(self._check_gradients(part, request, room))
-            room -= parts[-1].gradients.nbytes
-        check_room(parts, self._clock.waiting_ids)
-        if member is not None and self._clock.gathers(member, request):
-            reply = self._clock.gather(member, request, parts)
-        else:
-            reply = self._apply(member, request, parts)
-        self._dedup.record(token, reply)
-        for part in request.tables:
-            self._routes.forget(token.worker, part.route)
-        self._pushed_rows += reply.applied
-        self._skipped_rows += reply.skipped
-        if member is not None and request.last:
-            self._clock.pushed(member, request.clock)
-        return reply
-
-    def _apply(self, member: Member | None, request: Push, parts: list[Part]) -> Pushed:
-        divisor = 1.0 if member is None else self._clock.divisor(request.version)
-        applied = skipped = 0
-        for part in parts:
-            done = apply_part(part, request.difference, divisor)
-            applied += done.rows
-            skipped += done.skipped
-        if request.last:
-            self._clock.updates.count([request.version])
-        return Pushed(duplicate=False, applied=applied, skipped=skipped)
-
-    def _check_gradients(self, part: TableGradients, request: Push, room: int) -> Part:
-        if not part.route:
-            return self._tables.check_gradients(part, None, room)
-        self._tables.open_entry(part.table)
-        kept = self._routes.find(request.token.worker, request.token.epoch, part.route, part.table)
-        if kept is None:
-            raise UnknownRoute(worker=request.token.worker, route=part.route, table=part.table)
-        return self._tables.check_gradients(part, kept, room)
 
     def _check_placement(self, epoch: int) -> None:
         if epoch != self._placement.epoch:
