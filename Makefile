@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-peers
 PEER_NAMES := torchrec ray mxnet openembedding paddle tensorflow redis
+PYTHONS ?= $(foreach version,3.11 3.12 3.13,$(firstword $(wildcard $(HOME)/.pyenv/versions/$(version).*/bin/python) python$(version)))
 # for peers that know no newer one
 PYTHON38 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.8.*/bin/python) python3.8)
 # threads of torch x processes <= cores: the processes of one job share the machine
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test unit fuzz lint proto build clean peers-env \
+.PHONY: help setup demo test test-pythons unit fuzz lint proto build clean peers-env \
         bar-ncf bar-ctr bar-modes bar-equal bar-sync bar-wrap bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-cache \
         bench-loader bar-snapshot bench-moment bench-startup bench-wire bar-scale bar-link bar-leak bar-workers bench-cluster bar-peers \
         bar-codecs bar-codec-quality bar-conservation bar-bandwidth bench-ages
@@ -34,6 +35,12 @@ demo: setup  ## two shards and two workers train DLRM on a click stream
 
 test: setup lint unit  ## everything that CI runs
 	$(BIN)/python -m pytest -m integration
+
+test-pythons:  ## make test with each of PYTHONS (3.11 to 3.13) that is installed, in .venv-<version>
+	@for python in $(PYTHONS); do \
+		version=$$($$python -c 'import sys; print("%d.%d" % sys.version_info[:2])') || continue; \
+		$(MAKE) PYTHON=$$python VENV=.venv-$$version test || exit; \
+	done
 
 unit: setup  ## the tests that start no processes
 	$(BIN)/python -m pytest -m 'not integration' -n 2 --dist loadfile
@@ -147,4 +154,4 @@ $(PEERS)/%/.ready: bench/peer_environments/%.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(PEERS) build dist runs
+	rm -rf $(VENV) .venv-3.* $(PEERS) build dist runs
