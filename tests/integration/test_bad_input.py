@@ -43,6 +43,7 @@ from embershard.proto.messages import (
     TableIds,
 )
 from embershard.proto.spec import SGD, Constant, TableSpec
+from embershard.worker import links
 from embershard.worker.carriers.grpc import GrpcCarrier
 from embershard.worker.client import Client
 
@@ -393,9 +394,12 @@ def test_two_shards_with_the_same_index_are_both_named(shards: LocalShards):
         assert second in str(caught.value)
 
 
-def test_a_shard_that_is_down_at_the_start_is_waited_for_aloud(caplog: pytest.LogCaptureFixture):
-    with pytest.raises(ShardUnavailable, match=r"127.0.0.1:1: no answer within 4.0 s \(.*Connection refused\)"):
-        Client.connect(["127.0.0.1:1"], timeout=timedelta(seconds=4))
+def test_a_shard_that_is_down_at_the_start_is_waited_for_aloud(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(links, "_PATIENCE", timedelta(seconds=0.3))
+    with pytest.raises(ShardUnavailable, match=r"127.0.0.1:1: no answer within 3.0 s \(.*Connection refused\)"):
+        Client.connect(["127.0.0.1:1"], timeout=timedelta(seconds=3))
     assert [record.getMessage() for record in caplog.records if record.name == "embershard.worker.links"] == [
         "waiting for the server at 127.0.0.1:1 (Connection refused)"
     ]

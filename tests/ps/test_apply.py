@@ -25,7 +25,7 @@ class Gate:
 
     def __call__(self) -> bytes:
         self.entered.set()
-        assert self.open.wait(10)
+        assert self.open.wait(60)
         return b"gate"
 
 
@@ -40,13 +40,13 @@ def start() -> Iterator[Callable[..., ApplyThread]]:
     yield start
     for thread in made:
         thread.close()
-        assert thread.join(10)
+        assert thread.join(60)
 
 
 def occupy(thread: ApplyThread, num_bytes: int = 1) -> Gate:
     gate = Gate()
     thread.submit(gate, num_bytes, FOREVER)
-    assert gate.entered.wait(10)
+    assert gate.entered.wait(60)
     return gate
 
 
@@ -56,7 +56,7 @@ def test_work_is_done_in_the_order_of_its_arrival(start: Callable[..., ApplyThre
     futures = [thread.submit(lambda i=i: done.append(i) or b"", 1, FOREVER) for i in range(20)]
     gate.open.set()
     for future in futures:
-        future.result(10)
+        future.result(60)
     assert done == list(range(20))
 
 
@@ -69,8 +69,8 @@ def test_a_queue_full_of_bytes_is_busy_until_it_is_emptied(start: Callable[..., 
     assert caught.value.fields["queued_bytes"] == thread.queued_bytes == 100
     assert 5 <= caught.value.fields["retry_after_ms"] <= 1000  # type: ignore[operator]
     gate.open.set()
-    waiting.result(10)
-    assert thread.submit(lambda: b"again", 100, FOREVER).result(10) == b"again"
+    waiting.result(60)
+    assert thread.submit(lambda: b"again", 100, FOREVER).result(60) == b"again"
 
 
 def test_a_queue_full_of_requests_is_busy(start: Callable[..., ApplyThread]):
@@ -83,15 +83,15 @@ def test_a_queue_full_of_requests_is_busy(start: Callable[..., ApplyThread]):
 
 
 def test_one_request_is_taken_however_large(start: Callable[..., ApplyThread]):
-    assert start(max_bytes=10).submit(lambda: b"large", 1000, FOREVER).result(10) == b"large"
+    assert start(max_bytes=10).submit(lambda: b"large", 1000, FOREVER).result(60) == b"large"
 
 
 def test_nothing_is_queued_once_all_is_done(start: Callable[..., ApplyThread]):
     thread = start()
     for _ in range(5):
-        thread.submit(lambda: b"", 10, FOREVER).result(10)
+        thread.submit(lambda: b"", 10, FOREVER).result(60)
     thread.close()
-    assert thread.join(10)
+    assert thread.join(60)
     assert thread.queued_bytes == 0
 
 
@@ -102,7 +102,7 @@ def test_work_whose_deadline_passed_in_the_queue_is_dropped(start: Callable[...,
     early = thread.submit(lambda: done.append("early") or b"", 1, FOREVER)
     time.sleep(0.01)
     gate.open.set()
-    early.result(10)
+    early.result(60)
     assert late.cancelled()
     assert done == ["early"]
 
@@ -112,15 +112,15 @@ def test_cancelled_work_is_dropped(start: Callable[..., ApplyThread]):
     gate = occupy(thread)
     thread.submit(lambda: done.append("cancelled") or b"", 1, FOREVER).cancel()
     gate.open.set()
-    thread.submit(lambda: b"", 1, FOREVER).result(10)
+    thread.submit(lambda: b"", 1, FOREVER).result(60)
     assert done == []
 
 
 def test_work_that_fails_does_not_end_the_thread(start: Callable[..., ApplyThread]):
     thread = start()
     with pytest.raises(ZeroDivisionError):
-        thread.submit(lambda: bytes(1 // 0), 1, FOREVER).result(10)
-    assert thread.submit(lambda: b"next", 1, FOREVER).result(10) == b"next"
+        thread.submit(lambda: bytes(1 // 0), 1, FOREVER).result(60)
+    assert thread.submit(lambda: b"next", 1, FOREVER).result(60) == b"next"
 
 
 def test_what_was_accepted_before_the_end_is_done_and_nothing_more_is_taken(start: Callable[..., ApplyThread]):
@@ -133,7 +133,7 @@ def test_what_was_accepted_before_the_end_is_done_and_nothing_more_is_taken(star
         thread.submit(lambda: b"", 1, FOREVER)
     assert not thread.join(0.01)
     gate.open.set()
-    assert thread.join(10)
+    assert thread.join(60)
     assert done == [0, 1, 2]
 
 
@@ -179,7 +179,7 @@ def clock() -> Clock:
 
 def idle(thread: ApplyThread) -> None:
     """Until all that was submitted has been tried."""
-    thread.submit(lambda: b"", 0, FOREVER).result(10)
+    thread.submit(lambda: b"", 0, FOREVER).result(60)
 
 
 class TestParking:
@@ -194,10 +194,10 @@ class TestParking:
         idle(thread)
         assert not first.done()
         thread.submit(clock.move, 1, FOREVER)
-        assert first.result(10) == b"after 1"
+        assert first.result(60) == b"after 1"
         assert not second.done()
         thread.submit(clock.move, 1, FOREVER)
-        assert second.result(10) == b"after 2"
+        assert second.result(60) == b"after 2"
         assert thread.queued_bytes == 0
 
     def test_work_that_waits_may_move_the_clock_for_other_work_that_waits(self, thread: ApplyThread, clock: Clock):
@@ -208,14 +208,14 @@ class TestParking:
         first = thread.submit(clock.after(2), 1, FOREVER)
         thread.submit(work, 1, FOREVER)
         thread.submit(clock.move, 1, FOREVER)
-        assert first.result(10) == b"after 2"
+        assert first.result(60) == b"after 2"
 
     def test_what_waits_does_not_keep_out_what_it_waits_for(self, thread: ApplyThread, clock: Clock):
         waiting = [thread.submit(clock.after(1), 50, FOREVER) for _ in range(2)]
         idle(thread)
         assert thread.queued_bytes == 100
         thread.submit(clock.move, 100, FOREVER)
-        assert [future.result(10) for future in waiting] == [b"after 1"] * 2
+        assert [future.result(60) for future in waiting] == [b"after 1"] * 2
 
     @pytest.mark.parametrize(("num_bytes", "waiting"), [(50, 2), (0, 4)], ids=["bytes", "requests"])
     def test_what_waits_is_bounded_too(self, thread: ApplyThread, clock: Clock, num_bytes: int, waiting: int):
@@ -224,7 +224,7 @@ class TestParking:
             futures.append(thread.submit(clock.after(1), num_bytes, FOREVER))
             idle(thread)
         with pytest.raises(ClockAhead):
-            futures[-1].result(10)
+            futures[-1].result(60)
         assert not any(future.done() for future in futures[:-1])
 
     def test_work_that_waits_in_vain_fails_before_its_deadline_with_its_last_error(
@@ -235,10 +235,10 @@ class TestParking:
         def work() -> bytes:
             raise ClockAhead(clock=next(tries), workers="2", seconds=0.5)
 
-        deadline = time.monotonic() + 0.2
+        deadline = time.monotonic() + 1.0
         future = thread.submit(work, 1, deadline)
         with pytest.raises(ClockAhead) as caught:
-            future.result(10)
+            future.result(60)
         assert caught.value.fields["clock"] == next(tries) - 1 == 1
         assert thread.queued_bytes == 0
 
@@ -250,15 +250,15 @@ class TestParking:
         future = thread.submit(work, 1, FOREVER)
         thread.submit(clock.move, 1, FOREVER)
         with pytest.raises(ZeroDivisionError):
-            future.result(10)
+            future.result(60)
 
     def test_what_waits_is_put_back_when_the_thread_ends(self, thread: ApplyThread, clock: Clock):
         future = thread.submit(clock.after(1), 1, FOREVER)
         idle(thread)
         thread.close()
-        assert thread.join(10)
+        assert thread.join(60)
         with pytest.raises(ShuttingDown):
-            future.result(10)
+            future.result(60)
 
     def test_work_sees_when_it_arrived_also_when_it_is_tried_again(self, thread: ApplyThread, clock: Clock):
         seen = []
@@ -272,12 +272,12 @@ class TestParking:
         idle(thread)
         after = time.monotonic()
         thread.submit(clock.move, 1, FOREVER)
-        future.result(10)
+        future.result(60)
         assert seen == [seen[0]] * 2
         assert before <= seen[0] <= after
 
     def test_time_passes_while_nothing_is_asked(self, thread: ApplyThread, clock: Clock):
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while len(clock.times) < 3 and time.monotonic() < end:
             time.sleep(0.01)
         assert len(clock.times) >= 3
@@ -287,15 +287,14 @@ class TestParking:
         gate = occupy(thread)
         seen = len(clock.times)
         thread.submit(lambda: time.sleep(0.3) or b"", 1, FOREVER)
-        thread.submit(lambda: b"", 1, FOREVER)
+        then = thread.submit(lambda: len(clock.times), 1, FOREVER)
         gate.open.set()
-        idle(thread)
-        assert len(clock.times) <= seen + 1
+        assert then.result(60) == seen
 
     def test_members_are_excused_for_the_time_that_one_request_took(
         self, thread: ApplyThread, clock: Clock, monkeypatch: pytest.MonkeyPatch
     ):
         monkeypatch.setattr(apply, "_STEP_SECONDS", 0.05)
-        thread.submit(lambda: time.sleep(0.2) or b"", 1, FOREVER).result(10)
+        thread.submit(lambda: time.sleep(0.2) or b"", 1, FOREVER).result(60)
         idle(thread)
         assert clock.excused >= 0.1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -44,12 +45,12 @@ class Served:
         self.apply = ApplyThread(**bounds)
         self._dispatch = Dispatch(self.shard, self.apply)
 
-    def send(self, request: Request, seconds: float = 30.0) -> Future[Reply]:
+    def send(self, request: Request, seconds: float = 100.0) -> Future[Reply]:
         deadline = time.monotonic() + seconds
         return self._dispatch.submit(type(request), lambda: request, lambda r: r, num_bytes=10, deadline=deadline)
 
-    def ask(self, request: Request, seconds: float = 30.0) -> Reply:
-        return self.send(request, seconds).result(60)
+    def ask(self, request: Request, seconds: float = 100.0) -> Reply:
+        return self.send(request, seconds).result(100)
 
 
 def gradient(worker: int, clock: int) -> np.ndarray:
@@ -99,7 +100,7 @@ def rows_after(served: Served, order: str) -> bytes:
 
     with ThreadPoolExecutor(WORKERS) as threads:
         for future in [threads.submit(work, worker) for worker in range(WORKERS)]:
-            future.result(60)
+            future.result(100)
     rows = served.ask(Pull(1, (TableIds("t", IDS),)))
     assert isinstance(rows, Rows)
     assert rows.version == CLOCKS
@@ -147,13 +148,16 @@ def test_a_wait_ends_with_the_lease_of_the_one_waited_for(served: Served):
 
 def test_a_lease_does_not_run_while_requests_of_its_worker_wait_behind_others(served: Served):
     served.ask(Declare(TABLE))
+    lease = 1.0
     for worker in range(2):
-        served.ask(Join(worker, 1, 0, -1, 2, 600))
-    served.apply.submit(lambda: time.sleep(0.95), 0, time.monotonic() + 30)
-    beats = []
-    for _ in range(6):
-        time.sleep(0.15)
+        served.ask(Join(worker, 1, 0, -1, 2, round(1000 * lease)))
+    gate = threading.Event()
+    served.apply.submit(lambda: gate.wait(60), 0, time.monotonic() + 60)
+    begin, beats = time.monotonic(), []
+    while time.monotonic() - begin < 1.5 * lease:
+        time.sleep(0.1)
         beats += [served.send(Beat(worker, 1)) for worker in range(2)]
+    gate.set()
     for beat in beats:
         beat.result(20)
     assert served.shard.status().expired_leases == 0

@@ -132,7 +132,7 @@ class Peer:
         self.sock = socket.socket()
         if receive_bytes:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-        self.sock.settimeout(20)
+        self.sock.settimeout(60)
         self.sock.connect(served.address)
         if features is not None:
             self.sock.sendall(wire.client_hello(features))
@@ -216,7 +216,7 @@ def with_field(data: bytes, offset: int, value: bytes) -> bytes:
 
 
 def eventually(claim: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 15
+    end = time.monotonic() + 60
     while not claim():
         if time.monotonic() > end:
             return False
@@ -466,7 +466,7 @@ def test_a_pull_that_waits_holds_nobody_up(connect: Connect):
 def test_a_pull_that_waits_in_vain_is_put_back_before_its_deadline(connect: Connect):
     peer = connect()
     joined(peer, 2)
-    peer.send(framed(replace(pull(), epoch=1, after=1), timeout_ms=300))
+    peer.send(framed(replace(pull(), epoch=1, after=1), timeout_ms=1000))
     with pytest.raises(ClockAhead, match="worker 0, 1"):
         peer.reply()
 
@@ -489,10 +489,10 @@ def test_rows_are_not_made_for_a_peer_that_left_while_it_waited(connect: Connect
 def test_a_worker_whose_request_still_arrives_keeps_its_lease(connect: Connect, served: Served):
     """On a slow link it may take longer than the lease, and the beats behind it with it."""
     slow, other = connect(), connect()
-    assert isinstance(slow.ask(Join(0, 1, 0, 0, 2, 1000)), Joined)
+    assert isinstance(slow.ask(Join(0, 1, 0, 0, 2, 2000)), Joined)
     other.ask(Join(1, 1, 0, 0, 2, 60_000))
     slow.send(begun(8 + 1000))
-    for _ in range(30):
+    for _ in range(25):
         time.sleep(0.1)
         slow.send(b"x")
     members = lambda: [member.worker for member in served.dispatch.status().members]  # noqa: E731
