@@ -22,6 +22,9 @@ from typing import TYPE_CHECKING
 from embershard.ps.address import BACKLOG, Address
 
 if TYPE_CHECKING:
+    from grpc.aio import Server
+    from grpc_health.v1.health import aio as health_aio
+
     from embershard.ps.dispatch import Dispatch
     from embershard.ps.rpc import RpcServer
     from embershard.ps.shard import Shard
@@ -93,34 +96,18 @@ def _make_shard(options: ServerOptions) -> Shard:
 
 
 async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
-    from grpc_health.v1 import health
-    from grpc_health.v1.health_pb2 import HealthCheckResponse
-
-    from embershard.proto.messages import SERVICE
     from embershard.ps.apply import ApplyThread
     from embershard.ps.dispatch import Dispatch
-    from embershard.ps.service import ShardService, make_server
-    from embershard.ps.stream import StreamServer
 
     loop = asyncio.get_running_loop()
     stop = _Stop(loop)
     sockets = address.listen()
     bound = address.bound(sockets[0])
     apply = ApplyThread(max_bytes=options.queue_bytes)
-    dispatch = Dispatch(shard, apply)
-    rpc = await _start_rpc(dispatch, options) if options.rpc else None
-    healthy = health.aio.HealthServicer()
-    server = make_server(ShardService(dispatch), healthy)
-    target, path = _private_socket(address, shard.greeting.instance)
-    server.add_insecure_port(target)
-    await server.start()
-    for name in ("", SERVICE):
-        await healthy.set(name, HealthCheckResponse.SERVING)
-    stream = StreamServer(dispatch, foreign=path)
-    listeners = [await _listen(loop, stream, sock) for sock in sockets]
+    carriers = await _Carriers.start(Dispatch(shard, apply), address, sockets, options)
     ready = {"event": "serving", "shard": options.shard, "of": options.of, "address": bound, "pid": os.getpid()}
-    if rpc is not None:
-        ready["rpc"] = rpc.address
+    if carriers.rpc is not None:
+        ready["rpc"] = carriers.rpc.address
     _settle()
     print(json.dumps(ready), flush=True)
     loop.run_in_executor(None, import_module, "embershard.proto.storage")  # the first snapshot need not wait for it
@@ -128,14 +115,10 @@ async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
 
     signum = await stop.received
     _log.info("%s: finishing %d queued bytes", signal.Signals(signum).name, apply.queued_bytes)
-    await healthy.enter_graceful_shutdown()
+    await carriers.health.enter_graceful_shutdown()
     apply.close()  # from here on, new requests are told that the shard is shutting down
     done = await asyncio.to_thread(apply.join, GRACE_SECONDS)
-    for listener in listeners:
-        listener.close()
-    await asyncio.gather(server.stop(_REPLY_SECONDS), stream.close(_REPLY_SECONDS))
-    if rpc is not None:
-        await rpc.close()
+    await carriers.close()
     if address.path:
         Path(address.path).unlink(missing_ok=True)
     if not done:
@@ -143,6 +126,47 @@ async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
         return 1
     _log.info("done: everything accepted was applied")
     return 130 if signum == signal.SIGINT else 0
+
+
+@dataclass(frozen=True)
+class _Carriers:
+    """What brings requests to the shard."""
+
+    grpc: Server
+    health: health_aio.HealthServicer
+    stream: StreamServer
+    listeners: list[asyncio.Server]
+    rpc: RpcServer | None
+
+    @classmethod
+    async def start(
+        cls, dispatch: Dispatch, address: Address, sockets: list[socket.socket], options: ServerOptions
+    ) -> _Carriers:
+        from grpc_health.v1 import health
+        from grpc_health.v1.health_pb2 import HealthCheckResponse
+
+        from embershard.proto.messages import SERVICE
+        from embershard.ps.service import ShardService, make_server
+        from embershard.ps.stream import StreamServer
+
+        rpc = await _start_rpc(dispatch, options) if options.rpc else None
+        healthy = health.aio.HealthServicer()
+        server = make_server(ShardService(dispatch), healthy)
+        target, path = _private_socket(address, dispatch.status().instance)
+        server.add_insecure_port(target)
+        await server.start()
+        for name in ("", SERVICE):
+            await healthy.set(name, HealthCheckResponse.SERVING)
+        stream = StreamServer(dispatch, foreign=path)
+        return cls(server, healthy, stream, [await _listen(stream, sock) for sock in sockets], rpc)
+
+    async def close(self) -> None:
+        """Stop listening, and send the last replies."""
+        for listener in self.listeners:
+            listener.close()
+        await asyncio.gather(self.grpc.stop(_REPLY_SECONDS), self.stream.close(_REPLY_SECONDS))
+        if self.rpc is not None:
+            await self.rpc.close()
 
 
 async def _start_rpc(dispatch: Dispatch, options: ServerOptions) -> RpcServer:
@@ -168,7 +192,8 @@ def _private_socket(address: Address, instance: str) -> tuple[str, str]:
     return f"unix:{path}", path
 
 
-async def _listen(loop: asyncio.AbstractEventLoop, stream: StreamServer, sock: socket.socket) -> asyncio.Server:
+async def _listen(stream: StreamServer, sock: socket.socket) -> asyncio.Server:
+    loop = asyncio.get_running_loop()
     if sock.family == socket.AF_UNIX:
         return await loop.create_unix_server(stream.protocol, sock=sock, backlog=BACKLOG)
     return await loop.create_server(stream.protocol, sock=sock, backlog=BACKLOG)
