@@ -239,6 +239,12 @@ class TestGathering:
         assert job.row(1) == [-2, -2]
         assert job.status.clock == 2
 
+    def test_nor_does_it_alone(self, job: Job):
+        job.together(1)
+        job.push(0, 0, 100.0, weight=0.0)
+        assert job.row(1) == [0, 0]
+        assert job.status.clock == 1
+
     @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
     def test_a_weight_without_sense_is_refused(self, job: Job, weight: float):
         job.together(2)
@@ -304,6 +310,24 @@ class TestGathering:
         job.push(1, 1)
         assert job.row(1) == [-1, -1]
 
+    def test_the_clocks_after_one_whose_row_function_raises_are_applied(
+        self, job: Job, monkeypatch: pytest.MonkeyPatch
+    ):
+        job.together(2)
+        for clock in range(3):
+            job.push(0, clock)
+        apply = Table.apply
+
+        def broken_once(*_: object) -> None:
+            monkeypatch.setattr(Table, "apply", apply)
+            raise BadOptimizer(optimizer="mine", reason="it raised")
+
+        monkeypatch.setattr(Table, "apply", broken_once)
+        with pytest.raises(BadOptimizer):
+            job.leave(1)
+        assert job.status.clock == 3
+        assert job.row(1) == [-2, -2]
+
 
 class TestWaiting:
     def test_a_pull_is_answered_once_the_clocks_before_it_are_closed(self, job: Job):
@@ -325,6 +349,28 @@ class TestWaiting:
         assert job.join(2, workers=3) == Joined(True, 0, True, (0, 1, 2))
         job.push(2, 0, 4.0)
         assert job.row(1) == [-2, -2]
+
+    def test_the_push_of_a_worker_that_is_here_first_is_kept_for_the_others(self, job: Job):
+        job.join(0, workers=2)
+        job.push(0, 0, 1.0)
+        assert job.row(1) == [0, 0]
+        job.join(1, workers=2)
+        job.push(1, 0, 3.0)
+        assert job.row(1) == [-2, -2]
+
+    def test_a_resting_worker_is_not_named_as_one_that_is_waited_for(self, job: Job):
+        job.together(3)
+        job.leave(2, rest=True)
+        job.push(0, 0)
+        with pytest.raises(ClockAhead, match="clock 0 waits for worker 1, of whom"):
+            job.pull(1, after=1)
+
+    def test_a_join_that_comes_again_takes_no_push_back(self, job: Job):
+        job.together(2)
+        job.push(0, 0)
+        assert job.join(0, 0).member
+        job.push(1, 0)
+        assert job.status.clock == 1
 
     def test_a_worker_that_joins_late_is_waited_for_from_its_clock_on(self, job: Job):
         job.together(1)
@@ -359,6 +405,21 @@ class TestWaiting:
         job.push(1, 0, 3.0)
         job.leave(0)
         assert job.row(1) == [-3, -3]
+
+    def test_what_a_worker_alone_did_not_push_to_the_end_is_dropped_too(self, job: Job):
+        job.together(1)
+        job.push(0, 0, 100.0, last=False)
+        job.leave(0)
+        assert job.row(1) == [0, 0]
+
+    def test_what_a_worker_did_not_push_to_the_end_is_dropped_when_it_rests(self, job: Job):
+        job.together(2)
+        job.push(0, 0, 100.0, last=False)
+        job.leave(0, rest=True)
+        job.join(0)
+        job.push(0, 0, 1.0)
+        job.push(1, 0, 3.0)
+        assert job.row(1) == [-2, -2]
 
     def test_what_was_pushed_to_the_end_is_applied_when_nobody_is_left(self, job: Job):
         job.together(2)
@@ -445,6 +506,15 @@ class TestStaleness:
         assert job.row(1) == [-0.25, -0.25]
         job.push(0, 2, 1.0, version=6)
         assert job.row(1) == [-1.25, -1.25]
+        job.push(0, 3, 1.0)  # nobody knows of which version its rows were
+        assert job.row(1) == [-2.25, -2.25]
+
+    def test_without_damp_a_push_counts_in_full_whatever_it_missed(self, job: Job):
+        job.together(2, staleness=-1)
+        for clock in range(4):
+            job.push(1, clock, 0.0)
+        job.push(0, 0, 1.0, version=1)
+        assert job.row(1) == [-1, -1]
 
 
 class TestLeases:
@@ -621,6 +691,22 @@ class TestModes:
         assert job.join(0, 0, epoch=2, workers=2, staleness=4) == Joined(True, 0, False, (0,))
         assert job.status.staleness == 4
 
+    def test_workers_of_the_job_before_may_begin_the_next(self, job: Job):
+        job.together(2)
+        for worker in range(2):
+            job.push(worker, 0)
+        for worker in range(2):
+            job.leave(worker)
+        assert job.join(1, 0, workers=2) == Joined(True, 0, False, (1,))
+        assert job.join(0, 0, workers=2) == Joined(True, 0, True, (0, 1))
+
+    def test_one_whose_lease_ran_out_may_begin_another_with_other_settings(self, job: Job):
+        job.together(1)
+        job.push(0, 0)
+        job.wait(LEASE + 1)
+        assert job.join(0, 0, staleness=3) == Joined(True, 0, True, (0,))
+        assert job.status.staleness == 3
+
     def test_a_worker_alone_may_be_restarted_with_other_settings(self, job: Job):
         job.together(1)
         job.push(0, 0)
@@ -713,6 +799,11 @@ class TestRuns:
         job.push(0, 0)
         job.leave(0)
         assert job.join(0, epoch=2) == Joined(True, 0, True, (0,))
+
+    def test_a_worker_may_begin_the_next_one_itself(self, job: Job):
+        job.join(0, run=1)
+        job.push(0, 0)
+        assert job.join(0, run=2) == Joined(True, 0, True, (0,))
 
     def test_an_incarnation_that_is_refused_begins_none(self, job: Job):
         job.join(0, epoch=2, run=1)

@@ -98,7 +98,9 @@ def test_a_lost_reply_is_given_again_while_the_others_meet_on(workers: Workers):
 
 def test_a_worker_that_leaves_or_is_given_up_is_not_waited_for(workers: Workers):
     workers.waits(0)
+    moves = workers.shard.moves
     workers.leave(1)
+    assert workers.shard.moves > moves  # who waits is asked again
     assert workers.waits(0) == "2"
     workers.live(0)
     assert workers.meet(0) == {0: [0, 0]}
@@ -139,7 +141,9 @@ def test_nobody_meets_before_all_expected_workers_are_here():
     workers = Workers(0)
     workers.join(0, workers=2)
     assert workers.waits(0) == "1 (not here yet)"
+    moves = workers.shard.moves
     workers.join(1, workers=2)
+    assert workers.shard.moves > moves
     workers.waits(0)
     assert len(workers.meet(1)) == 2
 

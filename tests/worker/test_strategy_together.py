@@ -37,6 +37,7 @@ def test_a_batch_counts_by_its_share_of_the_step() -> None:
     assert [turn.samples for turn in made] == [4, 4, 3]
     assert [turn.loss_scale for turn in made] == [1.0, 1.0, 1.5]  # mean of two, of 3 and 1 samples
     assert [turn.weight for turn in made] == [1.0, 1.0, 1.0]
+    assert [turn.joint for turn in made] == [8, 8, 4]  # what its batches weigh, where several make a step
 
 
 def test_a_worker_without_data_keeps_the_other_company_until_it_is_done() -> None:
@@ -44,6 +45,7 @@ def test_a_worker_without_data_keeps_the_other_company_until_it_is_done() -> Non
     made = list(pair.turns(turns(4)))
     assert [(turn.samples, turn.loss_scale) for turn in made] == [(4, 1.0), (0, 0.0), (0, 0.0)]
     assert [len(turn.batch) for turn in made] == [4, 4, 4]
+    assert [turn.joint for turn in made] == [8, 4, 2]
     assert pair.company == [False, True, True]
 
 
