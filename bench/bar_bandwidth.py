@@ -50,7 +50,7 @@ import embershard as es
 from embershard.compare.namespace import Namespaces
 from embershard.deploy.supervisor import LocalShards
 from embershard.worker.bandwidth import parse_bandwidth
-from embershard.worker.client import Stats
+from embershard.worker.calls import Stats
 from embershard.worker.compression.auto import Auto, measure
 from embershard.worker.memory import keep_freed_memory
 from embershard.worker.models.dlrm import DLRM

@@ -30,7 +30,7 @@ from typing import NoReturn
 import numpy as np
 
 from embershard.compare.namespace import Namespaces, NoNamespaces
-from embershard.worker.client import Stats
+from embershard.worker.calls import Stats
 from timing import finish, machine, print_table
 
 BAR = 0.90

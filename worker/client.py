@@ -6,32 +6,30 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from embershard.proto.errors import ClockAhead, EmbershardError, LeaseLost, UnknownTable, WrongDim
+from embershard.proto.errors import ClockAhead, LeaseLost, UnknownTable, WrongDim
 from embershard.proto.messages import (
     MAX_MESSAGE_BYTES,
     Declare,
     Declared,
     GetStatus,
     Load,
-    Pull,
     Push,
     Pushed,
     Request,
-    Rows,
     ShardStatus,
-    TableIds,
 )
 from embershard.proto.routing import Placement, Route
 from embershard.proto.spec import TableSpec
 from embershard.worker.addresses import carrier_for
 from embershard.worker.bandwidth import EmulatedLink
+from embershard.worker.calls import Calls, Stats, raise_first
 from embershard.worker.carrier import Carrier, Deadline
 from embershard.worker.carriers.io_thread import io_loop
 from embershard.worker.compression.compressor import Compressor
@@ -42,28 +40,11 @@ from embershard.worker.outbox import Gradients, Outbox, Update, Versions
 from embershard.worker.outbox import LrScale as LrScale
 from embershard.worker.pieces import Piece, cut
 from embershard.worker.spans import span
-from embershard.worker.volume import Volume, Volumes
+from embershard.worker.volume import Volume
 
 Floats = npt.NDArray[np.float32]
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
-Watch = Callable[[Mapping[int, Request], Mapping[int, Outcome], float], None]  # requests, replies, seconds
-
-
-@dataclass(slots=True)
-class Stats:
-    """Counters of a client since its start."""
-
-    wait_seconds: float = 0.0  # spent waiting for shards
-    pulled_rows: int = 0
-    pushed_rows: int = 0  # rows that shards applied
-    skipped_rows: int = 0  # gradient rows that held NaN or Inf
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    cache_hits: int = 0  # rows that a session's cache gave
-    cache_lookups: int = 0  # rows that it was asked for
-    lost_leases: int = 0  # times that the other workers went on without this one
-    volume: Volumes = field(default_factory=dict)  # the bytes by direction and part
 
 
 class Client:
@@ -83,6 +64,7 @@ class Client:
         self.timeout = timeout
         self.epoch = time.time_ns()  # a later incarnation of this worker fences this one
         self._links = Links(greet(carriers, worker, Deadline(timeout)), worker)
+        self.calls = Calls(self._links, timeout)
         greetings = [link.greeting for link in self._links]
         self.placement = Placement.even(len(greetings), greetings[0].placement_epoch)
         # bytes of a message to each shard; replies are read up to our own limit, whatever the shard would take
@@ -92,11 +74,7 @@ class Client:
         self.compressor = Compressor(worker, self.placement)
         self._outbox = Outbox(worker, self.epoch, self.placement.epoch, self.limits, self.compressor)
         self._inbox = Inbox(self._links, worker, self.epoch, self.placement.epoch, self.limits, self.compressor)
-        self.settings_revision = 0  # of what the shards were told of compression, as far as replies said
-        self.watch: Watch | None = None  # is told of every call
         self._push_lock = threading.Lock()
-        self._stats = Stats()
-        self._stats_lock = threading.Lock()
 
     @classmethod
     def connect(
@@ -132,11 +110,12 @@ class Client:
         carriers = [link.carrier for link in self._links]
         sent = sum(carrier.sent_bytes for carrier in carriers)
         received = sum(carrier.received_bytes for carrier in carriers)
+        stats = self.calls.stats
         return replace(
-            self._stats,
+            stats,
             sent_bytes=sent,
             received_bytes=received,
-            skipped_rows=self._stats.skipped_rows + self.compressor.skipped_rows,
+            skipped_rows=stats.skipped_rows + self.compressor.skipped_rows,
             lost_leases=self.lost_leases,
             volume=self._links.volume.parts(sent + received),
         )
@@ -196,29 +175,10 @@ class Client:
             )
             queues[shard] = deque(_cut_load(whole, self.limits[shard]))
         while batch := {shard: queue.popleft() for shard, queue in queues.items() if queue}:
-            _raise_first(self._call(batch))
+            raise_first(self.calls(batch))
         if not keep_state:
             with self._push_lock:
                 self.compressor.forget(table, route)
-
-    def await_loaded(self, table: str) -> None:
-        """Wait until nobody loads the first values of a table any more.
-
-        TableLoading, or the shard's silence, ends the wait once `timeout` passed without a row more.
-        """
-        rows, deadline, pause = -1, Deadline(self.timeout), 0.01
-        while True:
-            loading = {s.shard: t.rows for s in self.status() for t in s.tables if t.name == table and t.loading}
-            if not loading:
-                return
-            if sum(loading.values()) != rows:
-                rows, deadline = sum(loading.values()), Deadline(self.timeout)
-            if deadline.seconds <= 0:
-                # the shard's own words, which name the loader
-                empty = Pull(self.placement.epoch, (TableIds(table, np.empty(0, np.int64)),))
-                _raise_first(self._links.call({min(loading): empty}, Deadline(timedelta(seconds=0.1))))
-            time.sleep(pause)
-            pause = min(2 * pause, 0.5)
 
     def pull(
         self,
@@ -243,15 +203,14 @@ class Client:
             ]
         with span("pull"):
             self._inbox.fill(reads, out, partial(self._ask_rows, clock), keep=keep, versions=versions, exact=exact)
-        with self._stats_lock:
-            self._stats.pulled_rows += sum(len(route.ids) for _, route in reads)
+        self.calls.count_pull(sum(len(route.ids) for _, route in reads))
         return list(out)
 
     def _ask_rows(self, clock: int | None, make: Callable[[int], Pulls], into: Places) -> Mapping[int, Outcome]:
         member = self.membership
         if member is None or clock is None:
-            return self._call(make(0), into)
-        return member.insist(lambda: self._call(make(member.after(clock)), into, wait=member.wait))
+            return self.calls(make(0), into)
+        return member.insist(lambda: self.calls(make(member.after(clock)), into, wait=member.wait))
 
     def push(
         self,
@@ -292,13 +251,11 @@ class Client:
                 return Pushed(duplicate=False, applied=0, skipped=0)
 
     def _call_push(self, pushes: Mapping[int, Push]) -> dict[int, Outcome]:
-        outcomes = self._call(pushes)
+        outcomes = self.calls(pushes)
         ahead = {shard: pushes[shard] for shard, outcome in outcomes.items() if isinstance(outcome, ClockAhead)}
         if ahead and self.membership is not None:  # too much waits there for other workers
-            outcomes.update(self._call(ahead, wait=self.membership.wait))
-        with self._stats_lock:
-            self._stats.pushed_rows += sum(o.applied for o in outcomes.values() if isinstance(o, Pushed))
-            self._stats.skipped_rows += sum(o.skipped for o in outcomes.values() if isinstance(o, Pushed))
+            outcomes.update(self.calls(ahead, wait=self.membership.wait))
+        self.calls.count_push(outcomes)
         return outcomes
 
     def status(self) -> tuple[ShardStatus, ...]:
@@ -322,38 +279,7 @@ class Client:
 
     def ask_all(self, request: Request) -> list[Outcome]:
         """Send one request to every shard; the replies by index. Raises the first error."""
-        outcomes = self._call({shard: request for shard in range(self.num_shards)})
-        _raise_first(outcomes)
-        return [outcomes[shard] for shard in range(self.num_shards)]
-
-    def _call(
-        self,
-        requests: Mapping[int, Request],
-        into: Places | None = None,
-        *,
-        wait: Callable[..., dict[int, Outcome]] | None = None,
-    ) -> dict[int, Outcome]:
-        """`wait`, where the shards may have to wait for other workers."""
-        start = time.perf_counter()
-        try:
-            with span("wait"):  # of which a carrier may set its own parts apart
-                outcomes = (
-                    self._links.call(requests, Deadline(self.timeout), into) if wait is None else wait(requests, into)
-                )
-            revisions = [reply.settings for reply in outcomes.values() if isinstance(reply, Rows | Pushed)]
-            self.settings_revision = max(self.settings_revision, *revisions) if revisions else self.settings_revision
-            if (watch := self.watch) is not None:
-                watch(requests, outcomes, time.perf_counter() - start)
-            return outcomes
-        finally:
-            with self._stats_lock:
-                self._stats.wait_seconds += time.perf_counter() - start
-
-
-def _raise_first(outcomes: Mapping[int, Outcome]) -> None:
-    for outcome in outcomes.values():
-        if isinstance(outcome, EmbershardError):
-            raise outcome
+        return self.calls.to_all(request)
 
 
 def _cut_load(load: Load, limit: int) -> list[Load]:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from embershard.worker.client import Stats
+from embershard.worker.calls import Stats
 from embershard.worker.group import WorkerGroup
 from embershard.worker.records import Interval, StepBytes
 from embershard.worker.volume import Moved, Part, Volumes

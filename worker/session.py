@@ -14,16 +14,18 @@ import torch
 
 from embershard.proto.codec.choice import Codec
 from embershard.proto.codec.custom import CodecRegistry
-from embershard.proto.routing import Placement, Route, make_route
+from embershard.proto.routing import Placement, Route
 from embershard.proto.spec import TableSpec
 from embershard.worker.addresses import parse_addresses
 from embershard.worker.announce import Inputs, WrappedModel, reads_of_batches
 from embershard.worker.bandwidth import UNLIMITED, parse_bandwidth
-from embershard.worker.client import DEFAULT_TIMEOUT, Client, LrScale, Stats
+from embershard.worker.calls import Stats
+from embershard.worker.client import DEFAULT_TIMEOUT, Client, LrScale
 from embershard.worker.compression.settings import Compression, codec_of
 from embershard.worker.compression.switching import Switching
 from embershard.worker.dense import DenseWeights
 from embershard.worker.gradients import RowGradients, merge, to_arrays
+from embershard.worker.loading import await_loaded, load_first
 from embershard.worker.local_steps import LocalSteps
 from embershard.worker.membership import ONLOOKER, Membership, Terms
 from embershard.worker.patterns import matches
@@ -159,8 +161,8 @@ class Session:
         created = self.client.declare(spec, load=values is not None, dense=dense)
         if values is not None:
             if created:
-                _load_first(self.client, spec, values(), created)
-            self.client.await_loaded(spec.name)
+                load_first(self.client, spec, values(), created)
+            await_loaded(self.client, spec.name)
         table = self._tables[spec.name] = RemoteTable(self, spec)
         return table
 
@@ -318,16 +320,6 @@ class Session:
         raise TypeError("a session holds connections and cannot be copied; copy the model before wrapping it")
 
     __reduce__ = __deepcopy__  # type: ignore[assignment]
-
-
-def _load_first(client: Client, spec: TableSpec, values: Iterable[tuple[Ids, Floats]], shards: frozenset[int]) -> None:
-    for ids, rows in values:
-        route = make_route(ids, spec.space_key, client.placement)
-        order = np.empty(len(route.ids), np.int64)
-        order[route.index] = np.arange(len(ids))
-        client.load(spec.name, route, rows[order], shards=shards, last=False)
-    nothing = make_route(np.empty(0, np.int64), spec.space_key, client.placement)
-    client.load(spec.name, nothing, np.empty((0, spec.dim), np.float32), shards=shards)
 
 
 def connect(

@@ -15,7 +15,8 @@ import numpy as np
 
 from embershard.proto.messages import Floats
 from embershard.proto.routing import Route
-from embershard.worker.client import Client, Stats
+from embershard.worker.calls import Stats
+from embershard.worker.client import Client
 from embershard.worker.dense import DenseWeights
 from embershard.worker.local_steps import LocalSteps
 from embershard.worker.outbox import Gradients, LrScale, no_versions

@@ -14,8 +14,7 @@ from embershard.proto.codec.choice import Codec
 from embershard.proto.codec.values import find_values
 from embershard.proto.messages import Reply, Request, bulk_bytes
 from embershard.ps.shard import Shard
-from embershard.worker import client as client_module
-from embershard.worker import traffic
+from embershard.worker import calls, traffic
 from embershard.worker.carriers.local import LocalCarrier
 from embershard.worker.client import Client
 from embershard.worker.compression import auto
@@ -112,7 +111,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (auto, client_module, traffic):
+    for module in (auto, calls, traffic):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -159,7 +158,7 @@ def test_a_slow_link_switches_on_what_pays_and_says_why(
     train(session, chooser.follow, STEPS)
     assert used(session) == ("int8", "int8")
     assert chooser.done
-    assert session.client.watch is None
+    assert session.client.calls.watch is None
     push, pull, after = [record.getMessage() for record in caplog.records]
     assert push.startswith(
         "step 23: table t: push=int8: 0.0164 MB of a step become 0.00423 (3.88 times less); the link"

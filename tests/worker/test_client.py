@@ -34,6 +34,7 @@ from embershard.ps.shard import Shard
 from embershard.worker.carrier import Unreachable
 from embershard.worker.carriers.local import LocalCarrier
 from embershard.worker.client import Client
+from embershard.worker.loading import await_loaded
 from embershard.worker.pieces import MESSAGE_OVERHEAD, TABLE_OVERHEAD, cut
 
 SPEC = TableSpec(name="t", dim=3, optimizer=SGD(lr=1.0), initializer=Constant(value=0.0))
@@ -443,7 +444,7 @@ def test_waiting_for_a_load_lasts_as_long_as_rows_arrive(make_shards: Shards) ->
     second, _ = wired(shards, worker=1, timeout=timeout)
     first.declare(SPEC, load=True)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(second.await_loaded, "t")
+        waiting = pool.submit(await_loaded, second, "t")
         for i in range(15):
             time.sleep(0.1 * timeout.total_seconds())
             route = route_of(first, *range(10 * i, 10 * i + 10))
@@ -458,7 +459,7 @@ def test_waiting_for_a_loader_that_died_ends(make_shards: Shards) -> None:
     wired(shards, worker=0)[0].declare(SPEC, load=True)
     second, _ = wired(shards, worker=1, timeout=SHORT)
     with pytest.raises(TableLoading, match="shard 0 at wire/0: table 't' is being loaded by worker 0"):
-        second.await_loaded("t")
+        await_loaded(second, "t")
 
 
 def test_a_different_declaration_names_the_difference(make_shards: Shards) -> None:

@@ -169,11 +169,11 @@ class Auto:
         if passed == WARM_UP and not self._chosen:
             self._round_trip = min(self._ping() for _ in range(5))
             self._waited = self._session.stats.wait_seconds
-            self._session.client.watch = self._watch
+            self._session.client.calls.watch = self._watch
         elif passed == WARM_UP + STEPS:
             seconds = float(np.median(np.diff(self._starts[WARM_UP:])))
             total = self._starts[-1] - self._starts[WARM_UP]
-            self._session.client.watch = None
+            self._session.client.calls.watch = None
             self._session.switching.settle()
             if self._chosen:
                 self._look_back(step, seconds)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from embershard.worker.client import Stats
+from embershard.worker.calls import Stats
 from embershard.worker.job import Job
 from embershard.worker.models.recommender import Recommender
 from embershard.worker.strategy.optimizers import by_spec, dense_optimizer, dense_specs, table_optimizer

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from embershard.worker.client import Stats
+from embershard.worker.calls import Stats
 from embershard.worker.data.batch import Batch
 from embershard.worker.models.recommender import Recommender
 from embershard.worker.strategy.state import TorchWeights

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from embershard.worker.client import Stats
+from embershard.worker.calls import Stats
 from embershard.worker.embedding import Embedding, EmbeddingBag
 from embershard.worker.job import Job
 from embershard.worker.models.recommender import Recommender
