@@ -254,7 +254,7 @@ def test_rows_pass_an_emulated_link_as_they_are(stream_shard: str) -> None:
 def test_a_call_that_the_link_is_too_slow_for_ends_by_its_deadline_and_the_next_one_goes_through(
     stream_shard: str,
 ) -> None:
-    client = Client.connect([stream_shard], bandwidth=1_000_000, timeout=timedelta(seconds=0.4))
+    client = Client.connect([stream_shard], bandwidth=400_000, timeout=timedelta(seconds=1))
     try:
         client.declare(SPEC)
         few = make_route(np.arange(3), SPEC.space_key, client.placement)
@@ -262,9 +262,9 @@ def test_a_call_that_the_link_is_too_slow_for_ends_by_its_deadline_and_the_next_
         many = make_route(np.arange(60_000), SPEC.space_key, client.placement)
         with pytest.raises(ShardUnavailable):
             client.pull([(SPEC.name, many)])  # 480 kB of ids
-        wide = make_route(np.arange(2_000), SPEC.space_key, client.placement)
+        wide = make_route(np.arange(8_000), SPEC.space_key, client.placement)
         with pytest.raises(ShardUnavailable):
-            client.pull([(SPEC.name, wide)])  # 128 kB of rows
+            client.pull([(SPEC.name, wide)])  # 512 kB of rows
         np.testing.assert_array_equal(client.pull([(SPEC.name, few)])[0], rows)
     finally:
         client.close()

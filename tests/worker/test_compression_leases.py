@@ -82,10 +82,10 @@ class Once:
 class Training:
     """One member that pushes to two shards, the second of them faulty."""
 
-    def __init__(self, codec: str, staleness: int) -> None:
+    def __init__(self, codec: str, staleness: int, timeout: timedelta) -> None:
         self.faulty = Faulty(1)
         handles = [Faulty(0).handle, self.faulty.handle]
-        self.client = Client([LocalCarrier(handle, "local") for handle in handles], timeout=timedelta(seconds=0.2))
+        self.client = Client([LocalCarrier(handle, "local") for handle in handles], timeout=timeout)
         self.client.compressor.settings = es.Compression(push=codec, warmup_steps=1)
         self.member: Membership = self.client.join(Terms(workers=1, staleness=staleness, lease=LEASE))
         self.client.declare(SPEC)
@@ -124,15 +124,15 @@ class Training:
         assert np.linalg.norm(total - self.pushed) <= 1e-5 * np.linalg.norm(self.pushed)
 
 
-MakeTraining = Callable[[int], Training]
+MakeTraining = Callable[..., Training]
 
 
 @pytest.fixture(params=["topk:0.2", "rows:0.3+int8", "dgc:0.2+fp16s"])
 def make_training(request: pytest.FixtureRequest) -> Iterator[MakeTraining]:
     with ExitStack() as stack:
 
-        def make(staleness: int) -> Training:
-            training = Training(request.param, staleness)
+        def make(staleness: int, timeout: timedelta = timedelta(seconds=60)) -> Training:
+            training = Training(request.param, staleness, timeout)
             stack.callback(training.client.close)
             return training
 
@@ -180,7 +180,7 @@ def test_a_push_that_was_complete_before_the_lease_ended_is_not_given_back(make_
 
 
 def test_what_was_gathered_is_remembered_while_the_last_message_waits(make_training: MakeTraining) -> None:
-    training = make_training(0)
+    training = make_training(0, timedelta(seconds=1))
     training.faulty.at_last = be_silent
     while training.clock < FAULTY_CLOCK:
         training.step()

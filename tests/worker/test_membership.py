@@ -325,7 +325,7 @@ def test_patience_ends_a_wait_and_names_whom_it_was_for(
     make_job: MakeJob, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(membership_module, "_SAID_AFTER", timedelta(seconds=0.05))
-    terms = Terms(workers=2, staleness=0, lease=LONG, patience=timedelta(seconds=0.2))
+    terms = Terms(workers=2, staleness=0, lease=LONG, patience=timedelta(seconds=1))
     job = make_job()
     here, _ = job.worker(0, terms), job.worker(1, terms)
     step(here, [1])
