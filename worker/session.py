@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import TracebackType
@@ -17,18 +17,17 @@ from embershard.proto.codec.custom import CodecRegistry
 from embershard.proto.routing import Placement, Route
 from embershard.proto.spec import TableSpec
 from embershard.worker.addresses import parse_addresses
-from embershard.worker.announce import Inputs, WrappedModel, reads_of_batches
+from embershard.worker.announce import Inputs
 from embershard.worker.bandwidth import UNLIMITED, parse_bandwidth
 from embershard.worker.calls import Stats
 from embershard.worker.client import DEFAULT_TIMEOUT, Client, LrScale
 from embershard.worker.compression.settings import Compression, codec_of
 from embershard.worker.compression.switching import Switching
+from embershard.worker.declared import Declared, Values
 from embershard.worker.dense import DenseWeights
 from embershard.worker.gradients import RowGradients, merge, to_arrays
-from embershard.worker.loading import await_loaded, load_first
 from embershard.worker.local_steps import LocalSteps
 from embershard.worker.membership import ONLOOKER, Membership, Terms
-from embershard.worker.patterns import matches
 from embershard.worker.reads import Read, Reads, Wanted
 from embershard.worker.remote_table import RemoteTable
 from embershard.worker.spans import span
@@ -56,9 +55,7 @@ class Session:
         if compression is not None:
             client.compressor.settings = compression
         self.lr_scale = 1.0
-        self._tables: dict[str, RemoteTable] = {}
-        self._dense: list[DenseWeights] = []
-        self._models: list[WrappedModel] = []
+        self.declared = Declared(self)
         self._collected: list[RowGradients] = []
         self._traffic = Traffic(client, None if local_steps is None else LocalSteps(client, local_steps))
         self.switching = Switching(client, self._traffic.settle)
@@ -81,17 +78,17 @@ class Session:
     @property
     def table_names(self) -> frozenset[str]:
         """Tables that this session declared."""
-        return frozenset(self._tables)
+        return frozenset(self.declared.tables)
 
     @property
     def tables(self) -> tuple[RemoteTable, ...]:
         """What this session declared, dense weights included."""
-        return tuple(self._tables.values())
+        return tuple(self.declared.tables.values())
 
     @property
     def dense_weights(self) -> tuple[DenseWeights, ...]:
         """The dense weights that are pulled and pushed with the tables."""
-        return tuple(self._dense)
+        return tuple(self.declared.dense)
 
     @property
     def stats(self) -> Stats:
@@ -131,14 +128,9 @@ class Session:
         before anything changes, where no table has such a name, and for a codec that is none or cannot serve one of
         them; UnknownCodec where a shard was not started with it.
         """
-        compressor = self.client.compressor
-        dense = {name: compressor.is_dense(name) for name in self._tables}
-        names = [name for name in dense if (dense[name] if tables == "dense" else matches(name, tables))]
-        if not names:
-            known = dict.fromkeys([*(["dense"] if any(dense.values()) else []), *dense])  # one may have that name
-            raise ValueError(f"no table matches {tables!r} (known: {', '.join(known) or 'none'})")
+        names, check = self.declared.matching(tables), self.client.compressor.check
         to_shards, from_shards = (None if codec is None else codec_of(codec) for codec in (push, pull))
-        self.switching.switch({name: compressor.check(name, to_shards, from_shards) for name in names})
+        self.switching.switch({name: check(name, to_shards, from_shards) for name in names})
         return names
 
     @property
@@ -146,39 +138,13 @@ class Session:
         """Reads inside `prefetch` of rows that had not been pulled ahead."""
         return self._traffic.ahead.missed
 
-    def table(self, spec: TableSpec, values: Callable[[], Iterable[tuple[Ids, Floats]]] | None = None) -> RemoteTable:
+    def table(self, spec: TableSpec, values: Values | None = None) -> RemoteTable:
         """The table of `spec`, created where it does not exist.
 
         `values` gives its first (ids, rows) in portions; they are loaded by the worker that created the table, and
         every other worker waits until that is done. TableMismatch where the shards hold other settings.
         """
-        known = self._tables.get(spec.name)
-        if known is not None and known.spec == spec:
-            return known
-        if self._traffic.local is not None:
-            self._traffic.local.add(spec)
-        dense = any(spec is weights.spec for weights in self._dense)
-        created = self.client.declare(spec, load=values is not None, dense=dense)
-        if values is not None:
-            if created:
-                load_first(self.client, spec, values(), created)
-            await_loaded(self.client, spec.name)
-        table = self._tables[spec.name] = RemoteTable(self, spec)
-        return table
-
-    def add_dense(self, dense: DenseWeights) -> None:
-        """Pull and push these dense weights with the tables."""
-        self._dense.append(dense)
-        try:
-            self.table(dense.spec, lambda: [(dense.ids, dense.values())])
-            self.client.compressor.lay_out(dense.spec.name, dense.layout)
-        except BaseException:
-            self._dense.remove(dense)
-            raise
-
-    def add_model(self, model: WrappedModel) -> None:
-        """Let `prefetch` know a model and what it says of its reads."""
-        self._models.append(model)
+        return self.declared.table(spec, values)
 
     def read(self, table: RemoteTable, ids: torch.Tensor, device: torch.device) -> Read:
         """Rows for a tensor of ids: those pulled ahead for these ids, or pulled now."""
@@ -202,7 +168,7 @@ class Session:
 
         For evaluations: what training reads before and after keeps its bits.
         """
-        return self._traffic.exact(self._dense)
+        return self._traffic.exact(self.declared.dense)
 
     def load(self, table: RemoteTable, route: Route, rows: Floats, *, keep_state: bool = False) -> None:
         """Assign rows, after every push before; what was pulled ahead of the table is no longer up to date."""
@@ -235,7 +201,7 @@ class Session:
         self.switching.follow(self.clock)
         with span("push"):
             gradients = to_arrays(self.gradients())
-            gradients += [part for weights in self._dense if (part := weights.gradients()) is not None]
+            gradients += [part for weights in self.declared.dense if (part := weights.gradients()) is not None]
             self._collected.clear()
             lr_scale: LrScale = self.lr_scale
             if lr_scales is not None:
@@ -266,9 +232,7 @@ class Session:
         ValueError where nothing says what a batch reads, or for a staleness that is negative or beyond the job's;
         RuntimeError inside another prefetch of this session.
         """
-        tables = [table for table in self._tables.values() if all(table.spec is not w.spec for w in self._dense)]
-        wanted = reads_of_batches(self._models, tables, inputs)
-        return self._traffic.loop(loader, wanted, self._dense, staleness)
+        return self._traffic.loop(loader, self.declared.reads(inputs), self.declared.dense, staleness)
 
     def flush(self) -> None:
         """Wait until every push is acknowledged; raises the error of one that was not. Local steps end a round."""
@@ -277,7 +241,7 @@ class Session:
     def zero_grad(self) -> None:
         """Drop the gradients collected since the last step."""
         self._collected.clear()
-        for weights in self._dense:
+        for weights in self.declared.dense:
             weights.clear()
 
     def skip(self) -> None:
@@ -287,7 +251,7 @@ class Session:
 
     def read_dense(self) -> None:
         """Pull the dense weights into their parameters, unless they are as the clock wants them."""
-        self.read_ahead((), self._dense)
+        self.read_ahead((), self.declared.dense)
 
     def refresh(self) -> None:
         """Read everything anew at the next forward, for instance to evaluate what other workers pushed.
@@ -295,7 +259,7 @@ class Session:
         Inside `prefetch`, batches that were pulled ahead already keep their rows.
         """
         self._traffic.refresh()
-        for weights in self._dense:
+        for weights in self.declared.dense:
             weights.forget()
 
     def close(self) -> None:

@@ -173,16 +173,8 @@ class Traffic:
         staleness: int | None,
     ) -> Iterator[B]:
         """The loader's batches, each with its rows; see Session.prefetch. ValueError for a staleness that cannot be."""
-        bound, caches = self._bound, self.caches
-        if bound is not None and caches is not None:
-            bound -= caches.staleness
-        if staleness is None:
-            staleness = bound or 0
-        if staleness < 0:
-            raise ValueError(f"staleness must be at least 0, got {staleness}")
-        if bound is not None and staleness > bound:
-            less = "" if caches is None else f", with cache_rows(staleness={caches.staleness})"
-            raise ValueError(f"prefetch(staleness={staleness}) is beyond connect(staleness={self._bound}){less}")
+        caches = self.caches
+        staleness = _staleness_of(staleness, self._bound, caches)
         # with other workers' pushes, or local steps, no row is safe from a change that nobody here knows of
         alone = self._client.membership is None and self.local is None
         pipeline = Pipeline(self._source, wanted, dense, staleness, caches and caches.fresh(), early=alone)
@@ -290,3 +282,15 @@ class Traffic:
             yield
         finally:
             self.waited += time.perf_counter() - start
+
+
+def _staleness_of(asked: int | None, bound: int | None, caches: RowCaches | None) -> int:
+    """That of a prefetch loop in a job with a bound, which caches use up a part of; ValueError where it cannot be."""
+    left = bound if bound is None or caches is None else bound - caches.staleness
+    staleness = (left or 0) if asked is None else asked
+    if staleness < 0:
+        raise ValueError(f"staleness must be at least 0, got {staleness}")
+    if left is not None and staleness > left:
+        less = "" if caches is None else f", with cache_rows(staleness={caches.staleness})"
+        raise ValueError(f"prefetch(staleness={staleness}) is beyond connect(staleness={bound}){less}")
+    return staleness

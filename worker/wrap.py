@@ -344,7 +344,7 @@ def _dense_table(
     )
     dense = DenseWeights(spec, named, session.placement)
     try:
-        session.add_dense(dense)
+        session.declared.add_dense(dense)
     except TableMismatch as error:
         if "seed" not in str(error.fields.get("difference", "")):
             raise
@@ -360,7 +360,7 @@ def _install(
 ) -> None:
     """Hooks that bring weights up to date before they are read."""
     wrapped = WrappedModel(model, tables)
-    session.add_model(wrapped)
+    session.declared.models.append(wrapped)
 
     def before_forward(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         wanted = wrapped.wanted(*args, **kwargs)
