@@ -26,7 +26,7 @@ print("heavy:", sorted({{"torch", "pyarrow", "torchmetrics"}} & set(sys.modules)
 
 def modules_of(*arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", RUN.format(arguments=arguments)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", RUN.format(arguments=arguments)], capture_output=True, text=True, timeout=250
     )
     return done.stdout.splitlines()[-1]
 

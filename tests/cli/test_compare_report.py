@@ -370,7 +370,7 @@ def test_nothing_is_wider_than_the_screen(tmp_path, width):
     frame.write_text(f'<body style="margin:0"><iframe style="border:0;width:{width}px;height:900px"></iframe>{script}')
     words = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
              "--virtual-time-budget=5000", f"--window-size={width},900", "--dump-dom", frame.as_uri()]  # fmt: skip
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=250, check=True)
     match = re.search(r'<pre id="?found"?>(.*?)</pre>', done.stdout, re.DOTALL)
     assert match, done.stdout[-500:]
     found = json.loads(html_text.unescape(match[1]))

@@ -104,7 +104,7 @@ def test_low_limits_are_found_where_they_are():
         ["sh", "-c", 'ulimit -n 128 && ulimit -v 20000000 && exec "$0" -c "$1"', sys.executable, program],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
     )
     answers = {answer["check"]: answer for answer in json.loads(done.stdout)["checks"]}
     assert done.returncode == 1

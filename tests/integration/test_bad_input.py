@@ -210,7 +210,7 @@ class TestOutput:
         program = "from embershard.cli import main; main()"
         with open("/dev/full", "w") as full:
             done = subprocess.run(
-                [sys.executable, "-c", program, "--help"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+                [sys.executable, "-c", program, "--help"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=250
             )
         assert done.returncode == 1
         assert done.stderr.startswith("error: cannot write to the output: No space left on device"), done.stderr

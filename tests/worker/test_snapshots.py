@@ -231,7 +231,7 @@ def test_what_a_slow_shard_still_writes_goes_too(monkeypatch: pytest.MonkeyPatch
     def late(writer: shard_side.SnapshotWriter, storage: Storage, prefix: str, *_: object) -> None:
         if writer._moment.shard == 1:
             raise OSError(28, "No space left on device")
-        assert told.wait(30)
+        assert told.wait(100)
         time.sleep(0.1)  # what was removed by now would be written again
         with storage.create(f"two/{prefix}.safetensors") as file:
             file.write(b"rows")
@@ -321,7 +321,7 @@ class TestSynchronousWorkers:
             client.close()
 
         def beside() -> None:
-            assert started.wait(30)
+            assert started.wait(100)
             try:
                 beside_them(Client(shards.carriers(), worker=9))
             except BaseException as error:
@@ -332,7 +332,7 @@ class TestSynchronousWorkers:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(250)
         if failed:
             raise failed[0]
         return seen
