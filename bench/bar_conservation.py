@@ -298,30 +298,21 @@ def killed_shard(codec: str, number: int, rng: random.Random) -> float:
             return error_of(got, want, worker.pushed[places])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60, help="pushes of each worker")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--codec", help=argparse.SUPPRESS)
-    parser.add_argument("--number", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        worker_process(args.worker, args.codec, args.number)
-        return
-    rng, start = random.Random(args.seed), time.monotonic()
+def measure(steps: int, seed: int) -> tuple[dict[str, dict[str, float]], Counter[str]]:
+    """Errors by codec and by what went wrong, and how often the proxies did what they are for."""
+    rng = random.Random(seed)
     chosen = [(codec, False) for codec in ROWS] + [(codec, True) for codec in DENSE]
     happened: Counter[str] = Counter()
     errors: dict[str, dict[str, float]] = {}
     with ExitStack() as stack:
         shards = stack.enter_context(LocalShards(2))
-        links = [FaultyLink(address, SHARE, args.seed + number) for number, address in enumerate(shards.addresses)]
+        links = [FaultyLink(address, SHARE, seed + number) for number, address in enumerate(shards.addresses)]
         addresses = [stack.enter_context(link.serving()) for link in links]
         number = 0
         for workers in (1, 2):
             tables = [Table(codec, dense, number + place) for place, (codec, dense) in enumerate(chosen)]
             number += len(tables)
-            found = faults(addresses, shards.addresses, tables, workers, args.steps)
+            found = faults(addresses, shards.addresses, tables, workers, steps)
             for (codec, dense), error in zip(chosen, found, strict=True):
                 errors.setdefault(f"{'dense' if dense else 'rows'} {codec}", {})[f"{workers} workers"] = error
         for codec in ("none", "int8", "topk:0.01", "dgc:0.01+fp16s"):
@@ -333,6 +324,22 @@ def main() -> None:
     for codec in ("none", "topk:0.01"):
         number += 1
         errors[f"rows {codec}"]["shard killed"] = killed_shard(codec, number, rng)
+    return errors, happened
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=60, help="pushes of each worker")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--codec", help=argparse.SUPPRESS)
+    parser.add_argument("--number", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker_process(args.worker, args.codec, args.number)
+        return
+    start = time.monotonic()
+    errors, happened = measure(args.steps, args.seed)
     columns = ["1 workers", "2 workers", "worker killed", "shard killed"]
     print_table(
         ["codec", *columns],
