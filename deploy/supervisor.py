@@ -90,7 +90,7 @@ class _Process:
         code = self.popen.wait()
         self._ended_at = time.monotonic()
         for reader in self._readers:
-            reader.join(timeout=1.0)  # a grandchild may hold the pipe open
+            reader.join(timeout=3.0)  # a grandchild may hold the pipe open
         if code >= 0:
             return f"exit code {code}"
         try:

@@ -262,8 +262,8 @@ def connect(served: Served) -> Iterator[Callable[..., Peer]]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deadlines that a test can wait for."""
-    monkeypatch.setattr(stream, "HELLO_SECONDS", 0.3)
-    monkeypatch.setattr(stream, "STALL_SECONDS", 0.3)
+    monkeypatch.setattr(stream, "HELLO_SECONDS", 0.5)
+    monkeypatch.setattr(stream, "STALL_SECONDS", 0.5)
     monkeypatch.setattr(stream, "PRESSED_SECONDS", 0.1)
     monkeypatch.setattr(stream, "SWEEP_SECONDS", 0.05)
 
