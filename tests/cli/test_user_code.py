@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from half_codec import HALF_CODEC
 from typer.testing import CliRunner
 
 from embershard.cli import app as cli
@@ -19,17 +20,6 @@ model: {name: dlrm, bottom: [16], hidden: [16]}
 data: {reader: clicks, eval_samples: 3000}
 embedding: {dim: 4, optimizer: {name: adagrad, lr: 0.05}}
 train: {batch_size: 256, samples: 10_000}
-"""
-CODEC = """
-import numpy as np
-import embershard as es
-
-def read_half(payload, rows, dim):
-    return payload.view(np.float16).reshape(rows, dim).astype(np.float32)
-
-@es.values_codec(decode=read_half, nbytes=lambda rows, dim: 2 * rows * dim)
-def half(rows, key):
-    return rows.astype(np.float16)
 """
 OPTIMIZER = """
 import embershard as es
@@ -52,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job and some modules here; nothing can be started."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    modules = {"mine_codec": CODEC, "mine_optimizer": OPTIMIZER, "mine_broken": "raise ValueError('sad')"}
+    modules = {"mine_codec": HALF_CODEC, "mine_optimizer": OPTIMIZER, "mine_broken": "raise ValueError('sad')"}
     for name, text in modules.items():
         monkeypatch.delitem(sys.modules, name, raising=False)
         (tmp_path / f"{name}.py").write_text(text)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from half_codec import HALF_CODEC
 
 from embershard.proto.codec.custom import CodecRegistry, CustomCodec, load_codecs, values_codec
 from embershard.proto.codec.payload import decode, encode_elements, encode_rows
@@ -12,17 +13,6 @@ from embershard.proto.codec_errors import BadCodec, DamagedPayload, UnknownCodec
 from embershard.proto.user_modules import BadModule
 from embershard.ps.optim import OptimizerRegistry
 
-MODULE = """
-import numpy as np
-import embershard as es
-
-def read_half(payload, rows, dim):
-    return payload.view(np.float16).reshape(rows, dim).astype(np.float32)
-
-@es.values_codec(decode=read_half, nbytes=lambda rows, dim: 2 * rows * dim)
-def half(rows, key):
-    return rows.astype(np.float16)
-"""
 OPTIMIZER = """
 import embershard as es
 
@@ -65,7 +55,7 @@ def coded(codec: CustomCodec, rows: np.ndarray = ROWS, key: int | None = None) -
 
 class TestFound:
     def test_two_functions_of_a_module_are_a_codec(self, user_module: UserModule) -> None:
-        codec = CodecRegistry([user_module("mine_half", MODULE)]).find("mine_half:half")
+        codec = CodecRegistry([user_module("mine_half", HALF_CODEC)]).find("mine_half:half")
         assert codec.name == "mine_half:half"
         assert codec.nbytes(3, 4) == 24
         payload, out = np.empty(24, np.uint8), np.empty((3, 4), np.float32)
@@ -74,14 +64,14 @@ class TestFound:
         assert np.array_equal(out, ROWS)
 
     def test_built_in_ones_are_found_beside_it(self, user_module: UserModule) -> None:
-        registry = CodecRegistry([user_module("mine_beside", MODULE)])
+        registry = CodecRegistry([user_module("mine_beside", HALF_CODEC)])
         assert all(registry.find(name) is codec for name, codec in BUILTIN.items())
 
     def test_a_module_may_hold_optimizers_codecs_or_both(self, user_module: UserModule) -> None:
         modules = [
-            user_module("mine_codec", MODULE),
+            user_module("mine_codec", HALF_CODEC),
             user_module("mine_optimizer", OPTIMIZER),
-            user_module("mine_both", MODULE + OPTIMIZER),
+            user_module("mine_both", HALF_CODEC + OPTIMIZER),
         ]
         OptimizerRegistry(modules)
         assert list(load_codecs(modules)) == ["mine_codec:half", "mine_both:half"]
@@ -95,28 +85,28 @@ class TestFound:
         [
             ("codec_broken", "import nothing_of_this_name", "^module 'codec_broken' cannot be imported: Modul"),
             ("codec_syntax", "def f(:", "cannot be imported: SyntaxError"),
-            ("codec_one", MODULE.replace("rows, key", "rows"), "half must take .rows, key."),
+            ("codec_one", HALF_CODEC.replace("rows, key", "rows"), "half must take .rows, key."),
             (
                 "codec_two",
-                MODULE.replace("payload, rows, dim", "payload, rows"),
+                HALF_CODEC.replace("payload, rows, dim", "payload, rows"),
                 "decode must take .payload, rows, dim.",
             ),
             (
                 "codec_raises",
-                MODULE.replace("np.float16)", "np.float17)"),
+                HALF_CODEC.replace("np.float16)", "np.float17)"),
                 r"raised AttributeError.*codec_raises.py:10",
             ),
             (
                 "codec_size",
-                MODULE.replace("2 * rows", "3 * rows"),
+                HALF_CODEC.replace("2 * rows", "3 * rows"),
                 "gave 256 bytes for 2 rows of dim 64, its nbytes says 384",
             ),
             (
                 "codec_wide",
-                MODULE.replace(".astype(np.float32)", ""),
+                HALF_CODEC.replace(".astype(np.float32)", ""),
                 r"gave \(2, 64\) of float16, not \(2, 64\) of float32",
             ),
-            ("codec_read", MODULE.replace(".view(np.float16)", ".view(no)"), "its decode raised NameError"),
+            ("codec_read", HALF_CODEC.replace(".view(np.float16)", ".view(no)"), "its decode raised NameError"),
         ],
     )
     def test_a_bad_module_is_refused_at_the_start(
@@ -128,7 +118,7 @@ class TestFound:
 
 class TestUsed:
     def test_it_writes_a_payload_as_a_built_in_one_does(self, user_module: UserModule) -> None:
-        registry = CodecRegistry([user_module("mine_payload", MODULE)])
+        registry = CodecRegistry([user_module("mine_payload", HALF_CODEC)])
         codec = registry.find("mine_payload:half")
         packed = encode_rows(ROWS, codec, None)
         assert np.array_equal(decode(packed, 3, 4, registry.find, codec.name).rows, ROWS)

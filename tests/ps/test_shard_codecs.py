@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from half_codec import HALF_CODEC
 
 from embershard.proto import spec
 from embershard.proto.codec.choice import Codec
@@ -39,17 +40,6 @@ from embershard.ps.shard import Shard
 DIM = 8
 IDS = np.arange(0, 60, 3, dtype=np.int64)
 PLAIN = find_values("none")
-HALF = """
-import numpy as np
-from embershard.proto.codec.custom import values_codec
-
-def read_half(payload, rows, dim):
-    return payload.view(np.float16).reshape(rows, dim).astype(np.float32)
-
-@values_codec(decode=read_half, nbytes=lambda rows, dim: 2 * rows * dim)
-def half(rows, key):
-    return rows.astype(np.float16)
-"""
 
 
 def make(optimizer: spec.Optimizer | None = None, **settings: int) -> Shard:
@@ -224,7 +214,7 @@ class TestPush:
 class TestUserDefined:
     @pytest.fixture
     def registry(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CodecRegistry:
-        (tmp_path / "codecs_of_mine.py").write_text(HALF)
+        (tmp_path / "codecs_of_mine.py").write_text(HALF_CODEC)
         monkeypatch.syspath_prepend(str(tmp_path))
         return CodecRegistry(["codecs_of_mine"])
 

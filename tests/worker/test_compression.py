@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from bag_model import BagModel
 from torch import nn
 
 import embershard as es
@@ -15,21 +16,6 @@ from embershard.proto.spec import TableSpec
 from embershard.worker.session import Session
 
 NUM_IDS, DIM = 400, 32
-
-
-class Model(nn.Module):
-    """Bags of ids, and a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(NUM_IDS, DIM, mode="sum")
-        self.top = nn.Linear(DIM, 1)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.top(self.bag(ids)).squeeze(1)
-
-    def embedding_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"bag": ids}
 
 
 def batches(count: int, seed: int = 0) -> Iterator[torch.Tensor]:
@@ -41,7 +27,9 @@ def batches(count: int, seed: int = 0) -> Iterator[torch.Tensor]:
 def session_of(compression: es.Compression | None = None, shards: int = 2) -> tuple[Session, nn.Module]:
     torch.manual_seed(0)
     session = es.local(shards, compression=compression)
-    return session, es.wrap(Model(), session, optimizer=es.Adagrad(lr=0.1), dense_optimizer=es.SGD(lr=0.05))
+    return session, es.wrap(
+        BagModel(NUM_IDS, DIM), session, optimizer=es.Adagrad(lr=0.1), dense_optimizer=es.SGD(lr=0.05)
+    )
 
 
 def train(session: Session, model: nn.Module, count: int = 40, seed: int = 0) -> float:

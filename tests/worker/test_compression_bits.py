@@ -4,25 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from bag_model import BagModel
 
 import embershard as es
 from embershard.worker.session import Session
 
 NUM_IDS = 50
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(NUM_IDS, 8, mode="sum")
-        self.top = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 1))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.top(self.bag(ids)).squeeze(1)
-
-    def embedding_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"bag": ids}
 
 
 def trained(
@@ -31,7 +18,7 @@ def trained(
     """All weights after some steps."""
     torch.manual_seed(0)
     session = es.local(shards, compression=compression)
-    model = es.wrap(Model(), session, optimizer=optimizer, dense_optimizer=optimizer)  # type: ignore[arg-type]
+    model = es.wrap(BagModel(NUM_IDS, 8, hidden=40), session, optimizer=optimizer, dense_optimizer=optimizer)  # type: ignore[arg-type]
     batches = [torch.randint(0, NUM_IDS, (5, 3), generator=torch.Generator().manual_seed(n)) for n in range(steps)]
     for ids in session.prefetch(batches) if ahead else batches:
         (model(ids) - ids.float().mean(1)).square().mean().backward()

@@ -151,18 +151,12 @@ def test_a_lease_that_ends_within_a_push_gives_back_what_was_gathered_and_not_wh
 
 
 @pytest.mark.parametrize("staleness", [0, 3])
-def test_a_last_message_that_is_refused_gives_back_what_was_gathered_and_not_what_was_applied(
-    make_training: MakeTraining, staleness: int
+@pytest.mark.parametrize("moment", ["at_first", "at_last"])
+def test_a_message_that_is_refused_gives_back_what_was_gathered_and_not_what_was_applied(
+    make_training: MakeTraining, moment: str, staleness: int
 ) -> None:
     training = make_training(staleness)
-    training.faulty.at_last = Once(refuse)
-    training.run(InvalidRequest)
-
-
-@pytest.mark.parametrize("staleness", [0, 3])
-def test_a_first_message_that_is_refused_is_given_back_alone(make_training: MakeTraining, staleness: int) -> None:
-    training = make_training(staleness)
-    training.faulty.at_first = Once(refuse)
+    setattr(training.faulty, moment, Once(refuse))
     training.run(InvalidRequest)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+from bag_model import BagModel
 from torch import nn
 
 import embershard as es
@@ -24,19 +25,6 @@ NUM_IDS, DIM = 300, 8
 Shards = Callable[..., list[Shard]]
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(NUM_IDS, DIM, mode="sum")
-        self.top = nn.Sequential(nn.Linear(DIM, 200), nn.ReLU(), nn.Linear(200, 1))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.top(self.bag(ids)).squeeze(1)
-
-    def embedding_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"bag": ids}
-
-
 def batches(start: int, stop: int) -> Iterator[torch.Tensor]:
     for number in range(start, stop):
         yield torch.randint(0, NUM_IDS, (16, 3), generator=torch.Generator().manual_seed(number))
@@ -47,7 +35,9 @@ def begun(shards: list[Shard], push: str, dense: str) -> tuple[Session, nn.Modul
     carriers = [LocalCarrier(shard.handle, f"local/{i}") for i, shard in enumerate(shards)]
     compression = es.Compression(push=push, dense={"push": dense}, residual_rows=60, warmup_steps=3, momentum=0.5)
     session = Session(Client(carriers), compression=compression)
-    return session, es.wrap(Model(), session, optimizer=es.SGD(lr=0.1), dense_optimizer=es.SGD(lr=0.01))
+    return session, es.wrap(
+        BagModel(NUM_IDS, DIM, hidden=200), session, optimizer=es.SGD(lr=0.1), dense_optimizer=es.SGD(lr=0.01)
+    )
 
 
 def train(session: Session, model: nn.Module, start: int, stop: int) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from half_codec import HALF_CODEC
 
 import embershard as es
 from embershard.in_process import InProcessShards
@@ -17,24 +18,13 @@ from embershard.proto.codec_errors import UnknownCodec
 from embershard.worker.client import Client
 from embershard.worker.compression.settings import Compression
 
-MODULE = """
-import numpy as np
-import embershard as es
-
-def read_half(payload, rows, dim):
-    return payload.view(np.float16).reshape(rows, dim).astype(np.float32)
-
-@es.values_codec(decode=read_half, nbytes=lambda rows, dim: 2 * rows * dim)
-def half(rows, key):
-    return rows.astype(np.float16)
-"""
 NAME = "codecs_of_a_worker"
 HALF = Compression(push=f"{NAME}:half", pull=f"{NAME}:half")
 
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / f"{NAME}.py").write_text(MODULE)
+    (tmp_path / f"{NAME}.py").write_text(HALF_CODEC)
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
     return NAME

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bag_model import BagModel
 from torch import nn
 
 import embershard as es
@@ -23,24 +24,11 @@ IDS = torch.arange(NUM_IDS)
 BATCHES = [torch.randint(0, NUM_IDS, (5, 3), generator=torch.Generator().manual_seed(n)) for n in range(8)]
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(NUM_IDS, 8, mode="sum")
-        self.top = nn.Sequential(nn.Linear(8, 40), nn.ReLU(), nn.Linear(40, 1))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.top(self.bag(ids)).squeeze(1)
-
-    def embedding_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"bag": ids}
-
-
 def make(local_steps: int | None = None, **compression: object) -> tuple[Session, nn.Module]:
     torch.manual_seed(0)
     settings = es.Compression(**compression)  # type: ignore[arg-type]
     session = Session(es.local(2).client, local_steps=local_steps, compression=settings)
-    return session, es.wrap(Model(), session, optimizer=es.SGD(lr=0.01))
+    return session, es.wrap(BagModel(NUM_IDS, 8, hidden=40), session, optimizer=es.SGD(lr=0.01))
 
 
 def step(session: Session, model: nn.Module, ids: torch.Tensor) -> None:
