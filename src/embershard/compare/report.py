@@ -15,13 +15,11 @@ from markupsafe import Markup, escape
 from embershard.compare.page import Block, Code, Page, Pictures, Prose, Section
 from embershard.compare.panels import byte_picture, quality_pictures, speed_pictures, step_pictures
 from embershard.compare.results import FILE_NAME, Results
+from embershard.compare.run_tables import arms_table, conditions_table, failures_table
 from embershard.compare.svg import Picture
 from embershard.compare.tables import (
-    arms_table,
     break_even_table,
     bytes_table,
-    conditions_table,
-    failures_table,
     quality_table,
     rates_table,
     short_table,
