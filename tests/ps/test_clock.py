@@ -271,6 +271,13 @@ class TestGathering:
         job.push(0, 1, ids=(5,))  # what was gathered has left the account
         assert job.status.tables[0].rows == 4
 
+    def test_what_a_worker_left_behind_takes_no_room(self, job: Job, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(Table, "capacity", 4)
+        job.together(3)
+        job.push(0, 0, last=False)
+        job.leave(0)
+        job.push(1, 0, ids=(4, 5, 6))
+
     def test_a_worker_too_far_ahead_waits_while_much_is_gathered(self, job: Job, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(clock_module, "GATHER_BYTES", 10)
         job.together(2)
@@ -449,6 +456,16 @@ class TestWaiting:
         job.push(0, 1)
         job.push(0, 2)
         assert job.status.clock == 2
+
+    def test_a_part_of_a_push_closes_no_clock_of_resting_workers(self, job: Job):
+        job.together(2)
+        for worker in range(2):
+            job.leave(worker, rest=True)
+        job.push(0, 0, last=False)
+        job.leave(1)
+        assert job.status.clock == 0
+        job.push(0, 0)
+        assert job.status.clock == 1
 
     def test_a_bound_lets_pushes_be_applied_on_arrival_and_pulls_wait(self, job: Job):
         job.together(2, staleness=2)

@@ -190,6 +190,36 @@ def test_meetings_are_forgotten_once_all_were_answered(workers: Workers):
     assert len(workers.meet(0, "m0")) == 3
 
 
+def test_a_meeting_that_is_waited_for_outlives_those_that_others_hold(workers: Workers):
+    workers.waits(0, "long")
+    for number in range(3 * meeting.KEPT):
+        workers.waits(1, f"m{number}", among=(1, 2))
+        for worker in (2, 1):
+            workers.meet(worker, f"m{number}", among=(1, 2))
+    assert workers.waits(1, "long") == "2"
+    assert sorted(workers.meet(2, "long")) == [0, 1, 2]
+
+
+def test_meetings_of_workers_that_are_gone_are_forgotten(workers: Workers):
+    for number in range(3 * meeting.KEPT):
+        workers.waits(2, f"m{number}")
+    workers.leave(2)
+    workers.waits(0)
+    workers.meet(1)
+    assert len(workers.shard._meetings._meetings) == 1 + meeting.KEPT
+    assert workers.waits(0, "m0") == "1"  # it never was
+
+
+def test_the_names_that_are_remembered_are_the_last_ones(workers: Workers, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(meeting, "KEPT", 0)
+    monkeypatch.setattr(meeting, "KEPT_NAMES", 2)
+    for number in range(5):
+        workers.waits(0, f"m{number}", among=(0, 1))
+        for worker in (1, 0):
+            workers.meet(worker, f"m{number}", among=(0, 1))
+    assert list(workers.shard._meetings._over) == ["m3", "m4"]
+
+
 def test_large_meetings_are_forgotten_sooner(workers: Workers, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(meeting, "KEPT_BYTES", 7)
     for name in "abc":
@@ -201,11 +231,11 @@ def test_large_meetings_are_forgotten_sooner(workers: Workers, monkeypatch: pyte
 
 
 def test_what_waits_is_bounded(workers: Workers, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(meeting, "MAX_BYTES", 5)
+    monkeypatch.setattr(meeting, "MAX_BYTES", 3)
     monkeypatch.setattr(meeting, "MAX_OPEN", 2)
     workers.waits(0, "a")
+    workers.waits(0, "b", size=1)
     workers.waits(0, "a")  # again is not more
-    workers.waits(0, "b")
     with pytest.raises(ShardBusy):
         workers.meet(0, "c")
     with pytest.raises(ShardBusy):

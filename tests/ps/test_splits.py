@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embershard.proto.errors import ClockAhead, InvalidRequest, ModeMismatch
+from embershard.proto.errors import ClockAhead, InvalidRequest, ModeMismatch, StaleWorker
 from embershard.proto.messages import Beat, Join, Leave, Split, TakeSplit
 from embershard.proto.routing import Placement
 from embershard.ps.optim import OptimizerRegistry
@@ -122,6 +122,36 @@ def test_passes_follow_one_another(queue: Queue):
     assert [queue.take(0), queue.take(0, 0)] == [Split(0, 0), Split(-1, 0)]
     assert [queue.take(0, data_epoch=1), queue.take(0, 0, data_epoch=1)] == [Split(0, 0), Split(-1, 0)]
     assert queue.take(1, data_epoch=0) == Split(-1, 0)
+
+
+def test_who_waits_for_the_end_of_a_pass_hears_that_the_next_one_has_begun(queue: Queue):
+    queue.num_splits = 2
+    queue.take(0)
+    queue.take(1)
+    assert queue.waits(0, 0) == "1"
+    moves = queue.shard.moves
+    assert queue.take(1, data_epoch=1) == Split(0, 0)
+    assert queue.shard.moves > moves  # who waits is asked again
+    assert queue.take(0, 0) == Split(-1, 0)
+
+
+def test_nothing_of_a_pass_is_left_to_the_next():
+    queue = Queue(3)
+    for worker in range(3):
+        queue.take(worker)
+    queue.lose(0, 1, 2)
+    queue.lose(1, 2)
+    assert queue.take(2, 2).returned == 1  # and another one is still to be dealt again
+    dealt = [queue.take(2, done, data_epoch=1) for done in (-1, 0, 1, 2, 3)]
+    assert dealt == [Split(0, 0), Split(1, 0), Split(2, 0), Split(3, 0), Split(-1, 0)]
+
+
+def test_who_takes_no_part_in_the_job_is_given_none(queue: Queue):
+    with pytest.raises(InvalidRequest, match="worker 7 is no member"):
+        queue.take(7)
+    queue.join(0, epoch=2)
+    with pytest.raises(StaleWorker):
+        queue.take(0)
 
 
 def test_workers_that_count_other_parts_are_refused(queue: Queue):
