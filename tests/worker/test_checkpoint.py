@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ from embershard.worker.job import Job
 from embershard.worker.job_training import CheckpointSection
 from embershard.worker.objective import InBatchSoftmax, objective_of
 from embershard.worker.records import Result
-from embershard.worker.resume import RandomNumbers
+from embershard.worker.resume import RandomNumbers, Saver
 from embershard.worker.session import Session
 from embershard.worker.snapshots import restore_snapshot
 from embershard.worker.state_file import pack, unpack
@@ -128,7 +129,15 @@ def checkpoint(folder: Path, step: int) -> Checkpoint:
         ({"train": {"epochs": 3, "average": {"decay": 0.9}, "clip_norm": 0.1, "prefetch": None}}, 14),
         ({"strategy": "hybrid"}, 28),
         ({"train": {"steps": 50, "staleness": "local(7)"}, "evaluate": {"every": 30}, "checkpoint": {"every": 20}}, 20),
-        ({"embedding": {"optimizer": {"name": "adam", "lr": 0.01}, "cache": {"rows": 50, "staleness": 3}}}, 28),
+        (
+            {
+                "train": {"steps": 50},
+                "evaluate": {"every": 50},
+                "checkpoint": {"every": 15},
+                "embedding": {"optimizer": {"name": "adam", "lr": 0.01}, "cache": {"rows": 50, "staleness": 3}},
+            },
+            30,
+        ),
         ({"compression": SWITCHED, "dense": {"optimizer": {"name": "sgd", "lr": 0.01}}}, 28),
     ],
     ids=[
@@ -172,6 +181,19 @@ def test_a_run_without_shards_resumes_to_the_same_bits(tmp_path: Path, optimizer
     assert train(trained, None, found).same(whole)
 
 
+def test_a_run_that_was_over_is_told_as_it_was(tmp_path: Path) -> None:
+    standing = {"dim": 4, "optimizer": {"name": "sgd", "lr": 0.0}}
+    schedule = {"epochs": 4, "lr_schedule": {"name": "plateau", "patience": 2}}
+    trained = job(tmp_path, strategy="local", model={"name": "fm"}, embedding=standing, train=schedule)
+    whole = train(trained, None).result
+    trainer = Trainer(trained, dataset(), None, WorkerGroup(), resume=checkpoint(tmp_path, 56))
+    found = trainer._rates.schedule
+    assert (found.plateaus, found.worse_in_a_row, trainer._best.worse_in_a_row) == (1, 1, 3)
+    again = trainer.run()
+    for name in ("epochs", "steps", "samples", "figures", "best_epoch", "best_step"):
+        assert getattr(again, name) == getattr(whole, name)
+
+
 def test_another_number_of_shards_resumes_to_rounding_and_more_steps(make_session: MakeSession, tmp_path: Path) -> None:
     whole = train(job(tmp_path / "whole", train={"epochs": 4}), make_session(1))
     train(job(tmp_path / "short", train={"epochs": 2}), make_session(1))
@@ -199,6 +221,87 @@ def test_the_newest_checkpoints_are_kept_and_latest_is_the_last_of_them(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000042", "step-000000056"]
     assert find_checkpoint("latest", trained).manifest.step == 56
     assert find_checkpoint(str(tmp_path / "step-000000042"), trained).manifest.step == 42
+
+
+def test_a_run_that_stops_early_ends_with_a_checkpoint(tmp_path: Path) -> None:
+    standing = {"dim": 4, "optimizer": {"name": "sgd", "lr": 0.0}}
+    kept = {"folder": str(tmp_path), "every": 9}
+    trained = job(tmp_path, strategy="local", model={"name": "fm"}, embedding=standing, train=STOPPING, checkpoint=kept)
+    assert train(trained, None).result.steps == 42
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000042"]
+
+
+class Second(WorkerGroup):
+    """The second of two workers; the first one says whether it failed."""
+
+    def __init__(self, failed: bool) -> None:
+        super().__init__(1, 2)
+        self.failed = failed
+
+    def gather(self, values: Any) -> list[Any]:
+        return []
+
+    def decide(self, *flags: bool) -> tuple[bool, ...]:
+        return (self.failed,)
+
+
+def test_a_worker_that_is_not_the_first_writes_nothing_and_hears_of_errors(tmp_path: Path) -> None:
+    parts: dict[str, Any] = {"shared": {}, "own": {"random": RandomNumbers(torch.device("cpu"))}, "client": None}
+    Saver(job(tmp_path), Second(failed=False), **parts).save(14, wait=True)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(CheckpointNotWritten, match="the first worker could not; see its log"):
+        Saver(job(tmp_path), Second(failed=True), **parts).save(14, wait=True)
+
+
+class Part:
+    """A part of a run, and what it was given; a compressor, too."""
+
+    def __init__(self) -> None:
+        self.loaded: list[object] = []
+        self.held: list[object] = []
+
+    def state_dict(self) -> dict[str, object]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.loaded.append(state["of"])
+
+    def hold(self, state: dict[str, object]) -> None:
+        self.held.append(state["of"])
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "own", "random_numbers", "compression", "held"),
+    [(0, 2, 0, [0], [0], [2, 4]), (1, 2, 1, [1], [1], [3]), (5, 6, 0, [], [], [])],
+    ids=["first", "second", "new"],
+)
+def test_of_fewer_or_more_workers_each_has_its_own_state_and_what_others_held(
+    tmp_path: Path,
+    rank: int,
+    world_size: int,
+    own: int,
+    random_numbers: list[int],
+    compression: list[int],
+    held: list[int],
+) -> None:
+    states = {
+        f"worker-{worker}": pack({name: {"of": worker} for name in ("step", "random", "compression")})
+        for worker in range(5)
+    }
+    folder = CheckpointFolder(CheckpointSection(folder=str(tmp_path)))
+    states["shared"] = pack({})
+    url = folder.begin(states, job=job(tmp_path), step=3, world_size=5, output=None, shards=None).wait()
+    step, numbers, compressor = Part(), Part(), Part()
+    saver = Saver(
+        job(tmp_path),
+        WorkerGroup(rank, world_size),
+        shared={},
+        own={"step": step, "random": numbers},
+        client=SimpleNamespace(compressor=compressor),  # type: ignore[arg-type]
+    )
+    saver.restore(Checkpoint.open(url))
+    assert (step.loaded, numbers.loaded) == ([own], random_numbers)
+    assert (compressor.loaded, compressor.held) == (compression, held)
 
 
 def test_folders_of_other_people_stay(tmp_path: Path) -> None:
@@ -285,11 +388,20 @@ def test_names_in_a_manifest_lead_nowhere_else(tmp_path: Path) -> None:
 
 def test_another_job_is_refused_by_all_that_differs(tmp_path: Path) -> None:
     path = written(tmp_path)
-    other = job(tmp_path, train={"epochs": 4, "seed": 6}, embedding={"dim": 8, "optimizer": {"name": "sgd", "lr": 0.1}})
+    other = job(
+        tmp_path,
+        train={"epochs": 4, "seed": 6, "batch_size": 60},
+        embedding={"dim": 8, "optimizer": {"name": "sgd", "lr": 0.1}},
+        dense={"optimizer": {"name": "sgd", "lr": 0.2}, "mode": "ddp"},
+        strategy="hybrid",
+    )
     with pytest.raises(OtherJob) as raised:
         find_checkpoint(str(path), other)
     for words in (
         "train.seed is 6 here and 5 there",
+        "train.batch_size is 60 here and 50 there",
+        "strategy is 'hybrid' here and 'ps' there",
+        "dense.optimizer.lr is 0.2 here",
         "embedding.dim is 8 here and 4 there",
         "'sgd' here and 'adam' there",
     ):
@@ -300,7 +412,9 @@ def test_what_may_change_is_not_asked_about(tmp_path: Path) -> None:
     path = written(tmp_path)
     data = {"reader": "ctr_csv", "train": "t.csv", "root": "elsewhere", "loader_processes": 1}
     train = {"steps": 1000, "lr_schedule": {"name": "linear"}, "device": "cpu"}
-    other = job(tmp_path, train=train, evaluate={"every": 10}, workers=3, shards=5, output="x", data=data)
+    cached = {"dim": 4, "optimizer": {"name": "adam", "lr": 0.01}, "cache": {"rows": 50, "staleness": 3}}
+    given = {"train": train, "evaluate": {"every": 10}, "data": data, "embedding": cached}
+    other = job(tmp_path, workers=3, shards=5, output="x", **given)
     assert find_checkpoint(str(path), other).manifest.step == 3
 
 
@@ -349,10 +463,12 @@ def test_latest_needs_a_folder_to_look_in(tmp_path: Path) -> None:
 def test_a_state_comes_back_as_it_was() -> None:
     shared = torch.arange(6.0)
     state = {"a": {"b": [1, 2.5, None, True, "x"], 3: shared[:3]}, "c": shared, "d": torch.ones(2).bfloat16(), "$e": {}}
+    state |= {"f": [torch.zeros(1), torch.ones(1)], "g": {"$tensor": "c"}}
     back = unpack(pack(state))
     assert back["a"]["b"] == [1, 2.5, None, True, "x"]  # type: ignore[index]
     assert torch.equal(back["a"][3], shared[:3])  # type: ignore[index]
     assert back["d"].dtype == torch.bfloat16  # type: ignore[attr-defined]
+    assert (back["f"], back["g"]) == ([torch.zeros(1), torch.ones(1)], {"$tensor": "c"})
     with pytest.raises(TypeError, match="state/a is a set, which a state cannot hold"):
         pack({"a": {1}})
 
@@ -364,11 +480,22 @@ def test_bytes_that_are_no_state_are_refused(data: bytes) -> None:
 
 
 def test_random_numbers_go_on_where_they_were() -> None:
+    def draw() -> list[object]:
+        """An odd number of normal ones: they are made in pairs, of which the second is kept."""
+        return [
+            torch.rand(3).tolist(),
+            np.random.randn(3).tolist(),
+            np.random.rand(3).tolist(),
+            random.gauss(0, 1),
+            random.random(),
+        ]
+
     numbers = RandomNumbers(torch.device("cpu"))
+    draw()
     state = unpack(pack(numbers.state_dict()))
-    first = torch.rand(3).tolist(), np.random.rand(3).tolist(), [random.random() for _ in range(3)]
+    first = draw()
     numbers.load_state_dict(state)
-    assert first == (torch.rand(3).tolist(), np.random.rand(3).tolist(), [random.random() for _ in range(3)])
+    assert draw() == first
 
 
 @pytest.mark.parametrize(("unit", "given"), [("steps", 10), ("samples", 5)])

@@ -101,6 +101,7 @@ def run(make_session: MakeSession, tmp_path: Path) -> Run:
 
 def test_an_exported_state_dict_loads_into_the_plain_model_and_scores_alike(run: Run, tmp_path: Path) -> None:
     facts = run.export(tmp_path / "out")
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1  # that of the user's other files
     want = logits(run.trainer.strategy, run.data)
     torch.testing.assert_close(plain_logits(run.job, run.data, load_file(tmp_path / "out" / "model.safetensors")), want)
     assert facts["embedding"] == TableFacts("model.safetensors", 4, IDS, IDS // 2)
@@ -192,7 +193,17 @@ def test_int8_layers_are_restored_from_plain_tensors_and_score_nearly_alike(run:
         if isinstance(layer, nn.Linear):
             nn.init.zeros_(layer.weight)
     load_int8(other.model, tensors)
-    torch.testing.assert_close(logits(other, run.data), rounded)
+    torch.testing.assert_close(logits(other, run.data), rounded, rtol=0, atol=0)
+
+
+def test_an_int8_layer_is_what_the_format_says() -> None:
+    weight = torch.tensor([[-128, 0, 7], [3, 4, 127]], dtype=torch.int8)
+    scale = torch.tensor(0.1, dtype=torch.float64)
+    model = load_int8(
+        nn.Sequential(nn.Linear(3, 2, bias=False)),
+        {"0.weight": weight, "0.scale": scale, "0.zero_point": torch.tensor(3)},
+    )
+    torch.testing.assert_close(model[0].weight().dequantize(), (weight.float() - 3) * 0.1)
 
 
 @pytest.mark.parametrize("num_ids", [IDS, None])

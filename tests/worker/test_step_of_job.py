@@ -128,7 +128,9 @@ def test_a_step_is_several_batches_where_they_are_accumulated(
     make_session: MakeSession, budget: dict[str, object], steps: int, samples: int
 ) -> None:
     session = make_session()
-    result = run(job({"accumulate": 3, **budget}), session)
+    trainer = trainer_of(job({"accumulate": 3, **budget}), session)
+    assert trainer._budget.total_steps == steps  # after which a schedule ends
+    result = trainer.run()
     assert (result.steps, result.samples, session.clock) == (steps, samples, steps)
 
 

@@ -94,6 +94,17 @@ def test_a_skipped_step_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, strategy.model.parameters(), strict=True))
 
 
+def test_a_skipped_step_leaves_no_gradient_in_a_worker_of_hybrid(make_session: Callable[..., Session]) -> None:
+    settings = job("hybrid")
+    model = settings.model.build(dataset().schema, settings.dim, "meta")
+    strategy = choose_strategy(settings, model, make_session(), torch.device("cpu"))
+    batch = next(iter(dataset().train(0, 0, 1, 10)))
+    strategy.module(batch.ids, batch.dense).sum().backward()
+    assert any(parameter.grad is not None for parameter in strategy.model.parameters())
+    strategy.skip()
+    assert all(parameter.grad is None for parameter in strategy.model.parameters())
+
+
 def test_a_table_that_memory_cannot_hold_is_refused() -> None:
     model = job().model.build(Schema(tuple("abc"), D, None), 16, "meta")  # hashed ids
     with pytest.raises(JobError, match=r"table 'linear' of 4,611,686,018,427,387,904 rows .* strategy ps holds"):

@@ -25,7 +25,8 @@ class Pair(Together):
         self._other = iter(other)
 
     def _reduce(self, value: float, operation: dist.ReduceOp.RedOpType) -> float:
-        return value + next(self._other, 0)
+        other = next(self._other, 0)
+        return max(value, other) if operation == dist.ReduceOp.MAX else value + other
 
 
 def turns(*samples: int) -> Iterator[Turn]:
@@ -52,6 +53,10 @@ def test_a_worker_without_data_keeps_the_other_company_until_it_is_done() -> Non
 def test_a_worker_that_never_had_a_batch_is_named() -> None:
     with pytest.raises(JobError, match="worker 0 has no batch to begin with; use fewer workers or smaller batches"):
         list(Pair([4]).turns(turns()))
+
+
+def test_workers_agree_on_the_largest_norm() -> None:
+    assert [Pair([3]).agree(2.0), Pair([1]).agree(2.0)] == [3.0, 2.0]
 
 
 def test_nobody_has_data() -> None:

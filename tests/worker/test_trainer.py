@@ -144,6 +144,15 @@ def test_early_stopping_waits_for_its_patience(make_session: MakeSession) -> Non
     assert (result.best_epoch, result.epochs) == (1, 4)
 
 
+@pytest.mark.parametrize(("min_delta", "improved"), [(0.0, [True, True]), (1.0, [True, False])])
+def test_an_evaluation_is_better_by_more_than_min_delta(
+    make_session: MakeSession, min_delta: float, improved: list[bool]
+) -> None:
+    train = {"steps": 20, "early_stop": {"patience": 1, "min_delta": min_delta}}
+    _, notes = run(make_session(), job(train=train, evaluate={"every": 10, "metric": "logloss"}))
+    assert [e.improved for e in notes.evaluations] == improved
+
+
 @pytest.mark.parametrize(
     ("train", "every", "steps"),
     [

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import embershard as es
-from embershard.proto.messages import Pull, Push, Reply, Request
+from embershard.proto.messages import Join, Pull, Push, Reply, Request
 from embershard.ps.shard import Shard
 from embershard.worker.carriers.local import LocalCarrier
 from embershard.worker.client import Client
@@ -163,6 +163,13 @@ def test_one_synchronous_member_has_the_bits_of_a_worker_for_itself(make_workers
     train(model, job.sessions[0], data)
     alone = in_one(data, es.Adagrad(lr=0.1))
     assert all(torch.equal(a, b) for a, b in zip(weights(model, job.sessions[0]), alone, strict=True))
+
+
+def test_workers_join_every_shard_on_the_terms_of_the_job(make_workers: MakeWorkers) -> None:
+    job = make_workers(2, None, shards=3, damp=True)
+    joins = [request for request in job.heard if isinstance(request, Join)]
+    assert len(joins) == 2 * 3
+    assert {(join.staleness, join.workers, join.damp) for join in joins} == {(-1, 2, True)}
 
 
 def test_every_shard_hears_of_every_clock_that_ends(make_workers: MakeWorkers) -> None:
