@@ -253,7 +253,7 @@ take_snapshot(client, folder, name, patience=timedelta(seconds=5))
 def survive_kills(kills: int, num_rows: int, folder: str) -> tuple[dict[str, object], list[str]]:
     failures, finished, hits = [], 0, {"shard": 0, "coordinator": 0}
     policy = RestartPolicy(first_pause=timedelta(0), quick=timedelta(0))
-    with LocalShards(2, restart=True, policy=policy, report=lambda line: None) as local:
+    with LocalShards(2, restart=policy, report=lambda line: None) as local:
         with clients(local) as client:
             push_alike(client, num_rows)
             pusher = Pusher(local, num_rows)  # as in the snapshots to come

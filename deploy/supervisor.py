@@ -49,9 +49,6 @@ class RestartPolicy:
         return quick_deaths >= self.max_quick_deaths
 
 
-DEFAULT_POLICY = RestartPolicy()
-
-
 class _Process:
     """One run of a shard's process, and the threads that read what it says."""
 
@@ -139,10 +136,10 @@ class LocalShards:
     """`num_shards` shard processes on loopback, as a context manager.
 
     `imports` are modules with row optimizers and codecs; the shards find what this process finds (its sys.path).
-    `base_port` 0 takes free ports; a shard that is restarted keeps its port. With `restart`, dead shards are started
-    again by `policy`; their rows since their start are gone. With `rpc` they serve torch.distributed.rpc too, on
-    loopback, which executes pickles and imports torch. `report` gets a line for people at every event, `forward` every
-    line that a shard logs; both are called from threads.
+    `base_port` 0 takes free ports; a shard that is restarted keeps its port. `restart` says how dead shards are started
+    again, without their rows since their start; by default they are not. With `rpc` they serve torch.distributed.rpc
+    too, on loopback, which executes pickles and imports torch. `report` gets a line for people at every event,
+    `forward` every line that a shard logs; both are called from threads.
     """
 
     def __init__(
@@ -151,9 +148,8 @@ class LocalShards:
         *,
         imports: Sequence[str] = (),
         base_port: int = 0,
-        restart: bool = False,
+        restart: RestartPolicy | None = None,
         rpc: bool = False,
-        policy: RestartPolicy = DEFAULT_POLICY,
         start_timeout: timedelta = timedelta(seconds=120),
         report: Callable[[str], None] = _log.warning,
         forward: Callable[[str], None] = _log.debug,
@@ -165,7 +161,6 @@ class LocalShards:
         self._imports = tuple(imports)
         self._restart = restart
         self._rpc = rpc
-        self._policy = policy
         self._start_timeout = start_timeout.total_seconds()
         self._report = report
         self._forward = forward
@@ -266,18 +261,21 @@ class LocalShards:
 
     def _watch(self, index: int) -> None:
         """Restart one shard whenever it dies, until it is given up or all are ended."""
-        quick_deaths = 0
+        policy, quick_deaths = self._restart, 0
         while True:
             process = self._processes[index]
             how = process.ended()
             if self._stopping.is_set():
                 return
-            quick_deaths = quick_deaths + 1 if process.lived() < self._policy.quick.total_seconds() else 1
             what = f"shard {index} at {self._listen[index]} ended with {how} after {process.lived():.0f} s"
-            if not self._restart or self._policy.gives_up(quick_deaths):
-                self._give_up(what, quick_deaths, process)
+            if policy is None:
+                self._give_up(what, process)
                 return
-            pause = self._policy.pause(quick_deaths).total_seconds()
+            quick_deaths = quick_deaths + 1 if process.lived() < policy.quick.total_seconds() else 1
+            if policy.gives_up(quick_deaths):
+                self._give_up(f"{what}, given up after {quick_deaths} deaths in quick succession", process)
+                return
+            pause = policy.pause(quick_deaths).total_seconds()
             self._report(
                 f"{what}: the rows and optimizer states that it held are lost (durability: memory). "
                 f"Starting it again in {pause:.1f} s. Its last log lines:\n{process.last_lines()}"
@@ -295,9 +293,7 @@ class LocalShards:
             self._report(f"shard {index} serves again at {process.address} (pid {process.popen.pid})")
         return True
 
-    def _give_up(self, what: str, quick_deaths: int, process: _Process) -> None:
-        if self._restart:
-            what += f", given up after {quick_deaths} deaths in quick succession"
+    def _give_up(self, what: str, process: _Process) -> None:
         self._failure = ShardFailed(what=what, log=process.last_lines())
         self._report(str(self._failure))
         self._failed.set()

@@ -112,7 +112,7 @@ def test_a_shard_that_hangs_at_its_start_is_killed(tmp_path: Path, monkeypatch: 
 
 def test_a_shard_that_died_is_reported_and_restarted_at_its_address():
     reports: list[str] = []
-    with LocalShards(2, restart=True, policy=SOON, report=reports.append) as shards:
+    with LocalShards(2, restart=SOON, report=reports.append) as shards:
         before = [ask(address, Hello()) for address in shards.addresses]
         addresses, (victim, other) = shards.addresses, shards.pids
         os.kill(victim, signal.SIGKILL)
@@ -132,7 +132,7 @@ def test_a_shard_that_died_is_reported_and_restarted_at_its_address():
 
 def test_a_shard_that_dies_again_and_again_is_given_up():
     reports: list[str] = []
-    with LocalShards(1, restart=True, policy=RestartPolicy(max_quick_deaths=2), report=reports.append) as shards:
+    with LocalShards(1, restart=RestartPolicy(max_quick_deaths=2), report=reports.append) as shards:
         os.kill(shards.pids[0], signal.SIGKILL)
         assert eventually(lambda: len(reports) == 2)
         assert "serves again" in reports[1]

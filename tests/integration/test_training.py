@@ -172,7 +172,7 @@ def test_a_shard_that_was_restarted_without_its_rows_ends_the_training() -> None
     policy = RestartPolicy(first_pause=timedelta(seconds=0.1))
     patience = timedelta(seconds=100)  # it takes seconds to start
     with (
-        LocalShards(2, restart=True, policy=policy) as running,
+        LocalShards(2, restart=policy) as running,
         es.connect(running.addresses, timeout=patience) as session,
     ):
         model = es.wrap(Model(), session, optimizer=es.SGD(lr=0.3))

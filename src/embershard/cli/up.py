@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from embershard.deploy.supervisor import LocalShards
+from embershard.deploy.supervisor import LocalShards, RestartPolicy
 
 DEFAULT_PORT = 7700
 _WATCH = timedelta(seconds=0.5)
@@ -33,7 +33,9 @@ def up(
     """
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    local = LocalShards(shards, imports=imports or (), base_port=base_port, restart=True, report=_say, forward=_say)
+    local = LocalShards(
+        shards, imports=imports or (), base_port=base_port, restart=RestartPolicy(), report=_say, forward=_say
+    )
     with local:
         for index, (address, pid) in enumerate(zip(local.addresses, local.pids, strict=True)):
             typer.echo(f"shard {index} serves at {address} (pid {pid})")
