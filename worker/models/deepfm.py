@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from torch import Tensor
 
-from torch import Tensor, nn
-
-from embershard.worker.models.layers import Device, FirstOrder, Tower, pairwise_interactions, table
-from embershard.worker.models.recommender import Recommender, concat_dense
+from embershard.worker.models.layers import pairwise_interactions
+from embershard.worker.models.recommender import concat_dense
+from embershard.worker.models.wide_deep import WideDeep
 
 
-class DeepFM(Recommender):
-    """An FM and an MLP that read the same embeddings; their logits are added."""
-
-    embedding_id_spaces: ClassVar[Mapping[str, str]] = {"embedding": "features", "linear": "features"}
-
-    def __init__(
-        self,
-        num_ids: int,
-        num_fields: int,
-        dim: int,
-        num_dense: int = 0,
-        *,
-        hidden: Sequence[int] = (400, 400, 400),
-        batch_norm: bool = False,
-        dropout: float = 0.0,
-        device: Device = None,
-    ) -> None:
-        super().__init__()
-        self.embedding = table(num_ids, dim, device)
-        self.linear = table(num_ids, 1, device)
-        self.first_order = FirstOrder(num_dense)
-        self.deep = Tower(num_fields * dim + num_dense, hidden, batch_norm=batch_norm, dropout=dropout)
-        self.output = nn.Linear(self.deep.out_dim, 1)
+class DeepFM(WideDeep):
+    """Wide&Deep with an FM for its linear part: FM and MLP read the same embeddings, and their logits are added."""
 
     def forward(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:
         """Logits (B,) of ids (B, F) and dense (B, D)."""
