@@ -51,7 +51,7 @@ class RowCache:
             np.zeros(1 << max(18, (8 * rows).bit_length()), np.uint8),  # uses of other ids, by hash
         )
         self._rows = np.empty((shape[0] * ways, dim), np.float32)  # memory is taken as places are
-        self._period = 0
+        self._halved: int | None = None  # the clock at which uses were, or the first one
         self._lock = threading.Lock()
 
     def lookup(self, ids: Ids, clock: int, out: Floats) -> Ids:
@@ -64,8 +64,10 @@ class RowCache:
     def store(self, ids: Ids, rows: Floats, clock: int) -> None:
         """Keep rows ((U, dim) float32) that were pulled at `clock`, as far as they are worth it."""
         with self._lock:
-            if clock // _PERIOD != self._period:
-                self._period = clock // _PERIOD
+            if self._halved is None:
+                self._halved = clock  # whatever it is: a resumed run counts from 0
+            if clock - self._halved >= _PERIOD:
+                self._halved = clock
                 for uses in self._places[2:]:
                     np.right_shift(uses, 1, out=uses)
             _store(ids, rows, clock, clock - self.staleness, self._places, self._rows)

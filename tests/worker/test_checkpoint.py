@@ -131,7 +131,7 @@ def checkpoint(folder: Path, step: int) -> Checkpoint:
         ({"train": {"steps": 50, "staleness": "local(7)"}, "evaluate": {"every": 30}, "checkpoint": {"every": 20}}, 20),
         (
             {
-                "train": {"steps": 50},
+                "train": {"steps": 50, "prefetch": None},
                 "evaluate": {"every": 50},
                 "checkpoint": {"every": 15},
                 "embedding": {"optimizer": {"name": "adam", "lr": 0.01}, "cache": {"rows": 50, "staleness": 3}},
