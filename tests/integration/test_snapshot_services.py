@@ -58,8 +58,8 @@ def rows(client: Client) -> np.ndarray:
 
 
 @contextmanager
-def client_of(local: LocalShards) -> Iterator[Client]:
-    with closing(Client.connect(local.addresses, timeout=TIMEOUT)) as client:
+def client_of(local: LocalShards, timeout: timedelta = TIMEOUT) -> Iterator[Client]:
+    with closing(Client.connect(local.addresses, timeout=timeout)) as client:
         yield client
 
 
@@ -142,7 +142,8 @@ def test_the_killed_coordinator_leaves_the_snapshot_before_and_shards_that_take_
 @pytest.mark.parametrize("delay", [0.0, 0.1])
 def test_a_killed_shard_leaves_the_snapshot_before(delay: float, tmp_path: Path):
     folder = str(tmp_path)
-    with LocalShards(2) as local, client_of(local) as client:
+    soon = timedelta(seconds=5)
+    with LocalShards(2) as local, client_of(local) as client, client_of(local, soon) as hasty:
         push(client)
         then = rows(client)
         take_snapshot(client, folder, "before")
@@ -150,8 +151,7 @@ def test_a_killed_shard_leaves_the_snapshot_before(delay: float, tmp_path: Path)
         killer = threading.Timer(delay, os.kill, (local.pids[0], signal.SIGKILL))
         killer.start()
         with suppress(ShardUnavailable, ShardRestarted):
-            client.timeout = timedelta(seconds=2)
-            take_snapshot(client, folder, "during")
+            take_snapshot(hasty, folder, "during")
         killer.join()
     name = read_manifest(folder).name
     assert name in ("before", "during")
