@@ -436,6 +436,15 @@ class TestWaiting:
         job.leave(1)
         assert job.row(1) == [-2, -2]
 
+    def test_clocks_that_close_at_once_are_applied_in_their_order(self):
+        job, plain = Job(spec.Adagrad(lr=1.0)), Job(spec.Adagrad(lr=1.0))
+        job.together(2)
+        for clock, value in enumerate((1.0, 5.0)):
+            job.push(0, clock, value)
+            plain.push(0, clock, value)
+        job.leave(1)
+        assert job.row(1) == plain.row(1)
+
     def test_a_worker_that_comes_back_does_not_push_a_clock_twice(self, job: Job):
         job.together(2)
         job.push(0, 0, 1.0)
