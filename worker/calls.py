@@ -42,7 +42,8 @@ class Calls:
         self.settings_revision = 0  # of what the shards were told of compression, as far as replies said
         self.watch: Watch | None = None  # is told of every call
         self.stats = Stats()
-        self._links, self._timeout = links, timeout
+        self.timeout = timeout  # of every call that says nothing else
+        self._links = links
         self._lock = threading.Lock()  # of the counters
 
     def __call__(
@@ -55,7 +56,7 @@ class Calls:
     ) -> dict[int, Outcome]:
         """What becomes of each shard's request; `wait` calls where shards may have to wait for other workers."""
         start = time.perf_counter()
-        deadline = Deadline(self._timeout if timeout is None else timeout)
+        deadline = Deadline(self.timeout if timeout is None else timeout)
         try:
             with span("wait"):  # of which a carrier may set its own parts apart
                 outcomes = self._links.call(requests, deadline, into) if wait is None else wait(requests, into)

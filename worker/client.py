@@ -61,7 +61,6 @@ class Client:
         if timeout <= timedelta(0):
             raise ValueError(f"timeout must be above zero, got {timeout}")
         self.worker = worker
-        self.timeout = timeout
         self.epoch = time.time_ns()  # a later incarnation of this worker fences this one
         self._links = Links(greet(carriers, worker, Deadline(timeout)), worker)
         self.calls = Calls(self._links, timeout)
@@ -98,6 +97,15 @@ class Client:
             for carrier in carriers:
                 carrier.close()
             raise
+
+    @property
+    def timeout(self) -> timedelta:
+        """Within which a call ends; it may be set anew."""
+        return self.calls.timeout
+
+    @timeout.setter
+    def timeout(self, timeout: timedelta) -> None:
+        self.calls.timeout = timeout
 
     @property
     def num_shards(self) -> int:

@@ -194,9 +194,10 @@ def test_a_busy_shard_is_given_the_pause_it_asks_for(make_shards: Shards) -> Non
     assert client.stats.wait_seconds >= 0.15
 
 
-def test_a_shard_that_stays_busy_is_named_at_the_deadline(make_shards: Shards) -> None:
-    client, (_, wire) = wired(make_shards(2), timeout=SHORT)
+def test_a_shard_that_stays_busy_is_named_at_the_deadline_that_is_set_last(make_shards: Shards) -> None:
+    client, (_, wire) = wired(make_shards(2), timeout=timedelta(hours=1))
     client.declare(SPEC)
+    client.timeout = SHORT
     wire.fault = lambda request: ShardBusy(queued_bytes=7, retry_after_ms=1)
     with pytest.raises(ShardBusy, match="shard 1 at wire/1: the apply queue is full"):
         client.pull([("t", route_of(client, *range(20)))])
