@@ -106,8 +106,7 @@ class WorkerGroup:
 
         The first one's `word` is what those read who enter later.
         """
-        clocks = self.together(lambda: self.collect(np.array([clock])))
-        resume(int(max(part[0] for part in clocks.values())))
+        resume(self.highest(clock))
 
     def together(self, work: Callable[[], T]) -> T:
         """What `work` gives, in which the workers meet; done again by those who are left where one was lost in it."""
@@ -142,6 +141,11 @@ class WorkerGroup:
     def sum(self, value: float) -> float:
         """The sum of everyone's value, in the order of workers."""
         return float(sum(float(part[0]) for part in self.collect(np.array([value], np.float64)).values()))
+
+    def highest(self, number: int) -> int:
+        """The highest of everyone's numbers, of those who are left where one is lost meanwhile."""
+        numbers = self.together(lambda: self.collect(np.array([number])))
+        return int(max(part[0] for part in numbers.values()))
 
     def any(self, flag: bool) -> bool:
         """Whether it is true for any worker."""

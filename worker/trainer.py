@@ -164,6 +164,7 @@ class Trainer:
         try:
             self._group.assemble(number)
             self._meter.agree(self._group)
+            self._epoch = self._group.highest(self._epoch)  # one that came late may have had no batch of it
             if segment.evaluation and self._dataset.splits:
                 self._stopped = self._judge()
             if segment.checkpoint or self._stopped:

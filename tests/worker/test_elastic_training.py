@@ -36,16 +36,19 @@ class Killed(Exception):
 
 
 class Recorded:
-    """A dataset whose worker may die with the second batch of the second epoch."""
+    """A dataset whose worker may die with the second batch of the second epoch, or find no batch in its first."""
 
-    def __init__(self, whole: RowsDataset, die: object = None) -> None:
-        self._whole, self._die = whole, die
+    def __init__(self, whole: RowsDataset, die: object = None, *, idle: bool = False) -> None:
+        self._whole, self._die, self._idle = whole, die, idle
+        self._first: int | None = None
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._whole, name)
 
     def train(self, epoch: int, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
-        for number, batch in enumerate(self._whole.train(epoch, rank, world_size, batch_size)):
+        self._first = epoch if self._first is None else self._first
+        idle = self._idle and epoch == self._first
+        for number, batch in enumerate(() if idle else self._whole.train(epoch, rank, world_size, batch_size)):
             if self._die is not None and epoch == 1 and number == 1:
                 self._die()  # type: ignore[operator]
             yield batch
@@ -62,7 +65,7 @@ class Cluster:
         self.staleness = staleness
         self.died = threading.Event()
 
-    def run(self, rank: int, *, dies: bool = False) -> tuple[Result | None, Notes]:
+    def run(self, rank: int, *, dies: bool = False, idle: bool = False) -> tuple[Result | None, Notes]:
         """One worker's run; None where it was killed."""
         client = Client(self.shards.carriers(), worker=rank)
         lease, patience = timedelta(seconds=60), timedelta(seconds=60)
@@ -76,7 +79,7 @@ class Cluster:
             self.died.set()
             raise Killed
 
-        data = Recorded(dataset(SAMPLES), die if dies else None)
+        data = Recorded(dataset(SAMPLES), die if dies else None, idle=idle)
         trainer = Trainer(self.job, data, Session(client), ShardGroup(client, rank, WORKERS), [notes])  # type: ignore[arg-type]
         try:
             result = trainer.run()
@@ -126,13 +129,14 @@ def test_each_sample_is_trained_on_once_per_epoch_where_nobody_is_lost(staleness
     assert all(result.returned_splits == result.expired_leases == 0 for result, _ in runs if result is not None)
 
 
+@pytest.mark.parametrize("idle", [False, True], ids=["trains", "finds no batch in its first epoch"])
 @pytest.mark.parametrize("staleness", [None, 0])
-def test_who_comes_late_in_place_of_a_dead_worker_takes_part_to_the_end(staleness: int | None) -> None:
+def test_who_comes_late_in_place_of_a_dead_worker_takes_part_to_the_end(staleness: int | None, idle: bool) -> None:
     cluster = Cluster(staleness, 12)
 
     def comes_again() -> tuple[Result | None, Notes]:
         assert cluster.died.wait(100)
-        return cluster.run(0)
+        return cluster.run(0, idle=idle)
 
     with ThreadPoolExecutor(WORKERS + 1) as pool:
         late = pool.submit(comes_again)
