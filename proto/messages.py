@@ -148,7 +148,8 @@ class TableGradients:
     """Gradients of rows of one table: (U, dim), or flat (U * dim,) from bytes; with a `codec` a payload, (N,) uint8.
 
     With a `route` the ids are those that a pull left with the shard under this number, and do not travel again. Others
-    may travel `packed`, if they ascend. `codec` is "" (float32), PACKED, or the name of a user-defined one.
+    may travel `packed`, if they ascend. `codec` is "" (float32), PACKED, or the name of a user-defined one. Rows that
+    the worker had `held` back are like any others to a shard, which is not told.
     """
 
     table: str
@@ -158,6 +159,7 @@ class TableGradients:
     route: int = 0
     codec: str = ""
     packed: Bytes | None = None  # (N,) what proto/codec/ids.py makes of `ids`
+    held: bool = False
 
 
 @dataclass(frozen=True, slots=True)

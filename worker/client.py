@@ -100,7 +100,7 @@ class Client:
 
     @property
     def timeout(self) -> timedelta:
-        """Within which a call ends; it may be set anew."""
+        """Within which a call ends; it may be set anew, and before `join` for those of the membership, too."""
         return self.calls.timeout
 
     @timeout.setter

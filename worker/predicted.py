@@ -41,6 +41,7 @@ from embershard.worker.compression.feedback import Sent
 from embershard.worker.compression.low_rank import predict_low_rank
 from embershard.worker.compression.schedule import WARMUP_DENSITIES, warmup_density
 from embershard.worker.compression.settings import Directions
+from embershard.worker.compression.table import packed_ids
 from embershard.worker.pieces import cut
 from embershard.worker.volume import Moved, Part, Volumes
 
@@ -112,8 +113,8 @@ def _payload_bytes(
 
 def _held_bytes(part: Part, counted: Moved, client: Client) -> float:
     """Of rows that are sent as float32, with their ages and ids."""
-    spec, pack = client.spec(part.table), partial(client.compressor.packed_ids, part.table)
-    row = _ID_BYTES * _packed_share(client.volume.packed(part), pack) + _FLOAT_BYTES * spec.dim
+    spec = client.spec(part.table)
+    row = _ID_BYTES * _packed_share(client.volume.packed(part), packed_ids) + _FLOAT_BYTES * spec.dim
     ages = age_bytes(counted.held, client.compressor.sent(part.table).age or 1.0)
     return counted.held * row + ages + counted.messages * HEAD_BYTES
 

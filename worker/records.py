@@ -59,7 +59,7 @@ class StepBytes:
     """What a step of the first worker moves, one part of it: worker/volume.py."""
 
     direction: str  # push, pull, other
-    part: str  # ids, rows, dense, other
+    part: str  # ids, rows, dense, held, other
     wire: float  # as it travelled, frames included
     raw: float  # with float32 rows and plain ids
     predicted: float | None  # of the codecs, from the number of rows and messages (worker/predicted.py)

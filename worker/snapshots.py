@@ -223,9 +223,15 @@ class RunningSnapshot:
         """Cancel until no shard has a file open: what is removed under a writer would come back."""
         pause, longest = _PAUSES
         request = replace(self._request, step="cancel")
+        waited_for = list(range(self._client.num_shards))
         while deadline.seconds > 0:
-            replies = self._client.ask_all(request)
-            if not any(isinstance(reply, Snapshotted) and reply.state == "cancelling" for reply in replies):
+            outcomes = self._client.calls(dict.fromkeys(waited_for, request))  # one that is lost holds nobody up
+            waited_for = [
+                shard
+                for shard, reply in outcomes.items()
+                if isinstance(reply, Snapshotted) and reply.state == "cancelling"
+            ]
+            if not waited_for:
                 return
             time.sleep(pause)
             pause = min(2 * pause, longest)

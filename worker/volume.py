@@ -168,13 +168,12 @@ class Volume:
 
     def _pushed(self, request: Push) -> int:
         """Bytes of ids and gradients."""
-        counted, before = 0, set[str]()
+        counted = 0
         for part in request.tables:
             table = self._tables[part.table]
-            if part.table in before:  # a second part of a table is of rows that a codec held back
+            if part.held:
                 counted += table.add_held(part)
                 continue
-            before.add(part.table)
             counted += table.add_values("push", part.gradients, len(part.ids))
             if not part.route:
                 counted += table.add_ids("push", part.ids, part.packed, len(part.ids))

@@ -1,4 +1,4 @@
-"""Every error that sessions, shards and snapshots raise of themselves; each is an EmbershardError."""
+"""The errors of sessions, shards, codecs, snapshots and user-defined modules; each is an EmbershardError."""
 
 # ruff: noqa: F403  # a list of all of them would have to be kept up
 

@@ -100,6 +100,22 @@ def test_ages_and_rows_that_gave_way_are_foreseen(make_session: Callable[..., Se
         assert expected[held] == pytest.approx(moved[held].wire, rel=0.03)
 
 
+def test_what_waited_as_its_codec_was_replaced_is_foreseen(make_session: Callable[..., Session]) -> None:
+    client = make_session(2).client
+    client.declare(ITEMS)
+    client.compressor.choose("items", Codec.parse("topk:0.02"))
+    rng = np.random.default_rng(0)
+    route = ascending(make_route(np.arange(3_000), ITEMS.space_key, client.placement))
+    for clock in range(4):
+        if clock == 3:
+            client.compressor.choose("items", Codec.parse("none"))
+        client.push([("items", route, rng.standard_normal((3_000, ITEMS.dim), np.float32))], clock=clock)
+    moved, held = client.stats.volume, Part("push", "held", "items")
+    assert (moved[held].held, moved[held].raw) == (3_000, 0)
+    assert moved[Part("push", "rows", "items")].raw == 4 * 3_000 * 4 * ITEMS.dim
+    assert predict_volumes(moved, client)[held] == pytest.approx(moved[held].wire, rel=0.02)
+
+
 @pytest.mark.parametrize("dense_push", ["powersgd:2", "powersgd:4+fp16s", "powersgd:1+int8"])
 def test_the_bytes_of_factors_are_foreseen(stream_shard: str, dense_push: str) -> None:
     client, moved, num_bytes = moved_by(stream_shard, "fp16s", "none", dense_push)

@@ -222,7 +222,7 @@ def test_ids_that_a_shard_dropped_are_sent_again(make_shards: Callable[..., list
     table = session.table(SPEC)
     es.Embedding(table)(IDS).sum().backward()
     for shard in shards:
-        shard._routes = RouteMemory()
+        shard._pushes.routes = RouteMemory()
     session.step()
     assert session.stats.pushed_rows == 2
     torch.testing.assert_close(table.pull(IDS)[:, 0], torch.tensor([-2.0, -1.0, -2.0]))

@@ -84,7 +84,9 @@ def test_a_push_by_a_route_counts_no_ids(volume: Volume) -> None:
 def test_rows_that_a_codec_had_held_back_would_not_travel_again_without_it(volume: Volume) -> None:
     parts = (
         TableGradients("items", ids(5), np.zeros(70, np.uint8), route=3, codec="packed"),
-        TableGradients("items", ids(2), np.zeros(30, np.uint8), codec="packed", packed=np.zeros(4, np.uint8)),
+        TableGradients(
+            "items", ids(2), np.zeros(30, np.uint8), codec="packed", packed=np.zeros(4, np.uint8), held=True
+        ),
     )
     volume.count(Push(PushToken(0, 1, 1, 1), 0, 1, parts), Pushed(False, 7, 0), Answered(500))
     found = volume.parts(500)

@@ -226,7 +226,7 @@ class TableWay:
     def _whole(self, held: Held, rate: float) -> TableGradients:
         """Rows that are held no more, as float32: what a values codec would lose of them, nobody would send."""
         payload = encode_rows(held.rows, self._find("none"), None, ages=held.ages)
-        return TableGradients(self.spec.name, held.ids, payload, rate, 0, PACKED, packed_ids(held.ids))
+        return TableGradients(self.spec.name, held.ids, payload, rate, 0, PACKED, packed_ids(held.ids), held=True)
 
     def _packed(self, part: TableGradients, payload: Bytes) -> TableGradients:
         codec = self.directions.push
