@@ -4,9 +4,9 @@ Killed: DeepFM on Frappe with a small tower (hidden [64, 64], batches of 1024, 1
 workers, epochs dealt out in splits, a lease of 2 s; one worker is killed (-9) while it trains in the second epoch. In
 each mode (staleness 0, 4 and off, dense weights on the shards) training has to go on, the shards without a push for no
 longer than the lease and 2 s (a meeting at the end of an epoch waits for the lease too), the part of the data that it
-had has to be dealt again, and the test AUC to be at most 0.003 below that of the same mode undisturbed. With dense
-weights all-reduced (ddp) the others cannot go on: there the command has to end with an error that names the worker,
-within 30 s.
+had has to be dealt again, and the test AUC to be at most 0.003 below that of the same mode undisturbed, in the mean of
+three seeds: asynchronous runs of one seed lie up to 0.004 apart. With dense weights all-reduced (ddp) the others cannot
+go on: there the command has to end with an error that names the worker, within 30 s.
 
 Stopped: four asynchronous workers of a loop of their own, one of them stopped (SIGSTOP) for 20 s, four times its lease.
 On a machine with fewer cores than workers the others would gain the stopped one's processor time, and hide what they
@@ -33,6 +33,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from statistics import mean
 
 import psutil
 
@@ -50,7 +51,7 @@ SETTINGS = (
     "train.early_stop=null",
     f"train.lease={LEASE}",
 )
-MODES = ("0", "4", "off")
+MODES, SEEDS = ("0", "4", "off"), (1, 2, 3)
 MAX_PAUSE, MAX_LOSS, MAX_END = LEASE + 2.0, 0.003, 30.0
 STOPPED, PACE, STEP_LEASE = 20.0, 0.05, 5.0
 MIN_RATE = 0.95
@@ -123,34 +124,47 @@ def killed(failures: list[str]) -> dict[str, object]:
     found: dict[str, object] = {}
     rows = []
     for mode in MODES:
-        settings = (f"train.staleness={mode}", "data.splits=auto")
-        calm, lost = run(*settings, kill=False), run(*settings, kill=True)
-        if calm.code or lost.code or not calm.result or not lost.result:
-            raise SystemExit(f"staleness {mode}: {calm.said[-2000:]}\n{lost.said[-2000:]}")
-        difference = lost.auc - calm.auc
-        rows.append([mode, calm.auc, lost.auc, difference, lost.pause, str(lost.result["returned_splits"])])
+        calm, lost = ([train(mode, seed, kill=kill) for seed in SEEDS] for kill in (False, True))
+        auc, with_kill = (mean(one.auc for one in runs) for runs in (calm, lost))
+        pause = max(one.pause for one in lost)
+        returned = [one.result["returned_splits"] for one in lost]
+        rows.append([mode, f"{auc:.4f}", f"{with_kill:.4f}", f"{with_kill - auc:+.4f}", pause, str(returned)])
         found[f"staleness {mode}"] = {
-            "auc": round(calm.auc, 5),
-            "auc_killed": round(lost.auc, 5),
-            "pause_seconds": round(lost.pause, 2),
-            "returned_splits": lost.result["returned_splits"],
+            "auc": [round(one.auc, 5) for one in calm],
+            "auc_killed": [round(one.auc, 5) for one in lost],
+            "difference": round(with_kill - auc, 5),
+            "pause_seconds": round(pause, 2),
+            "returned_splits": returned,
         }
-        if difference < -MAX_LOSS:
-            failures.append(f"staleness {mode}: AUC {lost.auc:.4f} with a worker killed, {calm.auc:.4f} without")
-        if lost.pause > MAX_PAUSE:
-            failures.append(f"staleness {mode}: no push for {lost.pause:.1f} s, lease {LEASE} s")
-        if "training goes on with the others" not in lost.said:
+        if with_kill < auc - MAX_LOSS:
+            failures.append(f"staleness {mode}: AUC {with_kill:.4f} with a worker killed, {auc:.4f} without")
+        if pause > MAX_PAUSE:
+            failures.append(f"staleness {mode}: no push for {pause:.1f} s, lease {LEASE} s")
+        if not all("training goes on with the others" in one.said for one in lost):
             failures.append(f"staleness {mode}: the command does not say that a worker was lost")
-        if not lost.result["returned_splits"]:
-            failures.append(f"staleness {mode}: nothing was dealt again of what the worker had")
+        if not all(returned):
+            failures.append(f"staleness {mode}: nothing was dealt again of what the worker had: {returned}")
     print_table(["staleness", "AUC", "with a kill", "difference", "pause s", "dealt again"], rows)
+    found["dense ddp"] = all_reduced(failures)
+    return found
+
+
+def train(mode: str, seed: int, *, kill: bool) -> Run:
+    """One run of a mode that survives a kill. SystemExit where it did not."""
+    done = run(f"train.staleness={mode}", f"train.seed={seed}", "data.splits=auto", kill=kill)
+    if done.code or not done.result:
+        raise SystemExit(f"staleness {mode}: {done.said[-2000:]}")
+    return done
+
+
+def all_reduced(failures: list[str]) -> dict[str, object]:
+    """What becomes of a job whose dense weights are all-reduced."""
     ddp = run("dense.mode=ddp", kill=True)
-    found["dense ddp"] = {"exit_code": ddp.code, "seconds_to_end": round(ddp.seconds_to_end, 2)}
     named = f"worker {VICTIM} ended (SIGKILL)" in ddp.said
     print(f"dense ddp: ends {ddp.seconds_to_end:.1f} s after the kill, exit code {ddp.code}, named: {named}")
     if not named or ddp.code == 0 or ddp.seconds_to_end > MAX_END:
         failures.append(f"dense ddp: exit code {ddp.code} after {ddp.seconds_to_end:.1f} s, named: {named}")
-    return found
+    return {"exit_code": ddp.code, "seconds_to_end": round(ddp.seconds_to_end, 2)}
 
 
 def train_paced(rank: int, addresses: str) -> None:

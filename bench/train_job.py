@@ -72,5 +72,8 @@ def _result(folder: Path) -> dict[str, Any] | None:
     """The last record of a run that ended well."""
     log = folder / "log.jsonl"
     lines = log.read_text().splitlines() if log.exists() else []
-    last: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+    try:
+        last: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+    except ValueError:  # it was ended while it wrote
+        return None
     return last if last.get("record") == "result" else None
