@@ -43,14 +43,11 @@ _EXPONENT = np.int32(0x7F800000)
 
 
 @inlined
-def _hash_block(store: Store, ids: Ids, start: int, hashes: Words, homes: Words) -> int:
-    """Begin a block at ids[start]; how many ids are in it."""
-    count = min(BLOCK, ids.size - start)
+def _hash_block(store: Store, ids: Ids, start: int, count: int, hashes: Words, homes: Words) -> None:
     for i in range(count):
         h = mix64(_U(ids[start + i]), store.space_key)
         hashes[i], homes[i] = h, home_of(store, h)
         prefetch(store.cells, homes[i])
-    return count
 
 
 @inlined
@@ -74,7 +71,8 @@ def gather(store: Store, ids: Ids, out: Floats) -> None:
     slots = np.empty(BLOCK, np.uint64)
     dim = np.int64(store.dim)
     for start in range(0, ids.size, BLOCK):
-        count = _hash_block(store, ids, start, hashes, homes)
+        count = min(BLOCK, ids.size - start)
+        _hash_block(store, ids, start, count, hashes, homes)
         for i in range(count):
             found = probe(store, homes[i], hashes[i])
             slots[i] = found
@@ -105,16 +103,6 @@ def _create(store: Store, id_: np.int64, h: np.uint64) -> np.uint64:
         for j in range(_U(store.fresh.size)):
             store.floats[first + store.dim + j] = store.fresh[j]
     return found
-
-
-@inlined
-def _reach(store: Store, id_: np.int64, home: np.uint64, h: np.uint64, floats: np.uint64) -> np.uint64:
-    """slot + 1 of a row with this fingerprint, asked for, or of the id's new row; 0 if the index is full."""
-    found = probe(store, home, h)
-    if found:
-        _prefetch_record(store, found, floats)
-        return found
-    return _create(store, id_, h)
 
 
 @called
@@ -151,15 +139,6 @@ def clip_gradient(grad: Floats, out: Floats, clip_value: float, clip_norm: float
             out[j] *= scale
 
 
-@inlined
-def _update_row(store: Store, found: np.uint64, grad: Floats, hyper: npt.NDArray[np.float64], update: int) -> bool:
-    """Call the row function at an address for a row; False if it raised."""
-    first = (found - _1) * store.stride + _U(HEADER)
-    row = window(store.floats, first, np.int64(store.dim))
-    state = window(store.floats, first + store.dim, store.fresh.size)
-    return bool(call_row_function(update, row, state, grad, hyper))
-
-
 @compiled(
     types.int64(
         STORE,
@@ -183,16 +162,21 @@ def apply(
 ) -> int:
     """Update the rows of ids with their gradients, in order, and create those that are new.
 
-    pushed: the gradients (U, dim), their memory as int32, and their ages (U,), (0,) where hyper's last float is the age
-    of every row. clips: (2,) clip_value, clip_norm. update: the row function's address. skipped: (1,) is raised by the
-    rows whose gradient is not finite, which are left alone. Returns DONE, or why not.
+    pushed: the gradients (U, dim), their memory as int32, and their ages (U,); (0,) where hyper says them: its last
+    float is the age of the row that is updated. clips: (2,) clip_value, clip_norm. skipped: (1,) is raised by the rows
+    whose gradient is not finite, which are left alone. update: the address of the row function. Returns DONE, or why
+    not.
     """
     store, ids, hyper, clips = open_store(store), detached(ids), detached(hyper), detached(clips)
     gradients, bits, ages = detached(pushed[0]), detached(pushed[1]), detached(pushed[2])
-    hashes, homes, slots = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
-    used, clipped = store.dim + _U(HEADER + store.fresh.size), np.empty(store.dim, np.float32)
+    hashes, homes = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
+    slots = np.empty(BLOCK, np.uint64)
+    clipped = np.empty(store.dim, np.float32)
+    dim, num_state = np.int64(store.dim), store.fresh.size
+    used = store.dim + _U(HEADER + num_state)
     for start in range(0, ids.size, BLOCK):
-        count = _hash_block(store, ids, start, hashes, homes)
+        count = min(BLOCK, ids.size - start)
+        _hash_block(store, ids, start, count, hashes, homes)
         pages = store.counters[NUM_PAGES]
         for i in range(count):
             slots[i] = _0
@@ -201,9 +185,13 @@ def apply(
                 continue
             if store.counters[NUM_PAGES] != pages:  # a page was split
                 homes[i] = home_of(store, hashes[i])
-            found = _reach(store, ids[start + i], homes[i], hashes[i], used)
-            if not found:
-                return INDEX_FULL
+            found = probe(store, homes[i], hashes[i])
+            if found:
+                _prefetch_record(store, found, used)
+            else:
+                found = _create(store, ids[start + i], hashes[i])
+                if not found:
+                    return INDEX_FULL
             slots[i] = found
         for i in range(count):
             found, id_ = slots[i], ids[start + i]
@@ -213,13 +201,15 @@ def apply(
                 found = _find_or_create(store, id_, hashes[i])
                 if not found:
                     return INDEX_FULL
-            grad = window(gradients, _U(start + i) * store.dim, clipped.size)
+            first = (found - _1) * store.stride + _U(HEADER)
+            row, state = window(store.floats, first, dim), window(store.floats, first + store.dim, num_state)
+            grad = window(gradients, _U(start + i) * store.dim, dim)
             if clips[0] > 0.0 or clips[1] > 0.0:
                 clip_gradient(grad, clipped, clips[0], clips[1])
-                grad = window(clipped, _0, clipped.size)
+                grad = window(clipped, _0, dim)
             if ages.size > 0:
                 hyper[_U(hyper.size - 1)] = ages[_U(start + i)]
-            if not _update_row(store, found, grad, hyper, update):
+            if not call_row_function(update, row, state, grad, hyper):
                 return OPTIMIZER_RAISED
     return DONE
 
