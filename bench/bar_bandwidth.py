@@ -337,7 +337,7 @@ def check(arm: str, mine: dict[str, object]) -> list[str]:
     formula, crossing = mine["break_even_mbit_formula"], mine["break_even_mbit_measured"]
     fastest = float(parse_bandwidth(FASTER[-1]) or 0) / 1e6
     both = [found if isinstance(found, int) else math.inf for found in (formula, crossing)]
-    if arm != "none" and min(both) < fastest and not abs(both[1] / both[0] - 1) <= MAX_BREAK_EVEN:
+    if arm != "none" and min(both) < fastest and not abs(both[0] / both[1] - 1) <= MAX_BREAK_EVEN:
         failures.append(f"{arm}: break-even at {crossing} Mbit/s, by the formula {formula}, bar {MAX_BREAK_EVEN:.0%}")
     return failures
 
