@@ -20,7 +20,7 @@ median over rounds of this arm's time against that of `none` in the same round.
 Bars: at 100 Mbit/s at least 1.7 (fp16s), 2.8 (int8) and 6 times (topk) the speed of none. Without limit `auto`, which
 is there for that, at least 0.97 times; the others' figures say which of them would hold it by themselves. Bytes that
 were predicted from the rows within 1 % of those on the sockets. The break-even bandwidth by the formula (bytes saved
-over the time of encoding and decoding, that of the shards in parallel) within 20 % of the one where the times of arm
+over the time of encoding and decoding, the worker's and the slowest shard's) within 20 % of the one where the times of arm
 and none, measured on links of several bandwidths, meet; one beyond the fastest of these is only held to be so.
 
 --netns: once more over a real link of 100 Mbit/s (network namespaces and tbf; root, ip and tc): both must agree within
@@ -47,17 +47,18 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import embershard as es
+from embershard.compare.conclusions import CODING
 from embershard.compare.namespace import Namespaces
 from embershard.deploy.supervisor import LocalShards
 from embershard.worker.bandwidth import parse_bandwidth
 from embershard.worker.calls import Stats
-from embershard.worker.compression.auto import Auto, measure
+from embershard.worker.compression.auto import Auto
 from embershard.worker.memory import keep_freed_memory
 from embershard.worker.models.dlrm import DLRM
 from embershard.worker.predicted import break_even as by_formula
 from embershard.worker.predicted import predict_volumes
 from embershard.worker.spans import Recorder
-from embershard.worker.volume import Moved, Volumes
+from embershard.worker.volume import Moved
 from timing import finish, machine, median, print_table
 
 SPEED_UPS = {"fp16s": 1.7, "int8": 2.8, "topk": 6.0}
@@ -84,7 +85,7 @@ class Figures:
     laps: list[float]  # seconds of a step
     bytes: float  # of a step, on the sockets
     predicted: float | None  # None where codecs changed on the way
-    coding: float  # seconds of a step: this process's spans, and the shards' share
+    coding: float  # seconds of a step, this process's and, while it waited, the shards'
     codecs: dict[str, str]
 
     @property
@@ -141,7 +142,7 @@ class Arm:
         self.auto = Auto(self.session, (), frozenset()) if name == "auto" else None
         self.steps = 0
         self.laps: list[float] = []
-        self.encoded: list[float] = []
+        self.coding: list[float] = []
 
     def run(self, steps: int) -> float:
         """Seconds of a step."""
@@ -162,7 +163,7 @@ class Arm:
             self.laps.append(self.run(steps))
             recorder.end()
         parts = recorder.split().parts
-        self.encoded.append(sum(parts[name].mean_ms for name in ("encode", "decode") if name in parts) / 1e3 / steps)
+        self.coding.append(sum(parts[name].mean_ms for name in CODING if name in parts) / 1e3 / steps)
 
     def figures(self, before: Stats, steps: int) -> Figures:
         """Of all laps; so many steps have been made since `before`."""
@@ -175,21 +176,7 @@ class Arm:
             for direction in ("push", "pull")
         }
         predicted = None if self.auto is not None else sum(predict_volumes(moved, client).values()) / steps
-        coding = median(self.encoded) + self._of_shards(moved, steps)
-        return Figures(self.laps, num_bytes / steps, predicted, coding, codecs)
-
-    def _of_shards(self, moved: Volumes, steps: int) -> float:
-        """Seconds that each shard takes to decode its part of the pushes of a step and to encode that of the pulls."""
-        client, seconds = self.session.client, 0.0
-        for part, counted in moved.items():
-            codecs = client.compressor.directions().get(part.table)
-            if codecs is None or part.kind not in ("rows", "dense") or part.direction == "other":
-                continue
-            codec = getattr(codecs, part.direction)
-            if not codec.is_plain and codec.select != "delta":
-                cost = measure(codec, counted.raw / steps / SHARDS, client.spec(part.table).dim, client.compressor.find)
-                seconds += cost.decode if part.direction == "push" else cost.encode
-        return seconds
+        return Figures(self.laps, num_bytes / steps, predicted, median(self.coding), codecs)
 
 
 def work(addresses: str, bandwidth: str, names: Sequence[str], rounds: int, steps: int) -> dict[str, Figures]:

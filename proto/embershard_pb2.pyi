@@ -152,16 +152,18 @@ class PullRequest(_message.Message):
     def __init__(self, placement_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PullRequest.TableIds, _Mapping]]] = ..., worker: _Optional[int] = ..., epoch: _Optional[int] = ..., after: _Optional[int] = ...) -> None: ...
 
 class Rows(_message.Message):
-    __slots__ = ("tables", "version", "codecs", "settings")
+    __slots__ = ("tables", "version", "codecs", "settings", "coding_seconds")
     TABLES_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    CODING_SECONDS_FIELD_NUMBER: _ClassVar[int]
     tables: _containers.RepeatedScalarFieldContainer[bytes]
     version: int
     codecs: _containers.RepeatedScalarFieldContainer[str]
     settings: int
-    def __init__(self, tables: _Optional[_Iterable[bytes]] = ..., version: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ..., settings: _Optional[int] = ...) -> None: ...
+    coding_seconds: float
+    def __init__(self, tables: _Optional[_Iterable[bytes]] = ..., version: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ..., settings: _Optional[int] = ..., coding_seconds: _Optional[float] = ...) -> None: ...
 
 class PushRequest(_message.Message):
     __slots__ = ("worker", "epoch", "seq", "first_incomplete", "clock", "placement_epoch", "tables", "last", "weight", "version", "difference")
@@ -207,16 +209,18 @@ class PushRequest(_message.Message):
     def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., first_incomplete: _Optional[int] = ..., clock: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PushRequest.TableGradients, _Mapping]]] = ..., last: _Optional[bool] = ..., weight: _Optional[float] = ..., version: _Optional[int] = ..., difference: _Optional[bool] = ...) -> None: ...
 
 class Pushed(_message.Message):
-    __slots__ = ("duplicate", "applied", "skipped", "settings")
+    __slots__ = ("duplicate", "applied", "skipped", "settings", "coding_seconds")
     DUPLICATE_FIELD_NUMBER: _ClassVar[int]
     APPLIED_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    CODING_SECONDS_FIELD_NUMBER: _ClassVar[int]
     duplicate: bool
     applied: int
     skipped: int
     settings: int
-    def __init__(self, duplicate: _Optional[bool] = ..., applied: _Optional[int] = ..., skipped: _Optional[int] = ..., settings: _Optional[int] = ...) -> None: ...
+    coding_seconds: float
+    def __init__(self, duplicate: _Optional[bool] = ..., applied: _Optional[int] = ..., skipped: _Optional[int] = ..., settings: _Optional[int] = ..., coding_seconds: _Optional[float] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()

@@ -5,7 +5,7 @@ protobuf.py turns them into bytes and back.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -131,6 +131,7 @@ class Rows:
     version: int = 0  # updates that the shard had applied
     codecs: tuple[str, ...] = ()  # of each table, as in TableIds; (): all are float32
     settings: int = 0  # grows when the shard's compression settings change
+    coding_seconds: float = field(default=0.0, compare=False)  # that the shard took to encode them
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +190,7 @@ class Pushed:
     applied: int
     skipped: int
     settings: int = 0  # grows when the shard's compression settings change
+    coding_seconds: float = field(default=0.0, compare=False)  # that the shard took to decode it
 
 
 @dataclass(frozen=True, slots=True)

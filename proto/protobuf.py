@@ -133,6 +133,10 @@ def _unpack_pull(p: pb.PullRequest, bulk: Sequence[Buffer]) -> Pull:
     return Pull(p.placement_epoch, tuple(tables), p.worker, p.epoch, p.after)
 
 
+def _pack_rows(m: Rows) -> pb.Rows:
+    return pb.Rows(version=m.version, codecs=m.codecs, settings=m.settings, coding_seconds=m.coding_seconds)
+
+
 def _unpack_rows(p: pb.Rows, bulk: Sequence[Buffer]) -> Rows:
     codecs = tuple(p.codecs)
     if codecs and len(codecs) != len(bulk):
@@ -141,7 +145,7 @@ def _unpack_rows(p: pb.Rows, bulk: Sequence[Buffer]) -> Rows:
         read_values(part, codec, f"#{i}")
         for i, (part, codec) in enumerate(zip(bulk, codecs or repeat(""), strict=False))
     )
-    return Rows(tables, p.version, codecs, p.settings)
+    return Rows(tables, p.version, codecs, p.settings, p.coding_seconds)
 
 
 def _pack_push(m: Push) -> pb.PushRequest:
@@ -252,7 +256,7 @@ _FORMS: dict[type, tuple[type[Protobuf], _Pack, _Unpack]] = {
     Declare: (pb.DeclareRequest, _pack_declare, _unpack_declare),
     Load: (pb.LoadRequest, _pack_load, _unpack_load),
     Pull: (pb.PullRequest, _pack_pull, _unpack_pull),
-    Rows: (pb.Rows, lambda m: pb.Rows(version=m.version, codecs=m.codecs, settings=m.settings), _unpack_rows),
+    Rows: (pb.Rows, _pack_rows, _unpack_rows),
     Push: (pb.PushRequest, _pack_push, _unpack_push),
     ShardStatus: (pb.ShardStatus, _pack_status, _unpack_status),
     Hello: (pb.HelloRequest, *_plain(Hello, pb.HelloRequest)),

@@ -12,6 +12,7 @@ from embershard.proto.codec.values import BUILTIN, ValuesCodec
 from embershard.proto.errors import MessageTooLarge
 from embershard.proto.messages import DELTA, Bytes, Floats, Ids
 from embershard.ps.changes import Changes
+from embershard.ps.stopwatch import Stopwatch
 from embershard.ps.table import Table
 
 PLAIN = BUILTIN["none"]
@@ -29,6 +30,7 @@ class Read(NamedTuple):
     table: Table
     ids: Ids  # (U,)
     codec: ValuesCodec
+    coding: Stopwatch
     since: int | None = None  # the version of what the worker holds, of which it wants what changed
 
     @property
@@ -44,12 +46,14 @@ class Read(NamedTuple):
         """
         rows = self.table.gather(self.ids)
         if self.since is not None:
-            payload = self._changed(rows, self.since, version)
+            with self.coding:
+                payload = self._changed(rows, self.since, version)
             return (rows, "") if payload is None else (payload, DELTA)
         if self.codec is PLAIN:
             return rows, ""
-        payload = np.empty(self.codec.nbytes(*rows.shape), np.uint8)
-        self.codec.encode(rows, payload, None)
+        with self.coding:
+            payload = np.empty(self.codec.nbytes(*rows.shape), np.uint8)
+            self.codec.encode(rows, payload, None)
         return payload, self.codec.name
 
     def _changed(self, rows: Floats, since: int, version: Callable[[], int]) -> Bytes | None:

@@ -171,7 +171,8 @@ class Shard:
                 return self._pull(request, now)
             case Push():
                 self._check_placement(request.placement_epoch)
-                return replace(self._pushes.take(request, now), settings=self._compression.revision)
+                reply = self._pushes.take(request, now)
+                return replace(reply, settings=self._compression.revision, coding_seconds=self._tables.coding.take())
             case Load():
                 self._check_placement(request.placement_epoch)
                 return self._tables.load(request)
@@ -238,7 +239,7 @@ class Shard:
         reads = [self._tables.check_read(part) for part in request.tables]
         updates = self._clock.updates
         tables, codecs = read_all(reads, lambda: updates.version, self.greeting.max_message_bytes)
-        rows = Rows(tables, updates.version, codecs, self._compression.revision)
+        rows = Rows(tables, updates.version, codecs, self._compression.revision, self._tables.coding.take())
         self._pulled_rows += sum(len(read.ids) for read in reads)
         for part in request.tables:
             if part.route:

@@ -43,6 +43,7 @@ from embershard.proto.messages import (
 from embershard.proto.routing import BUCKET_SHIFT, Placement, mix64
 from embershard.ps.optim import OptimizerRegistry
 from embershard.ps.reading import PLAIN, Read
+from embershard.ps.stopwatch import Stopwatch
 from embershard.ps.table import Table
 
 _NAMES_SHOWN = 20  # of the known tables, in an error that must fit gRPC's metadata
@@ -95,6 +96,7 @@ class Tables:
         self._placement = placement
         self._optimizers = optimizers
         self._codecs = codecs or CodecRegistry()
+        self.coding = Stopwatch()  # of the payloads of pushes and pulls
         self._entries: dict[str, Entry] = {}
 
     def status(self) -> tuple[TableStatus, ...]:
@@ -192,8 +194,8 @@ class Tables:
         entry = self.open_entry(part.table)
         self.check_ids(entry, part.ids)
         if part.codec == DELTA:
-            return Read(entry.table, part.ids, PLAIN, part.since)
-        return Read(entry.table, part.ids, self._codecs.find(part.codec) if part.codec else PLAIN)
+            return Read(entry.table, part.ids, PLAIN, self.coding, part.since)
+        return Read(entry.table, part.ids, self._codecs.find(part.codec) if part.codec else PLAIN, self.coding)
 
     def check_gradients(self, part: TableGradients, kept: Ids | None, room: int) -> Part:
         """Gradients that fit their table, decompressed; their ids are those `kept` from a pull, which has checked them.
@@ -214,7 +216,8 @@ class Tables:
             raise MessageTooLarge(got=size, limit=room)
         name = "" if part.codec == PACKED else part.codec
         try:
-            rows = decode(cast(Bytes, part.gradients), len(ids), dim, self._codecs.find, name)
+            with self.coding:
+                rows = decode(cast(Bytes, part.gradients), len(ids), dim, self._codecs.find, name)
         except DamagedPayload as error:
             reason = f"gradients of {len(ids)} ids of table {part.table!r}: {error.fields['reason']}"
             raise DamagedPayload(codec=error.fields["codec"], reason=reason) from None

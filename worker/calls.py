@@ -13,7 +13,7 @@ from embershard.proto.messages import Pushed, Request, Rows
 from embershard.worker.carrier import Deadline
 from embershard.worker.inbox import Places
 from embershard.worker.links import Links, Outcome
-from embershard.worker.spans import span
+from embershard.worker.spans import set_apart, span
 from embershard.worker.volume import Volumes
 
 Watch = Callable[[Mapping[int, Request], Mapping[int, Outcome], float], None]  # requests, replies, seconds
@@ -60,8 +60,11 @@ class Calls:
         try:
             with span("wait"):  # of which a carrier may set its own parts apart
                 outcomes = self._links.call(requests, deadline, into) if wait is None else wait(requests, into)
-            revisions = [reply.settings for reply in outcomes.values() if isinstance(reply, Rows | Pushed)]
-            self.settings_revision = max([self.settings_revision, *revisions])
+            answers = [reply for reply in outcomes.values() if isinstance(reply, Rows | Pushed)]
+            self.settings_revision = max([self.settings_revision, *(reply.settings for reply in answers)])
+            # shards work side by side: the slowest is waited for
+            coding = max((reply.coding_seconds for reply in answers), default=0.0)
+            set_apart("shards", "wait", min(coding, time.perf_counter() - start))
             if (watch := self.watch) is not None:
                 watch(requests, outcomes, time.perf_counter() - start)
             return outcomes

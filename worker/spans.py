@@ -1,9 +1,10 @@
 """Where the time of a training step goes: `with span("pull"):` around its parts, free while nobody looks.
 
 The parts: `data` (making or receiving a batch), `route` (ids unique and grouped by shard), `encode` and `decode`
-(messages, codecs included), `send`, `wait` (for shards, or for a batch with its rows), `receive`, `pull` (the rest of
-one), `forward`, `backward`, `gather` (gradients of one row summed) and `push` (the rest of a step's push). Spans nest,
-and each counts its own time without that of the spans inside it, so the parts of one thread add up.
+(messages, codecs included), `send`, `wait` (for shards, or for a batch with its rows), `shards` (while they encoded or
+decoded what a codec made, which is not in `wait`), `receive`, `pull` (the rest of one), `forward`, `backward`, `gather`
+(gradients of one row summed) and `push` (the rest of a step's push). Spans nest, and each counts its own time without
+that of the spans inside it, so the parts of one thread add up.
 
 A span stays in one thread and holds no await: what ran meanwhile on an event loop would count as inside it.
 """
@@ -52,6 +53,13 @@ def span(name: str) -> AbstractContextManager[None]:
     """Counts what happens inside as part `name` of a step, where a Recorder is installed."""
     recorder = _recorder
     return _NOTHING if recorder is None else _Span(recorder, name)
+
+
+def set_apart(part: str, of: str, seconds: float) -> None:
+    """Count so much of what this thread's spans counted as `of` as another part."""
+    if _recorder is not None and seconds > 0:
+        _recorder.add(part, seconds)
+        _recorder.add(of, -seconds)
 
 
 def steps_begin() -> None:

@@ -66,7 +66,8 @@ def _step(kind: Kind, bits: float | None, noise: float) -> tuple[StepPart, ...]:
     link = _step_ms(kind, bits) - kind.step_ms - kind.codec_ms
     shares = {"route": 0.06, "pull": 0.14, "forward": 0.3, "backward": 0.36, "push": 0.08, "other": 0.06}
     parts = {name: share * kind.step_ms for name, share in shares.items()}
-    parts |= {"encode": kind.codec_ms * 0.6, "decode": kind.codec_ms * 0.4, "wait": link + 0.2}
+    shares = {"encode": 0.45, "decode": 0.25, "shards": 0.3}
+    parts |= {"wait": link + 0.2} | {name: share * kind.codec_ms for name, share in shares.items()}
     whole = sum(parts.values())
     found = [StepPart(name="step", p50_ms=whole, p99_ms=whole * 1.6 + noise, mean_ms=whole * 1.05, overlapped=False)]
     for name, ms in parts.items():

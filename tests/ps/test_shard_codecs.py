@@ -85,6 +85,16 @@ class TestPull:
         assert reply.tables[1].dtype == np.float32
         assert reply.tables[2].nbytes == codec.nbytes(0, DIM)
 
+    def test_a_reply_says_how_long_coding_took_where_there_was_some(self, shard: Shard):
+        assert pull(shard, TableIds("t", IDS, codec="int8")).coding_seconds > 0
+        assert pull(shard).coding_seconds == 0.0  # not once more
+        reply = shard.handle(push(coded(encode_rows(rows_of(1), find_values("int8"), 1))))
+        assert isinstance(reply, Pushed)
+        assert 0 < loads(Pushed, dumps(reply)).coding_seconds < 10
+        reply = shard.handle(push(TableGradients("t", IDS, rows_of(1)), seq=2))
+        assert isinstance(reply, Pushed)
+        assert reply.coding_seconds == 0.0
+
     def test_a_reply_without_codecs_names_none(self, shard: Shard):
         assert pull(shard, TableIds("t", IDS, codec="none")).codecs == ()
 

@@ -17,6 +17,7 @@ from embershard.proto.codec.custom import CodecRegistry
 from embershard.proto.codec_errors import UnknownCodec
 from embershard.worker.client import Client
 from embershard.worker.compression.settings import Compression
+from embershard.worker.spans import Recorder
 
 NAME = "codecs_of_a_worker"
 HALF = Compression(push=f"{NAME}:half", pull=f"{NAME}:half")
@@ -52,6 +53,28 @@ def test_rows_and_gradients_travel_as_the_module_says(module: str) -> None:
         first, _ = trained(plain)
     third = float(np.float16(1 / 3))
     torch.testing.assert_close(exact_after, first - third, rtol=0, atol=1e-7)
+
+
+def test_what_a_shard_spends_on_a_codec_is_a_part_of_the_step_and_not_of_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = HALF_CODEC.replace("    return payload", "    time.sleep(0.05)\n    return payload")
+    (tmp_path / "slow_codec.py").write_text(f"import time\n{slow}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    with es.local(shards=2, imports=["slow_codec"], compression=Compression(push="slow_codec:half")) as session:
+        with Recorder() as recorder:
+            trained(session)
+            recorder.end()
+        coded = recorder.split().parts
+        session.compress("t", push="none")
+        with Recorder() as recorder:
+            session.tables[0].pull(torch.arange(5))
+            recorder.end()
+        plain = recorder.split().parts
+    assert coded["shards"].mean_ms >= 50
+    assert coded["wait"].mean_ms >= 0
+    assert "shards" not in plain
 
 
 def declare(session: es.Session) -> None:

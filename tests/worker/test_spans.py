@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from embershard.worker import spans
-from embershard.worker.spans import Recorder, span
+from embershard.worker.spans import Recorder, set_apart, span
 
 
 @pytest.fixture
@@ -46,6 +46,17 @@ def test_a_part_counts_its_own_time_without_that_of_the_spans_inside(clock: list
     assert split.step.p50_ms == pytest.approx(31)
     assert sum(part.share for part in split.parts.values()) == pytest.approx(1)
     assert next(iter(split.parts)) == "other"  # the largest first
+
+
+def test_time_is_set_apart_from_another_part(clock: list[float]) -> None:
+    with Recorder() as recorder:
+        with span("wait"):
+            clock[0] += 0.005
+        set_apart("shards", "wait", 0.002)
+        recorder.end()
+    parts = {name: part.mean_ms for name, part in recorder.split().parts.items()}
+    assert parts == pytest.approx({"wait": 3, "shards": 2, "other": 0}, abs=1e-9)
+    set_apart("shards", "wait", 0.002)  # nobody looks
 
 
 def test_a_part_is_summed_within_a_step_and_ranked_over_steps(clock: list[float]) -> None:

@@ -39,7 +39,7 @@ from embershard.compare.verdicts import verdicts_of
 # what a difference must exceed to be of consequence; 0.001 of AUC is what CTR papers hold to be worth having
 MARGINS = {"auc": 0.0005, "logloss": 0.001, "hr": 0.003, "ndcg": 0.003, "recall": 0.003}
 NOT_JUDGED = ("calibration", "samples", "users")  # best near 1, or no quality at all
-CODING = ("encode", "decode")  # parts of a step
+CODING = ("encode", "decode", "shards")  # parts of a step: the worker's, and what shards did of it meanwhile
 
 
 def conclude(results: Results, margin: float | None = None) -> Results:

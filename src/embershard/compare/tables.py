@@ -21,7 +21,7 @@ from embershard.compare.units import (
     speed_up_text,
 )
 
-STEP_PARTS = tuple("step data route pull wait receive decode forward backward gather encode push send".split())
+STEP_PARTS = tuple("step data route pull wait shards receive decode forward backward gather encode push send".split())
 DIRECTIONS = ("push", "pull", "other")
 BYTE_PARTS = ("ids", "gradients", "rows", "dense gradients", "dense weights", "held back", "other")
 _PARTS = {
@@ -242,7 +242,8 @@ def break_even_table(results: Results) -> Table | None:
         words=("beside",),
         note="An arm is faster on links slower than this. Measured: where the interpolated costs of the two arms "
         "cross, by their means, with its 95 % interval: the links on which "
-        "neither is shown to cost less. W* = bytes saved per step / seconds of encoding and decoding per step.",
+        "neither is shown to cost less. W* = bytes saved per step / seconds of encoding and decoding per step, the "
+        "worker's and those of the shards that it waits for.",
     )
 
 

@@ -36,6 +36,7 @@ PARTS = {
     "gather": "fewer tables, and fewer equal ids in a batch: let the reader pool repeated ones",
     "encode": "fewer and larger messages: fewer tables, fewer shards; a cheaper codec, or compression: auto",
     "decode": "fewer and larger messages: fewer tables, fewer shards; a cheaper codec, or compression: auto",
+    "shards": "more shards; a cheaper codec, or compression: auto",
     "send": "a smaller dim, embedding.cache, a faster link; Unix sockets where shards and workers share a machine",
     "receive": "a smaller dim, embedding.cache, a faster link; Unix sockets where shards and workers share a machine",
     "pull": "fewer tables: give features one table, or one id space (as the CTR readers do)",
