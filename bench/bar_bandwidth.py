@@ -20,8 +20,8 @@ median over rounds of this arm's time against that of `none` in the same round.
 Bars: at 100 Mbit/s at least 1.7 (fp16s), 2.8 (int8) and 6 times (topk) the speed of none. Without limit `auto`, which
 is there for that, at least 0.97 times; the others' figures say which of them would hold it by themselves. Bytes that
 were predicted from the rows within 1 % of those on the sockets. The break-even bandwidth by the formula (bytes saved
-over the time of encoding and decoding, the worker's and the slowest shard's) within 20 % of the one where the times of arm
-and none, measured on links of several bandwidths, meet; one beyond the fastest of these is only held to be so.
+over the time of encoding and decoding, the worker's and the slowest shard's) within 20 % of the one where the times of
+arm and none, measured on links of several bandwidths, meet; one beyond the fastest of these is only held to be so.
 
 --netns: once more over a real link of 100 Mbit/s (network namespaces and tbf; root, ip and tc): both must agree within
 8 % (headers of Ethernet, IP and TCP take 4 % of the real one). Prints one JSON line; exits 1 below a bar.

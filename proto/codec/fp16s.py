@@ -6,16 +6,15 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from embershard.proto.codec import floats
+from embershard.proto.codec import floats, half
 from embershard.proto.codec.floats import Bytes, Floats, bits_of, float_of, read_only, written
+from embershard.proto.codec.half import float_of_half, half_of
 from embershard.proto.codec_errors import check_size
-from embershard.proto.jit import compiled, inlined
+from embershard.proto.jit import compiled
 
 _U = np.uint32
 _ABS, _INFINITY = _U(0x7FFFFFFF), _U(0x7F800000)
 _NOT_FINITE = -128
-_SUBNORMAL = _U(113 << 23)  # 2^-14, the smallest normal fp16
-_MAGIC = _U(126 << 23)  # 0.5: its last bit is worth 2^-24, as an fp16's below 2^-14
 
 
 class Fp16s:
@@ -44,27 +43,7 @@ class Fp16s:
         _decode(payload[:end].view(np.uint16), payload[end:].view(np.int8), out.reshape(-1))
 
 
-@inlined
-def _half(x: np.float32) -> np.uint16:
-    """fp16 bits of a float below 65,520."""
-    bits = bits_of(x)
-    size = bits & _ABS
-    subnormal = bits_of(float_of(size) + float_of(_MAGIC)) - _MAGIC  # the addition rounds
-    normal = (size - _U(112 << 23) + _U(0xFFF) + ((size >> _U(13)) & _U(1))) >> _U(13)
-    return np.uint16((subnormal if size < _SUBNORMAL else normal) | ((bits >> _U(16)) & _U(0x8000)))
-
-
-@inlined
-def _float(half: np.uint16) -> np.float32:
-    """The float of any fp16 bits."""
-    size = _U(half) & _U(0x7FFF)
-    subnormal = bits_of(np.float32(np.int32(size)) * np.float32(2.0**-24))
-    normal = (size << _U(13)) + _U(112 << 23)
-    normal = normal | _INFINITY if size >= _U(0x7C00) else normal
-    return float_of((subnormal if size < _U(0x400) else normal) | ((_U(half) & _U(0x8000)) << _U(16)))
-
-
-@compiled(types.void(read_only(types.float32), written(types.uint16), written(types.int8)), floats)
+@compiled(types.void(read_only(types.float32), written(types.uint16), written(types.int8)), floats, half)
 def _encode(rows: Floats, halves: npt.NDArray[np.uint16], exponents: npt.NDArray[np.int8]) -> None:
     dim = np.uint64(rows.size // max(exponents.size, 1))  # unsigned: the compiler then sees runs of memory
     for r in range(np.uint64(exponents.size)):
@@ -81,10 +60,10 @@ def _encode(rows: Floats, halves: npt.NDArray[np.uint16], exponents: npt.NDArray
         exponents[r] = exponent
         scale = float_of(_U(127 - exponent) << _U(23))
         for j in range(dim):
-            halves[first + j] = _half(rows[first + j] * scale)
+            halves[first + j] = half_of(rows[first + j] * scale)
 
 
-@compiled(types.void(read_only(types.uint16), read_only(types.int8), written(types.float32)), floats)
+@compiled(types.void(read_only(types.uint16), read_only(types.int8), written(types.float32)), floats, half)
 def _decode(halves: npt.NDArray[np.uint16], exponents: npt.NDArray[np.int8], out: Floats) -> None:
     dim = np.uint64(out.size // max(exponents.size, 1))
     for r in range(np.uint64(exponents.size)):
@@ -94,4 +73,4 @@ def _decode(halves: npt.NDArray[np.uint16], exponents: npt.NDArray[np.int8], out
         if exponent == _NOT_FINITE:
             scale = np.float32(np.nan)
         for j in range(dim):
-            out[first + j] = _float(halves[first + j]) * scale
+            out[first + j] = float_of_half(halves[first + j]) * scale
