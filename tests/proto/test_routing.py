@@ -11,6 +11,7 @@ from embershard.proto.routing import (
     NUM_BUCKETS,
     Placement,
     Route,
+    ascending,
     even_ids,
     even_ids_at,
     make_route,
@@ -106,6 +107,31 @@ def test_a_skewed_batch_routes_like_the_reference(size: int) -> None:
     ids = np.random.default_rng(3).zipf(1.2, size).astype(np.int64)
     placement = Placement.even(4)
     assert_same(make_route(ids, 99, placement), reference.make_route(ids, 99, placement))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.one_of(
+        st.lists(st.integers(INT64.min, INT64.max), max_size=60),
+        st.lists(st.integers(-5, 3_000), max_size=60),
+        st.lists(st.sampled_from([INT64.min, INT64.max, -1, 0, 2**11, 2**22 - 1]), max_size=20),
+    ),
+    st.sampled_from([1, 2, 5]),
+)
+def test_a_route_in_ascending_order_reads_the_same(ids: list[int], num_shards: int) -> None:
+    route = make_route(np.array(ids, np.int64), 3, Placement.even(num_shards))
+    found = ascending(route)
+    assert found.ids[found.index].tolist() == ids
+    assert found.splits is route.splits
+    for shard in range(num_shards):
+        part = found.slice_of(shard)
+        assert found.ids[part].tolist() == sorted(route.ids[part].tolist())
+
+
+def test_a_route_without_an_index_is_put_in_order_too() -> None:
+    route = make_route(np.array([5, 3, 9, 3]), 3, Placement.even(1))
+    found = ascending(Route(route.ids, route.splits, np.empty(0, np.int64)))
+    assert (found.ids.tolist(), found.index.size) == ([3, 5, 9], 0)
 
 
 def test_every_shape_is_read_flat() -> None:
