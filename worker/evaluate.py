@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import cast
 
 import numpy as np
 import torch
@@ -72,9 +73,8 @@ class Evaluator:
         return collector
 
     def _rank(self, split: str) -> Collector:
-        model, dataset = self._model, self._dataset
+        model, dataset = self._model, cast(RankingDataset, self._dataset)  # it says that it is ranked
         assert isinstance(model, TwoTower)
-        assert isinstance(dataset, RankingDataset)
         collector = FullRanking(self._top_k)
         items = torch.cat([model.item_vectors(part) for part in torch.split(dataset.item_ids, 1 << 14)])
         # a score matrix of the batch's size, whatever the number of items

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,6 @@ from embershard.worker.spans import split_now
 from embershard.worker.strategy.protocol import Strategy
 
 
-@runtime_checkable
 class Planted(Protocol):
     """Made-up data whose best reachable figures are known."""
 
@@ -182,7 +181,12 @@ class Report:
 
     def _reachable(self) -> dict[str, Figures]:
         dataset = self._dataset
-        return {split: dataset.best(split) for split in dataset.splits} if isinstance(dataset, Planted) else {}
+        splits = dataset.splits
+        return {split: dataset.best(split) for split in splits} if _is_planted(dataset) else {}
+
+
+def _is_planted(dataset: Dataset) -> TypeGuard[Planted]:
+    return callable(getattr(dataset, "best", None))
 
 
 def _step_times() -> list[StepTime]:

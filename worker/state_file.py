@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ _TREE = "state"
 _TENSOR, _ITEMS = "$tensor", "$items"
 
 
-@runtime_checkable
 class Stateful(Protocol):
     """A part of a run that a checkpoint holds; torch's modules, optimizers and scalers are such."""
 
@@ -31,6 +30,11 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: dict[str, Any], /) -> object:
         """Go on from there."""
+
+
+def is_stateful(thing: object) -> TypeGuard[Stateful]:
+    """Whether it is such a part, be it by `__getattr__`, of which isinstance() sees nothing from Python 3.12 on."""
+    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def pack(state: Mapping[str, object]) -> bytes:

@@ -17,7 +17,7 @@ from embershard.worker.data.batch import Batch
 from embershard.worker.evaluate import to_device
 from embershard.worker.optimizer import gradients
 from embershard.worker.spans import span
-from embershard.worker.state_file import Stateful
+from embershard.worker.state_file import is_stateful
 from embershard.worker.strategy.protocol import Turn
 
 Amp = Literal["off", "bf16", "fp16"]
@@ -146,7 +146,7 @@ class TrainStep:
         """Counters, the scale of the loss, the average of the weights, and what the objective has learnt."""
         scaler = self._scaler.state_dict() if self._scaler is not None else {}
         average = self._average.state_dict() if self._average is not None else {}
-        objective: Mapping[str, Any] = self._objective.state_dict() if isinstance(self._objective, Stateful) else {}
+        objective: Mapping[str, Any] = self._objective.state_dict() if is_stateful(self._objective) else {}
         counts = {"steps": self.steps, "skipped": self.skipped}
         return {**counts, "scaler": scaler, "average": average, "objective": objective}
 
@@ -157,7 +157,7 @@ class TrainStep:
             self._scaler.load_state_dict(state["scaler"])
         if self._average is not None and state["average"]:
             self._average.load_state_dict(state["average"])
-        if isinstance(self._objective, Stateful):
+        if is_stateful(self._objective):
             self._objective.load_state_dict(state["objective"])
 
     def _autocast(self) -> AbstractContextManager[object]:

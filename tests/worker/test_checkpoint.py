@@ -40,7 +40,7 @@ from embershard.worker.records import Result
 from embershard.worker.resume import RandomNumbers, Saver
 from embershard.worker.session import Session
 from embershard.worker.snapshots import restore_snapshot
-from embershard.worker.state_file import pack, unpack
+from embershard.worker.state_file import is_stateful, pack, unpack
 from embershard.worker.trainer import Trainer
 
 F, PER_FIELD, D = 3, 20, 2
@@ -509,3 +509,20 @@ def test_other_workers_go_on_at_the_same_sample(tmp_path: Path, unit: str, given
     back = Budget(trained, dataset(), WorkerGroup())
     back.load_state_dict(two.state_dict())
     assert (back.position.epoch, back.position.batch) == (2, 4)
+
+
+class Forwarding:
+    """As a user wraps a part of a run, to log or to time it."""
+
+    def __init__(self, inner: object) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)
+
+
+def test_a_part_that_forwards_its_state_has_one():
+    assert is_stateful(torch.nn.Linear(1, 1))
+    assert is_stateful(Forwarding(torch.nn.Linear(1, 1)))
+    assert not is_stateful(Forwarding(object()))
+    assert not is_stateful(SimpleNamespace(state_dict=dict))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -90,7 +90,6 @@ class Users:
     relevant_item: npt.NDArray[np.int64]  # (R,) column: an item to be found
 
 
-@runtime_checkable
 class RankingDataset(Protocol):
     """A Dataset that is evaluated by ranking all items for each user."""
 

@@ -3,7 +3,6 @@ import pytest
 import torch
 
 from embershard.proto.errors import JobError
-from embershard.worker.data.batch import RankingDataset
 from embershard.worker.data.gowalla import InteractionLists
 
 TRAIN = "0 1 3\n1 0\n2\n4 5 5 0\n"  # user 2 has no item, user 3 no line
@@ -35,7 +34,7 @@ def test_pairs_lists_and_ids(files):
 
 def test_users_with_their_seen_and_relevant_items(files):
     data = InteractionLists(*files)
-    assert isinstance(data, RankingDataset)
+    assert data.evaluation == "ranking"
     assert data.item_ids.tolist() == list(range(5, 11))
     (users,) = data.users("test", 0, 1, 10)
     assert users.ids.tolist() == [0, 1]  # user 2 has nothing to be found
