@@ -6,7 +6,7 @@ import hashlib
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from embershard.in_process import InProcessShards, local
 from embershard.proto import spec
 from embershard.proto.errors import EmbershardError, MemoryLost, UnknownTable
 from embershard.proto.manifest import MANIFEST, ShardPart, pack_part
+from embershard.proto.messages import Request
 from embershard.proto.routing import make_route
 from embershard.proto.snapshot_errors import (
     BadSnapshotName,
@@ -31,9 +32,12 @@ from embershard.proto.snapshot_errors import (
     SnapshotTooLate,
     TablesInTheWay,
 )
+from embershard.proto.snapshot_messages import Snapshot
 from embershard.proto.storage import Storage
 from embershard.ps import snapshot as shard_side
+from embershard.worker.calls import Calls
 from embershard.worker.client import Client
+from embershard.worker.links import Outcome
 from embershard.worker.membership import Terms
 from embershard.worker.snapshots import (
     begin_snapshot,
@@ -219,7 +223,24 @@ def test_a_shard_that_cannot_write_fails_the_whole_and_the_others_stop(tmp_path:
     assert take_snapshot(client, str(tmp_path), "two").rows == 2000
 
 
-def test_what_a_slow_shard_still_writes_goes_too(monkeypatch: pytest.MonkeyPatch):
+class Deaf:
+    """A client's calls, of which shard 1 hears no cancel."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._calls, name)
+
+    def __call__(self, requests: Mapping[int, Request]) -> dict[int, Outcome]:
+        outcomes = self._calls(requests)
+        if any(isinstance(request, Snapshot) and request.step == "cancel" for request in requests.values()):
+            outcomes |= {1: EmbershardError(reason="not now")} if 1 in requests else {}
+        return outcomes
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_what_a_slow_shard_still_writes_goes_too(monkeypatch: pytest.MonkeyPatch, deaf: bool):
     client, url = trained(), f"memory://{secrets.token_hex(8)}/snaps"  # its folders come with their files
     told = threading.Event()
     cancel = shard_side.SnapshotWriter.cancel
@@ -239,6 +260,8 @@ def test_what_a_slow_shard_still_writes_goes_too(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(shard_side.SnapshotWriter, "cancel", tell)
     monkeypatch.setattr(shard_side.SnapshotWriter, "_write_table", late)
+    if deaf:
+        monkeypatch.setattr(client, "calls", Deaf(client.calls))
     with pytest.raises(SnapshotNotWritten, match="No space left"):
         take_snapshot(client, url, "two")
     for thread in threading.enumerate():
