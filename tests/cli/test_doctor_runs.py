@@ -160,6 +160,26 @@ def test_a_run_that_slows_down_is_a_warning(tmp_path: Path):
     assert runs.speed_over_time.run(a_run(tmp_path, speeds=(100.0, 1.0))) is None  # too short to tell
 
 
+def moved(direction: str, part: str, wire: float, raw: float) -> dict[str, object]:
+    return {"direction": direction, "part": part, "wire": wire, "raw": raw, "predicted": None}
+
+
+def test_rows_without_room_in_the_residuals_are_a_warning(tmp_path: Path):
+    def finding(*parts: dict[str, object]) -> Case:
+        case = a_run(tmp_path)
+        assert case.run is not None
+        return replace(case, run=replace(case.run, result={**(case.run.result or {}), "bytes": list(parts)}))
+
+    assert runs.compression.run(a_run(tmp_path)) is None
+    assert runs.compression.run(finding(moved("push", "rows", 101.0, 100.0))) is None
+    pull = moved("pull", "rows", 100.0, 200.0)
+    push = moved("push", "rows", 90.0, 900.0)
+    finds(runs.compression, finding(pull, push), OK, "push 10.00 times fewer bytes, pull 2.00 times fewer bytes")
+    finds(runs.compression, finding(pull, push, moved("push", "held", 9.0, 0.0)), OK, "push 9.09 times")
+    held = finding(pull, push, moved("push", "held", 30.0, 0.0))
+    finds(runs.compression, held, WARN, "25% of those pushed are rows that had no room")
+
+
 def test_long_evaluations_and_a_cache_without_hits_are_warnings(tmp_path: Path):
     finds(runs.evaluation, a_run(tmp_path), OK, "1.0 of 21.0 s in 1 evaluations")
     finds(runs.evaluation, a_run(tmp_path, evaluating=15.0), WARN, "15.0 of 21.0 s")

@@ -17,6 +17,8 @@ _BUSY_THREAD = 0.5
 _UNEVEN = 4.0  # p99 of a step against its median
 _FALL = 0.7  # of the speed at the start
 _SLOW_CALL_SECONDS = 0.002
+_SAVES = 1.02  # times fewer bytes: less is not the work of a codec
+_HELD = 0.1  # of the pushed bytes
 
 _MODEL = "this is the model: more train.threads, train.linear onednn, mixed precision (bf16), a GPU, more workers"
 
@@ -184,7 +186,31 @@ def cache(case: Case) -> Finding | None:
     return (warn if share < 0.1 else ok)(f"{share:.0%} of the rows came from the cache")
 
 
-CHECKS = (ended, step, even_steps, waiting, speed_over_time, evaluation, cache)
+@check(
+    "compression",
+    asks="how many bytes the codecs saved, and whether the residuals had room",
+    remedy="raise compression.residual_rows, at 4 * dim bytes and an id for each: rows without room are sent whole",
+)
+def compression(case: Case) -> Finding | None:
+    """The result's bytes of a step, by direction and part."""
+    found = (case.run.result or {}).get("bytes") if case.run is not None else None
+    parts = [part for part in found if isinstance(part, Mapping)] if isinstance(found, list) else []
+    wire = {way: _sum(parts, "wire", direction=way) for way in ("push", "pull")}
+    saved = {way: _sum(parts, "raw", direction=way) / sent for way, sent in wire.items() if sent > 0}
+    if max(saved.values(), default=0.0) < _SAVES:
+        return None
+    text = ", ".join(f"{way} {times:.2f} times fewer bytes" for way, times in saved.items())
+    held = _sum(parts, "wire", direction="push", part="held") / wire["push"] if wire["push"] > 0 else 0.0
+    return warn(f"{text}; {held:.0%} of those pushed are rows that had no room") if held > _HELD else ok(text)
+
+
+CHECKS = (ended, step, even_steps, waiting, speed_over_time, evaluation, cache, compression)
+
+
+def _sum(parts: Sequence[Mapping[str, object]], field: str, **wanted: str) -> float:
+    """Of the parts whose fields are as wanted."""
+    chosen = [part for part in parts if all(part.get(name) == value for name, value in wanted.items())]
+    return sum(number(part, field) or 0.0 for part in chosen)
 
 
 def _reasons(case: Case, run: RunRecord) -> list[tuple[str, str]]:
