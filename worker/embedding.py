@@ -16,6 +16,7 @@ from torch.autograd.function import FunctionCtx
 
 from embershard.proto.routing import Route
 from embershard.proto.sum_rows import sum_rows
+from embershard.worker.first_use import by_first_use, by_first_use_in_torch
 from embershard.worker.gradients import RowGradients
 from embershard.worker.pieces import select
 from embershard.worker.reads import Read
@@ -214,7 +215,7 @@ class EmbeddingBag(_RemoteRows):
         self._check(input, offsets, per_sample_weights)
         index, rows, padding = self._read(input)
         if self.table.session.placement.num_shards > 1:
-            index, rows, padding = _by_first_use(index, rows, padding)
+            index, rows, padding = _in_order_of_use(index, rows, padding)
         return F.embedding_bag(
             index,
             rows,
@@ -245,7 +246,7 @@ class EmbeddingBag(_RemoteRows):
                 )
 
 
-def _by_first_use(
+def _in_order_of_use(
     index: torch.Tensor, rows: torch.Tensor, padding: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
     """The same rows in the order in which the ids use them first.
@@ -253,12 +254,11 @@ def _by_first_use(
     torch sums a bag's gradients in an order that depends on how rows are numbered, and a route numbers them by shard;
     in this order the sums have the same bits whatever the number of shards.
     """
-    flat = index.reshape(-1)
-    count, positions = rows.shape[0], torch.arange(flat.numel(), device=index.device)
-    first = positions.new_full((count,), flat.numel()).scatter_reduce_(0, flat, positions, "amin")
-    order = first.argsort()
-    rank = torch.empty_like(order).scatter_(0, order, torch.arange(count, device=index.device))
-    return rank[index], rows.index_select(0, order), None if padding is None else int(rank[padding])
+    if index.device.type == "cpu":
+        numbers, order, rank = map(torch.from_numpy, by_first_use(index.reshape(-1).numpy(), rows.shape[0]))
+    else:
+        numbers, order, rank = by_first_use_in_torch(index.reshape(-1), rows.shape[0])
+    return numbers.view(index.shape), rows.index_select(0, order), None if padding is None else int(rank[padding])
 
 
 def _collector(
