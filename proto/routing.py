@@ -119,8 +119,13 @@ def make_routes(inputs: Sequence[tuple[Ids, int]], placement: Placement) -> list
 
 def ascending(route: Route) -> Route:
     """The same route with the ids of each shard in ascending order: so they take fewer bytes (proto/codec/ids.py)."""
-    ids, index = _ascend(route.ids, route.splits, route.index)
-    return Route(ids, route.splits, index)
+    if route.ids.size and int(route.ids.max()) - int(route.ids.min()) < _NARROW:
+        ids, index = _ascend(route.ids, route.splits, route.index)
+        return Route(ids, route.splits, index)
+    order = np.concatenate([np.argsort(route.ids[a:b]) + a for a, b in pairwise(route.splits.tolist())])
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order))
+    return Route(route.ids[order], route.splits, places[route.index])
 
 
 _BLOCK = 256  # ids looked up together
@@ -226,12 +231,13 @@ def _route(
 
 _DIGIT_BITS = _U(11)  # of a radix sort: its counters stay in the first cache
 _DIGITS = 1 << 11
+_NARROW = 2**33  # between the least and the largest id: three digits; with six, as of hashes, comparing is faster
 _READ = types.Array(types.int64, 1, "C", readonly=True)
 
 
 @called
 def _sort(ids: Ids, keys: npt.NDArray[np.uint64], order: Cells, counts: Ids) -> Cells:
-    """Positions of ids in ascending order, by their digits from the lowest. keys, order: (2, U) scratch."""
+    """Positions of ids in ascending order, by their digits from the lowest. keys, order: (2, U) scratch, U < 2^31."""
     least, most = ids.min(), ids.max()
     span = _U(most) - _U(least)  # modulo 2^64: the difference of two int64 may have 64 bits
     for i in range(_U(ids.size)):

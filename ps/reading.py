@@ -19,8 +19,6 @@ PLAIN = BUILTIN["none"]
 # How much smaller than its rows a reply counts at most: a user-defined codec may say that millions take no bytes, and
 # all of them are gathered first. int8 makes rows 3.9 times smaller.
 _MOST = 8
-
-
 _ENTRY_BYTES = 16  # what protobuf adds to one table's rows, at most
 
 
@@ -30,7 +28,6 @@ class Read(NamedTuple):
     table: Table
     ids: Ids  # (U,)
     codec: ValuesCodec
-    coding: Stopwatch
     since: int | None = None  # the version of what the worker holds, of which it wants what changed
 
     @property
@@ -39,19 +36,19 @@ class Read(NamedTuple):
         count, dim = len(self.ids), self.table.spec.dim
         return max(self.codec.nbytes(count, dim), 4 * count * dim // _MOST)
 
-    def rows(self, version: Callable[[], int]) -> tuple[Floats | Bytes, str]:
+    def rows(self, version: Callable[[], int], coding: Stopwatch) -> tuple[Floats | Bytes, str]:
         """(U, dim) float32 and "", or a payload (N,) uint8 and the codec that reads it.
 
-        version: the updates that the shard has applied.
+        version: the updates that the shard has applied. coding: runs while they are encoded.
         """
         rows = self.table.gather(self.ids)
         if self.since is not None:
-            with self.coding:
+            with coding:
                 payload = self._changed(rows, self.since, version)
             return (rows, "") if payload is None else (payload, DELTA)
         if self.codec is PLAIN:
             return rows, ""
-        with self.coding:
+        with coding:
             payload = np.empty(self.codec.nbytes(*rows.shape), np.uint8)
             self.codec.encode(rows, payload, None)
         return payload, self.codec.name
@@ -70,7 +67,7 @@ class Read(NamedTuple):
 
 
 def read_all(
-    reads: Sequence[Read], version: Callable[[], int], limit: int
+    reads: Sequence[Read], version: Callable[[], int], coding: Stopwatch, limit: int
 ) -> tuple[tuple[Floats | Bytes, ...], tuple[str, ...]]:
     """What Rows says: the rows of every table, and their codecs, () where they have none.
 
@@ -79,6 +76,6 @@ def read_all(
     nbytes = sum(_ENTRY_BYTES + read.nbytes for read in reads)
     if nbytes > limit:
         raise MessageTooLarge(got=nbytes, limit=limit)
-    found = [read.rows(version) for read in reads]
+    found = [read.rows(version, coding) for read in reads]
     codecs = tuple(codec for _, codec in found)
     return tuple(rows for rows, _ in found), codecs if any(codecs) else ()

@@ -48,6 +48,7 @@ from embershard.ps.reading import read_all
 from embershard.ps.restore import Contents, Restores
 from embershard.ps.snapshot import Moment, Snapshots
 from embershard.ps.splits import Splits
+from embershard.ps.stopwatch import Stopwatch
 from embershard.ps.tables import Tables
 
 
@@ -79,7 +80,8 @@ class Shard:
             max_message_bytes=max_message_bytes,
         )
         self._placement = placement
-        self._tables = Tables(index, placement, optimizers, codecs)
+        self._coding = Stopwatch()  # of payloads
+        self._tables = Tables(index, placement, optimizers, self._coding, codecs)
         self._compression = CompressionSettings(self._tables, self._tables.check_codec)
         self._clock = Clock()
         self._pushes = Pushes(self._tables, self._clock, max_message_bytes)
@@ -104,6 +106,7 @@ class Shard:
             now = time.monotonic()
         self.advance(now)
         self._requests += 1
+        self._coding.restart()  # the request before may have failed
         try:
             return self._answer(request, now)
         except ClockAhead:
@@ -172,7 +175,7 @@ class Shard:
             case Push():
                 self._check_placement(request.placement_epoch)
                 reply = self._pushes.take(request, now)
-                return replace(reply, settings=self._compression.revision, coding_seconds=self._tables.coding.take())
+                return replace(reply, settings=self._compression.revision, coding_seconds=self._coding.take())
             case Load():
                 self._check_placement(request.placement_epoch)
                 return self._tables.load(request)
@@ -238,8 +241,8 @@ class Shard:
             self._clock.await_closed(request.after)
         reads = [self._tables.check_read(part) for part in request.tables]
         updates = self._clock.updates
-        tables, codecs = read_all(reads, lambda: updates.version, self.greeting.max_message_bytes)
-        rows = Rows(tables, updates.version, codecs, self._compression.revision, self._tables.coding.take())
+        tables, codecs = read_all(reads, lambda: updates.version, self._coding, self.greeting.max_message_bytes)
+        rows = Rows(tables, updates.version, codecs, self._compression.revision, self._coding.take())
         self._pulled_rows += sum(len(read.ids) for read in reads)
         for part in request.tables:
             if part.route:

@@ -20,6 +20,10 @@ class Stopwatch:
     ) -> None:
         self._seconds += time.perf_counter() - self._start
 
+    def restart(self) -> None:
+        """Forget what nobody took."""
+        self._seconds = 0.0
+
     def take(self) -> float:
         """Seconds since the last time that they were taken."""
         seconds, self._seconds = self._seconds, 0.0

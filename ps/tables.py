@@ -87,16 +87,21 @@ def _first_foreign(ids: Ids, space_key: np.uint64, shard_of: npt.NDArray[np.uint
 
 
 class Tables:
-    """Name -> table of shard `shard` of a placement."""
+    """Name -> table of shard `shard` of a placement; `coding` runs while payloads are decoded."""
 
     def __init__(
-        self, shard: int, placement: Placement, optimizers: OptimizerRegistry, codecs: CodecRegistry | None = None
+        self,
+        shard: int,
+        placement: Placement,
+        optimizers: OptimizerRegistry,
+        coding: Stopwatch,
+        codecs: CodecRegistry | None = None,
     ) -> None:
         self._shard = shard
         self._placement = placement
         self._optimizers = optimizers
         self._codecs = codecs or CodecRegistry()
-        self.coding = Stopwatch()  # of the payloads of pushes and pulls
+        self._coding = coding
         self._entries: dict[str, Entry] = {}
 
     def status(self) -> tuple[TableStatus, ...]:
@@ -194,8 +199,8 @@ class Tables:
         entry = self.open_entry(part.table)
         self.check_ids(entry, part.ids)
         if part.codec == DELTA:
-            return Read(entry.table, part.ids, PLAIN, self.coding, part.since)
-        return Read(entry.table, part.ids, self._codecs.find(part.codec) if part.codec else PLAIN, self.coding)
+            return Read(entry.table, part.ids, PLAIN, part.since)
+        return Read(entry.table, part.ids, self._codecs.find(part.codec) if part.codec else PLAIN)
 
     def check_gradients(self, part: TableGradients, kept: Ids | None, room: int) -> Part:
         """Gradients that fit their table, decompressed; their ids are those `kept` from a pull, which has checked them.
@@ -216,7 +221,7 @@ class Tables:
             raise MessageTooLarge(got=size, limit=room)
         name = "" if part.codec == PACKED else part.codec
         try:
-            with self.coding:
+            with self._coding:
                 rows = decode(cast(Bytes, part.gradients), len(ids), dim, self._codecs.find, name)
         except DamagedPayload as error:
             reason = f"gradients of {len(ids)} ids of table {part.table!r}: {error.fields['reason']}"

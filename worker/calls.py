@@ -60,11 +60,10 @@ class Calls:
         try:
             with span("wait"):  # of which a carrier may set its own parts apart
                 outcomes = self._links.call(requests, deadline, into) if wait is None else wait(requests, into)
-            answers = [reply for reply in outcomes.values() if isinstance(reply, Rows | Pushed)]
+                answers = [reply for reply in outcomes.values() if isinstance(reply, Rows | Pushed)]
+                # shards work side by side, but for those of this process: the slowest is waited for
+                set_apart("shards", max((reply.coding_seconds for reply in answers), default=0.0))
             self.settings_revision = max([self.settings_revision, *(reply.settings for reply in answers)])
-            # shards work side by side: the slowest is waited for
-            coding = max((reply.coding_seconds for reply in answers), default=0.0)
-            set_apart("shards", "wait", min(coding, time.perf_counter() - start))
             if (watch := self.watch) is not None:
                 watch(requests, outcomes, time.perf_counter() - start)
             return outcomes

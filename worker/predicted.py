@@ -53,7 +53,7 @@ _ID_BYTES, _FLOAT_BYTES = 8, 4
 _ELEMENT_BY_ELEMENT = ("sgd", "adagrad")
 # numbers as they are after some hundred steps: their size in a head is that of their digits
 _TYPICAL, _EPOCH = 1000, time.time_ns()
-_CODING_BYTES = 5  # by which a reply says how long the shard took to code
+_CODING_BYTES = len(head_bytes(Rows((), coding_seconds=1.0))) - len(head_bytes(Rows(())))
 _NO_IDS, _NO_BYTES = np.empty(0, np.int64), np.empty(0, np.uint8)
 
 
@@ -173,21 +173,18 @@ def _heads(part: Part, moved: Volumes, directions: Mapping[str, Directions]) -> 
             codec = getattr(directions[other.table], part.direction)
             with_ids, without = (_exchange(*make(other.table, codec, ids=given)) - empty for given in (True, False))
             total += counted.messages * (share * with_ids + (1 - share) * without)
-    return total + _CODING_BYTES * _coded_replies(part.direction, moved, directions)
+    return total + _CODING_BYTES * _coded_replies(part, moved, directions)
 
 
-def _coded_replies(direction: str, moved: Volumes, directions: Mapping[str, Directions]) -> int:
-    """Messages of a direction with a payload; of several tables in one, those of the table that is in the most."""
-    return max(
-        (
-            counted.messages
-            for part, counted in moved.items()
-            if part.direction == direction
-            and part.kind in ("rows", "dense")
-            and not getattr(directions[part.table], direction).is_plain
-        ),
-        default=0,
-    )
+def _coded_replies(whole: Part, moved: Volumes, directions: Mapping[str, Directions]) -> int:
+    """Replies that say how long coding took: one for each table with a payload, unless they shared their messages."""
+    coded = 0
+    for part, counted in moved.items():
+        if part.direction == whole.direction and part.kind in ("rows", "dense", "held"):
+            is_plain = getattr(directions[part.table], part.direction).is_plain
+            # held rows are a payload, too, and where there is a codec they come with others
+            coded += counted.messages if is_plain == (part.kind == "held") else 0
+    return min(coded, moved[whole].messages)
 
 
 def _exchange(request: Request, reply: Reply) -> int:

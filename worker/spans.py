@@ -55,11 +55,12 @@ def span(name: str) -> AbstractContextManager[None]:
     return _NOTHING if recorder is None else _Span(recorder, name)
 
 
-def set_apart(part: str, of: str, seconds: float) -> None:
-    """Count so much of what this thread's spans counted as `of` as another part."""
-    if _recorder is not None and seconds > 0:
-        _recorder.add(part, seconds)
-        _recorder.add(of, -seconds)
+def set_apart(part: str, seconds: float) -> None:
+    """Count so much of the innermost open span of this thread as another part, as far as it is its own time."""
+    recorder = _recorder
+    outer: _Span | None = None if recorder is None else getattr(recorder.local, "top", None)
+    if outer is not None and seconds > 0:
+        outer.set_apart(part, seconds)
 
 
 def steps_begin() -> None:
@@ -218,6 +219,11 @@ class _Span:
             self._range = recorder.profiler.record_function(self._name)
             self._range.__enter__()
         self._start = time.perf_counter()
+
+    def set_apart(self, part: str, seconds: float) -> None:
+        own = min(seconds, time.perf_counter() - self._start - self._inner)
+        self._inner += own
+        self._recorder.add(part, own)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -7,12 +7,11 @@ import numpy.typing as npt
 from numba import types
 
 from embershard.proto.codec import floats
-from embershard.proto.codec.floats import Bytes, Floats, read_only, written
+from embershard.proto.codec.floats import ABS, INFINITY, Bytes, Floats, read_only, written
 from embershard.proto.codec_errors import check_size
 from embershard.proto.jit import compiled
 
 _U = np.uint32
-_INFINITY = _U(0x7F800000)
 
 
 class Bf16:
@@ -45,7 +44,7 @@ def _encode(bits: npt.NDArray[np.uint32], out: npt.NDArray[np.uint16]) -> None:
         nearest = (x + _U(0x7FFF) + ((x >> _U(16)) & _U(1))) >> _U(16)
         # rounding would carry some NaNs over into -0
         quiet = (x >> _U(16)) | _U(0x40)
-        out[i] = np.uint16(quiet if (x & _U(0x7FFFFFFF)) > _INFINITY else nearest)
+        out[i] = np.uint16(quiet if (x & ABS) > INFINITY else nearest)
 
 
 @compiled(types.void(read_only(types.uint16), written(types.uint32)), floats)

@@ -11,6 +11,9 @@ from numba.extending import intrinsic, overload
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
+ABS = np.uint32(0x7FFFFFFF)  # the bits of a float32 without its sign
+INFINITY = np.uint32(0x7F800000)
+
 
 def read_only(dtype: object) -> object:
     """Type of a flat array that a kernel reads; a payload may start at any byte of a message."""

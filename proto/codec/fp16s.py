@@ -7,13 +7,12 @@ import numpy.typing as npt
 from numba import types
 
 from embershard.proto.codec import floats, half
-from embershard.proto.codec.floats import Bytes, Floats, bits_of, float_of, read_only, written
+from embershard.proto.codec.floats import ABS, INFINITY, Bytes, Floats, bits_of, float_of, read_only, written
 from embershard.proto.codec.half import float_of_half, half_of
 from embershard.proto.codec_errors import check_size
 from embershard.proto.jit import compiled
 
 _U = np.uint32
-_ABS, _INFINITY = _U(0x7FFFFFFF), _U(0x7F800000)
 _NOT_FINITE = -128
 
 
@@ -50,8 +49,8 @@ def _encode(rows: Floats, halves: npt.NDArray[np.uint16], exponents: npt.NDArray
         first = r * dim
         largest = _U(0)
         for j in range(dim):
-            largest = max(largest, bits_of(rows[first + j]) & _ABS)  # bits order floats, and NaN above infinity
-        if largest >= _INFINITY:
+            largest = max(largest, bits_of(rows[first + j]) & ABS)  # bits order floats, and NaN above infinity
+        if largest >= INFINITY:
             exponents[r] = _NOT_FINITE
             for j in range(dim):
                 halves[first + j] = 0

@@ -14,29 +14,31 @@ from numba.core.cgutils import ir
 from numba.core.codegen import ll as llvm
 from numba.extending import intrinsic, overload
 
-from embershard.proto.codec.floats import bits_of, float_of
+from embershard.proto.codec.floats import ABS, INFINITY, bits_of, float_of
 from embershard.proto.jit import inlined
 
 _U = np.uint32
-_ABS, _INFINITY = _U(0x7FFFFFFF), _U(0x7F800000)
 _SUBNORMAL = _U(113 << 23)  # 2^-14, the smallest normal fp16
 _MAGIC = _U(126 << 23)  # 0.5: its last bit is worth 2^-24, as an fp16's below 2^-14
 
 
 def processor_converts() -> bool:
-    """Whether numba may use instructions for it: LLVM would call a function that is not there where they are none."""
-    if config.CPU_NAME or config.CPU_FEATURES:  # numba was told to make code for another processor
-        return "+f16c" in (config.CPU_FEATURES or "")
+    """Whether numba may use instructions for it: where there are none LLVM would call a function that is not there."""
+    if config.CPU_NAME or config.CPU_FEATURES:  # numba was told to make code for a processor, of which we know nothing
+        return False
     if platform.machine().lower() in ("aarch64", "arm64"):
         return True
-    return bool(llvm.get_host_cpu_features().get("f16c", False))
+    try:
+        return bool(llvm.get_host_cpu_features().get("f16c", False))
+    except RuntimeError:  # LLVM does not know what this one has
+        return False
 
 
 @inlined
 def half_in_integers(x: np.float32) -> np.uint16:
     """fp16 bits of a float below 65,520."""
     bits = bits_of(x)
-    size = bits & _ABS
+    size = bits & ABS
     subnormal = bits_of(float_of(size) + float_of(_MAGIC)) - _MAGIC  # the addition rounds
     normal = (size - _U(112 << 23) + _U(0xFFF) + ((size >> _U(13)) & _U(1))) >> _U(13)
     return np.uint16((subnormal if size < _SUBNORMAL else normal) | ((bits >> _U(16)) & _U(0x8000)))
@@ -48,7 +50,7 @@ def float_in_integers(half: np.uint16) -> np.float32:
     size = _U(half) & _U(0x7FFF)
     subnormal = bits_of(np.float32(np.int32(size)) * np.float32(2.0**-24))
     normal = (size << _U(13)) + _U(112 << 23)
-    normal = normal | _INFINITY if size >= _U(0x7C00) else normal
+    normal = normal | INFINITY if size >= _U(0x7C00) else normal
     return float_of((subnormal if size < _U(0x400) else normal) | ((_U(half) & _U(0x8000)) << _U(16)))
 
 

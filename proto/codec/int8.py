@@ -7,7 +7,7 @@ import numpy.typing as npt
 from numba import types
 
 from embershard.proto.codec import floats
-from embershard.proto.codec.floats import Bytes, Floats, bits_of, float_of, read_only, written
+from embershard.proto.codec.floats import ABS, INFINITY, Bytes, Floats, bits_of, float_of, read_only, written
 from embershard.proto.codec_errors import check_size
 from embershard.proto.jit import compiled, inlined
 from embershard.proto.routing import mix64
@@ -15,7 +15,6 @@ from embershard.proto.routing import mix64
 BLOCK = 64
 _BLOCK, _1 = np.uint64(BLOCK), np.uint64(1)
 _U = np.uint32
-_ABS, _INFINITY = _U(0x7FFFFFFF), _U(0x7F800000)
 _NAN = np.uint16(0x7FC0)
 _TILE = 1024  # floats whose random numbers are made at once
 _STREAM = np.uint64(0x696E7438)  # "int8": its random numbers are nobody else's
@@ -83,8 +82,8 @@ def _encode(
         size = min(_BLOCK, dim - b % blocks * _BLOCK)
         largest = _U(0)
         for j in range(size):
-            largest = max(largest, bits_of(rows[first + j]) & _ABS)  # bits order floats, and NaN above infinity
-        if largest == 0 or largest >= _INFINITY:
+            largest = max(largest, bits_of(rows[first + j]) & ABS)  # bits order floats, and NaN above infinity
+        if largest == 0 or largest >= INFINITY:
             scales[b] = _NAN if largest else 0
             for j in range(size):
                 out[first + j] = 0

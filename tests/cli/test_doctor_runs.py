@@ -177,7 +177,10 @@ def test_rows_without_room_in_the_residuals_are_a_warning(tmp_path: Path):
     finds(runs.compression, finding(pull, push), OK, "push 10.00 times fewer bytes, pull 2.00 times fewer bytes")
     finds(runs.compression, finding(pull, push, moved("push", "held", 9.0, 0.0)), OK, "push 9.09 times")
     held = finding(pull, push, moved("push", "held", 30.0, 0.0))
-    finds(runs.compression, held, WARN, "25% of those pushed are rows that had no room")
+    finds(runs.compression, held, WARN, "25% of those pushed are rows that were held back and sent whole")
+    alone = finding(moved("push", "rows", 1.0, 100.0), moved("push", "held", 105.0, 0.0))
+    finds(runs.compression, alone, WARN, "push 1.06 times more bytes, 99% of those pushed")
+    finds(runs.compression, finding(pull, moved("push", "rows", 200.0, 100.0)), WARN, "push 2.00 times more bytes")
 
 
 def test_long_evaluations_and_a_cache_without_hits_are_warnings(tmp_path: Path):

@@ -128,6 +128,17 @@ def test_a_route_in_ascending_order_reads_the_same(ids: list[int], num_shards: i
         assert found.ids[part].tolist() == sorted(route.ids[part].tolist())
 
 
+@pytest.mark.parametrize("least", [0, -(2**62)])
+def test_many_ids_of_any_range_are_put_in_order(least: int) -> None:
+    ids = np.random.default_rng(0).integers(least, least + 2**33, 20_000) if least else np.arange(20_000)[::-1] * 7
+    for some in (ids, ids * (1 if least else 2**40)):
+        route = make_route(some, 3, Placement.even(3))
+        found = ascending(route)
+        np.testing.assert_array_equal(found.ids[found.index], some)
+        for shard in range(3):
+            np.testing.assert_array_equal(found.ids[found.slice_of(shard)], np.sort(route.ids[route.slice_of(shard)]))
+
+
 def test_a_route_without_an_index_is_put_in_order_too() -> None:
     route = make_route(np.array([5, 3, 9, 3]), 3, Placement.even(1))
     found = ascending(Route(route.ids, route.splits, np.empty(0, np.int64)))

@@ -18,7 +18,7 @@ from embershard.proto.codec.ids import encode_ids
 from embershard.proto.codec.payload import encode_elements, encode_rows
 from embershard.proto.codec.values import BUILTIN, ValuesCodec, find_values
 from embershard.proto.codec_errors import DamagedPayload, UnknownCodec
-from embershard.proto.errors import InvalidRequest, MessageTooLarge
+from embershard.proto.errors import InvalidRequest, MessageTooLarge, UnknownTable
 from embershard.proto.messages import (
     PACKED,
     Declare,
@@ -92,6 +92,14 @@ class TestPull:
         assert isinstance(reply, Pushed)
         assert 0 < loads(Pushed, dumps(reply)).coding_seconds < 10
         reply = shard.handle(push(TableGradients("t", IDS, rows_of(1)), seq=2))
+        assert isinstance(reply, Pushed)
+        assert reply.coding_seconds == 0.0
+
+    def test_what_coding_took_in_a_request_that_failed_is_told_in_no_reply(self, shard: Shard):
+        good = coded(encode_rows(rows_of(1), find_values("int8"), 1))
+        with pytest.raises(UnknownTable):
+            shard.handle(push(good, replace(good, table="nowhere")))
+        reply = shard.handle(push(TableGradients("t", IDS, rows_of(1)), worker=1))
         assert isinstance(reply, Pushed)
         assert reply.coding_seconds == 0.0
 

@@ -64,6 +64,22 @@ def test_predicted_bytes_are_within_one_percent_of_those_on_the_socket(stream_sh
     assert moved.keys() - expected.keys() == {Part("other", "other")}
 
 
+def heads_off(address: str, push: str, pull: str) -> list[float]:
+    """By how many bytes what is expected of heads differs from what is counted: pushes, pulls."""
+    client, moved, _ = moved_by(address, push, pull)
+    try:
+        expected = predict_volumes(moved, client)
+    finally:
+        client.close()
+    return [expected[part] - moved[part].wire for part in (Part("push", "other"), Part("pull", "other"))]
+
+
+@pytest.mark.parametrize(("push", "pull"), [("int8", "int8"), ("topk:0.01", "fp16s")])
+def test_what_replies_say_of_coding_is_foreseen(stream_shard: str, push: str, pull: str) -> None:
+    plain = heads_off(stream_shard, "none", "none")  # the numbers of the first steps have fewer digits than is expected
+    assert heads_off(stream_shard, push, pull) == pytest.approx(plain, abs=2 * STEPS)
+
+
 @pytest.mark.parametrize("push", ["topk:0.1+fp16s", "rows:0.1+int8", "randomk:0.05", "dgc:0.02"])
 def test_what_a_selection_sends_is_foreseen_too(stream_shard: str, push: str) -> None:
     client, moved, _ = moved_by(stream_shard, push, "none")

@@ -14,7 +14,6 @@ import numpy as np
 
 from embershard.proto.messages import Array, Bytes, Floats, Reply, Request, Rows
 from embershard.worker.carrier import Unreachable
-from embershard.worker.spans import span
 
 # A call ends at its deadline on the I/O thread. This much later we stop believing that there is one: a call given up
 # while it lives might have its arrays written after its end.
@@ -41,8 +40,7 @@ class StreamCall:
     def result(self) -> Reply:
         """The reply; see Pending."""
         try:
-            with span("wait"):
-                return self.answer.result(self.seconds + _GRACE_SECONDS)
+            return self.answer.result(self.seconds + _GRACE_SECONDS)
         except FutureTimeout:
             raise Unreachable("no answer") from None
 

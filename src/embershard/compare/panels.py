@@ -20,8 +20,8 @@ from embershard.compare.units import (
 )
 
 _BYTE_STYLES = {part: 12 if part == "other" else style for style, part in enumerate(BYTE_PARTS)}
-_STEP_STYLES = {"data": 0, "route": 1, "pull": 2, "wait": 4, "receive": 3, "decode": 8, "forward": 5, "backward": 6,
-                "gather": 11, "encode": 7, "push": 9, "send": 10, "other": 12, "shards": 13}  # fmt: skip
+_STEP_STYLES = {"data": 0, "route": 1, "pull": 2, "wait": 4, "shards": 13, "receive": 3, "decode": 8, "forward": 5,
+                "backward": 6, "gather": 11, "encode": 7, "push": 9, "send": 10, "other": 12}  # fmt: skip
 _SMALL = 0.02  # of the longest bar: parts that are nowhere above it are drawn with `other`
 
 

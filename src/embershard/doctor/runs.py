@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 
@@ -189,19 +190,26 @@ def cache(case: Case) -> Finding | None:
 @check(
     "compression",
     asks="how many bytes the codecs saved, and whether the residuals had room",
-    remedy="raise compression.residual_rows, at 4 * dim bytes and an id for each: rows without room are sent whole",
+    remedy="raise compression.residual_rows: rows that find no room are sent whole; a codec that sends more bytes than "
+    "float32 needs a smaller ratio, or is better left out",
 )
 def compression(case: Case) -> Finding | None:
     """The result's bytes of a step, by direction and part."""
     found = (case.run.result or {}).get("bytes") if case.run is not None else None
     parts = [part for part in found if isinstance(part, Mapping)] if isinstance(found, list) else []
-    wire = {way: _sum(parts, "wire", direction=way) for way in ("push", "pull")}
-    saved = {way: _sum(parts, "raw", direction=way) / sent for way, sent in wire.items() if sent > 0}
-    if max(saved.values(), default=0.0) < _SAVES:
+    wire = {way: sent for way in ("push", "pull") if (sent := _sum(parts, "wire", direction=way)) > 0}
+    times = {way: _sum(parts, "raw", direction=way) / sent for way, sent in wire.items()}
+    held = _sum(parts, "wire", direction="push", part="held") / wire.get("push", math.inf)
+    if held <= _HELD and all(1 / _SAVES < one < _SAVES for one in times.values()):
         return None
-    text = ", ".join(f"{way} {times:.2f} times fewer bytes" for way, times in saved.items())
-    held = _sum(parts, "wire", direction="push", part="held") / wire["push"] if wire["push"] > 0 else 0.0
-    return warn(f"{text}; {held:.0%} of those pushed are rows that had no room") if held > _HELD else ok(text)
+    words = [
+        f"{way} {one:.2f} times fewer bytes" if one >= 1 else f"{way} {1 / max(one, 1e-9):.2f} times more bytes"
+        for way, one in times.items()
+    ]
+    if held > _HELD:
+        words.append(f"{held:.0%} of those pushed are rows that were held back and sent whole")
+    is_worse = held > _HELD or min(times.values()) <= 1 / _SAVES
+    return (warn if is_worse else ok)(", ".join(words))
 
 
 CHECKS = (ended, step, even_steps, waiting, speed_over_time, evaluation, cache, compression)
