@@ -7,7 +7,8 @@ from torch import nn
 
 from embershard.proto.routing import NUM_BUCKETS, Placement, Route
 from embershard.proto.spec import SGD, Constant, TableSpec
-from embershard.worker.dense import BLOCK, DenseWeights, Floats
+from embershard.worker.compression.low_rank import Place
+from embershard.worker.dense import BLOCK, DenseWeights, Floats, layout_seed
 
 SPEC = TableSpec(name="dense", dim=BLOCK, optimizer=SGD(lr=1.0), initializer=Constant(), id_space="dense")
 SCATTERED = Placement(1, 3, np.random.default_rng(0).integers(0, 3, NUM_BUCKETS).astype(np.uint16))
@@ -87,3 +88,69 @@ def test_a_sparse_gradient_of_a_dense_parameter_is_pushed_whole() -> None:
     pushed = dense.gradients()
     assert pushed is not None
     assert pushed[2][0, :6].tolist() == [0, 0, 0, 0, 2, 2]
+
+
+@pytest.mark.parametrize(("numel", "num_blocks"), [(1, 1), (BLOCK - 1, 1), (BLOCK, 1), (BLOCK + 1, 2), (2 * BLOCK, 2)])
+def test_a_parameter_takes_the_fewest_blocks_that_hold_it(numel: int, num_blocks: int) -> None:
+    parameter, last = nn.Parameter(torch.ones(numel)), nn.Parameter(torch.full((3,), 2.0))
+    dense = DenseWeights(SPEC, [("full", parameter), ("last", last)], Placement.even(2))
+    assert dense.num_blocks == num_blocks + 1
+    assert dense.layout.places == [Place(0, (numel,)), Place(num_blocks, (3,))]
+    parameter.grad, last.grad = torch.full((numel,), 3.0), torch.full((3,), 4.0)
+    pushed = dense.gradients()
+    assert pushed is not None
+    for blocks, first, second in ((dense.values(), 1.0, 2.0), (pushed[2], 3.0, 4.0)):
+        want = np.zeros((num_blocks + 1, BLOCK), np.float32)
+        want.reshape(-1)[:numel], want[-1, :3] = first, second
+        np.testing.assert_array_equal(blocks, want)  # zeros behind the parameters
+
+
+def test_dense_weights_without_gradients_push_nothing() -> None:
+    model, dense = make(Placement.even(2))
+    assert dense.gradients() is None
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    dense.clear()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert dense.gradients() is None
+
+
+@pytest.mark.parametrize("pushes", [False, True], ids=["pulled", "pushed"])
+def test_a_parameter_that_was_given_other_memory_is_followed(pushes: bool) -> None:
+    model, dense = make(Placement.even(2))
+    ones = np.ones((dense.num_blocks, BLOCK), np.float32)
+    last = list(model.parameters())[-1]  # one is enough
+    last.data = torch.full_like(last, 7.0)
+    last.grad = torch.ones_like(last)
+    if pushes:
+        dense.gradients()
+        assert dense.values().max() == 7.0
+    dense.accept(dense.reads(), ones, clock=0)
+    assert all(torch.equal(parameter, torch.ones_like(parameter)) for parameter in model.parameters())
+
+
+def test_what_was_forgotten_is_pulled_again_frozen_parameters_with_it() -> None:
+    model, dense = make(Placement.even(2))
+    model[0].requires_grad_(False)
+    assert dense.stale(0)
+    assert len(dense.reads().ids) == dense.num_blocks  # the frozen ones are pulled once, too
+    dense.accept(dense.reads(), dense.values().copy(), clock=0)
+    assert not dense.stale(0)
+    assert len(dense.reads().ids) < dense.num_blocks
+    dense.forget()
+    assert dense.stale(0)
+    assert len(dense.reads().ids) == dense.num_blocks
+
+
+def test_dense_weights_on_several_devices_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ValueError, match=r"dense parameters lie on several devices \(cpu, meta\)"):
+        DenseWeights(SPEC, list(model.named_parameters()), Placement.even(1))
+
+
+def test_workers_with_other_names_or_shapes_of_dense_weights_have_another_seed() -> None:
+    one, two = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(3, 2))
+    named = [[("a", one)], [("b", one)], [("a", two)], [("a", one), ("b", one)], [("b", one), ("a", one)]]
+    seeds = [layout_seed(parameters) for parameters in named]
+    assert len(set(seeds)) == len(named)
+    assert layout_seed([("a", nn.Parameter(torch.ones(2, 3)))]) == seeds[0]  # whatever the values are
