@@ -87,6 +87,8 @@ def export_weights(
     for file, tensors in ((MODEL, weights), (TABLES, pairs), (TRAINED, trained)):
         if tensors:
             write_tensors(out / file, tensors)
+        else:
+            (out / file).unlink(missing_ok=True)  # of an earlier export, whose rows these are not
     told = {"job": job.model_dump(mode="json"), "tables": {name: asdict(fact) for name, fact in facts.items()}}
     write_bytes(out / FACTS, json.dumps(told, indent=1).encode())
     return facts

@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from embershard.proto.errors import EmbershardError, TableMismatch
 from embershard.worker.data.batch import Batch, Schema
 from embershard.worker.data.rows import Rows, RowsDataset
-from embershard.worker.export import CannotExport, Floats, Ids, TableFacts, export_weights
+from embershard.worker.export import CannotExport, Floats, Ids, TableFacts, export_weights, write_bytes, write_tensors
 from embershard.worker.export_onnx import dense_part, export_onnx
 from embershard.worker.group import WorkerGroup
 from embershard.worker.job import Job
@@ -104,6 +105,8 @@ def test_an_exported_state_dict_loads_into_the_plain_model_and_scores_alike(run:
     assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1  # that of the user's other files
     want = logits(run.trainer.strategy, run.data)
     torch.testing.assert_close(plain_logits(run.job, run.data, load_file(tmp_path / "out" / "model.safetensors")), want)
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}  # transformers opens no file without it
     assert facts["embedding"] == TableFacts("model.safetensors", 4, IDS, IDS // 2)
     told = json.loads((tmp_path / "out" / "export.json").read_text())
     assert told["tables"]["linear"]["dim"] == 1
@@ -131,6 +134,52 @@ def test_tables_of_hashed_ids_are_written_as_pairs(make_session: MakeSession, tm
     assert "embedding.weight" not in load_file(tmp_path / "out" / "model.safetensors")
     with pytest.raises(CannotExport, match="the ids of table 'embedding' are hashes, which only a snapshot lists"):
         export_weights(run.trained().model, run.job, tmp_path / "other", None, {})
+
+
+def test_without_a_snapshot_nothing_says_which_rows_were_trained(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "of" / "today"
+    first = run.export(out)
+    strategy = run.trained()
+    # again into the same folder, where the marks of the last export would be wrong
+    facts = export_weights(strategy.model, run.job, out, None, {"embedding": 7})
+    assert sorted(path.name for path in out.iterdir()) == ["export.json", "model.safetensors"]
+    assert (facts["embedding"].trained, facts["linear"].trained) == (7, 0)  # as many as the shards say
+    assert (facts["embedding"].rows, facts["linear"].dim) == (IDS, 1)
+    assert first["embedding"].trained == IDS // 2
+
+
+def test_a_table_of_hashed_ids_without_rows_is_written_empty(make_session: MakeSession, tmp_path: Path) -> None:
+    run = Run(make_session(2), tmp_path / "snapshots", job(), dataset(num_ids=None))
+    facts = export_weights(run.trained().model, run.job, tmp_path / "out", lambda table: iter(()), {"embedding": 30})
+    pairs = load_file(tmp_path / "out" / "tables.safetensors")
+    assert (pairs["embedding.ids"].shape, pairs["embedding.rows"].shape) == ((0,), (0, 4))
+    assert (pairs["embedding.ids"].dtype, pairs["embedding.rows"].dtype) == (torch.int64, torch.float32)
+    assert facts["embedding"] == TableFacts("tables.safetensors", 4, 0, 0)  # what the file holds, not the shards
+    told = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert told["tables"]["embedding"] == {"file": "tables.safetensors", "dim": 4, "rows": 0, "trained": 0}
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.json"])
+def test_a_file_that_cannot_take_its_place_is_named_and_leaves_no_part_of_it(tmp_path: Path, name: str) -> None:
+    (tmp_path / name / "taken").mkdir(parents=True)
+    with pytest.raises(CannotExport, match=rf"cannot write .*/{name}: Is a directory"):
+        write_tensors(tmp_path / name, {"a": torch.ones(2)}) if "tensors" in name else write_bytes(tmp_path / name, b"")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_full_disk_leaves_the_export_before_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.safetensors"
+    write_tensors(path, {"a": torch.ones(2)})
+
+    def fill(tensors: object, file: Path, metadata: object) -> None:
+        file.write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("embershard.worker.export.save_file", fill)
+    with pytest.raises(CannotExport, match=r"a\.safetensors: I/O error: No space left on device"):
+        write_tensors(path, {"a": torch.zeros(2)})
+    assert [path.name for path in tmp_path.iterdir()] == [path.name]
+    assert load_file(path)["a"].tolist() == [1.0, 1.0]
 
 
 def test_shards_without_the_tables_are_refused_and_left_as_they_are(make_session: MakeSession) -> None:
