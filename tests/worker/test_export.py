@@ -110,16 +110,21 @@ def test_an_exported_state_dict_loads_into_the_plain_model_and_scores_alike(run:
     assert facts["embedding"] == TableFacts("model.safetensors", 4, IDS, IDS // 2)
     told = json.loads((tmp_path / "out" / "export.json").read_text())
     assert told["tables"]["linear"]["dim"] == 1
-    assert told["job"]["model"]["name"] == "deepfm"
+    assert told["job"] == run.job.model_dump(mode="json")  # defaults, too
 
 
-def test_rows_that_were_never_trained_are_named_and_have_their_first_values(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefix", ["", "a/"])
+def test_rows_that_were_never_trained_are_named_and_have_their_first_values(
+    make_session: MakeSession, tmp_path: Path, prefix: str
+) -> None:
+    prefixed = job().model_copy(update={"prefix": prefix})  # of tables, but not of the model's parameters
+    run = Run(make_session(2), tmp_path / "snapshots", prefixed, dataset())
     run.export(tmp_path / "out")
     marks = load_file(tmp_path / "out" / "trained.safetensors")["embedding"]
     assert marks.tolist() == [i % PER_FIELD < PER_FIELD // 2 for i in range(IDS)]
     initial = torch.arange(IDS)[~marks]
     weight = load_file(tmp_path / "out" / "model.safetensors")["embedding.weight"]
-    table = next(table for table in run.session.tables if table.spec.name == "embedding")
+    table = next(table for table in run.session.tables if table.spec.name == f"{prefix}embedding")
     assert torch.equal(weight[initial], table.pull(initial))
 
 
