@@ -53,7 +53,7 @@ class Evaluator:
     def _evaluate(self) -> dict[str, Figures]:
         self._strategy.refresh()
         # running statistics of batch norm are each worker's own: score with the first one's everywhere
-        self._group.broadcast(buffer for buffer in self._model.buffers() if buffer.numel())
+        self._group.broadcast(self._model.buffers())
         figures: dict[str, Figures] = {}
         with _evaluating(self._model), self._strategy.exact(), self._averaged(self._group.broadcast), torch.no_grad():
             for split in self._dataset.splits:

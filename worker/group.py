@@ -163,7 +163,7 @@ class WorkerGroup:
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give every worker the first one's values, in place; shapes and dtypes are the same on all of them."""
-        kept = list(tensors)
+        kept = [tensor for tensor in tensors if tensor.numel()]
         if not kept:
             return
         hosts = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for tensor in kept]

@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 import torch.distributed
 
 from embershard.in_process import InProcessShards
-from embershard.proto.errors import WorkersApart
+from embershard.proto.errors import WorkerLost, WorkersApart
 from embershard.worker.client import Client
-from embershard.worker.group import LeftBehind, ShardGroup, WorkerGroup
+from embershard.worker.group import FewerWorkers, LeftBehind, ShardGroup, WorkerGroup
 from embershard.worker.membership import Terms
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -110,6 +111,46 @@ def test_a_world_of_one_needs_no_network() -> None:
         group.broadcast([buffer])
         assert group.is_first
         assert group.any(True)
+
+
+def test_what_all_of_them_put_down_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mirrored(WorkerGroup):
+        """All others put down what this one does."""
+
+        def _meet(self, data: npt.NDArray[np.uint8], *, listen: bool = True) -> dict[int, npt.NDArray[np.uint8]]:
+            sizes.append(len(data))
+            return {worker: data for worker in self.present}
+
+    sizes: list[int] = []
+    monkeypatch.setattr("embershard.worker.group.MEETING_BYTES", 64)
+    group = Mirrored(0, 4)
+    values = np.arange(10.0)
+    assert [part.tolist() for part in group.gather(values)] == [values.tolist()] * 4
+    buffers = [torch.arange(7.0), torch.empty(0), torch.arange(3)]
+    group.broadcast(buffers)
+    assert [buffer.tolist() for buffer in buffers] == [list(range(7)), [], [0, 1, 2]]
+    assert max(sizes) == 64 // 4
+    sizes.clear()
+    group.broadcast([])
+    assert not sizes  # there is nothing to meet for
+
+
+def test_what_is_done_together_is_tried_again_for_each_worker_that_can_be_lost() -> None:
+    group = WorkerGroup(0, 3)
+
+    def losing(count: int) -> Callable[[], str]:
+        losses = iter([FewerWorkers()] * count)
+
+        def work() -> str:
+            for loss in losses:
+                raise loss
+            return "done"
+
+        return work
+
+    assert group.together(losing(2)) == "done"
+    with pytest.raises(WorkerLost, match="worker 0 of 3 lost another worker: again and again"):
+        group.together(losing(3))
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
@@ -237,6 +278,7 @@ def test_who_was_given_up_learns_that_it_was_left_behind_and_enters_again(join: 
     groups[0].dismiss(0, lambda clock: None, 3, {"plateaus": 7})
     with pytest.raises(LeftBehind):
         groups[1].assemble(0)
+    assert not groups[1].is_first
     assert groups[1].enter({}) == (1, {"plateaus": 7})
     all_do(groups, lambda group: group.assemble(1))
     assert groups[1].present == (0, 1)
