@@ -127,6 +127,17 @@ def test_the_same_seed_gives_the_same_run(make_session: MakeSession, name: str, 
     assert name == "lr" or other.figures != one.figures
 
 
+def test_dropout_differs_between_workers_and_not_between_runs(make_session: MakeSession) -> None:
+    def draws(rank: int, seed: int = 5) -> list[float]:
+        Trainer(job("lr", train={"seed": seed}), dataset(), make_session(), WorkerGroup(rank, 2))
+        drawn: list[float] = torch.rand(3).tolist()
+        return drawn
+
+    assert draws(0) == draws(0)
+    assert draws(0) != draws(1)
+    assert draws(0) != draws(0, seed=7)
+
+
 def test_the_reported_figures_are_those_of_the_best_evaluation(make_session: MakeSession) -> None:
     result, notes = run(make_session(), job(train={"epochs": 6}, evaluate={"metric": "logloss"}))
     losses = [e.figures["valid"]["logloss"] for e in notes.evaluations]
