@@ -254,53 +254,50 @@ class ShardGroup(WorkerGroup):
         assert client.membership is not None
         self._join_timeout = join_timeout
         self._client, self._membership = client, client.membership
-        self._segment = self._number = 0
+        self._number = 0
         self._name = ""  # of the last one with a name of its own
 
     @property
     def reports(self) -> bool:
         """Whether this worker reports: the first that lives, of those who met last."""
         live = [worker for worker in self.present if worker == self.rank or worker in self._membership.members]
-        return self.rank in self.present and live[0] == self.rank
+        return live[:1] == [self.rank]
 
     def enter(self, word: Word) -> tuple[int, Word]:
         """Take part from here on; see WorkerGroup. WorkerLost names who did not come to the start in time."""
         for _ in range(_TRIES):
-            segment, _, step = self._client.status()[0].meeting.partition("/")
-            self.late = bool(segment)
-            self._segment = int(segment or 0) + step.startswith("end")
-            self.over = step.startswith("over")
+            name, _, step = self._client.status()[0].meeting.partition("/")
+            self.late, self.over = bool(name), step.startswith("over")
+            segment = int(name or 0) + step.startswith("end")
             if self.over:
-                return self._segment, word
+                return segment, word
             with suppress(MeetingOver):
                 if not self.late:
-                    return self._begin(word, ())
+                    return segment, self._begin(segment, word, ())
                 self._membership.rest()  # nobody waits for it meanwhile
-                begun = self._begin(word, (), late=True)
+                said = self._begin(segment, word, (), late=True)
                 self._membership.resume()
-                return begun
+                return segment, said
         raise WorkerLost(worker=self.rank, world_size=self.world_size, reason="the others run away from it")
 
     def assemble(self, segment: int, *, last: bool = False) -> None:
         """Wait until every worker is done with a segment; see WorkerGroup."""
         self._name, self._number = f"{segment}/{'over' if last else 'end'}", 0
-        self._segment = segment
         self.present = tuple(self._come(self._name))
 
     def dismiss(self, segment: int, resume: Callable[[int], None], clock: int, word: Word) -> None:
         """Begin the next segment; see WorkerGroup."""
         super().dismiss(segment, resume, clock, word)
-        self._segment = segment + 1
-        self._begin(word, self.present)
+        self._begin(segment + 1, word, self.present)
 
-    def _begin(self, word: Word, among: Sequence[int], *, late: bool = False) -> tuple[int, Word]:
+    def _begin(self, segment: int, word: Word, among: Sequence[int], *, late: bool = False) -> Word:
         said = b"" if late else json.dumps(word).encode()
-        self._name, self._number = f"{self._segment}/on", 0
+        self._name, self._number = f"{segment}/on", 0
         patience = self._join_timeout if not (late or among) else None  # the start of the job
         met = self._membership.meet(self._name, said, among=among, patience=patience)
         self.present = tuple(met)
         told: Word = next((json.loads(words) for words in met.values() if words), word)
-        return self._segment, told
+        return told
 
     def _come(
         self, name: str, data: bytes = b"", *, listen: bool = False, among: Sequence[int] = ()

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypeVar
 
 import numpy as np
@@ -20,9 +21,9 @@ import torch
 import torch.distributed
 
 from embershard.in_process import InProcessShards
-from embershard.proto.errors import WorkerLost, WorkersApart
+from embershard.proto.errors import MeetingOver, WorkerLost, WorkersApart
 from embershard.worker.client import Client
-from embershard.worker.group import FewerWorkers, LeftBehind, ShardGroup, WorkerGroup
+from embershard.worker.group import FewerWorkers, LeftBehind, ShardGroup, TorchGroup, WorkerGroup
 from embershard.worker.membership import Terms
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -100,6 +101,31 @@ def test_a_rank_that_does_not_come_or_comes_twice_is_named(monkeypatch: pytest.M
         WorkerGroup.join(1, 3, timedelta(seconds=1))
 
 
+def test_workers_without_a_place_to_meet_are_told_what_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(WorkersApart, match=r"worker 1 of 3 .* MASTER_ADDR=\(not set\) MASTER_PORT=\(not set\)"):
+        WorkerGroup.join(1, 3, timedelta(seconds=1))
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("[pair.cc:534] Closed by peer [::1]:9. This is typically a crash.\nRaised from", "Closed by peer [::1]:9"),
+        ("Timed out.", "Timed out"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_of_what_gloo_says_one_line_is_told(monkeypatch: pytest.MonkeyPatch, words: str, reason: str) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(torch.distributed, "all_gather", fail)
+    with pytest.raises(WorkerLost) as caught:
+        TorchGroup(0, 2).barrier()
+    assert caught.value.fields["reason"] == reason
+
+
 def test_a_world_of_one_needs_no_network() -> None:
     with WorkerGroup.join(0, 1) as group:
         group.barrier()
@@ -119,20 +145,38 @@ def test_what_all_of_them_put_down_at_once_is_bounded(monkeypatch: pytest.Monkey
 
         def _meet(self, data: npt.NDArray[np.uint8], *, listen: bool = True) -> dict[int, npt.NDArray[np.uint8]]:
             sizes.append(len(data))
+            listened.append(listen)
             return {worker: data for worker in self.present}
 
     sizes: list[int] = []
+    listened: list[bool] = []
     monkeypatch.setattr("embershard.worker.group.MEETING_BYTES", 64)
     group = Mirrored(0, 4)
     values = np.arange(10.0)
     assert [part.tolist() for part in group.gather(values)] == [values.tolist()] * 4
-    buffers = [torch.arange(7.0), torch.empty(0), torch.arange(3)]
+    buffers = [torch.tensor([True, False, True]), torch.arange(7.0), torch.empty(0), torch.arange(3)]
     group.broadcast(buffers)
-    assert [buffer.tolist() for buffer in buffers] == [list(range(7)), [], [0, 1, 2]]
+    assert [buffer.tolist() for buffer in buffers] == [[True, False, True], list(range(7)), [], [0, 1, 2]]
     assert max(sizes) == 64 // 4
     sizes.clear()
     group.broadcast([])
     assert not sizes  # there is nothing to meet for
+    assert [len(part) for part in group.gather(values[:0])] == [0] * 4
+    listened.clear()
+    assert Mirrored(1, 4).gather(values) == []
+    assert listened == [True] + [False] * 5  # of how much there is; who is not the first needs nothing of it
+
+
+def test_a_group_is_left_as_its_block_ends() -> None:
+    class Leaving(WorkerGroup):
+        left = False
+
+        def leave(self) -> None:
+            self.left = True
+
+    with Leaving() as group:
+        assert not group.left
+    assert group.left
 
 
 def test_what_is_done_together_is_tried_again_for_each_worker_that_can_be_lost() -> None:
@@ -210,6 +254,29 @@ def test_who_dies_is_neither_waited_for_nor_the_end_of_the_others(join: Callable
     assert [group.is_first for group in groups[1:]] == [True, False]
     assert [group.share for group in groups[1:]] == [(0, 2), (1, 2)]
     assert all_do(groups[1:], lambda group: group.tell(group.rank)) == [1, 1]
+    buffers = [torch.full((2,), float(group.rank)) for group in groups]
+    all_do(groups[1:], lambda group: group.broadcast([buffers[group.rank]]))
+    assert [buffer.tolist() for buffer in buffers[1:]] == [[1.0, 1.0]] * 2
+
+
+def test_the_first_that_lives_stands_in_for_who_reported_until_all_have_met(join: Callable[..., ShardGroup]) -> None:
+    groups = [join(rank, 3) for rank in range(3)]
+    all_do(groups, lambda group: group.enter({}))
+    assert [group.reports for group in groups] == [True, False, False]
+    die(groups[0])
+    for group in groups[1:]:
+        while 0 in group._membership.members:
+            group._membership._beat(timedelta(seconds=60))
+    assert [group.reports for group in groups[1:]] == [True, False]
+    assert not groups[1].is_first  # as they agreed when they met
+
+
+def test_the_highest_number_is_found_by_those_who_are_left(join: Callable[..., ShardGroup]) -> None:
+    groups = [join(rank, 3) for rank in range(3)]
+    all_do(groups, lambda group: group.enter({}))
+    all_do(groups, lambda group: group.assemble(0))
+    die(groups[2])
+    assert all_do(groups[:2], lambda group: group.highest(group.rank)) == [1, 1]
 
 
 def test_what_is_done_together_is_done_again_by_those_who_are_left(join: Callable[..., ShardGroup]) -> None:
@@ -259,6 +326,7 @@ def test_who_joins_during_an_evaluation_waits_for_its_end_and_holds_nobody_up(jo
     all_do([*groups, lost], lambda group: group.enter({}))
     die(lost)
     all_do(groups, lambda group: group.assemble(0))
+    all_do(groups, lambda group: group.barrier())
     late = join(2, 3)
     with ThreadPoolExecutor(1) as pool:
         entered = pool.submit(late.enter, {})
@@ -268,31 +336,101 @@ def test_who_joins_during_an_evaluation_waits_for_its_end_and_holds_nobody_up(jo
         assert entered.result(100) == (1, {"plateaus": 8})
 
 
-def test_who_was_given_up_learns_that_it_was_left_behind_and_enters_again(join: Callable[..., ShardGroup]) -> None:
+class Meetings:
+    """Shards on which others meet: with one at the start, or over with so many meetings before it comes to one."""
+
+    def __init__(self, missed: int | None) -> None:
+        self.membership = self
+        self.calls: list[tuple[object, ...]] = []
+        self._missed, self._segment = missed or 0, 0 if missed is None else 3
+        self._last = self._segment + self._missed
+
+    def status(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(meeting=f"{self._segment}/on/4" if self._segment else "")]
+
+    def rest(self) -> None:
+        self.calls.append(("rest",))
+
+    def resume(self) -> None:
+        self.calls.append(("resume",))
+
+    def meet(self, name: str, said: bytes, *, among: object, patience: timedelta | None) -> dict[int, bytes]:
+        self.calls.append((name, said, among, patience))
+        if self._segment == self._last:
+            return {0: b"", 1: b"", 2: b'{"plateaus": 4}', 4: b'{"plateaus": 5}'}
+        self._segment += 1
+        raise MeetingOver(meeting=name)
+
+
+def test_who_comes_to_the_start_waits_for_the_others_processes() -> None:
+    shards = Meetings(missed=None)
+    group = ShardGroup(shards, 2, 5, timedelta(seconds=7))  # type: ignore[arg-type]
+    assert group.enter({"plateaus": 9}) == (0, {"plateaus": 4})  # the first one's word that has one
+    assert shards.calls == [("0/on", b'{"plateaus": 9}', (), timedelta(seconds=7))]
+    assert group.present == (0, 1, 2, 4)
+
+
+def test_who_comes_late_catches_up_with_workers_that_meet_meanwhile() -> None:
+    shards = Meetings(missed=2)
+    group = ShardGroup(shards, 1, 5)  # type: ignore[arg-type]
+    assert group.enter({"plateaus": 9}) == (5, {"plateaus": 4})
+    assert group.present == (0, 1, 2, 4)
+    # it says nothing of its own, waits as long as a segment takes, and no clock waits for it until it is there
+    met = [(f"{segment}/on", b"", (), None) for segment in (3, 4, 5)]
+    assert shards.calls == [("rest",), met[0], ("rest",), met[1], ("rest",), met[2], ("resume",)]
+
+
+def test_who_cannot_catch_up_with_the_others_says_so() -> None:
+    with pytest.raises(WorkerLost, match="the others run away from it"):
+        ShardGroup(Meetings(missed=1000), 1, 2).enter({})  # type: ignore[arg-type]
+
+
+def test_a_segment_begins_without_a_member_that_has_not_entered_yet(join: Callable[..., ShardGroup]) -> None:
+    *groups, lost = (join(rank, 3) for rank in range(3))
+    all_do([*groups, lost], lambda group: group.enter({}))
+    die(lost)
+    all_do(groups, lambda group: group.assemble(0))
+    late = join(2, 3)
+    all_do(groups, lambda group: group.dismiss(0, lambda clock: None, 5, {"plateaus": 8}))
+    assert groups[0].present == (0, 1)
+    assert late.enter({}) == (1, {"plateaus": 8})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_was_given_up_learns_that_it_was_left_behind_and_enters_again(
+    join: Callable[..., ShardGroup], rank: int
+) -> None:
     groups = [join(rank, 2) for rank in range(2)]
     all_do(groups, lambda group: group.enter({}))
-    die(groups[1])
-    groups[0].assemble(0)
+    lost, other = groups[rank], groups[1 - rank]
+    die(lost)
+    other.assemble(0)
     for _ in range(20):  # so many that the shard forgets what was said
-        groups[0].barrier()
-    groups[0].dismiss(0, lambda clock: None, 3, {"plateaus": 7})
+        other.barrier()
+    other.dismiss(0, lambda clock: None, 3, {"plateaus": 7})
     with pytest.raises(LeftBehind):
-        groups[1].assemble(0)
-    assert not groups[1].is_first
-    assert groups[1].enter({}) == (1, {"plateaus": 7})
+        lost.assemble(0)
+    assert not lost.is_first
+    assert not lost.reports
+    assert lost.enter({}) == (1, {"plateaus": 7})
     all_do(groups, lambda group: group.assemble(1))
-    assert groups[1].present == (0, 1)
+    assert lost.present == (0, 1)
 
 
-def test_who_was_given_up_and_comes_back_after_the_end_learns_that_it_is_over(join: Callable[..., ShardGroup]) -> None:
+@pytest.mark.parametrize("left", [True, False], ids=["the others left", "the others are about to leave"])
+def test_who_was_given_up_and_comes_back_after_the_end_learns_that_it_is_over(
+    join: Callable[..., ShardGroup], left: bool
+) -> None:
     groups = [join(rank, 2) for rank in range(2)]
     all_do(groups, lambda group: group.enter({}))
     die(groups[1])
     groups[0].assemble(0)
     groups[0].dismiss(0, lambda clock: None, 3, {})
     groups[0].assemble(1, last=True)
-    groups[0].barrier()
-    groups[0]._membership.leave()
+    for _ in range(20):  # so many that the shard forgets how the segment began
+        groups[0].barrier()
+    if left:
+        groups[0]._membership.leave()
     with pytest.raises(LeftBehind):
         groups[1].assemble(0)
     groups[1].enter({})
