@@ -133,8 +133,7 @@ class Trainer:
                 self._rates.set(self._learn.steps)
                 self._codecs.follow(self._learn.steps)
                 loss = self._learn(turn)
-                if turn.samples:
-                    self._meter.add(turn.samples, loss)
+                self._meter.add(turn.samples, loss)
                 if self._meter.due():
                     self._report.trained(self._learn.steps, self._epoch, self._rates.scale)
                 step_ends()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -54,14 +55,17 @@ class Others(WorkerGroup):
 def train(make_session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Result, Notes]]:
     """A run whose loss stays as it is, with a group, on shards that count that many clocks."""
 
-    def run(group: WorkerGroup, *, clock: int = 0, early_stop: int | None = None) -> tuple[Result, Notes]:
+    def run(
+        group: WorkerGroup, *, clock: int = 0, early_stop: int | None = None, splits: tuple[str, ...] = ("valid",)
+    ) -> tuple[Result, Notes]:
         standing = {"optimizer": {"name": "sgd", "lr": 0.0}}
         schedule = {"name": "plateau", "factor": 0.5, "patience": 1}
         stop = {} if early_stop is None else {"early_stop": {"patience": early_stop}}
         settings: Job = job("lr", embedding=standing, train={"epochs": EPOCHS, "lr_schedule": schedule, **stop})
+        monkeypatch.setattr("embershard.worker.meter.INTERVAL_SECONDS", math.inf)  # one of each segment
         monkeypatch.setattr(ShardStrategy, "clock", property(lambda strategy: clock))
         notes = Notes()
-        return Trainer(settings, dataset(), make_session(), group, [notes]).run(), notes
+        return Trainer(settings, dataset(splits=splits), make_session(), group, [notes]).run(), notes
 
     return run
 
@@ -134,3 +138,12 @@ def test_the_clock_waits_for_nobody_while_the_workers_meet(
         for call in (("rest", 0), ("assemble", segment), ("dismiss", 9), ("resume", 9))
     ]
     assert group.calls == [("enter", 0), *pauses, ("rest", 0), ("end", EPOCHS)]
+
+
+def test_workers_that_have_nothing_to_do_together_meet_at_the_end_alone(
+    train: Callable[..., tuple[Result, Notes]],
+) -> None:
+    group = Others((0, {}))
+    result, _ = train(group, splits=())
+    assert result.steps == EPOCHS * STEPS
+    assert group.calls == [("enter", 0), ("end", 0)]

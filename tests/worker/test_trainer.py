@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -181,7 +182,8 @@ def test_evaluations_come_when_the_job_says(
     assert [e.step for e in notes.evaluations] == steps
 
 
-def test_a_plateau_lowers_the_learning_rate(make_session: MakeSession) -> None:
+def test_a_plateau_lowers_the_learning_rate(make_session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("embershard.worker.meter.INTERVAL_SECONDS", math.inf)  # one of each epoch
     train = {"epochs": 4, "lr_schedule": {"name": "plateau", "factor": 0.5}}
     _, notes = run(make_session(), job(train=train, embedding={"optimizer": {"name": "sgd", "lr": 0.0}}))
     assert [i.lr_scale for i in notes.intervals] == [1.0, 1.0, 0.5, 0.25]
@@ -204,6 +206,19 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_says_where(make_session: Ma
     data._rows["train"].dense[1500:] = np.nan  # type: ignore[index]
     with pytest.raises(NonFiniteLoss, match=r"worker 0: the loss of step \d+ is nan; lower the learning"):
         run(make_session(), job("lr"), data)
+
+
+def test_batches_that_are_too_few_for_a_step_make_one_before_an_evaluation(make_session: MakeSession) -> None:
+    _, notes = run(make_session(), job("lr", train={"accumulate": 3}))
+    assert [e.step for e in notes.evaluations] == [7, 14]  # of 20 batches each
+
+
+def test_steps_that_are_left_out_are_counted(make_session: MakeSession) -> None:
+    data = dataset()
+    data._rows["train"].dense[1500] = np.nan  # type: ignore[index]
+    result, notes = run(make_session(), job("lr", train={"epochs": 3, "non_finite": "skip"}), data)
+    assert (result.skipped_steps, result.steps, result.samples) == (3, 60, 6000)
+    assert np.isfinite([interval.loss for interval in notes.intervals]).all()
 
 
 def test_a_last_batch_of_one_sample_is_left_out_under_batch_norm(make_session: MakeSession) -> None:
