@@ -55,22 +55,50 @@ def test_another_staleness_is_refused(folder: Path, word: str) -> None:
 
 
 def test_hybrid_is_ps_with_dense_weights_in_the_workers(folder: Path) -> None:
-    assert load(folder).dense_mode == "ps"
+    assert load(folder).dense_mode == load(folder, "dense.mode=ps").dense_mode == "ps"
     assert load(folder, "strategy=hybrid").dense_mode == "ddp"
     assert load(folder, "strategy=hybrid", "dense.mode=fsdp").dense_mode == "fsdp"
     assert load(folder, "dense.mode=ddp").all_reduces
     assert not load(folder).all_reduces
 
 
+OF_SHARDS = """\
+model: {name: lr}
+data: {reader: ctr_csv, train: train.csv, ids: global}
+embedding: {optimizer: {name: adagrad, lr: 0.1}, cache: {rows: 9}}
+dense: {mode: ddp}
+train: {batch_size: 8, epochs: 1, staleness: 4, lease: 3, damp_staleness: true, prefetch: 2}
+compression: {push: int8}
+network: {bandwidth: 100mbit}
+workers: 2
+shards: 3
+"""
+
+
 @pytest.mark.parametrize("strategy", ["local", "ddp"])
 def test_an_override_of_the_strategy_sets_aside_what_the_file_says_of_shards(folder: Path, strategy: str) -> None:
-    text = JOB.replace("epochs: 1", "epochs: 1, staleness: 4, lease: 3, damp_staleness: true") + "dense: {mode: ddp}\n"
-    job = load(folder, f"strategy={strategy}", text=text + "network: {bandwidth: 100mbit}\n")
+    job = load(folder, f"strategy={strategy}", text=OF_SHARDS)
     assert not job.has_shards
     assert job.workers == (2 if strategy == "ddp" else 1)
-    assert job.train.staleness is None
+    assert not job.model_fields_set & {"shards", "compression"}
+    assert not job.train.model_fields_set & {"staleness", "lease", "damp_staleness", "prefetch"}
+    assert "mode" not in job.dense.model_fields_set
+    assert job.embedding.cache is None
     assert job.network.bandwidth == "unlimited"
     assert job.loader_processes(1) == 0
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "rmsprop", "adam", "adamw"])
+def test_dense_weights_in_workers_take_the_optimizers_of_torch(folder: Path, name: str) -> None:
+    job = load(folder, "dense.mode=ddp", f"dense.optimizer={{name: {name}, lr: 0.1}}")
+    assert job.dense.optimizer is not None
+    assert job.dense.optimizer.name == name
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam", "adamw"])
+def test_tables_in_workers_take_the_optimizers_of_torch_for_sparse_gradients(folder: Path, name: str) -> None:
+    job = load(folder, "strategy=ddp", f"embedding.optimizer={{name: {name}, lr: 0.1}}")
+    assert job.embedding.optimizer.name == name
 
 
 IN_FILE = [
@@ -95,9 +123,19 @@ CONTRADICTIONS = [
     (["strategy=ddp", "train.damp_staleness=true"], "train.damp_staleness: has no meaning for strategy ddp"),
     (["strategy=ddp", "train.prefetch=2"], "train.prefetch: has no meaning for strategy ddp"),
     (["strategy=ddp", "embedding.cache={rows: 9}"], "embedding.cache: has no meaning for strategy ddp"),
+    (["strategy=ddp", "train.staleness=0", "train.prefetch=1"], "train.prefetch: has no meaning for strategy ddp"),
     (["strategy=ddp", "dense.mode=fsdp"], "dense.mode: has no meaning for strategy ddp"),
+    (["strategy=local", "dense.mode=ddp"], "dense.mode: has no meaning for strategy local"),
     (["strategy=ddp", "data.ids=hashed"], "strategy: strategy ddp needs tables in memory, and hashed ids have 2**62"),
     (["strategy=ddp", "embedding.optimizer.name=rmsprop"], "embedding.optimizer.name: strategy ddp trains by torch"),
+    (["strategy=ddp", "embedding.optimizer={name: ftrl, lr: 1}"], "embedding.optimizer.name: strategy ddp trains by"),
+    (
+        [
+            "strategy=ddp",
+            "embedding={optimizer: {name: ftrl, lr: 1}, groups: [{match: x, optimizer: {name: sgd, lr: 1}}]}",
+        ],
+        "embedding.optimizer.name: strategy ddp trains by torch",
+    ),
     (
         ["strategy=ddp", "embedding.optimizer={name: sgd, lr: 1, momentum: 0.9}"],
         "embedding.optimizer.momentum: strategy ddp trains by torch",
@@ -114,6 +152,10 @@ CONTRADICTIONS = [
         "embedding.optimizer.name: train.staleness local(2)",
     ),
     (
+        ["train.staleness=local(2)", "dense.optimizer={name: ftrl, lr: 1}"],
+        "dense.optimizer.name: train.staleness local(2)",
+    ),
+    (
         ["dense.mode=ddp", "dense.groups=[{match: first_order, optimizer: {name: ftrl, lr: 1}}]"],
         "dense.groups.0.optimizer.name: torch applies it",
     ),
@@ -128,7 +170,7 @@ CONTRADICTIONS = [
     (["train.staleness=local(2)", "embedding.cache={rows: 9}"], "embedding.cache: train.staleness local(2) reads cop"),
     (
         ["train.staleness=local(2)", "embedding.optimizer={name: rowwise_adagrad, lr: 0.1}"],
-        "embedding.optimizer.name: train.staleness local(2) trains copies of rows, which knows no rowwise_adagrad; use",
+        "train.staleness local(2) trains copies of rows, which knows no rowwise_adagrad; use sgd, adagrad or adam",
     ),
     (["train.staleness=local(2)", "train.damp_staleness=true"], "train.damp_staleness: with train.staleness local(2)"),
     (
@@ -153,8 +195,19 @@ def test_modes_that_contradict_each_other_are_refused(folder: Path, overrides: l
     assert want in found[0]
 
 
+def test_without_shards_a_job_may_say_that_nothing_is_stale(folder: Path) -> None:
+    nothing = ("train.staleness=0", "train.prefetch=0", "train.damp_staleness=false")
+    assert not load(folder, "strategy=ddp", *nothing).has_shards
+    assert not load(folder, "strategy=ddp", "dense.mode=ddp").has_shards  # as it does anyway
+
+
 def test_local_steps_are_promised_for_what_trains_copies() -> None:
     assert set(job_modes.LOCAL_OPTIMIZERS) == set(local_steps.LOCAL_OPTIMIZERS)
+
+
+@pytest.mark.parametrize("staleness", ["4", "off"])
+def test_learning_rates_are_damped_where_pushes_may_be_stale(folder: Path, staleness: str) -> None:
+    assert load(folder, f"train.staleness={staleness}", "train.damp_staleness=true").train.damp_staleness
 
 
 def test_a_cache_within_the_bound_is_taken(folder: Path) -> None:
@@ -165,11 +218,21 @@ def test_dense_weights_in_workers_take_adagrad_for_rowwise_adagrad(folder: Path)
     assert load(folder, "dense.mode=ddp", "embedding.optimizer.name=rowwise_adagrad").all_reduces
 
 
+def test_dense_weights_in_workers_need_nothing_of_the_optimizer_of_rows_beside_their_own(folder: Path) -> None:
+    rows, dense = "embedding.optimizer={name: ftrl, lr: 1}", "dense.optimizer={name: adam, lr: 1}"
+    assert load(folder, "dense.mode=ddp", rows, dense).all_reduces
+
+
 def test_data_parallel_needs_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (line,) = mistakes(folder, "strategy=dp")
     assert "strategy: dp (DataParallel) splits a batch over GPUs, and this machine has none; use local or ddp" in line
+    assert len(mistakes(folder, "strategy=dp", "train.device=cpu")) == 1
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert load(folder, "strategy=dp").workers == 1
+    (line,) = mistakes(folder, "strategy=dp", "workers=2")
+    assert "workers: strategy dp trains in one process; set it to 1" in line
+    want = "model.name: two_tower compares each sample with the whole batch, which strategy dp splits; use ddp"
+    assert any(want in line for line in mistakes(folder, "strategy=dp", "model.name=two_tower"))
     (line,) = mistakes(folder, "strategy=dp", "train.device=cpu")
     assert "train.device: strategy dp needs GPUs" in line

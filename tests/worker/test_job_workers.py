@@ -45,13 +45,35 @@ def test_an_epoch_is_dealt_in_eight_splits_for_each_worker_or_as_many_as_the_job
             ("data.splits=null", "dense.mode=fsdp", "train.restart_workers=1"),
             "train.restart_workers: has no meaning for",
         ),
+        (
+            ("strategy=ddp", "workers=1", "data.splits=null", "train.restart_workers=1"),
+            "train.restart_workers: has no meaning for strategy ddp, which ends",
+        ),
+        (("strategy=ddp",), "data.splits: gives workers uneven numbers of steps, but strategy ddp makes"),
+        (("train.samples=10",), "data.splits: deals out whole epochs: give train.epochs in place of train.samples"),
         (("workers=1", "train.restart_workers=1"), "train.restart_workers: starts workers again beside others"),
     ],
 )
 def test_a_contradiction_is_named(tmp_path: Path, sets: tuple[str, ...], words: str) -> None:
     with pytest.raises(JobFileError) as caught:
         load(tmp_path, *sets)
-    assert words in str(caught.value)
+    (mistake,) = caught.value.mistakes
+    assert words in str(mistake)
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ("data.splits=3",),
+        ("workers=2", "train.restart_workers=1"),
+        ("workers=1",),
+        ("dense.mode=ddp", "data.splits=null"),
+        ("data.splits=null", "train.steps=10"),
+    ],
+    ids=" ".join,
+)
+def test_what_is_no_contradiction_is_taken(tmp_path: Path, sets: tuple[str, ...]) -> None:
+    load(tmp_path, *sets)
 
 
 def test_gzipped_text_is_not_dealt_out(tmp_path: Path) -> None:
