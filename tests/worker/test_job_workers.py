@@ -80,3 +80,5 @@ def test_gzipped_text_is_not_dealt_out(tmp_path: Path) -> None:
     (tmp_path / "a.csv.gz").write_bytes(b"")
     with pytest.raises(JobFileError, match=r"data.splits: a.csv.gz would be read from its start for every split"):
         load(tmp_path, "data={reader: ctr_csv, train: a.csv.gz, splits: 8}")
+    (tmp_path / "a.csv").write_text("label,a\n1,2\n")
+    load(tmp_path, "data={reader: ctr_csv, train: a.csv, splits: 8}")

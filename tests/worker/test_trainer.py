@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -17,10 +18,11 @@ from embershard.worker.data.loader import LoaderProcess
 from embershard.worker.data.ncf import NcfData
 from embershard.worker.data.rows import Rows, RowsDataset
 from embershard.worker.evaluate import Evaluator
-from embershard.worker.group import WorkerGroup
+from embershard.worker.group import FewerWorkers, WorkerGroup
 from embershard.worker.job import Job
 from embershard.worker.objective import InBatchSoftmax, binary_cross_entropy, objective_of
 from embershard.worker.records import Evaluation, Interval, Plan, Result
+from embershard.worker.resume import Saver
 from embershard.worker.session import Session
 from embershard.worker.spans import Recorder
 from embershard.worker.step import NonFiniteLoss
@@ -28,6 +30,7 @@ from embershard.worker.trainer import Trainer
 
 F, PER_FIELD, D = 3, 20, 2
 MakeSession = Callable[..., Session]
+T = TypeVar("T")
 
 
 def rows(count: int, seed: int) -> Rows:
@@ -71,6 +74,7 @@ class Notes:
 
     plan: Plan | None = None
     intervals: list[Interval] = dataclasses.field(default_factory=list)
+    begun: list[int] = dataclasses.field(default_factory=list)  # evaluations, by how many were done before
     evaluations: list[Evaluation] = dataclasses.field(default_factory=list)
     result: Result | None = None
 
@@ -81,7 +85,7 @@ class Notes:
         self.intervals.append(interval)
 
     def evaluating(self) -> None:
-        pass
+        self.begun.append(len(self.evaluations))
 
     def evaluated(self, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)
@@ -93,9 +97,11 @@ class Notes:
         pass
 
 
-def run(session: Session, job: Job, data: RowsDataset | None = None) -> tuple[Result, Notes]:
+def run(
+    session: Session, job: Job, data: RowsDataset | None = None, group: WorkerGroup | None = None
+) -> tuple[Result, Notes]:
     notes = Notes()
-    result = Trainer(job, data or dataset(), session, WorkerGroup(), [notes]).run()
+    result = Trainer(job, data or dataset(), session, group or WorkerGroup(), [notes]).run()
     assert notes.result is result
     return result, notes
 
@@ -139,8 +145,12 @@ def test_dropout_differs_between_workers_and_not_between_runs(make_session: Make
     assert draws(0) != draws(0, seed=7)
 
 
-def test_the_reported_figures_are_those_of_the_best_evaluation(make_session: MakeSession) -> None:
-    result, notes = run(make_session(), job(train={"epochs": 6}, evaluate={"metric": "logloss"}))
+@pytest.mark.parametrize("splits", [("valid", "test"), ("test", "valid")])
+def test_the_reported_figures_are_those_of_the_best_evaluation(
+    make_session: MakeSession, splits: tuple[str, ...]
+) -> None:
+    found = job(train={"epochs": 6}, evaluate={"metric": "logloss"})
+    result, notes = run(make_session(), found, dataset(splits=splits))
     losses = [e.figures["valid"]["logloss"] for e in notes.evaluations]
     best = int(np.argmin(losses))
     assert result.figures == notes.evaluations[best].figures
@@ -180,6 +190,43 @@ def test_evaluations_come_when_the_job_says(
 ) -> None:
     _, notes = run(make_session(), job("lr", train=train, evaluate={"every": every}))
     assert [e.step for e in notes.evaluations] == steps
+    assert notes.begun == list(range(len(steps)))
+
+
+def test_a_pause_for_a_checkpoint_is_no_evaluation(make_session: MakeSession, tmp_path: Path) -> None:
+    saved = {"folder": str(tmp_path), "every": 15, "keep": 9}
+    _, notes = run(make_session(), job("lr", train={"steps": 50}, evaluate={"every": 20}, checkpoint=saved))
+    assert [e.step for e in notes.evaluations] == [20, 40, 50]
+    assert sorted(int(path.name[5:]) for path in tmp_path.iterdir()) == [15, 30, 45, 50]
+
+
+def test_a_run_trains_on_while_a_checkpoint_is_written_and_waits_for_its_last_one(
+    make_session: MakeSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Left(WorkerGroup):
+        """Who is left when another worker is lost."""
+
+        def together(self, work: Callable[[], T]) -> T:
+            try:
+                return work()
+            except FewerWorkers:
+                return work()
+
+    saves: list[tuple[int, bool]] = []
+
+    def save(saver: Saver, step: int, *, wait: bool) -> None:
+        saves.append((step, wait))
+        if len(saves) == 1:
+            raise FewerWorkers
+
+    monkeypatch.setattr(Saver, "save", save)
+    saved = {"folder": str(tmp_path)}
+    run(make_session(), job("lr", train={"epochs": 3}, checkpoint=saved), group=Left())
+    assert saves == [(20, False), (20, False), (40, False), (60, True)]
+    frozen = {"optimizer": {"name": "sgd", "lr": 0.0}}
+    stops = {"epochs": 9, "early_stop": {"patience": 1}}
+    run(make_session(), job("lr", train=stops, checkpoint=saved, embedding=frozen))
+    assert saves[4:] == [(20, False), (40, True)]
 
 
 def test_a_plateau_lowers_the_learning_rate(make_session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
