@@ -39,7 +39,7 @@ from embershard.proto.errors import EmbershardError
 from embershard.proto.reference import mix64
 from embershard.proto.routing import make_route
 from embershard.worker.client import Client
-from embershard.worker.snapshots import SnapshotInfo, StoredSnapshot, list_snapshots
+from embershard.worker.snapshots import SnapshotInfo, StoredSnapshot, begin_snapshot, list_snapshots
 from timing import finish, machine, print_table
 
 DIM, BATCH, SETTLE_SECONDS = 16, 8192, 3.0
@@ -48,6 +48,7 @@ SAMPLE = 200_000  # ids whose pulls are compared
 TABLE = es.TableSpec(name="rows", dim=DIM, optimizer=es.Adagrad(lr=0.05), initializer=es.Uniform())
 ALIKE = es.TableSpec(name="alike", dim=DIM, optimizer=es.Adagrad(lr=0.05), initializer=es.Constant(value=0.0))
 TIMEOUT = timedelta(seconds=60)
+_NEVER = 2**40  # a clock that nobody closes
 Rows = npt.NDArray[np.float32]
 
 
@@ -275,6 +276,7 @@ def survive_kills(kills: int, num_rows: int, folder: str) -> tuple[dict[str, obj
                 wrong = wrong or torn(folder, num_rows)
                 if hits_shard:
                     restore_after(local, pids, folder)
+                settle(local, folder)
             except EmbershardError as error:
                 wrong = str(error)
             if wrong:
@@ -292,6 +294,12 @@ def restore_after(local: LocalShards, pids: tuple[int, ...], folder: str) -> Non
         time.sleep(0.01)
     with clients(local) as client:
         es.restore_snapshot(client, folder, replace_tables=True)
+
+
+def settle(local: LocalShards, folder: str) -> None:
+    """Wait until no shard writes: whoever asked may be dead, and what is removed under a writer would come back."""
+    with clients(local) as client:
+        begin_snapshot(client, folder, "settled", at_clock=_NEVER).cancel()  # waits for its turn on each shard
 
 
 def prune(folder: str, latest: str) -> None:
