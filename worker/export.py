@@ -88,7 +88,7 @@ def export_weights(
         if tensors:
             write_tensors(out / file, tensors)
         else:
-            (out / file).unlink(missing_ok=True)  # of an earlier export, whose rows these are not
+            remove_file(out / file)  # of an earlier export, whose rows these are not
     told = {"job": job.model_dump(mode="json"), "tables": {name: asdict(fact) for name, fact in facts.items()}}
     write_bytes(out / FACTS, json.dumps(told, indent=1).encode())
     return facts
@@ -98,6 +98,14 @@ def make_folder(path: Path) -> None:
     """The folder of an export. CannotExport where it cannot be made."""
     try:
         path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotExport(path=str(path), reason=error.strerror or str(error)) from None
+
+
+def remove_file(path: Path) -> None:
+    """Remove what may be there. CannotExport where it cannot be removed."""
+    try:
+        path.unlink(missing_ok=True)
     except OSError as error:
         raise CannotExport(path=str(path), reason=error.strerror or str(error)) from None
 

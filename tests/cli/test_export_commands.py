@@ -17,6 +17,7 @@ from embershard.in_process import local
 from embershard.proto.errors import BadAddress
 from embershard.proto.snapshot_errors import SnapshotNotFound
 from embershard.worker.checkpoint import OtherJob
+from embershard.worker.export import CannotExport
 from embershard.worker.export_onnx import ExportNotInstalled
 from embershard.worker.group import WorkerGroup
 from embershard.worker.job import load_job
@@ -82,6 +83,24 @@ def test_a_run_without_shards_is_exported_too(job: Path, tmp_path: Path) -> None
     result = embershard("export", tmp_path / "checkpoints", job, tmp_path / "out", "--set", "strategy=local", "--int8")
     assert result.exit_code == 0, result.output
     assert load_file(tmp_path / "out" / "model.safetensors")["embedding.weight"].shape == (20, 4)
+
+
+def test_a_plain_export_leaves_no_dense_part_of_the_one_before(job: Path, tmp_path: Path) -> None:
+    train(job, "strategy=local")
+    out = tmp_path / "out"
+    embershard("export", tmp_path / "checkpoints", job, out, "--set", "strategy=local", "--int8")
+    (out / "dense.onnx").write_bytes(b"of other weights")
+    (out / "mine.txt").write_text("kept")
+    embershard("export", tmp_path / "checkpoints", job, out, "--set", "strategy=local")
+    assert {path.name for path in out.iterdir()} == {"model.safetensors", "export.json", "mine.txt"}
+
+
+def test_what_cannot_be_removed_of_an_earlier_export_is_named(job: Path, tmp_path: Path) -> None:
+    train(job, "strategy=local")
+    out = tmp_path / "out"
+    (out / "dense.onnx").mkdir(parents=True)
+    with pytest.raises(CannotExport, match=f"{out}/dense.onnx: "):
+        embershard("export", tmp_path / "checkpoints", job, out, "--set", "strategy=local")
 
 
 def test_what_was_exported_is_imported(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

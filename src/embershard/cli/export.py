@@ -20,7 +20,8 @@ from embershard.worker.checkpoint import SNAPSHOT, Checkpoint, checkpoint_at
 from embershard.worker.client import Client
 from embershard.worker.data.batch import Dataset
 from embershard.worker.evaluate import Evaluator
-from embershard.worker.export import Floats, Ids, ReadTable, export_weights, write_tensors
+from embershard.worker.export import Floats, Ids, ReadTable, export_weights, remove_file, write_tensors
+from embershard.worker.export_onnx import FILE as ONNX_FILE
 from embershard.worker.export_onnx import check_onnx, dense_part, export_onnx
 from embershard.worker.group import WorkerGroup
 from embershard.worker.job import Job, load_job
@@ -65,6 +66,8 @@ def export(
         session = ReadOnlySession(found.client) if found.client is not None else None
         strategy = trained(settings, dataset.schema, session, found.checkpoint)
         facts = export_weights(strategy.model, settings, out, found.read_table, strategy.table_rows())
+        for file in (ONNX_FILE, INT8_FILE):
+            remove_file(out / file)  # of an earlier export, whose weights these are not
         for name, fact in facts.items():
             initial = fact.rows - fact.trained
             rest = f", {initial:,} with their first values" if initial else ""
