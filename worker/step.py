@@ -16,6 +16,7 @@ from embershard.worker.averaging import Share, WeightAverage
 from embershard.worker.data.batch import Batch
 from embershard.worker.evaluate import to_device
 from embershard.worker.optimizer import gradients
+from embershard.worker.sharded import is_sharded
 from embershard.worker.spans import span
 from embershard.worker.state_file import is_stateful
 from embershard.worker.strategy.protocol import Turn
@@ -229,7 +230,7 @@ def global_norm(tensors: Sequence[Tensor]) -> float:
     squares: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         norm = torch.linalg.vector_norm(tensor)
-        if isinstance(norm, torch.distributed.tensor.DTensor):
+        if is_sharded(norm):
             norm = norm.full_tensor()
         squares.setdefault(norm.device, []).append(norm.square())
     return math.sqrt(sum(torch.stack(parts).sum().item() for parts in squares.values()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from datetime import timedelta
 
@@ -72,3 +74,15 @@ def test_the_first_worker_prints_how_tables_travel_from_here_on(
         session.step()
     line = "step 0: table t travels as push=int8 pull=none, as the shards were told\n"
     assert capsys.readouterr().out == (line if rank == 0 else "")
+
+
+def test_a_worker_starts_without_what_only_other_modes_need() -> None:
+    code = """
+import sys
+import embershard.cli.worker, embershard.worker.trainer
+from embershard.worker.models.layers import table
+assert table(7, 3, "meta").weight.requires_grad
+heavy = {"torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=250)

@@ -18,7 +18,9 @@ def table(num_ids: int, dim: int, device: Device) -> nn.Embedding:
     """
     if device is None or torch.device(device).type != "meta":
         return nn.Embedding(num_ids, dim, device=device)
-    embedding = nn.Embedding(1, dim, device=device)
+    # from_pretrained draws no first values; for those of the meta device torch imports its compiler
+    weight = torch.empty(1, dim, device=device)
+    embedding: nn.Embedding = nn.Embedding.from_pretrained(weight, freeze=False)  # type: ignore[no-untyped-call]
     embedding.num_embeddings = num_ids
     return embedding
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from embershard.proto.spec import Optimizer
 from embershard.worker.job_training import DenseMode
 from embershard.worker.strategy.optimizers import by_spec, dense_optimizer
 from embershard.worker.strategy.together import all_reduced
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 class DenseInWorkers:
@@ -43,6 +45,9 @@ class DenseInWorkers:
 
 def _shard(model: nn.Module, device: torch.device) -> list[FSDPModule]:
     """Each part of a model that has parameters, sharded over all workers."""
+    from torch.distributed.device_mesh import init_device_mesh  # a fifth of a worker's start, for this mode alone
+    from torch.distributed.fsdp import fully_shard
+
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # not the model itself, whose hooks would move the ids to the device before the session can route them
     parts = [part for part in model.children() if any(True for _ in part.parameters())]

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+
+from embershard.worker.sharded import is_sharded
 
 
 class TorchWeights:
@@ -48,7 +49,7 @@ class TorchWeights:
 
 
 def _whole(value: Tensor) -> Tensor:
-    if isinstance(value, DTensor):
+    if is_sharded(value):
         value = value.full_tensor()
     # a copy: FSDP frees the memory of whole weights as it likes
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
@@ -61,6 +62,8 @@ def _part(value: Tensor, parameter: Tensor) -> Tensor:
     value = value.clone()  # the state may be that of another run, which goes on
     if value.shape != parameter.shape:
         return value  # a count of steps
-    if isinstance(parameter, DTensor):
+    if is_sharded(parameter):
+        from torch.distributed.tensor import distribute_tensor
+
         return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
     return value.to(parameter.device)
