@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from doctor_cases import FAIL, NOBODY, OK, ROOT, WARN, finds
+from standing_still import standing_still
 from typer.testing import CliRunner
 
 import embershard as es
@@ -156,11 +156,8 @@ def test_shards_of_two_jobs_are_not_one_placement(two_placements: tuple[LocalSha
 @pytest.mark.integration
 def test_a_shard_that_is_stopped_is_found_silent(two_placements: tuple[LocalShards, LocalShards]):
     one, _ = two_placements
-    os.kill(one.pids[1], signal.SIGSTOP)
-    try:
+    with standing_still(one.pids[1]):
         about = open_case(",".join(one.addresses), None, None, None)
-    finally:
-        os.kill(one.pids[1], signal.SIGCONT)
     finds(shards.stream, about, FAIL, f"{one.addresses[1]}: no answer")
     finds(shards.placement, about, FAIL, "of 2 shards, 1 did not answer")
 

@@ -4,7 +4,6 @@ one in a process of its own that serves all carriers at once."""
 from __future__ import annotations
 
 import json
-import signal
 import socket
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -20,6 +19,7 @@ from itertools import count
 
 import numpy as np
 import pytest
+from standing_still import standing_still
 
 from embershard.in_process import InProcessShards
 from embershard.proto import spec
@@ -94,13 +94,8 @@ class Served:
     popen: subprocess.Popen[str]
     ready: dict[str, str]
 
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        self.popen.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self.popen.send_signal(signal.SIGCONT)
+    def stopped(self) -> AbstractContextManager[None]:
+        return standing_still(self.popen.pid)
 
 
 @contextmanager

@@ -1,7 +1,5 @@
 """Workers and shards as processes of their own, at one clock: equal to one process, and past a worker that stands."""
 
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -9,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from standing_still import standing_still
 
 import embershard as es
 from embershard.deploy.supervisor import LocalShards
@@ -76,13 +75,10 @@ def test_a_worker_that_stands_still_is_left_behind_and_comes_back(start: Start) 
         here, stopped = start(",".join(shards.addresses), 2, lease=2.0)
         assert stopped.stdout is not None
         assert stopped.stdout.readline() == "begins\n"
-        os.kill(stopped.pid, signal.SIGSTOP)  # before the first of its steps
-        train_now(stopped)
-        train_now(here)
-        try:
+        with standing_still(stopped.pid):  # before the first of its steps
+            train_now(stopped)
+            train_now(here)
             assert here.wait(WITHIN) == 0  # after a lease
-        finally:
-            os.kill(stopped.pid, signal.SIGCONT)
         out, _ = stopped.communicate(timeout=WITHIN)
         assert stopped.returncode == 0
         assert int(out.removeprefix("lost ")) >= 1

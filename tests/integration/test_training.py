@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from standing_still import standing_still
 from torch import nn
 
 import embershard as es
@@ -114,14 +115,11 @@ def test_a_shard_that_pauses_is_waited_for(shards: LocalShards) -> None:
         model = es.wrap(Model(), session, optimizer=es.SGD(lr=0.3), prefix="pause/")
         train(model, session, 2)
         waited = session.stats.wait_seconds
-        os.kill(shards.pids[1], signal.SIGSTOP)
         with ThreadPoolExecutor(1) as pool:
-            training = pool.submit(train, model, session, 2)
-            try:
+            with standing_still(shards.pids[1]):
+                training = pool.submit(train, model, session, 2)
                 time.sleep(0.5)
                 assert not training.done()
-            finally:
-                os.kill(shards.pids[1], signal.SIGCONT)
             training.result(60)
         assert session.stats.wait_seconds > waited
 
