@@ -12,9 +12,9 @@ from contextlib import contextmanager
 def standing_still(pid: int) -> Iterator[None]:
     """Stop a child of this process for as long as the block takes."""
     os.kill(pid, signal.SIGSTOP)
-    # its threads run on until the signal reaches them: on a busy machine long enough to answer
-    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
     try:
+        # its threads run on until the signal reaches them: on a busy machine long enough to answer
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
