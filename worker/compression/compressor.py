@@ -201,4 +201,4 @@ class Compressor:
 def rate_of(lr_scale: LrScale, table: str) -> float:
     """The factor on a table's learning rate."""
     scale = lr_scale.get(table, 1.0) if isinstance(lr_scale, Mapping) else lr_scale
-    return float(np.float32(scale))  # as it is on the wire, so that every carrier trains to the same bits
+    return float(scale)
