@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from embershard.proto import spec
+from embershard.proto.row_optimizer import RowOptimizer, row_optimizer
 from embershard.ps.optim import OptimizerRegistry
-from embershard.ps.row_optimizer import RowOptimizer, row_optimizer
 from embershard.ps.table import Table
 
 DENSITY = 1 / 20

@@ -6,11 +6,11 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto import intrinsics
+from embershard.proto.intrinsics import detached, prefetch
 from embershard.proto.jit import compiled
 from embershard.proto.routing import BUCKET_SHIFT, NUM_BUCKETS, mix64
-from embershard.ps import intrinsics
 from embershard.ps import store as store_module
-from embershard.ps.intrinsics import detached, prefetch
 from embershard.ps.store import HEADER, STORE, Store, find, home_of, insert, open_store, probe
 
 Ids = npt.NDArray[np.int64]

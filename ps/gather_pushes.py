@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto import intrinsics
+from embershard.proto.intrinsics import detached, prefetch
 from embershard.proto.jit import compiled, inlined
 from embershard.proto.messages import Floats, Ids, Push, Pushed
 from embershard.proto.routing import mix64
-from embershard.ps import intrinsics
-from embershard.ps.intrinsics import detached, prefetch
 from embershard.ps.table import Applied
 from embershard.ps.tables import Part
 

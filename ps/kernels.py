@@ -7,24 +7,22 @@ numpy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto import intrinsics
+from embershard.proto.intrinsics import call_row_function, detached, prefetch, window
 from embershard.proto.jit import called, compiled, inlined
 from embershard.proto.routing import mix64
-from embershard.ps import initial, intrinsics
+from embershard.ps import initial
 from embershard.ps import store as store_module
 from embershard.ps.initial import write_initial
-from embershard.ps.intrinsics import call_row_function, detached, prefetch, window
 from embershard.ps.store import HEADER, NUM_PAGES, STORE, Store, find, home_of, insert, open_store, probe
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint64]
-RowFunction = Callable[[Floats, Floats, Floats, npt.NDArray[np.float64]], None]  # over row, state, grad, hyper
 
 BLOCK = 64  # ids in flight: enough to hide the memory's latency, few enough to stay in the first caches
 

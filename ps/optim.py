@@ -13,7 +13,7 @@ A shard that was started with the module `mine` finds it as "mine:my_adagrad".
 
 The last float of `hyper`, behind the settings, is the row's age: of how many gradients of a worker `grad` is the sum.
 It is 1, but for rows that the codec `rows` kept back. A function that divides by a root of squared gradients may use
-it: a sum of n is larger than one of them (ps/optimizers.py: adam).
+it: a sum of n is larger than one of them (proto/optimizers.py: adam).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from embershard.proto import spec
 from embershard.proto.codec.custom import CustomCodec
 from embershard.proto.errors import UnknownOptimizer
+from embershard.proto.optimizers import BUILTIN
+from embershard.proto.row_optimizer import RowOptimizer, row_optimizer
 from embershard.proto.user_modules import BadModule, members_of
-from embershard.ps.optimizers import BUILTIN
-from embershard.ps.row_optimizer import RowOptimizer, row_optimizer
 
 __all__ = ["OptimizerRegistry", "RowOptimizer", "row_optimizer"]
 

@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from embershard.proto.reference import mix64
 from embershard.proto.routing import Ids
+from embershard.proto.row_optimizer import RowOptimizer
 from embershard.proto.spec import Constant, Initializer, Normal, TableSpec, Uniform
 from embershard.ps.initial import GOLDEN
-from embershard.ps.row_optimizer import RowOptimizer
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]

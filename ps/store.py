@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto.intrinsics import detached, first_match
 from embershard.proto.jit import called, inlined
 from embershard.proto.routing import BUCKET_SHIFT, mix64
-from embershard.ps.intrinsics import detached, first_match
 
 PAGE_CELLS = 512  # 4 KiB
 PAGE_LIMIT = 448  # cells in use at which a page is split: at 7/8 a search still reads 1.3 cache lines

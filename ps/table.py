@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from embershard.proto.errors import BadOptimizer, EmbershardError, InvalidRequest, TableFull, WrongDim
+from embershard.proto.intrinsics import ROW_FUNCTION, address_of
 from embershard.proto.jit import compiled
 from embershard.proto.routing import NUM_BUCKETS, Ids
+from embershard.proto.row_optimizer import RowOptimizer
 from embershard.proto.spec import TableSpec
 from embershard.ps import kernels
 from embershard.ps.arena import Arena, physical_memory
@@ -18,8 +20,6 @@ from embershard.ps.changes import Changes
 from embershard.ps.frozen import FrozenRows
 from embershard.ps.frozen_kernels import restore_records
 from embershard.ps.initial import initializer_code
-from embershard.ps.intrinsics import ROW_FUNCTION, address_of
-from embershard.ps.row_optimizer import RowOptimizer
 from embershard.ps.store import HEADER, NUM_ENTRIES, NUM_PAGES, NUM_ROWS, PAGE_CELLS, Store
 
 Floats = npt.NDArray[np.float32]

@@ -70,7 +70,7 @@ def _decayed(rows: Floats, gradients: Floats, settings: Settings) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class _Optimizer:
-    """A table's optimizer, as the shards apply it (ps/optimizers.py), in numpy."""
+    """A table's optimizer, as the shards apply it (proto/optimizers.py), in numpy."""
 
     step: Step
     num_state: Callable[[Settings, int], int]  # floats of a row, of settings and dim

@@ -88,6 +88,18 @@ def test_two_synchronous_workers_are_one_process(shards: str, tmp_path: Path, st
     assert_equal_but_for_rounding(run_two(strategy, mode, shards, tmp_path / "found.npz"), want)
 
 
+def test_dense_weights_on_shards_and_in_two_workers_have_the_same_bits(tmp_path: Path) -> None:
+    found = []
+    for strategy, mode in (("ps", "ps"), ("hybrid", "ddp")):
+        with LocalShards(2) as running:
+            addresses = ",".join(running.addresses)
+            schedule = {"name": "linear"}
+            found.append(run_two(strategy, mode, addresses, tmp_path / f"{mode}.npz", lr_schedule=schedule))
+    assert found[0].keys() == found[1].keys()
+    for name, values in found[0].items():
+        np.testing.assert_array_equal(found[1][name], values, err_msg=name)
+
+
 JOB = """\
 model: {name: dlrm, bottom: [8], hidden: [8]}
 data: {reader: clicks, eval_samples: 1000, loader_processes: 0}

@@ -10,10 +10,10 @@ import pytest
 
 from embershard.proto import spec
 from embershard.proto.errors import TableFull
+from embershard.proto.intrinsics import first_match, fma
 from embershard.proto.reference import mix64
 from embershard.ps import reference, store
 from embershard.ps.arena import Arena
-from embershard.ps.intrinsics import first_match, fma
 from embershard.ps.optim import OptimizerRegistry
 from embershard.ps.table import Table
 

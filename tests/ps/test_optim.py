@@ -10,9 +10,9 @@ import torch
 
 from embershard.proto import spec
 from embershard.proto.errors import BadOptimizer, UnknownOptimizer
+from embershard.proto.optimizers import BUILTIN
 from embershard.proto.user_modules import BadModule
 from embershard.ps.optim import OptimizerRegistry, row_optimizer
-from embershard.ps.optimizers import BUILTIN
 from embershard.ps.reference import ReferenceTable
 from embershard.ps.table import Table
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from embershard.proto.errors import JobError, WorkerLost
 from embershard.worker.data.batch import Batch
@@ -22,6 +24,7 @@ class Pair(Together):
         self.waited = 0.0
         self.company: list[bool] = []
         self._company = self.company.append
+        self._share, self._weighs = 0.0, False
         self._other = iter(other)
 
     def _reduce(self, value: float, operation: dist.ReduceOp.RedOpType) -> float:
@@ -48,6 +51,28 @@ def test_a_worker_without_data_keeps_the_other_company_until_it_is_done() -> Non
     assert [len(turn.batch) for turn in made] == [4, 4, 4]
     assert [turn.joint for turn in made] == [8, 4, 2]
     assert pair.company == [False, True, True]
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_gradients_are_weighed_by_the_workers_samples_where_losses_are_not_scaled() -> None:
+    layer = nn.Linear(1, 1, bias=False)
+    parallel = DistributedDataParallel(layer)
+    pair = Pair([4, 1, 2])
+    pair.weigh_gradients_of(parallel)
+    found = []
+    for turn in pair.turns(turns(4, 3)):
+        parallel(torch.full((1, 1), 10.0 if turn.samples else float("nan"))).sum().backward()
+        found.append((turn.samples, turn.loss_scale, turn.weight, turn.joint, float(layer.weight.grad)))
+        layer.zero_grad()
+    # the last one is company: what its gradient holds does not count
+    assert found == [(4, 1.0, 4, 8, 5.0), (3, 1.0, 3, 4, 7.5), (0, 1.0, 0.0, 2, 0.0)]
 
 
 def test_a_worker_that_never_had_a_batch_is_named() -> None:

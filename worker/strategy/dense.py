@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from embershard.proto.spec import Optimizer
 from embershard.worker.job_training import DenseMode
-from embershard.worker.strategy.optimizers import by_spec, dense_optimizer
-from embershard.worker.strategy.together import all_reduced
+from embershard.worker.strategy.formula import FormulaOptimizer
+from embershard.worker.strategy.optimizers import by_spec, dense_optimizer, torch_optimizer
+from embershard.worker.strategy.together import Together, all_reduced
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -23,6 +25,8 @@ class DenseInWorkers:
 
     Remote embeddings have no parameters, so torch sees the dense ones alone. Buffers stay each worker's own during
     training. A model without dense parameters, or a world of one worker, is left as it is.
+
+    With ddp on the CPU the optimizers are the shards' own, so that a step has the bits of dense weights on shards.
     """
 
     def __init__(self, model: nn.Module, mode: DenseMode, specs: Mapping[str, Optimizer], device: torch.device) -> None:
@@ -35,7 +39,14 @@ class DenseInWorkers:
                 trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
             else:
                 self.module = all_reduced(model, views=True)
-        self.optimizers = [dense_optimizer(*group) for group in by_spec(specs, trained)]
+        on_cpu = all(p.device.type == "cpu" and p.dtype == torch.float32 for _, p in trained)
+        kind = FormulaOptimizer if mode == "ddp" and on_cpu else torch_optimizer
+        self.optimizers = [dense_optimizer(*group, kind) for group in by_spec(specs, trained)]
+
+    def add_up_by(self, together: Together) -> None:
+        """Add the workers' gradients up as shards do, where DistributedDataParallel adds them up."""
+        if isinstance(self.module, DistributedDataParallel):
+            together.weigh_gradients_of(self.module)
 
     def gather(self) -> None:
         """Have all weights here until the next step: workers evaluate different numbers of batches."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from embershard.worker.job import Job
 from embershard.worker.job_step import optimizers_of
 from embershard.worker.patterns import first_match
 from embershard.worker.wrap import elementwise
+
+Make = Callable[[Optimizer, Sequence[nn.Parameter]], torch.optim.Optimizer]
 
 
 def dense_specs(job: Job) -> dict[str, Optimizer]:
@@ -33,24 +35,8 @@ def by_spec(
     return [(specs[pattern], parameters) for pattern, parameters in chosen.items() if parameters]
 
 
-def dense_optimizer(spec: Optimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of torch that does to dense parameters what a shard does to their blocks.
-
-    ValueError for what torch has not: FTRL, optimizers of the user's own, clip_norm.
-    """
-    optimizer = _dense(spec, list(parameters))
-    if getattr(spec, "clip_norm", 0.0):
-        raise ValueError(f"{type(spec).__name__}: clip_norm bounds a block on a shard, and torch has no such blocks")
-    if clip_value := getattr(spec, "clip_value", 0.0):
-
-        def clip(*_: object) -> None:
-            nn.utils.clip_grad_value_([p for group in optimizer.param_groups for p in group["params"]], clip_value)
-
-        optimizer.register_step_pre_hook(clip)
-    return _begin(optimizer, spec, "dense")
-
-
-def _dense(spec: Optimizer, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def torch_optimizer(spec: Optimizer, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """Torch's own of this name and with these settings; ValueError where it has none."""
     match spec:
         case SGD():
             return torch.optim.SGD(
@@ -71,6 +57,26 @@ def _dense(spec: Optimizer, parameters: list[nn.Parameter]) -> torch.optim.Optim
             kind = torch.optim.AdamW if isinstance(spec, AdamW) else torch.optim.Adam
             return kind(parameters, betas=(spec.beta1, spec.beta2), eps=spec.eps, weight_decay=spec.weight_decay)
     raise ValueError(f"torch has no {spec.name} for dense weights; use SGD, Adagrad, RMSprop, Adam or AdamW")
+
+
+def dense_optimizer(
+    spec: Optimizer, parameters: Iterable[nn.Parameter], make: Make = torch_optimizer
+) -> torch.optim.Optimizer:
+    """An optimizer in this process that does to dense parameters what a shard does to their blocks.
+
+    `make`: torch's own, or the shards' (FormulaOptimizer). ValueError for what torch has not: FTRL, optimizers of the
+    user's own, clip_norm.
+    """
+    optimizer = make(spec, list(parameters))
+    if getattr(spec, "clip_norm", 0.0):
+        raise ValueError(f"{type(spec).__name__}: clip_norm bounds a block on a shard, and torch has no such blocks")
+    if clip_value := getattr(spec, "clip_value", 0.0):
+
+        def clip(*_: object) -> None:
+            nn.utils.clip_grad_value_([p for group in optimizer.param_groups for p in group["params"]], clip_value)
+
+        optimizer.register_step_pre_hook(clip)
+    return _begin(optimizer, spec, "dense")
 
 
 class LazyRows:

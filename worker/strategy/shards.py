@@ -55,6 +55,8 @@ class ShardStrategy:
             self.module = self._dense.module
             self.optimizers += self._dense.optimizers
             self._together = Together.join(self._keep_company)
+            if self._together is not None and job.train.accumulate == 1:
+                self._dense.add_up_by(self._together)
         self._ahead = job.train.prefetch
         if job.embedding.cache is not None:
             session.cache_rows(job.embedding.cache.rows, job.embedding.cache.staleness)

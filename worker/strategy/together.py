@@ -34,7 +34,28 @@ class Together:
     def __init__(self, company: Callable[[bool], None]) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.waited = 0.0  # seconds, for the others
+        self._share = 0.0  # of a turn's samples: this worker's
+        self._weighs = False
         self._company = company  # told whether the next turn is one without data of its own
+
+    def weigh_gradients_of(self, module: DistributedDataParallel) -> None:
+        """Multiply its gradients by each worker's share of the samples, and add them up: a sum as on the shards.
+
+        Turns weigh by their samples then, and losses are not scaled, which would round elsewhere. Call it before the
+        first turn, and not where several turns make one step: each has shares of its own.
+        """
+        self._weighs = True
+        # torch looks at the hook's annotations, and takes them for wrong where they are texts
+        module.register_comm_hook(None, lambda _, bucket: self._weighted_sum(bucket))
+
+    def _weighted_sum(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        gradients = bucket.buffer()
+        if self._share > 0:
+            gradients.mul_(self._share)
+        else:
+            gradients.zero_()  # what keeps company may hold NaN
+        summed: torch.futures.Future[list[torch.Tensor]] = dist.all_reduce(gradients, async_op=True).get_future()
+        return summed.then(lambda done: done.value()[0])
 
     def turns(self, turns: Iterator[Turn]) -> Iterator[Turn]:
         """As many turns for all workers; the mean of a step's gradients is that over the samples of all of them."""
@@ -45,15 +66,17 @@ class Together:
             if total == 0:
                 return
             self._company(turn is None)
-            if turn is not None:
-                # gradients are averaged over the workers, whatever each one's batch
-                last = replace(turn, loss_scale=turn.samples * self.world_size / total, weight=1.0, joint=int(total))
-                yield last
-            elif last is not None:
-                yield replace(last, samples=0, loss_scale=0.0, joint=int(total))
-            else:
+            if turn is None and last is not None:
+                turn = replace(last, samples=0, weight=0.0)
+            if turn is None:
                 reason = f"worker {self.rank} has no batch to begin with; use fewer workers or smaller batches"
                 raise JobError(where="workers", reason=reason)
+            last, self._share = turn, turn.samples / total
+            if self._weighs:
+                yield replace(turn, joint=int(total))
+            else:  # gradients are averaged over the workers, whatever each one's batch
+                scale = turn.samples * self.world_size / total
+                yield replace(turn, loss_scale=scale, weight=1.0, joint=int(total))
 
     def agree(self, norm: float) -> float:
         """The largest of all workers' norms."""

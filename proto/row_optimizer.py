@@ -13,13 +13,13 @@ from types import CodeType
 import numpy as np
 import numpy.typing as npt
 
-from embershard.proto import spec
+from embershard.proto import intrinsics, spec
 from embershard.proto.errors import BadOptimizer
+from embershard.proto.intrinsics import ROW_FUNCTION
 from embershard.proto.jit import compiled
-from embershard.ps import intrinsics
-from embershard.ps.intrinsics import ROW_FUNCTION
-from embershard.ps.kernels import RowFunction
 
+Floats = npt.NDArray[np.float32]
+RowFunction = Callable[[Floats, Floats, Floats, npt.NDArray[np.float64]], None]  # over row, state, grad, hyper
 Settings = Mapping[str, float]
 COMMON = ("clip_value", "clip_norm")  # done for every optimizer, before its function sees the gradient
 

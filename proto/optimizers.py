@@ -15,9 +15,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from embershard.proto.intrinsics import fma
 from embershard.proto.jit import inlined
-from embershard.ps.intrinsics import fma
-from embershard.ps.row_optimizer import RowOptimizer, row_optimizer
+from embershard.proto.row_optimizer import RowOptimizer, row_optimizer
 
 Floats = npt.NDArray[np.float32]
 Hyper = npt.NDArray[np.float64]
