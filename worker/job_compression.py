@@ -80,7 +80,8 @@ class CompressionSection(DirectionsSection):
     `tables` are patterns over the tables' names without the job's prefix, those of dense weights ("dense") among them;
     the first that matches counts. At most `residual_rows` rows of a table wait in a worker to be sent. dgc stays
     `warmup_steps` steps at each density, and has `momentum` and `clip_norm` in place of the optimizer's. With `auto`
-    the worker measures, and takes what pays: of fp16s, int8, and what `allow` adds where it suits the optimizer.
+    the worker measures, and takes what pays: of fp16s, int8, and what `allow` adds where it suits the optimizer. With
+    `unless_slower` it tries what the job says, and switches it off where steps take longer with it.
     """
 
     dense: DirectionsSection = DirectionsSection()
@@ -91,6 +92,7 @@ class CompressionSection(DirectionsSection):
     clip_norm: Annotated[float, Field(gt=0.0)] | None = None
     auto: bool = False
     allow: tuple[Annotated[str, BeforeValidator(_codec_text)], ...] = ()
+    unless_slower: bool = False
 
     @property
     def steps(self) -> list[int]:
@@ -152,6 +154,8 @@ def compression_contradictions(job: Job) -> Found:
     yield from _cannot_serve(job, section)
     yield from _without_meaning(section)
     yield from _auto(section)
+    if section.unless_slower:
+        yield from _unless_slower(section)
 
 
 def compression_advice(job: Job) -> list[str]:
@@ -218,3 +222,16 @@ def _auto(section: CompressionSection) -> Found:
                 yield ("compression", "allow", position), reason
     elif section.allow:
         yield ("compression", "allow"), "says what auto may choose; add auto: true"
+
+
+def _unless_slower(section: CompressionSection) -> Found:
+    at = ("compression", "unless_slower")
+    codecs = [codec for _, _, _, codec in section.choices()]
+    if section.auto:
+        yield at, "auto looks back by itself; remove it"
+    elif all(codec == Codec.parse("none") for codec in codecs):
+        yield at, "there is no codec to try; remove it, or name one"
+    elif section.steps:
+        yield at, "codecs are tried in the first steps, and a schedule changes them later; remove either"
+    elif section.warmup_steps and any(codec.select == "dgc" for codec in codecs):
+        yield at, "dgc begins with a quarter of all elements, which later steps do not send; set warmup_steps to 0"

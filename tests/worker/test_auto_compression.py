@@ -1,4 +1,4 @@
-"""What `compression: auto` chooses, on links and by a clock that are made up."""
+"""What `compression: auto` chooses and `unless_slower` leaves on, on links and by a clock that are made up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from embershard.ps.shard import Shard
 from embershard.worker import calls, traffic
 from embershard.worker.carriers.local import LocalCarrier
 from embershard.worker.client import Client
-from embershard.worker.compression import auto
+from embershard.worker.compression import auto, trial
 from embershard.worker.compression.auto import Auto, Cost, Link, best, candidates, measure
 from embershard.worker.compression.job_codecs import JobCodecs
 from embershard.worker.job import Job
@@ -111,7 +111,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (auto, calls, traffic):
+    for module in (auto, trial, calls, traffic):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -168,21 +168,26 @@ def test_a_slow_link_switches_on_what_pays_and_says_why(
     assert after == "step 47: a step takes 2.13 ms, and took 8.33 without compression"
 
 
-def test_what_is_pinned_is_left_alone(make_shards: MakeShards, clock: Clock) -> None:
-    session = connect(make_shards(1), clock)
+def codecs_of(session: Session, **compression: object) -> JobCodecs:
+    """Those of a job, once its one table is there."""
     job = Job.model_validate(
         {
             "model": {"name": "lr"},
             "data": {"reader": "ctr_csv", "train": "t.csv"},
             "embedding": {"optimizer": {"name": "sgd", "lr": 1.0}},
             "train": {"batch_size": 1, "steps": 1},
-            "compression": {"auto": True, "tables": {"t": {"push": "none"}}},
+            "compression": compression,
         }
     )
     codecs = JobCodecs(job, session)
     session.table(SPEC)
     codecs.begin(0)
-    train(session, codecs.follow, STEPS)
+    return codecs
+
+
+def test_what_is_pinned_is_left_alone(make_shards: MakeShards, clock: Clock) -> None:
+    session = connect(make_shards(1), clock)
+    train(session, codecs_of(session, auto=True, tables={"t": {"push": "none"}}).follow, STEPS)
     assert used(session) == ("none", "int8")
 
 
@@ -234,3 +239,51 @@ def test_what_did_not_make_steps_faster_is_switched_off_again(
     train(session, Auto(session, [], frozenset()).follow, STEPS)
     assert used(session) == ("none", "none")
     assert "without compression; it is switched off again" in caplog.text
+
+
+TRIAL = 2 * trial.TURNS * (trial.WARM_UP + trial.STEPS + 1)
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_second", "want", "said"),
+    [
+        (4e6, "int8", "step 55: a step takes 2.13 ms with the job's codecs, and 8.33 without any: they are left on"),
+        (
+            1e12,
+            "none",
+            "step 55: a step takes 20 ms with the job's codecs, and 0.00903 without any: they are switched off",
+        ),
+    ],
+    ids=["slow", "fast"],
+)
+def test_a_jobs_codec_is_left_on_unless_steps_take_longer(
+    make_shards: MakeShards,
+    clock: Clock,
+    caplog: pytest.LogCaptureFixture,
+    bytes_per_second: float,
+    want: str,
+    said: str,
+) -> None:
+    session = connect(make_shards(1), clock, bytes_per_second)
+    if bytes_per_second > 1e9:
+        session.client.compressor.find = lambda name: find_values(name) if name == "none" else Sleepy(name, clock)
+    codecs = codecs_of(session, push="int8", pull="int8", unless_slower=True)
+    seen = []
+
+    def follow(step: int) -> None:
+        codecs.follow(step)
+        seen.append(used(session)[0])
+
+    train(session, follow, TRIAL + 5)
+    turn = TRIAL // 4
+    assert seen == ["int8"] * (turn - 1) + ["none"] * turn + ["int8"] * turn + ["none"] * turn + [want] * 6
+    assert [record.getMessage() for record in caplog.records] == [said]
+
+
+def test_what_a_selection_held_back_is_sent_where_it_is_switched_off(make_shards: MakeShards, clock: Clock) -> None:
+    session = connect(make_shards(1), clock, 1e12)
+    session.client.compressor.find = lambda name: find_values(name) if name == "none" else Sleepy(name, clock)
+    codecs = codecs_of(session, push="topk:0.01+fp16s", unless_slower=True)
+    train(session, codecs.follow, TRIAL + 5)
+    assert used(session) == ("none", "none")
+    assert session.client.compressor.held("t").ids.size == 0

@@ -173,6 +173,16 @@ CONTRADICTIONS = [
         "compression.allow.1: what powersgd:2 sends is not known before it does; name it under compression.tables",
     ),
     (["compression={allow: [int8]}"], "compression.allow: says what auto may choose; add auto: true"),
+    (["compression={auto: true, unless_slower: true}"], "compression.unless_slower: auto looks back by itself; remove"),
+    (["compression={push: none, unless_slower: true}"], "compression.unless_slower: there is no codec to try; remove"),
+    (
+        ["compression={push: {at: {0: none, 9: int8}}, unless_slower: true}"],
+        "compression.unless_slower: codecs are tried in the first steps, and a schedule changes them later; remove",
+    ),
+    (
+        ["compression={push: dgc:0.01, unless_slower: true}"],
+        "compression.unless_slower: dgc begins with a quarter of all elements, which later steps do not send; set warm",
+    ),
 ]
 
 

@@ -9,6 +9,7 @@ from embershard.proto.errors import JobError
 from embershard.worker.compression.advice import advice
 from embershard.worker.compression.auto import Auto
 from embershard.worker.compression.settings import Directions
+from embershard.worker.compression.trial import Trial
 from embershard.worker.job import Job
 from embershard.worker.job_compression import Direction
 from embershard.worker.patterns import choose, first_match
@@ -26,7 +27,7 @@ class JobCodecs:
         self._prefix = job.prefix
         self._wanted: dict[str, Directions] = {}
         self._next: list[int] = []  # steps at which something changes
-        self._auto: Auto | None = None
+        self._measured: Auto | Trial | None = None
         if self._session is not None and self._section is not None:
             self._session.client.compressor.settings = self._section.settings()
 
@@ -44,7 +45,9 @@ class JobCodecs:
         self._switch(step)
         if self._section.auto:
             allow = [Codec.parse(text) for text in self._section.allow]
-            self._auto = Auto(self._session, allow, self._pinned(names))
+            self._measured = Auto(self._session, allow, self._pinned(names))
+        elif self._section.unless_slower:
+            self._measured = Trial(self._session, self._wanted)
         for table in self._session.tables if self._session.client.worker == 0 else ():
             if line := advice(table.spec.optimizer.name, self._wanted[table.spec.name].push):
                 _log.warning("table %s: %s", table.spec.name, line)
@@ -54,8 +57,8 @@ class JobCodecs:
         if self._next and step >= self._next[0]:
             self._next = [change for change in self._next if change > step]
             self._switch(step)
-        if self._auto is not None:
-            self._auto.follow(step)
+        if self._measured is not None:
+            self._measured.follow(step)
 
     def _pinned(self, names: list[str]) -> frozenset[tuple[str, Direction]]:
         """Tables and directions of which the job itself says how they travel."""
