@@ -18,7 +18,7 @@ Found = Iterator[tuple[Location, str]]
 DENSE_OPTIMIZERS = ("sgd", "adagrad", "rmsprop", "adam", "adamw")
 SPARSE_OPTIMIZERS = ("sgd", "adagrad", "adam", "adamw")
 # what worker/local_steps.py trains copies by
-LOCAL_OPTIMIZERS = ("sgd", "adagrad", "adam")
+LOCAL_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "rmsprop", "adam", "adamw")
 
 # fields of a job that a strategy without shards sets aside, so that a job can be compared with itself
 _OF_SHARDS = (

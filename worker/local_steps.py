@@ -12,8 +12,7 @@ round to round, in its memory: shards have none, and it ends with the process.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,62 +24,14 @@ from embershard.proto.routing import Ids, Route, ascending, make_route
 from embershard.proto.spec import TableSpec
 from embershard.worker.client import Client
 from embershard.worker.compression.compressor import rate_of
+from embershard.worker.formula import Formula
 from embershard.worker.id_index import IdIndex
 from embershard.worker.outbox import Gradients, LrScale, Versions
 from embershard.worker.pieces import select
 
 Floats = npt.NDArray[np.float32]
-Settings = Mapping[str, float]
-# rows (U, dim), their state (U, floats), finite gradients (U, dim), settings, learning rate: changes rows and state
-Step = Callable[[Floats, Floats, Floats, Settings, float], None]
-
-
-def _sgd(rows: Floats, state: Floats, gradients: Floats, settings: Settings, lr: float) -> None:
-    gradients = _decayed(rows, gradients, settings)
-    if settings["momentum"] > 0:
-        state *= settings["momentum"]
-        state += gradients
-        gradients = gradients + settings["momentum"] * state if settings["nesterov"] else state
-    rows -= lr * gradients
-
-
-def _adagrad(rows: Floats, state: Floats, gradients: Floats, settings: Settings, lr: float) -> None:
-    gradients = _decayed(rows, gradients, settings)
-    state += gradients * gradients
-    rows -= lr * gradients / (np.sqrt(state) + settings["eps"])
-
-
-def _adam(rows: Floats, state: Floats, gradients: Floats, settings: Settings, lr: float) -> None:
-    dim = rows.shape[1]
-    beta1, beta2 = settings["beta1"], settings["beta2"]
-    gradients = _decayed(rows, gradients, settings)
-    mean, square, step = state[:, :dim], state[:, dim : 2 * dim], state[:, 2 * dim :]
-    step += 1
-    mean += (1 - beta1) * (gradients - mean)
-    square *= beta2
-    square += (1 - beta2) * gradients * gradients
-    rate = (lr / (1 - beta1 ** step.astype(np.float64))).astype(np.float32)
-    correction = np.sqrt(1 - beta2 ** step.astype(np.float64)).astype(np.float32)
-    rows -= rate * mean / (np.sqrt(square) / correction + settings["eps"])
-
-
-def _decayed(rows: Floats, gradients: Floats, settings: Settings) -> Floats:
-    return gradients + settings["weight_decay"] * rows if settings["weight_decay"] else gradients
-
-
-@dataclass(frozen=True, slots=True)
-class _Optimizer:
-    """A table's optimizer, as the shards apply it (proto/optimizers.py), in numpy."""
-
-    step: Step
-    num_state: Callable[[Settings, int], int]  # floats of a row, of settings and dim
-
-
-LOCAL_OPTIMIZERS = {
-    "sgd": _Optimizer(_sgd, lambda settings, dim: dim if settings["momentum"] > 0 else 0),
-    "adagrad": _Optimizer(_adagrad, lambda settings, dim: dim),
-    "adam": _Optimizer(_adam, lambda settings, dim: 2 * dim + 1),
-}
+# those of the shards whose rows may also change by another way: an FTRL row is a function of its state
+LOCAL_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "rmsprop", "adam", "adamw")
 
 
 def check_local(spec: TableSpec) -> None:
@@ -97,13 +48,12 @@ class _Copies:
 
     def __init__(self, spec: TableSpec) -> None:
         self.spec = spec
-        self.settings = spec.optimizer.params()
-        self.optimizer = LOCAL_OPTIMIZERS[spec.optimizer.name]
+        self.formula = Formula(spec.optimizer)
         self.index = IdIndex()
-        num_state = self.optimizer.num_state(self.settings, spec.dim)
         self.rows = np.empty((0, spec.dim), np.float32)
         self.base = np.empty((0, spec.dim), np.float32)  # the rows as they were pulled
-        self.state = np.empty((0, num_state), np.float32)
+        self.fresh = self.formula.initial(spec.dim)
+        self.state = np.empty((0, len(self.fresh)), np.float32)
         self.here = np.empty(0, np.bool_)  # whether a row was pulled in this round
         self.trained = np.empty(0, np.bool_)  # and changed
 
@@ -112,10 +62,9 @@ class _Copies:
         numbers = self.index.numbers(ids)
         if len(self.index) > len(self.rows):
             more = max(len(self.index), 2 * len(self.rows)) - len(self.rows)
-            initial = self.settings.get("initial_accumulator", 0.0)
             self.rows = _grown(self.rows, more, 0.0)
             self.base = _grown(self.base, more, 0.0)
-            self.state = _grown(self.state, more, initial)
+            self.state = _grown(self.state, more, self.fresh)
             self.here = np.concatenate([self.here, np.zeros(more, np.bool_)])
             self.trained = np.concatenate([self.trained, np.zeros(more, np.bool_)])
         return numbers
@@ -131,14 +80,12 @@ class _Copies:
         finite = np.flatnonzero(np.isfinite(gradients).all(axis=1))
         skipped = len(gradients) - len(finite)
         numbers, gradients = numbers[finite], self._clipped(gradients[finite])
-        rows, state = self.rows[numbers], self.state[numbers]
-        self.optimizer.step(rows, state, gradients, self.settings, self.settings["lr"] * lr_scale)
-        self.rows[numbers], self.state[numbers] = rows, state
+        self.formula.update(self.rows, self.state, numbers, gradients, self.formula.settings["lr"] * lr_scale)
         self.trained[numbers] = True
         return skipped
 
     def _clipped(self, gradients: Floats) -> Floats:
-        value, norm = self.settings["clip_value"], self.settings["clip_norm"]
+        value, norm = self.formula.settings["clip_value"], self.formula.settings["clip_norm"]
         if value > 0:
             gradients = np.clip(gradients, -value, value)
         if norm > 0:
@@ -154,8 +101,8 @@ class _Copies:
         return ids, differences
 
 
-def _grown(array: Floats, more: int, value: float) -> Floats:
-    return np.concatenate([array, np.full((more, array.shape[1]), value, np.float32)])
+def _grown(array: Floats, more: int, row: Floats | float) -> Floats:
+    return np.concatenate([array, np.full((more, array.shape[1]), row, np.float32)])
 
 
 class LocalSteps:

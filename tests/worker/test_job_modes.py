@@ -169,8 +169,8 @@ CONTRADICTIONS = [
     (["train.staleness=local(2)", "train.prefetch=1"], "train.prefetch: train.staleness local(2) reads copies of its"),
     (["train.staleness=local(2)", "embedding.cache={rows: 9}"], "embedding.cache: train.staleness local(2) reads cop"),
     (
-        ["train.staleness=local(2)", "embedding.optimizer={name: rowwise_adagrad, lr: 0.1}"],
-        "train.staleness local(2) trains copies of rows, which knows no rowwise_adagrad; use sgd, adagrad or adam",
+        ["train.staleness=local(2)", "embedding.optimizer={name: ftrl, lr: 0.1}"],
+        "train.staleness local(2) trains copies of rows, which knows no ftrl; use sgd, adagrad, rowwise_adagrad",
     ),
     (["train.staleness=local(2)", "train.damp_staleness=true"], "train.damp_staleness: with train.staleness local(2)"),
     (

@@ -12,10 +12,10 @@ from numba import types
 from torch import Tensor, nn
 
 from embershard.proto import intrinsics
-from embershard.proto.intrinsics import address_of, call_row_function, detached, window
+from embershard.proto.intrinsics import call_row_function, detached, window
 from embershard.proto.jit import compiled
-from embershard.proto.optimizers import BUILTIN
 from embershard.proto.spec import Optimizer
+from embershard.worker.formula import Formula
 
 Floats = npt.NDArray[np.float32]
 
@@ -47,13 +47,9 @@ class FormulaOptimizer(torch.optim.Optimizer):
     def __init__(self, spec: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         if spec.name not in _NAMES:
             raise ValueError(f"torch has no {spec.name}, whose state would have a name; use {', '.join(_NAMES)}")
-        formula = BUILTIN[spec.name]
-        settings = formula.params(spec)
-        self._hyper = np.array([*settings.values(), 1.0])  # its last one: a gradient is that of one step
-        self._function = formula.compiled  # kept: the kernel is told its address
-        self._address = address_of(self._function)
-        self._initial = dict(zip(_NAMES[spec.name], formula.initial(1, settings).tolist(), strict=False))
-        self._counts = formula.state_per_row == 1
+        self._formula = Formula(spec)
+        self._initial = dict(zip(_NAMES[spec.name], self._formula.initial(1).tolist(), strict=False))
+        self._counts = spec.name in ("adam", "adamw")  # the last float of a row's state is the number of its steps
         self._has_step = spec.name != "sgd"  # in torch, also where no formula reads it
         super().__init__(parameters, {"lr": spec.lr})
 
@@ -71,7 +67,7 @@ class FormulaOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            self._hyper[0] = float(group["lr"])
+            self._formula.hyper[0] = float(group["lr"])
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad)
@@ -89,7 +85,7 @@ class FormulaOptimizer(torch.optim.Optimizer):
         both = (*moments, _NOTHING, _NOTHING)[:2]
         steps = np.float32(state["step"]) if self._counts else _UNCOUNTED
         flat = gradient.contiguous().view(-1).numpy()
-        _apply(values, both, steps, flat, self._hyper, self._address)
+        _apply(values, both, steps, flat, self._formula.hyper, self._formula.address)
         if self._has_step:
             state["step"] += 1
         for tensor, new in zip(changed, plain, strict=True):

@@ -1,0 +1,56 @@
+"""The shards' row optimizers, on what a worker holds itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from embershard.proto import intrinsics
+from embershard.proto.intrinsics import address_of, call_row_function, detached, window
+from embershard.proto.jit import compiled
+from embershard.proto.optimizers import BUILTIN
+from embershard.proto.routing import Ids
+from embershard.proto.spec import Optimizer
+
+Floats = npt.NDArray[np.float32]
+
+_ROWS = types.float32[:, ::1]
+_IDS = types.Array(types.int64, 1, "C", readonly=True)
+
+_U = np.uint64
+
+
+class Formula:
+    """One of them and its settings, compiled. KeyError for a user-defined optimizer.
+
+    `hyper` are its settings as the compiled function at `address` reads them: hyper[0] is the learning rate.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = BUILTIN[optimizer.name]
+        self.settings = self._optimizer.params(optimizer)
+        self.hyper = np.array([*self.settings.values(), 1.0])  # the last one: a gradient is that of one step
+        self._function = self._optimizer.compiled  # kept: it lives where the address says
+        self.address = address_of(self._function)
+
+    def initial(self, dim: int) -> Floats:
+        """(num_state,), the first state of a row."""
+        return self._optimizer.initial(dim, self.settings)
+
+    def update(self, rows: Floats, state: Floats, numbers: Ids, gradients: Floats, lr: float) -> None:
+        """Change rows (N, dim) and their state (N, num_state) at `numbers` (U,) by gradients (U, dim)."""
+        self.hyper[0] = lr
+        _update(rows, state, numbers, gradients, self.hyper, self.address)
+
+
+@compiled(types.void(_ROWS, _ROWS, _IDS, _ROWS, types.float64[::1], types.int64), intrinsics)
+def _update(
+    rows: Floats, state: Floats, numbers: Ids, gradients: Floats, hyper: npt.NDArray[np.float64], function: int
+) -> None:
+    rows, state, gradients, hyper = detached(rows), detached(state), detached(gradients), detached(hyper)
+    dim, num_state = rows.shape[1], state.shape[1]
+    for i in range(numbers.size):
+        number = _U(numbers[i])
+        row, its_state = window(rows, number * _U(dim), dim), window(state, number * _U(num_state), num_state)
+        call_row_function(function, row, its_state, window(gradients, _U(i) * _U(dim), dim), hyper)
