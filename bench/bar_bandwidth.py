@@ -80,7 +80,6 @@ CODECS = {
 }
 TRIED = tuple(f"{name}?" for name in SPEED_UPS)
 MEASURING = ("auto", *TRIED)
-MEASURING_STEPS = 60  # auto measures for 20, and looks back after 20 more; a trial takes 55
 POOL = 8  # batches, over and over
 
 
@@ -153,6 +152,13 @@ class Arm:
         self.laps: list[float] = []
         self.coding: list[float] = []
 
+    @property
+    def is_measuring(self) -> bool:
+        """Whether it has yet to choose how it travels."""
+        if isinstance(self.measured, Trial):
+            return self.measured.left_on is None
+        return self.measured is not None and not self.measured.done
+
     def run(self, steps: int) -> float:
         """Seconds of a step."""
         start = perf_counter()
@@ -193,7 +199,9 @@ def work(addresses: str, bandwidth: str, names: Sequence[str], rounds: int, step
     keep_freed_memory()  # as `embershard worker` does
     arms = [Arm(name, addresses, bandwidth, number) for number, name in enumerate(names)]
     for arm in arms:
-        arm.run(MEASURING_STEPS if arm.name in MEASURING else 3)
+        while arm.is_measuring:
+            arm.run(1)
+        arm.run(3)
     before = {arm.name: (arm.session.stats, arm.steps) for arm in arms}
     for turn in range(rounds):
         for arm in arms[turn % len(arms) :] + arms[: turn % len(arms)]:

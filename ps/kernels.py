@@ -11,7 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto import gradients as gradients_module
 from embershard.proto import intrinsics
+from embershard.proto.gradients import clip_gradient
 from embershard.proto.intrinsics import call_row_function, detached, prefetch, window
 from embershard.proto.jit import called, compiled, inlined
 from embershard.proto.routing import mix64
@@ -28,7 +30,7 @@ BLOCK = 64  # ids in flight: enough to hide the memory's latency, few enough to 
 
 DONE, INDEX_FULL, OPTIMIZER_RAISED = 0, 1, 2  # what apply and load return
 
-_PARTS = (initial, intrinsics, store_module)
+_PARTS = (initial, intrinsics, store_module, gradients_module)
 _IDS = types.Array(types.int64, 1, "C", readonly=True)  # readonly: they come straight from a message
 _ROWS = types.Array(types.float32, 2, "C", readonly=True)
 _AGES = types.Array(types.float32, 1, "C", readonly=True)
@@ -117,24 +119,6 @@ def _is_finite(bits: npt.NDArray[np.int32], i: int) -> bool:
     for j in range(bits.shape[1]):
         bad |= bits[i, j] & _EXPONENT == _EXPONENT
     return not bad
-
-
-@called
-def clip_gradient(grad: Floats, out: Floats, clip_value: float, clip_norm: float) -> None:
-    """Clamp every float to +-clip_value, then scale down to the L2 norm clip_norm; 0 turns either off."""
-    limit = np.float32(clip_value)
-    squares = 0.0
-    for j in range(grad.size):
-        g = grad[j]
-        if clip_value > 0.0:
-            g = min(max(g, -limit), limit)
-        squares += np.float64(g) * np.float64(g)
-        out[j] = g
-    norm = np.sqrt(squares)
-    if 0.0 < clip_norm < norm:
-        scale = np.float32(clip_norm / norm)
-        for j in range(grad.size):
-            out[j] *= scale
 
 
 @compiled(

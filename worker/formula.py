@@ -6,7 +6,9 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto import gradients as gradients_module
 from embershard.proto import intrinsics
+from embershard.proto.gradients import clip_gradient, is_finite
 from embershard.proto.intrinsics import address_of, call_row_function, detached, window
 from embershard.proto.jit import compiled
 from embershard.proto.optimizers import BUILTIN
@@ -38,19 +40,45 @@ class Formula:
         """(num_state,), the first state of a row."""
         return self._optimizer.initial(dim, self.settings)
 
-    def update(self, rows: Floats, state: Floats, numbers: Ids, gradients: Floats, lr: float) -> None:
-        """Change rows (N, dim) and their state (N, num_state) at `numbers` (U,) by gradients (U, dim)."""
+    def update(self, rows: Floats, state: Floats, numbers: Ids, gradients: Floats, lr: float) -> npt.NDArray[np.bool_]:
+        """Change rows (N, dim) and their state (N, num_state) at `numbers` (U,) by gradients (U, dim), clipped.
+
+        A row whose gradient has a NaN or Inf is left alone. Returns which were changed, (U,).
+        """
         self.hyper[0] = lr
-        _update(rows, state, numbers, gradients, self.hyper, self.address)
+        clips = np.array([self.settings["clip_value"], self.settings["clip_norm"]])
+        changed = np.empty(len(numbers), np.bool_)
+        _update((rows, state), numbers, gradients, self.hyper, clips, self.address, changed)
+        return changed
 
 
-@compiled(types.void(_ROWS, _ROWS, _IDS, _ROWS, types.float64[::1], types.int64), intrinsics)
+@compiled(
+    types.void(
+        types.UniTuple(_ROWS, 2), _IDS, _ROWS, types.float64[::1], types.float64[::1], types.int64, types.boolean[::1]
+    ),
+    intrinsics,
+    gradients_module,
+)
 def _update(
-    rows: Floats, state: Floats, numbers: Ids, gradients: Floats, hyper: npt.NDArray[np.float64], function: int
+    both: tuple[Floats, Floats],
+    numbers: Ids,
+    gradients: Floats,
+    hyper: npt.NDArray[np.float64],
+    clips: npt.NDArray[np.float64],
+    function: int,
+    changed: npt.NDArray[np.bool_],
 ) -> None:
-    rows, state, gradients, hyper = detached(rows), detached(state), detached(gradients), detached(hyper)
+    """both: the rows and their state. clips: (2,) clip_value, clip_norm."""
+    rows, state, gradients, hyper = detached(both[0]), detached(both[1]), detached(gradients), detached(hyper)
     dim, num_state = rows.shape[1], state.shape[1]
+    clipped = np.empty(dim, np.float32)
     for i in range(numbers.size):
-        number = _U(numbers[i])
+        number, grad = _U(numbers[i]), window(gradients, _U(i) * _U(dim), dim)
+        changed[i] = is_finite(grad)
+        if not changed[i]:
+            continue
+        if clips[0] > 0.0 or clips[1] > 0.0:
+            clip_gradient(grad, clipped, clips[0], clips[1])
+            grad = window(clipped, _U(0), dim)
         row, its_state = window(rows, number * _U(dim), dim), window(state, number * _U(num_state), num_state)
-        call_row_function(function, row, its_state, window(gradients, _U(i) * _U(dim), dim), hyper)
+        call_row_function(function, row, its_state, grad, hyper)

@@ -155,7 +155,7 @@ def compression_contradictions(job: Job) -> Found:
     yield from _without_meaning(section)
     yield from _auto(section)
     if section.unless_slower:
-        yield from _unless_slower(section)
+        yield from _unless_slower(job, section)
 
 
 def compression_advice(job: Job) -> list[str]:
@@ -224,13 +224,15 @@ def _auto(section: CompressionSection) -> Found:
         yield ("compression", "allow"), "says what auto may choose; add auto: true"
 
 
-def _unless_slower(section: CompressionSection) -> Found:
+def _unless_slower(job: Job, section: CompressionSection) -> Found:
     at = ("compression", "unless_slower")
     codecs = [codec for _, _, _, codec in section.choices()]
     if section.auto:
         yield at, "auto looks back by itself; remove it"
-    elif all(codec == Codec.parse("none") for codec in codecs):
+    elif all(codec.is_plain for codec in codecs):
         yield at, "there is no codec to try; remove it, or name one"
+    elif job.train.local_steps:
+        yield at, f"most steps send nothing with train.staleness {job.train.staleness}; remove either"
     elif section.steps:
         yield at, "codecs are tried in the first steps, and a schedule changes them later; remove either"
     elif section.warmup_steps and any(codec.select == "dgc" for codec in codecs):

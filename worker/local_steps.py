@@ -35,7 +35,7 @@ LOCAL_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "rmsprop", "adam", "ada
 
 
 def check_local(spec: TableSpec) -> None:
-    """ValueError for a table whose optimizer has no local twin."""
+    """ValueError for a table whose optimizer local steps do not know."""
     if spec.optimizer.name not in LOCAL_OPTIMIZERS:
         raise ValueError(
             f"table {spec.name!r}: local steps know {', '.join(LOCAL_OPTIMIZERS)}, not {spec.optimizer.name}; "
@@ -77,21 +77,10 @@ class _Copies:
 
     def apply(self, numbers: Ids, gradients: Floats, lr_scale: float) -> int:
         """One step of the optimizer; the number of rows whose gradient is not finite, which are left as they are."""
-        finite = np.flatnonzero(np.isfinite(gradients).all(axis=1))
-        skipped = len(gradients) - len(finite)
-        numbers, gradients = numbers[finite], self._clipped(gradients[finite])
-        self.formula.update(self.rows, self.state, numbers, gradients, self.formula.settings["lr"] * lr_scale)
-        self.trained[numbers] = True
-        return skipped
-
-    def _clipped(self, gradients: Floats) -> Floats:
-        value, norm = self.formula.settings["clip_value"], self.formula.settings["clip_norm"]
-        if value > 0:
-            gradients = np.clip(gradients, -value, value)
-        if norm > 0:
-            norms = np.linalg.norm(gradients.astype(np.float64), axis=1, keepdims=True)
-            gradients = gradients * np.minimum(1.0, norm / np.maximum(norms, 1e-300)).astype(np.float32)
-        return gradients
+        lr = self.formula.settings["lr"] * lr_scale
+        changed = self.formula.update(self.rows, self.state, numbers, np.ascontiguousarray(gradients), lr)
+        self.trained[numbers[changed]] = True
+        return len(numbers) - int(np.count_nonzero(changed))
 
     def end_round(self) -> tuple[Ids, Floats]:
         """What changed since the rows were pulled: ids and differences; the rows are to be pulled again."""
@@ -141,7 +130,7 @@ class LocalSteps:
         return self._clock if member is None else max(self._clock, member.first)
 
     def add(self, spec: TableSpec) -> None:
-        """Keep copies of a table. ValueError where its optimizer has no local twin."""
+        """Keep copies of a table. ValueError where local steps do not know its optimizer."""
         check_local(spec)
         self._copies.setdefault(spec.name, _Copies(spec))
 

@@ -27,7 +27,7 @@ from embershard.worker.job import Job
 from embershard.worker.snapshots import read_manifest
 from embershard.worker.state_file import Stateful, pack
 
-RANDOM, COMPRESSION = "random", "compression"
+RANDOM, COMPRESSION, TRIAL = "random", "compression", "trial"
 
 
 class NotRestored(EmbershardError):
@@ -198,7 +198,7 @@ class Saver:
         own = checkpoint.worker(self._group.rank)
         others = own or checkpoint.first_worker()
         load_parts(checkpoint, checkpoint.shared(), self._shared)
-        without = {RANDOM, COMPRESSION} if own is None else {COMPRESSION} - others.keys()
+        without = {RANDOM, COMPRESSION} if own is None else {COMPRESSION, TRIAL} - others.keys()
         load_parts(checkpoint, others, {name: part for name, part in self._own.items() if name not in without})
         if self._client is not None:
             _hold_for_others(checkpoint, self._client.compressor, self._group)

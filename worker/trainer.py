@@ -25,7 +25,7 @@ from embershard.worker.models.recommender import Recommender, num_dense_paramete
 from embershard.worker.onednn import onednn_is_faster, use_onednn
 from embershard.worker.records import Result
 from embershard.worker.report import Observers, Report
-from embershard.worker.resume import RANDOM, Buffers, Fields, RandomNumbers, Saver
+from embershard.worker.resume import RANDOM, TRIAL, Buffers, Fields, RandomNumbers, Saver
 from embershard.worker.schedule import Best
 from embershard.worker.session import Session
 from embershard.worker.spans import span, step_ends, steps_begin
@@ -204,6 +204,8 @@ class Trainer:
         }
         if session is not None and session.local_steps is not None:
             own["local_steps"] = session.local_steps
+        if self._codecs.trial is not None:
+            own[TRIAL] = self._codecs.trial
         return Saver(
             self._job,
             self._group,

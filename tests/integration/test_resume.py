@@ -143,12 +143,15 @@ def test_a_run_that_was_killed_ends_with_the_bits_of_one_that_was_not(start: Sta
     assert json.loads(log[-1])["steps"] == 160
 
 
-def test_synchronous_workers_with_sharded_dense_weights_resume_to_the_same_bits(start: Start, tmp_path: Path) -> None:
-    sharded = ("--workers", "2", "--set", "dense.mode=fsdp", "--set", "train.staleness=0", "--set", "checkpoint.keep=9")
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_synchronous_workers_with_dense_weights_of_their_own_resume_to_the_same_bits(
+    start: Start, tmp_path: Path, mode: str
+) -> None:
+    own = ("--workers", "2", "--set", f"dense.mode={mode}", "--set", "train.staleness=0", "--set", "checkpoint.keep=9")
     short = ("--set", "train.steps=40", "--set", "data.loader_processes=0")
-    code, text = end(start(tmp_path, *sharded, *short))
+    code, text = end(start(tmp_path, *own, *short))
     assert code == 0, text
-    code, text = end(start(tmp_path, *sharded, *short, "--resume", "checkpoints/step-000000020"))
+    code, text = end(start(tmp_path, *own, *short, "--resume", "checkpoints/step-000000020"))
     assert code == 0, text
     last = [tmp_path / "checkpoints" / name for name in ("step-000000040", "step-000000040-2")]
     one, other = map(tables, last)

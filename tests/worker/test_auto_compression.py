@@ -12,6 +12,7 @@ import torch
 import embershard as es
 from embershard.proto.codec.choice import Codec
 from embershard.proto.codec.values import find_values
+from embershard.proto.codec_messages import Compress, TableCodecs
 from embershard.proto.messages import Reply, Request, bulk_bytes
 from embershard.ps.shard import Shard
 from embershard.worker import calls, traffic
@@ -241,49 +242,112 @@ def test_what_did_not_make_steps_faster_is_switched_off_again(
     assert "without compression; it is switched off again" in caplog.text
 
 
-TRIAL = 2 * trial.TURNS * (trial.WARM_UP + trial.STEPS + 1)
+TURN = trial.WARM_UP + trial.STEPS
+TRIAL = len(trial.TURNS) * TURN
+ONE_ROUND = ["int8"] * TURN + ["none"] * 2 * TURN + ["int8"] * TURN
 
 
-@pytest.mark.parametrize(
-    ("bytes_per_second", "want", "said"),
-    [
-        (4e6, "int8", "step 55: a step takes 2.13 ms with the job's codecs, and 8.33 without any: they are left on"),
-        (
-            1e12,
-            "none",
-            "step 55: a step takes 20 ms with the job's codecs, and 0.00903 without any: they are switched off",
-        ),
-    ],
-    ids=["slow", "fast"],
-)
-def test_a_jobs_codec_is_left_on_unless_steps_take_longer(
-    make_shards: MakeShards,
-    clock: Clock,
-    caplog: pytest.LogCaptureFixture,
-    bytes_per_second: float,
-    want: str,
-    said: str,
-) -> None:
-    session = connect(make_shards(1), clock, bytes_per_second)
-    if bytes_per_second > 1e9:
-        session.client.compressor.find = lambda name: find_values(name) if name == "none" else Sleepy(name, clock)
-    codecs = codecs_of(session, push="int8", pull="int8", unless_slower=True)
+def slowly_coded(session: Session, clock: Clock) -> Session:
+    session.client.compressor.find = lambda name: find_values(name) if name == "none" else Sleepy(name, clock)
+    return session
+
+
+def followed(session: Session, codecs: JobCodecs, steps: int) -> list[str]:
+    """How pushes travelled, from step to step."""
     seen = []
 
     def follow(step: int) -> None:
         codecs.follow(step)
         seen.append(used(session)[0])
 
-    train(session, follow, TRIAL + 5)
-    turn = TRIAL // 4
-    assert seen == ["int8"] * (turn - 1) + ["none"] * turn + ["int8"] * turn + ["none"] * turn + [want] * 6
-    assert [record.getMessage() for record in caplog.records] == [said]
+    train(session, follow, steps)
+    return seen
+
+
+def test_a_jobs_codec_is_left_on_where_steps_take_less_time(
+    make_shards: MakeShards, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = connect(make_shards(1), clock)
+    codecs = codecs_of(session, push="int8", pull="int8", unless_slower=True)
+    assert followed(session, codecs, TRIAL + 5) == [*ONE_ROUND, *["int8"] * 5]
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 52: a step takes 2.13 ms with the job's codecs, and 8.33 without any: they are left on"
+    ]
+
+
+def test_a_jobs_codec_is_switched_off_where_steps_take_longer(
+    make_shards: MakeShards, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = slowly_coded(connect(make_shards(1), clock, 1e12), clock)
+    codecs = codecs_of(session, push="int8", pull="int8", unless_slower=True)
+    assert followed(session, codecs, TRIAL + 5) == [*ONE_ROUND, *["none"] * 5]
+    assert "they are switched off" in caplog.text
+
+
+def test_a_trial_goes_on_while_it_is_not_sure(make_shards: MakeShards, clock: Clock) -> None:
+    session = connect(make_shards(1), clock, 1e12)
+    codecs = codecs_of(session, push="int8", unless_slower=True)
+
+    def follow(step: int) -> None:
+        clock.now += 1.0  # beside which a codec takes no time
+        codecs.follow(step)
+
+    for round_ in range(1, trial.ROUNDS + 1):
+        assert codecs.trial is not None
+        assert codecs.trial.left_on is None
+        train(session, lambda step, start=(round_ - 1) * TRIAL: follow(start + step), TRIAL + (round_ == trial.ROUNDS))  # type: ignore[misc]
+    assert codecs.trial is not None
+    assert codecs.trial.left_on
+    assert used(session)[0] == "int8"
+
+
+def test_batches_that_make_one_step_are_one_step_of_a_trial(make_shards: MakeShards, clock: Clock) -> None:
+    session = slowly_coded(connect(make_shards(1), clock, 1e12), clock)
+    codecs = codecs_of(session, push="int8", unless_slower=True)
+
+    def follow(step: int) -> None:
+        for _ in range(4):
+            clock.now += 0.001
+            codecs.follow(step)
+
+    train(session, follow, TRIAL + 1)
+    assert used(session) == ("none", "none")
 
 
 def test_what_a_selection_held_back_is_sent_where_it_is_switched_off(make_shards: MakeShards, clock: Clock) -> None:
-    session = connect(make_shards(1), clock, 1e12)
-    session.client.compressor.find = lambda name: find_values(name) if name == "none" else Sleepy(name, clock)
+    session = slowly_coded(connect(make_shards(1), clock, 1e12), clock)
     codecs = codecs_of(session, push="topk:0.01+fp16s", unless_slower=True)
     train(session, codecs.follow, TRIAL + 5)
     assert used(session) == ("none", "none")
     assert session.client.compressor.held("t").ids.size == 0
+
+
+@pytest.mark.parametrize("step", [5, TURN + 5])
+def test_a_trial_ends_where_somebody_says_how_tables_travel(
+    make_shards: MakeShards, clock: Clock, caplog: pytest.LogCaptureFixture, step: int
+) -> None:
+    session = connect(make_shards(1), clock)
+    codecs = codecs_of(session, push="int8", pull="int8", unless_slower=True)
+
+    def follow(now: int) -> None:
+        codecs.follow(now)
+        if now == step:
+            session.client.ask_all(Compress(1, (TableCodecs("t", "fp16s", "fp16s"),)))
+
+    train(session, follow, TRIAL + 5)
+    assert used(session) == ("fp16s", "fp16s")
+    assert "the trial of the job's codecs ends, for others were set" in caplog.text
+
+
+@pytest.mark.parametrize("left_on", [True, False, None])
+def test_a_resumed_run_goes_on_as_its_trial_was_decided(
+    make_shards: MakeShards, clock: Clock, left_on: bool | None
+) -> None:
+    session = connect(make_shards(1), clock)
+    codecs = codecs_of(session, push="int8", unless_slower=True)
+    assert codecs.trial is not None
+    codecs.trial.load_state_dict({"left_on": left_on})
+    assert codecs.trial.state_dict() == {"left_on": left_on}
+    want = "none" if left_on is False else "int8"
+    assert followed(session, codecs, 2 * TURN)[: TURN - 1] == [want] * (TURN - 1)
+    assert used(session)[0] == ("none" if left_on is None else want)

@@ -174,6 +174,10 @@ CONTRADICTIONS = [
     ),
     (["compression={allow: [int8]}"], "compression.allow: says what auto may choose; add auto: true"),
     (["compression={auto: true, unless_slower: true}"], "compression.unless_slower: auto looks back by itself; remove"),
+    (
+        ["train.staleness=local(4)", "compression={push: int8, unless_slower: true}"],
+        "compression.unless_slower: most steps send nothing with train.staleness local(4); remove either",
+    ),
     (["compression={push: none, unless_slower: true}"], "compression.unless_slower: there is no codec to try; remove"),
     (
         ["compression={push: {at: {0: none, 9: int8}}, unless_slower: true}"],

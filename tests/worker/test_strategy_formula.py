@@ -12,6 +12,8 @@ from torch import nn
 from embershard.proto.spec import FTRL, SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, TableSpec
 from embershard.ps.optim import OptimizerRegistry
 from embershard.ps.table import Table
+from embershard.worker.job_training import DenseMode
+from embershard.worker.strategy.dense import DenseInWorkers
 from embershard.worker.strategy.formula import FormulaOptimizer
 from embershard.worker.strategy.optimizers import dense_optimizer, torch_optimizer
 
@@ -130,3 +132,60 @@ def test_a_closure_is_called_with_gradients_on() -> None:
 def test_what_torch_has_not_is_refused() -> None:
     with pytest.raises(ValueError, match="torch has no ftrl"):
         dense_optimizer(FTRL(lr=0.1), parameters(), FormulaOptimizer)
+
+
+def test_elements_beside_nan_are_left_alone_and_counted_as_on_a_shard() -> None:
+    weight = nn.Parameter(torch.ones(2500))  # three blocks
+    optimizer = FormulaOptimizer(SGD(lr=1.0), [weight])
+    weight.grad = torch.ones(2500)
+    weight.grad[1030] = float("nan")
+    optimizer.step()
+    assert optimizer.skipped == 1
+    assert weight.tolist() == [0.0] * 1024 + [1.0] * 1024 + [0.0] * 452
+
+
+def test_a_copy_goes_on_alike() -> None:
+    weights = parameters()
+    optimizer = FormulaOptimizer(Adam(lr=0.1), weights)
+    step(optimizer, weights, 0)
+    twin = copy.deepcopy(optimizer)
+    for number in range(1, 3):
+        step(optimizer, weights, number)
+        step(twin, [p for group in twin.param_groups for p in group["params"]], number)
+    for weight, other in zip(weights, twin.param_groups[0]["params"], strict=True):
+        assert torch.equal(weight, other)
+
+
+def test_autograd_notices_that_a_weight_was_changed() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = FormulaOptimizer(SGD(lr=1.0), [weight])
+    squares = (weight * weight).sum()
+    squares.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward()
+
+
+def test_a_sparse_gradient_is_taken_whole() -> None:
+    weight = nn.Parameter(torch.ones(3, 2))
+    optimizer = FormulaOptimizer(SGD(lr=1.0), [weight])
+    weight.grad = torch.sparse_coo_tensor(torch.tensor([[2]]), torch.ones(1, 2), (3, 2), check_invariants=True)
+    optimizer.step()
+    assert weight.tolist() == [[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype", "kind"),
+    [
+        ("ddp", torch.float32, FormulaOptimizer),
+        ("ddp", torch.float64, torch.optim.SGD),
+        ("fsdp", torch.float32, torch.optim.SGD),
+    ],
+)
+def test_float32_on_the_cpu_by_ddp_is_trained_by_the_formula(
+    mode: DenseMode, dtype: torch.dtype, kind: type[torch.optim.Optimizer]
+) -> None:
+    dense = DenseInWorkers(nn.Linear(2, 1).to(dtype), mode, {"*": SGD(lr=1.0)}, torch.device("cpu"))
+    (optimizer,) = dense.optimizers
+    assert type(optimizer) is kind
+    assert dense.skipped == 0

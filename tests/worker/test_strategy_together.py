@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,11 +21,9 @@ class Pair(Together):
     """The first of two workers; the other one has batches of the given sizes."""
 
     def __init__(self, other: list[int]) -> None:
-        self.rank, self.world_size = 0, 2
-        self.waited = 0.0
         self.company: list[bool] = []
-        self._company = self.company.append
-        self._share, self._weighs = 0.0, False
+        with patch.object(dist, "get_rank", return_value=0), patch.object(dist, "get_world_size", return_value=2):
+            super().__init__(self.company.append)
         self._other = iter(other)
 
     def _reduce(self, value: float, operation: dist.ReduceOp.RedOpType) -> float:

@@ -75,7 +75,7 @@ class Feedback:
 
     def takes(self, rate: float) -> bool:
         """Whether a push that counts by this rate may hold something back; else it is to be sent whole."""
-        return rate > self._rate * _LOWEST_RATE
+        return float(np.float32(rate)) > self._rate * _LOWEST_RATE  # residuals count by float32
 
     def pack(self, share: Share, how: How) -> Packed:
         """What to send of a share, with what was held of its ids; the rest is held."""

@@ -27,7 +27,9 @@ class JobCodecs:
         self._prefix = job.prefix
         self._wanted: dict[str, Directions] = {}
         self._next: list[int] = []  # steps at which something changes
-        self._measured: Auto | Trial | None = None
+        self._auto: Auto | None = None
+        self.trial: Trial | None = None  # its state is a worker's own
+        self._followed = -1
         if self._session is not None and self._section is not None:
             self._session.client.compressor.settings = self._section.settings()
 
@@ -45,20 +47,24 @@ class JobCodecs:
         self._switch(step)
         if self._section.auto:
             allow = [Codec.parse(text) for text in self._section.allow]
-            self._measured = Auto(self._session, allow, self._pinned(names))
+            self._auto = Auto(self._session, allow, self._pinned(names))
         elif self._section.unless_slower:
-            self._measured = Trial(self._session, self._wanted)
+            self.trial = Trial(self._session, self._wanted)
         for table in self._session.tables if self._session.client.worker == 0 else ():
             if line := advice(table.spec.optimizer.name, self._wanted[table.spec.name].push):
                 _log.warning("table %s: %s", table.spec.name, line)
 
     def follow(self, step: int) -> None:
-        """Before a step: change what the schedule changes, or what was found to pay."""
+        """Before a batch of a step: change what the schedule changes, or what was found to pay."""
+        if step == self._followed:  # several batches make one step
+            return
+        self._followed = step
         if self._next and step >= self._next[0]:
             self._next = [change for change in self._next if change > step]
             self._switch(step)
-        if self._measured is not None:
-            self._measured.follow(step)
+        for measuring in (self._auto, self.trial):
+            if measuring is not None:
+                measuring.follow(step)
 
     def _pinned(self, names: list[str]) -> frozenset[tuple[str, Direction]]:
         """Tables and directions of which the job itself says how they travel."""

@@ -15,42 +15,70 @@ _log = logging.getLogger(__name__)
 
 WARM_UP = 3  # steps that load and compile what later ones have, or are still under way as others travelled
 STEPS = 10  # that are measured, with codecs and without
-TURNS = 2  # of both: what else the machine does comes and goes
+TURNS = (True, False, False, True)  # what goes on beside, and grows or shrinks, falls on both sides
+ROUNDS = 3  # of these turns at most
 SLOWER = 1.03  # of a step's time without codecs: less is noise
+UNSURE = 0.05  # so near to it, another round decides
 
 
 class Trial:
     """Has tables travel with codecs and without by turns, and then in the way in which steps take less time.
 
-    `wanted`: table -> its codecs, in use by now. All steps of a worker pass by `follow`.
+    `wanted`: table -> its codecs, in use by now. All steps of a worker pass by `follow`. It ends where somebody else
+    changes how they travel.
     """
 
     def __init__(self, session: Session, wanted: Mapping[str, Directions]) -> None:
         self._session, self._wanted = session, dict(wanted)
         self._plain = {name: Directions() for name in wanted}
-        self._coded = True  # whether the codecs are in use
+        self._turn = 0
         self._starts: list[float] = []  # of the steps of this turn
         self._seconds: dict[bool, list[float]] = {True: [], False: []}  # of steps with codecs, and without
-        self.done = self._wanted == self._plain
+        self.left_on: bool | None = None  # once that is decided
 
     def follow(self, step: int) -> None:
         """Before a step: take its time, and change over when it is time."""
-        if self.done:
+        if self.left_on is not None:
             return
         self._starts.append(time.perf_counter())
         if len(self._starts) <= WARM_UP + STEPS:
             return
-        self._seconds[self._coded] += np.diff(self._starts[WARM_UP:]).tolist()
-        self._starts = []
-        if len(self._seconds[False]) < TURNS * STEPS:
-            self._use(not self._coded)
+        coded = TURNS[self._turn % len(TURNS)]
+        now = self._session.client.compressor.directions()
+        if {name: now[name] for name in self._wanted} != self._directions(coded):
+            self.left_on = True  # as it was set
+            _log.warning("step %d: the trial of the job's codecs ends, for others were set", step)
             return
-        self.done = True
+        self._seconds[coded] += np.diff(self._starts[WARM_UP:]).tolist()
+        self._turn += 1
+        if self._turn % len(TURNS) == 0 and self._decide(step):
+            return
+        self._use(TURNS[self._turn % len(TURNS)])
+        self._starts = [time.perf_counter()]
+
+    def state_dict(self) -> Mapping[str, object]:
+        """What was decided; a trial that was not is made anew."""
+        return {"left_on": self.left_on}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go on as it was decided."""
+        self.left_on = None if state["left_on"] is None else bool(state["left_on"])
+        if self.left_on is not None:
+            self._use(self.left_on)
+
+    def _decide(self, step: int) -> bool:
+        """Whether these turns are enough; what they say is done then."""
         coded, plain = (float(np.median(self._seconds[which])) for which in (True, False))
-        self._use(coded <= SLOWER * plain)
+        if abs(coded / plain - SLOWER) < UNSURE and self._turn < ROUNDS * len(TURNS):
+            return False
+        self.left_on = coded <= SLOWER * plain
+        self._use(self.left_on)
         text = f"a step takes {1e3 * coded:.3g} ms with the job's codecs, and {1e3 * plain:.3g} without any"
-        _log.warning("step %d: %s: they are %s", step, text, "left on" if self._coded else "switched off")
+        _log.warning("step %d: %s: they are %s", step, text, "left on" if self.left_on else "switched off")
+        return True
 
     def _use(self, coded: bool) -> None:
-        self._coded = coded
-        self._session.switching.switch(self._wanted if coded else self._plain)
+        self._session.switching.switch(self._directions(coded))
+
+    def _directions(self, coded: bool) -> dict[str, Directions]:
+        return self._wanted if coded else self._plain

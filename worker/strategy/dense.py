@@ -43,8 +43,16 @@ class DenseInWorkers:
         kind = FormulaOptimizer if mode == "ddp" and on_cpu else torch_optimizer
         self.optimizers = [dense_optimizer(*group, kind) for group in by_spec(specs, trained)]
 
+    @property
+    def skipped(self) -> int:
+        """Blocks whose gradient held NaN or Inf, where that is looked at."""
+        return sum(optimizer.skipped for optimizer in self.optimizers if isinstance(optimizer, FormulaOptimizer))
+
     def add_up_by(self, together: Together) -> None:
-        """Add the workers' gradients up as shards do, where DistributedDataParallel adds them up."""
+        """Add the workers' gradients up as shards do, where DistributedDataParallel adds them up.
+
+        For steps of one batch: of several, each has other shares, and rows and dense weights would not agree on them.
+        """
         if isinstance(self.module, DistributedDataParallel):
             together.weigh_gradients_of(self.module)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,9 @@ import torch
 from numba import types
 from torch import Tensor, nn
 
+from embershard.proto import gradients as gradients_module
 from embershard.proto import intrinsics
+from embershard.proto.gradients import is_finite
 from embershard.proto.intrinsics import call_row_function, detached, window
 from embershard.proto.jit import compiled
 from embershard.proto.spec import Optimizer
@@ -27,7 +29,7 @@ _NAMES = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "adamw": ("exp_avg", "exp_avg_sq"),
 }
-_CHUNK = 1024  # elements whose state is put together for the row function: 8 KiB stay in the first cache
+_CHUNK = 1024  # elements, as in a block of dense weights on a shard
 _UNCOUNTED = np.float32(-1)
 _NOTHING = np.empty(0, np.float32)
 _FLOATS = types.float32[::1]
@@ -41,17 +43,33 @@ class FormulaOptimizer(torch.optim.Optimizer):
     torch's own come near: the root in their vector loops is not always the nearest float32, and those with `fused=True`
     round otherwise at the end of a tensor. Parameters are float32 on the CPU; every element has its own state, as
     torch.optim names it, so that a checkpoint of either goes on with the other. ValueError for optimizers that torch
-    has not, whose state would have no such names.
+    has not, whose state would have no such names. As on a shard, elements that have a NaN or Inf among their gradients
+    are left alone, _CHUNK at once, and counted. Clipping is the caller's.
     """
 
     def __init__(self, spec: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         if spec.name not in _NAMES:
             raise ValueError(f"torch has no {spec.name}, whose state would have a name; use {', '.join(_NAMES)}")
-        self._formula = Formula(spec)
-        self._initial = dict(zip(_NAMES[spec.name], self._formula.initial(1).tolist(), strict=False))
-        self._counts = spec.name in ("adam", "adamw")  # the last float of a row's state is the number of its steps
-        self._has_step = spec.name != "sgd"  # in torch, also where no formula reads it
+        self._spec = spec
+        self._prepare()
+        self.skipped = 0  # times _CHUNK elements that were left alone
         super().__init__(parameters, {"lr": spec.lr})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: what is compiled is not copied."""
+        return {**super().__getstate__(), "_spec": self._spec, "skipped": self.skipped}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy."""
+        super().__setstate__(state)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        name = self._spec.name
+        self._formula = Formula(self._spec)
+        self._initial = dict(zip(_NAMES[name], self._formula.initial(1).tolist(), strict=False))
+        self._counts = name in ("adam", "adamw")  # the last float of a row's state is the number of its steps
+        self._has_step = name != "sgd"  # in torch, also where no formula reads it
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -84,17 +102,20 @@ class FormulaOptimizer(torch.optim.Optimizer):
         values, *moments = (tensor.view(-1).numpy() for tensor in plain)
         both = (*moments, _NOTHING, _NOTHING)[:2]
         steps = np.float32(state["step"]) if self._counts else _UNCOUNTED
-        flat = gradient.contiguous().view(-1).numpy()
-        _apply(values, both, steps, flat, self._formula.hyper, self._formula.address)
+        flat = (gradient.to_dense() if gradient.is_sparse else gradient).contiguous().view(-1).numpy()
+        self.skipped += _apply(values, both, steps, flat, self._formula.hyper, self._formula.address)
         if self._has_step:
             state["step"] += 1
         for tensor, new in zip(changed, plain, strict=True):
             if new is not tensor:  # a transposed one, for instance
                 tensor.copy_(new)
+        torch.autograd.graph.increment_version(parameter)  # as writes by torch do, which autograd checks
 
 
 @compiled(
-    types.void(_FLOATS, types.UniTuple(_FLOATS, 2), types.float32, _FLOATS, types.float64[::1], types.int64), intrinsics
+    types.int64(_FLOATS, types.UniTuple(_FLOATS, 2), types.float32, _FLOATS, types.float64[::1], types.int64),
+    intrinsics,
+    gradients_module,
 )
 def _apply(
     values: Floats,
@@ -103,17 +124,22 @@ def _apply(
     gradient: Floats,
     hyper: npt.NDArray[np.float64],
     function: int,
-) -> None:
+) -> int:
     """Update values (N,) by the row function at an address, as rows of _CHUNK elements and what is left of them.
 
     moments: its state per element, (N,) each, or (0,). steps: those made before, in the state behind them, or
-    _UNCOUNTED.
+    _UNCOUNTED. Returns how many rows were left out, as their gradient is not finite.
     """
     values, gradient, hyper = detached(values), detached(gradient), detached(hyper)
     first, second = detached(moments[0]), detached(moments[1])
     state = np.empty(2 * _CHUNK + 1, np.float32)
+    skipped = 0
     for start in range(0, values.size, _CHUNK):
         size = min(_CHUNK, values.size - start)
+        row, grad = window(values, _U(start), size), window(gradient, _U(start), size)
+        if not is_finite(grad):
+            skipped += 1
+            continue
         used = 0
         if first.size > 0:
             state[:size] = first[start : start + size]
@@ -124,9 +150,9 @@ def _apply(
         if steps >= 0:
             state[used] = steps
             used += 1
-        row, grad = window(values, _U(start), size), window(gradient, _U(start), size)
         call_row_function(function, row, window(state, _U(0), used), grad, hyper)
         if first.size > 0:
             first[start : start + size] = state[:size]
         if second.size > 0:
             second[start : start + size] = state[size : 2 * size]
+    return skipped

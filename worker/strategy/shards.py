@@ -1,4 +1,4 @@
-"""Strategies `ps` and `hybrid`: embeddings on the shards, dense weights there too or in the workers, by torch."""
+"""Strategies `ps` and `hybrid`: embeddings on the shards, dense weights there too or in the workers."""
 
 from __future__ import annotations
 
@@ -70,9 +70,11 @@ class ShardStrategy:
     def stats(self) -> Stats:
         """Counters since the start."""
         stats = self.session.stats
-        return (
-            stats if self._together is None else replace(stats, wait_seconds=stats.wait_seconds + self._together.waited)
-        )
+        if self._together is not None:
+            stats = replace(stats, wait_seconds=stats.wait_seconds + self._together.waited)
+        if self._dense is not None:
+            stats = replace(stats, skipped_rows=stats.skipped_rows + self._dense.skipped)
+        return stats
 
     def predicted(self, moved: Volumes) -> Mapping[Part, float]:
         """By the codecs in use now."""
