@@ -184,7 +184,9 @@ class LocalSteps:
                 copies = self._copies[table]
                 numbers = copies.numbers(route.ids)
                 trained = copies.trained[numbers]
-                rows[trained] += copies.rows[numbers[trained]] - copies.base[numbers[trained]]
+                mine, base, theirs = copies.rows[numbers[trained]], copies.base[numbers[trained]], rows[trained]
+                # the sum of a difference is not always what it was taken from
+                rows[trained] = np.where(theirs == base, mine, theirs + (mine - base))
         return pulled
 
     def push(
