@@ -35,6 +35,7 @@ def test_residual_lost_on_retry_a_reply_that_was_lost_loses_and_doubles_nothing(
         except ShardUnavailable:
             for link in wired.links:
                 link.lost_replies = 0
+    wired.client.timeout = timedelta(seconds=30)  # the machine may stand still for a moment
     wired.push(gradients(99))
     wired.check()
     assert len(wired.client.compressor.held("t").ids)
