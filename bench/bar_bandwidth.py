@@ -129,9 +129,7 @@ class Arm:
             imports=["normal_codec"],
             compression=es.Compression(**CODECS[name.rstrip("?")]),
         )
-        self.model = es.wrap(
-            MultiHot(), self.session, optimizer=es.Adagrad(lr=0.01), prefix=f"{name}-{bandwidth}-{number}/"
-        )
+        self.model = es.wrap(MultiHot(), self.session, optimizer=es.Adagrad(lr=0.01), prefix=f"{bandwidth}-{number}/")
         rng = np.random.default_rng(1)
         per_field = ROWS // FIELDS
         offsets = np.repeat(np.arange(FIELDS), BATCH).reshape(FIELDS, BATCH).T.reshape(-1, 1) * per_field
