@@ -228,7 +228,7 @@ def _unless_slower(job: Job, section: CompressionSection) -> Found:
     at = ("compression", "unless_slower")
     codecs = [codec for _, _, _, codec in section.choices()]
     if section.auto:
-        yield at, "auto looks back by itself; remove it"
+        yield at, "auto tries what it chooses anyway; remove it"
     elif all(codec.is_plain for codec in codecs):
         yield at, "there is no codec to try; remove it, or name one"
     elif job.train.local_steps:

@@ -148,7 +148,9 @@ def used(session: Session) -> tuple[str, str]:
     return str(directions.push), str(directions.pull)
 
 
-STEPS = 2 * (auto.WARM_UP + auto.STEPS + 1)
+TURN = trial.WARM_UP + trial.STEPS
+TRIAL = len(trial.TURNS) * TURN
+STEPS = auto.WARM_UP + auto.STEPS + TRIAL + 1
 
 
 def test_a_slow_link_switches_on_what_pays_and_says_why(
@@ -166,7 +168,7 @@ def test_a_slow_link_switches_on_what_pays_and_says_why(
     )
     assert "the link gives 32 Mbit/s" in push
     assert pull.startswith("step 23: table t: pull=int8: ")
-    assert after == "step 47: a step takes 2.13 ms, and took 8.33 without compression"
+    assert after == "step 75: a step takes 2.13 ms with these codecs, and 8.33 without: they are left on"
 
 
 def codecs_of(session: Session, **compression: object) -> JobCodecs:
@@ -239,11 +241,9 @@ def test_what_did_not_make_steps_faster_is_switched_off_again(
     session.client.compressor.find = lambda name: find_values(name) if name == "none" else Sleepy(name, clock)
     train(session, Auto(session, [], frozenset()).follow, STEPS)
     assert used(session) == ("none", "none")
-    assert "without compression; it is switched off again" in caplog.text
+    assert "with these codecs, and 8.33 without: they are switched off" in caplog.text
 
 
-TURN = trial.WARM_UP + trial.STEPS
-TRIAL = len(trial.TURNS) * TURN
 ONE_ROUND = ["int8"] * TURN + ["none"] * 2 * TURN + ["int8"] * TURN
 
 
@@ -271,7 +271,7 @@ def test_a_jobs_codec_is_left_on_where_steps_take_less_time(
     codecs = codecs_of(session, push="int8", pull="int8", unless_slower=True)
     assert followed(session, codecs, TRIAL + 5) == [*ONE_ROUND, *["int8"] * 5]
     assert [record.getMessage() for record in caplog.records] == [
-        "step 52: a step takes 2.13 ms with the job's codecs, and 8.33 without any: they are left on"
+        "step 52: a step takes 2.13 ms with these codecs, and 8.33 without: they are left on"
     ]
 
 
@@ -336,7 +336,7 @@ def test_a_trial_ends_where_somebody_says_how_tables_travel(
 
     train(session, follow, TRIAL + 5)
     assert used(session) == ("fp16s", "fp16s")
-    assert "the trial of the job's codecs ends, for others were set" in caplog.text
+    assert "the trial of codecs ends, for others were set" in caplog.text
 
 
 @pytest.mark.parametrize("left_on", [True, False, None])

@@ -173,7 +173,7 @@ CONTRADICTIONS = [
         "compression.allow.1: what powersgd:2 sends is not known before it does; name it under compression.tables",
     ),
     (["compression={allow: [int8]}"], "compression.allow: says what auto may choose; add auto: true"),
-    (["compression={auto: true, unless_slower: true}"], "compression.unless_slower: auto looks back by itself; remove"),
+    (["compression={auto: true, unless_slower: true}"], "compression.unless_slower: auto tries what it chooses anyway"),
     (
         ["train.staleness=local(4)", "compression={push: int8, unless_slower: true}"],
         "compression.unless_slower: most steps send nothing with train.staleness local(4); remove either",

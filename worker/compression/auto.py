@@ -23,6 +23,7 @@ from embershard.proto.spec import TableSpec
 from embershard.worker.compression.advice import ADAPTIVE
 from embershard.worker.compression.feedback import Feedback, How, Share
 from embershard.worker.compression.settings import Directions
+from embershard.worker.compression.trial import Trial
 from embershard.worker.job_compression import Direction
 from embershard.worker.session import Session
 
@@ -32,10 +33,10 @@ DIRECTIONS: tuple[Direction, ...] = ("push", "pull")
 Find = Callable[[str], ValuesCodec]
 
 WARM_UP = 3  # steps that load and compile what later ones have
-STEPS = 20  # that are measured, before a choice and after it
+STEPS = 20  # that are measured before a choice
 WAITING = 0.05  # of the time: where training waits less for shards, sending less cannot make it faster
 MARGIN = 1.25  # the break-even must be so far above what the link gives: both are measured beside other work
-FASTER = 0.95  # of a step's time at most, with what was chosen: less is noise, and it is switched off again
+FASTER = 0.95  # of a step's time at most, with what was chosen: else it is switched off again
 _ROWS = 65_536  # of which a codec is timed
 _TRIES = 3  # the fastest counts: others were disturbed
 
@@ -155,33 +156,40 @@ class Auto:
         self._calls: dict[Direction, list[tuple[int, float]]] = {"push": [], "pull": []}
         self._rows: dict[tuple[str, Direction], int] = {}  # that travelled in them
         self._waited = 0.0
-        self._starts: list[float] = []  # of the steps of this phase
-        self._before = 0.0  # median time of a step
-        self._chosen: dict[str, Directions] = {}  # what was used before
-        self.done = False
+        self._steps = 0
+        self._began = 0.0  # when the first step that is measured did
+        self._before: dict[str, Directions] = {}  # how tables travelled of which something was chosen
+        self._trial: Trial | None = None  # of what was chosen
+        self._nothing_chosen = False
+
+    @property
+    def done(self) -> bool:
+        """Whether it has decided."""
+        return self._nothing_chosen if self._trial is None else self._trial.left_on is not None
 
     def follow(self, step: int) -> None:
         """Before a step: take its time, and decide when it is time."""
-        if self.done:
+        if self._trial is not None:
+            self._trial.follow(step)
             return
-        self._starts.append(time.perf_counter())
-        passed = len(self._starts) - 1
-        if passed == WARM_UP and not self._chosen:
+        if self._nothing_chosen:
+            return
+        if self._steps == WARM_UP:
             self._round_trip = min(self._ping() for _ in range(5))
-            self._waited = self._session.stats.wait_seconds
+            self._waited, self._began = self._session.stats.wait_seconds, time.perf_counter()
             self._session.client.calls.watch = self._watch
-        elif passed == WARM_UP + STEPS:
-            seconds = float(np.median(np.diff(self._starts[WARM_UP:])))
-            total = self._starts[-1] - self._starts[WARM_UP]
+        elif self._steps == WARM_UP + STEPS:
+            total = time.perf_counter() - self._began
             self._session.client.calls.watch = None
             self._session.switching.settle()
-            if self._chosen:
-                self._look_back(step, seconds)
-            else:
-                self._before = seconds
-                self._decide(step, (self._session.stats.wait_seconds - self._waited) / max(total, 1e-9))
-            self._starts = []
-            self.done = self.done or not self._chosen
+            self._decide(step, (self._session.stats.wait_seconds - self._waited) / max(total, 1e-9))
+            self._nothing_chosen = not self._before
+            if self._before:
+                now = self._session.client.compressor.directions()
+                wanted = {name: now[name] for name in self._before}
+                self._trial = Trial(self._session, wanted, self._before, FASTER)
+                self._trial.follow(step)
+        self._steps += 1
 
     def _ping(self) -> float:
         start = time.perf_counter()
@@ -218,16 +226,6 @@ class Auto:
                 if (table.spec.name, direction) not in self._pinned:
                     self._choose(step, table.spec, direction)
 
-    def _look_back(self, step: int, seconds: float) -> None:
-        """Whether steps are faster now."""
-        self.done = True
-        ratio = seconds / max(self._before, 1e-9)
-        text = f"a step takes {1e3 * seconds:.3g} ms, and took {1e3 * self._before:.3g} without compression"
-        if ratio > FASTER:
-            self._session.switching.switch(self._chosen)
-            text += "; it is switched off again"
-        _log.warning("step %d: %s", step, text)
-
     def _choose(self, step: int, spec: TableSpec, direction: Direction) -> None:
         link = Link.of(self._calls[direction], self._round_trip)
         raw = 4 * spec.dim * self._rows.get((spec.name, direction), 0) / STEPS
@@ -238,7 +236,7 @@ class Auto:
         found = candidates(spec, direction, dense=dense, allow=self._allow)
         choice, why = best([measure(codec, raw, spec.dim, compressor.find) for codec in found], link)
         if choice is not None:
-            self._chosen.setdefault(spec.name, now)
+            self._before.setdefault(spec.name, now)
             push, pull = (choice.codec, now.pull) if direction == "push" else (now.push, choice.codec)
             switching.switch({spec.name: Directions(push, pull)})
         text = "none" if choice is None else str(choice.codec)

@@ -1,4 +1,7 @@
-"""`compression: {..., unless_slower: true}`: try what the job says, and leave it on unless steps take longer."""
+"""Codecs on trial: used and not by turns, and left on if the time that steps take is right.
+
+With `compression: {..., unless_slower: true}` those of the job; with `auto` what was chosen.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +20,27 @@ WARM_UP = 3  # steps that load and compile what later ones have, or are still un
 STEPS = 10  # that are measured, with codecs and without
 TURNS = (True, False, False, True)  # what goes on beside, and grows or shrinks, falls on both sides
 ROUNDS = 3  # of these turns at most
-SLOWER = 1.03  # of a step's time without codecs: less is noise
-UNSURE = 0.05  # so near to it, another round decides
+SLOWER = 1.03  # of a step's time without codecs at most: less is noise
+UNSURE = 0.05  # so near to the bound another round decides
 
 
 class Trial:
-    """Has tables travel with codecs and without by turns, and then in the way in which steps take less time.
+    """Has tables travel as wanted and otherwise by turns, and then as wanted if steps do not take too long with it.
 
-    `wanted`: table -> its codecs, in use by now. All steps of a worker pass by `follow`. It ends where somebody else
-    changes how they travel.
+    `wanted`: table -> its codecs, in use by now. `otherwise`: without any, unless it is given. `bound`: what a step may
+    take as wanted, of its time otherwise. All steps of a worker pass by `follow`. It ends where somebody else changes
+    how tables travel.
     """
 
-    def __init__(self, session: Session, wanted: Mapping[str, Directions]) -> None:
-        self._session, self._wanted = session, dict(wanted)
-        self._plain = {name: Directions() for name in wanted}
+    def __init__(
+        self,
+        session: Session,
+        wanted: Mapping[str, Directions],
+        otherwise: Mapping[str, Directions] | None = None,
+        bound: float = SLOWER,
+    ) -> None:
+        self._session, self._wanted, self._bound = session, dict(wanted), bound
+        self._otherwise = {name: Directions() for name in wanted} if otherwise is None else dict(otherwise)
         self._turn = 0
         self._starts: list[float] = []  # of the steps of this turn
         self._seconds: dict[bool, list[float]] = {True: [], False: []}  # of steps with codecs, and without
@@ -47,7 +57,7 @@ class Trial:
         now = self._session.client.compressor.directions()
         if {name: now[name] for name in self._wanted} != self._directions(coded):
             self.left_on = True  # as it was set
-            _log.warning("step %d: the trial of the job's codecs ends, for others were set", step)
+            _log.warning("step %d: the trial of codecs ends, for others were set", step)
             return
         self._seconds[coded] += np.diff(self._starts[WARM_UP:]).tolist()
         self._turn += 1
@@ -69,11 +79,11 @@ class Trial:
     def _decide(self, step: int) -> bool:
         """Whether these turns are enough; what they say is done then."""
         coded, plain = (float(np.median(self._seconds[which])) for which in (True, False))
-        if abs(coded / plain - SLOWER) < UNSURE and self._turn < ROUNDS * len(TURNS):
+        if abs(coded / plain - self._bound) < UNSURE and self._turn < ROUNDS * len(TURNS):
             return False
-        self.left_on = coded <= SLOWER * plain
+        self.left_on = coded <= self._bound * plain
         self._use(self.left_on)
-        text = f"a step takes {1e3 * coded:.3g} ms with the job's codecs, and {1e3 * plain:.3g} without any"
+        text = f"a step takes {1e3 * coded:.3g} ms with these codecs, and {1e3 * plain:.3g} without"
         _log.warning("step %d: %s: they are %s", step, text, "left on" if self.left_on else "switched off")
         return True
 
@@ -81,4 +91,4 @@ class Trial:
         self._session.switching.switch(self._directions(coded))
 
     def _directions(self, coded: bool) -> dict[str, Directions]:
-        return self._wanted if coded else self._plain
+        return self._wanted if coded else self._otherwise
