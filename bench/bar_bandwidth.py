@@ -201,9 +201,10 @@ def work(addresses: str, bandwidth: str, names: Sequence[str], rounds: int, step
             arm.run(1)
         arm.run(POOL)  # rows exist then, and residuals have their room
     before = {arm.name: (arm.session.stats, arm.steps) for arm in arms}
-    for turn in range(rounds):
-        for arm in arms[turn % len(arms) :] + arms[: turn % len(arms)]:
-            arm.lap(steps)
+    order = np.random.default_rng(0)  # an arm behind the same one in every round would have what that leaves in caches
+    for _ in range(rounds):
+        for number in order.permutation(len(arms)):
+            arms[number].lap(steps)
     found = {arm.name: arm.figures(stats, arm.steps - begun) for arm in arms for stats, begun in [before[arm.name]]}
     for arm in arms:
         arm.session.close()
