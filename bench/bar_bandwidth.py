@@ -281,7 +281,7 @@ def main() -> None:
     by_link = {SLOW: over_bucket(SLOW, [*arms, *TRIED], args.rounds, args.steps)}
     # short steps, of which the break-even is a small difference: more of them
     by_link |= {bandwidth: over_bucket(bandwidth, arms, 3 * args.rounds, args.steps) for bandwidth in FASTER}
-    unlimited = over_bucket(UNLIMITED, [*arms, *MEASURING], 2 * args.rounds + 1, 4 * args.steps)
+    unlimited = over_bucket(UNLIMITED, [*arms, *MEASURING], 4 * args.rounds + 1, 4 * args.steps)
     real = over_namespaces(arms, args.rounds, args.steps) if args.netns else {}
     report(by_link, unlimited, real)
 
