@@ -65,7 +65,7 @@ bar-ncf: setup  ## quality on MovieLens-1M against the published numbers
 bar-ctr: setup  ## quality on Frappe and Adult against the published numbers
 	$(BIN)/python bench/bar_ctr.py
 
-bar-modes: setup  ## the quality bars in every mode: staleness 0, 4, off; dense on shards and by DDP (two hours, in as many goes as it takes; ARGS=--quick)
+bar-modes: setup  ## the quality bars in every mode: staleness 0, 4, off; dense on shards and by DDP (two to three hours, in as many goes as it takes; ARGS=--quick)
 	$(BIN)/python bench/bar_modes.py $(ARGS)
 
 bar-equal: setup  ## bit-identical over shards and carriers; equal to torch in one process
