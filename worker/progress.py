@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import accumulate
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -122,6 +124,8 @@ def result_table(result: Result) -> Table:
     table.add_row("time", f"{_clock(result.seconds)} ({_clock(result.train_seconds)} training)")
     table.add_row("speed", f"{result.samples_per_second:,.0f} samples/s")
     table.add_row("waiting for others", f"{result.wait_share:.1%} of the training time")
+    if any(result.staleness_seen[1:]):
+        table.add_row("updates missed", _missed(result.staleness_seen))
     if result.skipped_rows:
         table.add_row("skipped", f"{result.skipped_rows:,} gradient rows with NaN or Inf")
     if result.skipped_steps:
@@ -134,6 +138,14 @@ def result_table(result: Result) -> Table:
     for name, rows in sorted(result.table_rows.items()):
         table.add_row(f"table {name}", f"{rows:,} row{'s' * (rows != 1)}")
     return table
+
+
+def _missed(seen: Sequence[int]) -> str:
+    """seen[n] pushes had missed n updates, the last ones so many or more."""
+    up_to = list(accumulate(seen))
+    median, p99, largest = (bisect_left(up_to, share * up_to[-1]) for share in (0.5, 0.99, 1.0))
+    or_more = " or more" if largest == len(seen) - 1 else ""
+    return f"by a push: median {median}, p99 {p99}, at most {largest}{or_more}"
 
 
 def _of_best(name: str, value: float, split: str, result: Result) -> str:

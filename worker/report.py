@@ -144,6 +144,7 @@ class Report:
             skipped_steps=round(left_out),
             expired_leases=self._strategy.expired_leases() if group.is_first else 0,
             returned_splits=returned_splits,
+            staleness_seen=self._strategy.staleness_seen() if group.is_first else (),
             table_rows=self._strategy.table_rows() if group.is_first else {},
             bytes=meter.bytes_per_step(self._strategy.predicted(meter.moved)),
             step=_step_times(),

@@ -16,7 +16,7 @@ from embershard.proto.routing import make_route
 from embershard.proto.spec import SGD, TableSpec
 from embershard.worker.log import JsonLog, TensorBoardLog
 from embershard.worker.meter import Meter
-from embershard.worker.progress import Terminal
+from embershard.worker.progress import Terminal, result_table
 from embershard.worker.records import Evaluation, Interval, Observer, Plan, Result
 from embershard.worker.schedule import Best, Schedule
 from embershard.worker.session import Session
@@ -125,6 +125,21 @@ def test_the_table_says_what_was_reached_and_how_long_it_took() -> None:
         "table dense": "2 rows",
         "table embedding": "4,321 rows",
     }
+
+
+@pytest.mark.parametrize(
+    ("seen", "shown"),
+    [
+        ((), None),
+        ((7, 0, 0), None),
+        ((50, 49, 0, 1, 0), "by a push: median 0, p99 1, at most 3"),
+        ((49, 49, 0, 2), "by a push: median 1, p99 3, at most 3 or more"),
+    ],
+)
+def test_the_table_says_how_stale_pushes_were_where_they_were(seen: tuple[int, ...], shown: str | None) -> None:
+    table = result_table(dataclasses.replace(RESULT, staleness_seen=seen))
+    rows = dict(zip(*(column.cells for column in table.columns), strict=True))
+    assert rows.get("updates missed") == shown
 
 
 def test_lines_between_evaluations_come_now_and_then() -> None:

@@ -103,6 +103,10 @@ class TorchStrategy:
         """There are none."""
         return 0
 
+    def staleness_seen(self) -> tuple[int, ...]:
+        """Nothing is pushed."""
+        return ()
+
     def table_rows(self) -> dict[str, int]:
         """Table -> its rows."""
         return {self._prefix + name: table.num_embeddings for name, table in self._tables.items()}

@@ -99,7 +99,10 @@ class Strategy(Protocol):
         """Inside, forwards read the weights themselves, where training reads them rounded by a codec."""
 
     def expired_leases(self) -> int:
-        """Times that a worker was given up by the others."""
+        """Times that a worker was given up by the others since this one started."""
+
+    def staleness_seen(self) -> tuple[int, ...]:
+        """Pushes since the start by the updates that their rows had missed: 0, 1, ...; the last: so many or more."""
 
     def table_rows(self) -> dict[str, int]:
         """Table -> rows that exist."""

@@ -16,6 +16,7 @@ from embershard.worker.models.recommender import Recommender
 from embershard.worker.optimizer import ShardOptimizer
 from embershard.worker.predicted import predict_volumes
 from embershard.worker.session import Session
+from embershard.worker.strategy.counted import Counted
 from embershard.worker.strategy.dense import DenseInWorkers
 from embershard.worker.strategy.optimizers import dense_specs
 from embershard.worker.strategy.protocol import Numbered, Turn
@@ -30,6 +31,7 @@ class ShardStrategy:
 
     def __init__(self, job: Job, model: Recommender, session: Session, device: torch.device) -> None:
         self.session = session
+        self._counted = Counted(session.client)
         in_workers = job.dense_mode != "ps"
         wrapped = wrap(
             model,
@@ -145,15 +147,15 @@ class ShardStrategy:
 
     def expired_leases(self) -> int:
         """As the first shard counts them."""
-        return self.session.client.status()[0].expired_leases
+        return self._counted.expired_leases()
+
+    def staleness_seen(self) -> tuple[int, ...]:
+        """On all shards."""
+        return self._counted.staleness_seen()
 
     def table_rows(self) -> dict[str, int]:
         """Table -> rows on all shards."""
-        rows: dict[str, int] = {}
-        for status in self.session.client.status():
-            for table in status.tables:
-                rows[table.name] = rows.get(table.name, 0) + table.rows
-        return rows
+        return self._counted.table_rows()
 
     def _keep_company(self, keeps: bool) -> None:
         # gradients of zero would move rows under momentum, Adam or weight decay
