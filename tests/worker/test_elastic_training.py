@@ -127,6 +127,9 @@ def test_each_sample_is_trained_on_once_per_epoch_where_nobody_is_lost(staleness
     assert sum(steps) == EPOCHS * 12 * -(-SAMPLES // 12 // 20)
     assert all(result.samples == EPOCHS * SAMPLES for result, _ in runs if result is not None)
     assert all(result.returned_splits == result.expired_leases == 0 for result, _ in runs if result is not None)
+    (seen,) = (result.staleness_seen for result, notes in runs if result is not None and notes.result is result)
+    assert sum(seen)
+    assert staleness != 0 or not any(seen[1:])
 
 
 @pytest.mark.parametrize("idle", [False, True], ids=["trains", "finds no batch in its first epoch"])
