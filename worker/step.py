@@ -195,8 +195,8 @@ class TrainStep:
         settings = self._settings
         if settings.clip_norm is None and settings.non_finite == "stop" and self._scaler is None:
             return 0.0
-        norm = math.inf if bad_loss else global_norm(self._gradients()) / weight
-        norm = norm if math.isfinite(norm) else math.inf
+        norm = global_norm(self._gradients()) / weight  # by every worker: it is a collective where weights are sharded
+        norm = norm if math.isfinite(norm) and not bad_loss else math.inf
         return norm if self._agree is None else self._agree(norm)
 
     def _skip(self) -> None:

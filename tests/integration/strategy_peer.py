@@ -1,6 +1,6 @@
 """One worker of a small job, as a process of test_strategies.py: `strategy_peer.py STRATEGY MODE PS FILE [TRAIN]`.
 
-TRAIN are fields of the section `train`, as JSON.
+TRAIN are fields of the section `train`, as JSON; its field `nan_at` is the number of a sample with a NaN.
 """
 
 from __future__ import annotations
@@ -36,9 +36,12 @@ def rows(count: int, seed: int) -> Rows:
     return Rows(ids, rng.random((count, D), np.float32), labels)
 
 
-def dataset() -> RowsDataset:
+def dataset(nan_at: int | None = None) -> RowsDataset:
     schema = Schema(tuple("abc"), D, F * PER_FIELD)
-    return RowsDataset(schema, {"train": rows(SAMPLES, 1), "test": rows(301, 2)}, where="made up", seed=3)
+    samples = rows(SAMPLES, 1)
+    if nan_at is not None:
+        samples.dense[nan_at, 0] = np.nan
+    return RowsDataset(schema, {"train": samples, "test": rows(301, 2)}, where="made up", seed=3)
 
 
 def job(strategy: str, mode: str, workers: int, **train: object) -> Job:
@@ -63,13 +66,14 @@ def job(strategy: str, mode: str, workers: int, **train: object) -> Job:
     return Job.model_validate(values)
 
 
-def train(job: Job, session: Session | None, group: WorkerGroup) -> dict[str, np.ndarray]:
+def train(job: Job, session: Session | None, group: WorkerGroup, *, nan_at: int | None = None) -> dict[str, np.ndarray]:
     """The figures that were reached, and every weight."""
     torch.set_num_threads(1)
-    trainer = Trainer(job, dataset(), session, group)
+    trainer = Trainer(job, dataset(nan_at), session, group)
     result = trainer.run()
     found = {metric: np.array(value) for metric, value in result.figures["test"].items()}
     found["samples trained"] = np.array(result.samples)
+    found["steps left out"] = np.array(result.skipped_steps)
     if session is not None:
         module = trainer.model.embedding
         found["embedding.weight"] = module.table.pull(torch.arange(F * PER_FIELD)).numpy()
@@ -90,7 +94,9 @@ def train(job: Job, session: Session | None, group: WorkerGroup) -> dict[str, np
 def main() -> None:
     strategy, mode, ps, file, *fields = sys.argv[1:]
     rank = int(os.environ["RANK"])
-    settings = job(strategy, mode, workers=2, **json.loads(fields[0] if fields else "{}"))
+    chosen = json.loads(fields[0] if fields else "{}")
+    nan_at = chosen.pop("nan_at", None)
+    settings = job(strategy, mode, workers=2, **chosen)
     session = connect(ps, worker=rank, workers=2, staleness=0) if ps else None
     if settings.all_reduces:
         group = WorkerGroup.join(rank, 2, timedelta(seconds=60))
@@ -98,7 +104,7 @@ def main() -> None:
         assert session is not None
         group = ShardGroup(session.client, rank, 2)
     with group:
-        found = train(settings, session, group)
+        found = train(settings, session, group, nan_at=nan_at)
         if rank == 0:
             np.savez(Path(file), **found)  # type: ignore[arg-type]
         group.barrier()

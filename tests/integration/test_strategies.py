@@ -212,3 +212,16 @@ def test_two_synchronous_workers_accumulate_as_one_process(
     with es.local() as session:
         want = train(job("ps", "ps", workers=1, accumulate=3), session, WorkerGroup())
     assert_equal_but_for_rounding(run_two(strategy, mode, shards, tmp_path / "found.npz", accumulate=3), want)
+
+
+def test_a_nan_that_one_worker_meets_leaves_the_step_out_on_all(tmp_path: Path) -> None:
+    found = []
+    for strategy, mode in (("hybrid", "ddp"), ("ps", "fsdp")):  # where weights are sharded, a norm is a collective
+        with LocalShards(2) as running:
+            addresses = ",".join(running.addresses)
+            found.append(
+                run_two(strategy, mode, addresses, tmp_path / f"{mode}.npz", non_finite="skip", nan_at=SAMPLES // 2)
+            )
+    epochs, workers = 2, 2
+    assert int(found[0]["steps left out"]) == epochs * workers
+    assert_equal_but_for_rounding(found[1], found[0])
