@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from itertools import chain
 
@@ -30,8 +31,11 @@ def compile_dense(model: nn.Module) -> None:
 
 def _missing(device: torch.device) -> str | None:
     if device.type == "cuda":
-        found = importlib.util.find_spec("triton") is not None
-        return None if found else "torch.compile needs triton on a GPU: install it, or set train.compile to false"
+        if importlib.util.find_spec("triton") is None:
+            return "torch.compile needs triton on a GPU: install it, or set train.compile to false"
+        if "CC" in os.environ or shutil.which("gcc") or shutil.which("clang"):
+            return None
+        return "triton needs a C compiler, and this machine has none: install gcc, or set train.compile to false"
     from torch._inductor import config  # what it will call itself; takes a moment to load
 
     names = [name for name in config.cpp.cxx if name]

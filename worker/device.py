@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -43,3 +43,16 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[Floats]:
     for device in devices:  # which need not be the current one
         torch.cuda.current_stream(device).synchronize()
     return [copy.numpy() for copy in copies]
+
+
+def with_current_gpu(work: Callable[[], None]) -> Callable[[], None]:
+    """`work` for a new thread, which would begin with GPU 0: torch keeps the current GPU by thread."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return work
+    device = torch.cuda.current_device()
+
+    def run() -> None:
+        torch.cuda.set_device(device)
+        work()
+
+    return run

@@ -219,9 +219,9 @@ class EmbeddingBag(_RemoteRows):
         return F.embedding_bag(
             index,
             rows,
-            None if offsets is None else offsets.to(torch.int64),
+            None if offsets is None else offsets.to(index.device, torch.int64),
             mode=self.mode,
-            per_sample_weights=per_sample_weights,
+            per_sample_weights=None if per_sample_weights is None else per_sample_weights.to(rows.device),
             include_last_offset=self.include_last_offset,
             padding_idx=padding,
         )

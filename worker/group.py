@@ -36,6 +36,7 @@ JOIN_TIMEOUT = timedelta(minutes=5)
 # a meeting waits for the slowest worker: as long as its rest of an epoch, not as long as a call
 MEETING_TIMEOUT = timedelta(minutes=30)
 MEETING_BYTES = 16 << 20  # what all of them can put down at once
+_NCCL = "embershard/nccl"  # of torch's store: how many workers could use it
 _TRIES = 10  # to catch up with workers that meet again and again meanwhile
 
 
@@ -66,9 +67,9 @@ class WorkerGroup:
     def join(cls, rank: int, world_size: int, timeout: timedelta = JOIN_TIMEOUT, *, nccl: bool = False) -> WorkerGroup:
         """Meet the other workers at MASTER_ADDR and MASTER_PORT, which torch reads from the environment.
 
-        With `nccl` what torch does with tensors of GPUs goes by it, for which each worker needs a GPU of its own; their
-        meetings go by gloo in any case. WorkersApart where that is no place to meet, or somebody did not come, or a
-        rank came twice, by `timeout`.
+        Where all of them say `nccl`, what torch does with tensors of GPUs goes by it, for which each worker needs a GPU
+        of its own; their meetings go by gloo in any case. WorkersApart where that is no place to meet, or somebody did
+        not come, or a rank came twice, by `timeout`.
         """
         if world_size == 1:
             return WorkerGroup(rank, world_size)
@@ -200,9 +201,9 @@ class TorchGroup(WorkerGroup):
         try:
             deadline = Deadline(timeout)
             store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
-            _await_all(store, rank, world_size, deadline)
+            all_nccl = _await_all(store, rank, world_size, deadline, nccl=nccl)
             WorkerGroup.met = True
-            backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
+            backend = "cpu:gloo,cuda:nccl" if all_nccl else "gloo"
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=MEETING_TIMEOUT)
         except (RuntimeError, ValueError) as error:  # torch's words for everything here
             raise WorkersApart(
@@ -328,8 +329,12 @@ class _Store(Protocol):
     def check(self, keys: list[str], /) -> bool: ...
 
 
-def _await_all(store: _Store, rank: int, world_size: int, deadline: Deadline) -> None:
-    """Wait until every rank is there, once; gloo itself would wait as long as a meeting, and not say for whom."""
+def _await_all(store: _Store, rank: int, world_size: int, deadline: Deadline, *, nccl: bool) -> bool:
+    """Wait until every rank is there, once, and say whether all of them want nccl.
+
+    gloo itself would wait as long as a meeting, and not say for whom.
+    """
+    store.add(_NCCL, int(nccl))  # first: who is there has said it
     keys = [f"embershard/worker/{number}" for number in range(world_size)]
     if store.add(keys[rank], 1) > 1:
         raise ValueError(f"another process is worker {rank} already")
@@ -337,6 +342,7 @@ def _await_all(store: _Store, rank: int, world_size: int, deadline: Deadline) ->
         if deadline.seconds <= 0:
             raise ValueError(f"worker {', '.join(missing)} did not come in time")
         time.sleep(0.05)
+    return store.add(_NCCL, 0) == world_size
 
 
 def _first_line(error: Exception) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from embershard.proto.routing import Ids, Route
 from embershard.worker.client import Client
 from embershard.worker.dense import DenseWeights
+from embershard.worker.device import with_current_gpu
 from embershard.worker.local_steps import LocalSteps
 from embershard.worker.reads import Fetch, Wanted
 from embershard.worker.row_cache import RowCaches
@@ -84,7 +85,7 @@ class Pipeline(Generic[B]):
         """Begin to run ahead; `clock` is the session's."""
         self._start_clock = clock
         for name, work in (("puller", partial(self._pull, batches)), ("pusher", self._push)):
-            thread = threading.Thread(target=work, name=f"embershard {name}", daemon=True)
+            thread = threading.Thread(target=with_current_gpu(work), name=f"embershard {name}", daemon=True)
             thread.start()
             self._threads.append(thread)
 

@@ -218,12 +218,11 @@ class Session:
         """The loader's batches, each with its rows and the dense weights pulled ahead, while pushes are on their way.
 
         A batch shows this worker's pushes of all batches before it but the last `staleness` ones; with 0 the weights
-        have the same bits as without prefetch. It defaults to the bound that `connect` was given, without one to 0.
-        At most staleness + 1 pushes are in flight. The loader, and what says
-        which ids a batch reads, run in a thread of their own, some batches ahead: `inputs(batch)` gives the ids by
-        embedding module (of several models: by table), and defaults to the model's `embedding_inputs`, called with
-        the batch, or with the parts of a batch that is a tuple or list. Rows that the model reads beyond these are
-        pulled when it does.
+        have the same bits as without prefetch. It defaults to the bound that `connect` was given, without one to 0. At
+        most staleness + 1 pushes are in flight. The loader, and what says which ids a batch reads, run in a thread of
+        their own, some batches ahead: `inputs(batch)` gives the ids by embedding module (of several models: by table),
+        and defaults to the model's `embedding_inputs`, called with the batch, or with the parts of a batch that is a
+        tuple or list. Rows that the model reads beyond these are pulled when it does.
 
         Errors of the loader, of pulls and of pushes are raised where the next batch is taken, those of pushes also by
         `step`; after a `break`, by the next use of the session. When the loop is left, everything in flight has been

@@ -252,6 +252,17 @@ def test_a_gpu_that_torch_does_not_see_is_a_warning(
     finds(compute.gpu, NOBODY, WARN, words)
 
 
+@pytest.mark.parametrize(("hardware", "level"), [(True, OK), (False, WARN)])
+def test_bf16_of_a_gpu_is_not_what_torch_emulates(
+    hardware: bool, level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: hardware or including_emulation
+    )
+    finds(compute.bf16, job(tmp_path, "train.amp=bf16"), level, "bfloat16")
+
+
 @pytest.mark.parametrize(
     ("has", "words"), [({"avx2": True}, "only by conversion"), ({"amx_bf16": True}, "in hardware")]
 )

@@ -37,6 +37,7 @@ def place(workers: int) -> Place:
 def test_nccl_is_for_workers_with_a_gpu_of_their_own(
     monkeypatch: pytest.MonkeyPatch, gpus: int, workers: int, own: bool
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert _has_own_gpu(job(strategy="hybrid"), place(workers)) is own
     on_cpu = job(strategy="hybrid", train={"batch_size": 8, "samples": 80, "device": "cpu"})
@@ -44,6 +45,7 @@ def test_nccl_is_for_workers_with_a_gpu_of_their_own(
 
 
 def test_fsdp_over_gpus_that_are_shared_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(JobError, match=r"dense\.mode: 2 workers share 1 GPUs, and fsdp needs one for each"):
         _has_own_gpu(job(dense={"mode": "fsdp"}), place(2))

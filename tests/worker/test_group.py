@@ -22,8 +22,9 @@ import torch.distributed
 
 from embershard.in_process import InProcessShards
 from embershard.proto.errors import MeetingOver, WorkerLost, WorkersApart
+from embershard.worker.carrier import Deadline
 from embershard.worker.client import Client
-from embershard.worker.group import FewerWorkers, LeftBehind, ShardGroup, TorchGroup, WorkerGroup
+from embershard.worker.group import FewerWorkers, LeftBehind, ShardGroup, TorchGroup, WorkerGroup, _await_all
 from embershard.worker.membership import Terms
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -448,3 +449,14 @@ def test_another_job_on_the_same_shards_begins_anew(join: Callable[..., ShardGro
         all_do(groups, lambda group: group.assemble(0))
         for group in groups:
             group._membership.leave()
+
+
+@pytest.mark.parametrize(("wishes", "want"), [((True, True), True), ((True, False), False), ((False, False), False)])
+def test_workers_use_nccl_where_all_of_them_can(wishes: tuple[bool, bool], want: bool) -> None:
+    store = torch.distributed.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        said = [
+            pool.submit(_await_all, store, rank, 2, Deadline(timedelta(seconds=30)), nccl=nccl)
+            for rank, nccl in enumerate(wishes)
+        ]
+        assert [answer.result() for answer in said] == [want, want]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ import embershard as es
 from embershard.proto.errors import JobError
 from embershard.proto.messages import Reply, Request
 from embershard.ps.shard import Shard
+from embershard.worker import compilation
 from embershard.worker.activations import checkpoint_activations
 from embershard.worker.carriers.local import LocalCarrier
 from embershard.worker.client import Client
@@ -584,3 +586,14 @@ def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(JobError, match=r"train.compile: torch.compile needs a C\+\+ compiler.*install g\+\+"):
         compile_dense(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("found", ["CC", "gcc", "clang", None])
+def test_triton_is_known_to_need_a_c_compiler(monkeypatch: pytest.MonkeyPatch, found: str | None) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/it" if name == found else None)
+    monkeypatch.delenv("CC", raising=False)
+    if found == "CC":
+        monkeypatch.setenv("CC", "/opt/cc")
+    missing = compilation._missing(torch.device("cuda"))
+    assert missing is None if found else "install gcc" in str(missing)

@@ -51,7 +51,10 @@ def worker(
     ] = False,
     rank: Annotated[int, typer.Option(envvar="RANK", help="This worker's number.", min=0)] = 0,
     world_size: Annotated[int, typer.Option(envvar="WORLD_SIZE", help="Number of workers.", min=1)] = 1,
-    local_rank: Annotated[int, typer.Option(envvar="LOCAL_RANK", help="Its number on this machine.", min=0)] = 0,
+    local_rank: Annotated[
+        int | None,
+        typer.Option(envvar="LOCAL_RANK", help="Its number on this machine.  [default: its rank]", min=0),
+    ] = None,
     local_world_size: Annotated[
         int, typer.Option(envvar="LOCAL_WORLD_SIZE", help="Workers on this machine, who share its cores.", min=0)
     ] = 0,
@@ -98,7 +101,8 @@ def worker(
     if profile and folder is None:
         raise typer.BadParameter("--profile writes files: name a folder with --output, or in the job")
     meeting = timedelta(seconds=meet_within)
-    place = Place(rank, world_size, local_rank, local_world_size or world_size, meeting, run)
+    own = rank if local_rank is None else local_rank
+    place = Place(rank, world_size, own, local_world_size or world_size, meeting, run)
     _prepare(settings, place)
     profile = profile and rank == 0
     _train(
@@ -171,7 +175,7 @@ def _prepare(job: Job, place: Place) -> None:
     """Settings of this process."""
     keep_freed_memory()
     torch.set_num_threads(job.worker_threads(place.local_world_size))
-    if torch.cuda.is_available():
+    if job.train.device != "cpu" and torch.cuda.is_available():
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
 
 
@@ -224,10 +228,11 @@ def _join(job: Job, session: Session | None, place: Place) -> WorkerGroup:
 
 def _has_own_gpu(job: Job, place: Place) -> bool:
     """Whether no other worker of this machine shares this one's GPU, as nccl wants it; without a GPU it is False."""
-    gpus = torch.cuda.device_count() if job.train.device != "cpu" else 0
+    gpus = torch.cuda.device_count() if job.train.device != "cpu" and torch.cuda.is_available() else 0
     if 0 < gpus < place.local_world_size and job.dense_mode == "fsdp":
         reason = f"{place.local_world_size} workers share {gpus} GPUs, and fsdp needs one for each"
-        raise JobError(where="dense.mode", reason=f"{reason}; use fewer workers, ddp, or train.device: cpu")
+        remedy = "use fewer workers, ddp, or train.device: cpu; on several machines set LOCAL_RANK and LOCAL_WORLD_SIZE"
+        raise JobError(where="dense.mode", reason=f"{reason}; {remedy}")
     return gpus >= place.local_world_size
 
 

@@ -70,7 +70,7 @@ def bf16(case: Case) -> Finding:
     wanted = case.job is not None and case.job.train.amp == "bf16"
     missing = warn if wanted else ok
     if torch.cuda.is_available():
-        has_it = torch.cuda.is_bf16_supported()
+        has_it = torch.cuda.is_bf16_supported(including_emulation=False)
         return ok("the GPU has bfloat16") if has_it else missing("the GPU has no bfloat16: use fp16")
     has = torch.cpu.get_capabilities()
     found = [name for name in ("avx2", "avx512_f", "avx512_bf16", "amx_bf16") if has.get(name, False)]

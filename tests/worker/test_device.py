@@ -1,0 +1,63 @@
+"""Devices: what a new thread begins with, and (on a machine that has one) inputs that lie elsewhere than the model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import embershard as es
+from embershard.worker.device import with_current_gpu
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Thread -> the GPU that it chose, on a machine whose main thread chose the fourth."""
+    chosen: dict[str, int] = {}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: chosen.update({threading.current_thread().name: gpu}))
+    return chosen
+
+
+def test_work_in_a_thread_has_the_gpu_of_who_started_it(current: dict[str, int]) -> None:
+    seen: list[dict[str, int]] = []
+    thread = threading.Thread(target=with_current_gpu(lambda: seen.append(dict(current))), name="other")
+    thread.start()
+    thread.join()
+    assert seen == [{"other": 3}]
+
+
+def test_without_a_gpu_in_use_none_is_chosen() -> None:
+    def work() -> None: ...
+
+    assert with_current_gpu(work) is work
+
+
+def test_a_loader_that_is_read_ahead_has_the_gpu_of_the_training_thread(current: dict[str, int]) -> None:
+    seen: list[dict[str, int]] = []
+
+    def loader() -> Iterator[torch.Tensor]:
+        for number in range(2):
+            seen.append(dict(current))
+            yield torch.tensor([number])
+
+    with es.local() as session:
+        module = es.Embedding(session.table(es.TableSpec(name="t", dim=2, optimizer=es.SGD(lr=1.0))))
+        for ids in session.prefetch(loader(), inputs=lambda ids: {"t": ids}):
+            module(ids).sum().backward()
+            session.step()
+    assert seen
+    assert all(3 in chosen.values() for chosen in seen)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_bag_on_a_gpu_takes_ids_offsets_and_weights_of_the_host() -> None:
+    ids, offsets, weights = torch.tensor([1, 2, 3, 1]), torch.tensor([0, 3]), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    with es.local() as session:
+        bag = es.EmbeddingBag(session.table(es.TableSpec(name="t", dim=2, optimizer=es.SGD(lr=1.0))), mode="sum")
+        want = bag(ids, offsets, weights)
+        found = bag.to("cuda")(ids, offsets, weights)
+    torch.testing.assert_close(found.cpu(), want)
