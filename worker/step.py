@@ -106,14 +106,21 @@ class TrainStep:
         self._turns: list[Turn] = []  # since the last step
         self._weight = 0.0  # of all of them, where the first weighs 1
         self._bad_loss = False
+        self._may_skip = settings.non_finite == "skip" or self._scaler is not None
+        self._buffers: list[tuple[Tensor, Tensor]] = []  # as they were before the step
+        self._sound: Batch | None = None  # the last one whose loss was a number
 
     def __call__(self, turn: Turn) -> float:
         """The loss of a batch, after all that is to be done with it; accumulated batches weigh by their samples.
 
         NonFiniteLoss where the settings, or too many steps left out in a row, say so.
         """
+        if not self._turns and self._may_skip:
+            self._buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
+        # what only keeps company must not bring a NaN along that was left out before
+        batch = turn.batch if turn.samples or self._sound is None else self._sound
         with span("forward"), self._autocast():
-            loss = self._objective(self._module, to_device(turn.batch, self._device))
+            loss = self._objective(self._module, to_device(batch, self._device))
         if self._average is not None:
             self._average.observe()
         self._turns.append(turn)
@@ -123,10 +130,13 @@ class TrainStep:
             scaled = loss if factor == 1.0 else loss * factor
             if self._scaler is not None:
                 scaled = self._scaler.scale(scaled)
-            scaled.backward()  # type: ignore[no-untyped-call]
+            if turn.samples or scaled.requires_grad:  # company has no rows of its own, and they may be all that trains
+                scaled.backward()  # type: ignore[no-untyped-call]
             value = loss.item()  # only now: it waits for a GPU, which has backward's work to do meanwhile
         self._weight += weight
-        if not math.isfinite(value):
+        if math.isfinite(value):
+            self._sound = batch
+        elif turn.samples:
             if self._settings.non_finite == "stop":
                 raise self._error("loss", self.steps + 1, value)
             self._bad_loss = True
@@ -205,6 +215,8 @@ class TrainStep:
         self.skipped += 1
         self._skipped_in_a_row += 1
         self._updater.skip()
+        for buffer, before in self._buffers:  # running statistics would keep a NaN for ever
+            buffer.copy_(before)
         if self._scaler is not None:  # by hand: another worker may be the one that overflowed
             self._scaler.update(self._scaler.get_scale() * self._scaler.get_backoff_factor())
             self._scaler.load_state_dict({**self._scaler.state_dict(), "_growth_tracker": 0})

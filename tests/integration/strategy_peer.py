@@ -1,6 +1,7 @@
 """One worker of a small job, as a process of test_strategies.py: `strategy_peer.py STRATEGY MODE PS FILE [TRAIN]`.
 
-TRAIN are fields of the section `train`, as JSON; its field `nan_at` is the number of a sample with a NaN.
+TRAIN are fields of the section `train`, as JSON. Those of `sections` are sections of the job, and `nan_at` is the
+number of a sample with a NaN.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from embershard.worker.trainer import Trainer
 
 F, PER_FIELD, D = 3, 20, 2
 BATCH = 40  # of all workers
+DATA_SEED = 3
 SAMPLES = 1001  # the first worker has one batch more than the second
 
 
@@ -41,7 +43,7 @@ def dataset(nan_at: int | None = None) -> RowsDataset:
     samples = rows(SAMPLES, 1)
     if nan_at is not None:
         samples.dense[nan_at, 0] = np.nan
-    return RowsDataset(schema, {"train": samples, "test": rows(301, 2)}, where="made up", seed=3)
+    return RowsDataset(schema, {"train": samples, "test": rows(301, 2)}, where="made up", seed=DATA_SEED)
 
 
 def job(strategy: str, mode: str, workers: int, **train: object) -> Job:
@@ -62,6 +64,7 @@ def job(strategy: str, mode: str, workers: int, **train: object) -> Job:
     if strategy in ("ps", "hybrid"):
         values["dense"] = {"optimizer": {"name": "adam", "lr": 0.01}, "mode": mode}
         train = {"staleness": 0, **train}
+    values |= train.pop("sections", {})  # type: ignore[call-overload]
     values["train"] = {**values["train"], **train}  # type: ignore[dict-item]
     return Job.model_validate(values)
 

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +18,11 @@ import pytest
 import embershard as es
 from embershard.deploy.supervisor import LocalShards
 from embershard.proto.errors import WorkerLost
+from embershard.worker.data.order import permutation
 from embershard.worker.group import WorkerGroup
 
 sys.path.insert(0, str(Path(__file__).parent))
-from strategy_peer import SAMPLES, job, train
+from strategy_peer import DATA_SEED, SAMPLES, job, train
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -225,3 +226,27 @@ def test_a_nan_that_one_worker_meets_leaves_the_step_out_on_all(tmp_path: Path) 
     epochs, workers = 2, 2
     assert int(found[0]["steps left out"]) == epochs * workers
     assert_equal_but_for_rounding(found[1], found[0])
+
+
+def test_a_nan_in_a_workers_last_batch_leaves_out_no_step_of_the_others(tmp_path: Path) -> None:
+    last = int(permutation(SAMPLES, DATA_SEED, 0)[SAMPLES - 2])  # of the second worker, who has a batch less
+    fields = {"non_finite": "skip", "epochs": 1, "nan_at": last}
+    for strategy, mode in (("ddp", ""), ("hybrid", "ddp")):  # which scale losses, and gradients
+        with ExitStack() as stack:
+            running = stack.enter_context(LocalShards(2)).addresses if mode else []
+            found = run_two(strategy, mode, ",".join(running), tmp_path / f"{strategy}{mode}.npz", **fields)
+        assert int(found["steps left out"]) == 2  # one, by both
+
+
+def test_rows_that_only_keep_company_are_left_alone(tmp_path: Path) -> None:
+    adam = {"name": "adamw", "lr": 0.05, "weight_decay": 0.1}  # moves a row whose gradient is 0, too
+    sections = {"embedding": {"dim": 4, "optimizer": adam, "initializer": {"name": "normal", "std": 0.1}}}
+    want = train(job("local", "", workers=1, sections=sections), None, WorkerGroup())
+    assert_equal_but_for_rounding(run_two("ddp", "", "", tmp_path / "found.npz", sections=sections), want)
+
+
+def test_workers_whose_dense_weights_are_all_frozen_keep_company(shards: str, tmp_path: Path) -> None:
+    frozen = {"freeze": ["bottom", "top", "output"]}
+    with es.local() as session:
+        want = train(job("ps", "ps", workers=1, sections=frozen), session, WorkerGroup())
+    assert_equal_but_for_rounding(run_two("hybrid", "ddp", shards, tmp_path / "found.npz", sections=frozen), want)

@@ -473,6 +473,62 @@ def test_such_steps_are_left_out_and_counted(
     torch.testing.assert_close(weights(model, session), weights(plain), rtol=1e-5, atol=1e-6)
 
 
+def test_a_step_that_is_left_out_leaves_no_nan_in_running_statistics(make_session: MakeSession) -> None:
+    session = make_session()
+    model = wrapped(model_of(batch_norm=True), session)
+    step = make_step(model, session, non_finite="skip", accumulate=2)
+    good, bad = batches(8, 8)
+    for part in (good, good):
+        step(turn(part))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    assert any("running_mean" in name for name in before)
+    assert bad.dense is not None
+    bad.dense[0, 0] = math.nan
+    for part in (bad, good):
+        step(turn(part))
+    assert step.skipped == 1
+    torch.testing.assert_close(dict(model.named_buffers()), before, rtol=0, atol=0)
+    for part in (good, good):
+        step(turn(part))
+    assert all(buffer.isfinite().all() for buffer in model.buffers())
+
+
+def test_company_repeats_the_last_batch_whose_loss_was_a_number(make_session: MakeSession) -> None:
+    session = make_session()
+    model = wrapped(model_of(), session)
+    seen: list[Batch] = []
+
+    def objective(model: nn.Module, batch: Batch) -> Tensor:
+        seen.append(batch)
+        return binary_cross_entropy(model, batch)
+
+    step = make_step(model, session, objective, non_finite="skip")
+    good, bad = batches(8, 8)
+    assert bad.dense is not None
+    bad.dense[0, 0] = math.nan
+    company = Turn(0, bad, samples=0, weight=0.0, joint=8)
+    for each in (turn(good), turn(bad), company):
+        step(each)
+    assert [batch is good for batch in seen] == [True, False, True]
+    assert step.skipped == 1
+
+
+def test_company_without_anything_of_its_own_to_train_only_steps(make_session: MakeSession) -> None:
+    session = make_session()
+    plain = model_of()
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(name.startswith("embedding"))
+    model = wrapped(plain, session)
+    (part,) = batches(8)
+    step = make_step(model, session)
+    step(turn(part))
+    for module in model.modules():
+        if isinstance(module, es.Embedding):
+            module.frozen = True  # as ShardStrategy does for a turn that weighs nothing
+    step(Turn(0, part, samples=0, weight=0.0, joint=8))
+    assert (step.steps, session.clock) == (2, 2)
+
+
 def test_a_run_in_which_every_step_is_left_out_ends(make_session: MakeSession) -> None:
     session = make_session(1)
     model = wrapped(model_of(), session)

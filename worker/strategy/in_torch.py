@@ -68,6 +68,8 @@ class TorchStrategy:
 
     def step(self, weight: float) -> None:
         """Change the weights."""
+        for lazy in self._lazy:
+            lazy.without_zeros = self._together is not None and self._together.accompanied
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -83,12 +83,14 @@ class LazyRows:
     """Brings the sparse gradients of tables into the form that torch's optimizers take, as shards do with a push.
 
     A row with NaN or Inf is left out, and counted; the others are clipped and decayed, and rows without a gradient
-    are left alone.
+    are left alone. Those with a gradient of 0 are too, where `without_zeros` says that a batch which weighs nothing
+    may have named them.
     """
 
     def __init__(self, spec: SGD | Adagrad | Adam) -> None:
         self._spec = spec
         self.skipped = 0
+        self.without_zeros = False
 
     @torch.no_grad()
     def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -104,6 +106,9 @@ class LazyRows:
         if not bool(finite.all()):
             self.skipped += int((~finite).sum())
             ids, rows = ids[:, finite], rows[finite]
+        if self.without_zeros:
+            moved = rows.any(1)
+            ids, rows = ids[:, moved], rows[moved]
         if spec.clip_value:
             rows = rows.clamp(-spec.clip_value, spec.clip_value)
         if spec.clip_norm:

@@ -34,6 +34,7 @@ class Together:
     def __init__(self, company: Callable[[bool], None]) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.waited = 0.0  # seconds, for the others
+        self.accompanied = False  # whether somebody has come to the end of its data before the others
         self._share = 0.0  # of a turn's samples: this worker's
         self._weighs = False
         self._company = company  # told whether the next turn is one without data of its own
@@ -62,9 +63,11 @@ class Together:
         last: Turn | None = None
         while True:
             turn = next(turns, None)
-            total = self._reduce(0 if turn is None else turn.samples, dist.ReduceOp.SUM)
+            samples, idle = (0, 1) if turn is None else (turn.samples, 0)
+            total, idle_workers = self._reduce([samples, idle], dist.ReduceOp.SUM)
             if total == 0:
                 return
+            self.accompanied = idle_workers > 0
             self._company(turn is None)
             if turn is None and last is not None:
                 turn = replace(last, samples=0, weight=0.0)
@@ -80,15 +83,15 @@ class Together:
 
     def agree(self, norm: float) -> float:
         """The largest of all workers' norms."""
-        return self._reduce(norm, dist.ReduceOp.MAX)
+        return self._reduce([norm], dist.ReduceOp.MAX)[0]
 
-    def _reduce(self, value: float, operation: dist.ReduceOp.RedOpType) -> float:
-        number = torch.tensor([value], dtype=torch.float64)
+    def _reduce(self, values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+        numbers = torch.tensor(values, dtype=torch.float64)
         start = time.perf_counter()
         with self.others():
-            dist.all_reduce(number, operation)
+            dist.all_reduce(numbers, operation)
         self.waited += time.perf_counter() - start
-        return float(number)
+        return [float(number) for number in numbers]
 
     @contextmanager
     def others(self) -> Iterator[None]:
