@@ -68,22 +68,36 @@ class Budget:
     def segments(self) -> Iterator[Segment]:
         """The batches up to each evaluation or checkpoint: whole epochs, or equally many batches for every worker."""
         in_epochs = self._unit == "epochs"
-        length = self._parts(self._length)
-        evaluate = self._parts(self._every or (1 if in_epochs else self._length))
-        save = evaluate if self._save_every is None else self._parts(self._save_every)
-        done = self.position.epoch if in_epochs else self.position.given
+        evaluate, save = self._evaluate, self._save
         stream = chain.from_iterable(map(self._batches, count(self.position.epoch)))
-        while done < length:
-            end = min(length, *((done // every + 1) * every for every in (evaluate, save)))
-            epochs = range(done, end)
-            shares = chain.from_iterable(map(self._batches, epochs)) if in_epochs else islice(stream, end - done)
+        for start, end in self._spans(self.position.epoch if in_epochs else self.position.given):
+            if not in_epochs:
+                self.position.given = start  # also where a segment before it was not this worker's
+            epochs = range(start, end)
+            shares = chain.from_iterable(map(self._batches, epochs)) if in_epochs else islice(stream, end - start)
+            last = end == self._parts(self._length)
             yield Segment(
                 iter([shares]) if self._splits is None else chain.from_iterable(map(self._dealt, epochs)),
-                evaluation=end % evaluate == 0 or end == length,
-                checkpoint=end % save == 0 or end == length,
-                last=end == length,
+                evaluation=end % evaluate == 0 or last,
+                checkpoint=end % save == 0 or last,
+                last=last,
             )
+
+    def _spans(self, done: int) -> Iterator[tuple[int, int]]:
+        """Where the segments behind `done` begin and end, in epochs or batches of each worker."""
+        length = self._parts(self._length)
+        while done < length:
+            end = min(length, *((done // every + 1) * every for every in (self._evaluate, self._save)))
+            yield done, end
             done = end
+
+    @property
+    def _evaluate(self) -> int:
+        return self._parts(self._every or (1 if self._unit == "epochs" else self._length))
+
+    @property
+    def _save(self) -> int:
+        return self._evaluate if self._save_every is None else self._parts(self._save_every)
 
     def state_dict(self) -> Mapping[str, object]:
         """The position, between two segments."""
@@ -98,11 +112,22 @@ class Budget:
 
     @property
     def total_steps(self) -> int | None:
-        """Of each worker; None where only reading tells."""
-        if self._unit != "epochs":
-            return math.ceil(self._parts(self._length) / self._accumulate)
-        samples = self._dataset.num_samples("train")
-        return None if samples is None else math.ceil(self._length * self._batches_for(samples) / self._accumulate)
+        """Of each worker; None where only reading tells.
+
+        What a part leaves of batches for one step makes a step of its own. Of splits a worker is taken to be dealt its
+        share.
+        """
+        batches = 1
+        if self._unit == "epochs":
+            samples = self._dataset.num_samples("train")
+            if samples is None:
+                return None
+            if self._splits is not None:
+                of_split = math.ceil(samples / (self._splits.num_splits * self._batch_size))
+                splits = self._length * self._splits.num_splits / self._group.world_size
+                return math.ceil(splits * math.ceil(of_split / self._accumulate))
+            batches = self._batches_for(samples)
+        return sum(math.ceil((end - start) * batches / self._accumulate) for start, end in self._spans(0))
 
     @property
     def total_samples(self) -> int | None:
@@ -149,3 +174,12 @@ class Budget:
 
     def _batches_for(self, samples: int) -> int:
         return math.ceil(samples / (self._batch_size * self._group.world_size))
+
+
+def steps_of(job: Job, steps: int, *, before: int, now: int) -> int:
+    """The steps that each of `before` workers has made, as each of `now` workers would have come to the same sample.
+
+    Where the job counts steps, they are each worker's own, however many there are.
+    """
+    assert job.train.budget is not None
+    return steps if job.train.budget[0] == "steps" else steps * before // now

@@ -167,7 +167,9 @@ class Checkpoint:
         theirs: Mapping[str, object] = self.manifest.job
         with contextlib.suppress(ValidationError):  # with the defaults of fields that are newer than the checkpoint
             theirs = Job.model_validate(theirs).model_dump(mode="json")
-        difference = _difference(theirs, job.model_dump(mode="json"))
+        # an optimizer in a worker has its state by the number of each parameter that is trained
+        fixed = _FIXED if job.has_shards and job.dense_mode == "ps" else (*_FIXED, "freeze")
+        difference = _difference(theirs, job.model_dump(mode="json"), fixed)
         if difference:
             raise OtherJob(path=self.url, difference=difference)
 
@@ -215,11 +217,15 @@ def checkpoint_at(url: str) -> Checkpoint | None:
 
 
 class CheckpointFolder:
-    """The folder of a job's checkpoints, of which the newest `keep` stay. One process writes into it."""
+    """The folder of a job's checkpoints, of which the newest `keep` stay. One process writes into it.
 
-    def __init__(self, section: CheckpointSection) -> None:
+    `source`, from which the run was resumed, stays too: workers that are started again begin with it.
+    """
+
+    def __init__(self, section: CheckpointSection, source: Checkpoint | None = None) -> None:
         self._storage = Storage(section.folder)
         self._keep = section.keep
+        self._source = None if source is None else source.url
 
     @property
     def url(self) -> str:
@@ -289,7 +295,8 @@ class CheckpointFolder:
     def _prune(self, whole: list[str]) -> None:
         """Keep the newest ones; halves of others are no use to anyone. What has no name of ours is not ours."""
         for name in self._storage.sizes(""):
-            if _OURS.fullmatch(name) and name not in whole[-self._keep :]:
+            kept = name in whole[-self._keep :] or self._storage.at(name) == self._source
+            if _OURS.fullmatch(name) and not kept:
                 with contextlib.suppress(EmbershardError):  # it is in nobody's way
                     self._storage.remove(f"{name}/{MANIFEST}")  # first: half of a checkpoint must not be found
                     self._storage.remove(name)
@@ -361,19 +368,19 @@ def _first_field(error: ValidationError) -> str:
     return f"{'.'.join(map(str, details['loc']))}: {details['msg']}"
 
 
-def _difference(theirs: Mapping[str, object], ours: Mapping[str, object]) -> str:
-    """The settings that differ, as `field: here, not there`; empty where only such differ as may."""
-    there, here = dict(_settings(theirs)), dict(_settings(ours))
+def _difference(theirs: Mapping[str, object], ours: Mapping[str, object], fixed: tuple[str, ...]) -> str:
+    """The settings that differ and are fixed, as `field: here, not there`; empty where only such differ as may."""
+    there, here = dict(_settings(theirs, fixed)), dict(_settings(ours, fixed))
     keys = [key for key in {**here, **there} if here.get(key) != there.get(key)]
     return ", ".join(f"{key} is {here.get(key)!r} here and {there.get(key)!r} there" for key in keys)
 
 
-def _settings(job: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
+def _settings(job: Mapping[str, object], fixed: tuple[str, ...], path: str = "") -> Iterator[tuple[str, object]]:
     for key, value in job.items():
         name = f"{path}{key}"
         if isinstance(value, Mapping) and value:
-            yield from _settings(value, f"{name}.")
-        elif _within(name, _FIXED) and not _within(name, _FREE):
+            yield from _settings(value, fixed, f"{name}.")
+        elif _within(name, fixed) and not _within(name, _FREE):
             yield name, value
 
 

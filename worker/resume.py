@@ -27,7 +27,7 @@ from embershard.worker.job import Job
 from embershard.worker.snapshots import read_manifest
 from embershard.worker.state_file import Stateful, pack
 
-RANDOM, COMPRESSION, TRIAL = "random", "compression", "trial"
+RANDOM, COMPRESSION, LOCAL_STEPS, TRIAL = "random", "compression", "local_steps", "trial"
 
 
 class NotRestored(EmbershardError):
@@ -121,7 +121,8 @@ class Saver:
     """Takes the checkpoints of one worker's run, with the others.
 
     `shared` are the parts that are alike on all workers, `own` those that are not, by name. `client` leads to the
-    shards, for a job that has some; what it holds back of gradients is this worker's own, too.
+    shards, for a job that has some; what it holds back of gradients is this worker's own, too. `source` is the
+    checkpoint that the run was resumed from.
     """
 
     def __init__(
@@ -133,13 +134,14 @@ class Saver:
         own: Mapping[str, Stateful],
         client: Client | None,
         output: Path | None = None,
+        source: Checkpoint | None = None,
     ) -> None:
         self._job, self._group, self._client, self._output = job, group, client, output
         self._shared, self._own = shared, dict(own)
         if client is not None:
             self._own[COMPRESSION] = client.compressor
         section = job.checkpoint
-        self._folder = None if section is None else CheckpointFolder(section)
+        self._folder = None if section is None else CheckpointFolder(section, source)
         self._writing: WritingCheckpoint | None = None
 
     @property
@@ -188,8 +190,8 @@ class Saver:
             reason = "the first worker could not; see its log"
             raise CheckpointNotWritten(path=folder.url, reason=reason, previous="not known here")
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Put every part of this worker back to where it was; the shards were restored before.
+    def restore(self, checkpoint: Checkpoint) -> bool:
+        """Put every part of this worker back to where it was; whether it was there. The shards were restored before.
 
         A worker that was not there then starts from the first one's state, but for the random numbers and for what was
         held back of gradients. What workers held back who are not here any more is held by those who are.
@@ -198,10 +200,18 @@ class Saver:
         own = checkpoint.worker(self._group.rank)
         others = own or checkpoint.first_worker()
         load_parts(checkpoint, checkpoint.shared(), self._shared)
-        without = {RANDOM, COMPRESSION} if own is None else {COMPRESSION, TRIAL} - others.keys()
+        without = {COMPRESSION, LOCAL_STEPS, TRIAL} - others.keys()  # which a job may have since
+        if own is None:
+            without |= {RANDOM, COMPRESSION}
         load_parts(checkpoint, others, {name: part for name, part in self._own.items() if name not in without})
         if self._client is not None:
             _hold_for_others(checkpoint, self._client.compressor, self._group)
+        return own is not None
+
+    def forget_held(self) -> None:
+        """Hold nothing back that the checkpoint held: the run has gone on since, and sent it."""
+        if self._client is not None:
+            self._client.compressor.hold_nothing()
 
 
 def _hold_for_others(checkpoint: Checkpoint, compressor: Compressor, group: WorkerGroup) -> None:

@@ -18,6 +18,7 @@ from embershard.worker.job import Job
 from embershard.worker.remote_table import RemoteTable
 from embershard.worker.resume import Buffers, load_parts
 from embershard.worker.session import Session
+from embershard.worker.step_of_job import check_names
 from embershard.worker.strategy.choice import choose_strategy
 from embershard.worker.strategy.protocol import Strategy
 
@@ -67,7 +68,9 @@ def trained(job: Job, schema: Schema, session: ReadOnlySession | None, checkpoin
     if checkpoint is not None:
         checkpoint.check_job(job)
     torch.manual_seed(job.train.seed)
-    strategy = choose_strategy(job, job.model.build(schema, job.dim, "meta"), session, torch.device("cpu"))
+    model = job.model.build(schema, job.dim, "meta")
+    check_names(job, model)
+    strategy = choose_strategy(job, model, session, torch.device("cpu"))
     held, buffers = strategy.held, Buffers(strategy.model)
     if checkpoint is not None:
         load_parts(checkpoint, checkpoint.shared(), {"held": held} if held is not None else {})

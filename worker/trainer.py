@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from embershard.proto.errors import JobError
-from embershard.worker.budget import Budget, Segment
+from embershard.worker.budget import Budget, Segment, steps_of
 from embershard.worker.checkpoint import Checkpoint
 from embershard.worker.compression.job_codecs import JobCodecs
 from embershard.worker.data.batch import Dataset
@@ -25,7 +25,7 @@ from embershard.worker.models.recommender import Recommender, num_dense_paramete
 from embershard.worker.onednn import onednn_is_faster, use_onednn
 from embershard.worker.records import Result
 from embershard.worker.report import Observers, Report
-from embershard.worker.resume import RANDOM, TRIAL, Buffers, Fields, RandomNumbers, Saver
+from embershard.worker.resume import LOCAL_STEPS, RANDOM, TRIAL, Buffers, Fields, RandomNumbers, Saver
 from embershard.worker.schedule import Best
 from embershard.worker.session import Session
 from embershard.worker.spans import span, step_ends, steps_begin
@@ -61,7 +61,9 @@ class Trainer:
         self._codecs = JobCodecs(job, session)
         self.strategy = choose_strategy(job, model, session, self.device)
         self.model = self.strategy.model
-        self._codecs.begin(0 if resume is None else resume.manifest.step)
+        before = None if resume is None else resume.manifest
+        begun = 0 if before is None else steps_of(job, before.step, before=before.world_size, now=group.world_size)
+        self._codecs.begin(begun)
         torch.manual_seed(job.train.seed + 1 + group.rank)  # dropout differs between workers
         self._learn = step_of(job, self.strategy, session, self.device, worker=group.rank)
         self._evaluator = Evaluator(
@@ -87,10 +89,14 @@ class Trainer:
         self._report = Report(job, dataset, self.strategy, group, self._meter, observers)
         self._epoch = 0
         self._stopped = False
-        self._saver = self._make_saver(session, output)
-        self._resumed_step = None if resume is None else resume.manifest.step
+        self._saver = self._make_saver(session, output, resume)
+        self._resumed_step = None if before is None else before.step
         if resume is not None:
-            self._saver.restore(resume)
+            was_there = self._saver.restore(resume)
+            self._learn.steps = steps_of(
+                job, self._learn.steps, before=resume.manifest.world_size, now=group.world_size
+            )
+            self._learn.skipped *= was_there  # else they are the first one's, who counts them
 
     def run(self) -> Result:
         """Train and evaluate in turn. NonFiniteLoss, or an error of shards, of other workers or the data, ends it."""
@@ -99,6 +105,8 @@ class Trainer:
 
     def _run(self) -> Result:
         now = self._enter()
+        if self._group.late:
+            self._saver.forget_held()
         self._report.started(
             device=str(self.device),
             dense_parameters=self._dense_parameters,
@@ -145,7 +153,9 @@ class Trainer:
         """Take part with the other workers from here on; the number of the pauses that they have made."""
         number, word = self._group.enter(self._word())
         if self._group.late:
-            self._learn.steps = max(self._learn.steps, self.strategy.clock)  # about as many as each of them made
+            # about as many as each of them made: with local(k), whose clocks are rounds, k of them in each
+            since = max(0, self.strategy.clock - int(word["clock"])) * (self._job.train.local_steps or 1)
+            self._learn.steps = max(self._learn.steps, int(word["steps"]) + since)
             self._stopped = bool(word["stopped"]) or self._group.over
             self._meter.began = float(word["began"])
             for name, part in self._common.items():
@@ -155,7 +165,8 @@ class Trainer:
     def _word(self) -> dict[str, Any]:
         """What a worker that joins late has to know."""
         common = {name: part.state_dict() for name, part in self._common.items()}
-        return {"stopped": self._stopped, "began": self._meter.began, **common}
+        at = {"steps": self._learn.steps, "clock": self.strategy.clock}
+        return {"stopped": self._stopped, "began": self._meter.began, **at, **common}
 
     def _pause(self, segment: Segment, number: int) -> int:
         """Do with all workers what is due after a segment, while nobody's clock waits; the next segment's number."""
@@ -187,7 +198,7 @@ class Trainer:
         early_stop = self._job.train.early_stop
         return early_stop is not None and self._best.worse_in_a_row >= early_stop.patience
 
-    def _make_saver(self, session: Session | None, output: Path | None) -> Saver:
+    def _make_saver(self, session: Session | None, output: Path | None, source: Checkpoint | None) -> Saver:
         schedule = Fields(self._rates.schedule, "plateaus", "worse_in_a_row")
         best = Fields(self._best, "value", "worse_in_a_row")
         self._common: dict[str, Stateful] = {"schedule": schedule, "best": best, "report": self._report}
@@ -203,7 +214,7 @@ class Trainer:
             "epoch": Fields(self, "_epoch"),
         }
         if session is not None and session.local_steps is not None:
-            own["local_steps"] = session.local_steps
+            own[LOCAL_STEPS] = session.local_steps
         if self._codecs.trial is not None:
             own[TRIAL] = self._codecs.trial
         return Saver(
@@ -213,6 +224,7 @@ class Trainer:
             own=own,
             client=None if session is None else session.client,
             output=output,
+            source=source,
         )
 
 

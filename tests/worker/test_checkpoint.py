@@ -18,7 +18,6 @@ from embershard.in_process import local
 from embershard.proto.errors import JobError
 from embershard.proto.snapshot_errors import SnapshotNotWritten
 from embershard.proto.storage import Storage
-from embershard.worker.budget import Budget, Position
 from embershard.worker.checkpoint import (
     MANIFEST,
     SNAPSHOT,
@@ -41,6 +40,7 @@ from embershard.worker.resume import RandomNumbers, Saver
 from embershard.worker.session import Session
 from embershard.worker.snapshots import restore_snapshot
 from embershard.worker.state_file import is_stateful, pack, unpack
+from embershard.worker.trained import trained as put_together
 from embershard.worker.trainer import Trainer
 
 F, PER_FIELD, D = 3, 20, 2
@@ -291,17 +291,43 @@ def test_of_fewer_or_more_workers_each_has_its_own_state_and_what_others_held(
     folder = CheckpointFolder(CheckpointSection(folder=str(tmp_path)))
     states["shared"] = pack({})
     url = folder.begin(states, job=job(tmp_path), step=3, world_size=5, output=None, shards=None).wait()
-    step, numbers, compressor = Part(), Part(), Part()
+    step, numbers, rounds, compressor = Part(), Part(), Part(), Part()
     saver = Saver(
         job(tmp_path),
         WorkerGroup(rank, world_size),
         shared={},
-        own={"step": step, "random": numbers},
+        own={"step": step, "random": numbers, "local_steps": rounds},
         client=SimpleNamespace(compressor=compressor),  # type: ignore[arg-type]
     )
-    saver.restore(Checkpoint.open(url))
+    assert saver.restore(Checkpoint.open(url)) is (rank < 5)
     assert (step.loaded, numbers.loaded) == ([own], random_numbers)
+    assert not rounds.loaded  # what the job has since, and had not then
     assert (compressor.loaded, compressor.held) == (compression, held)
+
+
+@pytest.mark.parametrize(("rank", "skipped"), [(0, 3), (1, 0)])
+def test_a_schedule_goes_on_at_the_same_sample_with_another_number_of_workers(
+    tmp_path: Path, rank: int, skipped: int
+) -> None:
+    schedule = {"epochs": 4, "lr_schedule": {"name": "linear"}}
+    trained = job(tmp_path, strategy="local", model={"name": "fm"}, train=schedule)
+    first = Trainer(trained, dataset(), None, WorkerGroup())
+    first._learn.skipped = 3
+    first.run()
+    found = Trainer(trained, dataset(), None, WorkerGroup(rank, 2), resume=checkpoint(tmp_path, 28))
+    assert (found._learn.steps, found._budget.total_steps) == (14, 28)
+    assert found._rates.schedule.scale(found._learn.steps) == 0.5
+    assert found._learn.skipped == skipped  # of all workers together as many as before
+
+
+def test_the_checkpoint_that_a_run_began_with_stays(tmp_path: Path) -> None:
+    trained = job(tmp_path, strategy="local", checkpoint={"folder": str(tmp_path), "keep": 1})
+    train(job(tmp_path, strategy="local", train={"epochs": 1}), None)
+    train(trained, None, checkpoint(tmp_path, 14))  # which a worker that is started again would read
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000014", "step-000000056"]
+    longer = job(tmp_path, strategy="local", checkpoint={"folder": str(tmp_path), "keep": 1}, train={"epochs": 6})
+    train(longer, None, checkpoint(tmp_path, 56))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000056", "step-000000084"]
 
 
 def test_folders_of_other_people_stay(tmp_path: Path) -> None:
@@ -408,6 +434,25 @@ def test_another_job_is_refused_by_all_that_differs(tmp_path: Path) -> None:
         assert words in str(raised.value)
 
 
+def test_what_is_frozen_may_change_where_shards_hold_the_optimizers_state(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    find_checkpoint(str(path), job(tmp_path, freeze=["output"]))
+    states = {"shared": pack({}), "worker-0": pack({})}
+    hybrid = CheckpointFolder(CheckpointSection(folder=str(tmp_path / "hybrid")))
+    url = hybrid.begin(states, job=job(tmp_path, strategy="hybrid"), step=3, world_size=1, output=None, shards=None)
+    with pytest.raises(OtherJob, match=r"freeze is \['output'\] here and \[\] there"):
+        find_checkpoint(url.wait(), job(tmp_path, strategy="hybrid", freeze=["output"]))
+
+
+def test_a_model_of_which_a_group_is_frozen_is_put_together_again(tmp_path: Path) -> None:
+    groups = [{"match": "deep.0", "optimizer": {"name": "sgd", "lr": 0.1}}]
+    dense = {"optimizer": {"name": "adam", "lr": 0.01}, "groups": groups}
+    frozen = job(tmp_path, strategy="local", freeze=["deep.0"], dense=dense)
+    whole = train(frozen, None)
+    strategy = put_together(frozen, dataset().schema, None, checkpoint(tmp_path, 56))
+    torch.testing.assert_close(dict(strategy.model.state_dict()), whole.dense, rtol=0, atol=0)
+
+
 def test_what_may_change_is_not_asked_about(tmp_path: Path) -> None:
     path = written(tmp_path)
     data = {"reader": "ctr_csv", "train": "t.csv", "root": "elsewhere", "loader_processes": 1}
@@ -496,19 +541,6 @@ def test_random_numbers_go_on_where_they_were() -> None:
     first = draw()
     numbers.load_state_dict(state)
     assert draw() == first
-
-
-@pytest.mark.parametrize(("unit", "given"), [("steps", 10), ("samples", 5)])
-def test_other_workers_go_on_at_the_same_sample(tmp_path: Path, unit: str, given: int) -> None:
-    trained = job(tmp_path, train={unit: 1000})
-    one = Budget(trained, dataset(), WorkerGroup())
-    one.position = Position(epoch=2, batch=4, given=10)
-    two = Budget(trained, dataset(), WorkerGroup(1, 2))
-    two.load_state_dict(one.state_dict())
-    assert two.position == Position(epoch=2, batch=2, given=given)
-    back = Budget(trained, dataset(), WorkerGroup())
-    back.load_state_dict(two.state_dict())
-    assert (back.position.epoch, back.position.batch) == (2, 4)
 
 
 class Forwarding:

@@ -13,6 +13,7 @@ from test_trainer import Notes, dataset, job
 from embershard.worker.group import LeftBehind, Word, WorkerGroup
 from embershard.worker.job import Job
 from embershard.worker.records import Result
+from embershard.worker.resume import Saver
 from embershard.worker.session import Session
 from embershard.worker.strategy.shards import ShardStrategy
 from embershard.worker.trainer import Trainer
@@ -56,12 +57,19 @@ def train(make_session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> Callabl
     """A run whose loss stays as it is, with a group, on shards that count that many clocks."""
 
     def run(
-        group: WorkerGroup, *, clock: int = 0, early_stop: int | None = None, splits: tuple[str, ...] = ("valid",)
+        group: WorkerGroup,
+        *,
+        clock: int = 0,
+        early_stop: int | None = None,
+        splits: tuple[str, ...] = ("valid",),
+        **fields: object,
     ) -> tuple[Result, Notes]:
         standing = {"optimizer": {"name": "sgd", "lr": 0.0}}
         schedule = {"name": "plateau", "factor": 0.5, "patience": 1}
         stop = {} if early_stop is None else {"early_stop": {"patience": early_stop}}
-        settings: Job = job("lr", embedding=standing, train={"epochs": EPOCHS, "lr_schedule": schedule, **stop})
+        settings: Job = job(
+            "lr", embedding=standing, train={"epochs": EPOCHS, "lr_schedule": schedule, **stop, **fields}
+        )
         monkeypatch.setattr("embershard.worker.meter.INTERVAL_SECONDS", math.inf)  # one of each segment
         monkeypatch.setattr(ShardStrategy, "clock", property(lambda strategy: clock))
         notes = Notes()
@@ -76,7 +84,8 @@ def test_who_comes_late_goes_on_by_what_the_others_say(train: Callable[..., tupl
     assert [e.improved for e in notes.evaluations] == [True, False, False, False]
     assert [word["stopped"] for word in first.words] == [False] * EPOCHS
 
-    late = Others((2, {**first.words[1], "began": 0.0}))  # one plateau, one worse in a row
+    # one plateau, one worse in a row; since then their clocks went from 40 to 57
+    late = Others((2, {**first.words[1], "began": 0.0, "clock": 2 * STEPS}))
     found, notes = train(late, clock=57)
     assert [(e.epoch, e.step) for e in notes.evaluations] == [(3, 57 + STEPS), (4, 57 + 2 * STEPS)]
     assert [interval.lr_scale for interval in notes.intervals] == [0.5, 0.25]
@@ -84,18 +93,41 @@ def test_who_comes_late_goes_on_by_what_the_others_say(train: Callable[..., tupl
     assert all(e.seconds > 1e9 for e in notes.evaluations)  # since 1970
     assert (found.best_epoch, found.best_step, found.figures) == (1, STEPS, result.figures)
     assert found.steps == 57 + 2 * STEPS
-    assert late.words == [{**word, "began": pytest.approx(0.0, abs=60.0)} for word in first.words[2:]]
+    assert late.words == [
+        {**word, "began": pytest.approx(0.0, abs=60.0), "steps": step, "clock": 57}
+        for word, step in zip(first.words[2:], (57 + STEPS, 57 + 2 * STEPS), strict=True)
+    ]
     assert late.calls == [
         ("enter", 2), ("assemble", 2), ("dismiss", 57), ("assemble", 3), ("dismiss", 57), ("end", 4)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "want"), [({}, 550), ({"staleness": "local(4)"}, 700)], ids=str)
+def test_who_comes_late_counts_the_steps_that_a_run_had_before_and_those_of_a_round(
+    train: Callable[..., tuple[Result, Notes]], fields: dict[str, object], want: int
+) -> None:
+    late = Others((2, {"stopped": False, "steps": 500, "clock": 7}))  # as of a run that was resumed
+    found, _ = train(late, clock=57, **fields)
+    assert found.steps == want + 2 * STEPS
+
+
+def test_who_comes_late_holds_nothing_back_and_who_was_left_behind_what_it_did(
+    train: Callable[..., tuple[Result, Notes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[bool] = []
+    monkeypatch.setattr(Saver, "forget_held", lambda saver: dropped.append(True))
+    train(Others((0, {}), (3, {"stopped": False}), leave=1))
+    assert not dropped
+    train(Others((2, {"stopped": False})))
+    assert dropped == [True]
 
 
 def test_who_comes_when_the_others_have_stopped_trains_no_more(train: Callable[..., tuple[Result, Notes]]) -> None:
     first = Others((0, {}))
     result, _ = train(first, early_stop=2)
     assert [word["stopped"] for word in first.words] == [False, False, True]
-    late = Others((3, first.words[-1]))
-    found, notes = train(late, clock=60, early_stop=2)
+    late = Others((3, {**first.words[-1], "clock": 3 * STEPS}))
+    found, notes = train(late, clock=3 * STEPS, early_stop=2)
     assert not notes.intervals
     assert found.stopped_early
     assert (found.steps, found.best_step, found.figures) == (60, STEPS, result.figures)
@@ -114,7 +146,7 @@ def test_who_comes_when_all_is_over_trains_no_more(train: Callable[..., tuple[Re
 def test_who_was_left_behind_goes_on_where_the_others_are(
     train: Callable[..., tuple[Result, Notes]], clock: int
 ) -> None:
-    group = Others((0, {}), (3, {"stopped": False}), leave=1)
+    group = Others((0, {}), (3, {"stopped": False, "steps": 0, "clock": 0}), leave=1)
     result, notes = train(group, clock=clock)
     assert [e.epoch for e in notes.evaluations] == [1, 4]
     assert result.samples == 3 * 100 * STEPS  # what it made of epoch 2 counts, epoch 3 was the others'

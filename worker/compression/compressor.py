@@ -181,6 +181,11 @@ class Compressor:
                 way.hold(state[name])
                 self._has_feedback |= bool(state[name]["held"])
 
+    def hold_nothing(self) -> None:
+        """Drop what is held back of all tables."""
+        for way in self._tables.values():
+            way.hold_nothing()
+
     def _check(self, spec: TableSpec, push: Codec) -> None:
         check_momentum(spec, push, self.settings.momentum)
         if push.select == "powersgd" and push.is_custom:

@@ -177,6 +177,10 @@ class TableWay:
                 former.load_state_dict(feedback["residuals"])
                 self._hold(former.held())
 
+    def hold_nothing(self) -> None:
+        """Drop what is held back."""
+        self._held = {}
+
     def _hold(self, held: Held) -> None:
         route = make_route(held.ids, self.spec.space_key, self._placement)
         order = np.empty(len(held.ids), np.int64)

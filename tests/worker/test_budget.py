@@ -1,0 +1,96 @@
+"""A worker's share of a job: its segments, how many steps they make, and where it goes on after a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from itertools import chain
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from embershard.worker.budget import Budget, Position, steps_of
+from embershard.worker.data.batch import Schema
+from embershard.worker.data.rows import Rows, RowsDataset
+from embershard.worker.group import WorkerGroup
+from embershard.worker.job import Job
+
+SAMPLES = 700  # 14 batches
+
+
+def dataset() -> RowsDataset:
+    rng = np.random.default_rng(1)
+    rows = Rows(rng.integers(0, 60, (SAMPLES, 3)), None, rng.integers(0, 2, SAMPLES).astype(np.float32))
+    return RowsDataset(Schema(tuple("abc"), 0, 60), {"train": rows}, where="made up")
+
+
+def job(**train: object) -> Job:
+    evaluate, save = train.pop("evaluate", None), train.pop("save", None)
+    values: dict[str, object] = {
+        "model": {"name": "lr"},
+        "data": {"reader": "ctr_csv", "train": "t.csv"},
+        "embedding": {"optimizer": {"name": "sgd", "lr": 0.1}},
+        "train": {"batch_size": 50, **train},
+        "evaluate": {"every": evaluate},
+        "checkpoint": {"folder": "x", "every": save},
+    }
+    return Job.model_validate(values)
+
+
+@pytest.mark.parametrize(
+    "trained",
+    [
+        job(epochs=3),
+        job(epochs=3, accumulate=4),  # a step of the two batches that are left of each epoch
+        job(epochs=5, accumulate=4, evaluate=2),
+        job(epochs=6, accumulate=3, evaluate=3, save=2),
+        job(steps=21, accumulate=4, evaluate=10, save=3),
+        job(samples=1900, accumulate=3, evaluate=500),
+    ],
+    ids=lambda trained: f"{trained.train.budget} by {trained.train.accumulate}",
+)
+def test_the_steps_of_a_run_are_those_that_its_segments_make(trained: Job) -> None:
+    budget = Budget(trained, dataset(), WorkerGroup())
+    steps = 0
+    for segment in budget.segments():
+        for part in segment.parts:
+            steps += math.ceil(len(list(part)) / trained.train.accumulate)
+    assert budget.total_steps == steps
+
+
+def test_every_split_ends_with_a_step_of_its_own() -> None:
+    splits = SimpleNamespace(num_splits=4)  # of 175 samples: 4 batches, so 2 steps
+    budget = Budget(job(epochs=3, accumulate=3), dataset(), WorkerGroup(0, 2), splits=splits)  # type: ignore[arg-type]
+    assert budget.total_steps == 3 * 4 * 2 // 2
+
+
+@pytest.mark.parametrize(("unit", "given"), [("steps", 10), ("samples", 5)])
+def test_other_workers_go_on_at_the_same_sample(unit: str, given: int) -> None:
+    trained = job(**{unit: 1000})
+    one = Budget(trained, dataset(), WorkerGroup())
+    one.position = Position(epoch=2, batch=4, given=10)
+    two = Budget(trained, dataset(), WorkerGroup(1, 2))
+    two.load_state_dict(one.state_dict())
+    assert two.position == Position(epoch=2, batch=2, given=given)
+    back = Budget(trained, dataset(), WorkerGroup())
+    back.load_state_dict(two.state_dict())
+    assert (back.position.epoch, back.position.batch) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("unit", "before", "now", "want"), [("epochs", 1, 2, 14), ("samples", 2, 1, 56), ("steps", 1, 2, 28)]
+)
+def test_the_steps_of_other_workers_count_by_their_samples(unit: str, before: int, now: int, want: int) -> None:
+    assert steps_of(job(**{unit: 100}), 28, before=before, now=now) == want
+
+
+def test_a_worker_that_was_not_there_counts_what_the_others_were_given() -> None:
+    budget = Budget(job(steps=40, evaluate=10), dataset(), WorkerGroup())
+    segments = budget.segments()
+    next(segments)  # trained by the others
+    for part in next(segments).parts:
+        assert len(list(part)) == 10
+    assert budget.position.given == 20
+    later = Budget(job(steps=40, evaluate=10), dataset(), WorkerGroup())
+    later.load_state_dict(budget.state_dict())
+    assert [len(list(chain.from_iterable(segment.parts))) for segment in later.segments()] == [10, 10]
