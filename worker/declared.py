@@ -50,7 +50,7 @@ class Declared:
         """Pull and push these dense weights with the tables."""
         self.dense.append(dense)
         try:
-            self.table(dense.spec, lambda: [(dense.ids, dense.values())])
+            self._session.table(dense.spec, lambda: [(dense.ids, dense.values())])  # one that only reads refuses
             self._session.client.compressor.lay_out(dense.spec.name, dense.layout)
         except BaseException:
             self.dense.remove(dense)

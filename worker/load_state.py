@@ -19,6 +19,7 @@ from embershard.worker.export import MODEL, TABLES
 from embershard.worker.job import Job
 from embershard.worker.remote_table import RemoteTable
 from embershard.worker.session import Session
+from embershard.worker.step_of_job import check_names
 from embershard.worker.strategy.choice import choose_strategy
 from embershard.worker.trained import PORTION, is_hashed, remote_tables
 
@@ -82,11 +83,12 @@ class StateFile:
 def import_state(path: Path, job: Job, schema: Schema, session: Session) -> dict[str, int]:
     """Load tables and dense weights into the shards; table -> rows. Optimizer states of these rows start anew.
 
-    Tables that are not there yet are created. CannotImport, before anything is changed, names all that does not fit.
-    Buffers are checked and not loaded: they live in the workers.
+    Tables that are not there yet are created. CannotImport, before anything is changed, names all that does not fit;
+    JobError a pattern of the job that fits nothing. Buffers are checked and not loaded: they live in the workers.
     """
     file = StateFile(path)
     plain = job.model.build(schema, job.dim, "meta")
+    check_names(job, plain)
     mistakes = list(_mistakes(file, plain, hashed=schema.num_ids is None))
     if mistakes:
         raise CannotImport(path=str(path), reason="\n  ".join(["it does not fit the job's model:", *mistakes]))

@@ -75,17 +75,18 @@ class JsonLog:
 
     def _write(self, record: str, fields: dict[str, object]) -> None:
         line = {"record": record, "time": round(time.time(), 3), **fields}
-        self._file.write(json.dumps(_finite(line), separators=(",", ":")) + "\n")
+        self._file.write(json.dumps(finite(line), separators=(",", ":")) + "\n")
         self._file.flush()
 
 
-def _finite(value: object) -> object:
+def finite(value: object) -> object:
+    """The same with None for every float that JSON does not know."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
+        return {key: finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
+        return [finite(part) for part in value]
     return value
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch import nn
-
-from embershard.proto.errors import JobError, UnknownTable
+from embershard.proto.errors import JobError
 from embershard.worker.evaluate import Evaluator, Figures
 from embershard.worker.group import WorkerGroup
 from embershard.worker.job import Job
 from embershard.worker.session import Session
 from embershard.worker.strategy.shards import ShardStrategy
+from embershard.worker.trained import ReadOnlySession
 from embershard.worker.trainer import build_model, device_of
 
 
@@ -19,8 +18,8 @@ class Onlooker:
     """Scores a job's model with the weights that the shards have at the time, as one who is no member of the job.
 
     The workers need not stop for it, so that rows of one evaluation may be some steps apart. The data's paths start at
-    `base`. JobError where the shards do not hold all of the model, or the job has nothing to evaluate on; UnknownTable
-    where nobody has begun to train it.
+    `base`. JobError where the shards do not hold all of the model, or the job has nothing to evaluate on; NotTrained
+    where nobody has begun to train it, TableMismatch where the shards hold another model.
     """
 
     def __init__(self, job: Job, session: Session, base: Path) -> None:
@@ -36,10 +35,9 @@ class Onlooker:
         if any(buffer.numel() for buffer in model.buffers() if buffer.is_floating_point()):
             reason = "the running statistics of batch norm are in the workers; read the figures of the run itself"
             raise JobError(where="model", reason=reason)
-        _check_tables(model, session, job.prefix)
         device = device_of(job)
-        strategy = ShardStrategy(job, model, session, device)
-        self._session = session
+        self._session = ReadOnlySession(session.client)
+        strategy = ShardStrategy(job, model, self._session, device)
         self._evaluator = Evaluator(
             strategy.model,
             dataset,
@@ -54,11 +52,3 @@ class Onlooker:
         """The first clock that is not closed (0 where the workers share none), and split -> metric -> value."""
         clock = max(status.clock for status in self._session.client.status())
         return clock, self._evaluator.evaluate()
-
-
-def _check_tables(model: nn.Module, session: Session, prefix: str) -> None:
-    """Only look: what nobody trains must not be created by who reads it."""
-    held = {table.name for status in session.client.status() for table in status.tables}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and prefix + name not in held:
-            raise UnknownTable(table=prefix + name, known=", ".join(sorted(held)) or "none")

@@ -123,8 +123,10 @@ class Report:
         """The run is over with a segment; this worker left `skipped_steps` out. Every worker must call it."""
         group, meter, best = self._group, self._meter, self._best
         mine = np.array([meter.waited, meter.trained, self._strategy.stats.skipped_rows, skipped_steps])
-        waited, trained, skipped, left_out = self._totals(segment, mine)
-        samples, train_seconds = meter.all_samples, float(trained) / len(group.present or "1")
+        parts = self._of_workers(segment, mine)
+        waited, trained, skipped, left_out = np.sum(parts, axis=0)
+        # the longest: one that was started again has counted since then only
+        samples, train_seconds = meter.all_samples, float(max(part[1] for part in parts))
         result = Result(
             metric=self._job.metric,
             split=self.split,
@@ -153,17 +155,15 @@ class Report:
             observer.finished(result)
         return result
 
-    def _totals(self, segment: int, mine: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """The sums over all workers, in their order; this one's own where the others have finished without it."""
+    def _of_workers(self, segment: int, mine: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float64]]:
+        """Those of all workers, in their order; this one's own where the others have finished without it."""
         group = self._group
         try:
             group.assemble(segment, last=True)
             self._meter.agree(group)
-            parts = group.together(lambda: group.collect(mine))
+            return list(group.together(lambda: group.collect(mine)).values())
         except LeftBehind:
-            return mine
-        totals: npt.NDArray[np.float64] = np.sum(list(parts.values()), axis=0)
-        return totals
+            return [mine]
 
     def _told(self, by_this: bool) -> Sequence[Observer]:
         """Whom to tell, if it is this worker that does."""

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embershard.proto.blocks import read_block
+from embershard.proto.codec.choice import Codec
 from embershard.proto.errors import EmbershardError, UnknownTable
 from embershard.proto.manifest import (
     LATEST,
@@ -300,8 +301,8 @@ def restore_snapshot(
         with suppress(EmbershardError):
             client.ask_all(replace(request, step="cancel"))
         raise
-    for table in manifest.tables.values():
-        client.declare(table.spec)
+    for table in manifest.tables.values():  # how they travelled is no part of them, and may not serve this client
+        client.declare(replace(table.spec, push_codec=Codec(), pull_codec=Codec()))
     return manifest
 
 

@@ -52,11 +52,12 @@ class ReadOnlySession(Session):
     """A session that creates no tables: a mistaken job must not leave any behind."""
 
     def table(self, spec: TableSpec, values: Callable[[], Iterable[tuple[Ids, Floats]]] | None = None) -> RemoteTable:
-        """The table of `spec`; NotTrained if the shards have none of its name, TableMismatch if it is another."""
-        known = sorted({table.name for status in self.client.status() for table in status.tables})
+        """The table of `spec`; NotTrained if not all shards have one of its name, TableMismatch if it is another."""
+        held = [{table.name for table in status.tables} for status in self.client.status()]
+        known = sorted(set.intersection(*held))  # a shard without it would create it
         if spec.name not in known:
             raise NotTrained(table=spec.name, known=", ".join(known) or "none")
-        return super().table(spec)
+        return super().table(spec, values)
 
 
 def trained(job: Job, schema: Schema, session: ReadOnlySession | None, checkpoint: Checkpoint | None) -> Strategy:

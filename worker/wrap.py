@@ -40,6 +40,14 @@ _PORTION = 2**18  # rows loaded at a time
 _MARK = "_embershard_session"
 
 
+class OtherParameters(TableMismatch):
+    """Dense weights of another model under the name of this one's."""
+
+    template = (
+        "table {table!r} holds the dense weights of a model with other parameters; use another prefix, or other shards"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Group:
     """Modules that share one weight, and so one table."""
@@ -84,7 +92,8 @@ def wrap(
     unfrozen. The model's state_dict holds the dense parameters as last pulled, and no table.
 
     ValueError where the model cannot be wrapped: wrapped before, an embedding whose weight something else uses too,
-    parameters that are not float32, not initialised, or on the meta device without being a table.
+    parameters that are not float32, not initialised, or on the meta device without being a table. OtherParameters where
+    the shards hold other dense weights.
     """
     if hasattr(model, _MARK):
         raise ValueError("this model is wrapped already")
@@ -348,10 +357,7 @@ def _dense_table(
     except TableMismatch as error:
         if "seed" not in str(error.fields.get("difference", "")):
             raise
-        raise ValueError(
-            f"table {name!r} holds the dense weights of a model with other parameters; give this one another prefix, "
-            "or restart the shards"
-        ) from error
+        raise OtherParameters(table=name) from error
     return dense
 
 

@@ -17,6 +17,7 @@ from embershard.worker.job import Job
 from embershard.worker.membership import ONLOOKER
 from embershard.worker.onlooker import Onlooker
 from embershard.worker.session import Session
+from embershard.worker.trained import NotTrained
 from embershard.worker.trainer import Trainer
 
 NUM_IDS = 50
@@ -162,3 +163,16 @@ def test_a_run_that_evaluates_more_often_comes_to_the_same_bits(make_session: Ca
         found.append(figures(job(**sections), session))
         found.append(kept(session))
     assert all(map(torch.equal, found[1], found[3]))  # type: ignore[arg-type]
+
+
+def test_an_onlooker_leaves_shards_without_the_dense_weights_as_they_are(
+    make_shards: Callable[..., list[Shard]], make_session: Callable[..., Session]
+) -> None:
+    shards = make_shards(2)
+    hybrid = job(dense={"mode": "ddp"}, compression={})
+    figures(hybrid, make_session(shards=shards))
+    session = make_session(shards=shards, worker=ONLOOKER)
+    before = [[table.name for table in status.tables] for status in session.client.status()]
+    with pytest.raises(NotTrained, match=r"no table 'dense' of this job"):
+        Onlooker(job(), session, Path())
+    assert [[table.name for table in status.tables] for status in session.client.status()] == before

@@ -13,7 +13,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from embershard.proto.errors import EmbershardError, TableMismatch
+from embershard.proto.errors import EmbershardError, JobError, TableMismatch
+from embershard.proto.messages import Declare
+from embershard.proto.spec import SGD, TableSpec
+from embershard.ps.shard import Shard
+from embershard.worker.carriers.local import LocalCarrier
+from embershard.worker.client import Client
 from embershard.worker.data.batch import Batch, Schema
 from embershard.worker.data.rows import Rows, RowsDataset
 from embershard.worker.export import CannotExport, Floats, Ids, TableFacts, export_weights, write_bytes, write_tensors
@@ -200,6 +205,34 @@ def test_shards_of_another_job_are_refused(run: Run) -> None:
         trained(other, run.data.schema, ReadOnlySession(run.session.client), None)
 
 
+def test_shards_with_other_dense_weights_are_refused_in_one_line(run: Run) -> None:
+    other = job(hidden=[16, 16])
+    with pytest.raises(EmbershardError) as raised:
+        trained(other, run.data.schema, ReadOnlySession(run.session.client), None)
+    assert str(raised.value).startswith("table 'dense' holds the dense weights of a model with other parameters")
+    assert "\n" not in str(raised.value)
+
+
+def test_shards_without_the_dense_weights_of_a_job_are_refused_and_left_as_they_are(make_session: MakeSession) -> None:
+    session, data = make_session(2), dataset()
+    hybrid = Job.model_validate({**job().model_dump(exclude_unset=True), "dense": {"mode": "ddp"}})
+    Trainer(hybrid, data, session, WorkerGroup()).run()
+    before = [status.tables for status in session.client.status()]
+    with pytest.raises(NotTrained, match=r"no table 'dense' of this job in the source \(it has: embedding, linear\)"):
+        trained(job(), data.schema, ReadOnlySession(session.client), None)
+    assert [status.tables for status in session.client.status()] == before
+
+
+def test_a_table_that_one_shard_lacks_is_not_created_there(make_shards: Callable[..., list[Shard]]) -> None:
+    shards = make_shards(2)
+    spec = TableSpec(name="t", dim=2, optimizer=SGD(lr=0.1))
+    shards[0].handle(Declare(spec))
+    client = Client([LocalCarrier(shard.handle, f"local/{i}") for i, shard in enumerate(shards)])
+    with pytest.raises(NotTrained):
+        ReadOnlySession(client).table(spec)
+    assert not client.status()[1].tables
+
+
 def test_statistics_of_batch_norm_are_asked_for_where_only_shards_are_named(
     make_session: MakeSession, tmp_path: Path
 ) -> None:
@@ -311,6 +344,20 @@ def test_a_file_of_another_kind_is_refused(
         path.write_bytes(content)
     with pytest.raises(EmbershardError, match=rf"cannot import .*model.safetensors: {words}"):
         import_state(path, job(), dataset().schema, make_session(1))
+
+
+@pytest.mark.parametrize("section", ["embedding", "dense"])
+def test_a_group_that_fits_nothing_is_named_before_anything_is_changed(
+    make_session: MakeSession, tmp_path: Path, section: str
+) -> None:
+    save_file(dict(job().model.build(dataset().schema, 4, None).state_dict()), tmp_path / "model.safetensors")
+    group = {"match": "embeding*", "optimizer": {"name": "sgd", "lr": 0.1}}
+    given = job().model_dump()
+    other = Job.model_validate({**given, section: {**given[section], "groups": [group]}})
+    session = make_session(1)
+    with pytest.raises(JobError, match=rf"{section}\.groups: .*embeding"):
+        import_state(tmp_path / "model.safetensors", other, dataset().schema, session)
+    assert not session.client.status()[0].tables
 
 
 def test_whole_numbers_are_no_weights(make_session: MakeSession, tmp_path: Path) -> None:

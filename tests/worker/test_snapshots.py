@@ -9,11 +9,14 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
 import safetensors.numpy
+from half_codec import HALF_CODEC
+from torch import nn
 
 from embershard.in_process import InProcessShards, local
 from embershard.proto import spec
@@ -37,6 +40,7 @@ from embershard.proto.storage import Storage
 from embershard.ps import snapshot as shard_side
 from embershard.worker.calls import Calls
 from embershard.worker.client import Client
+from embershard.worker.compression.settings import Compression
 from embershard.worker.links import Outcome
 from embershard.worker.membership import Terms
 from embershard.worker.snapshots import (
@@ -48,6 +52,7 @@ from embershard.worker.snapshots import (
     restore_snapshot,
     take_snapshot,
 )
+from embershard.worker.wrap import wrap
 
 TABLE = spec.TableSpec(name="items", dim=4, optimizer=spec.Adam(lr=0.1))
 IDS = np.arange(2000)
@@ -104,6 +109,36 @@ def test_a_snapshot_begun_is_of_that_moment_while_training_goes_on(tmp_path: Pat
     other = local(2).client
     restore_snapshot(other, str(tmp_path))
     assert np.array_equal(rows(other), then)
+
+
+@pytest.mark.parametrize(
+    "compression",
+    [{"dense": {"push": "powersgd:4"}}, {"dense": {"pull": "delta"}}, {"push": "mine:half", "pull": "mine:half"}],
+)
+def test_tables_that_travelled_by_a_codec_are_restored_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: dict[str, Any]
+):
+    (tmp_path / "mine.py").write_text(HALF_CODEC)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    session = local(1, imports=["mine"], compression=Compression(**compression))
+    model = nn.Sequential(nn.EmbeddingBag(10, 4), nn.Linear(4, 2))
+    wrap(model, session, optimizer=spec.SGD(lr=0.1))
+    take_snapshot(session.client, str(tmp_path / "snaps"))
+    other = local(2)
+    restore_snapshot(other.client, str(tmp_path / "snaps"))
+    for table in session.tables:
+        known = other.client.spec(table.spec.name)
+        assert not known.difference(table.spec)
+        assert known.push_codec.is_plain
+        assert known.pull_codec.is_plain
+        dense = [weights.ids for weights in session.dense_weights if weights.spec is table.spec]
+        ids = dense[0] if dense else np.arange(10)
+        found = []
+        for client in (session.client, other.client):
+            route = make_route(ids, table.spec.space_key, client.placement)
+            (rows,) = client.pull([(table.spec.name, route)], exact=True)
+            found.append(rows[route.index])
+        assert np.array_equal(*found)
 
 
 def test_its_rows_are_read_without_shards(url: str):

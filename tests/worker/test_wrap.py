@@ -9,6 +9,7 @@ from torch.nn.utils import parametrize
 
 import embershard as es
 from embershard.worker.session import Session
+from embershard.worker.wrap import OtherParameters
 
 MakeSession = Callable[..., Session]
 
@@ -281,7 +282,7 @@ def test_a_model_with_other_dense_shapes_is_refused(make_session: MakeSession) -
     session = make_session(2)
     es.wrap(nn.Linear(3, 2), session, optimizer=es.SGD(lr=0.1))
     other = Session(session.client)  # another worker, with the same shards
-    with pytest.raises(ValueError, match="table 'dense' holds the dense weights of a model with other parameters"):
+    with pytest.raises(OtherParameters, match="table 'dense' holds the dense weights of a model with other parameters"):
         es.wrap(nn.Linear(2, 3), other, optimizer=es.SGD(lr=0.1))
 
 

@@ -43,7 +43,7 @@ class Columns:
 
     def layout(self, where: str, names: tuple[str, ...], *, delimiter: str = ",", num_ids: int | None = None) -> Layout:
         """The layout of a file with these columns. JobError where one that is named here is not among them."""
-        for name in (self.label, *self.categorical, *self.numeric):
+        for name in (self.label, *self.categorical, *self.numeric, *self.skip):
             if name not in names:
                 raise JobError(where=where, reason=f"no column {name!r} (there are: {', '.join(names)})")
         kinds = {name: self._kind(name) for name in names}

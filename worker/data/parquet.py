@@ -118,7 +118,8 @@ class ParquetSource:
             if kind == "text" and pa.types.is_floating(values.type):
                 raise JobError(where=where, reason=f"column {name!r} has {values.type} values: not categorical")
             try:
-                values = values.cast(TYPES[kind])
+                # a number may be rounded, as one in a CSV file is
+                values = values.cast(TYPES[kind], safe=kind != "number" or not pa.types.is_integer(values.type))
             except pa.ArrowException as error:
                 raise JobError(where=where, reason=f"column {name!r} is no {kind}: {error}") from None
             if kind == "number":  # NaN is how data frames write a missing number

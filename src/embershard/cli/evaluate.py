@@ -12,6 +12,7 @@ import typer
 
 from embershard.cli.signals import ended_by_signals
 from embershard.worker.job import load_job
+from embershard.worker.log import finite
 from embershard.worker.membership import ONLOOKER
 from embershard.worker.onlooker import Onlooker
 from embershard.worker.session import connect
@@ -49,7 +50,7 @@ def evaluate(
                 "seconds": round(seconds, 3),
                 **figures,
             }
-            typer.echo(json.dumps(line))
+            typer.echo(json.dumps(finite(line)))
             if every is None:
                 return
             time.sleep(max(0.0, every - seconds))

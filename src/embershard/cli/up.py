@@ -31,6 +31,8 @@ def up(
 
     A shard keeps its rows in memory: what one that died held is lost, and the workers are told so.
     """
+    if base_port + shards > 65536:
+        raise typer.BadParameter(f"there are no {shards} ports from {base_port} on", param_hint="--base-port")
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     local = LocalShards(

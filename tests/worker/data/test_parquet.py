@@ -82,6 +82,13 @@ def test_every_kind_of_column(tmp_path):
     np.testing.assert_allclose(batch.dense.numpy(), np.log1p([[1, 3], [0, 0], [0, 1]]), rtol=1e-6)
 
 
+def test_whole_numbers_are_rounded_to_float32(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"label": [1, 0], "n": [1, 2], "x": [20_000_001, None]}), path)
+    (batch,) = ParquetData({"train": [path]}, Columns(numeric=("x",))).evaluate("train", 0, 1, 10)
+    assert batch.dense[:, 0].tolist() == [np.float32(20_000_001), 0]
+
+
 def test_broken_files_are_named(tmp_path):
     good = write(tmp_path / "a.parquet").read_bytes()
     path = tmp_path / "b.parquet"
@@ -113,6 +120,7 @@ def test_broken_files_are_named(tmp_path):
             "column 'x' has a number that is not finite",
         ),
         (Columns(numeric=("y",)), {}, r"no column 'y' \(there are: label, n\)"),
+        (Columns(skip=("m",)), {}, r"no column 'm' \(there are: label, n\)"),
         (Columns(skip=("n",)), {}, "no categorical column is left"),
     ],
 )
