@@ -20,7 +20,6 @@ from embershard.proto.errors import (
     LeaseLost,
     ModeMismatch,
     RunOver,
-    ShardBusy,
     StaleWorker,
 )
 from embershard.proto.messages import Beat, Beaten, Join, Joined, Leave, Left, MemberStatus, Push, Pushed
@@ -35,7 +34,6 @@ MAX_LEASE_MS = 40 * 24 * 3600 * 1000  # about what 32 bits hold
 # Gradients that wait for the other workers' of their clock. A worker sends a clock's as it computes them, so this many
 # are there when a clock closes: about those of 16 workers with the largest messages.
 GATHER_BYTES = 2**30
-_RETRY_MS = 100
 _NAMED = 8  # workers in an error
 
 
@@ -192,8 +190,8 @@ class Clock:
     def check_push(self, member: Member, request: Push) -> None:
         """Whether a member's push can be taken now.
 
-        InvalidRequest for a clock that is closed or a weight without sense, ClockAhead or ShardBusy while too much
-        waits for other workers.
+        InvalidRequest for a clock that is closed or a weight without sense, ClockAhead while too much waits for other
+        workers; what the open clock waits for is taken in any case, since nothing is freed before it closes.
         """
         first = max(self.open, member.clock) if self.staleness == 0 else 0
         if not first <= request.clock < MAX_CLOCK:
@@ -202,10 +200,8 @@ class Clock:
             )
         if not 0 <= request.weight < math.inf:
             raise InvalidRequest(reason=f"the weight of a push must be finite and >= 0, got {request.weight}")
-        if self._pushes.nbytes > GATHER_BYTES:
-            if request.clock > self.open:
-                raise self.ahead(request.clock)
-            raise ShardBusy(queued_bytes=self._pushes.nbytes, retry_after_ms=_RETRY_MS)
+        if self._pushes.nbytes > GATHER_BYTES and request.clock > self.open:
+            raise self.ahead(request.clock)
 
     def gathers(self, member: Member, request: Push) -> bool:
         """Whether a member's push has to wait for those of other workers; else it is applied at once."""

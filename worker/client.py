@@ -218,7 +218,27 @@ class Client:
         member = self.membership
         if member is None or clock is None:
             return self.calls(make(0), into)
+        if member.after(clock):
+            self._send_kept(member)
         return member.insist(lambda: self.calls(make(member.after(clock)), into, wait=member.wait))
+
+    def _send_kept(self, member: Membership) -> None:
+        """Send a push again that got no answer: the clocks that a pull waits for may wait for it."""
+        if self._push_lock.acquire(blocking=False):  # else a thread is about it
+            try:
+                if not self._outbox.is_empty:
+                    self._deliver(member)
+            finally:
+                self._push_lock.release()
+
+    def _deliver(self, member: Membership) -> Pushed:
+        """Send what a member's outbox holds; where its lease is lost that is dropped, and it joins again."""
+        lost_leases = member.lost_leases
+        try:
+            return self._outbox.deliver(self._call_push, member)
+        except LeaseLost:
+            member.rejoin(lost_leases)
+            return Pushed(duplicate=False, applied=0, skipped=0)
 
     def push(
         self,
@@ -249,14 +269,9 @@ class Client:
                 return self._outbox.deliver(self._call_push)
             if clock < member.first:  # of the time before its lease was lost
                 return Pushed(duplicate=False, applied=0, skipped=0)
-            lost_leases = member.lost_leases
             member.pushed(clock)
             self._outbox.put(update, to_all=True)
-            try:
-                return self._outbox.deliver(self._call_push, member)
-            except LeaseLost:
-                member.rejoin(lost_leases)
-                return Pushed(duplicate=False, applied=0, skipped=0)
+            return self._deliver(member)
 
     def _call_push(self, pushes: Mapping[int, Push]) -> dict[int, Outcome]:
         outcomes = self.calls(pushes)

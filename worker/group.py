@@ -289,7 +289,10 @@ class ShardGroup(WorkerGroup):
     def dismiss(self, segment: int, resume: Callable[[int], None], clock: int, word: Word) -> None:
         """Begin the next segment; see WorkerGroup."""
         super().dismiss(segment, resume, clock, word)
-        self._begin(segment + 1, word, self.present)
+        try:
+            self._begin(segment + 1, word, self.present)
+        except MeetingOver:
+            raise LeftBehind from None
 
     def _begin(self, segment: int, word: Word, among: Sequence[int], *, late: bool = False) -> Word:
         said = b"" if late else json.dumps(word).encode()

@@ -105,6 +105,7 @@ class LocalSteps:
         self._client, self._steps = client, steps
         self._copies: dict[str, _Copies] = {}
         self._done = 0  # steps of this round
+        self._lost_leases = client.lost_leases  # when it began
         self._clock = 0  # rounds
         self._lock = threading.Lock()  # of the copies; never held during a call
 
@@ -148,6 +149,7 @@ class LocalSteps:
 
         With `exact` they are the rows that the shards keep, with what this round has changed of the copies.
         """
+        self._drop_lost()
         if exact:
             return self._pull_exact(reads, out, versions)
         if out is None:
@@ -167,6 +169,7 @@ class LocalSteps:
             clock = self.clock
         if missing:
             pulled = self._client.pull(missing, clock=clock, versions=versions)
+            self._drop_lost()
             with self._lock:
                 for (table, route), (part, rows), values in zip(missing, places, pulled, strict=True):
                     if clock == self.clock:
@@ -199,7 +202,10 @@ class LocalSteps:
         versions: Versions | None = None,
     ) -> Pushed:
         """Apply gradients to the copies; the last step of a round pushes what has changed."""
+        lost_leases = self._client.lost_leases
         self.pull([(table, route) for table, route, _ in gradients])  # after a round's end, for rows read before it
+        if self._client.lost_leases != lost_leases:
+            return Pushed(False, 0, 0)
         applied = skipped = 0
         with self._lock:
             for table, route, values in gradients:
@@ -229,6 +235,7 @@ class LocalSteps:
 
     def flush(self) -> None:
         """End a round that has begun: push what has changed, and let the next reads take fresh rows."""
+        self._drop_lost()
         if not self._done:
             return
         member = self._client.membership
@@ -249,6 +256,15 @@ class LocalSteps:
                     changes.append((name, route, ordered))
             self._done, self._clock = 0, clock + 1
         self._client.push(changes, clock=clock, difference=True)
+
+    def _drop_lost(self) -> None:
+        """Let go of a round that began before a lease was lost: the others went on without it."""
+        with self._lock:
+            if self._client.lost_leases == self._lost_leases:
+                return
+            self._lost_leases, self._done = self._client.lost_leases, 0
+            for copies in self._copies.values():
+                copies.end_round()
 
     def load(self, table: str, route: Route, rows: Floats, *, keep_state: bool = False) -> None:
         """Assign rows on the shards; with `keep_state` (max_norm, say) it is a change of the copies, to be pushed."""

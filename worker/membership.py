@@ -163,8 +163,8 @@ class Membership:
 
     @property
     def next_clock(self) -> int:
-        """After the last clock that was pushed."""
-        return self._next
+        """The first that may still be pushed."""
+        return max(self._next, self.first)
 
     def pushed(self, clock: int) -> None:
         """Take note of a push."""

@@ -60,6 +60,11 @@ class Outbox:
         self._gathered: list[list[Push]] = [[] for _ in limits]
         self._next_seq = [1] * len(limits)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether every push was answered."""
+        return not any(self._waiting)
+
     def put(self, update: Update, *, to_all: bool) -> None:
         """Cut an update into messages; with `to_all` a shard without rows is sent one too, which ends the clock."""
         names = [table for table, _, _ in update.gradients]

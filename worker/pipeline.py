@@ -69,6 +69,7 @@ class Pipeline(Generic[B]):
     ) -> None:
         self._source, self._wanted, self._dense, self._staleness = source, wanted, dense, staleness
         self._caches, self._early = caches, early
+        self._lost_leases = source.lost_leases
         self._start_clock = 0
         self._clocks: deque[int] = deque()  # the session's when each batch but the first was taken, until it is used
         self._changed = threading.Condition()
@@ -189,6 +190,9 @@ class Pipeline(Generic[B]):
                             fetch.spoil(table, route)
                             if self._caches is not None:
                                 self._caches.drop(table, route.ids)
+                if self._source.lost_leases != self._lost_leases:
+                    self._lost_leases = self._source.lost_leases
+                    self.forget_copies()  # they go by batches: no clock says that they are of before
                 fetch.pull(self._source, self._dense, caches=self._caches, age=number, clock=clock)
                 self._put(Ready(batch, fetch))
                 previous = fetch if self._early and self._staleness == 0 else None

@@ -261,6 +261,13 @@ class Session:
         for weights in self.declared.dense:
             weights.forget()
 
+    def forget_reads(self) -> None:
+        """Have the next step be as old as what is read from here on: what was read before it was no part of it.
+
+        For a loop that evaluated, or waited, and has collected no gradients since its last step.
+        """
+        self._traffic.forget_reads()
+
     def close(self) -> None:
         """Wait for what is in flight and close the connections; what was not pushed is dropped."""
         self._traffic.close()

@@ -147,6 +147,10 @@ class Traffic:
         finally:
             pipeline.touched_beside(self._client.compressor.beside)
 
+    def forget_reads(self) -> None:
+        """Let what is read from here on decide how old the gradients of the next step are."""
+        self._begin_step()
+
     def load(self, table: str, route: Route, rows: Floats, *, keep_state: bool) -> None:
         """Assign rows, after every push before; what was pulled ahead of the table is no longer up to date."""
         self.settle()

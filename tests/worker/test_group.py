@@ -418,6 +418,24 @@ def test_who_was_given_up_learns_that_it_was_left_behind_and_enters_again(
     assert lost.present == (0, 1)
 
 
+def test_who_misses_the_beginning_of_a_segment_enters_again(
+    join: Callable[..., ShardGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = join(0, 1)
+    group.enter({})
+    group.assemble(0)
+    meet = group._membership.meet
+
+    def begun(name: str, *said: object, **how: object) -> dict[int, bytes]:
+        if name == "1/on":  # the others are beyond it
+            raise MeetingOver(meeting=name)
+        return meet(name, *said, **how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(group._membership, "meet", begun)
+    with pytest.raises(LeftBehind):
+        group.dismiss(0, lambda clock: None, 3, {})
+
+
 @pytest.mark.parametrize("left", [True, False], ids=["the others left", "the others are about to leave"])
 def test_who_was_given_up_and_comes_back_after_the_end_learns_that_it_is_over(
     join: Callable[..., ShardGroup], left: bool

@@ -12,7 +12,15 @@ import torch
 from torch import nn
 
 import embershard as es
-from embershard.proto.errors import ClockAhead, LeaseLost, ModeMismatch, RunOver, StaleWorker, WorkerLost
+from embershard.proto.errors import (
+    ClockAhead,
+    LeaseLost,
+    ModeMismatch,
+    RunOver,
+    ShardUnavailable,
+    StaleWorker,
+    WorkerLost,
+)
 from embershard.proto.messages import (
     Beat,
     Beaten,
@@ -463,3 +471,78 @@ def test_a_push_waits_where_too_much_is_kept_for_other_workers(make_job: MakeJob
     session.step()
     assert len(refused) == 8
     assert module.table.pull(torch.tensor([1]))[0, 0] == -1
+
+
+def test_a_round_that_began_before_a_lease_was_lost_is_not_pushed(make_job: MakeJob) -> None:
+    job, terms = make_job(), Terms(workers=2, lease=LONG)
+    lost, other = job.worker(0, terms, local_steps=3), job.worker(1, terms)
+    step(lost, [1])
+    job.pass_time(2 * HOURS, other)
+    step(other, [7])
+    step(lost, [2])  # finds out, and joins again: this step is dropped, too
+    for row in (2, 3, 4):
+        step(lost, [row])
+    assert lost.stats.lost_leases == 1
+    assert other.table(SPEC).pull(torch.tensor([1, 2, 3, 4]))[:, 0].tolist() == [0.0, -0.5, -0.5, -0.5]
+
+
+def test_rows_of_a_cache_do_not_outlive_a_lost_lease(make_job: MakeJob) -> None:
+    job, terms = make_job(), Terms(workers=2, staleness=3, lease=LONG)
+    lost, other = job.worker(0, terms), job.worker(1, terms)
+    lost.cache_rows(rows=10, staleness=3)
+    module = es.Embedding(lost.table(SPEC))
+    seen: list[float] = []
+    for number, ids in enumerate(lost.prefetch([torch.tensor([1])] * 8, inputs=lambda ids: {"t": ids})):
+        rows = module(ids)
+        seen.append(rows[0, 0].item())
+        if number == 3:
+            job.pass_time(2 * HOURS, other)
+            step(other, [9])  # where it had to join again, too
+        step(other, [1 if number == 3 else 9])
+        (0.0 * rows).sum().backward()
+        lost.step()
+        lost.flush()  # it knows now
+    assert lost.stats.lost_leases == 1
+    assert seen == [0.0] * 4 + [-1.0] * 4
+
+
+def test_a_pull_does_not_wait_for_a_push_of_its_own_worker(make_job: MakeJob) -> None:
+    job, terms = make_job(), Terms(workers=1, staleness=0, lease=LONG)
+    session = job.worker(0, terms)
+    module = es.Embedding(session.table(SPEC))
+    handle, silent = job.handle, [True]
+
+    def no_answer(shard: Shard, request: Request) -> Reply:
+        if silent[0] and isinstance(request, Push) and shard is job.shards[1]:
+            raise ShardUnavailable(shard="1", address="local", reason="no answer", seconds=0.1)
+        return handle(shard, request)
+
+    job.handle = no_answer  # type: ignore[method-assign]
+    session.client.timeout = timedelta(seconds=0.1)
+    module(torch.arange(20)).sum().backward()
+    with pytest.raises(ShardUnavailable):
+        session.step()
+    silent[0] = False
+    session.client.timeout = timedelta(seconds=PATIENCE)
+    assert module(torch.arange(20))[:, 0].tolist() == [-1.0] * 20  # the push that was kept, once
+
+
+def test_a_snapshot_is_asked_for_at_a_clock_that_can_come(make_job: MakeJob) -> None:
+    job, terms = make_job(), Terms(workers=2, staleness=0, lease=LONG)
+    first = job.worker(0, terms)
+    assert first.membership.next_clock == 0
+    late = job.worker(1, terms, clock=7)
+    assert late.membership.next_clock == 7
+
+
+def test_rows_that_were_only_looked_at_do_not_make_the_next_step_older(make_job: MakeJob) -> None:
+    job, terms = make_job(1), Terms(workers=2, lease=LONG)
+    one, other = job.worker(0, terms), job.worker(1, terms)
+    module = es.Embedding(one.table(SPEC))
+    step(other, [2])  # before it the version of all rows is 0, which says nothing
+    with torch.no_grad():
+        module(torch.tensor([1]))
+    step(other, [1])
+    one.forget_reads()
+    step(one, [1])
+    assert one.staleness_seen()[:2] == (2, 0)

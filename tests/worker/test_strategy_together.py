@@ -26,9 +26,12 @@ class Pair(Together):
             super().__init__(self.company.append)
         self._other = iter(other)
 
-    def _reduce(self, value: float, operation: dist.ReduceOp.RedOpType) -> float:
+    def _reduce(self, values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         other = next(self._other, 0)
-        return max(value, other) if operation == dist.ReduceOp.MAX else value + other
+        if operation == dist.ReduceOp.MAX:
+            return [max(*values, other)]
+        samples, idle = values
+        return [samples + other, idle + (other == 0)]
 
 
 def turns(*samples: int) -> Iterator[Turn]:
@@ -50,6 +53,9 @@ def test_a_worker_without_data_keeps_the_other_company_until_it_is_done() -> Non
     assert [len(turn.batch) for turn in made] == [4, 4, 4]
     assert [turn.joint for turn in made] == [8, 4, 2]
     assert pair.company == [False, True, True]
+    assert pair.accompanied  # the one without data is no other's affair alone: its rows are those of all
+    longer = Pair([4])
+    assert [(turn.samples, longer.accompanied) for turn in longer.turns(turns(4, 4))] == [(4, False), (4, True)]
 
 
 @pytest.fixture

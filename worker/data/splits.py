@@ -35,12 +35,15 @@ class SplitQueue:
             yield from range(self.num_splits)
             return
         bounded = member.terms.staleness is not None
-        done = -1
+        done, lost_leases = -1, member.lost_leases
         while True:
             if not ahead:
                 self._session.flush()
             if bounded:
                 member.rest()
+            if member.lost_leases != lost_leases:
+                # steps of it were dropped, maybe by another shard than that which deals: it is this worker's once more
+                done, lost_leases = -1, member.lost_leases
             split = member.take_split(epoch, self.num_splits, done)
             self._returned[epoch] = split.returned
             done = split.index

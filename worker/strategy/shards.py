@@ -84,6 +84,7 @@ class ShardStrategy:
 
     def turns(self, batches: Iterator[Numbered]) -> Iterator[Turn]:
         """The batches, with their rows pulled ahead; its end is the end of all that is in flight."""
+        self.session.forget_reads()  # an evaluation's
         if self._ahead is not None:
             # a loss may call the model in its own way, but on these ids
             batches = self.session.prefetch(

@@ -67,6 +67,19 @@ def test_what_a_lost_worker_had_is_dealt_again_and_counted(join: Join) -> None:
     assert queue.returned == 1  # of both epochs
 
 
+def test_a_split_whose_steps_were_dropped_is_this_workers_once_more(join: Join) -> None:
+    session = join(0)
+    join(1)
+    member = session.membership
+    assert member is not None
+    dealt: list[int] = []
+    for split in SplitQueue(session, 3).deal(0):
+        dealt.append(split)
+        if len(dealt) == 2:
+            member.lost_leases += 1  # on a shard that does not deal
+    assert dealt == [0, 1, 1, 2]
+
+
 def test_a_split_is_finished_when_its_pushes_are_acknowledged(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
     session, said = join(0), []
     join(1)
