@@ -29,6 +29,8 @@ _OF_SHARDS = (
     "train.damp_staleness",
     "train.lease",
     "train.prefetch",
+    "train.restart_workers",
+    "data.splits",
     "compression",
     "network.bandwidth",
 )

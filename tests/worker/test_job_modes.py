@@ -64,10 +64,10 @@ def test_hybrid_is_ps_with_dense_weights_in_the_workers(folder: Path) -> None:
 
 OF_SHARDS = """\
 model: {name: lr}
-data: {reader: ctr_csv, train: train.csv, ids: global}
+data: {reader: ctr_csv, train: train.csv, ids: global, splits: 4}
 embedding: {optimizer: {name: adagrad, lr: 0.1}, cache: {rows: 9}}
 dense: {mode: ddp}
-train: {batch_size: 8, epochs: 1, staleness: 4, lease: 3, damp_staleness: true, prefetch: 2}
+train: {batch_size: 8, epochs: 1, staleness: 4, lease: 3, damp_staleness: true, prefetch: 2, restart_workers: 1}
 compression: {push: int8}
 network: {bandwidth: 100mbit}
 workers: 2
@@ -81,7 +81,8 @@ def test_an_override_of_the_strategy_sets_aside_what_the_file_says_of_shards(fol
     assert not job.has_shards
     assert job.workers == (2 if strategy == "ddp" else 1)
     assert not job.model_fields_set & {"shards", "compression"}
-    assert not job.train.model_fields_set & {"staleness", "lease", "damp_staleness", "prefetch"}
+    assert not job.train.model_fields_set & {"staleness", "lease", "damp_staleness", "prefetch", "restart_workers"}
+    assert job.data.splits is None
     assert "mode" not in job.dense.model_fields_set
     assert job.embedding.cache is None
     assert job.network.bandwidth == "unlimited"
