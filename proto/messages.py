@@ -80,6 +80,7 @@ class Load:
     worker: int = 0
     last: bool = True
     keep_state: bool = False
+    epoch: int = 0  # of a member's incarnation; 0: the worker takes no part in a job
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,14 +97,26 @@ def _unpack_declare(p: pb.DeclareRequest, _: Sequence[Buffer]) -> Declare:
 
 def _pack_load(m: Load) -> pb.LoadRequest:
     return pb.LoadRequest(
-        table=m.table, placement_epoch=m.placement_epoch, worker=m.worker, last=m.last, keep_state=m.keep_state
+        table=m.table,
+        placement_epoch=m.placement_epoch,
+        worker=m.worker,
+        last=m.last,
+        keep_state=m.keep_state,
+        epoch=m.epoch,
     )
 
 
 def _unpack_load(p: pb.LoadRequest, bulk: Sequence[Buffer]) -> Load:
     ids, rows = bulk
     return Load(
-        p.table, p.placement_epoch, read_ids(ids, p.table), read_floats(rows, p.table), p.worker, p.last, p.keep_state
+        p.table,
+        p.placement_epoch,
+        read_ids(ids, p.table),
+        read_floats(rows, p.table),
+        p.worker,
+        p.last,
+        p.keep_state,
+        p.epoch,
     )
 
 

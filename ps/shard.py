@@ -178,6 +178,9 @@ class Shard:
                 return replace(reply, settings=self._compression.revision, coding_seconds=self._coding.take())
             case Load():
                 self._check_placement(request.placement_epoch)
+                if request.epoch:
+                    self._clock.fence(request.worker, request.epoch)
+                    self._clock.hear(request.worker, request.epoch, now)
                 return self._tables.load(request)
             case Declare():
                 return self._tables.declare(request)

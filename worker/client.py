@@ -172,21 +172,43 @@ class Client:
         """Assign `rows` ((U, dim) float32, in route order) to the ids of a route, on the shards named (default: all).
 
         `last` ends the loading that `declare` began. With `keep_state` rows that exist keep their optimizer's state,
-        and what this worker holds back of their gradients.
+        and what this worker holds back of their gradients. Such a change of a member that lost its lease is dropped, as
+        its pushes are: it is of rows that the others have changed since.
         """
         _check_rows(table, "loaded rows", rows, len(route.ids), self.spec(table).dim)
         queues: dict[int, deque[Load]] = {}
         for shard in range(self.num_shards) if shards is None else shards:
             part = route.slice_of(shard)
             whole = Load(
-                table, self.placement.epoch, route.ids[part], rows[part], self.worker, last=last, keep_state=keep_state
+                table,
+                self.placement.epoch,
+                route.ids[part],
+                rows[part],
+                self.worker,
+                last=last,
+                keep_state=keep_state,
+                epoch=0 if self.membership is None else self.epoch,
             )
             queues[shard] = deque(_cut_load(whole, self.limits[shard]))
         while batch := {shard: queue.popleft() for shard, queue in queues.items() if queue}:
-            raise_first(self.calls(batch))
+            if not self._assign(batch, keep_state=keep_state):
+                return
         if not keep_state:
             with self._push_lock:
                 self.compressor.forget(table, route)
+
+    def _assign(self, loads: Mapping[int, Load], *, keep_state: bool) -> bool:
+        """Send loads; False where a change of rows is dropped, for the lease was lost, and this worker joined again."""
+        member = self.membership
+        if member is None or not keep_state:
+            raise_first(self.calls(loads) if member is None else member.insist(partial(self.calls, loads)))
+            return True
+        lost_leases, outcomes = member.lost_leases, self.calls(loads)
+        if any(isinstance(outcome, LeaseLost) for outcome in outcomes.values()):
+            member.rejoin(lost_leases)
+            return False
+        raise_first(outcomes)
+        return True
 
     def pull(
         self,

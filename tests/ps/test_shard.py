@@ -13,6 +13,7 @@ from embershard.proto import spec
 from embershard.proto.errors import (
     EmbershardError,
     InvalidRequest,
+    LeaseLost,
     MessageTooLarge,
     NonFiniteValue,
     StaleWorker,
@@ -25,6 +26,7 @@ from embershard.proto.errors import (
     WrongPlacement,
 )
 from embershard.proto.messages import (
+    Beat,
     Declare,
     Declared,
     GetStatus,
@@ -341,6 +343,27 @@ class TestLoading:
         assert loading.handle(Declare(table(), worker=5, load=True)) == Declared(created=False, loading=True)
         with pytest.raises(TableLoading):
             loading.handle(load(1, worker=5))
+
+    def test_a_member_that_lost_its_lease_assigns_nothing(self):
+        hour, day = 3600.0, 24 * 3600.0
+        shard = Shard(0, Placement.even(1), OptimizerRegistry())
+        shard.handle(Declare(table()), 0.0)
+        lease_ms = round(1000 * hour)
+        for worker in (0, 1):
+            shard.handle(Join(worker, 7, 0, -1, 2, lease_ms), 0.0)
+        assert shard.handle(load(1, worker=0, epoch=7), hour / 2) == Loaded(1)  # and is heard of
+        shard.handle(Beat(1, 7), hour)
+        shard.advance(hour * 1.2)
+        shard.handle(load(1, worker=0, epoch=7), hour * 1.2)
+        shard.handle(Join(1, 8, 0, -1, 2, lease_ms), day)  # both leases have ended meanwhile
+        shard.advance(day)
+        with pytest.raises(LeaseLost):
+            shard.handle(load(1, value=9.0, worker=0, epoch=7), day)
+        with pytest.raises(StaleWorker):
+            shard.handle(load(1, value=9.0, worker=1, epoch=7), day)
+        assert pull(shard, 1).tolist() == [[5.0] * DIM]
+        shard.handle(load(1, value=6.0, worker=0), day)  # of one that takes no part
+        assert pull(shard, 1).tolist() == [[6.0] * DIM]
 
     def test_the_same_worker_takes_over_from_its_dead_self(self, loading: Shard):
         loading.handle(load(1, value=3.0, worker=4, last=False))

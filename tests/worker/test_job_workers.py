@@ -49,7 +49,10 @@ def test_an_epoch_is_dealt_in_eight_splits_for_each_worker_or_as_many_as_the_job
             ("strategy=ddp", "workers=1", "data.splits=null", "train.restart_workers=1"),
             "train.restart_workers: has no meaning for strategy ddp, which ends",
         ),
-        (("strategy=ddp", "data.splits=4"), "data.splits: gives workers uneven numbers of steps, but strategy ddp makes"),
+        (
+            ("strategy=ddp", "data.splits=4"),
+            "data.splits: gives workers uneven numbers of steps, but strategy ddp makes",
+        ),
         (("train.samples=10",), "data.splits: deals out whole epochs: give train.epochs in place of train.samples"),
         (("workers=1", "train.restart_workers=1"), "train.restart_workers: starts workers again beside others"),
     ],

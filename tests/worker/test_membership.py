@@ -546,3 +546,18 @@ def test_rows_that_were_only_looked_at_do_not_make_the_next_step_older(make_job:
     one.forget_reads()
     step(one, [1])
     assert one.staleness_seen()[:2] == (2, 0)
+
+
+def test_a_change_of_rows_that_others_have_changed_since_is_dropped(make_job: MakeJob) -> None:
+    job, terms = make_job(), Terms(workers=2, lease=LONG)
+    lost, other = job.worker(0, terms), job.worker(1, terms)
+    table = lost.table(SPEC)
+    route = table.route(torch.tensor([1, 2, 3]))
+    job.pass_time(2 * HOURS, other)
+    for _ in range(2):
+        step(other, [1, 2, 3])
+    lost.client.load("t", route, np.full((3, 2), 5, np.float32), keep_state=True)  # as max_norm does
+    assert lost.stats.lost_leases == 1
+    assert table.pull(torch.tensor([1, 2, 3]))[:, 0].max() < 0
+    lost.client.load("t", route, np.full((3, 2), 5, np.float32), keep_state=True)
+    assert table.pull(torch.tensor([1, 2, 3]))[:, 0].tolist() == [5.0] * 3
