@@ -238,8 +238,10 @@ class Client:
 
     def _ask_rows(self, clock: int | None, make: Callable[[int], Pulls], into: Places) -> Mapping[int, Outcome]:
         member = self.membership
-        if member is None or clock is None:
+        if member is None:
             return self.calls(make(0), into)
+        if clock is None:
+            return member.insist(lambda: self.calls(make(0), into))
         if member.after(clock):
             self._send_kept(member)
         return member.insist(lambda: self.calls(make(member.after(clock)), into, wait=member.wait))

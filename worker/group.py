@@ -105,7 +105,7 @@ class WorkerGroup:
     def dismiss(self, segment: int, resume: Callable[[int], None], clock: int, word: Word) -> None:
         """Begin the segment after an evaluation: `resume` is called with the highest of the workers' clocks.
 
-        The first one's `word` is what those read who enter later.
+        The first one's `word`, with that clock as its "clock", is what those read who enter later.
         """
         resume(self.highest(clock))
 
@@ -288,9 +288,10 @@ class ShardGroup(WorkerGroup):
 
     def dismiss(self, segment: int, resume: Callable[[int], None], clock: int, word: Word) -> None:
         """Begin the next segment; see WorkerGroup."""
-        super().dismiss(segment, resume, clock, word)
+        highest = self.highest(clock)
+        resume(highest)
         try:
-            self._begin(segment + 1, word, self.present)
+            self._begin(segment + 1, {**word, "clock": highest}, self.present)
         except MeetingOver:
             raise LeftBehind from None
 

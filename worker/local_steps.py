@@ -244,6 +244,8 @@ class LocalSteps:
         share = np.float32(1.0 if alone or member is None else 1.0 / member.terms.workers)
         changes: list[tuple[str, Route, Floats]] = []
         with self._lock:
+            if not self._done:  # a pull has found the lease lost meanwhile
+                return
             clock = self.clock
             for name, copies in self._copies.items():
                 ids, differences = copies.end_round()

@@ -108,7 +108,7 @@ class TrainStep:
         self._bad_loss = False
         self._may_skip = settings.non_finite == "skip" or self._scaler is not None
         self._buffers: list[tuple[Tensor, Tensor]] = []  # as they were before the step
-        self._sound: Batch | None = None  # the last one whose loss was a number
+        self._sound: Batch | None = None  # the last one whose step was made
 
     def __call__(self, turn: Turn) -> float:
         """The loss of a batch, after all that is to be done with it; accumulated batches weigh by their samples.
@@ -134,9 +134,7 @@ class TrainStep:
                 scaled.backward()  # type: ignore[no-untyped-call]
             value = loss.item()  # only now: it waits for a GPU, which has backward's work to do meanwhile
         self._weight += weight
-        if math.isfinite(value):
-            self._sound = batch
-        elif turn.samples:
+        if not math.isfinite(value) and turn.samples:
             if self._settings.non_finite == "stop":
                 raise self._error("loss", self.steps + 1, value)
             self._bad_loss = True
@@ -193,10 +191,13 @@ class TrainStep:
         if factor != 1.0:
             for gradient in self._gradients():
                 gradient.mul_(factor)
+        has_gradients = self._scaler is None or bool(self._gradients())
         self._updater.step(sum(turn.weight for turn in turns))
+        self._sound = next((turn.batch for turn in reversed(turns) if turn.samples), self._sound)
         self._skipped_in_a_row = 0
         if self._scaler is not None:
-            self._scaler.update()
+            # where nothing had a gradient it has not looked for overflows, and would not go on
+            self._scaler.update(None if has_gradients else self._scaler.get_scale())
         if self._average is not None:
             self._average.stepped()
 

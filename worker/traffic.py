@@ -154,6 +154,8 @@ class Traffic:
     def load(self, table: str, route: Route, rows: Floats, *, keep_state: bool) -> None:
         """Assign rows, after every push before; what was pulled ahead of the table is no longer up to date."""
         self.settle()
+        if keep_state and self._lost_leases not in (None, self._client.lost_leases):
+            return  # what was read before is changed here, and will not be pushed either
         with self.waiting():
             self._source.load(table, route, rows, keep_state=keep_state)
         self.ahead.forget(table)

@@ -90,7 +90,7 @@ class Trainer:
         self._epoch = 0
         self._stopped = False
         self._saver = self._make_saver(session, output, resume)
-        self._resumed_step = None if before is None else before.step
+        self._resumed_step = None if before is None else begun
         if resume is not None:
             was_there = self._saver.restore(resume)
             self._learn.steps = steps_of(

@@ -104,6 +104,15 @@ def test_a_threshold_goes_on_from_a_checkpoint() -> None:
     assert large_pushes(6, sampled_anew) != want
 
 
+def test_what_is_held_back_can_be_dropped(make_shards: Shards) -> None:
+    session, *rest = begun(make_shards(2), "topk:0.1", "dgc:0.05")
+    train(session, *rest, 0, 6)
+    compressor = session.client.compressor
+    assert any(len(compressor.held(name).ids) for name in session.table_names)
+    compressor.hold_nothing()
+    assert not any(len(compressor.held(name).ids) for name in session.table_names)
+
+
 def test_without_its_state_it_would_not_be(make_shards: Shards) -> None:
     whole, shards = begun(make_shards(2), "topk:0.1", "none"), make_shards(2)
     train(*whole, 0, 24)

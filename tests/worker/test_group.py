@@ -313,7 +313,7 @@ def test_who_joins_late_takes_part_from_its_first_meeting_on(join: Callable[...,
     die(lost)
     all_do(groups, two_segments)
     late = join(2, 3)
-    assert late.enter({"plateaus": 9}) == (2, {"plateaus": 1})
+    assert late.enter({"plateaus": 9}) == (2, {"plateaus": 1, "clock": 5})
     assert late.late
     assert not late.is_first
     assert not late.reports
@@ -334,7 +334,7 @@ def test_who_joins_during_an_evaluation_waits_for_its_end_and_holds_nobody_up(jo
         assert all_do(groups, lambda group: group.sum(1.0)) == [2.0, 2.0]
         assert not entered.done()
         all_do(groups, lambda group: group.dismiss(0, lambda clock: None, 5, {"plateaus": 8}))
-        assert entered.result(100) == (1, {"plateaus": 8})
+        assert entered.result(100) == (1, {"plateaus": 8, "clock": 5})
 
 
 class Meetings:
@@ -394,7 +394,7 @@ def test_a_segment_begins_without_a_member_that_has_not_entered_yet(join: Callab
     late = join(2, 3)
     all_do(groups, lambda group: group.dismiss(0, lambda clock: None, 5, {"plateaus": 8}))
     assert groups[0].present == (0, 1)
-    assert late.enter({}) == (1, {"plateaus": 8})
+    assert late.enter({}) == (1, {"plateaus": 8, "clock": 5})
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -413,7 +413,7 @@ def test_who_was_given_up_learns_that_it_was_left_behind_and_enters_again(
         lost.assemble(0)
     assert not lost.is_first
     assert not lost.reports
-    assert lost.enter({}) == (1, {"plateaus": 7})
+    assert lost.enter({}) == (1, {"plateaus": 7, "clock": 3})
     all_do(groups, lambda group: group.assemble(1))
     assert lost.present == (0, 1)
 

@@ -40,6 +40,7 @@ from embershard.worker import membership as membership_module
 from embershard.worker.carriers.local import LocalCarrier
 from embershard.worker.client import Client
 from embershard.worker.membership import Membership, Terms
+from embershard.worker.reads import Wanted
 from embershard.worker.session import Session
 
 Shards = Callable[..., list[Shard]]
@@ -561,3 +562,24 @@ def test_a_change_of_rows_that_others_have_changed_since_is_dropped(make_job: Ma
     assert table.pull(torch.tensor([1, 2, 3]))[:, 0].max() < 0
     lost.client.load("t", route, np.full((3, 2), 5, np.float32), keep_state=True)
     assert table.pull(torch.tensor([1, 2, 3]))[:, 0].tolist() == [5.0] * 3
+
+
+def test_of_rows_of_several_tables_none_is_taken_back_after_a_lost_lease(make_job: MakeJob) -> None:
+    job, terms = make_job(), Terms(workers=2, lease=LONG)
+    lost, other = job.worker(0, terms), job.worker(1, terms)
+    modules = [
+        es.Embedding(lost.table(es.TableSpec(name=name, dim=2, optimizer=es.SGD(lr=1.0))), max_norm=0.01)
+        for name in ("a", "b")
+    ]
+    ids = torch.tensor([1, 2, 3])
+    with torch.no_grad():
+        before = [module.table.pull(ids) for module in modules]
+    reads = [Wanted(module.table, ids, torch.device("cpu")) for module in modules]
+    lost.read_ahead(reads)  # as a model does that says what it reads
+    job.pass_time(2 * HOURS, other)
+    step(other, [7])
+    for module in modules:
+        module(ids)
+    assert lost.stats.lost_leases == 1
+    for module, rows in zip(modules, before, strict=True):
+        assert torch.equal(module.table.pull(ids), rows)

@@ -493,7 +493,7 @@ def test_a_step_that_is_left_out_leaves_no_nan_in_running_statistics(make_sessio
     assert all(buffer.isfinite().all() for buffer in model.buffers())
 
 
-def test_company_repeats_the_last_batch_whose_loss_was_a_number(make_session: MakeSession) -> None:
+def test_company_repeats_the_last_batch_whose_step_was_made(make_session: MakeSession) -> None:
     session = make_session()
     model = wrapped(model_of(), session)
     seen: list[Batch] = []
@@ -513,14 +513,15 @@ def test_company_repeats_the_last_batch_whose_loss_was_a_number(make_session: Ma
     assert step.skipped == 1
 
 
-def test_company_without_anything_of_its_own_to_train_only_steps(make_session: MakeSession) -> None:
+@pytest.mark.parametrize("amp", ["off", "fp16"])
+def test_company_without_anything_of_its_own_to_train_only_steps(make_session: MakeSession, amp: str) -> None:
     session = make_session()
     plain = model_of()
     for name, parameter in plain.named_parameters():
         parameter.requires_grad_(name.startswith("embedding"))
     model = wrapped(plain, session)
     (part,) = batches(8)
-    step = make_step(model, session)
+    step = make_step(model, session, amp=amp)
     step(turn(part))
     for module in model.modules():
         if isinstance(module, es.Embedding):

@@ -35,16 +35,16 @@ class SplitQueue:
             yield from range(self.num_splits)
             return
         bounded = member.terms.staleness is not None
-        done, lost_leases = -1, member.lost_leases
+        done, lost_leases = -1, 0
         while True:
             if not ahead:
                 self._session.flush()
             if bounded:
                 member.rest()
-            if member.lost_leases != lost_leases:
-                # steps of it were dropped, maybe by another shard than that which deals: it is this worker's once more
-                done, lost_leases = -1, member.lost_leases
+            if done >= 0 and member.lost_leases != lost_leases:
+                done = -1  # steps of it were dropped, maybe not by the shard that deals: it is this worker's once more
             split = member.take_split(epoch, self.num_splits, done)
+            lost_leases = member.lost_leases
             self._returned[epoch] = split.returned
             done = split.index
             if done < 0:

@@ -25,6 +25,7 @@ from embershard.worker.export_onnx import FILE as ONNX_FILE
 from embershard.worker.export_onnx import check_onnx, dense_part, export_onnx
 from embershard.worker.group import WorkerGroup
 from embershard.worker.job import Job, load_job
+from embershard.worker.membership import ONLOOKER
 from embershard.worker.quantise import FILE as INT8_FILE
 from embershard.worker.quantise import int8_tensors, quantise
 from embershard.worker.snapshots import open_snapshot, restore_snapshot
@@ -117,7 +118,7 @@ class _Source:
 
 def _open(source: str, imports: list[str], stack: contextlib.ExitStack) -> _Source:
     if not Path(source).exists() and ("://" not in source or source.startswith(_CARRIERS)):
-        client = Client.connect(parse_addresses(source))
+        client = Client.connect(parse_addresses(source), worker=ONLOOKER)  # not one whose loading it would end
         stack.callback(client.close)
         return _Source(client, None, None)
     checkpoint = checkpoint_at(source)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import embershard as es
 from embershard.in_process import InProcessShards
+from embershard.proto.messages import Split
 from embershard.worker.client import Client
 from embershard.worker.data.order import permutation
 from embershard.worker.data.splits import SplitQueue
@@ -78,6 +79,23 @@ def test_a_split_whose_steps_were_dropped_is_this_workers_once_more(join: Join) 
         if len(dealt) == 2:
             member.lost_leases += 1  # on a shard that does not deal
     assert dealt == [0, 1, 1, 2]
+
+
+def test_a_lease_that_is_lost_while_a_worker_waits_for_a_split_costs_none(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = join(0)
+    join(1)
+    member = session.membership
+    assert member is not None
+    take = member.take_split
+
+    def waits(*what: int) -> Split:
+        member.lost_leases += 1
+        return take(*what)
+
+    monkeypatch.setattr(member, "take_split", waits)
+    assert list(SplitQueue(session, 3).deal(0)) == [0, 1, 2]
 
 
 def test_a_split_is_finished_when_its_pushes_are_acknowledged(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
