@@ -262,10 +262,7 @@ class Session:
             weights.forget()
 
     def forget_reads(self) -> None:
-        """Have the next step be as old as what is read from here on: what was read before it was no part of it.
-
-        For a loop that evaluated, or waited, and has collected no gradients since its last step.
-        """
+        """Have the next step be as old as what is read from here on, as after an evaluation between two steps."""
         self._traffic.forget_reads()
 
     def close(self) -> None:

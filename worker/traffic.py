@@ -49,9 +49,10 @@ class Traffic:
         self._clock = 0
         self._failure: BaseException | None = None  # of a push, in a loop that was left before it was known
         self._exact = False  # inside `exact`, where a codec would round what is read
-        self._begin_step()
+        self.forget_reads()
 
-    def _begin_step(self) -> None:
+    def forget_reads(self) -> None:
+        """Let what is read from here on decide how old the gradients of the next step are."""
         self._versions = no_versions(self._client.num_shards)
         self._lost_leases: int | None = None  # when the first rows of the step were pulled
 
@@ -128,7 +129,7 @@ class Traffic:
         """
         self.ahead.forget()
         clock, versions, lost_leases = self.clock, self._versions, self._lost_leases
-        self._begin_step()
+        self.forget_reads()
         if lost_leases is not None and lost_leases != self._client.lost_leases:
             return
         self._clock = clock + 1
@@ -146,10 +147,6 @@ class Traffic:
             send()
         finally:
             pipeline.touched_beside(self._client.compressor.beside)
-
-    def forget_reads(self) -> None:
-        """Let what is read from here on decide how old the gradients of the next step are."""
-        self._begin_step()
 
     def load(self, table: str, route: Route, rows: Floats, *, keep_state: bool) -> None:
         """Assign rows, after every push before; what was pulled ahead of the table is no longer up to date."""

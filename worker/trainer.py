@@ -92,11 +92,13 @@ class Trainer:
         self._saver = self._make_saver(session, output, resume)
         self._resumed_step = None if before is None else begun
         if resume is not None:
-            was_there = self._saver.restore(resume)
-            self._learn.steps = steps_of(
-                job, self._learn.steps, before=resume.manifest.world_size, now=group.world_size
-            )
-            self._learn.skipped *= was_there  # else they are the first one's, who counts them
+            self._restore(resume)
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        was_there = self._saver.restore(checkpoint)
+        before, now = checkpoint.manifest.world_size, self._group.world_size
+        self._learn.steps = steps_of(self._job, self._learn.steps, before=before, now=now)
+        self._learn.skipped *= was_there  # else they are the first one's, who counts them
 
     def run(self) -> Result:
         """Train and evaluate in turn. NonFiniteLoss, or an error of shards, of other workers or the data, ends it."""
