@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -19,7 +18,6 @@ from embershard.proto.messages import (
     Declare,
     Declared,
     GetStatus,
-    Load,
     Push,
     Pushed,
     Request,
@@ -28,8 +26,9 @@ from embershard.proto.messages import (
 from embershard.proto.routing import Placement, Route
 from embershard.proto.spec import TableSpec
 from embershard.worker.addresses import carrier_for
+from embershard.worker.assigner import Assigner
 from embershard.worker.bandwidth import EmulatedLink
-from embershard.worker.calls import Calls, Stats, raise_first
+from embershard.worker.calls import Calls, Stats
 from embershard.worker.carrier import Carrier, Deadline
 from embershard.worker.carriers.io_thread import io_loop
 from embershard.worker.compression.compressor import Compressor
@@ -38,7 +37,6 @@ from embershard.worker.links import Links, Outcome, greet
 from embershard.worker.membership import Membership, Terms
 from embershard.worker.outbox import Gradients, Outbox, Update, Versions
 from embershard.worker.outbox import LrScale as LrScale
-from embershard.worker.pieces import Piece, cut
 from embershard.worker.spans import span
 from embershard.worker.volume import Volume
 
@@ -73,6 +71,7 @@ class Client:
         self.compressor = Compressor(worker, self.placement)
         self._outbox = Outbox(worker, self.epoch, self.placement.epoch, self.limits, self.compressor)
         self._inbox = Inbox(self._links, worker, self.epoch, self.placement.epoch, self.limits, self.compressor)
+        self._assigner = Assigner(self.calls, worker, self.epoch, self.placement.epoch, self.limits)
         self._push_lock = threading.Lock()
 
     @classmethod
@@ -176,39 +175,14 @@ class Client:
         its pushes are: it is of rows that the others have changed since.
         """
         _check_rows(table, "loaded rows", rows, len(route.ids), self.spec(table).dim)
-        queues: dict[int, deque[Load]] = {}
-        for shard in range(self.num_shards) if shards is None else shards:
-            part = route.slice_of(shard)
-            whole = Load(
-                table,
-                self.placement.epoch,
-                route.ids[part],
-                rows[part],
-                self.worker,
-                last=last,
-                keep_state=keep_state,
-                epoch=0 if self.membership is None else self.epoch,
-            )
-            queues[shard] = deque(_cut_load(whole, self.limits[shard]))
-        while batch := {shard: queue.popleft() for shard, queue in queues.items() if queue}:
-            if not self._assign(batch, keep_state=keep_state):
-                return
-        if not keep_state:
+        whose = range(self.num_shards) if shards is None else shards
+        member = self.membership
+        assigned = self._assigner.assign(
+            table, route, rows, shards=whose, last=last, keep_state=keep_state, member=member
+        )
+        if assigned and not keep_state:
             with self._push_lock:
                 self.compressor.forget(table, route)
-
-    def _assign(self, loads: Mapping[int, Load], *, keep_state: bool) -> bool:
-        """Send loads; False where a change of rows is dropped, for the lease was lost, and this worker joined again."""
-        member = self.membership
-        if member is None or not keep_state:
-            raise_first(self.calls(loads) if member is None else member.insist(partial(self.calls, loads)))
-            return True
-        lost_leases, outcomes = member.lost_leases, self.calls(loads)
-        if any(isinstance(outcome, LeaseLost) for outcome in outcomes.values()):
-            member.rejoin(lost_leases)
-            return False
-        raise_first(outcomes)
-        return True
 
     def pull(
         self,
@@ -327,22 +301,6 @@ class Client:
     def ask_all(self, request: Request) -> list[Outcome]:
         """Send one request to every shard; the replies by index. Raises the first error."""
         return self.calls.to_all(request)
-
-
-def _cut_load(load: Load, limit: int) -> list[Load]:
-    """The same in messages of at most `limit` bytes."""
-    messages = cut([load.table], [len(load.ids)], [8 + load.rows.itemsize * load.rows.shape[1]], limit)
-    if load.last:  # without rows: sent again after its reply was lost, it cannot undo a push that came since
-        messages = [*messages, [Piece(0, 0, 0)]]
-    return [
-        replace(
-            load,
-            ids=load.ids[piece.start : piece.stop],
-            rows=load.rows[piece.start : piece.stop],
-            last=load.last and number == len(messages),
-        )
-        for number, (piece,) in enumerate(messages, start=1)
-    ]
 
 
 def _check_rows(table: str, what: str, rows: Floats, count: int, dim: int) -> None:
