@@ -104,7 +104,7 @@ bar-snapshot: setup  ## snapshots while training, restored onto other shards, ki
 bench-moment: setup  ## how a shard holds a moment, against fork
 	$(BIN)/python bench/moment.py
 
-bar-workers: setup  ## a worker that is killed, in every mode, and one that stands still (10 minutes)
+bar-workers: setup  ## a worker that is killed, in every mode, and one that stands still (20 minutes)
 	$(BIN)/python bench/bar_workers.py
 
 bench-startup: setup  ## from the command to serving
