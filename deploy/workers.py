@@ -61,7 +61,7 @@ class LocalWorkers:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._gone: set[int] = set()  # workers that a signal ended for good
         self._again: set[int] = set()  # and those that were started again
-        self.lost: list[str] = []  # "worker 2 (SIGKILL)", for every worker that a signal ended
+        self.lost: dict[int, list[str]] = {}  # "SIGKILL", by worker, for every time that a signal ended it
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -136,7 +136,7 @@ class LocalWorkers:
 
     def _lose(self, rank: int, *, restart: bool) -> None:
         how = _how(self._processes[rank].returncode)
-        self.lost.append(f"worker {rank} ({how})")
+        self.lost.setdefault(rank, []).append(how)
         if restart and self._restarts > 0:
             self._restarts -= 1
             self._again.add(rank)

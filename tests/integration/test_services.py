@@ -407,6 +407,14 @@ def status_of(peer: Peer, *options: str, also: str = "") -> subprocess.Completed
     )
 
 
+def test_status_watch_prints_an_object_a_line_as_json():
+    with shard() as (_, peer), command("status", peer.address, "--watch", "--json") as running:
+        for _ in range(2):
+            assert json.loads(running.line())["shards"][0]["serving"]
+        code, err = running.end(signal.SIGINT)
+        assert code == 130, err
+
+
 def test_status_watch_ends_with_ctrl_c():
     with shard() as (_, peer), command("status", peer.address, "--watch") as running:
         assert running.line()  # it shows the shard

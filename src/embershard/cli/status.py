@@ -54,23 +54,23 @@ def status(
     addresses: Annotated[
         str, typer.Argument(help="host:port of every shard, separated by commas; default: the shards of `up`, here.")
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; with --watch one a line.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it anew every second, until Ctrl-C.")] = False,
 ) -> None:
     """Show every shard, its tables, and the workers that train; exit code 1 if a shard does not serve."""
     named = parse_addresses(addresses) if addresses else shards_of_up() or [_FIRST_OF_UP]
     carriers = [carrier_for(address) for address in named]
     try:
-        rounds, console = _rounds(carriers), Console()
+        rounds, console = _rounds(carriers) if watch else islice(_rounds(carriers), 1), Console()
         if as_json:
-            seen = next(rounds)
-            typer.echo(json.dumps({"shards": [one.as_json() for one in seen]}))
+            for seen in rounds:
+                typer.echo(json.dumps({"shards": [one.as_json() for one in seen]}))
         elif watch and console.is_terminal:
             with Live(console=console, screen=False, auto_refresh=False) as live:
                 for seen in rounds:
                     live.update(_view(seen), refresh=True)
         else:
-            for seen in rounds if watch else islice(rounds, 1):
+            for seen in rounds:
                 console.print(_view(seen))
     finally:
         for carrier in carriers:

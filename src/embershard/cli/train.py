@@ -142,7 +142,8 @@ def _run(
         )
         stack.enter_context(running).wait(watch)
     if running.lost:
-        typer.echo(f"lost workers: {len(running.lost)} of {job.workers}: {', '.join(running.lost)}")
+        lost = ", ".join(f"worker {rank} ({', '.join(how)})" for rank, how in sorted(running.lost.items()))
+        typer.echo(f"lost workers: {len(running.lost)} of {job.workers}: {lost}")
     typer.echo(f"log: {folder / 'log.jsonl'}")
 
 
