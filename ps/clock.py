@@ -320,11 +320,11 @@ class Clock:
         self.moves += 1
         failed: EmbershardError | None = None
         for shares in self._pushes.take(before=end):
-            self.updates.count(share.version for share in shares)
             try:
                 apply_shares(shares)
             except EmbershardError as error:  # a user's row function: the clock is closed nevertheless
                 failed = failed or error
+            self.updates.count(share.version for share in shares)  # changes are of the version before it
         if failed is not None:
             raise failed
 

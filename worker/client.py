@@ -142,6 +142,7 @@ class Client:
         self.membership = Membership(self._links, terms, worker=self.worker, epoch=self.epoch, timeout=self.timeout)
         self.membership.join(clock)
         self.compressor.workers = terms.workers
+        self.compressor.share = 1.0 / terms.workers if terms.staleness == 0 else 1.0
         return self.membership
 
     def declare(self, spec: TableSpec, *, load: bool = False, dense: bool = False) -> frozenset[int]:

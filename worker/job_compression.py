@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from embershard.worker.job import Job
 
 Direction = Literal["push", "pull"]
+_WARM_UP = "dgc begins with a quarter of all elements, which later steps do not send; set warmup_steps to 0"
 DENSE = "dense"  # what the tables of dense weights are called, or begin with
 
 
@@ -128,7 +129,7 @@ def _at(section: DirectionsSection, step: int) -> dict[str, Codec]:
 
 def of_dense(pattern: str) -> bool:
     """Whether a pattern under `tables` is that of dense weights."""
-    return pattern.split(".")[0] == DENSE
+    return pattern.split(".")[0] in (DENSE, f"{DENSE}*")
 
 
 def _compression(value: object) -> object:
@@ -153,7 +154,7 @@ def compression_contradictions(job: Job) -> Found:
         yield ("compression", "dense"), f"{reason}; remove it, or use dense.mode ps"
     yield from _cannot_serve(job, section)
     yield from _without_meaning(section)
-    yield from _auto(section)
+    yield from _auto(job, section)
     if section.unless_slower:
         yield from _unless_slower(job, section)
 
@@ -166,7 +167,7 @@ def compression_advice(job: Job) -> list[str]:
     names = {False: job.embedding.optimizer.name, True: (job.dense.optimizer or job.embedding.optimizer).name}
     found = []
     for at, direction, dense, codec in section.choices():
-        line = advice(names[dense], codec) if direction == "push" else ""
+        line = advice(names[dense], codec) if direction == "push" and not _in_groups(job, at, dense) else ""
         if line:
             found.append(f"compression.{'.'.join(at)}: {line}")
     return found
@@ -184,7 +185,7 @@ def _cannot_serve(job: Job, section: CompressionSection) -> Found:
         except ValueError as error:
             yield ("compression", *at), str(error)
             continue
-        if codec.select == "dgc" and momenta[dense] and at not in seen:
+        if codec.select == "dgc" and momenta[dense] and not _in_groups(job, at, dense) and at not in seen:
             seen.add(at)
             reason = f"{codec} applies momentum before it selects, and the optimizer's {momenta[dense]:g} would again"
             yield ("compression", *at), f"{reason}; set the optimizer's momentum to 0"
@@ -194,6 +195,11 @@ def _cannot_serve(job: Job, section: CompressionSection) -> Found:
                 f"{codec} keeps a momentum of gradients, and train.staleness {job.train.staleness} pushes differences"
             )
             yield ("compression", *at), f"{reason} of weights; use topk"
+
+
+def _in_groups(job: Job, at: tuple[str, ...], dense: bool) -> bool:
+    """Whether a codec is that of tables which may have the optimizer of a group: it is known once the tables are."""
+    return at[0] == "tables" and bool((job.dense if dense else job.embedding).groups)
 
 
 def _momentum(optimizer: OptimizerSection) -> float:
@@ -211,8 +217,11 @@ def _without_meaning(section: CompressionSection) -> Found:
             yield ("compression", name), "only dgc has it, and no push travels so; remove it"
 
 
-def _auto(section: CompressionSection) -> Found:
+def _auto(job: Job, section: CompressionSection) -> Found:
     if section.auto:
+        if job.train.local_steps:
+            reason = f"most steps send nothing with train.staleness {job.train.staleness}, and auto judges by steps"
+            yield ("compression", "auto"), f"{reason}; name codecs"
         for name in ("push", "pull", "dense"):
             if name in section.model_fields_set:
                 yield ("compression", name), "auto chooses it; remove it, or name tables under compression.tables"
@@ -220,6 +229,8 @@ def _auto(section: CompressionSection) -> Found:
             if Codec.parse(text).select in ("powersgd", "delta"):
                 reason = f"what {text} sends is not known before it does; name it under compression.tables"
                 yield ("compression", "allow", position), reason
+            elif Codec.parse(text).select == "dgc" and section.warmup_steps:
+                yield ("compression", "allow", position), _WARM_UP
     elif section.allow:
         yield ("compression", "allow"), "says what auto may choose; add auto: true"
 
@@ -236,4 +247,4 @@ def _unless_slower(job: Job, section: CompressionSection) -> Found:
     elif section.steps:
         yield at, "codecs are tried in the first steps, and a schedule changes them later; remove either"
     elif section.warmup_steps and any(codec.select == "dgc" for codec in codecs):
-        yield at, "dgc begins with a quarter of all elements, which later steps do not send; set warmup_steps to 0"
+        yield at, _WARM_UP

@@ -103,6 +103,7 @@ class LocalSteps:
     def __init__(self, client: Client, steps: int) -> None:
         self.skipped_rows = 0  # gradient rows that held NaN or Inf
         self._client, self._steps = client, steps
+        client.compressor.differences = True
         self._copies: dict[str, _Copies] = {}
         self._done = 0  # steps of this round
         self._lost_leases = client.lost_leases  # when it began
@@ -164,7 +165,8 @@ class LocalSteps:
                 out[part][...] = copies.rows[numbers]
                 absent = ~copies.here[numbers]
                 if absent.any():
-                    missing.append((table, select(route, absent)))
+                    # a whole route as it is: what is pulled as changes (delta) goes by the ids of the pull before
+                    missing.append((table, route if absent.all() else select(route, absent)))
                     places.append((part, np.flatnonzero(absent)))
             clock = self.clock
         if missing:

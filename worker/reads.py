@@ -218,8 +218,9 @@ class Fetch:
 
 
 def _packs_ids(table: RemoteTable) -> bool:
-    """Whether ids travel packed, which they do where rows do."""
-    return not table.session.client.compressor.pull_codec(table.spec.name).is_plain
+    """Whether ids travel packed, which they do where rows or gradients do."""
+    compressor, name = table.session.client.compressor, table.spec.name
+    return compressor.packs(name) or not compressor.pull_codec(name).is_plain
 
 
 def _covers(route: Route, needed: Route) -> bool:

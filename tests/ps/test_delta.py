@@ -7,7 +7,7 @@ import pytest
 
 from embershard.proto import spec
 from embershard.proto.codec.payload import decode_elements
-from embershard.proto.messages import DELTA, Declare, Load, Pull, Push, PushToken, Rows, TableGradients, TableIds
+from embershard.proto.messages import DELTA, Declare, Join, Load, Pull, Push, PushToken, Rows, TableGradients, TableIds
 from embershard.proto.routing import Placement
 from embershard.ps import changes
 from embershard.ps.changes import Changes
@@ -202,3 +202,19 @@ def test_status_counts_the_memory_of_what_is_watched():
     before = table.nbytes
     Reader(shard).read()
     assert table.nbytes - before == len(IDS) * (8 + 4 * DIM)
+
+
+def test_what_a_clock_changed_comes_once():
+    shard = make()
+    for worker in (0, 1):
+        shard.handle(Join(worker, 1, 0, 0, 2, 60_000, False, 0))
+    reader = Reader(shard)
+    for clock in range(4):
+        for worker in (0, 1):
+            part = TableGradients("t", IDS[:4], np.ones((4, DIM), np.float32))
+            token = PushToken(worker, 1, clock + 1, clock + 1)
+            shard.handle(Push(token, clock, 1, (part,)))
+        assert reader.read().tobytes() == everything(shard).tobytes()
+        assert reader.got == (4 if clock else len(IDS)) * DIM
+        reader.read()
+        assert reader.got == 0

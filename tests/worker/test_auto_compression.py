@@ -341,13 +341,31 @@ def test_a_trial_ends_where_somebody_says_how_tables_travel(
 
 @pytest.mark.parametrize("left_on", [True, False, None])
 def test_a_resumed_run_goes_on_as_its_trial_was_decided(
-    make_shards: MakeShards, clock: Clock, left_on: bool | None
+    make_shards: MakeShards, clock: Clock, caplog: pytest.LogCaptureFixture, left_on: bool | None
 ) -> None:
     session = connect(make_shards(1), clock)
     codecs = codecs_of(session, push="int8", unless_slower=True)
     assert codecs.trial is not None
-    codecs.trial.load_state_dict({"left_on": left_on})
-    assert codecs.trial.state_dict() == {"left_on": left_on}
+    state = {"left_on": left_on, "wanted": {"t": ["int8", "none"]}}
+    codecs.trial.load_state_dict(state)
+    assert codecs.trial.state_dict() == state
+    assert ("as was decided before the run was resumed" in caplog.text) == (left_on is not None)
     want = "none" if left_on is False else "int8"
     assert followed(session, codecs, 2 * TURN)[: TURN - 1] == [want] * (TURN - 1)
     assert used(session)[0] == ("none" if left_on is None else want)
+
+
+@pytest.mark.parametrize("left_on", [True, False])
+def test_other_codecs_than_a_trial_was_of_are_tried(make_shards: MakeShards, clock: Clock, left_on: bool) -> None:
+    session = connect(make_shards(1), clock)
+    codecs = codecs_of(session, push="int8", unless_slower=True)
+    assert codecs.trial is not None
+    codecs.trial.load_state_dict({"left_on": left_on, "wanted": {"t": ["topk:0.01", "none"]}})
+    assert followed(session, codecs, TRIAL) == ONE_ROUND
+
+
+def test_what_would_give_momentum_twice_is_not_chosen() -> None:
+    dgc = [Codec.parse("dgc:0.01")]
+    for optimizer, want in ((es.SGD(lr=1), True), (es.SGD(lr=1, momentum=0.9), False)):
+        spec = es.TableSpec(name="t", dim=4, optimizer=optimizer)
+        assert (dgc[0] in candidates(spec, "push", dense=False, allow=dgc)) == want

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import embershard as es
+from embershard.proto.codec.choice import Codec
 from embershard.proto.errors import InvalidRequest, ShardUnavailable
 from embershard.proto.messages import Push, Reply, Request
 from embershard.proto.routing import Placement, make_route
@@ -195,3 +196,19 @@ def test_a_push_whose_worker_joined_again_meanwhile_is_dropped_without_an_error(
     training.faulty.at_last = Once(lose_lease, join_again)
     training.run()
     assert training.member.lost_leases == 1
+
+
+def test_what_was_held_is_held_again_where_the_push_that_drains_it_is_lost(make_training: MakeTraining) -> None:
+    training = make_training(0)
+    while training.clock < FAULTY_CLOCK:
+        training.step()
+    compressor = training.client.compressor
+    compressor.choose("t", push=Codec.parse("none"))
+    training.faulty.at_last = Once(lose_lease)
+    training.step()
+    assert training.member.lost_leases == 1
+    assert len(compressor.held("t").ids)
+    training.check()
+    training.step()
+    assert not len(compressor.held("t").ids)
+    training.check()

@@ -18,6 +18,7 @@ from embershard.ps.shard import Shard
 from embershard.worker.carriers.local import LocalCarrier
 from embershard.worker.client import Client
 from embershard.worker.compression.feedback import Feedback, How, Share
+from embershard.worker.membership import Terms
 from embershard.worker.session import Session
 from embershard.worker.state_file import pack, unpack
 
@@ -146,3 +147,53 @@ def test_a_worker_that_stays_holds_for_one_that_is_gone(make_shards: Shards) -> 
     total = sum((part.rows * part.rates[:, None]).sum(0, dtype=np.float64) for part in held)
     now = stays.held("bag")
     np.testing.assert_allclose((now.rows * now.rates[:, None]).sum(0, dtype=np.float64), total, atol=1e-5)
+
+
+def held_in_effect(session: Session) -> np.ndarray:
+    """What the rows of a table that wait would change, were they pushed now."""
+    compressor = session.client.compressor
+    held = compressor.held("bag")
+    return compressor.share * (held.rows * held.rates[:, None]).sum(0, dtype=np.float64)
+
+
+@pytest.mark.parametrize("num_shards", [2, 3])
+def test_what_was_held_counts_as_it_would_have(make_shards: Shards, num_shards: int) -> None:
+    four = begun(make_shards(2), "topk:0.1", "none")
+    four[0].client.compressor.share = 0.25  # one of four synchronous workers
+    train(*four, 0, 8)
+    state = unpack(pack(four[0].client.compressor.state_dict()))
+    alone, _ = begun(make_shards(num_shards), "topk:0.1", "none")
+    alone.client.compressor.load_state_dict(state)
+    want = held_in_effect(four[0])
+    assert np.abs(want).max() > 0
+    np.testing.assert_allclose(held_in_effect(alone), want, rtol=1e-6)
+    alone.client.compressor.hold(state)  # another of the four, who is gone
+    np.testing.assert_allclose(held_in_effect(alone), 2 * want, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("staleness", "want"), [(0, 0.25), (2, 1.0), (None, 1.0)])
+def test_a_push_counts_as_one_of_those_that_are_gathered(
+    make_shards: Shards, staleness: int | None, want: float
+) -> None:
+    client = Client([LocalCarrier(shard.handle, "local") for shard in make_shards(1)])
+    client.join(Terms(workers=4, staleness=staleness))
+    assert client.compressor.share == want
+    client.close()
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_gradients_are_not_held_for_a_run_that_pushes_differences(
+    make_shards: Shards, caplog: pytest.LogCaptureFixture, local: bool
+) -> None:
+    session, model = begun(make_shards(2), "topk:0.1", "none")
+    compressor = session.client.compressor
+    compressor.differences = not local
+    train(session, model, 0, 6)
+    state = unpack(pack(compressor.state_dict()))
+    other, _ = begun(make_shards(2), "topk:0.1", "none")
+    other.client.compressor.differences = local
+    other.client.compressor.load_state_dict(state)
+    other.client.compressor.hold(state)
+    assert not len(other.client.compressor.held("bag").ids)
+    then, now = ("gradients", "differences of weights") if local else ("differences of weights", "gradients")
+    assert f"table bag: what was held back is dropped: it is of {then}, and pushes are {now}" in caplog.text

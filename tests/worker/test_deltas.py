@@ -23,6 +23,7 @@ from embershard.worker.client import Client
 from embershard.worker.compression.deltas import apply_delta
 from embershard.worker.compression.low_rank import Layout, Place
 from embershard.worker.compression.settings import Compression
+from embershard.worker.local_steps import LocalSteps
 from embershard.worker.session import Session
 from embershard.worker.volume import Part
 
@@ -168,3 +169,17 @@ def test_a_damaged_delta_is_an_error():
     for bad in (good[:-1], good[:1], np.append(good, good[:1])):
         with pytest.raises(DamagedPayload):
             apply_delta(bad, rows)
+
+
+def test_a_round_of_local_steps_pulls_what_changed(make_shards: Callable[..., list[Shard]]):
+    client = client_of(make_shards(2), 0, "delta")
+    local = LocalSteps(client, 1)
+    local.add(SPEC)
+    route = make_route(even_ids(ROWS, SPEC.space_key), SPEC.space_key, client.placement)
+    for clock in range(4):
+        gradients = np.zeros((ROWS, DIM), np.float32)
+        gradients[0] = 1
+        Counting.elements = 0
+        local.pull([("dense", route)])
+        assert Counting.elements == (0 if clock > 1 else ROWS * DIM)  # before an update there is no version to hold
+        local.push([("dense", route, gradients)], clock=clock)

@@ -172,6 +172,14 @@ CONTRADICTIONS = [
         ["compression={auto: true, allow: [int8, powersgd:2]}"],
         "compression.allow.1: what powersgd:2 sends is not known before it does; name it under compression.tables",
     ),
+    (
+        ["compression={auto: true, allow: [dgc:0.01]}"],
+        "compression.allow.0: dgc begins with a quarter of all elements, which later steps do not send; set warmup",
+    ),
+    (
+        ["train.staleness=local(4)", "compression=auto"],
+        "compression.auto: most steps send nothing with train.staleness local(4), and auto judges by steps",
+    ),
     (["compression={allow: [int8]}"], "compression.allow: says what auto may choose; add auto: true"),
     (["compression={auto: true, unless_slower: true}"], "compression.unless_slower: auto tries what it chooses anyway"),
     (
@@ -195,6 +203,22 @@ def test_what_contradicts_the_job_is_refused(folder: Path, overrides: list[str],
     found = mistakes(folder, *overrides)
     assert len(found) == 1, found
     assert want in found[0]
+
+
+def test_tables_of_groups_have_their_own_momentum_and_advice(folder: Path) -> None:
+    groups = [
+        "embedding.optimizer={name: sgd, lr: 1, momentum: 0.9}",
+        "compression={tables: {linear: {push: dgc:0.1}}}",
+    ]
+    assert mistakes(folder, *groups)
+    own = load(folder, *groups, "embedding.groups=[{match: linear, optimizer: {name: adam, lr: 1}}]")
+    assert compression_advice(own) == []  # it comes from the worker, who knows the tables
+
+
+def test_a_pattern_of_all_dense_tables_is_one_of_dense_weights(folder: Path) -> None:
+    section = load(folder, "compression={tables: {'dense*': {push: powersgd:4, pull: delta}}}").compression
+    assert section is not None
+    assert [dense for *_, dense, _ in section.choices()] == [True, True]
 
 
 def test_another_strategy_sets_the_section_aside(folder: Path) -> None:

@@ -22,7 +22,7 @@ from embershard.proto.messages import Hello, Pull, Push, Reply, Request, bulk_by
 from embershard.proto.spec import TableSpec
 from embershard.worker.compression.advice import ADAPTIVE
 from embershard.worker.compression.feedback import Feedback, How, Share
-from embershard.worker.compression.settings import Directions
+from embershard.worker.compression.settings import Directions, check_momentum
 from embershard.worker.compression.trial import Trial
 from embershard.worker.job_compression import Direction
 from embershard.worker.session import Session
@@ -102,8 +102,12 @@ def best(costs: Sequence[Cost], link: Link) -> tuple[Cost | None, str]:
     )
 
 
-def candidates(spec: TableSpec, direction: Direction, *, dense: bool, allow: Sequence[Codec] = ()) -> list[Codec]:
+def candidates(
+    spec: TableSpec, direction: Direction, *, dense: bool, allow: Sequence[Codec] = (), momentum: float = 0.0
+) -> list[Codec]:
     """What may be chosen for a table: quantisation, and of what the user allows that which suits its optimizer.
+
+    `momentum` is that which dgc would have.
 
     The weights of layers are pulled as fp16s at the least: all of them go into every prediction.
     """
@@ -112,6 +116,7 @@ def candidates(spec: TableSpec, direction: Direction, *, dense: bool, allow: Seq
     for codec in allow:
         try:
             codec.check(direction, dense)
+            check_momentum(spec, codec, momentum)
         except ValueError:
             continue
         unsuited = codec.has_feedback and spec.optimizer.name in ADAPTIVE
@@ -233,7 +238,8 @@ class Auto:
             return
         compressor, switching = self._session.client.compressor, self._session.switching
         dense, now = compressor.is_dense(spec.name), compressor.directions()[spec.name]
-        found = candidates(spec, direction, dense=dense, allow=self._allow)
+        momentum = compressor.settings.momentum
+        found = candidates(spec, direction, dense=dense, allow=self._allow, momentum=momentum)
         choice, why = best([measure(codec, raw, spec.dim, compressor.find) for codec in found], link)
         if choice is not None:
             self._before.setdefault(spec.name, now)

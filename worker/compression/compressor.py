@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,8 @@ from embershard.worker.spans import span
 
 LrScale = float | Mapping[str, float]  # of all tables, or of each by its name (1 for those that are not named)
 
+_log = logging.getLogger(__name__)
+
 _SHARD_BITS = 12  # a placement has 4096 shards at most
 
 
@@ -36,6 +39,8 @@ class Compressor:
         self.settings = Compression()
         self.find = find
         self.workers = 1  # that push to these tables
+        self.share = 1.0  # of what is pushed of a clock: what a push of this worker counts
+        self.differences = False  # whether pushes are of differences of weights, as those of local steps
         self.skipped_rows = 0  # gradient rows that held NaN or Inf, and were not sent
         self.beside: list[tuple[str, Ids]] = []  # rows that the last push changed beside those that it was made of
         self._worker, self._placement = worker, placement
@@ -154,7 +159,8 @@ class Compressor:
 
     def give_back(self, parts: Sequence[TableGradients], shard: int) -> None:
         """Hold again what a shard will not apply, as far as its tables hold something back."""
-        for part in parts if self._has_feedback else ():
+        # what was held first: beside it a step's own gradients, which no codec held back, are held, too
+        for part in sorted(parts, key=lambda part: not part.held) if self._has_feedback else ():
             if len(part.ids) and part.lr_scale > 0:
                 self._tables[part.table].give_back(part, shard)
 
@@ -165,21 +171,36 @@ class Compressor:
 
     def state_dict(self) -> Mapping[str, object]:
         """What every table goes on with, to the bit."""
-        return {name: way.state_dict() for name, way in self._tables.items()}
+        counts = {"share": self.share, "differences": self.differences}
+        return {name: {**way.state_dict(), **counts} for name, way in self._tables.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. ValueError where it is the state of other tables."""
-        for name, way in self._tables.items():
-            if name in state:
-                way.load_state_dict(state[name])
-                self._has_feedback |= bool(state[name]["held"])
+        """Go on from there. ValueError where it is the state of other tables.
+
+        What was held counts as much as it would have then, whatever a push counts now. Gradients are dropped, and said,
+        where pushes are differences of weights now, and the other way round.
+        """
+        for way, found in self._found(state):
+            way.load_state_dict(found, found["share"] / self.share)
+            self._has_feedback |= bool(found["held"])
 
     def hold(self, state: Mapping[str, Any]) -> None:
-        """Hold what another worker, who is gone, held back."""
+        """Hold what another worker, who is gone, held back; as `load_state_dict` has it."""
+        for way, found in self._found(state):
+            way.hold(found, found["share"] / self.share)
+            self._has_feedback |= bool(found["held"])
+
+    def _found(self, state: Mapping[str, Any]) -> Iterator[tuple[TableWay, Mapping[str, Any]]]:
+        """The tables of which a state says something, and what they can take of it."""
         for name, way in self._tables.items():
-            if name in state:
-                way.hold(state[name])
-                self._has_feedback |= bool(state[name]["held"])
+            found = state.get(name)
+            if found is None:
+                continue
+            if found["held"] and found["differences"] != self.differences:
+                then, now = ("differences of weights", "gradients")[:: 1 if found["differences"] else -1]
+                _log.warning("table %s: what was held back is dropped: it is of %s, and pushes are %s", name, then, now)
+                found = {**found, "held": {}}
+            yield way, found
 
     def hold_nothing(self) -> None:
         """Drop what is held back of all tables."""

@@ -123,9 +123,10 @@ class Feedback:
         threshold = [self._threshold.bits, self._threshold.calls]
         return {"residuals": self.residuals.state_dict(), "threshold": threshold, "rate": self._rate}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+    def load_state_dict(self, state: Mapping[str, Any], factor: float = 1.0) -> None:
+        """Go on from there; what is held counts `factor` times as much."""
         self.residuals.load_state_dict(state["residuals"])
+        self.residuals.scale_rates(factor)
         self._threshold = Threshold(*map(int, state["threshold"]))
         self._rate = float(state["rate"])
 

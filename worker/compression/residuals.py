@@ -73,6 +73,10 @@ class Residuals:
         finally:
             self.capacity = capacity
 
+    def scale_rates(self, factor: float) -> None:
+        """Have all that is held count so many times as much."""
+        self._store.rates[:] *= np.float32(factor)
+
     def forget(self, ids: Ids) -> None:
         """Hold nothing of these ids ((U,) int64, unique) any more."""
         slots = self.find(ids)

@@ -121,7 +121,7 @@ class TableWay:
     def give_back(self, part: TableGradients, shard: int) -> None:
         """Hold again what a shard will not apply, as far as something is held back."""
         ids, rows, ages = part.ids, part.gradients, None
-        if shard not in self._held and not self.directions.push.has_feedback:
+        if shard not in self._held and not self.directions.push.has_feedback and not part.held:
             return
         if part.codec:
             positions, rows, ages = decode(cast(Bytes, rows), len(ids), self.spec.dim, self._find, part.codec)
@@ -161,20 +161,24 @@ class TableWay:
             "low_rank": self._factors if self._low_rank is None else self._low_rank.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; with another number of shards, with what was held. ValueError where it is another's."""
+    def load_state_dict(self, state: Mapping[str, Any], factor: float = 1.0) -> None:
+        """Go on from there; with another number of shards, with what was held, to count `factor` times as much.
+
+        ValueError where it is another's.
+        """
         self.pushes, self._warm, self._held = state["pushes"], state["warm"], {}
         self._low_rank, self._factors = None, state["low_rank"]
-        self.hold(state, alike=state["shards"] == self._placement.num_shards)
+        self.hold(state, factor, alike=state["shards"] == self._placement.num_shards)
 
-    def hold(self, state: Mapping[str, Any], *, alike: bool = False) -> None:
-        """Hold what a state holds beside what is held here; with `alike` shards just as it was."""
+    def hold(self, state: Mapping[str, Any], factor: float = 1.0, *, alike: bool = False) -> None:
+        """Hold what a state holds beside what is held here; with `alike` shards, and a factor of 1, just as it was."""
         for shard, feedback in state["held"].items():
             if alike:
-                self._feedback(int(shard)).load_state_dict(feedback)
+                self._feedback(int(shard)).load_state_dict(feedback, factor)
             else:
                 former = Residuals(self.spec.dim, None)
                 former.load_state_dict(feedback["residuals"])
+                former.scale_rates(factor)
                 self._hold(former.held())
 
     def hold_nothing(self) -> None:

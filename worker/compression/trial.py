@@ -67,14 +67,21 @@ class Trial:
         self._starts = [time.perf_counter()]
 
     def state_dict(self) -> Mapping[str, object]:
-        """What was decided; a trial that was not is made anew."""
-        return {"left_on": self.left_on}
+        """What was decided, and of which codecs."""
+        return {"left_on": self.left_on, "wanted": self._texts()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on as it was decided."""
+        """Go on as it was decided; a trial that was not, or of other codecs, is made anew."""
         self.left_on = None if state["left_on"] is None else bool(state["left_on"])
+        if self.left_on is not None and state["wanted"] != self._texts():
+            self.left_on = None
         if self.left_on is not None:
             self._use(self.left_on)
+            how = "left on" if self.left_on else "switched off"
+            _log.warning("codecs are %s, as was decided before the run was resumed", how)
+
+    def _texts(self) -> dict[str, list[str]]:
+        return {name: [str(way.push), str(way.pull)] for name, way in self._wanted.items()}
 
     def _decide(self, step: int) -> bool:
         """Whether these turns are enough; what they say is done then."""
