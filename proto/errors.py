@@ -170,7 +170,8 @@ class StaleWorker(EmbershardError):
     status = Status.ABORTED
     template = (
         "worker {worker} (epoch {got}) was replaced by a newer one (epoch {want}); "
-        "its job was started again, or two processes run with the same worker number"
+        "its job was started again, or two processes run with the same worker number (epochs are nanoseconds since "
+        "1970: if this one is the newer, correct the clock of its machine)"
     )
 
 
@@ -250,6 +251,13 @@ class ShardUnavailable(EmbershardError):
         "no answer within {seconds:.1f} s ({reason}); check that it runs "
         "(`embershard status {address}`) and that this machine reaches it"
     )
+
+
+class ClientClosed(EmbershardError):
+    """A call of a client, or session, that was closed (raised by the client)."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "this session was closed; connect again, or use it inside its `with`"
 
 
 class BadAddress(InvalidRequest):

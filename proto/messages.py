@@ -30,6 +30,9 @@ DELTA = "delta"  # the codec of a pull of what changed since: a payload of eleme
 
 # 64 MiB above gRPC's 4 MiB default: large enough to amortise a call, small enough to bound memory per connection.
 MAX_MESSAGE_BYTES = 64 * 2**20
+# A shard puts a request that waits for other workers back so long before its deadline, or a quarter of its time, that
+# the reply still arrives.
+PUT_BACK_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)

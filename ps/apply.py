@@ -12,15 +12,13 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 from embershard.proto.errors import ClockAhead, ShardBusy, ShuttingDown
+from embershard.proto.messages import PUT_BACK_SECONDS
 
 T = TypeVar("T")
 
 # Several of the largest messages, or about a second of apply work; the requests' own bound is for tiny ones.
 QUEUE_BYTES = 256 * 2**20
 QUEUE_REQUESTS = 1024
-
-# A parked request is put back so long before its deadline, or a quarter of its time, that the reply still arrives.
-PUT_BACK_SECONDS = 0.5
 
 _MIN_RETRY_MS, _MAX_RETRY_MS = 5, 1000
 _SMOOTHING = 0.1  # weight of the newest request in the mean duration

@@ -47,7 +47,7 @@ class Pushes:
             reply = self._apply(member, request, parts)
         self.dedup.record(token, reply)
         for part in request.tables:
-            self.routes.forget(token.worker, part.route)
+            self.routes.forget(token.worker, token.epoch, part.route)
         self.rows += reply.applied
         self.skipped_rows += reply.skipped
         if member is not None and request.last:

@@ -19,27 +19,24 @@ MAX_WORKERS = 4096
 class _Kept:
     """The routes of one worker's incarnation, the oldest first."""
 
-    epoch: int
     routes: OrderedDict[int, tuple[str, Ids]] = field(default_factory=OrderedDict)
     nbytes: int = 0
 
 
 class RouteMemory:
-    """Number -> (table, ids), per worker; bounded, the oldest are dropped."""
+    """Number -> (table, ids), per worker's incarnation; bounded, the oldest are dropped.
+
+    An earlier incarnation keeps its own: who only reads may have the number of a worker that trains.
+    """
 
     def __init__(self) -> None:
-        self._workers: OrderedDict[int, _Kept] = OrderedDict()  # the one that pulled last at the end
+        self._workers: OrderedDict[tuple[int, int], _Kept] = OrderedDict()  # the one that pulled last at the end
         self._nbytes = 0
 
     def keep(self, worker: int, epoch: int, number: int, table: str, ids: Ids) -> None:
         """Remember a copy of ids ((U,) int64) of a table."""
-        kept = self._workers.get(worker)
-        if kept is not None and kept.epoch > epoch:
-            return  # a late request of an earlier incarnation, whose pushes are fenced
-        if kept is None or kept.epoch < epoch:
-            self._drop_worker(worker)
-            kept = self._workers[worker] = _Kept(epoch)
-        self._workers.move_to_end(worker)
+        kept = self._workers.setdefault((worker, epoch), _Kept())
+        self._workers.move_to_end((worker, epoch))
         self._drop(kept, number)
         kept.routes[number] = (table, ids.copy())  # the array may be a part of a whole message
         kept.nbytes += ids.nbytes
@@ -51,15 +48,15 @@ class RouteMemory:
 
     def find(self, worker: int, epoch: int, number: int, table: str) -> Ids | None:
         """The ids kept under a number; None where they are not known, or are another table's."""
-        kept = self._workers.get(worker)
-        if kept is None or kept.epoch != epoch:
+        kept = self._workers.get((worker, epoch))
+        if kept is None:
             return None
         name, ids = kept.routes.get(number, ("", None))
         return ids if name == table else None
 
-    def forget(self, worker: int, number: int) -> None:
+    def forget(self, worker: int, epoch: int, number: int) -> None:
         """Drop a route whose push was applied."""
-        if kept := self._workers.get(worker):
+        if kept := self._workers.get((worker, epoch)):
             self._drop(kept, number)
 
     def _drop(self, kept: _Kept, number: int) -> None:
@@ -68,7 +65,7 @@ class RouteMemory:
             kept.nbytes -= route[1].nbytes
             self._nbytes -= route[1].nbytes
 
-    def _drop_worker(self, worker: int) -> None:
+    def _drop_worker(self, worker: tuple[int, int]) -> None:
         kept = self._workers.pop(worker, None)
         if kept is not None:
             self._nbytes -= kept.nbytes

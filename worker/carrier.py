@@ -22,6 +22,13 @@ class Unreachable(Exception):
         super().__init__(reason)
 
 
+class Closed(Unreachable):
+    """This process closed the carrier: nothing is to be sent again."""
+
+    def __init__(self) -> None:
+        super().__init__("the connection was closed by this worker")
+
+
 class Pending(Protocol):
     """A reply on its way."""
 
@@ -33,7 +40,8 @@ class Pending(Protocol):
     def result(self) -> Reply:
         """The reply, by the deadline given to `submit`.
 
-        Raises the shard's EmbershardError, NotAShard where something else answers, Unreachable where nothing does.
+        Raises the shard's EmbershardError, NotAShard where something else answers, Unreachable where nothing does, and
+        Closed after `close`.
         """
         ...
 

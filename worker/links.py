@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from embershard.proto.errors import (
+    ClientClosed,
+    ClockAhead,
     EmbershardError,
     NotAShard,
     ShardBusy,
@@ -22,8 +24,8 @@ from embershard.proto.errors import (
     UnknownTable,
     WrongShards,
 )
-from embershard.proto.messages import Array, Greeting, Hello, Reply, Request
-from embershard.worker.carrier import Carrier, Deadline, Pending, Unreachable
+from embershard.proto.messages import PUT_BACK_SECONDS, Array, Greeting, Hello, Reply, Request
+from embershard.worker.carrier import Carrier, Closed, Deadline, Pending, Unreachable
 from embershard.worker.volume import Volume
 
 _FIRST_PAUSE = 0.02  # seconds; doubles with every try
@@ -65,6 +67,8 @@ def greet(carriers: Sequence[Carrier], worker: int, deadline: Deadline) -> list[
         for i, answer in pending.items():
             try:
                 reply = answer.result()
+            except Closed:
+                raise ClientClosed() from None
             except Unreachable as error:
                 reasons[i] = error.reason
             except EmbershardError as error:
@@ -127,6 +131,7 @@ class Links:
         self._links = links
         self._worker = worker
         self.volume = Volume()
+        self.sign: Request | None = None  # what tells a shard over a new connection which member this is
         self._lost: ShardRestarted | None = None  # once rows are gone, every later call says so
 
     def __len__(self) -> int:
@@ -144,7 +149,8 @@ class Links:
         """Send one request to each of the shards named, all at once, and wait for what becomes of them.
 
         `into`: memory for the rows of pulls, see Carrier.submit.
-        Busy, loading, stopping and unreachable shards are asked again, after growing pauses, until the deadline.
+        Busy, loading, stopping and unreachable shards are asked again, after growing pauses, until the deadline; one
+        that put a request back for other workers' sake, so near to it that no answer could come in time, is not.
         """
         outcomes: dict[int, Outcome] = {}
         waiting = dict(requests)
@@ -157,10 +163,14 @@ class Links:
             pending = {s: _submit(self._links[s].carrier, waiting[s], deadline, places.get(s, ())) for s in ready}
             for shard in suspects:  # after the others were asked: a shard that stands still must not cost their leases
                 outcomes[shard] = self._recognise(shard, deadline) or _Retry("it answers again")
+                if isinstance(outcomes[shard], ClientClosed):
+                    del waiting[shard]
             for shard, answer in pending.items():
                 outcomes[shard] = self._outcome(shard, answer, deadline)
                 self.volume.count(waiting[shard], outcomes[shard], answer)
-                if not getattr(outcomes[shard], "retryable", False):
+                outcome = outcomes[shard]
+                put_back = isinstance(outcome, ClockAhead) and deadline.seconds < _too_short(deadline)
+                if put_back or not getattr(outcome, "retryable", False):
                     del waiting[shard]
             busy = [o.fields.get("retry_after_ms") for s in waiting if isinstance(o := outcomes.get(s), ShardBusy)]
             wanted = max((ms / 1000 for ms in busy if isinstance(ms, int | float)), default=0.0)
@@ -177,6 +187,8 @@ class Links:
         link = self._links[shard]
         try:
             return answer.result()
+        except Closed:
+            return _labelled(ClientClosed(), link.name)
         except Unreachable as error:
             link.suspect = True
             return _Retry(error.reason)
@@ -191,12 +203,16 @@ class Links:
         link = self._links[shard]
         try:
             reply = _submit(link.carrier, Hello(self._worker), deadline).result()
+        except Closed:
+            return _labelled(ClientClosed(), link.name)
         except Unreachable as error:
             return _Retry(error.reason)
         except EmbershardError as error:
             return _Retry(str(error))
         if isinstance(reply, Greeting) and reply.instance == link.greeting.instance:
             link.suspect = False
+            if self.sign is not None:  # first: the bytes of what comes now keep the lease
+                _submit(link.carrier, self.sign, deadline)
             return None
         got = reply.instance if isinstance(reply, Greeting) else type(reply).__name__
         self._lost = ShardRestarted(shard=link.name, address=link.carrier.address, got=got, want=link.greeting.instance)
@@ -257,6 +273,11 @@ def _pauses(deadline: Deadline) -> Iterator[float]:
     while True:
         yield pause * random.uniform(0.5, 1.0)
         pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _too_short(deadline: Deadline) -> float:
+    """Seconds: a shard that puts a request back does it with less than this left."""
+    return min(2 * PUT_BACK_SECONDS, deadline.timeout.total_seconds() / 4)
 
 
 def _sleep(seconds: float, deadline: Deadline) -> bool:

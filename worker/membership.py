@@ -104,6 +104,7 @@ class Membership:
         """
         with self._lock:
             self._join(clock)
+        self._links.sign = Beat(self.worker, self._epoch)
         beat = threading.Thread(
             target=_beat,
             args=(weakref.ref(self), self._ended, self.terms.lease.total_seconds() / _BEATS),
@@ -179,13 +180,14 @@ class Membership:
         """Like Links.call, but shards may wait for other workers before they answer. WorkerLost ends the patience."""
         outcomes: dict[int, Outcome] = {}
         waiting = dict(requests)
+        ahead: ClockAhead | None = None
         over, deadline = Deadline(self.terms.patience if patience is None else patience), Deadline(self._timeout)
         first, said = True, False
         while waiting:
             left = min(deadline.remaining, over.remaining)
             answers = self._links.call(waiting, Deadline(min(left, _SAID_AFTER) if first else left), into)
             outcomes.update(answers)
-            ahead = next((answer for answer in answers.values() if isinstance(answer, ClockAhead)), None)
+            ahead = next((answer for answer in answers.values() if isinstance(answer, ClockAhead)), ahead)
             silent = any(isinstance(answer, ShardUnavailable) for answer in answers.values())
             if ahead is not None and over.seconds <= 0:
                 reason = f"{ahead.message} ({over.timeout} have passed)"
@@ -195,7 +197,7 @@ class Membership:
                 _log.warning("worker %d waits: %s", self.worker, ahead)
             if not silent:
                 deadline = Deadline(self._timeout)  # the shards answer: it is for workers that they wait
-            elif deadline.seconds <= 0:
+            elif deadline.seconds <= 0 or over.seconds <= 0:
                 break
             again = (ClockAhead, ShardUnavailable)
             waiting = {shard: waiting[shard] for shard, answer in answers.items() if isinstance(answer, again)}
@@ -236,6 +238,7 @@ class Membership:
         """Stop being waited for, and stop beating; a shard that does not answer is left to the lease."""
         if not self._ended.is_set():
             self._ended.set()
+            self._links.sign = None
             self._call_all(Leave(self.worker, self._epoch), min(self._timeout, _FAREWELL))
 
     def _join(self, clock: int) -> int:

@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from embershard.proto.errors import EmbershardError, InvalidRequest, ShardRestarted, ShardUnavailable, UnknownRoute
+from embershard.proto.errors import (
+    EmbershardError,
+    InvalidRequest,
+    LeaseLost,
+    ShardRestarted,
+    ShardUnavailable,
+    UnknownRoute,
+)
 from embershard.proto.messages import Push, Pushed, PushToken, TableGradients
 from embershard.proto.routing import Route
 from embershard.worker.compression.compressor import Compressor, rate_of
@@ -59,6 +66,7 @@ class Outbox:
         # acknowledged by a shard that gathers, and dropped by it unless the last message of their clock comes, too
         self._gathered: list[list[Push]] = [[] for _ in limits]
         self._next_seq = [1] * len(limits)
+        self._refused: EmbershardError | None = None  # that nobody was told of
 
     @property
     def is_empty(self) -> bool:
@@ -132,12 +140,12 @@ class Outbox:
     ) -> Pushed:
         """Send everything, a message per shard at a time; the counts of what was acknowledged.
 
-        The first refusal is raised when everything else is done; what got no answer at once, and it is kept.
+        The first refusal is raised when everything else is done; what got no answer at once, and it is kept, as is a
+        refusal of before it.
         """
         gathers = member is not None and member.terms.staleness == 0
         applied = skipped = 0
         duplicate = False
-        refused: EmbershardError | None = None
         while batch := {shard: waiting[0] for shard, waiting in enumerate(self._waiting) if waiting}:
             silent: EmbershardError | None = None
             for shard, outcome in call(batch).items():
@@ -154,9 +162,12 @@ class Outbox:
                     skipped += outcome.skipped
                     duplicate |= outcome.duplicate
                 elif isinstance(outcome, EmbershardError) and not _is_late(push, outcome, member):
-                    refused = refused or outcome
-            if silent is not None:
+                    self._refused = self._refused or outcome
+            if silent is not None and not isinstance(self._refused, LeaseLost):  # of which its worker has to know
                 raise silent
+            if silent is not None:
+                break
+        refused, self._refused = self._refused, None
         if refused is not None:
             raise refused
         return Pushed(duplicate, applied, skipped)

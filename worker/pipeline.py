@@ -80,6 +80,7 @@ class Pipeline(Generic[B]):
         self._failure: BaseException | None = None  # of a push, until the training thread was told
         self._failed = False  # whether there was one: it may be applied later than it should, with another push
         self._closing = False
+        self._pulls = False  # whether the puller waits for rows, and not for its loader
         self._threads: list[threading.Thread] = []
 
     def start(self, batches: Iterator[B], clock: int) -> None:
@@ -156,12 +157,13 @@ class Pipeline(Generic[B]):
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        # pulls and pushes end by the client's deadlines; a loader need not end at all
+        # pulls and pushes end by the client's deadlines, or its patience for others; a loader need not end at all
         patience = [self._source.timeout.total_seconds(), None]
         for thread, seconds in zip(self._threads, patience, strict=False):
             thread.join(seconds)
             if thread.is_alive():
-                _log.warning("the loop is over, but its loader still makes a batch; its thread is left behind")
+                what = "a pull still waits for other workers" if self._pulls else "its loader still makes a batch"
+                _log.warning("the loop is over, but %s; its thread is left behind", what)
         self._ready.clear()
         return self._failure
 
@@ -193,7 +195,9 @@ class Pipeline(Generic[B]):
                 if self._source.lost_leases != self._lost_leases:
                     self._lost_leases = self._source.lost_leases
                     self.forget_copies()  # they go by batches: no clock says that they are of before
+                self._pulls = True
                 fetch.pull(self._source, self._dense, caches=self._caches, age=number, clock=clock)
+                self._pulls = False
                 self._put(Ready(batch, fetch))
                 previous = fetch if self._early and self._staleness == 0 else None
         except BaseException as error:  # the training thread raises it

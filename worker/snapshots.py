@@ -226,7 +226,8 @@ class RunningSnapshot:
         request = replace(self._request, step="cancel")
         waited_for = list(range(self._client.num_shards))
         while deadline.seconds > 0:
-            outcomes = self._client.calls(dict.fromkeys(waited_for, request))  # one that is lost holds nobody up
+            # one that is lost holds nobody up
+            outcomes = self._client.calls(dict.fromkeys(waited_for, request), timeout=deadline.remaining)
             waited_for = [
                 shard
                 for shard, reply in outcomes.items()
@@ -298,8 +299,8 @@ def restore_snapshot(
             raise SnapshotDamaged(path=stored.storage.at(stored.folder), reason=reason)
         client.ask_all(replace(request, step="install"))
     except BaseException:
-        with suppress(EmbershardError):
-            client.ask_all(replace(request, step="cancel"))
+        cancel = dict.fromkeys(range(client.num_shards), replace(request, step="cancel"))
+        client.calls(cancel, timeout=_CANCEL_PATIENCE)
         raise
     for table in manifest.tables.values():  # how they travelled is no part of them, and may not serve this client
         client.declare(replace(table.spec, push_codec=Codec(), pull_codec=Codec()))

@@ -130,3 +130,11 @@ def test_a_user_with_an_rpc_group_of_their_own_keeps_it(addresses: str, tmp_path
     with process("-c", OWN_GROUP, addresses, str(tmp_path / "store")) as worker:
         out, err = worker.communicate(timeout=250)
     assert (worker.returncode, out) == (0, "48.0 2\n"), err
+
+
+def test_a_host_that_cannot_be_is_said_at_every_call():
+    carrier = RpcCarrier("rpc-executes-pickles://a..b:7800")
+    for _ in range(2):
+        with pytest.raises(Unreachable, match="label"):
+            carrier.submit(Hello(), SECONDS).result()
+    carrier.close()

@@ -107,15 +107,12 @@ def test_all_workers_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     for worker in range(5):
         memory.keep(worker, 1, 1, "t", IDS)
     assert [memory.find(worker, 1, 1, "t") is not None for worker in range(5)] == [False, False, True, True, True]
-    memory.keep(4, 2, 1, "t", IDS)  # a new incarnation, which takes the place of the old one
-    memory.forget(3, 1)
-    memory.keep(5, 1, 1, "t", IDS)  # and the place of what was forgotten
+    memory.forget(3, 1, 1)
+    memory.keep(5, 1, 1, "t", IDS)  # the place of what was forgotten
     assert [memory.find(worker, 1, 1, "t") is not None for worker in (2, 5)] == [True, True]
 
 
-def test_an_earlier_incarnation_leaves_nothing() -> None:
-    memory = RouteMemory()
-    memory.keep(0, 2, 1, "t", IDS)
-    memory.keep(0, 1, 2, "t", IDS)
-    assert memory.find(0, 2, 1, "t") is not None
-    assert memory.find(0, 1, 2, "t") is None
+def test_who_only_reads_by_the_number_of_a_worker_takes_none_of_its_routes(shard: Shard) -> None:
+    pull(shard, route=7)
+    pull(shard, route=7, epoch=2)
+    assert push(shard, route=7) == Pushed(False, 3, 0)

@@ -183,6 +183,24 @@ def test_a_refused_push_does_not_come_back(make_shards: Shards) -> None:
     np.testing.assert_array_equal(rows_of(client, 1), [[-2.0] * 3])
 
 
+def test_a_refusal_is_told_though_another_shard_was_silent(make_shards: Shards) -> None:
+    client, (first, second) = wired(make_shards(2), timeout=SHORT)
+    client.declare(SPEC)
+    route = route_of(client, *range(20))
+    client.push([("t", route, ones(route))], clock=0)
+    first.fault = lambda request: WrongDim(table="t", what="gradients", got=1, ids=1, dim=3, want=3)
+    second.fault = lambda request: "request"
+    with pytest.raises(ShardUnavailable, match="shard 1"):
+        client.push([("t", route, ones(route))], clock=1)
+    first.fault = second.fault = lambda request: None
+    with pytest.raises(WrongDim, match="shard 0 at wire/0"):
+        client.push([("t", route, ones(route))], clock=2)
+    client.push([("t", route, ones(route))], clock=3)  # once
+    want = np.full((20, 3), -4.0)
+    want[route.slice_of(0)] = -3.0
+    np.testing.assert_array_equal(client.pull([("t", route)])[0], want)
+
+
 def test_a_busy_shard_is_given_the_pause_it_asks_for(make_shards: Shards) -> None:
     client, (wire,) = wired(make_shards(1))
     client.declare(SPEC)

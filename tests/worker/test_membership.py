@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 
 import numpy as np
@@ -22,6 +23,7 @@ from embershard.proto.errors import (
     WorkerLost,
 )
 from embershard.proto.messages import (
+    PUT_BACK_SECONDS,
     Beat,
     Beaten,
     Greeting,
@@ -30,6 +32,7 @@ from embershard.proto.messages import (
     Joined,
     Leave,
     Left,
+    Meet,
     Pull,
     Push,
     Reply,
@@ -37,6 +40,7 @@ from embershard.proto.messages import (
 )
 from embershard.ps.shard import Shard
 from embershard.worker import membership as membership_module
+from embershard.worker.carrier import Unreachable
 from embershard.worker.carriers.local import LocalCarrier
 from embershard.worker.client import Client
 from embershard.worker.membership import Membership, Terms
@@ -583,3 +587,54 @@ def test_of_rows_of_several_tables_none_is_taken_back_after_a_lost_lease(make_jo
     assert lost.stats.lost_leases == 1
     for module, rows in zip(modules, before, strict=True):
         assert torch.equal(module.table.pull(ids), rows)
+
+
+class Answer(Future[Reply]):
+    """What comes from afar."""
+
+    num_bytes = 0
+
+
+class Far:
+    """The way to a shard where all wait, 60 ms there and back: it puts requests back shortly before their end."""
+
+    sent_bytes = received_bytes = 0
+
+    def __init__(self, shard: Scripted) -> None:
+        self.address, self.shard = "far", shard
+
+    def submit(self, request: Request, timeout: timedelta, into: object = ()) -> Answer:
+        answer = Answer()
+        if isinstance(request, Meet):
+            seconds = timeout.total_seconds()
+            put_back = seconds - min(PUT_BACK_SECONDS, seconds / 4) + 0.06
+            time.sleep(min(seconds, put_back))
+            late = Unreachable("no answer")
+            answer.set_exception(late if put_back > seconds else ClockAhead(clock=0, workers="1", seconds=1.0))
+        else:
+            answer.set_result(self.shard.handle(request))
+        return answer
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_wait_for_others_outlasts_the_timeout_on_a_slow_link() -> None:
+    shard = Scripted(0, 1, lambda join: Joined(True, 0, True, (0, 1)))
+    client = Client([Far(shard)], timeout=timedelta(seconds=0.8))
+    member = client.join(Terms(workers=2, staleness=0, lease=LONG, patience=timedelta(seconds=2)))
+    start = time.monotonic()
+    with pytest.raises(WorkerLost, match="waits for worker"):
+        member.meet("never")
+    assert 1.9 < time.monotonic() - start < 4
+    member.leave()
+
+
+def test_a_member_says_who_it_is_before_what_it_sends_again() -> None:
+    shard = Scripted(0, 1, lambda join: Joined(True, 0, True, (0,)))
+    client = Client([LocalCarrier(shard.handle, "scripted")])
+    member = client.join(Terms(lease=LONG))
+    next(iter(client._links)).suspect = True  # its connection broke
+    member.rest()
+    assert [type(request) for request in shard.heard[-3:]] == [Hello, Beat, Leave]
+    member.leave()

@@ -267,8 +267,8 @@ class Deaf:
     def __getattr__(self, name: str) -> object:
         return getattr(self._calls, name)
 
-    def __call__(self, requests: Mapping[int, Request]) -> dict[int, Outcome]:
-        outcomes = self._calls(requests)
+    def __call__(self, requests: Mapping[int, Request], *, timeout: timedelta | None = None) -> dict[int, Outcome]:
+        outcomes = self._calls(requests, timeout=timeout)
         if any(isinstance(request, Snapshot) and request.step == "cancel" for request in requests.values()):
             outcomes |= {1: EmbershardError(reason="not now")} if 1 in requests else {}
         return outcomes

@@ -20,7 +20,15 @@ import numpy as np
 import pytest
 
 from embershard.proto import wire
-from embershard.proto.errors import BadFrame, NotAShard, ShardUnavailable, UnknownTable, WrongDim, to_wire
+from embershard.proto.errors import (
+    BadFrame,
+    ClientClosed,
+    NotAShard,
+    ShardUnavailable,
+    UnknownTable,
+    WrongDim,
+    to_wire,
+)
 from embershard.proto.messages import (
     ERROR_KIND,
     KIND_OF,
@@ -655,3 +663,33 @@ def test_a_host_that_cannot_be_is_said_at_every_call_and_at_once(host: str):
         assert "no answer" not in caught.value.reason
     assert time.monotonic() - start < PATIENCE.total_seconds()
     carrier.close()
+
+
+def test_what_waits_behind_a_large_request_does_not_end_the_connection(connect: Connect):
+    """A member's beats do: the bytes that leave say that the shard is there."""
+
+    def script(sock: socket.socket) -> None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+        talk = Talk(sock)
+        for _ in range(8):  # far longer than the beat's deadline
+            talk._frames += talk._reader.received(sock.recv_into(talk._reader.buffer()[: 2**16]))
+            time.sleep(0.1)
+        talk.send(talk.reply(talk.request(), rows(1.0)), talk.reply(talk.request(), GREETING))
+        talk.answer(GREETING)
+
+    carrier = connect(script, polite)
+    ids = np.arange(8_000_000, dtype=np.int64)
+    large = carrier.submit(Pull(1, (TableIds("items", ids),)), PATIENCE)
+    with pytest.raises(Unreachable, match="no answer"):
+        ask(carrier, SHORT)
+    assert isinstance(large.result(), Rows)
+    assert ask(carrier) == GREETING
+
+
+def test_a_client_that_was_closed_says_so_at_once(stream_shard: str):
+    client = Client.connect([stream_shard], timeout=PATIENCE)
+    client.close()
+    start = time.monotonic()
+    with pytest.raises(ClientClosed, match="this session was closed; connect again"):
+        client.status()
+    assert time.monotonic() - start < PATIENCE.total_seconds() / 2

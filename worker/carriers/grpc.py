@@ -16,7 +16,7 @@ import grpc
 from embershard.proto.errors import EmbershardError, InternalError, InvalidRequest, NotAShard, from_wire
 from embershard.proto.messages import MAX_MESSAGE_BYTES, METHODS, SERVICE, Array, Reply, Request
 from embershard.proto.protobuf import dumps, loads
-from embershard.worker.carrier import Unreachable
+from embershard.worker.carrier import Closed, Unreachable
 
 ERROR_KEY = "embershard-error-bin"
 _OPTIONS = [
@@ -77,7 +77,7 @@ class GrpcCarrier:
         try:
             call = self._methods[type(request)](data, seconds)
         except ValueError:  # gRPC's word for a channel that was closed
-            raise Unreachable("the connection was closed by this worker") from None
+            raise Closed from None
         return _Answer(self, call, METHODS[type(request)][1], seconds, len(data))
 
     def close(self) -> None:

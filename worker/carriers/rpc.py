@@ -28,12 +28,11 @@ from embershard.proto.errors import BadAddress, EmbershardError, NotAShard, from
 from embershard.proto.messages import METHODS, Array, Reply, Request, arrays
 from embershard.proto.protobuf import head_bytes, read
 from embershard.proto.rpc import GREETING, MAX_GREETING_BYTES, QUESTION, Answer, addresses_of, call, start_agent, tensor
-from embershard.worker.carrier import Deadline, Unreachable
+from embershard.worker.carrier import Closed, Deadline, Unreachable
 
 CONNECT_SECONDS = 5.0  # to be told where a shard's agent listens; a call waits no longer than its own deadline
 _SHORTEST = 0.001  # seconds; torch rounds to ms, and takes 0 for no deadline at all
 _LOCAL, _ANYWHERE = "rpc://", "rpc-executes-pickles://"
-_CLOSED = "the connection was closed by this worker"
 
 _agent_lock = threading.Lock()
 # ids of shards in this process's group: from the top, since a user's own group counts its ranks from the bottom
@@ -103,7 +102,7 @@ class RpcCarrier:
         under_way = _Call(request, timeout)
         with self._lock:
             if self._closed:
-                raise Unreachable(_CLOSED)
+                raise Closed
             self.sent_bytes += under_way.num_bytes
             shard = self._shard
             if shard is None:
@@ -122,7 +121,7 @@ class RpcCarrier:
             shard, self._shard = self._shard, None
             calls, self._waiting, self._calls = [*self._waiting, *self._calls], [], set()
         for under_way in calls:
-            under_way.end(Unreachable(_CLOSED))
+            under_way.end(Closed())
         if shard is not None:
             _forget(shard)
 
@@ -134,8 +133,9 @@ class RpcCarrier:
             shard = _introduce(self._look_up())
         except (EmbershardError, Unreachable) as known:
             error = known
-        except OSError as failure:
-            reason = "it takes connections and says nothing" if isinstance(failure, TimeoutError) else failure.strerror
+        except (OSError, UnicodeError) as failure:  # a name that cannot be one is a UnicodeError
+            silent = isinstance(failure, TimeoutError)
+            reason = "it takes connections and says nothing" if silent else getattr(failure, "strerror", None)
             error = Unreachable(reason or str(failure))
         except RuntimeError as failure:  # torch's
             error = Unreachable(_short(failure))
@@ -147,7 +147,7 @@ class RpcCarrier:
                 self._shard = shard
         for request in waiting:
             if shard is None:
-                request.end(error or Unreachable(_CLOSED))
+                request.end(error or Closed())
             else:
                 self._send(request, shard)
         if closed and shard is not None:
@@ -157,17 +157,16 @@ class RpcCarrier:
         """The URL of the shard's agent."""
         host, _, port = self.address.removeprefix(_LOCAL).removeprefix(_ANYWHERE).rpartition(":")
         deadline = Deadline(timedelta(seconds=CONNECT_SECONDS))
-        family, kind, _, _, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-        if self.address.startswith(_LOCAL) and not ipaddress.ip_address(place[0]).is_loopback:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), socket.AF_INET, socket.SOCK_STREAM)  # as its shards do
+        places = [(str(place[0]), int(place[1])) for *_, place in found]
+        if self.address.startswith(_LOCAL) and not all(ipaddress.ip_address(ip).is_loopback for ip, _ in places):
             raise BadAddress(
                 address=self.address,
                 reason="torch.distributed.rpc executes the pickles that it receives, and this is another machine; "
                 f"write {_ANYWHERE}{host}:{port} if you trust it and the network",
             )
         line = b""
-        with socket.socket(family, kind) as sock:
-            sock.settimeout(CONNECT_SECONDS)
-            sock.connect(place)
+        with _connected(places) as sock:
             sock.sendall(QUESTION)
             while not line.endswith(b"\n") and len(line) < MAX_GREETING_BYTES:
                 sock.settimeout(max(_SHORTEST, deadline.seconds))
@@ -238,6 +237,14 @@ def _introduce(url: str) -> WorkerInfo:
     addresses_of(agent).set(shard.name, url)
     agent._update_group_membership(shard, [], {}, True)
     return shard
+
+
+def _connected(places: Sequence[tuple[str, int]]) -> socket.socket:
+    """A connection to the first place that takes one; the OSError of the last where none does."""
+    for place in places[:-1]:
+        with suppress(OSError):
+            return socket.create_connection(place, CONNECT_SECONDS)
+    return socket.create_connection(places[-1], CONNECT_SECONDS)
 
 
 def _forget(shard: WorkerInfo) -> None:

@@ -38,7 +38,7 @@ from embershard.proto.wire import (
     read_server_hello,
 )
 from embershard.worker.bandwidth import EmulatedLink
-from embershard.worker.carrier import Unreachable
+from embershard.worker.carrier import Closed, Unreachable
 from embershard.worker.carriers.io_thread import connect_beside, io_loop, runs_here
 from embershard.worker.carriers.stream_call import StreamCall
 from embershard.worker.spans import span
@@ -67,15 +67,15 @@ class StreamCarrier:
         self._connecting: asyncio.Task[None] | None = None
         self._waiting: list[StreamCall] = []
         self._numbers = count(1)
-        self._closed = False
+        self.closed = False
 
     def submit(self, request: Request, timeout: timedelta, into: Sequence[Array] = ()) -> StreamCall:
         """Send a request without waiting for its reply; the rows of a pull are received into `into`, if given.
 
         The arrays of both must stay as they are until the reply, or the error in its place, is there.
         """
-        if self._closed:
-            raise Unreachable("the connection was closed by this worker")
+        if self.closed:
+            raise Closed
         if not runs_here(self._loop):
             # the parent's tokens too: pushes of both would be taken for retries of one another
             raise RuntimeError(f"the connection to {self.address} is that of the process that forked; make one here")
@@ -87,19 +87,19 @@ class StreamCarrier:
 
     def close(self) -> None:
         """Give up what is under way and close the connection."""
-        self._closed = True
+        self.closed = True
         self._loop.call_soon_threadsafe(self._close)
 
     def _close(self) -> None:
         if self._connecting is not None:
             self._connecting.cancel()
         if self._connection is not None:
-            self._connection.drop("the connection was closed by this worker")
-        self._fail_waiting(Unreachable("the connection was closed by this worker"))
+            self._connection.drop(str(Closed()))
+        self._fail_waiting(Closed())
 
     def _start(self, call: StreamCall) -> None:
-        if self._closed:
-            call.fail(Unreachable("the connection was closed by this worker"))
+        if self.closed:
+            call.fail(Closed())
             return
         call.number = next(self._numbers) & 0xFFFFFFFF or next(self._numbers) & 0xFFFFFFFF
         call.timer = self._loop.call_later(call.seconds, self._expire, call)
@@ -214,6 +214,8 @@ class _Connection(asyncio.BufferedProtocol):
         if self._link is not None:
             self._link.leave(self._transport)
         reason = self.lost = Unreachable(f"{self._reason} ({error})" if error else self._reason)
+        if self._carrier.closed:
+            reason = self.lost = Closed()
         if not self.ready.done():
             self.ready.set_exception(reason)
         for call in self._calls.values():
@@ -237,6 +239,7 @@ class _Connection(asyncio.BufferedProtocol):
             with span("send"):
                 pieces = encode(kind, call.number, timeout_ms, call.head, call.bulk, checksum=self._checksum)
                 self._calls[call.number] = call
+                call.gone = self._gone()
                 num_bytes = sum(map(len, pieces))
                 self._carrier.sent_bytes += num_bytes
                 self._sent += num_bytes
@@ -258,18 +261,19 @@ class _Connection(asyncio.BufferedProtocol):
             return True
         if self._arriving is not None and self._arriving is call.places:
             self.drop("no answer: its deadline passed while it arrived")
-        elif self._heard < call.started:
-            self.drop("no answer")  # nothing came since: the next call tries another connection
-        elif call.end > self._sent - self._unsent():
+        elif self._heard < call.started and self._gone() <= call.gone:
+            self.drop("no answer")  # nothing moved since: the next call tries another connection
+        elif call.bulk and call.end > self._gone():  # a head is in memory of its own
             self.drop("no answer: its deadline passed while it was sent")
         else:
             del self._calls[call.number]
             return True
         return False
 
-    def _unsent(self) -> int:
+    def _gone(self) -> int:
+        """Bytes that have left this process."""
         waiting = 0 if self._link is None else self._link.unsent(self._transport)
-        return self._transport.get_write_buffer_size() + waiting
+        return self._sent - self._transport.get_write_buffer_size() - waiting
 
     def get_buffer(self, sizehint: int) -> memoryview:
         buffer = self._hello[self._filled :] if self._reader is None else self._reader.buffer()
