@@ -5,19 +5,27 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 from wired_client import DIM, IDS, NUM_IDS, SPEC, Wired, gradients
 
+import embershard as es
 from embershard.proto.codec.choice import Codec
 from embershard.proto.codec.values import ValuesCodec
 from embershard.proto.codec_errors import BadCodec
 from embershard.proto.errors import InvalidRequest, LeaseLost, ShardUnavailable
+from embershard.proto.messages import Push, Reply, Request
 from embershard.proto.routing import Placement, ascending, make_route
 from embershard.ps.optim import OptimizerRegistry
 from embershard.ps.shard import Shard
+from embershard.worker.carriers.local import LocalCarrier
+from embershard.worker.client import Client
 from embershard.worker.membership import Terms
+from embershard.worker.session import Session
 
 Shards = Callable[..., list[Shard]]
 
@@ -173,3 +181,24 @@ def test_what_a_worker_without_a_lease_pushed_is_given_back(make_shards: Shards)
     wired.push(gradients(1))  # dropped without an error: others went on meanwhile
     wired.check()
     assert len(wired.client.compressor.held("t").ids)
+
+
+def test_ids_of_a_table_whose_pushes_alone_are_coded_travel_packed(make_shards: Shards) -> None:
+    heard: list[Push] = []
+
+    def handle(shard: Shard, request: Request) -> Reply:
+        if isinstance(request, Push):
+            heard.append(request)
+        return shard.handle(request)
+
+    carriers = [LocalCarrier(partial(handle, shard), "local") for shard in make_shards(2)]
+    session = Session(Client(carriers), compression=es.Compression(push="topk:0.1"))
+    model = es.wrap(nn.Sequential(nn.EmbeddingBag(300, 4, mode="sum")), session, optimizer=es.SGD(lr=0.1))
+    batches = [torch.randint(0, 300, (40, 4), generator=torch.Generator().manual_seed(n)) for n in range(6)]
+    # each overlaps the one before, and its other rows are pulled ahead
+    for ids in session.prefetch(batches, inputs=lambda ids: {"0": ids}):
+        model(ids).square().mean().backward()
+        session.step()
+    session.close()
+    assert len(heard) == 12
+    assert all(part.route or part.packed is not None for push in heard for part in push.tables)
