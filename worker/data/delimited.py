@@ -19,6 +19,10 @@ from embershard.worker.data.files import BLOCK_BYTES, Block, read_blocks
 
 Kind = Literal["label", "id", "text", "number", "skip"]
 TYPES = {"label": pa.float32(), "id": pa.int64(), "text": pa.string(), "number": pa.float32()}
+_OPEN_QUOTE = (
+    'a field begins with a quote (") that its line does not close; '
+    "take out the quote, or the line end within the text: each line is a sample"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +30,7 @@ class Layout:
     """How a delimited file is read: its columns in order, and what their text means.
 
     Kinds: label (0 or 1, or a key of `label_values`), id (integer >= 0), text (any), number (finite or missing), skip.
+    A field in quotes may hold delimiters and doubled quotes, but no line end.
     """
 
     columns: Mapping[str, Kind]
@@ -97,6 +102,8 @@ def parse(path: Path, block: Block, layout: Layout) -> pa.Table:
     except (pa.ArrowInvalid, pa.ArrowKeyError) as error:
         raise _bad_line(path, block, layout, str(error)) from None
     problem = plausible(table, layout)
+    if problem is None and b'"' in block.text and not _row_per_line(table.num_rows, block.text, layout.delimiter):
+        problem = _OPEN_QUOTE
     if problem:
         raise _bad_line(path, block, layout, problem)
     return table
@@ -134,6 +141,17 @@ def plausible(table: pa.Table, layout: Layout) -> str | None:
     return None
 
 
+def _row_per_line(rows: int, text: bytes, delimiter: str) -> bool:
+    """Whether no quoted field took in a line end: Arrow reads on to the next quote, or to the end of the block."""
+    text = text.rstrip(b"\r\n")
+    last = text[text.rfind(b"\n") + 1 :]  # has none behind it that would be missing
+    if _opens_quote(last.decode("utf-8", "replace"), delimiter):
+        return False
+    if b"\r" not in text and rows == text.count(b"\n") + 1:
+        return True
+    return rows == sum(map(bool, text.splitlines()))  # Arrow, too, ends a line at CR and skips empty ones
+
+
 def _bad_line(path: Path, block: Block, layout: Layout, reason: str) -> JobError:
     """The first line that breaks the layout, found line by line: slow, but it runs once."""
     for number, raw in enumerate(block.text.split(b"\n"), block.first_line):
@@ -142,7 +160,8 @@ def _bad_line(path: Path, block: Block, layout: Layout, reason: str) -> JobError
         except UnicodeDecodeError as error:
             return JobError(where=f"{path}:{number}", reason=f"not UTF-8 text ({error.reason} at byte {error.start})")
         if line:
-            problem = _problem(_fields(line, layout.delimiter), layout)
+            opens = _opens_quote(line, layout.delimiter)
+            problem = _OPEN_QUOTE if opens else _problem(_fields(line, layout.delimiter), layout)
             if problem:
                 return JobError(where=f"{path}:{number}", reason=problem)
     return JobError(where=f"{path}:{block.first_line}", reason=f"in the lines from here on: {reason}")
@@ -154,6 +173,16 @@ def _fields(line: str, delimiter: str) -> list[str]:
         return next(csv.reader([line], delimiter=delimiter), [])
     except csv.Error:
         return [line]
+
+
+def _opens_quote(line: str, delimiter: str) -> bool:
+    """Whether a field of the line begins with a quote that the line does not close: it would go on in the next one."""
+    if '"' not in line:
+        return False
+    try:
+        return next(csv.reader([line + "\n"], delimiter=delimiter))[-1].endswith("\n")
+    except csv.Error:
+        return False
 
 
 def _problem(fields: list[str], layout: Layout) -> str | None:

@@ -7,7 +7,7 @@ import pytest
 from embershard.proto.errors import JobError
 from embershard.worker.data import delimited
 from embershard.worker.data.columns import Columns
-from embershard.worker.data.ctr_csv import CtrCsv
+from embershard.worker.data.ctr_csv import CtrCsv, CtrCsvStream
 from embershard.worker.data.feature_ids import hash_texts
 
 GLOBAL = Columns(ids="global")
@@ -99,6 +99,33 @@ def test_a_bad_line_is_reported_with_its_number(tmp_path, monkeypatch, line, nam
     monkeypatch.setattr(delimited.read_tables, "__kwdefaults__", {"skip_lines": 0, "block_bytes": 16})
     with pytest.raises(JobError, match=rf":23: {BAD_LINES[line]}"):
         CtrCsv({"train": path}, GLOBAL)
+
+
+@pytest.mark.parametrize("reader", [CtrCsv, CtrCsvStream])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        '1,a,"b\n0,c,d\n1,e,f\n',  # Arrow would read the rest of the block as one text
+        '1,"a,b\n0,c,d\n1,"e,f\n',  # and lose what is between two of them
+        '1,a,"b\nc"\n0,d,e\n',
+        '1,a,"b\r\n',
+        '1,a,"b""\n\n',
+    ],
+)
+def test_a_quote_that_its_line_does_not_close_is_reported(tmp_path, reader, lines):
+    path = write(tmp_path / "a.csv", "label,u,v\n0,x,y\n" + lines)
+    with pytest.raises(JobError, match=r'a\.csv:3: a field begins with a quote \("\) that its line does not close'):
+        list(reader({"train": path}).train(0, 0, 1, 10))
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r", "\n\n", "\r\n\r\n"])
+def test_quotes_within_a_text_and_around_a_field_are_read(tmp_path, end):
+    lines = ['1,"a","b ""c"""', '0,5" pipe,"d,e"', '1,f",""', '0,"g"h,i"']
+    path = write(tmp_path / "a.csv", "label,u,v\n" + end.join(["", *lines, ""]))
+    batch = only(CtrCsv({"train": path}))
+    assert batch.labels.tolist() == [1, 0, 1, 0]
+    assert batch.ids[:, 0].tolist() == hash_texts("u", pa.array(["a", '5" pipe', 'f"', "gh"])).tolist()
+    assert batch.ids[:, 1].tolist() == hash_texts("v", pa.array(['b "c"', "d,e", "", 'i"'])).tolist()
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "1e99", "1,5", "12x"])
