@@ -51,10 +51,10 @@ class TextSource:
             ranges = [ranges[i] for i in shuffle.permutation(len(ranges))]
         for path, start, end in ranges[rank::world_size]:
             yield from self._parse_range(path, start, end)
-        for path in gzipped:
-            for number, block in enumerate(read_blocks(path, self.block_bytes)):
-                if number % world_size == rank:
-                    yield from self._parse(path, block)
+        unpacked = ((path, block) for path in gzipped for block in read_blocks(path, self.block_bytes))
+        for number, (path, block) in enumerate(unpacked, len(ranges)):  # a small file is one block: count on over files
+            if number % world_size == rank:
+                yield from self._parse(path, block)
 
     def _ranges(self, paths: list[Path], world_size: int) -> list[tuple[Path, int, int]]:
         """(path, start, end) in bytes; about 32 or more for each worker, so that shares differ by little."""

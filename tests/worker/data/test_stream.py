@@ -1,5 +1,6 @@
 import gzip
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from embershard.proto.errors import JobError
 from embershard.worker.data.columns import Columns
 from embershard.worker.data.ctr_csv import CtrCsvStream
+from embershard.worker.data.delimited import Layout
 from embershard.worker.data.rows import Rows
 from embershard.worker.data.stream import in_batches, shuffled
 from embershard.worker.data.text_source import TextSource
@@ -82,6 +84,27 @@ def test_streamed_shares_are_disjoint_and_cover_the_file(csv_file, world_size, b
     assert sorted(i for share in evaluated for i in share) == list(range(5000))
     if world_size == 1:
         assert evaluated[0] == list(range(5000))
+
+
+def numbered_files(folder, sizes: list[int], *, gzipped: bool) -> list[Path]:
+    """Files of these sizes whose lines count on from one to the next."""
+    paths = []
+    for number, (a, b) in enumerate(itertools.pairwise(np.cumsum([0, *sizes]))):
+        text = "".join(f"1,{i}\n" for i in range(a, b)).encode()
+        paths.append(folder / f"{number}.{'gz' if gzipped else 'csv'}")
+        paths[-1].write_bytes(gzip.compress(text) if gzipped else text)
+    return paths
+
+
+def source(paths: list[Path]) -> TextSource:
+    return TextSource(paths=paths, layout=Layout(columns={"label": "label", "n": "id"}), to_rows=GLOBAL.rows)
+
+
+def test_gzipped_files_of_one_block_are_shared_out_evenly(tmp_path):
+    packed = source(numbered_files(tmp_path, [100] * 6, gzipped=True))
+    shares = [ids(packed.blocks(rank, 3, None)) for rank in range(3)]
+    assert [len(share) for share in shares] == [200] * 3
+    assert sorted(i for share in shares for i in share) == list(range(600))
 
 
 def test_streamed_epochs_differ_and_repeat(csv_file):
