@@ -63,6 +63,10 @@ class ParquetSource:
         """The first file."""
         return str(self.paths[0])
 
+    def check(self) -> None:
+        """Read every file's footer, and compare its columns."""
+        self.num_rows()
+
     def num_rows(self) -> int | None:
         """From the files' footers."""
         return sum(rows for _, _, rows in self._groups)
@@ -89,22 +93,30 @@ class ParquetSource:
         """(path, row group, rows) of every row group that has rows."""
         groups = []
         for path in self.paths:
-            metadata = _open(path).metadata
-            sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+            file = _open(path)
+            self._check_columns(path, file.schema_arrow)
+            sizes = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
             groups += [(path, i, size) for i, size in enumerate(sizes) if size]
         if not groups:
             raise JobError(where=self.where, reason="no rows in the file")
         return groups
 
+    @property
+    def _names(self) -> list[str]:
+        return [name for name, kind in self.layout.columns.items() if kind != "skip"]
+
+    def _check_columns(self, path: Path, schema: pa.Schema) -> None:
+        for name in self._names:
+            if name not in schema.names:
+                reason = f"no column {name!r}, which the first train file has (there are: {', '.join(schema.names)})"
+                raise JobError(where=str(path), reason=reason)
+        self._rows(str(path), schema.empty_table().select(self._names))  # their types
+
     def _read(self, path: Path, group: int) -> Iterator[Rows]:
         where = f"{path}: row group {group}"
-        names = [name for name, kind in self.layout.columns.items() if kind != "skip"]
         file = _open(path)
-        for name in names:
-            if name not in file.schema_arrow.names:
-                raise JobError(where=str(path), reason=f"no column {name!r}, which {self.where} has")
         try:
-            for part in file.iter_batches(READ_ROWS, row_groups=[group], columns=names, use_threads=False):
+            for part in file.iter_batches(READ_ROWS, row_groups=[group], columns=self._names, use_threads=False):
                 yield self._rows(where, pa.Table.from_batches([part]))
         except (pa.ArrowException, OSError) as error:
             raise JobError(where=where, reason=f"cannot be read ({error}); get the file again") from None

@@ -22,6 +22,9 @@ class Source(Protocol):
     def where(self) -> str:
         """The files, for errors."""
 
+    def check(self) -> None:
+        """Look at every file, without reading all of it. JobError where one has no rows, or none of this layout."""
+
     def num_rows(self) -> int | None:
         """Rows, where that is known without reading everything."""
 
@@ -36,7 +39,8 @@ class StreamDataset:
     """A pointwise dataset read anew in each epoch.
 
     A worker's share is whole blocks of rows, so shares differ by up to a block. Training visits blocks in a random
-    order and mixes rows in a buffer of `shuffle_rows`, so memory is that buffer and one block.
+    order and mixes rows in a buffer of `shuffle_rows`, so memory is that buffer and one block. Every file of every
+    split is looked at first: what is wrong with one to evaluate on should not end a training after its first epoch.
     """
 
     def __init__(
@@ -46,6 +50,8 @@ class StreamDataset:
             raise ValueError(f"shuffle_rows must be at least 1, got {shuffle_rows}")
         self._schema, self._sources = schema, dict(sources)
         self._seed, self._shuffle_rows = seed, shuffle_rows
+        for source in self._sources.values():
+            source.check()
 
     @property
     def schema(self) -> Schema:

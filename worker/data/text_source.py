@@ -14,6 +14,8 @@ from embershard.worker.data.delimited import Layout, parse, read_tables, without
 from embershard.worker.data.files import BLOCK_BYTES, Block, check_readable, count_lines, read_blocks, read_range
 from embershard.worker.data.rows import Rows
 
+_LOOK_BYTES = 64 << 10  # of each file, before anything is trained
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource:
@@ -33,6 +35,11 @@ class TextSource:
     def where(self) -> str:
         """The first file."""
         return str(self.paths[0])
+
+    def check(self) -> None:
+        """Parse the start of every file."""
+        for path in self.paths:
+            next(read_tables(path, self.layout, skip_lines=int(self.has_header), block_bytes=_LOOK_BYTES))
 
     def num_rows(self) -> int | None:
         """Not known."""

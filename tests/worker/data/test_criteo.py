@@ -51,6 +51,13 @@ def test_bad_lines(tmp_path, text, error):
         CriteoTsv({"train": [path]})
 
 
+def test_a_streamed_file_is_looked_at_first(tmp_path):
+    (tmp_path / "a.tsv").write_text(GOOD)
+    (tmp_path / "b.tsv").write_text(GOOD + line("1", NUMBERS, ["x"] * 25))
+    with pytest.raises(JobError, match=r"b\.tsv:3: expected 40 fields, got 39"):
+        CriteoTsvStream({"train": [tmp_path / "a.tsv"], "valid": [tmp_path / "a.tsv", tmp_path / "b.tsv"]})
+
+
 def test_no_file_is_named():
     with pytest.raises(JobError, match="no train file is named"):
         CriteoTsv({})

@@ -112,7 +112,7 @@ def test_broken_files_are_named(tmp_path):
         (GLOBAL, {"n": [1, None, 3]}, r"row group 0: column 'n' has an id that is missing or negative"),
         (GLOBAL, {"n": [1, 5, 3]}, r"row group 0: column 'n': id 5 is not below num_ids = 5"),
         (GLOBAL, {"n": ["a", "b", "c"]}, r"row group 0: column 'n' is no id"),
-        (Columns(), {"n": [1.5, 2.0, 3.0]}, r"row group 0: column 'n' has double values: not categorical"),
+        (Columns(), {"n": [1.5, 2.0, 3.0]}, r"a\.parquet: column 'n' has double values: not categorical"),
         (Columns(), {"label": [0, 1, 2]}, r"row group 0: column 'label' has a label that is not 0 or 1"),
         (
             Columns(numeric=("x",)),
@@ -135,14 +135,26 @@ def test_too_few_row_groups_for_the_workers(tmp_path):
     data = ParquetData({"train": [write(tmp_path / "a.parquet", row_group_size=500)]}, GLOBAL, num_ids=1000)
     with pytest.raises(JobError, match="2 row groups cannot be split over 3 workers"):
         next(data.train(0, 0, 3, 10))
-    empty = ParquetData({"train": [write(tmp_path / "b.parquet", rows=0)]}, GLOBAL, num_ids=1)
-    with pytest.raises(JobError, match="no rows in the file"):
-        next(empty.train(0, 0, 1, 10))
 
 
-def test_files_of_one_split_must_have_the_same_columns(tmp_path):
-    first = write(tmp_path / "a.parquet")
-    pq.write_table(pa.table({"label": [1], "other": [2]}), tmp_path / "b.parquet")
-    data = ParquetData({"train": [first, tmp_path / "b.parquet"]}, GLOBAL, num_ids=1000)
-    with pytest.raises(JobError, match=r"b\.parquet: no column 'n', which .*a\.parquet has"):
-        list(data.train(0, 0, 1, 10))
+@pytest.mark.parametrize(
+    ("columns", "error"),
+    [
+        ({"label": [1], "other": [2]}, r"no column 'n', which the first train file has \(there are: label, other\)"),
+        ({"label": [1], "n": [2.0]}, "column 'n' has double values: not categorical"),  # as pandas writes missing ones
+    ],
+)
+@pytest.mark.parametrize("split", ["train", "valid", "test"])
+def test_every_file_of_every_split_is_looked_at_first(tmp_path, split, columns, error):
+    first, second = write(tmp_path / "a.parquet"), tmp_path / "b.parquet"
+    pq.write_table(pa.table(columns), second)
+    with pytest.raises(JobError, match=rf"b\.parquet: {error}"):
+        ParquetData({"train": [first], split: [first, second]})
+
+
+def test_a_split_without_rows_is_refused_and_an_empty_file_beside_others_is_not(tmp_path):
+    first, empty = write(tmp_path / "a.parquet"), write(tmp_path / "b.parquet", rows=0)
+    assert ParquetData({"train": [first], "valid": [empty, first]}).num_samples("valid") == 1000
+    for files in ({"train": [empty]}, {"train": [first], "valid": [empty]}):
+        with pytest.raises(JobError, match=r"b\.parquet: no rows in the file"):
+            ParquetData(files)

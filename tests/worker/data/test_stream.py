@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.proto.errors import JobError
+from embershard.worker.data import delimited, text_source
 from embershard.worker.data.columns import Columns
 from embershard.worker.data.ctr_csv import CtrCsvStream
-from embershard.worker.data.delimited import Layout
+from embershard.worker.data.delimited import Layout, parse
 from embershard.worker.data.rows import Rows
 from embershard.worker.data.stream import in_batches, shuffled
 from embershard.worker.data.text_source import TextSource
@@ -122,18 +123,44 @@ def test_a_bad_line_in_any_block_has_its_true_number(csv_file):
     lines = (gzip.decompress(raw) if gzipped else raw).split(b"\n")
     for bad in (1, 1700, 5000):
         broken = b"\n".join([*lines[:bad], b"1,oops", *lines[bad + 1 :]])
-        csv_file.write_bytes(gzip.compress(broken) if gzipped else broken)
+        csv_file.write_bytes(raw)  # good while it is looked at
         data = small_blocks(CtrCsvStream({"train": csv_file}, GLOBAL, num_ids=5000))
+        csv_file.write_bytes(gzip.compress(broken) if gzipped else broken)
         with pytest.raises(JobError, match=rf"a\.csv:{bad + 1}: column 'n': 'oops' is not an integer"):
             list(data.train(0, 0, 1, 64))
 
 
 def test_ids_over_the_bound_are_named(csv_file):
-    data = small_blocks(CtrCsvStream({"train": csv_file}, GLOBAL, num_ids=4000))
     with pytest.raises(JobError, match=r"a\.csv:4002: column 'n': id 4000 is not below num_ids = 4000"):
-        list(data.evaluate("train", 0, 1, 64))
+        CtrCsvStream({"train": csv_file}, GLOBAL, num_ids=4000)
     with pytest.raises(ValueError, match="global ids need num_ids"):
         CtrCsvStream({"train": csv_file}, GLOBAL)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("label,n\n", r"b\.csv: no line of data"),
+        ("label,n\n\n\n", r"b\.csv: no line of data"),
+        ("label,n\n1,2\n3,4\n", r"b\.csv:3: column 'label': label '3' is not 0 or 1"),
+        ("", r"b\.csv: the file is empty"),
+    ],
+)
+@pytest.mark.parametrize("split", ["train", "valid", "test"])
+def test_every_file_of_every_split_is_looked_at_first(csv_file, split, text, error):
+    bad = csv_file.with_name("b.csv")
+    bad.write_text(text)
+    with pytest.raises(JobError, match=error):
+        CtrCsvStream({"train": csv_file, split: bad}, GLOBAL, num_ids=5000)
+
+
+def test_a_look_at_a_file_does_not_read_all_of_it(tmp_path, monkeypatch):
+    (path,) = numbered_files(tmp_path, [100_000], gzipped=False)
+    monkeypatch.setattr(text_source, "_LOOK_BYTES", 1000)
+    parsed = []
+    monkeypatch.setattr(delimited, "parse", lambda *given: parsed.append(given[1]) or parse(*given))
+    source([path]).check()
+    assert sum(len(block.text) for block in parsed) <= 1000
 
 
 def test_unknown_splits_and_buffers_are_named(csv_file):
