@@ -183,8 +183,20 @@ def _contradictions(job: Job, folder: Path) -> Iterator[tuple[Location, str]]:
     yield from compression_contradictions(job)
     for field, files in job.data.files().items():
         for file in (folder / job.data.root / file for file in files):
-            if not file.exists():
-                yield ("data", field), f"no file {file}; check data.root (or pass --data), or the name"
+            problem = _absent(file)
+            if problem is not None:
+                yield ("data", field), problem
+
+
+def _absent(file: Path) -> str | None:
+    """Why a file or folder cannot be had."""
+    try:
+        file.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a name with a zero character
+        return f"no file {file}; check data.root (or pass --data), or the name"
+    except OSError as error:
+        return f"{file} cannot be read: {error.strerror}; check data.root (or pass --data), or the name"
+    return None
 
 
 def _model_and_data(job: Job) -> Iterator[tuple[Location, str]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
+import os
 import shutil
 import subprocess
 import sys
@@ -215,6 +217,30 @@ def test_a_missing_or_binary_file_is_named(folder: Path) -> None:
     (folder / "job.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(JobFileError, match="not UTF-8"):
         load_job(folder / "job.yaml")
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ENAMETOOLONG, errno.ESTALE])
+def test_data_that_cannot_be_looked_at_is_named_with_its_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    stat = Path.stat
+
+    def fails(path: Path, **options: bool) -> os.stat_result:
+        if path.name == "valid.csv":
+            raise OSError(code, os.strerror(code))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", fails)
+    assert mistakes(folder, GOOD) == [
+        f"job.yaml:8: data.valid: data/valid.csv cannot be read: {os.strerror(code)}; "
+        "check data.root (or pass --data), or the name"
+    ]
+
+
+def test_a_name_that_no_file_can_have_is_named_with_its_line(folder: Path) -> None:
+    for name in ('"a\\0b"', "x" * 300):
+        (mistake,) = mistakes(folder, changed(("valid: valid.csv", f"valid: {name}")))
+        assert mistake.startswith("job.yaml:8: data.valid: ")
 
 
 def test_the_data_root_can_be_replaced(folder: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import os
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -24,15 +26,23 @@ class Block:
     text: bytes
 
 
-def check_readable(path: Path) -> bool:
-    """Whether the file is gzipped, by its first bytes. JobError if it is missing, no file, unreadable or empty."""
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """While a file or folder is looked at or read: JobError in place of what the system says of it."""
     try:
-        with path.open("rb") as file:
-            magic = file.read(2)
-    except FileNotFoundError:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
         raise JobError(where=str(path), reason="no such file; check the path") from None
     except OSError as error:
-        raise JobError(where=str(path), reason=f"cannot be read: {error.strerror}") from None
+        if error.errno is None:  # not of the system: gzip and Arrow say by it what is wrong with the content
+            raise
+        raise JobError(where=str(path), reason=f"cannot be read: {os.strerror(error.errno)}") from None
+
+
+def check_readable(path: Path) -> bool:
+    """Whether the file is gzipped, by its first bytes. JobError if it is missing, no file, unreadable or empty."""
+    with reading(path), path.open("rb") as file:
+        magic = file.read(2)
     if not magic:
         raise JobError(where=str(path), reason="the file is empty")
     gzipped = magic == GZIP_MAGIC
@@ -51,7 +61,7 @@ def read_blocks(path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
 
 def read_range(path: Path, start: int, end: int) -> tuple[int, bytes]:
     """The lines of a plain file that start in its bytes [start, end), and where the first of them starts."""
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         if start:
             file.seek(start - 1)
             file.readline(MAX_LINE_BYTES)
@@ -65,7 +75,7 @@ def read_range(path: Path, start: int, end: int) -> tuple[int, bytes]:
 def count_lines(path: Path, end: int) -> int:
     """Lines that end in the first `end` bytes of a plain file."""
     lines = 0
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         while end > 0 and (data := file.read(min(end, BLOCK_BYTES))):
             lines += data.count(b"\n")
             end -= len(data)
@@ -81,7 +91,7 @@ def _whole_lines(path: Path, block_bytes: int) -> Iterator[bytes]:
     gzipped = check_readable(path)
     rest = b""
     done = 0
-    with cast(BinaryIO, gzip.open(path, "rb")) if gzipped else path.open("rb") as file:
+    with reading(path), cast(BinaryIO, gzip.open(path, "rb")) if gzipped else path.open("rb") as file:
         while True:
             try:
                 data = file.read(block_bytes)

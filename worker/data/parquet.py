@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from stat import S_ISDIR
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +16,7 @@ import pyarrow.parquet as pq
 from embershard.proto.errors import JobError
 from embershard.worker.data.columns import Columns
 from embershard.worker.data.delimited import TYPES, Layout, plausible
+from embershard.worker.data.files import reading
 from embershard.worker.data.order import too_many_workers
 from embershard.worker.data.rows import Rows
 from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
@@ -116,8 +118,9 @@ class ParquetSource:
         where = f"{path}: row group {group}"
         file = _open(path)
         try:
-            for part in file.iter_batches(READ_ROWS, row_groups=[group], columns=self._names, use_threads=False):
-                yield self._rows(where, pa.Table.from_batches([part]))
+            with reading(path):
+                for part in file.iter_batches(READ_ROWS, row_groups=[group], columns=self._names, use_threads=False):
+                    yield self._rows(where, pa.Table.from_batches([part]))
         except (pa.ArrowException, OSError) as error:
             raise JobError(where=where, reason=f"cannot be read ({error}); get the file again") from None
 
@@ -148,7 +151,9 @@ def _expand(given: Sequence[Path]) -> list[Path]:
     """Files, with the *.parquet files of each folder in its place."""
     paths: list[Path] = []
     for path in given:
-        found = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+        with reading(path):  # glob would take a folder that cannot be read for an empty one
+            is_folder = S_ISDIR(path.stat().st_mode)
+            found = sorted(p for p in path.iterdir() if p.name.endswith(".parquet")) if is_folder else [path]
         if not found:
             raise JobError(where=str(path), reason="no *.parquet file in this folder")
         paths += found
@@ -157,8 +162,7 @@ def _expand(given: Sequence[Path]) -> list[Path]:
 
 def _open(path: Path) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(path)
-    except FileNotFoundError:
-        raise JobError(where=str(path), reason="no such file; check the path") from None
+        with reading(path):
+            return pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
         raise JobError(where=str(path), reason=f"not a whole Parquet file ({error})") from None

@@ -11,7 +11,15 @@ import pyarrow as pa
 
 from embershard.proto.errors import JobError
 from embershard.worker.data.delimited import Layout, parse, read_tables, without_lines
-from embershard.worker.data.files import BLOCK_BYTES, Block, check_readable, count_lines, read_blocks, read_range
+from embershard.worker.data.files import (
+    BLOCK_BYTES,
+    Block,
+    check_readable,
+    count_lines,
+    read_blocks,
+    read_range,
+    reading,
+)
 from embershard.worker.data.rows import Rows
 
 _LOOK_BYTES = 64 << 10  # of each file, before anything is trained
@@ -65,7 +73,7 @@ class TextSource:
 
     def _ranges(self, paths: list[Path], world_size: int) -> list[tuple[Path, int, int]]:
         """(path, start, end) in bytes; about 32 or more for each worker, so that shares differ by little."""
-        sizes = [path.stat().st_size for path in paths]
+        sizes = [_size(path) for path in paths]
         step = max(1, min(self.block_bytes, sum(sizes) // (32 * world_size)))
         return [
             (path, start, min(start + step, size))
@@ -88,3 +96,8 @@ class TextSource:
             block = without_lines(block, 1)
         if block.text.strip():
             yield self.to_rows(parse(path, block, self.layout), self.layout)
+
+
+def _size(path: Path) -> int:
+    with reading(path):
+        return path.stat().st_size

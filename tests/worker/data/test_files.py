@@ -1,11 +1,14 @@
+import errno
 import gzip
 import itertools
+import os
+from pathlib import Path
 
 import pytest
 
 from embershard.proto.errors import JobError
 from embershard.worker.data import files
-from embershard.worker.data.files import read_blocks, read_text
+from embershard.worker.data.files import count_lines, read_blocks, read_range, read_text
 
 
 @pytest.mark.parametrize("block_bytes", [1, 3, 7, 1000])
@@ -30,6 +33,40 @@ def test_a_missing_file_is_named(tmp_path):
 def test_a_folder_is_no_file(tmp_path):
     with pytest.raises(JobError, match="cannot be read"):
         read_text(tmp_path)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("gzipped", [False, True])
+def test_what_the_system_says_while_a_file_is_read_is_an_error_that_names_it(tmp_path, monkeypatch, code, gzipped):
+    path = tmp_path / "a.csv"
+    path.write_bytes(gzip.compress(b"a\n" * 9) if gzipped else b"a\n" * 9)
+
+    class Failing:  # behind what is read to see whether it is gzipped
+        def __init__(self, *given, **options):
+            self.file = opened(*given, **options)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self.file.close()
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def read(self, size=-1):
+            if size != 2:
+                raise OSError(code, os.strerror(code))
+            return self.file.read(size)
+
+    opened = gzip.open if gzipped else Path.open
+    monkeypatch.setattr(*((gzip, "open") if gzipped else (Path, "open")), lambda *given, **kw: Failing(*given, **kw))
+    with pytest.raises(JobError, match=rf"a\.csv: cannot be read: {os.strerror(code)}"):
+        list(read_blocks(path))
+    if not gzipped:
+        for call in (lambda: read_range(path, 0, 9), lambda: count_lines(path, 9)):
+            with pytest.raises(JobError, match=rf"a\.csv: cannot be read: {os.strerror(code)}"):
+                call()
 
 
 @pytest.mark.parametrize("text", [b"", gzip.compress(b"")], ids=["empty", "gzipped"])

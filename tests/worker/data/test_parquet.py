@@ -1,3 +1,6 @@
+import errno
+import os
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -103,6 +106,21 @@ def test_broken_files_are_named(tmp_path):
         ParquetData({"train": [tmp_path / "empty"]})
     with pytest.raises(JobError, match="no train file"):
         ParquetData({"valid": [tmp_path]})
+
+
+def denied(*_given, **_options):
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+
+@pytest.mark.parametrize("call", [(os, "stat"), (os, "listdir"), (pq, "ParquetFile")], ids=lambda call: call[1])
+def test_what_cannot_be_read_is_neither_empty_nor_cut(tmp_path, monkeypatch, call):
+    write(tmp_path / "a.parquet")
+    with monkeypatch.context() as patched:
+        patched.setattr(*call, denied)
+        with pytest.raises(JobError) as caught:
+            ParquetData({"train": [tmp_path]})
+    where = tmp_path / "a.parquet" if call[1] == "ParquetFile" else tmp_path
+    assert str(caught.value) == f"{where}: cannot be read: Permission denied"
 
 
 @pytest.mark.parametrize(
