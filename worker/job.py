@@ -229,6 +229,10 @@ def _length(job: Job) -> Iterator[tuple[Location, str]]:
         yield ("train", "lr_schedule", "warmup_steps"), f"must be below train.steps, which is {length}"
     if unit == "epochs" and job.data.endless:
         yield ("train", "epochs"), "the data has no end: give data.samples, or train.samples instead"
+    schedule = train.lr_schedule.name
+    if unit == "epochs" and schedule in ("linear", "cosine") and job.data.streams_text:
+        reason = f"{schedule} needs the number of steps, which streamed text does not tell"
+        yield ("train", "lr_schedule", "name"), f"{reason}: give train.steps in place of train.epochs"
     if unit == "samples" and length < job.workers:
         yield ("workers",), f"{job.workers} workers cannot share {length} samples"
     if job.evaluate.every is not None and job.evaluate.every > length:

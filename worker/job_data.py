@@ -70,9 +70,14 @@ class DataSection(Section):
         return False
 
     @property
+    def streams_text(self) -> bool:
+        """Whether text is read anew in each epoch, which does not tell in advance how many samples there are."""
+        return False
+
+    @property
     def costs_cpu(self) -> bool:
         """Whether making a batch costs more than handing it over: then a process does it, where cores are to spare."""
-        return False
+        return self.streams_text
 
     def files(self) -> dict[str, tuple[Path, ...]]:
         """Field -> the files and folders that it names, under `root`."""
@@ -210,8 +215,8 @@ class CtrCsvSection(_ColumnsSection):
         return ("valid", "test") if self.halve_valid_by else super().judged_on
 
     @property
-    def costs_cpu(self) -> bool:
-        """Whether making a batch costs more than handing it over."""
+    def streams_text(self) -> bool:
+        """Whether text is read anew in each epoch."""
         return self.stream
 
     def problem(self) -> tuple[str, str] | None:
@@ -282,8 +287,8 @@ class CriteoSection(DataSection):
         return True
 
     @property
-    def costs_cpu(self) -> bool:
-        """Whether making a batch costs more than handing it over."""
+    def streams_text(self) -> bool:
+        """Whether text is read anew in each epoch."""
         return self.stream
 
     def open(self, folder: Path, seed: int) -> Dataset:

@@ -203,6 +203,13 @@ CONTRADICTIONS = [
         changed(("valid: valid.csv", "valid: walid.csv")),
         ["job.yaml:8: data.valid: no file data/walid.csv; check data.root (or pass --data), or the name"],
     ),
+    (
+        changed(("train: train.csv", "train: train.csv\n  stream: true"), ("plateau, factor: 0.1", "cosine")),
+        [
+            "job.yaml:17: train.lr_schedule.name: cosine needs the number of steps, which streamed text does not tell: "
+            "give train.steps in place of train.epochs"
+        ],
+    ),
 ]
 
 
@@ -332,6 +339,13 @@ def test_contradictions_of_the_data_are_refused(folder: Path, section: str, want
     text = f"model: {{name: {model}}}\ndata: {{root: data, {section}}}\n"
     text += "embedding: {optimizer: {name: sgd, lr: 1}}\ntrain: {batch_size: 2, epochs: 1}\n"
     assert any(want in line for line in mistakes(folder, text)), mistakes(folder, text)
+
+
+def test_a_schedule_over_streamed_text_takes_steps_or_a_shape_without_an_end(folder: Path) -> None:
+    stream = "data.stream=true"
+    assert load(folder, GOOD, stream, "train.lr_schedule={name: cosine}", "train.steps=9").data.streams_text
+    assert load(folder, GOOD, stream).train.epochs == 3
+    assert load(folder, GOOD, "train.lr_schedule={name: linear}").train.epochs == 3
 
 
 @pytest.mark.parametrize(
