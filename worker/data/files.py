@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +70,28 @@ def read_range(path: Path, start: int, end: int) -> tuple[int, bytes]:
         if text and not text.endswith(b"\n"):
             text += file.readline(MAX_LINE_BYTES)
     return begin, text
+
+
+def line_starts(path: Path, positions: Iterable[int]) -> list[int]:
+    """Where the first line that is not empty begins at or behind each of a plain file's bytes, each place once.
+
+    Positions ascend.
+    """
+    starts: list[int] = []
+    with reading(path), path.open("rb") as file:
+        for position in positions:
+            if starts and position <= starts[-1]:
+                continue
+            file.seek(max(0, position - 1))
+            if position:
+                file.readline(MAX_LINE_BYTES)
+            start = file.tell()
+            while (line := file.readline(MAX_LINE_BYTES)) and not line.strip(b"\r\n"):
+                start = file.tell()
+            if not line:
+                break
+            starts.append(start)
+    return starts
 
 
 def count_lines(path: Path, end: int) -> int:

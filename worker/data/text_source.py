@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from embershard.worker.data.files import (
     Block,
     check_readable,
     count_lines,
+    line_starts,
     read_blocks,
     read_range,
     reading,
@@ -72,14 +75,18 @@ class TextSource:
                 yield from self._parse(path, block)
 
     def _ranges(self, paths: list[Path], world_size: int) -> list[tuple[Path, int, int]]:
-        """(path, start, end) in bytes; about 32 or more for each worker, so that shares differ by little."""
+        """(path, start, end) in bytes; about 32 or more for each worker, so that shares differ by little.
+
+        Each has a line of data: else a share could be empty in some epochs, as the order falls out.
+        """
         sizes = [_size(path) for path in paths]
         step = max(1, min(self.block_bytes, sum(sizes) // (32 * world_size)))
-        return [
-            (path, start, min(start + step, size))
-            for path, size in zip(paths, sizes, strict=True)
-            for start in range(0, size, step)
-        ]
+        whole = step == self.block_bytes  # which no line is longer than: look for none among a large file's ranges
+        ranges = []
+        for path, size in zip(paths, sizes, strict=True):
+            starts = range(0, size, step) if whole else _line_starts(path, size, step, self.has_header)
+            ranges += [(path, start, end) for start, end in pairwise((*starts, size))]
+        return ranges
 
     def _parse_range(self, path: Path, start: int, end: int) -> Iterator[Rows]:
         begin, text = read_range(path, start, end)
@@ -96,6 +103,11 @@ class TextSource:
             block = without_lines(block, 1)
         if block.text.strip():
             yield self.to_rows(parse(path, block, self.layout), self.layout)
+
+
+@lru_cache(maxsize=256)  # the same in each epoch, and in each part of one that is dealt out
+def _line_starts(path: Path, size: int, step: int, has_header: bool) -> tuple[int, ...]:
+    return tuple(line_starts(path, (max(int(has_header), start) for start in range(0, size, step))))
 
 
 def _size(path: Path) -> int:

@@ -8,7 +8,7 @@ import pytest
 
 from embershard.proto.errors import JobError
 from embershard.worker.data import files
-from embershard.worker.data.files import count_lines, read_blocks, read_range, read_text
+from embershard.worker.data.files import count_lines, line_starts, read_blocks, read_range, read_text
 
 
 @pytest.mark.parametrize("block_bytes", [1, 3, 7, 1000])
@@ -23,6 +23,15 @@ def test_blocks_are_whole_lines_with_their_true_numbers(tmp_path, text, block_by
         assert before.text.endswith(b"\n")
         assert block.first_line == before.first_line + before.text.count(b"\n")
     assert blocks[0].first_line == 1
+
+
+@pytest.mark.parametrize("end", ["\n", ""])
+def test_lines_that_are_not_empty_are_found_from_any_byte(tmp_path, end):
+    path = tmp_path / "a.txt"
+    path.write_text("ab\n\r\ncd\n\n\nefg" + end)
+    want = [0, 5, 5, 5, 5, 5, 10, 10, 10, 10, 10]
+    assert [line_starts(path, [at]) for at in range(15)] == [[start] for start in want] + [[]] * 4
+    assert line_starts(path, range(20)) == [0, 5, 10]
 
 
 def test_a_missing_file_is_named(tmp_path):

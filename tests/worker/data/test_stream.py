@@ -108,6 +108,22 @@ def test_gzipped_files_of_one_block_are_shared_out_evenly(tmp_path):
     assert sorted(i for share in shares for i in share) == list(range(600))
 
 
+@pytest.mark.parametrize("has_header", [False, True])
+@pytest.mark.parametrize("lengths", [[0, 0, 0, 0], [900, 0, 0, 1], [0, 5000, 20, 0]])
+def test_which_worker_has_samples_does_not_depend_on_the_epoch(tmp_path, lengths, has_header):
+    blank = "\n" * 40
+    lines = "".join(f"1,{i},{'x' * length}\n{blank * (i % 2)}" for i, length in enumerate(lengths))
+    (tmp_path / "a.csv").write_text(("label,n,note\n" if has_header else "") + lines)
+    layout = Layout(columns={"label": "label", "n": "id", "note": "skip"})
+    few = TextSource(paths=[tmp_path / "a.csv"], layout=layout, to_rows=GLOBAL.rows, has_header=has_header)
+    found = set()
+    for epoch in range(30):
+        shares = [ids(few.blocks(rank, 5, np.random.default_rng(epoch))) for rank in range(5)]
+        assert sorted(itertools.chain(*shares)) == [0, 1, 2, 3]
+        found.add(tuple(map(bool, shares)))
+    assert found in ({(True, True, True, True, False)}, {(True, True, True, False, False)})
+
+
 def test_streamed_epochs_differ_and_repeat(csv_file):
     data = small_blocks(CtrCsvStream({"train": csv_file}, GLOBAL, num_ids=5000, shuffle_rows=1000))
     first = ids(data.train(0, 0, 2, 64))
