@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field, PlainValidator
+from pydantic import BeforeValidator, Field, PlainValidator
 
 from embershard.worker.job_sections import Count, Section
 
@@ -29,6 +29,15 @@ def _parts(value: object) -> int | str | None:
     if isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31:
         return value
     raise ValueError(f"must be a number of parts, auto or null, got {value!r}")
+
+
+def _as_list(value: object) -> object:
+    return (value,) if isinstance(value, (str, Path)) else value
+
+
+_OR_ONE = BeforeValidator(_as_list)
+Paths = Annotated[tuple[Path, ...], _OR_ONE]
+SomePaths = Annotated[tuple[Path, ...], Field(min_length=1), _OR_ONE]
 
 
 class DataSection(Section):
@@ -245,9 +254,9 @@ class ParquetSection(_ColumnsSection):
     """Parquet files, or folders of them."""
 
     reader: Literal["parquet"]
-    train: Annotated[tuple[Path, ...], Field(min_length=1)]
-    valid: tuple[Path, ...] = ()
-    test: tuple[Path, ...] = ()
+    train: SomePaths
+    valid: Paths = ()
+    test: Paths = ()
 
     @property
     def costs_cpu(self) -> bool:
@@ -271,9 +280,9 @@ class CriteoSection(DataSection):
     """Criteo's files as published, in memory or (stream) read anew in each epoch."""
 
     reader: Literal["criteo"]
-    train: Annotated[tuple[Path, ...], Field(min_length=1)]
-    valid: tuple[Path, ...] = ()
-    test: tuple[Path, ...] = ()
+    train: SomePaths
+    valid: Paths = ()
+    test: Paths = ()
     stream: bool = False
 
     @property

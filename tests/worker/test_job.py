@@ -321,6 +321,16 @@ def test_parquet_can_be_opened_from_a_job(folder: Path) -> None:
     assert (data.schema.num_ids, data.num_samples("train")) == (5, 2)
 
 
+def test_one_file_is_a_list_of_one(folder: Path) -> None:
+    for reader in ("parquet", "criteo"):
+        text = GOOD.replace("ctr_csv", reader).replace("valid: valid.csv", "valid: [train.csv, valid.csv]")
+        assert load(folder, text).data.files() == {
+            "train": (Path("train.csv"),),
+            "valid": (Path("train.csv"), Path("valid.csv")),
+        }
+    assert "data.train: is missing" in mistakes(folder, text.replace("  train: train.csv\n", ""))[0]
+
+
 @pytest.mark.parametrize(
     ("section", "want"),
     [
