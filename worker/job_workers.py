@@ -30,5 +30,5 @@ def worker_contradictions(job: Job) -> Iterator[tuple[Location, str]]:
     if isinstance(job.data.splits, int) and job.data.splits < job.workers:
         yield at, f"must be at least as many as workers, which are {job.workers}"
     gzipped = [str(file) for file in job.data.files().get("train", ()) if file.suffix == ".gz"]
-    if gzipped:
+    if gzipped and job.data.streams_text:
         yield at, f"{gzipped[0]} would be read from its start for every split; decompress it, or remove data.splits"

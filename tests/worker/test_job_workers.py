@@ -79,9 +79,10 @@ def test_what_is_no_contradiction_is_taken(tmp_path: Path, sets: tuple[str, ...]
     load(tmp_path, *sets)
 
 
-def test_gzipped_text_is_not_dealt_out(tmp_path: Path) -> None:
+def test_gzipped_text_is_not_dealt_out_where_it_streams(tmp_path: Path) -> None:
     (tmp_path / "a.csv.gz").write_bytes(b"")
     with pytest.raises(JobFileError, match=r"data.splits: a.csv.gz would be read from its start for every split"):
-        load(tmp_path, "data={reader: ctr_csv, train: a.csv.gz, splits: 8}")
+        load(tmp_path, "data={reader: ctr_csv, train: a.csv.gz, stream: true, splits: 8}")
+    load(tmp_path, "data={reader: ctr_csv, train: a.csv.gz, splits: 8}")  # read once, into memory
     (tmp_path / "a.csv").write_text("label,a\n1,2\n")
-    load(tmp_path, "data={reader: ctr_csv, train: a.csv, splits: 8}")
+    load(tmp_path, "data={reader: ctr_csv, train: a.csv, stream: true, splits: 8}")
