@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
+from embershard.worker.data.files import is_delimiter
 from embershard.worker.job_sections import Count, Section
 
 if TYPE_CHECKING:  # a job is checked in a second, without torch; a reader is imported when it is opened
@@ -29,6 +30,12 @@ def _parts(value: object) -> int | str | None:
     if isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31:
         return value
     raise ValueError(f"must be a number of parts, auto or null, got {value!r}")
+
+
+def _delimiter(value: str) -> str:
+    if not is_delimiter(value):
+        raise ValueError(f"must be one ASCII character, no quote or line end, got {value!r}")
+    return value
 
 
 def _as_list(value: object) -> object:
@@ -214,7 +221,7 @@ class CtrCsvSection(_ColumnsSection):
     train: Path
     valid: Path | None = None
     test: Path | None = None
-    delimiter: Annotated[str, Field(min_length=1, max_length=1)] = ","
+    delimiter: Annotated[str, AfterValidator(_delimiter)] = ","
     halve_valid_by: str | None = None
     stream: bool = False
 

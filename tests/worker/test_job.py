@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import inspect
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import pytest
 
 from embershard.proto import spec
 from embershard.worker.data.batch import Schema
+from embershard.worker.data.delimited import Layout
 from embershard.worker.job import Job, JobFileError, load_job
 from embershard.worker.job_yaml import Mistake
 from embershard.worker.models.registry import MODELS
@@ -319,6 +322,15 @@ def test_parquet_can_be_opened_from_a_job(folder: Path) -> None:
     job = load(folder, text + "embedding: {optimizer: {name: sgd, lr: 1}}\ntrain: {batch_size: 2, epochs: 1}\n")
     data = job.data.open(folder, seed=0)
     assert (data.schema.num_ids, data.num_samples("train")) == (5, 2)
+
+
+@pytest.mark.parametrize("text", ["§", "", "::", '"', "\r", "\n"])
+def test_a_delimiter_that_parsers_do_not_take_is_refused(folder: Path, text: str) -> None:
+    reason = f"must be one ASCII character, no quote or line end, got {text!r}"
+    given = GOOD.replace("  root: data\n", f"  root: data\n  delimiter: {json.dumps(text)}\n")
+    assert mistakes(folder, given) == [f"job.yaml:7: data.delimiter: {reason}"]
+    with pytest.raises(ValueError, match=re.escape(f"delimiter {reason}")):
+        Layout(columns={"label": "label"}, delimiter=text)
 
 
 def test_one_file_is_a_list_of_one(folder: Path) -> None:

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 
 from embershard.proto.errors import JobError
-from embershard.worker.data.files import BLOCK_BYTES, Block, read_blocks
+from embershard.worker.data.files import BLOCK_BYTES, Block, is_delimiter, read_blocks
 
 Kind = Literal["label", "id", "text", "number", "skip"]
 TYPES = {"label": pa.float32(), "id": pa.int64(), "text": pa.string(), "number": pa.float32()}
@@ -40,8 +40,8 @@ class Layout:
     num_ids: int | None = None  # ids must be below it, where it is known in advance
 
     def __post_init__(self) -> None:
-        if len(self.delimiter) != 1:
-            raise ValueError(f"delimiter must be one character, got {self.delimiter!r}")
+        if not is_delimiter(self.delimiter):
+            raise ValueError(f"delimiter must be one ASCII character, no quote or line end, got {self.delimiter!r}")
         for name, kind in self.columns.items():
             if kind != "skip" and kind not in TYPES:
                 raise ValueError(f"column {name!r}: unknown kind {kind!r} (known: {', '.join(TYPES)}, skip)")

@@ -26,6 +26,11 @@ class Block:
     text: bytes
 
 
+def is_delimiter(text: str) -> bool:
+    """Whether it can part the fields of a line: parsers take one byte, which has no other meaning."""
+    return len(text) == 1 and text.isascii() and text not in '"\r\n'
+
+
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """While a file or folder is looked at or read: JobError in place of what the system says of it."""
