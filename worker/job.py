@@ -153,7 +153,7 @@ def load_job(path: Path, overrides: Sequence[str] = (), data_root: Path | None =
             source.drop(field)
     source.override(overrides, choices=[BUDGETS])
     if data_root is not None:
-        source.override([f"data.root={data_root.absolute()}"])
+        source.put(("data", "root"), str(data_root.absolute()), f"--data {data_root}")
     try:
         job = Job.model_validate(source.values)
     except ValidationError as error:

@@ -85,7 +85,7 @@ class Source:
             except yaml.YAMLError:
                 self.mistakes.append(Mistake(where, key, f"{text!r} is not YAML"))
                 continue
-            self._set(parts, value, where)
+            self.put(parts, value, where)
 
     def drop(self, key: str) -> None:
         """Take a field (section.field) as not given."""
@@ -102,7 +102,8 @@ class Source:
             path = path[:-1]
         return self.places.get(path, f"{self.name}:1")
 
-    def _set(self, parts: Sequence[str], value: Value, where: str) -> None:
+    def put(self, parts: Sequence[str], value: Value, where: str) -> None:
+        """Give a field, behind its sections, a value; `where` is what a mistake with it is said of."""
         section: Value = self.values
         for depth, part in enumerate(parts[:-1]):
             assert isinstance(section, dict)

@@ -253,10 +253,17 @@ def test_a_name_that_no_file_can_have_is_named_with_its_line(folder: Path) -> No
         assert mistake.startswith("job.yaml:8: data.valid: ")
 
 
-def test_the_data_root_can_be_replaced(folder: Path) -> None:
-    shutil.move(folder / "data", folder / "elsewhere")
+@pytest.mark.parametrize("name", ["elsewhere", "data #2", "a: b", "{x", "12 "])  # a path is no YAML
+def test_the_data_root_can_be_replaced(folder: Path, name: str) -> None:
+    shutil.move(folder / "data", folder / name)
     (folder / "job.yaml").write_text(GOOD)
-    assert load_job(folder / "job.yaml", data_root=folder / "elsewhere").data.root == folder / "elsewhere"
+    assert load_job(folder / "job.yaml", data_root=folder / name).data.root == folder / name
+
+
+def test_a_data_root_where_there_is_no_section_is_named(folder: Path) -> None:
+    (folder / "job.yaml").write_text(GOOD.replace("data:\n", "data: 3\nold:\n"))
+    with pytest.raises(JobFileError, match=r"--data .*nowhere: data\.root: data holds no fields, but 3"):
+        load_job(folder / "job.yaml", data_root=folder / "nowhere")
 
 
 @pytest.mark.parametrize("name", MODELS)
