@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Schema
 from embershard.worker.data.delimited import Kind, Layout, column, read_tables
+from embershard.worker.data.files import read_blocks
 from embershard.worker.data.rows import Rows, RowsDataset
 
 CATEGORICAL = (
@@ -67,7 +68,7 @@ class Adult(RowsDataset):
         seed: int = 0,
     ) -> None:
         files = {"train": train} if test is None else {"train": train, "test": test}
-        tables = {name: _read(path, has_header=name == "test") for name, path in files.items()}
+        tables = {name: _read(path) for name, path in files.items()}
         vocabularies = {name: np.unique(_texts(tables["train"], name)) for name in CATEGORICAL}
         dense = {name: np.stack([column(table, n) for n in NUMERIC], axis=1) for name, table in tables.items()}
         if standardise:
@@ -82,8 +83,10 @@ class Adult(RowsDataset):
         super().__init__(schema, rows, where=str(train), seed=seed, shuffle=shuffle)
 
 
-def _read(path: Path, *, has_header: bool) -> pa.Table:
-    table = pa.concat_tables(read_tables(path, LAYOUT, skip_lines=int(has_header)))
+def _read(path: Path) -> pa.Table:
+    # adult.test as published begins with "|1x3 Cross validator"; without it the first line is a sample
+    note = next(read_blocks(path, block_bytes=1 << 10)).text.startswith(b"|")
+    table = pa.concat_tables(read_tables(path, LAYOUT, skip_lines=int(note)))
     for name in NUMERIC:
         if table.column(name).null_count:
             raise JobError(where=str(path), reason=f"column {name!r} has missing values")

@@ -44,6 +44,13 @@ def test_numbers_are_standardised_by_the_train_file(files):
     assert (only(data, "train").dense[:, 1:] == 0).all()
 
 
+def test_a_first_line_that_is_a_sample_is_kept(files):
+    files[1].write_text(TEST.partition("\n")[2])
+    data = Adult(*files)
+    assert data.num_samples("test") == 2
+    assert only(data, "test").labels.tolist() == [1, 0]
+
+
 @pytest.mark.parametrize(
     ("line", "error"),
     [
