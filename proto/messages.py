@@ -33,6 +33,7 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 # A shard puts a request that waits for other workers back so long before its deadline, or a quarter of its time, that
 # the reply still arrives.
 PUT_BACK_SECONDS = 0.5
+ONLOOKER = 65_535  # the last worker number, which no job of this size has: of who reads beside those that train
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from embershard.proto.errors import (
 from embershard.proto.jit import compiled
 from embershard.proto.messages import (
     DELTA,
+    ONLOOKER,
     PACKED,
     Bytes,
     Declare,
@@ -57,7 +58,7 @@ class Entry:
     space_key: np.uint64
     loader: int | None
     dense: bool = False
-    codecs: tuple[str, str] = ("", "")  # push and pull, of whoever declared it last
+    codecs: tuple[str, str] = ("", "")  # push and pull, of the worker that declared it last
 
 
 class Part(NamedTuple):
@@ -138,7 +139,9 @@ class Tables:
             return Declared(created=True, loading=request.load)
         if difference := entry.table.spec.difference(spec):
             raise TableMismatch(table=spec.name, difference=difference)
-        entry.dense, entry.codecs = entry.dense or request.dense, codecs
+        entry.dense = entry.dense or request.dense
+        if request.worker != ONLOOKER:
+            entry.codecs = codecs
         again = loader is not None and entry.loader == loader
         return Declared(created=again, loading=entry.loader is not None)
 

@@ -33,7 +33,6 @@ from embershard.proto.messages import (
 from embershard.worker.carrier import Deadline
 from embershard.worker.links import Links, Outcome
 
-ONLOOKER = 65_535  # the last worker number, which no job of this size has: of who reads beside those that train
 _BEATS = 4  # of a lease
 _MARGIN = 2  # clocks beyond the shards' own at which a late worker joins; doubled while they run away from it
 _SAID_AFTER = timedelta(seconds=10)  # waiting for another worker for longer is said, once

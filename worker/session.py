@@ -14,6 +14,7 @@ import torch
 
 from embershard.proto.codec.choice import Codec
 from embershard.proto.codec.custom import CodecRegistry
+from embershard.proto.messages import ONLOOKER
 from embershard.proto.routing import Placement, Route
 from embershard.proto.spec import TableSpec
 from embershard.worker.addresses import parse_addresses
@@ -27,7 +28,7 @@ from embershard.worker.declared import Declared, Values
 from embershard.worker.dense import DenseWeights
 from embershard.worker.gradients import RowGradients, merge, to_arrays
 from embershard.worker.local_steps import LocalSteps
-from embershard.worker.membership import ONLOOKER, Membership, Terms
+from embershard.worker.membership import Membership, Terms
 from embershard.worker.reads import Read, Reads, Wanted
 from embershard.worker.remote_table import RemoteTable
 from embershard.worker.spans import span

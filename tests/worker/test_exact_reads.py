@@ -11,10 +11,10 @@ from bag_model import BagModel
 from torch import nn
 
 import embershard as es
+from embershard.proto.messages import ONLOOKER
 from embershard.ps.shard import Shard
 from embershard.worker.group import WorkerGroup
 from embershard.worker.job import Job
-from embershard.worker.membership import ONLOOKER
 from embershard.worker.onlooker import Onlooker
 from embershard.worker.session import Session
 from embershard.worker.trained import NotTrained

@@ -12,7 +12,7 @@ import torch
 import embershard as es
 from embershard.proto.codec_errors import UnknownCodec
 from embershard.proto.errors import JobError
-from embershard.proto.messages import Compress, Pull, Push, Reply, Request, TableCodecs
+from embershard.proto.messages import ONLOOKER, Compress, Pull, Push, Reply, Request, TableCodecs
 from embershard.ps.shard import Shard
 from embershard.worker.carriers.local import LocalCarrier
 from embershard.worker.client import Client
@@ -21,7 +21,6 @@ from embershard.worker.compression.job_codecs import JobCodecs
 from embershard.worker.compression.settings import codec_of
 from embershard.worker.compression.switching import settings_of
 from embershard.worker.job import Job
-from embershard.worker.membership import ONLOOKER
 from embershard.worker.session import Session
 
 SPEC = es.TableSpec(name="t", dim=4, optimizer=es.SGD(lr=1.0), initializer=es.Constant(value=0.0))
@@ -154,6 +153,15 @@ def test_what_the_shards_were_told_for_a_job_is_not_put_on_the_next_one(
         session.client.ask_all(Compress(3, (TableCodecs("t", push="bf16"),)))
         train(session, 2)
         assert session.client.compressor.packs("t")
+
+
+def test_who_only_looks_does_not_change_how_a_table_is_shown_to_travel(stream_shard: str) -> None:
+    with es.connect(stream_shard, compression=es.Compression(push="int8")) as session:
+        session.table(SPEC)
+        with es.connect(stream_shard, worker=ONLOOKER) as onlooker:
+            onlooker.table(SPEC)
+        (table,) = session.client.status()[0].tables
+        assert table.push_codec == "int8"
 
 
 def job(compression: dict[str, object]) -> Job:

@@ -11,9 +11,9 @@ import torch
 import typer
 
 from embershard.cli.signals import ended_by_signals
+from embershard.proto.messages import ONLOOKER
 from embershard.worker.job import load_job
 from embershard.worker.log import finite
-from embershard.worker.membership import ONLOOKER
 from embershard.worker.onlooker import Onlooker
 from embershard.worker.session import connect
 

@@ -15,6 +15,7 @@ import typer
 
 from embershard.in_process import local
 from embershard.proto.errors import JobError
+from embershard.proto.messages import ONLOOKER
 from embershard.worker.addresses import parse_addresses
 from embershard.worker.checkpoint import SNAPSHOT, Checkpoint, checkpoint_at
 from embershard.worker.client import Client
@@ -25,7 +26,6 @@ from embershard.worker.export_onnx import FILE as ONNX_FILE
 from embershard.worker.export_onnx import check_onnx, dense_part, export_onnx
 from embershard.worker.group import WorkerGroup
 from embershard.worker.job import Job, load_job
-from embershard.worker.membership import ONLOOKER
 from embershard.worker.quantise import FILE as INT8_FILE
 from embershard.worker.quantise import int8_tensors, quantise
 from embershard.worker.snapshots import open_snapshot, restore_snapshot
