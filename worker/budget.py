@@ -105,10 +105,14 @@ class Budget:
         return {"epoch": at.epoch, "batch": at.batch, "given": at.given, "world_size": self._group.world_size}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on from there; of a loader, one that was started there."""
-        self.position = Position.of(state, self._group.world_size)
+        """Go on from there; of a loader, one that was started there. An epoch that was begun is dealt out anew."""
+        self.position = at = Position.of(state, self._group.world_size)
         if self._unit == "steps":  # each worker's own, however many there are
-            self.position.given = int(str(state["given"]))
+            at.given = int(str(state["given"]))
+        if self._splits is not None:
+            samples = self._dataset.num_samples("train")
+            over = samples is not None and self._batches_for(samples) <= at.batch
+            at.epoch, at.batch = at.epoch + over, 0
 
     @property
     def total_steps(self) -> int | None:

@@ -77,6 +77,17 @@ def test_other_workers_go_on_at_the_same_sample(unit: str, given: int) -> None:
     assert (back.position.epoch, back.position.batch) == (2, 4)
 
 
+@pytest.mark.parametrize(("batch", "epochs"), [(5, 2), (13, 2), (14, 1)], ids=["begun", "nearly over", "over"])
+def test_an_epoch_that_was_begun_is_dealt_out_whole(batch: int, epochs: int) -> None:
+    before = Budget(job(steps=100), dataset(), WorkerGroup())
+    before.position = Position(epoch=1, batch=batch, given=14 + batch)
+    splits = SimpleNamespace(num_splits=4, deal=lambda epoch: iter(range(4)))
+    budget = Budget(job(epochs=3), dataset(), WorkerGroup(), splits=splits)  # type: ignore[arg-type]
+    budget.load_state_dict(before.state_dict())
+    parts = chain.from_iterable(segment.parts for segment in budget.segments())
+    assert sum(len(batch) for part in parts for _, batch in part) == epochs * SAMPLES
+
+
 @pytest.mark.parametrize(
     ("unit", "before", "now", "want"), [("epochs", 1, 2, 14), ("samples", 2, 1, 56), ("steps", 1, 2, 28)]
 )

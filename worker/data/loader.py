@@ -64,7 +64,7 @@ class Share(BaseModel):
     world_size: int
     batch_size: int
     epoch: int = 0  # the first one
-    skip: int = 0  # batches of it that are left out
+    skip: int = 0  # batches of it that are left out, unless it is dealt out
     splits: int = 0  # of each epoch, in place of a share of it, where they are dealt out
 
 
@@ -182,7 +182,8 @@ def send_batches(share: Share, asked: Iterable[str], pipe: IO[bytes]) -> None:
         dataset = share.data.open(share.folder, share.seed)
         for epoch, rank, world_size in _parts(share, asked):
             batches = dataset.train(epoch, rank, world_size, share.batch_size)
-            for batch in islice(batches, share.skip if epoch == share.epoch else 0, None):
+            skip = share.skip if epoch == share.epoch and not share.splits else 0
+            for batch in islice(batches, skip, None):
                 _send(batch, pipe)
             pipe.write(_HEAD.pack(_END, 0, 0, 0, 0))
             pipe.flush()
