@@ -167,7 +167,7 @@ def _heads(part: Part, moved: Volumes, directions: Mapping[str, Directions]) -> 
     empty = _exchange(*make("", None, ids=False))
     total = float(moved[part].messages * empty)
     for other, counted in moved.items():
-        if other.direction == part.direction and other.kind in ("rows", "dense", "held"):
+        if other.direction == part.direction and other.kind in ("rows", "dense", "held") and counted.messages:
             ids = counted if other.kind == "held" else moved.get(Part(part.direction, "ids", other.table))
             share = 0.0 if ids is None else ids.messages / counted.messages
             codec = getattr(directions[other.table], part.direction)

@@ -80,6 +80,15 @@ def test_what_replies_say_of_coding_is_foreseen(stream_shard: str, push: str, pu
     assert heads_off(stream_shard, push, pull) == pytest.approx(plain, abs=2 * STEPS)
 
 
+def test_of_what_was_moved_before_and_not_since_nothing_is_expected(stream_shard: str) -> None:
+    client, moved, _ = moved_by(stream_shard, "topk:0.1", "int8")
+    try:
+        expected = predict_volumes({part: Moved() for part in moved}, client)
+    finally:
+        client.close()
+    assert expected == {Part("pull", "other"): 0.0, Part("push", "other"): 0.0}
+
+
 @pytest.mark.parametrize("push", ["topk:0.1+fp16s", "rows:0.1+int8", "randomk:0.05", "dgc:0.02"])
 def test_what_a_selection_sends_is_foreseen_too(stream_shard: str, push: str) -> None:
     client, moved, _ = moved_by(stream_shard, push, "none")
