@@ -64,20 +64,33 @@ class Budget:
         self._smallest_batch = smallest_batch
         self._splits = splits
         self.position = Position()
+        self._begun = 0  # epochs or batches before the first segment
+
+    @property
+    def word(self) -> dict[str, int]:
+        """What the others go by, where this worker is the first."""
+        return {"begun": self._begun}
+
+    def follow(self, word: Mapping[str, int]) -> None:
+        """Have the first worker's segments: that of a checkpoint may have been given other numbers of batches."""
+        self._begun = word["begun"]
 
     def segments(self) -> Iterator[Segment]:
         """The batches up to each evaluation or checkpoint: whole epochs, or equally many batches for every worker."""
         in_epochs = self._unit == "epochs"
         evaluate, save = self._evaluate, self._save
         stream = chain.from_iterable(map(self._batches, count(self.position.epoch)))
-        for start, end in self._spans(self.position.epoch if in_epochs else self.position.given):
+        for start, end in self._spans(self._begun):
+            # also where a segment before it was not this worker's
             if not in_epochs:
-                self.position.given = start  # also where a segment before it was not this worker's
-            epochs = range(start, end)
+                self.position.given = start
+            elif start > self._begun and start > self.position.epoch:
+                self.position.epoch, self.position.batch = start, 0
+            epochs = range(self.position.epoch, end)  # none for one that is ahead
             shares = chain.from_iterable(map(self._batches, epochs)) if in_epochs else islice(stream, end - start)
             last = end == self._parts(self._length)
             yield Segment(
-                iter([shares]) if self._splits is None else chain.from_iterable(map(self._dealt, epochs)),
+                iter([shares]) if self._splits is None else chain.from_iterable(map(self._dealt, range(start, end))),
                 evaluation=end % evaluate == 0 or last,
                 checkpoint=end % save == 0 or last,
                 last=last,
@@ -109,10 +122,12 @@ class Budget:
         self.position = at = Position.of(state, self._group.world_size)
         if self._unit == "steps":  # each worker's own, however many there are
             at.given = int(str(state["given"]))
+        samples = self._dataset.num_samples("train")
+        over = samples is not None and at.batch >= self._batches_for(samples)
+        epoch = at.epoch + over
         if self._splits is not None:
-            samples = self._dataset.num_samples("train")
-            over = samples is not None and self._batches_for(samples) <= at.batch
-            at.epoch, at.batch = at.epoch + over, 0
+            at.epoch, at.batch = epoch, 0
+        self._begun = epoch if self._unit == "epochs" else at.given
 
     @property
     def total_steps(self) -> int | None:

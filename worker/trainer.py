@@ -154,6 +154,7 @@ class Trainer:
     def _enter(self) -> int:
         """Take part with the other workers from here on; the number of the pauses that they have made."""
         number, word = self._group.enter(self._word())
+        self._budget.follow(word["budget"])
         if self._group.late:
             # about as many as each of them made: with local(k), whose clocks are rounds, k of them in each
             since = max(0, self.strategy.clock - int(word["clock"])) * (self._job.train.local_steps or 1)
@@ -165,9 +166,9 @@ class Trainer:
         return number
 
     def _word(self) -> dict[str, Any]:
-        """What a worker that joins late has to know."""
+        """What the others go by; the most of it those that join late."""
         common = {name: part.state_dict() for name, part in self._common.items()}
-        at = {"steps": self._learn.steps, "clock": self.strategy.clock}
+        at = {"steps": self._learn.steps, "clock": self.strategy.clock, "budget": self._budget.word}
         return {"stopped": self._stopped, "began": self._meter.began, **at, **common}
 
     def _pause(self, segment: Segment, number: int) -> int:

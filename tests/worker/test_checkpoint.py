@@ -6,6 +6,8 @@ import dataclasses
 import json
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from embershard.in_process import local
+from embershard.in_process import InProcessShards, local
 from embershard.proto.errors import JobError
 from embershard.proto.snapshot_errors import SnapshotNotWritten
 from embershard.proto.storage import Storage
@@ -29,11 +31,13 @@ from embershard.worker.checkpoint import (
     OtherJob,
     find_checkpoint,
 )
+from embershard.worker.client import Client
 from embershard.worker.data.batch import Batch, Schema
 from embershard.worker.data.rows import Rows, RowsDataset
-from embershard.worker.group import WorkerGroup
+from embershard.worker.group import ShardGroup, WorkerGroup
 from embershard.worker.job import Job
 from embershard.worker.job_training import CheckpointSection
+from embershard.worker.membership import Terms
 from embershard.worker.objective import InBatchSoftmax, objective_of
 from embershard.worker.records import Result
 from embershard.worker.resume import RandomNumbers, Saver
@@ -165,6 +169,34 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_interrupted(
     assert resumed.result.figures == whole.result.figures
     assert (resumed.result.steps, resumed.result.samples) == (whole.result.steps, whole.result.samples)
     assert resumed.result.best_step == whole.result.best_step
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "steps"),
+    [({"epochs": 2}, {"steps": 8}, [8, 6, 6]), ({"steps": 5}, {"epochs": 4}, [8, 5, 5])],
+    ids=["epochs and steps", "steps and epochs"],
+)
+def test_workers_whose_epochs_differ_in_length_go_on_in_the_same_segments(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], steps: list[int]
+) -> None:
+    shards = InProcessShards()
+
+    def work(rank: int, run: int, resume: Checkpoint | None = None, **train: object) -> int:
+        every = {"every": 3} if "steps" in train else {}
+        batches = {"batch_size": 233}  # of shares of 234, 233 and 233 samples: 2, 1 and 1
+        trained = job(tmp_path, model={"name": "fm"}, train={**batches, **train}, evaluate=every)
+        client = Client(shards.carriers(), worker=rank)
+        lease = patience = timedelta(seconds=60)
+        client.join(Terms(workers=3, staleness=None, lease=lease, patience=patience, run=run))
+        group = ShardGroup(client, rank, 3)
+        result = Trainer(trained, dataset(), Session(client), group, resume=resume).run()
+        client.close()
+        return result.steps
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda rank: work(rank, 1, **before), range(3)))
+        found = find_checkpoint(str(tmp_path), job(tmp_path, model={"name": "fm"}, train={"batch_size": 233, **after}))
+        assert list(pool.map(lambda rank: work(rank, 2, found, **after), range(3))) == steps
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "adam", "sgd"])
