@@ -65,29 +65,34 @@ class Budget:
         self._splits = splits
         self.position = Position()
         self._begun = 0  # epochs or batches before the first segment
+        self._stream = self._batches_from(0)
 
     @property
     def word(self) -> dict[str, int]:
         """What the others go by, where this worker is the first."""
-        return {"begun": self._begun}
+        return {"begun": self._begun, "epoch": self._next_epoch}
 
-    def follow(self, word: Mapping[str, int]) -> None:
-        """Have the first worker's segments: that of a checkpoint may have been given other numbers of batches."""
+    def follow(self, word: Mapping[str, int], *, late: bool) -> None:
+        """Have the first worker's segments: that of a checkpoint may have been given other numbers of batches.
+
+        One that is `late` leaves out what is left of the epochs before the one that the first one is in.
+        """
         self._begun = word["begun"]
+        if late:
+            self._move_on(word["epoch"])
 
     def segments(self) -> Iterator[Segment]:
         """The batches up to each evaluation or checkpoint: whole epochs, or equally many batches for every worker."""
         in_epochs = self._unit == "epochs"
         evaluate, save = self._evaluate, self._save
-        stream = chain.from_iterable(map(self._batches, count(self.position.epoch)))
         for start, end in self._spans(self._begun):
             # also where a segment before it was not this worker's
             if not in_epochs:
                 self.position.given = start
-            elif start > self._begun and start > self.position.epoch:
-                self.position.epoch, self.position.batch = start, 0
+            elif start > self._begun:
+                self._move_on(start)
             epochs = range(self.position.epoch, end)  # none for one that is ahead
-            shares = chain.from_iterable(map(self._batches, epochs)) if in_epochs else islice(stream, end - start)
+            shares = chain.from_iterable(map(self._batches, epochs)) if in_epochs else islice(self._stream, end - start)
             last = end == self._parts(self._length)
             yield Segment(
                 iter([shares]) if self._splits is None else chain.from_iterable(map(self._dealt, range(start, end))),
@@ -122,12 +127,22 @@ class Budget:
         self.position = at = Position.of(state, self._group.world_size)
         if self._unit == "steps":  # each worker's own, however many there are
             at.given = int(str(state["given"]))
-        samples = self._dataset.num_samples("train")
-        over = samples is not None and at.batch >= self._batches_for(samples)
-        epoch = at.epoch + over
         if self._splits is not None:
-            at.epoch, at.batch = epoch, 0
-        self._begun = epoch if self._unit == "epochs" else at.given
+            at.epoch, at.batch = self._next_epoch, 0
+        self._begun = self._next_epoch if self._unit == "epochs" else at.given
+        self._stream = self._batches_from(at.epoch)
+
+    @property
+    def _next_epoch(self) -> int:
+        """That of the next batch; maybe the one before, where only reading tells how long an epoch is."""
+        at, samples = self.position, self._dataset.num_samples("train")
+        return at.epoch + (samples is not None and at.batch >= self._batches_for(samples))
+
+    def _move_on(self, epoch: int) -> None:
+        """Leave out what is left of the epochs before one."""
+        if epoch > self.position.epoch:
+            self.position.epoch, self.position.batch = epoch, 0
+            self._stream = self._batches_from(epoch)
 
     @property
     def total_steps(self) -> int | None:
@@ -164,6 +179,9 @@ class Budget:
         for split in self._splits.deal(epoch):
             yield self._batches(epoch, split)
         self.position.epoch = epoch + 1
+
+    def _batches_from(self, epoch: int) -> Iterator[Numbered]:
+        return chain.from_iterable(map(self._batches, count(epoch)))
 
     def _batches(self, epoch: int, split: int = -1) -> Iterator[Numbered]:
         at = self.position

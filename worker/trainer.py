@@ -154,7 +154,7 @@ class Trainer:
     def _enter(self) -> int:
         """Take part with the other workers from here on; the number of the pauses that they have made."""
         number, word = self._group.enter(self._word())
-        self._budget.follow(word["budget"])
+        self._budget.follow(word["budget"], late=self._group.late)
         if self._group.late:
             # about as many as each of them made: with local(k), whose clocks are rounds, k of them in each
             since = max(0, self.strategy.clock - int(word["clock"])) * (self._job.train.local_steps or 1)

@@ -77,6 +77,36 @@ def test_other_workers_go_on_at_the_same_sample(unit: str, given: int) -> None:
     assert (back.position.epoch, back.position.batch) == (2, 4)
 
 
+@pytest.mark.parametrize(
+    ("first", "late", "want"),
+    [
+        (Position(epoch=7, batch=3, given=101), True, [7, 8]),
+        (Position(epoch=6, batch=14, given=98), True, [7, 8]),  # over
+        (Position(epoch=1, batch=13, given=27), True, [1, 2]),  # which this worker was in, too
+        (Position(epoch=7, batch=3, given=101), False, [1, 2]),
+    ],
+    ids=["in an epoch", "behind one", "in the same epoch", "from the start"],
+)
+def test_who_comes_late_to_a_run_of_steps_begins_with_the_epoch_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, first: Position, late: bool, want: list[int]
+) -> None:
+    steps = job(steps=500, evaluate=20)
+    one = Budget(steps, dataset(), WorkerGroup())
+    one.position = first
+    data, epochs = dataset(), []
+    read = data.train
+    monkeypatch.setattr(data, "train", lambda epoch, *share: (epochs.append(epoch), read(epoch, *share))[1])
+    other = Budget(steps, data, WorkerGroup())
+    segments = other.segments()
+    for part in next(segments).parts:  # it is in epoch 1 then
+        list(part)
+    epochs.clear()
+    other.follow(one.word, late=late)
+    assert sum(1 for part in next(segments).parts for _ in part) == 20
+    assert epochs == (want if want[0] > 1 else want[1:])
+    assert other.state_dict()["epoch"] == want[1]
+
+
 @pytest.mark.parametrize(("batch", "epochs"), [(5, 2), (13, 2), (14, 1)], ids=["begun", "nearly over", "over"])
 def test_an_epoch_that_was_begun_is_dealt_out_whole(batch: int, epochs: int) -> None:
     before = Budget(job(steps=100), dataset(), WorkerGroup())

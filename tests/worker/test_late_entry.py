@@ -111,6 +111,19 @@ def test_who_comes_late_counts_the_steps_that_a_run_had_before_and_those_of_a_ro
     assert found.steps == want + 2 * STEPS
 
 
+def test_who_comes_late_to_a_run_of_steps_trains_its_share_of_the_epoch_of_the_others(
+    make_session: MakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = job("lr", train={"steps": 5 * STEPS}, evaluate={"every": STEPS})
+    first = Others((0, {}))
+    Trainer(settings, dataset(), make_session(), first).run()
+    data, epochs = dataset(), []
+    read = data.train
+    monkeypatch.setattr(data, "train", lambda epoch, *share: (epochs.append(epoch), read(epoch, *share))[1])
+    Trainer(settings, data, make_session(), Others((3, first.words[2]))).run()
+    assert epochs == [3, 4]
+
+
 def test_who_comes_late_holds_nothing_back_and_who_was_left_behind_what_it_did(
     train: Callable[..., tuple[Result, Notes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
