@@ -61,6 +61,7 @@ class SplitSampler(Sampler[int]):
     one, on all of them. Each sample comes once per epoch where no worker is lost. A worker's split counts as finished
     when its loader asks for more: the batches that a loader reads ahead (`prefetch_factor` times `num_workers` of a
     DataLoader) are not dealt again if their worker is lost, whole splits are. Without other workers it gives all.
+    An epoch is dealt out once: ValueError where one is iterated a second time, alone too.
 
     ValueError for fewer samples than splits, and for a session that bounds the staleness: there a worker that waits for
     a split would hold up the clock of the others, who have it.
@@ -77,6 +78,7 @@ class SplitSampler(Sampler[int]):
             )
         self._queue = SplitQueue(session, splits)
         self._num_samples, self._seed, self._epoch = num_samples, seed, 0
+        self._begun = -1  # the epoch that was iterated last
 
     @property
     def returned(self) -> int:
@@ -90,6 +92,12 @@ class SplitSampler(Sampler[int]):
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
+        if self._epoch == self._begun:  # the others have it: this worker would be given nothing, or what they left
+            raise ValueError(
+                f"epoch {self._epoch} was begun before, and is dealt out once: "
+                f"call set_epoch({self._epoch + 1}) on all workers before the next pass"
+            )
+        self._begun = self._epoch
         order = permutation(self._num_samples, self._seed, self._epoch)
         for split in self._queue.deal(self._epoch, ahead=True):
             yield from order[split :: self._queue.num_splits].tolist()

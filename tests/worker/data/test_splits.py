@@ -154,6 +154,23 @@ def test_a_data_loader_reads_each_sample_once_per_epoch_in_another_order(join: J
     assert whole[0] == [int(i) for split in range(10) for i in permutation(101, 4, 0)[split::10]]
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_second_pass_over_an_epoch_is_refused(join: Join, workers: int) -> None:
+    with es.local() as alone:
+        session = alone if workers == 1 else join(0)
+        sampler = es.SplitSampler(session, 10, splits=2)
+        loader = DataLoader(TensorDataset(torch.arange(10)), batch_size=5, sampler=sampler)
+        sampler.set_epoch(0)
+        assert len(list(loader)) == 2
+        with pytest.raises(ValueError, match=r"epoch 0 was begun before.*: call set_epoch\(1\) on all workers"):
+            list(loader)
+        sampler.set_epoch(1)
+        assert len(list(loader)) == 2
+        resumed = es.SplitSampler(session, 10, splits=2)
+        resumed.set_epoch(2)
+        assert len(list(resumed)) == 10
+
+
 def test_a_sampler_that_makes_no_sense_is_refused(join: Join) -> None:
     with es.local() as session:
         with pytest.raises(ValueError, match=r"splits must be 1..num_samples, got 11 of 10 samples"):
