@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, count, islice
 
+from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Batch, Dataset
 from embershard.worker.data.loader import LoaderProcess
 from embershard.worker.data.splits import SplitQueue
@@ -185,12 +186,22 @@ class Budget:
 
     def _batches(self, epoch: int, split: int = -1) -> Iterator[Numbered]:
         at = self.position
+        empty = split < 0 and at.batch == 0  # of a split, or of the rest of an epoch, there may be nothing
         for batch in self._read(epoch, split, at.batch):
             at.batch += 1
             if len(batch) >= self._smallest_batch:
                 at.given += 1
+                empty = False
                 yield epoch, batch
+        if empty:  # so are all the others: a run of steps would read them without end
+            raise self._nothing(epoch)
         at.epoch, at.batch = epoch + 1, 0
+
+    def _nothing(self, epoch: int) -> JobError:
+        worker = f"worker {self._group.rank} of {self._group.world_size}"
+        reason = f"epoch {epoch + 1} has no batch of {self._smallest_batch} samples or more for {worker}"
+        remedy = "use larger batches or fewer workers, or no batch norm, which takes none of one sample"
+        return JobError(where="train.batch_size", reason=f"{reason}; {remedy}")
 
     def _read(self, epoch: int, split: int, skip: int) -> Iterator[Batch]:
         if self._loader is not None:  # which skips by itself

@@ -454,3 +454,18 @@ def test_more_workers_than_samples_are_refused(tmp_path: Path):
     assert done.returncode == 1
     assert "train.csv: 1 samples cannot be split over 2 workers; start fewer workers" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("strategy", ["ps", "hybrid"])
+def test_a_worker_without_a_batch_for_batch_norm_ends_the_others(tmp_path: Path, strategy: str):
+    (tmp_path / "train.csv").write_bytes(LINES)  # one of two workers has one sample
+    (tmp_path / "job.yaml").write_text(JOB.replace("{name: fm}", "{name: deepfm, batch_norm: true, hidden: [4]}"))
+    words = ["train", "job.yaml", "--output", "out", "--workers", "2", "--set", f"strategy={strategy}"]
+    words += ["--set", "train.steps=4"]  # it would look for a batch in one epoch after the other
+    done = subprocess.run(
+        [sys.executable, "-m", "embershard.cli", *words], cwd=tmp_path, capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 1
+    assert "train.batch_size: epoch 1 has no batch of 2 samples or more for worker 1 of 2; use larger" in done.stderr
+    assert "Traceback" not in done.stderr

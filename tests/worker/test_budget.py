@@ -18,9 +18,9 @@ from embershard.worker.job import Job
 SAMPLES = 700  # 14 batches
 
 
-def dataset() -> RowsDataset:
+def dataset(samples: int = SAMPLES) -> RowsDataset:
     rng = np.random.default_rng(1)
-    rows = Rows(rng.integers(0, 60, (SAMPLES, 3)), None, rng.integers(0, 2, SAMPLES).astype(np.float32))
+    rows = Rows(rng.integers(0, 60, (samples, 3)), None, rng.integers(0, 2, samples).astype(np.float32))
     return RowsDataset(Schema(tuple("abc"), 0, 60), {"train": rows}, where="made up")
 
 
@@ -75,6 +75,19 @@ def test_other_workers_go_on_at_the_same_sample(unit: str, given: int) -> None:
     back = Budget(trained, dataset(), WorkerGroup())
     back.load_state_dict(two.state_dict())
     assert (back.position.epoch, back.position.batch) == (2, 4)
+
+
+def test_of_a_split_or_the_rest_of_an_epoch_there_may_be_nothing_that_will_do() -> None:
+    splits = SimpleNamespace(num_splits=100, deal=lambda epoch: iter(range(100)))  # of 7 samples each
+    budget = Budget(job(epochs=1), dataset(), WorkerGroup(), smallest_batch=8, splits=splits)  # type: ignore[arg-type]
+    assert [list(part) for segment in budget.segments() for part in segment.parts] == [[]] * 100
+
+    resumed = Budget(job(epochs=2), dataset(), WorkerGroup(), smallest_batch=2)
+    resumed.load_state_dict({"epoch": 0, "batch": 13, "given": 13, "world_size": 1})
+    assert [len(list(part)) for segment in resumed.segments() for part in segment.parts] == [1, 14]
+    alone = Budget(job(epochs=2), dataset(701), WorkerGroup(), smallest_batch=2)
+    alone.load_state_dict({"epoch": 0, "batch": 14, "given": 14, "world_size": 1})
+    assert [len(list(part)) for segment in alone.segments() for part in segment.parts] == [0, 14]
 
 
 @pytest.mark.parametrize(

@@ -276,6 +276,16 @@ def test_a_last_batch_of_one_sample_is_left_out_under_batch_norm(make_session: M
     assert result.samples == 301
 
 
+@pytest.mark.parametrize("length", [{"epochs": 2}, {"steps": 5}, {"samples": 5}], ids=str)
+def test_a_share_in_which_no_batch_will_do_for_batch_norm_ends_the_run(
+    make_session: MakeSession, length: dict[str, object]
+) -> None:
+    fields = {"hidden": [4], "batch_norm": True}
+    words = "train.batch_size: epoch 1 has no batch of 2 samples or more for worker 0 of 1; use larger batches or fewer"
+    with pytest.raises(JobError, match=words):
+        run(make_session(), job("deepfm", model=fields, train={"batch_size": 1, **length}), dataset(3))
+
+
 def test_data_without_splits_is_trained_on_and_not_judged(make_session: MakeSession) -> None:
     result, notes = run(make_session(), job("lr"), dataset(splits=()))
     assert not notes.evaluations
