@@ -18,6 +18,7 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from itertools import count, islice
@@ -37,12 +38,14 @@ from embershard.worker.job_data import AnyData
 Bytes = npt.NDArray[np.uint8]
 
 PATIENCE = timedelta(minutes=10)  # for one batch; a reader in this process has no limit
+_NEWS = timedelta(seconds=1)  # between two words of a loader that leaves batches out
 _PIPE_BYTES = 1 << 20  # what Linux gives to everyone; the default holds a quarter of a batch
 _F_SETPIPE_SZ = 1031
 _EXIT_TIMEOUT = timedelta(seconds=10)
 
 _HEAD = struct.Struct("<5q")  # kind, samples, features, dense features or -1, whether there are groups
-_BATCH, _END, _ERROR = range(3)  # kinds; an error's second number is the length of its JSON
+# kinds; an error's second number is the length of its JSON, and a word that batches are left out has none
+_BATCH, _END, _ERROR, _SKIPS = range(4)
 
 
 class LoaderLost(EmbershardError):
@@ -124,6 +127,8 @@ class LoaderProcess:
             if kind == _END:
                 self._epoch = epoch + 1
                 return
+            if kind == _SKIPS:
+                continue
             if kind == _ERROR:
                 raise from_wire(bytes(self._read(np.empty(samples, np.uint8))), "")
             yield Batch(
@@ -182,8 +187,9 @@ def send_batches(share: Share, asked: Iterable[str], pipe: IO[bytes]) -> None:
         dataset = share.data.open(share.folder, share.seed)
         for epoch, rank, world_size in _parts(share, asked):
             batches = dataset.train(epoch, rank, world_size, share.batch_size)
-            skip = share.skip if epoch == share.epoch and not share.splits else 0
-            for batch in islice(batches, skip, None):
+            if epoch == share.epoch and not share.splits:
+                _leave_out(batches, share.skip, pipe)
+            for batch in batches:
                 _send(batch, pipe)
             pipe.write(_HEAD.pack(_END, 0, 0, 0, 0))
             pipe.flush()
@@ -191,6 +197,16 @@ def send_batches(share: Share, asked: Iterable[str], pipe: IO[bytes]) -> None:
         detail = to_wire(error)[1]
         pipe.write(_HEAD.pack(_ERROR, len(detail), 0, 0, 0) + detail)
         pipe.flush()
+
+
+def _leave_out(batches: Iterator[Batch], number: int, pipe: IO[bytes]) -> None:
+    """Pass over the first batches, and say from time to time that this goes on: deep in an epoch it takes long."""
+    said = time.monotonic()
+    for _ in islice(batches, number):
+        if time.monotonic() - said >= _NEWS.total_seconds():
+            said = time.monotonic()
+            pipe.write(_HEAD.pack(_SKIPS, 0, 0, 0, 0))
+            pipe.flush()
 
 
 def _parts(share: Share, asked: Iterable[str]) -> Iterator[tuple[int, int, int]]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -14,7 +19,7 @@ import torch
 
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Batch
-from embershard.worker.data.loader import LoaderLost, LoaderProcess, Share
+from embershard.worker.data.loader import LoaderLost, LoaderProcess, Share, send_batches
 from embershard.worker.job_data import AnyData, ClicksSection, CtrCsvSection, ListsSection
 
 pytestmark = pytest.mark.integration
@@ -107,6 +112,37 @@ def test_a_loader_without_an_answer_is_given_up(tmp_path: Path) -> None:
         pytest.raises(LoaderLost, match="made no batch within 0"),
     ):
         next(loader.train(0))
+
+
+class Slow:
+    """A reader, and its section, that makes a batch in a tenth of a second."""
+
+    def open(self, folder: Path, seed: int) -> Slow:
+        return self
+
+    def train(self, epoch: int, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
+        for batch in CLICKS.open(Path(), 3).train(epoch, rank, world_size, batch_size):
+            time.sleep(0.1)
+            yield batch
+
+
+def test_a_loader_that_leaves_many_batches_out_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("embershard.worker.data.loader._NEWS", timedelta(seconds=0.2))
+    deep = Share.model_construct(**{**dict(share(CLICKS, tmp_path, 5)), "data": Slow(), "skip": 40})
+    (out, into), loader = os.pipe(), LoaderProcess(deep, patience=timedelta(seconds=2))
+
+    def sends() -> None:
+        with suppress(BrokenPipeError), open(into, "wb") as pipe:
+            send_batches(deep, (), pipe)
+
+    sender = threading.Thread(target=sends)
+    with open(out, "rb", buffering=0) as pipe:
+        loader._process = SimpleNamespace(stdout=pipe, pid=0)  # type: ignore[assignment]
+        sender.start()
+        expected = list(CLICKS.open(tmp_path, 3).train(0, 0, 1, 5))[40:]
+        for one, other in zip(loader.train(0), expected, strict=True):
+            assert_equal(one, other)
+    sender.join()
 
 
 def test_the_loader_ends_with_its_reader_and_when_nobody_reads(tmp_path: Path) -> None:
