@@ -64,6 +64,7 @@ class Budget:
         self._dataset, self._group, self._loader = dataset, group, loader
         self._smallest_batch = smallest_batch
         self._splits = splits
+        self._together = job.all_reduces
         self.position = Position()
         self._begun = 0  # epochs or batches before the first segment
         self._stream = self._batches_from(0)
@@ -76,11 +77,14 @@ class Budget:
     def follow(self, word: Mapping[str, int], *, late: bool) -> None:
         """Have the first worker's segments: that of a checkpoint may have been given other numbers of batches.
 
-        One that is `late` leaves out what is left of the epochs before the one that the first one is in.
+        One that is `late` leaves out what is left of the epochs before the one that the first one is in. One that is
+        ahead goes back where the workers make their steps together, for which each needs batches.
         """
         self._begun = word["begun"]
         if late:
             self._move_on(word["epoch"])
+        if self._together and self._unit == "epochs" and self.position.epoch > self._begun:
+            self._go_to(self._begun)
 
     def segments(self) -> Iterator[Segment]:
         """The batches up to each evaluation or checkpoint: whole epochs, or equally many batches for every worker."""
@@ -142,8 +146,11 @@ class Budget:
     def _move_on(self, epoch: int) -> None:
         """Leave out what is left of the epochs before one."""
         if epoch > self.position.epoch:
-            self.position.epoch, self.position.batch = epoch, 0
-            self._stream = self._batches_from(epoch)
+            self._go_to(epoch)
+
+    def _go_to(self, epoch: int) -> None:
+        self.position.epoch, self.position.batch = epoch, 0
+        self._stream = self._batches_from(epoch)
 
     @property
     def total_steps(self) -> int | None:

@@ -42,6 +42,7 @@ class Link:
     carrier: Carrier
     greeting: Greeting
     suspect: bool = False  # the connection broke: another process may answer now
+    sign: Pending | None = None  # a word on its way whose answer nobody needs; gRPC would take it back
 
     @property
     def name(self) -> str:
@@ -212,7 +213,7 @@ class Links:
         if isinstance(reply, Greeting) and reply.instance == link.greeting.instance:
             link.suspect = False
             if self.sign is not None:  # first: the bytes of what comes now keep the lease
-                _submit(link.carrier, self.sign, deadline)
+                link.sign = _submit(link.carrier, self.sign, deadline)
             return None
         got = reply.instance if isinstance(reply, Greeting) else type(reply).__name__
         self._lost = ShardRestarted(shard=link.name, address=link.carrier.address, got=got, want=link.greeting.instance)

@@ -179,27 +179,28 @@ class Membership:
         """Like Links.call, but shards may wait for other workers before they answer. WorkerLost ends the patience."""
         outcomes: dict[int, Outcome] = {}
         waiting = dict(requests)
-        ahead: ClockAhead | None = None
+        ahead: dict[int, ClockAhead] = {}
         over, deadline = Deadline(self.terms.patience if patience is None else patience), Deadline(self._timeout)
         first, said = True, False
         while waiting:
             left = min(deadline.remaining, over.remaining)
             answers = self._links.call(waiting, Deadline(min(left, _SAID_AFTER) if first else left), into)
             outcomes.update(answers)
-            ahead = next((answer for answer in answers.values() if isinstance(answer, ClockAhead)), ahead)
-            silent = any(isinstance(answer, ShardUnavailable) for answer in answers.values())
-            if ahead is not None and over.seconds <= 0:
-                reason = f"{ahead.message} ({over.timeout} have passed)"
+            again = (ClockAhead, ShardUnavailable)
+            waiting = {shard: waiting[shard] for shard, answer in answers.items() if isinstance(answer, again)}
+            ahead |= {shard: answer for shard, answer in answers.items() if isinstance(answer, ClockAhead)}
+            # one that is silent now may have said before for whom it waits
+            reason = next((ahead[shard].message for shard in waiting if shard in ahead), "")
+            if reason and over.seconds <= 0:
+                reason = f"{reason} ({over.timeout} have passed)"
                 raise WorkerLost(worker=self.worker, world_size=self.terms.workers, reason=reason)
-            if ahead is not None and not said:
+            if reason and not said:
                 said = True
-                _log.warning("worker %d waits: %s", self.worker, ahead)
-            if not silent:
+                _log.warning("worker %d waits: %s", self.worker, reason)
+            if not any(isinstance(answer, ShardUnavailable) for answer in answers.values()):
                 deadline = Deadline(self._timeout)  # the shards answer: it is for workers that they wait
             elif deadline.seconds <= 0 or over.seconds <= 0:
                 break
-            again = (ClockAhead, ShardUnavailable)
-            waiting = {shard: waiting[shard] for shard, answer in answers.items() if isinstance(answer, again)}
             first = False
         return outcomes
 

@@ -148,3 +148,11 @@ def test_a_worker_that_was_not_there_counts_what_the_others_were_given() -> None
     later = Budget(job(steps=40, evaluate=10), dataset(), WorkerGroup())
     later.load_state_dict(budget.state_dict())
     assert [len(list(chain.from_iterable(segment.parts))) for segment in later.segments()] == [10, 10]
+
+
+@pytest.mark.parametrize(("strategy", "epoch"), [("ddp", 2), ("local", 5)])
+def test_who_is_ahead_goes_back_where_the_workers_make_their_steps_together(strategy: str, epoch: int) -> None:
+    ahead = Budget(job(epochs=6).model_copy(update={"strategy": strategy}), dataset(), WorkerGroup())
+    ahead.load_state_dict({"epoch": 5, "batch": 1, "given": 9, "world_size": 1})
+    ahead.follow({"begun": 2, "epoch": 2}, late=False)
+    assert ahead.position.epoch == epoch

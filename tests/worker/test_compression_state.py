@@ -197,3 +197,14 @@ def test_gradients_are_not_held_for_a_run_that_pushes_differences(
     assert not len(other.client.compressor.held("bag").ids)
     then, now = ("gradients", "differences of weights") if local else ("differences of weights", "gradients")
     assert f"table bag: what was held back is dropped: it is of {then}, and pushes are {now}" in caplog.text
+
+
+def test_a_state_of_before_there_were_shares_is_that_of_the_same_run(make_shards: Shards) -> None:
+    session, model = begun(make_shards(2), "topk:0.1", "none")
+    train(session, model, 0, 6)
+    state = unpack(pack(session.client.compressor.state_dict()))
+    for table in state.values():
+        del table["share"], table["differences"]
+    other, _ = begun(make_shards(2), "topk:0.1", "none")
+    other.client.compressor.load_state_dict(state)
+    np.testing.assert_array_equal(held_in_effect(other), held_in_effect(session))

@@ -33,6 +33,7 @@ from embershard.proto.messages import (
     Leave,
     Left,
     Meet,
+    Met,
     Pull,
     Push,
     Reply,
@@ -627,6 +628,25 @@ def test_a_wait_for_others_outlasts_the_timeout_on_a_slow_link() -> None:
     with pytest.raises(WorkerLost, match="waits for worker"):
         member.meet("never")
     assert 1.9 < time.monotonic() - start < 4
+    member.leave()
+
+
+def test_what_was_answered_as_the_patience_ended_counts() -> None:
+    shard = Scripted(0, 1, lambda join: Joined(True, 0, True, (0, 1)))
+    replies = iter([(0.45, ClockAhead(clock=0, workers="1", seconds=1.0)), (0.4, Met((0, 1), ()))])
+
+    def handle(request: Request) -> Reply:
+        if not isinstance(request, Meet):
+            return shard.handle(request)
+        seconds, reply = next(replies)
+        time.sleep(seconds)
+        if isinstance(reply, ClockAhead):
+            raise reply
+        return reply
+
+    client = Client([LocalCarrier(handle, "scripted")])
+    member = client.join(Terms(workers=2, staleness=0, lease=LONG, patience=timedelta(seconds=0.5)))
+    assert list(member.meet("late", listen=False)) == [0, 1]
     member.leave()
 
 

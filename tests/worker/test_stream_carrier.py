@@ -37,6 +37,8 @@ from embershard.proto.messages import (
     Floats,
     Greeting,
     Hello,
+    Meet,
+    Met,
     Pull,
     Push,
     Pushed,
@@ -665,8 +667,10 @@ def test_a_host_that_cannot_be_is_said_at_every_call_and_at_once(host: str):
     carrier.close()
 
 
-def test_what_waits_behind_a_large_request_does_not_end_the_connection(connect: Connect):
-    """A member's beats do: the bytes that leave say that the shard is there."""
+def test_what_waits_behind_a_large_request_does_not_end_the_connection(
+    scripted: Callable[..., Scripted], listener: socket.socket
+):
+    """As a member's beat does: the bytes that arrive say that the shard is there."""
 
     def script(sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
@@ -674,16 +678,35 @@ def test_what_waits_behind_a_large_request_does_not_end_the_connection(connect: 
         for _ in range(8):  # far longer than the beat's deadline
             talk._frames += talk._reader.received(sock.recv_into(talk._reader.buffer()[: 2**16]))
             time.sleep(0.1)
-        talk.send(talk.reply(talk.request(), rows(1.0)), talk.reply(talk.request(), GREETING))
+        talk.send(talk.reply(talk.request(), rows(1.0)), talk.reply(talk.request(), Met((0,), (nothing,))))
         talk.answer(GREETING)
 
-    carrier = connect(script, polite)
-    ids = np.arange(8_000_000, dtype=np.int64)
+    carrier = StreamCarrier(scripted(script, polite, listener=listener).address)
+    ids, nothing = np.arange(8_000_000, dtype=np.int64), np.empty(0, np.uint8)
     large = carrier.submit(Pull(1, (TableIds("items", ids),)), PATIENCE)
     with pytest.raises(Unreachable, match="no answer"):
-        ask(carrier, SHORT)
+        carrier.submit(Meet(0, 1, "here", nothing), SHORT).result()
     assert isinstance(large.result(), Rows)
     assert ask(carrier) == GREETING
+    carrier.close()
+
+
+def test_a_connection_that_swallows_all_and_says_nothing_is_left(
+    scripted: Callable[..., Scripted], listener: socket.socket
+):
+    over = threading.Event()
+
+    def script(sock: socket.socket) -> None:
+        Talk(sock).answer(GREETING)
+        over.wait(20)
+
+    carrier = StreamCarrier(scripted(script, polite, listener=listener).address)
+    assert ask(carrier) == GREETING
+    with pytest.raises(Unreachable, match="no answer"):
+        ask(carrier, SHORT)
+    assert ask(carrier) == GREETING
+    over.set()
+    carrier.close()
 
 
 def test_a_client_that_was_closed_says_so_at_once(stream_shard: str):

@@ -7,9 +7,13 @@ that the caller named, requests leave from the memory of their arrays.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import socket
+import sys
+import termios
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from typing import cast
@@ -261,19 +265,26 @@ class _Connection(asyncio.BufferedProtocol):
             return True
         if self._arriving is not None and self._arriving is call.places:
             self.drop("no answer: its deadline passed while it arrived")
-        elif self._heard < call.started and self._gone() <= call.gone:
-            self.drop("no answer")  # nothing moved since: the next call tries another connection
-        elif call.bulk and call.end > self._gone():  # a head is in memory of its own
+        elif self._heard < call.started and not call.gone < self._gone() < call.end:
+            self.drop("no answer")  # nor does it wait behind bytes that move: the next call tries another connection
+        elif call.end > self._left() and any(part.nbytes for part in call.bulk):  # a head is in memory of its own
             self.drop("no answer: its deadline passed while it was sent")
         else:
             del self._calls[call.number]
             return True
         return False
 
-    def _gone(self) -> int:
+    def _left(self) -> int:
         """Bytes that have left this process."""
         waiting = 0 if self._link is None else self._link.unsent(self._transport)
         return self._sent - self._transport.get_write_buffer_size() - waiting
+
+    def _gone(self) -> int:
+        """Those of them that the other side's system has, as far as this one says."""
+        queued = bytes(4)
+        with suppress(OSError):
+            queued = fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)
+        return self._left() - int.from_bytes(queued, sys.byteorder)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         buffer = self._hello[self._filled :] if self._reader is None else self._reader.buffer()

@@ -33,7 +33,7 @@ class StreamCall:
     number: int = 0
     num_bytes: int = 0  # of its frames
     end: int = 0  # of its bytes among those sent on its connection
-    gone: int = 0  # bytes that had left on its connection before it was sent
+    gone: int = 0  # bytes of its connection that had arrived before it was sent
     places: Sequence[memoryview] | None = None  # where its reply arrives
     timer: asyncio.TimerHandle | None = None
     answer: Future[Reply] = field(default_factory=Future)

@@ -73,7 +73,7 @@ class Trial:
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go on as it was decided; a trial that was not, or of other codecs, is made anew."""
         self.left_on = None if state["left_on"] is None else bool(state["left_on"])
-        if self.left_on is not None and state["wanted"] != self._texts():
+        if self.left_on is not None and state.get("wanted") != self._texts():
             self.left_on = None
         if self.left_on is not None:
             self._use(self.left_on)

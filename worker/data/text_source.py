@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -105,7 +105,7 @@ class TextSource:
             yield self.to_rows(parse(path, block, self.layout), self.layout)
 
 
-@lru_cache(maxsize=256)  # the same in each epoch, and in each part of one that is dealt out
+@cache  # the same in each epoch, and in each part of one that is dealt out; a few numbers each
 def _line_starts(path: Path, size: int, step: int, has_header: bool) -> tuple[int, ...]:
     return tuple(line_starts(path, (max(int(has_header), start) for start in range(0, size, step))))
 
