@@ -631,9 +631,10 @@ def test_a_wait_for_others_outlasts_the_timeout_on_a_slow_link() -> None:
     member.leave()
 
 
-def test_what_was_answered_as_the_patience_ended_counts() -> None:
+def test_what_was_answered_as_the_patience_ended_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership_module, "_SAID_AFTER", timedelta(seconds=0.2))  # until the first call ends
     shard = Scripted(0, 1, lambda join: Joined(True, 0, True, (0, 1)))
-    replies = iter([(0.45, ClockAhead(clock=0, workers="1", seconds=1.0)), (0.4, Met((0, 1), ()))])
+    replies = iter([(0.25, ClockAhead(clock=0, workers="1", seconds=1.0)), (0.4, Met((0, 1), ()))])
 
     def handle(request: Request) -> Reply:
         if not isinstance(request, Meet):
