@@ -28,14 +28,14 @@ class Assigner:
         route: Route,
         rows: Floats,
         *,
-        shards: Iterable[int],
+        shards: Iterable[int] | None,
         last: bool,
         keep_state: bool,
         member: Membership | None,
     ) -> bool:
         """What Client.load says; False where the change is dropped, for the member's lease was lost."""
         queues: dict[int, deque[Load]] = {}
-        for shard in shards:
+        for shard in range(len(self._limits)) if shards is None else shards:
             part = route.slice_of(shard)
             whole = Load(
                 table,

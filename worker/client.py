@@ -176,10 +176,8 @@ class Client:
         its pushes are: it is of rows that the others have changed since.
         """
         _check_rows(table, "loaded rows", rows, len(route.ids), self.spec(table).dim)
-        whose = range(self.num_shards) if shards is None else shards
-        member = self.membership
         assigned = self._assigner.assign(
-            table, route, rows, shards=whose, last=last, keep_state=keep_state, member=member
+            table, route, rows, shards=shards, last=last, keep_state=keep_state, member=self.membership
         )
         if assigned and not keep_state:
             with self._push_lock:

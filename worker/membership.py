@@ -190,13 +190,13 @@ class Membership:
             waiting = {shard: waiting[shard] for shard, answer in answers.items() if isinstance(answer, again)}
             ahead |= {shard: answer for shard, answer in answers.items() if isinstance(answer, ClockAhead)}
             # one that is silent now may have said before for whom it waits
-            reason = next((ahead[shard].message for shard in waiting if shard in ahead), "")
-            if reason and over.seconds <= 0:
-                reason = f"{reason} ({over.timeout} have passed)"
+            waits = next((ahead[shard] for shard in waiting if shard in ahead), None)
+            if waits is not None and over.seconds <= 0:
+                reason = f"{waits.message} ({over.timeout} have passed)"
                 raise WorkerLost(worker=self.worker, world_size=self.terms.workers, reason=reason)
-            if reason and not said:
+            if waits is not None and not said:
                 said = True
-                _log.warning("worker %d waits: %s", self.worker, reason)
+                _log.warning("worker %d waits: %s", self.worker, waits)
             if not any(isinstance(answer, ShardUnavailable) for answer in answers.values()):
                 deadline = Deadline(self._timeout)  # the shards answer: it is for workers that they wait
             elif deadline.seconds <= 0 or over.seconds <= 0:

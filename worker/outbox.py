@@ -163,10 +163,10 @@ class Outbox:
                     duplicate |= outcome.duplicate
                 elif isinstance(outcome, EmbershardError) and not _is_late(push, outcome, member):
                     self._refused = self._refused or outcome
-            if silent is not None and not isinstance(self._refused, LeaseLost):  # of which its worker has to know
-                raise silent
             if silent is not None:
-                break
+                if isinstance(self._refused, LeaseLost):  # of which its worker has to know first
+                    break
+                raise silent
         refused, self._refused = self._refused, None
         if refused is not None:
             raise refused

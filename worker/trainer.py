@@ -77,8 +77,7 @@ class Trainer:
             averaged=self._learn.averaged,
         )
         has_batch_norm = any(isinstance(m, nn.BatchNorm1d) for m in self.model.modules())
-        # one sample has no variance
-        smallest_batch = 2 if has_batch_norm else 1
+        smallest_batch = 2 if has_batch_norm else 1  # one sample has no variance
         num_splits = job.num_splits(group.world_size)
         self._splits = SplitQueue(session, num_splits) if session is not None and num_splits else None
         self._budget = Budget(job, dataset, group, loader, smallest_batch, self._splits)
