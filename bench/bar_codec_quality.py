@@ -40,7 +40,7 @@ class Bar:
 
 
 # two workers share the job's batch, and want the rate of one process
-SYNCHRONOUS = ("train.staleness=0", "train.batch_size=4096", "embedding.optimizer.lr=0.02")
+SYNCHRONOUS = ("train.staleness=0", "train.batch_size=4096", "embedding.optimizer.lr=0.03", "dense.optimizer.lr=0.03")
 BARS = {
     "frappe": Bar("frappe-deepfm", "none,fp16s,bf16,int8,dgc:0.001", {"auc": 0.0005}),
     "ncf": Bar("ncf-gmf", "none,fp16s,bf16,int8", {"hr@10": 0.003, "ndcg@10": 0.003}, settings=SYNCHRONOUS),

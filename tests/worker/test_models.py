@@ -153,6 +153,13 @@ def test_neumf_has_the_papers_shapes() -> None:
     assert NeuMF(IDS, factors=8).output.weight.shape == (1, 16)
 
 
+def test_gmf_begins_as_matrix_factorisation() -> None:
+    ids, _ = batch("gmf", 0)
+    model = GMF(IDS)
+    users, items = model.embedding.weight[ids[:, 0]], model.embedding.weight[ids[:, 1]]
+    torch.testing.assert_close(model(ids), (users * items).sum(1))
+
+
 def test_tower_puts_batch_norm_before_the_activation_and_dropout_last() -> None:
     kinds = [type(m).__name__ for m in Tower(3, (4, 5), batch_norm=True, dropout=0.5)]
     assert kinds == ["Linear", "BatchNorm1d", "ReLU", "Dropout"] * 2

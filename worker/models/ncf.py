@@ -27,12 +27,18 @@ def _tower(factors: int) -> Tower:
 
 
 class GMF(Recommender):
-    """Generalised matrix factorisation: a learned weighting of the elementwise product (equation 9)."""
+    """Generalised matrix factorisation: a learned weighting of the elementwise product (equation 9).
+
+    It begins as the plain factorisation, with weights of one (section 3.2). Of random ones some are near zero, and with
+    them the gradients of that factor's rows: a run in a few then ended with a factor less (docs/training.md).
+    """
 
     def __init__(self, num_ids: int, factors: int = 8, *, device: Device = None) -> None:
         super().__init__()
         self.embedding = table(num_ids, factors, device)
         self.output = nn.Linear(factors, 1)
+        nn.init.ones_(self.output.weight)
+        nn.init.zeros_(self.output.bias)
 
     def forward(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:
         """Logits (B,) of ids (B, 2)."""
