@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from embershard.proto import spec
-from embershard.proto.row_optimizer import RowOptimizer, row_optimizer
-from embershard.ps.optim import OptimizerRegistry
-from embershard.ps.table import Table
+from embershard.proto.optim.user_defined import RowOptimizer, row_optimizer
+from embershard.ps.table.optimizers import OptimizerRegistry
+from embershard.ps.table.table import Table
 
 DENSITY = 1 / 20
 DIM, NUM_ROWS = 16, 1000

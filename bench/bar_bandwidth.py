@@ -16,8 +16,8 @@ Arms, for rows and dense weights, pushes and pulls alike, unless it says otherwi
     fp16s?     as fp16s with `unless_slower`: tried in the first steps, and left on unless these take longer; and so
                int8? and topk?; on the links of 100 Mbit/s and without limit
 
-Links are the token bucket of worker/bandwidth.py. The arms take turns in one process, lap by lap; each figure is the
-median over rounds of this arm's time against that of `none` in the same round.
+Links are the token bucket of proto/transport/emulated_link.py. The arms take turns in one process, lap by lap; each
+figure is the median over rounds of this arm's time against that of `none` in the same round.
 
 Bars: at 100 Mbit/s at least 1.7 (fp16s), 2.8 (int8) and 6 times (topk) the speed of none, tried or not. Without limit
 at least 0.97 times what is there for that, `auto` and each codec with `unless_slower`; the figures of the others, which
@@ -50,19 +50,19 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import embershard as es
-from embershard.compare.conclusions import CODING
-from embershard.compare.namespace import Namespaces
+from embershard.compare.analysis.conclusions import CODING
+from embershard.compare.run.netns import Namespaces
 from embershard.deploy.supervisor import LocalShards
-from embershard.worker.bandwidth import parse_bandwidth
-from embershard.worker.calls import Stats
-from embershard.worker.compression.auto import Auto
-from embershard.worker.compression.trial import Trial
+from embershard.proto.timing import Recorder
+from embershard.proto.transport.emulated_link import parse_bandwidth
+from embershard.worker.client.byte_counts import Moved
+from embershard.worker.client.calls import Stats
+from embershard.worker.client.predicted_bytes import break_even as by_formula
+from embershard.worker.client.predicted_bytes import predict_volumes
 from embershard.worker.memory import keep_freed_memory
 from embershard.worker.models.dlrm import DLRM
-from embershard.worker.predicted import break_even as by_formula
-from embershard.worker.predicted import predict_volumes
-from embershard.worker.spans import Recorder
-from embershard.worker.volume import Moved
+from embershard.worker.training.autotune import Auto
+from embershard.worker.training.trial import Trial
 from timing import finish, machine, median, print_table
 
 SPEED_UPS = {"fp16s": 1.7, "int8": 2.8, "topk": 6.0}

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from embershard.compare.analysis.verdicts import KEPT
 from embershard.compare.results import Quality, Results, read_results
-from embershard.compare.verdicts import KEPT
 from timing import finish, print_table
 from train_job import EXAMPLES
 

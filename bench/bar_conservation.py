@@ -37,12 +37,12 @@ import numpy.typing as npt
 
 import embershard as es
 from embershard.deploy.supervisor import LocalShards
-from embershard.proto.codec.choice import Codec
+from embershard.proto.codec.name import Codec
 from embershard.proto.codec.payload import decode
 from embershard.proto.errors import EmbershardError, ShardUnavailable
 from embershard.proto.messages import TableGradients
 from embershard.proto.routing import Placement, even_ids, make_route
-from embershard.worker.client import Client
+from embershard.worker.client.client import Client
 from embershard.worker.compression.compressor import Compressor
 from embershard.worker.compression.low_rank import Layout, Place
 from faulty_link import FaultyLink

@@ -25,7 +25,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import embershard as es
 from embershard.worker.models.dlrm import DLRM
-from embershard.worker.session import Session
+from embershard.worker.session.session import Session
 
 SHARDS = (1, 2, 4)
 # carrier -> a shard's address, from what it says when it serves

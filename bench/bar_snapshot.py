@@ -34,12 +34,12 @@ import numpy.typing as npt
 
 import embershard as es
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
-from embershard.proto.blocks import read_block
 from embershard.proto.errors import EmbershardError
 from embershard.proto.reference import mix64
 from embershard.proto.routing import make_route
-from embershard.worker.client import Client
-from embershard.worker.snapshots import SnapshotInfo, StoredSnapshot, begin_snapshot, list_snapshots
+from embershard.proto.snapshot.blocks import read_block
+from embershard.worker.checkpoint.snapshots import SnapshotInfo, StoredSnapshot, begin_snapshot, list_snapshots
+from embershard.worker.client.client import Client
 from timing import finish, machine, print_table
 
 DIM, BATCH, SETTLE_SECONDS = 16, 8192, 3.0
@@ -241,8 +241,8 @@ def one_kill(local: LocalShards, folder: str, name: str, hits_shard: bool, longe
 _COORDINATOR = """
 import sys
 from datetime import timedelta
-from embershard.worker.client import Client
-from embershard.worker.snapshots import take_snapshot
+from embershard.worker.client.client import Client
+from embershard.worker.checkpoint.snapshots import take_snapshot
 addresses, folder, name = sys.argv[1:]
 client = Client.connect(addresses.split(","), timeout=timedelta(seconds=2))
 print(flush=True)

@@ -28,18 +28,18 @@ import torch
 
 import embershard as es
 from embershard.proto import protobuf
-from embershard.proto.codec.choice import BUILTIN_VALUES
-from embershard.proto.codec.ids import decode_ids, encode_ids
+from embershard.proto.codec.lossless.ids import decode_ids, encode_ids
+from embershard.proto.codec.name import BUILTIN_VALUES
 from embershard.proto.codec.payload import decode, encode_elements
 from embershard.proto.codec.select import Threshold, count_of, random_positions
-from embershard.proto.codec.values import find_values
+from embershard.proto.codec.values.registry import find_values
 from embershard.proto.messages import Message, Pull, Push, Reply, Request, Rows, arrays
 from embershard.proto.routing import Placement
+from embershard.proto.transport.local import LocalCarrier
 from embershard.proto.wire import frame_bytes
-from embershard.ps.optim import OptimizerRegistry
 from embershard.ps.shard import Shard
-from embershard.worker.carriers.local import LocalCarrier
-from embershard.worker.client import Client
+from embershard.ps.table.optimizers import OptimizerRegistry
+from embershard.worker.client.client import Client
 from embershard.worker.compression.low_rank import Layout, LowRank, Place
 from embershard.worker.compression.schedule import warmup_density
 from embershard.worker.compression.settings import Compression

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from embershard.proto.spec import Adagrad, TableSpec, Uniform
-from embershard.ps.optim import OptimizerRegistry
-from embershard.ps.table import Table
+from embershard.ps.table.optimizers import OptimizerRegistry
+from embershard.ps.table.table import Table
 from timing import finish, machine, print_table
 
 DIM = 16

@@ -30,8 +30,8 @@ import torch
 from embershard.proto.routing import Placement, make_route
 from embershard.proto.spec import Adagrad, TableSpec, Uniform
 from embershard.proto.sum_rows import sum_rows
-from embershard.ps.optim import OptimizerRegistry
-from embershard.ps.table import Table
+from embershard.ps.table.optimizers import OptimizerRegistry
+from embershard.ps.table.table import Table
 from timing import finish, machine, median, print_table, thread_seconds
 
 LR, EPS = 0.05, 1e-10

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from embershard.worker.onednn import onednn_is_faster, use_onednn
+from embershard.worker.nn.onednn import onednn_is_faster, use_onednn
 from timing import finish, median, print_table, thread_seconds
 
 ROUNDS = 30

@@ -29,8 +29,8 @@ from typing import NoReturn
 
 import numpy as np
 
-from embershard.compare.namespace import Namespaces, NoNamespaces
-from embershard.worker.calls import Stats
+from embershard.compare.run.netns import Namespaces, NoNamespaces
+from embershard.worker.client.calls import Stats
 from timing import finish, machine, print_table
 
 BAR = 0.90
@@ -140,7 +140,7 @@ def client_threads(addresses: str, rank: int, rate: str, meter: Meter) -> None:
     """Pulls and pushes of the same rows, each thread on its own ids."""
     from embershard.proto.routing import make_route
     from embershard.proto.spec import RowWiseAdagrad, TableSpec
-    from embershard.worker.client import Client
+    from embershard.worker.client.client import Client
 
     client = Client.connect(addresses.split(","), worker=rank)
     spec = TableSpec(name="items", dim=DIM, optimizer=RowWiseAdagrad(lr=0.01))

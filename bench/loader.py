@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from embershard.worker.data.batch import Batch
-from embershard.worker.data.clicks import ClickStream
-from embershard.worker.data.loader import LoaderProcess, Share
-from embershard.worker.job_data import ClicksSection
+from embershard.worker.data.readers.clicks import ClickStream
+from embershard.worker.job.data import ClicksSection
+from embershard.worker.training.loader import LoaderProcess, Share
 from timing import finish, print_table
 
 BATCHES, STEP_SECONDS, SIZE = 300, 0.006, 1024

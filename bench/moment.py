@@ -17,8 +17,8 @@ from contextlib import AbstractContextManager, contextmanager
 import numpy as np
 
 from embershard.proto.spec import Adagrad, TableSpec, Uniform
-from embershard.ps.optim import OptimizerRegistry
-from embershard.ps.table import Table
+from embershard.ps.table.optimizers import OptimizerRegistry
+from embershard.ps.table.table import Table
 from timing import finish, machine, median, print_table, resident_bytes, thread_seconds
 
 DIM = 16

@@ -12,7 +12,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from embershard.proto.codec.custom import values_codec
+from embershard.proto.codec.user_defined import values_codec
 
 _QUANTILES = np.array([NormalDist().inv_cdf((code + 0.5) / 16) for code in range(16)], np.float32)
 LEVELS = _QUANTILES / _QUANTILES[-1]  # -1 .. 1

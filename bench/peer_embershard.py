@@ -85,7 +85,7 @@ def train_ps(a: argparse.Namespace) -> None:
 
     import embershard as es
     from embershard.proto.routing import make_route
-    from embershard.worker.spans import step_ends, steps_begin
+    from embershard.proto.timing import step_ends, steps_begin
 
     def values() -> Iterator[tuple[Any, Any]]:
         draw = np.random.default_rng(0)
@@ -121,7 +121,7 @@ def train_dlrm(a: argparse.Namespace) -> None:
     from torch import nn
 
     import embershard as es
-    from embershard.worker.spans import step_ends, steps_begin
+    from embershard.proto.timing import step_ends, steps_begin
 
     class DLRM(nn.Module):
         def __init__(self) -> None:
@@ -165,7 +165,7 @@ def train_dlrm(a: argparse.Namespace) -> None:
 
 def work(a: argparse.Namespace) -> None:
     """A worker."""
-    from embershard.worker.spans import Recorder
+    from embershard.proto.timing import Recorder
 
     train = {"ps": train_ps, "dlrm": train_dlrm}[a.workload]
     with Recorder() if a.spans else contextlib.nullcontext() as recorder:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 
 from embershard.proto.routing import Placement, make_route
-from embershard.worker.row_cache import RowCache
+from embershard.worker.session.row_cache import RowCache
 from timing import finish, machine, median, print_table
 
 NUM_ROWS, BATCH, PRIME = 10_000_000, 65_536, 2654435761

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from embershard.proto.spec import RowWiseAdagrad, TableSpec, Uniform
-from embershard.ps.optim import OptimizerRegistry
-from embershard.ps.reference import ReferenceTable
-from embershard.ps.table import Table
+from embershard.ps.table.optimizers import OptimizerRegistry
+from embershard.ps.table.reference import ReferenceTable
+from embershard.ps.table.table import Table
 from timing import finish, machine, median, print_table, resident_bytes, thread_seconds
 
 DIM, BATCH = 16, 65_536

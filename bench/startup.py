@@ -19,7 +19,7 @@ FLOOR = [sys.executable, "-c", "import grpc.aio, numpy; print('ready', flush=Tru
 WORKER = [
     sys.executable,
     "-c",
-    "import embershard.cli.worker, embershard.worker.trainer; print('ready', flush=True)",
+    "import embershard.cli.worker, embershard.worker.training.trainer; print('ready', flush=True)",
 ]
 TORCH = [sys.executable, "-c", "import torch; print('ready', flush=True)"]
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from embershard.proto.codec.ids import decode_ids
+from embershard.proto.codec.lossless.ids import decode_ids
 from embershard.proto.errors import InvalidRequest
 from embershard.proto.messages import MAX_MESSAGE_BYTES, Array, Bytes, Floats, Ids
 

@@ -18,7 +18,7 @@ from google.protobuf.message import Message as Protobuf
 
 from embershard.proto import embershard_pb2 as pb
 from embershard.proto.buffers import Buffer, IdReader, read_floats, read_ids, read_values, to_bytes
-from embershard.proto.codec.choice import Codec
+from embershard.proto.codec.name import Codec
 from embershard.proto.codec_messages import Compress, Compressed, TableCodecs
 from embershard.proto.errors import InvalidRequest
 from embershard.proto.messages import (

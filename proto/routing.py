@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from embershard.proto.jit import called, compiled
+from embershard.proto.compiled.jit import called, compiled
 
 NUM_BUCKETS = 4096
 MAX_EVEN = 2**30  # ids that even_ids gives: 4 TiB of dense weights
@@ -118,7 +118,7 @@ def make_routes(inputs: Sequence[tuple[Ids, int]], placement: Placement) -> list
 
 
 def ascending(route: Route) -> Route:
-    """The same route with the ids of each shard in ascending order: so they take fewer bytes (proto/codec/ids.py)."""
+    """The same route, each shard's ids in ascending order: so they take fewer bytes (proto/codec/lossless/ids.py)."""
     if route.ids.size and int(route.ids.max()) - int(route.ids.min()) < _NARROW:
         ids, index = _ascend(route.ids, route.splits, route.index)
         return Route(ids, route.splits, index)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Self, TypeVar
 
-from embershard.proto.codec.choice import Codec
+from embershard.proto.codec.name import Codec
 
 MAX_DIM = 65_536  # a row of this dim is 256 KiB: far above any embedding, and far below a message's limit
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-/]{0,199}")

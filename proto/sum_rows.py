@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from embershard.proto.jit import compiled
+from embershard.proto.compiled.jit import compiled
 from embershard.proto.routing import Ids
 
 Floats = npt.NDArray[np.float32]

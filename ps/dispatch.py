@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from embershard.proto.errors import EmbershardError, InternalError
 from embershard.proto.messages import GetStatus, Hello, Reply, Request, ShardStatus
-from embershard.ps.apply import ApplyThread
+from embershard.ps.apply_thread import ApplyThread
 from embershard.ps.shard import Shard
 
 T = TypeVar("T")

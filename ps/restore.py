@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embershard.proto.errors import EmbershardError, InvalidRequest, clipped
-from embershard.proto.manifest import MANIFEST, Manifest, TableBlocks, WorkerWindow, check_name, unpack_manifest
 from embershard.proto.routing import Placement
+from embershard.proto.snapshot.manifest import (
+    MANIFEST,
+    Manifest,
+    TableBlocks,
+    WorkerWindow,
+    check_name,
+    unpack_manifest,
+)
 from embershard.proto.snapshot_errors import (
     OtherOptimizer,
     SnapshotDamaged,
@@ -23,12 +30,12 @@ from embershard.proto.snapshot_errors import (
     TablesInTheWay,
 )
 from embershard.proto.snapshot_messages import Restore, Restored
-from embershard.ps.frozen_kernels import mark_own
-from embershard.ps.optim import OptimizerRegistry
-from embershard.ps.table import Table
+from embershard.ps.table.frozen_kernels import mark_own
+from embershard.ps.table.optimizers import OptimizerRegistry
+from embershard.ps.table.table import Table
 
 if TYPE_CHECKING:
-    from embershard.proto.storage import Storage
+    from embershard.proto.snapshot.storage import Storage
 
 _NAMES_SHOWN = 5
 
@@ -153,7 +160,9 @@ class SnapshotReader:
             _log.error("restore of %s: %s", self.request.url, self._error)
 
     def _read(self) -> Contents:
-        from embershard.proto.storage import Storage  # fsspec takes a while; a shard may live without a snapshot
+        from embershard.proto.snapshot.storage import (
+            Storage,  # fsspec takes a while; a shard may live without a snapshot
+        )
 
         storage = Storage(self.request.url)
         manifest = self._manifest(storage)
@@ -176,7 +185,7 @@ class SnapshotReader:
         return unpack_manifest(data, storage.at(path))
 
     def _read_table(self, storage: Storage, blocks: TableBlocks) -> Table:
-        from embershard.proto.blocks import read_block
+        from embershard.proto.snapshot.blocks import read_block
 
         spec = blocks.spec
         table = Table(spec, self._optimizers.find(spec.optimizer))

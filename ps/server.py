@@ -19,16 +19,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from embershard.ps.address import BACKLOG, Address
+from embershard.ps.transport.address import BACKLOG, Address
 
 if TYPE_CHECKING:
     from grpc.aio import Server
     from grpc_health.v1.health import aio as health_aio
 
     from embershard.ps.dispatch import Dispatch
-    from embershard.ps.rpc import RpcServer
     from embershard.ps.shard import Shard
-    from embershard.ps.stream import StreamServer
+    from embershard.ps.transport.stream import StreamServer
+    from embershard.ps.transport.torch_rpc import RpcServer
 
 GRACE_SECONDS = 30.0  # for what was accepted before a signal came
 _REPLY_SECONDS = 2.0  # for the last replies; a health check's open stream would use all of a longer time
@@ -86,17 +86,17 @@ def serve(options: ServerOptions) -> int:
 
 def _make_shard(options: ServerOptions) -> Shard:
     # imported here: a cold cache compiles during these imports, and the log should say so first
-    from embershard.proto.codec.custom import CodecRegistry
+    from embershard.proto.codec.user_defined import CodecRegistry
     from embershard.proto.routing import Placement
-    from embershard.ps.optim import OptimizerRegistry
     from embershard.ps.shard import Shard
+    from embershard.ps.table.optimizers import OptimizerRegistry
 
     placement, optimizers = Placement.even(options.of), OptimizerRegistry(options.imports)
     return Shard(options.shard, placement, optimizers, codecs=CodecRegistry(options.imports), version=_version())
 
 
 async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
-    from embershard.ps.apply import ApplyThread
+    from embershard.ps.apply_thread import ApplyThread
     from embershard.ps.dispatch import Dispatch
 
     loop = asyncio.get_running_loop()
@@ -110,7 +110,9 @@ async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
         ready["rpc"] = carriers.rpc.address
     _settle()
     print(json.dumps(ready), flush=True)
-    loop.run_in_executor(None, import_module, "embershard.proto.storage")  # the first snapshot need not wait for it
+    loop.run_in_executor(
+        None, import_module, "embershard.proto.snapshot.storage"
+    )  # the first snapshot need not wait for it
     _log.info("serving at %s (shard %d of %d, instance %s)", bound, options.shard, options.of, shard.greeting.instance)
 
     signum = await stop.received
@@ -146,8 +148,8 @@ class _Carriers:
         from grpc_health.v1.health_pb2 import HealthCheckResponse
 
         from embershard.proto.messages import SERVICE
-        from embershard.ps.service import ShardService, make_server
-        from embershard.ps.stream import StreamServer
+        from embershard.ps.transport.grpc import ShardService, make_server
+        from embershard.ps.transport.stream import StreamServer
 
         rpc = await _start_rpc(dispatch, options) if options.rpc else None
         healthy = health.aio.HealthServicer()
@@ -170,7 +172,7 @@ class _Carriers:
 
 
 async def _start_rpc(dispatch: Dispatch, options: ServerOptions) -> RpcServer:
-    from embershard.ps.rpc import RpcServer  # imports torch, which a shard does not need otherwise
+    from embershard.ps.transport.torch_rpc import RpcServer  # imports torch, which a shard does not need otherwise
 
     place = Address.parse(options.rpc)
     return await RpcServer.start(dispatch, place.host, place.port, executes_pickles=options.rpc_executes_pickles)

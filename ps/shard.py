@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from embershard.proto.codec.custom import CodecRegistry
+from embershard.proto.codec.user_defined import CodecRegistry
 from embershard.proto.errors import ClockAhead, InvalidRequest, WrongPlacement
 from embershard.proto.messages import (
     MAX_MESSAGE_BYTES,
@@ -38,18 +38,18 @@ from embershard.proto.messages import (
 )
 from embershard.proto.routing import Placement
 from embershard.proto.snapshot_messages import Restore, Snapshot
-from embershard.ps.clock import Clock
-from embershard.ps.compression import CompressionSettings
-from embershard.ps.dedup import Dedup
-from embershard.ps.meeting import Meetings
-from embershard.ps.optim import OptimizerRegistry
-from embershard.ps.pushes import Pushes
-from embershard.ps.reading import read_all
+from embershard.ps.compression_settings import CompressionSettings
+from embershard.ps.coordination.clock import Clock
+from embershard.ps.coordination.data_splits import Splits
+from embershard.ps.coordination.dedup import Dedup
+from embershard.ps.coordination.pushes import Pushes
+from embershard.ps.coordination.rendezvous import Meetings
 from embershard.ps.restore import Contents, Restores
 from embershard.ps.snapshot import Moment, Snapshots
-from embershard.ps.splits import Splits
-from embershard.ps.stopwatch import Stopwatch
-from embershard.ps.tables import Tables
+from embershard.ps.table.optimizers import OptimizerRegistry
+from embershard.ps.table.reads import read_all
+from embershard.ps.table.stopwatch import Stopwatch
+from embershard.ps.table.tables import Tables
 
 
 class Shard:

@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from embershard.proto.errors import EmbershardError, InvalidRequest, clipped
-from embershard.proto.manifest import BlockFile, ShardPart, TableBlocks, WorkerWindow, check_name, pack_part
+from embershard.proto.snapshot.manifest import BlockFile, ShardPart, TableBlocks, WorkerWindow, check_name, pack_part
 from embershard.proto.snapshot_errors import SnapshotNotWritten, SnapshotRunning, SnapshotTooLate, SnapshotUnknown
 from embershard.proto.snapshot_messages import Snapshot, Snapshotted
-from embershard.ps.frozen import Block, FrozenRows
-from embershard.ps.table import Table
+from embershard.ps.table.frozen import Block, FrozenRows
+from embershard.ps.table.table import Table
 
 if TYPE_CHECKING:
-    from embershard.proto.storage import Storage
+    from embershard.proto.snapshot.storage import Storage
 
 # A writer that has not moved for so long hangs in its storage; the next snapshot need not wait for it.
 HUNG_SECONDS = 300.0
@@ -210,7 +210,9 @@ class SnapshotWriter:
             table.thaw(rows)
 
     def _write(self) -> None:
-        from embershard.proto.storage import Storage  # fsspec takes a while; a shard may live without a snapshot
+        from embershard.proto.snapshot.storage import (
+            Storage,  # fsspec takes a while; a shard may live without a snapshot
+        )
 
         moment, name = self._moment, self._request.name
         storage = Storage(self._request.url)
@@ -228,7 +230,7 @@ class SnapshotWriter:
         self._path, self._sha256 = path, hashlib.sha256(part).hexdigest()
 
     def _write_table(self, storage: Storage, prefix: str, table: Table, rows: FrozenRows) -> TableBlocks:
-        from embershard.proto.blocks import rows_per_file
+        from embershard.proto.snapshot.blocks import rows_per_file
 
         slots, starts = rows.by_bucket()
         step = rows_per_file(rows.dim, rows.num_state)
@@ -246,7 +248,7 @@ class SnapshotWriter:
 
     def _write_file(self, storage: Storage, path: str, block: Block, about: dict[str, str]) -> tuple[int, str]:
         """Bytes and sha256 of a file of these rows."""
-        from embershard.proto.blocks import block_header
+        from embershard.proto.snapshot.blocks import block_header
 
         self._go_on()
         arrays: dict[str, npt.NDArray[np.generic]] = dict(block._asdict())

@@ -18,7 +18,7 @@ FORBIDDEN_ATTRIBUTES = {("torch", "load"), ("yaml", "load"), ("yaml", "unsafe_lo
 # what a shard's process must not load: it starts in about a second and fits a small container
 HEAVY = {"torch", "pyarrow", "pydantic", "torchmetrics"}
 # but for the carrier over torch.distributed.rpc, which is loaded where it is asked for
-ASKED_FOR = {"rpc.py"}
+ASKED_FOR = {"torch_rpc.py"}
 
 
 def sources(folder: str) -> list[Path]:

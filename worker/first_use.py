@@ -9,7 +9,7 @@ import torch
 from numba import types
 from torch import Tensor
 
-from embershard.proto.jit import compiled
+from embershard.proto.compiled.jit import compiled
 from embershard.proto.routing import Ids
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from embershard.proto.codec.values import ValuesCodec
+from embershard.proto.codec.values.registry import ValuesCodec
 from embershard.proto.codec_errors import DamagedPayload
 from embershard.proto.messages import Bytes, Floats
 

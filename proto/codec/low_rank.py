@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from embershard.proto.codec.choice import MAX_RANK
 from embershard.proto.codec.flat import NEXT_KEY, decode_flat, encode_flat, flat_nbytes
-from embershard.proto.codec.values import ValuesCodec
+from embershard.proto.codec.name import MAX_RANK
+from embershard.proto.codec.values.registry import ValuesCodec
 from embershard.proto.codec_errors import DamagedPayload
-from embershard.proto.jit import compiled
+from embershard.proto.compiled.jit import compiled
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from embershard.proto.codec.choice import Codec
 from embershard.proto.codec.flat import flat_nbytes
-from embershard.proto.codec.integers import best_rice
+from embershard.proto.codec.lossless.integers import best_rice
+from embershard.proto.codec.name import Codec
 from embershard.proto.codec.select import count_of
-from embershard.proto.codec.values import ValuesCodec, find_values
+from embershard.proto.codec.values.registry import ValuesCodec, find_values
 
 HEAD_BYTES = 2  # form and values codec
 _KEY = 8

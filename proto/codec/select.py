@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from embershard.proto.jit import compiled, inlined
+from embershard.proto.compiled.jit import compiled, inlined
 from embershard.proto.messages import Floats, Ids
 from embershard.proto.routing import mix64
 

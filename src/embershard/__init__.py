@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from embershard import errors as errors
-    from embershard.in_process import local as local
-    from embershard.proto.codec.custom import values_codec as values_codec
+    from embershard.local_shards import local as local
+    from embershard.proto.codec.user_defined import values_codec as values_codec
     from embershard.proto.errors import EmbershardError as EmbershardError
     from embershard.proto.spec import FTRL as FTRL
     from embershard.proto.spec import SGD as SGD
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
     from embershard.proto.spec import RowWiseAdagrad as RowWiseAdagrad
     from embershard.proto.spec import TableSpec as TableSpec
     from embershard.proto.spec import Uniform as Uniform
-    from embershard.ps.optim import row_optimizer as row_optimizer
-    from embershard.worker.activations import checkpoint_activations as checkpoint_activations
-    from embershard.worker.averaging import WeightAverage as WeightAverage
-    from embershard.worker.client import Client as Client
-    from embershard.worker.compilation import compile_dense as compile_dense
+    from embershard.ps.table.optimizers import row_optimizer as row_optimizer
+    from embershard.worker.checkpoint.snapshots import begin_snapshot as begin_snapshot
+    from embershard.worker.checkpoint.snapshots import open_snapshot as open_snapshot
+    from embershard.worker.checkpoint.snapshots import restore_snapshot as restore_snapshot
+    from embershard.worker.checkpoint.snapshots import take_snapshot as take_snapshot
+    from embershard.worker.client.client import Client as Client
     from embershard.worker.compression.settings import Compression as Compression
     from embershard.worker.data.splits import SplitSampler as SplitSampler
-    from embershard.worker.embedding import Embedding as Embedding
-    from embershard.worker.embedding import EmbeddingBag as EmbeddingBag
     from embershard.worker.memory import keep_freed_memory as keep_freed_memory
-    from embershard.worker.onednn import use_onednn as use_onednn
-    from embershard.worker.optimizer import ShardOptimizer as ShardOptimizer
-    from embershard.worker.session import Session as Session
-    from embershard.worker.session import connect as connect
-    from embershard.worker.snapshots import begin_snapshot as begin_snapshot
-    from embershard.worker.snapshots import open_snapshot as open_snapshot
-    from embershard.worker.snapshots import restore_snapshot as restore_snapshot
-    from embershard.worker.snapshots import take_snapshot as take_snapshot
-    from embershard.worker.wrap import wrap as wrap
+    from embershard.worker.nn.activations import checkpoint_activations as checkpoint_activations
+    from embershard.worker.nn.averaging import WeightAverage as WeightAverage
+    from embershard.worker.nn.compile import compile_dense as compile_dense
+    from embershard.worker.nn.embedding import Embedding as Embedding
+    from embershard.worker.nn.embedding import EmbeddingBag as EmbeddingBag
+    from embershard.worker.nn.onednn import use_onednn as use_onednn
+    from embershard.worker.nn.optimizer import ShardOptimizer as ShardOptimizer
+    from embershard.worker.nn.wrap import wrap as wrap
+    from embershard.worker.session.session import Session as Session
+    from embershard.worker.session.session import connect as connect
 
 _HOME = {
-    "embershard.in_process": ("local",),
-    "embershard.proto.codec.custom": ("values_codec",),
+    "embershard.local_shards": ("local",),
+    "embershard.proto.codec.user_defined": ("values_codec",),
     "embershard.proto.errors": ("EmbershardError",),
     "embershard.proto.spec": (
         "SGD",
@@ -63,20 +63,20 @@ _HOME = {
         "Uniform",
         "TableSpec",
     ),
-    "embershard.ps.optim": ("row_optimizer",),
-    "embershard.worker.activations": ("checkpoint_activations",),
-    "embershard.worker.averaging": ("WeightAverage",),
-    "embershard.worker.client": ("Client",),
-    "embershard.worker.compilation": ("compile_dense",),
+    "embershard.ps.table.optimizers": ("row_optimizer",),
+    "embershard.worker.nn.activations": ("checkpoint_activations",),
+    "embershard.worker.nn.averaging": ("WeightAverage",),
+    "embershard.worker.client.client": ("Client",),
+    "embershard.worker.nn.compile": ("compile_dense",),
     "embershard.worker.compression.settings": ("Compression",),
     "embershard.worker.data.splits": ("SplitSampler",),
-    "embershard.worker.embedding": ("Embedding", "EmbeddingBag"),
+    "embershard.worker.nn.embedding": ("Embedding", "EmbeddingBag"),
     "embershard.worker.memory": ("keep_freed_memory",),
-    "embershard.worker.onednn": ("use_onednn",),
-    "embershard.worker.optimizer": ("ShardOptimizer",),
-    "embershard.worker.session": ("Session", "connect"),
-    "embershard.worker.snapshots": ("begin_snapshot", "open_snapshot", "restore_snapshot", "take_snapshot"),
-    "embershard.worker.wrap": ("wrap",),
+    "embershard.worker.nn.onednn": ("use_onednn",),
+    "embershard.worker.nn.optimizer": ("ShardOptimizer",),
+    "embershard.worker.session.session": ("Session", "connect"),
+    "embershard.worker.checkpoint.snapshots": ("begin_snapshot", "open_snapshot", "restore_snapshot", "take_snapshot"),
+    "embershard.worker.nn.wrap": ("wrap",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

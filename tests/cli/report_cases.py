@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from embershard.compare.conclusions import conclude
+from embershard.compare.analysis.conclusions import conclude
 from embershard.compare.results import Arm, Bandwidth, Bytes, Conditions, Point, Results, Run, StepPart
 
 LINKS = {"100mbit": 1e8, "1gbit": 1e9, "unlimited": None}

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from embershard.cli import app as cli
 from embershard.cli import compare as command
-from embershard.compare import namespace, runs
 from embershard.compare.results import read_results
+from embershard.compare.run import netns as namespace
+from embershard.compare.run import runs
 from embershard.proto.errors import EmbershardError
 
 JOB = """\

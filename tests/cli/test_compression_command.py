@@ -9,10 +9,10 @@ from typer.testing import CliRunner, Result
 
 import embershard as es
 from embershard.cli import compression as command
-from embershard.in_process import InProcessShards
+from embershard.local_shards import InProcessShards
 from embershard.proto.errors import EmbershardError, InvalidRequest, UnknownTable
-from embershard.worker.client import Client
-from embershard.worker.session import Session
+from embershard.worker.client.client import Client
+from embershard.worker.session.session import Session
 
 
 @pytest.fixture

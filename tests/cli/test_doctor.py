@@ -18,7 +18,8 @@ import embershard as es
 from embershard.cli import app as cli
 from embershard.cli import doctor as command
 from embershard.deploy.supervisor import LocalShards
-from embershard.doctor import clocks, runs, shards
+from embershard.doctor import job as clocks
+from embershard.doctor import runs, shards
 from embershard.doctor.case import Case, open_case
 from embershard.doctor.check import Finding, check, ok
 from embershard.doctor.checks import SUBJECTS

@@ -23,7 +23,7 @@ from embershard.doctor import cgroup, compute, folders, installation, machine
 from embershard.doctor.case import Case, open_case
 from embershard.doctor.check import Check, Level
 from embershard.proto.messages import MemberStatus
-from embershard.worker import onednn
+from embershard.worker.nn import onednn
 
 # ---- installation
 
@@ -58,7 +58,7 @@ def test_what_cannot_be_imported_fails(one: Check, name: str, monkeypatch: pytes
 def test_kernels_that_are_kept_nowhere_are_a_warning(monkeypatch: pytest.MonkeyPatch):
     assert found(installation.kernels)[0] is OK
     gather = SimpleNamespace(stats=SimpleNamespace(cache_path=None))
-    monkeypatch.setattr(importlib.import_module("embershard.ps.kernels"), "gather", gather)
+    monkeypatch.setattr(importlib.import_module("embershard.ps.table.kernels"), "gather", gather)
     finds(installation.kernels, NOBODY, WARN, "compiles")
 
 

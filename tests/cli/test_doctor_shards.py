@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from doctor_cases import FAIL, GREETING, NOBODY, OK, STATUS, TABLE, WARN, case, finds, job, probe
 
-from embershard.doctor import clocks, shards
+from embershard.doctor import job as clocks
+from embershard.doctor import shards
 from embershard.doctor.case import Case, open_case
 from embershard.proto.messages import MemberStatus, ShardStatus
 

@@ -13,16 +13,16 @@ from typer.testing import CliRunner, Result
 
 from embershard.cli import import_ as import_command
 from embershard.cli.app import app
-from embershard.in_process import local
+from embershard.local_shards import local
 from embershard.proto.errors import BadAddress
 from embershard.proto.snapshot_errors import SnapshotNotFound
-from embershard.worker.checkpoint import OtherJob
-from embershard.worker.export import CannotExport
-from embershard.worker.export_onnx import ExportNotInstalled
-from embershard.worker.group import WorkerGroup
-from embershard.worker.job import load_job
-from embershard.worker.session import Session
-from embershard.worker.trainer import Trainer
+from embershard.worker.checkpoint.checkpoint import OtherJob
+from embershard.worker.client.worker_group import WorkerGroup
+from embershard.worker.job.job import load_job
+from embershard.worker.session.session import Session
+from embershard.worker.trained.export import CannotExport
+from embershard.worker.trained.onnx import ExportNotInstalled
+from embershard.worker.training.trainer import Trainer
 
 JOB = """\
 model: {name: deepfm, hidden: [8], batch_norm: true}
@@ -130,6 +130,6 @@ def test_sources_that_are_none_are_named(job: Path, tmp_path: Path) -> None:
 
 
 def test_onnx_without_its_packages_says_what_to_install(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("embershard.worker.export_onnx.find_spec", lambda name: None)
+    monkeypatch.setattr("embershard.worker.trained.onnx.find_spec", lambda name: None)
     with pytest.raises(ExportNotInstalled, match=r"needs onnx and onnxscript: pip install 'embershard\[export\]'"):
         embershard("export", "127.0.0.1:7700", job, "out", "--onnx")

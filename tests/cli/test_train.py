@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from embershard.cli import app as cli
 from embershard.cli import train as command
 from embershard.proto.errors import ShardUnavailable
-from embershard.worker import links
-from embershard.worker.client import Client
+from embershard.worker.client import connections as links
+from embershard.worker.client.client import Client
 
 JOB = """\
 model: {name: lr}

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from embershard.cli import app as cli
 from embershard.cli import train as train_command
-from embershard.compare import runs
+from embershard.compare.run import runs
 from embershard.proto.errors import EmbershardError
 
 JOB = """\

@@ -16,7 +16,7 @@ from embershard.cli import worker as command
 from embershard.cli.worker import Place, _check_mode, _has_own_gpu
 from embershard.proto.errors import JobError
 from embershard.proto.messages import Compress, TableCodecs
-from embershard.worker.job import Job
+from embershard.worker.job.job import Job
 
 
 def job(**fields: object) -> Job:
@@ -81,7 +81,7 @@ def test_the_first_worker_prints_how_tables_travel_from_here_on(
 def test_a_worker_starts_without_what_only_other_modes_need() -> None:
     code = """
 import sys
-import embershard.cli.worker, embershard.worker.trainer
+import embershard.cli.worker, embershard.worker.training.trainer
 from embershard.worker.models.layers import table
 assert table(7, 3, "meta").weight.requires_grad
 heavy = {"torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy"} & set(sys.modules)

@@ -71,7 +71,7 @@ def test_shards_serve_inside_and_are_gone_outside():
 
 def test_a_shard_finds_the_modules_that_its_parent_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "their_rows.py").write_text(
-        "from embershard.ps.optim import row_optimizer\n\n"
+        "from embershard.ps.table.optimizers import row_optimizer\n\n"
         "print('a module may print')\n\n"
         "@row_optimizer()\n"
         "def step(row, state, grad, hyper):\n"

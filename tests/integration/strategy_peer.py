@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from embershard.worker.client.worker_group import ShardGroup, WorkerGroup
 from embershard.worker.data.batch import Schema
 from embershard.worker.data.rows import Rows, RowsDataset
-from embershard.worker.group import ShardGroup, WorkerGroup
-from embershard.worker.job import Job
-from embershard.worker.session import Session, connect
-from embershard.worker.strategy.in_torch import TorchStrategy
-from embershard.worker.trainer import Trainer
+from embershard.worker.job.job import Job
+from embershard.worker.session.session import Session, connect
+from embershard.worker.strategy.torch_only import TorchStrategy
+from embershard.worker.training.trainer import Trainer
 
 F, PER_FIELD, D = 3, 20, 2
 BATCH = 40  # of all workers

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import embershard as es
-from embershard.worker.session import Session
+from embershard.worker.session.session import Session
 
 ROWS, BATCH, STEPS = 100, 24, 30
 Batches = list[tuple[torch.Tensor, torch.Tensor]]

@@ -43,9 +43,9 @@ from embershard.proto.messages import (
     TableIds,
 )
 from embershard.proto.spec import SGD, Constant, TableSpec
-from embershard.worker import links
-from embershard.worker.carriers.grpc import GrpcCarrier
-from embershard.worker.client import Client
+from embershard.proto.transport.grpc import GrpcCarrier
+from embershard.worker.client import connections as links
+from embershard.worker.client.client import Client
 
 JOB = """\
 model: {name: fm}
@@ -400,9 +400,9 @@ def test_a_shard_that_is_down_at_the_start_is_waited_for_aloud(
     monkeypatch.setattr(links, "_PATIENCE", timedelta(seconds=0.3))
     with pytest.raises(ShardUnavailable, match=r"127.0.0.1:1: no answer within 3.0 s \(.*Connection refused\)"):
         Client.connect(["127.0.0.1:1"], timeout=timedelta(seconds=3))
-    assert [record.getMessage() for record in caplog.records if record.name == "embershard.worker.links"] == [
-        "waiting for the server at 127.0.0.1:1 (Connection refused)"
-    ]
+    assert [
+        record.getMessage() for record in caplog.records if record.name == "embershard.worker.client.connections"
+    ] == ["waiting for the server at 127.0.0.1:1 (Connection refused)"]
 
 
 @pytest.mark.integration

@@ -1,5 +1,5 @@
-"""The contract of worker/carrier.py, over every carrier: the same claims about one shard in this process, and about
-one in a process of its own that serves all carriers at once."""
+"""The contract of proto/transport/transport.py, over every carrier: the same claims about one shard in this process,
+and about one in a process of its own that serves all carriers at once."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 from standing_still import standing_still
 
-from embershard.in_process import InProcessShards
+from embershard.local_shards import InProcessShards
 from embershard.proto import spec
-from embershard.proto.codec.ids import encode_ids
+from embershard.proto.codec.lossless.ids import encode_ids
 from embershard.proto.codec.payload import encode_rows
-from embershard.proto.codec.values import find_values
+from embershard.proto.codec.values.registry import find_values
 from embershard.proto.codec_errors import DamagedPayload
 from embershard.proto.errors import ClockAhead, EmbershardError, NotAShard, UnknownTable
 from embershard.proto.messages import (
@@ -60,10 +60,10 @@ from embershard.proto.messages import (
     TakeSplit,
 )
 from embershard.proto.routing import make_route
-from embershard.worker.addresses import carrier_for
-from embershard.worker.carrier import Carrier, Unreachable
-from embershard.worker.carriers.local import LocalCarrier
-from embershard.worker.client import Client
+from embershard.proto.transport.addresses import carrier_for
+from embershard.proto.transport.local import LocalCarrier
+from embershard.proto.transport.transport import Carrier, Unreachable
+from embershard.worker.client.client import Client
 
 pytestmark = pytest.mark.integration
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from embershard.deploy.supervisor import LocalShards
-from embershard.worker.client import Client
+from embershard.worker.client.client import Client
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from embershard.compare.namespace import Namespaces, NoNamespaces
+from embershard.compare.run.netns import Namespaces, NoNamespaces
 
 pytestmark = pytest.mark.integration
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import embershard as es
-from embershard.worker.checkpoint import SNAPSHOT, Checkpoint
-from embershard.worker.group import WorkerGroup
-from embershard.worker.job import load_job
-from embershard.worker.snapshots import read_manifest, read_table
-from embershard.worker.trainer import Trainer
+from embershard.worker.checkpoint.checkpoint import SNAPSHOT, Checkpoint
+from embershard.worker.checkpoint.snapshots import read_manifest, read_table
+from embershard.worker.client.worker_group import WorkerGroup
+from embershard.worker.job.job import load_job
+from embershard.worker.training.trainer import Trainer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 

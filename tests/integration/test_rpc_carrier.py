@@ -18,10 +18,10 @@ import torch
 import embershard as es
 from embershard.proto.errors import BadAddress, CannotListen, NotAShard
 from embershard.proto.messages import Hello
+from embershard.proto.transport.torch_rpc import RpcCarrier, _outcome
+from embershard.proto.transport.transport import Unreachable
 from embershard.ps.dispatch import Dispatch
-from embershard.ps.rpc import RpcServer
-from embershard.worker.carrier import Unreachable
-from embershard.worker.carriers.rpc import RpcCarrier, _outcome
+from embershard.ps.transport.torch_rpc import RpcServer
 
 pytestmark = pytest.mark.integration
 

@@ -50,7 +50,7 @@ SLOW = spec.TableSpec(name="items", dim=4, optimizer=spec.Custom(function="slow_
 PATIENCE = 250.0  # seconds, on a machine that does much else
 # about 0.1 s for a row on any machine of today, without the GIL
 SLOW_ROWS = """
-from embershard.ps.optim import row_optimizer
+from embershard.ps.table.optimizers import row_optimizer
 
 @row_optimizer()
 def step(row, state, grad, hyper):

@@ -18,8 +18,8 @@ import pytest
 import embershard as es
 from embershard.deploy.supervisor import LocalShards
 from embershard.proto.errors import WorkerLost
-from embershard.worker.data.order import permutation
-from embershard.worker.group import WorkerGroup
+from embershard.worker.client.worker_group import WorkerGroup
+from embershard.worker.data.shuffle import permutation
 
 sys.path.insert(0, str(Path(__file__).parent))
 from strategy_peer import DATA_SEED, SAMPLES, job, train

@@ -25,9 +25,9 @@ from embershard.proto.messages import KIND_OF, MAX_MESSAGE_BYTES, SERVICE, Pull,
 from embershard.proto.protobuf import dumps, head_bytes
 from embershard.proto.routing import make_route
 from embershard.proto.spec import SGD, Constant, TableSpec
+from embershard.proto.transport.stream import StreamCarrier
 from embershard.proto.wire import Feature
-from embershard.worker.carriers.stream import StreamCarrier
-from embershard.worker.client import Client
+from embershard.worker.client.client import Client
 
 pytestmark = pytest.mark.integration
 

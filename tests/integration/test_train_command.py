@@ -122,7 +122,7 @@ def test_a_loader_that_dies_ends_the_job_and_is_named(start: Callable[..., subpr
     process = start(FOREVER, *LOADER)
     until_training(process)
     everyone = family(process, 3)
-    (loader,) = (child for child in everyone if "embershard.worker.data.loader" in child.cmdline())
+    (loader,) = (child for child in everyone if "embershard.worker.training.loader" in child.cmdline())
     loader.kill()
     text, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1

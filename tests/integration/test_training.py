@@ -20,7 +20,7 @@ from torch import nn
 import embershard as es
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
 from embershard.proto.errors import ShardRestarted, ShardUnavailable, UnknownOptimizer
-from embershard.worker.session import Session
+from embershard.worker.session.session import Session
 
 pytestmark = pytest.mark.integration
 

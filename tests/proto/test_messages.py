@@ -5,8 +5,8 @@ import pytest
 
 from embershard.proto import embershard_pb2 as pb
 from embershard.proto import messages as m
-from embershard.proto.codec.choice import Codec
-from embershard.proto.codec.ids import encode_ids
+from embershard.proto.codec.lossless.ids import encode_ids
+from embershard.proto.codec.name import Codec
 from embershard.proto.codec_errors import DamagedPayload
 from embershard.proto.codec_messages import TableCodecs
 from embershard.proto.errors import InvalidRequest

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from embershard.proto.codec.choice import Codec
+from embershard.proto.codec.name import Codec
 from embershard.proto.spec import (
     OPTIMIZERS,
     SGD,

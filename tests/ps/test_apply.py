@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from embershard.proto.errors import ClockAhead, ShardBusy, ShuttingDown
-from embershard.ps import apply
-from embershard.ps.apply import ApplyThread
+from embershard.ps import apply_thread as apply
+from embershard.ps.apply_thread import ApplyThread
 
 FOREVER = float("inf")
 AHEAD = ClockAhead(clock=1, workers="2", seconds=0.5)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from embershard.proto.codec.choice import Codec
+from embershard.proto.codec.name import Codec
 from embershard.proto.codec_errors import UnknownCodec
 from embershard.proto.errors import EmbershardError, InvalidRequest, UnknownTable
 from embershard.proto.messages import Compress, Compressed, Declare, Join, Leave, Pull, TableCodecs, TableIds
 from embershard.proto.routing import Placement
 from embershard.proto.spec import SGD, TableSpec
-from embershard.ps.optim import OptimizerRegistry
 from embershard.ps.restore import Contents
 from embershard.ps.shard import Shard
+from embershard.ps.table.optimizers import OptimizerRegistry
 
 IDS = np.array([1], np.int64)
 

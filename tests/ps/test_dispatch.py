@@ -29,10 +29,10 @@ from embershard.proto.messages import (
     TableIds,
 )
 from embershard.proto.routing import Placement
-from embershard.ps.apply import ApplyThread
+from embershard.ps.apply_thread import ApplyThread
 from embershard.ps.dispatch import Dispatch
-from embershard.ps.optim import OptimizerRegistry
 from embershard.ps.shard import Shard
+from embershard.ps.table.optimizers import OptimizerRegistry
 
 WORKERS, CLOCKS = 4, 30
 IDS = np.arange(40, dtype=np.int64)

@@ -10,8 +10,8 @@ import pytest
 
 from embershard.proto.errors import CannotListen
 from embershard.proto.wire import local_socket
-from embershard.ps.address import Address
 from embershard.ps.server import ServerOptions
+from embershard.ps.transport.address import Address
 
 
 def bind(text: str) -> str:

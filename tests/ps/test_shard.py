@@ -49,9 +49,9 @@ from embershard.proto.messages import (
 from embershard.proto.protobuf import dumps, loads
 from embershard.proto.routing import Placement, make_route
 from embershard.proto.snapshot_messages import Snapshot, Snapshotted
-from embershard.ps.optim import OptimizerRegistry
 from embershard.ps.shard import Shard
-from embershard.ps.table import Table
+from embershard.ps.table.optimizers import OptimizerRegistry
+from embershard.ps.table.table import Table
 
 R = TypeVar("R", bound=Reply)
 EPOCH = 1

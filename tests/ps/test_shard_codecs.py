@@ -12,11 +12,11 @@ import pytest
 from half_codec import HALF_CODEC
 
 from embershard.proto import spec
-from embershard.proto.codec.choice import Codec
-from embershard.proto.codec.custom import CodecRegistry
-from embershard.proto.codec.ids import encode_ids
+from embershard.proto.codec.lossless.ids import encode_ids
+from embershard.proto.codec.name import Codec
 from embershard.proto.codec.payload import encode_elements, encode_rows
-from embershard.proto.codec.values import BUILTIN, ValuesCodec, find_values
+from embershard.proto.codec.user_defined import CodecRegistry
+from embershard.proto.codec.values.registry import BUILTIN, ValuesCodec, find_values
 from embershard.proto.codec_errors import DamagedPayload, UnknownCodec
 from embershard.proto.errors import InvalidRequest, MessageTooLarge, UnknownTable
 from embershard.proto.messages import (
@@ -34,8 +34,8 @@ from embershard.proto.messages import (
 )
 from embershard.proto.protobuf import dumps, loads
 from embershard.proto.routing import Placement
-from embershard.ps.optim import OptimizerRegistry
 from embershard.ps.shard import Shard
+from embershard.ps.table.optimizers import OptimizerRegistry
 
 DIM = 8
 IDS = np.arange(0, 60, 3, dtype=np.int64)

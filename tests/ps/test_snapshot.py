@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from embershard.proto import blocks, spec
+from embershard.proto import spec
 from embershard.proto.errors import MemoryLost, StaleWorker, TableLoading, UnknownTable
-from embershard.proto.manifest import MANIFEST, Manifest, ShardPart, pack_manifest, unpack_part
 from embershard.proto.messages import (
     Declare,
     Join,
@@ -33,6 +32,9 @@ from embershard.proto.messages import (
 )
 from embershard.proto.reference import mix64
 from embershard.proto.routing import Placement
+from embershard.proto.snapshot import blocks
+from embershard.proto.snapshot.manifest import MANIFEST, Manifest, ShardPart, pack_manifest, unpack_part
+from embershard.proto.snapshot.storage import Storage
 from embershard.proto.snapshot_errors import (
     BadSnapshotName,
     OtherOptimizer,
@@ -45,10 +47,9 @@ from embershard.proto.snapshot_errors import (
     TablesInTheWay,
 )
 from embershard.proto.snapshot_messages import Restore, Restored, Snapshot, Snapshotted
-from embershard.proto.storage import Storage
 from embershard.ps import snapshot as module
-from embershard.ps.optim import OptimizerRegistry
 from embershard.ps.shard import Shard
+from embershard.ps.table.optimizers import OptimizerRegistry
 
 EPOCH, DIM = 1, 3
 REGISTRY = OptimizerRegistry()

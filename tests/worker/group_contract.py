@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from embershard.worker.group import WorkerGroup
+from embershard.worker.client.worker_group import WorkerGroup
 
 
 def take_part(group: WorkerGroup) -> None:

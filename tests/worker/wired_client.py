@@ -13,10 +13,10 @@ from embershard.proto.errors import EmbershardError, InvalidRequest, UnknownRout
 from embershard.proto.messages import Array, Push, Reply, Request
 from embershard.proto.routing import make_route
 from embershard.proto.spec import TableSpec
+from embershard.proto.transport.local import LocalCarrier
+from embershard.proto.transport.transport import Unreachable
 from embershard.ps.shard import Shard
-from embershard.worker.carrier import Unreachable
-from embershard.worker.carriers.local import LocalCarrier
-from embershard.worker.client import Client
+from embershard.worker.client.client import Client
 
 Floats = npt.NDArray[np.float32]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from embershard.proto.codec.choice import Codec
+from embershard.proto.codec.name import Codec
 
 # what divides a step by the size of the gradients that it has seen
 ADAPTIVE = frozenset({"adagrad", "rowwise_adagrad", "adam", "adamw", "ftrl", "rmsprop"})

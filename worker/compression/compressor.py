@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from embershard.proto.codec.choice import Codec
-from embershard.proto.codec.values import ValuesCodec, find_values
+from embershard.proto.codec.name import Codec
+from embershard.proto.codec.values.registry import ValuesCodec, find_values
 from embershard.proto.messages import Bytes, Floats, Ids, TableGradients
 from embershard.proto.routing import Placement, Route, mix64
 from embershard.proto.spec import TableSpec
-from embershard.worker.compression.feedback import Sent
-from embershard.worker.compression.held_rows import Held
+from embershard.proto.timing import span
+from embershard.worker.compression.error_feedback import Sent
 from embershard.worker.compression.low_rank import Layout
+from embershard.worker.compression.residual_store import Held
 from embershard.worker.compression.settings import PLAIN, Compression, Directions, check_momentum
-from embershard.worker.compression.table import TableWay
-from embershard.worker.spans import span
+from embershard.worker.compression.table_compressor import TableWay
 
 LrScale = float | Mapping[str, float]  # of all tables, or of each by its name (1 for those that are not named)
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embershard.proto.codec.low_rank import Factors, Piece, Run, encode_low_rank, low_rank_nbytes
-from embershard.proto.codec.values import ValuesCodec
+from embershard.proto.codec.values.registry import ValuesCodec
 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from embershard.proto.routing import Ids
-from embershard.worker.compression import held_rows
-from embershard.worker.compression.held_rows import NOW, NUM_FREE, TOP, Floats, Held, Store
+from embershard.worker.compression import residual_store as held_rows
+from embershard.worker.compression.residual_store import NOW, NUM_FREE, TOP, Floats, Held, Store
 
 _BY_SLOT = Store._fields[:8]
 _SAVED = ("ids", "rows", "momenta", "ages", "rates", "recent")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from embershard.proto.codec.choice import Codec
+from embershard.proto.codec.name import Codec
 
 WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)  # Lin et al. 2018, section 3.3
 

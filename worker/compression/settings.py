@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from embershard.proto.codec.choice import Codec
+from embershard.proto.codec.name import Codec
 from embershard.proto.spec import TableSpec
 from embershard.worker.patterns import first_match
 

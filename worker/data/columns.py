@@ -12,9 +12,9 @@ import pyarrow.compute as pc
 
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Schema
-from embershard.worker.data.delimited import Kind, Layout, column
 from embershard.worker.data.feature_ids import hash_texts
 from embershard.worker.data.rows import Rows
+from embershard.worker.data.text import Kind, Layout, column
 
 
 @dataclass(frozen=True, kw_only=True)

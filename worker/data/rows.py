@@ -11,7 +11,7 @@ import torch
 
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Batch, Evaluation, Schema
-from embershard.worker.data.order import Positions, batches, check_enough, check_share, permutation
+from embershard.worker.data.shuffle import Positions, batches, check_enough, check_share, permutation
 
 
 @dataclass(frozen=True, slots=True)

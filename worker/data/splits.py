@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from torch.utils.data import Sampler
 
-from embershard.worker.data.order import permutation
-from embershard.worker.session import Session
+from embershard.worker.data.shuffle import permutation
+from embershard.worker.session.session import Session
 
 
 class SplitQueue:

@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 
 from embershard.proto.errors import JobError
-from embershard.worker.data.delimited import Layout, parse, read_tables, without_lines
 from embershard.worker.data.files import (
     BLOCK_BYTES,
     Block,
@@ -24,6 +23,7 @@ from embershard.worker.data.files import (
     reading,
 )
 from embershard.worker.data.rows import Rows
+from embershard.worker.data.text import Layout, parse, read_tables, without_lines
 
 _LOOK_BYTES = 64 << 10  # of each file, before anything is trained
 

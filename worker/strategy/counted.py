@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import zip_longest
 
-from embershard.worker.client import Client
+from embershard.worker.client.client import Client
 
 
 class Counted:

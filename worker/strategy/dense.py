@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from embershard.proto.spec import Optimizer
-from embershard.worker.job_training import DenseMode
-from embershard.worker.strategy.formula import FormulaOptimizer
+from embershard.worker.job.training import DenseMode
+from embershard.worker.strategy.allreduce import Together, all_reduced
+from embershard.worker.strategy.formula_optimizer import FormulaOptimizer
 from embershard.worker.strategy.optimizers import by_spec, dense_optimizer, torch_optimizer
-from embershard.worker.strategy.together import Together, all_reduced
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

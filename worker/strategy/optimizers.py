@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from embershard.proto.spec import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
-from embershard.worker.job import Job
-from embershard.worker.job_step import optimizers_of
+from embershard.worker.job.job import Job
+from embershard.worker.job.job_step import optimizers_of
+from embershard.worker.nn.wrap import elementwise
 from embershard.worker.patterns import first_match
-from embershard.worker.wrap import elementwise
 
 Make = Callable[[Optimizer, Sequence[nn.Parameter]], torch.optim.Optimizer]
 

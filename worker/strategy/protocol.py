@@ -10,11 +10,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from embershard.worker.calls import Stats
+from embershard.worker.client.byte_counts import Part, Volumes
+from embershard.worker.client.calls import Stats
 from embershard.worker.data.batch import Batch
 from embershard.worker.models.recommender import Recommender
 from embershard.worker.strategy.state import TorchWeights
-from embershard.worker.volume import Part, Volumes
 
 Numbered = tuple[int, Batch]  # with its epoch, from 0
 
@@ -56,7 +56,7 @@ class Strategy(Protocol):
         """Counters since the start; `wait_seconds` is what the training thread waited, for shards or other workers."""
 
     def predicted(self, moved: Volumes) -> Mapping[Part, float]:
-        """What was expected of what was moved: worker/predicted.py."""
+        """What was expected of what was moved: worker/client/predicted_bytes.py."""
 
     def turns(self, batches: Iterator[Numbered]) -> Iterator[Turn]:
         """The batches, with all that their step needs under way; its end is the end of all that is in flight."""

@@ -9,21 +9,21 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from embershard.worker.calls import Stats
-from embershard.worker.embedding import Embedding, EmbeddingBag
-from embershard.worker.job import Job
+from embershard.worker.client.byte_counts import Part, Volumes
+from embershard.worker.client.calls import Stats
+from embershard.worker.client.predicted_bytes import predict_volumes
+from embershard.worker.job.job import Job
 from embershard.worker.models.recommender import Recommender
-from embershard.worker.optimizer import ShardOptimizer
-from embershard.worker.predicted import predict_volumes
-from embershard.worker.session import Session
+from embershard.worker.nn.embedding import Embedding, EmbeddingBag
+from embershard.worker.nn.optimizer import ShardOptimizer
+from embershard.worker.nn.wrap import wrap
+from embershard.worker.session.session import Session
+from embershard.worker.strategy.allreduce import Together
 from embershard.worker.strategy.counted import Counted
 from embershard.worker.strategy.dense import DenseInWorkers
 from embershard.worker.strategy.optimizers import dense_specs
 from embershard.worker.strategy.protocol import Numbered, Turn
 from embershard.worker.strategy.state import TorchWeights
-from embershard.worker.strategy.together import Together
-from embershard.worker.volume import Part, Volumes
-from embershard.worker.wrap import wrap
 
 
 class ShardStrategy:

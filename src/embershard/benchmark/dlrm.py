@@ -12,12 +12,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from embershard.benchmark.ids import ZipfIds
 from embershard.benchmark.settings import FIELDS, NUM_DENSE, POOL, CarrierName, Lap, Train
-from embershard.in_process import local
+from embershard.local_shards import local
 from embershard.proto.spec import Adagrad
+from embershard.proto.timing import Recorder, Split, span, step_ends
 from embershard.worker.models.dlrm import DLRM
-from embershard.worker.session import connect
-from embershard.worker.spans import Recorder, Split, span, step_ends
-from embershard.worker.wrap import wrap
+from embershard.worker.nn.wrap import wrap
+from embershard.worker.session.session import connect
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # ids (B, F) int64, dense (B, D), labels (B,)
 LR = 0.01

@@ -16,7 +16,7 @@ from embershard.benchmark.fleet import Fleet
 from embershard.benchmark.settings import CarrierName, Lap, Order, PullPush, TorchTrain, Train
 from embershard.deploy.supervisor import LocalShards
 from embershard.proto.errors import EmbershardError
-from embershard.worker.addresses import parse_addresses
+from embershard.proto.transport.addresses import parse_addresses
 
 S = TypeVar("S", PullPush, Train)
 _SCHEME = {CarrierName.STREAM: "", CarrierName.TCP: "tcp://", CarrierName.GRPC: "grpc://", CarrierName.RPC: "rpc://"}

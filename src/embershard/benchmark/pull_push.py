@@ -10,10 +10,10 @@ import numpy as np
 
 from embershard.benchmark.ids import ZipfIds
 from embershard.benchmark.settings import POOL, CarrierName, Lap, PullPush
-from embershard.in_process import local
+from embershard.local_shards import local
 from embershard.proto.routing import Ids, make_route
 from embershard.proto.spec import OPTIMIZERS, TableSpec, Uniform
-from embershard.worker.client import Client
+from embershard.worker.client.client import Client
 
 _FILL = 1 << 16  # rows per message
 

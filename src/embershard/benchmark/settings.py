@@ -113,4 +113,4 @@ class Lap(BaseModel):
     parts: dict[str, list[float]]  # seconds, per step
     bytes: int  # sent and received
     rows: int  # unique ids of all steps
-    split: dict[str, dict[str, tuple[float, float, float]]] = {}  # of all rounds until now; see worker/spans.py
+    split: dict[str, dict[str, tuple[float, float, float]]] = {}  # of all rounds until now; see proto/timing.py

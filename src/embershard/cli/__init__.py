@@ -22,7 +22,7 @@ def main() -> None:
 
 def _end(code: int) -> NoReturn:
     """Exit; at once where workers met: gloo's threads outlive their group, and the interpreter's end aborts on them."""
-    group = sys.modules.get("embershard.worker.group")
+    group = sys.modules.get("embershard.worker.client.worker_group")
     if group is not None and group.WorkerGroup.met:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -17,8 +17,8 @@ from embershard.benchmark.settings import CarrierName, PullPush, Train
 from embershard.benchmark.sweep import AnyResult, Axis, Sweep, plan, run_sweep
 from embershard.cli.signals import ended_by_signals
 from embershard.proto.spec import OPTIMIZERS
-from embershard.worker.addresses import parse_addresses
-from embershard.worker.log import make_folder
+from embershard.proto.transport.addresses import parse_addresses
+from embershard.worker.reporting.log import make_folder
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -16,17 +16,17 @@ from rich.console import Console
 
 from embershard.cli.signals import ended_by_signals
 from embershard.cli.user_code import check_user_code
-from embershard.compare.arms import BadArm, find_arms
-from embershard.compare.engine import Engine
-from embershard.compare.folder import Folder, NoRuns, read_runs
-from embershard.compare.namespace import Namespaces, check_namespaces
-from embershard.compare.plan import MOST_SEEDS, Experiment, Plan
-from embershard.compare.progress import Show, name_of
 from embershard.compare.results import UNLIMITED, Arm, Bandwidth, write_results
-from embershard.compare.runs import SAID, Place
+from embershard.compare.run.arms import BadArm, find_arms
+from embershard.compare.run.engine import Engine
+from embershard.compare.run.folder import Folder, NoRuns, read_runs
+from embershard.compare.run.netns import Namespaces, check_namespaces
+from embershard.compare.run.plan import MOST_SEEDS, Experiment, Plan
+from embershard.compare.run.progress import Show, name_of
+from embershard.compare.run.runs import SAID, Place
 from embershard.proto.errors import CannotWrite, EmbershardError
-from embershard.worker.bandwidth import parse_bandwidth
-from embershard.worker.job import Job, load_job
+from embershard.proto.transport.emulated_link import parse_bandwidth
+from embershard.worker.job.job import Job, load_job
 
 NEEDED = ("scipy", "jinja2")
 
@@ -163,9 +163,9 @@ def _carry_out(plan: Plan, place: Place, margin: float | None, *, report_only: b
 
 def _report(engine: Engine, plan: Plan, folder: Folder, job: Path, margin: float | None, show: Show) -> None:
     # here: scipy takes part of a second, which a mistake in the words need not wait for
-    from embershard.compare.gather import gather
-    from embershard.compare.report import write_report
-    from embershard.compare.terminal import print_summary
+    from embershard.compare.analysis.gather import gather
+    from embershard.compare.report.report import write_report
+    from embershard.compare.report.terminal import print_summary
 
     results = gather(
         plan,

@@ -13,14 +13,14 @@ from rich.table import Table
 
 from embershard.cli.snapshot import CONNECT_TIMEOUT
 from embershard.cli.status import shards_of_up
-from embershard.proto.codec.choice import Codec
+from embershard.proto.codec.name import Codec
 from embershard.proto.errors import UnknownTable
 from embershard.proto.messages import Compress, TableCodecs, TableStatus
-from embershard.worker.addresses import parse_addresses
-from embershard.worker.client import Client
+from embershard.proto.transport.addresses import parse_addresses
+from embershard.worker.client.client import Client
 from embershard.worker.compression.advice import advice
-from embershard.worker.compression.switching import settings_of
 from embershard.worker.patterns import matches
+from embershard.worker.session.codec_switch import settings_of
 
 compression = typer.Typer(
     no_args_is_help=True, help="Show or switch how tables travel between workers and shards, while workers train."

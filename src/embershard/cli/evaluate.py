@@ -12,10 +12,10 @@ import typer
 
 from embershard.cli.signals import ended_by_signals
 from embershard.proto.messages import ONLOOKER
-from embershard.worker.job import load_job
-from embershard.worker.log import finite
-from embershard.worker.onlooker import Onlooker
-from embershard.worker.session import connect
+from embershard.worker.job.job import load_job
+from embershard.worker.reporting.log import finite
+from embershard.worker.session.session import connect
+from embershard.worker.trained.live_evaluation import Onlooker
 
 
 def evaluate(

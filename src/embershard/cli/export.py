@@ -13,24 +13,24 @@ from typing import Annotated
 import torch
 import typer
 
-from embershard.in_process import local
+from embershard.local_shards import local
 from embershard.proto.errors import JobError
 from embershard.proto.messages import ONLOOKER
-from embershard.worker.addresses import parse_addresses
-from embershard.worker.checkpoint import SNAPSHOT, Checkpoint, checkpoint_at
-from embershard.worker.client import Client
+from embershard.proto.transport.addresses import parse_addresses
+from embershard.worker.checkpoint.checkpoint import SNAPSHOT, Checkpoint, checkpoint_at
+from embershard.worker.checkpoint.snapshots import open_snapshot, restore_snapshot
+from embershard.worker.client.client import Client
+from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import Dataset
-from embershard.worker.evaluate import Evaluator
-from embershard.worker.export import Floats, Ids, ReadTable, export_weights, remove_file, write_tensors
-from embershard.worker.export_onnx import FILE as ONNX_FILE
-from embershard.worker.export_onnx import check_onnx, dense_part, export_onnx
-from embershard.worker.group import WorkerGroup
-from embershard.worker.job import Job, load_job
-from embershard.worker.quantise import FILE as INT8_FILE
-from embershard.worker.quantise import int8_tensors, quantise
-from embershard.worker.snapshots import open_snapshot, restore_snapshot
+from embershard.worker.job.job import Job, load_job
 from embershard.worker.strategy.protocol import Strategy
-from embershard.worker.trained import ReadOnlySession, trained
+from embershard.worker.trained.export import Floats, Ids, ReadTable, export_weights, remove_file, write_tensors
+from embershard.worker.trained.onnx import FILE as ONNX_FILE
+from embershard.worker.trained.onnx import check_onnx, dense_part, export_onnx
+from embershard.worker.trained.quantise import FILE as INT8_FILE
+from embershard.worker.trained.quantise import int8_tensors, quantise
+from embershard.worker.trained.reading import ReadOnlySession, trained
+from embershard.worker.training.evaluate import Evaluator
 
 
 def export(

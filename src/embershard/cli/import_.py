@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from embershard.proto.errors import JobError
-from embershard.worker.addresses import parse_addresses
-from embershard.worker.job import load_job
-from embershard.worker.load_state import import_state
-from embershard.worker.session import connect
+from embershard.proto.transport.addresses import parse_addresses
+from embershard.worker.job.job import load_job
+from embershard.worker.session.session import connect
+from embershard.worker.trained.import_weights import import_state
 
 
 def import_(

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from embershard.worker.snapshots import StoredSnapshot, list_snapshots, open_snapshot
+from embershard.worker.checkpoint.snapshots import StoredSnapshot, list_snapshots, open_snapshot
 
 
 def inspect(

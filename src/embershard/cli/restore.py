@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from embershard.cli.snapshot import CONNECT_TIMEOUT
-from embershard.worker.addresses import parse_addresses
-from embershard.worker.client import Client
-from embershard.worker.snapshots import PATIENCE, restore_snapshot
+from embershard.proto.transport.addresses import parse_addresses
+from embershard.worker.checkpoint.snapshots import PATIENCE, restore_snapshot
+from embershard.worker.client.client import Client
 
 
 def restore(

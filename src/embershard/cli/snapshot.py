@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from embershard.worker.addresses import parse_addresses
-from embershard.worker.client import Client
-from embershard.worker.snapshots import PATIENCE, take_snapshot
+from embershard.proto.transport.addresses import parse_addresses
+from embershard.worker.checkpoint.snapshots import PATIENCE, take_snapshot
+from embershard.worker.client.client import Client
 
 CONNECT_TIMEOUT = timedelta(seconds=10)
 

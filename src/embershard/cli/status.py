@@ -21,8 +21,8 @@ from embershard.cli.up import DEFAULT_PORT
 from embershard.doctor.words import size
 from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import GetStatus, Hello, Request, ShardStatus
-from embershard.worker.addresses import carrier_for, parse_addresses
-from embershard.worker.carrier import Carrier, Unreachable
+from embershard.proto.transport.addresses import carrier_for, parse_addresses
+from embershard.proto.transport.transport import Carrier, Unreachable
 
 _FIRST_OF_UP = f"127.0.0.1:{DEFAULT_PORT}"
 _TIMEOUT = timedelta(seconds=2)  # a shard answers at once, even while its queue is long

@@ -15,13 +15,13 @@ from embershard.cli.user_code import check_user_code
 from embershard.deploy.supervisor import LocalShards
 from embershard.deploy.workers import LocalWorkers
 from embershard.proto.errors import EmbershardError
-from embershard.worker.addresses import parse_addresses
-from embershard.worker.job import Job, load_job
-from embershard.worker.job_compression import compression_advice
-from embershard.worker.log import make_folder
+from embershard.proto.transport.addresses import parse_addresses
+from embershard.worker.job.compression import compression_advice
+from embershard.worker.job.job import Job, load_job
+from embershard.worker.reporting.log import make_folder
 
 if TYPE_CHECKING:  # a job is checked in a second, without torch; only checkpoints need more
-    from embershard.worker.checkpoint import Checkpoint
+    from embershard.worker.checkpoint.checkpoint import Checkpoint
 
 
 def train(
@@ -102,7 +102,7 @@ def _find_checkpoint(job: Job, resume: str | None) -> Checkpoint | None:
     """The checkpoint to go on from; the folder of new ones is looked at too, before anything starts."""
     if resume is None and job.checkpoint is None:
         return None
-    from embershard.worker.checkpoint import CheckpointFolder, find_checkpoint
+    from embershard.worker.checkpoint.checkpoint import CheckpointFolder, find_checkpoint
 
     checkpoint = None if resume is None else find_checkpoint(resume, job)
     if job.checkpoint is not None:
@@ -149,11 +149,11 @@ def _run(
 
 def _meet_shards(ps: str, checkpoint: Checkpoint | None) -> None:
     """Wait for the shards here, since a worker says only in its log that it waits; restore them from a checkpoint."""
-    from embershard.worker.client import Client
+    from embershard.worker.client.client import Client
 
     with contextlib.closing(Client.connect(parse_addresses(ps))) as client:
         if checkpoint is not None and checkpoint.manifest.snapshot:
-            from embershard.worker.checkpoint import SNAPSHOT
-            from embershard.worker.snapshots import restore_snapshot
+            from embershard.worker.checkpoint.checkpoint import SNAPSHOT
+            from embershard.worker.checkpoint.snapshots import restore_snapshot
 
             restore_snapshot(client, checkpoint.url, SNAPSHOT)

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 from embershard.proto import spec
-from embershard.proto.codec.choice import Codec
-from embershard.worker.job import Job
+from embershard.proto.codec.name import Codec
+from embershard.worker.job.job import Job
 
 
 def check_user_code(jobs: Iterable[Job], imports: Sequence[str], *, starts_shards: bool = True) -> None:
@@ -23,8 +23,8 @@ def check_user_code(jobs: Iterable[Job], imports: Sequence[str], *, starts_shard
     if not (imports or codecs or optimizers):
         return
     # here: kernels are loaded for them, which other jobs need not wait for
-    from embershard.proto.codec.custom import CodecRegistry
-    from embershard.ps.optim import OptimizerRegistry
+    from embershard.proto.codec.user_defined import CodecRegistry
+    from embershard.ps.table.optimizers import OptimizerRegistry
 
     sys.path.append(os.getcwd())  # last, as in workers and shards: a module here must not hide an installed one
     known = CodecRegistry(imports)

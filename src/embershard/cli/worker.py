@@ -18,20 +18,20 @@ import torch
 import typer
 
 from embershard.proto.errors import JobError
-from embershard.worker.budget import Position
-from embershard.worker.checkpoint import Checkpoint, find_checkpoint
-from embershard.worker.data.loader import LoaderProcess, Share
-from embershard.worker.group import JOIN_TIMEOUT, ShardGroup, WorkerGroup
-from embershard.worker.job import Job, load_job
-from embershard.worker.log import JsonLog, TensorBoardLog
+from embershard.proto.timing import Recorder
+from embershard.worker.checkpoint.checkpoint import Checkpoint, find_checkpoint
+from embershard.worker.client.worker_group import JOIN_TIMEOUT, ShardGroup, WorkerGroup
+from embershard.worker.job.job import Job, load_job
 from embershard.worker.memory import keep_freed_memory
-from embershard.worker.profiling import Profile
-from embershard.worker.progress import Terminal
-from embershard.worker.records import Observer
-from embershard.worker.resume import check_restored, position_of
-from embershard.worker.session import Session, connect
-from embershard.worker.spans import Recorder
-from embershard.worker.trainer import Trainer
+from embershard.worker.reporting.log import JsonLog, TensorBoardLog
+from embershard.worker.reporting.profile import Profile
+from embershard.worker.reporting.records import Observer
+from embershard.worker.reporting.terminal import Terminal
+from embershard.worker.session.session import Session, connect
+from embershard.worker.training.budget import Position
+from embershard.worker.training.loader import LoaderProcess, Share
+from embershard.worker.training.saver import check_restored, position_of
+from embershard.worker.training.trainer import Trainer
 
 
 def worker(

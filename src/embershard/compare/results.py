@@ -65,7 +65,7 @@ class Point(Record):
 
 
 class Bytes(Record):
-    """What a step of the first worker moves between it and all shards, the mean of a run; see worker/volume.py."""
+    """Bytes that a step of the first worker moves between it and all shards, the mean of a run."""
 
     direction: str  # push: gradients to the shards; pull: rows from them, with what asks for them; other: neither
     part: str  # ids, rows, dense, held, other

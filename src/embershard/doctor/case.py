@@ -11,10 +11,10 @@ from embershard.doctor.probe import Probe, probe_all
 from embershard.doctor.run_record import RunRecord, read_run
 from embershard.proto.errors import BadAddress, JobError
 from embershard.proto.messages import ShardStatus
-from embershard.worker.addresses import parse_addresses
+from embershard.proto.transport.addresses import parse_addresses
 
 if TYPE_CHECKING:
-    from embershard.worker.job import Job
+    from embershard.worker.job.job import Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ def open_case(addresses: str, job: Path | None, data: Path | None, run: Path | N
         except BadAddress as error:
             address_mistake = str(error)
     if job is not None:
-        from embershard.worker.job import load_job  # half a second that the others need not wait
+        from embershard.worker.job.job import load_job  # half a second that the others need not wait
 
         try:
             found = load_job(job, (), data)

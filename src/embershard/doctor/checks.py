@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from embershard.doctor import clocks, compute, folders, installation, machine, runs, shards
+from embershard.doctor import compute, folders, installation, machine, runs, shards
+from embershard.doctor import job as clocks
 from embershard.doctor.check import Check
 
 SUBJECTS: Mapping[str, Sequence[Check]] = {

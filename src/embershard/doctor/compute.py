@@ -85,8 +85,8 @@ def bf16(case: Case) -> Finding:
     remedy="set train.linear to auto or onednn; in your own loop call es.use_onednn(model)",
 )
 def matrix_products(case: Case) -> Finding:
-    """worker/onednn.py, against what the job says."""
-    from embershard.worker.onednn import onednn_is_faster
+    """worker/nn/onednn.py, against what the job says."""
+    from embershard.worker.nn.onednn import onednn_is_faster
 
     chosen = case.job.train.linear if case.job is not None else "auto"
     if not onednn_is_faster():

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import GetStatus, Greeting, Hello, ShardStatus
-from embershard.worker.carrier import Carrier, Deadline, Unreachable
-from embershard.worker.carriers.grpc import GrpcCarrier
-from embershard.worker.carriers.io_thread import connect_beside, io_loop
-from embershard.worker.carriers.stream import StreamCarrier
+from embershard.proto.transport.grpc import GrpcCarrier
+from embershard.proto.transport.io_thread import connect_beside, io_loop
+from embershard.proto.transport.stream import StreamCarrier
+from embershard.proto.transport.transport import Carrier, Deadline, Unreachable
 
 DEADLINE = timedelta(seconds=3)
 _STEP = timedelta(seconds=1)  # the most for one question: what is silent must leave time for the others

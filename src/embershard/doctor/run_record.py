@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from embershard.worker.log import FILE_NAME
+from embershard.worker.reporting.log import FILE_NAME
 
-PROFILE_FILE = "profile.json"  # worker/profiling.py writes it, and imports torch
+PROFILE_FILE = "profile.json"  # worker/reporting/profile.py writes it, and imports torch
 _LARGEST_PROFILE = 16 * 2**20  # bytes; one of ours has a few thousand
 
 Line = Mapping[str, object]

@@ -11,7 +11,7 @@ from embershard.doctor.check import Finding, check, fail, ok, warn
 from embershard.doctor.run_record import RunRecord, number
 from embershard.doctor.shards import is_busy
 from embershard.doctor.words import some
-from embershard.worker.log import FILE_NAME
+from embershard.worker.reporting.log import FILE_NAME
 
 _LARGE_SHARE = 0.2  # of a step, for a part that is no computation
 _BUSY_THREAD = 0.5
@@ -30,7 +30,7 @@ _TROUBLES = {  # fields of a result that are 0 where all went well
     "returned_splits": "parts of the data were dealt again",
 }
 
-# part of a step (worker/spans.py) -> what to try where it dominates
+# part of a step (proto/timing.py) -> what to try where it dominates
 PARTS = {
     "wait": "prefetch with a staleness of 1 or 2 (train.prefetch), more shards, larger batches, or embedding.cache for "
     "hot rows; see `waiting`",

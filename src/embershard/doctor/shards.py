@@ -12,9 +12,9 @@ from embershard.doctor.check import Finding, check, fail, ok, warn
 from embershard.doctor.probe import Probe
 from embershard.doctor.words import numbers, size, some
 from embershard.proto.errors import ShardUnavailable, WrongShards
-from embershard.worker.addresses import carrier_for
-from embershard.worker.carrier import Deadline
-from embershard.worker.links import greet
+from embershard.proto.transport.addresses import carrier_for
+from embershard.proto.transport.transport import Deadline
+from embershard.worker.client.connections import greet
 
 _SLOW_CALL_SECONDS = 0.002
 _MANY_BYTES = 2**16  # a meeting of workers, which a shard holds back too, has some hundred

@@ -12,13 +12,13 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import embershard as es
-from embershard.in_process import InProcessShards
+from embershard.local_shards import InProcessShards
 from embershard.proto.messages import Split
-from embershard.worker.client import Client
-from embershard.worker.data.order import permutation
+from embershard.worker.client.client import Client
+from embershard.worker.client.membership import Terms
+from embershard.worker.data.shuffle import permutation
 from embershard.worker.data.splits import SplitQueue
-from embershard.worker.membership import Terms
-from embershard.worker.session import Session
+from embershard.worker.session.session import Session
 
 Join = Callable[..., Session]
 

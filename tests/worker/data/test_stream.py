@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.proto.errors import JobError
-from embershard.worker.data import delimited, text_source
+from embershard.worker.data import text as delimited
+from embershard.worker.data import text_source
 from embershard.worker.data.columns import Columns
-from embershard.worker.data.ctr_csv import CtrCsvStream
-from embershard.worker.data.delimited import Layout, parse
+from embershard.worker.data.readers.ctr_csv import CtrCsvStream
 from embershard.worker.data.rows import Rows
 from embershard.worker.data.stream import in_batches, shuffled
+from embershard.worker.data.text import Layout, parse
 from embershard.worker.data.text_source import TextSource
 
 GLOBAL = Columns(ids="global")

@@ -1,0 +1,330 @@
+"""What a snapshot says of itself, as msgpack: docs/snapshots.md has the format field by field.
+
+`seal` wraps what is said in an envelope with its sha256, so that a reader knows damage, other people's files and newer
+versions before it looks inside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeVar, cast
+
+import msgpack
+
+from embershard.proto.codec.name import Codec
+from embershard.proto.routing import NUM_BUCKETS
+from embershard.proto.snapshot_errors import BadSnapshotName, SnapshotDamaged, SnapshotTooNew
+from embershard.proto.spec import Initializer, Optimizer, TableSpec
+
+FORMAT = "embershard snapshot"
+VERSION = 1
+MANIFEST = "manifest.msgpack"
+LATEST = "LATEST"
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,99}")
+_FILE = re.compile(r"shard-[0-9]{1,5}-[0-9a-f]{16}/[0-9]{1,6}-[0-9]{1,9}\.safetensors")  # no path leads elsewhere
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFile:
+    """Rows of one table in one file, sorted by bucket."""
+
+    path: str  # within the snapshot
+    bytes: int
+    sha256: str  # hex
+    rows: int
+    first_bucket: int
+    last_bucket: int  # inclusive
+
+
+@dataclass(frozen=True, slots=True)
+class TableBlocks:
+    """One shard's part of a table; a row has dim weights and num_state floats of optimizer state."""
+
+    spec: TableSpec
+    num_state: int
+    rows: int
+    files: tuple[BlockFile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerWindow:
+    """The pushes of a worker's incarnation that a shard had applied: all below first_incomplete, and some after.
+
+    replies: (seq, rows applied, rows skipped) of these.
+    """
+
+    worker: int
+    epoch: int
+    first_incomplete: int
+    replies: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPart:
+    """What one shard wrote. `clock` is its first clock that was not closed."""
+
+    shard: int
+    num_shards: int
+    placement_epoch: int
+    clock: int
+    workers: tuple[WorkerWindow, ...]
+    tables: tuple[TableBlocks, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A snapshot. `extra` is the caller's: what msgpack can say."""
+
+    name: str
+    created: float  # seconds since 1970
+    package: str  # version of embershard that wrote it
+    shards: tuple[ShardPart, ...]  # by index
+    extra: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def num_shards(self) -> int:
+        """Shards that it was taken from."""
+        return len(self.shards)
+
+    @property
+    def clock(self) -> int:
+        """The first clock that was not closed, of the shard that was behind the most."""
+        return min(part.clock for part in self.shards)
+
+    @cached_property
+    def tables(self) -> dict[str, TableBlocks]:
+        """Every table by name, over all shards."""
+        found: dict[str, TableBlocks] = {}
+        for table in (table for part in self.shards for table in part.tables):
+            before = found.get(table.spec.name)
+            found[table.spec.name] = table if before is None else _joined(before, table)
+        return found
+
+    @property
+    def rows(self) -> int:
+        """Rows of all tables."""
+        return sum(table.rows for table in self.tables.values())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files with rows."""
+        return sum(file.bytes for table in self.tables.values() for file in table.files)
+
+
+def check_name(name: str) -> str:
+    """The name of a snapshot, which is a folder's. BadSnapshotName where it cannot be one."""
+    if not _NAME.fullmatch(name) or name == LATEST:
+        raise BadSnapshotName(name=name, what="a snapshot's name", reason="write letters, digits and _ . -")
+    return name
+
+
+def pack_part(part: ShardPart) -> bytes:
+    """A shard's part, sealed."""
+    return _seal(_plain_part(part))
+
+
+def unpack_part(data: bytes, where: str) -> ShardPart:
+    """The part in a file that is named `where`. SnapshotDamaged or SnapshotTooNew."""
+    return _part(_unseal(data, where))
+
+
+def pack_manifest(manifest: Manifest) -> bytes:
+    """A manifest, sealed. BadSnapshotName where `extra` holds what msgpack cannot say."""
+    plain = {
+        "name": manifest.name,
+        "created": manifest.created,
+        "package": manifest.package,
+        "shards": [_plain_part(part) for part in manifest.shards],
+        "extra": dict(manifest.extra),
+    }
+    try:
+        return _seal(plain)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadSnapshotName(name="extra", what="part of a manifest", reason=f"msgpack says {error}") from None
+
+
+def unpack_manifest(data: bytes, where: str) -> Manifest:
+    """The manifest in a file that is named `where`. SnapshotDamaged or SnapshotTooNew."""
+    fields = _unseal(data, where)
+    shards = tuple(_part(part) for part in fields.maps("shards"))
+    if [part.shard for part in shards] != list(range(len(shards))) or not shards:
+        raise fields.wrong("shards", "they are not 0, 1, ... in order")
+    if any(part.num_shards != len(shards) for part in shards):
+        raise fields.wrong("shards", f"they are not parts of {len(shards)} shards")
+    extra = cast(dict[str, object], fields.get("extra", dict))
+    manifest = Manifest(
+        fields.get("name", str), fields.get("created", float), fields.get("package", str), shards, extra
+    )
+    for part in shards:
+        for table in part.tables:
+            if difference := manifest.tables[table.spec.name].spec.difference(table.spec):
+                raise fields.wrong("shards", f"they know table {table.spec.name!r} apart: {difference}")
+    return manifest
+
+
+def _joined(one: TableBlocks, other: TableBlocks) -> TableBlocks:
+    return dataclasses.replace(one, rows=one.rows + other.rows, files=one.files + other.files)
+
+
+def _seal(plain: object) -> bytes:
+    body = msgpack.packb(plain, strict_types=False)
+    envelope = {"format": FORMAT, "version": VERSION, "sha256": hashlib.sha256(body).digest(), "body": body}
+    return cast(bytes, msgpack.packb(envelope))
+
+
+def _unseal(data: bytes, where: str) -> _Fields:
+    envelope = _Fields(_unpacked(data, where), where)
+    if envelope.get("format", str) != FORMAT:
+        raise envelope.wrong("format", f"it says {envelope.get('format', str)[:50]!r}")
+    version = envelope.get("version", int)
+    if version < 1:
+        raise envelope.wrong("version", "they begin at 1")
+    if version > VERSION:
+        raise SnapshotTooNew(path=where, got=version, want=VERSION)
+    body = envelope.get("body", bytes)
+    if hashlib.sha256(body).digest() != envelope.get("sha256", bytes):
+        raise envelope.wrong("sha256", "it is not that of the body")
+    return _Fields(_unpacked(body, where), where)
+
+
+def _unpacked(data: bytes, where: str) -> object:
+    try:
+        # msgpack checks lengths against the data: it takes no memory that a small file only announces
+        return cast(object, msgpack.unpackb(data, strict_map_key=False))
+    except Exception as error:  # msgpack's own, and what its parts raise: ValueError, UnicodeDecodeError, ...
+        raise SnapshotDamaged(path=where, reason=f"no msgpack: {type(error).__name__} {error}") from None
+
+
+class _Fields:
+    """A map of a manifest, read field by field; what is not as it must be is a SnapshotDamaged that names it."""
+
+    def __init__(self, plain: object, where: str) -> None:
+        self._where = where
+        if not isinstance(plain, dict):
+            raise SnapshotDamaged(path=where, reason=f"a map was expected, not {type(plain).__name__}")
+        self._plain = plain
+
+    def get(self, name: str, kind: type[T]) -> T:
+        value = self._plain.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
+            raise self.wrong(name, f"{kind.__name__} was expected, not {type(value).__name__}")
+        return value
+
+    def lists(self, name: str) -> list[list[object]]:
+        value = self.get(name, list)
+        if not all(isinstance(one, list) for one in value):
+            raise self.wrong(name, "a list of lists was expected")
+        return value
+
+    def map(self, name: str) -> _Fields:
+        return _Fields(self.get(name, dict), self._where)
+
+    def maps(self, name: str) -> list[_Fields]:
+        return [_Fields(value, self._where) for value in self.get(name, list)]
+
+    def wrong(self, name: str, reason: str) -> SnapshotDamaged:
+        return SnapshotDamaged(path=self._where, reason=f"field {name!r}: {reason}")
+
+
+def _plain_part(part: ShardPart) -> dict[str, object]:
+    tables = [{**_shallow(table), "spec": _plain_spec(table.spec),
+               "files": [_shallow(file) for file in table.files]} for table in part.tables]  # fmt: skip
+    return {**_shallow(part), "workers": [_shallow(window) for window in part.workers], "tables": tables}
+
+
+def _shallow(one: ShardPart | TableBlocks | BlockFile | WorkerWindow) -> dict[str, object]:
+    return {f.name: getattr(one, f.name) for f in dataclasses.fields(one)}
+
+
+def _part(fields: _Fields) -> ShardPart:
+    part = ShardPart(
+        fields.get("shard", int),
+        fields.get("num_shards", int),
+        fields.get("placement_epoch", int),
+        fields.get("clock", int),
+        tuple(_window(window) for window in fields.maps("workers")),
+        tuple(_table(table) for table in fields.maps("tables")),
+    )
+    if part.shard >= part.num_shards:
+        raise fields.wrong("shard", f"there is no shard {part.shard} of {part.num_shards}")
+    return part
+
+
+def _window(fields: _Fields) -> WorkerWindow:
+    replies = fields.lists("replies")
+    if not all(len(reply) == 3 and all(isinstance(number, int) for number in reply) for reply in replies):
+        raise fields.wrong("replies", "three numbers each were expected")
+    return WorkerWindow(
+        fields.get("worker", int),
+        fields.get("epoch", int),
+        fields.get("first_incomplete", int),
+        cast(tuple[tuple[int, int, int], ...], tuple(map(tuple, replies))),
+    )
+
+
+def _table(fields: _Fields) -> TableBlocks:
+    files = tuple(_file(file) for file in fields.maps("files"))
+    table = TableBlocks(_spec(fields.map("spec"), fields), fields.get("num_state", int), fields.get("rows", int), files)
+    if sum(file.rows for file in files) != table.rows:
+        raise fields.wrong("rows", f"table {table.spec.name!r} has {table.rows}, its files have another number")
+    return table
+
+
+def _file(fields: _Fields) -> BlockFile:
+    file = BlockFile(
+        fields.get("path", str),
+        fields.get("bytes", int),
+        fields.get("sha256", str),
+        fields.get("rows", int),
+        fields.get("first_bucket", int),
+        fields.get("last_bucket", int),
+    )
+    if not _FILE.fullmatch(file.path):
+        raise fields.wrong("path", f"{file.path[:100]!r} is no file of a snapshot")
+    if not file.first_bucket <= file.last_bucket < NUM_BUCKETS:
+        raise fields.wrong("last_bucket", f"{file.first_bucket} to {file.last_bucket} are no buckets")
+    return file
+
+
+def _plain_spec(spec: TableSpec) -> dict[str, object]:
+    return {
+        "name": spec.name,
+        "dim": spec.dim,
+        "optimizer": {"name": spec.optimizer.name, "settings": list(spec.optimizer.params().items())},
+        "initializer": {"kind": spec.initializer.kind, "params": spec.initializer.params()},
+        "id_space": spec.id_space,
+        "seed": spec.seed,
+        # maps, since readers of this version of the format look for their `params`
+        "push_codec": {"kind": str(spec.push_codec), "params": {}},
+        "pull_codec": {"kind": str(spec.pull_codec), "params": {}},
+    }
+
+
+def _spec(fields: _Fields, table: _Fields) -> TableSpec:
+    optimizer = fields.map("optimizer")
+    initializer = fields.map("initializer")
+    try:
+        return TableSpec(
+            name=fields.get("name", str),
+            dim=fields.get("dim", int),
+            optimizer=Optimizer.of(optimizer.get("name", str), dict(_settings(optimizer))),
+            initializer=Initializer.of(initializer.get("kind", str), initializer.get("params", dict)),
+            id_space=fields.get("id_space", str),
+            seed=fields.get("seed", int),
+            push_codec=Codec.parse(fields.map("push_codec").get("kind", str)),
+            pull_codec=Codec.parse(fields.map("pull_codec").get("kind", str)),
+        )
+    except (ValueError, TypeError) as error:
+        raise table.wrong("spec", str(error)) from None
+
+
+def _settings(optimizer: _Fields) -> Iterator[tuple[str, float]]:
+    for name, value in optimizer.lists("settings"):
+        yield cast(str, name), cast(float, value)

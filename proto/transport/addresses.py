@@ -1,0 +1,64 @@
+"""The addresses of shards, as a person writes them: "host:port,host:port"; the scheme chooses the carrier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from embershard.proto.errors import BadAddress
+from embershard.proto.transport.emulated_link import EmulatedLink
+from embershard.proto.transport.transport import Carrier
+
+_FORM = "write host:port, with a port of 1..65535, or unix:/path; tcp:// or grpc:// before it choose the carrier"
+
+
+def parse_addresses(given: str | Sequence[str]) -> list[str]:
+    """The addresses of a text with commas, or of a list. BadAddress where there is none, or one that cannot be."""
+    parts = given.split(",") if isinstance(given, str) else given
+    addresses = [part.strip() for part in parts if part.strip()]
+    if not addresses:
+        raise BadAddress(address=str(given), reason=f"name every shard; {_FORM}")
+    for address in addresses:
+        reason = "it is named twice; every shard has its own" if addresses.count(address) > 1 else _mistake(address)
+        if reason:
+            raise BadAddress(address=address, reason=reason)
+    return addresses
+
+
+def carrier_for(address: str, link: EmulatedLink | None = None) -> Carrier:
+    """The carrier that an address asks for: `stream`, unless its scheme says another.
+
+    BadAddress for another one with an emulated `link`, which would not slow it down.
+    """
+    scheme = address.partition("://")[0].partition("+")[0]
+    if link is not None and scheme in ("grpc", "rpc", "rpc-executes-pickles"):
+        raise BadAddress(
+            address=address, reason=f"a bandwidth is emulated in the stream carrier, not in {scheme}: write host:port"
+        )
+    if address.startswith(("grpc://", "grpc+")):
+        from embershard.proto.transport.grpc import GrpcCarrier  # half a second that the others need not wait
+
+        return GrpcCarrier(address.removeprefix("grpc://").removeprefix("grpc+"))
+    if address.startswith(("rpc://", "rpc-executes-pickles://")):
+        from embershard.proto.transport.torch_rpc import RpcCarrier
+
+        return RpcCarrier(address)
+    from embershard.proto.transport.stream import StreamCarrier
+
+    return StreamCarrier(address, link=link)
+
+
+def _mistake(address: str) -> str:
+    bare = address.removeprefix("grpc+")
+    if bare.startswith("unix:"):
+        return "" if bare.removeprefix("unix:") else _FORM
+    scheme, _, bare = address.rpartition("://")
+    if scheme not in ("", "tcp", "grpc", "rpc", "rpc-executes-pickles"):
+        return _FORM
+    host, _, port = bare.rpartition(":")
+    if not (host and port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+        return _FORM
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        return "an IPv6 address stands in brackets, as in [::1]:7700"
+    if "/" in host or any(c.isspace() for c in host):
+        return _FORM
+    return ""

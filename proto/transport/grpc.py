@@ -1,0 +1,140 @@
+"""A shard behind gRPC.
+
+Bytes go to gRPC and come from it: messages are made and read here, so that garbage in a reply is told from a failed
+call. gRPC's own retries are off, since they keep at most 256 KiB of a call; the client sends the same token again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import NoReturn, Protocol
+
+import grpc
+
+from embershard.proto.errors import EmbershardError, InternalError, InvalidRequest, NotAShard, from_wire
+from embershard.proto.messages import MAX_MESSAGE_BYTES, METHODS, SERVICE, Array, Reply, Request
+from embershard.proto.protobuf import dumps, loads
+from embershard.proto.transport.transport import Closed, Unreachable
+
+ERROR_KEY = "embershard-error-bin"
+_OPTIONS = [
+    # the limit is the messages' own; gRPC must not refuse one that the shard would take
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES + 2**20),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES + 2**20),
+    ("grpc.enable_retries", 0),
+    # a peer that vanished without a word is noticed while a call waits for it
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # a shard that starts later, or again, is found within a second
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # shards are addressed directly, whatever proxy the environment names
+    ("grpc.enable_http_proxy", 0),
+]
+_GRACE_SECONDS = 1.0  # gRPC ends a call at its deadline; this much later we stop believing that it does
+# what gRPC says when the other side speaks something, but not gRPC
+_PREFACE = re.compile(r"failed to connect to all addresses; last error: \w+: \S+: |errors resolving .*?lookup error:")
+_SILENCE = "timed out before receiving settings frame"
+_FOREIGN_SIGNS = ("http1.x", "failed parsing http/2", "http2 header with status", "content-type", "invalid content")
+
+
+class _Call(Protocol):
+    """The parts of grpc.Future and grpc.Call that are used here."""
+
+    def result(self, timeout: float | None = None) -> bytes: ...
+    def cancel(self) -> bool: ...
+
+
+class GrpcCarrier:
+    """One channel to `address` ("host:port" or "unix:/path"); connects at the first call and again when it must."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._methods: dict[type[Request], Callable[[bytes, float], _Call]] = {
+            kind: self._method(name) for kind, (name, _) in METHODS.items()
+        }
+
+    def _method(self, name: str) -> Callable[[bytes, float], _Call]:
+        method = self._channel.unary_unary(f"/{SERVICE}/{name}")
+
+        def start(data: bytes, seconds: float) -> _Call:
+            call: _Call = method.future(data, timeout=seconds)
+            return call
+
+        return start
+
+    def submit(self, request: Request, timeout: timedelta, into: Sequence[Array] = ()) -> _Answer:
+        """Send a request without waiting for its reply, which comes in memory of its own."""
+        data = dumps(request)
+        self.sent_bytes += len(data)
+        seconds = timeout.total_seconds()
+        try:
+            call = self._methods[type(request)](data, seconds)
+        except ValueError:  # gRPC's word for a channel that was closed
+            raise Closed from None
+        return _Answer(self, call, METHODS[type(request)][1], seconds, len(data))
+
+    def close(self) -> None:
+        """Give up what is under way and close the connection."""
+        self._channel.close()
+
+
+class _Answer:
+    """The reply to one call."""
+
+    def __init__(self, carrier: GrpcCarrier, call: _Call, kind: type[Reply], seconds: float, num_bytes: int) -> None:
+        self._carrier, self._call, self._kind, self._seconds = carrier, call, kind, seconds
+        self.num_bytes = num_bytes
+
+    def result(self) -> Reply:
+        try:
+            data = self._call.result(timeout=self._seconds + _GRACE_SECONDS)
+        except grpc.FutureTimeoutError:
+            self._call.cancel()
+            raise Unreachable("no answer") from None
+        except grpc.FutureCancelledError:
+            raise Unreachable("the call was cancelled") from None
+        except grpc.RpcError as error:
+            _raise(error, self._carrier.address)
+        self._carrier.received_bytes += len(data)
+        self.num_bytes += len(data)
+        try:
+            return loads(self._kind, data)
+        except InvalidRequest as error:
+            raise NotAShard(address=self._carrier.address, reason=str(error)) from None
+
+
+def _raise(failure: grpc.RpcError, address: str) -> NoReturn:
+    """Raise what a failed call means."""
+    for key, value in failure.trailing_metadata() or ():
+        if key == ERROR_KEY:
+            raise from_wire(value, "") from None
+    code: grpc.StatusCode = failure.code()
+    raise _meaning(code, _short(str(failure.details() or "")), address) from None
+
+
+def _short(text: str) -> str:
+    """What gRPC says, without the address and the names of its own parts."""
+    text = _PREFACE.sub("", " ".join(text.split())).removesuffix("]")
+    return "it takes connections and says nothing" if _SILENCE in text.lower() else text
+
+
+def _meaning(code: grpc.StatusCode, text: str, address: str) -> EmbershardError | Unreachable:
+    """The error of a gRPC status that carries no error of ours."""
+    if code is grpc.StatusCode.UNIMPLEMENTED or any(sign in text.lower() for sign in _FOREIGN_SIGNS):
+        return NotAShard(address=address, reason=text or code.name)
+    match code:
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return Unreachable("no answer")
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if "larger than max" in text:
+            return InvalidRequest(reason=f"gRPC refused a message: {text}")
+        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED | grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return Unreachable(text or code.name)
+        case _:
+            return InternalError(reason=f"gRPC {code.name}: {text}")

@@ -1,0 +1,362 @@
+"""A shard behind the `stream` carrier: frames over TCP or a Unix socket (docs/wire.md).
+
+One thread of this process moves the bytes of all shards, on a uvloop; replies are received straight into the arrays
+that the caller named, requests leave from the memory of their arrays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import socket
+import sys
+import termios
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from itertools import count
+from typing import cast
+
+import numpy as np
+
+from embershard.proto.errors import EmbershardError, NotAShard, WrongVersion, from_wire
+from embershard.proto.messages import (
+    ERROR_KIND,
+    KIND_OF,
+    MAX_MESSAGE_BYTES,
+    METHODS,
+    Array,
+    Request,
+    arrays,
+)
+from embershard.proto.protobuf import head_bytes, read
+from embershard.proto.timing import span
+from embershard.proto.transport.emulated_link import EmulatedLink
+from embershard.proto.transport.io_thread import connect_beside, io_loop, runs_here
+from embershard.proto.transport.stream_call import StreamCall
+from embershard.proto.transport.transport import Closed, Unreachable
+from embershard.proto.wire import (
+    HELLO_BYTES,
+    Feature,
+    Frame,
+    Header,
+    Reader,
+    client_hello,
+    encode,
+    read_server_hello,
+)
+
+CONNECT_SECONDS = 5.0  # for a connection and its hello; a call waits no longer than its own deadline
+_SOCKET_BYTES = 4 * 2**20  # a message of some MiB passes a Unix socket without waiting for its reader at each 200 KiB
+
+
+class StreamCarrier:
+    """One connection to `address`, made at the first call and again when it must.
+
+    "host:port" is a Unix socket where the shard runs on this machine, else TCP; "tcp://host:port" is always TCP, and
+    "unix:/path" is a socket of the user's choice. `checksum` has the arrays checked too, for a network that is not
+    trusted to do it. `link` is the emulated one that it shares with the worker's other carriers.
+    """
+
+    def __init__(self, address: str, *, checksum: bool = False, link: EmulatedLink | None = None) -> None:
+        self.address = address
+        self.link = link
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self._features = Feature.CHECKSUM if checksum else Feature(0)
+        self._loop = io_loop()
+        # from here on: of the I/O thread alone
+        self._connection: _Connection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._waiting: list[StreamCall] = []
+        self._numbers = count(1)
+        self.closed = False
+
+    def submit(self, request: Request, timeout: timedelta, into: Sequence[Array] = ()) -> StreamCall:
+        """Send a request without waiting for its reply; the rows of a pull are received into `into`, if given.
+
+        The arrays of both must stay as they are until the reply, or the error in its place, is there.
+        """
+        if self.closed:
+            raise Closed
+        if not runs_here(self._loop):
+            # the parent's tokens too: pushes of both would be taken for retries of one another
+            raise RuntimeError(f"the connection to {self.address} is that of the process that forked; make one here")
+        with span("encode"):
+            bulk = [np.ascontiguousarray(array).data for array in arrays(request)]
+            call = StreamCall(type(request), head_bytes(request), bulk, into, timeout.total_seconds())
+        self._loop.call_soon_threadsafe(self._start, call)
+        return call
+
+    def close(self) -> None:
+        """Give up what is under way and close the connection."""
+        self.closed = True
+        self._loop.call_soon_threadsafe(self._close)
+
+    def _close(self) -> None:
+        if self._connecting is not None:
+            self._connecting.cancel()
+        if self._connection is not None:
+            self._connection.drop(str(Closed()))
+        self._fail_waiting(Closed())
+
+    def _start(self, call: StreamCall) -> None:
+        if self.closed:
+            call.fail(Closed())
+            return
+        call.number = next(self._numbers) & 0xFFFFFFFF or next(self._numbers) & 0xFFFFFFFF
+        call.timer = self._loop.call_later(call.seconds, self._expire, call)
+        if self._connection is not None:
+            self._connection.send(call)
+            return
+        self._waiting.append(call)
+        if self._connecting is None:
+            self._connecting = self._loop.create_task(self._connect())
+
+    def _expire(self, call: StreamCall) -> None:
+        """The deadline of a call has come."""
+        if call in self._waiting:
+            self._waiting.remove(call)
+        elif self._connection is not None and not self._connection.expire(call):
+            return
+        call.fail(Unreachable("no answer"))
+
+    async def _connect(self) -> None:
+        error: Exception
+        try:
+            connection = await self._greeted()
+        except TimeoutError:
+            error = Unreachable("it takes connections and says nothing, or does not answer at all")
+        except EmbershardError as known:
+            error = known
+        except Unreachable as unreachable:
+            error = unreachable
+        except (OSError, UnicodeError) as failure:  # a name that cannot be one is a UnicodeError
+            error = Unreachable(getattr(failure, "strerror", None) or str(failure))
+        else:
+            self._connecting = None
+            self._connection = connection
+            waiting, self._waiting = self._waiting, []
+            for call in waiting:
+                connection.send(call)
+            return
+        self._connecting = None
+        self._fail_waiting(error)
+
+    def _fail_waiting(self, error: Exception) -> None:
+        waiting, self._waiting = self._waiting, []
+        for call in waiting:
+            call.fail(error)
+
+    async def _greeted(self) -> _Connection:
+        """A connection whose hello was answered."""
+        async with asyncio.timeout(CONNECT_SECONDS):
+            connection = await self._open()
+            try:
+                await connection.ready
+                if connection.lost is not None:  # it said hello and left
+                    raise connection.lost
+            except BaseException:
+                connection.drop("no hello")
+                raise
+        return connection
+
+    async def _open(self) -> _Connection:
+        protocol = lambda: _Connection(self)  # noqa: E731
+        if self.address.startswith("unix:"):
+            _, connection = await self._loop.create_unix_connection(protocol, self.address.removeprefix("unix:"))
+            return connection
+        host, _, port = self.address.removeprefix("tcp://").rpartition(":")
+        host = host.strip("[]")
+        # an emulated network has TCP's buffers: a Unix socket's hold less than the millisecond or two that a busy shard
+        # takes to fill them again, and at 1 Gbit/s a tenth of the bandwidth was lost
+        tcp = self.address.startswith("tcp://") or self.link is not None
+        beside = None if tcp else await connect_beside(host, int(port))
+        if beside is not None:
+            _, connection = await self._loop.create_unix_connection(protocol, sock=beside)
+        else:
+            _, connection = await self._loop.create_connection(protocol, host, int(port))
+        return connection
+
+    def lost(self, connection: _Connection) -> None:
+        """A connection has ended; the next call makes another."""
+        if self._connection is connection:
+            self._connection = None
+
+
+class _Connection(asyncio.BufferedProtocol):
+    """One connection, from its hello to its end; of the I/O thread alone."""
+
+    def __init__(self, carrier: StreamCarrier) -> None:
+        self._carrier, self._link = carrier, carrier.link
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._hello = memoryview(bytearray(HELLO_BYTES))
+        self._filled = 0
+        self._reader: Reader | None = None
+        self._checksum = False
+        self._calls: dict[int, StreamCall] = {}
+        self._arriving: Sequence[memoryview] | None = None  # what is being received into, if it is a call's
+        self._sent = 0  # bytes, those that the transport still holds included
+        self._heard = 0.0
+        self.lost: Unreachable | None = None  # why it ended
+        self._reason = "the connection broke"
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop has classes of its own
+        sock = transport.get_extra_info("socket")
+        if sock.family == socket.AF_UNIX:
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
+        if self._link is not None:
+            self._link.join(self._transport)
+        self._transport.write(client_hello(self._carrier._features))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._carrier.lost(self)
+        if self._link is not None:
+            self._link.leave(self._transport)
+        reason = self.lost = Unreachable(f"{self._reason} ({error})" if error else self._reason)
+        if self._carrier.closed:
+            reason = self.lost = Closed()
+        if not self.ready.done():
+            self.ready.set_exception(reason)
+        for call in self._calls.values():
+            call.fail(reason)
+        self._calls.clear()
+
+    def eof_received(self) -> None:
+        self._transport.abort()  # what is still to be sent would have no reply
+
+    def drop(self, reason: str) -> None:
+        """End the connection and what is under way on it."""
+        self._reason = reason
+        if self._link is not None:
+            self._link.leave(self._transport)
+        self._transport.abort()
+
+    def send(self, call: StreamCall) -> None:
+        """Write a request."""
+        kind, timeout_ms = KIND_OF[call.request], min(max(1, int(call.seconds * 1000)), 2**32 - 1)
+        try:
+            with span("send"):
+                pieces = encode(kind, call.number, timeout_ms, call.head, call.bulk, checksum=self._checksum)
+                self._calls[call.number] = call
+                call.gone = self._gone()
+                num_bytes = sum(map(len, pieces))
+                self._carrier.sent_bytes += num_bytes
+                self._sent += num_bytes
+                call.end = self._sent
+                call.num_bytes += num_bytes
+                if self._link is None:
+                    self._transport.writelines(pieces)
+                else:
+                    self._link.send(self._transport, pieces)
+        except EmbershardError as error:
+            call.fail(error)
+
+    def expire(self, call: StreamCall) -> bool:
+        """A call's deadline has passed: once it ends, nothing may be received into its arrays or sent from them.
+
+        False where the connection has to end with it; the call then fails when nothing moves any more.
+        """
+        if self._calls.get(call.number) is not call:
+            return True
+        if self._arriving is not None and self._arriving is call.places:
+            self.drop("no answer: its deadline passed while it arrived")
+        elif self._heard < call.started and not call.gone < self._gone() < call.end:
+            self.drop("no answer")  # nor does it wait behind bytes that move: the next call tries another connection
+        elif call.end > self._left() and any(part.nbytes for part in call.bulk):  # a head is in memory of its own
+            self.drop("no answer: its deadline passed while it was sent")
+        else:
+            del self._calls[call.number]
+            return True
+        return False
+
+    def _left(self) -> int:
+        """Bytes that have left this process."""
+        waiting = 0 if self._link is None else self._link.unsent(self._transport)
+        return self._sent - self._transport.get_write_buffer_size() - waiting
+
+    def _gone(self) -> int:
+        """Those of them that the other side's system has, as far as this one says."""
+        queued = bytes(4)
+        with suppress(OSError):
+            queued = fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)
+        return self._left() - int.from_bytes(queued, sys.byteorder)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        buffer = self._hello[self._filled :] if self._reader is None else self._reader.buffer()
+        return buffer if self._link is None else buffer[: self._link.chunk_bytes]
+
+    def buffer_updated(self, num_bytes: int) -> None:
+        self._heard = time.monotonic()
+        self._carrier.received_bytes += num_bytes
+        if self._link is not None:
+            self._link.received(num_bytes)
+        try:
+            if self._reader is None:
+                self._greet(num_bytes)
+                return
+            with span("receive"):
+                frames = self._reader.received(num_bytes)
+            for frame in frames:
+                self._finish(frame)
+        except EmbershardError as error:
+            self.drop(str(error))
+
+    def _greet(self, num_bytes: int) -> None:
+        self._filled += num_bytes
+        if self._filled < HELLO_BYTES:
+            return
+        try:
+            agreed = read_server_hello(bytes(self._hello))
+        except EmbershardError as error:
+            if not isinstance(error, WrongVersion):
+                error = NotAShard(address=self._carrier.address, reason=str(error))
+            if not self.ready.done():
+                self.ready.set_exception(error)
+            self._transport.abort()
+            return
+        self._checksum = Feature.CHECKSUM in agreed.features
+        self._reader = Reader(MAX_MESSAGE_BYTES, self._place, checksum=self._checksum)
+        if not self.ready.done():
+            self.ready.set_result(None)
+
+    def _place(self, header: Header) -> Sequence[memoryview] | None:
+        """Where the arrays of a reply go: to the caller's own, if they fit."""
+        call = self._calls.get(header.call)
+        if call is None or call.places is not None:
+            return None  # nobody waits for it any more, or it has its reply
+        call.places = call.place(header.lengths)
+        self._arriving = call.places
+        return call.places
+
+    def _finish(self, frame: Frame) -> None:
+        header, buffers = frame
+        if self._arriving is buffers:  # and not those of a frame behind it, of which a part is here already
+            self._arriving = None
+        if header.call == 0 and header.kind == ERROR_KIND:
+            self.drop(str(from_wire(header.head, "")))
+            return
+        call = self._calls.get(header.call)
+        if call is None:
+            return
+        if self._arriving is not None and self._arriving is call.places:
+            # the second arrives in the caller's arrays
+            raise NotAShard(address=self._carrier.address, reason="it sent two replies to one call")
+        del self._calls[header.call]
+        call.num_bytes += header.num_bytes
+        reply = METHODS[call.request][1]
+        if header.kind == ERROR_KIND:
+            call.fail(from_wire(header.head, ""))
+        elif header.kind != KIND_OF[reply]:
+            call.fail(NotAShard(address=self._carrier.address, reason=f"its reply is of kind {header.kind}"))
+        else:
+            try:
+                message = read(reply, header.head, buffers)
+            except EmbershardError as error:
+                call.fail(NotAShard(address=self._carrier.address, reason=str(error)))
+                return
+            call.finish(message)

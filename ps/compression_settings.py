@@ -1,0 +1,63 @@
+"""What a shard was told of how its tables are to travel; its workers read it and switch (worker/compression)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from embershard.proto.codec.name import Codec
+from embershard.proto.codec_messages import Compress, Compressed, TableCodecs
+from embershard.proto.errors import InvalidRequest
+from embershard.ps.table.tables import Tables
+
+
+class CompressionSettings:
+    """The codecs that were asked for by table, until the job ends, and their revision, which only grows.
+
+    `check` raises UnknownCodec for a codec that this shard cannot read or write.
+    """
+
+    def __init__(self, tables: Tables, check: Callable[[Codec], None]) -> None:
+        self.revision = 0
+        self._tables = tables
+        self._check = check
+        self._said: dict[str, TableCodecs] = {}
+
+    def forget(self) -> None:
+        """Another job begins, or other tables are here: nothing was said of them."""
+        if self._said:
+            self._said, self.revision = {}, self.revision + 1
+
+    def answer(self, request: Compress, *, job_goes_on: bool) -> Compressed:
+        """Take new settings, all of them or none, and say what holds; at revision 0 they are only checked.
+
+        Without tables all is forgotten, unless a job goes on, whose workers may join late.
+        UnknownTable, UnknownCodec; InvalidRequest for what is no codec, or cannot serve its table, and for a revision
+        that somebody else was faster with. The same request again is answered as before.
+        """
+        said = dict(self._said) if request.tables or job_goes_on else {}
+        for part in request.tables:
+            said[part.table] = self._merged(part, said.get(part.table, TableCodecs(part.table)))
+        if request.revision:
+            again = request.revision == self.revision and said == self._said
+            if request.revision <= self.revision and not again:
+                reason = f"revision {request.revision} of the compression settings is taken, they are at "
+                raise InvalidRequest(reason=f"{reason}{self.revision}; somebody else switched them just now: try again")
+            self._said, self.revision = said, request.revision
+        return Compressed(self.revision, tuple(self._said.values()))
+
+    def _merged(self, part: TableCodecs, before: TableCodecs) -> TableCodecs:
+        """What was said of a table before with what is said now, checked."""
+        entry = self._tables.entry(part.table)
+        texts = {"push": part.push, "pull": part.pull}
+        for direction, text in texts.items():
+            if not text:
+                continue
+            try:
+                codec = Codec.parse(text)
+                codec.check(direction, entry.dense)
+                if codec.select == "dgc" and entry.table.spec.optimizer.params().get("momentum", 0.0) > 0:
+                    raise ValueError(f"{codec} keeps the momentum in the worker, so that of its optimizer must be 0")
+            except ValueError as error:
+                raise InvalidRequest(reason=f"table {part.table!r}: {error}") from None
+            self._check(codec)
+        return TableCodecs(part.table, part.push or before.push, part.pull or before.pull)

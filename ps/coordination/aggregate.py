@@ -1,0 +1,218 @@
+"""The pushes of clocks that are not closed: kept by worker, added in the workers' order, applied once.
+
+A clock's update is the sum of w_i / (w_1 + ... + w_N) times the gradients of worker i, in float32 and in this order, so
+that N synchronous workers take the step of one process on their joint batch.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from embershard.proto.compiled import intrinsics
+from embershard.proto.compiled.intrinsics import detached, prefetch
+from embershard.proto.compiled.jit import compiled, inlined
+from embershard.proto.messages import Floats, Ids, Push, Pushed
+from embershard.proto.routing import mix64
+from embershard.ps.table.table import Applied
+from embershard.ps.table.tables import Part
+
+_U = np.uint64
+_1 = _U(1)
+_KEY = _U(secrets.randbits(64))  # of the sum's hash index: so that nobody can send ids that make its searches long
+_BLOCK = 64  # ids in flight, as in kernels.py
+_LARGEST = np.finfo(np.float32).max
+_IDS = types.Array(types.int64, 1, "C", readonly=True)
+_ROWS = types.Array(types.float32, 2, "C", readonly=True)
+_AGES = types.Array(types.float32, 1, "C", readonly=True)
+
+
+class Sender(NamedTuple):
+    """One incarnation of a worker; they sort in the workers' order."""
+
+    worker: int
+    epoch: int
+
+
+@dataclass(slots=True)
+class Share:
+    """What one worker has pushed of a clock; it counts once it is `complete`."""
+
+    messages: list[tuple[list[Part], bool]] = field(default_factory=list)  # and whether they are differences
+    weight: float = 0.0
+    version: int = 0
+    complete: bool = False
+
+
+class GatheredPushes:
+    """Clock -> what its workers have pushed of it. The arrays are kept as they are, not copied."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.waiting_ids: dict[str, int] = {}  # per table, all clocks
+        self._clocks: dict[int, dict[Sender, Share]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._clocks)
+
+    @property
+    def end(self) -> int:
+        """One past the last clock that a worker has pushed completely; 0 where there is none."""
+        done = (clock + 1 for clock, shares in self._clocks.items() if any(s.complete for s in shares.values()))
+        return max(done, default=0)
+
+    def add(self, sender: Sender, request: Push, parts: list[Part]) -> Pushed:
+        """Keep a message of a worker's push; the rows that will be applied, and those that are not finite."""
+        share = self._clocks.setdefault(request.clock, {}).setdefault(sender, Share())
+        share.messages.append((parts, request.difference))
+        share.weight = float(np.float32(request.weight))  # as it is on the wire
+        share.version, share.complete = request.version, request.last
+        self._count(parts, 1)
+        skipped = sum(_count_non_finite(part.gradients) for part in parts)
+        return Pushed(duplicate=False, applied=sum(len(part.ids) for part in parts) - skipped, skipped=skipped)
+
+    def drop(self, sender: Sender) -> None:
+        """Forget what a worker has not pushed to the end: it will not."""
+        for clock, shares in list(self._clocks.items()):
+            share = shares.get(sender)
+            if share is not None and not share.complete:
+                self._release(shares.pop(sender))
+                if not shares:
+                    del self._clocks[clock]
+
+    def take(self, before: int) -> Iterator[list[Share]]:
+        """Forget the clocks below `before`: the complete shares of each, in the clocks' and the workers' order."""
+        for clock in sorted(clock for clock in self._clocks if clock < before):
+            shares = self._clocks.pop(clock)
+            for share in shares.values():
+                self._release(share)
+            if complete := [shares[sender] for sender in sorted(shares) if shares[sender].complete]:
+                yield complete
+
+    def _release(self, share: Share) -> None:
+        for parts, _ in share.messages:
+            self._count(parts, -1)
+
+    def _count(self, parts: Sequence[Part], sign: int) -> None:
+        for table, ids, gradients, *_ in parts:
+            name = table.spec.name
+            self.waiting_ids[name] = self.waiting_ids.get(name, 0) + sign * len(ids)
+            self.nbytes += sign * (ids.nbytes + gradients.nbytes)
+
+
+def apply_shares(shares: Sequence[Share]) -> None:
+    """Apply what the workers of one clock have pushed, once; a single worker's as if it had been applied directly."""
+    shares = [share for share in shares if share.weight > 0]
+    if len(shares) == 1:
+        for parts, difference in shares[0].messages:
+            for part in parts:
+                apply_part(part, difference)
+        return
+    total = sum(share.weight for share in shares)
+    gathered: dict[tuple[str, bool], list[tuple[np.float32, Part]]] = {}
+    for share in shares:
+        scale = np.float32(share.weight / total)
+        for parts, difference in share.messages:
+            for part in parts:
+                gathered.setdefault((part.table.spec.name, difference), []).append((scale, part))
+    for (_, difference), scaled in gathered.items():
+        apply_part(add_up(scaled), difference)
+
+
+def apply_part(part: Part, difference: bool, divisor: float = 1.0) -> Applied:
+    """Apply gradients, at the learning rate over `divisor`, or add differences to the rows."""
+    if difference:
+        return part.table.add(part.ids, part.gradients)
+    return part.table.apply(part.ids, part.gradients, part.lr_scale / divisor, part.ages)
+
+
+def add_up(scaled: Sequence[tuple[np.float32, Part]]) -> Part:
+    """The sum of several workers' gradients of one table, a row per id, each times its scale and in this order.
+
+    A worker's row with a NaN or Inf is left out. The learning rate is that of the first, as one schedule drives all. A
+    sum's age is that of each of its gradients times its scale, rounded, and at least 1: so many of the clock's pushes
+    would have led to it.
+    """
+    first = scaled[0][1]
+    aged = any(part.ages is not None for _, part in scaled)
+    size = sum(len(part.ids) for _, part in scaled)
+    cells = np.zeros(max(2, 1 << (2 * size - 1).bit_length()), np.int32)  # at most half full
+    ids, sums = np.empty(size, np.int64), np.empty((size, first.table.spec.dim), np.float32)
+    ages = np.zeros(size if aged else 0, np.float32)
+    count = 0
+    for scale, part in scaled:
+        counts = np.ones(len(part.ids) if aged else 0, np.float32) if part.ages is None else part.ages
+        count = _add((cells, ids, sums, ages), count, part.ids, part.gradients, counts, scale, _KEY)
+    rounded = np.maximum(np.floor(ages[:count] + np.float32(0.5)), np.float32(1)) if aged else None
+    return Part(first.table, ids[:count], sums[:count], first.lr_scale, rounded)
+
+
+@inlined
+def _is_finite(gradients: Floats, i: int) -> bool:
+    bad = False
+    for j in range(gradients.shape[1]):
+        bad |= not np.abs(gradients[i, j]) <= _LARGEST
+    return not bad
+
+
+_SUMS = types.Tuple((types.int32[::1], types.int64[::1], types.float32[:, ::1], types.float32[::1]))
+
+
+@compiled(types.int64(_SUMS, types.int64, _IDS, _ROWS, _AGES, types.float32, types.uint64), intrinsics)
+def _add(
+    out: tuple[npt.NDArray[np.int32], Ids, Floats, Floats],
+    count: int,
+    ids: Ids,
+    gradients: Floats,
+    ages: Floats,
+    scale: np.float32,
+    key: np.uint64,
+) -> int:
+    """Add scale * gradients to the sums of their ids; the number of ids that there are then.
+
+    out: a hash index of 2**k cells, place + 1 of an id in what follows, 0 where free; the ids; their sums; and the sums
+    of scale * ages, from 0, or (0,) where nobody asks.
+    """
+    cells, out_ids, sums, out_ages = detached(out[0]), detached(out[1]), detached(out[2]), detached(out[3])
+    ids, gradients, ages = detached(ids), detached(gradients), detached(ages)
+    mask, dim = _U(cells.size - 1), _U(gradients.shape[1])
+    homes = np.empty(_BLOCK, np.uint64)
+    for start in range(0, ids.size, _BLOCK):
+        stop = min(start + _BLOCK, ids.size)
+        for i in range(start, stop):
+            homes[i - start] = mix64(_U(ids[i]), key) & mask
+            prefetch(cells, homes[i - start])
+        for i in range(start, stop):
+            if not _is_finite(gradients, i):
+                continue
+            row, cell = _U(i), homes[i - start]
+            while cells[cell] != 0 and out_ids[_U(cells[cell] - 1)] != ids[i]:
+                cell = (cell + _1) & mask
+            if cells[cell] == 0:
+                at = _U(count)
+                count += 1
+                cells[cell], out_ids[at] = count, ids[i]
+                for j in range(dim):
+                    sums[at, j] = scale * gradients[row, j]
+            else:
+                at = _U(cells[cell] - 1)
+                for j in range(dim):
+                    sums[at, j] += scale * gradients[row, j]
+            if out_ages.size > 0:
+                out_ages[at] += scale * ages[row]
+    return count
+
+
+@compiled(types.int64(_ROWS))
+def _count_non_finite(gradients: Floats) -> int:
+    """Rows that hold a NaN or Inf."""
+    count = 0
+    for i in range(gradients.shape[0]):
+        count += not _is_finite(gradients, i)
+    return count

@@ -1,0 +1,354 @@
+"""The clock that the workers of a job share: who takes part, which clock is open, and what its pushes become.
+
+A clock closes once every member that does not rest has pushed it. A member keeps its place by a lease, which every
+request of it renews; one whose lease runs out is dropped, and the clock goes on without it. What was pushed of a clock
+to the end counts, also where its worker has left since. docs/consistency.md says what this promises.
+
+Times are seconds of a clock that only moves on, given by the caller: when a request arrived.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from embershard.proto.errors import (
+    ClockAhead,
+    EmbershardError,
+    InvalidRequest,
+    LeaseLost,
+    ModeMismatch,
+    RunOver,
+    StaleWorker,
+)
+from embershard.proto.messages import Beat, Beaten, Join, Joined, Leave, Left, MemberStatus, Push, Pushed
+from embershard.ps.coordination.aggregate import GatheredPushes, Sender, apply_shares
+from embershard.ps.coordination.dedup import MAX_WORKERS
+from embershard.ps.table.tables import Part
+
+SEEN = 32  # places of the histogram of staleness; the last one: so much or more
+MAX_CLOCK = 2**62
+MAX_RUN = 2**63 - 1
+MAX_LEASE_MS = 40 * 24 * 3600 * 1000  # about what 32 bits hold
+# Gradients that wait for the other workers' of their clock. A worker sends a clock's as it computes them, so this many
+# are there when a clock closes: about those of 16 workers with the largest messages.
+GATHER_BYTES = 2**30
+_NAMED = 8  # workers in an error
+
+
+@dataclass(slots=True)
+class Member:
+    """One incarnation of a worker that takes part."""
+
+    worker: int
+    epoch: int
+    clock: int  # the next that it will push
+    lease_ms: int
+    heard: float  # when a request of it arrived last
+    run: int  # that it takes part in
+    resting: bool = False
+    lost: bool = False  # its lease ran out, or a later run began
+
+    @property
+    def sender(self) -> Sender:
+        """Whose pushes are its own."""
+        return Sender(self.worker, self.epoch)
+
+    @property
+    def end(self) -> float:
+        """When its lease runs out."""
+        return self.heard + self.lease_ms / 1000
+
+
+class Updates:
+    """The updates that a shard has applied, and how many of them pushes had missed."""
+
+    def __init__(self) -> None:
+        self.version = 0  # updates applied
+        self.seen = [0] * SEEN  # pushes by what their rows had missed
+
+    def missed(self, version: int) -> int:
+        """Updates since rows were of this version; 0 where it is not known."""
+        return max(0, self.version - version) if version else 0
+
+    def count(self, versions: Iterable[int]) -> None:
+        """An update was applied, made of pushes whose rows were of these versions (0: not known)."""
+        for version in versions:
+            if version:
+                self.seen[min(self.missed(version), SEEN - 1)] += 1
+        self.version += 1
+
+
+class Clock:
+    """Members and clocks of one shard."""
+
+    def __init__(self) -> None:
+        self.open = 0  # the first clock that is not closed
+        self.staleness = -1
+        self.damp = False
+        self.started = False  # as many as expected have joined
+        self.members: dict[int, Member] = {}
+        self.expired = 0
+        self.updates = Updates()
+        self.job = 0  # counts the jobs that this shard has served
+        self.run = 0  # the highest that was named
+        self.moves = 0  # grows with whatever may let a request be answered that had to wait
+        self.now = -math.inf
+        # when anything of a worker's incarnation arrived last, a part of a request included
+        self.last_sign: Callable[[int, int], float] = lambda worker, epoch: -math.inf
+        self._pushes = GatheredPushes()
+        self._gone: dict[int, Member] = {}  # who take part no more
+        self._epochs: dict[int, int] = {}  # the newest of each worker that ever joined
+        self._joined: set[int] = set()
+        self.workers = 1  # that are expected
+        self._began = 0.0
+        self._next_end = math.inf  # no lease ends before
+
+    def join(self, request: Join, now: float) -> Joined:
+        """Take a worker in from `request.clock` on, end its rest, or tell it that this clock is closed."""
+        _check_join(request)
+        worker, epoch = request.worker, request.epoch
+        self.fence(worker, epoch)
+        self._enter_run(request)
+        _check_mode(request, self)
+        self._epochs[worker] = epoch
+        member, gone = self.members.get(worker), self._gone.get(worker)
+        if gone is not None and (gone.epoch, gone.run) != (epoch, self.run):
+            gone = None
+        if member is not None and member.epoch != epoch:
+            self._remove(member)
+            self._close()
+            member = None
+        comes_back = gone and gone.lost and (self.staleness, self.damp) == (request.staleness, request.damp)
+        if not self.members and not comes_back:
+            self._begin(request, now)
+        # a clock that it has pushed before it was gone is not pushed a second time
+        first = max(self.open, gone.clock) if gone else self.open
+        if request.clock < first:
+            return Joined(False, first, self.started, self._workers_here())
+        if member is None:
+            member = self.members[worker] = Member(worker, epoch, request.clock, request.lease_ms, now, self.run)
+        member.clock, member.heard = max(member.clock, request.clock), max(member.heard, now)
+        member.lease_ms, member.resting = request.lease_ms, False
+        self._gone.pop(worker, None)
+        self._joined.add(worker)
+        self.started = self.started or len(self._joined) >= self.workers
+        self._next_end = min(self._next_end, member.end)
+        self.moves += 1
+        self._close()
+        return Joined(True, self.open, self.started, self._workers_here())
+
+    def leave(self, request: Leave, now: float) -> Left:
+        """Wait for a worker no longer; a second time, as after a lost reply, this changes nothing."""
+        self.fence(request.worker, request.epoch)
+        member = self.hear(request.worker, request.epoch, now)
+        if member is None:
+            return Left()
+        if request.rest:
+            member.resting = True
+            self._pushes.drop(member.sender)
+            self.moves += 1
+        else:
+            self._remove(member)
+        self._close()
+        return Left()
+
+    def beat(self, request: Beat, now: float) -> Beaten:
+        """Renew a lease."""
+        self.member(request.worker, request.epoch, now)
+        return Beaten(self.open, self._workers_here())
+
+    def fence(self, worker: int, epoch: int) -> None:
+        """StaleWorker for an earlier incarnation than the one that joined last."""
+        newest = self._epochs.get(worker, 0)
+        if epoch < newest:
+            raise StaleWorker(worker=worker, got=epoch, want=newest)
+
+    def hear(self, worker: int, epoch: int, now: float) -> Member | None:
+        """The member whose request arrived, its lease renewed; None for one that takes no part.
+
+        LeaseLost where it did until its lease ran out.
+        """
+        member = self.members.get(worker)
+        if member is not None and member.epoch == epoch:
+            member.heard = max(member.heard, now)
+            return member
+        gone = self._gone.get(worker)
+        if gone is not None and gone.lost and gone.epoch == epoch:
+            raise LeaseLost(worker=worker, lease_ms=gone.lease_ms)
+        return None
+
+    def member(self, worker: int, epoch: int, now: float) -> Member:
+        """The member whose request arrived; StaleWorker, LeaseLost, InvalidRequest where it is none."""
+        self.fence(worker, epoch)
+        member = self.hear(worker, epoch, now)
+        if member is None:
+            raise InvalidRequest(reason=f"worker {worker} is no member here; it has to join first")
+        return member
+
+    def check_push(self, member: Member, request: Push) -> None:
+        """Whether a member's push can be taken now.
+
+        InvalidRequest for a clock that is closed or a weight without sense, ClockAhead while too much waits for other
+        workers; what the open clock waits for is taken in any case, since nothing is freed before it closes.
+        """
+        first = max(self.open, member.clock) if self.staleness == 0 else 0
+        if not first <= request.clock < MAX_CLOCK:
+            raise InvalidRequest(
+                reason=f"worker {member.worker} pushes clock {request.clock}; the first that it may push is {first}"
+            )
+        if not 0 <= request.weight < math.inf:
+            raise InvalidRequest(reason=f"the weight of a push must be finite and >= 0, got {request.weight}")
+        if self._pushes.nbytes > GATHER_BYTES and request.clock > self.open:
+            raise self.ahead(request.clock)
+
+    def gathers(self, member: Member, request: Push) -> bool:
+        """Whether a member's push has to wait for those of other workers; else it is applied at once."""
+        if self.staleness != 0:
+            return False
+        closes = request.last and request.weight > 0 and not self._pushes and self.started
+        return not closes or any(
+            other.clock <= request.clock and other is not member and not other.resting
+            for other in self.members.values()
+        )
+
+    @property
+    def waiting_ids(self) -> dict[str, int]:
+        """Ids per table whose gradients wait for those of other workers."""
+        return self._pushes.waiting_ids
+
+    def gather(self, member: Member, request: Push, parts: list[Part]) -> Pushed:
+        """Keep a push until its clock closes."""
+        return self._pushes.add(member.sender, request, parts)
+
+    def pushed(self, member: Member, clock: int) -> None:
+        """A member has pushed a clock to the end. Raises what the row functions of a closing clock's update raise."""
+        member.clock = max(member.clock, clock + 1)
+        self._close()
+
+    def divisor(self, version: int) -> float:
+        """By what a member's learning rate is divided: the updates that its rows had missed (Zhang et al. 2016)."""
+        return float(max(1, self.updates.missed(version))) if self.damp else 1.0
+
+    def await_closed(self, clocks: int) -> None:
+        """ClockAhead unless so many clocks are closed."""
+        if clocks > self.open:
+            raise self.ahead(clocks)
+
+    def ahead(self, clock: int) -> ClockAhead:
+        """The error of a request that waits for `clock` clocks to be closed."""
+        return self.waits_for(m for m in self.members.values() if not m.resting and m.clock < clock)
+
+    def waits_for(self, members: Iterable[Member]) -> ClockAhead:
+        """The error of a request that waits for these members, or for those that have not joined yet."""
+        waited = sorted(members, key=lambda member: member.worker)
+        names = [str(member.worker) for member in waited]
+        seconds = max((self.now - member.heard for member in waited), default=0.0)
+        if self.members and not self.started:
+            names += [f"{worker} (not here yet)" for worker in range(self.workers) if worker not in self._joined]
+            seconds = max(seconds, self.now - self._began)
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        workers = (", ".join(names[:_NAMED]) or "(none has joined)") + more
+        return ClockAhead(clock=self.open, workers=workers, seconds=max(0.0, seconds))
+
+    def expire(self, now: float) -> None:
+        """Drop the members that were not heard of within their lease."""
+        self.now = max(self.now, now)
+        if self.now <= self._next_end:
+            return
+        for member in list(self.members.values()):
+            if member.end < self.now:
+                member.heard = max(member.heard, self.last_sign(member.worker, member.epoch))
+            if member.end >= self.now:
+                continue
+            self.expired += 1
+            self._remove(member, lost=True)
+        self._next_end = min((member.end for member in self.members.values()), default=math.inf)
+        self._close()
+
+    def excuse(self, seconds: float) -> None:
+        """For so long nobody could be heard."""
+        for member in self.members.values():
+            member.heard += seconds
+
+    def status(self) -> tuple[MemberStatus, ...]:
+        """The members in order; may be read by any thread."""
+        members = sorted(tuple(self.members.values()), key=lambda member: member.worker)
+        return tuple(MemberStatus(m.worker, m.clock, m.resting, max(0.0, m.end - self.now)) for m in members)
+
+    def _workers_here(self) -> tuple[int, ...]:
+        return tuple(sorted(self.members))
+
+    def _begin(self, request: Join, now: float) -> None:
+        """Nobody is left of the last job: this worker is the first of another."""
+        self.job += 1
+        self.open, self.staleness, self.damp = request.clock, request.staleness, request.damp
+        self.started, self.workers, self._began = False, request.workers, now
+        self._joined.clear()
+        self._next_end = math.inf
+        for gone in self._gone.values():
+            gone.clock = 0
+
+    def _enter_run(self, request: Join) -> None:
+        """Have a later run end the one that goes on, as if all its leases ended now. RunOver for an earlier one."""
+        gone = self._gone.get(request.worker)
+        run = request.run or (gone.run if gone is not None and gone.epoch == request.epoch else self.run)
+        if run < self.run:
+            raise RunOver(worker=request.worker, got=run, want=self.run)
+        if run > self.run:
+            self.run = run
+            for member in list(self.members.values()):
+                self._remove(member, lost=True)
+            self._close()
+
+    def _remove(self, member: Member, *, lost: bool = False) -> None:
+        member.lost = lost
+        self._gone[member.worker] = self.members.pop(member.worker)
+        self._pushes.drop(member.sender)
+        self.moves += 1
+
+    def _close(self) -> None:
+        """Close the clocks for which nobody is waited any more, and apply what was gathered of them."""
+        if self.members and not self.started:
+            return
+        active = [member.clock for member in self.members.values() if not member.resting]
+        end = min(active) if active else self._pushes.end
+        if end <= self.open:
+            return
+        self.open = end
+        self.moves += 1
+        failed: EmbershardError | None = None
+        for shares in self._pushes.take(before=end):
+            try:
+                apply_shares(shares)
+            except EmbershardError as error:  # a user's row function: the clock is closed nevertheless
+                failed = failed or error
+            self.updates.count(share.version for share in shares)  # changes are of the version before it
+        if failed is not None:
+            raise failed
+
+
+def _check_join(request: Join) -> None:
+    for what, value, low, high in (
+        ("worker", request.worker, 0, MAX_WORKERS - 1),
+        ("clock", request.clock, 0, MAX_CLOCK - 1),
+        ("staleness", request.staleness, -1, MAX_CLOCK),
+        ("workers", request.workers, 1, MAX_WORKERS),
+        ("lease_ms", request.lease_ms, 1, MAX_LEASE_MS),
+        ("run", request.run, 0, MAX_RUN),
+    ):
+        if not low <= value <= high:
+            raise InvalidRequest(reason=f"worker {request.worker} joins with {what} {value}, not {low}..{high}")
+
+
+def _check_mode(request: Join, clock: Clock) -> None:
+    """ModeMismatch where the members that stay train otherwise."""
+    if not any(m.worker != request.worker or m.epoch == request.epoch for m in clock.members.values()):
+        return
+    pairs = [("staleness", request.staleness, clock.staleness), ("damp", request.damp, clock.damp)]
+    if not clock.started:
+        pairs.append(("workers", request.workers, clock.workers))
+    for what, got, want in pairs:
+        if got != want:
+            raise ModeMismatch(worker=request.worker, what=what, got=int(got), want=int(want))

@@ -1,0 +1,79 @@
+"""The queue of the parts of a pass over the data: dealt to whoever asks, and again where their worker was lost."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from embershard.proto.errors import InvalidRequest, ModeMismatch
+from embershard.proto.messages import Split, TakeSplit
+from embershard.ps.coordination.clock import Clock, Member
+
+MAX_SPLITS = 2**31 - 1
+
+
+@dataclass(slots=True)
+class _Hand:
+    """What a worker works on, until its lease runs out."""
+
+    member: Member
+    split: int
+
+
+class Splits:
+    """One pass over the data at a time. Every part is finished once where no worker is lost, else at least once."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._begin(-1, 0)
+
+    def _begin(self, data_epoch: int, num_splits: int) -> None:
+        self._data_epoch, self._num_splits = data_epoch, num_splits
+        self._next = 0  # the first that was never dealt
+        self._back: deque[int] = deque()  # those whose worker was lost
+        self._hands: dict[int, _Hand] = {}
+        self._returned = 0
+
+    def take(self, request: TakeSplit, now: float) -> Split:
+        """The next part, or -1 where all are finished. ClockAhead while the last ones are in other workers' hands.
+
+        A worker that asks again without having finished what it has, as after a lost reply, is given the same.
+        """
+        if not 1 <= request.num_splits <= MAX_SPLITS:
+            raise InvalidRequest(reason=f"num_splits must be 1..{MAX_SPLITS}, got {request.num_splits}")
+        member = self._clock.member(request.worker, request.epoch, now)
+        if request.data_epoch < self._data_epoch:
+            return Split(-1, 0)
+        if request.data_epoch > self._data_epoch:
+            self._begin(request.data_epoch, request.num_splits)
+            self._clock.moves += 1
+        if request.num_splits != self._num_splits:
+            what = f"num_splits of pass {request.data_epoch}"
+            raise ModeMismatch(worker=request.worker, what=what, got=request.num_splits, want=self._num_splits)
+        self._take_back()
+        hand = self._hands.get(member.worker)
+        if hand is not None and hand.split != request.done:
+            return Split(hand.split, self._returned)
+        if hand is not None:
+            del self._hands[member.worker]
+            self._clock.moves += 1
+        if self._back:
+            split = self._back.popleft()
+            self._returned += 1
+        elif self._next < self._num_splits:
+            split = self._next
+            self._next += 1
+        elif self._hands:
+            raise self._clock.waits_for(self._clock.members[worker] for worker in self._hands)
+        else:
+            return Split(-1, self._returned)
+        self._hands[member.worker] = _Hand(member, split)
+        return Split(split, self._returned)
+
+    def _take_back(self) -> None:
+        """What members had that are gone."""
+        for worker, hand in list(self._hands.items()):
+            # one whose lease ran out is another member when it joins again: it has dropped a part of its work
+            if self._clock.members.get(worker) is not hand.member:
+                self._back.append(hand.split)
+                del self._hands[worker]

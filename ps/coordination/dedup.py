@@ -1,0 +1,112 @@
+"""Exactly once, as in RIFL (Lee et al. 2015): which pushes of which worker were applied, and what was answered.
+
+A worker numbers its pushes to this shard from 1 within one incarnation (epoch) and says with each below which number
+every push is acknowledged; records below it are forgotten, so that memory is bounded by the pushes in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from embershard.proto.errors import InvalidRequest, MemoryLost, StaleWorker
+from embershard.proto.messages import Pushed, PushToken
+from embershard.proto.snapshot.manifest import WorkerWindow
+
+# Far more than any client keeps in flight; they bound what a broken or hostile one can make a shard remember.
+MAX_IN_FLIGHT = 4096
+MAX_WORKERS = 65_536
+
+
+@dataclass(slots=True)
+class _Window:
+    """The applied pushes of one incarnation of a worker that may come again."""
+
+    epoch: int
+    first_incomplete: int = 0
+    replies: dict[int, Pushed] = field(default_factory=dict)  # seq >= first_incomplete -> what was answered
+
+
+class Dedup:
+    """The completion records of every worker. `find`, apply, `record`: a push that raised leaves no record.
+
+    An incarnation is known from its first push on, whatever became of that one. So an unknown incarnation with
+    acknowledged pushes had them from a shard that has lost its memory since: it must not go on as if nothing happened.
+    """
+
+    def __init__(self) -> None:
+        self._windows: dict[int, _Window] = {}
+
+    def __len__(self) -> int:
+        """Completion records held."""
+        return sum(len(window.replies) for window in self._windows.values())
+
+    def find(self, token: PushToken) -> Pushed | None:
+        """The reply for a push that was applied before, None for one to apply.
+
+        StaleWorker for an earlier incarnation, MemoryLost for one whose acknowledged pushes are not known here,
+        InvalidRequest for numbers that no client sends.
+        """
+        window = self._windows.get(token.worker)
+        self._check(token, window)
+        if window is None or window.epoch < token.epoch:
+            if token.first_incomplete > 1:
+                raise MemoryLost(worker=token.worker, first_incomplete=token.first_incomplete)
+            self._windows[token.worker] = _Window(token.epoch)
+            return None
+        if token.seq < window.first_incomplete:
+            # Its sender had the reply long ago: this copy was late in the network, and nobody waits for the counts.
+            return Pushed(duplicate=True, applied=0, skipped=0)
+        applied = window.replies.get(token.seq)
+        return applied and Pushed(duplicate=True, applied=applied.applied, skipped=applied.skipped)
+
+    @classmethod
+    def of(cls, windows: Sequence[WorkerWindow]) -> Dedup:
+        """The records that `windows` gave."""
+        dedup = cls()
+        for one in windows:
+            replies = {seq: Pushed(False, applied, skipped) for seq, applied, skipped in one.replies}
+            dedup._windows[one.worker] = _Window(one.epoch, one.first_incomplete, replies)
+        return dedup
+
+    def windows(self) -> tuple[WorkerWindow, ...]:
+        """All records, for a snapshot."""
+        return tuple(
+            WorkerWindow(
+                worker,
+                window.epoch,
+                window.first_incomplete,
+                tuple((seq, reply.applied, reply.skipped) for seq, reply in window.replies.items()),
+            )
+            for worker, window in self._windows.items()
+        )
+
+    def fence(self, worker: int, epoch: int) -> None:
+        """StaleWorker for an earlier incarnation of a worker than the one that pushed last."""
+        window = self._windows.get(worker)
+        if window is not None and epoch < window.epoch:
+            raise StaleWorker(worker=worker, got=epoch, want=window.epoch)
+
+    def record(self, token: PushToken, reply: Pushed) -> None:
+        """Keep the reply of a push that `find` did not know and that is applied now."""
+        window = self._windows[token.worker]
+        window.replies[token.seq] = reply
+        if token.first_incomplete > window.first_incomplete:
+            window.first_incomplete = token.first_incomplete
+            for seq in [seq for seq in window.replies if seq < token.first_incomplete]:
+                del window.replies[seq]
+
+    def _check(self, token: PushToken, window: _Window | None) -> None:
+        if window is None and (token.worker >= MAX_WORKERS or len(self._windows) >= MAX_WORKERS):
+            raise InvalidRequest(reason=f"worker {token.worker} is over the limit of {MAX_WORKERS} workers")
+        self.fence(token.worker, token.epoch)
+        if not 0 <= token.first_incomplete <= token.seq or token.seq < 1:
+            raise InvalidRequest(
+                reason=f"push {token.seq} of worker {token.worker} says that every push below "
+                f"{token.first_incomplete} is acknowledged; pushes count from 1, and this one is not"
+            )
+        if token.seq - token.first_incomplete >= MAX_IN_FLIGHT:
+            raise InvalidRequest(
+                reason=f"worker {token.worker} has pushes {token.first_incomplete} to {token.seq} in flight; "
+                f"at most {MAX_IN_FLIGHT} may be"
+            )

@@ -1,0 +1,84 @@
+"""Pushes as a shard takes them: each once, all of it checked before any of it is applied."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from embershard.proto.errors import LeaseLost, UnknownRoute
+from embershard.proto.messages import Push, Pushed, TableGradients
+from embershard.ps.coordination.aggregate import apply_part
+from embershard.ps.coordination.clock import Clock, Member
+from embershard.ps.coordination.dedup import Dedup
+from embershard.ps.coordination.route_cache import RouteMemory
+from embershard.ps.table.tables import Part, Tables, check_room
+
+
+class Pushes:
+    """What was pushed, by whom, and the counters of it; `max_bytes` is what one push may unpack to."""
+
+    def __init__(self, tables: Tables, clock: Clock, max_bytes: int) -> None:
+        self.dedup = Dedup()
+        self.routes = RouteMemory()
+        self.rows = 0
+        self.duplicates = 0
+        self.skipped_rows = 0
+        self._tables, self._clock, self._max_bytes = tables, clock, max_bytes
+
+    def begin_again(self, dedup: Dedup) -> None:
+        """Go on as a snapshot says; what pulls left here is of rows that are gone."""
+        self.dedup, self.routes = dedup, RouteMemory()
+
+    def take(self, request: Push, now: float) -> Pushed:
+        """Apply a push, or keep it for its clock."""
+        token = request.token
+        self._clock.fence(token.worker, token.epoch)
+        if found := self.dedup.find(token):
+            self.duplicates += 1
+            with suppress(LeaseLost):  # it was applied in time
+                self._clock.hear(token.worker, token.epoch, now)
+            return found
+        member = self._clock.hear(token.worker, token.epoch, now)
+        if member is not None:
+            self._clock.check_push(member, request)
+        parts = self._check(request)
+        if member is not None and self._clock.gathers(member, request):
+            reply = self._clock.gather(member, request, parts)
+        else:
+            reply = self._apply(member, request, parts)
+        self.dedup.record(token, reply)
+        for part in request.tables:
+            self.routes.forget(token.worker, token.epoch, part.route)
+        self.rows += reply.applied
+        self.skipped_rows += reply.skipped
+        if member is not None and request.last:
+            self._clock.pushed(member, request.clock)
+        return reply
+
+    def _check(self, request: Push) -> list[Part]:
+        parts: list[Part] = []
+        room = self._max_bytes
+        for part in request.tables:
+            parts.append(self._check_part(part, request, room))
+            room -= parts[-1].gradients.nbytes
+        check_room(parts, self._clock.waiting_ids)
+        return parts
+
+    def _check_part(self, part: TableGradients, request: Push, room: int) -> Part:
+        if not part.route:
+            return self._tables.check_gradients(part, None, room)
+        self._tables.open_entry(part.table)
+        kept = self.routes.find(request.token.worker, request.token.epoch, part.route, part.table)
+        if kept is None:
+            raise UnknownRoute(worker=request.token.worker, route=part.route, table=part.table)
+        return self._tables.check_gradients(part, kept, room)
+
+    def _apply(self, member: Member | None, request: Push, parts: list[Part]) -> Pushed:
+        divisor = 1.0 if member is None else self._clock.divisor(request.version)
+        applied = skipped = 0
+        for part in parts:
+            done = apply_part(part, request.difference, divisor)
+            applied += done.rows
+            skipped += done.skipped
+        if request.last:
+            self._clock.updates.count([request.version])
+        return Pushed(duplicate=False, applied=applied, skipped=skipped)

@@ -1,0 +1,159 @@
+"""The compiled inner loops of snapshots: old records kept, records read by slot, slots sorted, records restored."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from embershard.proto.compiled import intrinsics
+from embershard.proto.compiled.intrinsics import detached, prefetch
+from embershard.proto.compiled.jit import compiled
+from embershard.proto.routing import BUCKET_SHIFT, NUM_BUCKETS, mix64
+from embershard.ps.table import hash_index as store_module
+from embershard.ps.table.hash_index import HEADER, STORE, Store, find, home_of, insert, open_store, probe
+
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+Slots = npt.NDArray[np.uint32]
+
+BLOCK = 64  # ids in flight, as in kernels.py
+READ = 2**32 - 1  # in `places`: the snapshot has the row, what becomes of it matters no more
+DONE, INDEX_FULL = 0, 1
+
+_PARTS = (intrinsics, store_module)
+_IDS = types.Array(types.int64, 1, "C", readonly=True)
+_ROWS = types.Array(types.float32, 2, "C", readonly=True)
+_SLOTS = types.Array(types.uint32, 1, "C", readonly=True)
+
+_U = np.uint64
+_0, _1, _LINE = _U(0), _U(1), _U(16)  # floats per cache line
+
+
+@compiled(types.void(STORE, _IDS, types.uint32[::1], types.float32[::1], types.int64[::1]), *_PARTS)
+def keep_records(store: Store, ids: Ids, places: Slots, kept: Floats, count: Ids) -> None:
+    """Copy the weights and states of those ids aside that were rows then, are not read, and are not kept yet.
+
+    places: (rows then,) per slot: 1 + place of its copy in `kept`, 0 without one, READ. count: (1,) copies.
+    """
+    store, ids, places, kept = open_store(store), detached(ids), detached(places), detached(kept)
+    hashes, homes, found = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
+    floats, num_rows = store.dim + _U(store.fresh.size), _U(places.size)
+    for start in range(0, ids.size, BLOCK):
+        size = min(BLOCK, ids.size - start)
+        for i in range(size):
+            hashes[i] = mix64(_U(ids[start + i]), store.space_key)
+            homes[i] = home_of(store, hashes[i])
+            prefetch(store.cells, homes[i])
+        for i in range(size):
+            found[i] = probe(store, homes[i], hashes[i])
+            if found[i] and found[i] <= num_rows:
+                prefetch(places, found[i] - _1)
+                for j in range(_0, floats + _U(HEADER), _LINE):
+                    prefetch(store.floats, (found[i] - _1) * store.stride + j)
+        for i in range(size):
+            slot = found[i]
+            if slot and store.ids[(slot - _1) * (store.stride >> _1)] != ids[start + i]:  # only the fingerprint's
+                slot = find(store, ids[start + i], hashes[i])
+            if slot == _0 or slot > num_rows or places[slot - _1] != 0:
+                continue
+            first = (slot - _1) * store.stride + _U(HEADER)
+            to = _U(count[0]) * floats
+            for j in range(floats):
+                kept[to + j] = store.floats[first + j]
+            count[0] += 1
+            places[slot - _1] = np.uint32(count[0])
+
+
+@compiled(
+    types.void(
+        STORE,
+        _SLOTS,
+        types.uint32[::1],
+        types.float32[::1],
+        types.int64[::1],
+        types.float32[:, ::1],
+        types.float32[:, ::1],
+    ),
+    *_PARTS,
+)
+def read_records(
+    store: Store, slots: Slots, places: Slots, kept: Floats, ids: Ids, rows: Floats, state: Floats
+) -> None:
+    """ids, rows and state of slots, as they were then: the copies where there are some; marks the slots as READ."""
+    store, slots, places, kept = open_store(store), detached(slots), detached(places), detached(kept)
+    ids, rows, state = detached(ids), detached(rows), detached(state)
+    dim, num_state = store.dim, _U(store.fresh.size)
+    for start in range(0, slots.size, BLOCK):
+        stop = min(start + BLOCK, slots.size)
+        for i in range(start, stop):
+            prefetch(places, _U(slots[i]))
+            first = _U(slots[i]) * store.stride
+            for j in range(_0, dim + num_state + _U(HEADER), _LINE):
+                prefetch(store.floats, first + j)
+        for i in range(start, stop):
+            slot = _U(slots[i])
+            ids[i] = store.ids[slot * (store.stride >> _1)]
+            place = _U(places[slot])
+            source, first = store.floats, slot * store.stride + _U(HEADER)
+            if place != _0:
+                source, first = kept, (place - _1) * (dim + num_state)
+            for j in range(dim):
+                rows[i, j] = source[first + j]
+            for j in range(num_state):
+                state[i, j] = source[first + dim + j]
+            places[slot] = READ
+
+
+@compiled(types.void(STORE, types.uint32[::1], types.int64[::1]), *_PARTS)
+def sort_by_bucket(store: Store, slots: Slots, starts: Ids) -> None:
+    """The slots 0 .. slots.size - 1 by bucket, and in their order within one; those of bucket b begin at starts[b].
+
+    starts: (NUM_BUCKETS + 1,) zeros.
+    """
+    store, slots, starts = open_store(store), detached(slots), detached(starts)
+    buckets = np.empty(slots.size, np.uint16)
+    for slot in range(slots.size):
+        bucket = mix64(_U(store.ids[_U(slot) * (store.stride >> _1)]), store.space_key) >> _U(BUCKET_SHIFT)
+        buckets[slot] = bucket
+        starts[bucket + _1] += 1
+    for b in range(NUM_BUCKETS):
+        starts[b + 1] += starts[b]
+    fill = starts[:NUM_BUCKETS].copy()
+    for slot in range(slots.size):
+        bucket = _U(buckets[slot])
+        slots[_U(fill[bucket])] = slot
+        fill[bucket] += 1
+
+
+@compiled(types.int64(STORE, _IDS, _ROWS, _ROWS), *_PARTS)
+def restore_records(store: Store, ids: Ids, rows: Floats, state: Floats) -> int:
+    """Give ids, which are new or not, these weights and states. Returns DONE or INDEX_FULL."""
+    store, ids, rows, state = open_store(store), detached(ids), detached(rows), detached(state)
+    for i in range(ids.size):
+        h = mix64(_U(ids[i]), store.space_key)
+        found = find(store, ids[i], h)
+        if not found:
+            found = insert(store, ids[i], h)
+            if not found:
+                return INDEX_FULL
+        first = (found - _1) * store.stride + _U(HEADER)
+        for j in range(store.dim):
+            store.floats[first + j] = rows[i, j]
+        for j in range(_U(store.fresh.size)):
+            store.floats[first + store.dim + j] = state[i, j]
+    return DONE
+
+
+@compiled(
+    types.int64(_IDS, types.uint64, types.Array(types.uint16, 1, "C", readonly=True), types.int64, types.boolean[::1])
+)
+def mark_own(
+    ids: Ids, space_key: np.uint64, shard_of: npt.NDArray[np.uint16], shard: int, own: npt.NDArray[np.bool_]
+) -> int:
+    """own[i]: whether ids[i] belongs to a shard; how many do."""
+    count = 0
+    for i in range(ids.size):
+        own[i] = shard_of[mix64(_U(ids[i]), space_key) >> _U(BUCKET_SHIFT)] == shard
+        count += own[i]
+    return count

@@ -1,0 +1,221 @@
+"""The compiled inner loops of a table: gather, apply, load.
+
+Each works in blocks of ids: hash and prefetch the cells, probe by fingerprint and prefetch the records, then verify the
+id in the record and do the work; the memory's latency is paid once per block. reference.py says the same in plain
+numpy.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from embershard.proto.compiled import intrinsics
+from embershard.proto.compiled.intrinsics import call_row_function, detached, prefetch, window
+from embershard.proto.compiled.jit import called, compiled, inlined
+from embershard.proto.optim import clip as gradients_module
+from embershard.proto.optim.clip import clip_gradient
+from embershard.proto.routing import mix64
+from embershard.ps.table import hash_index as store_module
+from embershard.ps.table import initial_values as initial
+from embershard.ps.table.hash_index import HEADER, NUM_PAGES, STORE, Store, find, home_of, insert, open_store, probe
+from embershard.ps.table.initial_values import write_initial
+
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+Words = npt.NDArray[np.uint64]
+
+BLOCK = 64  # ids in flight: enough to hide the memory's latency, few enough to stay in the first caches
+
+DONE, INDEX_FULL, OPTIMIZER_RAISED = 0, 1, 2  # what apply and load return
+
+_PARTS = (initial, intrinsics, store_module, gradients_module)
+_IDS = types.Array(types.int64, 1, "C", readonly=True)  # readonly: they come straight from a message
+_ROWS = types.Array(types.float32, 2, "C", readonly=True)
+_AGES = types.Array(types.float32, 1, "C", readonly=True)
+_BITS = types.Array(types.int32, 2, "C", readonly=True)
+
+_U = np.uint64
+_0, _1 = _U(0), _U(1)
+_LINE = 16  # floats per cache line
+_EXPONENT = np.int32(0x7F800000)
+
+
+@inlined
+def _hash_block(store: Store, ids: Ids, start: int, count: int, hashes: Words, homes: Words) -> None:
+    for i in range(count):
+        h = mix64(_U(ids[start + i]), store.space_key)
+        hashes[i], homes[i] = h, home_of(store, h)
+        prefetch(store.cells, homes[i])
+
+
+@inlined
+def _prefetch_record(store: Store, found: np.uint64, floats: np.uint64) -> None:
+    first = (found - _1) * store.stride
+    for j in range(_0, floats, _U(_LINE)):
+        prefetch(store.floats, first + j)
+    prefetch(store.floats, first + floats - _1)
+
+
+@inlined
+def _is_of(store: Store, found: np.uint64, id_: np.int64) -> bool:
+    return bool(store.ids[(found - _1) * (store.stride >> _1)] == id_)
+
+
+@compiled(types.void(STORE, _IDS, types.float32[:, ::1]), *_PARTS)
+def gather(store: Store, ids: Ids, out: Floats) -> None:
+    """out[i] = weights of ids[i], or its first values where it has no row; changes nothing."""
+    store, ids, out = open_store(store), detached(ids), detached(out)
+    hashes, homes = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
+    slots = np.empty(BLOCK, np.uint64)
+    dim = np.int64(store.dim)
+    for start in range(0, ids.size, BLOCK):
+        count = min(BLOCK, ids.size - start)
+        _hash_block(store, ids, start, count, hashes, homes)
+        for i in range(count):
+            found = probe(store, homes[i], hashes[i])
+            slots[i] = found
+            if found:
+                _prefetch_record(store, found, store.dim + _U(HEADER))
+        for i in range(count):
+            found = slots[i]
+            id_ = ids[start + i]
+            if found and not _is_of(store, found, id_):  # another id with this fingerprint
+                found = find(store, id_, hashes[i])
+            row = window(out, _U(start + i) * store.dim, dim)
+            if found:
+                first = (found - _1) * store.stride + _U(HEADER)
+                for j in range(store.dim):
+                    row[j] = store.floats[first + j]
+            else:
+                write_initial(row, id_, store.row_seed, store.initializer, store.bounds)
+
+
+@inlined
+def _create(store: Store, id_: np.int64, h: np.uint64) -> np.uint64:
+    """slot + 1 of a new row with its first values; 0 if the index is full."""
+    found = insert(store, id_, h)
+    if found:
+        first = (found - _1) * store.stride + _U(HEADER)
+        row = window(store.floats, first, np.int64(store.dim))
+        write_initial(row, id_, store.row_seed, store.initializer, store.bounds)
+        for j in range(_U(store.fresh.size)):
+            store.floats[first + store.dim + j] = store.fresh[j]
+    return found
+
+
+@called
+def _find_or_create(store: Store, id_: np.int64, h: np.uint64) -> np.uint64:
+    store = open_store(store)
+    found = find(store, id_, h)
+    return found if found else _create(store, id_, h)
+
+
+@inlined
+def _is_finite(bits: npt.NDArray[np.int32], i: int) -> bool:
+    """Whether no float of row i has the exponent of NaN and Inf; on bits, so that the loop is a vector loop."""
+    bad = False
+    for j in range(bits.shape[1]):
+        bad |= bits[i, j] & _EXPONENT == _EXPONENT
+    return not bad
+
+
+@compiled(
+    types.int64(
+        STORE,
+        _IDS,
+        types.Tuple((_ROWS, _BITS, _AGES)),
+        types.float64[::1],
+        types.float64[::1],
+        types.int64,
+        types.int64[::1],
+    ),
+    *_PARTS,
+)
+def apply(
+    store: Store,
+    ids: Ids,
+    pushed: tuple[Floats, npt.NDArray[np.int32], Floats],
+    hyper: npt.NDArray[np.float64],
+    clips: npt.NDArray[np.float64],
+    update: int,
+    skipped: Ids,
+) -> int:
+    """Update the rows of ids with their gradients, in order, and create those that are new.
+
+    pushed: the gradients (U, dim), their memory as int32, and their ages (U,); (0,) where hyper says them: its last
+    float is the age of the row that is updated. clips: (2,) clip_value, clip_norm. skipped: (1,) is raised by the rows
+    whose gradient is not finite, which are left alone. update: the address of the row function. Returns DONE, or why
+    not.
+    """
+    store, ids, hyper, clips = open_store(store), detached(ids), detached(hyper), detached(clips)
+    gradients, bits, ages = detached(pushed[0]), detached(pushed[1]), detached(pushed[2])
+    hashes, homes = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
+    slots = np.empty(BLOCK, np.uint64)
+    clipped = np.empty(store.dim, np.float32)
+    dim, num_state = np.int64(store.dim), store.fresh.size
+    used = store.dim + _U(HEADER + num_state)
+    for start in range(0, ids.size, BLOCK):
+        count = min(BLOCK, ids.size - start)
+        _hash_block(store, ids, start, count, hashes, homes)
+        pages = store.counters[NUM_PAGES]
+        for i in range(count):
+            slots[i] = _0
+            if not _is_finite(bits, start + i):
+                skipped[0] += 1
+                continue
+            if store.counters[NUM_PAGES] != pages:  # a page was split
+                homes[i] = home_of(store, hashes[i])
+            found = probe(store, homes[i], hashes[i])
+            if found:
+                _prefetch_record(store, found, used)
+            else:
+                found = _create(store, ids[start + i], hashes[i])
+                if not found:
+                    return INDEX_FULL
+            slots[i] = found
+        for i in range(count):
+            found, id_ = slots[i], ids[start + i]
+            if not found:
+                continue
+            if not _is_of(store, found, id_):  # another id with this fingerprint
+                found = _find_or_create(store, id_, hashes[i])
+                if not found:
+                    return INDEX_FULL
+            first = (found - _1) * store.stride + _U(HEADER)
+            row, state = window(store.floats, first, dim), window(store.floats, first + store.dim, num_state)
+            grad = window(gradients, _U(start + i) * store.dim, dim)
+            if clips[0] > 0.0 or clips[1] > 0.0:
+                clip_gradient(grad, clipped, clips[0], clips[1])
+                grad = window(clipped, _0, dim)
+            if ages.size > 0:
+                hyper[_U(hyper.size - 1)] = ages[_U(start + i)]
+            if not call_row_function(update, row, state, grad, hyper):
+                return OPTIMIZER_RAISED
+    return DONE
+
+
+@compiled(types.int64(STORE, _IDS, _ROWS, types.boolean), *_PARTS)
+def load(store: Store, ids: Ids, rows: Floats, keep_state: bool) -> int:
+    """Give ids these weights, in order, and new rows (all rows, unless keep_state) a fresh state.
+
+    Returns DONE or INDEX_FULL.
+    """
+    store, ids, rows = open_store(store), detached(ids), detached(rows)
+    for i in range(ids.size):
+        h = mix64(_U(ids[i]), store.space_key)
+        found = find(store, ids[i], h)
+        fresh = not (found and keep_state)
+        if not found:
+            found = insert(store, ids[i], h)
+            if not found:
+                return INDEX_FULL
+        first = (found - _1) * store.stride + _U(HEADER)
+        for j in range(store.dim):
+            store.floats[first + j] = rows[i, j]
+        if not fresh:
+            continue
+        for j in range(_U(store.fresh.size)):
+            store.floats[first + store.dim + j] = store.fresh[j]
+    return DONE

@@ -1,0 +1,271 @@
+"""The tables of a shard by name, and what a request says about them, checked once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+from numba import types
+
+from embershard.proto.codec.name import Codec
+from embershard.proto.codec.payload import decode
+from embershard.proto.codec.user_defined import CodecRegistry
+from embershard.proto.codec_errors import DamagedPayload
+from embershard.proto.compiled.jit import compiled
+from embershard.proto.errors import (
+    InvalidRequest,
+    MessageTooLarge,
+    NonFiniteValue,
+    TableFull,
+    TableLoading,
+    TableMismatch,
+    UnknownTable,
+    WrongDim,
+)
+from embershard.proto.messages import (
+    DELTA,
+    ONLOOKER,
+    PACKED,
+    Bytes,
+    Declare,
+    Declared,
+    Floats,
+    Ids,
+    Load,
+    Loaded,
+    TableGradients,
+    TableIds,
+    TableStatus,
+)
+from embershard.proto.routing import BUCKET_SHIFT, Placement, mix64
+from embershard.ps.table.optimizers import OptimizerRegistry
+from embershard.ps.table.reads import PLAIN, Read
+from embershard.ps.table.stopwatch import Stopwatch
+from embershard.ps.table.table import Table
+
+_NAMES_SHOWN = 20  # of the known tables, in an error that must fit gRPC's metadata
+
+
+@dataclass(slots=True)
+class Entry:
+    """A table, who still loads its first values, and what its workers say of it."""
+
+    table: Table
+    space_key: np.uint64
+    loader: int | None
+    dense: bool = False
+    codecs: tuple[str, str] = ("", "")  # push and pull, of the worker that declared it last
+
+
+class Part(NamedTuple):
+    """Gradients of rows of one table, checked."""
+
+    table: Table
+    ids: Ids  # (U,)
+    gradients: Floats  # (U, dim)
+    lr_scale: float
+    ages: Floats | None = None  # (U,) pushes that each row is the sum of; None: one
+
+
+@compiled(
+    types.int64(
+        types.Array(types.int64, 1, "C", readonly=True),
+        types.uint64,
+        types.Array(types.uint16, 1, "C", readonly=True),
+        types.int64,
+    )
+)
+def _first_foreign(ids: Ids, space_key: np.uint64, shard_of: npt.NDArray[np.uint16], shard: int) -> int:
+    """Position of the first id that another shard holds, -1 if there is none."""
+    for i in range(ids.size):
+        if shard_of[mix64(np.uint64(ids[i]), space_key) >> np.uint64(BUCKET_SHIFT)] != shard:
+            return i
+    return -1
+
+
+class Tables:
+    """Name -> table of shard `shard` of a placement; `coding` runs while payloads are decoded."""
+
+    def __init__(
+        self,
+        shard: int,
+        placement: Placement,
+        optimizers: OptimizerRegistry,
+        coding: Stopwatch,
+        codecs: CodecRegistry | None = None,
+    ) -> None:
+        self._shard = shard
+        self._placement = placement
+        self._optimizers = optimizers
+        self._codecs = codecs or CodecRegistry()
+        self._coding = coding
+        self._entries: dict[str, Entry] = {}
+
+    def status(self) -> tuple[TableStatus, ...]:
+        """Sizes; may be read by any thread."""
+        return tuple(map(_table_status, tuple(self._entries.values())))
+
+    def names(self) -> list[str]:
+        """Of all tables."""
+        return list(self._entries)
+
+    def opened(self) -> tuple[Table, ...]:
+        """All tables; TableLoading while one has not all of its first values."""
+        return tuple(self.open_entry(name).table for name in self._entries)
+
+    def replace(self, tables: Sequence[Table]) -> None:
+        """Have these tables, and no others."""
+        self._entries = {table.spec.name: Entry(table, np.uint64(table.spec.space_key), None) for table in tables}
+
+    def declare(self, request: Declare) -> Declared:
+        """Create the table or compare it.
+
+        A table created with `load` is closed to pulls and pushes until its loader sends the last Load. If the loader
+        dies, it stays closed, for half of its first values may be missing: the same worker declares again with `load`
+        and is told to load from the start, as after a reply that was lost.
+        """
+        spec, loader = request.spec, request.worker if request.load else None
+        for codec in (spec.push_codec, spec.pull_codec):
+            self.check_codec(codec)
+        codecs = (str(spec.push_codec), str(spec.pull_codec))
+        entry = self._entries.get(spec.name)
+        if entry is None:
+            table = Table(spec, self._optimizers.find(spec.optimizer))
+            self._entries[spec.name] = Entry(table, np.uint64(spec.space_key), loader, request.dense, codecs)
+            return Declared(created=True, loading=request.load)
+        if difference := entry.table.spec.difference(spec):
+            raise TableMismatch(table=spec.name, difference=difference)
+        entry.dense = entry.dense or request.dense
+        if request.worker != ONLOOKER:
+            entry.codecs = codecs
+        again = loader is not None and entry.loader == loader
+        return Declared(created=again, loading=entry.loader is not None)
+
+    def check_codec(self, codec: Codec) -> None:
+        """UnknownCodec where this shard cannot read or write what a codec makes of values."""
+        self._codecs.find(codec.values)
+
+    def load(self, request: Load) -> Loaded:
+        """Assign rows. The last word wins: a client sends `last` after all other parts were answered."""
+        entry = self.entry(request.table)
+        if entry.loader not in (None, request.worker):
+            raise TableLoading(table=request.table, worker=entry.loader)
+        self.check_ids(entry, request.ids)
+        rows = _matrix(entry, request.ids, "rows", request.rows)
+        if not np.isfinite(rows).all():
+            count = int(rows.size - np.count_nonzero(np.isfinite(rows)))
+            raise NonFiniteValue(table=request.table, what="rows to load", count=count)
+        entry.table.load(request.ids, rows, keep_state=request.keep_state)
+        if request.last:
+            entry.loader = None
+        return Loaded(rows=len(request.ids))
+
+    def entry(self, name: str) -> Entry:
+        """A table that was declared; UnknownTable."""
+        entry = self._entries.get(name)
+        if entry is None:
+            known = sorted(self._entries)
+            more = f" and {len(known) - _NAMES_SHOWN} more" if len(known) > _NAMES_SHOWN else ""
+            raise UnknownTable(table=name, known=(", ".join(known[:_NAMES_SHOWN]) or "none") + more)
+        return entry
+
+    def open_entry(self, name: str) -> Entry:
+        """A table that has its first values; UnknownTable, TableLoading."""
+        entry = self.entry(name)
+        if entry.loader is not None:
+            raise TableLoading(table=name, worker=entry.loader)
+        return entry
+
+    def check_ids(self, entry: Entry, ids: Ids) -> None:
+        """Shape, and that every id belongs here.
+
+        A row that another id space or placement led here would never be found again. The check costs about 1 ns
+        per id, the memory access of a row 50 to 100.
+        """
+        name = entry.table.spec.name
+        if ids.dtype != np.int64 or ids.ndim != 1 or not ids.flags.c_contiguous:
+            raise InvalidRequest(reason=f"table {name!r}: ids must be (U,) int64, got {ids.shape} {ids.dtype}")
+        foreign = _first_foreign(ids, entry.space_key, self._placement.shard_of, self._shard)
+        if foreign >= 0:
+            space = entry.table.spec.id_space or name
+            raise InvalidRequest(
+                reason=f"table {name!r}: id {ids[foreign]} does not belong to shard {self._shard}; "
+                f"route it with the id space {space!r}"
+            )
+
+    def check_read(self, part: TableIds) -> Read:
+        """What is to be read of a table; UnknownCodec where it is wanted in a form that this shard cannot write."""
+        entry = self.open_entry(part.table)
+        self.check_ids(entry, part.ids)
+        if part.codec == DELTA:
+            return Read(entry.table, part.ids, PLAIN, part.since)
+        return Read(entry.table, part.ids, self._codecs.find(part.codec) if part.codec else PLAIN)
+
+    def check_gradients(self, part: TableGradients, kept: Ids | None, room: int) -> Part:
+        """Gradients that fit their table, decompressed; their ids are those `kept` from a pull, which has checked them.
+
+        kept: None where they came with the gradients. room: bytes that they may take, decompressed; MessageTooLarge.
+        """
+        entry = self.open_entry(part.table)
+        if kept is None:
+            self.check_ids(entry, part.ids)
+        ids = part.ids if kept is None else kept
+        if not (math.isfinite(part.lr_scale) and part.lr_scale >= 0):
+            raise InvalidRequest(reason=f"table {part.table!r}: lr_scale must be finite and >= 0, got {part.lr_scale}")
+        if not part.codec:
+            gradients = _matrix(entry, ids, "gradients", cast(Floats, part.gradients))
+            return Part(entry.table, ids, gradients, part.lr_scale)
+        dim = entry.table.spec.dim
+        if (size := 4 * len(ids) * dim) > room:  # before memory is taken: a payload is small, its rows are not
+            raise MessageTooLarge(got=size, limit=room)
+        name = "" if part.codec == PACKED else part.codec
+        try:
+            with self._coding:
+                rows = decode(cast(Bytes, part.gradients), len(ids), dim, self._codecs.find, name)
+        except DamagedPayload as error:
+            reason = f"gradients of {len(ids)} ids of table {part.table!r}: {error.fields['reason']}"
+            raise DamagedPayload(codec=error.fields["codec"], reason=reason) from None
+        ids = ids if rows.positions is None else ids[rows.positions]
+        return Part(entry.table, ids, rows.rows, part.lr_scale, rows.ages)
+
+
+def check_room(parts: list[Part], waiting: dict[str, int]) -> None:
+    """TableFull where a table could not take all ids as new rows: half of a push would be applied by then.
+
+    waiting: ids per table that are to be applied before.
+    """
+    wanted = dict(waiting)
+    for table, ids, *_ in parts:
+        name = table.spec.name
+        wanted[name] = wanted.get(name, 0) + len(ids)
+        if table.num_rows + wanted[name] > table.capacity:
+            raise TableFull(table=name, rows=table.num_rows, capacity=table.capacity, ids=wanted[name])
+
+
+def _matrix(entry: Entry, ids: Ids, what: str, values: Floats) -> Floats:
+    """Values as (U, dim): they come flat from the wire."""
+    spec = entry.table.spec
+    want = len(ids) * spec.dim
+    if values.size != want or (values.ndim > 1 and values.shape != (len(ids), spec.dim)):
+        raise WrongDim(table=spec.name, what=what, got=values.size, ids=len(ids), dim=spec.dim, want=want)
+    if values.dtype != np.float32 or not values.flags.c_contiguous:
+        raise InvalidRequest(reason=f"table {spec.name!r}: {what} must be float32 in C order, got {values.dtype}")
+    return values.reshape(len(ids), spec.dim)
+
+
+def _table_status(entry: Entry) -> TableStatus:
+    table = entry.table
+    return TableStatus(
+        name=table.spec.name,
+        dim=table.spec.dim,
+        rows=table.num_rows,
+        bytes=table.nbytes,
+        optimizer=table.spec.optimizer.name,
+        loading=entry.loader is not None,
+        push_codec=entry.codecs[0],
+        pull_codec=entry.codecs[1],
+    )

@@ -1,0 +1,357 @@
+"""The `stream` carrier's side of a shard: frames in, frames out, over TCP and Unix sockets (docs/wire.md).
+
+Whatever does not begin as a frame stream is piped to the shard's gRPC server, so that one address serves both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import cast
+
+import numpy as np
+
+from embershard.proto.errors import (
+    EmbershardError,
+    InternalError,
+    InvalidRequest,
+    ShardBusy,
+    ShuttingDown,
+    clipped,
+    to_wire,
+)
+from embershard.proto.messages import (
+    ERROR_KIND,
+    KIND_OF,
+    MAX_MESSAGE_BYTES,
+    REQUEST_KINDS,
+    Beat,
+    Join,
+    Meet,
+    Met,
+    Pull,
+    Reply,
+    Request,
+    Rows,
+    arrays,
+)
+from embershard.proto.protobuf import head_bytes, read
+from embershard.proto.wire import (
+    HELLO_BYTES,
+    MAGIC,
+    SCRATCH_BYTES,
+    Feature,
+    Frame,
+    Header,
+    Reader,
+    encode,
+    server_hello,
+)
+from embershard.ps.dispatch import Dispatch
+from embershard.ps.transport.pipe import pipe_to
+
+HELLO_SECONDS = 10.0  # to say what is spoken
+# A frame that has begun, and a reply that waits to be read, move at this rate, or their connection is dropped after so
+# many seconds: a peer that drips must not hold memory for ever. 2 Mbit/s is less than any link that trains.
+STALL_SECONDS = 30.0
+STALL_RATE = 2**18  # bytes per second
+PRESSED_SECONDS = 2.0  # in place of STALL_SECONDS, for as long as others are turned away for the memory
+SWEEP_SECONDS = 1.0
+# Frames that are arriving, over all connections: eight of the largest; more is told to come back later.
+RECEIVING_BYTES = 8 * MAX_MESSAGE_BYTES
+# Rows that wait to be read: of one peer, before its requests are left unread and no more rows are made for it; of all.
+UNSENT_BYTES = MAX_MESSAGE_BYTES
+ALL_UNSENT_BYTES = 8 * MAX_MESSAGE_BYTES
+_RETRY_MS = 100
+
+_log = logging.getLogger(__name__)
+Pieces = list[bytes | memoryview]
+
+
+class StreamServer:
+    """The connections of one shard. All of it runs on the event loop, but for what Dispatch runs elsewhere.
+
+    `foreign`, a Unix socket's path, is where connections go that speak something else; without it they are closed.
+    """
+
+    def __init__(self, dispatch: Dispatch, foreign: str = "", *, limit: int = MAX_MESSAGE_BYTES) -> None:
+        self.dispatch = dispatch
+        self.foreign = foreign
+        self.limit = limit
+        self.loop = asyncio.get_running_loop()
+        self.connections: set[Connection] = set()
+        self.receiving_bytes = 0
+        self.made_bytes = 0  # replies with rows, or with what workers say in a meeting; counted by the apply thread
+        self._sent_bytes = 0  # of these, what was given to transports
+        self._unsent_bytes = 0  # what these hold of it, or more
+        self._pressed = False  # whether somebody was turned away since the last sweep
+        self._sweeper = self.loop.call_later(SWEEP_SECONDS, self._sweep)
+        dispatch.listen(self._last_sign)
+
+    def protocol(self) -> Connection:
+        """A new connection's protocol, as loop.create_server wants it."""
+        return Connection(self)
+
+    def turn_away(self, held_bytes: int) -> ShardBusy:
+        """The error of a request for which there is no memory now; called by any thread."""
+        self._pressed = True
+        return ShardBusy(queued_bytes=held_bytes, retry_after_ms=_RETRY_MS)
+
+    def check_room(self, full: bool) -> None:
+        """ShardBusy where too many rows wait to be read, by this peer (`full`) or by all; on the apply thread."""
+        held = self._unsent_bytes + self.made_bytes - self._sent_bytes
+        if full or held > ALL_UNSENT_BYTES:
+            raise self.turn_away(held)
+
+    def sent(self, num_bytes: int) -> None:
+        """A reply with rows was given to a transport."""
+        self._sent_bytes += num_bytes
+        self._unsent_bytes += num_bytes
+        if self._unsent_bytes > ALL_UNSENT_BYTES // 2:  # before it matters what was read since
+            self._unsent_bytes = sum(connection.unsent_bytes for connection in self.connections)
+
+    async def close(self, grace: float) -> None:
+        """Send what waits to be read, for at most `grace` seconds, and end all connections."""
+        self._sweeper.cancel()
+        end = time.monotonic() + grace
+        while any(c.unsent_bytes for c in self.connections) and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        for connection in list(self.connections):
+            connection.drop("")
+
+    def _last_sign(self, worker: int, epoch: int) -> float:
+        """When bytes of a worker's incarnation arrived last; on the apply thread."""
+        signs = (c.last_sign for c in tuple(self.connections) if c.sender == (worker, epoch))
+        return max(signs, default=-math.inf)
+
+    def _sweep(self) -> None:
+        now = time.monotonic()
+        patience, self._pressed = PRESSED_SECONDS if self._pressed else STALL_SECONDS, False
+        for connection in list(self.connections):
+            connection.check(now, patience)
+        self._unsent_bytes = sum(connection.unsent_bytes for connection in self.connections)
+        self._sweeper = self.loop.call_later(SWEEP_SECONDS, self._sweep)
+
+
+class _Pace:
+    """Whether what a peer has begun goes on."""
+
+    def __init__(self) -> None:
+        self._since, self._done = time.monotonic(), 0
+
+    def behind(self, now: float, busy: bool, done_bytes: int) -> float:
+        """Seconds for which it has been `busy` and slower than STALL_RATE; `done_bytes` only grow."""
+        if not busy or done_bytes - self._done > STALL_RATE * (now - self._since):
+            self._since, self._done = now, done_bytes
+        return now - self._since
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One peer."""
+
+    def __init__(self, server: StreamServer) -> None:
+        self.sender: tuple[int, int] | None = None  # the worker and its epoch, once a request has said so
+        self.last_sign = 0.0  # when bytes arrived last
+        self._server = server
+        self._hello = memoryview(bytearray(HELLO_BYTES))
+        self._filled = 0  # bytes of the hello
+        self._reader: Reader | None = None
+        self._checksum = False
+        self._receiving = 0  # bytes of frames that are arriving, or came in one read with what is answered
+        self._full = False  # whether too much waits to be read
+        self._gone = False
+        self._began = time.monotonic()
+        self._received = self._written = 0  # bytes
+        self._made = self._handed = 0  # bytes of replies with rows: by the apply thread, and of these to the transport
+        self._receives, self._reads = _Pace(), _Pace()
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """A peer has come."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop has classes of its own
+        self._transport.set_write_buffer_limits(high=UNSENT_BYTES)
+        sock = transport.get_extra_info("socket")
+        if sock.family != socket.AF_UNIX:
+            # between calls a peer may be silent, so that the system has to notice one whose machine is gone
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._server.connections.add(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The peer has gone; what it asked for is still done, for a push may not be lost half-way."""
+        self._gone = True
+        self._server.connections.discard(self)
+        self._received_frame(self._receiving)
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes of replies that the peer has not read."""
+        return self._transport.get_write_buffer_size()
+
+    def pause_writing(self) -> None:
+        """A peer that does not read its replies gets no more of them."""
+        self._full = True
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """It read them."""
+        self._full = False
+        self._transport.resume_reading()
+
+    def check(self, now: float, patience: float) -> None:
+        """Drop a peer that is silent, or too slow, where it must not be; between calls it may be silent."""
+        if self._reader is None:
+            if now - self._began > HELLO_SECONDS:
+                self.drop(f"it did not say hello within {HELLO_SECONDS:.0f} s")
+            return
+        unsent = self.unsent_bytes
+        arriving = self._reader.in_frame and not self._full  # what we leave unread is not its fault
+        if self._receives.behind(now, arriving, self._received) > patience:
+            self.drop(f"its frames come slower than {STALL_RATE >> 10} KiB/s, for {patience:.0f} s")
+        elif self._reads.behind(now, unsent > 0, self._written - unsent) > patience:
+            self.drop(f"it has not read {unsent} bytes of replies for {patience:.0f} s")
+
+    def drop(self, reason: str) -> None:
+        """End the connection."""
+        if reason:
+            _log.warning("dropping the connection of %s: %s", self._transport.get_extra_info("peername"), reason)
+        self._transport.abort()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go: for a large frame, the array that the tables read them from."""
+        return self._hello[self._filled :] if self._reader is None else self._reader.buffer()
+
+    def buffer_updated(self, num_bytes: int) -> None:
+        """So many bytes have come to where `get_buffer` said."""
+        self._received += num_bytes
+        self.last_sign = time.monotonic()
+        if self._reader is None:
+            self._greet(num_bytes)
+            return
+        try:
+            for frame in self._reader.received(num_bytes):
+                self._answer(frame)
+        except EmbershardError as error:
+            self._fail(error)
+
+    def _greet(self, num_bytes: int) -> None:
+        self._filled += num_bytes
+        hello = bytes(self._hello[: self._filled])
+        if hello[: len(MAGIC)] != MAGIC[: self._filled]:
+            self._pass_on(hello)
+        elif self._filled == HELLO_BYTES:
+            answer, agreed = server_hello(hello, Feature.CHECKSUM)
+            self._transport.write(answer)
+            if agreed is None:
+                self._transport.close()
+                return
+            self._checksum = Feature.CHECKSUM in agreed.features
+            self._reader = Reader(self._server.limit, self._place, checksum=self._checksum)
+
+    def _pass_on(self, received: bytes) -> None:
+        self._server.connections.discard(self)
+        if not self._server.foreign:
+            self.drop("it speaks something else than this protocol")
+            return
+        pipe_to(self._server.foreign, self._transport, received)
+
+    def _place(self, header: Header) -> Sequence[memoryview] | None:
+        """Memory for a request's arrays; None, with an error as the reply, for one that cannot be taken now."""
+        size = sum(header.lengths)
+        server = self._server
+        if header.kind not in REQUEST_KINDS:
+            self._refuse(header, _unknown(header))
+            return None
+        # a small one always: it needs no more than the memory that every connection has anyway
+        if size > SCRATCH_BYTES and server.receiving_bytes + size > RECEIVING_BYTES:
+            self._refuse(header, server.turn_away(server.receiving_bytes))
+            return None
+        self._receiving += size
+        server.receiving_bytes += size
+        return [np.empty(length, np.uint8).data for length in header.lengths]
+
+    def _received_frame(self, num_bytes: int) -> None:
+        self._server.receiving_bytes -= num_bytes
+        self._receiving -= num_bytes
+
+    def _answer(self, frame: Frame) -> None:
+        header, buffers = frame
+        self._received_frame(sum(header.lengths))
+        kind = REQUEST_KINDS.get(header.kind)
+        if kind is None:
+            self._refuse(header, _unknown(header))
+            return
+        request = kind
+
+        def read_request() -> Request:
+            if request is Pull or request is Meet:
+                if self._gone:  # it may have waited for other workers: no rows are made for nobody
+                    raise ShuttingDown()
+                self._server.check_room(self._full or self._made - self._handed > UNSENT_BYTES)
+            message = read(request, header.head, buffers)
+            if isinstance(message, Join | Beat):
+                self.sender = message.worker, message.epoch
+            return message
+
+        def write(reply: Reply) -> Pieces:
+            bulk = [np.ascontiguousarray(array).data for array in arrays(reply)]
+            pieces = encode(KIND_OF[type(reply)], header.call, 0, head_bytes(reply), bulk, checksum=self._checksum)
+            if isinstance(reply, Rows | Met):
+                num_bytes = sum(map(len, pieces))
+                self._made += num_bytes
+                self._server.made_bytes += num_bytes
+            return pieces
+
+        future = self._server.dispatch.submit(
+            kind,
+            read_request,
+            write,
+            num_bytes=len(header.head) + sum(header.lengths),
+            deadline=time.monotonic() + header.timeout_ms / 1000,
+        )
+        future.add_done_callback(self._sender(header))
+
+    def _sender(self, header: Header) -> Callable[[Future[Pieces]], None]:
+        def send(future: Future[Pieces]) -> None:
+            if future.cancelled():
+                return  # its deadline passed: nobody waits for it
+            error = future.exception()
+            pieces = future.result() if error is None else self._error(header, error)
+            rows = error is None and header.kind in (KIND_OF[Pull], KIND_OF[Meet])
+            try:
+                self._server.loop.call_soon_threadsafe(self._send, pieces, rows)
+            except RuntimeError:
+                pass  # the loop has ended, and the connection with it
+
+        return send
+
+    def _send(self, pieces: Pieces, rows: bool = False) -> None:
+        num_bytes = sum(map(len, pieces))
+        if not self._transport.is_closing():
+            self._written += num_bytes
+            self._transport.writelines(pieces)
+        if rows:
+            self._handed += num_bytes
+            self._server.sent(num_bytes)
+
+    def _refuse(self, header: Header, error: EmbershardError) -> None:
+        self._send(self._error(header, error))
+
+    def _error(self, header: Header, error: BaseException) -> Pieces:
+        if not isinstance(error, EmbershardError):
+            error = InternalError(reason=f"{type(error).__name__}: {error}; see the shard's log")
+        return encode(ERROR_KIND, header.call, 0, to_wire(clipped(error))[1], checksum=self._checksum)
+
+    def _fail(self, error: EmbershardError) -> None:
+        """Say what is wrong with the stream, under call 0, and end it: where the next frame starts is unknown."""
+        _log.warning("dropping the connection of %s: %s", self._transport.get_extra_info("peername"), error)
+        self._send(encode(ERROR_KIND, 0, 0, to_wire(clipped(error))[1], checksum=self._checksum))
+        self._transport.close()
+
+
+def _unknown(header: Header) -> InvalidRequest:
+    return InvalidRequest(reason=f"no request has kind {header.kind}; this shard knows 1..{len(REQUEST_KINDS)}")

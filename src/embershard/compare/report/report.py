@@ -1,0 +1,232 @@
+"""The report of a comparison: report.html, which needs nothing beside it, and report.md with its pictures."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from embershard.compare.report.charts import byte_picture, quality_pictures, speed_pictures, step_pictures
+from embershard.compare.report.page import Block, Code, Page, Pictures, Prose, Section
+from embershard.compare.report.run_tables import arms_table, conditions_table, failures_table
+from embershard.compare.report.summary import about, findings, headline, lead, warnings
+from embershard.compare.report.svg import Picture
+from embershard.compare.report.tables import (
+    break_even_table,
+    bytes_table,
+    quality_table,
+    rates_table,
+    short_table,
+    speed_table,
+    step_table,
+    tables,
+    yardstick,
+)
+from embershard.compare.results import FILE_NAME, Results
+from embershard.compare.units import link_text
+
+_UNIT = re.compile(r"(\d) (?=(?:[TGMk]?bit/s|[GMk]?B|ms|s|min|h)\b|%)")  # a figure and its unit stay in one line
+HTML, MARKDOWN, PICTURES = "report.html", "report.md", "pictures"
+
+
+def page_of(results: Results) -> Page:
+    """All that a report says, as data."""
+    return Page(
+        title=headline(results),
+        about=about(results),
+        lead=lead(results),
+        warnings=warnings(results),
+        findings=findings(results),
+        sections=[section for section in _sections(results) if section.blocks],
+    )
+
+
+def write_report(results: Results, folder: Path) -> None:
+    """report.html, report.md and its pictures in a folder; what an earlier report left there is replaced."""
+    page = page_of(results)
+    files = {HTML: html_of(page), MARKDOWN: markdown_of(page)}
+    files |= {f"{PICTURES}/{picture.name}.svg": picture.svg(_picture_style()) for picture in _pictures(page)}
+    (folder / PICTURES).mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        beside = folder / f"{name}.tmp"
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, folder / name)
+    for old in (folder / PICTURES).glob("*.svg"):
+        if f"{PICTURES}/{old.name}" not in files:
+            old.unlink()
+
+
+def html_of(page: Page) -> str:
+    """A page that stands alone: its style and its pictures are inside."""
+    environment = _environment(autoescape=True)
+    environment.filters["inline"] = _inline
+    template = environment.get_template("report.html.j2")
+    styles = Markup(_picture_style() + _template("report.css"))
+    return template.render(page=page, style=styles, svg=lambda picture: Markup(picture.svg()))
+
+
+def markdown_of(page: Page) -> str:
+    """The same in Markdown; pictures are files in `pictures`."""
+    environment = _environment(autoescape=False)
+    environment.filters["md"] = _markdown
+    environment.filters["prose"] = _prose_markdown
+    environment.filters["fence"] = _fence
+    return environment.get_template("report.md.j2").render(page=page, pictures=PICTURES)
+
+
+def _sections(results: Results) -> list[Section]:
+    beside = yardstick(results)
+    against = [results.baseline, *([beside] if beside else [])]
+    links = [(link.label, link_text(link)) for link in results.bandwidths]
+    return [
+        Section(title="In short", name="short", blocks=[short_table(results)]),
+        Section(
+            title="Speed",
+            name="speed",
+            blocks=[
+                *_grid(speed_pictures(results, against)),
+                *tables(speed_table(results), break_even_table(results)),
+            ],
+        ),
+        Section(
+            title="Quality",
+            name="quality",
+            blocks=[
+                *_grid(quality_pictures(results)),
+                *_prose(_curve_notes(results)),
+                *tables(*(quality_table(results, other) for other in against), rates_table(results)),
+            ],
+        ),
+        Section(title="Bytes", name="bytes", blocks=[*_grid(byte_picture(results)), bytes_table(results)]),
+        Section(
+            title="Time of a step",
+            name="steps",
+            blocks=[
+                *_grid(step_pictures(results)),
+                *tables(*(step_table(results, label, words) for label, words in links)),
+            ],
+        ),
+        Section(title="Failed runs", name="failures", blocks=[*tables(failures_table(results))]),
+        Section(
+            title="Settings",
+            name="settings",
+            blocks=[
+                arms_table(results),
+                conditions_table(results),
+                Code(title="The job", text=_job(results), folded=True),
+            ],
+        ),
+        Section(title="Reproduce", name="reproduce", blocks=_reproduce(results)),
+    ]
+
+
+def _curve_notes(results: Results) -> Iterable[str]:
+    if len(results.seeds) < 2:
+        yield "One seed: the curves have no bands."
+    else:
+        yield "Bands are 95 % intervals of the mean over seeds, point by point; wall time is the mean over seeds."
+    if not results.full and any(link.bits_per_second is not None for link in results.bandwidths):
+        yield (
+            "Wall time on a limited link is samples over the arm's speed there: quality was measured once, without "
+            "limit, for a link changes when a step ends, not what it computes."
+        )
+        if any("dgc:" in setting for arm in results.arms for setting in arm.settings):
+            yield "Of dgc that is the speed at its last density: its warm-up, which sends more, would take longer."
+    if len(results.multiples) > 1:
+        yield "Curves, bytes and times are those of the job's own learning rates."
+    if any(run.stopped_early for run in results.runs):
+        yield "A curve ends where the first of its seeds was stopped early."
+
+
+def _reproduce(results: Results) -> list[Block]:
+    blocks: list[Block] = [
+        Prose(text="The whole comparison; started again in its folder, it goes on where it was stopped:"),
+        Code(title="The command", text=shlex.join(results.command)),
+    ]
+    if results.runs:
+        run = results.runs[0]
+        blocks += [
+            Prose(text=f"One run alone, here the first one (`{run.key.replace('`', '')}`):"),
+            Code(title="One run", text=shlex.join(["embershard", "train", results.job_file, *run.words])),
+        ]
+    return [*blocks, Prose(text=f"`{FILE_NAME}` holds every run with its own words, its curve and its figures.")]
+
+
+def _job(results: Results) -> str:
+    return yaml.safe_dump(_plain(results.job), sort_keys=False, allow_unicode=True, width=100)
+
+
+def _plain(value: object) -> object:
+    """With lists for tuples and dicts for mappings, which YAML knows."""
+    if hasattr(value, "items"):
+        return {key: _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _grid(pictures: Iterable[Picture]) -> list[Block]:
+    found = list(pictures)
+    return [Pictures(pictures=found)] if found else []
+
+
+def _prose(sentences: Iterable[str]) -> list[Block]:
+    return [Prose(text=" ".join(sentences))]
+
+
+def _pictures(page: Page) -> list[Picture]:
+    blocks = [block for section in page.sections for block in section.blocks]
+    return [picture for block in blocks if isinstance(block, Pictures) for picture in block.pictures]
+
+
+def _environment(autoescape: bool) -> Environment:
+    return Environment(
+        loader=PackageLoader("embershard.compare"),
+        autoescape=autoescape,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+
+
+def _template(name: str) -> str:
+    return (Path(__file__).parents[1] / "templates" / name).read_text(encoding="utf-8")
+
+
+def _picture_style() -> str:
+    return _template("picture.css")
+
+
+def _inline(text: str) -> Markup:
+    """Text as HTML; what stands in backticks as code."""
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if is_code else escape(_UNIT.sub("\\1\N{NO-BREAK SPACE}", part))
+        for part, is_code in _parts(text)
+    )
+
+
+def _prose_markdown(text: str) -> str:
+    return "".join(f"`{part}`" if is_code else _markdown(part) for part, is_code in _parts(text))
+
+
+def _parts(text: str) -> Iterator[tuple[str, bool]]:
+    """(Words, whether they stood in backticks); a backtick without a second one is one."""
+    for place, piece in enumerate(re.split("`([^`]+)`", text)):
+        if piece:
+            yield piece, place % 2 == 1
+
+
+def _markdown(text: str) -> str:
+    """Plain text as Markdown that shows it so, in a table's cell too."""
+    line = re.sub(r"\s+", " ", text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]|#~])", r"\\\1", line)
+
+
+def _fence(text: str) -> str:
+    """A fence longer than any run of backticks inside."""
+    return "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))

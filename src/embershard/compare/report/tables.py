@@ -1,0 +1,347 @@
+"""The tables of a report: every figure that a picture shows, and what no picture can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from embershard.compare.report.page import Table
+from embershard.compare.results import YARDSTICK, BreakEven, Quality, Results, Speed, StepPart
+from embershard.compare.units import (
+    NONE,
+    bits_text,
+    bytes_text,
+    difference_text,
+    link_text,
+    metric_name,
+    metric_text,
+    p_text,
+    rate_text,
+    ratio_text,
+    signed,
+    speed_up_text,
+)
+
+STEP_PARTS = tuple("step data route pull wait shards receive decode forward backward gather encode push send".split())
+DIRECTIONS = ("push", "pull", "other")
+BYTE_PARTS = ("ids", "gradients", "rows", "dense gradients", "dense weights", "held back", "other")
+_PARTS = {
+    ("push", "rows"): "gradients",
+    ("push", "dense"): "dense gradients",
+    ("pull", "dense"): "dense weights",
+    ("push", "held"): "held back",
+}
+
+
+def part_name(direction: str, part: str) -> str:
+    """What a part of the bytes is, in words."""
+    return _PARTS.get((direction, part), part)
+
+
+def yardstick(results: Results) -> str | None:
+    """The arm that codecs have to beat, where it is not the baseline itself."""
+    labels = [arm.label for arm in results.arms]
+    return YARDSTICK if YARDSTICK in labels and results.baseline != YARDSTICK else None
+
+
+def speed_of(results: Results, arm: str, bandwidth: str, against: str) -> Speed | None:
+    """An arm's speed on a link, beside another arm's."""
+    found = (speed for speed in results.speeds if (speed.arm, speed.against) == (arm, against))
+    return next((speed for speed in found if speed.bandwidth == bandwidth), None)
+
+
+def quality_of(results: Results, arm: str, against: str, metric: str) -> Quality | None:
+    """An arm's quality beside another arm's, at its own best learning rate where this was looked for."""
+    found = {one.rate: one for one in results.quality if (one.arm, one.against, one.metric) == (arm, against, metric)}
+    return found.get("tuned", found.get("fixed"))
+
+
+def break_even_of(results: Results, arm: str, against: str) -> BreakEven | None:
+    """From which bandwidth on an arm is no longer faster than another."""
+    return next((even for even in results.break_even if (even.arm, even.against) == (arm, against)), None)
+
+
+def even_text(even: BreakEven, significant: int = 3) -> str:
+    """A measured break-even bandwidth and its interval."""
+    if even.measured is None or even.low is None:
+        return bits_text(even.measured, significant) if even.measured is not None else NONE
+    low = bits_text(even.low, significant) if even.low else "below all links"
+    high = "no limit" if even.high is None else bits_text(even.high, significant)
+    return f"{bits_text(even.measured, significant)} [{low}, {high}]"
+
+
+def bytes_sent(results: Results, arm: str) -> float | None:
+    """Bytes per step and worker, both directions."""
+    return sum(volume.sent for volume in results.volumes if volume.arm == arm) or None
+
+
+def short_table(results: Results) -> Table:
+    """An arm in a line."""
+    links = results.bandwidths
+    metric = metric_name(results.metric)
+    columns = ["arm", "outcome", "bytes per step", "fewer bytes"]
+    columns += [f"speed-up, {link_text(link)}" for link in links]
+    columns += [f"{metric} difference", "quality", "pays on links below"]
+    verdicts = {verdict.arm: verdict for verdict in results.verdicts}
+    rows = []
+    for arm in results.arms:
+        verdict, sent = verdicts.get(arm.label), bytes_sent(results, arm.label)
+        cells = [arm.label, verdict.outcome if verdict else "baseline", bytes_text(sent) if sent else NONE]
+        cells.append(ratio_text(verdict.bytes_ratio) if verdict and verdict.bytes_ratio else NONE)
+        for link in links:
+            speed = speed_of(results, arm.label, link.label, results.baseline) if verdict else None
+            cells.append(speed_up_text(speed.speed_up) if speed else "1x" if verdict is None else NONE)
+        cells.append(difference_text(verdict.difference) if verdict and verdict.difference else NONE)
+        cells.append(verdict.quality if verdict else NONE)
+        even = break_even_of(results, arm.label, results.baseline)
+        paid = verdict is not None and verdict.outcome == "paid"
+        cells.append(_measured(even, _PAYS) if even and paid else NONE)
+        rows.append(cells)
+    return Table(
+        title=f"Every arm beside {results.baseline}",
+        columns=columns,
+        rows=rows,
+        words=("outcome", "quality"),
+        note=f"Bytes of one worker's step, both directions. In brackets: 95 % intervals over {_seeds(results)}.",
+    )
+
+
+def quality_table(results: Results, against: str) -> Table | None:
+    """Metrics, paired differences and equivalence tests beside one arm."""
+    judged = [one for one in results.quality if one.against == against and one.arm != against]
+    if not judged:
+        return None
+    own = {(one.metric, one.rate): one for one in results.quality if one.arm == one.against == against}
+    rates = list(dict.fromkeys(one.rate for one in judged))
+    rows = []
+    for metric in dict.fromkeys(one.metric for one in judged):
+        for rate in rates:
+            if (metric, rate) in own:
+                value = metric_text(own[metric, rate].value)
+                rows.append([against, metric_name(metric), rate, value, NONE, NONE, NONE, NONE, "compared with"])
+            rows += [_quality_row(one) for one in judged if (one.metric, one.rate) == (metric, rate)]
+    columns = ["arm", "metric", "learning rate", "value", "pairs", "difference", "margin", "p (TOST)", "verdict"]
+    if len(rates) == 1:
+        columns, *rows = (row[:2] + row[3:] for row in [columns, *rows])
+    return Table(
+        title=f"Quality beside {against}",
+        columns=columns,
+        rows=rows,
+        words=("metric", "learning rate", "verdict"),
+        note="Differences are paired: runs of equal seed. Equivalent: two one-sided t tests of them against the "
+        "margin, both at 5 % (p is the larger one). Worse or better: the 95 % interval leaves 0 out and equivalence is "
+        "not shown. Not worse: only the test on the worse side is passed. Everything else is undecided.",
+    )
+
+
+def _quality_row(one: Quality) -> list[str]:
+    return [
+        one.arm,
+        metric_name(one.metric),
+        one.rate,
+        metric_text(one.value),
+        f"{one.difference.seeds}",
+        difference_text(one.difference),
+        NONE if one.margin is None else f"{one.margin:g}",
+        NONE if one.p_equivalent is None else p_text(one.p_equivalent),
+        one.verdict,
+    ]
+
+
+def speed_table(results: Results) -> Table:
+    """Samples per second, and how many times the baseline's and the yardstick's."""
+    beside = yardstick(results)
+    columns = ["arm", "link", "samples/s of all workers", f"over {results.baseline}", "verdict"]
+    columns += [f"over {beside}", "verdict"] if beside else []
+    rows = []
+    for link in results.bandwidths:
+        for arm in results.arms:
+            speed = speed_of(results, arm.label, link.label, results.baseline)
+            if speed is None:
+                rows.append([arm.label, link_text(link)] + [NONE] * (len(columns) - 2))
+                continue
+            rate = speed.samples_per_second
+            bounds = (
+                f" [{max(rate.low, 0):,.0f}, {rate.high:,.0f}]"
+                if rate.low is not None and rate.high is not None
+                else ""
+            )
+            cells = [arm.label, link_text(link), rate_text(rate.mean) + bounds]
+            cells += _over(speed if arm.label != results.baseline else None)
+            if beside:
+                cells += _over(speed_of(results, arm.label, link.label, beside) if arm.label != beside else None)
+            rows.append(cells)
+    part = f"The first {results.skipped_share:.0%} of each run are left out. " if results.skipped_share else ""
+    return Table(
+        title="Samples per second",
+        columns=columns,
+        rows=rows,
+        words=("link", "verdict"),
+        note=f"{part}Speed-ups are geometric means over pairs of runs with equal seeds. Faster or slower: the 95 % "
+        "interval leaves 1 out.",
+    )
+
+
+def _over(speed: Speed | None) -> list[str]:
+    return [NONE, NONE] if speed is None else [speed_up_text(speed.speed_up), speed.verdict]
+
+
+def bytes_table(results: Results) -> Table:
+    """Counted and predicted bytes by direction and part, and together."""
+    rows = []
+    base = bytes_sent(results, results.baseline)
+    for arm in results.arms:
+        volumes = [volume for volume in results.volumes if volume.arm == arm.label and (volume.sent or volume.raw)]
+        volumes.sort(
+            key=lambda one: (DIRECTIONS.index(one.direction), BYTE_PARTS.index(part_name(one.direction, one.part)))
+        )
+        for one in volumes:
+            where = [arm.label, one.direction, part_name(one.direction, one.part)]
+            rows.append(where + _bytes_cells(one.sent, one.raw, one.predicted, one.ratio))
+        if volumes:
+            sent = sum(one.sent for one in volumes)
+            raw = _sum([one.raw for one in volumes])
+            predicted = _sum([one.predicted for one in volumes if one.direction != "other"])  # nobody can: resent, lost
+            ratio = base / sent if base and sent else None
+            rows.append([arm.label, "both", "all", *_bytes_cells(sent, raw, predicted, ratio)])
+    return Table(
+        title="Bytes per step",
+        columns=["arm", "direction", "part", "counted", "without codec", "predicted", "prediction off by", "fewer"],
+        rows=rows,
+        words=("direction", "part"),
+        note="Of one worker's step with all shards. Predicted: what the codec should need, computed before anything "
+        f"was sent. Fewer: the bytes of {results.baseline} over these; below 1x it is more.",
+    )
+
+
+def _bytes_cells(sent: float, raw: float | None, predicted: float | None, ratio: float | None) -> list[str]:
+    off = f"{signed((predicted / sent - 1) * 100, 2)} %" if predicted is not None and sent else NONE
+    counted = [NONE if count is None else bytes_text(count) for count in (sent, raw, predicted)]
+    return [*counted, off, ratio_text(ratio) if ratio else NONE]
+
+
+def _sum(values: Sequence[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return sum(there) if there and len(there) == len(values) else None
+
+
+def break_even_table(results: Results) -> Table | None:
+    """W* measured and by formula."""
+    rows = []
+    for even in results.break_even:
+        off = NONE
+        if even.formula and even.measured:
+            off = f"{(even.formula / even.measured - 1) * 100:+.0f} %"
+        formula = bits_text(even.formula) if even.formula is not None else _FORMULA.get(even.formula_says, _UNKNOWN)
+        rows.append([even.arm, even.against, _measured(even, _MEASURED), formula, off])
+    if not rows:
+        return None
+    return Table(
+        title="Break-even bandwidth",
+        columns=["arm", "beside", "measured", "by formula (W*)", "formula off by"],
+        rows=rows,
+        words=("beside",),
+        note="An arm is faster on links slower than this. Measured: where the interpolated costs of the two arms "
+        "cross, by their means, with its 95 % interval: the links on which "
+        "neither is shown to cost less. W* = bytes saved per step / seconds of encoding and decoding per step, the "
+        "worker's and those of the shards that it waits for.",
+    )
+
+
+_PAYS = {"always": "all measured"}
+_MEASURED = {"always": "none: faster on all links", "never": "below all measured links"}
+_FORMULA = {"always": "costs no time", "never": "saves no bytes"}
+
+
+_UNKNOWN = "not known"
+
+
+def _measured(even: BreakEven, words: Mapping[str, str]) -> str:
+    return even_text(even) if even.measured is not None else words.get(even.measured_says, _UNKNOWN)
+
+
+def step_table(results: Results, bandwidth: str, name: str) -> Table | None:
+    """Each part at p50 and p99, arm by arm: means over the runs."""
+    steps = {arm.label: mean_step(part for run in results.runs_of(arm.label, bandwidth) for part in run.step)
+             for arm in results.arms}  # fmt: skip
+    steps = {arm: parts for arm, parts in steps.items() if parts}
+    names = sorted({(part.overlapped, step_order(part.name), part.name) for parts in steps.values() for part in parts})
+    if not names:
+        return None
+    rows = []
+    for arm, parts in steps.items():
+        found = {(part.name, part.overlapped): part for part in parts}
+        rows.append([arm] + [_p50_p99(found.get((part, overlapped))) for overlapped, _, part in names])
+    return Table(
+        title=f"Time of a step, {name}",
+        columns=["arm"] + [f"{part}, beside" if overlapped else part for overlapped, _, part in names],
+        rows=rows,
+        note="p50 / p99 in ms of the first worker's steps, means over the runs. Beside: in other threads, at the "
+        "same time.",
+    )
+
+
+def step_order(part: str) -> int:
+    """The parts of a step in the order of what happens in one; `other` last."""
+    return STEP_PARTS.index(part) if part in STEP_PARTS else len(STEP_PARTS) + (part == "other")
+
+
+def mean_step(parts: Iterable[StepPart]) -> list[StepPart]:
+    """The parts of several runs as means over these, in their order."""
+    groups: dict[tuple[str, bool], list[StepPart]] = {}
+    for part in parts:
+        groups.setdefault((part.name, part.overlapped), []).append(part)
+    return [
+        StepPart(
+            name=name,
+            overlapped=overlapped,
+            p50_ms=_mean([part.p50_ms for part in group]),
+            p99_ms=_mean([part.p99_ms for part in group]),
+            mean_ms=_mean([part.mean_ms for part in group]),
+        )
+        for (name, overlapped), group in groups.items()
+    ]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _p50_p99(part: StepPart | None) -> str:
+    return NONE if part is None else f"{_ms(part.p50_ms)} / {_ms(part.p99_ms)}"
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f}"
+
+
+def rates_table(results: Results) -> Table | None:
+    """Which multiple of the job's learning rate each arm did best with; None where it was kept."""
+    if len(results.multiples) < 2:
+        return None
+    rows = []
+    for arm in results.arms:
+        decided = {
+            multiple: [run.decided for run in results.runs if run.ok and run.decided is not None
+                       and (run.kind, run.arm, run.multiple) == ("tune", arm.label, multiple)]
+            for multiple in results.multiples
+        }  # fmt: skip
+        cells = [f"{_mean(found):.4f}" if found else NONE for found in decided.values()]
+        chosen = results.tuned.get(arm.label)
+        rows.append([arm.label, *cells, NONE if chosen is None else f"{chosen:g}x"])
+    return Table(
+        title="Learning rates that were tried",
+        columns=["arm", *(f"{multiple:g}x" for multiple in results.multiples), "chosen"],
+        rows=rows,
+        note=f"{metric_name(results.metric)} on the split {results.deciding_split}, of one run each, with a seed that "
+        "is in no other figure; columns are multiples of the job's learning rates. The chosen ones are judged above as "
+        "tuned.",
+    )
+
+
+def _seeds(results: Results) -> str:
+    return f"{len(results.seeds)} seeds" if len(results.seeds) > 1 else "seeds, but one seed has none"
+
+
+def tables(*found: Table | None) -> Iterator[Table]:
+    """Those that have something to say."""
+    return (table for table in found if table is not None)

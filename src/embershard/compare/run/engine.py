@@ -1,0 +1,71 @@
+"""Makes the runs of a plan that a folder does not hold yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from embershard.compare.results import Run, higher_is_better
+from embershard.compare.run.folder import Folder
+from embershard.compare.run.netns import Namespaces
+from embershard.compare.run.plan import Plan, Task, can_be_limited
+from embershard.compare.run.progress import Show, duration, time_left
+from embershard.compare.run.runs import Place, make_run
+
+
+class Engine:
+    """The runs of one comparison. With `namespaces` shards and workers are in network namespaces with a shaped link."""
+
+    def __init__(self, plan: Plan, folder: Folder, place: Place, show: Show, namespaces: Namespaces | None) -> None:
+        self._plan, self._folder, self._place, self._show, self._namespaces = plan, folder, place, show, namespaces
+        self._metric = next(iter(plan.arms.values()))[1].metric
+
+    @property
+    def chosen(self) -> Mapping[str, float]:
+        """Arm -> the multiple of the learning rate that is its best, as far as the runs say."""
+        return self._plan.choose(list(self._folder.runs.values()), higher_is_better(self._metric))
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left to run."""
+        return not self._left(self._plan.tasks(self.chosen))
+
+    def run(self) -> None:
+        """Make all runs that are not there, in order; each is on the disk before the next begins."""
+        try:
+            first = [*self._plan.tuning(), *self._plan.judged()]
+            if len(self._left(first)) < len(first):
+                self._show.say(f"{len(first) - len(self._left(first))} of {len(first)} runs are there already")
+            self._make(first)
+            self._make(self._plan.tuned(self.chosen))
+        finally:
+            self._show.close()
+
+    def _left(self, tasks: Sequence[Task]) -> list[Task]:
+        """Those without a run that ended well."""
+        runs = self._folder.runs
+        return [task for task in tasks if task.key not in runs or not runs[task.key].ok]
+
+    def _make(self, tasks: Sequence[Task]) -> None:
+        left = self._left(tasks)
+        seconds = time_left(left, self._folder.runs)
+        if left and seconds is not None:
+            self._show.say(f"{len(left)} runs to make, about {duration(seconds)}")
+        while left:
+            self._show.begin(left, self._folder.runs, len(tasks) - len(left))
+            run = self._run(left[0])
+            self._folder.add(run)
+            self._show.end(run)
+            left = left[1:]
+
+    def _run(self, task: Task) -> Run:
+        """One run, on the link that it names."""
+        job = self._plan.arms[task.arm][1]
+        if self._namespaces is None or not can_be_limited(job):
+            return make_run(task, self._place, self._show.look)
+        bits = next(b.bits_per_second for b in self._plan.bandwidths if b.label == task.bandwidth)
+        self._namespaces.shape(None if bits is None else bits * job.workers)
+        shards = partial(self._namespaces.shards, job.shards, self._plan.experiment.imports)
+        place = replace(self._place, prefix=self._namespaces.worker_prefix, shards=shards)
+        return make_run(task, place, self._show.look)

@@ -1,0 +1,145 @@
+"""The log of a run (worker/reporting/log.py), read while it grows, and what it says of the run in the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from embershard.compare.results import Bytes, Figures, Metrics, Point, StepPart
+from embershard.compare.run.plan import SKIPPED_SHARE
+
+_Line = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """How far a run is."""
+
+    share: float | None  # of its samples; None where nobody knows how many there are
+    text: str  # "epoch 3, 45,120 samples/s, auc 0.9812"
+
+
+@dataclass(slots=True)
+class RunLog:
+    """log.jsonl from some byte on."""
+
+    path: Path
+    offset: int
+    _lines: list[_Line] = field(default_factory=list)
+
+    @staticmethod
+    def after(path: Path) -> RunLog:
+        """What will be written behind what is there."""
+        return RunLog(path, path.stat().st_size if path.exists() else 0)
+
+    def read(self) -> bool:
+        """Take in whole new lines; whether there were some."""
+        if not self.path.exists():
+            return False
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self.offset += len(whole)
+        self._lines += [json.loads(line) for line in whole.splitlines() if line.strip()]
+        return bool(whole)
+
+    @property
+    def trouble(self) -> str:
+        """Why the run is not what it should have been; empty where it is."""
+        result = self._last("result")
+        if not result:
+            return "it wrote no result"
+        lost = result.get("expired_leases", 0)
+        return f"workers were given up ({lost}), so others trained without them" if lost else ""
+
+    def glance(self) -> Glance:
+        """How far the run is."""
+        config, interval, evaluation = (self._last(record) for record in ("config", "train", "eval"))
+        if not interval:
+            return Glance(0.0, "begins to train" if config else "starting")
+        total, metric = config.get("total_samples"), config.get("metric", "")
+        figure = evaluation.get("figures", {}).get(config.get("split"), {}).get(metric)
+        words = [f"epoch {interval['epoch']}", f"{interval['samples_per_second'] or 0:,.0f} samples/s"]
+        words += [f"{metric} {figure:.4f}"] if figure is not None else []
+        return Glance(min(1.0, interval["samples"] / total) if total else None, ", ".join(words))
+
+    def figures(self) -> Figures:
+        """What the run has come to, of one that ended well."""
+        config, result, evaluations = self._last("config"), self._last("result"), self._all("eval")
+        judged = _judged_split(list(result["figures"]))
+        speed, wait = _speed(self._all("train"), result)
+        improved = [record["samples"] for record in evaluations if record["improved"]]
+        return Figures(
+            steps=result["steps"],
+            samples=result["samples"],
+            train_seconds=result["train_seconds"],
+            samples_per_second=speed,
+            wait_share=wait,
+            metrics=result["figures"].get(judged, {}),
+            decided=result["figures"].get(result["split"], {}).get(result["metric"]),
+            best_samples=improved[-1] if improved else result["samples"],
+            stopped_early=result["stopped_early"],
+            skipped_rows=result.get("skipped_rows", 0),
+            curve=tuple(_curve(evaluations)),
+            bytes=tuple(_bytes(result)),
+            step=tuple(_step(result)),
+            reachable=result["reachable"].get(judged, {}),
+            splits=(judged, result["split"] or ""),
+            versions={**config["versions"], "python": config["python"]},
+        )
+
+    def _all(self, record: str) -> list[_Line]:
+        return [line for line in self._lines if line["record"] == record]
+
+    def _last(self, record: str) -> _Line:
+        return next((line for line in reversed(self._lines) if line["record"] == record), {})
+
+
+def _judged_split(splits: Sequence[str]) -> str:
+    """The split on which arms are judged: test, or else the only one there is."""
+    return "test" if "test" in splits else next(iter(splits), "")
+
+
+def _speed(intervals: Sequence[_Line], result: _Line) -> tuple[float | None, float | None]:
+    """Samples per second of all workers and the share of waiting, without the beginning of the run."""
+    first = SKIPPED_SHARE * result["steps"]
+    seconds = waited = samples = 0.0
+    before = began = 0
+    for record in intervals:
+        new, before = record["samples"] - before, record["samples"]
+        is_beginning, began = began < first, record["step"]  # of a short run an interval may be a third
+        if is_beginning or new <= 0 or not record["samples_per_second"]:
+            continue
+        took = new / record["samples_per_second"]
+        samples, seconds, waited = samples + new, seconds + took, waited + took * (record["wait_share"] or 0.0)
+    if not seconds:  # a run of a second or two
+        return result["samples_per_second"], result["wait_share"]
+    return samples / seconds, waited / seconds
+
+
+def _curve(evaluations: Sequence[_Line]) -> Iterator[Point]:
+    evaluating = 0.0
+    for record in evaluations:
+        evaluating += record["evaluation_seconds"]
+        figures: dict[str, Metrics] = record["figures"]
+        seconds = max(0.0, record["seconds"] - evaluating)
+        yield Point(samples=record["samples"], seconds=seconds, figures=figures)
+
+
+def _bytes(result: _Line) -> Iterator[Bytes]:
+    for part in result.get("bytes", ()):
+        yield Bytes(
+            direction=part["direction"],
+            part=part["part"],
+            sent=part["wire"],
+            raw=part["raw"],
+            predicted=part["predicted"],
+        )
+
+
+def _step(result: _Line) -> Iterator[StepPart]:
+    return (StepPart(**part) for part in result.get("step", ()))

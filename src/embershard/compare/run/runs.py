@@ -1,0 +1,121 @@
+"""One run: `embershard train` as a process of its own, followed by its log."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from embershard.compare.results import Figures, Run
+from embershard.compare.run.plan import Task
+from embershard.compare.run.run_log import Glance, RunLog
+from embershard.worker.reporting.log import FILE_NAME
+
+COMMAND = (sys.executable, "-P", "-m", "embershard.cli", "train")
+ATTEMPTS = 2
+LAST_LINES = 12  # of a run that failed
+QUIET_SECONDS = 1800.0  # without a line in the log, a run counts as hung: an evaluation is the longest silence
+STOP_SECONDS = 60.0  # `embershard train` gives its shards 40 to end
+_POLL_SECONDS = 0.1
+SAID = "said.txt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where runs are made: which job, and how a command is started."""
+
+    job: Path
+    data: Path | None
+    folder: Path  # of the comparison
+    prefix: Sequence[str] = ()  # words before the command, which put it into a network namespace
+    # addresses for one attempt, none where it starts its own: a failed one leaves what it trained in its shards
+    shards: Callable[[], AbstractContextManager[Sequence[str]]] = lambda: nullcontext(())
+
+
+def make_run(task: Task, place: Place, watch: Callable[[Glance], None]) -> Run:
+    """Make a run, and again where it fails; what it came to. `watch` is told how far it is."""
+    began, load, seconds = time.strftime("%Y-%m-%d %H:%M:%S %z"), os.getloadavg()[0], 0.0
+    folder = place.folder / task.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    log, error, attempts = RunLog.after(folder / FILE_NAME), "", 0
+    while attempts < ATTEMPTS:
+        attempts += 1
+        with place.shards() as shards:
+            log, start = RunLog.after(folder / FILE_NAME), time.monotonic()
+            error = _attempt(task, place, shards, log, watch)
+            seconds = time.monotonic() - start
+        if not error:
+            break
+    return Run(
+        arm=task.arm,
+        seed=task.seed,
+        bandwidth=task.bandwidth,
+        kind=task.kind,
+        multiple=task.multiple,
+        ok=not error,
+        error=error,
+        attempts=attempts,
+        words=task.words,
+        folder=task.folder,
+        began=began,
+        total_seconds=round(seconds, 3),
+        load_average=round(load, 2),
+        **dict(log.figures() if not error else Figures()),
+    )
+
+
+def _attempt(task: Task, place: Place, shards: Sequence[str], log: RunLog, watch: Callable[[Glance], None]) -> str:
+    """Make the run once; its last words where it failed."""
+    folder = place.folder / task.folder
+    command = [*place.prefix, *COMMAND, str(place.job), *task.words]
+    command += ["--output", str(folder), "--parent-pid", str(os.getpid())]
+    command += ["--data", str(place.data)] if place.data is not None else []
+    command += ["--ps", ",".join(shards)] if shards else []
+    with (folder / SAID).open("ab+") as said:
+        begin, heard = said.tell(), time.monotonic()
+        with _process(command, said) as process:
+            while process.poll() is None:
+                time.sleep(_POLL_SECONDS)
+                if log.read():
+                    heard = time.monotonic()
+                    watch(log.glance())
+                elif time.monotonic() - heard > QUIET_SECONDS:
+                    return f"it was ended: nothing was heard of it for {QUIET_SECONDS:.0f} s"
+        log.read()
+        if process.returncode == 0:
+            return log.trouble
+        said.seek(begin)
+        lines = said.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+    return "\n".join([f"it ended with exit code {process.returncode}", *lines])
+
+
+@contextmanager
+def _process(command: Sequence[str], said: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that does not outlive the block: SIGTERM, which lets it end its own, then SIGKILL."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=said,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        start_new_session=True,  # Ctrl-C at the terminal reaches this process only, which then ends the run
+    )
+    try:
+        yield process
+    finally:
+        try:
+            if process.poll() is None:
+                process.terminate()
+                process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:  # a second Ctrl-C, too, leaves nothing behind: what a run starts ends with it
+            process.kill()
+            process.wait()

@@ -1,0 +1,75 @@
+"""Shards in the worker's own process: the same state machines, without a network."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+
+from embershard.proto.codec.user_defined import CodecRegistry
+from embershard.proto.messages import Push, Reply, Request
+from embershard.proto.routing import Placement
+from embershard.proto.transport.local import LocalCarrier
+from embershard.ps.shard import Shard
+from embershard.ps.table.optimizers import OptimizerRegistry
+from embershard.worker.client.client import DEFAULT_TIMEOUT, Client
+from embershard.worker.compression.settings import Compression
+from embershard.worker.session.session import Session
+
+
+class InProcessShards:
+    """Shards in this process that several clients share, each in threads of its own."""
+
+    def __init__(self, shards: int = 1, *, imports: Sequence[str] = ()) -> None:
+        placement = Placement.even(shards)
+        optimizers, codecs = OptimizerRegistry(imports), CodecRegistry(imports)
+        self._shards = [(Shard(i, placement, optimizers, codecs=codecs), threading.Condition()) for i in range(shards)]
+
+    def carriers(self) -> list[LocalCarrier]:
+        """A way to each shard, for one client."""
+        return [
+            LocalCarrier(_one_at_a_time(shard, moved), f"local/{i}", moved)
+            for i, (shard, moved) in enumerate(self._shards)
+        ]
+
+
+def local(
+    shards: int = 1,
+    *,
+    imports: Sequence[str] = (),
+    worker: int = 0,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    compression: Compression | None = None,
+) -> Session:
+    """A session with `shards` fresh shards in this process, for tests, notebooks and what fits one machine.
+
+    `imports` names the modules of user-defined row optimizers and codecs ("__main__" for those of a notebook).
+    `compression`: as of `connect`, to try codecs without a network.
+    """
+    client = Client(InProcessShards(shards, imports=imports).carriers(), worker=worker, timeout=timeout)
+    client.compressor.find = CodecRegistry(imports).find
+    return Session(client, compression=compression)
+
+
+def _one_at_a_time(shard: Shard, moved: threading.Condition) -> Callable[[Request], Reply]:
+    """A shard's `handle` for callers in several threads."""
+
+    def handle(request: Request) -> Reply:
+        with moved:
+            before = shard.moves
+            try:
+                return shard.handle(_kept(request) if shard.gathers else request)
+            finally:
+                if shard.moves != before:
+                    moved.notify_all()
+
+    return handle
+
+
+def _kept(request: Request) -> Request:
+    """The request with gradients of its own: a shard keeps those that it gathers, and its caller may reuse them."""
+    if not isinstance(request, Push):
+        return request
+    tables = (replace(part, ids=part.ids.copy(), gradients=part.gradients.copy()) for part in request.tables)
+    return replace(request, tables=tuple(tables))

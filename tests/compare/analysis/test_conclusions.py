@@ -1,0 +1,166 @@
+"""What is said of made-up runs whose answer is known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from report_cases import FP16S, INT8, NONE, TOPK, fake_results
+
+from embershard.compare.analysis.conclusions import compared_with, conclude
+from embershard.compare.analysis.verdicts import has_lost
+from embershard.compare.report.summary import lead
+from embershard.compare.results import Results, Verdict, read_results, write_results
+
+
+def verdict(results: Results, arm: str) -> Verdict:
+    return next(verdict for verdict in results.verdicts if verdict.arm == arm)
+
+
+def test_an_arm_as_good_and_faster_on_slow_links_paid():
+    found = verdict(fake_results(), "int8")
+    assert found.outcome == "paid"
+    assert found.quality == "equivalent"
+    assert found.faster_at == ("100mbit", "1gbit")
+    assert found.slower_at == ("unlimited",)
+    assert found.bytes_ratio == pytest.approx(3.0, abs=0.2)
+    assert found.best_at == "100mbit"
+    assert found.from_bandwidth is not None
+    assert found.from_bandwidth > 1e9
+
+
+def test_an_arm_that_lost_quality_did_not_pay_however_fast():
+    found = verdict(fake_results((NONE, FP16S, replace(TOPK, pull=0.1))), "topk:0.01")
+    assert found.quality == "worse"
+    assert found.best_speed_up is not None
+    assert found.best_speed_up > 3
+    assert found.outcome == "did not pay"
+    assert found.from_bandwidth is None
+
+
+def test_an_arm_that_is_nowhere_faster_did_not_pay():
+    found = verdict(fake_results((NONE, INT8), links={"unlimited": None}), "int8")
+    assert found.quality == "equivalent"
+    assert found.outcome == "did not pay"
+
+
+def test_one_seed_decides_nothing_and_says_so():
+    results = fake_results(seeds=(1,))
+    assert {verdict.outcome for verdict in results.verdicts} == {"undecided"}
+    assert all("One seed gives no interval" in verdict.reasons[0] for verdict in results.verdicts)
+    assert all(quality.difference.low is None and quality.p_equivalent is None for quality in results.quality)
+
+
+def test_every_codec_is_compared_with_fp16s_too():
+    results = fake_results((NONE, FP16S, INT8))
+    assert compared_with(results) == [
+        ("none", "none"), ("fp16s", "none"), ("int8", "none"), ("int8", "fp16s"),
+    ]  # fmt: skip
+    assert {(speed.arm, speed.against) for speed in results.speeds} == set(compared_with(results))
+
+
+def test_failed_runs_are_in_no_figure_and_counted():
+    results = fake_results(failed=[("int8", 2)])
+    found = verdict(results, "int8")
+    assert found.failed_runs == 1
+    assert found.reasons[0] == "1 of its runs failed, and are in no figure."
+    assert found.difference is not None
+    assert found.difference.seeds == 4
+    assert verdict(results, "fp16s").difference.seeds == 5  # type: ignore[union-attr]
+
+
+def test_an_arm_that_lost_runs_is_not_said_to_have_paid_by_those_that_are_left():
+    assert verdict(fake_results(failed=[("none", 2)]), "int8").outcome == "paid"
+    results = fake_results(failed=[("int8", 2)])
+    assert verdict(results, "int8").quality == "equivalent"
+    assert verdict(results, "int8").outcome == "undecided"
+    words = " ".join(lead(results))
+    assert "as good, where it ended well, but 1 of its runs failed" in words
+    assert "yardstick (beating 32-bit floats alone proves little), no other arm is" in words
+
+
+@pytest.mark.parametrize(("failed_at", "lost"), [(0.5, True), (1.0, False)])
+def test_an_arm_judged_at_its_own_rate_has_lost_runs_where_those_at_that_rate_failed(failed_at: float, lost: bool):
+    results = fake_results(multiples=(0.5, 1.0))
+    assert results.tuned["topk:0.01"] == 0.5
+    key = ("topk:0.01", "quality", failed_at, 2)
+    runs = tuple(
+        run.model_copy(update={"ok": (run.arm, run.kind, run.multiple, run.seed) != key}) for run in results.runs
+    )
+    results = conclude(results.model_copy(update={"runs": runs}))
+    (quality,) = (
+        q for q in results.quality if (q.arm, q.against, q.metric, q.rate) == ("topk:0.01", "none", "auc", "tuned")
+    )
+    assert has_lost(results, "topk:0.01", quality) is lost
+
+
+def test_an_arm_of_which_all_runs_failed_is_said_to_be_unknown():
+    found = verdict(fake_results((NONE, INT8), failed=[("int8", seed) for seed in range(1, 6)]), "int8")
+    assert found.outcome == "undecided"
+    assert "nothing can be said" in found.reasons[1]
+
+
+def test_an_arm_is_judged_at_its_own_best_rate():
+    results = fake_results(multiples=(0.5, 1.0, 2.0))
+    assert results.tuned["topk:0.01"] == 0.5
+    assert verdict(results, "topk:0.01").rate == "tuned"
+    by_rate = {
+        quality.rate: quality for quality in results.quality if (quality.arm, quality.metric) == ("topk:0.01", "auc")
+    }
+    assert by_rate["tuned"].difference.mean > by_rate["fixed"].difference.mean + 0.001
+
+
+def test_lower_is_better_for_logloss():
+    (found,) = (q for q in fake_results().quality if (q.arm, q.against, q.metric) == ("topk:0.01", "none", "logloss"))
+    assert not found.higher_is_better
+    assert found.difference.mean > 0
+    assert found.verdict == "worse"
+
+
+def test_a_margin_that_is_given_is_that_of_the_deciding_metric():
+    results = conclude(fake_results(), margin=0.01)
+    margins = {(quality.metric, quality.margin) for quality in results.quality}
+    assert margins == {("auc", 0.01), ("logloss", 0.001)}
+    assert verdict(results, "topk:0.01").quality == "equivalent"
+
+
+def test_break_even_by_formula_and_by_measurement_agree_on_a_link_that_is_waited_for():
+    (found,) = (even for even in fake_results((NONE, replace(FP16S, codec_ms=4.0))).break_even)
+    assert found.formula is not None
+    assert found.measured == pytest.approx(found.formula, rel=0.2)
+
+
+def test_a_measured_break_even_has_an_interval_and_one_of_few_seeds_a_wide_one():
+    kinds = (NONE, replace(FP16S, codec_ms=1.0))
+    (found,), (few,) = (fake_results(kinds, seeds=seeds).break_even for seeds in ((1, 2, 3, 4, 5), (1, 2)))
+    assert found.low is not None
+    assert found.high is not None
+    assert found.measured is not None
+    assert 1e8 < found.low < found.measured < found.high
+    assert few.low is not None
+    assert few.low < found.low
+    assert few.high is None  # what two seeds show without limit leaves open whether it is slower
+    (one,) = fake_results(kinds, seeds=(1,)).break_even
+    assert (one.low, one.high) == (None, None)
+
+
+def test_a_pair_lost_on_one_link_is_left_out_of_the_interval_on_all():
+    kinds = (NONE, replace(FP16S, codec_ms=1.0))
+    whole, part = fake_results(kinds, seeds=(1, 2, 3)), fake_results(kinds, failed=[("fp16s", 4), ("fp16s", 5)])
+    assert (part.break_even[0].low, part.break_even[0].high) == (whole.break_even[0].low, whole.break_even[0].high)
+
+
+def test_without_measured_bytes_the_formula_is_unknown():
+    results = fake_results()
+    runs = tuple(run.model_copy(update={"bytes": (), "step": ()}) for run in results.runs)
+    blind = conclude(results.model_copy(update={"runs": runs}))
+    assert {even.formula_says for even in blind.break_even} == {"unknown"}
+    assert {even.measured for even in blind.break_even} == {even.measured for even in results.break_even}
+    assert not blind.volumes
+
+
+def test_results_come_back_from_their_file(tmp_path: Path):
+    results = fake_results(failed=[("int8", 1)], multiples=(1.0, 2.0))
+    assert read_results(write_results(results, tmp_path)) == results
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]

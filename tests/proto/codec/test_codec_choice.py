@@ -1,0 +1,121 @@
+import numpy as np
+import pytest
+
+from embershard.proto.codec.name import Codec
+
+TEXTS = {
+    "none": Codec(),
+    "fp16s": Codec(values="fp16s"),
+    "bf16": Codec(values="bf16"),
+    "int8": Codec(values="int8"),
+    "onebit": Codec(values="onebit"),
+    "topk:0.01": Codec(select="topk", number=0.01),
+    "topk:1": Codec(select="topk", number=1.0),
+    "topk:0.01+fp16s": Codec(select="topk", number=0.01, values="fp16s"),
+    "topk:0.01+mine.codecs:half": Codec(select="topk", number=0.01, values="mine.codecs:half"),
+    "rows:0.1+int8": Codec(select="rows", number=0.1, values="int8"),
+    "randomk:1e-05": Codec(select="randomk", number=1e-5),
+    "dgc:0.001+fp16s": Codec(select="dgc", number=0.001, values="fp16s"),
+    "powersgd:4": Codec(select="powersgd", number=4.0),
+    "delta": Codec(select="delta"),
+    "mine.codecs:half": Codec(values="mine.codecs:half"),
+}
+
+
+@pytest.mark.parametrize(("text", "codec"), TEXTS.items())
+def test_a_text_and_its_codec_say_the_same(text: str, codec: Codec) -> None:
+    assert Codec.parse(text) == codec
+    assert str(codec) == text
+
+
+def test_any_kind_of_number_gives_the_text() -> None:
+    assert str(Codec(select="powersgd", number=4)) == "powersgd:4"
+    assert str(Codec(select="topk", number=np.float64(0.01))) == "topk:0.01"
+
+
+def test_saying_that_values_are_plain_changes_nothing() -> None:
+    assert Codec.parse("topk:0.01+none") == Codec.parse("topk:0.01")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "there is no ''"),
+        ("gzip", "there is no 'gzip' (known: none, fp16s"),
+        ("Int8", "there is no 'Int8'"),
+        ("int8:4:4", "there is no 'int8:4:4'"),
+        ("mine:", "there is no 'mine:'"),
+        ("topk", "its ratio must be a number, as in topk:0.01"),
+        ("topk:", "its ratio must be a number"),
+        ("topk:few", "its ratio must be a number"),
+        ("topk:nan", "its ratio must be a number"),
+        ("topk:inf", "its ratio must be a number"),
+        ("topk:0", "above 0 and at most 1, got 0"),
+        ("topk:-0.1", "above 0 and at most 1, got -0.1"),
+        ("topk:1.5", "above 0 and at most 1, got 1.5"),
+        ("randomk:2", "above 0 and at most 1, got 2"),
+        ("dgc:1", "to send everything, write none"),
+        ("powersgd", "its rank must be a number, as in powersgd:4"),
+        ("powersgd:0", "whole number from 1 to 256, got 0"),
+        ("powersgd:2.5", "whole number from 1 to 256, got 2.5"),
+        ("powersgd:257", "whole number from 1 to 256, got 257"),
+        ("delta:3", "it takes no number"),
+        ("delta+int8", "no values codec can follow it"),
+        ("topk:0.1+onebit", "cannot follow a selection"),
+        ("topk:0.1+topk:0.1", "RATIO"),
+        ("topk:0.1+", "there is no ''"),
+        ("int8+fp16s", "nothing follows it"),
+        ("none+fp16s", "nothing follows it"),
+    ],
+)
+def test_a_wrong_text_says_what_is_wrong_and_what_is_known(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match="known: none, fp16s, bf16") as error:
+        Codec.parse(text)
+    assert message in str(error.value)
+
+
+def test_a_codec_says_what_it_is() -> None:
+    def those(fact: str) -> set[str]:
+        return {text for text, codec in TEXTS.items() if getattr(codec, fact)}
+
+    selections = {text for text in TEXTS if text.startswith(("topk", "rows", "randomk", "dgc", "powersgd"))}
+    assert those("is_plain") == {"none"}
+    assert those("is_custom") == {"topk:0.01+mine.codecs:half", "mine.codecs:half"}
+    assert those("has_feedback") == selections | {"onebit"}
+    assert those("for_pull") == {"none", "fp16s", "bf16", "int8", "delta", "mine.codecs:half"}
+    assert those("dense_only") == {"onebit", "powersgd:4", "delta"}
+
+
+@pytest.mark.parametrize(
+    ("text", "direction", "dense", "message"),
+    [
+        ("onebit", "push", False, "'onebit' on the push of rows: .* exactly zero cannot say so in one bit"),
+        ("powersgd:4", "push", False, "serves dense weights"),
+        ("delta", "pull", False, "every batch pulls other rows"),
+        ("delta", "push", True, "so it serves pulls"),
+        ("topk:0.01", "pull", True, "a pull has no later"),
+        ("dgc:0.01", "pull", False, "a pull has no later"),
+        ("onebit", "pull", True, "a pull has no later"),
+    ],
+)
+def test_a_codec_refuses_what_it_cannot_serve(text: str, direction: str, dense: bool, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Codec.parse(text).check(direction, dense)
+
+
+@pytest.mark.parametrize(
+    ("text", "direction", "dense"),
+    [
+        ("none", "push", False),
+        ("int8", "pull", False),
+        ("topk:0.01+int8", "push", False),
+        ("dgc:0.001", "push", False),
+        ("dgc:0.001", "push", True),
+        ("onebit", "push", True),
+        ("powersgd:4", "push", True),
+        ("delta", "pull", True),
+        ("mine:half", "pull", False),
+    ],
+)
+def test_a_codec_serves_what_it_can(text: str, direction: str, dense: bool) -> None:
+    Codec.parse(text).check(direction, dense)

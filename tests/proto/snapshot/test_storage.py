@@ -1,0 +1,93 @@
+"""Files by path, on a disk and in a storage that only fsspec knows."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+import pytest
+
+from embershard.proto.snapshot.storage import Storage
+from embershard.proto.snapshot_errors import BadSnapshotName, SnapshotNotWritten, SnapshotUnreadable
+
+
+@pytest.fixture(params=["disk", "memory"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    return Storage(str(tmp_path / "a") if request.param == "disk" else f"memory://{secrets.token_hex(8)}/a")
+
+
+def test_what_was_written_is_read(storage: Storage):
+    storage.make_folder("x/y")
+    with storage.create("x/y/one") as file:
+        file.write(b"123")
+        file.write(memoryview(b"45"))
+    assert storage.read("x/y/one") == b"12345"
+    assert storage.sizes("x/y") == {"one": 5}
+    assert storage.sizes("x") == {"y": None}
+
+
+def test_a_file_is_replaced_whole(storage: Storage):
+    storage.make_folder("")
+    storage.replace("f", b"old")
+    storage.replace("f", b"newer")
+    assert storage.read("f") == b"newer"
+    assert storage.sizes("") == {"f": 5}
+
+
+def test_what_is_not_there_is_not_found(storage: Storage):
+    with pytest.raises(FileNotFoundError):
+        storage.read("nowhere/f")
+    assert storage.sizes("nowhere") == {}
+    storage.remove("nowhere")
+
+
+def test_a_folder_goes_with_all_that_is_in_it(storage: Storage):
+    storage.make_folder("x/y")
+    storage.replace("x/y/f", b"1")
+    storage.replace("x/g", b"2")
+    storage.remove("x/y")
+    assert storage.sizes("x") == {"g": 1}
+    storage.remove_if_empty("x")
+    assert storage.read("x/g") == b"2"
+
+
+def test_a_file_is_named_as_people_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert Storage("snaps/").at("one/f") == str(tmp_path / "snaps/one/f")
+    assert Storage(f"file://{tmp_path}").at("f") == str(tmp_path / "f")
+    assert Storage("memory://snaps/").at("f") == "memory://snaps/f"
+
+
+def test_a_failed_write_names_the_file_and_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    storage = Storage(str(tmp_path))
+    storage.replace("f", b"old")
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(SnapshotNotWritten, match=rf"{tmp_path}/f.*: OSError: No space left on device; make"):
+        storage.replace("f", b"new")
+    assert storage.read("f") == b"old"
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SnapshotNotWritten, match=f"cannot write {tmp_path}/file/x: NotADirectoryError"):
+        Storage(str(tmp_path / "file")).make_folder("x")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(SnapshotUnreadable, match=f"cannot read {tmp_path}/folder: IsADirectoryError"):
+        Storage(str(tmp_path)).read("folder")
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [("simplecache::s3://b/x", "without '::'"), ("nosuch://b/x", "nosuch"), ("dask://b", "distributed|Install")],
+)
+def test_a_url_that_makes_no_sense_here_is_refused(url: str, words: str):
+    with pytest.raises(BadSnapshotName, match=words):
+        Storage(url)

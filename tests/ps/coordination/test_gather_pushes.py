@@ -1,0 +1,70 @@
+"""The sum of several workers' gradients against its plain reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from embershard.proto import spec
+from embershard.ps.coordination import aggregate as gather_pushes
+from embershard.ps.coordination.aggregate import add_up
+from embershard.ps.table import reference
+from embershard.ps.table.optimizers import OptimizerRegistry
+from embershard.ps.table.table import Table
+from embershard.ps.table.tables import Part
+
+OPTIMIZER = OptimizerRegistry().find(spec.SGD(lr=1.0))
+TABLES = {
+    dim: Table(spec.TableSpec(name="t", dim=dim, optimizer=spec.SGD(lr=1.0)), OPTIMIZER, 1 << 20) for dim in (1, 3, 16)
+}
+
+
+def check(dim: int, pushes: list[tuple[np.float32, np.ndarray, np.ndarray, np.ndarray | None]]) -> Part:
+    gathered = add_up([(scale, Part(TABLES[dim], ids, rows, 0.5, ages)) for scale, ids, rows, ages in pushes])
+    ones = [np.ones(len(ids), np.float32) if ages is None else ages for _, ids, _, ages in pushes]
+    want, want_ages = reference.add_up([(*push[:3], ages) for push, ages in zip(pushes, ones, strict=True)])
+    assert gathered.ids.tolist() == list(want)  # in the order of their first finite row
+    for row, id_ in zip(gathered.gradients, gathered.ids.tolist(), strict=True):
+        assert row.tobytes() == want[id_].tobytes()
+    if all(ages is None for *_, ages in pushes):
+        assert gathered.ages is None
+    else:
+        assert gathered.ages is not None
+        assert gathered.ages.tolist() == list(want_ages.values())
+    return gathered
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_sums_have_the_bits_of_the_reference(data: st.DataObject):
+    dim = data.draw(st.sampled_from(sorted(TABLES)))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    pushes = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        count, spread = data.draw(st.integers(0, 200)), data.draw(st.sampled_from([3, 100, 2**62]))
+        rows = rng.standard_normal((count, dim), np.float32)
+        rows[rng.random((count, dim)) < 0.02] = rng.choice([np.nan, np.inf, -np.inf])
+        ages = rng.integers(1, 30, count).astype(np.float32) if data.draw(st.booleans()) else None
+        pushes.append((np.float32(rng.random()), rng.integers(-spread, spread, count), rows, ages))
+    check(dim, pushes)
+
+
+def test_nothing_is_the_sum_of_nothing():
+    none = np.float32(1), np.empty(0, np.int64), np.empty((0, 3), np.float32), None
+    assert check(3, [none, none]).gradients.shape == (0, 3)
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 4096])
+def test_ids_that_share_one_place_of_the_index_are_told_apart(count: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gather_pushes, "_KEY", np.uint64(0))
+    size = 2 * count
+    cells = max(2, 1 << (2 * size - 1).bit_length())
+    made = np.arange(200 * cells, dtype=np.int64)
+    same = made[reference.mix64(made, 0) % np.uint64(cells) == 0][:count]
+    rows = np.ones((len(same), 1), np.float32)
+    ages = np.full(len(same), 9, np.float32)
+    gathered = check(1, [(np.float32(0.5), same, rows, ages), (np.float32(0.25), same[::-1].copy(), rows, None)])
+    assert gathered.ages is not None
+    assert (gathered.ages == 5).all()  # 4.5 + 0.25

@@ -1,0 +1,487 @@
+"""Workers that meet over gloo, in two real processes, and through shards, in threads; and the world of one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import torch.distributed
+
+from embershard.local_shards import InProcessShards
+from embershard.proto.errors import MeetingOver, WorkerLost, WorkersApart
+from embershard.proto.transport.transport import Deadline
+from embershard.worker.client.client import Client
+from embershard.worker.client.membership import Terms
+from embershard.worker.client.worker_group import (
+    FewerWorkers,
+    LeftBehind,
+    ShardGroup,
+    TorchGroup,
+    WorkerGroup,
+    _await_all,
+)
+
+sys.path.insert(0, str(Path(__file__).parent))
+from group_contract import take_part
+
+T = TypeVar("T")
+
+PEER = """
+import os
+from datetime import timedelta
+from embershard.worker.client.worker_group import WorkerGroup
+from group_contract import take_part
+
+with WorkerGroup.join(int(os.environ["RANK"]), 2, timedelta(seconds=60)) as group:
+    take_part(group)
+"""
+
+LOSER = """
+import os
+from datetime import timedelta
+from embershard.worker.client.worker_group import WorkerGroup
+
+rank = int(os.environ["RANK"])
+group = WorkerGroup.join(rank, 2, timedelta(seconds=60))
+if rank == 1:
+    os._exit(3)
+group.barrier()
+"""
+
+
+def run_two(program: str) -> list[tuple[int, str]]:
+    """Exit code and stderr of two workers that run a program."""
+    with socket.socket() as reserved:  # nobody else is given the port while it is bound here
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        port = str(reserved.getsockname()[1])
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2"}
+        meeting["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+        peers = [
+            subprocess.Popen(
+                [sys.executable, "-c", program],
+                env={**os.environ, **meeting, "RANK": str(rank)},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            return [(peer.returncode, errors) for peer in peers for _, errors in [peer.communicate(timeout=250)]]
+        finally:
+            for peer in peers:
+                peer.kill()
+
+
+@pytest.mark.integration
+def test_two_processes_meet_over_gloo() -> None:
+    for code, errors in run_two(PEER):
+        assert code == 0, errors
+
+
+@pytest.mark.integration
+def test_a_worker_whose_peer_dies_says_that_it_lost_another_worker() -> None:
+    (code, errors), _ = run_two(LOSER)
+    assert code == 1
+    assert "WorkerLost: worker 0 of 2 lost another worker: " in errors
+
+
+def test_a_rank_that_does_not_come_or_comes_twice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 3, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    with pytest.raises(WorkersApart, match=r"worker 1 of 3 .*: worker 0, 2 did not come in time; give all workers"):
+        WorkerGroup.join(1, 3, timedelta(seconds=1))
+    with pytest.raises(WorkersApart, match="another process is worker 1 already"):
+        WorkerGroup.join(1, 3, timedelta(seconds=1))
+
+
+def test_workers_without_a_place_to_meet_are_told_what_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(WorkersApart, match=r"worker 1 of 3 .* MASTER_ADDR=\(not set\) MASTER_PORT=\(not set\)"):
+        WorkerGroup.join(1, 3, timedelta(seconds=1))
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("[pair.cc:534] Closed by peer [::1]:9. This is typically a crash.\nRaised from", "Closed by peer [::1]:9"),
+        ("Timed out.", "Timed out"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_of_what_gloo_says_one_line_is_told(monkeypatch: pytest.MonkeyPatch, words: str, reason: str) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(torch.distributed, "all_gather", fail)
+    with pytest.raises(WorkerLost) as caught:
+        TorchGroup(0, 2).barrier()
+    assert caught.value.fields["reason"] == reason
+
+
+def test_a_world_of_one_needs_no_network() -> None:
+    with WorkerGroup.join(0, 1) as group:
+        group.barrier()
+        values = np.arange(3.0)
+        assert group.gather(values)[0].tolist() == values.tolist()
+        assert group.sum(2.5) == 2.5
+        assert group.decide(True, False) == (True, False)
+        buffer = torch.ones(2)
+        group.broadcast([buffer])
+        assert group.is_first
+        assert group.any(True)
+
+
+def test_what_all_of_them_put_down_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mirrored(WorkerGroup):
+        """All others put down what this one does."""
+
+        def _meet(self, data: npt.NDArray[np.uint8], *, listen: bool = True) -> dict[int, npt.NDArray[np.uint8]]:
+            sizes.append(len(data))
+            listened.append(listen)
+            return {worker: data for worker in self.present}
+
+    sizes: list[int] = []
+    listened: list[bool] = []
+    monkeypatch.setattr("embershard.worker.client.worker_group.MEETING_BYTES", 64)
+    group = Mirrored(0, 4)
+    values = np.arange(10.0)
+    assert [part.tolist() for part in group.gather(values)] == [values.tolist()] * 4
+    buffers = [torch.tensor([True, False, True]), torch.arange(7.0), torch.empty(0), torch.arange(3)]
+    group.broadcast(buffers)
+    assert [buffer.tolist() for buffer in buffers] == [[True, False, True], list(range(7)), [], [0, 1, 2]]
+    assert max(sizes) == 64 // 4
+    sizes.clear()
+    group.broadcast([])
+    assert not sizes  # there is nothing to meet for
+    assert [len(part) for part in group.gather(values[:0])] == [0] * 4
+    listened.clear()
+    assert Mirrored(1, 4).gather(values) == []
+    assert listened == [True] + [False] * 5  # of how much there is; who is not the first needs nothing of it
+
+
+def test_a_group_is_left_as_its_block_ends() -> None:
+    class Leaving(WorkerGroup):
+        left = False
+
+        def leave(self) -> None:
+            self.left = True
+
+    with Leaving() as group:
+        assert not group.left
+    assert group.left
+
+
+def test_what_is_done_together_is_tried_again_for_each_worker_that_can_be_lost() -> None:
+    group = WorkerGroup(0, 3)
+
+    def losing(count: int) -> Callable[[], str]:
+        losses = iter([FewerWorkers()] * count)
+
+        def work() -> str:
+            for loss in losses:
+                raise loss
+            return "done"
+
+        return work
+
+    assert group.together(losing(2)) == "done"
+    with pytest.raises(WorkerLost, match="worker 0 of 3 lost another worker: again and again"):
+        group.together(losing(3))
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
+def test_a_rank_outside_the_world_is_refused(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match="rank must be in"):
+        WorkerGroup(rank, world_size)
+
+
+@pytest.fixture
+def join() -> Iterator[Callable[..., ShardGroup]]:
+    """Makes members of a job on two shards in this process."""
+    shards, clients = InProcessShards(2), []
+
+    def make(rank: int, workers: int, *, lease: float = 60.0) -> ShardGroup:
+        client = Client(shards.carriers(), worker=rank)
+        clients.append(client)
+        client.join(Terms(workers=workers, lease=timedelta(seconds=lease), patience=timedelta(seconds=60)))
+        return ShardGroup(client, rank, workers)
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+def die(group: ShardGroup) -> None:
+    """Stop beating, without a word. What is left of its lease is over at once: only others' leases must last."""
+    member = group._membership
+    member._ended.set()
+    kept, member.terms = member.terms, replace(member.terms, lease=timedelta(milliseconds=1))
+    assert member._join(member.first) == member.first
+    member.terms = kept
+
+
+def all_do(groups: Sequence[ShardGroup], work: Callable[[ShardGroup], T]) -> list[T]:
+    """What every worker does, side by side."""
+    with ThreadPoolExecutor(len(groups)) as pool:
+        return [done.result(100) for done in [pool.submit(work, group) for group in groups]]
+
+
+def test_two_workers_meet_through_shards(join: Callable[..., ShardGroup]) -> None:
+    all_do([join(rank, 2) for rank in range(2)], take_part)
+
+
+def test_nobody_takes_a_worker_for_lost_that_joined_after_it(join: Callable[..., ShardGroup]) -> None:
+    second = join(1, 2, lease=100.0)  # it does not beat before the first one joins
+    groups = [join(0, 2), second]
+    all_do(groups, lambda group: group.enter({}))
+    assert [group.reports for group in groups] == [True, False]
+
+
+def test_who_dies_is_neither_waited_for_nor_the_end_of_the_others(join: Callable[..., ShardGroup]) -> None:
+    groups = [join(rank, 3) for rank in range(3)]
+    all_do(groups, lambda group: group.enter({}))
+    die(groups[0])
+    all_do(groups[1:], lambda group: group.assemble(0))
+    assert [group.present for group in groups[1:]] == [(1, 2), (1, 2)]
+    assert [group.is_first for group in groups[1:]] == [True, False]
+    assert [group.share for group in groups[1:]] == [(0, 2), (1, 2)]
+    assert all_do(groups[1:], lambda group: group.tell(group.rank)) == [1, 1]
+    buffers = [torch.full((2,), float(group.rank)) for group in groups]
+    all_do(groups[1:], lambda group: group.broadcast([buffers[group.rank]]))
+    assert [buffer.tolist() for buffer in buffers[1:]] == [[1.0, 1.0]] * 2
+
+
+def test_the_first_that_lives_stands_in_for_who_reported_until_all_have_met(join: Callable[..., ShardGroup]) -> None:
+    groups = [join(rank, 3) for rank in range(3)]
+    all_do(groups, lambda group: group.enter({}))
+    assert [group.reports for group in groups] == [True, False, False]
+    die(groups[0])
+    for group in groups[1:]:
+        while 0 in group._membership.members:
+            group._membership._beat(timedelta(seconds=60))
+    assert [group.reports for group in groups[1:]] == [True, False]
+    assert not groups[1].is_first  # as they agreed when they met
+
+
+def test_the_highest_number_is_found_by_those_who_are_left(join: Callable[..., ShardGroup]) -> None:
+    groups = [join(rank, 3) for rank in range(3)]
+    all_do(groups, lambda group: group.enter({}))
+    all_do(groups, lambda group: group.assemble(0))
+    die(groups[2])
+    assert all_do(groups[:2], lambda group: group.highest(group.rank)) == [1, 1]
+
+
+def test_what_is_done_together_is_done_again_by_those_who_are_left(join: Callable[..., ShardGroup]) -> None:
+    groups = [join(rank, 3) for rank in range(3)]
+    tries: dict[int, int] = {rank: 0 for rank in range(3)}
+
+    def work(group: ShardGroup) -> float:
+        group.enter({})
+        group.assemble(0)
+
+        def total() -> float:
+            tries[group.rank] += 1
+            if group.rank == 0:
+                die(group)
+                return -1.0
+            return group.sum(group.share[1] + group.rank)
+
+        return group.together(total)
+
+    assert all_do(groups, work) == [-1.0, 7.0, 7.0]  # 2 + 1 and 2 + 2
+    assert tries == {0: 1, 1: 2, 2: 2}
+
+
+def test_who_joins_late_takes_part_from_its_first_meeting_on(join: Callable[..., ShardGroup]) -> None:
+    *groups, lost = (join(rank, 3) for rank in range(3))
+
+    def two_segments(group: ShardGroup) -> None:
+        for segment in range(2):
+            group.assemble(segment)
+            group.dismiss(segment, lambda clock: None, 5, {"plateaus": segment})
+
+    all_do([*groups, lost], lambda group: group.enter({}))
+    die(lost)
+    all_do(groups, two_segments)
+    late = join(2, 3)
+    assert late.enter({"plateaus": 9}) == (2, {"plateaus": 1, "clock": 5})
+    assert late.late
+    assert not late.is_first
+    assert not late.reports
+    all_do([*groups, late], lambda group: group.assemble(2))
+    assert late.present == groups[0].present == (0, 1, 2)
+    assert all_do([*groups, late], lambda group: group.tell(group.rank)) == [0, 0, 0]
+
+
+def test_who_joins_during_an_evaluation_waits_for_its_end_and_holds_nobody_up(join: Callable[..., ShardGroup]) -> None:
+    *groups, lost = (join(rank, 3) for rank in range(3))
+    all_do([*groups, lost], lambda group: group.enter({}))
+    die(lost)
+    all_do(groups, lambda group: group.assemble(0))
+    all_do(groups, lambda group: group.barrier())
+    late = join(2, 3)
+    with ThreadPoolExecutor(1) as pool:
+        entered = pool.submit(late.enter, {})
+        assert all_do(groups, lambda group: group.sum(1.0)) == [2.0, 2.0]
+        assert not entered.done()
+        all_do(groups, lambda group: group.dismiss(0, lambda clock: None, 5, {"plateaus": 8}))
+        assert entered.result(100) == (1, {"plateaus": 8, "clock": 5})
+
+
+class Meetings:
+    """Shards on which others meet: with one at the start, or over with so many meetings before it comes to one."""
+
+    def __init__(self, missed: int | None) -> None:
+        self.membership = self
+        self.calls: list[tuple[object, ...]] = []
+        self._missed, self._segment = missed or 0, 0 if missed is None else 3
+        self._last = self._segment + self._missed
+
+    def status(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(meeting=f"{self._segment}/on/4" if self._segment else "")]
+
+    def rest(self) -> None:
+        self.calls.append(("rest",))
+
+    def resume(self) -> None:
+        self.calls.append(("resume",))
+
+    def meet(self, name: str, said: bytes, *, among: object, patience: timedelta | None) -> dict[int, bytes]:
+        self.calls.append((name, said, among, patience))
+        if self._segment == self._last:
+            return {0: b"", 1: b"", 2: b'{"plateaus": 4}', 4: b'{"plateaus": 5}'}
+        self._segment += 1
+        raise MeetingOver(meeting=name)
+
+
+def test_who_comes_to_the_start_waits_for_the_others_processes() -> None:
+    shards = Meetings(missed=None)
+    group = ShardGroup(shards, 2, 5, timedelta(seconds=7))  # type: ignore[arg-type]
+    assert group.enter({"plateaus": 9}) == (0, {"plateaus": 4})  # the first one's word that has one
+    assert shards.calls == [("0/on", b'{"plateaus": 9}', (), timedelta(seconds=7))]
+    assert group.present == (0, 1, 2, 4)
+
+
+def test_who_comes_late_catches_up_with_workers_that_meet_meanwhile() -> None:
+    shards = Meetings(missed=2)
+    group = ShardGroup(shards, 1, 5)  # type: ignore[arg-type]
+    assert group.enter({"plateaus": 9}) == (5, {"plateaus": 4})
+    assert group.present == (0, 1, 2, 4)
+    # it says nothing of its own, waits as long as a segment takes, and no clock waits for it until it is there
+    met = [(f"{segment}/on", b"", (), None) for segment in (3, 4, 5)]
+    assert shards.calls == [("rest",), met[0], ("rest",), met[1], ("rest",), met[2], ("resume",)]
+
+
+def test_who_cannot_catch_up_with_the_others_says_so() -> None:
+    with pytest.raises(WorkerLost, match="the others run away from it"):
+        ShardGroup(Meetings(missed=1000), 1, 2).enter({})  # type: ignore[arg-type]
+
+
+def test_a_segment_begins_without_a_member_that_has_not_entered_yet(join: Callable[..., ShardGroup]) -> None:
+    *groups, lost = (join(rank, 3) for rank in range(3))
+    all_do([*groups, lost], lambda group: group.enter({}))
+    die(lost)
+    all_do(groups, lambda group: group.assemble(0))
+    late = join(2, 3)
+    all_do(groups, lambda group: group.dismiss(0, lambda clock: None, 5, {"plateaus": 8}))
+    assert groups[0].present == (0, 1)
+    assert late.enter({}) == (1, {"plateaus": 8, "clock": 5})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_was_given_up_learns_that_it_was_left_behind_and_enters_again(
+    join: Callable[..., ShardGroup], rank: int
+) -> None:
+    groups = [join(rank, 2) for rank in range(2)]
+    all_do(groups, lambda group: group.enter({}))
+    lost, other = groups[rank], groups[1 - rank]
+    die(lost)
+    other.assemble(0)
+    for _ in range(20):  # so many that the shard forgets what was said
+        other.barrier()
+    other.dismiss(0, lambda clock: None, 3, {"plateaus": 7})
+    with pytest.raises(LeftBehind):
+        lost.assemble(0)
+    assert not lost.is_first
+    assert not lost.reports
+    assert lost.enter({}) == (1, {"plateaus": 7, "clock": 3})
+    all_do(groups, lambda group: group.assemble(1))
+    assert lost.present == (0, 1)
+
+
+def test_who_misses_the_beginning_of_a_segment_enters_again(
+    join: Callable[..., ShardGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = join(0, 1)
+    group.enter({})
+    group.assemble(0)
+    meet = group._membership.meet
+
+    def begun(name: str, *said: object, **how: object) -> dict[int, bytes]:
+        if name == "1/on":  # the others are beyond it
+            raise MeetingOver(meeting=name)
+        return meet(name, *said, **how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(group._membership, "meet", begun)
+    with pytest.raises(LeftBehind):
+        group.dismiss(0, lambda clock: None, 3, {})
+
+
+@pytest.mark.parametrize("left", [True, False], ids=["the others left", "the others are about to leave"])
+def test_who_was_given_up_and_comes_back_after_the_end_learns_that_it_is_over(
+    join: Callable[..., ShardGroup], left: bool
+) -> None:
+    groups = [join(rank, 2) for rank in range(2)]
+    all_do(groups, lambda group: group.enter({}))
+    die(groups[1])
+    groups[0].assemble(0)
+    groups[0].dismiss(0, lambda clock: None, 3, {})
+    groups[0].assemble(1, last=True)
+    for _ in range(20):  # so many that the shard forgets how the segment began
+        groups[0].barrier()
+    if left:
+        groups[0]._membership.leave()
+    with pytest.raises(LeftBehind):
+        groups[1].assemble(0)
+    groups[1].enter({})
+    assert groups[1].over
+    with pytest.raises(LeftBehind):
+        groups[1].assemble(1, last=True)
+    assert not groups[1].is_first
+
+
+def test_another_job_on_the_same_shards_begins_anew(join: Callable[..., ShardGroup]) -> None:
+    for _ in range(2):
+        groups = [join(rank, 2) for rank in range(2)]
+        assert all_do(groups, lambda group: group.enter({"plateaus": 0})) == [(0, {"plateaus": 0})] * 2
+        assert not groups[1].late
+        all_do(groups, lambda group: group.assemble(0))
+        for group in groups:
+            group._membership.leave()
+
+
+@pytest.mark.parametrize(("wishes", "want"), [((True, True), True), ((True, False), False), ((False, False), False)])
+def test_workers_use_nccl_where_all_of_them_can(wishes: tuple[bool, bool], want: bool) -> None:
+    store = torch.distributed.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        said = [
+            pool.submit(_await_all, store, rank, 2, Deadline(timedelta(seconds=30)), nccl=nccl)
+            for rank, nccl in enumerate(wishes)
+        ]
+        assert [answer.result() for answer in said] == [want, want]

@@ -1,0 +1,226 @@
+"""PowerSGD against the paper's formulas in plain numpy, as a worker packs a dense table and its shards decode it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from embershard.proto.codec.name import Codec
+from embershard.proto.codec.payload import decode
+from embershard.proto.messages import TableGradients
+from embershard.proto.routing import Placement, even_ids, make_route
+from embershard.proto.spec import SGD, TableSpec
+from embershard.worker.compression.compressor import Compressor
+from embershard.worker.compression.low_rank import Layout, LowRank, Place, predict_low_rank
+
+BLOCK = 16
+PLACES = [Place(0, (6, 8)), Place(3, (5,)), Place(4, (12, 2, 3)), Place(9, (2, 2))]
+NUM_BLOCKS = 10
+SPEC = TableSpec(name="dense", dim=BLOCK, optimizer=SGD(lr=1.0), seed=7)
+IDS = even_ids(NUM_BLOCKS, SPEC.space_key)
+
+
+def gradients(seed: int) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    rows = np.zeros((NUM_BLOCKS, BLOCK), np.float32)
+    for place in PLACES:
+        flat = rows.reshape(-1)[place.start * BLOCK :][: place.size]
+        flat[:] = random.standard_normal(place.size)
+    return rows
+
+
+def matrix(rows: np.ndarray, place: Place) -> np.ndarray:
+    return rows.reshape(-1)[place.start * BLOCK :][: place.size].reshape(place.shape[0], -1)
+
+
+class Worker:
+    """A worker with one dense table on some shards, whose messages hold at most `most` blocks."""
+
+    def __init__(self, codec: str = "powersgd:1", shards: int = 1, most: int = NUM_BLOCKS) -> None:
+        self.compressor = Compressor(0, Placement.even(shards))
+        self.compressor.add(SPEC, dense=True)
+        self.compressor.lay_out("dense", Layout(IDS, PLACES))
+        self.compressor.choose("dense", Codec.parse(codec))
+        self.placement, self.most = Placement.even(shards), most
+        self.sent: list[tuple[int, TableGradients]] = []  # shard, part
+
+    def push(self, rows: np.ndarray, rate: float = 1.0, blocks: slice = slice(None)) -> np.ndarray:
+        """What the shards apply of a push; rows of NaN stand for those that are not there."""
+        route = make_route(IDS[blocks], SPEC.space_key, self.placement)
+        rows = rows[blocks]
+        self.compressor.begin([("dense", route, rows)], rate)
+        applied = np.full((NUM_BLOCKS, BLOCK), np.nan, np.float32)
+        self.sent = []
+        for shard, (start, stop) in enumerate(pairwise(route.splits.tolist())):
+            for first in range(start, stop, self.most):
+                part = slice(first, min(first + self.most, stop))
+                whole = TableGradients("dense", route.ids[part], rows[part], rate)
+                self.sent += [(shard, sent) for sent in self.compressor.pack(whole, shard, first - start)]
+        for _, part in self.sent:
+            numbers = [int(np.flatnonzero(IDS == i)[0]) for i in part.ids]
+            applied[numbers] = decode(part.gradients, len(part.ids), BLOCK).rows
+        return applied
+
+    def held(self) -> np.ndarray:
+        """All that is held back, by block."""
+        rows, held = np.zeros((NUM_BLOCKS, BLOCK), np.float32), self.compressor.held("dense")
+        rows[[int(np.flatnonzero(IDS == i)[0]) for i in held.ids]] = held.rows
+        return rows
+
+
+def first_right() -> np.ndarray:
+    low_rank = LowRank(Layout(IDS, PLACES), BLOCK, 1, SPEC.row_seed)
+    return np.asarray(dict(low_rank.state_dict()["rights"])["0"], np.float64)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+def test_factors_are_those_of_the_paper(shards: int) -> None:
+    worker, q = Worker(shards=shards), first_right()
+    error = np.zeros((6, 8))
+    for step in range(4):
+        rows = gradients(step)
+        applied = matrix(worker.push(rows), PLACES[0])
+        m = matrix(rows, PLACES[0]).astype(np.float64) + error
+        p = m @ q
+        p /= np.linalg.norm(p)
+        q = m.T @ p
+        # a part of a matrix for which the factors would be no smaller goes as it is
+        want = np.where(np.isclose(applied, m, atol=1e-6), m, p @ q.T)
+        np.testing.assert_allclose(applied, want, atol=1e-5)
+        assert (want != m).any()
+        error = m - want
+
+
+def test_vectors_and_matrices_that_would_not_shrink_go_as_they_are() -> None:
+    rows = gradients(0)
+    applied = Worker().push(rows)
+    whole = np.concatenate([applied[3:4], applied[9:]]), np.concatenate([rows[3:4], rows[9:]])
+    assert whole[0].tobytes() == whole[1].tobytes()
+
+
+def test_full_rank_reproduces_the_gradient() -> None:
+    rows = gradients(0)
+    assert Worker("powersgd:12").push(rows).tobytes() == rows.tobytes()
+
+
+def test_factors_find_a_gradient_of_their_rank() -> None:
+    rows = gradients(0)
+    for place in (PLACES[0], PLACES[2]):
+        part = matrix(rows, place)
+        part[:] = np.outer(np.arange(1, len(part) + 1), np.arange(1, place.columns + 1))
+    np.testing.assert_allclose(Worker().push(rows), rows, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("codec", ["powersgd:1", "powersgd:1+fp16s", "powersgd:2+int8"])
+@pytest.mark.parametrize(("shards", "most"), [(1, 10), (2, 10), (3, 2), (1, 1)])
+def test_what_is_applied_and_what_is_held_add_up_to_the_gradients(codec: str, shards: int, most: int) -> None:
+    worker = Worker(codec, shards, most)
+    total, applied = np.zeros((NUM_BLOCKS, BLOCK)), np.zeros((NUM_BLOCKS, BLOCK))
+    for step in range(5):
+        rows = gradients(step)
+        total += rows
+        applied += worker.push(rows)
+    assert np.abs(applied + worker.held() - total).max() < 1e-5 * np.abs(total).max()
+    assert most == 1 or np.abs(worker.held()).max() > 0.05
+
+
+@pytest.mark.parametrize(("shards", "most"), [(1, 5), (2, 10), (1, 7)])
+def test_parts_of_a_push_apply_what_the_whole_does(shards: int, most: int) -> None:
+    rows = gradients(0)
+    whole, parts = Worker().push(rows), Worker(shards=shards, most=most).push(rows)
+    some = np.abs(parts - rows).max(1) > 0
+    assert some.any()
+    assert parts[some].tobytes() == whole[some].tobytes()
+
+
+@pytest.mark.parametrize("codec", ["powersgd:1", "powersgd:2+fp16s", "powersgd:3+int8"])
+@pytest.mark.parametrize(("shards", "most"), [(1, 10), (2, 10), (3, 2), (1, 5)])
+def test_the_bytes_of_a_push_are_known_before(codec: str, shards: int, most: int) -> None:
+    worker, chosen = Worker(codec, shards, most), Codec.parse(codec)
+    worker.push(gradients(0))
+    values, ids = worker.compressor.find(chosen.values), [part.ids for _, part in worker.sent]
+    want = predict_low_rank(Layout(IDS, PLACES), BLOCK, int(chosen.number), ids, values)
+    assert sum(part.gradients.nbytes for _, part in worker.sent) == want
+
+
+def test_what_is_held_counts_by_the_learning_rate_of_its_own_push() -> None:
+    worker, rows = Worker(), gradients(0)
+    left = rows - worker.push(rows, rate=1.0)
+    applied = worker.push(np.zeros_like(rows), rate=0.5)
+    np.testing.assert_allclose(applied + worker.held(), 2 * left, atol=1e-5)
+
+
+def test_a_push_that_is_given_back_is_held() -> None:
+    worker, rows = Worker(shards=2), gradients(0)
+    worker.push(rows)
+    for shard, part in worker.sent:
+        worker.compressor.give_back([part], shard)
+    np.testing.assert_allclose(worker.held(), rows, atol=1e-6)
+
+
+def test_a_block_that_is_not_finite_is_never_held() -> None:
+    worker = Worker()
+    worker.push(gradients(0))
+    before, rows = worker.held(), gradients(1)
+    rows[1, 3] = np.nan
+    applied = worker.push(rows)
+    assert np.isnan(applied).any(1).tolist() == [number == 1 for number in range(NUM_BLOCKS)]
+    assert worker.held()[1].tobytes() == before[1].tobytes()
+    np.testing.assert_allclose(applied[[0, 2]], (rows + before)[[0, 2]])
+    assert np.isfinite(worker.push(gradients(2))).all()
+
+
+def test_numbers_that_overflow_do_not_spoil_later_steps() -> None:
+    worker, rows = Worker(), gradients(0)
+    rows[:3] *= np.float32(1e38)
+    with np.errstate(all="ignore"):
+        worker.push(rows)
+        worker.push(rows)
+    rows = gradients(1)
+    for _ in range(3):
+        applied = worker.push(np.zeros_like(rows))
+    assert np.isfinite(worker.push(rows)[4:]).all()
+    assert np.isfinite(applied[4:]).all()
+
+
+def test_a_parameter_without_a_gradient_is_left_alone() -> None:
+    worker = Worker()
+    worker.push(gradients(0))
+    before = worker.held()
+    applied = worker.push(gradients(1), blocks=slice(4, None))
+    assert np.isnan(applied[:4]).all()
+    assert worker.held()[:4].tobytes() == before[:4].tobytes()
+
+
+def test_what_is_held_is_sent_when_another_codec_follows() -> None:
+    worker, rows = Worker(), gradients(0)
+    left = rows - worker.push(rows)
+    worker.compressor.choose("dense", Codec.parse("none"))
+    sent = np.zeros_like(rows)
+    for part in worker.compressor.leftovers(0, 1.0, 2**20):
+        sent[[int(np.flatnonzero(IDS == i)[0]) for i in part.ids]] = decode(part.gradients, len(part.ids), BLOCK).rows
+    np.testing.assert_allclose(sent, left, atol=1e-6)
+    assert not worker.held().any()
+
+
+def test_a_run_goes_on_from_its_state_to_the_bit() -> None:
+    first, second = (LowRank(Layout(IDS, PLACES), BLOCK, 1, 3) for _ in range(2))
+    first.begin(IDS, gradients(0))
+    second.load_state_dict(dict(first.state_dict()))
+    values = Worker().compressor.find("int8")
+    for low_rank in (first, second):
+        low_rank.begin(IDS, gradients(1))
+    assert first.payload(IDS, values, 5).tobytes() == second.payload(IDS, values, 5).tobytes()
+
+
+def test_the_state_of_another_rank_is_refused() -> None:
+    one, two = (LowRank(Layout(IDS, PLACES), BLOCK, rank, 3) for rank in (1, 2))
+    with pytest.raises(ValueError, match="of another rank"):
+        two.load_state_dict(dict(one.state_dict()))
+
+
+def test_factors_travel_as_values_of_which_the_size_is_known() -> None:
+    with pytest.raises(ValueError, match="factors travel as none, fp16s, bf16 or int8"):
+        Worker().compressor.check("dense", Codec.parse("powersgd:1+mine:codec"))

@@ -1,0 +1,77 @@
+import gzip
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from embershard.proto.errors import JobError
+from embershard.worker.data.feature_ids import hash_texts
+from embershard.worker.data.readers.criteo import CriteoTsv, CriteoTsvStream
+
+NUMBERS = ["1", "-2", "", "65535", "0", "1", "1", "1", "1", "1", "1", "1", "9"]
+
+
+def line(label: str, numbers: list[str], ids: list[str]) -> str:
+    return "\t".join([label, *numbers, *ids]) + "\n"
+
+
+GOOD = line("0", NUMBERS, ["68fd1e64"] * 26) + line("1", NUMBERS, [""] * 26)
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.tsv.gz"])
+@pytest.mark.parametrize("reader", [CriteoTsv, CriteoTsvStream])
+def test_missing_values_logs_and_hashes(tmp_path, name, reader):
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(GOOD.encode()) if name.endswith("gz") else GOOD.encode())
+    data = reader({"train": [path], "test": [path, path]})
+    (batch,) = data.evaluate("train", 0, 1, 10)
+    assert batch.labels.tolist() == [0, 1]
+    wanted = np.log1p([1, 0, 0, 65535, 0, 1, 1, 1, 1, 1, 1, 1, 9])  # -2 and missing count as 0
+    np.testing.assert_allclose(batch.dense.numpy(), [wanted, wanted], rtol=1e-6)
+    for c in range(26):
+        assert batch.ids[:, c].tolist() == hash_texts(f"C{c + 1}", pa.array(["68fd1e64", ""])).tolist()
+    assert len(batch.ids.unique()) == 52
+    assert data.schema.num_ids is None
+    assert sum(len(batch) for batch in data.evaluate("test", 0, 1, 3)) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (GOOD + "1\t2\t3\n", r"a\.tsv:3: expected 40 fields, got 3 \(cut short\?\)"),
+        (GOOD + GOOD[:100], r"a\.tsv:3: expected 40 fields"),
+        (GOOD + line("2", NUMBERS, ["x"] * 26), r"a\.tsv:3: column 'label': label '2' is not 0 or 1"),
+        (GOOD + line("1", ["1e", *NUMBERS[1:]], ["x"] * 26), r"a\.tsv:3: column 'I1': '1e' is not a finite number"),
+    ],
+)
+def test_bad_lines(tmp_path, text, error):
+    path = tmp_path / "a.tsv"
+    path.write_text(text)
+    with pytest.raises(JobError, match=error):
+        CriteoTsv({"train": [path]})
+
+
+def test_a_streamed_file_is_looked_at_first(tmp_path):
+    (tmp_path / "a.tsv").write_text(GOOD)
+    (tmp_path / "b.tsv").write_text(GOOD + line("1", NUMBERS, ["x"] * 25))
+    with pytest.raises(JobError, match=r"b\.tsv:3: expected 40 fields, got 39"):
+        CriteoTsvStream({"train": [tmp_path / "a.tsv"], "valid": [tmp_path / "a.tsv", tmp_path / "b.tsv"]})
+
+
+def test_no_file_is_named():
+    with pytest.raises(JobError, match="no train file is named"):
+        CriteoTsv({})
+    with pytest.raises(JobError, match="no test file is named"):
+        CriteoTsvStream({"train": [__file__], "test": []})
+
+
+def test_real_rows_have_the_measured_ids(real_data):
+    path = real_data("criteo/train_10k.tsv")
+    data = CriteoTsv({"train": [path]})
+    (batch,) = data.evaluate("train", 0, 1, 10_000)
+    distinct = [len(batch.ids[:, c].unique()) for c in range(26)]
+    assert (distinct[0], distinct[2], distinct[25]) == (175, 5521, 1939)  # of kaggle_skew.json
+    assert batch.labels.mean() == pytest.approx(0.2182)
+    streamed = [batch for rank in range(2) for batch in CriteoTsvStream({"train": [path]}).train(0, rank, 2, 512)]
+    found = sorted(tuple(ids.tolist()) for batch in streamed for ids in batch.ids)
+    assert found == sorted(tuple(ids.tolist()) for ids in batch.ids)

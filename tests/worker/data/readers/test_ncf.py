@@ -1,0 +1,146 @@
+import numpy as np
+import pytest
+import torch
+
+from embershard.proto.errors import JobError
+from embershard.worker.data.readers.interactions import Interactions
+from embershard.worker.data.readers.movielens import NcfData
+from embershard.worker.data.readers.sampling import list_batch
+from embershard.worker.metrics import Candidates
+
+FILES = {
+    "train.pairs": "0\t0\n0\t1\n1\t2\n2\t0\n2\t3\n2\t4\n",
+    "test.rating": "0\t2\t5\t978824351\n1\t0\t3\t978300174\n2\t1\t4\t978298504\n",
+    # user 1 has its own test item among the negatives, and item 3 twice
+    "test.negative": "(0,2)\t3\t4\t5\n(1,0)\t3\t0\t3\n(2,1)\t2\t5\t6\n",
+}
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    for name, text in FILES.items():
+        (tmp_path / f"tiny.{name}").write_text(text)
+    return tmp_path / "tiny"
+
+
+def test_ids_of_users_and_items_do_not_meet(prefix):
+    data = NcfData(prefix)
+    assert data.schema.features == ("user", "item")
+    assert data.schema.num_ids == 3 + 7
+    for batch in data.train(0, 0, 1, 7):
+        assert (batch.ids[:, 0] < 3).all()
+        assert (batch.ids[:, 1] >= 3).all()
+        assert (batch.ids < 10).all()
+
+
+def test_an_epoch_has_each_positive_once_and_four_negatives_that_its_user_did_not_take(prefix):
+    data = NcfData(prefix, negatives=4)
+    taken = {(0, 0), (0, 1), (1, 2), (2, 0), (2, 3), (2, 4)}
+    assert data.num_samples("train") == 30
+    for epoch in range(20):
+        batch = next(data.train(epoch, 0, 1, 100))
+        pairs = [(int(u), int(i) - 3) for u, i in batch.ids]
+        positive = [p for p, label in zip(pairs, batch.labels, strict=True) if label == 1]
+        negative = [p for p, label in zip(pairs, batch.labels, strict=True) if label == 0]
+        assert sorted(positive) == sorted(taken)
+        assert not set(negative) & taken
+        assert np.bincount([u for u, _ in negative]).tolist() == [8, 4, 12]
+
+
+def test_negatives_are_fresh_each_epoch_and_the_same_for_any_batch_size_and_worker_count(prefix):
+    data = NcfData(prefix)
+
+    def sampled(epoch, world_size, batch_size):
+        return sorted(
+            (*map(int, pair), float(label))
+            for rank in range(world_size)
+            for batch in data.train(epoch, rank, world_size, batch_size)
+            for pair, label in zip(batch.ids, batch.labels, strict=True)
+        )
+
+    assert sampled(3, 1, 30) == sampled(3, 4, 2)
+    assert sampled(3, 1, 30) != sampled(4, 1, 30)
+
+
+def test_negatives_are_uniform_over_the_items_not_taken():
+    data = Interactions.of(np.array([0, 0, 1]), np.array([1, 3, 0]), 3, 5)
+    draws = np.arange(60_000)
+    for user, free in ((0, [0, 2, 4]), (1, [1, 2, 3, 4]), (2, [0, 1, 2, 3, 4])):
+        counts = np.bincount(data.sample_negatives(np.full(60_000, user), draws, 7), minlength=5)
+        assert np.flatnonzero(counts).tolist() == free
+        # five standard deviations of a binomial count
+        assert (np.abs(counts[free] - 60_000 / len(free)) < 5 * np.sqrt(60_000 / len(free))).all()
+
+
+def test_lists_put_the_positive_before_its_negatives():
+    data = Interactions.of(np.array([0, 1, 1]), np.array([2, 0, 1]), 2, 4)
+    batch = list_batch(data, data.users(), np.array([2, 0]), 3, 1)
+    assert batch.ids.shape == (2, 5)
+    assert batch.ids[:, :2].tolist() == [[1, 2 + 1], [0, 2 + 2]]
+    assert set(batch.ids[0, 2:].tolist()) <= {2 + 2, 2 + 3}
+    assert 2 + 2 not in batch.ids[1, 2:].tolist()
+
+
+def test_candidates_are_collapsed_and_come_in_whole_users(prefix):
+    data = NcfData(prefix)
+    assert data.evaluation == "candidates"
+    assert data.num_samples("test") == 4 + 2 + 4
+    batches = list(data.evaluate("test", 0, 1, 5))
+    assert [batch.groups.tolist() for batch in batches] == [[0] * 4, [1] * 2, [2] * 4]
+    assert batches[1].ids.tolist() == [[1, 3 + 3], [1, 3 + 0]]
+    assert [batch.labels.tolist() for batch in batches] == [[0, 0, 0, 1], [0, 1], [0, 0, 0, 1]]
+    whole = next(data.evaluate("test", 0, 1, 100))
+    assert torch.equal(whole.ids, torch.cat([batch.ids for batch in batches]))
+    shares = [[int(g) for b in data.evaluate("test", rank, 4, 100) for g in b.groups.unique()] for rank in range(4)]
+    assert shares == [[0], [1], [2], []]
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "error"),
+    [
+        ("train.pairs", "0\tx", r"tiny\.train\.pairs:7: column 'item': 'x' is not an integer id"),
+        ("train.pairs", "0", r"tiny\.train\.pairs:7: expected 2 fields, got 1 \(cut short\?\)"),
+        ("test.rating", "3\t1", r"tiny\.test\.rating:4: expected 4 fields, got 2"),
+        ("test.rating", "3\t1\t5\t0", r"tiny\.test\.negative: no line for user 3 of tiny\.test\.rating"),
+        ("test.negative", "(2,1\t5", r"tiny\.test\.negative:4: expected \(user,item\)"),
+        ("test.negative", "(2,3)\t5", r"tiny\.test\.negative:4: user 2 has item 3 here, but 1 in tiny\.test\.rating"),
+        ("test.negative", "(2,1)\t5\t6", r"tiny\.test\.negative:4: 2 negative items, but 3 in the lines before"),
+        ("test.negative", "(2,1)\tfive\t5\t5", r"tiny\.test\.negative:4: expected \(user,item\)"),
+    ],
+)
+def test_a_bad_line_is_named(prefix, name, line, error):
+    with open(f"{prefix}.{name}", "a") as file:
+        file.write(line + "\n")
+    with pytest.raises(JobError, match=error):
+        NcfData(prefix)
+
+
+def test_a_user_who_took_everything_has_no_negatives(prefix):
+    with open(f"{prefix}.train.pairs", "a") as file:
+        file.writelines(f"1\t{i}\n" for i in range(7))
+    with pytest.raises(JobError, match="user 1 took all 7 items"):
+        NcfData(prefix)
+    assert NcfData(prefix, negatives=0).num_samples("train") == 12
+
+
+def test_more_workers_than_samples(prefix):
+    with pytest.raises(JobError, match="30 samples cannot be split over 31 workers"):
+        next(NcfData(prefix).train(0, 0, 31, 1))
+
+
+def test_movielens(real_data):
+    data = NcfData(real_data("ncf-ml-1m") / "ml-1m")
+    popularity = torch.from_numpy(np.bincount(data.train_set.items, minlength=3706))
+    figures = Candidates(10)
+    for batch in data.evaluate("test", 0, 1, 10_000):
+        figures.update(popularity[batch.ids[:, 1] - 6040], batch.labels, batch.groups)
+    # the paper's own baseline, as published
+    assert figures.compute() == pytest.approx({"hr@10": 0.4531, "ndcg@10": 0.2541, "users": 6040}, abs=5e-5)
+    assert data.schema.num_ids == 6040 + 3706
+    assert data.num_samples("train") == 994_169 * 5
+    assert data.num_samples("test") == 604_000 - 156
+    batch = next(data.train(0, 0, 1, 50_000))
+    assert batch.labels.mean() == pytest.approx(0.2, abs=0.01)
+    keys = data.train_set.users() * 3706 + data.train_set.items
+    pairs = batch.ids[:, 0] * 3706 + batch.ids[:, 1] - 6040
+    assert np.array_equal(np.isin(pairs.numpy(), keys), batch.labels.numpy() == 1)

@@ -1,0 +1,403 @@
+"""Remote embeddings against torch's own modules: the same outputs, and the same weights after a step of SGD."""
+
+import copy
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import embershard as es
+from embershard.worker.nn.embedding import Embedding, EmbeddingBag
+from embershard.worker.session.gradients import RowGradients
+from embershard.worker.session.session import Session
+
+ROWS, DIM = 12, 3
+# one multiplication and one addition per float lie between both sides, in another order at most
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def remote_rows(module: Embedding | EmbeddingBag) -> torch.Tensor:
+    return module.table.pull(torch.arange(ROWS))
+
+
+def check_equal(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+def compare(module: nn.Module, calls: list[tuple[tuple[torch.Tensor | None, ...], torch.Tensor | None]]) -> None:
+    """Forward each of the calls (positional tensors, per_sample_weights), one backward, one step, on both sides."""
+    theirs = copy.deepcopy(module)
+    with es.local(shards=3) as session:
+        ours = es.wrap(module, session, optimizer=es.SGD(lr=1.0))
+        assert isinstance(ours, Embedding | EmbeddingBag)
+        losses: list[torch.Tensor] = []
+        weights: list[list[torch.Tensor]] = []
+        for side in (ours, theirs):
+            total = torch.zeros(())
+            leaves = []
+            for index, (arguments, per_sample) in enumerate(calls):
+                extra = {}
+                if per_sample is not None:
+                    leaves.append(per_sample.clone().requires_grad_())
+                    extra["per_sample_weights"] = leaves[-1]
+                out = side(*arguments, **extra)
+                generator = torch.Generator().manual_seed(index)
+                total = total + (out * torch.randn(out.shape, generator=generator)).sum()
+                losses.append(out)
+            if total.requires_grad:
+                total.backward()
+            weights.append(leaves)
+        half = len(losses) // 2
+        for mine, other in zip(losses[:half], losses[half:], strict=True):
+            check_equal(mine, other)
+        for mine, other in zip(*weights, strict=True):
+            assert mine.grad is not None
+            assert other.grad is not None
+            check_equal(mine.grad, other.grad)
+        session.step()
+        torch.optim.SGD(theirs.parameters(), lr=1.0).step()
+        check_equal(remote_rows(ours), theirs.weight.detach())
+
+
+EMBEDDING_CASES = [
+    dict(zip(("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"), values, strict=True))
+    for values in itertools.product([None, 2, -1], [None, 0.5], [2.0, 1.0], [False, True], [False])
+] + [{"padding_idx": 3, "sparse": True}]
+
+
+@pytest.mark.parametrize("arguments", EMBEDDING_CASES, ids=str)
+def test_embedding_equals_torch(arguments: dict[str, object]) -> None:
+    ids = torch.randint(ROWS, (5, 4))
+    ids[0, :2] = 2
+    if arguments.get("sparse"):
+        reference = nn.Embedding(ROWS, DIM, **arguments)  # type: ignore[arg-type]
+        assert es.wrap(reference, es.local(), optimizer=es.SGD(lr=1.0)).sparse is False
+        arguments = {**arguments, "sparse": False}
+    module = nn.Embedding(ROWS, DIM, **arguments)  # type: ignore[arg-type]
+    compare(module, [((ids,), None)])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 1, 3), (0,), (2, 0)])
+def test_embedding_takes_ids_of_any_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    compare(nn.Embedding(ROWS, DIM), [((torch.randint(ROWS, shape, dtype=dtype),), None)])
+
+
+BAG_CASES = [
+    dict(zip(("mode", "padding_idx", "include_last_offset"), values, strict=True))
+    for values in itertools.product(["sum", "mean", "max"], [None, 2, -1], [False, True])
+]
+IDS = torch.tensor([2, 5, 2, 2, 7, 0, 11, 5, 5, 3])
+OFFSETS = torch.tensor([0, 3, 3, 4, 9, 10])  # bags of 3, 0, 1, 5, 1 and (without include_last_offset) 0 ids
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("arguments", BAG_CASES, ids=str)
+def test_embedding_bag_equals_torch_with_offsets(arguments: dict[str, object], dtype: torch.dtype) -> None:
+    compare(nn.EmbeddingBag(ROWS, DIM, **arguments), [((IDS.to(dtype), OFFSETS.to(dtype)), None)])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("arguments", BAG_CASES, ids=str)
+def test_embedding_bag_equals_torch_with_bags_of_one_length(arguments: dict[str, object]) -> None:
+    compare(nn.EmbeddingBag(ROWS, DIM, **arguments), [((IDS.view(5, 2),), None)])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("padding_idx", [None, 5])
+@pytest.mark.parametrize("flat", [True, False])
+def test_per_sample_weights_and_their_gradients_equal_torch(flat: bool, padding_idx: int | None) -> None:
+    module = nn.EmbeddingBag(ROWS, DIM, mode="sum", padding_idx=padding_idx)
+    arguments = (IDS, OFFSETS) if flat else (IDS.view(5, 2),)
+    compare(module, [(arguments, torch.randn(arguments[0].shape))])
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_a_bag_scales_gradients_by_frequency_as_torch_documents_it(mode: str) -> None:
+    # torch's own kernel divides by the count of another id, so the formula is the reference
+    module = nn.EmbeddingBag(ROWS, DIM, mode=mode, scale_grad_by_freq=True)
+    plain = nn.EmbeddingBag(ROWS, DIM, mode=mode, _weight=module.weight.detach().clone())
+    plain(IDS, OFFSETS).pow(2).sum().backward()
+    counts = torch.bincount(IDS, minlength=ROWS).clamp(min=1)
+    expected = plain.weight.detach() - plain.weight.grad / counts.unsqueeze(1)
+    with es.local(shards=3) as session:
+        ours = es.wrap(module, session, optimizer=es.SGD(lr=1.0))
+        ours(IDS, OFFSETS).pow(2).sum().backward()
+        session.step()
+        check_equal(remote_rows(ours), expected)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("max_norm", [0.5, 2.0])
+def test_embedding_bag_renormalises_like_torch(mode: str, max_norm: float) -> None:
+    compare(nn.EmbeddingBag(ROWS, DIM, mode=mode, max_norm=max_norm), [((IDS, OFFSETS), None)])
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_embedding_bag_without_any_id_gives_zeros(mode: str) -> None:
+    nothing = torch.empty(0, dtype=torch.int64)
+    compare(nn.EmbeddingBag(ROWS, DIM, mode=mode), [((nothing, torch.tensor([0, 0, 0])), None)])
+
+
+@pytest.mark.parametrize("padding_idx", [None, 2])
+def test_reading_a_table_several_times_in_a_step_sums_its_gradients(padding_idx: int | None) -> None:
+    calls = [((torch.randint(ROWS, (4,)),), None) for _ in range(3)]
+    compare(nn.Embedding(ROWS, DIM, padding_idx=padding_idx), calls)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("flat", [True, False])
+def test_bags_have_the_same_bits_whatever_the_number_of_shards(mode: str, flat: bool) -> None:
+    ids = torch.from_numpy(np.random.default_rng(0).zipf(1.3, (400, 8)) % 500)
+    arguments = (ids.view(-1), torch.arange(0, 3200, 8)) if flat else (ids,)
+    scale = torch.randn(400, DIM)
+    start = nn.EmbeddingBag(500, DIM, mode=mode, padding_idx=1)
+    results = []
+    for shards in (1, 2, 4):
+        with es.local(shards) as session:
+            module = es.wrap(copy.deepcopy(start), session, optimizer=es.SGD(lr=1.0))
+            out = module(*arguments)
+            (out * scale).sum().backward()
+            session.step()
+            results.append((out.detach(), module.table.pull(torch.arange(500))))
+    for other in results[1:]:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(results[0], other, strict=True))
+
+
+@st.composite
+def bags(draw: st.DrawFn) -> tuple[dict[str, object], torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    mode = draw(st.sampled_from(["sum", "mean", "max"]))
+    lengths = draw(st.lists(st.integers(0, 5), min_size=1, max_size=6))
+    ids = draw(st.lists(st.integers(0, ROWS - 1), min_size=sum(lengths), max_size=sum(lengths)))
+    last = draw(st.booleans())
+    starts = np.concatenate([[0], np.cumsum(lengths)])[: None if last else -1]
+    per_sample = torch.tensor(draw(st.lists(st.floats(-2, 2, width=32), min_size=len(ids), max_size=len(ids))))
+    weighted = mode == "sum" and draw(st.booleans())
+    arguments: dict[str, object] = {
+        "mode": mode,
+        "include_last_offset": last,
+        "padding_idx": draw(st.none() | st.integers(-ROWS, ROWS - 1)),
+    }
+    flat = torch.tensor(ids, dtype=torch.int64)
+    return arguments, flat, torch.tensor(starts), per_sample if weighted else None
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(bags(), min_size=1, max_size=1))
+def test_embedding_bag_equals_torch_on_random_bags(
+    cases: list[tuple[dict[str, object], torch.Tensor, torch.Tensor, torch.Tensor | None]],
+) -> None:
+    torch.manual_seed(0)
+    for arguments, ids, offsets, per_sample in cases:
+        compare(nn.EmbeddingBag(ROWS, DIM, **arguments), [((ids, offsets), per_sample)])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "optimizer", [es.Adam(lr=0.1), es.SGD(lr=0.1, momentum=0.9), es.Adagrad(lr=0.1, weight_decay=0.1)]
+)
+def test_the_padding_row_never_moves(optimizer: es.SGD | es.Adam | es.Adagrad) -> None:
+    with es.local(shards=2) as session:
+        module = es.wrap(nn.Embedding(ROWS, DIM, padding_idx=4), session, optimizer=optimizer)
+        start = remote_rows(module)
+        for number in range(1, 4):
+            (module(torch.tensor([4, 1, 4])) + 1).pow(2).sum().backward()
+            session.step()
+            assert session.stats.pushed_rows == number
+        moved = (remote_rows(module) != start).any(1)
+        assert moved.nonzero().flatten().tolist() == [1]
+
+
+def test_the_padding_row_of_one_reader_is_trained_by_another() -> None:
+    model = nn.ModuleList([nn.Embedding(ROWS, DIM, padding_idx=4), nn.Embedding(ROWS, DIM)])
+    model[1].weight = model[0].weight
+    with es.local(shards=2) as session:
+        es.wrap(model, session, optimizer=es.SGD(lr=1.0))
+        ids = torch.tensor([4, 5])
+        before = model[0].table.pull(ids)
+        (model[0](ids).sum() + 2 * model[1](ids).sum()).backward()
+        session.step()
+        check_equal(model[0].table.pull(ids), before - torch.tensor([[2.0], [3.0]]))
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "text"),
+    [
+        (torch.tensor([1, 12]), IndexError, "table 'embedding': id 12 is out of range, ids must be 0 to 11"),
+        (torch.tensor([1, -1]), IndexError, "id -1 is out of range"),
+        (torch.tensor([1.0]), RuntimeError, "table 'embedding': ids must be int64 or int32, got torch.float32"),
+        (torch.tensor([True]), RuntimeError, "got torch.bool"),
+    ],
+)
+def test_wrong_ids_raise_what_torch_raises_and_name_the_table(
+    ids: torch.Tensor, error: type[Exception], text: str
+) -> None:
+    module = nn.Embedding(ROWS, DIM)
+    with pytest.raises(error):
+        module(ids)
+    with es.local() as session, pytest.raises(error, match=text):
+        es.wrap(module, session, optimizer=es.SGD(lr=1.0))(ids)
+
+
+FLAT = torch.tensor([1, 2, 3, 4])
+
+
+@pytest.mark.parametrize(
+    ("mode", "arguments", "extra", "error", "text"),
+    [
+        ("sum", (FLAT,), {}, ValueError, "1-D ids need 1-D offsets"),
+        ("sum", (FLAT.view(2, 2), torch.tensor([0])), {}, ValueError, "offsets must be None"),
+        ("sum", (FLAT.view(2, 2, 1),), {}, ValueError, "must be 1-D or 2-D, got 3-D"),
+        ("sum", (FLAT.view(2, 2),), {"per_sample_weights": torch.ones(4)}, ValueError, "do not match"),
+        ("mean", (FLAT.view(2, 2),), {"per_sample_weights": torch.ones(2, 2)}, NotImplementedError, "need mode 'sum'"),
+        ("sum", (FLAT, torch.tensor([1, 2])), {}, RuntimeError, "offsets"),
+    ],
+)
+def test_wrong_bags_raise_what_torch_raises_and_name_the_table(
+    mode: str, arguments: tuple[torch.Tensor, ...], extra: dict[str, torch.Tensor], error: type[Exception], text: str
+) -> None:
+    module = nn.EmbeddingBag(ROWS, DIM, mode=mode)
+    with pytest.raises(error):
+        module(*arguments, **extra)
+    with es.local() as session, pytest.raises(error, match=text):
+        es.wrap(module, session, optimizer=es.SGD(lr=1.0))(*arguments, **extra)
+
+
+def any_table(session: Session, optimizer: es.SGD | es.Adagrad | None = None) -> Embedding:
+    spec = es.TableSpec(name="any", dim=DIM, optimizer=optimizer or es.SGD(lr=1.0))
+    return es.Embedding(session.table(spec))
+
+
+def test_a_table_without_a_size_takes_any_64_bit_id() -> None:
+    with es.local(shards=3) as session:
+        module = any_table(session)
+        ids = torch.tensor([-(2**63), -1, 0, 2**62, 2**63 - 1])
+        before = module(ids)
+        before.sum().backward()
+        session.step()
+        check_equal(module(ids), before.detach() - 1)
+        assert sum(table.rows for status in session.client.status() for table in status.tables) == 5
+
+
+def test_max_norm_keeps_the_optimizers_state() -> None:
+    plain = nn.Embedding(ROWS, DIM, max_norm=1.0)
+    module = copy.deepcopy(plain)
+    optimizer = torch.optim.Adagrad(plain.parameters(), lr=0.5)
+    with es.local(shards=2) as session:
+        ours = es.wrap(module, session, optimizer=es.Adagrad(lr=0.5))
+        for _ in range(4):
+            for model in (plain, ours):
+                model(IDS).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.step()
+            check_equal(remote_rows(ours), plain.weight.detach())
+
+
+def test_the_weight_of_a_remote_embedding_is_missed_with_a_reason() -> None:
+    with es.local() as session:
+        module = any_table(session)
+        assert not hasattr(module, "weight")
+        with pytest.raises(AttributeError, match="the rows of table 'any' live on the shards"):
+            _ = module.weight
+
+
+def test_a_frozen_embedding_is_pulled_and_never_pushed(make_session: Callable[..., Session]) -> None:
+    values = torch.randn(ROWS, DIM)
+    session = make_session(2)
+    module = es.wrap(nn.Embedding.from_pretrained(values), session, optimizer=es.Adam(lr=0.1))
+    out = module(torch.arange(ROWS))
+    check_equal(out, values)
+    assert not out.requires_grad
+    session.step()
+    assert session.stats.pushed_rows == 0
+
+
+LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "plain": lambda out: (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum(),
+    "one gradient for all": lambda out: out.sum(),
+    "transposed": lambda out: (out.transpose(0, 2) ** 2 * torch.linspace(-1, 1, len(out))).sum(),
+    "half precision": lambda out: (out.half() ** 2).sum().float(),
+    "no gradient at all": lambda out: (out * 0).sum(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("shape", [(40, 20, 5), (0, 7, 5), (1, 1, 5)])
+def test_a_lookup_leaves_the_bits_of_torchs_own_gradient(
+    shape: tuple[int, ...], create_graph: bool, loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = torch.from_numpy(np.random.default_rng(0).zipf(1.3, shape[:2]))
+    with es.local(shards=2) as session:
+        module = es.Embedding(session.table(es.TableSpec(name="any", dim=shape[2], optimizer=es.SGD(lr=1.0))))
+        collected: list[RowGradients] = []
+        monkeypatch.setattr(session, "collect", collected.append)
+        LOSSES[loss](module(ids)).backward(create_graph=create_graph)
+        read = session.read(module.table, ids, ids.device)
+        rows = read.rows.requires_grad_()
+        LOSSES[loss](nn.functional.embedding(read.index, rows)).backward()
+        assert rows.grad is not None
+        if not ids.numel():
+            assert collected == []
+        else:
+            assert torch.equal(collected[0].gradients, rows.grad)
+
+
+def test_a_lookup_under_autocast_gives_float32_rows_their_float32_gradient() -> None:
+    module, layer = nn.Embedding(ROWS, DIM), nn.Linear(DIM, 4)
+    theirs = copy.deepcopy(module)
+    with es.local(shards=2) as session:
+        ours = es.wrap(module, session, optimizer=es.SGD(lr=1.0))
+        for side in (ours, theirs):
+            with torch.autocast("cpu", torch.bfloat16):
+                out = layer(side(IDS))
+            assert out.dtype == torch.bfloat16
+            out.sum().backward()
+        session.step()
+        torch.optim.SGD(theirs.parameters(), lr=1.0).step()
+        check_equal(remote_rows(ours), theirs.weight.detach())
+
+
+def test_a_lookup_is_differentiated_twice() -> None:
+    module = nn.Embedding(ROWS, DIM)
+    theirs = copy.deepcopy(module)
+    with es.local(shards=2) as session:
+        ours = es.wrap(module, session, optimizer=es.SGD(lr=1.0))
+        for side in (ours, theirs):
+            scale = torch.ones(DIM, requires_grad=True)
+            loss = (side(IDS) * scale).pow(3).sum()
+            (penalty,) = torch.autograd.grad(loss, scale, create_graph=True)
+            (loss + penalty.pow(2).sum()).backward()
+        session.step()
+        torch.optim.SGD(theirs.parameters(), lr=1.0).step()
+        # the penalty makes gradients of some thousands
+        torch.testing.assert_close(remote_rows(ours), theirs.weight.detach(), rtol=1e-5, atol=1e-2)
+
+
+def test_one_output_used_twice_and_backward_in_two_parts_sum_up() -> None:
+    module = nn.Embedding(ROWS, DIM)
+    theirs = copy.deepcopy(module)
+    with es.local(shards=2) as session:
+        ours = es.wrap(module, session, optimizer=es.SGD(lr=1.0))
+        for side in (ours, theirs):
+            out = side(IDS)
+            (out.pow(2).sum() + out.sum()).backward(retain_graph=True)
+            out.sum().backward()
+        session.step()
+        torch.optim.SGD(theirs.parameters(), lr=1.0).step()
+        check_equal(remote_rows(ours), theirs.weight.detach())
+
+
+def test_a_lookup_without_gradients_leaves_nothing_behind() -> None:
+    with es.local(shards=2) as session:
+        module = any_table(session)
+        with torch.no_grad():
+            assert not module(IDS).requires_grad
+        with torch.inference_mode():
+            module(IDS)
+        session.step()
+        assert session.stats.pushed_rows == 0

@@ -1,0 +1,370 @@
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+import embershard as es
+from embershard.worker.nn.wrap import OtherParameters
+from embershard.worker.session.session import Session
+
+MakeSession = Callable[..., Session]
+
+
+class Net(nn.Module):
+    """Embeddings at several depths, a bag, batch norm, and parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.Embedding(40, 4, padding_idx=0)
+        self.items = nn.ModuleDict({"a b": nn.Embedding(40, 4), "bag": nn.EmbeddingBag(40, 4, mode="mean")})
+        self.norm = nn.BatchNorm1d(12)
+        self.tower = nn.Sequential(nn.Linear(12, 400), nn.ReLU(), nn.Linear(400, 1))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        vectors = [self.users(x[:, 0]), self.items["a b"](x[:, 1]), self.items["bag"](x)]
+        out: torch.Tensor = self.scale * self.tower(self.norm(torch.cat(vectors, 1))).squeeze(1)
+        return out
+
+
+def batches(count: int = 8) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        (torch.randint(40, (16, 3), generator=generator), torch.rand(16, generator=generator)) for _ in range(count)
+    ]
+
+
+def losses(model: nn.Module, step: Callable[[], object]) -> list[float]:
+    curve = []
+    for x, y in batches():
+        loss = (model(x) - y).pow(2).mean()
+        loss.backward()
+        step()
+        curve.append(loss.item())
+    return curve
+
+
+def torch_losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return losses(model, step)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (es.SGD(lr=0.05), lambda p: torch.optim.SGD(p, lr=0.05)),
+        (es.Adagrad(lr=0.05), lambda p: torch.optim.Adagrad(p, lr=0.05)),
+    ],
+    ids=["sgd", "adagrad"],
+)
+def test_a_wrapped_model_has_the_loss_curve_of_the_unwrapped_one(
+    make_session: MakeSession,
+    shards: int,
+    ours: es.SGD | es.Adagrad,
+    theirs: Callable[[object], torch.optim.Optimizer],
+) -> None:
+    reference = Net()
+    session = make_session(shards)
+    model = es.wrap(copy.deepcopy(reference), session, optimizer=ours)
+    expected = torch_losses(reference, theirs(reference.parameters()))
+    torch.testing.assert_close(losses(model, session.step), expected, rtol=1e-4, atol=1e-6)
+    model.eval()
+    reference.eval()
+    torch.testing.assert_close(model(batches()[0][0]), reference(batches()[0][0]), rtol=1e-4, atol=1e-5)
+
+
+def test_weights_are_bit_identical_whatever_the_number_of_shards(make_session: MakeSession) -> None:
+    start = Net()
+    results = []
+    for shards in (1, 2, 4):
+        session = make_session(shards)
+        model = es.wrap(copy.deepcopy(start), session, optimizer=es.SGD(lr=0.05, momentum=0.9))
+        losses(model, session.step)
+        session.refresh()
+        model(batches()[0][0])
+        rows = model.users.table.pull(torch.arange(40))
+        results.append([rows, *(p.detach().clone() for p in model.parameters())])
+    for other in results[1:]:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(results[0], other, strict=True))
+
+
+def test_wrap_returns_the_model_itself_with_its_tables_named(make_session: MakeSession) -> None:
+    session = make_session(2)
+    net = Net()
+    assert es.wrap(net, session, optimizer=es.SGD(lr=0.1), prefix="net/") is net
+    names = {table.name for table in session.client.status()[0].tables}
+    assert names == {"net/users", "net/items.a_b", "net/items.bag", "net/dense"}
+    assert isinstance(net.users, es.Embedding)
+    assert isinstance(net.items["bag"], es.EmbeddingBag)
+    assert set(net.state_dict()) == {
+        "scale", "norm.weight", "norm.bias", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked",
+        "tower.0.weight", "tower.0.bias", "tower.2.weight", "tower.2.bias",
+    }  # fmt: skip
+
+
+def test_a_module_reached_twice_is_one_table(make_session: MakeSession) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query = nn.Embedding(20, 3)
+            self.parts = nn.ModuleList([self.query, nn.Linear(3, 1)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.parts[1](self.query(x) + self.parts[0](x + 1)).sum()
+            return out
+
+    reference = Twice()
+    session = make_session(2)
+    model = es.wrap(copy.deepcopy(reference), session, optimizer=es.SGD(lr=0.1))
+    assert model.query is model.parts[0]
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for _ in range(3):
+        x = torch.randint(19, (8,))
+        model(x).backward()
+        session.step()
+        optimizer.zero_grad()
+        reference(x).backward()
+        optimizer.step()
+    torch.testing.assert_close(model.query.table.pull(torch.arange(20)), reference.query.weight.detach())
+
+
+def test_two_modules_that_share_a_weight_are_one_table(make_session: MakeSession) -> None:
+    reference = nn.ModuleDict({"a": nn.Embedding(10, 3), "b": nn.Embedding(10, 3)})
+    reference["b"].weight = reference["a"].weight
+    session = make_session(2)
+    model = es.wrap(copy.deepcopy(reference), session, optimizer=es.SGD(lr=1.0))
+    assert model["a"].table is model["b"].table
+    for module in (model, reference):
+        (module["a"](torch.tensor([1, 2])).sum() + module["b"](torch.tensor([2, 3])).sum()).backward()
+    session.step()
+    torch.optim.SGD(reference.parameters(), lr=1.0).step()
+    torch.testing.assert_close(model["a"].table.pull(torch.arange(10)), reference["a"].weight.detach())
+
+
+def test_a_meta_table_is_never_materialised_and_starts_from_its_initializer(make_session: MakeSession) -> None:
+    session = make_session(2)
+    model = nn.Sequential(nn.Embedding(2**57, 8, device="meta", padding_idx=3))
+    es.wrap(model, session, optimizer=es.SGD(lr=1.0), initializer=es.Constant(value=0.5), seed=1)
+    out = model(torch.tensor([0, 2**57 - 1, 3]))
+    torch.testing.assert_close(out.detach()[:, 0], torch.tensor([0.5, 0.5, 0.0]))
+    out.sum().backward()
+    session.step()
+    torch.testing.assert_close(model(torch.tensor([2**57 - 1, 3])).detach()[:, 0], torch.tensor([-0.5, 0.0]))
+    with pytest.raises(IndexError, match="out of range"):
+        model(torch.tensor([2**57]))
+
+
+@pytest.mark.parametrize("kind", [es.Adam(lr=0.1), es.SGD(lr=0.1, momentum=0.9, weight_decay=0.1)])
+def test_a_parameter_without_a_gradient_takes_no_step(make_session: MakeSession, kind: es.Adam | es.SGD) -> None:
+    session = make_session(2)
+    model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)})
+    es.wrap(model, session, optimizer=kind)
+    for name in ("unused", "used", "used"):
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        model[name](torch.ones(1, 3)).sum().backward()
+        session.step()
+        model["used"](torch.ones(1, 3))
+        changed = {
+            key.split(".")[0] for key, value in model.state_dict().items() if not torch.equal(value, before[key])
+        }
+        assert changed == {name}
+
+
+def test_frozen_dense_parameters_are_shared_and_not_trained_until_unfrozen(make_session: MakeSession) -> None:
+    session = make_session(2)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    start = copy.deepcopy(model)
+    es.wrap(model, session, optimizer=es.SGD(lr=0.1, weight_decay=0.1))
+
+    def step() -> None:
+        model(torch.ones(1, 3)).sum().backward()
+        session.step()
+        model(torch.ones(1, 3))
+
+    step()
+    assert torch.equal(model[0].weight, start[0].weight)
+    assert not torch.equal(model[1].weight, start[1].weight)
+    before = session.stats.pulled_rows
+    step()
+    assert session.stats.pulled_rows - before == 2  # blocks of model[1]'s weight and bias
+    model[0].requires_grad_(True)
+    step()
+    assert not torch.equal(model[0].weight, start[0].weight)
+
+
+def test_a_part_that_is_called_on_its_own_reads_current_weights(make_session: MakeSession) -> None:
+    session = make_session(2)
+    model = nn.ModuleDict({"tower": nn.Linear(2, 1, bias=False)})
+    es.wrap(model, session, optimizer=es.SGD(lr=1.0))
+    x = torch.ones(1, 2)
+    before = model["tower"](x)
+    before.sum().backward()
+    session.step()
+    torch.testing.assert_close(model["tower"](x), before - 2)
+
+
+def test_row_wise_adagrad_gives_dense_weights_elementwise_adagrad(make_session: MakeSession) -> None:
+    session = make_session(1)
+    es.wrap(Net(), session, optimizer=es.RowWiseAdagrad(lr=0.1, eps=1e-4))
+    kinds = {table.name: table.optimizer for table in session.client.status()[0].tables}
+    assert (kinds["users"], kinds["dense"]) == ("rowwise_adagrad", "adagrad")
+    with pytest.raises(ValueError, match="use Adagrad for dense weights"):
+        es.wrap(Net(), session, optimizer=es.SGD(lr=1.0), dense_optimizer=es.RowWiseAdagrad(lr=0.1), prefix="x/")
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.output = nn.Linear(4, 10, bias=False)
+        self.output.weight = self.embedding.weight
+
+
+def lazy() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.Sequential(nn.Embedding(5, 2), nn.LazyLinear(2))
+
+
+def parametrized() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(5, 2))
+    parametrize.register_parametrization(model[0], "weight", nn.Identity())
+    return model
+
+
+def hooked() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(5, 2))
+    model[0].register_forward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (Tied, "'output.weight' is the weight of embedding 'embedding' too"),
+        (lambda: nn.Sequential(nn.Embedding(5, 2).double()), "'0.weight' is torch.float64; shards hold float32"),
+        (lambda: nn.Linear(2, 2).half(), "'weight' is torch.float16"),
+        (lambda: nn.Linear(2, 2, device="meta"), "'weight' is on the meta device; only embeddings may stay there"),
+        (lazy, "has no shape yet; run one forward before wrap"),
+        (parametrized, "module '0' is parametrized"),
+        (hooked, "module '0' has hooks, which its remote twin would lose"),
+        (lambda: nn.ModuleDict({"a b": nn.Embedding(2, 2), "a_b": nn.Embedding(2, 2)}), "would be named a_b"),
+    ],
+)
+def test_what_cannot_be_wrapped_is_named_before_anything_is_declared(
+    make_session: MakeSession, build: Callable[[], nn.Module], text: str
+) -> None:
+    session = make_session(2)
+    with pytest.raises(ValueError, match=text):
+        es.wrap(build(), session, optimizer=es.SGD(lr=0.1))
+    assert not session.client.status()[0].tables
+
+
+def test_wrapping_twice_and_unknown_id_spaces_are_refused(make_session: MakeSession) -> None:
+    session = make_session(1)
+    with pytest.raises(ValueError, match=r"id_space names nope, which is no embedding \(known: items.a b"):
+        es.wrap(Net(), session, optimizer=es.SGD(lr=0.1), id_space={"nope": "x"})
+    net = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1))
+    with pytest.raises(ValueError, match="wrapped already"):
+        es.wrap(net, session, optimizer=es.SGD(lr=0.1))
+
+
+def test_a_model_with_other_dense_shapes_is_refused(make_session: MakeSession) -> None:
+    session = make_session(2)
+    es.wrap(nn.Linear(3, 2), session, optimizer=es.SGD(lr=0.1))
+    other = Session(session.client)  # another worker, with the same shards
+    with pytest.raises(OtherParameters, match="table 'dense' holds the dense weights of a model with other parameters"):
+        es.wrap(nn.Linear(2, 3), other, optimizer=es.SGD(lr=0.1))
+
+
+def test_loading_a_state_dict_into_a_wrapped_model_is_refused(make_session: MakeSession) -> None:
+    net = es.wrap(Net(), make_session(1), optimizer=es.SGD(lr=0.1))
+    with pytest.raises(RuntimeError, match="load a state_dict before wrap"):
+        net.load_state_dict(net.state_dict())
+
+
+def test_something_that_still_holds_a_tables_weight_is_warned_of(make_session: MakeSession) -> None:
+    net = Net()
+    regularised = [net.users.weight]
+    with pytest.warns(UserWarning, match="still refers to the old weight of users"):
+        es.wrap(net, make_session(1), optimizer=es.SGD(lr=0.1))
+    assert regularised
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        es.wrap(Net(), make_session(1), optimizer=es.SGD(lr=0.1))
+
+
+def test_a_subclass_with_a_forward_of_its_own_is_trained_as_a_dense_parameter(make_session: MakeSession) -> None:
+    class Positions(nn.Embedding):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(torch.arange(x.shape[1]))
+
+    session = make_session(2)
+    model = es.wrap(nn.Sequential(Positions(6, 2)), session, optimizer=es.SGD(lr=1.0))
+    before = model(torch.zeros(1, 4))
+    before.sum().backward()
+    session.step()
+    torch.testing.assert_close(model(torch.zeros(1, 4)), before - 1)
+
+
+def test_a_moved_model_keeps_training(make_session: MakeSession) -> None:
+    session = make_session(2)
+    model = es.wrap(nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 1)), session, optimizer=es.SGD(lr=0.1))
+    for parameter in model.parameters():  # what .to() does: new memory under the same parameter
+        parameter.data = parameter.data.clone()
+    before = model(torch.tensor([1])).detach()
+    for _ in range(2):
+        model(torch.tensor([1])).sum().backward()
+        session.step()
+    assert not torch.equal(model(torch.tensor([1])), before)
+    with pytest.raises(ValueError, match=r"became torch\.float64"):
+        model.double()(torch.tensor([1]))
+
+
+def test_embedding_inputs_that_name_no_embedding_are_refused(make_session: MakeSession) -> None:
+    class Wrong(Net):
+        def embedding_inputs(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"nope": x}
+
+    model = es.wrap(Wrong(), make_session(1), optimizer=es.SGD(lr=0.1))
+    with pytest.raises(ValueError, match="embedding_inputs names 'nope', which is no embedding"):
+        model(batches()[0][0])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_training_on_a_gpu_follows_the_cpu(make_session: MakeSession) -> None:
+    start = Net()
+    curves = []
+    for device in ("cpu", "cuda"):
+        session = make_session(2)
+        model = es.wrap(copy.deepcopy(start), session, optimizer=es.SGD(lr=0.05)).to(device)
+        curve = []
+        for x, y in batches():
+            loss = (model(x.to(device)) - y.to(device)).pow(2).mean()
+            loss.backward()
+            session.step()
+            curve.append(loss.item())
+        curves.append(curve)
+    torch.testing.assert_close(curves[1], curves[0], rtol=1e-3, atol=1e-5)
+
+
+def test_a_second_model_of_a_session_needs_names_of_its_own() -> None:
+    with es.local() as session:
+        first = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 1))
+        second = copy.deepcopy(first)
+        es.wrap(first, session, optimizer=es.SGD(lr=0.1))
+        with pytest.raises(ValueError, match="this session has a table '0' already; give this model a prefix"):
+            es.wrap(copy.deepcopy(second), session, optimizer=es.SGD(lr=0.1))
+        with pytest.raises(ValueError, match="a table 'dense' already"):
+            es.wrap(nn.Linear(2, 1), session, optimizer=es.SGD(lr=0.1))
+        es.wrap(second, session, optimizer=es.SGD(lr=0.1), prefix="second/")
+        assert session.table_names == {"0", "dense", "second/0", "second/dense"}

@@ -1,0 +1,48 @@
+"""What `--profile` writes: a split that adds up to the step, and a trace with our spans in it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from embershard.proto.timing import span, step_ends, steps_begin
+from embershard.worker.reporting.profile import TRACED_STEPS, WARM_UP_STEPS, Profile
+
+
+def train(steps: int) -> None:
+    steps_begin()
+    for _ in range(steps):
+        with span("forward"), span("wait"):
+            pass
+        with span("backward"):
+            pass
+        step_ends()
+
+
+def test_a_profile_splits_the_steps_behind_warm_up_and_trace(tmp_path: Path) -> None:
+    with Profile(tmp_path) as profile:
+        train(WARM_UP_STEPS + TRACED_STEPS + 7)
+    written = json.loads((tmp_path / "profile.json").read_text())
+    assert written["steps"] == 7
+    assert set(written["parts"]) == {"forward", "wait", "backward", "other"}
+    assert sum(part["share"] for part in written["parts"].values()) == pytest.approx(1)
+    assert written["overlapped"] == {}
+    assert "7 steps" in profile.summary()
+    assert str(tmp_path / "trace.json") in profile.summary()
+
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    ranges = Counter(event.get("name") for event in events if event.get("cat") == "user_annotation")
+    assert {name: ranges[name] for name in ("forward", "wait", "backward")} == dict.fromkeys(
+        ("forward", "wait", "backward"), TRACED_STEPS
+    )
+
+
+def test_a_run_that_is_too_short_is_told_so_and_its_trace_is_kept(tmp_path: Path) -> None:
+    with Profile(tmp_path) as profile:
+        train(WARM_UP_STEPS + 3)
+    assert json.loads((tmp_path / "profile.json").read_text())["steps"] == 0
+    assert profile.summary() == "profile: 23 steps are too few for a split, which begins behind 40 steps"
+    assert (tmp_path / "trace.json").exists()

@@ -1,0 +1,279 @@
+"""What people and log readers see of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from embershard.proto.routing import make_route
+from embershard.proto.spec import SGD, TableSpec
+from embershard.worker.nn.lr_schedule import Best, Schedule
+from embershard.worker.reporting.log import JsonLog, TensorBoardLog
+from embershard.worker.reporting.records import Evaluation, Interval, Observer, Plan, Result
+from embershard.worker.reporting.terminal import Terminal, result_table
+from embershard.worker.reporting.throughput import Meter
+from embershard.worker.session.session import Session
+
+PLAN = Plan(
+    job={"model": {"name": "fm"}},
+    name="fm on clicks",
+    workers=2,
+    shards=2,
+    device="cpu",
+    dense_parameters=1234,
+    total_samples=1000,
+    metric="auc",
+    split="valid",
+)
+INTERVAL = Interval(
+    step=5, epoch=1, samples=500, seconds=1.5, loss=0.5, samples_per_second=333.3, wait_share=0.25, lr_scale=1.0
+)
+EVALUATION = Evaluation(
+    step=5,
+    epoch=1,
+    samples=500,
+    seconds=2.0,
+    figures={"valid": {"auc": 0.75, "logloss": 0.5, "samples": 100.0}, "test": {"auc": math.nan}},
+    improved=True,
+    evaluation_seconds=0.5,
+)
+RESULT = Result(
+    metric="auc",
+    split="valid",
+    figures={"valid": {"auc": 0.75, "hr@10": 0.5, "samples": 12345.0}},
+    reachable={"valid": {"auc": 0.8}},
+    best_epoch=1,
+    best_step=5,
+    stopped_early=True,
+    epochs=2,
+    steps=10,
+    samples=1000,
+    seconds=3725.0,
+    train_seconds=60.0,
+    samples_per_second=16.7,
+    wait_share=0.251,
+    skipped_rows=3,
+    skipped_steps=2,
+    table_rows={"embedding": 4321, "dense": 2},
+)
+
+
+def show(observer: Observer) -> None:
+    observer.started(PLAN)
+    observer.trained(INTERVAL)
+    observer.evaluating()
+    observer.evaluated(EVALUATION)
+    observer.trained(dataclasses.replace(INTERVAL, step=10, seconds=30.0))
+    observer.finished(RESULT)
+    observer.close()
+
+
+def screen(terminal: bool) -> str:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=100, highlight=False, color_system=None)
+    show(Terminal(console))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_without_a_terminal_there_are_plain_lines() -> None:
+    text = screen(terminal=False)
+    assert "\x1b" not in text
+    lines = text.splitlines()
+    assert lines[0] == "fm on clicks: 2 workers on cpu, 2 shards, 1,234 dense parameters"
+    assert lines[1] == "0:00:02  epoch 1  333 samples/s  loss 0.5000  waiting 25%"
+    assert lines[2] == "0:00:02  epoch 1  valid: AUC 0.7500  logloss 0.5000   test: AUC undefined  (best)"
+    assert lines[3] == "0:00:30  epoch 1  333 samples/s  loss 0.5000  AUC 0.7500  waiting 25%"
+
+
+def test_with_a_cache_the_line_says_what_it_gave() -> None:
+    console = Console(file=io.StringIO(), force_terminal=False, width=100)
+    terminal = Terminal(console)
+    terminal.started(PLAN)
+    terminal.trained(dataclasses.replace(INTERVAL, seconds=99.0, cached_share=0.271))
+    terminal.close()
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines()[-1].endswith("waiting 25%  cached 27%")
+
+
+def test_a_terminal_gets_a_bar_with_speed_loss_quality_and_waiting() -> None:
+    text = screen(terminal=True)
+    for part in ("\x1b[", "━", "50%", "333 samples/s", "loss 0.5000", "AUC 0.7500", "evaluating"):
+        assert part in text
+
+
+def test_the_table_says_what_was_reached_and_how_long_it_took() -> None:
+    text = screen(terminal=False)
+    rows = {line.split("│")[1].strip(): line.split("│")[2].strip() for line in text.splitlines() if "│" in line}
+    assert rows == {
+        "valid AUC": "0.7500  (best reachable 0.8000)",
+        "valid HR@10": "0.5000",
+        "valid samples": "12,345",
+        "best at": "epoch 1 (step 5) of 2 (step 10), stopped early",
+        "samples": "1,000",
+        "time": "1:02:05 (0:01:00 training)",
+        "speed": "17 samples/s",
+        "waiting for others": "25.1% of the training time",
+        "skipped": "3 gradient rows with NaN or Inf",
+        "left out": "2 steps with NaN or Inf",
+        "table dense": "2 rows",
+        "table embedding": "4,321 rows",
+    }
+
+
+@pytest.mark.parametrize(
+    ("seen", "shown"),
+    [
+        ((), None),
+        ((7, 0, 0), None),
+        ((50, 49, 0, 1, 0), "by a push: median 0, p99 1, at most 3"),
+        ((49, 49, 0, 2), "by a push: median 1, p99 3, at most 3 or more"),
+    ],
+)
+def test_the_table_says_how_stale_pushes_were_where_they_were(seen: tuple[int, ...], shown: str | None) -> None:
+    table = result_table(dataclasses.replace(RESULT, staleness_seen=seen))
+    rows = dict(zip(*(column.cells for column in table.columns), strict=True))
+    assert rows.get("updates missed") == shown
+
+
+def test_lines_between_evaluations_come_now_and_then() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    terminal = Terminal(console)
+    terminal.started(PLAN)
+    for second in range(25):
+        terminal.trained(dataclasses.replace(INTERVAL, seconds=float(second)))
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().count("samples/s") == 3
+
+
+def test_the_log_is_one_json_object_per_line_flushed_at_once(tmp_path: Path) -> None:
+    log = JsonLog(tmp_path / "new" / "folder")
+    log.started(PLAN)
+    assert json.loads(log.path.read_text())["record"] == "config"  # before close: flushed
+    log.close()
+    again = JsonLog(tmp_path / "new" / "folder")
+    show(again)
+    records = [json.loads(line) for line in again.path.read_text().splitlines()]
+    assert [r["record"] for r in records] == ["config", "config", "train", "eval", "train", "result"]
+    assert all(r["time"] > 1.6e9 for r in records)
+    config, _, train, evaluation, _, result = records
+    assert config["job"] == {"model": {"name": "fm"}}
+    assert set(config["versions"]) == {"embershard", "torch", "numpy"}
+    assert {key: train[key] for key in ("step", "loss", "wait_share")} == {"step": 5, "loss": 0.5, "wait_share": 0.25}
+    assert evaluation["figures"]["valid"]["auc"] == 0.75
+    assert evaluation["figures"]["test"]["auc"] is None  # NaN is no JSON
+    assert result["table_rows"] == {"embedding": 4321, "dense": 2}
+
+
+def test_tensorboard_gets_every_figure(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    board = TensorBoardLog.open(tmp_path)
+    assert board is not None
+    show(board)
+    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    assert {"train/loss", "train/samples_per_second", "valid/auc", "valid/logloss"} <= set(events.Tags()["scalars"])
+    assert [(e.step, e.value) for e in events.Scalars("valid/auc")] == [(500, 0.75)]
+
+
+def test_without_tensorboard_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    assert TensorBoardLog.open(tmp_path) is None
+
+
+def test_the_meter_counts_no_pauses_and_what_training_waits_for(
+    make_session: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert callable(make_session)
+    session: Session = make_session(1)
+    now = [100.0]
+    monkeypatch.setattr("embershard.worker.reporting.throughput.time.perf_counter", lambda: now[0])
+    meter = Meter(session, 2)
+
+    def train(seconds: float, waited: float) -> None:
+        now[0] += seconds
+        session._traffic.waited += waited
+        session.client.calls.stats.wait_seconds += 7.0  # of threads that pull ahead: training does not wait with them
+        meter.add(10, 0.5)
+
+    meter.resume(0)
+    train(1.0, 0.25)
+    assert meter.due()
+    first = meter.interval(1, 1, 1.0)
+    assert (first.samples, first.samples_per_second, first.wait_share) == (20, 20.0, 0.25)
+    train(0.5, 0.5)
+    meter.pause(2)
+    now[0] += 50.0  # an evaluation
+    session._traffic.waited += 9.0
+    meter.resume(2)
+    assert not meter.due()
+    train(0.5, 0.0)
+    second = meter.interval(3, 1, 1.0)
+    assert (second.samples_per_second, second.wait_share, second.seconds) == (40.0, 0.5, 52.0)
+    assert (meter.trained, meter.waited, meter.samples) == (2.0, 0.75, 30)
+
+
+def test_the_meter_gives_bytes_per_step_without_those_of_evaluations(make_session: object) -> None:
+    assert callable(make_session)
+    session: Session = make_session(1)
+    spec = TableSpec(name="items", dim=4, optimizer=SGD(lr=1.0))
+    session.client.declare(spec)
+    meter = Meter(session, 1)
+
+    def pull(count: int) -> None:
+        session.client.pull([(spec.name, make_route(np.arange(count), spec.space_key, session.placement))])
+
+    pull(100)  # before training
+    meter.resume(7)  # a checkpoint's steps were another process's
+    for step in (8, 9):
+        pull(10)
+        meter.add(1, 0.5)
+        meter.interval(step, 1, 1.0)
+    meter.pause(9)
+    pull(500)  # an evaluation
+    meter.resume(9)
+    pull(40)
+    meter.pause(10)
+    found = {(part.direction, part.part): (part.wire, part.raw) for part in meter.bytes_per_step({})}
+    assert found["pull", "rows"] == (16 * 20, 16 * 20)
+    assert found["pull", "ids"] == (8 * 20, 8 * 20)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "want"),
+    [
+        (Schedule(), [1.0, 1.0, 1.0, 1.0, 1.0]),
+        (Schedule(warmup_steps=2), [0.5, 1.0, 1.0, 1.0, 1.0]),
+        (Schedule(shape="linear", total_steps=4), [1.0, 0.75, 0.5, 0.25, 0.0]),
+        (Schedule(shape="linear", total_steps=4, end=0.5, warmup_steps=2), [0.5, 1.0, 1.0, 0.75, 0.5]),
+        (Schedule(shape="cosine", total_steps=4), [1.0, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5, 0.0]),
+        (Schedule(shape="linear", total_steps=2, end=0.2), [1.0, 0.6, 0.2, 0.2, 0.2]),
+        (Schedule(shape="step", every=2, factor=0.1), [1.0, 1.0, 0.1, 0.1, 0.01]),
+        (Schedule(shape="step", every=2, factor=0.1, warmup_steps=1), [1.0, 1.0, 1.0, 0.1, 0.1]),
+        (Schedule(shape="plateau", factor=0.5), [1.0, 1.0, 1.0, 1.0, 1.0]),
+    ],
+)
+def test_schedules(schedule: Schedule, want: list[float]) -> None:
+    assert [schedule.scale(step) for step in range(5)] == pytest.approx(want)
+
+
+def test_a_plateau_is_patience_evaluations_in_a_row() -> None:
+    schedule = Schedule(shape="plateau", factor=0.5, patience=2)
+    scales = []
+    for improved in (True, False, True, False, False, False, False, False):
+        schedule.observe(improved)
+        scales.append(schedule.scale(0))
+    assert scales == [1, 1, 1, 1, 0.5, 0.5, 0.25, 0.25]
+
+
+def test_the_best_knows_which_way_is_better() -> None:
+    best = Best(metric="auc", min_delta=0.01)
+    assert [best.observe(v) for v in (math.nan, 0.5, 0.505, 0.52, 0.4)] == [False, True, False, True, False]
+    assert (best.value, best.worse_in_a_row) == (0.52, 1)
+    best = Best(metric="logloss")
+    assert [best.observe(v) for v in (0.5, 0.6, 0.4)] == [True, False, True]

@@ -1,0 +1,156 @@
+"""Dense parameters as blocks: in the order of their route where the placement is even, and right where it is not."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from embershard.proto.routing import NUM_BUCKETS, Placement, Route
+from embershard.proto.spec import SGD, Constant, TableSpec
+from embershard.worker.compression.low_rank import Place
+from embershard.worker.session.dense import BLOCK, DenseWeights, Floats, layout_seed
+
+SPEC = TableSpec(name="dense", dim=BLOCK, optimizer=SGD(lr=1.0), initializer=Constant(), id_space="dense")
+SCATTERED = Placement(1, 3, np.random.default_rng(0).integers(0, 3, NUM_BUCKETS).astype(np.uint16))
+PLACEMENTS = [Placement.even(1), Placement.even(2), Placement.even(4), SCATTERED]
+
+
+def make(placement: Placement) -> tuple[nn.Module, DenseWeights]:
+    model = nn.Sequential(nn.Linear(70, 50), nn.Linear(50, 3, bias=False), nn.Conv2d(3, 5, 2))
+    model[2].to(memory_format=torch.channels_last)
+    return model, DenseWeights(SPEC, list(model.named_parameters()), placement)
+
+
+def on_shards(dense: DenseWeights, values: Floats, route: Route) -> Floats:
+    """What a pull of `route` gives when the shards hold `values` in the order of dense.ids."""
+    found = {int(id_): row for id_, row in zip(dense.ids, values, strict=True)}
+    return np.array([found[int(id_)] for id_ in route.ids])
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda p: f"{p.num_shards}")
+@pytest.mark.parametrize("trained", [(True,) * 5, (True, False, True, False, True), (False,) * 4 + (True,)])
+def test_gradients_and_pulled_rows_find_their_parameters(placement: Placement, trained: tuple[bool, ...]) -> None:
+    model, dense = make(placement)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    values = dense.values().copy()
+    dense.accept(dense.reads(), on_shards(dense, values, dense.reads()), clock=0)
+    steps = []
+    for parameter, train in zip(model.parameters(), trained, strict=True):
+        parameter.requires_grad_(train)
+        parameter.grad = torch.randn(parameter.shape).to(memory_format=torch.preserve_format) if train else None
+        steps.append(torch.zeros(parameter.shape) if parameter.grad is None else parameter.grad.clone())
+    pushed = dense.gradients()
+    assert pushed is not None
+    name, route, gradients = pushed
+    assert name == "dense"
+    assert all(parameter.grad is None for parameter in model.parameters())
+    row_of = {int(id_): number for number, id_ in enumerate(dense.ids)}
+    for id_, gradient in zip(route.ids, gradients, strict=True):
+        values[row_of[int(id_)]] -= gradient
+    assert len(route.ids) == len(dense.reads().ids)
+    dense.accept(dense.reads(), on_shards(dense, values, dense.reads()), clock=1)
+    for parameter, start, step in zip(model.parameters(), before, steps, strict=True):
+        assert torch.equal(parameter.detach(), start - step)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 8])
+def test_under_an_even_placement_blocks_are_routed_in_their_own_order(num_shards: int) -> None:
+    _, dense = make(Placement.even(num_shards))
+    np.testing.assert_array_equal(dense.reads().ids, dense.ids)
+
+
+def test_a_push_on_its_way_keeps_its_gradients() -> None:
+    model, dense = make(Placement.even(2))
+    pushed = []
+    for value in (1.0, 2.0):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+        gradients = dense.gradients()
+        assert gradients is not None
+        pushed.append(gradients[2])
+    assert [rows.max() for rows in pushed] == [1.0, 2.0]
+
+
+def test_the_rest_of_a_parameters_last_block_takes_no_gradient() -> None:
+    model, dense = make(Placement.even(2))
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    pushed = dense.gradients()
+    assert pushed is not None
+    assert np.isnan(pushed[2]).sum() == sum(parameter.numel() for parameter in model.parameters())
+    assert np.nansum(pushed[2]) == 0.0
+
+
+def test_a_sparse_gradient_of_a_dense_parameter_is_pushed_whole() -> None:
+    embedding = nn.Embedding(3, 2, sparse=True)
+    dense = DenseWeights(SPEC, [("weight", embedding.weight)], Placement.even(1))
+    embedding(torch.tensor([2, 2])).sum().backward()
+    pushed = dense.gradients()
+    assert pushed is not None
+    assert pushed[2][0, :6].tolist() == [0, 0, 0, 0, 2, 2]
+
+
+@pytest.mark.parametrize(("numel", "num_blocks"), [(1, 1), (BLOCK - 1, 1), (BLOCK, 1), (BLOCK + 1, 2), (2 * BLOCK, 2)])
+def test_a_parameter_takes_the_fewest_blocks_that_hold_it(numel: int, num_blocks: int) -> None:
+    parameter, last = nn.Parameter(torch.ones(numel)), nn.Parameter(torch.full((3,), 2.0))
+    dense = DenseWeights(SPEC, [("full", parameter), ("last", last)], Placement.even(2))
+    assert dense.num_blocks == num_blocks + 1
+    assert dense.layout.places == [Place(0, (numel,)), Place(num_blocks, (3,))]
+    parameter.grad, last.grad = torch.full((numel,), 3.0), torch.full((3,), 4.0)
+    pushed = dense.gradients()
+    assert pushed is not None
+    for blocks, first, second in ((dense.values(), 1.0, 2.0), (pushed[2], 3.0, 4.0)):
+        want = np.zeros((num_blocks + 1, BLOCK), np.float32)
+        want.reshape(-1)[:numel], want[-1, :3] = first, second
+        np.testing.assert_array_equal(blocks, want)  # zeros behind the parameters
+
+
+def test_dense_weights_without_gradients_push_nothing() -> None:
+    model, dense = make(Placement.even(2))
+    assert dense.gradients() is None
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    dense.clear()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert dense.gradients() is None
+
+
+@pytest.mark.parametrize("pushes", [False, True], ids=["pulled", "pushed"])
+def test_a_parameter_that_was_given_other_memory_is_followed(pushes: bool) -> None:
+    model, dense = make(Placement.even(2))
+    ones = np.ones((dense.num_blocks, BLOCK), np.float32)
+    last = list(model.parameters())[-1]  # one is enough
+    last.data = torch.full_like(last, 7.0)
+    last.grad = torch.ones_like(last)
+    if pushes:
+        dense.gradients()
+        assert dense.values().max() == 7.0
+    dense.accept(dense.reads(), ones, clock=0)
+    assert all(torch.equal(parameter, torch.ones_like(parameter)) for parameter in model.parameters())
+
+
+def test_what_was_forgotten_is_pulled_again_frozen_parameters_with_it() -> None:
+    model, dense = make(Placement.even(2))
+    model[0].requires_grad_(False)
+    assert dense.stale(0)
+    assert len(dense.reads().ids) == dense.num_blocks  # the frozen ones are pulled once, too
+    dense.accept(dense.reads(), dense.values().copy(), clock=0)
+    assert not dense.stale(0)
+    assert len(dense.reads().ids) < dense.num_blocks
+    dense.forget()
+    assert dense.stale(0)
+    assert len(dense.reads().ids) == dense.num_blocks
+
+
+def test_dense_weights_on_several_devices_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ValueError, match=r"dense parameters lie on several devices \(cpu, meta\)"):
+        DenseWeights(SPEC, list(model.named_parameters()), Placement.even(1))
+
+
+def test_workers_with_other_names_or_shapes_of_dense_weights_have_another_seed() -> None:
+    one, two = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(3, 2))
+    named = [[("a", one)], [("b", one)], [("a", two)], [("a", one), ("b", one)], [("b", one), ("a", one)]]
+    seeds = [layout_seed(parameters) for parameters in named]
+    assert len(set(seeds)) == len(named)
+    assert layout_seed([("a", nn.Parameter(torch.ones(2, 3)))]) == seeds[0]  # whatever the values are

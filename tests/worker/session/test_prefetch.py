@@ -1,0 +1,725 @@
+"""Training ahead of itself: the same weights as without prefetch at staleness 0, and pulls in an order that shows."""
+
+import copy
+import gc
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import embershard as es
+from embershard.proto.errors import InvalidRequest, UnknownTable
+from embershard.proto.messages import Pull, Push, Reply, Request
+from embershard.proto.transport.local import LocalCarrier
+from embershard.ps.shard import Shard
+from embershard.worker.client.client import Client
+from embershard.worker.overlap import overlap
+from embershard.worker.session.session import Session
+
+Shards = Callable[..., list[Shard]]
+PATIENCE = 20.0  # seconds until a test that waits in vain fails
+ROWS = 60
+
+
+class Wire:
+    """The way to one shard: one request at a time reaches it, and `before` and `after` may hold a request back."""
+
+    def __init__(self, shard: Shard, heard: list[tuple[str, Request]]) -> None:
+        self.shard, self.heard, self.lock = shard, heard, threading.Lock()
+        self.before: Callable[[Request], object] = lambda _: None
+        self.after: Callable[[Request], object] = lambda _: None
+
+    def handle(self, request: Request) -> Reply:
+        self.heard.append(("sent", request))
+        self.before(request)
+        with self.lock:
+            reply = self.shard.handle(request)
+        self.after(request)
+        self.heard.append(("answered", request))
+        return reply
+
+
+class Wired:
+    """A session over wires, and what went over them."""
+
+    def __init__(self, shards: list[Shard]) -> None:
+        self.heard: list[tuple[str, Request]] = []
+        self.wires = [Wire(shard, self.heard) for shard in shards]
+        self.session = Session(Client([LocalCarrier(wire.handle, f"wire/{i}") for i, wire in enumerate(self.wires)]))
+
+    def hold(self, before: Callable[[Request], object] | None = None, after: Callable[[Request], object] | None = None):
+        for wire in self.wires:
+            wire.before, wire.after = before or wire.before, after or wire.after
+
+    def when(self, what: str, matches: Callable[[Request], bool]) -> int:
+        """The place of the first such request in what was heard; -1 where there is none."""
+        return next((i for i, (said, r) in enumerate(self.heard) if said == what and matches(r)), -1)
+
+    def wait(self, what: str, matches: Callable[[Request], bool]) -> None:
+        end = time.monotonic() + PATIENCE
+        while self.when(what, matches) < 0:
+            assert time.monotonic() < end, "waited in vain"
+            time.sleep(0.001)
+
+
+def reads(table: str, id_: int | None = None) -> Callable[[Request], bool]:
+    return lambda r: (
+        isinstance(r, Pull) and any(p.table == table and (id_ is None or id_ in p.ids.tolist()) for p in r.tables)
+    )
+
+
+def pushes(clock: int) -> Callable[[Request], bool]:
+    return lambda r: isinstance(r, Push) and r.clock == clock
+
+
+@pytest.fixture(autouse=True)
+def _threads_end() -> Iterator[None]:
+    yield
+    if _left():
+        gc.collect()  # an error's traceback may hold a loop that it left
+    assert not _left()
+
+
+def _left() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("embershard pu")]
+
+
+class Net(nn.Module):
+    """Two tables read by one tensor, one by a view of it, a padding row, and dense weights."""
+
+    def __init__(self, max_norm: float | None = None) -> None:
+        super().__init__()
+        self.users = nn.Embedding(ROWS, 4, padding_idx=0, max_norm=max_norm)
+        self.items = nn.EmbeddingBag(ROWS, 4, mode="sum")
+        self.wide = nn.Embedding(ROWS, 1)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        deep: torch.Tensor = self.head(torch.cat([self.users(ids[:, 0]), self.items(ids)], 1))
+        return deep.squeeze(1) + self.wide(ids).sum((1, 2))
+
+
+class Announcing(Net):
+    def embedding_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"users": ids[:, 0], "items": ids, "wide": ids}
+
+
+class Partly(Net):
+    """Announces one table, and another with the wrong ids."""
+
+    def embedding_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"users": ids[:, 1], "items": ids}
+
+
+def batches(count: int = 8, size: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    # squares: some ids are in every batch, others in few
+    ids = (torch.rand(count, size, 3, generator=generator).square() * ROWS).long()
+    return [(ids[t], torch.rand(size, generator=generator)) for t in range(count)]
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    """Every weight as the shards have it."""
+    modules = [m for m in model.modules() if isinstance(m, es.Embedding | es.EmbeddingBag)]
+    session = modules[0].table.session
+    session.refresh()
+    model.eval()
+    model(torch.zeros(1, 3, dtype=torch.int64))
+    rows = [module.table.pull(torch.arange(ROWS)) for module in modules]
+    return rows + [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def train(model: nn.Module, session: Session, loader: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
+    losses = []
+    for step, (ids, target) in enumerate(loader):
+        session.lr_scale = 1 / (1 + step)
+        loss = (model(ids) - target).square().mean()
+        loss.backward()
+        session.step()
+        losses.append(loss.item())
+    return losses
+
+
+def sleepy(seed: int) -> Callable[[Request], object]:
+    dice = random.Random(seed)
+    return lambda _: time.sleep(dice.choice([0, 0, 0, 0.0005, 0.001]))
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+def wrapped(build: Callable[[], nn.Module], session: Session, optimizer: es.Adagrad | es.Adam | es.SGD) -> nn.Module:
+    torch.manual_seed(0)
+    return es.wrap(build(), session, optimizer=optimizer, id_space={"items": "x", "wide": "x"})
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("optimizer", [es.Adagrad(lr=0.1), es.Adam(lr=0.1)], ids=["adagrad", "adam"])
+@pytest.mark.parametrize("max_norm", [None, 1.0], ids=["", "max_norm"])
+@pytest.mark.parametrize("kind", [Announcing, Partly, Net])
+def test_at_staleness_0_the_weights_have_the_bits_of_a_loop_without_prefetch(
+    make_shards: Shards, shards: int, optimizer: es.Adagrad | es.Adam, max_norm: float | None, kind: type[Net]
+) -> None:
+    results = []
+    for prefetched in (False, True):
+        wired = Wired(make_shards(shards))
+        model = wrapped(lambda: kind(max_norm), wired.session, optimizer)
+        wired.hold(sleepy(1), sleepy(2))
+        loader: Iterable[tuple[torch.Tensor, torch.Tensor]] = batches()
+        if prefetched:
+            inputs = None if kind is not Net else (lambda batch: {"wide": batch[0]})
+            loader = wired.session.prefetch(loader, inputs=inputs)
+        losses = train(model, wired.session, loader)
+        results.append(([torch.tensor(losses)], weights(model)))
+    assert same(results[0][0], results[1][0])
+    assert same(results[0][1], results[1][1])
+
+
+def test_what_was_pulled_ahead_is_found_by_views_and_copies_of_the_ids(make_shards: Shards) -> None:
+    wired = Wired(make_shards(2))
+    session, model = wired.session, wrapped(Announcing, wired.session, es.SGD(lr=0.1))
+    train(model, session, ((ids.clone(), target) for ids, target in session.prefetch(batches())))
+    assert session.missed_reads == 0
+    # with staleness above 0 a batch is one pull and one push per shard
+    wired.heard.clear()
+    train(model, session, session.prefetch(batches(), staleness=1))
+    kinds = [type(request) for said, request in wired.heard if said == "sent"]
+    assert (kinds.count(Pull), kinds.count(Push)) == (8 * 2, 8 * 2)
+
+
+def net_of_ids(session: Session) -> nn.Module:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(10_000, 2), nn.Linear(2, 1)
+
+        def embedding_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"table": ids}
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.head(self.table(ids))
+            return out
+
+    return es.wrap(Plain(), session, optimizer=es.SGD(lr=0.1))
+
+
+def train_plain(model: nn.Module, session: Session, loader: Iterable[torch.Tensor]) -> None:
+    for ids in loader:
+        model(ids).sum().backward()
+        session.step()
+
+
+def own_and_shared(count: int) -> list[torch.Tensor]:
+    """Batch t reads id 100 + t, and id 1 as all others do."""
+    return [torch.tensor([1, 100 + t]) for t in range(count)]
+
+
+def test_at_staleness_0_rows_of_their_own_come_during_the_batch_before_and_shared_ones_after_its_push(
+    make_shards: Shards,
+) -> None:
+    wired = Wired(make_shards(1))
+    model = net_of_ids(wired.session)
+    wired.heard.clear()
+    count = 5
+    for t, ids in enumerate(wired.session.prefetch(own_and_shared(count))):
+        if t + 1 < count:
+            wired.wait("answered", reads("table", 101 + t))
+        model(ids).sum().backward()
+        wired.session.step()
+    for t in range(1, count):
+        own = wired.when("answered", reads("table", 100 + t))
+        assert own < wired.when("sent", pushes(t - 1))
+        acknowledged = wired.when("answered", pushes(t - 1))
+        later = [r for said, r in wired.heard[own + 1 : wired.when("sent", pushes(t))] if said == "sent"]
+        shared = [r for r in later if reads("table", 1)(r)]
+        assert len(shared) == 1
+        assert wired.when("sent", lambda r, it=shared[0]: r is it) > acknowledged
+        assert reads("dense")(shared[0])
+        assert not reads("table", 100 + t)(shared[0])
+
+
+def test_a_row_is_pulled_once_for_a_batch(make_shards: Shards) -> None:
+    wired = Wired(make_shards(2))
+    model = net_of_ids(wired.session)
+    train_plain(model, wired.session, wired.session.prefetch([torch.arange(t % 3, 20, 2) for t in range(9)]))
+    pulls = [r for said, r in wired.heard if said == "sent" and isinstance(r, Pull)]
+    pulled = sum(len(part.ids) for r in pulls for part in r.tables if part.table == "table")
+    assert pulled == sum(len(range(t % 3, 20, 2)) for t in range(9))
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+def test_the_staleness_is_used_and_never_exceeded(make_shards: Shards, staleness: int) -> None:
+    wired = Wired(make_shards(1))
+    model = net_of_ids(wired.session)
+    wired.heard.clear()
+    count = 9
+
+    def hold(request: Request) -> None:
+        # a push is acknowledged once as many batches were pulled without it as may be
+        if isinstance(request, Push) and request.clock + staleness < count:
+            wired.wait("answered", reads("table", 100 + request.clock + staleness))
+
+    wired.hold(after=hold)
+    for ids in wired.session.prefetch(own_and_shared(count), staleness=staleness):
+        model(ids).sum().backward()
+        wired.session.step()
+    for t in range(count):
+        pulled = wired.when("sent", reads("table", 100 + t))
+        if t - 1 - staleness >= 0:
+            assert wired.when("answered", pushes(t - 1 - staleness)) < pulled
+        if t - staleness >= 0:
+            assert pulled < wired.when("answered", pushes(t - staleness))
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_step_does_not_wait_for_its_push_but_for_a_permit(make_shards: Shards, staleness: int) -> None:
+    wired = Wired(make_shards(1))
+    session, model = wired.session, net_of_ids(wired.session)
+    stepped = threading.Event()
+    wired.hold(after=lambda r: assert_set(stepped) if isinstance(r, Push) else None)
+    for ids in session.prefetch(own_and_shared(1), staleness=staleness):
+        for _ in range(staleness + 1):  # as many pushes may be in flight
+            model.head.bias.grad = torch.ones(1)  # without a forward, which would wait for the pushes before it
+            session.step()
+        assert wired.when("answered", pushes(0)) < 0
+        stepped.set()
+        session.step()
+        assert wired.when("answered", pushes(0)) >= 0
+        assert len(ids) == 2
+    assert session.clock == staleness + 2
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(PATIENCE)
+
+
+def test_a_push_carries_the_gradients_the_clock_and_the_rate_of_its_step(make_shards: Shards) -> None:
+    pushed = []
+    for prefetched in (False, True):
+        wired = Wired(make_shards(1))
+        model = wrapped(Announcing, wired.session, es.SGD(lr=0.0))  # the same weights, however late pushes are
+        seen: dict[int, list[tuple[str, float, np.ndarray, np.ndarray]]] = {}
+
+        def note(request: Request, seen=seen) -> None:
+            if isinstance(request, Push):
+                time.sleep(0.01)  # as if it were sent only now
+                seen[request.clock] = [(p.table, p.lr_scale, p.ids.copy(), p.gradients.copy()) for p in request.tables]
+
+        wired.hold(note)
+        loader = batches()
+        train(model, wired.session, wired.session.prefetch(loader, staleness=2) if prefetched else loader)
+        pushed.append(seen)
+    assert pushed[0].keys() == pushed[1].keys()
+    for clock, parts in pushed[0].items():
+        for mine, other in zip(parts, pushed[1][clock], strict=True):
+            assert mine[:2] == other[:2]
+            np.testing.assert_array_equal(mine[2], other[2])
+            np.testing.assert_array_equal(mine[3], other[3])
+
+
+Act = Callable[[nn.Module, Session, torch.Tensor, torch.Tensor], None]
+
+
+def _backward(model: nn.Module, ids: torch.Tensor, target: torch.Tensor) -> None:
+    (model(ids) - target).square().mean().backward()
+
+
+def ordinary(model: nn.Module, session: Session, ids: torch.Tensor, target: torch.Tensor) -> None:
+    _backward(model, ids, target)
+    session.step()
+
+
+def accumulate(model: nn.Module, session: Session, ids: torch.Tensor, target: torch.Tensor) -> None:
+    _backward(model, ids, target)
+
+
+def drop(model: nn.Module, session: Session, ids: torch.Tensor, target: torch.Tensor) -> None:
+    _backward(model, ids, target)
+    session.zero_grad()
+
+
+def skip(model: nn.Module, session: Session, ids: torch.Tensor, target: torch.Tensor) -> None:
+    pass
+
+
+def twice(model: nn.Module, session: Session, ids: torch.Tensor, target: torch.Tensor) -> None:
+    ordinary(model, session, ids, target)
+    ordinary(model, session, ids, target)
+
+
+def two_forwards(model: nn.Module, session: Session, ids: torch.Tensor, target: torch.Tensor) -> None:
+    _backward(model, ids, target)
+    ordinary(model, session, ids, target)
+
+
+def evaluate_between(model: nn.Module, session: Session, ids: torch.Tensor, target: torch.Tensor) -> None:
+    for step in (False, True):
+        model.eval()
+        with torch.no_grad():
+            model(ids.flip(0) // 2)
+        model.train()
+        if step:
+            ordinary(model, session, ids, target)
+        session.refresh()
+
+
+def other_ids(model: nn.Module, session: Session, ids: torch.Tensor, target: torch.Tensor) -> None:
+    ordinary(model, session, (ids + 7) % ROWS, target)
+
+
+def changed_in_place(model: nn.Module, session: Session, ids: torch.Tensor, target: torch.Tensor) -> None:
+    ids.copy_((ids + 5) % ROWS)
+    ordinary(model, session, ids, target)
+
+
+def load_rows(model: nn.Module, session: Session, ids: torch.Tensor, target: torch.Tensor) -> None:
+    table = model.wide.table
+    for step in (True, False):
+        route = table.route((ids + 3 + step) % ROWS)
+        table.load(route, np.full((len(route.ids), 1), 0.25, np.float32))
+        if step:
+            ordinary(model, session, ids, target)
+
+
+ACTS: list[Act] = [
+    ordinary, accumulate, drop, skip, twice, two_forwards, evaluate_between, other_ids, changed_in_place, load_rows,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("max_norm", [None, 0.5], ids=["", "max_norm"])
+def test_whatever_a_loop_does_the_bits_are_the_same(make_shards: Shards, act: Act, max_norm: float | None) -> None:
+    compare_loops(make_shards, [act, ordinary] * 4, max_norm, seed=0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_loops_with_random_delays_have_the_same_bits(make_shards: Shards, seed: int) -> None:
+    dice = random.Random(seed)
+    acts = [dice.choice([ordinary, *ACTS]) for _ in range(8)]
+    compare_loops(make_shards, acts, dice.choice([None, 0.5]), seed)
+
+
+def compare_loops(make_shards: Shards, acts: list[Act], max_norm: float | None, seed: int) -> None:
+    results = []
+    for prefetched in (False, True):
+        wired = Wired(make_shards(1 + seed % 2))
+        session, model = wired.session, wrapped(lambda: Announcing(max_norm), wired.session, es.Adagrad(lr=0.3))
+        if prefetched:
+            wired.hold(sleepy(seed), sleepy(seed + 1))
+        loader: Iterable[tuple[torch.Tensor, torch.Tensor]] = copy.deepcopy(batches(len(acts)))
+        for act, (ids, target) in zip(
+            itertools.chain(acts, [skip]), session.prefetch(loader) if prefetched else loader, strict=False
+        ):
+            act(model, session, ids, target)
+        session.step()
+        results.append(weights(model))
+    assert same(*results)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_loader_may_be_shorter_than_the_staleness(make_shards: Shards, count: int, staleness: int) -> None:
+    wired = Wired(make_shards(2))
+    model = wrapped(Announcing, wired.session, es.SGD(lr=0.1))
+    assert len(train(model, wired.session, wired.session.prefetch(batches(count), staleness=staleness))) == count
+    assert wired.session.clock == count
+
+
+def failing(request: Request, clock: int) -> None:
+    if isinstance(request, Push) and request.clock == clock:
+        raise InvalidRequest(reason="told to")
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("clock", [2, 7])
+def test_the_error_of_a_push_is_raised_by_the_loop(make_shards: Shards, clock: int, staleness: int) -> None:
+    wired = Wired(make_shards(2))
+    model = wrapped(Announcing, wired.session, es.SGD(lr=0.1))
+    wired.hold(lambda r: failing(r, clock))
+    with pytest.raises(InvalidRequest, match="told to"):
+        train(model, wired.session, wired.session.prefetch(batches(8), staleness=staleness))
+    assert clock < wired.session.clock <= clock + 2 + staleness
+    wired.session.flush()  # raised once
+
+
+def test_the_error_of_a_push_in_a_loop_that_was_left_is_raised_by_the_next_use(
+    make_shards: Shards, caplog: pytest.LogCaptureFixture
+) -> None:
+    wired = Wired(make_shards(2))
+    session, model = wired.session, wrapped(Announcing, wired.session, es.SGD(lr=0.1))
+    wired.hold(lambda r: failing(r, 2))
+    for ids, _ in session.prefetch(batches(), staleness=1):
+        model(ids).sum().backward()
+        session.step()
+        if session.clock == 3:
+            break
+    assert "a push failed as the loop was left" in caplog.text
+    with pytest.raises(InvalidRequest, match="told to"):
+        session.flush()
+    train(model, session, session.prefetch(batches()))
+
+
+def test_the_error_of_a_pull_is_raised_where_its_batch_would_come(make_shards: Shards) -> None:
+    wired = Wired(make_shards(1))
+    model = net_of_ids(wired.session)
+
+    def refuse(request: Request) -> None:
+        if reads("table", 102)(request):
+            raise UnknownTable(table="table", known="none")
+
+    wired.hold(refuse)
+    with pytest.raises(UnknownTable):
+        train_plain(model, wired.session, wired.session.prefetch(own_and_shared(5), staleness=1))
+    assert wired.session.clock == 2
+
+
+def test_the_error_of_a_loader_has_its_own_traceback_after_the_batches_before_it(make_shards: Shards) -> None:
+    def reading() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        yield from batches(3)
+        raise KeyError("a broken line")
+
+    wired = Wired(make_shards(2))
+    model = wrapped(Announcing, wired.session, es.SGD(lr=0.1))
+    with pytest.raises(KeyError, match="a broken line") as caught:
+        train(model, wired.session, wired.session.prefetch(reading(), staleness=2))
+    assert wired.session.clock == 3
+    assert "reading" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+
+
+def test_a_push_names_no_ids_of_a_pull_that_is_on_its_way(make_shards: Shards) -> None:
+    wired = Wired(make_shards(1))
+    session, model = wired.session, wrapped(Announcing, wired.session, es.SGD(lr=0.1))
+
+    def behind_the_first_push(request: Request) -> None:
+        if isinstance(request, Pull) and wired.when("answered", lambda r: isinstance(r, Pull)) >= 0:
+            wired.wait("answered", pushes(0))
+
+    wired.hold(before=behind_the_first_push)
+    train(model, session, session.prefetch(batches(3), staleness=1))
+    assert sum(said == "sent" and pushes(0)(r) for said, r in wired.heard) == 1
+
+
+def test_a_loop_that_is_left_waits_for_its_pushes_and_the_session_goes_on(make_shards: Shards) -> None:
+    wired = Wired(make_shards(2))
+    session, model = wired.session, wrapped(Announcing, wired.session, es.SGD(lr=0.1))
+    wired.hold(after=lambda _: time.sleep(0.002))
+    for ids, _ in session.prefetch(itertools.cycle(batches()), staleness=2):
+        model(ids).sum().backward()
+        session.step()
+        if session.clock == 5:
+            break
+    sent, answered = ([r.clock for said, r in wired.heard if said == what and isinstance(r, Push)] for what in SAID)
+    assert sorted(sent) == sorted(answered)
+    assert max(sent) == 4
+    train(model, session, batches(2))
+    assert session.clock == 7
+
+
+SAID = ("sent", "answered")
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_ctrl_c_ends_the_loop(make_shards: Shards, staleness: int) -> None:
+    wired = Wired(make_shards(1))
+    model = net_of_ids(wired.session)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+
+    def press(request: Request) -> None:
+        if reads("table", 103)(request):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)
+
+    wired.hold(press)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train_plain(model, wired.session, wired.session.prefetch(own_and_shared(9), staleness=staleness))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    wired.session.flush()
+    model(torch.tensor([5])).sum().backward()
+    wired.session.step()
+
+
+def test_a_loader_that_never_gives_its_next_batch_is_left_behind(
+    make_shards: Shards, caplog: pytest.LogCaptureFixture
+) -> None:
+    go_on = threading.Event()
+
+    def stuck() -> Iterator[torch.Tensor]:
+        yield torch.tensor([1])
+        go_on.wait(PATIENCE)
+
+    wired = Wired(make_shards(1))
+    model = net_of_ids(wired.session)
+    wired.session.client.timeout /= 300  # a fifth of a second
+    for ids in wired.session.prefetch(stuck()):
+        model(ids)
+        break
+    assert "its thread is left behind" in caplog.text
+    thread = next(thread for thread in threading.enumerate() if thread.name == "embershard puller")
+    go_on.set()
+    thread.join(PATIENCE)
+
+
+def test_closing_a_session_inside_the_loop_ends_it(make_shards: Shards) -> None:
+    wired = Wired(make_shards(1))
+    model = net_of_ids(wired.session)
+    loop = wired.session.prefetch(own_and_shared(5))
+    model(next(loop)).sum().backward()
+    wired.session.step()
+    wired.session.close()
+    assert wired.when("answered", pushes(0)) >= 0
+    assert next(loop, None) is None
+
+
+def test_prefetch_in_a_prefetch_and_a_negative_staleness_are_refused(make_shards: Shards) -> None:
+    wired = Wired(make_shards(1))
+    session = wired.session
+    net_of_ids(session)
+    with pytest.raises(ValueError, match="staleness must be at least 0, got -1"):
+        session.prefetch([], staleness=-1)
+    for _ in session.prefetch(own_and_shared(2)):
+        with pytest.raises(RuntimeError, match="inside a prefetch loop already"):
+            next(session.prefetch(own_and_shared(2)))
+
+
+def test_where_nothing_says_what_a_batch_reads_the_remedy_is_named(make_shards: Shards) -> None:
+    session = Wired(make_shards(1)).session
+    with pytest.raises(ValueError, match=r"this session has 0 wrapped models; pass inputs="):
+        session.prefetch([])
+    wrapped(Net, session, es.SGD(lr=0.1))
+    with pytest.raises(ValueError, match=r"give the model a method embedding_inputs.*inputs=lambda batch: {'users'"):
+        session.prefetch([])
+    es.wrap(Announcing(), session, optimizer=es.SGD(lr=0.1), prefix="second/")
+    with pytest.raises(ValueError, match="2 wrapped models"):
+        session.prefetch([])
+    with pytest.raises(ValueError, match="inputs names 'nope', which is no embedding"):
+        next(session.prefetch(batches(), inputs=lambda batch: {"nope": batch[0]}))
+
+
+def test_inputs_name_modules_of_one_model_and_tables_of_several(make_shards: Shards) -> None:
+    session = Wired(make_shards(2)).session
+    first = wrapped(Net, session, es.SGD(lr=0.1))
+    everything = lambda ids: {"users": ids[:, 0], "items": ids, "wide": ids}  # noqa: E731
+    train(first, session, session.prefetch(batches(), inputs=lambda batch: everything(batch[0])))
+    assert session.missed_reads == 0
+    second = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1), prefix="second/")
+    tables = lambda ids: {f"second/{name}": part for name, part in everything(ids).items()}  # noqa: E731
+    train(second, session, session.prefetch(batches(), inputs=lambda batch: tables(batch[0])))
+    assert session.missed_reads == 0
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_data_loader_gives_its_parts_to_embedding_inputs(make_shards: Shards, num_workers: int) -> None:
+    wired = Wired(make_shards(1))
+    model = net_of_ids(wired.session)
+    data = TensorDataset(torch.arange(12), torch.ones(12))
+    loader = DataLoader(data, batch_size=4, num_workers=num_workers)
+    for ids, targets in wired.session.prefetch(loader):
+        (model(ids).squeeze(1) - targets).sum().backward()
+        wired.session.step()
+    assert (wired.session.clock, wired.session.missed_reads) == (3, 0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_rows_pulled_ahead_go_to_the_gpu(make_shards: Shards, staleness: int) -> None:
+    curves = []
+    for prefetched in (False, True):
+        wired = Wired(make_shards(2))
+        model = wrapped(Announcing, wired.session, es.SGD(lr=0.0 if staleness else 0.1)).to("cuda")
+        loader: Iterable[tuple[torch.Tensor, torch.Tensor]] = [(ids, target.to("cuda")) for ids, target in batches()]
+        if prefetched:
+            loader = wired.session.prefetch(loader, staleness=staleness)
+        curves.append(train(model, wired.session, loader))
+        assert wired.session.missed_reads == 0
+    torch.testing.assert_close(curves[1], curves[0], rtol=1e-4, atol=1e-6)  # a GPU sums in any order
+
+
+def test_a_model_without_tables_has_its_dense_weights_prefetched(make_shards: Shards) -> None:
+    wired = Wired(make_shards(1))
+    model = es.wrap(nn.Linear(3, 1), wired.session, optimizer=es.SGD(lr=0.1))
+    model(torch.ones(1, 3))
+    wired.heard.clear()
+    for x in wired.session.prefetch([torch.ones(1, 3)] * 3):
+        model(x).sum().backward()
+        wired.session.step()
+    assert [type(request) for said, request in wired.heard if said == "sent"] == [Pull, Push] * 3
+
+
+def test_reads_that_were_not_announced_are_counted_and_told_of_once(
+    make_shards: Shards, caplog: pytest.LogCaptureFixture
+) -> None:
+    wired = Wired(make_shards(1))
+    session, model = wired.session, net_of_ids(wired.session)
+    for _ in range(2):
+        for ids in session.prefetch(own_and_shared(6)):
+            model(ids + 1).sum().backward()
+            session.step()
+        if caplog.text:
+            break
+    assert session.missed_reads == 6
+    assert caplog.text.count("prefetch pulls rows that the model does not read") == 1
+
+
+def test_waiting_is_what_the_training_thread_waits(make_shards: Shards) -> None:
+    wired = Wired(make_shards(1))
+    session, model = wired.session, net_of_ids(wired.session)
+    ids = torch.tensor([1])
+    for _ in session.prefetch([ids] * 3, staleness=2):
+        before = session.stats.wait_seconds
+        session.client.pull([("table", model.table.table.route(ids))])  # of another thread, say
+        assert session.stats.wait_seconds == before
+    assert session.stats.wait_seconds > before
+
+
+def test_dense_weights_change_only_between_batches(make_shards: Shards) -> None:
+    wired = Wired(make_shards(1))
+    session, model = wired.session, net_of_ids(wired.session)
+    for t, ids in enumerate(session.prefetch(own_and_shared(4), staleness=1)):
+        model(ids).sum().backward()
+        before = model.head.weight.detach().clone()
+        session.step()
+        wired.wait("answered", pushes(t))
+        if t + 1 < 4:
+            wired.wait("answered", reads("table", 101 + t))
+        assert torch.equal(model.head.weight, before)
+
+
+def test_a_refresh_inside_the_loop_holds_for_the_next_batch(make_shards: Shards) -> None:
+    wired = Wired(make_shards(1))
+    session, model = wired.session, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    es.wrap(model, session, optimizer=es.SGD(lr=0.1))
+    wired.heard.clear()
+    blocks = lambda: [len(r.tables[0].ids) for said, r in wired.heard if said == "answered" and isinstance(r, Pull)]  # noqa: E731
+    for number, x in enumerate(session.prefetch([torch.ones(1, 3)] * 4, staleness=1)):
+        model(x).sum().backward()
+        session.step()
+        if number == 2:
+            wired.wait("answered", lambda _: len(blocks()) == 4)  # what is here for the last batch is older
+            session.refresh()
+    assert len(blocks()) == 5
+    assert blocks()[-2:] == [2, 4]  # the weight and the bias that are trained, and then frozen ones, too
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_overlap_is_that_of_sets(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    edges = np.array([0, -1, 2**63 - 1, -(2**63)])
+    ids, others = (
+        np.unique(np.concatenate([edges[: rng.integers(5)], rng.integers(-50, 50, rng.integers(0, 60))]))
+        for _ in range(2)
+    )
+    np.testing.assert_array_equal(overlap(ids, others), np.isin(ids, others))

@@ -1,0 +1,373 @@
+"""What `compression: auto` chooses and `unless_slower` leaves on, on links and by a clock that are made up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+import embershard as es
+from embershard.proto.codec.name import Codec
+from embershard.proto.codec.values.registry import find_values
+from embershard.proto.codec_messages import Compress, TableCodecs
+from embershard.proto.messages import Reply, Request, bulk_bytes
+from embershard.proto.transport.local import LocalCarrier
+from embershard.ps.shard import Shard
+from embershard.worker.client import calls
+from embershard.worker.client.client import Client
+from embershard.worker.job.job import Job
+from embershard.worker.session import traffic
+from embershard.worker.session.session import Session
+from embershard.worker.training import autotune as auto
+from embershard.worker.training import trial
+from embershard.worker.training.autotune import Auto, Cost, Link, best, candidates, measure
+from embershard.worker.training.codecs import JobCodecs
+
+MakeShards = Callable[..., list[Shard]]
+SPEC = es.TableSpec(name="t", dim=64, optimizer=es.Adagrad(lr=0.1), initializer=es.Constant(value=0.0))
+INT8, FP16S = Codec.parse("int8"), Codec.parse("fp16s")
+
+
+def cost(codec: Codec, coded: float, seconds: float) -> Cost:
+    return Cost(codec, 4e6, coded, seconds / 2, seconds / 2)
+
+
+COSTS = [cost(FP16S, 2e6, 0.001), cost(INT8, 1e6, 0.003)]  # break-even at 2 GB/s and 1 GB/s
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_second", "want"),
+    [(1e7, INT8), (4e8, INT8), (6e8, FP16S), (1.5e9, FP16S), (1.7e9, None), (1e12, None)],
+)
+def test_what_saves_the_most_time_on_a_link_is_chosen(bytes_per_second: float, want: Codec | None) -> None:
+    found, why = best(COSTS, Link(bytes_per_second))
+    assert (found and found.codec) == want
+    if found is None:
+        assert "fp16s would pay below 12.8 Gbit/s" in why
+    else:
+        assert f"pays below {'8' if want == INT8 else '16'} Gbit/s" in why
+
+
+def test_the_break_even_is_bytes_saved_by_time_spent() -> None:
+    assert COSTS[1].break_even == pytest.approx(1e9)
+    assert COSTS[1].saving(Link(1e9)) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_link_is_what_its_larger_and_faster_calls_saw() -> None:
+    waited = [(1_000_000, 5.0)] * 10  # for another worker
+    calls = [(1_000_000, 0.11)] * 10 + waited + [(10, 0.01)] * 12  # the last say nothing of the link
+    link = Link.of(calls, round_trip=0.01)
+    assert link is not None
+    assert link.bytes_per_second == pytest.approx(1e7)
+    assert Link.of([], 0.0) is None
+
+
+ALLOW = [Codec.parse(text) for text in ("topk:0.01", "onebit", "bf16")]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "direction", "dense", "want"),
+    [
+        (es.Adam(lr=1), "push", False, "fp16s int8 bf16"),
+        (es.SGD(lr=1), "push", False, "fp16s int8 topk:0.01 bf16"),
+        (es.SGD(lr=1), "push", True, "fp16s int8 topk:0.01 onebit bf16"),
+        (es.SGD(lr=1), "pull", False, "fp16s int8 bf16"),
+        (es.SGD(lr=1), "pull", True, "fp16s bf16"),
+    ],
+)
+def test_only_quantisation_comes_before_an_optimizer_that_adapts(
+    optimizer: es.SGD, direction: auto.Direction, dense: bool, want: str
+) -> None:
+    spec = es.TableSpec(name="t", dim=4, optimizer=optimizer)
+    assert [str(codec) for codec in candidates(spec, direction, dense=dense, allow=ALLOW)] == want.split()
+
+
+def test_without_leave_nothing_is_left_out() -> None:
+    spec = es.TableSpec(name="t", dim=4, optimizer=es.SGD(lr=1))
+    assert [str(codec) for codec in candidates(spec, "push", dense=False)] == ["fp16s", "int8"]
+
+
+@pytest.mark.parametrize(("text", "ratio"), [("int8", 64 * 4 / 66), ("fp16s", 64 * 4 / 129), ("topk:0.01+fp16s", 133)])
+def test_a_codec_is_measured_at_the_size_of_a_step(text: str, ratio: float) -> None:
+    found = measure(Codec.parse(text), 256 * 1000, 64, find_values)
+    assert found.raw_bytes / found.coded_bytes == pytest.approx(ratio, rel=0.2)
+    assert min(found.encode, found.decode) > 0
+
+
+class Clock:
+    """Time that passes only as the links and codecs of a test say."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(time, name)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (auto, trial, calls, traffic):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+class Slow:
+    """A shard behind a link of so many bytes per second."""
+
+    def __init__(self, shard: Shard, clock: Clock, bytes_per_second: float) -> None:
+        self.shard, self.clock, self.bytes_per_second = shard, clock, bytes_per_second
+
+    def handle(self, request: Request) -> Reply:
+        reply = self.shard.handle(request)
+        self.clock.now += (bulk_bytes(request) + bulk_bytes(reply)) / self.bytes_per_second
+        return reply
+
+
+def connect(shards: list[Shard], clock: Clock, bytes_per_second: float = 4e6) -> Session:
+    slow = [Slow(shard, clock, bytes_per_second) for shard in shards]
+    return Session(Client([LocalCarrier(one.handle, f"local/{i}") for i, one in enumerate(slow)]))
+
+
+def train(session: Session, follow: Callable[[int], None], steps: int) -> None:
+    module = es.Embedding(session.table(SPEC))
+    ids = torch.arange(64)
+    for step in range(steps):
+        follow(step)
+        module(ids).sum().backward()
+        session.step()
+
+
+def used(session: Session) -> tuple[str, str]:
+    directions = session.client.compressor.directions()["t"]
+    return str(directions.push), str(directions.pull)
+
+
+TURN = trial.WARM_UP + trial.STEPS
+TRIAL = len(trial.TURNS) * TURN
+STEPS = auto.WARM_UP + auto.STEPS + TRIAL + 1
+
+
+def test_a_slow_link_switches_on_what_pays_and_says_why(
+    make_shards: MakeShards, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = connect(make_shards(1), clock)
+    chooser = Auto(session, [], frozenset())
+    train(session, chooser.follow, STEPS)
+    assert used(session) == ("int8", "int8")
+    assert chooser.done
+    assert session.client.calls.watch is None
+    push, pull, after = [record.getMessage() for record in caplog.records]
+    assert push.startswith(
+        "step 23: table t: push=int8: 0.0164 MB of a step become 0.00423 (3.88 times less); the link"
+    )
+    assert "the link gives 32 Mbit/s" in push
+    assert pull.startswith("step 23: table t: pull=int8: ")
+    assert after == "step 75: a step takes 2.13 ms with these codecs, and 8.33 without: they are left on"
+
+
+def codecs_of(session: Session, **compression: object) -> JobCodecs:
+    """Those of a job, once its one table is there."""
+    job = Job.model_validate(
+        {
+            "model": {"name": "lr"},
+            "data": {"reader": "ctr_csv", "train": "t.csv"},
+            "embedding": {"optimizer": {"name": "sgd", "lr": 1.0}},
+            "train": {"batch_size": 1, "steps": 1},
+            "compression": compression,
+        }
+    )
+    codecs = JobCodecs(job, session)
+    session.table(SPEC)
+    codecs.begin(0)
+    return codecs
+
+
+def test_what_is_pinned_is_left_alone(make_shards: MakeShards, clock: Clock) -> None:
+    session = connect(make_shards(1), clock)
+    train(session, codecs_of(session, auto=True, tables={"t": {"push": "none"}}).follow, STEPS)
+    assert used(session) == ("none", "int8")
+
+
+def test_a_fast_link_switches_nothing_on(
+    make_shards: MakeShards, clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "measure", lambda codec, raw, *_: cost(codec, raw / 2, 1.0))
+    session = connect(make_shards(2), clock)
+    train(session, Auto(session, [], frozenset()).follow, STEPS)
+    assert used(session) == ("none", "none")
+    assert "table t: push=none: the link gives 32 Mbit/s, and fp16s would pay below" in caplog.text
+
+
+def test_training_that_does_not_wait_is_left_alone(
+    make_shards: MakeShards, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = connect(make_shards(1), clock)
+    chooser = Auto(session, [], frozenset())
+
+    def follow(step: int) -> None:
+        clock.now += 1.0  # the batch takes long
+        chooser.follow(step)
+
+    train(session, follow, STEPS)
+    assert used(session) == ("none", "none")
+    (record,) = caplog.records
+    assert "compression stays off: training waits for shards 0.8 % of the time" in record.getMessage()
+
+
+class Sleepy:
+    """A codec that takes its time."""
+
+    def __init__(self, name: str, clock: Clock) -> None:
+        self.codec, self.clock = find_values(name), clock
+        self.name, self.code, self.nbytes = self.codec.name, self.codec.code, self.codec.nbytes
+        self.decode = self.codec.decode
+
+    def encode(self, rows: np.ndarray, out: np.ndarray, key: int | None = None) -> None:
+        self.clock.now += 0.02
+        self.codec.encode(rows, out, key)
+
+
+def test_what_did_not_make_steps_faster_is_switched_off_again(
+    make_shards: MakeShards, clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "measure", lambda codec, raw, *_: cost(codec, raw / 4, 0.0))
+    session = connect(make_shards(1), clock)
+    session.client.compressor.find = lambda name: find_values(name) if name == "none" else Sleepy(name, clock)
+    train(session, Auto(session, [], frozenset()).follow, STEPS)
+    assert used(session) == ("none", "none")
+    assert "with these codecs, and 8.33 without: they are switched off" in caplog.text
+
+
+ONE_ROUND = ["int8"] * TURN + ["none"] * 2 * TURN + ["int8"] * TURN
+
+
+def slowly_coded(session: Session, clock: Clock) -> Session:
+    session.client.compressor.find = lambda name: find_values(name) if name == "none" else Sleepy(name, clock)
+    return session
+
+
+def followed(session: Session, codecs: JobCodecs, steps: int) -> list[str]:
+    """How pushes travelled, from step to step."""
+    seen = []
+
+    def follow(step: int) -> None:
+        codecs.follow(step)
+        seen.append(used(session)[0])
+
+    train(session, follow, steps)
+    return seen
+
+
+def test_a_jobs_codec_is_left_on_where_steps_take_less_time(
+    make_shards: MakeShards, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = connect(make_shards(1), clock)
+    codecs = codecs_of(session, push="int8", pull="int8", unless_slower=True)
+    assert followed(session, codecs, TRIAL + 5) == [*ONE_ROUND, *["int8"] * 5]
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 52: a step takes 2.13 ms with these codecs, and 8.33 without: they are left on"
+    ]
+
+
+def test_a_jobs_codec_is_switched_off_where_steps_take_longer(
+    make_shards: MakeShards, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = slowly_coded(connect(make_shards(1), clock, 1e12), clock)
+    codecs = codecs_of(session, push="int8", pull="int8", unless_slower=True)
+    assert followed(session, codecs, TRIAL + 5) == [*ONE_ROUND, *["none"] * 5]
+    assert "they are switched off" in caplog.text
+
+
+def test_a_trial_goes_on_while_it_is_not_sure(make_shards: MakeShards, clock: Clock) -> None:
+    session = connect(make_shards(1), clock, 1e12)
+    codecs = codecs_of(session, push="int8", unless_slower=True)
+
+    def follow(step: int) -> None:
+        clock.now += 1.0  # beside which a codec takes no time
+        codecs.follow(step)
+
+    for round_ in range(1, trial.ROUNDS + 1):
+        assert codecs.trial is not None
+        assert codecs.trial.left_on is None
+        train(session, lambda step, start=(round_ - 1) * TRIAL: follow(start + step), TRIAL + (round_ == trial.ROUNDS))  # type: ignore[misc]
+    assert codecs.trial is not None
+    assert codecs.trial.left_on
+    assert used(session)[0] == "int8"
+
+
+def test_batches_that_make_one_step_are_one_step_of_a_trial(make_shards: MakeShards, clock: Clock) -> None:
+    session = slowly_coded(connect(make_shards(1), clock, 1e12), clock)
+    codecs = codecs_of(session, push="int8", unless_slower=True)
+
+    def follow(step: int) -> None:
+        for _ in range(4):
+            clock.now += 0.001
+            codecs.follow(step)
+
+    train(session, follow, TRIAL + 1)
+    assert used(session) == ("none", "none")
+
+
+def test_what_a_selection_held_back_is_sent_where_it_is_switched_off(make_shards: MakeShards, clock: Clock) -> None:
+    session = slowly_coded(connect(make_shards(1), clock, 1e12), clock)
+    codecs = codecs_of(session, push="topk:0.01+fp16s", unless_slower=True)
+    train(session, codecs.follow, TRIAL + 5)
+    assert used(session) == ("none", "none")
+    assert session.client.compressor.held("t").ids.size == 0
+
+
+@pytest.mark.parametrize("step", [5, TURN + 5])
+def test_a_trial_ends_where_somebody_says_how_tables_travel(
+    make_shards: MakeShards, clock: Clock, caplog: pytest.LogCaptureFixture, step: int
+) -> None:
+    session = connect(make_shards(1), clock)
+    codecs = codecs_of(session, push="int8", pull="int8", unless_slower=True)
+
+    def follow(now: int) -> None:
+        codecs.follow(now)
+        if now == step:
+            session.client.ask_all(Compress(1, (TableCodecs("t", "fp16s", "fp16s"),)))
+
+    train(session, follow, TRIAL + 5)
+    assert used(session) == ("fp16s", "fp16s")
+    assert "the trial of codecs ends, for others were set" in caplog.text
+
+
+@pytest.mark.parametrize("left_on", [True, False, None])
+def test_a_resumed_run_goes_on_as_its_trial_was_decided(
+    make_shards: MakeShards, clock: Clock, caplog: pytest.LogCaptureFixture, left_on: bool | None
+) -> None:
+    session = connect(make_shards(1), clock)
+    codecs = codecs_of(session, push="int8", unless_slower=True)
+    assert codecs.trial is not None
+    state = {"left_on": left_on, "wanted": {"t": ["int8", "none"]}}
+    codecs.trial.load_state_dict(state)
+    assert codecs.trial.state_dict() == state
+    assert ("as was decided before the run was resumed" in caplog.text) == (left_on is not None)
+    want = "none" if left_on is False else "int8"
+    assert followed(session, codecs, 2 * TURN)[: TURN - 1] == [want] * (TURN - 1)
+    assert used(session)[0] == ("none" if left_on is None else want)
+
+
+@pytest.mark.parametrize("left_on", [True, False])
+def test_other_codecs_than_a_trial_was_of_are_tried(make_shards: MakeShards, clock: Clock, left_on: bool) -> None:
+    session = connect(make_shards(1), clock)
+    codecs = codecs_of(session, push="int8", unless_slower=True)
+    assert codecs.trial is not None
+    codecs.trial.load_state_dict({"left_on": left_on, "wanted": {"t": ["topk:0.01", "none"]}})
+    assert followed(session, codecs, TRIAL) == ONE_ROUND
+
+
+def test_what_would_give_momentum_twice_is_not_chosen() -> None:
+    dgc = [Codec.parse("dgc:0.01")]
+    for optimizer, want in ((es.SGD(lr=1), True), (es.SGD(lr=1, momentum=0.9), False)):
+        spec = es.TableSpec(name="t", dim=4, optimizer=optimizer)
+        assert (dgc[0] in candidates(spec, "push", dense=False, allow=dgc)) == want

@@ -1,0 +1,157 @@
+"""Three Trainers over shards in this process, each in a thread: one dies, or comes late, and the others train on."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from embershard.local_shards import InProcessShards
+from embershard.proto.errors import StaleWorker
+from embershard.worker.client.client import Client
+from embershard.worker.client.membership import Terms
+from embershard.worker.client.worker_group import ShardGroup
+from embershard.worker.data.batch import Batch
+from embershard.worker.data.rows import RowsDataset
+from embershard.worker.job.job import Job
+from embershard.worker.reporting.records import Result
+from embershard.worker.session.session import Session
+from embershard.worker.training.trainer import Trainer
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_trainer import Notes, dataset, job
+
+WORKERS, SAMPLES, EPOCHS = 3, 1500, 3
+
+
+class Killed(Exception):
+    """What a worker that is killed leaves of its thread."""
+
+
+class Recorded:
+    """A dataset whose worker may die with the second batch of the second epoch, or find no batch in its first."""
+
+    def __init__(self, whole: RowsDataset, die: object = None, *, idle: bool = False) -> None:
+        self._whole, self._die, self._idle = whole, die, idle
+        self._first: int | None = None
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._whole, name)
+
+    def train(self, epoch: int, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
+        self._first = epoch if self._first is None else self._first
+        idle = self._idle and epoch == self._first
+        for number, batch in enumerate(() if idle else self._whole.train(epoch, rank, world_size, batch_size)):
+            if self._die is not None and epoch == 1 and number == 1:
+                self._die()  # type: ignore[operator]
+            yield batch
+
+
+class Cluster:
+    """Workers of one job."""
+
+    def __init__(self, staleness: int | None, splits: int | None) -> None:
+        train: dict[str, object] = {"epochs": EPOCHS, "batch_size": 20, "staleness": staleness}
+        self.job: Job = job("fm", train=train, workers=WORKERS)
+        self.job = self.job.model_copy(update={"data": self.job.data.model_copy(update={"splits": splits})})
+        self.shards = InProcessShards(2)
+        self.staleness = staleness
+        self.died = threading.Event()
+
+    def run(self, rank: int, *, dies: bool = False, idle: bool = False) -> tuple[Result | None, Notes]:
+        """One worker's run; None where it was killed."""
+        client = Client(self.shards.carriers(), worker=rank)
+        lease, patience = timedelta(seconds=60), timedelta(seconds=60)
+        terms = Terms(workers=WORKERS, staleness=self.staleness, lease=lease, patience=patience)
+        member, notes = client.join(terms), Notes()
+
+        def die() -> None:
+            member._ended.set()  # it is not heard of any more
+            member.terms = replace(terms, lease=timedelta(milliseconds=1))  # and given up at once
+            member._join(member.next_clock)
+            self.died.set()
+            raise Killed
+
+        data = Recorded(dataset(SAMPLES), die if dies else None, idle=idle)
+        trainer = Trainer(self.job, data, Session(client), ShardGroup(client, rank, WORKERS), [notes])  # type: ignore[arg-type]
+        try:
+            result = trainer.run()
+        except (Killed, StaleWorker):  # what it had on its way may meet the one in its place
+            assert dies
+            return None, notes
+        client.close()
+        return result, notes
+
+
+@pytest.mark.parametrize(
+    ("staleness", "splits", "victim"), [(None, None, 0), (None, 12, 2), (0, None, 2), (0, 12, 0), (2, 12, 2)]
+)
+def test_the_others_train_on_where_one_dies(staleness: int | None, splits: int | None, victim: int) -> None:
+    cluster = Cluster(staleness, splits)
+    with ThreadPoolExecutor(WORKERS) as pool:
+        runs = list(pool.map(lambda rank: cluster.run(rank, dies=rank == victim), range(WORKERS)))
+    assert runs[victim][0] is None
+    first = 1 if victim == 0 else 0
+    result, notes = runs[first]
+    assert result is not None
+    assert notes.result is result
+    assert result.figures["valid"]["samples"] == 500
+    assert result.figures["valid"]["auc"] > 0.8
+    assert result.expired_leases >= 1
+    assert [e.epoch for e in notes.evaluations] == ([2, 3] if victim == 0 else [1, 2, 3])
+    assert notes.plan is not None
+    assert notes.plan.reporter == (1 if victim == 0 else None)
+    share = SAMPLES // WORKERS
+    if splits is None:
+        assert result.samples == EPOCHS * SAMPLES - 2 * share
+    else:
+        assert result.returned_splits == 1
+        assert result.samples >= EPOCHS * SAMPLES
+    others = [run for rank, run in enumerate(runs) if rank not in (first, victim)]
+    assert all(notes.result is None for _, notes in others)  # one of them reports
+
+
+@pytest.mark.parametrize("staleness", [None, 0, 2])
+def test_each_sample_is_trained_on_once_per_epoch_where_nobody_is_lost(staleness: int | None) -> None:
+    cluster = Cluster(staleness, 12)
+    with ThreadPoolExecutor(WORKERS) as pool:
+        runs = list(pool.map(cluster.run, range(WORKERS)))
+    steps = [result.steps for result, _ in runs if result is not None]
+    assert sum(steps) == EPOCHS * 12 * -(-SAMPLES // 12 // 20)
+    assert all(result.samples == EPOCHS * SAMPLES for result, _ in runs if result is not None)
+    assert all(result.returned_splits == result.expired_leases == 0 for result, _ in runs if result is not None)
+    (seen,) = (result.staleness_seen for result, notes in runs if result is not None and notes.result is result)
+    assert sum(seen)
+    assert staleness != 0 or not any(seen[1:])
+
+
+@pytest.mark.parametrize("idle", [False, True], ids=["trains", "finds no batch in its first epoch"])
+@pytest.mark.parametrize("staleness", [None, 0])
+def test_who_comes_late_in_place_of_a_dead_worker_takes_part_to_the_end(staleness: int | None, idle: bool) -> None:
+    cluster = Cluster(staleness, 12)
+
+    def comes_again() -> tuple[Result | None, Notes]:
+        assert cluster.died.wait(100)
+        return cluster.run(0, idle=idle)
+
+    with ThreadPoolExecutor(WORKERS + 1) as pool:
+        late = pool.submit(comes_again)
+        runs = list(pool.map(lambda rank: cluster.run(rank, dies=rank == 0), range(WORKERS)))
+        result, notes = late.result(250)
+    assert result is not None
+    # it reports, as the first, from the evaluation on that it took part in
+    told = Counter(e.epoch for _, notes in [*runs, (result, notes)] for e in notes.evaluations)
+    assert told == {1: 1, 2: 1, 3: 1}
+    seconds = sorted((e.epoch, e.seconds) for _, notes in [*runs, (result, notes)] for e in notes.evaluations)
+    assert [s for _, s in seconds] == sorted(s for _, s in seconds)  # whoever reports counts from the beginning
+    assert [notes.result is not None for _, notes in [*runs, (result, notes)]].count(True) == 1
+    assert {run[0].figures["valid"]["auc"] for run in [*runs[1:], (result, notes)] if run[0]} == {
+        result.figures["valid"]["auc"]
+    }

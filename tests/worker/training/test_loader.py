@@ -1,0 +1,159 @@
+"""The loader's process: the reader's batches, its errors, and no process that is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from embershard.proto.errors import JobError
+from embershard.worker.data.batch import Batch
+from embershard.worker.job.data import AnyData, ClicksSection, CtrCsvSection, ListsSection
+from embershard.worker.training.loader import LoaderLost, LoaderProcess, Share, send_batches
+
+pytestmark = pytest.mark.integration
+CLICKS = ClicksSection(reader="clicks", samples=300)
+
+
+def share(data: AnyData, folder: Path, batch_size: int = 100, rank: int = 0, world_size: int = 1) -> Share:
+    return Share(data=data, folder=folder, seed=3, rank=rank, world_size=world_size, batch_size=batch_size)
+
+
+def assert_equal(one: Batch, other: Batch) -> None:
+    for name in ("ids", "dense", "labels", "groups"):
+        left, right = getattr(one, name), getattr(other, name)
+        assert (left is None) == (right is None)
+        if left is not None:
+            assert left.dtype == right.dtype
+            assert torch.equal(left, right), name
+
+
+def pairs(folder: Path) -> ListsSection:
+    (folder / "train.txt").write_text("".join(f"{user} {user + 10} {user + 20}\n" for user in range(40)))
+    (folder / "test.txt").write_text("0 5\n")
+    return ListsSection(reader="lists", train=Path("train.txt"), test=Path("test.txt"))
+
+
+@pytest.mark.parametrize("section", [lambda folder: CLICKS, pairs], ids=["with dense features", "without"])
+def test_the_loader_gives_the_readers_batches_in_their_order(
+    section: Callable[[Path], AnyData], tmp_path: Path
+) -> None:
+    data = section(tmp_path)
+    reader = data.open(tmp_path, seed=3)
+    with LoaderProcess(share(data, tmp_path, 64, 1, 2)) as loader:
+        for epoch in range(2):
+            expected = list(reader.train(epoch, 1, 2, 64))
+            batches = list(loader.train(epoch))
+            assert len(batches) == len(expected) > 0
+            for one, other in zip(batches, expected, strict=True):
+                assert_equal(one, other)
+            assert len(batches[-1]) < 64
+
+
+def test_the_loader_gives_the_splits_that_it_is_asked_for(tmp_path: Path) -> None:
+    reader = CLICKS.open(tmp_path, seed=3)
+    dealt = {"splits": 4, "skip": 1}  # what a run without splits had read of epoch 0
+    with LoaderProcess(share(CLICKS, tmp_path, 50).model_copy(update=dealt)) as loader:
+        (process,) = psutil.Process().children()
+        for epoch, split in ((0, 2), (0, 0), (3, 1)):
+            expected = list(reader.train(epoch, split, 4, 50))
+            batches = list(loader.train(epoch, split))
+            assert len(batches) == len(expected) == 2
+            for one, other in zip(batches, expected, strict=True):
+                assert_equal(one, other)
+    assert not process.is_running()
+
+
+def test_the_loader_goes_on_with_another_epoch(tmp_path: Path) -> None:
+    with LoaderProcess(share(CLICKS, tmp_path)) as loader:
+        next(loader.train(0))
+        for epoch in (4, 5):
+            for one, other in zip(loader.train(epoch), CLICKS.open(tmp_path, 3).train(epoch, 0, 1, 100), strict=True):
+                assert_equal(one, other)
+
+
+def test_a_mistake_in_the_data_is_the_readers_error_behind_the_batches_before_it(tmp_path: Path) -> None:
+    lines = [f"{i % 2},a{i}" for i in range(1000)]
+    (tmp_path / "t.csv").write_text("\n".join(["label,c", *lines, "1,a,b,c"]) + "\n")
+    data = CtrCsvSection(reader="ctr_csv", train=Path("t.csv"), stream=True, categorical=("c",))
+    with pytest.raises(JobError) as expected:
+        list(data.open(tmp_path, 3).train(0, 0, 1, 100))
+    with LoaderProcess(share(data, tmp_path)) as loader, pytest.raises(JobError) as found:
+        list(loader.train(0))
+    assert str(found.value) == str(expected.value)
+    assert "t.csv:1002" in str(found.value)
+
+
+def test_a_killed_loader_is_named(tmp_path: Path) -> None:
+    with LoaderProcess(share(CLICKS, tmp_path)) as loader:
+        (process,) = psutil.Process().children()
+        batches = loader.train(0)
+        next(batches)
+        process.send_signal(signal.SIGKILL)
+        words = rf"process {process.pid}\) was ended by SIGKILL; .*loader_processes=0"
+        with pytest.raises(LoaderLost, match=words):
+            list(chain(batches, *map(loader.train, range(1, 1000))))  # what the pipe still holds comes first
+
+
+def test_a_loader_without_an_answer_is_given_up(tmp_path: Path) -> None:
+    with (
+        LoaderProcess(share(CLICKS, tmp_path), patience=timedelta(seconds=0.01)) as loader,
+        pytest.raises(LoaderLost, match="made no batch within 0"),
+    ):
+        next(loader.train(0))
+
+
+class Slow:
+    """A reader, and its section, that makes a batch in a tenth of a second."""
+
+    def open(self, folder: Path, seed: int) -> Slow:
+        return self
+
+    def train(self, epoch: int, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
+        for batch in CLICKS.open(Path(), 3).train(epoch, rank, world_size, batch_size):
+            time.sleep(0.1)
+            yield batch
+
+
+def test_a_loader_that_leaves_many_batches_out_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("embershard.worker.training.loader._NEWS", timedelta(seconds=0.2))
+    deep = Share.model_construct(**{**dict(share(CLICKS, tmp_path, 5)), "data": Slow(), "skip": 40})
+    (out, into), loader = os.pipe(), LoaderProcess(deep, patience=timedelta(seconds=2))
+
+    def sends() -> None:
+        with suppress(BrokenPipeError), open(into, "wb") as pipe:
+            send_batches(deep, (), pipe)
+
+    sender = threading.Thread(target=sends)
+    with open(out, "rb", buffering=0) as pipe:
+        loader._process = SimpleNamespace(stdout=pipe, pid=0)  # type: ignore[assignment]
+        sender.start()
+        expected = list(CLICKS.open(tmp_path, 3).train(0, 0, 1, 5))[40:]
+        for one, other in zip(loader.train(0), expected, strict=True):
+            assert_equal(one, other)
+    sender.join()
+
+
+def test_the_loader_ends_with_its_reader_and_when_nobody_reads(tmp_path: Path) -> None:
+    with LoaderProcess(share(CLICKS, tmp_path)):
+        (process,) = psutil.Process().children()
+    assert not process.is_running()
+
+    with LoaderProcess(share(CLICKS, tmp_path)) as loader:
+        (process,) = psutil.Process().children()
+        next(loader.train(0))
+        assert loader._process is not None
+        assert loader._process.stdout is not None
+        loader._process.stdout.close()  # as the kernel does when this process is killed
+        assert loader._process.wait(30) == -signal.SIGPIPE

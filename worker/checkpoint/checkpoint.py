@@ -1,0 +1,390 @@
+"""Checkpoints: what shards and workers need to go on as if a run had never ended.
+
+A checkpoint is a folder, `step-N`, in the folder of the job's checkpoints:
+
+    shards/                the snapshot of all shards (worker/checkpoint/snapshots.py), where the job has any
+    shared.safetensors     what is the same for all workers: schedule, best evaluation, dense weights that workers hold
+    worker-R.safetensors   what worker R has of its own: random numbers, running statistics
+    checkpoint.json        the job, the step, and the sha256 of the files above
+
+checkpoint.json comes last and at once: a folder without it is no checkpoint, however far its writer came. The first
+worker writes all of it, so the folder must be one that all workers and shards see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from embershard.proto.errors import EmbershardError, JobError, Status
+from embershard.proto.snapshot.storage import Storage
+from embershard.proto.snapshot_errors import SnapshotNotWritten, SnapshotUnreadable
+from embershard.worker.checkpoint.snapshots import RunningSnapshot, begin_snapshot
+from embershard.worker.client.client import Client
+from embershard.worker.job.job import Job
+from embershard.worker.job.training import CheckpointSection
+
+if TYPE_CHECKING:
+    from embershard.worker.checkpoint.tensors import State
+
+MANIFEST = "checkpoint.json"
+SNAPSHOT = "shards"
+LATEST = "latest"
+_FOLDER, _ENDING, _PROBE = "step-", ".safetensors", ".embershard-probe"
+_OURS = re.compile(rf"{_FOLDER}\d{{9,}}(-\d+)?")
+_VERSION = 1
+
+# what a resumed run may not change, and the parts of it that it may
+_FIXED = ("strategy", "model", "data", "embedding", "dense", "prefix", "train.batch_size", "train.seed")
+_FREE = ("data.root", "data.loader_processes", "data.splits", "data.eval_samples", "embedding.cache")
+
+_log = logging.getLogger(__name__)
+
+
+class BadCheckpoint(EmbershardError):
+    """A folder that is no checkpoint, or a damaged one, or one of a newer version."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "checkpoint {path}: {reason}"
+
+
+class OtherJob(EmbershardError):
+    """A checkpoint of a job that trains something else."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "checkpoint {path} is of another job: {difference}; resume it with the job that it was made with, or start "
+        "anew without --resume"
+    )
+
+
+class CheckpointNotWritten(EmbershardError):
+    """A checkpoint that could not be written."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "cannot write checkpoint {path}: {reason}; make room, or choose another checkpoint.folder; "
+        "the last whole checkpoint is {previous}"
+    )
+
+
+class FolderInUse(EmbershardError):
+    """A new run that would mix its checkpoints with those of an earlier one, and remove them."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "checkpoint.folder {path} holds checkpoints of an earlier run, up to step {step}: go on from there with "
+        "--resume latest, or choose another folder"
+    )
+
+
+class Manifest(BaseModel):
+    """What checkpoint.json holds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: Literal[1] = 1
+    job: dict[str, object]
+    step: int  # of the first worker
+    world_size: int
+    files: dict[str, str]  # name -> sha256
+    snapshot: bool  # whether there is one of shards
+    output: str | None = None  # the run's folder of logs
+    time: float  # seconds since 1970
+
+
+class Checkpoint:
+    """A whole checkpoint, in a folder or at a URL."""
+
+    def __init__(self, storage: Storage, manifest: Manifest) -> None:
+        self._storage = storage
+        self.manifest = manifest
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return self._storage.url
+
+    @property
+    def output(self) -> Path | None:
+        """The folder of logs of its run, if that is here."""
+        path = None if self.manifest.output is None else Path(self.manifest.output)
+        return path if path is not None and path.is_dir() else None
+
+    @classmethod
+    def open(cls, url: str) -> Checkpoint:
+        """The checkpoint at a place. BadCheckpoint where there is none that this version can read."""
+        storage = Storage(url)
+        try:
+            text = storage.read(MANIFEST)
+        except FileNotFoundError:
+            raise BadCheckpoint(path=url, reason=f"it has no {MANIFEST}: it was never finished, or is none") from None
+        except SnapshotUnreadable as error:
+            raise BadCheckpoint(path=url, reason=f"cannot be read: {error.fields['reason']}") from None
+        try:
+            values = json.loads(text)
+            version = values.get("version") if isinstance(values, dict) else None
+            if isinstance(version, int) and version > _VERSION:
+                reason = f"it has version {version}, and this program reads {_VERSION}; upgrade it"
+                raise BadCheckpoint(path=url, reason=reason)
+            return cls(storage, Manifest.model_validate(values))
+        except (ValueError, RecursionError) as error:  # pydantic's are ValueErrors
+            what = f"field {_first_field(error)}" if isinstance(error, ValidationError) else str(error)
+            reason = f"{MANIFEST} is damaged, or not ours ({what}); take the checkpoint before it"
+            raise BadCheckpoint(path=url, reason=reason) from None
+
+    @property
+    def _workers(self) -> list[str]:
+        names = [name.removesuffix(_ENDING) for name in self.manifest.files]
+        return [name for name in names if re.fullmatch(r"worker-\d{1,9}", name)]
+
+    def shared(self) -> State:
+        """What is the same for all workers. BadCheckpoint where it is damaged."""
+        return self._read("shared")
+
+    def worker(self, rank: int) -> State | None:
+        """What a worker has of its own; None for one that was not there. BadCheckpoint where it is damaged."""
+        return self._read(f"worker-{rank}") if f"worker-{rank}" in self._workers else None
+
+    def first_worker(self) -> State:
+        """What the first worker that was there has of its own. BadCheckpoint where it is damaged."""
+        return self._read(min(self._workers, default="worker-0", key=lambda name: int(name.removeprefix("worker-"))))
+
+    def check_job(self, job: Job) -> None:
+        """OtherJob if a job trains something else than this checkpoint's."""
+        theirs: Mapping[str, object] = self.manifest.job
+        with contextlib.suppress(ValidationError):  # with the defaults of fields that are newer than the checkpoint
+            theirs = Job.model_validate(theirs).model_dump(mode="json")
+        # an optimizer in a worker has its state by the number of each parameter that is trained
+        fixed = _FIXED if job.has_shards and job.dense_mode == "ps" else (*_FIXED, "freeze")
+        difference = _difference(theirs, job.model_dump(mode="json"), fixed)
+        if difference:
+            raise OtherJob(path=self.url, difference=difference)
+
+    def _read(self, name: str) -> State:
+        from embershard.worker.checkpoint.tensors import (
+            unpack,  # only here: to find and check a checkpoint takes no torch
+        )
+
+        file = f"{name}{_ENDING}"
+        want = self.manifest.files.get(file)
+        try:
+            data = self._storage.read(file)
+            got = hashlib.sha256(data).hexdigest()
+            if got != want:
+                raise ValueError(f"its sha256 is {got[:12]}..., not {str(want)[:12]}...")
+            return unpack(data)
+        except (FileNotFoundError, SnapshotUnreadable, ValueError) as error:
+            said = "it is not there" if isinstance(error, FileNotFoundError) else str(error)
+            reason = f"{file} is damaged: {said}; take the checkpoint before it"
+            raise BadCheckpoint(path=self.url, reason=reason) from None
+
+
+def find_checkpoint(where: str, job: Job) -> Checkpoint:
+    """The checkpoint that --resume names: a folder of one, a folder of several, whose newest it is, or "latest".
+
+    BadCheckpoint or JobError where there is none, OtherJob where it is not of this job.
+    """
+    if where == LATEST:
+        if job.checkpoint is None:
+            reason = "the job has no checkpoint.folder to look in; name the checkpoint"
+            raise JobError(where=f"--resume {LATEST}", reason=reason)
+        where = job.checkpoint.folder
+    found = checkpoint_at(where)
+    if found is None:
+        raise BadCheckpoint(path=where, reason="there is no whole checkpoint in it")
+    found.check_job(job)
+    return found
+
+
+def checkpoint_at(url: str) -> Checkpoint | None:
+    """The checkpoint that a folder is, or the newest of those in it; None where there is none."""
+    storage = Storage(url)
+    if MANIFEST in storage.sizes(""):
+        return Checkpoint.open(url)
+    found = _whole(storage)
+    return Checkpoint.open(storage.at(found[-1])) if found else None
+
+
+class CheckpointFolder:
+    """The folder of a job's checkpoints, of which the newest `keep` stay. One process writes into it.
+
+    `source`, from which the run was resumed, stays too: workers that are started again begin with it.
+    """
+
+    def __init__(self, section: CheckpointSection, source: Checkpoint | None = None) -> None:
+        self._storage = Storage(section.folder)
+        self._keep = section.keep
+        self._source = None if source is None else source.url
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return self._storage.url
+
+    def check(self, *, resumed: bool) -> None:
+        """CheckpointNotWritten if nothing can be written, FolderInUse if a new run would mix with an earlier one."""
+        if not resumed and (found := _whole(self._storage)):
+            raise FolderInUse(path=self.url, step=Checkpoint.open(self._storage.at(found[-1])).manifest.step)
+        with self._undone(_PROBE, []):
+            self._storage.make_folder("")
+            self._storage.replace(_PROBE, b"")
+            self._storage.remove(_PROBE)
+
+    def begin(
+        self,
+        states: Mapping[str, bytes],
+        *,
+        job: Job,
+        step: int,
+        world_size: int,
+        output: Path | None,
+        shards: Client | None,
+    ) -> WritingCheckpoint:
+        """Write a checkpoint of packed states, by the names of their files, and drop the oldest ones.
+
+        `shards` are those whose snapshot is a part of it. When this returns they hold the moment, and may be changed
+        again while all is being written.
+        """
+        before = _whole(self._storage)
+        name = _free_name(step, before)
+        manifest = Manifest(
+            job=job.model_dump(mode="json"),
+            step=step,
+            world_size=world_size,
+            files={f"{file}{_ENDING}": hashlib.sha256(data).hexdigest() for file, data in states.items()},
+            snapshot=shards is not None,
+            output=None if output is None else str(output.absolute()),
+            time=time.time(),
+        )
+        snapshot: RunningSnapshot | None = None
+        failure: EmbershardError | None = None
+        try:
+            with self._undone(name, before):
+                self._storage.remove(name)  # what a writer that was ended left
+                self._storage.make_folder(name)
+                if shards is not None:
+                    snapshot = begin_snapshot(shards, self._storage.at(name), SNAPSHOT, at_clock=0)
+        except EmbershardError as error:
+            failure = error
+
+        def finish() -> str:
+            if failure is not None:
+                raise failure
+            with self._undone(name, before):
+                for file, data in states.items():
+                    self._storage.replace(f"{name}/{file}{_ENDING}", data)
+                if snapshot is not None:
+                    snapshot.finish()
+                self._storage.replace(f"{name}/{MANIFEST}", manifest.model_dump_json(indent=1).encode())
+            self._prune([*before, name])
+            return self._storage.at(name)
+
+        return WritingCheckpoint(finish)
+
+    def _prune(self, whole: list[str]) -> None:
+        """Keep the newest ones; halves of others are no use to anyone. What has no name of ours is not ours."""
+        for name in self._storage.sizes(""):
+            kept = name in whole[-self._keep :] or self._storage.at(name) == self._source
+            if _OURS.fullmatch(name) and not kept:
+                with contextlib.suppress(EmbershardError):  # it is in nobody's way
+                    self._storage.remove(f"{name}/{MANIFEST}")  # first: half of a checkpoint must not be found
+                    self._storage.remove(name)
+
+    @contextlib.contextmanager
+    def _undone(self, name: str, before: list[str]) -> Iterator[None]:
+        """Leaves nothing of a checkpoint behind that is not finished."""
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(EmbershardError):
+                self._storage.remove(name)
+            if not isinstance(error, SnapshotNotWritten):
+                raise
+            reason, previous = str(error.fields["reason"]), self._storage.at(before[-1]) if before else "none"
+            raise CheckpointNotWritten(path=self._storage.at(name), reason=reason, previous=previous) from None
+
+
+class WritingCheckpoint:
+    """A checkpoint on its way to the disk, by a thread of its own."""
+
+    def __init__(self, finish: Callable[[], str]) -> None:
+        self._finish = finish
+        self._url = ""
+        self._failure: EmbershardError | None = None
+        self._thread = threading.Thread(target=self._run, name="embershard checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> str:
+        """Until it is written; where it is. CheckpointNotWritten where a file is not taken; nothing of it is left."""
+        self._thread.join()  # it ends by the deadlines of the snapshot
+        if self._failure is not None:
+            raise self._failure
+        return self._url
+
+    def _run(self) -> None:
+        try:
+            self._url = self._finish()
+        except EmbershardError as error:
+            self._failure = error
+            _log.warning("%s", error)
+
+
+def _whole(storage: Storage) -> list[str]:
+    """Names of the whole checkpoints in a folder, the newest last."""
+    names = [name for name in storage.sizes("") if name.startswith(_FOLDER) and MANIFEST in storage.sizes(name)]
+
+    def age(name: str) -> float:
+        try:
+            return Checkpoint.open(storage.at(name)).manifest.time
+        except BadCheckpoint:
+            return math.inf  # to be named, not passed over in silence
+
+    return sorted(names, key=age)
+
+
+def _free_name(step: int, taken: list[str]) -> str:
+    """A folder's name: a run that was resumed from an earlier step comes by later ones again."""
+    name = first = f"{_FOLDER}{step:09d}"
+    for number in count(2):
+        if name not in taken:
+            break
+        name = f"{first}-{number}"
+    return name
+
+
+def _first_field(error: ValidationError) -> str:
+    details = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, details['loc']))}: {details['msg']}"
+
+
+def _difference(theirs: Mapping[str, object], ours: Mapping[str, object], fixed: tuple[str, ...]) -> str:
+    """The settings that differ and are fixed, as `field: here, not there`; empty where only such differ as may."""
+    there, here = dict(_settings(theirs, fixed)), dict(_settings(ours, fixed))
+    keys = [key for key in {**here, **there} if here.get(key) != there.get(key)]
+    return ", ".join(f"{key} is {here.get(key)!r} here and {there.get(key)!r} there" for key in keys)
+
+
+def _settings(job: Mapping[str, object], fixed: tuple[str, ...], path: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in job.items():
+        name = f"{path}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from _settings(value, fixed, f"{name}.")
+        elif _within(name, fixed) and not _within(name, _FREE):
+            yield name, value
+
+
+def _within(name: str, fields: tuple[str, ...]) -> bool:
+    return any(name == field or name.startswith(f"{field}.") for field in fields)

@@ -1,0 +1,396 @@
+"""Snapshots of all shards: taken while they serve, whole once their manifest is written, restored onto any number.
+
+docs/snapshots.md has the format and the promises.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import posixpath
+import re
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from embershard.proto.codec.name import Codec
+from embershard.proto.errors import EmbershardError, UnknownTable
+from embershard.proto.snapshot.blocks import read_block
+from embershard.proto.snapshot.manifest import (
+    LATEST,
+    MANIFEST,
+    Manifest,
+    ShardPart,
+    check_name,
+    pack_manifest,
+    unpack_manifest,
+    unpack_part,
+)
+from embershard.proto.snapshot.storage import Storage
+from embershard.proto.snapshot_errors import (
+    SnapshotDamaged,
+    SnapshotExists,
+    SnapshotNotFound,
+    SnapshotScattered,
+    SnapshotTimeout,
+    SnapshotTooLate,
+)
+from embershard.proto.snapshot_messages import Restore, Restored, Snapshot, Snapshotted
+from embershard.proto.transport.transport import Deadline
+from embershard.worker.client.client import Client
+
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+R = TypeVar("R", Snapshotted, Restored)
+
+PATIENCE = timedelta(seconds=120)  # without a row more, a snapshot or a restore is given up
+_CANCEL_PATIENCE = timedelta(seconds=10)  # a storage that hangs holds nobody longer
+_PAUSES = (0.005, 0.25)  # seconds between two looks at the shards: the first, and the longest
+_MARGIN = 2  # clocks ahead of a synchronous job at which its snapshot is asked for; doubled where that is too late
+_TRIES = 5
+_PART = re.compile(r"shard-[0-9]{1,5}-[0-9a-f]{16}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotInfo:
+    """A snapshot that was taken."""
+
+    url: str
+    name: str
+    clock: int  # the first one that was not closed
+    rows: int
+    bytes: int
+    files: int
+    seconds: float
+    stall_ms: float  # for how long a shard answered nobody, at most
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSnapshot:
+    """A snapshot as it lies in its storage, in a folder of it."""
+
+    storage: Storage
+    folder: str
+    manifest: Manifest
+    sha256: str  # of the manifest, hex
+
+    def read_table(self, table: str) -> Iterator[tuple[Ids, Floats, Floats]]:
+        """(ids (n,), rows (n, dim), state (n, num_state)) of a table, a file at a time, each checked.
+
+        UnknownTable where it has none of that name, SnapshotDamaged where a file is not what was written.
+        """
+        blocks = self.manifest.tables.get(table)
+        if blocks is None:
+            known = ", ".join(sorted(self.manifest.tables)) or "none"
+            raise UnknownTable(shard=self.storage.at(self.folder), table=table, known=known)
+        for file in blocks.files:
+            yield read_block(self.storage, self.folder, file, blocks)
+
+
+def open_snapshot(url: str, name: str = "") -> StoredSnapshot:
+    """The snapshot of this name in a folder; without a name the one that the folder is, or the latest in it.
+
+    SnapshotNotFound, SnapshotDamaged, SnapshotTooNew, SnapshotUnreadable.
+    """
+    storage = Storage(url)
+    folder = check_name(name) if name else ""
+    try:
+        data = storage.read(posixpath.join(folder, MANIFEST))
+    except FileNotFoundError:
+        if not folder:
+            folder = _latest(storage)
+        try:
+            data = storage.read(f"{folder}/{MANIFEST}")
+        except FileNotFoundError:
+            reason = f"it has no {MANIFEST}: it was never finished, or is none. {_others(storage)}"
+            raise SnapshotNotFound(path=storage.at(folder), reason=reason) from None
+    manifest = unpack_manifest(data, storage.at(posixpath.join(folder, MANIFEST)))
+    return StoredSnapshot(storage, folder, manifest, hashlib.sha256(data).hexdigest())
+
+
+def read_manifest(url: str, name: str = "") -> Manifest:
+    """What a snapshot says of itself; see `open_snapshot`."""
+    return open_snapshot(url, name).manifest
+
+
+def read_table(url: str, table: str, name: str = "") -> Iterator[tuple[Ids, Floats, Floats]]:
+    """The rows of a table of a snapshot, without shards; see StoredSnapshot.read_table."""
+    return open_snapshot(url, name).read_table(table)
+
+
+def list_snapshots(url: str) -> list[str]:
+    """Names of the whole snapshots in a folder, sorted."""
+    storage = Storage(url)
+    folders = [name for name, size in storage.sizes("").items() if size is None]
+    return sorted(name for name in folders if MANIFEST in storage.sizes(name))
+
+
+def take_snapshot(
+    client: Client,
+    url: str,
+    name: str = "",
+    *,
+    extra: Mapping[str, object] | None = None,
+    at_clock: int | None = None,
+    keep: int = 0,
+    patience: timedelta = PATIENCE,
+) -> SnapshotInfo:
+    """Take a snapshot of all shards into a folder of `url` and wait until it is whole; see `begin_snapshot`."""
+    return begin_snapshot(client, url, name, at_clock=at_clock, patience=patience).finish(extra, keep=keep)
+
+
+def begin_snapshot(
+    client: Client, url: str, name: str = "", *, at_clock: int | None = None, patience: timedelta = PATIENCE
+) -> RunningSnapshot:
+    """Have all shards take a snapshot into the folder `name` (default: the time) of `url`, a folder or fsspec URL.
+
+    With `at_clock` every shard takes it when so many clocks are closed, so that all show the same updates; 0 takes it
+    at once, on each shard for itself. By default it is a clock soon to come where workers train synchronously (for one
+    of these workers: the one after its last push), and 0 otherwise. When this returns, each shard holds the moment, or
+    waits for the clock: what this worker pushes from now on is not in the snapshot.
+
+    `patience`: without a row more for so long, it is given up. SnapshotExists, SnapshotNotWritten, SnapshotTooLate.
+    """
+    name = check_name(name or time.strftime("%Y%m%d-%H%M%S"))
+    storage = Storage(url)
+    storage.make_folder(name)
+    if MANIFEST in storage.sizes(name):
+        raise SnapshotExists(path=storage.at(name))
+    margin = _MARGIN
+    for left in reversed(range(_TRIES)):
+        clock = _soon(client, margin) if at_clock is None else at_clock
+        running = RunningSnapshot(client, storage, Snapshot(storage.url, name, secrets.randbits(64), clock), patience)
+        try:
+            running.start()
+            return running
+        except SnapshotTooLate:
+            if at_clock is not None or not left:
+                raise
+            margin *= 2
+    raise AssertionError("the last try returns or raises")
+
+
+class RunningSnapshot:
+    """A snapshot that the shards write."""
+
+    def __init__(self, client: Client, storage: Storage, request: Snapshot, patience: timedelta) -> None:
+        self._client, self._storage, self._request, self._patience = client, storage, request, patience
+        self._started = time.monotonic()
+
+    @property
+    def name(self) -> str:
+        """Its name, and that of its folder."""
+        return self._request.name
+
+    def start(self) -> None:
+        """Ask all shards; if one refuses, none goes on."""
+        try:
+            self._client.ask_all(self._request)
+        except BaseException:
+            self.cancel()
+            raise
+
+    def finish(self, extra: Mapping[str, object] | None = None, *, keep: int = 0) -> SnapshotInfo:
+        """Wait until all shards have written their parts, and make it the latest snapshot by writing its manifest.
+
+        `extra`: what the caller wants to find in the manifest again; anything that msgpack can say. `keep`: if not 0,
+        snapshots but the last so many are removed, and what is left of unfinished ones.
+        """
+        try:
+            return self._finish(extra or {}, keep)
+        except BaseException:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        """Give it up on all shards, and remove what they wrote: a full disk needs the room."""
+        with suppress(EmbershardError):
+            self._wait_for_writers(Deadline(_CANCEL_PATIENCE))
+        with suppress(EmbershardError):
+            entries = self._storage.sizes(self.name)
+            if MANIFEST not in entries:
+                _remove(
+                    self._storage, self.name, [part for part in entries if part.endswith(f"-{self._request.id:016x}")]
+                )
+
+    def _wait_for_writers(self, deadline: Deadline) -> None:
+        """Cancel until no shard has a file open: what is removed under a writer would come back."""
+        pause, longest = _PAUSES
+        request = replace(self._request, step="cancel")
+        waited_for = list(range(self._client.num_shards))
+        while deadline.seconds > 0:
+            # one that is lost holds nobody up
+            outcomes = self._client.calls(dict.fromkeys(waited_for, request), timeout=deadline.remaining)
+            waited_for = [
+                shard
+                for shard, reply in outcomes.items()
+                if isinstance(reply, Snapshotted) and reply.state == "cancelling"
+            ]
+            if not waited_for:
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
+    def _finish(self, extra: Mapping[str, object], keep: int) -> SnapshotInfo:
+        replies = _await(self._client, self._request, Snapshotted, "done", self._patience)
+        parts = tuple(self._part(shard, reply) for shard, reply in enumerate(replies))
+        manifest = Manifest(self.name, time.time(), _version(), parts, extra)
+        self._storage.replace(f"{self.name}/{MANIFEST}", pack_manifest(manifest))
+        self._storage.replace(LATEST, f"{self.name}\n".encode())
+        if keep:
+            _prune(self._storage, keep, self.name)
+        return SnapshotInfo(
+            url=self._storage.url,
+            name=self.name,
+            clock=manifest.clock,
+            rows=manifest.rows,
+            bytes=manifest.bytes,
+            files=sum(reply.files for reply in replies),
+            seconds=time.monotonic() - self._started,
+            stall_ms=max(reply.stall_ms for reply in replies),
+        )
+
+    def _part(self, shard: int, reply: Snapshotted) -> ShardPart:
+        """What a shard says that it wrote, once it is found where it belongs."""
+        path = f"{self.name}/{reply.path}"
+        where = self._storage.at(path)
+        try:
+            data = self._storage.read(path)
+        except FileNotFoundError:
+            raise SnapshotScattered(index=shard, path=where, reason="no such file") from None
+        if hashlib.sha256(data).hexdigest() != reply.sha256:
+            raise SnapshotDamaged(path=where, reason="its sha256 is not what the shard said")
+        part = unpack_part(data, where)
+        sizes = self._storage.sizes(posixpath.dirname(path))
+        for file in (file for table in part.tables for file in table.files):
+            size = sizes.get(posixpath.basename(file.path))
+            if size != file.bytes:
+                reason = f"{size} bytes of {file.bytes}"
+                raise SnapshotScattered(index=shard, path=self._storage.at(f"{self.name}/{file.path}"), reason=reason)
+        if part.shard != shard or sum(table.rows for table in part.tables) != reply.total_rows:
+            raise SnapshotDamaged(path=where, reason=f"it is not what shard {shard} said that it writes")
+        return part
+
+
+def restore_snapshot(
+    client: Client, url: str, name: str = "", *, replace_tables: bool = False, patience: timedelta = PATIENCE
+) -> Manifest:
+    """Give all shards the rows and optimizer states of a snapshot; the number of shards may be another one.
+
+    The shards must be fresh, or `replace_tables` be true: then what they hold is gone. Nothing is changed unless all
+    shards could read all that is theirs. Errors as those of `open_snapshot`, TablesInTheWay, OtherOptimizer.
+    """
+    stored = open_snapshot(url, name)
+    request = Restore(stored.storage.url, stored.folder, secrets.randbits(64), stored.sha256, replace_tables)
+    manifest = stored.manifest
+    try:
+        client.ask_all(request)
+        replies = _await(client, request, Restored, "ready", patience)
+        rows = sum(reply.rows for reply in replies)
+        if rows != manifest.rows:
+            reason = f"the shards found {rows} rows in its files, it says {manifest.rows}"
+            raise SnapshotDamaged(path=stored.storage.at(stored.folder), reason=reason)
+        client.ask_all(replace(request, step="install"))
+    except BaseException:
+        cancel = dict.fromkeys(range(client.num_shards), replace(request, step="cancel"))
+        client.calls(cancel, timeout=_CANCEL_PATIENCE)
+        raise
+    for table in manifest.tables.values():  # how they travelled is no part of them, and may not serve this client
+        client.declare(replace(table.spec, push_codec=Codec(), pull_codec=Codec()))
+    return manifest
+
+
+def _await(client: Client, request: Snapshot | Restore, kind: type[R], state: str, patience: timedelta) -> list[R]:
+    """Ask until all shards are in a state; SnapshotTimeout once nothing has moved for as long as `patience`."""
+    pause, longest = _PAUSES
+    moved, deadline = None, Deadline(patience)
+    watch = replace(request, step="watch")
+    while True:
+        replies = [reply for reply in client.ask_all(watch) if isinstance(reply, kind)]
+        if all(reply.state == state for reply in replies):
+            return replies
+        now = [(reply.state, reply.bytes) for reply in replies]
+        if now != moved:
+            moved, deadline = now, Deadline(patience)
+        elif deadline.seconds <= 0:
+            raise _timeout(request, replies, state, patience)
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+
+
+def _timeout(
+    request: Snapshot | Restore, replies: Sequence[Snapshotted | Restored], state: str, patience: timedelta
+) -> SnapshotTimeout:
+    late = [f"shard {shard}: {reply.state}" for shard, reply in enumerate(replies) if reply.state != state]
+    remedy = "Check the storage, and the shards' logs"
+    if any(reply.state == "waiting" for reply in replies):
+        remedy = "A clock closes when all workers have pushed it; without workers that train, take it at once (clock 0)"
+    what = "snapshot" if isinstance(request, Snapshot) else "restore of"
+    seconds = patience.total_seconds()
+    return SnapshotTimeout(what=what, name=request.name, seconds=seconds, where=", ".join(late), remedy=remedy)
+
+
+def _soon(client: Client, margin: int) -> int:
+    """A clock that closes soon, where all workers' pushes of a clock are applied at once; 0 elsewhere."""
+    status = client.status()
+    if not any(one.members and one.staleness == 0 for one in status):
+        return 0
+    member = client.membership
+    if member is not None and not member.resting:
+        return member.next_clock  # the others cannot go on without this worker
+    return max(one.clock for one in status) + margin
+
+
+def _latest(storage: Storage) -> str:
+    try:
+        name = storage.read(LATEST).decode(errors="replace").strip()
+    except FileNotFoundError:
+        raise SnapshotNotFound(path=storage.url, reason=f"there is no {LATEST} in it. {_others(storage)}") from None
+    try:
+        return check_name(name)
+    except EmbershardError as error:
+        raise SnapshotDamaged(path=storage.at(LATEST), reason=str(error)) from None
+
+
+def _others(storage: Storage) -> str:
+    names = list_snapshots(storage.url)
+    return f"Snapshots there: {', '.join(names[-5:])}" if names else "There are no snapshots in it"
+
+
+def _prune(storage: Storage, keep: int, newest: str) -> None:
+    """Remove all whole snapshots but the last `keep`, and what the unfinished ones have left."""
+    whole: list[tuple[float, str]] = []
+    for name in [name for name, size in storage.sizes("").items() if size is None]:
+        entries = storage.sizes(name)
+        parts = [part for part, size in entries.items() if size is None and _PART.fullmatch(part)]
+        if MANIFEST not in entries:
+            if parts:
+                _remove(storage, name, parts)
+            continue
+        with suppress(EmbershardError, FileNotFoundError):  # what we cannot read is not ours to remove
+            data = storage.read(f"{name}/{MANIFEST}")
+            whole.append((unpack_manifest(data, storage.at(name)).created, name))
+    for _, name in sorted(whole)[:-keep]:
+        if name != newest:
+            storage.remove(f"{name}/{MANIFEST}")  # first: from here on it is none
+            _remove(storage, name, [part for part in storage.sizes(name) if _PART.fullmatch(part)])
+
+
+def _remove(storage: Storage, name: str, parts: Sequence[str]) -> None:
+    for part in parts:
+        storage.remove(f"{name}/{part}")
+    storage.remove_if_empty(name)
+
+
+def _version() -> str:
+    try:
+        return version("embershard")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,180 @@
+"""What travels between a worker and its shards, by direction, part and table, and what it would be without codecs.
+
+Direction `push`: gradients to the shards; `pull`: rows from them, and the ids that ask for them; `other`: everything
+else (declarations, first values, meetings, leases), and what was lost on the way or sent twice. Parts: `ids`; `rows`,
+or gradients, of embedding tables; `dense`, those of dense weights; `held`: rows that a codec had held back and that
+were sent whole in the end, with their ids; `other`: frames and heads, of replies too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Literal, NamedTuple
+
+from embershard.proto.errors import EmbershardError
+from embershard.proto.messages import Array, Bytes, Declare, Ids, Pull, Push, Reply, Request, Rows, TableGradients
+from embershard.proto.transport.transport import Pending
+
+Direction = Literal["push", "pull", "other"]
+Kind = Literal["ids", "rows", "dense", "held", "other"]
+
+_ID_BYTES, _FLOAT_BYTES = 8, 4
+_SAMPLES = 16  # messages
+_CODED: tuple[Direction, ...] = ("pull", "push")
+_OTHER: Direction = "other"
+
+
+class Part(NamedTuple):
+    """What is counted by itself; the table of frames and heads is ""."""
+
+    direction: Direction
+    kind: Kind
+    table: str = ""
+
+
+class Moved(NamedTuple):
+    """Bytes on the wire, what they would be with float32 rows and plain ids, and in how many messages they were.
+
+    Without a codec, `held` rows would have gone before: they take no raw bytes, and are counted.
+    """
+
+    wire: int = 0
+    raw: int = 0
+    messages: int = 0
+    held: int = 0
+
+    def plus(self, other: Moved) -> Moved:
+        """Both."""
+        return Moved(*(mine + its for mine, its in zip(self, other, strict=True)))
+
+    def minus(self, other: Moved) -> Moved:
+        """Without what was moved before."""
+        return Moved(*(mine - its for mine, its in zip(self, other, strict=True)))
+
+
+Volumes = Mapping[Part, Moved]
+
+
+class _Sum:
+    """Moved while it grows."""
+
+    __slots__ = ("held", "messages", "raw", "wire")
+
+    def __init__(self) -> None:
+        self.wire = self.raw = self.messages = self.held = 0
+
+    def add(self, wire: int, raw: int, held: int = 0) -> int:
+        """One message more; its bytes on the wire."""
+        self.wire += wire
+        self.raw += raw
+        self.messages += 1
+        self.held += held
+        return wire
+
+
+class _Table:
+    """The sums of one table, found once per message: a training step waits while it is counted."""
+
+    __slots__ = ("held", "kind", "packed", "row_bytes", "sums")
+
+    def __init__(self) -> None:
+        self.kind: Kind = "rows"
+        self.row_bytes = 0  # of a plain row; 0 for a table that this client never declared
+        self.sums = {both: _Sum() for both in product(_CODED, ("ids", "values"))}
+        self.held = _Sum()
+        # the ids of the last messages that carried some packed: plain ones need no prediction, and would fill caches
+        self.packed: dict[str, deque[Ids]] = {way: deque(maxlen=_SAMPLES) for way in (*_CODED, "held")}
+
+    def add_ids(self, direction: Direction, ids: Ids, packed: Bytes | None, rows: int) -> int:
+        """Ids that travelled, and in which form, for so many rows; their bytes."""
+        if packed is not None and len(ids):
+            self.packed[direction].append(ids)
+        return self.sums[direction, "ids"].add((ids if packed is None else packed).nbytes, _ID_BYTES * rows)
+
+    def add_values(self, direction: Direction, values: Array, rows: int) -> int:
+        """Rows or gradients, whatever form they travelled in; their bytes."""
+        return self.sums[direction, "values"].add(values.nbytes, self.row_bytes * rows)
+
+    def add_held(self, part: TableGradients) -> int:
+        """Rows that had been held back; the bytes of them and their ids."""
+        if part.packed is not None:
+            self.packed["held"].append(part.ids)
+        packed = part.ids if part.packed is None else part.packed
+        return self.held.add(part.gradients.nbytes + packed.nbytes, 0, len(part.ids))
+
+    def parts(self, name: str) -> Iterator[tuple[Part, _Sum]]:
+        """Every sum with its name."""
+        yield Part("push", "held", name), self.held
+        for direction in _CODED:
+            yield Part(direction, "ids", name), self.sums[direction, "ids"]
+            yield Part(direction, self.kind, name), self.sums[direction, "values"]
+
+
+class Volume:
+    """Counts the calls of one client; any thread may."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tables: defaultdict[str, _Table] = defaultdict(_Table)
+        self._rest: defaultdict[Direction, _Sum] = defaultdict(_Sum)
+
+    def count(self, request: Request, outcome: Reply | EmbershardError, pending: Pending) -> None:
+        """A call that is over; one that failed, and may be made again, is left to `other`."""
+        if isinstance(outcome, EmbershardError):
+            return
+        direction, counted = _OTHER, 0
+        with self._lock:
+            if isinstance(request, Pull):
+                direction, counted = "pull", self._pulled(request, outcome)
+            elif isinstance(request, Push):
+                direction, counted = "push", self._pushed(request)
+            elif isinstance(request, Declare):
+                table = self._tables[request.spec.name]
+                table.row_bytes = _FLOAT_BYTES * request.spec.dim
+                table.kind = "dense" if request.dense else table.kind
+            rest = pending.num_bytes - counted
+            self._rest[direction].add(rest, rest)
+
+    def parts(self, num_bytes: int) -> dict[Part, Moved]:
+        """All parts until now; `num_bytes` were counted on the sockets, and what no call accounts for is `other`."""
+        with self._lock:
+            sums = [found for name, table in self._tables.items() for found in table.parts(name)]
+            sums += [(Part(direction, "other"), rest) for direction, rest in self._rest.items()]
+            parts = {
+                part: Moved(found.wire, found.raw, found.messages, found.held) for part, found in sums if found.messages
+            }
+        rest = num_bytes - sum(moved.wire for moved in parts.values())
+        other = Part("other", "other")
+        parts[other] = parts.get(other, Moved()).plus(Moved(rest, rest))
+        return parts
+
+    def packed(self, part: Part) -> Sequence[Ids]:
+        """The ids of the last messages that carried some of this part packed."""
+        with self._lock:
+            table = self._tables.get(part.table)
+            return () if table is None else tuple(table.packed["held" if part.kind == "held" else part.direction])
+
+    def _pulled(self, request: Pull, outcome: Reply) -> int:
+        """Bytes of ids and rows."""
+        counted = 0
+        replies = outcome.tables if isinstance(outcome, Rows) else ()
+        for part, rows in zip(request.tables, replies, strict=False):
+            table, count = self._tables[part.table], len(part.ids)
+            counted += table.add_ids("pull", part.ids, part.packed, count) + table.add_values("pull", rows, count)
+        return counted
+
+    def _pushed(self, request: Push) -> int:
+        """Bytes of ids and gradients."""
+        counted = 0
+        for part in request.tables:
+            table = self._tables[part.table]
+            if part.held:
+                counted += table.add_held(part)
+                continue
+            counted += table.add_values("push", part.gradients, len(part.ids))
+            if not part.route:
+                counted += table.add_ids("push", part.ids, part.packed, len(part.ids))
+        return counted

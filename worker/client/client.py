@@ -1,0 +1,309 @@
+"""Pull, push and load rows of any number of shards as if they were one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from embershard.proto.errors import ClockAhead, LeaseLost, UnknownTable, WrongDim
+from embershard.proto.messages import (
+    MAX_MESSAGE_BYTES,
+    Declare,
+    Declared,
+    GetStatus,
+    Push,
+    Pushed,
+    Request,
+    ShardStatus,
+)
+from embershard.proto.routing import Placement, Route
+from embershard.proto.spec import TableSpec
+from embershard.proto.timing import span
+from embershard.proto.transport.addresses import carrier_for
+from embershard.proto.transport.emulated_link import EmulatedLink
+from embershard.proto.transport.io_thread import io_loop
+from embershard.proto.transport.transport import Carrier, Deadline
+from embershard.worker.client.byte_counts import Volume
+from embershard.worker.client.calls import Calls, Stats
+from embershard.worker.client.connections import Links, Outcome, greet
+from embershard.worker.client.load import Assigner
+from embershard.worker.client.membership import Membership, Terms
+from embershard.worker.client.pull import Inbox, Places, Pulls
+from embershard.worker.client.push import Gradients, Outbox, Update, Versions
+from embershard.worker.client.push import LrScale as LrScale
+from embershard.worker.compression.compressor import Compressor
+
+Floats = npt.NDArray[np.float32]
+
+DEFAULT_TIMEOUT = timedelta(seconds=60)
+
+
+class Client:
+    """All shards of one placement.
+
+    Every call ends by `timeout`, with an error that names the shard. Calls may come from several threads: pulls run
+    side by side, pushes one after the other. A push that got no answer in time is kept, and sent again, with the same
+    token, before the next one: it is applied once, whatever became of the first try.
+    """
+
+    def __init__(self, carriers: Sequence[Carrier], *, worker: int = 0, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+        if not carriers:
+            raise ValueError("no shards: name at least one address, as host:port")
+        if timeout <= timedelta(0):
+            raise ValueError(f"timeout must be above zero, got {timeout}")
+        self.worker = worker
+        self.epoch = time.time_ns()  # a later incarnation of this worker fences this one
+        self._links = Links(greet(carriers, worker, Deadline(timeout)), worker)
+        self.calls = Calls(self._links, timeout)
+        greetings = [link.greeting for link in self._links]
+        self.placement = Placement.even(len(greetings), greetings[0].placement_epoch)
+        # bytes of a message to each shard; replies are read up to our own limit, whatever the shard would take
+        self.limits = [min(greeting.max_message_bytes, MAX_MESSAGE_BYTES) for greeting in greetings]
+        self._specs: dict[str, TableSpec] = {}
+        self.membership: Membership | None = None
+        self.compressor = Compressor(worker, self.placement)
+        self._outbox = Outbox(worker, self.epoch, self.placement.epoch, self.limits, self.compressor)
+        self._inbox = Inbox(self._links, worker, self.epoch, self.placement.epoch, self.limits, self.compressor)
+        self._assigner = Assigner(self.calls, worker, self.epoch, self.placement.epoch, self.limits)
+        self._push_lock = threading.Lock()
+
+    @classmethod
+    def connect(
+        cls,
+        addresses: Sequence[str],
+        *,
+        worker: int = 0,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        bandwidth: int | None = None,
+    ) -> Client:
+        """A client of the shards at `addresses` (docs/carriers.md), in any order.
+
+        Waits until all of them serve. ShardUnavailable, NotAShard or WrongShards say what is in the way. `bandwidth`,
+        in bits per second, has it send and receive no faster, each way; BadAddress where a carrier cannot.
+        """
+        link = None if bandwidth is None else EmulatedLink(bandwidth, io_loop())
+        carriers = [carrier_for(address, link) for address in addresses]
+        try:
+            return cls(carriers, worker=worker, timeout=timeout)
+        except BaseException:
+            for carrier in carriers:
+                carrier.close()
+            raise
+
+    @property
+    def timeout(self) -> timedelta:
+        """Within which a call ends; it may be set anew, and before `join` for those of the membership, too."""
+        return self.calls.timeout
+
+    @timeout.setter
+    def timeout(self, timeout: timedelta) -> None:
+        self.calls.timeout = timeout
+
+    @property
+    def num_shards(self) -> int:
+        """Shards of the placement."""
+        return self.placement.num_shards
+
+    @property
+    def stats(self) -> Stats:
+        """Counters until now; a copy, so that two of them can be compared."""
+        carriers = [link.carrier for link in self._links]
+        sent = sum(carrier.sent_bytes for carrier in carriers)
+        received = sum(carrier.received_bytes for carrier in carriers)
+        stats = self.calls.stats
+        return replace(
+            stats,
+            sent_bytes=sent,
+            received_bytes=received,
+            skipped_rows=stats.skipped_rows + self.compressor.skipped_rows,
+            lost_leases=self.lost_leases,
+            volume=self._links.volume.parts(sent + received),
+        )
+
+    @property
+    def volume(self) -> Volume:
+        """The bytes by direction and part."""
+        return self._links.volume
+
+    @property
+    def lost_leases(self) -> int:
+        """Times that the other workers went on without this one."""
+        return 0 if self.membership is None else self.membership.lost_leases
+
+    def join(self, terms: Terms, clock: int = 0) -> Membership:
+        """Become a member of the job: from here on pulls wait, and pushes count, by its clock."""
+        self.membership = Membership(self._links, terms, worker=self.worker, epoch=self.epoch, timeout=self.timeout)
+        self.membership.join(clock)
+        self.compressor.workers = terms.workers
+        self.compressor.share = 1.0 / terms.workers if terms.staleness == 0 else 1.0
+        return self.membership
+
+    def declare(self, spec: TableSpec, *, load: bool = False, dense: bool = False) -> frozenset[int]:
+        """Make sure that a table exists on every shard; the shards where this call created it.
+
+        With `load` the caller must `load` those shards, to the last message; until then others wait. A `dense` table
+        holds the weights of layers, which more codecs serve. TableMismatch where the table exists with other settings,
+        UnknownOptimizer and UnknownCodec where a shard, or this process, was not started with what it needs, ValueError
+        for a codec that cannot serve it.
+        """
+        spec = self.compressor.with_codecs(spec, dense=dense)
+        replies = self.ask_all(Declare(spec, self.worker, load, dense))
+        self.compressor.add(spec, dense=dense)
+        self._specs[spec.name] = spec
+        return frozenset(s for s, reply in enumerate(replies) if isinstance(reply, Declared) and reply.created)
+
+    def load(
+        self,
+        table: str,
+        route: Route,
+        rows: Floats,
+        *,
+        shards: frozenset[int] | None = None,
+        last: bool = True,
+        keep_state: bool = False,
+    ) -> None:
+        """Assign `rows` ((U, dim) float32, in route order) to the ids of a route, on the shards named (default: all).
+
+        `last` ends the loading that `declare` began. With `keep_state` rows that exist keep their optimizer's state,
+        and what this worker holds back of their gradients. Such a change of a member that lost its lease is dropped, as
+        its pushes are: it is of rows that the others have changed since.
+        """
+        _check_rows(table, "loaded rows", rows, len(route.ids), self.spec(table).dim)
+        assigned = self._assigner.assign(
+            table, route, rows, shards=shards, last=last, keep_state=keep_state, member=self.membership
+        )
+        if assigned and not keep_state:
+            with self._push_lock:
+                self.compressor.forget(table, route)
+
+    def pull(
+        self,
+        reads: Sequence[tuple[str, Route]],
+        out: Sequence[Floats] | None = None,
+        *,
+        keep: bool = False,
+        clock: int | None = None,
+        versions: Versions | None = None,
+        exact: bool = False,
+    ) -> list[Floats]:
+        """Rows of every (table, route), (U, dim) float32 in route order; `out` gives the C-ordered arrays to fill.
+
+        `keep` asks the shards to keep the ids, so that a push by the same route need not send them again. A member's
+        pull for `clock` waits until the shards are as far as its staleness wants. `versions` are lowered to those read.
+        With `exact` rows come as the shards keep them, whatever the tables' codecs.
+        """
+        specs = [self.spec(table) for table, _ in reads]
+        if out is None:
+            out = [
+                np.empty((len(route.ids), spec.dim), np.float32) for (_, route), spec in zip(reads, specs, strict=True)
+            ]
+        with span("pull"):
+            self._inbox.fill(reads, out, partial(self._ask_rows, clock), keep=keep, versions=versions, exact=exact)
+        self.calls.count_pull(sum(len(route.ids) for _, route in reads))
+        return list(out)
+
+    def _ask_rows(self, clock: int | None, make: Callable[[int], Pulls], into: Places) -> Mapping[int, Outcome]:
+        member = self.membership
+        if member is None:
+            return self.calls(make(0), into)
+        if clock is None:
+            return member.insist(lambda: self.calls(make(0), into))
+        if member.after(clock):
+            self._send_kept(member)
+        return member.insist(lambda: self.calls(make(member.after(clock)), into, wait=member.wait))
+
+    def _send_kept(self, member: Membership) -> None:
+        """Send a push again that got no answer: the clocks that a pull waits for may wait for it."""
+        if self._push_lock.acquire(blocking=False):  # else a thread is about it
+            try:
+                if not self._outbox.is_empty:
+                    self._deliver(member)
+            finally:
+                self._push_lock.release()
+
+    def _deliver(self, member: Membership) -> Pushed:
+        """Send what a member's outbox holds; where its lease is lost that is dropped, and it joins again."""
+        lost_leases = member.lost_leases
+        try:
+            return self._outbox.deliver(self._call_push, member)
+        except LeaseLost:
+            member.rejoin(lost_leases)
+            return Pushed(duplicate=False, applied=0, skipped=0)
+
+    def push(
+        self,
+        gradients: Gradients,
+        *,
+        clock: int,
+        lr_scale: LrScale = 1.0,
+        weight: float = 1.0,
+        versions: Versions | None = None,
+        difference: bool = False,
+    ) -> Pushed:
+        """Apply gradients ((U, dim) float32 in route order) of every (table, route), once.
+
+        A row may occur once per call. `lr_scale` multiplies the learning rate of all tables, or of each that it names;
+        outbox.Update describes the others. Rows with NaN or Inf are skipped by the shards, and counted. The arrays
+        belong to the client from here on: a push that has to be sent again is sent with the same bytes. What a member
+        that lost its lease has pushed is dropped.
+        """
+        for table, route, rows in gradients:
+            _check_rows(table, "gradients", rows, len(route.ids), self.spec(table).dim)
+        update = Update(
+            gradients=gradients, clock=clock, lr_scale=lr_scale, weight=weight, versions=versions, difference=difference
+        )
+        with self._push_lock, span("push"):
+            member = self.membership
+            if member is None:
+                self._outbox.put(update, to_all=False)
+                return self._outbox.deliver(self._call_push)
+            if clock < member.first:  # of the time before its lease was lost
+                return Pushed(duplicate=False, applied=0, skipped=0)
+            member.pushed(clock)
+            self._outbox.put(update, to_all=True)
+            return self._deliver(member)
+
+    def _call_push(self, pushes: Mapping[int, Push]) -> dict[int, Outcome]:
+        outcomes = self.calls(pushes)
+        ahead = {shard: pushes[shard] for shard, outcome in outcomes.items() if isinstance(outcome, ClockAhead)}
+        if ahead and self.membership is not None:  # too much waits there for other workers
+            outcomes.update(self.calls(ahead, wait=self.membership.wait))
+        self.calls.count_push(outcomes)
+        return outcomes
+
+    def status(self) -> tuple[ShardStatus, ...]:
+        """Health, sizes and counters of every shard, by index."""
+        return tuple(reply for reply in self.ask_all(GetStatus()) if isinstance(reply, ShardStatus))
+
+    def close(self) -> None:
+        """Leave the job and close the connections."""
+        if self.membership is not None:
+            self.membership.leave()
+        for link in self._links:
+            link.carrier.close()
+
+    def spec(self, table: str) -> TableSpec:
+        """That of a table that was declared; UnknownTable."""
+        spec = self._specs.get(table)
+        if spec is None:
+            known = ", ".join(self._specs) or "none"
+            raise UnknownTable(shard=f"worker {self.worker}", table=table, known=known)
+        return spec
+
+    def ask_all(self, request: Request) -> list[Outcome]:
+        """Send one request to every shard; the replies by index. Raises the first error."""
+        return self.calls.to_all(request)
+
+
+def _check_rows(table: str, what: str, rows: Floats, count: int, dim: int) -> None:
+    if rows.dtype != np.float32:
+        raise TypeError(f"table {table!r}: {what} must be float32, got {rows.dtype}")
+    if rows.shape != (count, dim):
+        raise WrongDim(table=table, what=what, got=rows.size, ids=count, dim=dim, want=count * dim)

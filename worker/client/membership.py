@@ -1,0 +1,291 @@
+"""A worker's place among the workers of a job: it joins their clock, keeps its lease, and meets them on shard 0.
+
+docs/design.md says how the clock closes. A member whose lease ran out was given up by the others: its next request is
+refused, it joins again at a later clock, and what it computed in between is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+
+from embershard.proto.errors import ClockAhead, EmbershardError, LeaseLost, ShardUnavailable, WorkerLost
+from embershard.proto.messages import (
+    Array,
+    Beat,
+    Beaten,
+    Join,
+    Joined,
+    Leave,
+    Meet,
+    Met,
+    Reply,
+    Request,
+    Split,
+    TakeSplit,
+)
+from embershard.proto.transport.transport import Deadline
+from embershard.worker.client.connections import Links, Outcome
+
+_BEATS = 4  # of a lease
+_MARGIN = 2  # clocks beyond the shards' own at which a late worker joins; doubled while they run away from it
+_SAID_AFTER = timedelta(seconds=10)  # waiting for another worker for longer is said, once
+_TRIES = 3  # a lease that is lost so often in a row is too short for this machine
+_FAREWELL = timedelta(seconds=5)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What the workers of a job agree on.
+
+    `staleness` 0: the pushes of a clock are gathered and applied once; k: a worker is at most k clocks ahead; None: no
+    bound. With `damp_staleness` the learning rate of a push is divided by the updates that its rows had missed
+    (Zhang et al. 2016). A worker that is not heard of for `lease` is given up by the others. `patience` ends a wait
+    for workers that keep their lease and do not come. A higher `run` than any before on these shards begins anew there,
+    whoever still trains: give all workers of a run the same. With 0 a worker takes part in the run that goes on.
+    ValueError names what is out of range.
+    """
+
+    workers: int = 1  # expected at the start
+    staleness: int | None = None
+    lease: timedelta = timedelta(seconds=10)
+    damp_staleness: bool = False
+    patience: timedelta = timedelta(minutes=30)
+    run: int = 0
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f"workers must be at least 1, got {self.workers}")
+        if self.staleness is not None and self.staleness < 0:
+            raise ValueError(f"staleness must be None or at least 0, got {self.staleness}")
+        if self.damp_staleness and self.staleness == 0:
+            raise ValueError("damp_staleness has no meaning at staleness 0, where no push misses an update")
+        if not 0 <= self.run < 2**63:
+            raise ValueError(f"run must be in 0..2**63-1, got {self.run}")
+        for name, value in (("lease", self.lease), ("patience", self.patience)):
+            if not timedelta(0) < value < timedelta(days=40):
+                raise ValueError(f"{name} must be above zero and below 40 days, got {value}")
+
+
+class Membership:
+    """One worker of a job. Every method may be called from any thread; from `join` to `leave` a thread beats.
+
+    Waits for other workers last as long as these keep their lease, at most `terms.patience`: then WorkerLost.
+    """
+
+    def __init__(self, links: Links, terms: Terms, *, worker: int, epoch: int, timeout: timedelta) -> None:
+        self.terms = terms
+        self.worker = worker
+        self.first = 0  # the clock at which this worker joined last: pushes of earlier ones are not waited for
+        self.lost_leases = 0
+        self.members: tuple[int, ...] = ()  # as shard 0 said last, in order
+        self.resting = False
+        # False where something else ties the workers' steps together, as an all-reduce does: one that came back at a
+        # later clock and those who went on would wait for each other
+        self.comes_back = True
+        self._links, self._epoch, self._timeout = links, epoch, timeout
+        self._next = 0  # after the last clock that was pushed
+        self._lock = threading.RLock()  # of joining
+        self._ended = threading.Event()
+
+    def join(self, clock: int = 0) -> int:
+        """Join at `clock`, or as soon after it as all shards take this worker; the clock.
+
+        ModeMismatch where the others train on other terms.
+        """
+        with self._lock:
+            self._join(clock)
+        self._links.sign = Beat(self.worker, self._epoch)
+        beat = threading.Thread(
+            target=_beat,
+            args=(weakref.ref(self), self._ended, self.terms.lease.total_seconds() / _BEATS),
+            name="embershard beat",
+            daemon=True,
+        )
+        beat.start()
+        return self.first
+
+    def rest(self) -> None:
+        """Let the others' clock go on without this worker; meetings still expect it."""
+        self.resting = True
+        self._ask_all(Leave(self.worker, self._epoch, rest=True))
+
+    def resume(self, clock: int = 0) -> int:
+        """End a rest: push again from `clock` on, or as soon after it as all shards agree; the clock."""
+        with self._lock:
+            self.resting = False
+            return self._join(max(clock, self._next))
+
+    def meet(
+        self,
+        name: str,
+        payload: bytes = b"",
+        *,
+        listen: bool = True,
+        among: Sequence[int] = (),
+        patience: timedelta | None = None,
+    ) -> dict[int, bytes]:
+        """Wait until every live member has come to the meeting `name`; who came, with their payloads, by worker.
+
+        Without `listen` the payloads (at most 16 MiB each) are not sent here, and are empty. `among` says who is
+        expected; default: all members. No two meetings of a job have one name. `patience` is that of the terms, unless
+        it is given.
+        """
+        data = np.frombuffer(payload, np.uint8)
+        met = self._ask_first(Meet(self.worker, self._epoch, name, data, listen, tuple(among)), patience)
+        assert isinstance(met, Met)
+        self.members = tuple(sorted({*self.members, *met.workers}))  # who has come lives; a beat may not know of it yet
+        payloads = [part.tobytes() for part in met.payloads] if listen else [b""] * len(met.workers)
+        return dict(zip(met.workers, payloads, strict=True))
+
+    def take_split(self, data_epoch: int, num_splits: int, done: int = -1) -> Split:
+        """The next of `num_splits` parts of pass `data_epoch` over the data; `done` is the one just finished, or -1.
+
+        Waits while the last parts are in other workers' hands, which may not live to finish them.
+        """
+        split = self._ask_first(TakeSplit(self.worker, self._epoch, data_epoch, num_splits, done))
+        assert isinstance(split, Split)
+        return split
+
+    def after(self, clock: int) -> int:
+        """How many clocks must be closed before this worker reads rows for `clock`."""
+        if self.terms.staleness is None or self.resting:  # the clock need not come to one that does not go on
+            return 0
+        return max(0, max(clock, self.first) - self.terms.staleness)
+
+    @property
+    def next_clock(self) -> int:
+        """The first that may still be pushed."""
+        return max(self._next, self.first)
+
+    def pushed(self, clock: int) -> None:
+        """Take note of a push."""
+        self._next = max(self._next, clock + 1)
+
+    def wait(
+        self,
+        requests: Mapping[int, Request],
+        into: Mapping[int, Sequence[Array]] | None = None,
+        patience: timedelta | None = None,
+    ) -> dict[int, Outcome]:
+        """Like Links.call, but shards may wait for other workers before they answer. WorkerLost ends the patience."""
+        outcomes: dict[int, Outcome] = {}
+        waiting = dict(requests)
+        ahead: dict[int, ClockAhead] = {}
+        over, deadline = Deadline(self.terms.patience if patience is None else patience), Deadline(self._timeout)
+        first, said = True, False
+        while waiting:
+            left = min(deadline.remaining, over.remaining)
+            answers = self._links.call(waiting, Deadline(min(left, _SAID_AFTER) if first else left), into)
+            outcomes.update(answers)
+            again = (ClockAhead, ShardUnavailable)
+            waiting = {shard: waiting[shard] for shard, answer in answers.items() if isinstance(answer, again)}
+            ahead |= {shard: answer for shard, answer in answers.items() if isinstance(answer, ClockAhead)}
+            # one that is silent now may have said before for whom it waits
+            waits = next((ahead[shard] for shard in waiting if shard in ahead), None)
+            if waits is not None and over.seconds <= 0:
+                reason = f"{waits.message} ({over.timeout} have passed)"
+                raise WorkerLost(worker=self.worker, world_size=self.terms.workers, reason=reason)
+            if waits is not None and not said:
+                said = True
+                _log.warning("worker %d waits: %s", self.worker, waits)
+            if not any(isinstance(answer, ShardUnavailable) for answer in answers.values()):
+                deadline = Deadline(self._timeout)  # the shards answer: it is for workers that they wait
+            elif deadline.seconds <= 0 or over.seconds <= 0:
+                break
+            first = False
+        return outcomes
+
+    def rejoin(self, lost_leases: int) -> None:
+        """Be a member again after LeaseLost; `lost_leases` as it was before the request that was refused.
+
+        Raises LeaseLost where this worker must not come back.
+        """
+        if not self.comes_back:
+            raise LeaseLost(worker=self.worker, lease_ms=round(self.terms.lease.total_seconds() * 1000))
+        with self._lock:
+            if self.lost_leases != lost_leases:
+                return  # another thread was quicker
+            self._join(self._next)
+            self.lost_leases += 1
+            if self.resting:
+                self._ask_all(Leave(self.worker, self._epoch, rest=True))
+        _log.warning(
+            "worker %d was not heard of for its lease of %s, and the others went on without it: it joined again at "
+            "clock %d and drops what it computed since",
+            self.worker, self.terms.lease, self.first,
+        )  # fmt: skip
+
+    def insist(self, ask: Callable[[], dict[int, Outcome]]) -> dict[int, Outcome]:
+        """What `ask` gives, to a member: where the lease was lost it joins again and asks again."""
+        for _ in range(_TRIES):
+            lost_leases = self.lost_leases
+            outcomes = ask()
+            if not any(isinstance(outcome, LeaseLost) for outcome in outcomes.values()):
+                break
+            self.rejoin(lost_leases)
+        return outcomes
+
+    def leave(self) -> None:
+        """Stop being waited for, and stop beating; a shard that does not answer is left to the lease."""
+        if not self._ended.is_set():
+            self._ended.set()
+            self._links.sign = None
+            self._call_all(Leave(self.worker, self._epoch), min(self._timeout, _FAREWELL))
+
+    def _join(self, clock: int) -> int:
+        terms, margin, deadline = self.terms, _MARGIN, Deadline(self._timeout)
+        while True:
+            staleness = -1 if terms.staleness is None else terms.staleness
+            lease_ms = max(1, round(terms.lease.total_seconds() * 1000))
+            damp = terms.damp_staleness
+            join = Join(self.worker, self._epoch, clock, staleness, terms.workers, lease_ms, damp, terms.run)
+            replies = [reply for reply in self._ask_all(join) if isinstance(reply, Joined)]
+            if all(reply.member for reply in replies):
+                # the same first clock everywhere: no shard closes one that another still waits for
+                self.first, self.members = clock, replies[0].members
+                return clock
+            if deadline.seconds <= 0:
+                reason = f"the clock ran away from it for {self._timeout}"
+                raise WorkerLost(worker=self.worker, world_size=terms.workers, reason=reason)
+            clock, margin = max(reply.clock for reply in replies) + margin, 2 * margin
+
+    def _ask_first(self, request: Request, patience: timedelta | None = None) -> Reply:
+        """The reply of shard 0, from a member."""
+        outcome = self.insist(lambda: self.wait({0: request}, patience=patience))[0]
+        if isinstance(outcome, EmbershardError):
+            raise outcome
+        return outcome
+
+    def _ask_all(self, request: Request) -> list[Outcome]:
+        outcomes = self._call_all(request, self._timeout)
+        for outcome in outcomes:
+            # a lease that is lost already needs no leave, and the next request says so
+            if isinstance(outcome, EmbershardError) and not isinstance(outcome, LeaseLost):
+                raise outcome
+        return outcomes
+
+    def _call_all(self, request: Request, timeout: timedelta) -> list[Outcome]:
+        outcomes = self._links.call({shard: request for shard in range(len(self._links))}, Deadline(timeout))
+        return [outcomes[shard] for shard in range(len(self._links))]
+
+    def _beat(self, timeout: timedelta) -> None:
+        """Renew the lease on every shard; one that does not answer must not keep the others waiting."""
+        first = self._call_all(Beat(self.worker, self._epoch), timeout)[0]
+        if isinstance(first, Beaten):
+            self.members = first.members
+
+
+def _beat(membership: weakref.ref[Membership], ended: threading.Event, seconds: float) -> None:
+    """Until it ends, or its session was forgotten without being closed."""
+    while not ended.wait(seconds) and (member := membership()) is not None:
+        member._beat(timedelta(seconds=seconds))
+        del member

@@ -1,0 +1,210 @@
+"""What the codecs were expected to send, of the rows and messages that there were: to be held against what was counted.
+
+And the bandwidth at which a codec breaks even.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from embershard.proto.codec.name import Codec
+from embershard.proto.codec.predict import HEAD_BYTES, age_bytes, predict_bytes
+from embershard.proto.codec.values.registry import ValuesCodec
+from embershard.proto.messages import (
+    PACKED,
+    Bytes,
+    Ids,
+    Pull,
+    Push,
+    Pushed,
+    PushToken,
+    Reply,
+    Request,
+    Rows,
+    TableGradients,
+    TableIds,
+    arrays,
+)
+from embershard.proto.protobuf import head_bytes
+from embershard.proto.routing import make_route
+from embershard.proto.spec import TableSpec
+from embershard.proto.wire import frame_bytes
+from embershard.worker.client.byte_counts import Moved, Part, Volumes
+from embershard.worker.client.chunks import cut
+from embershard.worker.compression.error_feedback import Sent
+from embershard.worker.compression.low_rank import predict_low_rank
+from embershard.worker.compression.schedule import WARMUP_DENSITIES, warmup_density
+from embershard.worker.compression.settings import Directions
+from embershard.worker.compression.table_compressor import packed_ids
+
+if TYPE_CHECKING:
+    from embershard.worker.client.client import Client
+
+_ID_BYTES, _FLOAT_BYTES = 8, 4
+# optimizers that leave an element alone whose gradient is 0
+_ELEMENT_BY_ELEMENT = ("sgd", "adagrad")
+# numbers as they are after some hundred steps: their size in a head is that of their digits
+_TYPICAL, _EPOCH = 1000, time.time_ns()
+_CODING_BYTES = len(head_bytes(Rows((), coding_seconds=1.0))) - len(head_bytes(Rows(())))
+_NO_IDS, _NO_BYTES = np.empty(0, np.int64), np.empty(0, np.uint8)
+
+
+def predict_volumes(moved: Volumes, client: Client) -> dict[Part, float]:
+    """Bytes expected of every part of `moved`, from the rows (its raw bytes) and messages that it counts.
+
+    Of the codecs that the client uses now, dgc from its first push on. What is neither push nor pull is left out:
+    nobody knows it beforehand.
+    """
+    directions, find = client.compressor.directions(), client.compressor.find
+    warmup_steps = client.compressor.settings.warmup_steps
+    expected: dict[Part, float] = {}
+    for part, counted in moved.items():
+        if part.kind == "other" or not counted.messages:
+            continue
+        codec = directions[part.table].pull if part.direction == "pull" else directions[part.table].push
+        if part.kind == "held":
+            expected[part] = _held_bytes(part, counted, client)
+        elif part.kind == "ids":
+            pack = partial(client.compressor.packed_ids, part.table)
+            share = 1.0 if codec.is_plain else _packed_share(client.volume.packed(part), pack)
+            expected[part] = counted.raw * share
+        elif codec.select == "powersgd":
+            expected[part] = _factor_bytes(codec, counted, client, part.table)
+        else:
+            spec = client.spec(part.table)
+            if codec.select == "delta":
+                changed = _changed_share(directions[part.table].push, spec, client.compressor.workers)
+                codec = Codec(select="topk", number=changed)  # its form: positions and float32 values
+            sent = client.compressor.sent(part.table) if part.direction == "push" else Sent()
+            stages = _stages(codec, -(-counted.messages // client.num_shards), warmup_steps)
+            rows = counted.raw / (_FLOAT_BYTES * spec.dim) / counted.messages
+            fewer, share = math.floor(rows), rows % 1  # a message has whole rows
+            expected[part] = counted.messages * sum(
+                weight * part_of_messages * _payload_bytes(stage, part.direction, count, spec.dim, find, sent)
+                for stage, weight in stages
+                for count, part_of_messages in ((fewer, 1 - share), (fewer + 1, share))
+            )
+    for direction in ("pull", "push"):
+        part = Part(direction, "other")
+        if part in moved:
+            expected[part] = _heads(part, moved, directions)
+    return expected
+
+
+def break_even(raw_bytes: float, sent_bytes: float, coding_seconds: float) -> float | None:
+    """Bits per second of a link on which a codec costs as much time as it saves; None where it costs none."""
+    return 8 * (raw_bytes - sent_bytes) / coding_seconds if coding_seconds > 0 else None
+
+
+def _payload_bytes(
+    codec: Codec, direction: str, rows: int, dim: int, find: Callable[[str], ValuesCodec], sent: Sent
+) -> float:
+    if direction == "pull" and codec.select == "all":  # without the head of a push's payload
+        return float(find(codec.values).nbytes(rows, dim))
+    return predict_bytes(codec, rows, dim, find, age=sent.age, touched=sent.rows)
+
+
+def _held_bytes(part: Part, counted: Moved, client: Client) -> float:
+    """Of rows that are sent as float32, with their ages and ids."""
+    spec = client.spec(part.table)
+    row = _ID_BYTES * _packed_share(client.volume.packed(part), packed_ids) + _FLOAT_BYTES * spec.dim
+    ages = age_bytes(counted.held, client.compressor.sent(part.table).age or 1.0)
+    return counted.held * row + ages + counted.messages * HEAD_BYTES
+
+
+def _factor_bytes(codec: Codec, counted: Moved, client: Client, table: str) -> float:
+    """Of pushes of all weights, each in as many messages as it takes; where some have no gradient, in proportion."""
+    spec, layout = client.spec(table), client.compressor.layout(table)
+    route = make_route(layout.ids, spec.space_key, client.placement)
+    parts = [
+        route.ids[piece.within(route, shard)]
+        for shard, limit in enumerate(client.limits)
+        for (piece,) in cut([table], [len(route.ids[route.slice_of(shard)])], [16 + _FLOAT_BYTES * spec.dim], limit)
+    ]
+    values = client.compressor.find(codec.values)
+    whole = predict_low_rank(layout, spec.dim, int(codec.number), parts, values)
+    return whole * counted.raw / (_FLOAT_BYTES * spec.dim * len(layout.ids))
+
+
+def _packed_share(samples: Iterable[Ids], pack: Callable[[Ids], Bytes | None]) -> float:
+    """What is left of ids that travel packed."""
+    packed = raw = 0
+    for ids in samples:
+        raw += ids.nbytes
+        packed += ids.nbytes if (found := pack(ids)) is None else found.nbytes
+    return packed / raw if raw else 1.0
+
+
+def _changed_share(push: Codec, spec: TableSpec, workers: int) -> float:
+    """The share of a table's elements that change from one pull to the next, all of which are pushed to."""
+    params = spec.optimizer.params()
+    alone = spec.optimizer.name in _ELEMENT_BY_ELEMENT and not params.get("momentum") and not params.get("weight_decay")
+    selects = push.select in ("topk", "randomk", "dgc")
+    return min(1.0, push.number * workers) if alone and selects else 1.0
+
+
+def _stages(codec: Codec, pushes: int, warmup_steps: int) -> list[tuple[Codec, float]]:
+    """The codecs of so many pushes, each with its share of them: those of dgc are dense at first."""
+    if codec.select != "dgc":
+        return [(codec, 1.0)]
+    warm = min(pushes, warmup_steps * len(WARMUP_DENSITIES))
+    counts = Counter(warmup_density(codec.number, push, warmup_steps) for push in range(warm))
+    counts[codec.number] += pushes - warm
+    return [(replace(codec, number=density), count / pushes) for density, count in counts.items()]
+
+
+def _heads(part: Part, moved: Volumes, directions: Mapping[str, Directions]) -> float:
+    """Frames and heads of the messages of one direction: each message's own, and what a table adds."""
+    make = _pull if part.direction == "pull" else _push
+    empty = _exchange(*make("", None, ids=False))
+    total = float(moved[part].messages * empty)
+    for other, counted in moved.items():
+        if other.direction == part.direction and other.kind in ("rows", "dense", "held") and counted.messages:
+            ids = counted if other.kind == "held" else moved.get(Part(part.direction, "ids", other.table))
+            share = 0.0 if ids is None else ids.messages / counted.messages
+            codec = getattr(directions[other.table], part.direction)
+            with_ids, without = (_exchange(*make(other.table, codec, ids=given)) - empty for given in (True, False))
+            total += counted.messages * (share * with_ids + (1 - share) * without)
+    return total + _CODING_BYTES * _coded_replies(part, moved, directions)
+
+
+def _coded_replies(whole: Part, moved: Volumes, directions: Mapping[str, Directions]) -> int:
+    """Replies that say how long coding took: one for each table with a payload, unless they shared their messages."""
+    coded = 0
+    for part, counted in moved.items():
+        if part.direction == whole.direction and part.kind in ("rows", "dense", "held"):
+            is_plain = getattr(directions[part.table], part.direction).is_plain
+            # held rows are a payload, too, and where there is a codec they come with others
+            coded += counted.messages if is_plain == (part.kind == "held") else 0
+    return min(coded, moved[whole].messages)
+
+
+def _exchange(request: Request, reply: Reply) -> int:
+    """Frames and heads of a call; the arrays are left out."""
+    return sum(frame_bytes(len(head_bytes(m)), [0] * len(arrays(m))) for m in (request, reply))
+
+
+def _pull(table: str, codec: Codec | None, *, ids: bool) -> tuple[Pull, Rows]:
+    packed: Bytes | None = None if codec is None or codec.is_plain else _NO_BYTES
+    text = "" if codec is None or codec.is_plain else str(codec)
+    tables = () if codec is None else (TableIds(table, _NO_IDS, _TYPICAL, text, packed=packed),)
+    rows = tuple(_NO_BYTES for _ in tables)
+    return Pull(1, tables, 0, _EPOCH), Rows(rows, _TYPICAL, (text,) if text else ())
+
+
+def _push(table: str, codec: Codec | None, *, ids: bool) -> tuple[Push, Pushed]:
+    tables: tuple[TableGradients, ...] = ()
+    if codec is not None:
+        form = "" if codec.is_plain else codec.values if codec.is_custom else PACKED
+        packed = _NO_BYTES if form and ids else None
+        tables = (TableGradients(table, _NO_IDS, _NO_BYTES, 1.0, 0 if ids else _TYPICAL, form, packed),)
+    token = PushToken(0, _EPOCH, _TYPICAL, _TYPICAL)
+    return Push(token, _TYPICAL, 1, tables, version=_TYPICAL), Pushed(False, _TYPICAL, 0)

@@ -1,0 +1,230 @@
+"""Pushes on their way to the shards: kept until they are acknowledged, and sent again as they were."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from embershard.proto.errors import (
+    EmbershardError,
+    InvalidRequest,
+    LeaseLost,
+    ShardRestarted,
+    ShardUnavailable,
+    UnknownRoute,
+)
+from embershard.proto.messages import Push, Pushed, PushToken, TableGradients
+from embershard.proto.routing import Route
+from embershard.worker.client.chunks import MESSAGE_OVERHEAD, TABLE_OVERHEAD, Piece, cut
+from embershard.worker.client.connections import Outcome
+from embershard.worker.client.membership import Membership
+from embershard.worker.compression.compressor import Compressor, rate_of
+from embershard.worker.compression.compressor import LrScale as LrScale
+
+Floats = npt.NDArray[np.float32]
+Gradients = Sequence[tuple[str, Route, Floats]]  # table, where its rows are, (U, dim) in route order
+Versions = npt.NDArray[np.int64]  # (num_shards,): Rows.version of what was read from each shard
+
+NOT_READ = np.iinfo(np.int64).max  # the version of a shard from which nothing was read
+
+
+def no_versions(num_shards: int) -> Versions:
+    """Versions before anything was read; a pull lowers them."""
+    return np.full(num_shards, NOT_READ, np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """What one step pushes.
+
+    `weight` is what a member's gradients count among those of its clock: its number of samples. `versions` are the
+    lowest of the rows that they were computed on. A `difference` is added to the rows, past their optimizer.
+    """
+
+    gradients: Gradients
+    clock: int
+    lr_scale: LrScale = 1.0
+    weight: float = 1.0
+    versions: Versions | None = None
+    difference: bool = False
+
+
+class Outbox:
+    """The pushes of one incarnation of a worker, in order, per shard. Its owner sees to it that one thread uses it."""
+
+    def __init__(
+        self, worker: int, epoch: int, placement_epoch: int, limits: Sequence[int], compressor: Compressor
+    ) -> None:
+        self._worker, self._epoch, self._placement_epoch = worker, epoch, placement_epoch
+        self._compressor = compressor
+        self._limits = limits  # bytes of a message to each shard
+        self._waiting: list[deque[Push]] = [deque() for _ in limits]
+        # acknowledged by a shard that gathers, and dropped by it unless the last message of their clock comes, too
+        self._gathered: list[list[Push]] = [[] for _ in limits]
+        self._next_seq = [1] * len(limits)
+        self._refused: EmbershardError | None = None  # that nobody was told of
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every push was answered."""
+        return not any(self._waiting)
+
+    def put(self, update: Update, *, to_all: bool) -> None:
+        """Cut an update into messages; with `to_all` a shard without rows is sent one too, which ends the clock."""
+        names = [table for table, _, _ in update.gradients]
+        dims = {table: rows.shape[1] for table, _, rows in update.gradients}
+        self._compressor.begin(update.gradients, update.lr_scale)
+        # by what they would take as float32, with ids and ages: a payload fits, too
+        sizes = [
+            (16 if self._compressor.packs(table) else 8) + 4 * rows.shape[1] for table, _, rows in update.gradients
+        ]
+        made: list[list[tuple[TableGradients, ...]]] = []
+        try:
+            for shard, limit in enumerate(self._limits):
+                counts = [int(route.splits[shard + 1] - route.splits[shard]) for _, route, _ in update.gradients]
+                made.append([])
+                for pieces in cut(names, counts, sizes, limit):
+                    made[-1] += _fit(self._parts(update, pieces, shard), limit, dims)
+                if update.weight > 0:  # else shards that gather drop it
+                    leftovers = self._compressor.leftovers(shard, update.lr_scale, limit - 2 * MESSAGE_OVERHEAD)
+                    made[-1] += _fit(leftovers, limit, dims)
+        except BaseException:  # of a user's codec: the push is sent to all shards or to none
+            for shard, messages in enumerate(made):
+                for tables in messages:
+                    self._compressor.give_back(tables, shard)
+            raise
+        for shard, messages in enumerate(made):
+            if to_all and not messages:
+                messages = [()]
+            for number, tables in enumerate(messages, start=1):
+                self._append(shard, update, tables, last=number == len(messages))
+
+    def _parts(self, update: Update, pieces: Sequence[Piece], shard: int) -> list[TableGradients]:
+        """What is sent for some rows of some tables; those that weigh nothing go as they are."""
+        compressor, parts = self._compressor, list[TableGradients]()
+        try:
+            for piece in pieces:
+                part = _part(update, piece.part, piece.within(update.gradients[piece.part][1], shard), shard)
+                coded = update.weight > 0 and compressor.packs(part.table)
+                parts += compressor.pack(part, shard, piece.start) if coded else [part]
+        except BaseException:
+            compressor.give_back(parts, shard)
+            raise
+        return parts
+
+    def _append(self, shard: int, update: Update, tables: tuple[TableGradients, ...], *, last: bool) -> None:
+        waiting, seq = self._waiting[shard], self._next_seq[shard]
+        self._next_seq[shard] += 1
+        # pushes leave in order: the head is the first that is not acknowledged
+        first = waiting[0].token.seq if waiting else seq
+        version = NOT_READ if update.versions is None else int(update.versions[shard])
+        waiting.append(
+            Push(
+                PushToken(self._worker, self._epoch, seq, first),
+                update.clock,
+                self._placement_epoch,
+                tables,
+                last=last,
+                weight=update.weight,
+                version=0 if version == NOT_READ else version,
+                difference=update.difference,
+            )
+        )
+
+    def deliver(
+        self, call: Callable[[Mapping[int, Push]], Mapping[int, Outcome]], member: Membership | None = None
+    ) -> Pushed:
+        """Send everything, a message per shard at a time; the counts of what was acknowledged.
+
+        The first refusal is raised when everything else is done; what got no answer at once, and it is kept, as is a
+        refusal of before it.
+        """
+        gathers = member is not None and member.terms.staleness == 0
+        applied = skipped = 0
+        duplicate = False
+        while batch := {shard: waiting[0] for shard, waiting in enumerate(self._waiting) if waiting}:
+            silent: EmbershardError | None = None
+            for shard, outcome in call(batch).items():
+                if isinstance(outcome, EmbershardError) and _may_be_unhandled(outcome):
+                    silent = silent or outcome  # it stays, to be sent again
+                    continue
+                if isinstance(outcome, UnknownRoute):
+                    self._waiting[shard][0] = self._with_ids(self._waiting[shard][0])
+                    continue
+                push = self._waiting[shard].popleft()
+                self._settle(shard, push, outcome, gathers=gathers)
+                if isinstance(outcome, Pushed):
+                    applied += outcome.applied
+                    skipped += outcome.skipped
+                    duplicate |= outcome.duplicate
+                elif isinstance(outcome, EmbershardError) and not _is_late(push, outcome, member):
+                    self._refused = self._refused or outcome
+            if silent is not None:
+                if isinstance(self._refused, LeaseLost):  # of which its worker has to know first
+                    break
+                raise silent
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            raise refused
+        return Pushed(duplicate, applied, skipped)
+
+    def _with_ids(self, push: Push) -> Push:
+        """The same push, with its ids in place of route numbers."""
+        tables = (
+            replace(part, route=0, packed=self._compressor.packed_ids(part.table, part.ids) if part.codec else None)
+            if part.route
+            else part
+            for part in push.tables
+        )
+        return replace(push, tables=tuple(tables))
+
+    def _settle(self, shard: int, push: Push, outcome: Outcome, *, gathers: bool) -> None:
+        """Give back what a shard will not apply, now that it has answered."""
+        if gathers and not push.weight:
+            return  # nobody would have applied it
+        refused, gathered = isinstance(outcome, EmbershardError), self._gathered[shard]
+        if gathers and not push.last and not refused:
+            gathered.append(push)
+        dropped = [push] if refused else []
+        if push.last:
+            dropped += gathered if refused else []
+            gathered.clear()
+        for one in dropped:
+            self._compressor.give_back(one.tables, shard)
+
+
+def _part(update: Update, number: int, part: slice, shard: int) -> TableGradients:
+    table, route, rows = update.gradients[number]
+    # named once: the shard forgets it with the push
+    kept = route.numbers.pop((table, shard), 0) if part == route.slice_of(shard) else 0
+    return TableGradients(table, route.ids[part], rows[part], rate_of(update.lr_scale, table), kept)
+
+
+def _fit(parts: list[TableGradients], limit: int, dims: Mapping[str, int]) -> list[tuple[TableGradients, ...]]:
+    """Messages of parts that each fit, at most `limit` bytes also where they are decoded: what gave way adds rows."""
+    messages: list[tuple[TableGradients, ...]] = []
+    room = 0
+    for part in parts:
+        ids = 0 if part.route else (part.ids if part.packed is None else part.packed).nbytes
+        rows = max(part.gradients.nbytes, 4 * len(part.ids) * dims.get(part.table, 0))
+        size = TABLE_OVERHEAD + len(part.table.encode()) + ids + rows
+        if size > room:
+            messages.append(())
+            room = limit - MESSAGE_OVERHEAD
+        messages[-1] += (part,)
+        room -= size
+    return messages
+
+
+def _may_be_unhandled(outcome: EmbershardError) -> bool:
+    """Whether a push may still have to be applied: nobody answered, or the shard put it off."""
+    return isinstance(outcome, ShardUnavailable | ShardRestarted) or outcome.retryable
+
+
+def _is_late(push: Push, outcome: EmbershardError, member: Membership | None) -> bool:
+    """Whether a push is of a clock before its worker joined again, as another thread of it may do meanwhile."""
+    return isinstance(outcome, InvalidRequest) and member is not None and push.clock < member.first

@@ -1,0 +1,354 @@
+"""The workers of one job, and what they do together: through the shards, or over torch.distributed with gloo.
+
+Both ways have one kind of call, of which all else is made: everyone puts bytes down, and reads those of the others.
+These are raw numbers of a dtype that all sides know, or JSON; never pickles.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, ClassVar, Protocol, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from embershard.proto.errors import MeetingOver, WorkerLost, WorkersApart
+from embershard.proto.transport.transport import Deadline
+from embershard.worker.client.client import Client
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+T = TypeVar("T")
+Word = Mapping[str, Any]  # data that JSON knows
+Bytes = npt.NDArray[np.uint8]
+
+# at the start a worker waits for the others' processes, which a cluster may start minutes apart
+JOIN_TIMEOUT = timedelta(minutes=5)
+# a meeting waits for the slowest worker: as long as its rest of an epoch, not as long as a call
+MEETING_TIMEOUT = timedelta(minutes=30)
+MEETING_BYTES = 16 << 20  # what all of them can put down at once
+_NCCL = "embershard/nccl"  # of torch's store: how many workers could use it
+_TRIES = 10  # to catch up with workers that meet again and again meanwhile
+
+
+class FewerWorkers(Exception):
+    """Somebody was lost since the workers began what they do together; `present` tells who is left."""
+
+
+class LeftBehind(Exception):
+    """The others went on without this worker, whose lease had run out; it has to `enter` again."""
+
+
+class WorkerGroup:
+    """This worker's rank among `world_size`, and what all of them do together. A world of one needs no network."""
+
+    met: ClassVar[bool] = False  # whether this process ever joined others over gloo: it has its threads from then on
+
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be in 0..world_size-1, got rank {rank} of {world_size}")
+        self.rank = rank
+        self.world_size = world_size  # at the start of the job
+        self.present: tuple[int, ...] = tuple(range(world_size))  # who was there when all met last
+        self.late = False  # whether the others had begun without it
+        self.over = False  # whether they have come to the end of the job without it
+        self._piece = MEETING_BYTES // world_size
+
+    @classmethod
+    def join(cls, rank: int, world_size: int, timeout: timedelta = JOIN_TIMEOUT, *, nccl: bool = False) -> WorkerGroup:
+        """Meet the other workers at MASTER_ADDR and MASTER_PORT, which torch reads from the environment.
+
+        Where all of them say `nccl`, what torch does with tensors of GPUs goes by it, for which each worker needs a GPU
+        of its own; their meetings go by gloo in any case. WorkersApart where that is no place to meet, or somebody did
+        not come, or a rank came twice, by `timeout`.
+        """
+        if world_size == 1:
+            return WorkerGroup(rank, world_size)
+        return TorchGroup.join(rank, world_size, timeout, nccl=nccl)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this worker decides."""
+        return self.present[:1] == (self.rank,)
+
+    @property
+    def reports(self) -> bool:
+        """Whether this worker tells how it goes: the first one, or who stands in for it since it was lost."""
+        return self.is_first
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """This worker's place among those present, from 0, and how many they are."""
+        return self.present.index(self.rank), len(self.present)
+
+    def enter(self, word: Word) -> tuple[int, Word]:
+        """Take part from here on: the segment that the others train, from 0, and the first one's word as it began.
+
+        A segment is what lies between two evaluations. At the start of a job this waits for all workers.
+        """
+        return 0, self.tell(word)
+
+    def assemble(self, segment: int, *, last: bool = False) -> None:
+        """Wait until every worker is done with a segment, or with all. LeftBehind where the others did so before."""
+        self.barrier()
+
+    def dismiss(self, segment: int, resume: Callable[[int], None], clock: int, word: Word) -> None:
+        """Begin the segment after an evaluation: `resume` is called with the highest of the workers' clocks.
+
+        The first one's `word`, with that clock as its "clock", is what those read who enter later.
+        """
+        resume(self.highest(clock))
+
+    def together(self, work: Callable[[], T]) -> T:
+        """What `work` gives, in which the workers meet; done again by those who are left where one was lost in it."""
+        for _ in range(self.world_size):
+            try:
+                return work()
+            except FewerWorkers:
+                continue
+        raise WorkerLost(worker=self.rank, world_size=self.world_size, reason="again and again")
+
+    def barrier(self) -> None:
+        """Wait until every worker is here."""
+        self._meet(np.empty(0, np.uint8), listen=False)
+
+    def collect(self, values: npt.NDArray[Scalar]) -> dict[int, npt.NDArray[Scalar]]:
+        """Everyone's values (N_w,), small ones, by worker."""
+        return {worker: part.view(values.dtype) for worker, part in self._meet(values.view(np.uint8)).items()}
+
+    def gather(self, values: npt.NDArray[Scalar]) -> list[npt.NDArray[Scalar]]:
+        """Everyone's values (N_w,), of any length, in the order of workers; on the first one, an empty list elsewhere.
+
+        The dtype is the same on all of them.
+        """
+        data = np.ascontiguousarray(values).view(np.uint8)
+        longest = max(int(size[0]) for size in self.collect(np.array([data.nbytes])).values())
+        parts: dict[int, list[Bytes]] = {worker: [np.empty(0, np.uint8)] for worker in self.present}
+        for start in range(0, longest, self._piece):
+            for worker, part in self._meet(data[start : start + self._piece], listen=self.is_first).items():
+                parts[worker].append(part)
+        return [np.concatenate(part).view(values.dtype) for part in parts.values()] if self.is_first else []
+
+    def sum(self, value: float) -> float:
+        """The sum of everyone's value, in the order of workers."""
+        return float(sum(float(part[0]) for part in self.collect(np.array([value], np.float64)).values()))
+
+    def highest(self, number: int) -> int:
+        """The highest of everyone's numbers, of those who are left where one is lost meanwhile."""
+        numbers = self.together(lambda: self.collect(np.array([number])))
+        return int(max(part[0] for part in numbers.values()))
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is true for any worker."""
+        return self.sum(float(flag)) > 0
+
+    def tell(self, word: T) -> T:
+        """What the first worker says, on all of them: data that JSON knows."""
+        said = json.dumps(word).encode() if self.is_first else b""
+        told: T = json.loads(self._meet(np.frombuffer(said, np.uint8))[min(self.present)].tobytes())
+        return told
+
+    def decide(self, *flags: bool) -> tuple[bool, ...]:
+        """The first worker's flags."""
+        return tuple(self.tell(list(flags)))
+
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give every worker the first one's values, in place; shapes and dtypes are the same on all of them."""
+        kept = [tensor for tensor in tensors if tensor.numel()]
+        if not kept:
+            return
+        hosts = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for tensor in kept]
+        data = np.concatenate(hosts)
+        for start in range(0, len(data), self._piece):
+            piece = data[start : start + self._piece]
+            piece[:] = self._meet(piece if self.is_first else piece[:0])[min(self.present)]
+        ends = np.cumsum([host.nbytes for host in hosts])
+        for tensor, values in zip(kept, np.split(data, ends[:-1]), strict=True):
+            tensor.detach().copy_(torch.from_numpy(values.copy()).view(tensor.dtype).reshape(tensor.shape))
+
+    def leave(self) -> None:
+        """End the group."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave()
+
+    def _meet(self, data: Bytes, *, listen: bool = True) -> dict[int, Bytes]:
+        """What those present put down, by worker, in order; without `listen` it may be anything."""
+        return {self.rank: data}
+
+
+class TorchGroup(WorkerGroup):
+    """Workers that meet over torch.distributed with gloo: all of them, to the end of the job."""
+
+    @classmethod
+    def join(cls, rank: int, world_size: int, timeout: timedelta = JOIN_TIMEOUT, *, nccl: bool = False) -> TorchGroup:
+        """Meet the others; see WorkerGroup.join."""
+        try:
+            deadline = Deadline(timeout)
+            store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+            all_nccl = _await_all(store, rank, world_size, deadline, nccl=nccl)
+            WorkerGroup.met = True
+            backend = "cpu:gloo,cuda:nccl" if all_nccl else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=MEETING_TIMEOUT)
+        except (RuntimeError, ValueError) as error:  # torch's words for everything here
+            raise WorkersApart(
+                worker=rank,
+                world_size=world_size,
+                address=os.environ.get("MASTER_ADDR", "(not set)"),
+                port=os.environ.get("MASTER_PORT", "(not set)"),
+                reason=_first_line(error),
+            ) from None
+        return cls(rank, world_size)
+
+    def leave(self) -> None:
+        """End the group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _meet(self, data: Bytes, *, listen: bool = True) -> dict[int, Bytes]:
+        sizes = [int(size) for size in self._all(torch.tensor([len(data)]))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(data)] = torch.from_numpy(data.copy())
+        parts = self._all(padded) if max(sizes) else [padded] * len(sizes)
+        return {rank: part[:size].numpy() for rank, (part, size) in enumerate(zip(parts, sizes, strict=True))}
+
+    def _all(self, value: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(value) for _ in range(self.world_size)]
+        with self._others():
+            dist.all_gather(parts, value)
+        return parts
+
+    @contextmanager
+    def _others(self) -> Iterator[None]:
+        """WorkerLost where what is done together fails: it does when somebody is gone, or late by MEETING_TIMEOUT."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise WorkerLost(worker=self.rank, world_size=self.world_size, reason=_first_line(error)) from None
+
+
+class ShardGroup(WorkerGroup):
+    """Workers that meet on shard 0: whoever is a member of the job, as far as they live.
+
+    Meetings have names, which tell one who joins late where the job is: "s/on" begins segment s, "s/end" is its end,
+    "s/over" that of the job, and those that follow have a number behind that. All members are expected at an end; at
+    what follows, those who were there: the others cannot know of it.
+    """
+
+    def __init__(self, client: Client, rank: int, world_size: int, join_timeout: timedelta = JOIN_TIMEOUT) -> None:
+        super().__init__(rank, world_size)
+        assert client.membership is not None
+        self._join_timeout = join_timeout
+        self._client, self._membership = client, client.membership
+        self._number = 0
+        self._name = ""  # of the last one with a name of its own
+
+    @property
+    def reports(self) -> bool:
+        """Whether this worker reports: the first that lives, of those who met last."""
+        live = [worker for worker in self.present if worker == self.rank or worker in self._membership.members]
+        return live[:1] == [self.rank]
+
+    def enter(self, word: Word) -> tuple[int, Word]:
+        """Take part from here on; see WorkerGroup. WorkerLost names who did not come to the start in time."""
+        for _ in range(_TRIES):
+            name, _, step = self._client.status()[0].meeting.partition("/")
+            self.late, self.over = bool(name), step.startswith("over")
+            segment = int(name or 0) + step.startswith("end")
+            if self.over:
+                return segment, word
+            with suppress(MeetingOver):
+                if not self.late:
+                    return segment, self._begin(segment, word, ())
+                self._membership.rest()  # nobody waits for it meanwhile
+                said = self._begin(segment, word, (), late=True)
+                self._membership.resume()
+                return segment, said
+        raise WorkerLost(worker=self.rank, world_size=self.world_size, reason="the others run away from it")
+
+    def assemble(self, segment: int, *, last: bool = False) -> None:
+        """Wait until every worker is done with a segment; see WorkerGroup."""
+        self._name, self._number = f"{segment}/{'over' if last else 'end'}", 0
+        self.present = tuple(self._come(self._name))
+
+    def dismiss(self, segment: int, resume: Callable[[int], None], clock: int, word: Word) -> None:
+        """Begin the next segment; see WorkerGroup."""
+        highest = self.highest(clock)
+        resume(highest)
+        try:
+            self._begin(segment + 1, {**word, "clock": highest}, self.present)
+        except MeetingOver:
+            raise LeftBehind from None
+
+    def _begin(self, segment: int, word: Word, among: Sequence[int], *, late: bool = False) -> Word:
+        said = b"" if late else json.dumps(word).encode()
+        self._name, self._number = f"{segment}/on", 0
+        patience = self._join_timeout if not (late or among) else None  # the start of the job
+        met = self._membership.meet(self._name, said, among=among, patience=patience)
+        self.present = tuple(met)
+        told: Word = next((json.loads(words) for words in met.values() if words), word)
+        return told
+
+    def _come(
+        self, name: str, data: bytes = b"", *, listen: bool = False, among: Sequence[int] = ()
+    ) -> dict[int, bytes]:
+        try:
+            met = self._membership.meet(name, data, listen=listen, among=among)
+        except MeetingOver:
+            met = {}
+        if self.rank not in met:
+            self.present = tuple(met)
+            raise LeftBehind
+        return met
+
+    def _meet(self, data: Bytes, *, listen: bool = True) -> dict[int, Bytes]:
+        self._number += 1
+        met = self._come(f"{self._name}/{self._number}", data.tobytes(), listen=listen, among=self.present)
+        left = tuple(worker for worker in self.present if worker in met)
+        if left != self.present:
+            self.present = left
+            raise FewerWorkers
+        return {worker: np.frombuffer(met[worker], np.uint8) for worker in left}
+
+
+class _Store(Protocol):
+    """The part of torch's key-value stores that is used here."""
+
+    def add(self, key: str, amount: int, /) -> int: ...
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+def _await_all(store: _Store, rank: int, world_size: int, deadline: Deadline, *, nccl: bool) -> bool:
+    """Wait until every rank is there, once, and say whether all of them want nccl.
+
+    gloo itself would wait as long as a meeting, and not say for whom.
+    """
+    store.add(_NCCL, int(nccl))  # first: who is there has said it
+    keys = [f"embershard/worker/{number}" for number in range(world_size)]
+    if store.add(keys[rank], 1) > 1:
+        raise ValueError(f"another process is worker {rank} already")
+    while missing := [str(number) for number, key in enumerate(keys) if not store.check([key])]:
+        if deadline.seconds <= 0:
+            raise ValueError(f"worker {', '.join(missing)} did not come in time")
+        time.sleep(0.05)
+    return store.add(_NCCL, 0) == world_size
+
+
+def _first_line(error: Exception) -> str:
+    """What torch or gloo says, without the line of its source and its advice."""
+    line = next(iter(str(error).splitlines()), type(error).__name__)
+    return re.sub(r"^\[\S+\] ", "", line).partition(" This is typically")[0].rstrip(".")

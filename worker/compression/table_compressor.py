@@ -1,0 +1,260 @@
+"""One table, as its gradients travel: the codec that they use now, and what was held back of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+
+from embershard.proto.codec.lossless.ids import encode_even_ids, encode_ids
+from embershard.proto.codec.name import Codec
+from embershard.proto.codec.payload import decode, encode_rows
+from embershard.proto.codec.values.registry import ValuesCodec
+from embershard.proto.messages import PACKED, Bytes, Floats, Ids, TableGradients
+from embershard.proto.routing import Placement, Route, even_ids, make_route
+from embershard.proto.spec import TableSpec
+from embershard.worker.compression.error_feedback import Feedback, How, Sent, Share
+from embershard.worker.compression.low_rank import Layout, LowRank
+from embershard.worker.compression.residual_store import Held, nothing_held
+from embershard.worker.compression.residuals import Residuals
+from embershard.worker.compression.schedule import warmup_density
+from embershard.worker.compression.settings import Compression, Directions, heeds_ages
+
+Find = Callable[[str], ValuesCodec]
+
+
+class TableWay:
+    """The way of one table's gradients."""
+
+    def __init__(self, spec: TableSpec, placement: Placement, find: Find, *, dense: bool) -> None:
+        self.spec = spec
+        self.is_dense = dense
+        self.layout = Layout(np.empty(0, np.int64), ())  # of dense weights
+        self.directions = Directions()
+        self.pushes = 0  # goes into the keys of random numbers
+        self._even_order: Ids | None = None  # in which the layout's ids ascend, where they are even_ids
+        self._even: dict[int, tuple[Ids, Bytes]] = {}  # first id -> those of a shard, and their bytes
+        self._placement, self._find = placement, find
+        self._capacity: int | None = None  # rows held back for one shard
+        self._settings = Compression()
+        self._warm = 0  # pushes by dgc
+        self._clip = 1.0  # on the gradients of the push that is packed
+        self._held: dict[int, Feedback] = {}  # by shard
+        self._low_rank: LowRank | None = None  # of powersgd
+        self._factors: Mapping[str, Any] | None = None  # a state for it, until there is one
+
+    @property
+    def drains(self) -> bool:
+        """Whether something is held that its codec will not send."""
+        return bool(self._held) and not self.directions.push.has_feedback
+
+    def lay_out(self, layout: Layout) -> None:
+        """Take the blocks for these."""
+        self.layout = layout
+        is_even = np.array_equal(layout.ids, even_ids(len(layout.ids), self.spec.space_key))
+        self._even_order = np.argsort(layout.ids) if is_even and len(layout.ids) else None
+        self._even.clear()
+
+    def packed_ids(self, ids: Ids) -> Bytes | None:
+        """The bytes of ids that ascend, or are blocks in their order; None for others, and where nothing is gained."""
+        known, order = self.layout.ids, self._even_order
+        if order is None or len(ids) < 3:  # whose key, and number, take 16 bytes
+            return packed_ids(ids)
+        before, packed = self._even.get(int(ids[0]), (None, None))
+        if before is not None and np.array_equal(before, ids):  # every step moves the same blocks
+            return packed
+        places = order[np.minimum(np.searchsorted(known, ids, sorter=order), len(known) - 1)]
+        if not ((places[1:] > places[:-1]).all() and np.array_equal(known[places], ids)):
+            return packed_ids(ids)
+        packed = encode_even_ids(places, len(known), self.spec.space_key)
+        self._even[int(ids[0])] = ids.copy(), packed
+        return packed
+
+    @property
+    def sent(self) -> Sent:
+        """The rows of a message, and their age where they travel with it."""
+        pushes = sum(feedback.pushes for feedback in self._held.values())
+        rows = sum(feedback.sent_rows for feedback in self._held.values())
+        if not rows:
+            return Sent()
+        aged = heeds_ages(self.spec) or self.directions.push.select == "rows"
+        return Sent(rows / pushes, sum(feedback.sent_ages for feedback in self._held.values()) / rows if aged else None)
+
+    def use(self, directions: Directions, settings: Compression) -> None:
+        """Travel so from here on; what a codec has held back is what the next one holds, or goes with the next push."""
+        self.directions, self._settings = directions, settings
+        self._capacity = None if self.is_dense else max(1, settings.residual_rows // self._placement.num_shards)
+        if directions.push.select != "powersgd":
+            self._low_rank = None
+
+    def begin(self, route: Route, rows: Floats, rate: float, workers: int) -> None:
+        """A push of these rows begins, one of `workers` of its kind."""
+        self.pushes += 1
+        codec = self.directions.push
+        if codec.select == "powersgd":
+            self._factor(int(codec.number), route, rows, rate)
+        if codec.select == "dgc":
+            self._warm += 1
+            self._clip = self._clipping(rows, workers)
+
+    def pack(self, part: TableGradients, shard: int, key: int) -> tuple[list[TableGradients], int]:
+        """What is sent for a part of the push, and how many of its rows are left out as they are not finite."""
+        codec, rows = self.directions.push, cast(Floats, part.gradients)
+        values, rate = self._find(codec.values), part.lr_scale
+        if not codec.has_feedback:
+            return [self._packed(part, encode_rows(rows, values, key))], 0
+        held = self._feedback(shard)
+        if not held.takes(rate):
+            return [part], 0
+        part, rows, skipped = _finite(part, rows)
+        if self._clip != 1.0 and codec.select == "dgc":
+            rows = rows * np.float32(self._clip)
+        payload, gone = held.pack(Share(part.ids, rows, rate), self._how(codec, values, key))
+        parts = [self._packed(part, payload)]
+        if len(gone.ids):
+            parts.append(self._whole(gone, rate))
+        return parts, skipped
+
+    def give_back(self, part: TableGradients, shard: int) -> None:
+        """Hold again what a shard will not apply, as far as something is held back."""
+        ids, rows, ages = part.ids, part.gradients, None
+        if shard not in self._held and not self.directions.push.has_feedback and not part.held:
+            return
+        if part.codec:
+            positions, rows, ages = decode(cast(Bytes, rows), len(ids), self.spec.dim, self._find, part.codec)
+            ids = ids if positions is None else ids[positions]
+        finite = np.isfinite(rows).all(axis=1)
+        ages = None if ages is None else ages[finite]
+        self._feedback(shard).give_back(Share(ids[finite], cast(Floats, rows[finite]), part.lr_scale), ages)
+
+    def leftovers(self, shard: int, rate: float, limit: int) -> list[TableGradients]:
+        """What is held for a shard and will not be sent else, in parts of at most `limit` bytes; it is held no more."""
+        held = self._held.get(shard)
+        if held is None or not held.takes(rate):
+            return []
+        del self._held[shard]
+        rest = held.residuals.held().scaled(rate)
+        most = max(1, limit // (16 + 4 * self.spec.dim))  # rows, with their ids and ages
+        pieces = (slice(start, start + most) for start in range(0, len(rest.ids), most))
+        return [self._whole(rest.some(piece), rate) for piece in pieces]
+
+    def forget(self, route: Route) -> None:
+        """Hold nothing of these rows any more."""
+        for shard, feedback in self._held.items():
+            feedback.residuals.forget(route.ids[route.slice_of(shard)])
+
+    def held(self) -> Held:
+        """What is held back, each row with its age and the rate by which it counts."""
+        parts = [feedback.residuals.held() for feedback in self._held.values()]
+        return Held(*map(np.concatenate, zip(nothing_held(self.spec.dim), *parts, strict=True)))
+
+    def state_dict(self) -> Mapping[str, object]:
+        """What it goes on with, to the bit, while no push is on its way."""
+        return {
+            "pushes": self.pushes,
+            "warm": self._warm,
+            "shards": self._placement.num_shards,
+            "held": {shard: feedback.state_dict() for shard, feedback in self._held.items()},
+            "low_rank": self._factors if self._low_rank is None else self._low_rank.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], factor: float = 1.0) -> None:
+        """Go on from there; with another number of shards, with what was held, to count `factor` times as much.
+
+        ValueError where it is another's.
+        """
+        self.pushes, self._warm, self._held = state["pushes"], state["warm"], {}
+        self._low_rank, self._factors = None, state["low_rank"]
+        self.hold(state, factor, alike=state["shards"] == self._placement.num_shards)
+
+    def hold(self, state: Mapping[str, Any], factor: float = 1.0, *, alike: bool = False) -> None:
+        """Hold what a state holds beside what is held here; with `alike` shards, and a factor of 1, just as it was."""
+        for shard, feedback in state["held"].items():
+            if alike:
+                self._feedback(int(shard)).load_state_dict(feedback, factor)
+            else:
+                former = Residuals(self.spec.dim, None)
+                former.load_state_dict(feedback["residuals"])
+                former.scale_rates(factor)
+                self._hold(former.held())
+
+    def hold_nothing(self) -> None:
+        """Drop what is held back."""
+        self._held = {}
+
+    def _hold(self, held: Held) -> None:
+        route = make_route(held.ids, self.spec.space_key, self._placement)
+        order = np.empty(len(held.ids), np.int64)
+        order[route.index] = np.arange(len(held.ids))
+        for shard in range(self._placement.num_shards):
+            some = order[route.slice_of(shard)]
+            for rate in np.unique(held.rates[some]):
+                alike = some[held.rates[some] == rate]
+                share = Share(held.ids[alike], held.rows[alike], float(rate))
+                self._feedback(shard).give_back(share, held.ages[alike])
+
+    def _feedback(self, shard: int) -> Feedback:
+        if shard not in self._held:
+            self._held[shard] = Feedback(self.spec.dim, self._capacity)
+        return self._held[shard]
+
+    def _factor(self, rank: int, route: Route, rows: Floats, rate: float) -> None:
+        """Factor what a push is to send, with what was held back of it."""
+        if self._low_rank is None or self._low_rank.rank != rank:
+            self._low_rank = LowRank(self.layout, self.spec.dim, rank, self.spec.row_seed)
+            if self._factors is not None and self._factors["rank"] == rank:
+                self._low_rank.load_state_dict(self._factors)
+            self._factors = None
+        corrected = np.empty_like(rows)
+        for shard in range(self._placement.num_shards):
+            part, held = route.slice_of(shard), self._feedback(shard)
+            corrected[part] = rows[part]
+            if held.takes(rate):
+                corrected[part] = held.corrected(Share(route.ids[part], rows[part], rate))
+        finite = np.isfinite(corrected).all(axis=1)
+        self._low_rank.begin(route.ids[finite], corrected[finite])
+
+    def _how(self, codec: Codec, values: ValuesCodec, key: int) -> How:
+        if codec.select != "dgc":
+            return How(codec, values, codec.number, key, low_rank=self._low_rank, ages=heeds_ages(self.spec))
+        density = warmup_density(codec.number, self._warm - 1, self._settings.warmup_steps)
+        return How(codec, values, density, key, self._settings.momentum, ages=heeds_ages(self.spec))
+
+    def _clipping(self, rows: Floats, workers: int) -> float:
+        """The factor by which dgc bounds the norm of one worker's gradient (Lin et al. 2018, section 3.2)."""
+        if self._settings.clip_norm is None:
+            return 1.0
+        norm = float(np.linalg.norm(rows.astype(np.float64)))
+        bound = self._settings.clip_norm / math.sqrt(workers)
+        return min(1.0, bound / norm) if 0 < norm < math.inf else 1.0
+
+    def _whole(self, held: Held, rate: float) -> TableGradients:
+        """Rows that are held no more, as float32: what a values codec would lose of them, nobody would send."""
+        payload = encode_rows(held.rows, self._find("none"), None, ages=held.ages)
+        return TableGradients(self.spec.name, held.ids, payload, rate, 0, PACKED, packed_ids(held.ids), held=True)
+
+    def _packed(self, part: TableGradients, payload: Bytes) -> TableGradients:
+        codec = self.directions.push
+        ids = None if part.route else self.packed_ids(part.ids)
+        return replace(part, gradients=payload, codec=codec.values if codec.is_custom else PACKED, packed=ids)
+
+
+def packed_ids(ids: Ids) -> Bytes | None:
+    """The bytes of ids that ascend; None for others, and where nothing is gained."""
+    if len(ids) < 2 or not (ids[1:] > ids[:-1]).all():
+        return None
+    packed = encode_ids(ids)
+    return packed if packed.nbytes < ids.nbytes else None
+
+
+def _finite(part: TableGradients, rows: Floats) -> tuple[TableGradients, Floats, int]:
+    """A part without the rows that are not finite, which no residual may hold, and how many these are."""
+    with np.errstate(all="ignore"):
+        if math.isfinite(float(rows.sum())):  # which nothing in them could undo
+            return part, rows, 0
+    finite = np.isfinite(rows).all(axis=1)
+    skipped = int(np.count_nonzero(~finite))
+    return (replace(part, ids=part.ids[finite], route=0), rows[finite], skipped) if skipped else (part, rows, 0)

@@ -1,0 +1,241 @@
+"""A click stream shaped like Criteo's, made up as it is read: nothing to download, and the best AUC is known.
+
+Ids follow the cardinalities and the skew of click_columns.py. Labels are drawn from a planted model: each id has an
+effect, a few pairs of columns interact through latent vectors, and dense features add their part. The planted logits
+rank the samples as well as anything can, so their AUC on a split is the best that a trained model could reach there.
+
+Sample i of a split (and epoch) is a function of (seed, split, epoch, i) alone: SplitMix64 started at a hash of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import sqrt
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba import njit, uint64
+
+from embershard.proto.errors import JobError
+from embershard.proto.routing import mix64
+from embershard.worker.data.batch import Batch, Evaluation, Schema
+from embershard.worker.data.readers.criteo_statistics import CATEGORICAL, NUMERIC
+from embershard.worker.data.readers.zipf import NUM_SLOTS, alias_table, spread_step, zipf_bins
+from embershard.worker.data.shuffle import check_enough, check_share
+from embershard.worker.metrics import Pointwise
+
+CTR = 0.25
+# Standard deviations of the logit's parts (id effects, pair interactions, dense): with a CTR of 0.25 the best AUC is
+# near 0.80, as on Criteo, where the best published models reach 0.81.
+STRENGTHS = (0.95, 0.60, 0.75)
+PAIRS = ((13, 16), (22, 19), (0, 16), (13, 1))  # columns C14 x C17, C23 x C20, C1 x C17, C14 x C2: short heads
+LATENT_DIM = 4
+HALVING_RANK = 64  # an id's effect shrinks as (1 + rank / 64)**-0.25, since rare ids are seen too rarely to be learnt
+_CALIBRATION = 1 << 16  # samples that set the bias and the strengths
+
+_Column = np.dtype([("offset", "<i8"), ("cardinality", "<i8"), ("step", "<i8"), ("first", "<i4"), ("shift", "<i4")])
+_Slot = np.dtype([("threshold", "<u4"), ("alias", "<i4")])
+_Bin = np.dtype([("rank", "<i8"), ("width", "<u4"), ("effect", "<f4")])
+_jit: Callable[..., Callable[..., Callable[..., None]]] = njit
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Everything that the kernel reads."""
+
+    columns: npt.NDArray[np.void]  # (26,)
+    slots: npt.NDArray[np.void]  # alias tables, one column after the other
+    bins: npt.NDArray[np.void]  # ranges of ranks, likewise
+    pairs: npt.NDArray[np.int64]  # (P, 2)
+    latent: npt.NDArray[np.float32]  # (P, 2, NUM_SLOTS, LATENT_DIM)
+    dense: npt.NDArray[np.float64]  # (13, 4): mean, std, missing, weight
+
+
+class ClickStream:
+    """Criteo-shaped samples without end or in epochs of `samples`; splits "valid" and "test" of `eval_samples` each."""
+
+    def __init__(self, *, samples: int | None = None, eval_samples: int = 100_000, seed: int = 0) -> None:
+        for name, value in (("samples", samples), ("eval_samples", eval_samples)):
+            if value is not None and value < 1:
+                raise ValueError(f"ClickStream: {name} must be at least 1, got {value}")
+        self._samples, self._eval_samples, self._seed = samples, eval_samples, seed
+        self._plan = _make_plan(seed)
+        self._weights = np.zeros(4)  # bias, then the strength of each part
+        self._calibrate()
+
+    @property
+    def schema(self) -> Schema:
+        """26 id features and 13 dense ones."""
+        num_ids = sum(column.cardinality for column in CATEGORICAL)
+        return Schema(tuple(f"C{i + 1}" for i in range(len(CATEGORICAL))), len(NUMERIC), num_ids)
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """Labels and logits, one by one."""
+        return "pointwise"
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Valid and test."""
+        return ("valid", "test")
+
+    def num_samples(self, split: str) -> int | None:
+        """Samples of an epoch (None for an endless one) or of an evaluation split."""
+        if split == "train":
+            return self._samples
+        self._check(split)
+        return self._eval_samples
+
+    def train(self, epoch: int, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
+        """Fresh samples of an epoch; without end if `samples` is None."""
+        check_share(rank, world_size, batch_size)
+        if self._samples is not None:
+            check_enough("clicks", self._samples, world_size)
+        return self._batches("train", epoch, self._samples, (rank, world_size, batch_size))
+
+    def evaluate(self, split: str, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
+        """The same samples each time, none of them in training."""
+        check_share(rank, world_size, batch_size)
+        self._check(split)
+        return self._batches(split, 0, self._eval_samples, (rank, world_size, batch_size))
+
+    def planted(self, split: str) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """(N,) labels and the logits that they were drawn from, of a whole evaluation split."""
+        self._check(split)
+        _, _, labels, logits = self._draw(self._key(split, 0), 0, 1, self._eval_samples)
+        return labels, logits
+
+    def best(self, split: str) -> dict[str, float]:
+        """Figures of the planted logits on a split, auc and logloss among them: what no model can beat but by luck."""
+        labels, logits = self.planted(split)
+        figures = Pointwise()
+        figures.update(logits, labels)
+        return figures.compute()
+
+    def _batches(self, split: str, epoch: int, count: int | None, share: tuple[int, int, int]) -> Iterator[Batch]:
+        rank, world_size, batch_size = share
+        key = self._key(split, epoch)
+        position = rank
+        while count is None or position < count:
+            size = batch_size if count is None else min(batch_size, -(-(count - position) // world_size))
+            ids, dense, labels, _ = self._draw(key, position, world_size, size)
+            yield Batch(torch.from_numpy(ids), torch.from_numpy(dense), torch.from_numpy(labels))
+            position += size * world_size
+
+    def _draw(
+        self, key: int, first: int, stride: int, count: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        ids = np.empty((count, len(CATEGORICAL)), np.int64)
+        dense = np.empty((count, len(NUMERIC)), np.float32)
+        labels, logits = np.empty(count, np.float32), np.empty(count, np.float32)
+        p = self._plan
+        tables = (p.columns, p.slots, p.bins, p.pairs, p.latent, p.dense)
+        _draw_samples(np.uint64(key), first, stride, tables, self._weights, ids, dense, labels, logits)
+        return ids, dense, labels, logits
+
+    def _calibrate(self) -> None:
+        """Scale each part of the logit to its strength and set the bias for the CTR, on samples of no split."""
+        key = self._key("calibration", 0)
+        parts = np.empty((3, _CALIBRATION))
+        for part in range(3):
+            self._weights[:] = 0
+            self._weights[1 + part] = 1
+            parts[part] = self._draw(key, 0, 1, _CALIBRATION)[3]
+        scale = np.array(STRENGTHS) / parts.std(axis=1)
+        logits = scale @ parts
+        low, high = -20.0, 20.0
+        for _ in range(60):
+            bias = (low + high) / 2
+            clicks = float(np.mean(1 / (1 + np.exp(-(logits + bias)))))
+            low, high = (bias, high) if clicks < CTR else (low, bias)
+        self._weights[:] = bias, *scale
+
+    def _key(self, split: str, epoch: int) -> int:
+        purpose = ("train", "valid", "test", "calibration").index(split)
+        return int(np.random.SeedSequence((self._seed, purpose, epoch)).generate_state(1, np.uint64)[0])
+
+    def _check(self, split: str) -> None:
+        if split not in self.splits:
+            raise JobError(where="clicks", reason=f"no split {split!r} (known: train, valid, test)")
+
+
+def _make_plan(seed: int) -> _Plan:
+    rng = np.random.default_rng((seed, 0xC11C))
+    columns = np.zeros(len(CATEGORICAL), _Column)
+    slots, bins = [], []
+    offset = first = 0
+    for i, spec in enumerate(CATEGORICAL):
+        parts = zipf_bins(*spec)
+        num_slots = max(2, 1 << (len(parts.starts) - 1).bit_length())
+        slot, bin_ = np.zeros(num_slots, _Slot), np.zeros(num_slots, _Bin)
+        slot["threshold"], slot["alias"] = alias_table(parts.probabilities, num_slots)
+        used = bin_[: len(parts.starts)]
+        used["rank"], used["width"] = parts.starts, parts.widths
+        used["effect"] = rng.standard_normal(len(used)) * (1 + parts.starts / HALVING_RANK) ** -0.25
+        shift = 64 - (num_slots.bit_length() - 1)
+        columns[i] = (offset, spec.cardinality, spread_step(spec.cardinality), first, shift)
+        slots.append(slot)
+        bins.append(bin_)
+        offset += spec.cardinality
+        first += num_slots
+    latent = rng.standard_normal((len(PAIRS), 2, NUM_SLOTS, LATENT_DIM)).astype(np.float32)
+    dense = np.array(
+        [(n.mean, n.std, n.missing, w) for n, w in zip(NUMERIC, rng.normal(size=len(NUMERIC)), strict=True)]
+    )
+    return _Plan(columns, np.concatenate(slots), np.concatenate(bins), np.array(PAIRS), latent, dense)
+
+
+@_jit(cache=True, nogil=True)
+def _draw_samples(key, first, stride, tables, weights, ids, dense, labels, logits):  # type: ignore[no-untyped-def]
+    """Fill ids (N, 26), dense (N, 13), labels (N,) and logits (N,) of samples first, first + stride, ..."""
+    columns, slots, bins, pairs, latent, numeric = tables
+    golden, zero, low32 = uint64(0x9E3779B97F4A7C15), uint64(0), uint64(0xFFFFFFFF)
+    chosen = np.empty(len(columns), np.int64)
+    irwin_hall = sqrt(3.0) / 65536.0  # four 16-bit uniforms summed: mean 2, variance 1/3
+    for n in range(len(labels)):
+        state = mix64(uint64(first + n * stride), key)
+        effects = 0.0
+        for c in range(len(columns)):
+            column = columns[c]
+            state += golden
+            word = mix64(state, zero)
+            slot = np.int64(word >> uint64(column.shift))
+            # the 32 bits under the slot's decide between it and its alias, the 32 lowest place the rank in its bin
+            if ((word << uint64(64 - column.shift)) >> uint64(32)) >= slots[column.first + slot].threshold:
+                slot = np.int64(slots[column.first + slot].alias)
+            found = bins[column.first + slot]
+            chosen[c] = slot
+            rank = found.rank + np.int64(((word & low32) * uint64(found.width)) >> uint64(32))
+            effect = found.effect
+            if found.width > 1:  # a rank of the tail has its own effect: the bin's, with a sign of its own
+                effect = effect if mix64(uint64(rank), uint64(column.offset)) & uint64(1) else -effect
+            effects += effect
+            ids[n, c] = column.offset + (rank * column.step) % column.cardinality
+        crossed = 0.0
+        for p in range(len(pairs)):
+            left, right = latent[p, 0, chosen[pairs[p, 0]]], latent[p, 1, chosen[pairs[p, 1]]]
+            for d in range(LATENT_DIM):
+                crossed += left[d] * right[d]
+        measured = 0.0
+        spare = zero
+        for d in range(len(numeric)):
+            if d % 4 == 0:
+                state += golden
+                spare = mix64(state, zero)
+            state += golden
+            word = mix64(state, zero)
+            total = (word & uint64(0xFFFF)) + ((word >> uint64(16)) & uint64(0xFFFF))
+            total += ((word >> uint64(32)) & uint64(0xFFFF)) + (word >> uint64(48))
+            value = numeric[d, 0] + numeric[d, 1] * (np.float64(total) - 131070.0) * irwin_hall
+            if value < 0 or np.float64(spare & uint64(0xFFFF)) < numeric[d, 2] * 65536.0:
+                value = 0.0
+            spare >>= uint64(16)
+            dense[n, d] = value
+            measured += numeric[d, 3] * (value - numeric[d, 0]) / numeric[d, 1]
+        logit = weights[0] + weights[1] * effects + weights[2] * crossed + weights[3] * measured
+        logits[n] = logit
+        state += golden
+        chance = np.float64(mix64(state, zero) >> uint64(11)) * (1.0 / 9007199254740992.0)
+        labels[n] = 1.0 if chance < 1.0 / (1.0 + np.exp(-logit)) else 0.0

@@ -1,0 +1,144 @@
+"""Interaction lists as LightGCN's authors split them: a line per user, `user item item ...` (Gowalla and its like)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from embershard.proto.errors import JobError
+from embershard.worker.data.batch import Batch, Evaluation, Schema, Users
+from embershard.worker.data.files import read_blocks
+from embershard.worker.data.readers.interactions import Interactions, Ints, check_numbering
+from embershard.worker.data.readers.sampling import draw_key, list_batch, pair_batch
+from embershard.worker.data.shuffle import batches, check_enough, check_share, permutation
+
+
+class InteractionLists:
+    """Train and test lists in memory; evaluated by ranking all items that a user did not take in training.
+
+    Ids: user u is u, item i is num_users + i. With layout "pairs" a sample is (user, item) with label 1, or 0 for each
+    of `negatives` sampled items; with "lists" it is (user, item, negative, negative, ...) and labels are 1, as losses
+    over a softmax want it. Negatives are items that the user did not take, sampled anew in each epoch.
+    """
+
+    def __init__(
+        self,
+        train: Path,
+        test: Path,
+        *,
+        negatives: int = 0,
+        layout: Literal["pairs", "lists"] = "lists",
+        seed: int = 0,
+    ) -> None:
+        if negatives < 0:
+            raise ValueError(f"negatives must be >= 0, got {negatives}")
+        if layout not in ("pairs", "lists"):
+            raise ValueError(f"layout must be 'pairs' or 'lists', got {layout!r}")
+        self._negatives, self._layout, self._seed, self._where = negatives, layout, seed, str(train)
+        pairs = {"train": _read_lists(train), "test": _read_lists(test)}
+        if not len(pairs["train"][0]):
+            raise JobError(where=str(train), reason="no user has an item")
+        num_users = 1 + max(int(users.max(initial=-1)) for users, _ in pairs.values())
+        num_items = 1 + max(int(items.max(initial=-1)) for _, items in pairs.values())
+        check_numbering(self._where, num_users, num_items)
+        self.train_set = Interactions.of(*pairs["train"], num_users, num_items)
+        self.test_set = Interactions.of(*pairs["test"], num_users, num_items)
+        if negatives:
+            self.train_set.check_negatives(self._where)
+        self._users = self.train_set.users()
+
+    @property
+    def schema(self) -> Schema:
+        """Features user and item; lists repeat the item for each negative."""
+        extra = self._negatives if self._layout == "lists" else 0
+        features = ("user", "item", *(f"negative{i + 1}" for i in range(extra)))
+        return Schema(features, 0, self.train_set.num_users + self.train_set.num_items)
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """Recall@K and NDCG@K over all items."""
+        return "ranking"
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Only test."""
+        return ("test",)
+
+    @property
+    def item_ids(self) -> torch.Tensor:
+        """(I,) int64: the id of each item."""
+        return torch.arange(self.train_set.num_items) + self.train_set.num_users
+
+    def num_samples(self, split: str) -> int | None:
+        """Samples of an epoch, or pairs to be found."""
+        if split == "train":
+            return len(self._users) * (1 + self._negatives if self._layout == "pairs" else 1)
+        self._check(split)
+        return len(self.test_set.items)
+
+    def train(self, epoch: int, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
+        """Shuffled pairs or lists, with fresh negatives."""
+        check_share(rank, world_size, batch_size)
+        count = self.num_samples("train")
+        assert count is not None
+        check_enough(self._where, count, world_size)
+        make = pair_batch if self._layout == "pairs" else list_batch
+        key = draw_key(self._seed, epoch)
+        order = permutation(count, self._seed, epoch)
+        return (
+            make(self.train_set, self._users, samples.astype(np.int64), self._negatives, key)
+            for samples in batches(order, rank, world_size, batch_size)
+        )
+
+    def evaluate(self, split: str, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
+        """The pairs to be found, grouped by user; metrics over all items need `users`."""
+        check_share(rank, world_size, batch_size)
+        self._check(split)
+        users, items = self.test_set.users(), self.test_set.items
+        for part in batches(np.arange(len(items)), rank, world_size, batch_size):
+            ids = np.stack([users[part], items[part] + self.train_set.num_users], axis=1)
+            yield Batch(torch.from_numpy(ids), None, torch.ones(len(part)), torch.from_numpy(users[part]))
+
+    def users(self, split: str, rank: int, world_size: int, batch_size: int) -> Iterator[Users]:
+        """Users with something to be found; worker r takes the r-th, (r + world_size)-th, ... of them."""
+        check_share(rank, world_size, batch_size)
+        self._check(split)
+        some = np.flatnonzero(np.diff(self.test_set.starts))
+        for part in batches(some, rank, world_size, batch_size):
+            users = part.astype(np.int64)
+            seen, relevant = self.train_set.of_users(users), self.test_set.of_users(users)
+            yield Users(torch.from_numpy(users), *seen, *relevant)
+
+    def _check(self, split: str) -> None:
+        if split not in self.splits:
+            raise JobError(where=self._where, reason=f"no split {split!r} (known: train, test)")
+
+
+def _read_lists(path: Path) -> tuple[Ints, Ints]:
+    """(N,) users and items of a file, in file order."""
+    lines: dict[int, int] = {}  # user -> line number
+    users, items, counts = [], [], []
+    for block in read_blocks(path):
+        for number, line in enumerate(block.text.split(b"\n"), block.first_line):
+            fields = line.split()
+            if not fields:
+                continue
+            try:
+                numbers = np.array(fields).astype(np.int64)
+            except (ValueError, OverflowError):
+                numbers = np.array([-1])
+            if numbers.min() < 0:
+                raise JobError(where=f"{path}:{number}", reason="expected a user and its items, as integers >= 0")
+            user = int(numbers[0])
+            if user in lines:
+                raise JobError(where=f"{path}:{number}", reason=f"user {user} has a line already: {lines[user]}")
+            lines[user] = number
+            users.append(user)
+            items.append(numbers[1:])
+            counts.append(len(fields) - 1)
+    flat = np.concatenate(items) if items else np.empty(0, np.int64)
+    return np.repeat(np.array(users, np.int64), counts), flat

@@ -1,0 +1,168 @@
+"""Parquet files of clicks, streamed by row group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from stat import S_ISDIR
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from embershard.proto.errors import JobError
+from embershard.worker.data.columns import Columns
+from embershard.worker.data.files import reading
+from embershard.worker.data.rows import Rows
+from embershard.worker.data.shuffle import too_many_workers
+from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
+from embershard.worker.data.text import TYPES, Layout, plausible
+
+READ_ROWS = 1 << 16  # rows decoded at once: a row group may be larger than memory
+
+
+class ParquetData(StreamDataset):
+    """Parquet files, or folders of them, by split; a worker's share is whole row groups.
+
+    Columns are as in CSV files: an integer hashes as its decimal text, so the same value has the same id in both
+    formats. Global ids need `num_ids`, and each of them is checked against it.
+    """
+
+    def __init__(
+        self,
+        files: Mapping[str, Sequence[Path]],
+        columns: Columns | None = None,
+        *,
+        num_ids: int | None = None,
+        seed: int = 0,
+        shuffle_rows: int = SHUFFLE_ROWS,
+    ) -> None:
+        columns = columns or Columns()
+        if columns.ids == "global" and num_ids is None:
+            raise ValueError("global ids need num_ids where the files are not read in advance")
+        if not files.get("train"):
+            raise JobError(where="files", reason="no train file is named")
+        paths = {split: _expand(given) for split, given in files.items()}
+        first = paths["train"][0]
+        layout = columns.layout(str(first), tuple(_open(first).schema_arrow.names), num_ids=num_ids)
+        sources = {split: ParquetSource(paths=p, layout=layout, columns=columns) for split, p in paths.items()}
+        super().__init__(columns.schema(layout, num_ids), sources, seed=seed, shuffle_rows=shuffle_rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParquetSource:
+    """Files of one split."""
+
+    paths: Sequence[Path]
+    layout: Layout
+    columns: Columns
+
+    @property
+    def where(self) -> str:
+        """The first file."""
+        return str(self.paths[0])
+
+    def check(self) -> None:
+        """Read every file's footer, and compare its columns."""
+        self.num_rows()
+
+    def num_rows(self) -> int | None:
+        """From the files' footers."""
+        return sum(rows for _, _, rows in self._groups)
+
+    def blocks(self, rank: int, world_size: int, shuffle: np.random.Generator | None) -> Iterator[Rows]:
+        """This worker's row groups, the largest shared out first so that shares are even."""
+        groups = self._groups
+        if shuffle is not None:
+            if len(groups) < world_size:
+                raise too_many_workers(self.where, len(groups), world_size, "row groups")
+            groups = [groups[i] for i in shuffle.permutation(len(groups))]
+        rows = [0] * world_size
+        owner = {}
+        for group in sorted(groups, key=lambda group: -group[2]):
+            least = rows.index(min(rows))
+            rows[least] += group[2]
+            owner[group[:2]] = least
+        for path, number, _ in groups:
+            if owner[path, number] == rank:
+                yield from self._read(path, number)
+
+    @cached_property
+    def _groups(self) -> list[tuple[Path, int, int]]:
+        """(path, row group, rows) of every row group that has rows."""
+        groups = []
+        for path in self.paths:
+            file = _open(path)
+            self._check_columns(path, file.schema_arrow)
+            sizes = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
+            groups += [(path, i, size) for i, size in enumerate(sizes) if size]
+        if not groups:
+            raise JobError(where=self.where, reason="no rows in the file")
+        return groups
+
+    @property
+    def _names(self) -> list[str]:
+        return [name for name, kind in self.layout.columns.items() if kind != "skip"]
+
+    def _check_columns(self, path: Path, schema: pa.Schema) -> None:
+        for name in self._names:
+            if name not in schema.names:
+                reason = f"no column {name!r}, which the first train file has (there are: {', '.join(schema.names)})"
+                raise JobError(where=str(path), reason=reason)
+        self._rows(str(path), schema.empty_table().select(self._names))  # their types
+
+    def _read(self, path: Path, group: int) -> Iterator[Rows]:
+        where = f"{path}: row group {group}"
+        file = _open(path)
+        try:
+            with reading(path):
+                for part in file.iter_batches(READ_ROWS, row_groups=[group], columns=self._names, use_threads=False):
+                    yield self._rows(where, pa.Table.from_batches([part]))
+        except (pa.ArrowException, OSError) as error:
+            raise JobError(where=where, reason=f"cannot be read ({error}); get the file again") from None
+
+    def _rows(self, where: str, table: pa.Table) -> Rows:
+        typed = {}
+        for name in table.column_names:
+            kind, values = self.layout.columns[name], table.column(name)
+            if pa.types.is_dictionary(values.type):
+                values = values.cast(values.type.value_type)
+            if kind == "text" and pa.types.is_floating(values.type):
+                raise JobError(where=where, reason=f"column {name!r} has {values.type} values: not categorical")
+            try:
+                # a number may be rounded, as one in a CSV file is
+                values = values.cast(TYPES[kind], safe=kind != "number" or not pa.types.is_integer(values.type))
+            except pa.ArrowException as error:
+                raise JobError(where=where, reason=f"column {name!r} is no {kind}: {error}") from None
+            if kind == "number":  # NaN is how data frames write a missing number
+                values = pc.if_else(pc.is_nan(values), None, values)
+            typed[name] = values
+        checked = pa.table(typed)
+        problem = plausible(checked, self.layout)
+        if problem:
+            raise JobError(where=where, reason=problem)
+        return self.columns.rows(checked, self.layout)
+
+
+def _expand(given: Sequence[Path]) -> list[Path]:
+    """Files, with the *.parquet files of each folder in its place."""
+    paths: list[Path] = []
+    for path in given:
+        with reading(path):  # glob would take a folder that cannot be read for an empty one
+            is_folder = S_ISDIR(path.stat().st_mode)
+            found = sorted(p for p in path.iterdir() if p.name.endswith(".parquet")) if is_folder else [path]
+        if not found:
+            raise JobError(where=str(path), reason="no *.parquet file in this folder")
+        paths += found
+    return paths
+
+
+def _open(path: Path) -> pq.ParquetFile:
+    try:
+        with reading(path):
+            return pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise JobError(where=str(path), reason=f"not a whole Parquet file ({error})") from None

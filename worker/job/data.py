@@ -1,0 +1,376 @@
+"""Sections of a job file that say what is read: one per reader, with the reader's own settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+
+from embershard.worker.data.files import is_delimiter
+from embershard.worker.job.sections import Count, Section
+
+if TYPE_CHECKING:  # a job is checked in a second, without torch; a reader is imported when it is opened
+    from embershard.worker.data.batch import Dataset
+    from embershard.worker.data.columns import Columns
+
+Evaluation = Literal["pointwise", "candidates", "ranking"]
+METRICS: dict[Evaluation, tuple[str, ...]] = {
+    "pointwise": ("auc", "logloss", "ne", "calibration"),
+    "candidates": ("hr@{k}", "ndcg@{k}"),
+    "ranking": ("recall@{k}", "ndcg@{k}"),
+}
+SPLITS = ("train", "valid", "test")
+Negatives = Annotated[int, Field(ge=0)]
+
+
+def _parts(value: object) -> int | str | None:
+    if value is None or value == "auto":
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31:
+        return value
+    raise ValueError(f"must be a number of parts, auto or null, got {value!r}")
+
+
+def _delimiter(value: str) -> str:
+    if not is_delimiter(value):
+        raise ValueError(f"must be one ASCII character, no quote or line end, got {value!r}")
+    return value
+
+
+def _as_list(value: object) -> object:
+    return (value,) if isinstance(value, (str, Path)) else value
+
+
+_OR_ONE = BeforeValidator(_as_list)
+Paths = Annotated[tuple[Path, ...], _OR_ONE]
+SomePaths = Annotated[tuple[Path, ...], Field(min_length=1), _OR_ONE]
+
+
+class DataSection(Section):
+    """A reader and its files. Relative paths start at `root`, which itself starts at the job file's folder."""
+
+    reader: str
+    root: Path = Path()
+    loader_processes: Annotated[int, Field(ge=0, le=1)] | None = None
+    """1: batches are made in a process beside each worker; 0: by the worker. See `costs_cpu` for what is chosen."""
+    splits: Annotated[int | str | None, PlainValidator(_parts)] = None
+    """Parts of an epoch, dealt to whichever worker is free; auto: 8 for each worker. Without it: equal shares."""
+    evaluation: ClassVar[Evaluation] = "pointwise"
+    pairs: ClassVar[bool] = False
+    """Each sample is a user and an item."""
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether samples have dense features."""
+        return False
+
+    @property
+    def has_clicks(self) -> bool:
+        """Whether samples have labels of both kinds."""
+        return True
+
+    @property
+    def hashed(self) -> bool:
+        """Whether ids are hashes, of which no table can hold all."""
+        return False
+
+    @property
+    def judged_on(self) -> tuple[str, ...]:
+        """What can be evaluated on."""
+        return tuple(field for field in ("valid", "test") if getattr(self, field, None))
+
+    @property
+    def endless(self) -> bool:
+        """Whether an epoch never ends."""
+        return False
+
+    @property
+    def streams_text(self) -> bool:
+        """Whether text is read anew in each epoch, which does not tell in advance how many samples there are."""
+        return False
+
+    @property
+    def costs_cpu(self) -> bool:
+        """Whether making a batch costs more than handing it over: then a process does it, where cores are to spare."""
+        return self.streams_text
+
+    def files(self) -> dict[str, tuple[Path, ...]]:
+        """Field -> the files and folders that it names, under `root`."""
+        named: dict[str, tuple[Path, ...]] = {}
+        for field in SPLITS:
+            value = getattr(self, field, None)
+            if value:
+                named[field] = (value,) if isinstance(value, Path) else tuple(value)
+        return named
+
+    def problem(self) -> tuple[str, str] | None:
+        """A field that contradicts others, and why."""
+        return None
+
+    def open(self, folder: Path, seed: int) -> Dataset:
+        """The reader; paths start at `folder`. JobError names file:line of what is wrong."""
+        raise NotImplementedError
+
+    def paths(self, folder: Path) -> dict[str, tuple[Path, ...]]:
+        """Split -> its files."""
+        return {split: tuple(folder / self.root / path for path in paths) for split, paths in self.files().items()}
+
+
+class NcfFilesSection(DataSection):
+    """The three files of the NCF paper; `prefix` is their common name, such as ncf-ml-1m/ml-1m."""
+
+    reader: Literal["ncf"]
+    prefix: Path
+    negatives: Negatives = 4
+    evaluation = "candidates"
+    pairs = True
+
+    @property
+    def judged_on(self) -> tuple[str, ...]:
+        """What can be evaluated on."""
+        return ("test",)
+
+    @property
+    def has_clicks(self) -> bool:
+        """Whether samples have labels of both kinds."""
+        return self.negatives > 0
+
+    def files(self) -> dict[str, tuple[Path, ...]]:
+        """Field -> the files that it names, under `root`."""
+        return {"prefix": tuple(Path(f"{self.prefix}.{e}") for e in ("train.pairs", "test.rating", "test.negative"))}
+
+    def open(self, folder: Path, seed: int) -> Dataset:
+        """The reader."""
+        from embershard.worker.data.readers.movielens import NcfData
+
+        return NcfData(folder / self.root / self.prefix, negatives=self.negatives, seed=seed)
+
+
+class ListsSection(DataSection):
+    """Interaction lists, a line per user (Gowalla and its like), evaluated by ranking all items."""
+
+    reader: Literal["lists"]
+    train: Path
+    test: Path
+    negatives: Negatives = 0
+    evaluation = "ranking"
+    pairs = True
+
+    @property
+    def has_clicks(self) -> bool:
+        """Whether samples have labels of both kinds."""
+        return False
+
+    def open(self, folder: Path, seed: int) -> Dataset:
+        """The reader."""
+        from embershard.worker.data.readers.gowalla import InteractionLists
+
+        train, test = (folder / self.root / path for path in (self.train, self.test))
+        return InteractionLists(train, test, negatives=self.negatives, layout="lists", seed=seed)
+
+
+class _ColumnsSection(DataSection):
+    label: str = "label"
+    categorical: tuple[str, ...] = ()
+    numeric: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    ids: Literal["global", "hashed"] = "hashed"
+    num_ids: Count | None = None
+    log: bool = False
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether samples have dense features."""
+        return bool(self.numeric)
+
+    @property
+    def hashed(self) -> bool:
+        """Whether ids are hashes."""
+        return self.ids == "hashed"
+
+    def problem(self) -> tuple[str, str] | None:
+        """A field that contradicts others, and why."""
+        named = [(field, name) for field in ("categorical", "numeric", "skip") for name in getattr(self, field)]
+        names = [self.label, *(name for _, name in named)]
+        for field, name in named:
+            if names.count(name) > 1:
+                return field, f"column {name!r} is named twice"
+        if self.num_ids is not None and self.ids == "hashed":
+            return "num_ids", "has no meaning for hashed ids; remove it"
+        return None
+
+    def columns(self) -> Columns:
+        """Which column is what."""
+        from embershard.worker.data.columns import Columns
+
+        return Columns(
+            label=self.label,
+            categorical=self.categorical,
+            numeric=self.numeric,
+            skip=self.skip,
+            ids=self.ids,
+            log=self.log,
+        )
+
+
+class CtrCsvSection(_ColumnsSection):
+    """CSV files with a header line, in memory or (stream) read anew in each epoch."""
+
+    reader: Literal["ctr_csv"]
+    train: Path
+    valid: Path | None = None
+    test: Path | None = None
+    delimiter: Annotated[str, AfterValidator(_delimiter)] = ","
+    halve_valid_by: str | None = None
+    stream: bool = False
+
+    @property
+    def judged_on(self) -> tuple[str, ...]:
+        """What can be evaluated on."""
+        return ("valid", "test") if self.halve_valid_by else super().judged_on
+
+    @property
+    def streams_text(self) -> bool:
+        """Whether text is read anew in each epoch."""
+        return self.stream
+
+    def problem(self) -> tuple[str, str] | None:
+        """A field that contradicts others, and why."""
+        if self.halve_valid_by and (self.valid is None or self.test is not None):
+            return "halve_valid_by", "makes a test split of one half of valid: give a valid file and no test file"
+        if self.halve_valid_by and self.stream:
+            return "halve_valid_by", "needs the file in memory; remove stream"
+        if self.stream and self.ids == "global" and self.num_ids is None:
+            return "num_ids", "must be given: a stream of global ids does not tell the largest in advance"
+        return super().problem()
+
+    def open(self, folder: Path, seed: int) -> Dataset:
+        """The reader."""
+        from embershard.worker.data.readers.ctr_csv import CtrCsv, CtrCsvStream
+
+        files = {split: paths[0] for split, paths in self.paths(folder).items()}
+        columns, delimiter, num_ids = self.columns(), self.delimiter, self.num_ids
+        if self.stream:
+            return CtrCsvStream(files, columns, delimiter=delimiter, num_ids=num_ids, seed=seed)
+        halve = self.halve_valid_by
+        return CtrCsv(files, columns, delimiter=delimiter, num_ids=num_ids, halve_valid_by=halve, seed=seed)
+
+
+class ParquetSection(_ColumnsSection):
+    """Parquet files, or folders of them."""
+
+    reader: Literal["parquet"]
+    train: SomePaths
+    valid: Paths = ()
+    test: Paths = ()
+
+    @property
+    def costs_cpu(self) -> bool:
+        """Whether making a batch costs more than handing it over."""
+        return True
+
+    def problem(self) -> tuple[str, str] | None:
+        """A field that contradicts others, and why."""
+        if self.ids == "global" and self.num_ids is None:
+            return "num_ids", "must be given: a stream of global ids does not tell the largest in advance"
+        return super().problem()
+
+    def open(self, folder: Path, seed: int) -> Dataset:
+        """The reader."""
+        from embershard.worker.data.readers.parquet import ParquetData
+
+        return ParquetData(self.paths(folder), self.columns(), num_ids=self.num_ids, seed=seed)
+
+
+class CriteoSection(DataSection):
+    """Criteo's files as published, in memory or (stream) read anew in each epoch."""
+
+    reader: Literal["criteo"]
+    train: SomePaths
+    valid: Paths = ()
+    test: Paths = ()
+    stream: bool = False
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether samples have dense features."""
+        return True
+
+    @property
+    def hashed(self) -> bool:
+        """Whether ids are hashes."""
+        return True
+
+    @property
+    def streams_text(self) -> bool:
+        """Whether text is read anew in each epoch."""
+        return self.stream
+
+    def open(self, folder: Path, seed: int) -> Dataset:
+        """The reader."""
+        from embershard.worker.data.readers.criteo import CriteoTsv, CriteoTsvStream
+
+        return (CriteoTsvStream if self.stream else CriteoTsv)(self.paths(folder), seed=seed)
+
+
+class AdultSection(DataSection):
+    """The Adult census files."""
+
+    reader: Literal["adult"]
+    train: Path
+    test: Path | None = None
+    standardise: bool = False
+    shuffle: bool = True
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether samples have dense features."""
+        return True
+
+    def open(self, folder: Path, seed: int) -> Dataset:
+        """The reader."""
+        from embershard.worker.data.readers.adult import Adult
+
+        paths = {split: found[0] for split, found in self.paths(folder).items()}
+        return Adult(paths["train"], paths.get("test"), standardise=self.standardise, shuffle=self.shuffle, seed=seed)
+
+
+class ClicksSection(DataSection):
+    """The built-in click stream, endless where no `samples` (of an epoch) are given."""
+
+    reader: Literal["clicks"]
+    samples: Count | None = None
+    eval_samples: Count = 100_000
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether samples have dense features."""
+        return True
+
+    @property
+    def judged_on(self) -> tuple[str, ...]:
+        """What can be evaluated on."""
+        return ("valid", "test")
+
+    @property
+    def endless(self) -> bool:
+        """Whether an epoch never ends."""
+        return self.samples is None
+
+    @property
+    def costs_cpu(self) -> bool:
+        """Whether making a batch costs more than handing it over."""
+        return True
+
+    def open(self, folder: Path, seed: int) -> Dataset:
+        """The reader."""
+        from embershard.worker.data.readers.clicks import ClickStream
+
+        return ClickStream(samples=self.samples, eval_samples=self.eval_samples, seed=seed)
+
+
+AnyData = Annotated[
+    NcfFilesSection | ListsSection | CtrCsvSection | ParquetSection | CriteoSection | AdultSection | ClicksSection,
+    Field(discriminator="reader"),
+]

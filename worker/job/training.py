@@ -1,0 +1,229 @@
+"""Sections of a job file that say how it is trained and judged."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+
+from embershard.proto import spec
+from embershard.proto.transport.emulated_link import UNLIMITED, parse_bandwidth
+from embershard.worker.job.job_step import (
+    Argument,
+    GroupSection,
+    StepSection,
+    TableGroupSection,
+    initializers_of,
+    optimizers_of,
+)
+from embershard.worker.job.sections import AnyInitializer, AnyOptimizer, Count, Section
+from embershard.worker.nn.lr_schedule import Shape
+
+
+class CacheSection(Section):
+    """Copies of up to `rows` hot rows per table in each worker, at most `staleness` steps old."""
+
+    rows: Annotated[int, Field(ge=1)] = 100_000
+    staleness: Annotated[int, Field(ge=1)] = 4
+
+
+class EmbeddingSection(Section):
+    """The embedding tables; `dim` is 16 where the model does not decide it.
+
+    `groups` have an optimizer and first values of their own; the first that matches a table has it.
+    """
+
+    dim: Annotated[int, Field(ge=1, le=65_536)] | None = None
+    optimizer: AnyOptimizer
+    initializer: AnyInitializer | None = None
+    groups: tuple[TableGroupSection, ...] = ()
+    cache: CacheSection | None = None
+
+    def optimizers(self) -> dict[str, spec.Optimizer]:
+        """Pattern -> optimizer; the first pattern that matches counts."""
+        return optimizers_of(self.groups, self.optimizer.build())
+
+    def initializers(self) -> dict[str, spec.Initializer | None]:
+        """Pattern -> first values, None for those of torch."""
+        return initializers_of(self.groups, self.initializer.build() if self.initializer else None)
+
+
+StrategyName = Literal["ps", "hybrid", "ddp", "dp", "local"]
+DenseMode = Literal["ps", "ddp", "fsdp"]
+
+
+class DenseSection(Section):
+    """The other weights; without an optimizer they have that of the embeddings.
+
+    `mode` says where they live: on the shards (ps), or in the workers, by DistributedDataParallel or FSDP2.
+    """
+
+    optimizer: AnyOptimizer | None = None
+    groups: tuple[GroupSection, ...] = ()
+    mode: DenseMode = "ps"
+
+
+_SHAPED: dict[str, tuple[str, ...]] = {  # field -> the schedules in which it has a meaning
+    "end": ("linear", "cosine"),
+    "every": ("step",),
+    "factor": ("step", "plateau"),
+    "patience": ("plateau",),
+    "scheduler": ("torch",),
+    "args": ("torch",),
+}
+
+
+class ScheduleSection(Section):
+    """How the learning rates change; see worker/nn/lr_schedule.py.
+
+    With the name torch it is `class` of torch.optim.lr_scheduler, made with `args`, moved with every step.
+    """
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    name: Literal[Shape, "torch"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    end: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    every: Count | None = None
+    factor: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    patience: Count | None = None
+    scheduler: str | None = Field(default=None, alias="class")
+    args: dict[str, Argument] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, shapes in _SHAPED.items():
+            if getattr(self, name) is not None and self.name not in shapes:
+                field = "class" if name == "scheduler" else name
+                raise ValueError(f"ScheduleSection: {field} has no meaning for {self.name}; remove it")
+        if self.name == "step" and self.every is None:
+            raise ValueError("ScheduleSection: every must say after how many steps the rate falls")
+        if self.name == "torch":
+            self._check_scheduler()
+        return self
+
+    def _check_scheduler(self) -> None:
+        if self.scheduler is None:
+            raise ValueError("ScheduleSection: class must name one of torch.optim.lr_scheduler")
+        # torch, for those who name a part of it
+        from embershard.worker.nn.schedulers import UnknownScheduler, check_scheduler
+
+        try:
+            check_scheduler(self.scheduler, self.args or {})
+        except ValueError as error:
+            field = "class" if isinstance(error, UnknownScheduler) else "args"
+            raise ValueError(f"ScheduleSection: {field} is refused: {error}") from None
+
+
+class EarlyStopSection(Section):
+    """Stop after `patience` evaluations in a row that were not better than the best by more than `min_delta`."""
+
+    patience: Count
+    min_delta: Annotated[float, Field(ge=0.0)] = 0.0
+
+
+BUDGETS = frozenset({"train.epochs", "train.steps", "train.samples"})  # a job has one
+
+
+# None is `off`, which YAML reads as false; False must not become the number 0
+Staleness = Annotated[
+    Annotated[int, Field(ge=0, strict=True)] | None, BeforeValidator(lambda value: None if value is False else value)
+]
+
+
+_LOCAL = re.compile(r"local\(([1-9]\d{0,6})\)")
+
+
+def _consistency(value: object) -> int | str | None:
+    if value is None or value is False:  # `off`, which YAML reads as false
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if isinstance(value, str) and _LOCAL.fullmatch(value):
+        return value
+    raise ValueError(f"must be 0, a number of clocks, off or local(steps), got {value!r}")
+
+
+class TrainSection(StepSection):
+    """How long and how fast: exactly one of epochs, steps (of each worker) and samples (of all workers).
+
+    `staleness` says what the workers see of each other (docs/training.md): 0 is synchronous, a number bounds by how
+    many clocks one may be ahead of what it sees, `off` does not, and with local(k) each trains k steps on copies of
+    its own and pushes the difference. `damp_staleness` divides a push's learning rate by the updates that its rows had
+    missed. A worker that is not heard of for `lease` seconds is not waited for. `embershard train` starts up to
+    `restart_workers` workers again that were killed by a signal.
+
+    With `prefetch` the rows of coming batches are pulled while this one computes. Its number is the staleness: a batch
+    shows its worker's pushes but for those of that many batches before it. 0 trains to the same bits as `off`. It is
+    at most `staleness`, where this is a bound.
+    """
+
+    batch_size: Count  # samples of one worker's step
+    epochs: Count | None = None
+    steps: Count | None = None
+    samples: Count | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    lr_schedule: ScheduleSection = ScheduleSection()
+    early_stop: EarlyStopSection | None = None
+    staleness: Annotated[int | str | None, PlainValidator(_consistency)] = None
+    damp_staleness: bool = False
+    lease: Annotated[float, Field(ge=0.1, le=86_400)] = 10.0  # seconds
+    restart_workers: Annotated[int, Field(ge=0)] = 0
+    prefetch: Staleness = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    linear: Literal["auto", "torch", "onednn"] = "auto"  # who multiplies on a CPU; auto: the faster one here
+    threads: Count | None = None  # of each worker; half the machine's cores divided among its workers where not given
+
+    @property
+    def bound(self) -> int | None:
+        """Clocks that a worker may be ahead of what it sees; None for any number."""
+        return self.staleness if isinstance(self.staleness, int) else None
+
+    @property
+    def local_steps(self) -> int | None:
+        """Steps on a worker's own copies; None where it has none."""
+        found = _LOCAL.fullmatch(self.staleness) if isinstance(self.staleness, str) else None
+        return int(found[1]) if found else None
+
+    @property
+    def budget(self) -> tuple[str, int] | None:
+        """Unit and length of the run."""
+        given = [(unit, value) for unit in ("epochs", "steps", "samples") if (value := getattr(self, unit)) is not None]
+        return given[0] if len(given) == 1 else None
+
+
+class EvaluateSection(Section):
+    """When and by what a run is judged: the best evaluation is the one that is reported.
+
+    `every` counts in the unit of the run (epochs, steps or samples); without it each epoch is evaluated, or the end.
+    """
+
+    every: Count | None = None
+    metric: str | None = None
+    top_k: Count | None = None
+    batch_size: Count = 16_384
+
+
+def _check_bandwidth(value: object) -> str:
+    text = str(value)
+    parse_bandwidth(text)
+    return text
+
+
+class NetworkSection(Section):
+    """A slower link than there is, emulated between each worker and its shards (proto/transport/emulated_link.py)."""
+
+    bandwidth: Annotated[str, BeforeValidator(_check_bandwidth)] = UNLIMITED
+
+
+class CheckpointSection(Section):
+    """Checkpoints to resume from, in `folder` (or at an fsspec URL), which all workers and shards see.
+
+    The newest `keep` stay. `every` counts in the unit of the run; without it there is one with each evaluation. The end
+    of a run is one too.
+    """
+
+    folder: Annotated[str, Field(min_length=1)]
+    every: Count | None = None
+    keep: Count = 2

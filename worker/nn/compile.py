@@ -1,0 +1,47 @@
+"""torch.compile for what a model does with its rows; reading them stays outside of the graph."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from itertools import chain
+
+import torch
+from torch import nn
+
+from embershard.proto.errors import JobError
+from embershard.worker.nn.activations import TABLES
+
+
+def compile_dense(model: nn.Module) -> None:
+    """Have torch.compile compile the forward of a wrapped model, in place; that takes place at the first batches.
+
+    Embeddings are called as they are: they read rows, and keep their gradients; torch.compile(model) cannot trace that.
+    JobError where this machine has no compiler for the device that the model is on.
+    """
+    missing = _missing(next(chain(model.parameters(), model.buffers())).device)
+    if missing is not None:
+        raise JobError(where="train.compile", reason=missing)
+    for module in model.modules():
+        if isinstance(module, TABLES):
+            setattr(module, "forward", torch.compiler.disable(module.forward))  # type: ignore[no-untyped-call]  # noqa: B010
+    model.forward = torch.compile(model.forward)
+
+
+def _missing(device: torch.device) -> str | None:
+    if device.type == "cuda":
+        if importlib.util.find_spec("triton") is None:
+            return "torch.compile needs triton on a GPU: install it, or set train.compile to false"
+        if "CC" in os.environ or shutil.which("gcc") or shutil.which("clang"):
+            return None
+        return "triton needs a C compiler, and this machine has none: install gcc, or set train.compile to false"
+    from torch._inductor import config  # what it will call itself; takes a moment to load
+
+    names = [name for name in config.cpp.cxx if name]
+    if any(shutil.which(name) for name in (*names, "c++", "clang++")):
+        return None
+    return (
+        f"torch.compile needs a C++ compiler, and this machine has none ({', '.join(names)}): install g++, or set "
+        "train.compile to false"
+    )

@@ -1,0 +1,281 @@
+"""nn.Embedding and nn.EmbeddingBag over remote tables.
+
+Forward pulls the batch's unique rows into a leaf tensor and runs torch's own function over it, so that torch defines
+every argument's meaning; backward leaves one gradient per unique row, which the next `Session.step()` pushes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import FunctionCtx
+
+from embershard.proto.routing import Route
+from embershard.proto.sum_rows import sum_rows
+from embershard.worker.client.chunks import select
+from embershard.worker.first_use import by_first_use, by_first_use_in_torch
+from embershard.worker.session.gradients import RowGradients
+from embershard.worker.session.reads import Read
+from embershard.worker.session.remote_table import RemoteTable
+
+
+class _RemoteRows(nn.Module):
+    """What Embedding and EmbeddingBag share: reading rows as a leaf of autograd."""
+
+    def __init__(
+        self,
+        table: RemoteTable,
+        num_embeddings: int | None,
+        *,
+        padding_idx: int | None,
+        max_norm: float | None,
+        norm_type: float,
+        scale_grad_by_freq: bool,
+        frozen: bool,
+    ) -> None:
+        super().__init__()
+        self.table = table
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = table.spec.dim
+        self.padding_idx = self._checked_padding(padding_idx)
+        self.max_norm = None if max_norm is None else float(max_norm)
+        self.norm_type = norm_type
+        self.scale_grad_by_freq = scale_grad_by_freq
+        self.sparse = False  # only touched rows are ever sent, whatever torch's `sparse` says
+        self.frozen = frozen
+        # follows the module through .to(device), and is neither saved nor trained
+        self.register_buffer("_anchor", torch.empty(0), persistent=False)
+        self._anchor: torch.Tensor
+
+    def _checked_padding(self, padding_idx: int | None) -> int | None:
+        if padding_idx is None or self.num_embeddings is None:
+            return padding_idx
+        if not -self.num_embeddings <= padding_idx < self.num_embeddings:
+            raise ValueError(f"table {self.table.spec.name!r}: padding_idx must be within num_embeddings")
+        return padding_idx % self.num_embeddings
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows go."""
+        return self._anchor.device
+
+    def _read(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+        """(index, rows, padding): rows[index] are the rows of ids, `padding` is the position of the padding row."""
+        read = self.table.session.read(self.table, ids, self.device)
+        route = read.route
+        if self.num_embeddings is not None and len(route.ids):
+            low, high = int(route.ids.min()), int(route.ids.max())
+            if low < 0 or high >= self.num_embeddings:
+                raise IndexError(
+                    f"table {self.table.spec.name!r}: id {low if low < 0 else high} is out of range, "
+                    f"ids must be 0 to {self.num_embeddings - 1}"
+                )
+        padding = None
+        if self.padding_idx is not None:
+            found = np.flatnonzero(route.ids == self.padding_idx)
+            padding = int(found[0]) if len(found) else None
+        if self.max_norm is not None:
+            self._renormalise(read)
+        rows = read.rows.detach()  # shares memory; each reader has a gradient of its own
+        if not self.frozen and torch.is_grad_enabled():
+            rows.requires_grad_()
+            rows.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                _collector(self.table, route, padding, self.scale_grad_by_freq)
+            )
+        return read.index, rows, padding
+
+    def _renormalise(self, read: Read) -> None:
+        """Scale rows over max_norm down, here and on the shards, as torch does in its table."""
+        assert self.max_norm is not None
+        with torch.no_grad():
+            over = read.rows.norm(self.norm_type, dim=1) > self.max_norm
+            if not bool(over.any()):
+                return
+            session, name = self.table.session, self.table.spec.name
+            if session.local_steps is None and not session.client.compressor.pull_codec(name).is_plain:
+                # what a codec made of a row is not to take the place of what the shard keeps
+                (rows,) = session.client.pull([(name, select(read.route, over.cpu().numpy()))], exact=True)
+                read.rows[over] = torch.from_numpy(rows).to(read.rows.device)
+                over = read.rows.norm(self.norm_type, dim=1) > self.max_norm
+                if not bool(over.any()):
+                    return
+            torch.embedding_renorm_(read.rows, read.index.view(-1), self.max_norm, self.norm_type)
+            keep = over.cpu().numpy()
+            self.table.load(select(read.route, keep), read.rows[over].cpu().numpy(), keep_state=True)
+
+    def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
+        if name == "weight":
+            raise AttributeError(
+                f"the rows of table {self.table.spec.name!r} live on the shards; read some with module.table.pull(ids)"
+            )
+        return super().__getattr__(name)
+
+    def extra_repr(self) -> str:
+        """Arguments that differ from torch's defaults."""
+        text = f"{self.table.spec.name!r}, {self.num_embeddings or 'any id'}, {self.embedding_dim}"
+        for name in ("padding_idx", "max_norm"):
+            if getattr(self, name) is not None:
+                text += f", {name}={getattr(self, name)}"
+        return text + (", frozen" if self.frozen else "")
+
+
+class Embedding(_RemoteRows):
+    """nn.Embedding over a remote table; `num_embeddings` None takes any 64-bit id."""
+
+    def __init__(
+        self,
+        table: RemoteTable,
+        num_embeddings: int | None = None,
+        *,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        frozen: bool = False,
+    ) -> None:
+        super().__init__(
+            table,
+            num_embeddings,
+            padding_idx=padding_idx,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+            frozen=frozen,
+        )
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Rows of the ids `input` (any shape, int32 or int64), (*input.shape, dim)."""
+        index, rows, padding = self._read(input)
+        if rows.requires_grad and rows.device.type == "cpu":
+            return _Lookup.apply(rows, index)  # type: ignore[no-any-return, no-untyped-call]
+        return F.embedding(index, rows, padding)
+
+
+class _Lookup(torch.autograd.Function):
+    """F.embedding on the CPU, with a faster way back to the same bits; the collector drops the padding row."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index)
+        ctx.num_rows = rows.shape[0]  # type: ignore[attr-defined]
+        return F.embedding(index, rows)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        index, count = ctx.saved_tensors[0].view(-1), ctx.num_rows  # type: ignore[attr-defined]
+        gradient = gradient.reshape(-1, gradient.shape[-1])
+        if torch.is_grad_enabled():  # create_graph: by operations that autograd knows
+            return gradient.new_zeros(count, gradient.shape[1]).index_add(0, index, gradient), None
+        return torch.from_numpy(sum_rows(index.numpy(), gradient.contiguous().numpy(force=True), count)), None
+
+
+class EmbeddingBag(_RemoteRows):
+    """nn.EmbeddingBag over a remote table; `num_embeddings` None takes any 64-bit id."""
+
+    def __init__(
+        self,
+        table: RemoteTable,
+        num_embeddings: int | None = None,
+        *,
+        mode: str = "mean",
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        include_last_offset: bool = False,
+        frozen: bool = False,
+    ) -> None:
+        super().__init__(
+            table,
+            num_embeddings,
+            padding_idx=padding_idx,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+            frozen=frozen,
+        )
+        if mode not in ("sum", "mean", "max"):
+            raise ValueError(f"table {table.spec.name!r}: mode must be sum, mean or max, got {mode!r}")
+        if mode == "max" and scale_grad_by_freq:
+            raise ValueError(f"table {table.spec.name!r}: mode max has no scale_grad_by_freq")
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Pooled rows, (bags, dim), of ids (bags, n), or of flat ids with the starts of the bags in `offsets`."""
+        self._check(input, offsets, per_sample_weights)
+        index, rows, padding = self._read(input)
+        if self.table.session.placement.num_shards > 1:
+            index, rows, padding = _in_order_of_use(index, rows, padding)
+        return F.embedding_bag(
+            index,
+            rows,
+            None if offsets is None else offsets.to(index.device, torch.int64),
+            mode=self.mode,
+            per_sample_weights=None if per_sample_weights is None else per_sample_weights.to(rows.device),
+            include_last_offset=self.include_last_offset,
+            padding_idx=padding,
+        )
+
+    def _check(self, input: torch.Tensor, offsets: torch.Tensor | None, weights: torch.Tensor | None) -> None:
+        table = f"table {self.table.spec.name!r}"
+        if input.dim() == 2:
+            if offsets is not None:
+                raise ValueError(f"{table}: 2-D ids are bags already, offsets must be None")
+        elif input.dim() == 1:
+            if offsets is None or offsets.dim() != 1:
+                raise ValueError(f"{table}: 1-D ids need 1-D offsets, got {None if offsets is None else offsets.shape}")
+        else:
+            raise ValueError(f"{table}: ids must be 1-D or 2-D, got {input.dim()}-D")
+        if weights is not None:
+            if self.mode != "sum":
+                raise NotImplementedError(f"{table}: per_sample_weights need mode 'sum', not {self.mode!r}")
+            if weights.shape != input.shape:
+                raise ValueError(
+                    f"{table}: per_sample_weights of shape {tuple(weights.shape)} do not match "
+                    f"ids of shape {tuple(input.shape)}"
+                )
+
+
+def _in_order_of_use(
+    index: torch.Tensor, rows: torch.Tensor, padding: int | None
+) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+    """The same rows in the order in which the ids use them first.
+
+    torch sums a bag's gradients in an order that depends on how rows are numbered, and a route numbers them by shard;
+    in this order the sums have the same bits whatever the number of shards.
+    """
+    if index.device.type == "cpu":
+        numbers, order, rank = map(torch.from_numpy, by_first_use(index.reshape(-1).numpy(), rows.shape[0]))
+    else:
+        numbers, order, rank = by_first_use_in_torch(index.reshape(-1), rows.shape[0])
+    return numbers.view(index.shape), rows.index_select(0, order), None if padding is None else int(rank[padding])
+
+
+def _collector(
+    table: RemoteTable, route: Route, padding: int | None, by_frequency: bool
+) -> Callable[[torch.Tensor], None]:
+    """Hands the gradient of a leaf to the session, at the moment when backward has finished it.
+
+    Before that only the autograd graph holds the leaf: a forward without a backward leaves nothing behind.
+    `by_frequency` divides a row's gradient by the number of times that its id was read.
+    """
+
+    def collect(rows: torch.Tensor) -> None:
+        gradient, rows.grad = rows.grad, None
+        if gradient is not None and gradient.shape[0]:
+            if by_frequency:  # here, since torch's own bags divide by the count of another id (2.13, CPU)
+                counts = torch.from_numpy(np.bincount(route.index, minlength=len(route.ids)))
+                gradient = gradient / counts.to(gradient.device).unsqueeze(1)
+            table.session.collect(RowGradients(table.spec, route, gradient.detach(), padding))
+
+    return collect

@@ -1,0 +1,185 @@
+"""A session where torch code expects an optimizer: learning-rate schedulers, GradScaler and clipping work on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embershard.proto.errors import BadLearningRate
+from embershard.proto.spec import Optimizer as RowOptimizer
+from embershard.worker.session.session import Session
+
+
+class ShardOptimizer(torch.optim.Optimizer):
+    """The optimizers of a session's tables, as one of torch's.
+
+    There is a group for the embeddings (one for each optimizer, if they have several) and one for each table of dense
+    weights; a group's "tables" are the names of its tables. Its "lr", which any scheduler of torch may change, divided
+    by that of the row optimizer, is the factor of the tables' learning rate in the next push. The gradients of its
+    "params" may be changed in place between backward and `step`: dense ones and, on a stand-in for each table, those of
+    the rows, equal ids summed.
+
+    `weight` is what the next step counts among those of a synchronous job's workers: the samples of its mean.
+
+    A step that torch.amp.GradScaler leaves out is a step without a push: the clock moves on. Rows, weights and
+    optimizer states are on the shards: `state_dict` holds the learning rates alone.
+
+    Make it once the model is wrapped. ValueError for a session without tables.
+    """
+
+    # GradScaler then calls `step` in any case and says what it found, so that the clock can move on
+    _step_supports_amp_scaling = True
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.weight = 1.0
+        self.skipped_steps = 0
+        dense = {weights.spec.name: weights for weights in session.dense_weights}
+        embeddings: dict[RowOptimizer, list[str]] = {}
+        for table in session.tables:
+            if table.spec.name not in dense:
+                embeddings.setdefault(table.spec.optimizer, []).append(table.spec.name)
+        groups: list[dict[str, Any]] = [
+            {"params": _Rows(session, names), "lr": optimizer.lr, "name": "embedding", "tables": names}
+            for optimizer, names in embeddings.items()
+        ]
+        for name, weights in dense.items():
+            groups.append(
+                {"params": weights.parameters, "lr": weights.spec.optimizer.lr, "name": "dense", "tables": [name]}
+            )
+        if not groups:
+            raise ValueError("this session has no tables yet; wrap a model with it first")
+        self._full_rates = [float(group["lr"]) for group in groups]  # those of the row optimizers
+        super().__init__(groups, {"lr": groups[0]["lr"]})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the groups are those of the tables."""
+        if len(self.param_groups) == len(self._full_rates):
+            raise TypeError("a table has its optimizer from the start: pass wrap(optimizer={pattern: optimizer, ...})")
+        self.param_groups.append(param_group)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Push the gradients, as `Session.step` does, each group's with its learning rate.
+
+        BadLearningRate, before anything is pushed, where a rate is negative, NaN or Inf.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scales = self._lr_scales()
+        if float(getattr(self, "found_inf", 0.0)):
+            self.skip()
+            return loss
+        grad_scale = getattr(self, "grad_scale", None)
+        if grad_scale is not None:
+            inverse = 1.0 / float(grad_scale)
+            for gradient in gradients(self):
+                gradient.mul_(inverse)
+        self.session.step(scales, weight=self.weight)
+        return loss
+
+    def skip(self) -> None:
+        """A step without a push: gradients are dropped, and the clock moves on."""
+        self.skipped_steps += 1
+        self.session.skip()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+        self.session.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The groups without their parameters."""
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        return {"state": {}, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over learning rates. ValueError where they are those of other tables."""
+        given = state_dict["param_groups"]
+        if [group["tables"] for group in given] != [group["tables"] for group in self.param_groups]:
+            raise ValueError("these are the learning rates of other tables: the state is that of another model")
+        for group, values in zip(self.param_groups, given, strict=True):
+            group.update({key: value for key, value in values.items() if key != "params"})
+
+    def _lr_scales(self) -> dict[str, float]:
+        scales: dict[str, float] = {}
+        for group, full in zip(self.param_groups, self._full_rates, strict=True):
+            lr = checked_rate(group, self.session.clock)
+            if full == 0.0 and lr > 0.0:
+                raise BadLearningRate(
+                    group=_name(group), lr=lr, step=self.session.clock, why="no factor raises a rate that began as 0"
+                )
+            scale = lr / full if full else 1.0
+            if scale > float(np.finfo(np.float32).max):
+                why = f"its factor on {full:.3g}, where it began, is beyond float32"
+                raise BadLearningRate(group=_name(group), lr=lr, step=self.session.clock, why=why)
+            scales.update(dict.fromkeys(group["tables"], scale))
+        return scales
+
+
+class _Rows(Sequence[Tensor]):
+    """One stand-in, without memory, for the rows of each table that have a gradient now."""
+
+    def __init__(self, session: Session, tables: Sequence[str]) -> None:
+        self._session, self._tables = session, tables
+
+    def _now(self) -> list[Tensor]:
+        found = {part.spec.name: part.gradients for part in self._session.gradients()}
+        rows = []
+        for gradient in (found[table] for table in self._tables if table in found):
+            rows.append(gradient.new_zeros(1, 1).expand(gradient.shape).requires_grad_())
+            rows[-1].grad = gradient
+        return rows
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._now())
+
+    def __len__(self) -> int:
+        return len(self._now())
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
+
+    def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
+        return self._now()[index]
+
+
+def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """What backward left for an optimizer's parameters, to be changed in place; of sparse ones their values."""
+    found = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            if parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+                found.append(parameter.grad.values())
+            else:
+                found.append(parameter.grad)
+    return found
+
+
+def checked_rate(group: dict[str, Any], step: int) -> float:
+    """The learning rate of a group. BadLearningRate where it is negative, NaN or Inf."""
+    lr = float(group["lr"])
+    if not (math.isfinite(lr) and lr >= 0.0):
+        raise BadLearningRate(group=_name(group), lr=lr, step=step, why="a rate is a finite number, at least 0")
+    return lr
+
+
+def _name(group: dict[str, Any]) -> str:
+    return ", ".join(group.get("tables", ())) or "of all weights"

@@ -1,0 +1,400 @@
+"""`wrap`: an nn.Module whose weights live on the shards.
+
+nn.Embedding and nn.EmbeddingBag become remote tables, every other parameter blocks of one dense table. What stays
+here: buffers (the running statistics of batch norm, for instance) and frozen parameters of other types than float32.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from embershard.proto.errors import TableMismatch
+from embershard.proto.spec import Adagrad, Constant, Initializer, Normal, Optimizer, RowWiseAdagrad, TableSpec
+from embershard.worker.nn.embedding import Embedding, EmbeddingBag
+from embershard.worker.patterns import choose
+from embershard.worker.session.dense import BLOCK, DenseWeights, layout_seed
+from embershard.worker.session.inputs import WrappedModel
+from embershard.worker.session.remote_table import RemoteTable
+from embershard.worker.session.session import Session
+
+if TYPE_CHECKING:
+    from embershard.worker.job.training import DenseMode
+
+T = TypeVar("T")
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+Values = Callable[[], Iterable[tuple[Ids, Floats]]]
+
+_PORTION = 2**18  # rows loaded at a time
+_MARK = "_embershard_session"
+
+
+class OtherParameters(TableMismatch):
+    """Dense weights of another model under the name of this one's."""
+
+    template = (
+        "table {table!r} holds the dense weights of a model with other parameters; use another prefix, or other shards"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Modules that share one weight, and so one table."""
+
+    names: list[str]  # of every place in the tree, the first names the table
+    modules: list[nn.Embedding | nn.EmbeddingBag]
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.modules[0].weight  # type: ignore[return-value]
+
+
+def wrap(
+    model: nn.Module,
+    session: Session,
+    *,
+    optimizer: Optimizer | Mapping[str, Optimizer],
+    dense_optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
+    dense: DenseMode = "ps",
+    initializer: Initializer | Mapping[str, Initializer | None] | None = None,
+    id_space: Mapping[str, str] | None = None,
+    seed: int = 0,
+    prefix: str = "",
+) -> nn.Module:
+    """Move a model's weights to the shards; the same model, to be trained with `session.step()`.
+
+    Values move too, from the worker that creates the tables; the other workers take them from there. A table on the
+    `meta` device is never materialised: its rows come from `initializer` (default: Normal(0, 1), as torch) and `seed`.
+    `dense_optimizer` defaults to `optimizer`, or to Adagrad for RowWiseAdagrad; its clip_norm bounds a block of 1024
+    floats. Each of the three may be a mapping by pattern, {"user_*": es.Adam(lr=1e-3), "*": es.SGD(lr=0.1)} say: the
+    first counts that matches the name of an embedding or a dense parameter, or that of a module it lies in. `id_space`
+    gives modules (by name) a common id space, so that one route serves them all; it defaults to the model's
+    `embedding_id_spaces`. `prefix` goes before the names of tables, for several models on the same shards.
+
+    With `dense` "ddp" or "fsdp" only the embeddings move, and the other parameters stay with torch: give the result to
+    DistributedDataParallel (or its parts to fully_shard), make an optimizer of torch for its parameters, and step both,
+    `optimizer.step(); session.step()`. Gradients are the mean over the workers then, of whatever batch each of them
+    has, so push with the same weight everywhere.
+
+    A subclass of nn.Embedding with a forward of its own is trained as a dense parameter. Frozen tables are pulled and
+    never pushed; frozen dense parameters are loaded once, so that all workers agree, and are trained when they are
+    unfrozen. The model's state_dict holds the dense parameters as last pulled, and no table.
+
+    ValueError where the model cannot be wrapped: wrapped before, an embedding whose weight something else uses too,
+    parameters that are not float32, not initialised, or on the meta device without being a table. OtherParameters where
+    the shards hold other dense weights.
+    """
+    if hasattr(model, _MARK):
+        raise ValueError("this model is wrapped already")
+    if id_space is None:
+        id_space = getattr(model, "embedding_id_spaces", {})
+    if dense not in ("ps", "ddp", "fsdp"):
+        raise ValueError(f"dense must be ps, ddp or fsdp, got {dense!r}")
+    if dense != "ps" and dense_optimizer is not None:
+        raise ValueError(f"dense_optimizer: with dense {dense!r} torch's own optimizer trains the dense weights")
+    optimizers = _rules(optimizer)
+    of_dense = _dense_rules(optimizers, dense_optimizer) if dense == "ps" else {}
+    settings = _Settings(optimizers, _rules(initializer), seed, prefix)
+    moved = _move_tables(model, session, settings, id_space)
+    _warn_of_leftovers(moved.weights)
+    weights = []
+    if dense != "ps" and session.membership is not None:
+        session.membership.comes_back = session.membership.terms.staleness is None
+    if dense == "ps":
+        weights = _dense(moved.model, session, of_dense, _dense_name(moved, prefix))
+        _refuse_state(moved.model)
+    _install(moved.model, session, moved.tables, weights)
+    return moved.model
+
+
+def _rules(given: T | Mapping[str, T]) -> Mapping[str, T]:
+    return given if isinstance(given, Mapping) else {"*": given}
+
+
+def _dense_rules(
+    optimizers: Mapping[str, Optimizer], given: Optimizer | Mapping[str, Optimizer] | None
+) -> Mapping[str, Optimizer]:
+    if given is None and "*" not in optimizers:
+        raise ValueError("optimizer has no pattern '*', which the dense weights would take: give dense_optimizer")
+    rules = {"*": elementwise(optimizers["*"])} if given is None else _rules(given)
+    if any(isinstance(optimizer, RowWiseAdagrad) for optimizer in rules.values()):
+        raise ValueError("dense_optimizer: RowWiseAdagrad keeps one accumulator per row; use Adagrad for dense weights")
+    return rules
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What the tables of a model are made with."""
+
+    optimizers: Mapping[str, Optimizer]  # by pattern
+    initializers: Mapping[str, Initializer | None]
+    seed: int
+    prefix: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """A model whose embeddings were replaced."""
+
+    model: nn.Module
+    tables: dict[str, Embedding | EmbeddingBag]  # by module name, every name of a module that has several
+    weights: list[tuple[str, weakref.ref[nn.Parameter]]]  # what they were before
+
+
+def _move_tables(model: nn.Module, session: Session, settings: _Settings, id_space: Mapping[str, str]) -> _Moved:
+    groups = _groups(model)
+    _check(model, groups, id_space)
+    names = _table_names(groups, settings.prefix)
+    _check_new(session, names)
+    modules = [group.names[0] for group in groups]
+    optimizer_of = choose(modules, settings.optimizers, "optimizer")
+    initializer_of = choose(modules, settings.initializers, "initializer")
+    replaced: dict[nn.Module, Embedding | EmbeddingBag] = {}
+    for group, name in zip(groups, names, strict=True):
+        # a materialised table has all its values: its rows never come from an initializer
+        initializer = settings.initializers[initializer_of[group.names[0]]] if group.weight.is_meta else None
+        spec = TableSpec(
+            name=name,
+            dim=group.weight.shape[1],
+            optimizer=settings.optimizers[optimizer_of[group.names[0]]],
+            initializer=initializer or Normal(),
+            id_space=next((id_space[n] for n in group.names if n in id_space), ""),
+            seed=settings.seed,
+        )
+        table = session.table(spec, _values(group))
+        replaced.update((module, _remote(module, table)) for module in group.modules)
+    tables = {name: replaced[m] for name, m in model.named_modules(remove_duplicate=False) if m in replaced}
+    for parent in model.modules():
+        for key, child in parent._modules.items():
+            if child is not None and child in replaced:
+                parent._modules[key] = replaced[child]
+    # the caller holds the model itself, an embedding at its root included
+    weights = [(group.names[0], weakref.ref(group.weight)) for group in groups if group.names[0]]
+    return _Moved(replaced.get(model, model), tables, weights)
+
+
+def _check_new(session: Session, names: Iterable[str]) -> None:
+    """Between workers a table is shared by its name; within one session that would mix two models without a word."""
+    if taken := sorted(session.table_names.intersection(names)):
+        raise ValueError(
+            f"this session has a table {taken[0]!r} already; give this model a prefix of its own: "
+            "wrap(..., prefix='second/')"
+        )
+
+
+def _is_table(module: nn.Module) -> bool:
+    """Whether a module does what torch's own class does."""
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        if isinstance(module, kind):
+            return type(module).forward is kind.forward or parametrize.is_parametrized(module)
+    return False
+
+
+def _groups(model: nn.Module) -> list[_Group]:
+    groups: dict[int, _Group] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not _is_table(module):
+            continue
+        assert isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if parametrize.is_parametrized(module):
+            raise ValueError(f"module {name!r} is parametrized; a remote table cannot be, remove the parametrization")
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+            raise ValueError(f"module {name!r} has hooks, which its remote twin would lose; register them after wrap")
+        group = groups.setdefault(id(module.weight), _Group([], []))
+        group.names.append(name)
+        if module not in group.modules:
+            group.modules.append(module)
+    return list(groups.values())
+
+
+def _check(model: nn.Module, groups: list[_Group], id_space: Mapping[str, str]) -> None:
+    """ValueError for what cannot be wrapped, before anything is declared."""
+    tables = {id(group.weight): group.names[0] for group in groups}
+    for name, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            full = f"{name}.{key}" if name else key
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                raise ValueError(f"parameter {full!r} has no shape yet; run one forward before wrap")
+            owner = tables.get(id(parameter))
+            if owner is not None and not _is_table(module):
+                raise ValueError(
+                    f"parameter {full!r} is the weight of embedding {owner!r} too; rows on the shards cannot be tied "
+                    "to a dense layer: untie them, or give the layer a weight of its own"
+                )
+            if parameter.dtype != torch.float32 and (owner is not None or parameter.requires_grad):
+                raise ValueError(
+                    f"parameter {full!r} is {parameter.dtype}; shards hold float32: call model.float() before wrap, "
+                    "and use torch.autocast for mixed precision"
+                )
+            if parameter.is_meta and owner is None:
+                raise ValueError(
+                    f"parameter {full!r} is on the meta device; only embeddings may stay there: materialise the others"
+                )
+    known = {name for group in groups for name in group.names}
+    unknown = sorted(set(id_space) - known)
+    if unknown:
+        raise ValueError(
+            f"id_space names {', '.join(unknown)}, which is no embedding (known: {', '.join(sorted(known))})"
+        )
+
+
+def _table_names(groups: list[_Group], prefix: str) -> list[str]:
+    names = [prefix + re.sub(r"[^\w.\-/]", "_", group.names[0] or "embedding", flags=re.ASCII) for group in groups]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ValueError(f"several embeddings would be named {', '.join(sorted(twice))}; rename one of the modules")
+    return names
+
+
+def _dense_name(moved: _Moved, prefix: str) -> str:
+    name = f"{prefix}dense"
+    taken = any(module.table.spec.name == name for module in moved.tables.values())
+    return f"{name}.blocks" if taken else name
+
+
+def elementwise(optimizer: Optimizer) -> Optimizer:
+    """The optimizer for blocks of unrelated floats: an accumulator per row means nothing there."""
+    if isinstance(optimizer, RowWiseAdagrad):
+        return Adagrad(**{key: value for key, value in optimizer.params().items()})
+    return optimizer
+
+
+def _values(group: _Group) -> Values | None:
+    """First values of a table: a materialised weight, or for a meta one its padding row, which starts as zero."""
+    weight = group.weight
+    if not weight.is_meta:
+        return lambda: _portions(weight)
+    padding = [m.padding_idx for m in group.modules if m.padding_idx is not None]
+    if not padding:
+        return None
+    ids = np.array(sorted({int(p) for p in padding}), np.int64)
+    return lambda: [(ids, np.zeros((len(ids), weight.shape[1]), np.float32))]
+
+
+def _portions(weight: torch.Tensor) -> Iterator[tuple[Ids, Floats]]:
+    for start in range(0, weight.shape[0], _PORTION):
+        rows = weight.detach()[start : start + _PORTION].cpu().contiguous().numpy()
+        yield np.arange(start, start + len(rows), dtype=np.int64), rows
+
+
+def _remote(module: nn.Embedding | nn.EmbeddingBag, table: RemoteTable) -> Embedding | EmbeddingBag:
+    """The remote twin of a module."""
+    remote: Embedding | EmbeddingBag
+    if isinstance(module, nn.Embedding):
+        remote = Embedding(
+            table,
+            module.num_embeddings,
+            padding_idx=module.padding_idx,
+            max_norm=module.max_norm,
+            norm_type=module.norm_type,
+            scale_grad_by_freq=module.scale_grad_by_freq,
+            frozen=not module.weight.requires_grad,
+        )
+    else:
+        remote = EmbeddingBag(
+            table,
+            module.num_embeddings,
+            mode=module.mode,
+            padding_idx=module.padding_idx,
+            max_norm=module.max_norm,
+            norm_type=module.norm_type,
+            scale_grad_by_freq=module.scale_grad_by_freq,
+            include_last_offset=module.include_last_offset,
+            frozen=not module.weight.requires_grad,
+        )
+    remote.train(module.training)
+    if not module.weight.is_meta:
+        remote.to(module.weight.device)
+    return remote
+
+
+def _warn_of_leftovers(weights: Iterable[tuple[str, weakref.ref[nn.Parameter]]]) -> None:
+    """Something that still holds a table's old weight would go on with values that nobody trains."""
+    held = [name for name, weight in weights if weight() is not None]
+    if held:
+        warnings.warn(
+            f"something still refers to the old weight of {', '.join(held)}; it is not trained any more, so that an "
+            "optimizer or a regulariser made with it before wrap has no effect on the table",
+            stacklevel=3,
+        )
+
+
+def _dense(model: nn.Module, session: Session, rules: Mapping[str, Optimizer], name: str) -> list[DenseWeights]:
+    """The dense weights by their optimizers: those of "*" are table `name`, those of the nth pattern `name`.n."""
+    named = {n: p for n, p in model.named_parameters() if p.dtype == torch.float32}
+    pattern_of = choose(named, rules, "dense_optimizer") if named else {}
+    tables = []
+    for number, (pattern, optimizer) in enumerate(rules.items(), start=1):
+        chosen = [(n, p) for n, p in named.items() if pattern_of[n] == pattern]
+        if chosen:
+            own = name if pattern == "*" else f"{name}.{number}"
+            tables.append(_dense_table(session, chosen, optimizer, own))
+    return tables
+
+
+def _dense_table(
+    session: Session, named: list[tuple[str, nn.Parameter]], optimizer: Optimizer, name: str
+) -> DenseWeights:
+    _check_new(session, [name])
+    # every worker must cut its parameters alike: the seed, which nothing else uses here, says how
+    spec = TableSpec(
+        name=name, dim=BLOCK, optimizer=optimizer, initializer=Constant(), id_space=name, seed=layout_seed(named)
+    )
+    dense = DenseWeights(spec, named, session.placement)
+    try:
+        session.declared.add_dense(dense)
+    except TableMismatch as error:
+        if "seed" not in str(error.fields.get("difference", "")):
+            raise
+        raise OtherParameters(table=name) from error
+    return dense
+
+
+def _install(
+    model: nn.Module, session: Session, tables: Mapping[str, Embedding | EmbeddingBag], dense: list[DenseWeights]
+) -> None:
+    """Hooks that bring weights up to date before they are read."""
+    wrapped = WrappedModel(model, tables)
+    session.declared.models.append(wrapped)
+
+    def before_forward(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        wanted = wrapped.wanted(*args, **kwargs)
+        for weights in dense:
+            weights.follow()
+        session.read_ahead(wanted, dense)
+
+    def after_forward(*_: object) -> None:
+        session.forget_ahead()
+
+    def before_part(*_: object) -> None:
+        # a part may be called on its own, by a method that is not forward; not while torch.compile traces the forward
+        if not torch.compiler.is_compiling() and any(weights.stale(session.clock) for weights in dense):
+            session.read_ahead([], dense)
+
+    model.register_forward_pre_hook(before_forward, with_kwargs=True)
+    model.register_forward_hook(after_forward, always_call=True)
+    for module in model.modules() if dense else ():
+        if module is not model and any(True for _ in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(before_part)
+    setattr(model, _MARK, session)
+
+
+def _refuse_state(model: nn.Module) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise RuntimeError(
+            "the weights of a wrapped model live on the shards: load a state_dict before wrap, into fresh shards"
+        )
+
+    for module in model.modules():
+        module.register_load_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]

@@ -1,0 +1,137 @@
+"""The run's record on disk: log.jsonl, one JSON object per line, and TensorBoard's event files beside it.
+
+Every line of log.jsonl has `record` and `time` (seconds since 1970, UTC). The other keys are the fields of
+worker/reporting/records.py: `config` holds a Plan and versions, `train` an Interval, `eval` an Evaluation, `result` a
+Result. Where another worker goes on for one that was lost, `takeover` holds the Plan again. A number that is not
+defined (the AUC of one class, say) is null. A run that ends without a `result` line did not end well. Runs into one
+folder follow one another in the file; each begins with its `config`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import platform
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from embershard.proto.errors import CannotWrite
+from embershard.worker.reporting.records import Evaluation, Interval, Plan, Result
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+FILE_NAME = "log.jsonl"
+
+
+def make_folder(path: Path) -> Path:
+    """The folder, made where there was none. CannotWrite where no file can be made in it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return path
+    except OSError as error:
+        raise CannotWrite(path=str(path), reason=error.strerror or str(error)) from None
+
+
+class JsonLog:
+    """Writes log.jsonl, a line at a time, flushed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = make_folder(folder) / FILE_NAME
+        try:
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise CannotWrite(path=str(self.path), reason=error.strerror or str(error)) from None
+
+    def started(self, plan: Plan) -> None:
+        """One `config` line, or one `takeover`."""
+        versions = {name: version(name) for name in ("embershard", "torch", "numpy")}
+        record = "config" if plan.reporter is None else "takeover"
+        self._write(record, {**dataclasses.asdict(plan), "python": platform.python_version(), "versions": versions})
+
+    def trained(self, interval: Interval) -> None:
+        """One `train` line."""
+        self._write("train", dataclasses.asdict(interval))
+
+    def evaluating(self) -> None:
+        """Nothing yet."""
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """One `eval` line."""
+        self._write("eval", dataclasses.asdict(evaluation))
+
+    def finished(self, result: Result) -> None:
+        """One `result` line."""
+        self._write("result", dataclasses.asdict(result))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, record: str, fields: dict[str, object]) -> None:
+        line = {"record": record, "time": round(time.time(), 3), **fields}
+        self._file.write(json.dumps(finite(line), separators=(",", ":")) + "\n")
+        self._file.flush()
+
+
+def finite(value: object) -> object:
+    """The same with None for every float that JSON does not know."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return value
+
+
+class TensorBoardLog:
+    """Scalars over the number of samples."""
+
+    def __init__(self, writer: SummaryWriter) -> None:
+        self._writer = writer
+
+    @classmethod
+    def open(cls, folder: Path) -> TensorBoardLog | None:
+        """Events in `folder`; None where tensorboard is not installed (`pip install embershard[tensorboard]`)."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            return None
+        return cls(SummaryWriter(str(folder)))
+
+    def started(self, plan: Plan) -> None:
+        """The job as text."""
+        self._writer.add_text("job", f"```\n{json.dumps(plan.job, indent=2)}\n```")
+
+    def trained(self, interval: Interval) -> None:
+        """Loss, speed, waiting, learning rate, and what a cache gave."""
+        for name in ("loss", "samples_per_second", "wait_share", "lr_scale"):
+            self._add(f"train/{name}", getattr(interval, name), interval.samples)
+        if interval.cached_share is not None:
+            self._add("train/cached_share", interval.cached_share, interval.samples)
+
+    def evaluating(self) -> None:
+        """Nothing yet."""
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """Every figure of every split."""
+        for split, figures in evaluation.figures.items():
+            for name, value in figures.items():
+                self._add(f"{split}/{name}", value, evaluation.samples)
+        self._writer.flush()
+
+    def finished(self, result: Result) -> None:
+        """Everything is written already."""
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+    def _add(self, name: str, value: float, samples: int) -> None:
+        self._writer.add_scalar(name, value, samples)

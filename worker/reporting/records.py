@@ -1,0 +1,126 @@
+"""What a training run reports: the facts that the log, TensorBoard and the terminal all show."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+Figures = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is about to run."""
+
+    job: Mapping[str, object]  # the job file's fields, defaults filled in; JSON values only
+    name: str  # of the job, for people
+    workers: int
+    shards: int
+    device: str
+    dense_parameters: int
+    total_samples: int | None  # of all workers; None where only reading tells
+    metric: str  # decides which evaluation is the best
+    split: str | None  # on which it is computed; None where nothing is evaluated
+    resumed_step: int | None = None  # of the checkpoint that it goes on from
+    reporter: int | None = None  # the worker that reports from here on, in place of one that was lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """Training since the interval before, about a second ago, as the first worker saw it."""
+
+    step: int  # steps of the first worker until now
+    epoch: int  # from 1
+    samples: int  # of all workers until now, the others taken to be as far as the first
+    seconds: float  # since the start of the run
+    loss: float  # mean of the interval
+    samples_per_second: float  # of all workers
+    wait_share: float  # of the interval's time, spent waiting for shards or workers
+    lr_scale: float
+    cached_share: float | None = None  # of the rows that were looked up in a cache; None where none was
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """One evaluation."""
+
+    step: int
+    epoch: int
+    samples: int
+    seconds: float
+    figures: Mapping[str, Figures]  # split -> metric -> value
+    improved: bool
+    evaluation_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """What a step of the first worker moves, one part of it: worker/client/byte_counts.py."""
+
+    direction: str  # push, pull, other
+    part: str  # ids, rows, dense, held, other
+    wire: float  # as it travelled, frames included
+    raw: float  # with float32 rows and plain ids
+    predicted: float | None  # of the codecs, from the number of rows and messages (worker/client/predicted_bytes.py)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A part of the first worker's steps: proto/timing.py."""
+
+    name: str  # `step` is the whole; those that are not overlapped add up to it, `other` included
+    p50_ms: float
+    p99_ms: float
+    mean_ms: float
+    overlapped: bool  # in another thread, beside the others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What was reached. `figures` are those of the best evaluation."""
+
+    metric: str
+    split: str | None
+    figures: Mapping[str, Figures]
+    reachable: Mapping[str, Figures]  # what no model can beat on each split, where the data knows
+    best_epoch: int
+    best_step: int
+    stopped_early: bool
+    epochs: int
+    steps: int  # of the first worker
+    samples: int  # of all workers
+    seconds: float  # whole run, evaluations included
+    train_seconds: float
+    samples_per_second: float  # of all workers, while training
+    wait_share: float  # of all workers' training time
+    skipped_rows: int  # gradient rows that held NaN or Inf
+    skipped_steps: int = 0  # of all workers, left out for a NaN or Inf
+    expired_leases: int = 0  # times that a worker was given up
+    returned_splits: int = 0  # parts of an epoch that were dealt again, since the worker that had them was lost
+    staleness_seen: Sequence[int] = ()  # pushes by the updates that their rows had missed; the last: so many or more
+    table_rows: Mapping[str, int] = field(default_factory=dict)
+    bytes: Sequence[StepBytes] = ()  # evaluations left out; the mean of this process's steps
+    step: Sequence[StepTime] = ()  # of the last steps
+
+
+class Observer(Protocol):
+    """Someone whom the first worker tells how it goes."""
+
+    def started(self, plan: Plan) -> None:
+        """The run begins."""
+
+    def trained(self, interval: Interval) -> None:
+        """Some steps were made."""
+
+    def evaluating(self) -> None:
+        """An evaluation begins."""
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """An evaluation is done."""
+
+    def finished(self, result: Result) -> None:
+        """The run is over, and well."""
+
+    def close(self) -> None:
+        """Nothing more will come, whatever happened."""

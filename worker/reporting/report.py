@@ -1,0 +1,203 @@
+"""What is told of a run: the plan, how it goes, and what was reached. The first worker that lives tells it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+
+from embershard.proto.timing import split_now
+from embershard.worker.client.worker_group import LeftBehind, WorkerGroup
+from embershard.worker.data.batch import Dataset
+from embershard.worker.job.job import Job
+from embershard.worker.reporting.records import Evaluation, Figures, Observer, Plan, Result, StepTime
+from embershard.worker.reporting.throughput import Meter
+from embershard.worker.strategy.protocol import Strategy
+
+
+class Planted(Protocol):
+    """Made-up data whose best reachable figures are known."""
+
+    def best(self, split: str) -> dict[str, float]:
+        """Metric -> the value that no model can beat."""
+
+
+Observers = Sequence[Observer] | Callable[[], Sequence[Observer]]  # where they are opened by whoever comes to need them
+
+
+class Report:
+    """Keeps what a run will be judged by, and tells the observers while it is this worker that reports."""
+
+    def __init__(
+        self,
+        job: Job,
+        dataset: Dataset,
+        strategy: Strategy,
+        group: WorkerGroup,
+        meter: Meter,
+        observers: Observers,
+    ) -> None:
+        self._job, self._dataset, self._strategy, self._group = job, dataset, strategy, group
+        self._meter = meter
+        self._observers = observers
+        self._plan: Plan | None = None  # until it is told
+        self._best: Evaluation | None = None
+
+    def state_dict(self) -> Mapping[str, object]:
+        """The best evaluation."""
+        return {"best": None if self._best is None else dataclasses.asdict(self._best)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._best = None if state["best"] is None else Evaluation(**state["best"])
+
+    @property
+    def split(self) -> str | None:
+        """The split that decides."""
+        splits = self._dataset.splits
+        return "valid" if "valid" in splits else splits[0] if splits else None
+
+    def started(
+        self, *, device: str, dense_parameters: int, total_samples: int | None, resumed_step: int | None = None
+    ) -> None:
+        """The run begins, or goes on from a checkpoint."""
+        job = self._job
+        self._plan = Plan(
+            job=job.model_dump(mode="json"),
+            name=f"{job.model.name} on {job.data.reader}",
+            workers=self._group.world_size,
+            shards=self._strategy.num_shards,
+            device=device,
+            dense_parameters=dense_parameters,
+            total_samples=total_samples,
+            metric=job.metric,
+            split=self.split,
+            resumed_step=resumed_step,
+        )
+        if self._group.is_first and not self._group.late:
+            self._open(self._plan)
+
+    def trained(self, step: int, epoch: int, lr_scale: float) -> None:
+        """Some steps were made."""
+        if self._meter.has_news:
+            interval = self._meter.interval(step, epoch, lr_scale)
+            for observer in self._told(self._group.reports):
+                observer.trained(interval)
+
+    def evaluating(self) -> None:
+        """An evaluation begins."""
+        for observer in self._told(self._group.reports):
+            observer.evaluating()
+
+    def evaluated(
+        self, figures: Mapping[str, Figures], *, step: int, epoch: int, improved: bool, seconds: float
+    ) -> None:
+        """An evaluation is done, which took that many seconds."""
+        evaluation = Evaluation(
+            step=step,
+            epoch=epoch,
+            samples=self._meter.all_samples,
+            seconds=self._meter.seconds,
+            figures=figures,
+            improved=improved,
+            evaluation_seconds=seconds,
+        )
+        if improved or self._best is None:
+            self._best = evaluation
+        for observer in self._told(self._group.is_first):  # as all of them agree
+            observer.evaluated(evaluation)
+
+    def finished(
+        self,
+        segment: int,
+        *,
+        step: int,
+        epoch: int,
+        stopped_early: bool,
+        skipped_steps: int = 0,
+        returned_splits: int = 0,
+    ) -> Result:
+        """The run is over with a segment; this worker left `skipped_steps` out. Every worker must call it."""
+        group, meter, best = self._group, self._meter, self._best
+        mine = np.array([meter.waited, meter.trained, self._strategy.stats.skipped_rows, skipped_steps])
+        parts = self._of_workers(segment, mine)
+        waited, trained, skipped, left_out = np.sum(parts, axis=0)
+        # the longest: one that was started again has counted since then only
+        samples, train_seconds = meter.all_samples, float(max(part[1] for part in parts))
+        result = Result(
+            metric=self._job.metric,
+            split=self.split,
+            figures=best.figures if best else {},
+            reachable=self._reachable() if group.is_first else {},
+            best_epoch=best.epoch if best else epoch,
+            best_step=best.step if best else step,
+            stopped_early=stopped_early,
+            epochs=epoch,
+            steps=step,
+            samples=samples,
+            seconds=meter.seconds,
+            train_seconds=train_seconds,
+            samples_per_second=samples / train_seconds if train_seconds else 0.0,
+            wait_share=float(waited / trained) if trained else 0.0,
+            skipped_rows=round(skipped),
+            skipped_steps=round(left_out),
+            expired_leases=self._strategy.expired_leases() if group.is_first else 0,
+            returned_splits=returned_splits,
+            staleness_seen=self._strategy.staleness_seen() if group.is_first else (),
+            table_rows=self._strategy.table_rows() if group.is_first else {},
+            bytes=meter.bytes_per_step(self._strategy.predicted(meter.moved)),
+            step=_step_times(),
+        )
+        for observer in self._told(self._group.is_first):
+            observer.finished(result)
+        return result
+
+    def _of_workers(self, segment: int, mine: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float64]]:
+        """Those of all workers, in their order; this one's own where the others have finished without it."""
+        group = self._group
+        try:
+            group.assemble(segment, last=True)
+            self._meter.agree(group)
+            return list(group.together(lambda: group.collect(mine)).values())
+        except LeftBehind:
+            return [mine]
+
+    def _told(self, by_this: bool) -> Sequence[Observer]:
+        """Whom to tell, if it is this worker that does."""
+        if not by_this:
+            return ()
+        if self._plan is not None:
+            self._open(dataclasses.replace(self._plan, reporter=self._group.rank))
+        assert not callable(self._observers)
+        return self._observers
+
+    def _open(self, plan: Plan) -> None:
+        self._plan = None
+        self._observers = self._observers() if callable(self._observers) else self._observers
+        for observer in self._observers:
+            observer.started(plan)
+
+    def _reachable(self) -> dict[str, Figures]:
+        dataset = self._dataset
+        splits = dataset.splits
+        return {split: dataset.best(split) for split in splits} if _is_planted(dataset) else {}
+
+
+def _is_planted(dataset: Dataset) -> TypeGuard[Planted]:
+    return callable(getattr(dataset, "best", None))
+
+
+def _step_times() -> list[StepTime]:
+    """Where the time of the last steps went, if a Recorder is installed."""
+    split = split_now()
+    if split is None:
+        return []
+    groups = (({"step": split.step, **split.parts}, False), (split.overlapped, True))
+    return [
+        StepTime(name, part.p50_ms, part.p99_ms, part.mean_ms, overlapped)
+        for parts, overlapped in groups
+        for name, part in parts.items()
+    ]

@@ -1,0 +1,245 @@
+"""Batches with their rows pulled ahead, and pushes on their way, for one loop over a loader."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from embershard.proto.routing import Ids, Route
+from embershard.proto.timing import span
+from embershard.worker.client.client import Client
+from embershard.worker.device import with_current_gpu
+from embershard.worker.session.dense import DenseWeights
+from embershard.worker.session.local_steps import LocalSteps
+from embershard.worker.session.reads import Fetch, Wanted
+from embershard.worker.session.row_cache import RowCaches
+
+B = TypeVar("B")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ready(Generic[B]):
+    """A batch whose rows are here."""
+
+    batch: B
+    fetch: Fetch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Push:
+    """What a step pushes."""
+
+    batch: int  # in which it was submitted
+    send: Callable[[], object]
+
+
+class Pipeline(Generic[B]):
+    """Runs ahead of a training thread, within a bound.
+
+    Batch t shows every push of the batches up to t - 1 - staleness: it is pulled once the training thread is done with
+    them, so that all their pushes are known, and these are acknowledged. With staleness 0 that is when the thread asks
+    for batch t, and only then are the rows pulled that batch t - 1 reads too; the others, which no push on its way can
+    change, come while batch t - 1 computes. What batch t - 1 pushed or loaded beyond its own rows is pulled again.
+    Without `early` all of them are pulled then: what others push, no one here knows.
+
+    Three threads. The training thread calls the public methods: it takes batches, and says by taking one that it is
+    done with the one before. The puller owns the loader and everything up to a Ready batch. The pusher sends one push
+    after the other. What they share is changed under one condition: the batches that are done, those that are ready,
+    and the pushes in flight, of which there are staleness + 1 at most.
+    """
+
+    def __init__(
+        self,
+        source: Client | LocalSteps,
+        wanted: Callable[[B], list[Wanted]],
+        dense: Sequence[DenseWeights],
+        staleness: int,
+        caches: RowCaches | None = None,  # whose clocks are the numbers of batches
+        *,
+        early: bool = True,
+    ) -> None:
+        self._source, self._wanted, self._dense, self._staleness = source, wanted, dense, staleness
+        self._caches, self._early = caches, early
+        self._lost_leases = source.lost_leases
+        self._start_clock = 0
+        self._clocks: deque[int] = deque()  # the session's when each batch but the first was taken, until it is used
+        self._changed = threading.Condition()
+        self._taken = self._finished = 0  # batches
+        self._ready: deque[Ready[B] | BaseException | None] = deque()  # None: the loader came to its end
+        self._pushes: deque[_Push] = deque()  # in flight, in order; the first one is being sent
+        self._touched: list[tuple[str, Route]] = []  # pushed or loaded since the last batch was taken
+        self._failure: BaseException | None = None  # of a push, until the training thread was told
+        self._failed = False  # whether there was one: it may be applied later than it should, with another push
+        self._closing = False
+        self._pulls = False  # whether the puller waits for rows, and not for its loader
+        self._threads: list[threading.Thread] = []
+
+    def start(self, batches: Iterator[B], clock: int) -> None:
+        """Begin to run ahead; `clock` is the session's."""
+        self._start_clock = clock
+        for name, work in (("puller", partial(self._pull, batches)), ("pusher", self._push)):
+            thread = threading.Thread(target=with_current_gpu(work), name=f"embershard {name}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def next(self, clock: int) -> Ready[B] | None:
+        """Be done with a batch and wait for the next one; None after the last one, or once the pipeline is closed.
+
+        `clock` is the session's.
+
+        Raises what the loader, a pull or a push raised.
+        """
+        with self._changed, span("wait"):
+            self._finished = self._taken
+            if self._taken:
+                self._clocks.append(clock)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._ready or self._failure or self._closing)
+            self._tell()
+            ready = self._ready.popleft() if self._ready else None
+            self._touched.clear()
+            self._taken += 1
+        if not isinstance(ready, BaseException):
+            return ready
+        try:
+            raise ready
+        finally:
+            del ready  # its traceback holds this frame
+
+    def check(self) -> None:
+        """Raise the error of a push, once."""
+        with self._changed:
+            self._tell()
+
+    def submit(self, send: Callable[[], object], touched: list[tuple[str, Route]]) -> None:
+        """Have rows pushed by `send`; waits while staleness + 1 pushes are in flight."""
+        with self._changed, span("wait"):
+            self._changed.wait_for(lambda: len(self._pushes) <= self._staleness)
+            self._pushes.append(_Push(self._finished, send))
+            self._touched += touched
+            self._changed.notify_all()
+
+    def touched_beside(self, rows: Iterable[tuple[str, Ids]]) -> None:
+        """The push that is being sent changes these rows, too."""
+        nowhere = np.empty(0, np.int64)
+        with self._changed:
+            self._touched += [(table, Route(ids, nowhere, nowhere)) for table, ids in rows]
+
+    def touch(self, table: str, route: Route) -> None:
+        """Rows were changed in another way than by a push."""
+        self.forget_copies()
+        with self._changed:
+            self._touched.append((table, route))
+
+    def forget_copies(self) -> None:
+        """Let what is pulled from here on come from the shards."""
+        if self._caches is not None:
+            # new ones: a pull that is under way may still bring old rows, into copies that nobody reads any more
+            self._caches = self._caches.fresh()
+
+    def flush(self) -> None:
+        """Wait until every push is acknowledged. Raises the error of one that was not."""
+        with self._changed, span("wait"):
+            self._changed.wait_for(lambda: not self._pushes)
+            self._tell()
+
+    def close(self) -> BaseException | None:
+        """Wait for everything in flight and end the threads; the error that nobody was told of."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        # pulls and pushes end by the client's deadlines, or its patience for others; a loader need not end at all
+        patience = [self._source.timeout.total_seconds(), None]
+        for thread, seconds in zip(self._threads, patience, strict=False):
+            thread.join(seconds)
+            if thread.is_alive():
+                what = "a pull still waits for other workers" if self._pulls else "its loader still makes a batch"
+                _log.warning("the loop is over, but %s; its thread is left behind", what)
+        self._ready.clear()
+        return self._failure
+
+    def _tell(self) -> None:
+        if self._failure is not None:
+            try:
+                raise self._failure
+            finally:
+                self._failure = None
+
+    def _pull(self, batches: Iterator[B]) -> None:
+        """The puller."""
+        try:
+            previous: Fetch | None = None
+            for number, batch in enumerate(batches):
+                fetch = Fetch(self._wanted(batch))
+                if previous is not None and not self._failed:
+                    fetch.pull(self._source, but=previous, caches=self._caches, age=number)
+                bound = self._await_bound(number)
+                if bound is None:
+                    break
+                clock, touched = bound
+                if previous is not None:
+                    for table, route in touched:
+                        if not previous.reads(table, route):
+                            fetch.spoil(table, route)
+                            if self._caches is not None:
+                                self._caches.drop(table, route.ids)
+                if self._source.lost_leases != self._lost_leases:
+                    self._lost_leases = self._source.lost_leases
+                    self.forget_copies()  # they go by batches: no clock says that they are of before
+                self._pulls = True
+                fetch.pull(self._source, self._dense, caches=self._caches, age=number, clock=clock)
+                self._pulls = False
+                self._put(Ready(batch, fetch))
+                previous = fetch if self._early and self._staleness == 0 else None
+        except BaseException as error:  # the training thread raises it
+            self._put(error)
+        else:
+            self._put(None)
+
+    def _await_bound(self, batch: int) -> tuple[int, list[tuple[str, Route]]] | None:
+        """Wait until a batch may be pulled; None at the end.
+
+        The clock of its step, if every batch before it makes one, and what changed since the last batch was taken.
+        """
+        first = batch - self._staleness  # the first batch whose pushes it need not show
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._closing or (self._finished >= first and not (self._pushes and self._pushes[0].batch < first))
+                )
+            )
+            if self._closing:
+                return None
+            clock = self._start_clock + batch if first <= 0 else self._clocks.popleft() + self._staleness
+            return clock, list(self._touched)
+
+    def _put(self, ready: Ready[B] | BaseException | None) -> None:
+        with self._changed:
+            self._ready.append(ready)
+            self._changed.notify_all()
+
+    def _push(self) -> None:
+        """The pusher."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pushes or self._closing)
+                if not self._pushes:
+                    return
+                push = self._pushes[0]
+            try:
+                push.send()
+            except BaseException as error:  # the training thread raises it
+                with self._changed:
+                    self._failure, self._failed = self._failure or error, True
+            with self._changed:
+                self._pushes.popleft()
+                self._changed.notify_all()

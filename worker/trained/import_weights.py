@@ -1,0 +1,153 @@
+"""A checkpoint of a model with nn.Embedding, brought into the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from embershard.proto.errors import EmbershardError, Status
+from embershard.proto.routing import make_route
+from embershard.worker.data.batch import Schema
+from embershard.worker.job.job import Job
+from embershard.worker.session.remote_table import RemoteTable
+from embershard.worker.session.session import Session
+from embershard.worker.trained.export import MODEL, TABLES
+from embershard.worker.trained.reading import PORTION, is_hashed, remote_tables
+from embershard.worker.training.build import check_names
+from embershard.worker.training.choice import choose_strategy
+
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+
+class CannotImport(EmbershardError):
+    """A file that is no state of the job's model: everything that does not fit, a line each."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "cannot import {path}: {reason}"
+
+
+class _Slice(Protocol):
+    """The part of safetensors' own class that is used here."""
+
+    def get_shape(self) -> list[int]: ...
+    def get_dtype(self) -> str: ...
+    def __getitem__(self, rows: slice, /) -> torch.Tensor: ...
+
+
+class _TensorFile(Protocol):
+    """The part of safetensors' own class that is used here."""
+
+    def keys(self) -> list[str]: ...
+    def get_tensor(self, name: str, /) -> torch.Tensor: ...
+    def get_slice(self, name: str, /) -> _Slice: ...
+
+
+class StateFile:
+    """The tensors of safetensors files, read as they are needed."""
+
+    def __init__(self, path: Path) -> None:
+        """`path` is one file, or the folder of an export. CannotImport where there is none."""
+        self.path = path
+        paths = [file for name in (MODEL, TABLES) if (file := path / name).exists()] if path.is_dir() else [path]
+        if not paths:
+            raise CannotImport(path=str(path), reason=f"there is neither {MODEL} nor {TABLES} in it")
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}  # as safetensors calls them: F32, I64, ...
+        self._files: dict[str, _TensorFile] = {}
+        for file in paths:
+            try:
+                opened: _TensorFile = safe_open(file, "pt")
+                for name in opened.keys():
+                    part = opened.get_slice(name)
+                    self.shapes[name], self.dtypes[name] = tuple(part.get_shape()), part.get_dtype()
+                    self._files[name] = opened
+            except (OSError, SafetensorError) as error:
+                reason = "no such file" if isinstance(error, FileNotFoundError) else f"no safetensors file ({error})"
+                raise CannotImport(path=str(file), reason=reason) from None
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Rows start to stop of a tensor, or all of it."""
+        if stop is None:
+            return self._files[name].get_tensor(name)
+        return self._files[name].get_slice(name)[start:stop]
+
+
+def import_state(path: Path, job: Job, schema: Schema, session: Session) -> dict[str, int]:
+    """Load tables and dense weights into the shards; table -> rows. Optimizer states of these rows start anew.
+
+    Tables that are not there yet are created. CannotImport, before anything is changed, names all that does not fit;
+    JobError a pattern of the job that fits nothing. Buffers are checked and not loaded: they live in the workers.
+    """
+    file = StateFile(path)
+    plain = job.model.build(schema, job.dim, "meta")
+    check_names(job, plain)
+    mistakes = list(_mistakes(file, plain, hashed=schema.num_ids is None))
+    if mistakes:
+        raise CannotImport(path=str(path), reason="\n  ".join(["it does not fit the job's model:", *mistakes]))
+    for name, parameter in plain.named_parameters():
+        if not parameter.is_meta:
+            parameter.data.copy_(file.read(name))
+    strategy = choose_strategy(job, plain, session, torch.device("cpu"))
+    loaded: dict[str, int] = {}
+    for name, module in remote_tables(strategy.model).items():
+        table = module.table
+        for ids, rows in _portions(file, name, module.num_embeddings, hashed=is_hashed(module)):
+            _load(session, table, ids, rows.to(torch.float32).contiguous().numpy())
+            loaded[table.spec.name] = loaded.get(table.spec.name, 0) + len(ids)
+    for weights in session.dense_weights:
+        _load(session, session.table(weights.spec), weights.ids, weights.values())
+        loaded[weights.spec.name] = len(weights.ids)
+    return loaded
+
+
+def _mistakes(file: StateFile, model: nn.Module, *, hashed: bool) -> Iterator[str]:
+    shapes = file.shapes
+    wanted: dict[str, tuple[int | None, ...]] = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    ids = [
+        name for name, buffer in model.named_buffers() if buffer.dtype == torch.int64
+    ]  # counts of batch norm, and hashed ids
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            wanted[f"{name}.weight"] = (module.num_embeddings, module.embedding_dim)
+            if hashed:
+                del wanted[f"{name}.weight"]
+                count = shapes.get(f"{name}.ids", (None,))[0]
+                ids.append(f"{name}.ids")
+                wanted |= {f"{name}.ids": (count,), f"{name}.rows": (count, module.embedding_dim)}
+    for name in [*wanted, *(name for name in shapes if name not in wanted)]:
+        if name not in shapes:
+            yield f"{name} {wanted[name]} is missing"
+        elif name not in wanted:
+            yield f"{name} {shapes[name]} is not in the model"
+        elif shapes[name] != wanted[name]:
+            yield f"{name} has shape {shapes[name]}, the model's is {wanted[name]}"
+        elif not file.dtypes[name].startswith("I64" if name in ids else ("F", "BF")):
+            yield f"{name} holds {file.dtypes[name]}, the model {'I64' if name in ids else 'floats'}"
+
+
+def _portions(
+    file: StateFile, name: str, num_embeddings: int | None, *, hashed: bool
+) -> Iterator[tuple[Ids, torch.Tensor]]:
+    count = file.shapes[f"{name}.ids"][0] if hashed else num_embeddings or 0
+    for start in range(0, count, PORTION):
+        stop = min(start + PORTION, count)
+        if hashed:
+            yield file.read(f"{name}.ids", start, stop).numpy(), file.read(f"{name}.rows", start, stop)
+        else:
+            yield np.arange(start, stop), file.read(f"{name}.weight", start, stop)
+
+
+def _load(session: Session, table: RemoteTable, ids: Ids, rows: Floats) -> None:
+    """Assign rows ((N, dim) float32) of unique ids, in any order."""
+    route = make_route(ids, table.spec.space_key, session.placement)
+    order = np.empty(len(route.ids), np.int64)
+    order[route.index] = np.arange(len(ids))
+    session.load(table, route, rows[order])

@@ -1,0 +1,107 @@
+"""A trained model, put together from what shards and workers hold, to be scored and written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from embershard.proto.errors import EmbershardError, Status
+from embershard.proto.spec import TableSpec
+from embershard.worker.checkpoint.checkpoint import Checkpoint
+from embershard.worker.data.batch import NUM_HASHED_IDS, Schema
+from embershard.worker.job.job import Job
+from embershard.worker.nn.embedding import Embedding, EmbeddingBag
+from embershard.worker.session.remote_table import RemoteTable
+from embershard.worker.session.session import Session
+from embershard.worker.strategy.protocol import Strategy
+from embershard.worker.training.build import check_names
+from embershard.worker.training.choice import choose_strategy
+from embershard.worker.training.saver import Buffers, load_parts
+
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+PORTION = 2**18  # rows of one request
+
+
+class NotTrained(EmbershardError):
+    """Shards without the tables of a job."""
+
+    status = Status.NOT_FOUND
+    template = (
+        "there is no table {table!r} of this job in the source (it has: {known}); check that job and source belong "
+        "together, and the job's prefix"
+    )
+
+
+class OnlyInWorkers(EmbershardError):
+    """Weights that shards do not hold."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "{what} of this job are in its workers, not on the shards: name a checkpoint of the run (checkpoint.folder) as "
+        "the source"
+    )
+
+
+class ReadOnlySession(Session):
+    """A session that creates no tables: a mistaken job must not leave any behind."""
+
+    def table(self, spec: TableSpec, values: Callable[[], Iterable[tuple[Ids, Floats]]] | None = None) -> RemoteTable:
+        """The table of `spec`; NotTrained if not all shards have one of its name, TableMismatch if it is another."""
+        held = [{table.name for table in status.tables} for status in self.client.status()]
+        known = sorted(set.intersection(*held))  # a shard without it would create it
+        if spec.name not in known:
+            raise NotTrained(table=spec.name, known=", ".join(known) or "none")
+        return super().table(spec, values)
+
+
+def trained(job: Job, schema: Schema, session: ReadOnlySession | None, checkpoint: Checkpoint | None) -> Strategy:
+    """The strategy of a job with its trained weights, on the CPU.
+
+    `session` leads to shards, for a job that has some; `checkpoint` is that of a run. OtherJob, NotTrained or
+    TableMismatch where these are of another job; OnlyInWorkers where a checkpoint is missing.
+    """
+    if checkpoint is not None:
+        checkpoint.check_job(job)
+    torch.manual_seed(job.train.seed)
+    model = job.model.build(schema, job.dim, "meta")
+    check_names(job, model)
+    strategy = choose_strategy(job, model, session, torch.device("cpu"))
+    held, buffers = strategy.held, Buffers(strategy.model)
+    if checkpoint is not None:
+        load_parts(checkpoint, checkpoint.shared(), {"held": held} if held is not None else {})
+        load_parts(checkpoint, checkpoint.first_worker(), {"buffers": buffers})
+    elif held is not None:
+        raise OnlyInWorkers(what="weights")
+    elif names := ", ".join(buffers.state_dict()):
+        raise OnlyInWorkers(what=f"buffers ({names})")
+    if session is not None:
+        session.pull([], session.dense_weights)
+    strategy.model.eval()
+    return strategy
+
+
+def remote_tables(model: nn.Module) -> dict[str, Embedding | EmbeddingBag]:
+    """Name in a wrapped model -> embedding, by every name that it has."""
+    named = model.named_modules(remove_duplicate=False)
+    return {name: module for name, module in named if isinstance(module, Embedding | EmbeddingBag)}
+
+
+def is_hashed(module: Embedding | EmbeddingBag) -> bool:
+    """Whether its ids are hashes, of which no list exists but that of the rows."""
+    return module.num_embeddings is None or module.num_embeddings >= NUM_HASHED_IDS
+
+
+def pull_all(module: Embedding | EmbeddingBag) -> torch.Tensor:
+    """Every row of a table with a vocabulary, (num_embeddings, dim); those never trained have their first values."""
+    assert module.num_embeddings is not None
+    weight = torch.empty(module.num_embeddings, module.embedding_dim)
+    for start in range(0, len(weight), PORTION):
+        ids = torch.arange(start, min(start + PORTION, len(weight)))
+        weight[start : start + len(ids)] = module.table.pull(ids)
+    return weight

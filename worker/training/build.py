@@ -1,0 +1,73 @@
+"""What a job says of its training step, put together."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from embershard.proto.errors import JobError
+from embershard.worker.job.job import Job
+from embershard.worker.models.loss import objective_of
+from embershard.worker.nn.activations import checkpoint_activations
+from embershard.worker.nn.averaging import WeightAverage
+from embershard.worker.nn.compile import compile_dense
+from embershard.worker.nn.lr_schedule import Schedule
+from embershard.worker.nn.rates import LearningRates
+from embershard.worker.patterns import choose, freeze
+from embershard.worker.session.session import Session
+from embershard.worker.strategy.protocol import Strategy
+from embershard.worker.training.step import StepSettings, TrainStep
+
+
+def check_names(job: Job, model: nn.Module) -> None:
+    """Freeze what the job names, before the model is wrapped. JobError where a pattern of the job fits nothing."""
+    tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    dense = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in tables]
+    try:
+        choose(tables, dict.fromkeys([group.match for group in job.embedding.groups] + ["*"]), "embedding.groups")
+        choose(dense, dict.fromkeys([group.match for group in job.dense.groups] + ["*"]), "dense.groups")
+        freeze(model, job.freeze)
+    except ValueError as error:
+        where, _, reason = str(error).partition(": ")
+        raise JobError(where=where, reason=reason) from None
+
+
+def step_of(job: Job, strategy: Strategy, session: Session | None, device: torch.device, *, worker: int) -> TrainStep:
+    """The step of a job. JobError where this machine cannot compile it."""
+    train, model = job.train, strategy.model
+    if train.checkpoint_activations:
+        checkpoint_activations(model)
+    if train.compile:
+        compile_dense(model)
+    average = None
+    if train.average is not None:
+        tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+        dense = [parameter for parameter in model.parameters() if parameter not in tables]
+        average = WeightAverage(dense, decay=train.average.decay, read=None if session is None else session.read_dense)
+    settings = StepSettings(
+        amp=train.amp, accumulate=train.accumulate, clip_norm=train.clip_norm, non_finite=train.non_finite
+    )
+    return TrainStep(
+        strategy.module,
+        objective_of(model),
+        strategy,
+        settings,
+        device=device,
+        average=average,
+        agree=strategy.agree,
+        worker=worker,
+    )
+
+
+def rates_of(job: Job, strategy: Strategy, total_steps: int | None) -> LearningRates:
+    """The learning rates of a job. JobError where its schedule needs the number of steps and the data does not tell."""
+    section = job.train.lr_schedule
+    if section.name in ("linear", "cosine") and total_steps is None:
+        raise JobError(
+            where="train.lr_schedule",
+            reason=f"{section.name} needs the number of steps, which this data does not tell: use train.steps",
+        )
+    given = section.model_dump(exclude={"name", "scheduler", "args"}, exclude_none=True)
+    shape = "constant" if section.name == "torch" else section.name
+    schedule = Schedule(shape=shape, total_steps=total_steps or 0, **given)
+    return LearningRates(strategy.optimizers, schedule, section.scheduler, section.args)

@@ -1,0 +1,119 @@
+"""Evaluation: every worker scores its share with one and the same model, the first one adds up.
+
+The shares are those of the workers who are there as it begins. Where one of them is lost meanwhile it is done again by
+those who are left: the figures are of all samples, each of them once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from embershard.worker.client.worker_group import WorkerGroup
+from embershard.worker.data.batch import Batch, Dataset, RankingDataset
+from embershard.worker.device import to_device as tensor_to_device
+from embershard.worker.metrics import Candidates, FullRanking, Pointwise
+from embershard.worker.models.two_tower import TwoTower
+from embershard.worker.nn.averaging import Share
+from embershard.worker.strategy.protocol import Strategy
+
+Collector = Pointwise | Candidates | FullRanking
+Figures = dict[str, float]
+
+
+class Evaluator:
+    """Scores a dataset's splits with the weights that the shards have when all workers are here."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dataset: Dataset,
+        strategy: Strategy,
+        group: WorkerGroup,
+        *,
+        batch_size: int,
+        top_k: int,
+        device: torch.device,
+        averaged: Callable[[Share], AbstractContextManager[None]] = lambda _: nullcontext(),
+    ) -> None:
+        self._model, self._dataset, self._strategy, self._group = model, dataset, strategy, group
+        self._batch_size, self._top_k, self._device = batch_size, top_k, device
+        self._averaged = averaged
+
+    def evaluate(self) -> dict[str, Figures]:
+        """Split -> metric -> value, on every worker. All must call it, once what anyone pushed before is in."""
+        return self._group.together(self._evaluate)
+
+    def _evaluate(self) -> dict[str, Figures]:
+        self._strategy.refresh()
+        # running statistics of batch norm are each worker's own: score with the first one's everywhere
+        self._group.broadcast(self._model.buffers())
+        figures: dict[str, Figures] = {}
+        with _evaluating(self._model), self._strategy.exact(), self._averaged(self._group.broadcast), torch.no_grad():
+            for split in self._dataset.splits:
+                collector = self._score(split)
+                _gather(collector, self._group)
+                if self._group.is_first:
+                    figures[split] = collector.compute()
+        return self._group.tell(figures)
+
+    def _score(self, split: str) -> Collector:
+        if self._dataset.evaluation == "ranking":
+            return self._rank(split)
+        collector = Candidates(self._top_k) if self._dataset.evaluation == "candidates" else Pointwise()
+        for batch in self._dataset.evaluate(split, *self._group.share, self._batch_size):
+            moved = to_device(batch, self._device)
+            collector.update(self._model(moved.ids, moved.dense), batch.labels, batch.groups)
+        return collector
+
+    def _rank(self, split: str) -> Collector:
+        model, dataset = self._model, cast(RankingDataset, self._dataset)  # it says that it is ranked
+        assert isinstance(model, TwoTower)
+        collector = FullRanking(self._top_k)
+        items = torch.cat([model.item_vectors(part) for part in torch.split(dataset.item_ids, 1 << 14)])
+        # a score matrix of the batch's size, whatever the number of items
+        users_per_batch = max(1, (self._batch_size << 10) // max(1, len(items)))
+        for users in dataset.users(split, *self._group.share, users_per_batch):
+            collector.update(model.user_vectors(users.ids) @ items.T, users)
+        return collector
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """A batch whose dense features and labels are on a device; ids stay on the host, where they are routed."""
+    if device.type == "cpu":
+        return batch
+    dense = None if batch.dense is None else tensor_to_device(batch.dense, device)
+    return dataclasses.replace(batch, dense=dense, labels=tensor_to_device(batch.labels, device))
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
+
+
+def _gather(collector: Collector, group: WorkerGroup) -> None:
+    """Put what all workers collected into the first one's collector."""
+    for field in dataclasses.fields(collector):
+        parts = getattr(collector, field.name)
+        if isinstance(parts, list):
+            empty = np.empty(0, _DTYPES[field.name])
+            setattr(collector, field.name, group.gather(np.concatenate([empty, *parts])))
+
+
+_DTYPES = {
+    "labels": np.float32,
+    "logits": np.float32,
+    "ranks": np.int64,
+    "recalls": np.float64,
+    "ndcgs": np.float64,
+}

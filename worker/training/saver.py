@@ -1,0 +1,260 @@
+"""Taking a run's checkpoints, and putting a run back to where one was taken."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from embershard.proto.errors import EmbershardError, Status
+from embershard.worker.checkpoint.checkpoint import (
+    SNAPSHOT,
+    BadCheckpoint,
+    Checkpoint,
+    CheckpointFolder,
+    CheckpointNotWritten,
+    WritingCheckpoint,
+)
+from embershard.worker.checkpoint.snapshots import read_manifest
+from embershard.worker.checkpoint.tensors import Stateful, pack
+from embershard.worker.client.client import Client
+from embershard.worker.client.worker_group import WorkerGroup
+from embershard.worker.compression.compressor import Compressor
+from embershard.worker.job.job import Job
+from embershard.worker.training.budget import Position
+
+RANDOM, COMPRESSION, LOCAL_STEPS, TRIAL = "random", "compression", "local_steps", "trial"
+
+
+class NotRestored(EmbershardError):
+    """Shards that were not given the snapshot of a checkpoint."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "the shards have no table {table!r} of checkpoint {path}: restore its snapshot first "
+        "(`embershard restore {path}/{snapshot} ADDRESSES`), or use `embershard train --resume`"
+    )
+
+
+class Fields:
+    """Some attributes of an object: numbers, texts, and lists and dicts of them."""
+
+    def __init__(self, owner: object, *names: str) -> None:
+        self._owner, self._names = owner, names
+
+    def state_dict(self) -> Mapping[str, object]:
+        """Their values."""
+        return {name: getattr(self._owner, name) for name in self._names}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Set them."""
+        for name in self._names:
+            setattr(self._owner, name, state[name])
+
+
+class RandomNumbers:
+    """The generators of torch (of a GPU, too, where there is one), numpy and Python in this process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def state_dict(self) -> Mapping[str, object]:
+        """Where they are."""
+        _, keys, *numpy = np.random.get_state(legacy=True)
+        version, words, gauss = random.getstate()
+        state: dict[str, object] = {
+            "torch": torch.get_rng_state(),
+            "numpy": [torch.from_numpy(np.asarray(keys).astype(np.int64)), *numpy],
+            "python": [version, list(words), gauss],
+        }
+        if self._device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(self._device)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Put them there."""
+        match state:
+            case {
+                "torch": torch.Tensor() as cpu,
+                "numpy": [torch.Tensor() as keys, int(place), int(has_gauss), float(normal)],
+                "python": [version, list(words), gauss],
+            }:
+                torch.set_rng_state(cpu)
+                np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), place, has_gauss, normal))
+                random.setstate((version, tuple(words), gauss))
+            case _:
+                raise ValueError("the state of the random numbers has another form")
+        cuda = state.get("cuda")
+        if self._device.type == "cuda" and isinstance(cuda, torch.Tensor):
+            torch.cuda.set_rng_state(cuda, self._device)
+
+
+class Buffers:
+    """What a model keeps beside its weights, as the running statistics of batch norm: every worker has its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> Mapping[str, object]:
+        """The buffers that a state_dict of the model would hold."""
+        return {
+            f"{path}.{name}" if path else name: buffer
+            for path, module in self._model.named_modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set
+        }
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Copy them into the model."""
+        for name, buffer in self.state_dict().items():
+            saved = state[name]
+            assert isinstance(buffer, torch.Tensor)
+            assert isinstance(saved, torch.Tensor)
+            buffer.copy_(saved)
+
+
+class Saver:
+    """Takes the checkpoints of one worker's run, with the others.
+
+    `shared` are the parts that are alike on all workers, `own` those that are not, by name. `client` leads to the
+    shards, for a job that has some; what it holds back of gradients is this worker's own, too. `source` is the
+    checkpoint that the run was resumed from.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        group: WorkerGroup,
+        *,
+        shared: Mapping[str, Stateful],
+        own: Mapping[str, Stateful],
+        client: Client | None,
+        output: Path | None = None,
+        source: Checkpoint | None = None,
+    ) -> None:
+        self._job, self._group, self._client, self._output = job, group, client, output
+        self._shared, self._own = shared, dict(own)
+        if client is not None:
+            self._own[COMPRESSION] = client.compressor
+        section = job.checkpoint
+        self._folder = None if section is None else CheckpointFolder(section, source)
+        self._writing: WritingCheckpoint | None = None
+
+    @property
+    def saves(self) -> bool:
+        """Whether the job wants checkpoints."""
+        return self._folder is not None
+
+    def save(self, step: int, *, wait: bool) -> None:
+        """Take a checkpoint, if the job wants some; every worker must call it, with nothing in flight.
+
+        The first worker writes it, in a thread of its own: from here on it may train. `wait` until it is written; else
+        the next one does. CheckpointNotWritten, or an error of the shards, on all, for this one or the one before.
+        """
+        if self._folder is None:
+            return
+        self._settle(self._folder)
+        group = self._group
+        shared = _states(self._shared)  # by all: weights that are sharded are gathered
+        own = group.gather(np.frombuffer(pack(_states(self._own)), np.uint8))
+        if group.is_first:
+            workers = zip(group.present, own, strict=True)
+            self._writing = self._folder.begin(
+                {"shared": pack(shared)} | {f"worker-{worker}": part.tobytes() for worker, part in workers},
+                job=self._job,
+                step=step,
+                world_size=group.world_size,
+                output=self._output,
+                shards=self._client,
+            )
+        if wait:
+            self._settle(self._folder)
+
+    def _settle(self, folder: CheckpointFolder) -> None:
+        """Wait for a checkpoint that is being written; its error is raised on all workers."""
+        failure: EmbershardError | None = None
+        writing, self._writing = self._writing, None
+        try:
+            if writing is not None:
+                writing.wait()
+        except EmbershardError as error:
+            failure = error
+        (failed,) = self._group.decide(failure is not None)
+        if failure is not None:
+            raise failure
+        if failed:
+            reason = "the first worker could not; see its log"
+            raise CheckpointNotWritten(path=folder.url, reason=reason, previous="not known here")
+
+    def restore(self, checkpoint: Checkpoint) -> bool:
+        """Put every part of this worker back to where it was; whether it was there. The shards were restored before.
+
+        A worker that was not there then starts from the first one's state, but for the random numbers and for what was
+        held back of gradients. What workers held back who are not here any more is held by those who are.
+        BadCheckpoint where the checkpoint does not hold what this run needs.
+        """
+        own = checkpoint.worker(self._group.rank)
+        others = own or checkpoint.first_worker()
+        load_parts(checkpoint, checkpoint.shared(), self._shared)
+        without = {COMPRESSION, LOCAL_STEPS, TRIAL} - others.keys()  # which a job may have since
+        if own is None:
+            without |= {RANDOM, COMPRESSION}
+        load_parts(checkpoint, others, {name: part for name, part in self._own.items() if name not in without})
+        if self._client is not None:
+            _hold_for_others(checkpoint, self._client.compressor, self._group)
+        return own is not None
+
+    def forget_held(self) -> None:
+        """Hold nothing back that the checkpoint held: the run has gone on since, and sent it."""
+        if self._client is not None:
+            self._client.compressor.hold_nothing()
+
+
+def _hold_for_others(checkpoint: Checkpoint, compressor: Compressor, group: WorkerGroup) -> None:
+    for rank in range(group.rank + group.world_size, checkpoint.manifest.world_size, group.world_size):
+        state = (checkpoint.worker(rank) or {}).get(COMPRESSION)
+        if isinstance(state, dict):
+            compressor.hold(state)
+
+
+def position_of(checkpoint: Checkpoint, rank: int, world_size: int) -> Position:
+    """Where a worker goes on in its data."""
+    state = checkpoint.worker(rank) or checkpoint.first_worker()
+    try:
+        match state["budget"]:
+            case dict() as budget:
+                return Position.of(budget, world_size)
+        raise TypeError("it is none")
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadCheckpoint(path=checkpoint.url, reason=f"it holds no position in the data ({error!r})") from None
+
+
+def check_restored(client: Client, checkpoint: Checkpoint) -> None:
+    """NotRestored unless the shards hold the tables of a checkpoint's snapshot."""
+    if not checkpoint.manifest.snapshot:
+        return
+    there = {table.name for status in client.status() for table in status.tables}
+    missing = sorted(read_manifest(checkpoint.url, SNAPSHOT).tables.keys() - there)
+    if missing:
+        raise NotRestored(path=checkpoint.url, table=missing[0], snapshot=SNAPSHOT)
+
+
+def _states(parts: Mapping[str, Stateful]) -> dict[str, object]:
+    return {name: part.state_dict() for name, part in parts.items()}
+
+
+def load_parts(checkpoint: Checkpoint, state: Mapping[str, object], parts: Mapping[str, Stateful]) -> None:
+    """Give every part its state. BadCheckpoint where it is missing, or is that of something else."""
+    for name, part in parts.items():
+        try:
+            saved = state[name]
+            if not isinstance(saved, dict):
+                raise TypeError(f"it is a {type(saved).__name__}")
+            part.load_state_dict(saved)
+        except (KeyError, ValueError, TypeError, RuntimeError, AssertionError) as error:
+            reason = f"its state of {name!r} does not fit this job ({type(error).__name__}: {error})"
+            raise BadCheckpoint(path=checkpoint.url, reason=reason) from None

@@ -1,0 +1,249 @@
+"""One training step: what becomes of a batch, from the forward to the push."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from embershard.proto.errors import EmbershardError
+from embershard.proto.timing import span
+from embershard.worker.checkpoint.tensors import is_stateful
+from embershard.worker.data.batch import Batch
+from embershard.worker.nn.averaging import Share, WeightAverage
+from embershard.worker.nn.optimizer import gradients
+from embershard.worker.sharded import is_sharded
+from embershard.worker.strategy.protocol import Turn
+from embershard.worker.training.evaluate import to_device
+
+Amp = Literal["off", "bf16", "fp16"]
+NonFinite = Literal["stop", "skip"]
+
+# fp16 begins with a scale of 2**16 and halves it with every step that overflows: 100 in a row are no search any more
+MAX_SKIPS_IN_A_ROW = 100
+_CPU = torch.device("cpu")
+
+
+class NonFiniteLoss(EmbershardError):
+    """Training diverged."""
+
+    template = (
+        "worker {worker}: the {what} of step {step} is {value}{after}; "
+        "lower the learning rate, add warm-up steps, or look at the data for values without bounds"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """How a step is made.
+
+    `amp`: the forward runs in bfloat16 or float16 where torch holds that to be safe; float16 with a scaled loss.
+    `accumulate`: gradients of so many batches make one step, their mean. `clip_norm`: the largest L2 norm of all
+    gradients of this worker together. `non_finite`: a NaN or Inf in the loss or the gradients ends the run, or leaves
+    the step out; gradients are looked at for that where steps may be left out, or a norm is computed anyway.
+    """
+
+    amp: Amp = "off"
+    accumulate: int = 1
+    clip_norm: float | None = None
+    non_finite: NonFinite = "stop"
+
+    def __post_init__(self) -> None:
+        if self.amp not in ("off", "bf16", "fp16"):
+            raise ValueError(f"amp must be off, bf16 or fp16, got {self.amp!r}")
+        if self.non_finite not in ("stop", "skip"):
+            raise ValueError(f"non_finite must be stop or skip, got {self.non_finite!r}")
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate must be at least 1, got {self.accumulate}")
+        if self.clip_norm is not None and not (self.clip_norm > 0 and math.isfinite(self.clip_norm)):
+            raise ValueError(f"clip_norm must be above 0, got {self.clip_norm}")
+
+
+class Updater(Protocol):
+    """What changes the weights: a Strategy."""
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """Whose parameters have the gradients."""
+
+    def step(self, weight: float) -> None:
+        """Change the weights by what backward left, which counts by `weight` among that of the workers; clear it."""
+
+    def skip(self) -> None:
+        """A step that changes nothing, in time with the other workers."""
+
+
+class TrainStep:
+    """Forward, loss, backward, and with every `accumulate`-th batch the updater's step.
+
+    `objective(module, batch)` is the mean loss of a batch. `agree` makes one norm of the workers' norms, their maximum,
+    where dense weights are all-reduced: all workers then clip by it, and leave a step out together, when it is inf.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        objective: Callable[[nn.Module, Batch], Tensor],
+        updater: Updater,
+        settings: StepSettings = StepSettings(),
+        *,
+        device: torch.device = _CPU,
+        average: WeightAverage | None = None,
+        agree: Callable[[float], float] | None = None,
+        worker: int = 0,
+    ) -> None:
+        self._module, self._objective, self._updater, self._settings = module, objective, updater, settings
+        self._device, self._average, self._agree, self._worker = device, average, agree, worker
+        self._scaler = torch.amp.GradScaler(device.type) if settings.amp == "fp16" else None
+        self.steps = 0  # those that were left out included
+        self.skipped = 0
+        self._skipped_in_a_row = 0
+        self._turns: list[Turn] = []  # since the last step
+        self._weight = 0.0  # of all of them, where the first weighs 1
+        self._bad_loss = False
+        self._may_skip = settings.non_finite == "skip" or self._scaler is not None
+        self._buffers: list[tuple[Tensor, Tensor]] = []  # as they were before the step
+        self._sound: Batch | None = None  # the last one whose step was made
+
+    def __call__(self, turn: Turn) -> float:
+        """The loss of a batch, after all that is to be done with it; accumulated batches weigh by their samples.
+
+        NonFiniteLoss where the settings, or too many steps left out in a row, say so.
+        """
+        if not self._turns and self._may_skip:
+            self._buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
+        # what only keeps company must not bring a NaN along that was left out before
+        batch = turn.batch if turn.samples or self._sound is None else self._sound
+        with span("forward"), self._autocast():
+            loss = self._objective(self._module, to_device(batch, self._device))
+        if self._average is not None:
+            self._average.observe()
+        self._turns.append(turn)
+        weight = _samples(turn) / _samples(self._turns[0])
+        with span("backward"):
+            factor = weight * turn.loss_scale
+            scaled = loss if factor == 1.0 else loss * factor
+            if self._scaler is not None:
+                scaled = self._scaler.scale(scaled)
+            if turn.samples or scaled.requires_grad:  # company has no rows of its own, and they may be all that trains
+                scaled.backward()  # type: ignore[no-untyped-call]
+            value = loss.item()  # only now: it waits for a GPU, which has backward's work to do meanwhile
+        self._weight += weight
+        if not math.isfinite(value) and turn.samples:
+            if self._settings.non_finite == "stop":
+                raise self._error("loss", self.steps + 1, value)
+            self._bad_loss = True
+        if len(self._turns) == self._settings.accumulate:
+            self._step()
+        return value
+
+    def averaged(self, share: Share) -> AbstractContextManager[None]:
+        """The average of the weights in their place, if there is one; `share` as of WeightAverage.applied."""
+        return nullcontext() if self._average is None else self._average.applied(share)
+
+    def finish(self) -> None:
+        """Make a step of the batches that are too few for one, if there are any."""
+        if self._turns:
+            self._step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, the scale of the loss, the average of the weights, and what the objective has learnt."""
+        scaler = self._scaler.state_dict() if self._scaler is not None else {}
+        average = self._average.state_dict() if self._average is not None else {}
+        objective: Mapping[str, Any] = self._objective.state_dict() if is_stateful(self._objective) else {}
+        counts = {"steps": self.steps, "skipped": self.skipped}
+        return {**counts, "scaler": scaler, "average": average, "objective": objective}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.steps, self.skipped = state["steps"], state["skipped"]
+        if self._scaler is not None and state["scaler"]:
+            self._scaler.load_state_dict(state["scaler"])
+        if self._average is not None and state["average"]:
+            self._average.load_state_dict(state["average"])
+        if is_stateful(self._objective):
+            self._objective.load_state_dict(state["objective"])
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self._settings.amp == "off":
+            return nullcontext()
+        return torch.autocast(self._device.type, torch.bfloat16 if self._settings.amp == "bf16" else torch.float16)
+
+    def _step(self) -> None:
+        turns, weight, bad_loss = self._turns, self._weight, self._bad_loss
+        self._turns, self._weight, self._bad_loss = [], 0.0, False
+        self.steps += 1
+        if self._scaler is not None:
+            for optimizer in self._updater.optimizers:
+                self._scaler.unscale_(optimizer)
+        norm = self._norm(weight, bad_loss)
+        if math.isinf(norm):
+            self._skip()
+            return
+        factor = 1.0 / weight
+        if self._settings.clip_norm is not None:
+            factor *= min(1.0, self._settings.clip_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+        if factor != 1.0:
+            for gradient in self._gradients():
+                gradient.mul_(factor)
+        has_gradients = self._scaler is None or bool(self._gradients())
+        self._updater.step(sum(turn.weight for turn in turns))
+        self._sound = next((turn.batch for turn in reversed(turns) if turn.samples), self._sound)
+        self._skipped_in_a_row = 0
+        if self._scaler is not None:
+            # where nothing had a gradient it has not looked for overflows, and would not go on
+            self._scaler.update(None if has_gradients else self._scaler.get_scale())
+        if self._average is not None:
+            self._average.stepped()
+
+    def _norm(self, weight: float, bad_loss: bool) -> float:
+        """Of the mean of the gradients, by all workers' agreement; inf for a step to be left out, 0 if nobody asks."""
+        settings = self._settings
+        if settings.clip_norm is None and settings.non_finite == "stop" and self._scaler is None:
+            return 0.0
+        norm = global_norm(self._gradients()) / weight  # by every worker: it is a collective where weights are sharded
+        norm = norm if math.isfinite(norm) and not bad_loss else math.inf
+        return norm if self._agree is None else self._agree(norm)
+
+    def _skip(self) -> None:
+        if self._settings.non_finite == "stop" and self._scaler is None:
+            raise self._error("gradient norm", self.steps, math.inf)
+        self.skipped += 1
+        self._skipped_in_a_row += 1
+        self._updater.skip()
+        for buffer, before in self._buffers:  # running statistics would keep a NaN for ever
+            buffer.copy_(before)
+        if self._scaler is not None:  # by hand: another worker may be the one that overflowed
+            self._scaler.update(self._scaler.get_scale() * self._scaler.get_backoff_factor())
+            self._scaler.load_state_dict({**self._scaler.state_dict(), "_growth_tracker": 0})
+        if self._skipped_in_a_row > MAX_SKIPS_IN_A_ROW:
+            after = f", as were those of the {MAX_SKIPS_IN_A_ROW} before"
+            raise self._error("loss or gradient norm", self.steps, math.inf, after)
+
+    def _gradients(self) -> list[Tensor]:
+        return [gradient for optimizer in self._updater.optimizers for gradient in gradients(optimizer)]
+
+    def _error(self, what: str, step: int, value: float, after: str = "") -> NonFiniteLoss:
+        return NonFiniteLoss(worker=self._worker, what=what, step=step, value=value, after=after)
+
+
+def _samples(turn: Turn) -> int:
+    """What a batch weighs among those of its step: the same on all workers that step together."""
+    return turn.joint or turn.samples
+
+
+@torch.no_grad()
+def global_norm(tensors: Sequence[Tensor]) -> float:
+    """L2 norm of all of them together; one copy to the host per device."""
+    squares: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        norm = torch.linalg.vector_norm(tensor)
+        if is_sharded(norm):
+            norm = norm.full_tensor()
+        squares.setdefault(norm.device, []).append(norm.square())
+    return math.sqrt(sum(torch.stack(parts).sum().item() for parts in squares.values()))

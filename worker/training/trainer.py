@@ -1,0 +1,258 @@
+"""The training loop. One class drives one worker of many: the workers meet at evaluations and nowhere else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from embershard.proto.errors import JobError
+from embershard.proto.timing import span, step_ends, steps_begin
+from embershard.worker.checkpoint.checkpoint import Checkpoint
+from embershard.worker.checkpoint.tensors import Stateful
+from embershard.worker.client.worker_group import LeftBehind, WorkerGroup
+from embershard.worker.data.batch import Dataset
+from embershard.worker.data.splits import SplitQueue
+from embershard.worker.job.job import Job
+from embershard.worker.models.recommender import Recommender, num_dense_parameters
+from embershard.worker.nn.lr_schedule import Best
+from embershard.worker.nn.onednn import onednn_is_faster, use_onednn
+from embershard.worker.reporting.records import Result
+from embershard.worker.reporting.report import Observers, Report
+from embershard.worker.reporting.throughput import Meter
+from embershard.worker.session.session import Session
+from embershard.worker.strategy.protocol import Numbered
+from embershard.worker.training.budget import Budget, Segment, steps_of
+from embershard.worker.training.build import check_names, rates_of, step_of
+from embershard.worker.training.choice import choose_strategy
+from embershard.worker.training.codecs import JobCodecs
+from embershard.worker.training.evaluate import Evaluator
+from embershard.worker.training.loader import LoaderProcess
+from embershard.worker.training.saver import LOCAL_STEPS, RANDOM, TRIAL, Buffers, Fields, RandomNumbers, Saver
+
+
+class Trainer:
+    """Trains a job's model on this worker's share of the data until its budget or early stop.
+
+    `session` is the connection to the shards, None for a strategy that has none. With `resume` it goes on from a
+    checkpoint, from which the shards were restored before. `output`, the run's folder, is noted in its checkpoints.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        dataset: Dataset,
+        session: Session | None,
+        group: WorkerGroup,
+        observers: Observers = (),
+        loader: LoaderProcess | None = None,
+        *,
+        output: Path | None = None,
+        resume: Checkpoint | None = None,
+    ) -> None:
+        self._job, self._dataset, self._group = job, dataset, group
+        self.device = device_of(job)
+        model = build_model(job, dataset)
+        self._dense_parameters = num_dense_parameters(model)
+        self._codecs = JobCodecs(job, session)
+        self.strategy = choose_strategy(job, model, session, self.device)
+        self.model = self.strategy.model
+        before = None if resume is None else resume.manifest
+        begun = 0 if before is None else steps_of(job, before.step, before=before.world_size, now=group.world_size)
+        self._codecs.begin(begun)
+        torch.manual_seed(job.train.seed + 1 + group.rank)  # dropout differs between workers
+        self._learn = step_of(job, self.strategy, session, self.device, worker=group.rank)
+        self._evaluator = Evaluator(
+            self.model,
+            dataset,
+            self.strategy,
+            group,
+            batch_size=job.evaluate.batch_size,
+            top_k=job.top_k,
+            device=self.device,
+            averaged=self._learn.averaged,
+        )
+        has_batch_norm = any(isinstance(m, nn.BatchNorm1d) for m in self.model.modules())
+        smallest_batch = 2 if has_batch_norm else 1  # one sample has no variance
+        num_splits = job.num_splits(group.world_size)
+        self._splits = SplitQueue(session, num_splits) if session is not None and num_splits else None
+        self._budget = Budget(job, dataset, group, loader, smallest_batch, self._splits)
+        self._rates = rates_of(job, self.strategy, self._budget.total_steps)
+        early_stop = job.train.early_stop
+        self._best = Best(metric=job.metric, min_delta=early_stop.min_delta if early_stop else 0.0)
+        self._meter = Meter(self.strategy, group.world_size)
+        self._report = Report(job, dataset, self.strategy, group, self._meter, observers)
+        self._epoch = 0
+        self._stopped = False
+        self._saver = self._make_saver(session, output, resume)
+        self._resumed_step = None if before is None else begun
+        if resume is not None:
+            self._restore(resume)
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        was_there = self._saver.restore(checkpoint)
+        before, now = checkpoint.manifest.world_size, self._group.world_size
+        self._learn.steps = steps_of(self._job, self._learn.steps, before=before, now=now)
+        self._learn.skipped *= was_there  # else they are the first one's, who counts them
+
+    def run(self) -> Result:
+        """Train and evaluate in turn. NonFiniteLoss, or an error of shards, of other workers or the data, ends it."""
+        with self.strategy.others():
+            return self._run()
+
+    def _run(self) -> Result:
+        now = self._enter()
+        if self._group.late:
+            self._saver.forget_held()
+        self._report.started(
+            device=str(self.device),
+            dense_parameters=self._dense_parameters,
+            total_samples=self._budget.total_samples,
+            resumed_step=self._resumed_step,
+        )
+        number = 0  # of the pauses before
+        for segment in self._budget.segments():
+            if self._stopped:
+                break
+            pauses = (segment.evaluation and self._dataset.splits) or (segment.checkpoint and self._saver.saves)
+            if number == now:  # else the others are beyond it
+                self._train(segment.parts)
+                now = self._pause(segment, number) if pauses else now
+            number += bool(pauses)
+        self.strategy.rest()
+        return self._report.finished(
+            now,
+            step=self._learn.steps,
+            epoch=self._epoch,
+            stopped_early=self._stopped,
+            skipped_steps=self._learn.skipped,
+            returned_splits=self._splits.returned if self._splits is not None else 0,
+        )
+
+    def _train(self, parts: Iterator[Iterator[Numbered]]) -> None:
+        self._meter.resume(self._learn.steps)
+        for part in parts:
+            steps_begin()
+            for turn in self.strategy.turns(_timed(part)):
+                self._epoch = turn.epoch + 1
+                self._rates.set(self._learn.steps)
+                self._codecs.follow(self._learn.steps)
+                loss = self._learn(turn)
+                self._meter.add(turn.samples, loss)
+                if self._meter.due():
+                    self._report.trained(self._learn.steps, self._epoch, self._rates.scale)
+                step_ends()
+            self._learn.finish()
+        self._report.trained(self._learn.steps, self._epoch, self._rates.scale)
+        self._meter.pause(self._learn.steps)
+
+    def _enter(self) -> int:
+        """Take part with the other workers from here on; the number of the pauses that they have made."""
+        number, word = self._group.enter(self._word())
+        self._budget.follow(word["budget"], late=self._group.late)
+        if self._group.late:
+            # about as many as each of them made: with local(k), whose clocks are rounds, k of them in each
+            since = max(0, self.strategy.clock - int(word["clock"])) * (self._job.train.local_steps or 1)
+            self._learn.steps = max(self._learn.steps, int(word["steps"]) + since)
+            self._stopped = bool(word["stopped"]) or self._group.over
+            self._meter.began = float(word["began"])
+            for name, part in self._common.items():
+                part.load_state_dict(word[name])
+        return number
+
+    def _word(self) -> dict[str, Any]:
+        """What the others go by; the most of it those that join late."""
+        common = {name: part.state_dict() for name, part in self._common.items()}
+        at = {"steps": self._learn.steps, "clock": self.strategy.clock, "budget": self._budget.word}
+        return {"stopped": self._stopped, "began": self._meter.began, **at, **common}
+
+    def _pause(self, segment: Segment, number: int) -> int:
+        """Do with all workers what is due after a segment, while nobody's clock waits; the next segment's number."""
+        self.strategy.rest()
+        try:
+            self._group.assemble(number)
+            self._meter.agree(self._group)
+            self._epoch = self._group.highest(self._epoch)  # one that came late may have had no batch of it
+            if segment.evaluation and self._dataset.splits:
+                self._stopped = self._judge()
+            if segment.checkpoint or self._stopped:
+                self.strategy.refresh()  # copies of rows are no part of a checkpoint
+                self._group.together(lambda: self._saver.save(self._learn.steps, wait=segment.last or self._stopped))
+            self._group.dismiss(number, self.strategy.resume, self.strategy.clock, self._word())
+        except LeftBehind:
+            return self._enter()
+        return number + 1
+
+    def _judge(self) -> bool:
+        """Evaluate; whether to stop."""
+        self._report.evaluating()
+        start = time.perf_counter()
+        figures = self._evaluator.evaluate()
+        improved = self._best.observe(figures[self._report.split or ""][self._job.metric])
+        self._rates.schedule.observe(improved)
+        self._report.evaluated(
+            figures, step=self._learn.steps, epoch=self._epoch, improved=improved, seconds=time.perf_counter() - start
+        )
+        early_stop = self._job.train.early_stop
+        return early_stop is not None and self._best.worse_in_a_row >= early_stop.patience
+
+    def _make_saver(self, session: Session | None, output: Path | None, source: Checkpoint | None) -> Saver:
+        schedule = Fields(self._rates.schedule, "plateaus", "worse_in_a_row")
+        best = Fields(self._best, "value", "worse_in_a_row")
+        self._common: dict[str, Stateful] = {"schedule": schedule, "best": best, "report": self._report}
+        shared = dict(self._common)
+        if self.strategy.held is not None:
+            shared["held"] = self.strategy.held
+        own: dict[str, Stateful] = {
+            RANDOM: RandomNumbers(self.device),
+            "buffers": Buffers(self.model),
+            "budget": self._budget,
+            "step": self._learn,
+            "meter": self._meter,
+            "epoch": Fields(self, "_epoch"),
+        }
+        if session is not None and session.local_steps is not None:
+            own[LOCAL_STEPS] = session.local_steps
+        if self._codecs.trial is not None:
+            own[TRIAL] = self._codecs.trial
+        return Saver(
+            self._job,
+            self._group,
+            shared=shared,
+            own=own,
+            client=None if session is None else session.client,
+            output=output,
+            source=source,
+        )
+
+
+def build_model(job: Job, dataset: Dataset) -> Recommender:
+    """The model with its first dense weights, the same for all workers, and its tables on the meta device."""
+    torch.manual_seed(job.train.seed)
+    model = job.model.build(dataset.schema, job.dim, "meta")
+    check_names(job, model)
+    if job.train.linear == "onednn" or (job.train.linear == "auto" and onednn_is_faster()):
+        use_onednn(model)
+    return model
+
+
+def _timed(batches: Iterator[Numbered]) -> Iterator[Numbered]:
+    """The batches, and as a part of the step the time that each one took."""
+    while True:
+        with span("data"):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
+
+
+def device_of(job: Job) -> torch.device:
+    """Where a job computes. JobError for a device that this machine has not."""
+    if job.train.device == "cuda" and not torch.cuda.is_available():
+        raise JobError(where="train.device", reason="this machine has no CUDA device; use auto or cpu")
+    wanted = job.train.device
+    return torch.device("cuda" if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()) else "cpu")
