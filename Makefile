@@ -68,7 +68,7 @@ bar-ctr: setup  ## quality on Frappe and Adult against the published numbers
 bar-modes: setup  ## the quality bars in every mode: staleness 0, 4, off; dense on shards and by DDP (two to three hours, in as many goes as it takes; ARGS=--quick)
 	$(BIN)/python bench/bar_modes.py $(ARGS)
 
-bar-equal: setup  ## bit-identical over shards and carriers; equal to torch in one process
+bar-equal: setup  ## bit-identical over shards and transports; equal to torch in one process
 	$(BIN)/python bench/bar_equal.py
 
 bar-sync: setup  ## synchronous workers equal one process on the joint batch

@@ -55,13 +55,13 @@ from embershard.compare.run.netns import Namespaces
 from embershard.deploy.supervisor import LocalShards
 from embershard.proto.timing import Recorder
 from embershard.proto.transport.emulated_link import parse_bandwidth
-from embershard.worker.client.byte_counts import Moved
-from embershard.worker.client.calls import Stats
+from embershard.worker.client.byte_counts import ByteCount
+from embershard.worker.client.calls import ClientStats
 from embershard.worker.client.predicted_bytes import break_even as by_formula
 from embershard.worker.client.predicted_bytes import predict_volumes
 from embershard.worker.memory import keep_freed_memory
 from embershard.worker.models.dlrm import DLRM
-from embershard.worker.training.autotune import Auto
+from embershard.worker.training.autotune import CodecTuner
 from embershard.worker.training.trial import Trial
 from timing import finish, machine, median, print_table
 
@@ -141,9 +141,9 @@ class Arm:
             )
             for _ in range(POOL)
         )
-        self.measured: Auto | Trial | None = None
+        self.measured: CodecTuner | Trial | None = None
         if name == "auto":
-            self.measured = Auto(self.session, (), frozenset())
+            self.measured = CodecTuner(self.session, (), frozenset())
         elif name in TRIED:
             self.measured = Trial(self.session, self.session.client.compressor.directions())
         self.steps = 0
@@ -178,10 +178,10 @@ class Arm:
         parts = recorder.split().parts
         self.coding.append(sum(parts[name].mean_ms for name in CODING if name in parts) / 1e3 / steps)
 
-    def figures(self, before: Stats, steps: int) -> Figures:
+    def figures(self, before: ClientStats, steps: int) -> Figures:
         """Of all laps; so many steps have been made since `before`."""
         stats, client = self.session.stats, self.session.client
-        moved = {part: moved.minus(before.volume.get(part, Moved())) for part, moved in stats.volume.items()}
+        moved = {part: moved.minus(before.volume.get(part, ByteCount())) for part, moved in stats.volume.items()}
         num_bytes = stats.sent_bytes + stats.received_bytes - before.sent_bytes - before.received_bytes
         codecs = {
             f"{'dense' if client.compressor.is_dense(table) else 'rows'} {direction}": str(getattr(both, direction))

@@ -37,7 +37,7 @@ import numpy.typing as npt
 
 import embershard as es
 from embershard.deploy.supervisor import LocalShards
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import decode
 from embershard.proto.errors import EmbershardError, ShardUnavailable
 from embershard.proto.messages import TableGradients
@@ -141,7 +141,7 @@ class Worker:
 
     def expected(self, held: bool) -> Sums:
         """What shards should have applied."""
-        codec = Codec.parse(self.table.codec)
+        codec = CodecName.parse(self.table.codec)
         if codec.is_plain:
             return self.pushed
         if not codec.has_feedback:

@@ -1,6 +1,6 @@
 """The sharding changes nothing: one worker at staleness 0 has the same weights, to the bit, over 1, 2 and 4 shards,
-in this process and over every carrier to processes of their own, with prefetch and without, and the loss curve of plain
-torch, to float rounding.
+in this process and over every transport to processes of their own, with prefetch and without, and the loss curve of
+plain torch, to float rounding.
 
 Once with SGD against torch.optim.SGD, once with a user-defined row optimizer against the same formula in torch. Prints
 one JSON line; exits 1 below the bar.
@@ -28,8 +28,8 @@ from embershard.worker.models.dlrm import DLRM
 from embershard.worker.session.session import Session
 
 SHARDS = (1, 2, 4)
-# carrier -> a shard's address, from what it says when it serves
-CARRIERS: dict[str, Callable[[dict[str, str]], str]] = {
+# transport -> a shard's address, from what it says when it serves
+TRANSPORTS: dict[str, Callable[[dict[str, str]], str]] = {
     "stream over Unix": lambda ready: ready["address"],
     "stream over TCP": lambda ready: f"tcp://{ready['address']}",
     "grpc": lambda ready: f"grpc://{ready['address']}",
@@ -147,11 +147,11 @@ def on_shards(session: Session, optimizer: es.SGD | es.Custom, data: Batches, *,
 
 
 @contextmanager
-def processes(num_shards: int, imports: list[str], carrier: str) -> Iterator[list[str]]:
+def processes(num_shards: int, imports: list[str], transport: str) -> Iterator[list[str]]:
     """The addresses of fresh shards in processes of their own."""
     command = [sys.executable, "-m", "embershard.cli", "ps", "--of", str(num_shards), "--listen", "127.0.0.1:0"]
     command += [word for module in imports for word in ("--import", module)]
-    command += ["--parent-pid", str(os.getpid()), *(["--rpc", "127.0.0.1:0"] if carrier == "rpc" else [])]
+    command += ["--parent-pid", str(os.getpid()), *(["--rpc", "127.0.0.1:0"] if transport == "rpc" else [])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     started = [
         subprocess.Popen(
@@ -161,7 +161,7 @@ def processes(num_shards: int, imports: list[str], carrier: str) -> Iterator[lis
         for shard in range(num_shards)
     ]  # fmt: skip
     try:
-        place = CARRIERS[carrier.removesuffix(", prefetch")]
+        place = TRANSPORTS[transport.removesuffix(", prefetch")]
         yield [place(json.loads(shard.stdout.readline())) for shard in started if shard.stdout]
     finally:
         for shard in started:
@@ -175,12 +175,12 @@ def runs(optimizer: es.SGD | es.Custom, data: Batches) -> dict[str, Run]:
     for shards in SHARDS:
         with es.local(shards, imports=imports) as session:
             found[f"local x{shards}"] = on_shards(session, optimizer, data)
-        for carrier in [*CARRIERS, PREFETCH]:
+        for transport in [*TRANSPORTS, PREFETCH]:
             with (
-                processes(shards, imports, carrier) as addresses,
+                processes(shards, imports, transport) as addresses,
                 es.connect(addresses, timeout=timedelta(seconds=60)) as session,
             ):
-                found[f"{carrier} x{shards}"] = on_shards(session, optimizer, data, prefetch=carrier == PREFETCH)
+                found[f"{transport} x{shards}"] = on_shards(session, optimizer, data, prefetch=transport == PREFETCH)
     return found
 
 
@@ -194,7 +194,12 @@ def main() -> int:
             in_torch(lambda m: Signum(m.parameters(), lr=0.001, beta=0.9), data, sparse=True),
         ),
     }
-    figures: dict[str, object] = {"shards": SHARDS, "carriers": ["local", *CARRIERS], "steps": STEPS, "batch": BATCH}
+    figures: dict[str, object] = {
+        "shards": SHARDS,
+        "transports": ["local", *TRANSPORTS],
+        "steps": STEPS,
+        "batch": BATCH,
+    }
     passed = True
     for name, (optimizer, reference) in cases.items():
         results = runs(optimizer, data)

@@ -35,7 +35,7 @@ from embershard.proto.codec.select import Threshold, count_of, random_positions
 from embershard.proto.codec.values.registry import find_values
 from embershard.proto.messages import Message, Pull, Push, Reply, Request, Rows, arrays
 from embershard.proto.routing import Placement
-from embershard.proto.transport.local import LocalCarrier
+from embershard.proto.transport.local import LocalTransport
 from embershard.proto.wire import frame_bytes
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
@@ -210,7 +210,7 @@ def index_cost(failures: list[str]) -> Result:
     return {**result, "0.5 against fp16s": round(half / whole, 3)}
 
 
-class Counted:
+class ShardCounters:
     """A shard in this process that keeps the bytes of the frames that its messages would be."""
 
     def __init__(self) -> None:
@@ -233,8 +233,8 @@ class Counted:
 
 def step_bytes(codec: str, dim: int, ids: torch.Tensor) -> tuple[int, int]:
     """Bytes of a step that reads these rows and pushes a gradient for each; and with the ids packed."""
-    counted = Counted()
-    client = Client([LocalCarrier(counted.handle, "local/0")])
+    counted = ShardCounters()
+    client = Client([LocalTransport(counted.handle, "local/0")])
     with es.Session(client, compression=Compression(push=codec, pull=codec)) as session:
         spec = es.TableSpec(name="items", dim=dim, optimizer=es.SGD(lr=0.1), initializer=es.Normal(std=0.01))
         table = es.Embedding(session.table(spec))

@@ -1,4 +1,5 @@
-"""A TCP proxy before a shard that loses, repeats and delays what passes, by frames of the stream carrier (wire.md)."""
+"""A TCP proxy before a shard that loses, repeats and delays what passes, by frames of the stream transport
+(wire.md)."""
 
 from __future__ import annotations
 

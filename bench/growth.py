@@ -26,7 +26,7 @@ DIM = 16
 GOLDEN = 0x9E3779B97F4A7C15  # odd: a bijection of 64-bit numbers
 
 
-class Calls:
+class Requests:
     """Wall and CPU milliseconds of every call of one kind."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ def main() -> None:
     gradients = rng.standard_normal((batch, DIM), np.float32)
     out = np.zeros((batch, DIM), np.float32)
     dense, used = torch.zeros(batch, 2 * DIM), 0
-    push, pull, dense_push = Calls(), Calls(), Calls()
+    push, pull, dense_push = Requests(), Requests(), Requests()
 
     def ids_of(numbers: np.ndarray) -> np.ndarray:
         return (numbers.astype(np.uint64) * np.uint64(GOLDEN)).view(np.int64)

@@ -1,4 +1,4 @@
-"""Memory stays flat: 10^5 small steps over the `stream` carrier with everything on that keeps something.
+"""Memory stays flat: 10^5 small steps over the `stream` transport with everything on that keeps something.
 
 Two shards and one worker, each a process of its own: three tables, prefetch (staleness 1, routes named), a cache of
 hot rows, and ids from a fixed set, so that no table grows. Resident memory, threads and open descriptors of each

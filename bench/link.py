@@ -1,14 +1,14 @@
 """A training over a slow link keeps it busy: shards in one network namespace, workers in another, and between them a
 link that tbf holds to 1 Gbit/s and to 100 Mbit/s in either direction.
 
-Two kinds of traffic over the `stream` carrier and 2 shards: three workers that train a DLRM with small towers
+Two kinds of traffic over the `stream` transport and 2 shards: three workers that train a DLRM with small towers
 (prefetch, staleness 2), and one plain Client that pulls and pushes from four threads. One worker alone cannot fill the
 link: its pushes go one at a time, and while one is acknowledged its direction is idle; the others fill that gap.
 
-The link is full duplex, so each direction is counted by itself, and the bar holds for the busier one: what the carriers
-sent or received (frames: heads, ids, rows, gradients), over what the link's rate allows in the same time. Nothing is
-taken off for Ethernet, IP and TCP headers, 66 bytes per 1,448 that tbf counts too, nor for acknowledgements: 95 % is
-all there is. samples/s (of the Client: rows) stand beside those that the rate allows.
+The link is full duplex, so each direction is counted by itself, and the bar holds for the busier one: what the
+transports sent or received (frames: heads, ids, rows, gradients), over what the link's rate allows in the same time.
+Nothing is taken off for Ethernet, IP and TCP headers, 66 bytes per 1,448 that tbf counts too, nor for acknowledgements:
+95 % is all there is. samples/s (of the Client: rows) stand beside those that the rate allows.
 
 Needs root, ip and tc: without them it says so and exits with 2. Prints one JSON line; exits 1 below the bar.
 """
@@ -30,7 +30,7 @@ from typing import NoReturn
 import numpy as np
 
 from embershard.compare.run.netns import Namespaces, NoNamespaces
-from embershard.worker.client.calls import Stats
+from embershard.worker.client.calls import ClientStats
 from timing import finish, machine, print_table
 
 BAR = 0.90
@@ -85,14 +85,14 @@ def measure(made: Namespaces, kind: str, rate: str, seconds: float) -> dict[str,
 # --- the worker's process ---
 
 
-class Meter:
+class Throughput:
     """Rates from the first look after `begin`, on time.monotonic()'s clock, to the first one `seconds` later."""
 
     def __init__(self, begin: float, seconds: float) -> None:
         self._begin, self._end, self._seconds = begin, begin + seconds, seconds
         self._looks: list[tuple[float, float, float, float]] = []
 
-    def done(self, stats: Stats, samples: int) -> bool:
+    def done(self, stats: ClientStats, samples: int) -> bool:
         """Look at the counters; whether that was the last time."""
         now = time.monotonic()
         if now > (self._end if self._looks else self._begin):
@@ -107,7 +107,7 @@ class Meter:
         return {name: (b - a) / (end - start) for name, a, b in zip(names, before, after, strict=True)}
 
 
-def train_steps(addresses: str, rank: int, rate: str, meter: Meter) -> None:
+def train_steps(addresses: str, rank: int, rate: str, meter: Throughput) -> None:
     """Steps of a DLRM, its rows pulled ahead."""
     import torch
     from torch.nn.functional import binary_cross_entropy_with_logits
@@ -136,7 +136,7 @@ def train_steps(addresses: str, rank: int, rate: str, meter: Meter) -> None:
             session.step()
 
 
-def client_threads(addresses: str, rank: int, rate: str, meter: Meter) -> None:
+def client_threads(addresses: str, rank: int, rate: str, meter: Throughput) -> None:
     """Pulls and pushes of the same rows, each thread on its own ids."""
     from embershard.proto.routing import make_route
     from embershard.proto.spec import RowWiseAdagrad, TableSpec
@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--addresses", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        meter = Meter(args.begin, args.seconds)
+        meter = Throughput(args.begin, args.seconds)
         RUNS[args.worker](args.addresses, args.rank, args.rate, meter)
         print(json.dumps(meter.rates()), flush=True)
         return

@@ -27,12 +27,14 @@ sys.path.insert(1, str(PEERS))
 
 import common as C  # noqa: E402  # before numpy: it says how many threads that may use
 
-CARRIERS = {"stream": "", "tcp": "tcp://", "grpc": "grpc://"}
+TRANSPORTS = {"stream": "", "tcp": "tcp://", "grpc": "grpc://"}
 PORTION = 2**18  # rows loaded at a time
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--carrier", default="stream", choices=CARRIERS, help="stream: a Unix socket on one machine")
+    parser.add_argument(
+        "--transport", default="stream", choices=TRANSPORTS, help="stream: a Unix socket on one machine"
+    )
     parser.add_argument("--staleness", type=int, default=1, help="dlrm: of session.prefetch; -1: no prefetch")
     parser.add_argument(
         "--malloc", default="keep", choices=["keep", "default"], help="keep: as `embershard worker` does"
@@ -49,7 +51,7 @@ def main(a: argparse.Namespace) -> None:
 
     workers: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="embershard") as folder, LocalShards(a.servers) as shards:
-        addresses = ",".join(CARRIERS[a.carrier] + address for address in shards.addresses)
+        addresses = ",".join(TRANSPORTS[a.transport] + address for address in shards.addresses)
         given = ["--addresses", addresses, "--pids", " ".join(map(str, shards.pids)), "--dir", folder]
         try:
             for rank in range(a.workers):
@@ -61,7 +63,7 @@ def main(a: argparse.Namespace) -> None:
         if a.spans:
             print(C.tail(f"{folder}/worker0.log"), file=sys.stderr)
     dlrm = {"staleness": a.staleness, "linear": a.linear} if a.workload == "dlrm" else {}
-    C.collect(a, "embershard", results, carrier=a.carrier, **dlrm)
+    C.collect(a, "embershard", results, transport=a.transport, **dlrm)
 
 
 def make_meter(a: argparse.Namespace) -> Any:
@@ -72,7 +74,7 @@ def make_meter(a: argparse.Namespace) -> Any:
     while not all(file.exists() and file.read_text() for file in files):
         time.sleep(0.01)
     pids = shards + [int(file.read_text()) for file in files]
-    return C.Meter(a, lambda: pids, lambda: shards)
+    return C.Throughput(a, lambda: pids, lambda: shards)
 
 
 def milliseconds(*times: float) -> list[float]:

@@ -190,7 +190,7 @@ WORKLOADS = {
         ("--workload", "ps", "--servers", "2"),
         100,
         (*IN_PROCESS, *RPC, PS_LITE, TORCHREC_PS, *OTHERS, EMBERSHARD,
-         Program(f"{OURS}, TCP", EMBERSHARD.script, ("--carrier", "tcp"))),
+         Program(f"{OURS}, TCP", EMBERSHARD.script, ("--transport", "tcp"))),
     ),
     "dlrm1": Workload(
         "W-DLRM, 2 shards, 1 worker",

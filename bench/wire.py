@@ -1,4 +1,4 @@
-"""What the stream carrier's frames cost in Python, and what a checksum of the buffers adds (docs/wire.md).
+"""What the stream transport's frames cost in Python, and what a checksum of the buffers adds (docs/wire.md).
 
 Frames go from one process to another over a Unix socket, without an event loop, and the CPU time of the receiving one
 is taken: with and without CHECKSUM, in turns in one run. The last rows are a small frame's encode and decode alone.
@@ -16,7 +16,7 @@ from embershard.proto.wire import Feature, Reader, encode
 from timing import finish, machine, median, print_table, thread_seconds
 
 ROUNDS = 7
-SOCKET_BYTES = 2**20  # as the carrier's own
+SOCKET_BYTES = 2**20  # as the transport's own
 SHAPES = [(26, 4096), (26, 32768), (2, 8 * 2**20)]  # buffers of a frame, bytes of each
 
 

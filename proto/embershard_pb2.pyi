@@ -249,16 +249,16 @@ class TableStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dim: _Optional[int] = ..., rows: _Optional[int] = ..., bytes: _Optional[int] = ..., optimizer: _Optional[str] = ..., loading: _Optional[bool] = ..., push_codec: _Optional[str] = ..., pull_codec: _Optional[str] = ...) -> None: ...
 
 class MemberStatus(_message.Message):
-    __slots__ = ("worker", "clock", "resting", "lease_seconds")
+    __slots__ = ("worker", "clock", "paused", "lease_seconds")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
-    RESTING_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     worker: int
     clock: int
-    resting: bool
+    paused: bool
     lease_seconds: float
-    def __init__(self, worker: _Optional[int] = ..., clock: _Optional[int] = ..., resting: _Optional[bool] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, worker: _Optional[int] = ..., clock: _Optional[int] = ..., paused: _Optional[bool] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
 
 class ShardStatus(_message.Message):
     __slots__ = ("shard", "num_shards", "placement_epoch", "version", "instance", "uptime_seconds", "resident_bytes", "requests", "pulled_rows", "pushed_rows", "duplicate_pushes", "skipped_rows", "queued_bytes", "tables", "clock", "staleness", "members", "staleness_seen", "expired_leases", "meeting")
@@ -305,14 +305,14 @@ class ShardStatus(_message.Message):
     def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., pulled_rows: _Optional[int] = ..., pushed_rows: _Optional[int] = ..., duplicate_pushes: _Optional[int] = ..., skipped_rows: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., clock: _Optional[int] = ..., staleness: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., staleness_seen: _Optional[_Iterable[int]] = ..., expired_leases: _Optional[int] = ..., meeting: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("worker", "epoch", "clock", "staleness", "workers", "lease_ms", "damp", "run")
+    __slots__ = ("worker", "epoch", "clock", "staleness", "workers", "lease_ms", "staleness_aware_lr", "run")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
-    DAMP_FIELD_NUMBER: _ClassVar[int]
+    STALENESS_AWARE_LR_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     worker: int
     epoch: int
@@ -320,9 +320,9 @@ class JoinRequest(_message.Message):
     staleness: int
     workers: int
     lease_ms: int
-    damp: bool
+    staleness_aware_lr: bool
     run: int
-    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., staleness: _Optional[int] = ..., workers: _Optional[int] = ..., lease_ms: _Optional[int] = ..., damp: _Optional[bool] = ..., run: _Optional[int] = ...) -> None: ...
+    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., clock: _Optional[int] = ..., staleness: _Optional[int] = ..., workers: _Optional[int] = ..., lease_ms: _Optional[int] = ..., staleness_aware_lr: _Optional[bool] = ..., run: _Optional[int] = ...) -> None: ...
 
 class Joined(_message.Message):
     __slots__ = ("member", "clock", "started", "members")
@@ -346,11 +346,11 @@ class LeaveRequest(_message.Message):
     rest: bool
     def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., rest: _Optional[bool] = ...) -> None: ...
 
-class Left(_message.Message):
+class LeaveAck(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class BeatRequest(_message.Message):
+class HeartbeatRequest(_message.Message):
     __slots__ = ("worker", "epoch")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -358,7 +358,7 @@ class BeatRequest(_message.Message):
     epoch: int
     def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
-class Beaten(_message.Message):
+class HeartbeatAck(_message.Message):
     __slots__ = ("clock", "members")
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
@@ -366,7 +366,7 @@ class Beaten(_message.Message):
     members: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, clock: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class MeetRequest(_message.Message):
+class RendezvousRequest(_message.Message):
     __slots__ = ("worker", "epoch", "name", "payload", "listen", "among")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -382,7 +382,7 @@ class MeetRequest(_message.Message):
     among: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., name: _Optional[str] = ..., payload: _Optional[bytes] = ..., listen: _Optional[bool] = ..., among: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class Met(_message.Message):
+class RendezvousResult(_message.Message):
     __slots__ = ("workers", "payloads")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     PAYLOADS_FIELD_NUMBER: _ClassVar[int]

@@ -1,6 +1,6 @@
 """The error tree. Each error has fields, one message built here, and one wire status.
 
-A shard raises these; a carrier moves them as (status, name, fields) and the client raises the same type again.
+A shard raises these; a transport moves them as (status, name, fields) and the client raises the same type again.
 """
 
 from __future__ import annotations
@@ -86,18 +86,18 @@ class MessageTooLarge(InvalidRequest):
 
 
 class BadFrame(EmbershardError):
-    """Bytes that are no frame of the `stream` carrier, or not what the start of a frame said (docs/wire.md)."""
+    """Bytes that are no frame of the `stream` transport, or not what the start of a frame said (docs/wire.md)."""
 
     status = Status.INVALID_ARGUMENT
     template = "{what} is {got}, not {want}; the connection is dropped, since where its next frame starts is unknown"
 
 
 class WrongVersion(EmbershardError):
-    """Two sides without a common version of the `stream` carrier."""
+    """Two sides without a common version of the `stream` transport."""
 
     status = Status.FAILED_PRECONDITION
     template = (
-        "it speaks versions {lowest} to {highest} of the stream carrier, this side {own_lowest} to {own_highest}; "
+        "it speaks versions {lowest} to {highest} of the stream transport, this side {own_lowest} to {own_highest}; "
         "upgrade the older side"
     )
 
@@ -196,7 +196,7 @@ class LeaseLost(EmbershardError):
     )
 
 
-class RunOver(EmbershardError):
+class StaleRun(EmbershardError):
     """A worker of an earlier run than the one that the shard serves, which cannot take part in it."""
 
     status = Status.ABORTED
@@ -372,7 +372,7 @@ _MAX_FIELD_CHARS = 500
 
 
 def clipped(error: EmbershardError) -> EmbershardError:
-    """The error with texts that every carrier takes: what it quotes may be as long as a message."""
+    """The error with texts that every transport takes: what it quotes may be as long as a message."""
     fields = {key: _short(value) if isinstance(value, str) else value for key, value in error.fields.items()}
     return type(error)(shard=error.shard, **fields)
 

@@ -1,4 +1,4 @@
-"""The messages of embershard.proto as frozen data over numpy arrays: what `Shard.handle` and the carriers speak.
+"""The messages of embershard.proto as frozen data over numpy arrays: what `Shard.handle` and the transports speak.
 
 protobuf.py turns them into bytes and back.
 """
@@ -33,7 +33,7 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 # A shard puts a request that waits for other workers back so long before its deadline, or a quarter of its time, that
 # the reply still arrives.
 PUT_BACK_SECONDS = 0.5
-ONLOOKER = 65_535  # the last worker number, which no job of this size has: of who reads beside those that train
+READ_ONLY_WORKER = 65_535  # the last worker number, which no job of this size has: of who reads beside those that train
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +202,10 @@ class Pushed:
 class Join:
     """Become a member of the job: from `clock` on, the shard's clock waits for this worker's pushes.
 
-    `staleness` 0: the gradients of a clock are gathered and applied once; k: a bound; -1: none. With `damp` a push's
-    learning rate is divided by the updates that its rows had missed. Nothing is closed before `workers` have joined.
-    A higher `run` than any before ends the run that goes on here; 0 takes part in that one.
+    `staleness` 0: the gradients of a clock are gathered and applied once; k: a bound; -1: none. With
+    `staleness_aware_lr` a push's learning rate is divided by the updates that its rows had missed. Nothing is closed
+    before `workers` have joined. A higher `run` than any before ends the run that goes on here; 0 takes part in that
+    one.
     """
 
     worker: int
@@ -213,7 +214,7 @@ class Join:
     staleness: int
     workers: int
     lease_ms: int
-    damp: bool = False
+    staleness_aware_lr: bool = False
     run: int = 0
 
 
@@ -237,12 +238,12 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class LeaveAck:
     """Nobody waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """Renew the lease."""
 
     worker: int
@@ -250,7 +251,7 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
-class Beaten:
+class HeartbeatAck:
     """The lease is renewed."""
 
     clock: int
@@ -258,7 +259,7 @@ class Beaten:
 
 
 @dataclass(frozen=True, slots=True)
-class Meet:
+class Rendezvous:
     """Put bytes down and read those of all other members, once all of them have come.
 
     Names are used once: whoever comes to a meeting that was held already reads who was there. `among` are the workers
@@ -274,7 +275,7 @@ class Meet:
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class RendezvousResult:
     """Who came, in order, and what they put down, for those who listen."""
 
     workers: tuple[int, ...]
@@ -301,12 +302,12 @@ class Split:
 
 
 Request = (
-    Hello | Declare | Load | Pull | Push | GetStatus | Join | Leave | Beat | Meet | TakeSplit | Snapshot | Restore
-    | Compress
+    Hello | Declare | Load | Pull | Push | GetStatus | Join | Leave | Heartbeat | Rendezvous | TakeSplit | Snapshot
+    | Restore | Compress
 )  # fmt: skip
 Reply = (
-    Greeting | Declared | Loaded | Rows | Pushed | ShardStatus | Joined | Left | Beaten | Met | Split
-    | Snapshotted | Restored | Compressed
+    Greeting | Declared | Loaded | Rows | Pushed | ShardStatus | Joined | LeaveAck | HeartbeatAck | RendezvousResult
+    | Split | Snapshotted | Restored | Compressed
 )  # fmt: skip
 Message = Request | Reply
 
@@ -319,9 +320,9 @@ METHODS: dict[type[Request], tuple[str, type[Reply]]] = {
     Push: ("Push", Pushed),
     GetStatus: ("Status", ShardStatus),
     Join: ("Join", Joined),
-    Leave: ("Leave", Left),
-    Beat: ("Beat", Beaten),
-    Meet: ("Meet", Met),
+    Leave: ("Leave", LeaveAck),
+    Heartbeat: ("Heartbeat", HeartbeatAck),
+    Rendezvous: ("Rendezvous", RendezvousResult),
     TakeSplit: ("TakeSplit", Split),
     Snapshot: ("Snapshot", Snapshotted),
     Restore: ("Restore", Restored),
@@ -329,7 +330,7 @@ METHODS: dict[type[Request], tuple[str, type[Reply]]] = {
 }
 SERVICE = "embershard.v1.Shard"
 
-# kinds of frames of the `stream` carrier (docs/wire.md): a reply's is its request's with the highest bit set
+# kinds of frames of the `stream` transport (docs/wire.md): a reply's is its request's with the highest bit set
 REQUEST_KINDS: dict[int, type[Request]] = {number: kind for number, kind in enumerate(METHODS, start=1)}
 REPLY_KINDS: dict[int, type[Reply]] = {number | 0x80: METHODS[kind][1] for number, kind in REQUEST_KINDS.items()}
 KIND_OF: dict[type[Message], int] = {kind: number for number, kind in [*REQUEST_KINDS.items(), *REPLY_KINDS.items()]}
@@ -351,9 +352,9 @@ def arrays(message: Message) -> list[Array]:
             return list(rows)
         case Load():
             return [message.ids, message.rows]
-        case Meet():
+        case Rendezvous():
             return [message.payload]
-        case Met():
+        case RendezvousResult():
             return list(message.payloads)
         case _:
             return []

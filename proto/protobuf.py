@@ -1,7 +1,7 @@
 """The protobuf form of the messages.
 
 A message is a head, which is its protobuf form without the arrays, and the arrays. `dumps` puts the arrays into the
-head's bytes fields, as gRPC wants them; the `stream` carrier sends them beside it. Reading is total: any bytes give a
+head's bytes fields, as gRPC wants them; the `stream` transport sends them beside it. Reading is total: any bytes give a
 message or InvalidRequest. Arrays of a message that was read are views of the bytes given.
 """
 
@@ -18,31 +18,31 @@ from google.protobuf.message import Message as Protobuf
 
 from embershard.proto import embershard_pb2 as pb
 from embershard.proto.buffers import Buffer, IdReader, read_floats, read_ids, read_values, to_bytes
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.codec_messages import Compress, Compressed, TableCodecs
 from embershard.proto.errors import InvalidRequest
 from embershard.proto.messages import (
-    Beat,
-    Beaten,
     Declare,
     Declared,
     GetStatus,
     Greeting,
+    Heartbeat,
+    HeartbeatAck,
     Hello,
     Join,
     Joined,
     Leave,
-    Left,
+    LeaveAck,
     Load,
     Loaded,
-    Meet,
     MemberStatus,
     Message,
-    Met,
     Pull,
     Push,
     Pushed,
     PushToken,
+    Rendezvous,
+    RendezvousResult,
     Rows,
     ShardStatus,
     Split,
@@ -78,12 +78,12 @@ def _unpack_spec(spec: pb.TableSpec) -> TableSpec:
         initializer=Initializer.of(spec.initializer.kind, dict(spec.initializer.params)),
         id_space=spec.id_space,
         seed=spec.seed,
-        push_codec=Codec.parse(spec.push_codec or "none"),
-        pull_codec=Codec.parse(spec.pull_codec or "none"),
+        push_codec=CodecName.parse(spec.push_codec or "none"),
+        pull_codec=CodecName.parse(spec.pull_codec or "none"),
     )
 
 
-def _codec_text(codec: Codec) -> str:
+def _codec_text(codec: CodecName) -> str:
     return "" if codec.is_plain else str(codec)
 
 
@@ -236,17 +236,17 @@ def _unpack_status(p: pb.ShardStatus, _: Sequence[Buffer]) -> ShardStatus:
     return ShardStatus(**flat, **parts)
 
 
-def _pack_meet(m: Meet) -> pb.MeetRequest:
-    return pb.MeetRequest(worker=m.worker, epoch=m.epoch, name=m.name, listen=m.listen, among=m.among)
+def _pack_meet(m: Rendezvous) -> pb.RendezvousRequest:
+    return pb.RendezvousRequest(worker=m.worker, epoch=m.epoch, name=m.name, listen=m.listen, among=m.among)
 
 
-def _unpack_meet(p: pb.MeetRequest, bulk: Sequence[Buffer]) -> Meet:
+def _unpack_meet(p: pb.RendezvousRequest, bulk: Sequence[Buffer]) -> Rendezvous:
     (payload,) = bulk
-    return Meet(p.worker, p.epoch, p.name, np.frombuffer(payload, np.uint8), p.listen, tuple(p.among))
+    return Rendezvous(p.worker, p.epoch, p.name, np.frombuffer(payload, np.uint8), p.listen, tuple(p.among))
 
 
-def _unpack_met(p: pb.Met, bulk: Sequence[Buffer]) -> Met:
-    return Met(tuple(p.workers), tuple(np.frombuffer(payload, np.uint8) for payload in bulk))
+def _unpack_met(p: pb.RendezvousResult, bulk: Sequence[Buffer]) -> RendezvousResult:
+    return RendezvousResult(tuple(p.workers), tuple(np.frombuffer(payload, np.uint8) for payload in bulk))
 
 
 def _plain(message: type[Message], proto: type[Protobuf]) -> tuple[Callable[..., Protobuf], Callable[..., Message]]:
@@ -280,11 +280,11 @@ _FORMS: dict[type, tuple[type[Protobuf], _Pack, _Unpack]] = {
     Join: (pb.JoinRequest, *_plain(Join, pb.JoinRequest)),
     Joined: (pb.Joined, *_plain(Joined, pb.Joined)),
     Leave: (pb.LeaveRequest, *_plain(Leave, pb.LeaveRequest)),
-    Left: (pb.Left, *_plain(Left, pb.Left)),
-    Beat: (pb.BeatRequest, *_plain(Beat, pb.BeatRequest)),
-    Beaten: (pb.Beaten, *_plain(Beaten, pb.Beaten)),
-    Meet: (pb.MeetRequest, _pack_meet, _unpack_meet),
-    Met: (pb.Met, lambda m: pb.Met(workers=m.workers), _unpack_met),
+    LeaveAck: (pb.LeaveAck, *_plain(LeaveAck, pb.LeaveAck)),
+    Heartbeat: (pb.HeartbeatRequest, *_plain(Heartbeat, pb.HeartbeatRequest)),
+    HeartbeatAck: (pb.HeartbeatAck, *_plain(HeartbeatAck, pb.HeartbeatAck)),
+    Rendezvous: (pb.RendezvousRequest, _pack_meet, _unpack_meet),
+    RendezvousResult: (pb.RendezvousResult, lambda m: pb.RendezvousResult(workers=m.workers), _unpack_met),
     TakeSplit: (pb.TakeSplitRequest, *_plain(TakeSplit, pb.TakeSplitRequest)),
     Split: (pb.Split, *_plain(Split, pb.Split)),
     Snapshot: (pb.SnapshotRequest, *_plain(Snapshot, pb.SnapshotRequest)),
@@ -365,9 +365,9 @@ def _fill(proto: Protobuf, bulk: Sequence[bytes]) -> None:
     elif isinstance(proto, pb.PullRequest):
         for ids, data in zip(proto.tables, bulk, strict=True):
             ids.ids = data
-    elif isinstance(proto, pb.MeetRequest):
+    elif isinstance(proto, pb.RendezvousRequest):
         (proto.payload,) = bulk
-    elif isinstance(proto, pb.Met):
+    elif isinstance(proto, pb.RendezvousResult):
         proto.payloads.extend(bulk)
     elif isinstance(proto, pb.PushRequest):
         left = iter(bulk)
@@ -385,9 +385,9 @@ def _drain(proto: Protobuf) -> list[bytes]:
         return [proto.ids, proto.rows]
     if isinstance(proto, pb.PullRequest):
         return [part.ids for part in proto.tables]
-    if isinstance(proto, pb.MeetRequest):
+    if isinstance(proto, pb.RendezvousRequest):
         return [proto.payload]
-    if isinstance(proto, pb.Met):
+    if isinstance(proto, pb.RendezvousResult):
         return list(proto.payloads)
     if isinstance(proto, pb.PushRequest):
         return [

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Self, TypeVar
 
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 
 MAX_DIM = 65_536  # a row of this dim is 256 KiB: far above any embedding, and far below a message's limit
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-/]{0,199}")
@@ -283,8 +283,8 @@ class TableSpec:
     initializer: Initializer = field(default_factory=Normal)
     id_space: str = ""
     seed: int = 0
-    push_codec: Codec = field(default_factory=Codec)
-    pull_codec: Codec = field(default_factory=Codec)
+    push_codec: CodecName = field(default_factory=CodecName)
+    pull_codec: CodecName = field(default_factory=CodecName)
 
     def __post_init__(self) -> None:
         for what, text in (("name", self.name), ("id_space", self.id_space or self.name)):

@@ -30,7 +30,7 @@ class MemberStatus:
 
     worker: int
     clock: int
-    resting: bool
+    paused: bool
     lease_seconds: float
 
 

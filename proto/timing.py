@@ -18,13 +18,10 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
-
-if TYPE_CHECKING:  # a command that only asks shards for their status imports this module by way of the client
-    from torch.autograd.profiler import record_function
 
 Floats = npt.NDArray[np.float64]
 
@@ -209,7 +206,7 @@ class _Span:
     def __init__(self, recorder: Recorder, name: str) -> None:
         self._recorder, self._name = recorder, name
         self._inner = 0.0  # seconds of the spans inside
-        self._range: record_function | None = None
+        self._range: AbstractContextManager[object] | None = None
 
     def __enter__(self) -> None:
         recorder = self._recorder

@@ -1,4 +1,4 @@
-"""The contract of the `rpc` carrier: what torch.distributed.rpc calls in a shard, and how a worker finds a shard.
+"""The contract of the `rpc` transport: what torch.distributed.rpc calls in a shard, and how a worker finds a shard.
 
 torch pickles a function by its name, so the one that workers call is here, where both sides import it; beside its name
 only strings, bytes, numbers and tensors travel. torch rpc knows groups whose members all know each other, and a member

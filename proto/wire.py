@@ -1,4 +1,4 @@
-"""The frames of the `stream` carrier: bytes in, frames out; no socket, no asyncio, no message (docs/wire.md).
+"""The frames of the `stream` transport: bytes in, frames out; no socket, no asyncio, no message (docs/wire.md).
 
 A connection starts with a hello of either side (`client_hello`, `server_hello`, `read_server_hello`). After it, both
 sides send what `encode` returns, and give a `Reader` what they receive.

@@ -42,7 +42,7 @@ class Watched(Protocol):
         """Every request that arrived before `now` has been handled."""
         ...
 
-    def excuse(self, seconds: float) -> None:
+    def extend_leases(self, seconds: float) -> None:
         """For so long nobody could be heard."""
         ...
 
@@ -163,7 +163,7 @@ class ApplyThread:
         stood_still = now - self._looked - _STEP_SECONDS
         self._looked = now
         if stood_still > 0 and self._watched is not None:
-            self._watched.excuse(stood_still)
+            self._watched.extend_leases(stood_still)
         return now
 
     def _pass_time(self, now: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.codec_messages import Compress, Compressed, TableCodecs
 from embershard.proto.errors import InvalidRequest
 from embershard.ps.table.tables import Tables
@@ -16,7 +16,7 @@ class CompressionSettings:
     `check` raises UnknownCodec for a codec that this shard cannot read or write.
     """
 
-    def __init__(self, tables: Tables, check: Callable[[Codec], None]) -> None:
+    def __init__(self, tables: Tables, check: Callable[[CodecName], None]) -> None:
         self.revision = 0
         self._tables = tables
         self._check = check
@@ -53,7 +53,7 @@ class CompressionSettings:
             if not text:
                 continue
             try:
-                codec = Codec.parse(text)
+                codec = CodecName.parse(text)
                 codec.check(direction, entry.dense)
                 if codec.select == "dgc" and entry.table.spec.optimizer.params().get("momentum", 0.0) > 0:
                     raise ValueError(f"{codec} keeps the momentum in the worker, so that of its optimizer must be 0")

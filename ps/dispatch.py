@@ -1,4 +1,4 @@
-"""From a carrier to the shard and back: what is answered at once, what waits for the apply thread, and what failed."""
+"""Pass requests from a transport to the shard: some are answered at once, the others by the apply thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class Dispatch:
-    """The shard as every carrier sees it. `submit` may be called from any thread.
+    """The shard as every transport sees it. `submit` may be called from any thread.
 
     Hello and Status are answered at once in the caller's thread: health does not wait behind pushes. Everything else
     goes through the apply thread, reading and writing included, so that no I/O thread works for longer than a small
@@ -35,7 +35,7 @@ class Dispatch:
         self._lock = threading.Lock()  # of _answered
 
     def status(self) -> ShardStatus:
-        """The shard's status with what only its carriers know."""
+        """The shard's status with what only its transports know."""
         status = self._shard.status()
         return dataclasses.replace(
             status, requests=status.requests + self._answered, queued_bytes=self._apply.queued_bytes

@@ -104,10 +104,10 @@ async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
     sockets = address.listen()
     bound = address.bound(sockets[0])
     apply = ApplyThread(max_bytes=options.queue_bytes)
-    carriers = await _Carriers.start(Dispatch(shard, apply), address, sockets, options)
+    transports = await _Transports.start(Dispatch(shard, apply), address, sockets, options)
     ready = {"event": "serving", "shard": options.shard, "of": options.of, "address": bound, "pid": os.getpid()}
-    if carriers.rpc is not None:
-        ready["rpc"] = carriers.rpc.address
+    if transports.rpc is not None:
+        ready["rpc"] = transports.rpc.address
     _settle()
     print(json.dumps(ready), flush=True)
     loop.run_in_executor(
@@ -117,10 +117,10 @@ async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
 
     signum = await stop.received
     _log.info("%s: finishing %d queued bytes", signal.Signals(signum).name, apply.queued_bytes)
-    await carriers.health.enter_graceful_shutdown()
+    await transports.health.enter_graceful_shutdown()
     apply.close()  # from here on, new requests are told that the shard is shutting down
     done = await asyncio.to_thread(apply.join, GRACE_SECONDS)
-    await carriers.close()
+    await transports.close()
     if address.path:
         Path(address.path).unlink(missing_ok=True)
     if not done:
@@ -131,7 +131,7 @@ async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
 
 
 @dataclass(frozen=True)
-class _Carriers:
+class _Transports:
     """What brings requests to the shard."""
 
     grpc: Server
@@ -143,7 +143,7 @@ class _Carriers:
     @classmethod
     async def start(
         cls, dispatch: Dispatch, address: Address, sockets: list[socket.socket], options: ServerOptions
-    ) -> _Carriers:
+    ) -> _Transports:
         from grpc_health.v1 import health
         from grpc_health.v1.health_pb2 import HealthCheckResponse
 

@@ -1,4 +1,4 @@
-"""The shard: one state machine from a request to its reply, that knows no carrier, no socket and no thread.
+"""The shard: one state machine from a request to its reply, that knows no transport, no socket and no thread.
 
 It is not safe for use by several threads, but for `greeting` and `status`, which may be read at any time. Requests are
 checked here, once; what lies below relies on it.
@@ -17,19 +17,19 @@ from embershard.proto.codec.user_defined import CodecRegistry
 from embershard.proto.errors import ClockAhead, InvalidRequest, WrongPlacement
 from embershard.proto.messages import (
     MAX_MESSAGE_BYTES,
-    Beat,
     Compress,
     Declare,
     GetStatus,
     Greeting,
+    Heartbeat,
     Hello,
     Join,
     Joined,
     Leave,
     Load,
-    Meet,
     Pull,
     Push,
+    Rendezvous,
     Reply,
     Request,
     Rows,
@@ -43,9 +43,9 @@ from embershard.ps.coordination.clock import Clock
 from embershard.ps.coordination.data_splits import Splits
 from embershard.ps.coordination.dedup import Dedup
 from embershard.ps.coordination.pushes import Pushes
-from embershard.ps.coordination.rendezvous import Meetings
+from embershard.ps.coordination.rendezvous import RendezvousRegistry
 from embershard.ps.restore import Contents, Restores
-from embershard.ps.snapshot import Moment, Snapshots
+from embershard.ps.snapshot import ShardImage, Snapshots
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.reads import read_all
 from embershard.ps.table.stopwatch import Stopwatch
@@ -85,7 +85,7 @@ class Shard:
         self._compression = CompressionSettings(self._tables, self._tables.check_codec)
         self._clock = Clock()
         self._pushes = Pushes(self._tables, self._clock, max_message_bytes)
-        self._meetings = Meetings(self._clock, max_message_bytes)
+        self._meetings = RendezvousRegistry(self._clock, max_message_bytes)
         self._splits = Splits(self._clock)
         self._snapshots = Snapshots(self._moment, lambda: any(self._clock.waiting_ids.values()))
         self._restores = Restores(index, placement, optimizers, self._tables.names, self._install)
@@ -139,9 +139,9 @@ class Shard:
         """
         self._clock.last_sign = last_sign
 
-    def excuse(self, seconds: float) -> None:
+    def extend_leases(self, seconds: float) -> None:
         """For so long nobody could be heard: the process stood still."""
-        self._clock.excuse(seconds)
+        self._clock.extend_leases(seconds)
 
     def status(self) -> ShardStatus:
         """Sizes and counters. They are read, never changed, so that health does not wait behind the pushes."""
@@ -180,7 +180,7 @@ class Shard:
                 self._check_placement(request.placement_epoch)
                 if request.epoch:
                     self._clock.fence(request.worker, request.epoch)
-                    self._clock.hear(request.worker, request.epoch, now)
+                    self._clock.renew_lease(request.worker, request.epoch, now)
                 return self._tables.load(request)
             case Declare():
                 return self._tables.declare(request)
@@ -192,9 +192,9 @@ class Shard:
                 return self._join(request, now)
             case Leave():
                 return self._clock.leave(request, now)
-            case Beat():
+            case Heartbeat():
                 return self._clock.beat(request, now)
-            case Meet():
+            case Rendezvous():
                 return self._meetings.meet(request, now)
             case TakeSplit():
                 return self._splits.take(request, now)
@@ -207,9 +207,9 @@ class Shard:
             case _:
                 raise InvalidRequest(reason=f"this shard cannot {type(request).__name__} yet")
 
-    def _moment(self) -> Moment:
+    def _moment(self) -> ShardImage:
         """What a snapshot holds; TableLoading while a table has not all of its first values."""
-        return Moment(
+        return ShardImage(
             self.greeting.shard,
             self.greeting.num_shards,
             self.greeting.placement_epoch,
@@ -232,13 +232,13 @@ class Shard:
             return self._clock.join(request, now)
         finally:
             if self._clock.job != job:  # what the last one left behind
-                self._meetings = Meetings(self._clock, self.greeting.max_message_bytes)
+                self._meetings = RendezvousRegistry(self._clock, self.greeting.max_message_bytes)
                 self._splits = Splits(self._clock)
                 self._compression.forget()
 
     def _pull(self, request: Pull, now: float) -> Rows:
         self._check_placement(request.placement_epoch)
-        self._clock.hear(request.worker, request.epoch, now)
+        self._clock.renew_lease(request.worker, request.epoch, now)
         if request.after:
             self._clock.fence(request.worker, request.epoch)  # it must not wait for what is another's clock by now
             self._clock.await_closed(request.after)

@@ -17,7 +17,7 @@ from embershard.proto.errors import EmbershardError, InvalidRequest, clipped
 from embershard.proto.snapshot.manifest import BlockFile, ShardPart, TableBlocks, WorkerWindow, check_name, pack_part
 from embershard.proto.snapshot_errors import SnapshotNotWritten, SnapshotRunning, SnapshotTooLate, SnapshotUnknown
 from embershard.proto.snapshot_messages import Snapshot, Snapshotted
-from embershard.ps.table.frozen import Block, FrozenRows
+from embershard.ps.table.frozen import Block, CopyOnWriteRows
 from embershard.ps.table.table import Table
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class ShardImage:
     """What a shard is between two requests."""
 
     shard: int
@@ -48,7 +48,7 @@ class Snapshots:
     waits for these.
     """
 
-    def __init__(self, moment: Callable[[], Moment], waiting: Callable[[], bool]) -> None:
+    def __init__(self, moment: Callable[[], ShardImage], waiting: Callable[[], bool]) -> None:
         self._moment = moment
         self._pushes_wait = waiting
         self._asked: Snapshot | None = None  # what waits for its moment
@@ -125,7 +125,7 @@ class Snapshots:
 class SnapshotWriter:
     """Writes one part. Made, cancelled and asked on the apply thread; SnapshotNotWritten where memory is refused."""
 
-    def __init__(self, request: Snapshot, moment: Moment, began: float) -> None:
+    def __init__(self, request: Snapshot, moment: ShardImage, began: float) -> None:
         self.id = request.id
         self._request, self._moment = request, moment
         self._state = "writing"
@@ -134,7 +134,7 @@ class SnapshotWriter:
         self._rows = self._bytes = self._files = 0
         self._moved = time.monotonic()
         self._path = self._sha256 = ""
-        self._frozen: list[tuple[Table, FrozenRows]] = []
+        self._frozen: list[tuple[Table, CopyOnWriteRows]] = []
         try:
             for table in moment.tables:
                 self._frozen.append((table, table.freeze()))
@@ -229,7 +229,7 @@ class SnapshotWriter:
         storage.replace(f"{name}/{path}", part)
         self._path, self._sha256 = path, hashlib.sha256(part).hexdigest()
 
-    def _write_table(self, storage: Storage, prefix: str, table: Table, rows: FrozenRows) -> TableBlocks:
+    def _write_table(self, storage: Storage, prefix: str, table: Table, rows: CopyOnWriteRows) -> TableBlocks:
         from embershard.proto.snapshot.blocks import rows_per_file
 
         slots, starts = rows.by_bucket()

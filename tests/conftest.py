@@ -11,7 +11,7 @@ import uvloop
 from hypothesis import settings
 
 from embershard.proto.routing import Placement
-from embershard.proto.transport.local import LocalCarrier
+from embershard.proto.transport.local import LocalTransport
 from embershard.ps.apply_thread import ApplyThread
 from embershard.ps.dispatch import Dispatch
 from embershard.ps.shard import Shard
@@ -45,8 +45,8 @@ def make_session(make_shards: Callable[..., list[Shard]]) -> Callable[..., Sessi
     """A session with n fresh shards in this process, or with given ones."""
 
     def make(n: int = 2, shards: list[Shard] | None = None, worker: int = 0) -> Session:
-        carriers = [LocalCarrier(s.handle, f"local/{i}") for i, s in enumerate(shards or make_shards(n))]
-        return Session(Client(carriers, worker=worker))
+        transports = [LocalTransport(s.handle, f"local/{i}") for i, s in enumerate(shards or make_shards(n))]
+        return Session(Client(transports, worker=worker))
 
     return make
 
@@ -79,7 +79,7 @@ class Served:
 
 @pytest.fixture
 def stream_shard() -> Iterator[str]:
-    """The address of a shard in this process that serves the stream carrier."""
+    """The address of a shard in this process that serves the stream transport."""
     shard = Served()
     yield shard.address
     shard.stop()

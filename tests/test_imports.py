@@ -17,7 +17,7 @@ FORBIDDEN_CALLS = {"eval", "exec"}
 FORBIDDEN_ATTRIBUTES = {("torch", "load"), ("yaml", "load"), ("yaml", "unsafe_load"), ("numpy", "load"), ("np", "load")}
 # what a shard's process must not load: it starts in about a second and fits a small container
 HEAVY = {"torch", "pyarrow", "pydantic", "torchmetrics"}
-# but for the carrier over torch.distributed.rpc, which is loaded where it is asked for
+# but for the transport over torch.distributed.rpc, which is loaded where it is asked for
 ASKED_FOR = {"torch_rpc.py"}
 
 

@@ -63,10 +63,10 @@ class Factors:
         return out
 
 
-Piece = Run | Factors
+Chunk = Run | Factors
 
 
-def encode_low_rank(pieces: Sequence[Piece], values: ValuesCodec, key: int | None) -> Bytes:
+def encode_low_rank(pieces: Sequence[Chunk], values: ValuesCodec, key: int | None) -> Bytes:
     """The payload of pieces that ascend; `key` is that of the values codec's random numbers."""
     arrays = [array for piece in pieces for array in _arrays(piece)]
     words = np.array([len(pieces), *(word for piece in pieces for word in _head(piece))], _WORD)
@@ -100,13 +100,13 @@ def decode_low_rank(data: Bytes, values: ValuesCodec, num_ids: int, dim: int) ->
     return flat.reshape(num_ids, dim)
 
 
-def _head(piece: Piece) -> tuple[int, int, int, int, int]:
+def _head(piece: Chunk) -> tuple[int, int, int, int, int]:
     if isinstance(piece, Run):
         return piece.position, len(piece.values), 0, 0, 0
     return piece.position, piece.elements, piece.skip, piece.right.shape[1], len(piece.right)
 
 
-def _arrays(piece: Piece) -> tuple[Floats, ...]:
+def _arrays(piece: Chunk) -> tuple[Floats, ...]:
     return (piece.values,) if isinstance(piece, Run) else (piece.left, piece.right)
 
 

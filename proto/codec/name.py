@@ -18,7 +18,7 @@ _KNOWN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Codec:
+class CodecName:
     """What of a table's rows or gradients is sent (`select`, `number`), and in which form (`values`).
 
     `select`: all; topk (elements), rows (whole rows by L2 norm), randomk (elements) or dgc, of which `number` is the
@@ -36,16 +36,16 @@ class Codec:
             raise ValueError(f"codec {str(self)!r}: {reason}")
 
     @staticmethod
-    def parse(text: str) -> Codec:
+    def parse(text: str) -> CodecName:
         """The codec that `NAME[:NUMBER][+VALUES]` names. ValueError says what is wrong and what is known."""
         head, plus, values = text.partition("+")
         name, _, number = head.partition(":")
         try:
             if name in _SELECTIONS:
-                return Codec(select=name, number=_number(head, number), values=values if plus else "none")
+                return CodecName(select=name, number=_number(head, number), values=values if plus else "none")
             if plus:
                 raise ValueError(f"codec {text!r}: {head!r} already says how values travel, so nothing follows it")
-            return Codec(values=text)
+            return CodecName(values=text)
         except ValueError as error:
             raise ValueError(f"{error} (known: {_KNOWN})") from None
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from embershard.proto.codec.flat import flat_nbytes
 from embershard.proto.codec.lossless.integers import best_rice
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.select import count_of
 from embershard.proto.codec.values.registry import ValuesCodec, find_values
 
@@ -16,7 +16,7 @@ _KEY = 8
 
 
 def predict_bytes(
-    codec: Codec,
+    codec: CodecName,
     num_ids: int,
     dim: int,
     find: Callable[[str], ValuesCodec] = find_values,

@@ -16,7 +16,7 @@ from typing import TypeVar, cast
 
 import msgpack
 
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.routing import NUM_BUCKETS
 from embershard.proto.snapshot_errors import BadSnapshotName, SnapshotDamaged, SnapshotTooNew
 from embershard.proto.spec import Initializer, Optimizer, TableSpec
@@ -318,8 +318,8 @@ def _spec(fields: _Fields, table: _Fields) -> TableSpec:
             initializer=Initializer.of(initializer.get("kind", str), initializer.get("params", dict)),
             id_space=fields.get("id_space", str),
             seed=fields.get("seed", int),
-            push_codec=Codec.parse(fields.map("push_codec").get("kind", str)),
-            pull_codec=Codec.parse(fields.map("pull_codec").get("kind", str)),
+            push_codec=CodecName.parse(fields.map("push_codec").get("kind", str)),
+            pull_codec=CodecName.parse(fields.map("pull_codec").get("kind", str)),
         )
     except (ValueError, TypeError) as error:
         raise table.wrong("spec", str(error)) from None

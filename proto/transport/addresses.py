@@ -1,4 +1,4 @@
-"""The addresses of shards, as a person writes them: "host:port,host:port"; the scheme chooses the carrier."""
+"""The addresses of shards, as a person writes them: "host:port,host:port"; the scheme chooses the transport."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from embershard.proto.errors import BadAddress
 from embershard.proto.transport.emulated_link import EmulatedLink
-from embershard.proto.transport.transport import Carrier
+from embershard.proto.transport.transport import Transport
 
-_FORM = "write host:port, with a port of 1..65535, or unix:/path; tcp:// or grpc:// before it choose the carrier"
+_FORM = "write host:port, with a port of 1..65535, or unix:/path; tcp:// or grpc:// before it choose the transport"
 
 
 def parse_addresses(given: str | Sequence[str]) -> list[str]:
@@ -24,27 +24,27 @@ def parse_addresses(given: str | Sequence[str]) -> list[str]:
     return addresses
 
 
-def carrier_for(address: str, link: EmulatedLink | None = None) -> Carrier:
-    """The carrier that an address asks for: `stream`, unless its scheme says another.
+def transport_for(address: str, link: EmulatedLink | None = None) -> Transport:
+    """The transport that an address asks for: `stream`, unless its scheme says another.
 
     BadAddress for another one with an emulated `link`, which would not slow it down.
     """
     scheme = address.partition("://")[0].partition("+")[0]
     if link is not None and scheme in ("grpc", "rpc", "rpc-executes-pickles"):
         raise BadAddress(
-            address=address, reason=f"a bandwidth is emulated in the stream carrier, not in {scheme}: write host:port"
+            address=address, reason=f"a bandwidth is emulated in the stream transport, not in {scheme}: write host:port"
         )
     if address.startswith(("grpc://", "grpc+")):
-        from embershard.proto.transport.grpc import GrpcCarrier  # half a second that the others need not wait
+        from embershard.proto.transport.grpc import GrpcTransport  # half a second that the others need not wait
 
-        return GrpcCarrier(address.removeprefix("grpc://").removeprefix("grpc+"))
+        return GrpcTransport(address.removeprefix("grpc://").removeprefix("grpc+"))
     if address.startswith(("rpc://", "rpc-executes-pickles://")):
-        from embershard.proto.transport.torch_rpc import RpcCarrier
+        from embershard.proto.transport.torch_rpc import RpcTransport
 
-        return RpcCarrier(address)
-    from embershard.proto.transport.stream import StreamCarrier
+        return RpcTransport(address)
+    from embershard.proto.transport.stream import StreamTransport
 
-    return StreamCarrier(address, link=link)
+    return StreamTransport(address, link=link)
 
 
 def _mistake(address: str) -> str:

@@ -1,7 +1,7 @@
 """A link of a given bandwidth, emulated: what one worker sends, and what it receives, over all its shards together.
 
 Full duplex: each direction has the whole bandwidth, and passes bytes in chunks of about a millisecond, so that a
-message arrives when its last byte would have. What is counted are the frames of the `stream` carrier: the headers of
+message arrives when its last byte would have. What is counted are the frames of the `stream` transport: the headers of
 Ethernet, IP and TCP, some 4 % of a real link, are not.
 """
 
@@ -40,7 +40,7 @@ def parse_bandwidth(text: str) -> int | None:
     return bits
 
 
-class Bucket:
+class TokenBucket:
     """One direction of a link of `rate` bytes per second, as a token bucket of one chunk.
 
     `clock` gives seconds. It keeps when the link will be done with all that was given to it, so that neither rounding
@@ -99,7 +99,7 @@ class EmulatedLink:
         rate = bits / 8
         self.chunk_bytes = max(_SMALLEST_CHUNK, int(rate * _CHUNK_SECONDS))  # most that one read may take
         self._loop = loop
-        self._out, self._in = Bucket(rate, clock), Bucket(rate, clock)
+        self._out, self._in = TokenBucket(rate, clock), TokenBucket(rate, clock)
         self._lanes: dict[asyncio.Transport, _Lane] = {}
         self._turns: deque[_Lane] = deque()  # lanes with something to send
         self._sending: asyncio.TimerHandle | None = None

@@ -16,7 +16,7 @@ import grpc
 from embershard.proto.errors import EmbershardError, InternalError, InvalidRequest, NotAShard, from_wire
 from embershard.proto.messages import MAX_MESSAGE_BYTES, METHODS, SERVICE, Array, Reply, Request
 from embershard.proto.protobuf import dumps, loads
-from embershard.proto.transport.transport import Closed, Unreachable
+from embershard.proto.transport.transport import TransportClosed, Unreachable
 
 ERROR_KEY = "embershard-error-bin"
 _OPTIONS = [
@@ -48,7 +48,7 @@ class _Call(Protocol):
     def cancel(self) -> bool: ...
 
 
-class GrpcCarrier:
+class GrpcTransport:
     """One channel to `address` ("host:port" or "unix:/path"); connects at the first call and again when it must."""
 
     def __init__(self, address: str) -> None:
@@ -77,7 +77,7 @@ class GrpcCarrier:
         try:
             call = self._methods[type(request)](data, seconds)
         except ValueError:  # gRPC's word for a channel that was closed
-            raise Closed from None
+            raise TransportClosed from None
         return _Answer(self, call, METHODS[type(request)][1], seconds, len(data))
 
     def close(self) -> None:
@@ -88,8 +88,10 @@ class GrpcCarrier:
 class _Answer:
     """The reply to one call."""
 
-    def __init__(self, carrier: GrpcCarrier, call: _Call, kind: type[Reply], seconds: float, num_bytes: int) -> None:
-        self._carrier, self._call, self._kind, self._seconds = carrier, call, kind, seconds
+    def __init__(
+        self, transport: GrpcTransport, call: _Call, kind: type[Reply], seconds: float, num_bytes: int
+    ) -> None:
+        self._transport, self._call, self._kind, self._seconds = transport, call, kind, seconds
         self.num_bytes = num_bytes
 
     def result(self) -> Reply:
@@ -101,13 +103,13 @@ class _Answer:
         except grpc.FutureCancelledError:
             raise Unreachable("the call was cancelled") from None
         except grpc.RpcError as error:
-            _raise(error, self._carrier.address)
-        self._carrier.received_bytes += len(data)
+            _raise(error, self._transport.address)
+        self._transport.received_bytes += len(data)
         self.num_bytes += len(data)
         try:
             return loads(self._kind, data)
         except InvalidRequest as error:
-            raise NotAShard(address=self._carrier.address, reason=str(error)) from None
+            raise NotAShard(address=self._transport.address, reason=str(error)) from None
 
 
 def _raise(failure: grpc.RpcError, address: str) -> NoReturn:

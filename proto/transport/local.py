@@ -13,7 +13,7 @@ from embershard.proto.transport.transport import Deadline
 _POLL_SECONDS = 0.05  # leases end by the time, of which nobody tells
 
 
-class LocalCarrier:
+class LocalTransport:
     """Calls `handle` in the caller's thread; `handle` must bear the threads that its callers use.
 
     `moved` is notified when a request that was refused with ClockAhead may be answered; `handle` runs within it.
@@ -48,10 +48,10 @@ class LocalCarrier:
 class _Answer:
     """A reply, or the error in its place."""
 
-    def __init__(self, carrier: LocalCarrier, request: Request, deadline: Deadline) -> None:
-        self._carrier, self._request, self._deadline = carrier, request, deadline
+    def __init__(self, transport: LocalTransport, request: Request, deadline: Deadline) -> None:
+        self._transport, self._request, self._deadline = transport, request, deadline
         self._sent_bytes = bulk_bytes(request)
-        self._outcome = carrier._try(request)
+        self._outcome = transport._try(request)
 
     @property
     def num_bytes(self) -> int:
@@ -66,9 +66,9 @@ class _Answer:
         return self._outcome
 
     def _wait(self) -> None:
-        moved = self._carrier._moved
+        moved = self._transport._moved
         with moved:  # so that no move is missed between a try and the wait
             while isinstance(self._outcome, ClockAhead) and self._deadline.seconds > 0:
-                self._outcome = self._carrier._try(self._request)
+                self._outcome = self._transport._try(self._request)
                 if isinstance(self._outcome, ClockAhead):
                     moved.wait(max(0.0, min(_POLL_SECONDS, self._deadline.seconds)))

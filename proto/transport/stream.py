@@ -1,4 +1,4 @@
-"""A shard behind the `stream` carrier: frames over TCP or a Unix socket (docs/wire.md).
+"""A shard behind the `stream` transport: frames over TCP or a Unix socket (docs/wire.md).
 
 One thread of this process moves the bytes of all shards, on a uvloop; replies are received straight into the arrays
 that the caller named, requests leave from the memory of their arrays.
@@ -35,7 +35,7 @@ from embershard.proto.timing import span
 from embershard.proto.transport.emulated_link import EmulatedLink
 from embershard.proto.transport.io_thread import connect_beside, io_loop, runs_here
 from embershard.proto.transport.stream_call import StreamCall
-from embershard.proto.transport.transport import Closed, Unreachable
+from embershard.proto.transport.transport import TransportClosed, Unreachable
 from embershard.proto.wire import (
     HELLO_BYTES,
     Feature,
@@ -51,12 +51,12 @@ CONNECT_SECONDS = 5.0  # for a connection and its hello; a call waits no longer 
 _SOCKET_BYTES = 4 * 2**20  # a message of some MiB passes a Unix socket without waiting for its reader at each 200 KiB
 
 
-class StreamCarrier:
+class StreamTransport:
     """One connection to `address`, made at the first call and again when it must.
 
     "host:port" is a Unix socket where the shard runs on this machine, else TCP; "tcp://host:port" is always TCP, and
     "unix:/path" is a socket of the user's choice. `checksum` has the arrays checked too, for a network that is not
-    trusted to do it. `link` is the emulated one that it shares with the worker's other carriers.
+    trusted to do it. `link` is the emulated one that it shares with the worker's other transports.
     """
 
     def __init__(self, address: str, *, checksum: bool = False, link: EmulatedLink | None = None) -> None:
@@ -79,7 +79,7 @@ class StreamCarrier:
         The arrays of both must stay as they are until the reply, or the error in its place, is there.
         """
         if self.closed:
-            raise Closed
+            raise TransportClosed
         if not runs_here(self._loop):
             # the parent's tokens too: pushes of both would be taken for retries of one another
             raise RuntimeError(f"the connection to {self.address} is that of the process that forked; make one here")
@@ -98,12 +98,12 @@ class StreamCarrier:
         if self._connecting is not None:
             self._connecting.cancel()
         if self._connection is not None:
-            self._connection.drop(str(Closed()))
-        self._fail_waiting(Closed())
+            self._connection.drop(str(TransportClosed()))
+        self._fail_waiting(TransportClosed())
 
     def _start(self, call: StreamCall) -> None:
         if self.closed:
-            call.fail(Closed())
+            call.fail(TransportClosed())
             return
         call.number = next(self._numbers) & 0xFFFFFFFF or next(self._numbers) & 0xFFFFFFFF
         call.timer = self._loop.call_later(call.seconds, self._expire, call)
@@ -188,8 +188,8 @@ class StreamCarrier:
 class _Connection(asyncio.BufferedProtocol):
     """One connection, from its hello to its end; of the I/O thread alone."""
 
-    def __init__(self, carrier: StreamCarrier) -> None:
-        self._carrier, self._link = carrier, carrier.link
+    def __init__(self, owner: StreamTransport) -> None:
+        self._owner, self._link = owner, owner.link
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._hello = memoryview(bytearray(HELLO_BYTES))
         self._filled = 0
@@ -197,7 +197,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._checksum = False
         self._calls: dict[int, StreamCall] = {}
         self._arriving: Sequence[memoryview] | None = None  # what is being received into, if it is a call's
-        self._sent = 0  # bytes, those that the transport still holds included
+        self._sent = 0  # bytes, those that asyncio still holds included
         self._heard = 0.0
         self.lost: Unreachable | None = None  # why it ended
         self._reason = "the connection broke"
@@ -211,15 +211,15 @@ class _Connection(asyncio.BufferedProtocol):
                 sock.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
         if self._link is not None:
             self._link.join(self._transport)
-        self._transport.write(client_hello(self._carrier._features))
+        self._transport.write(client_hello(self._owner._features))
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._carrier.lost(self)
+        self._owner.lost(self)
         if self._link is not None:
             self._link.leave(self._transport)
         reason = self.lost = Unreachable(f"{self._reason} ({error})" if error else self._reason)
-        if self._carrier.closed:
-            reason = self.lost = Closed()
+        if self._owner.closed:
+            reason = self.lost = TransportClosed()
         if not self.ready.done():
             self.ready.set_exception(reason)
         for call in self._calls.values():
@@ -245,7 +245,7 @@ class _Connection(asyncio.BufferedProtocol):
                 self._calls[call.number] = call
                 call.gone = self._gone()
                 num_bytes = sum(map(len, pieces))
-                self._carrier.sent_bytes += num_bytes
+                self._owner.sent_bytes += num_bytes
                 self._sent += num_bytes
                 call.end = self._sent
                 call.num_bytes += num_bytes
@@ -292,7 +292,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, num_bytes: int) -> None:
         self._heard = time.monotonic()
-        self._carrier.received_bytes += num_bytes
+        self._owner.received_bytes += num_bytes
         if self._link is not None:
             self._link.received(num_bytes)
         try:
@@ -314,7 +314,7 @@ class _Connection(asyncio.BufferedProtocol):
             agreed = read_server_hello(bytes(self._hello))
         except EmbershardError as error:
             if not isinstance(error, WrongVersion):
-                error = NotAShard(address=self._carrier.address, reason=str(error))
+                error = NotAShard(address=self._owner.address, reason=str(error))
             if not self.ready.done():
                 self.ready.set_exception(error)
             self._transport.abort()
@@ -345,18 +345,18 @@ class _Connection(asyncio.BufferedProtocol):
             return
         if self._arriving is not None and self._arriving is call.places:
             # the second arrives in the caller's arrays
-            raise NotAShard(address=self._carrier.address, reason="it sent two replies to one call")
+            raise NotAShard(address=self._owner.address, reason="it sent two replies to one call")
         del self._calls[header.call]
         call.num_bytes += header.num_bytes
         reply = METHODS[call.request][1]
         if header.kind == ERROR_KIND:
             call.fail(from_wire(header.head, ""))
         elif header.kind != KIND_OF[reply]:
-            call.fail(NotAShard(address=self._carrier.address, reason=f"its reply is of kind {header.kind}"))
+            call.fail(NotAShard(address=self._owner.address, reason=f"its reply is of kind {header.kind}"))
         else:
             try:
                 message = read(reply, header.head, buffers)
             except EmbershardError as error:
-                call.fail(NotAShard(address=self._carrier.address, reason=str(error)))
+                call.fail(NotAShard(address=self._owner.address, reason=str(error)))
                 return
             call.finish(message)

@@ -37,7 +37,7 @@ from embershard.proto.torch_rpc import (
     start_agent,
     tensor,
 )
-from embershard.proto.transport.transport import Closed, Deadline, Unreachable
+from embershard.proto.transport.transport import Deadline, TransportClosed, Unreachable
 
 CONNECT_SECONDS = 5.0  # to be told where a shard's agent listens; a call waits no longer than its own deadline
 _SHORTEST = 0.001  # seconds; torch rounds to ms, and takes 0 for no deadline at all
@@ -92,7 +92,7 @@ class _Call:
                 self._answer.set_result(outcome)
 
 
-class RpcCarrier:
+class RpcTransport:
     """A shard at "rpc://host:port" (its `--rpc host:port`), found at the first call, and again when it must."""
 
     def __init__(self, address: str) -> None:
@@ -111,7 +111,7 @@ class RpcCarrier:
         under_way = _Call(request, timeout)
         with self._lock:
             if self._closed:
-                raise Closed
+                raise TransportClosed
             self.sent_bytes += under_way.num_bytes
             shard = self._shard
             if shard is None:
@@ -130,7 +130,7 @@ class RpcCarrier:
             shard, self._shard = self._shard, None
             calls, self._waiting, self._calls = [*self._waiting, *self._calls], [], set()
         for under_way in calls:
-            under_way.end(Closed())
+            under_way.end(TransportClosed())
         if shard is not None:
             _forget(shard)
 
@@ -156,7 +156,7 @@ class RpcCarrier:
                 self._shard = shard
         for request in waiting:
             if shard is None:
-                request.end(error or Closed())
+                request.end(error or TransportClosed())
             else:
                 self._send(request, shard)
         if closed and shard is not None:

@@ -1,7 +1,7 @@
 """What moves a request to one shard and its reply back.
 
-A carrier knows nothing of routing, retries or tokens: it sends one message and waits for one reply. Its
-implementations are in carriers/: `stream`, `grpc`, `rpc` and `local` (docs/carriers.md).
+A transport knows nothing of routing, retries or tokens: it sends one message and waits for one reply. Its
+implementations are in transports/: `stream`, `grpc`, `rpc` and `local` (docs/transports.md).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Unreachable(Exception):
         super().__init__(reason)
 
 
-class Closed(Unreachable):
-    """This process closed the carrier: nothing is to be sent again."""
+class TransportClosed(Unreachable):
+    """This process closed the transport: nothing is to be sent again."""
 
     def __init__(self) -> None:
         super().__init__("the connection was closed by this worker")
 
 
-class Pending(Protocol):
+class PendingReply(Protocol):
     """A reply on its way."""
 
     @property
@@ -46,17 +46,17 @@ class Pending(Protocol):
         ...
 
 
-class Carrier(Protocol):
+class Transport(Protocol):
     """A way to one shard; safe for use by several threads."""
 
     address: str
     sent_bytes: int
     received_bytes: int
 
-    def submit(self, request: Request, timeout: timedelta, into: Sequence[Array] = ()) -> Pending:
+    def submit(self, request: Request, timeout: timedelta, into: Sequence[Array] = ()) -> PendingReply:
         """Send a request without waiting for its reply.
 
-        `into` is memory for the rows of a pull, or their payload, an array per table: a carrier that can receives
+        `into` is memory for the rows of a pull, or their payload, an array per table: a transport that can receives
         straight into those that fit, and then these very arrays are the reply's. The request's arrays stay as they are
         until the outcome is there.
         """

@@ -50,7 +50,7 @@ class Share:
     complete: bool = False
 
 
-class GatheredPushes:
+class PendingUpdates:
     """Clock -> what its workers have pushed of it. The arrays are kept as they are, not copied."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ def apply_shares(shares: Sequence[Share]) -> None:
             for part in parts:
                 gathered.setdefault((part.table.spec.name, difference), []).append((scale, part))
     for (_, difference), scaled in gathered.items():
-        apply_part(add_up(scaled), difference)
+        apply_part(sum_gradients(scaled), difference)
 
 
 def apply_part(part: Part, difference: bool, divisor: float = 1.0) -> Applied:
@@ -132,7 +132,7 @@ def apply_part(part: Part, difference: bool, divisor: float = 1.0) -> Applied:
     return part.table.apply(part.ids, part.gradients, part.lr_scale / divisor, part.ages)
 
 
-def add_up(scaled: Sequence[tuple[np.float32, Part]]) -> Part:
+def sum_gradients(scaled: Sequence[tuple[np.float32, Part]]) -> Part:
     """The sum of several workers' gradients of one table, a row per id, each times its scale and in this order.
 
     A worker's row with a NaN or Inf is left out. The learning rate is that of the first, as one schedule drives all. A

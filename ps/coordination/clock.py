@@ -19,11 +19,11 @@ from embershard.proto.errors import (
     InvalidRequest,
     LeaseLost,
     ModeMismatch,
-    RunOver,
+    StaleRun,
     StaleWorker,
 )
-from embershard.proto.messages import Beat, Beaten, Join, Joined, Leave, Left, MemberStatus, Push, Pushed
-from embershard.ps.coordination.aggregate import GatheredPushes, Sender, apply_shares
+from embershard.proto.messages import Heartbeat, HeartbeatAck, Join, Joined, Leave, LeaveAck, MemberStatus, Push, Pushed
+from embershard.ps.coordination.aggregate import PendingUpdates, Sender, apply_shares
 from embershard.ps.coordination.dedup import MAX_WORKERS
 from embershard.ps.table.tables import Part
 
@@ -47,7 +47,7 @@ class Member:
     lease_ms: int
     heard: float  # when a request of it arrived last
     run: int  # that it takes part in
-    resting: bool = False
+    paused: bool = False
     lost: bool = False  # its lease ran out, or a later run began
 
     @property
@@ -86,7 +86,7 @@ class Clock:
     def __init__(self) -> None:
         self.open = 0  # the first clock that is not closed
         self.staleness = -1
-        self.damp = False
+        self.staleness_aware_lr = False
         self.started = False  # as many as expected have joined
         self.members: dict[int, Member] = {}
         self.expired = 0
@@ -97,7 +97,7 @@ class Clock:
         self.now = -math.inf
         # when anything of a worker's incarnation arrived last, a part of a request included
         self.last_sign: Callable[[int, int], float] = lambda worker, epoch: -math.inf
-        self._pushes = GatheredPushes()
+        self._pushes = PendingUpdates()
         self._gone: dict[int, Member] = {}  # who take part no more
         self._epochs: dict[int, int] = {}  # the newest of each worker that ever joined
         self._joined: set[int] = set()
@@ -120,8 +120,12 @@ class Clock:
             self._remove(member)
             self._close()
             member = None
-        comes_back = gone and gone.lost and (self.staleness, self.damp) == (request.staleness, request.damp)
-        if not self.members and not comes_back:
+        may_rejoin = (
+            gone
+            and gone.lost
+            and (self.staleness, self.staleness_aware_lr) == (request.staleness, request.staleness_aware_lr)
+        )
+        if not self.members and not may_rejoin:
             self._begin(request, now)
         # a clock that it has pushed before it was gone is not pushed a second time
         first = max(self.open, gone.clock) if gone else self.open
@@ -130,7 +134,7 @@ class Clock:
         if member is None:
             member = self.members[worker] = Member(worker, epoch, request.clock, request.lease_ms, now, self.run)
         member.clock, member.heard = max(member.clock, request.clock), max(member.heard, now)
-        member.lease_ms, member.resting = request.lease_ms, False
+        member.lease_ms, member.paused = request.lease_ms, False
         self._gone.pop(worker, None)
         self._joined.add(worker)
         self.started = self.started or len(self._joined) >= self.workers
@@ -139,25 +143,25 @@ class Clock:
         self._close()
         return Joined(True, self.open, self.started, self._workers_here())
 
-    def leave(self, request: Leave, now: float) -> Left:
+    def leave(self, request: Leave, now: float) -> LeaveAck:
         """Wait for a worker no longer; a second time, as after a lost reply, this changes nothing."""
         self.fence(request.worker, request.epoch)
-        member = self.hear(request.worker, request.epoch, now)
+        member = self.renew_lease(request.worker, request.epoch, now)
         if member is None:
-            return Left()
+            return LeaveAck()
         if request.rest:
-            member.resting = True
+            member.paused = True
             self._pushes.drop(member.sender)
             self.moves += 1
         else:
             self._remove(member)
         self._close()
-        return Left()
+        return LeaveAck()
 
-    def beat(self, request: Beat, now: float) -> Beaten:
+    def beat(self, request: Heartbeat, now: float) -> HeartbeatAck:
         """Renew a lease."""
         self.member(request.worker, request.epoch, now)
-        return Beaten(self.open, self._workers_here())
+        return HeartbeatAck(self.open, self._workers_here())
 
     def fence(self, worker: int, epoch: int) -> None:
         """StaleWorker for an earlier incarnation than the one that joined last."""
@@ -165,7 +169,7 @@ class Clock:
         if epoch < newest:
             raise StaleWorker(worker=worker, got=epoch, want=newest)
 
-    def hear(self, worker: int, epoch: int, now: float) -> Member | None:
+    def renew_lease(self, worker: int, epoch: int, now: float) -> Member | None:
         """The member whose request arrived, its lease renewed; None for one that takes no part.
 
         LeaseLost where it did until its lease ran out.
@@ -182,7 +186,7 @@ class Clock:
     def member(self, worker: int, epoch: int, now: float) -> Member:
         """The member whose request arrived; StaleWorker, LeaseLost, InvalidRequest where it is none."""
         self.fence(worker, epoch)
-        member = self.hear(worker, epoch, now)
+        member = self.renew_lease(worker, epoch, now)
         if member is None:
             raise InvalidRequest(reason=f"worker {worker} is no member here; it has to join first")
         return member
@@ -209,8 +213,7 @@ class Clock:
             return False
         closes = request.last and request.weight > 0 and not self._pushes and self.started
         return not closes or any(
-            other.clock <= request.clock and other is not member and not other.resting
-            for other in self.members.values()
+            other.clock <= request.clock and other is not member and not other.paused for other in self.members.values()
         )
 
     @property
@@ -229,7 +232,7 @@ class Clock:
 
     def divisor(self, version: int) -> float:
         """By what a member's learning rate is divided: the updates that its rows had missed (Zhang et al. 2016)."""
-        return float(max(1, self.updates.missed(version))) if self.damp else 1.0
+        return float(max(1, self.updates.missed(version))) if self.staleness_aware_lr else 1.0
 
     def await_closed(self, clocks: int) -> None:
         """ClockAhead unless so many clocks are closed."""
@@ -238,7 +241,7 @@ class Clock:
 
     def ahead(self, clock: int) -> ClockAhead:
         """The error of a request that waits for `clock` clocks to be closed."""
-        return self.waits_for(m for m in self.members.values() if not m.resting and m.clock < clock)
+        return self.waits_for(m for m in self.members.values() if not m.paused and m.clock < clock)
 
     def waits_for(self, members: Iterable[Member]) -> ClockAhead:
         """The error of a request that waits for these members, or for those that have not joined yet."""
@@ -267,7 +270,7 @@ class Clock:
         self._next_end = min((member.end for member in self.members.values()), default=math.inf)
         self._close()
 
-    def excuse(self, seconds: float) -> None:
+    def extend_leases(self, seconds: float) -> None:
         """For so long nobody could be heard."""
         for member in self.members.values():
             member.heard += seconds
@@ -275,7 +278,7 @@ class Clock:
     def status(self) -> tuple[MemberStatus, ...]:
         """The members in order; may be read by any thread."""
         members = sorted(tuple(self.members.values()), key=lambda member: member.worker)
-        return tuple(MemberStatus(m.worker, m.clock, m.resting, max(0.0, m.end - self.now)) for m in members)
+        return tuple(MemberStatus(m.worker, m.clock, m.paused, max(0.0, m.end - self.now)) for m in members)
 
     def _workers_here(self) -> tuple[int, ...]:
         return tuple(sorted(self.members))
@@ -283,7 +286,11 @@ class Clock:
     def _begin(self, request: Join, now: float) -> None:
         """Nobody is left of the last job: this worker is the first of another."""
         self.job += 1
-        self.open, self.staleness, self.damp = request.clock, request.staleness, request.damp
+        self.open, self.staleness, self.staleness_aware_lr = (
+            request.clock,
+            request.staleness,
+            request.staleness_aware_lr,
+        )
         self.started, self.workers, self._began = False, request.workers, now
         self._joined.clear()
         self._next_end = math.inf
@@ -291,11 +298,11 @@ class Clock:
             gone.clock = 0
 
     def _enter_run(self, request: Join) -> None:
-        """Have a later run end the one that goes on, as if all its leases ended now. RunOver for an earlier one."""
+        """Have a later run end the one that goes on, as if all its leases ended now. StaleRun for an earlier one."""
         gone = self._gone.get(request.worker)
         run = request.run or (gone.run if gone is not None and gone.epoch == request.epoch else self.run)
         if run < self.run:
-            raise RunOver(worker=request.worker, got=run, want=self.run)
+            raise StaleRun(worker=request.worker, got=run, want=self.run)
         if run > self.run:
             self.run = run
             for member in list(self.members.values()):
@@ -312,7 +319,7 @@ class Clock:
         """Close the clocks for which nobody is waited any more, and apply what was gathered of them."""
         if self.members and not self.started:
             return
-        active = [member.clock for member in self.members.values() if not member.resting]
+        active = [member.clock for member in self.members.values() if not member.paused]
         end = min(active) if active else self._pushes.end
         if end <= self.open:
             return
@@ -346,7 +353,10 @@ def _check_mode(request: Join, clock: Clock) -> None:
     """ModeMismatch where the members that stay train otherwise."""
     if not any(m.worker != request.worker or m.epoch == request.epoch for m in clock.members.values()):
         return
-    pairs = [("staleness", request.staleness, clock.staleness), ("damp", request.damp, clock.damp)]
+    pairs = [
+        ("staleness", request.staleness, clock.staleness),
+        ("damp", request.staleness_aware_lr, clock.staleness_aware_lr),
+    ]
     if not clock.started:
         pairs.append(("workers", request.workers, clock.workers))
     for what, got, want in pairs:

@@ -9,7 +9,7 @@ from embershard.proto.messages import Push, Pushed, TableGradients
 from embershard.ps.coordination.aggregate import apply_part
 from embershard.ps.coordination.clock import Clock, Member
 from embershard.ps.coordination.dedup import Dedup
-from embershard.ps.coordination.route_cache import RouteMemory
+from embershard.ps.coordination.route_cache import RouteCache
 from embershard.ps.table.tables import Part, Tables, check_room
 
 
@@ -18,7 +18,7 @@ class Pushes:
 
     def __init__(self, tables: Tables, clock: Clock, max_bytes: int) -> None:
         self.dedup = Dedup()
-        self.routes = RouteMemory()
+        self.routes = RouteCache()
         self.rows = 0
         self.duplicates = 0
         self.skipped_rows = 0
@@ -26,7 +26,7 @@ class Pushes:
 
     def begin_again(self, dedup: Dedup) -> None:
         """Go on as a snapshot says; what pulls left here is of rows that are gone."""
-        self.dedup, self.routes = dedup, RouteMemory()
+        self.dedup, self.routes = dedup, RouteCache()
 
     def take(self, request: Push, now: float) -> Pushed:
         """Apply a push, or keep it for its clock."""
@@ -35,9 +35,9 @@ class Pushes:
         if found := self.dedup.find(token):
             self.duplicates += 1
             with suppress(LeaseLost):  # it was applied in time
-                self._clock.hear(token.worker, token.epoch, now)
+                self._clock.renew_lease(token.worker, token.epoch, now)
             return found
-        member = self._clock.hear(token.worker, token.epoch, now)
+        member = self._clock.renew_lease(token.worker, token.epoch, now)
         if member is not None:
             self._clock.check_push(member, request)
         parts = self._check(request)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from embershard.proto.errors import InvalidRequest, MeetingOver, MessageTooLarge, ShardBusy
-from embershard.proto.messages import Bytes, Meet, Met
+from embershard.proto.messages import Bytes, Rendezvous, RendezvousResult
 from embershard.ps.coordination.clock import Clock, Member
 
 MAX_PAYLOAD_BYTES = 16 * 2**20  # of a worker
@@ -25,7 +25,7 @@ class _Meeting:
     """Who has come, and what they put down."""
 
     payloads: dict[int, Bytes] = field(default_factory=dict)
-    met: Met | None = None  # once it was held
+    met: RendezvousResult | None = None  # once it was held
     answered: set[int] = field(default_factory=set)  # and who was told since
 
     @property
@@ -33,7 +33,7 @@ class _Meeting:
         return sum(payload.nbytes for payload in self.payloads.values())
 
 
-class Meetings:
+class RendezvousRegistry:
     """The meetings of one job, by name. A name is used once."""
 
     def __init__(self, clock: Clock, max_message_bytes: int) -> None:
@@ -43,7 +43,7 @@ class Meetings:
         self._meetings: dict[str, _Meeting] = {}  # in the order of their begin
         self._over: dict[str, None] = {}  # the names of those that are forgotten, the oldest first
 
-    def meet(self, request: Meet, now: float) -> Met:
+    def meet(self, request: Rendezvous, now: float) -> RendezvousResult:
         """Who came. ClockAhead while a live member is expected that has not come.
 
         A worker that comes again, as after a lost reply, and one that comes after the others are through, read what
@@ -63,9 +63,9 @@ class Meetings:
             raise MessageTooLarge(got=size, limit=self._max_message_bytes)
         meeting.answered.add(member.worker)
         self._forget()
-        return meeting.met if request.listen else Met(meeting.met.workers, ())
+        return meeting.met if request.listen else RendezvousResult(meeting.met.workers, ())
 
-    def _meeting(self, request: Meet) -> _Meeting:
+    def _meeting(self, request: Rendezvous) -> _Meeting:
         """The meeting of a request, which may be its first."""
         name, size = request.name, request.payload.nbytes
         if not 0 < len(name) <= MAX_NAME:
@@ -82,18 +82,18 @@ class Meetings:
     def _nbytes(self) -> int:
         return sum(meeting.nbytes for meeting in self._meetings.values())
 
-    def _check_room(self, meeting: _Meeting, request: Meet) -> None:
+    def _check_room(self, meeting: _Meeting, request: Rendezvous) -> None:
         if request.worker not in meeting.payloads and self._nbytes + request.payload.nbytes > MAX_BYTES:
             raise ShardBusy(queued_bytes=self._nbytes, retry_after_ms=_RETRY_MS)
 
-    def _missing(self, meeting: _Meeting, request: Meet) -> Iterator[Member]:
+    def _missing(self, meeting: _Meeting, request: Rendezvous) -> Iterator[Member]:
         for worker, member in self._clock.members.items():
             if worker not in meeting.payloads and (not request.among or worker in request.among):
                 yield member
 
     def _hold(self, name: str, meeting: _Meeting) -> None:
         workers = tuple(sorted(meeting.payloads))
-        meeting.met = Met(workers, tuple(meeting.payloads[worker] for worker in workers))
+        meeting.met = RendezvousResult(workers, tuple(meeting.payloads[worker] for worker in workers))
         self.last = name
         self._clock.moves += 1
 

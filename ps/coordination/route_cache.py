@@ -23,7 +23,7 @@ class _Kept:
     nbytes: int = 0
 
 
-class RouteMemory:
+class RouteCache:
     """Number -> (table, ids), per worker's incarnation; bounded, the oldest are dropped.
 
     An earlier incarnation keeps its own: who only reads may have the number of a worker that trains.

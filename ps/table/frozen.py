@@ -29,7 +29,7 @@ class Block(NamedTuple):
     state: Floats  # (n, num_state)
 
 
-class FrozenRows:
+class CopyOnWriteRows:
     """`keep` belongs to the thread that writes the table, everything else to the one that reads.
 
     OSError where the system refuses address space for copies of all rows.

@@ -79,7 +79,7 @@ def clip_gradient(grad: Floats, clip_value: float, clip_norm: float) -> Floats:
     return grad
 
 
-def add_up(scaled: Sequence[tuple[np.float32, Ids, Floats, Floats]]) -> tuple[dict[int, Floats], dict[int, int]]:
+def sum_gradients(scaled: Sequence[tuple[np.float32, Ids, Floats, Floats]]) -> tuple[dict[int, Floats], dict[int, int]]:
     """The sum of scale * gradient per id, in float32 and in order, and the rounded sum of scale * age, at least 1.
 
     Rows that are not finite are left out.

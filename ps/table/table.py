@@ -17,7 +17,7 @@ from embershard.proto.spec import TableSpec
 from embershard.ps.table import kernels
 from embershard.ps.table.arena import Arena, physical_memory
 from embershard.ps.table.changes import Changes
-from embershard.ps.table.frozen import FrozenRows
+from embershard.ps.table.frozen import CopyOnWriteRows
 from embershard.ps.table.frozen_kernels import restore_records
 from embershard.ps.table.hash_index import HEADER, NUM_ENTRIES, NUM_PAGES, NUM_ROWS, PAGE_CELLS, Store
 from embershard.ps.table.initial_values import initializer_code
@@ -67,7 +67,7 @@ class Table:
         self._stride = (HEADER + spec.dim + len(self._fresh) + 1) // 2 * 2
         self._store = self._reserve(physical_memory() if reserve_bytes is None else reserve_bytes)
         self._counters = self._store.counters
-        self._frozen: FrozenRows | None = None  # while a snapshot reads
+        self._frozen: CopyOnWriteRows | None = None  # while a snapshot reads
         self.changes: Changes | None = None  # once somebody wants to know
 
     @property
@@ -170,15 +170,15 @@ class Table:
         if restore_records(self._store, ids, rows, state) != kernels.DONE:
             raise self._full(len(ids))
 
-    def freeze(self) -> FrozenRows:
+    def freeze(self) -> CopyOnWriteRows:
         """The rows as they are now, for one other thread to read while this one goes on, until `thaw`.
 
         OSError where the system refuses the address space for copies.
         """
-        self._frozen = FrozenRows(self._store)
+        self._frozen = CopyOnWriteRows(self._store)
         return self._frozen
 
-    def thaw(self, frozen: FrozenRows) -> None:
+    def thaw(self, frozen: CopyOnWriteRows) -> None:
         """Copy rows for this reader no more; any thread may say so."""
         if self._frozen is frozen:
             self._frozen = None

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import decode
 from embershard.proto.codec.user_defined import CodecRegistry
 from embershard.proto.codec_errors import DamagedPayload
@@ -28,8 +28,8 @@ from embershard.proto.errors import (
 )
 from embershard.proto.messages import (
     DELTA,
-    ONLOOKER,
     PACKED,
+    READ_ONLY_WORKER,
     Bytes,
     Declare,
     Declared,
@@ -140,12 +140,12 @@ class Tables:
         if difference := entry.table.spec.difference(spec):
             raise TableMismatch(table=spec.name, difference=difference)
         entry.dense = entry.dense or request.dense
-        if request.worker != ONLOOKER:
+        if request.worker != READ_ONLY_WORKER:
             entry.codecs = codecs
         again = loader is not None and entry.loader == loader
         return Declared(created=again, loading=entry.loader is not None)
 
-    def check_codec(self, codec: Codec) -> None:
+    def check_codec(self, codec: CodecName) -> None:
         """UnknownCodec where this shard cannot read or write what a codec makes of values."""
         self._codecs.find(codec.values)
 

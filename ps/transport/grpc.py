@@ -1,4 +1,4 @@
-"""The `grpc` carrier's side of a shard: bytes in, bytes out, every error with its status and its fields."""
+"""The `grpc` transport's side of a shard: bytes in, bytes out, every error with its status and its fields."""
 
 from __future__ import annotations
 

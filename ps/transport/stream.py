@@ -1,4 +1,4 @@
-"""The `stream` carrier's side of a shard: frames in, frames out, over TCP and Unix sockets (docs/wire.md).
+"""The `stream` transport's side of a shard: frames in, frames out, over TCP and Unix sockets (docs/wire.md).
 
 Whatever does not begin as a frame stream is piped to the shard's gRPC server, so that one address serves both.
 """
@@ -30,11 +30,11 @@ from embershard.proto.messages import (
     KIND_OF,
     MAX_MESSAGE_BYTES,
     REQUEST_KINDS,
-    Beat,
+    Heartbeat,
     Join,
-    Meet,
-    Met,
     Pull,
+    Rendezvous,
+    RendezvousResult,
     Reply,
     Request,
     Rows,
@@ -288,19 +288,19 @@ class Connection(asyncio.BufferedProtocol):
         request = kind
 
         def read_request() -> Request:
-            if request is Pull or request is Meet:
+            if request is Pull or request is Rendezvous:
                 if self._gone:  # it may have waited for other workers: no rows are made for nobody
                     raise ShuttingDown()
                 self._server.check_room(self._full or self._made - self._handed > UNSENT_BYTES)
             message = read(request, header.head, buffers)
-            if isinstance(message, Join | Beat):
+            if isinstance(message, Join | Heartbeat):
                 self.sender = message.worker, message.epoch
             return message
 
         def write(reply: Reply) -> Pieces:
             bulk = [np.ascontiguousarray(array).data for array in arrays(reply)]
             pieces = encode(KIND_OF[type(reply)], header.call, 0, head_bytes(reply), bulk, checksum=self._checksum)
-            if isinstance(reply, Rows | Met):
+            if isinstance(reply, Rows | RendezvousResult):
                 num_bytes = sum(map(len, pieces))
                 self._made += num_bytes
                 self._server.made_bytes += num_bytes
@@ -321,7 +321,7 @@ class Connection(asyncio.BufferedProtocol):
                 return  # its deadline passed: nobody waits for it
             error = future.exception()
             pieces = future.result() if error is None else self._error(header, error)
-            rows = error is None and header.kind in (KIND_OF[Pull], KIND_OF[Meet])
+            rows = error is None and header.kind in (KIND_OF[Pull], KIND_OF[Rendezvous])
             try:
                 self._server.loop.call_soon_threadsafe(self._send, pieces, rows)
             except RuntimeError:

@@ -1,4 +1,4 @@
-"""The `rpc` carrier's side of a shard: torch.distributed.rpc, for those who run it. Importing this imports torch.
+"""The `rpc` transport's side of a shard: torch.distributed.rpc, for those who run it. Importing this imports torch.
 
 torch rpc executes what it is sent (pickles), so this is served only where it was asked for, and beyond loopback only
 where somebody said that they know.

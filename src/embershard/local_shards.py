@@ -10,7 +10,7 @@ from datetime import timedelta
 from embershard.proto.codec.user_defined import CodecRegistry
 from embershard.proto.messages import Push, Reply, Request
 from embershard.proto.routing import Placement
-from embershard.proto.transport.local import LocalCarrier
+from embershard.proto.transport.local import LocalTransport
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.worker.client.client import DEFAULT_TIMEOUT, Client
@@ -26,10 +26,10 @@ class InProcessShards:
         optimizers, codecs = OptimizerRegistry(imports), CodecRegistry(imports)
         self._shards = [(Shard(i, placement, optimizers, codecs=codecs), threading.Condition()) for i in range(shards)]
 
-    def carriers(self) -> list[LocalCarrier]:
+    def transports(self) -> list[LocalTransport]:
         """A way to each shard, for one client."""
         return [
-            LocalCarrier(_one_at_a_time(shard, moved), f"local/{i}", moved)
+            LocalTransport(_one_at_a_time(shard, moved), f"local/{i}", moved)
             for i, (shard, moved) in enumerate(self._shards)
         ]
 
@@ -47,7 +47,7 @@ def local(
     `imports` names the modules of user-defined row optimizers and codecs ("__main__" for those of a notebook).
     `compression`: as of `connect`, to try codecs without a network.
     """
-    client = Client(InProcessShards(shards, imports=imports).carriers(), worker=worker, timeout=timeout)
+    client = Client(InProcessShards(shards, imports=imports).transports(), worker=worker, timeout=timeout)
     client.compressor.find = CodecRegistry(imports).find
     return Session(client, compression=compression)
 

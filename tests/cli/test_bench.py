@@ -24,7 +24,7 @@ from embershard.benchmark.sweep import Axis, Sweep, plan
 from embershard.cli import app as cli
 from embershard.cli import bench
 
-SMALL = ("--carrier", "local", "--rows", "1000", "--dim", "4", "--warmup", "1", "--steps", "3", "--rounds", "2")
+SMALL = ("--transport", "local", "--rows", "1000", "--dim", "4", "--warmup", "1", "--steps", "3", "--rounds", "2")
 
 
 def run(*words: str) -> tuple[int, str]:
@@ -77,10 +77,10 @@ def test_each_curve_of_a_sweep_changes_its_own_setting_only():
     ("words", "said"),
     [
         (["ps", "--optimizer", "magic"], "there is no optimizer 'magic' (known: sgd, adagrad"),
-        (["ps", "--carrier", "local", "--workers", "2"], "workers must be 1, not 2"),
-        (["ps", "--carrier", "pigeon"], "'pigeon' is not one of"),
+        (["ps", "--transport", "local", "--workers", "2"], "workers must be 1, not 2"),
+        (["ps", "--transport", "pigeon"], "'pigeon' is not one of"),
         (["ps", "--dim", "70000"], "--dim: Input should be less than or equal to 65536; got 70000"),
-        (["ps", "--ps", "127.0.0.1:1", "--shards", "2"], "leave out --shards and --carrier"),
+        (["ps", "--ps", "127.0.0.1:1", "--shards", "2"], "leave out --shards and --transport"),
         (["train", "--prefetch", "-1"], "--prefetch must be a staleness of 0 or more, or off; got '-1'"),
         (["scale", "--batch", "1,b"], "--batch must be numbers with commas between them, got '1,b'"),
         (["scale", "--workers", "1,9999"], "--workers: Input should be less than or equal to 1024; got 9999"),
@@ -111,12 +111,12 @@ def test_ps_writes_what_it_measured(tmp_path: Path):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("carrier", ["stream", "tcp", "grpc", "rpc"])
-def test_shards_that_it_starts_are_reached_by_any_carrier(carrier: str, tmp_path: Path):
-    words = (*SMALL, "--carrier", carrier, "--shards", "1", "--ids", "50", "--output", str(tmp_path))
+@pytest.mark.parametrize("transport", ["stream", "tcp", "grpc", "rpc"])
+def test_shards_that_it_starts_are_reached_by_any_transport(transport: str, tmp_path: Path):
+    words = (*SMALL, "--transport", transport, "--shards", "1", "--ids", "50", "--output", str(tmp_path))
     code, output = run("ps", *words)
     assert code == 0, output
-    assert json.loads((tmp_path / "ps.json").read_text())["settings"]["carrier"] == carrier
+    assert json.loads((tmp_path / "ps.json").read_text())["settings"]["transport"] == transport
 
 
 @pytest.mark.integration

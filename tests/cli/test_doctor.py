@@ -133,7 +133,7 @@ def test_shards_that_serve_are_found_well(two_placements: tuple[LocalShards, Loc
 
 @pytest.mark.integration
 @pytest.mark.parametrize("scheme", ["tcp://", "grpc://"])
-def test_carriers_are_those_of_the_addresses(scheme: str, two_placements: tuple[LocalShards, LocalShards]):
+def test_transports_are_those_of_the_addresses(scheme: str, two_placements: tuple[LocalShards, LocalShards]):
     about = open_case(f"{scheme}{two_placements[1].addresses[0]}", None, None, None)
     finds(shards.stream, about, OK, "1 answered")
     finds(shards.placement, about, OK, "all of 1 shards")

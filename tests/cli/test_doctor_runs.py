@@ -89,7 +89,7 @@ def test_waiting_for_a_batch_is_told_from_waiting_for_shards(tmp_path: Path):
 
 
 def test_every_part_that_a_step_has_is_known():
-    text = (ROOT / "worker" / "spans.py").read_text().partition('"""')[2].partition('"""')[0]
+    text = (ROOT / "proto" / "timing.py").read_text().partition('"""')[2].partition('"""')[0]
     named = set(re.findall(r"`(\w+)`", text.partition("The parts:")[2].partition("Spans nest")[0]))
     assert named == set(runs.PARTS) - {"other"}
 

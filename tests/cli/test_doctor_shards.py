@@ -152,8 +152,8 @@ def test_waiting_requests_and_skipped_gradients_are_warnings():
 # ---- the workers
 
 
-def member(worker: int, clock: int, lease: float = 8.0, resting: bool = False) -> MemberStatus:
-    return MemberStatus(worker, clock, resting, lease)
+def member(worker: int, clock: int, lease: float = 8.0, paused: bool = False) -> MemberStatus:
+    return MemberStatus(worker, clock, paused, lease)
 
 
 def serving(clock: int, *members: MemberStatus, **fields: object) -> ShardStatus:
@@ -174,7 +174,7 @@ def test_a_shard_whose_clock_is_behind_is_named():
 
 
 def test_members_that_are_missing_are_named(tmp_path: Path):
-    both, one = serving(1, member(0, 1), member(1, 1, resting=True)), serving(1, member(0, 1))
+    both, one = serving(1, member(0, 1), member(1, 1, paused=True)), serving(1, member(0, 1))
     finds(clocks.members, case(both, both), OK, "workers 0, 1; resting: 1")
     finds(clocks.members, case(both, one), WARN, "not members on every shard: workers 1")
     about = job(tmp_path)
@@ -184,7 +184,7 @@ def test_members_that_are_missing_are_named(tmp_path: Path):
 def test_the_worker_that_the_others_wait_for_is_named():
     level = serving(5, member(0, 5), member(1, 5))
     finds(clocks.waited_for, case(level), OK, "nobody")
-    lagging = serving(5, member(0, 6), member(1, 5, lease=1.5), member(2, 4, resting=True))
+    lagging = serving(5, member(0, 6), member(1, 5, lease=1.5), member(2, 4, paused=True))
     finds(clocks.waited_for, case(lagging), WARN, "worker 1 (its lease has 1.5 s left)")
     finds(clocks.waited_for, case(serving(0, member(0, 1))), WARN, "not all workers of the job have joined")
     moved = serving(4, member(0, 5), member(1, 4))

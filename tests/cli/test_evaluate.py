@@ -22,7 +22,7 @@ train: {batch_size: 128, samples: 1280}
 
 
 class Blind:
-    """An onlooker whose split has one class alone."""
+    """A live evaluation whose split has one class alone."""
 
     def __init__(self, *_: object) -> None: ...
 
@@ -31,7 +31,7 @@ class Blind:
 
 
 def test_a_figure_that_is_not_defined_is_null(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "Onlooker", Blind)
+    monkeypatch.setattr(command, "LiveEvaluator", Blind)
     monkeypatch.setattr(command, "connect", lambda *_, **__: contextlib.nullcontext())
     (tmp_path / "job.yaml").write_text(JOB)
     done = CliRunner().invoke(app, ["evaluate", str(tmp_path / "job.yaml"), "--ps", "127.0.0.1:1"])

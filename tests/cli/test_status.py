@@ -35,8 +35,8 @@ def shown(*statuses: ShardStatus) -> str:
     return " ".join(console.export_text().split())
 
 
-def member(worker: int, clock: int, lease: float, resting: bool = False) -> MemberStatus:
-    return MemberStatus(worker, clock, resting, lease)
+def member(worker: int, clock: int, lease: float, paused: bool = False) -> MemberStatus:
+    return MemberStatus(worker, clock, paused, lease)
 
 
 def test_shards_without_workers_show_none():

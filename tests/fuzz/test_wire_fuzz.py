@@ -1,4 +1,4 @@
-"""Hostile bytes for the stream carrier's reader: a typed error or frames within the limits, whatever comes.
+"""Hostile bytes for the stream transport's reader: a typed error or frames within the limits, whatever comes.
 
 `make fuzz` runs a hundred times as many. Case n depends on n alone; a failure names it.
 """

@@ -43,7 +43,7 @@ from embershard.proto.messages import (
     TableIds,
 )
 from embershard.proto.spec import SGD, Constant, TableSpec
-from embershard.proto.transport.grpc import GrpcCarrier
+from embershard.proto.transport.grpc import GrpcTransport
 from embershard.worker.client import connections as links
 from embershard.worker.client.client import Client
 
@@ -288,10 +288,10 @@ ONES = np.ones((2, 3), np.float32)
 def test_a_refused_request_changes_nothing_and_the_next_is_served(
     shards: LocalShards, request_: Request, error: type[EmbershardError], words: str
 ):
-    with closing(GrpcCarrier(shards.addresses[0])) as carrier:
+    with closing(GrpcTransport(shards.addresses[0])) as transport:
 
         def ask(request: Request) -> object:
-            return carrier.submit(request, timedelta(seconds=20)).result()
+            return transport.submit(request, timedelta(seconds=20)).result()
 
         ask(Declare(ITEMS))
         before = ask(Pull(1, (TableIds("items", ids(1, 2)),)))
@@ -307,12 +307,12 @@ def test_a_refused_request_changes_nothing_and_the_next_is_served(
 def test_gradients_with_nan_or_inf_are_counted_and_the_rest_is_applied(shards: LocalShards):
     gradients = np.ones((3, 3), np.float32)
     gradients[0, 1], gradients[2, 2] = np.nan, -np.inf
-    with closing(GrpcCarrier(shards.addresses[0])) as carrier:
+    with closing(GrpcTransport(shards.addresses[0])) as transport:
         second = timedelta(seconds=20)
-        carrier.submit(Declare(ITEMS), second).result()
-        pushed = carrier.submit(push(5, gradients, read=(101, 102, 103)), second).result()
+        transport.submit(Declare(ITEMS), second).result()
+        pushed = transport.submit(push(5, gradients, read=(101, 102, 103)), second).result()
         assert pushed == Pushed(duplicate=False, applied=1, skipped=2)
-        rows = carrier.submit(Pull(1, (TableIds("items", ids(101, 102, 103)),)), second).result()
+        rows = transport.submit(Pull(1, (TableIds("items", ids(101, 102, 103)),)), second).result()
         assert isinstance(rows, Rows)
         assert rows.tables[0].reshape(3, 3).tolist() == [[0.0] * 3, [-1.0] * 3, [0.0] * 3]
 

@@ -72,23 +72,23 @@ def test_workers_train_on_while_it_scores(job: Path, tmp_path: Path) -> None:
         ps = ["--ps", shards.addresses[0]]
         words = [*COMMAND, "train", *forever, *ps, "--set", "train.staleness=0", "--workers", "2"]
         trainer = subprocess.Popen(words, stdout=said, stderr=said)
-        onlooker = None
+        evaluator = None
         try:
             await_clock(shards.addresses, 3)
-            onlooker = subprocess.Popen(
+            evaluator = subprocess.Popen(
                 [*COMMAND, "evaluate", str(job), *ps, "--every", "0.1"], stdout=subprocess.PIPE, text=True
             )
-            assert onlooker.stdout is not None
-            first, *_ = scores = [json.loads(onlooker.stdout.readline())]
+            assert evaluator.stdout is not None
+            first, *_ = scores = [json.loads(evaluator.stdout.readline())]
             while scores[-1]["clock"] == first["clock"]:  # nothing says how far they come in between
-                scores.append(json.loads(onlooker.stdout.readline()))
+                scores.append(json.loads(evaluator.stdout.readline()))
             assert scores[-1]["clock"] > first["clock"] > 0
             assert first["valid"]["samples"] == 3000
-            onlooker.send_signal(signal.SIGINT)
-            assert onlooker.wait(PATIENCE) == 130
+            evaluator.send_signal(signal.SIGINT)
+            assert evaluator.wait(PATIENCE) == 130
             assert trainer.poll() is None
         finally:
-            for process in (trainer, onlooker):
+            for process in (trainer, evaluator):
                 if process is not None:
                     process.terminate()
                     process.communicate(timeout=PATIENCE)

@@ -25,7 +25,7 @@ from embershard.proto.messages import KIND_OF, MAX_MESSAGE_BYTES, SERVICE, Pull,
 from embershard.proto.protobuf import dumps, head_bytes
 from embershard.proto.routing import make_route
 from embershard.proto.spec import SGD, Constant, TableSpec
-from embershard.proto.transport.stream import StreamCarrier
+from embershard.proto.transport.stream import StreamTransport
 from embershard.proto.wire import Feature
 from embershard.worker.client.client import Client
 
@@ -45,7 +45,7 @@ class Served:
         assert self.popen.stdout is not None
         self.address: str = json.loads(self.popen.stdout.readline())["address"]
         self.process = psutil.Process(self.popen.pid)
-        self.client = Client([StreamCarrier(self.address)], timeout=timedelta(seconds=20))
+        self.client = Client([StreamTransport(self.address)], timeout=timedelta(seconds=20))
         self.client.declare(TABLE)
         self.route = make_route(np.arange(10), TABLE.space_key, self.client.placement)
         self.pushed = 0
@@ -213,9 +213,9 @@ def test_a_client_on_the_same_machine_comes_over_the_unix_socket(served: Served)
         return sum(c.status in ("ESTABLISHED", "NONE") for c in served.process.net_connections(kind))
 
     tcp, unix = connections("tcp"), connections("unix")
-    client = Client([StreamCarrier(served.address)], worker=1)
+    client = Client([StreamTransport(served.address)], worker=1)
     assert (connections("tcp"), connections("unix")) == (tcp, unix + 1)
-    over_tcp = Client([StreamCarrier(f"tcp://{served.address}")], worker=2)
+    over_tcp = Client([StreamTransport(f"tcp://{served.address}")], worker=2)
     assert (connections("tcp"), connections("unix")) == (tcp + 1, unix + 1)
     client.close()
     over_tcp.close()

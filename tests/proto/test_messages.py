@@ -6,7 +6,7 @@ import pytest
 from embershard.proto import embershard_pb2 as pb
 from embershard.proto import messages as m
 from embershard.proto.codec.lossless.ids import encode_ids
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.codec_errors import DamagedPayload
 from embershard.proto.codec_messages import TableCodecs
 from embershard.proto.errors import InvalidRequest
@@ -37,8 +37,8 @@ EXAMPLES: list[m.Message] = [
             name="t",
             dim=2,
             optimizer=Adam(lr=0.5),
-            push_codec=Codec.parse("topk:0.01+fp16s"),
-            pull_codec=Codec.parse("mine:half"),
+            push_codec=CodecName.parse("topk:0.01+fp16s"),
+            pull_codec=CodecName.parse("mine:half"),
         )
     ),
     m.Declared(True, False),
@@ -75,11 +75,11 @@ EXAMPLES: list[m.Message] = [
     m.Join(1, 2, 3, -1, 4, 500, True, 2**63 - 1),
     m.Joined(True, 3, False, (0, 2)),
     m.Leave(1, 2, True),
-    m.Left(),
-    m.Beat(1, 2),
-    m.Beaten(4, (0, 3)),
-    m.Meet(1, 2, "evaluation 3", PAYLOAD, False, (0, 1)),
-    m.Met((0, 3), (PAYLOAD, PAYLOAD[:0])),
+    m.LeaveAck(),
+    m.Heartbeat(1, 2),
+    m.HeartbeatAck(4, (0, 3)),
+    m.Rendezvous(1, 2, "evaluation 3", PAYLOAD, False, (0, 1)),
+    m.RendezvousResult((0, 3), (PAYLOAD, PAYLOAD[:0])),
     m.TakeSplit(1, 2, 3, 4, -1),
     m.Split(-1, 2),
     m.Snapshot("s3://bucket/snapshots", "monday", 2**64 - 1, 7, "cancel"),

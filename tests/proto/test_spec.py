@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.spec import (
     OPTIMIZERS,
     SGD,
@@ -77,7 +77,7 @@ def test_a_difference_names_every_setting_that_differs() -> None:
 
 def test_how_rows_travel_is_no_difference_between_tables() -> None:
     plain = TableSpec(name="t", dim=8, optimizer=Adagrad(lr=0.1))
-    packed = dataclasses.replace(plain, push_codec=Codec.parse("topk:0.01"), pull_codec=Codec.parse("fp16s"))
+    packed = dataclasses.replace(plain, push_codec=CodecName.parse("topk:0.01"), pull_codec=CodecName.parse("fp16s"))
     assert plain.difference(packed) == ""
 
 

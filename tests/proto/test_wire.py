@@ -1,4 +1,4 @@
-"""The frames of the stream carrier: docs/wire.md, checked byte by byte."""
+"""The frames of the stream transport: docs/wire.md, checked byte by byte."""
 
 import gc
 import random

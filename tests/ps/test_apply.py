@@ -154,7 +154,7 @@ class Clock:
     def advance(self, now: float) -> None:
         self.times.append(now)
 
-    def excuse(self, seconds: float) -> None:
+    def extend_leases(self, seconds: float) -> None:
         self.excused += seconds
 
     def move(self) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.codec_errors import UnknownCodec
 from embershard.proto.errors import EmbershardError, InvalidRequest, UnknownTable
 from embershard.proto.messages import Compress, Compressed, Declare, Join, Leave, Pull, TableCodecs, TableIds
@@ -117,14 +117,14 @@ def test_a_worker_that_trains_alone_begins_without_what_was_said_before(shard: S
 
 
 def test_a_tables_status_names_the_codecs_of_whoever_declared_it_last(shard: Shard) -> None:
-    spec = TableSpec(name="rows", dim=2, optimizer=SGD(lr=1.0), push_codec=Codec.parse("topk:0.01+fp16s"))
+    spec = TableSpec(name="rows", dim=2, optimizer=SGD(lr=1.0), push_codec=CodecName.parse("topk:0.01+fp16s"))
     shard.handle(Declare(spec))
     (rows, _) = shard.status().tables
     assert (rows.push_codec, rows.pull_codec) == ("topk:0.01+fp16s", "none")
 
 
 def test_a_table_is_not_declared_with_a_codec_that_the_shard_has_not(shard: Shard) -> None:
-    spec = TableSpec(name="more", dim=2, optimizer=SGD(lr=1.0), pull_codec=Codec.parse("mine:codec"))
+    spec = TableSpec(name="more", dim=2, optimizer=SGD(lr=1.0), pull_codec=CodecName.parse("mine:codec"))
     with pytest.raises(UnknownCodec):
         shard.handle(Declare(spec))
     assert [table.name for table in shard.status().tables] == ["rows", "dense"]

@@ -13,15 +13,15 @@ import pytest
 from embershard.proto import spec
 from embershard.proto.errors import ClockAhead
 from embershard.proto.messages import (
-    Beat,
     Declare,
+    Heartbeat,
     Join,
     Leave,
-    Meet,
-    Met,
     Pull,
     Push,
     PushToken,
+    Rendezvous,
+    RendezvousResult,
     Reply,
     Request,
     Rows,
@@ -91,10 +91,10 @@ def rows_after(served: Served, order: str) -> bytes:
                     served.send(message)
                 served.ask(message)
             if clock % 10 == 9:
-                meet = Meet(worker, 1, f"after {clock}", np.full(1, worker, np.uint8))
+                meet = Rendezvous(worker, 1, f"after {clock}", np.full(1, worker, np.uint8))
                 served.send(meet)
                 met = served.ask(meet)
-                assert isinstance(met, Met)
+                assert isinstance(met, RendezvousResult)
                 assert met.workers == tuple(range(WORKERS))
         served.ask(Leave(worker, 1))
 
@@ -156,7 +156,7 @@ def test_a_lease_does_not_run_while_requests_of_its_worker_wait_behind_others(se
     begin, beats = time.monotonic(), []
     while time.monotonic() - begin < 1.5 * lease:
         time.sleep(0.1)
-        beats += [served.send(Beat(worker, 1)) for worker in range(2)]
+        beats += [served.send(Heartbeat(worker, 1)) for worker in range(2)]
     gate.set()
     for beat in beats:
         beat.result(20)

@@ -1,4 +1,4 @@
-"""The state machine of a shard, without a carrier."""
+"""The state machine of a shard, without a transport."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from embershard.proto.errors import (
     WrongPlacement,
 )
 from embershard.proto.messages import (
-    Beat,
     Declare,
     Declared,
     GetStatus,
     Greeting,
+    Heartbeat,
     Hello,
     Join,
     Load,
@@ -352,7 +352,7 @@ class TestLoading:
         for worker in (0, 1):
             shard.handle(Join(worker, 7, 0, -1, 2, lease_ms), 0.0)
         assert shard.handle(load(1, worker=0, epoch=7), hour / 2) == Loaded(1)  # and is heard of
-        shard.handle(Beat(1, 7), hour)
+        shard.handle(Heartbeat(1, 7), hour)
         shard.advance(hour * 1.2)
         shard.handle(load(1, worker=0, epoch=7), hour * 1.2)
         shard.handle(Join(1, 8, 0, -1, 2, lease_ms), day)  # both leases have ended meanwhile

@@ -13,7 +13,7 @@ from half_codec import HALF_CODEC
 
 from embershard.proto import spec
 from embershard.proto.codec.lossless.ids import encode_ids
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import encode_elements, encode_rows
 from embershard.proto.codec.user_defined import CodecRegistry
 from embershard.proto.codec.values.registry import BUILTIN, ValuesCodec, find_values
@@ -238,7 +238,7 @@ class TestUserDefined:
 
     def test_a_codec_of_a_module_serves_pulls_and_pushes(self, registry: CodecRegistry):
         shard, name = Shard(0, Placement.even(1), OptimizerRegistry(), codecs=registry), "codecs_of_mine:half"
-        table = spec.TableSpec(name="t", dim=DIM, optimizer=spec.SGD(lr=1.0), push_codec=Codec.parse(name))
+        table = spec.TableSpec(name="t", dim=DIM, optimizer=spec.SGD(lr=1.0), push_codec=CodecName.parse(name))
         shard.handle(Declare(table))
         before = pull(shard).tables[0]
         reply = pull(shard, TableIds("t", IDS, codec=name))
@@ -256,6 +256,6 @@ class TestUserDefined:
         for field in ("push_codec", "pull_codec"):
             table = spec.TableSpec(name="new", dim=DIM, optimizer=spec.SGD(lr=1.0))
             with pytest.raises(UnknownCodec, match="codecs_of_mine:half"):
-                shard.handle(Declare(replace(table, **{field: Codec.parse(name)})))
+                shard.handle(Declare(replace(table, **{field: CodecName.parse(name)})))
         with pytest.raises(UnknownCodec, match="codecs_of_mine:half"):
             shard.handle(push(coded(encode_rows(rows_of(1), registry.find(name), None), codec=name)))

@@ -1,4 +1,4 @@
-"""A shard's part of a snapshot, and a shard made of parts, without a carrier."""
+"""A shard's part of a snapshot, and a shard made of parts, without a transport."""
 
 from __future__ import annotations
 

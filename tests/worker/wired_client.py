@@ -13,7 +13,7 @@ from embershard.proto.errors import EmbershardError, InvalidRequest, UnknownRout
 from embershard.proto.messages import Array, Push, Reply, Request
 from embershard.proto.routing import make_route
 from embershard.proto.spec import TableSpec
-from embershard.proto.transport.local import LocalCarrier
+from embershard.proto.transport.local import LocalTransport
 from embershard.proto.transport.transport import Unreachable
 from embershard.ps.shard import Shard
 from embershard.worker.client.client import Client
@@ -25,7 +25,7 @@ SPEC = TableSpec(name="t", dim=DIM, optimizer=es.SGD(lr=1.0), initializer=es.Con
 IDS = np.arange(NUM_IDS)
 
 
-class Link(LocalCarrier):
+class Link(LocalTransport):
     """A shard that loses, after it was applied or before, or refuses, the pushes that it is told to."""
 
     def __init__(self, shard: Shard, address: str) -> None:

@@ -20,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import EmbershardError, UnknownTable
 from embershard.proto.snapshot.blocks import read_block
 from embershard.proto.snapshot.manifest import (
@@ -303,7 +303,7 @@ def restore_snapshot(
         client.calls(cancel, timeout=_CANCEL_PATIENCE)
         raise
     for table in manifest.tables.values():  # how they travelled is no part of them, and may not serve this client
-        client.declare(replace(table.spec, push_codec=Codec(), pull_codec=Codec()))
+        client.declare(replace(table.spec, push_codec=CodecName(), pull_codec=CodecName()))
     return manifest
 
 
@@ -343,7 +343,7 @@ def _soon(client: Client, margin: int) -> int:
     if not any(one.members and one.staleness == 0 for one in status):
         return 0
     member = client.membership
-    if member is not None and not member.resting:
+    if member is not None and not member.paused:
         return member.next_clock  # the others cannot go on without this worker
     return max(one.clock for one in status) + margin
 

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import Array, Bytes, Declare, Ids, Pull, Push, Reply, Request, Rows, TableGradients
-from embershard.proto.transport.transport import Pending
+from embershard.proto.transport.transport import PendingReply
 
 Direction = Literal["push", "pull", "other"]
 Kind = Literal["ids", "rows", "dense", "held", "other"]
@@ -35,7 +35,7 @@ class Part(NamedTuple):
     table: str = ""
 
 
-class Moved(NamedTuple):
+class ByteCount(NamedTuple):
     """Bytes on the wire, what they would be with float32 rows and plain ids, and in how many messages they were.
 
     Without a codec, `held` rows would have gone before: they take no raw bytes, and are counted.
@@ -46,16 +46,16 @@ class Moved(NamedTuple):
     messages: int = 0
     held: int = 0
 
-    def plus(self, other: Moved) -> Moved:
+    def plus(self, other: ByteCount) -> ByteCount:
         """Both."""
-        return Moved(*(mine + its for mine, its in zip(self, other, strict=True)))
+        return ByteCount(*(mine + its for mine, its in zip(self, other, strict=True)))
 
-    def minus(self, other: Moved) -> Moved:
+    def minus(self, other: ByteCount) -> ByteCount:
         """Without what was moved before."""
-        return Moved(*(mine - its for mine, its in zip(self, other, strict=True)))
+        return ByteCount(*(mine - its for mine, its in zip(self, other, strict=True)))
 
 
-Volumes = Mapping[Part, Moved]
+Volumes = Mapping[Part, ByteCount]
 
 
 class _Sum:
@@ -121,7 +121,7 @@ class Volume:
         self._tables: defaultdict[str, _Table] = defaultdict(_Table)
         self._rest: defaultdict[Direction, _Sum] = defaultdict(_Sum)
 
-    def count(self, request: Request, outcome: Reply | EmbershardError, pending: Pending) -> None:
+    def count(self, request: Request, outcome: Reply | EmbershardError, pending: PendingReply) -> None:
         """A call that is over; one that failed, and may be made again, is left to `other`."""
         if isinstance(outcome, EmbershardError):
             return
@@ -138,17 +138,19 @@ class Volume:
             rest = pending.num_bytes - counted
             self._rest[direction].add(rest, rest)
 
-    def parts(self, num_bytes: int) -> dict[Part, Moved]:
+    def parts(self, num_bytes: int) -> dict[Part, ByteCount]:
         """All parts until now; `num_bytes` were counted on the sockets, and what no call accounts for is `other`."""
         with self._lock:
             sums = [found for name, table in self._tables.items() for found in table.parts(name)]
             sums += [(Part(direction, "other"), rest) for direction, rest in self._rest.items()]
             parts = {
-                part: Moved(found.wire, found.raw, found.messages, found.held) for part, found in sums if found.messages
+                part: ByteCount(found.wire, found.raw, found.messages, found.held)
+                for part, found in sums
+                if found.messages
             }
         rest = num_bytes - sum(moved.wire for moved in parts.values())
         other = Part("other", "other")
-        parts[other] = parts.get(other, Moved()).plus(Moved(rest, rest))
+        parts[other] = parts.get(other, ByteCount()).plus(ByteCount(rest, rest))
         return parts
 
     def packed(self, part: Part) -> Sequence[Ids]:

@@ -13,14 +13,14 @@ from embershard.proto.messages import Pushed, Request, Rows
 from embershard.proto.timing import set_apart, span
 from embershard.proto.transport.transport import Deadline
 from embershard.worker.client.byte_counts import Volumes
-from embershard.worker.client.connections import Links, Outcome
+from embershard.worker.client.connections import Outcome, ShardConnections
 from embershard.worker.client.pull import Places
 
 Watch = Callable[[Mapping[int, Request], Mapping[int, Outcome], float], None]  # requests, replies, seconds
 
 
 @dataclass(slots=True)
-class Stats:
+class ClientStats:
     """Counters of a client since its start."""
 
     wait_seconds: float = 0.0  # spent waiting for shards
@@ -35,13 +35,13 @@ class Stats:
     volume: Volumes = field(default_factory=dict)  # the bytes by direction and part
 
 
-class Calls:
+class Requests:
     """Several threads may call at a time."""
 
-    def __init__(self, links: Links, timeout: timedelta) -> None:
+    def __init__(self, links: ShardConnections, timeout: timedelta) -> None:
         self.settings_revision = 0  # of what the shards were told of compression, as far as replies said
         self.watch: Watch | None = None  # is told of every call
-        self.stats = Stats()
+        self.stats = ClientStats()
         self.timeout = timeout  # of every call that says nothing else
         self._links = links
         self._lock = threading.Lock()  # of the counters
@@ -58,7 +58,7 @@ class Calls:
         start = time.perf_counter()
         deadline = Deadline(self.timeout if timeout is None else timeout)
         try:
-            with span("wait"):  # of which a carrier may set its own parts apart
+            with span("wait"):  # of which a transport may set its own parts apart
                 outcomes = self._links.call(requests, deadline, into) if wait is None else wait(requests, into)
                 answers = [reply for reply in outcomes.values() if isinstance(reply, Rows | Pushed)]
                 # shards work side by side, but for those of this process: the slowest is waited for

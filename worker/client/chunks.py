@@ -17,7 +17,7 @@ TABLE_OVERHEAD = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Chunk:
     """Rows [start, stop) of the `part`-th table of a request."""
 
     part: int
@@ -30,12 +30,12 @@ class Piece:
         return slice(first + self.start, first + self.stop)
 
 
-def cut(names: Sequence[str], counts: Sequence[int], row_bytes: Sequence[int], limit: int) -> list[list[Piece]]:
+def cut(names: Sequence[str], counts: Sequence[int], row_bytes: Sequence[int], limit: int) -> list[list[Chunk]]:
     """Messages of at most `limit` bytes that together carry `counts[k]` rows of table k, in order.
 
     Tables without rows are left out. MessageTooLarge where not even one row fits.
     """
-    messages: list[list[Piece]] = []
+    messages: list[list[Chunk]] = []
     room = 0
     for part, (name, count, size) in enumerate(zip(names, counts, row_bytes, strict=True)):
         overhead = TABLE_OVERHEAD + len(name.encode())
@@ -49,7 +49,7 @@ def cut(names: Sequence[str], counts: Sequence[int], row_bytes: Sequence[int], l
                     raise MessageTooLarge(got=MESSAGE_OVERHEAD + overhead + size, limit=limit)
                 messages.append([])
             stop = min(count, start + fits)
-            messages[-1].append(Piece(part, start, stop))
+            messages[-1].append(Chunk(part, start, stop))
             room -= overhead + (stop - start) * size
             start = stop
     return messages

@@ -26,17 +26,17 @@ from embershard.proto.messages import (
 from embershard.proto.routing import Placement, Route
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import span
-from embershard.proto.transport.addresses import carrier_for
+from embershard.proto.transport.addresses import transport_for
 from embershard.proto.transport.emulated_link import EmulatedLink
 from embershard.proto.transport.io_thread import io_loop
-from embershard.proto.transport.transport import Carrier, Deadline
+from embershard.proto.transport.transport import Deadline, Transport
 from embershard.worker.client.byte_counts import Volume
-from embershard.worker.client.calls import Calls, Stats
-from embershard.worker.client.connections import Links, Outcome, greet
+from embershard.worker.client.calls import ClientStats, Requests
+from embershard.worker.client.connections import Outcome, ShardConnections, greet
 from embershard.worker.client.load import Assigner
 from embershard.worker.client.membership import Membership, Terms
-from embershard.worker.client.pull import Inbox, Places, Pulls
-from embershard.worker.client.push import Gradients, Outbox, Update, Versions
+from embershard.worker.client.pull import Places, Puller, Pulls
+from embershard.worker.client.push import Gradients, PushQueue, Update, Versions
 from embershard.worker.client.push import LrScale as LrScale
 from embershard.worker.compression.compressor import Compressor
 
@@ -53,15 +53,17 @@ class Client:
     token, before the next one: it is applied once, whatever became of the first try.
     """
 
-    def __init__(self, carriers: Sequence[Carrier], *, worker: int = 0, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-        if not carriers:
+    def __init__(
+        self, transports: Sequence[Transport], *, worker: int = 0, timeout: timedelta = DEFAULT_TIMEOUT
+    ) -> None:
+        if not transports:
             raise ValueError("no shards: name at least one address, as host:port")
         if timeout <= timedelta(0):
             raise ValueError(f"timeout must be above zero, got {timeout}")
         self.worker = worker
         self.epoch = time.time_ns()  # a later incarnation of this worker fences this one
-        self._links = Links(greet(carriers, worker, Deadline(timeout)), worker)
-        self.calls = Calls(self._links, timeout)
+        self._links = ShardConnections(greet(transports, worker, Deadline(timeout)), worker)
+        self.calls = Requests(self._links, timeout)
         greetings = [link.greeting for link in self._links]
         self.placement = Placement.even(len(greetings), greetings[0].placement_epoch)
         # bytes of a message to each shard; replies are read up to our own limit, whatever the shard would take
@@ -69,8 +71,8 @@ class Client:
         self._specs: dict[str, TableSpec] = {}
         self.membership: Membership | None = None
         self.compressor = Compressor(worker, self.placement)
-        self._outbox = Outbox(worker, self.epoch, self.placement.epoch, self.limits, self.compressor)
-        self._inbox = Inbox(self._links, worker, self.epoch, self.placement.epoch, self.limits, self.compressor)
+        self._outbox = PushQueue(worker, self.epoch, self.placement.epoch, self.limits, self.compressor)
+        self._inbox = Puller(self._links, worker, self.epoch, self.placement.epoch, self.limits, self.compressor)
         self._assigner = Assigner(self.calls, worker, self.epoch, self.placement.epoch, self.limits)
         self._push_lock = threading.Lock()
 
@@ -83,18 +85,18 @@ class Client:
         timeout: timedelta = DEFAULT_TIMEOUT,
         bandwidth: int | None = None,
     ) -> Client:
-        """A client of the shards at `addresses` (docs/carriers.md), in any order.
+        """A client of the shards at `addresses` (docs/transports.md), in any order.
 
         Waits until all of them serve. ShardUnavailable, NotAShard or WrongShards say what is in the way. `bandwidth`,
-        in bits per second, has it send and receive no faster, each way; BadAddress where a carrier cannot.
+        in bits per second, has it send and receive no faster, each way; BadAddress where a transport cannot.
         """
         link = None if bandwidth is None else EmulatedLink(bandwidth, io_loop())
-        carriers = [carrier_for(address, link) for address in addresses]
+        transports = [transport_for(address, link) for address in addresses]
         try:
-            return cls(carriers, worker=worker, timeout=timeout)
+            return cls(transports, worker=worker, timeout=timeout)
         except BaseException:
-            for carrier in carriers:
-                carrier.close()
+            for transport in transports:
+                transport.close()
             raise
 
     @property
@@ -112,11 +114,11 @@ class Client:
         return self.placement.num_shards
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> ClientStats:
         """Counters until now; a copy, so that two of them can be compared."""
-        carriers = [link.carrier for link in self._links]
-        sent = sum(carrier.sent_bytes for carrier in carriers)
-        received = sum(carrier.received_bytes for carrier in carriers)
+        transports = [link.transport for link in self._links]
+        sent = sum(transport.sent_bytes for transport in transports)
+        received = sum(transport.received_bytes for transport in transports)
         stats = self.calls.stats
         return replace(
             stats,
@@ -214,10 +216,10 @@ class Client:
         if member is None:
             return self.calls(make(0), into)
         if clock is None:
-            return member.insist(lambda: self.calls(make(0), into))
+            return member.call_with_rejoin(lambda: self.calls(make(0), into))
         if member.after(clock):
             self._send_kept(member)
-        return member.insist(lambda: self.calls(make(member.after(clock)), into, wait=member.wait))
+        return member.call_with_rejoin(lambda: self.calls(make(member.after(clock)), into, wait=member.wait))
 
     def _send_kept(self, member: Membership) -> None:
         """Send a push again that got no answer: the clocks that a pull waits for may wait for it."""
@@ -287,7 +289,7 @@ class Client:
         if self.membership is not None:
             self.membership.leave()
         for link in self._links:
-            link.carrier.close()
+            link.transport.close()
 
     def spec(self, table: str) -> TableSpec:
         """That of a table that was declared; UnknownTable."""

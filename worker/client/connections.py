@@ -25,7 +25,7 @@ from embershard.proto.errors import (
     WrongShards,
 )
 from embershard.proto.messages import PUT_BACK_SECONDS, Array, Greeting, Hello, Reply, Request
-from embershard.proto.transport.transport import Carrier, Closed, Deadline, Pending, Unreachable
+from embershard.proto.transport.transport import Deadline, PendingReply, Transport, TransportClosed, Unreachable
 from embershard.worker.client.byte_counts import Volume
 
 _FIRST_PAUSE = 0.02  # seconds; doubles with every try
@@ -36,24 +36,24 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Link:
+class ShardConnection:
     """One shard as a worker knows it."""
 
-    carrier: Carrier
+    transport: Transport
     greeting: Greeting
     suspect: bool = False  # the connection broke: another process may answer now
-    sign: Pending | None = None  # a word on its way whose answer nobody needs; gRPC would take it back
+    sign: PendingReply | None = None  # a word on its way whose answer nobody needs; gRPC would take it back
 
     @property
     def name(self) -> str:
         """Index and address, for errors."""
-        return f"shard {self.greeting.shard} at {self.carrier.address}"
+        return f"shard {self.greeting.shard} at {self.transport.address}"
 
 
 Outcome = Reply | EmbershardError
 
 
-def greet(carriers: Sequence[Carrier], worker: int, deadline: Deadline) -> list[Link]:
+def greet(transports: Sequence[Transport], worker: int, deadline: Deadline) -> list[ShardConnection]:
     """Links to all shards, in the order of their index; waits for those that start later.
 
     ShardUnavailable where none answers by the deadline, NotAShard where something else does, WrongShards where the
@@ -62,43 +62,43 @@ def greet(carriers: Sequence[Carrier], worker: int, deadline: Deadline) -> list[
     found: dict[int, Greeting] = {}
     patience: Deadline | None = Deadline(_PATIENCE)
     for pause in _pauses(deadline):
-        waiting = [i for i in range(len(carriers)) if i not in found]
-        pending = {i: _submit(carriers[i], Hello(worker), deadline) for i in waiting}
+        waiting = [i for i in range(len(transports)) if i not in found]
+        pending = {i: _submit(transports[i], Hello(worker), deadline) for i in waiting}
         reasons: dict[int, str] = {}
         for i, answer in pending.items():
             try:
                 reply = answer.result()
-            except Closed:
+            except TransportClosed:
                 raise ClientClosed() from None
             except Unreachable as error:
                 reasons[i] = error.reason
             except EmbershardError as error:
                 if not error.retryable:
-                    label = "" if isinstance(error, NotAShard) else f"the server at {carriers[i].address}"
+                    label = "" if isinstance(error, NotAShard) else f"the server at {transports[i].address}"
                     raise _labelled(error, label) from None
                 reasons[i] = str(error)
             else:
                 if not isinstance(reply, Greeting):
-                    raise NotAShard(address=carriers[i].address, reason=f"it said {type(reply).__name__}")
+                    raise NotAShard(address=transports[i].address, reason=f"it said {type(reply).__name__}")
                 found[i] = reply
         if not reasons:
-            return _in_order([Link(carriers[i], found[i]) for i in range(len(carriers))])
+            return _in_order([ShardConnection(transports[i], found[i]) for i in range(len(transports))])
         first, reason = next(iter(reasons.items()))
         if patience is not None and patience.seconds <= 0:
             patience = None
-            _log.warning("waiting for the server at %s (%s)", carriers[first].address, reason)
+            _log.warning("waiting for the server at %s (%s)", transports[first].address, reason)
         if not _sleep(pause, deadline):
             break
-    raise _unavailable(f"the server at {carriers[first].address}", carriers[first].address, reason, deadline)
+    raise _unavailable(f"the server at {transports[first].address}", transports[first].address, reason, deadline)
 
 
-def _in_order(links: list[Link]) -> list[Link]:
+def _in_order(links: list[ShardConnection]) -> list[ShardConnection]:
     """Links by index. WrongShards names what does not fit."""
     first = links[0].greeting
-    by_index: dict[int, Link] = {}
+    by_index: dict[int, ShardConnection] = {}
     for link in links:
         mine = link.greeting
-        where = f"{links[0].carrier.address} and {link.carrier.address}"
+        where = f"{links[0].transport.address} and {link.transport.address}"
         if mine.num_shards != first.num_shards:
             raise WrongShards(
                 reason=f"{where} were started for {first.num_shards} and {mine.num_shards} shards; "
@@ -110,9 +110,9 @@ def _in_order(links: list[Link]) -> list[Link]:
                 "restart the shards together"
             )
         if mine.shard in by_index:
-            other = by_index[mine.shard].carrier.address
+            other = by_index[mine.shard].transport.address
             raise WrongShards(
-                reason=f"{other} and {link.carrier.address} are both shard {mine.shard}; "
+                reason=f"{other} and {link.transport.address} are both shard {mine.shard}; "
                 "start each with its own --shard"
             )
         by_index[mine.shard] = link
@@ -120,15 +120,15 @@ def _in_order(links: list[Link]) -> list[Link]:
     if missing:
         raise WrongShards(
             reason=f"of {first.num_shards} shards, {', '.join(missing)} is not among the addresses "
-            f"{', '.join(link.carrier.address for link in links)}; name the address of every shard"
+            f"{', '.join(link.transport.address for link in links)}; name the address of every shard"
         )
     return [by_index[i] for i in range(first.num_shards)]
 
 
-class Links:
+class ShardConnections:
     """All shards of a placement. Safe for use by several threads."""
 
-    def __init__(self, links: Sequence[Link], worker: int) -> None:
+    def __init__(self, links: Sequence[ShardConnection], worker: int) -> None:
         self._links = links
         self._worker = worker
         self.volume = Volume()
@@ -138,10 +138,10 @@ class Links:
     def __len__(self) -> int:
         return len(self._links)
 
-    def __iter__(self) -> Iterator[Link]:
+    def __iter__(self) -> Iterator[ShardConnection]:
         return iter(self._links)
 
-    def __getitem__(self, shard: int) -> Link:
+    def __getitem__(self, shard: int) -> ShardConnection:
         return self._links[shard]
 
     def call(
@@ -149,7 +149,7 @@ class Links:
     ) -> dict[int, Outcome]:
         """Send one request to each of the shards named, all at once, and wait for what becomes of them.
 
-        `into`: memory for the rows of pulls, see Carrier.submit.
+        `into`: memory for the rows of pulls, see Transport.submit.
         Busy, loading, stopping and unreachable shards are asked again, after growing pauses, until the deadline; one
         that put a request back for other workers' sake, so near to it that no answer could come in time, is not.
         """
@@ -161,7 +161,7 @@ class Links:
             suspects = [s for s in waiting if self._links[s].suspect]
             ready = [s for s in waiting if s not in suspects]
             places = into or {}
-            pending = {s: _submit(self._links[s].carrier, waiting[s], deadline, places.get(s, ())) for s in ready}
+            pending = {s: _submit(self._links[s].transport, waiting[s], deadline, places.get(s, ())) for s in ready}
             for shard in suspects:  # after the others were asked: a shard that stands still must not cost their leases
                 outcomes[shard] = self._recognise(shard, deadline) or _Retry("it answers again")
                 if isinstance(outcomes[shard], ClientClosed):
@@ -181,14 +181,14 @@ class Links:
             link, last = self._links[shard], outcomes.get(shard)
             if last is None or isinstance(last, _Retry):
                 reason = last.reason if isinstance(last, _Retry) else "no time was left to ask"
-                outcomes[shard] = _unavailable(link.name, link.carrier.address, reason, deadline)
+                outcomes[shard] = _unavailable(link.name, link.transport.address, reason, deadline)
         return outcomes
 
-    def _outcome(self, shard: int, answer: Pending, deadline: Deadline) -> Outcome:
+    def _outcome(self, shard: int, answer: PendingReply, deadline: Deadline) -> Outcome:
         link = self._links[shard]
         try:
             return answer.result()
-        except Closed:
+        except TransportClosed:
             return _labelled(ClientClosed(), link.name)
         except Unreachable as error:
             link.suspect = True
@@ -203,8 +203,8 @@ class Links:
         """Ask a shard behind a broken connection who it is: None if it is the process that has our rows."""
         link = self._links[shard]
         try:
-            reply = _submit(link.carrier, Hello(self._worker), deadline).result()
-        except Closed:
+            reply = _submit(link.transport, Hello(self._worker), deadline).result()
+        except TransportClosed:
             return _labelled(ClientClosed(), link.name)
         except Unreachable as error:
             return _Retry(error.reason)
@@ -213,10 +213,12 @@ class Links:
         if isinstance(reply, Greeting) and reply.instance == link.greeting.instance:
             link.suspect = False
             if self.sign is not None:  # first: the bytes of what comes now keep the lease
-                link.sign = _submit(link.carrier, self.sign, deadline)
+                link.sign = _submit(link.transport, self.sign, deadline)
             return None
         got = reply.instance if isinstance(reply, Greeting) else type(reply).__name__
-        self._lost = ShardRestarted(shard=link.name, address=link.carrier.address, got=got, want=link.greeting.instance)
+        self._lost = ShardRestarted(
+            shard=link.name, address=link.transport.address, got=got, want=link.greeting.instance
+        )
         return self._lost
 
 
@@ -230,9 +232,9 @@ class _Retry(EmbershardError):
         super().__init__(reason=reason)
 
 
-def _submit(carrier: Carrier, request: Request, deadline: Deadline, into: Sequence[Array] = ()) -> Pending:
+def _submit(transport: Transport, request: Request, deadline: Deadline, into: Sequence[Array] = ()) -> PendingReply:
     try:
-        return carrier.submit(request, deadline.remaining, into)
+        return transport.submit(request, deadline.remaining, into)
     except Unreachable as error:
         return _Failed(error)
 

@@ -10,15 +10,15 @@ from functools import partial
 from embershard.proto.errors import LeaseLost
 from embershard.proto.messages import Floats, Load
 from embershard.proto.routing import Route
-from embershard.worker.client.calls import Calls, raise_first
-from embershard.worker.client.chunks import Piece, cut
+from embershard.worker.client.calls import Requests, raise_first
+from embershard.worker.client.chunks import Chunk, cut
 from embershard.worker.client.membership import Membership
 
 
 class Assigner:
     """Sends rows to be assigned, in messages of at most `limits` bytes to each shard."""
 
-    def __init__(self, calls: Calls, worker: int, epoch: int, placement_epoch: int, limits: Sequence[int]) -> None:
+    def __init__(self, calls: Requests, worker: int, epoch: int, placement_epoch: int, limits: Sequence[int]) -> None:
         self._calls, self._worker, self._epoch = calls, worker, epoch
         self._placement_epoch, self._limits = placement_epoch, limits
 
@@ -56,7 +56,7 @@ class Assigner:
     def _send(self, loads: Mapping[int, Load], member: Membership | None, *, keep_state: bool) -> bool:
         """Send loads; False where a change of rows is dropped, for the lease was lost, and this worker joined again."""
         if member is None or not keep_state:
-            raise_first(self._calls(loads) if member is None else member.insist(partial(self._calls, loads)))
+            raise_first(self._calls(loads) if member is None else member.call_with_rejoin(partial(self._calls, loads)))
             return True
         lost_leases, outcomes = member.lost_leases, self._calls(loads)
         if any(isinstance(outcome, LeaseLost) for outcome in outcomes.values()):
@@ -70,7 +70,7 @@ def _cut(load: Load, limit: int) -> list[Load]:
     """The same in messages of at most `limit` bytes."""
     messages = cut([load.table], [len(load.ids)], [8 + load.rows.itemsize * load.rows.shape[1]], limit)
     if load.last:  # without rows: sent again after its reply was lost, it cannot undo a push that came since
-        messages = [*messages, [Piece(0, 0, 0)]]
+        messages = [*messages, [Chunk(0, 0, 0)]]
     return [
         replace(
             load,

@@ -18,20 +18,20 @@ import numpy as np
 from embershard.proto.errors import ClockAhead, EmbershardError, LeaseLost, ShardUnavailable, WorkerLost
 from embershard.proto.messages import (
     Array,
-    Beat,
-    Beaten,
+    Heartbeat,
+    HeartbeatAck,
     Join,
     Joined,
     Leave,
-    Meet,
-    Met,
+    Rendezvous,
+    RendezvousResult,
     Reply,
     Request,
     Split,
     TakeSplit,
 )
 from embershard.proto.transport.transport import Deadline
-from embershard.worker.client.connections import Links, Outcome
+from embershard.worker.client.connections import Outcome, ShardConnections
 
 _BEATS = 4  # of a lease
 _MARGIN = 2  # clocks beyond the shards' own at which a late worker joins; doubled while they run away from it
@@ -47,7 +47,7 @@ class Terms:
     """What the workers of a job agree on.
 
     `staleness` 0: the pushes of a clock are gathered and applied once; k: a worker is at most k clocks ahead; None: no
-    bound. With `damp_staleness` the learning rate of a push is divided by the updates that its rows had missed
+    bound. With `staleness_aware_lr` the learning rate of a push is divided by the updates that its rows had missed
     (Zhang et al. 2016). A worker that is not heard of for `lease` is given up by the others. `patience` ends a wait
     for workers that keep their lease and do not come. A higher `run` than any before on these shards begins anew there,
     whoever still trains: give all workers of a run the same. With 0 a worker takes part in the run that goes on.
@@ -57,7 +57,7 @@ class Terms:
     workers: int = 1  # expected at the start
     staleness: int | None = None
     lease: timedelta = timedelta(seconds=10)
-    damp_staleness: bool = False
+    staleness_aware_lr: bool = False
     patience: timedelta = timedelta(minutes=30)
     run: int = 0
 
@@ -66,8 +66,8 @@ class Terms:
             raise ValueError(f"workers must be at least 1, got {self.workers}")
         if self.staleness is not None and self.staleness < 0:
             raise ValueError(f"staleness must be None or at least 0, got {self.staleness}")
-        if self.damp_staleness and self.staleness == 0:
-            raise ValueError("damp_staleness has no meaning at staleness 0, where no push misses an update")
+        if self.staleness_aware_lr and self.staleness == 0:
+            raise ValueError("staleness_aware_lr has no meaning at staleness 0, where no push misses an update")
         if not 0 <= self.run < 2**63:
             raise ValueError(f"run must be in 0..2**63-1, got {self.run}")
         for name, value in (("lease", self.lease), ("patience", self.patience)):
@@ -81,16 +81,16 @@ class Membership:
     Waits for other workers last as long as these keep their lease, at most `terms.patience`: then WorkerLost.
     """
 
-    def __init__(self, links: Links, terms: Terms, *, worker: int, epoch: int, timeout: timedelta) -> None:
+    def __init__(self, links: ShardConnections, terms: Terms, *, worker: int, epoch: int, timeout: timedelta) -> None:
         self.terms = terms
         self.worker = worker
         self.first = 0  # the clock at which this worker joined last: pushes of earlier ones are not waited for
         self.lost_leases = 0
         self.members: tuple[int, ...] = ()  # as shard 0 said last, in order
-        self.resting = False
+        self.paused = False
         # False where something else ties the workers' steps together, as an all-reduce does: one that came back at a
         # later clock and those who went on would wait for each other
-        self.comes_back = True
+        self.may_rejoin = True
         self._links, self._epoch, self._timeout = links, epoch, timeout
         self._next = 0  # after the last clock that was pushed
         self._lock = threading.RLock()  # of joining
@@ -103,7 +103,7 @@ class Membership:
         """
         with self._lock:
             self._join(clock)
-        self._links.sign = Beat(self.worker, self._epoch)
+        self._links.sign = Heartbeat(self.worker, self._epoch)
         beat = threading.Thread(
             target=_beat,
             args=(weakref.ref(self), self._ended, self.terms.lease.total_seconds() / _BEATS),
@@ -115,13 +115,13 @@ class Membership:
 
     def rest(self) -> None:
         """Let the others' clock go on without this worker; meetings still expect it."""
-        self.resting = True
+        self.paused = True
         self._ask_all(Leave(self.worker, self._epoch, rest=True))
 
     def resume(self, clock: int = 0) -> int:
         """End a rest: push again from `clock` on, or as soon after it as all shards agree; the clock."""
         with self._lock:
-            self.resting = False
+            self.paused = False
             return self._join(max(clock, self._next))
 
     def meet(
@@ -140,8 +140,8 @@ class Membership:
         it is given.
         """
         data = np.frombuffer(payload, np.uint8)
-        met = self._ask_first(Meet(self.worker, self._epoch, name, data, listen, tuple(among)), patience)
-        assert isinstance(met, Met)
+        met = self._ask_first(Rendezvous(self.worker, self._epoch, name, data, listen, tuple(among)), patience)
+        assert isinstance(met, RendezvousResult)
         self.members = tuple(sorted({*self.members, *met.workers}))  # who has come lives; a beat may not know of it yet
         payloads = [part.tobytes() for part in met.payloads] if listen else [b""] * len(met.workers)
         return dict(zip(met.workers, payloads, strict=True))
@@ -157,7 +157,7 @@ class Membership:
 
     def after(self, clock: int) -> int:
         """How many clocks must be closed before this worker reads rows for `clock`."""
-        if self.terms.staleness is None or self.resting:  # the clock need not come to one that does not go on
+        if self.terms.staleness is None or self.paused:  # the clock need not come to one that does not go on
             return 0
         return max(0, max(clock, self.first) - self.terms.staleness)
 
@@ -209,14 +209,14 @@ class Membership:
 
         Raises LeaseLost where this worker must not come back.
         """
-        if not self.comes_back:
+        if not self.may_rejoin:
             raise LeaseLost(worker=self.worker, lease_ms=round(self.terms.lease.total_seconds() * 1000))
         with self._lock:
             if self.lost_leases != lost_leases:
                 return  # another thread was quicker
             self._join(self._next)
             self.lost_leases += 1
-            if self.resting:
+            if self.paused:
                 self._ask_all(Leave(self.worker, self._epoch, rest=True))
         _log.warning(
             "worker %d was not heard of for its lease of %s, and the others went on without it: it joined again at "
@@ -224,7 +224,7 @@ class Membership:
             self.worker, self.terms.lease, self.first,
         )  # fmt: skip
 
-    def insist(self, ask: Callable[[], dict[int, Outcome]]) -> dict[int, Outcome]:
+    def call_with_rejoin(self, ask: Callable[[], dict[int, Outcome]]) -> dict[int, Outcome]:
         """What `ask` gives, to a member: where the lease was lost it joins again and asks again."""
         for _ in range(_TRIES):
             lost_leases = self.lost_leases
@@ -246,8 +246,10 @@ class Membership:
         while True:
             staleness = -1 if terms.staleness is None else terms.staleness
             lease_ms = max(1, round(terms.lease.total_seconds() * 1000))
-            damp = terms.damp_staleness
-            join = Join(self.worker, self._epoch, clock, staleness, terms.workers, lease_ms, damp, terms.run)
+            staleness_aware_lr = terms.staleness_aware_lr
+            join = Join(
+                self.worker, self._epoch, clock, staleness, terms.workers, lease_ms, staleness_aware_lr, terms.run
+            )
             replies = [reply for reply in self._ask_all(join) if isinstance(reply, Joined)]
             if all(reply.member for reply in replies):
                 # the same first clock everywhere: no shard closes one that another still waits for
@@ -260,7 +262,7 @@ class Membership:
 
     def _ask_first(self, request: Request, patience: timedelta | None = None) -> Reply:
         """The reply of shard 0, from a member."""
-        outcome = self.insist(lambda: self.wait({0: request}, patience=patience))[0]
+        outcome = self.call_with_rejoin(lambda: self.wait({0: request}, patience=patience))[0]
         if isinstance(outcome, EmbershardError):
             raise outcome
         return outcome
@@ -279,8 +281,8 @@ class Membership:
 
     def _beat(self, timeout: timedelta) -> None:
         """Renew the lease on every shard; one that does not answer must not keep the others waiting."""
-        first = self._call_all(Beat(self.worker, self._epoch), timeout)[0]
-        if isinstance(first, Beaten):
+        first = self._call_all(Heartbeat(self.worker, self._epoch), timeout)[0]
+        if isinstance(first, HeartbeatAck):
             self.members = first.members
 
 

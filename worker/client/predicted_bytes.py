@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.predict import HEAD_BYTES, age_bytes, predict_bytes
 from embershard.proto.codec.values.registry import ValuesCodec
 from embershard.proto.messages import (
@@ -37,9 +37,9 @@ from embershard.proto.protobuf import head_bytes
 from embershard.proto.routing import make_route
 from embershard.proto.spec import TableSpec
 from embershard.proto.wire import frame_bytes
-from embershard.worker.client.byte_counts import Moved, Part, Volumes
+from embershard.worker.client.byte_counts import ByteCount, Part, Volumes
 from embershard.worker.client.chunks import cut
-from embershard.worker.compression.error_feedback import Sent
+from embershard.worker.compression.error_feedback import SentAverages
 from embershard.worker.compression.low_rank import predict_low_rank
 from embershard.worker.compression.schedule import WARMUP_DENSITIES, warmup_density
 from embershard.worker.compression.settings import Directions
@@ -82,8 +82,8 @@ def predict_volumes(moved: Volumes, client: Client) -> dict[Part, float]:
             spec = client.spec(part.table)
             if codec.select == "delta":
                 changed = _changed_share(directions[part.table].push, spec, client.compressor.workers)
-                codec = Codec(select="topk", number=changed)  # its form: positions and float32 values
-            sent = client.compressor.sent(part.table) if part.direction == "push" else Sent()
+                codec = CodecName(select="topk", number=changed)  # its form: positions and float32 values
+            sent = client.compressor.sent(part.table) if part.direction == "push" else SentAverages()
             stages = _stages(codec, -(-counted.messages // client.num_shards), warmup_steps)
             rows = counted.raw / (_FLOAT_BYTES * spec.dim) / counted.messages
             fewer, share = math.floor(rows), rows % 1  # a message has whole rows
@@ -105,14 +105,14 @@ def break_even(raw_bytes: float, sent_bytes: float, coding_seconds: float) -> fl
 
 
 def _payload_bytes(
-    codec: Codec, direction: str, rows: int, dim: int, find: Callable[[str], ValuesCodec], sent: Sent
+    codec: CodecName, direction: str, rows: int, dim: int, find: Callable[[str], ValuesCodec], sent: SentAverages
 ) -> float:
     if direction == "pull" and codec.select == "all":  # without the head of a push's payload
         return float(find(codec.values).nbytes(rows, dim))
     return predict_bytes(codec, rows, dim, find, age=sent.age, touched=sent.rows)
 
 
-def _held_bytes(part: Part, counted: Moved, client: Client) -> float:
+def _held_bytes(part: Part, counted: ByteCount, client: Client) -> float:
     """Of rows that are sent as float32, with their ages and ids."""
     spec = client.spec(part.table)
     row = _ID_BYTES * _packed_share(client.volume.packed(part), packed_ids) + _FLOAT_BYTES * spec.dim
@@ -120,7 +120,7 @@ def _held_bytes(part: Part, counted: Moved, client: Client) -> float:
     return counted.held * row + ages + counted.messages * HEAD_BYTES
 
 
-def _factor_bytes(codec: Codec, counted: Moved, client: Client, table: str) -> float:
+def _factor_bytes(codec: CodecName, counted: ByteCount, client: Client, table: str) -> float:
     """Of pushes of all weights, each in as many messages as it takes; where some have no gradient, in proportion."""
     spec, layout = client.spec(table), client.compressor.layout(table)
     route = make_route(layout.ids, spec.space_key, client.placement)
@@ -143,7 +143,7 @@ def _packed_share(samples: Iterable[Ids], pack: Callable[[Ids], Bytes | None]) -
     return packed / raw if raw else 1.0
 
 
-def _changed_share(push: Codec, spec: TableSpec, workers: int) -> float:
+def _changed_share(push: CodecName, spec: TableSpec, workers: int) -> float:
     """The share of a table's elements that change from one pull to the next, all of which are pushed to."""
     params = spec.optimizer.params()
     alone = spec.optimizer.name in _ELEMENT_BY_ELEMENT and not params.get("momentum") and not params.get("weight_decay")
@@ -151,7 +151,7 @@ def _changed_share(push: Codec, spec: TableSpec, workers: int) -> float:
     return min(1.0, push.number * workers) if alone and selects else 1.0
 
 
-def _stages(codec: Codec, pushes: int, warmup_steps: int) -> list[tuple[Codec, float]]:
+def _stages(codec: CodecName, pushes: int, warmup_steps: int) -> list[tuple[CodecName, float]]:
     """The codecs of so many pushes, each with its share of them: those of dgc are dense at first."""
     if codec.select != "dgc":
         return [(codec, 1.0)]
@@ -192,7 +192,7 @@ def _exchange(request: Request, reply: Reply) -> int:
     return sum(frame_bytes(len(head_bytes(m)), [0] * len(arrays(m))) for m in (request, reply))
 
 
-def _pull(table: str, codec: Codec | None, *, ids: bool) -> tuple[Pull, Rows]:
+def _pull(table: str, codec: CodecName | None, *, ids: bool) -> tuple[Pull, Rows]:
     packed: Bytes | None = None if codec is None or codec.is_plain else _NO_BYTES
     text = "" if codec is None or codec.is_plain else str(codec)
     tables = () if codec is None else (TableIds(table, _NO_IDS, _TYPICAL, text, packed=packed),)
@@ -200,7 +200,7 @@ def _pull(table: str, codec: Codec | None, *, ids: bool) -> tuple[Pull, Rows]:
     return Pull(1, tables, 0, _EPOCH), Rows(rows, _TYPICAL, (text,) if text else ())
 
 
-def _push(table: str, codec: Codec | None, *, ids: bool) -> tuple[Push, Pushed]:
+def _push(table: str, codec: CodecName | None, *, ids: bool) -> tuple[Push, Pushed]:
     tables: tuple[TableGradients, ...] = ()
     if codec is not None:
         form = "" if codec.is_plain else codec.values if codec.is_custom else PACKED

@@ -9,13 +9,13 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import EmbershardError, NotAShard, WrongDim
 from embershard.proto.messages import DELTA, Array, Pull, Rows, TableIds
 from embershard.proto.routing import Route
 from embershard.proto.timing import span
-from embershard.worker.client.chunks import Piece, cut
-from embershard.worker.client.connections import Links, Outcome, naming
+from embershard.worker.client.chunks import Chunk, cut
+from embershard.worker.client.connections import Outcome, ShardConnections, naming
 from embershard.worker.client.push import Versions
 from embershard.worker.compression.compressor import Compressor
 from embershard.worker.compression.deltas import Base, Deltas, apply_delta
@@ -28,12 +28,12 @@ _Left = tuple[Route, tuple[str, int], int]  # ids that a pull leaves with a shar
 Places = Mapping[int, Arrays]
 
 
-class Inbox:
+class Puller:
     """The pulls of one incarnation of a worker; any number of threads may use it."""
 
     def __init__(
         self,
-        links: Links,
+        links: ShardConnections,
         worker: int,
         epoch: int,
         placement_epoch: int,
@@ -75,7 +75,7 @@ class Inbox:
             into = {shard: self._receivers(codecs, pieces, places[shard]) for shard, pieces in batch.items()}
             left: list[_Left] = []
 
-            def make(after: int, batch: Mapping[int, list[Piece]] = batch, left: list[_Left] = left) -> Pulls:
+            def make(after: int, batch: Mapping[int, list[Chunk]] = batch, left: list[_Left] = left) -> Pulls:
                 return {
                     shard: self._request(shard, reads, pieces, codecs, bases, left if keep else None, after)
                     for shard, pieces in batch.items()
@@ -98,14 +98,14 @@ class Inbox:
             if base is not None:
                 self._deltas.end(table, route, rows, base)
 
-    def _begin(self, table: str, route: Route, rows: Floats, codec: Codec) -> Base | None:
+    def _begin(self, table: str, route: Route, rows: Floats, codec: CodecName) -> Base | None:
         """Put what is held of a table in place, where only what changed since is to be pulled."""
         if codec.select == DELTA:
             return self._deltas.begin(table, route, rows)
         self._deltas.forget(table)
         return None
 
-    def _messages(self, shard: int, reads: Sequence[tuple[str, Route]], out: Sequence[Floats]) -> list[list[Piece]]:
+    def _messages(self, shard: int, reads: Sequence[tuple[str, Route]], out: Sequence[Floats]) -> list[list[Chunk]]:
         counts = [int(route.splits[shard + 1] - route.splits[shard]) for _, route in reads]
         # a pull is limited by its ids on the way there and by its rows on the way back
         sizes = [max(8, 4 * rows.shape[1]) for rows in out]
@@ -115,8 +115,8 @@ class Inbox:
         self,
         shard: int,
         reads: Sequence[tuple[str, Route]],
-        pieces: list[Piece],
-        codecs: Sequence[Codec],
+        pieces: list[Chunk],
+        codecs: Sequence[CodecName],
         bases: Sequence[Base | None],
         left: list[_Left] | None,
         after: int,
@@ -140,7 +140,7 @@ class Inbox:
                     tables.append(TableIds(table, ids, number, str(codec), since, packed))
         return Pull(self._placement_epoch, tuple(tables), self._worker, self._epoch, after)
 
-    def _receivers(self, codecs: Sequence[Codec], pieces: list[Piece], places: Sequence[Floats]) -> Arrays:
+    def _receivers(self, codecs: Sequence[CodecName], pieces: list[Chunk], places: Sequence[Floats]) -> Arrays:
         """Memory for what comes: the rows' own places, or that of their payloads."""
         values = [codecs[piece.part].values for piece in pieces]
         # of what changed nobody knows how much it is; where all rows come instead, they come into their places
@@ -153,7 +153,7 @@ class Inbox:
         """Decode or copy the rows of a reply to their places, unless they were received there."""
         link = self._links[shard]
         if not isinstance(reply, Rows) or len(reply.tables) != len(tables):
-            raise NotAShard(address=link.carrier.address, reason="its reply to a pull does not match the request")
+            raise NotAShard(address=link.transport.address, reason="its reply to a pull does not match the request")
         codecs = reply.codecs or ("",) * len(tables)
         for table, codec, rows, target in zip(tables, codecs, reply.tables, places, strict=True):
             if rows is target:
@@ -177,7 +177,7 @@ class Inbox:
 
 
 def _places(
-    shard: int, reads: Sequence[tuple[str, Route]], pieces: Sequence[Piece], out: Sequence[Floats]
+    shard: int, reads: Sequence[tuple[str, Route]], pieces: Sequence[Chunk], out: Sequence[Floats]
 ) -> list[Floats]:
     """Where the rows of a shard's reply belong."""
     return [out[piece.part][piece.within(reads[piece.part][1], shard)] for piece in pieces]

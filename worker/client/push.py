@@ -19,7 +19,7 @@ from embershard.proto.errors import (
 )
 from embershard.proto.messages import Push, Pushed, PushToken, TableGradients
 from embershard.proto.routing import Route
-from embershard.worker.client.chunks import MESSAGE_OVERHEAD, TABLE_OVERHEAD, Piece, cut
+from embershard.worker.client.chunks import MESSAGE_OVERHEAD, TABLE_OVERHEAD, Chunk, cut
 from embershard.worker.client.connections import Outcome
 from embershard.worker.client.membership import Membership
 from embershard.worker.compression.compressor import Compressor, rate_of
@@ -53,7 +53,7 @@ class Update:
     difference: bool = False
 
 
-class Outbox:
+class PushQueue:
     """The pushes of one incarnation of a worker, in order, per shard. Its owner sees to it that one thread uses it."""
 
     def __init__(
@@ -90,12 +90,12 @@ class Outbox:
                 for pieces in cut(names, counts, sizes, limit):
                     made[-1] += _fit(self._parts(update, pieces, shard), limit, dims)
                 if update.weight > 0:  # else shards that gather drop it
-                    leftovers = self._compressor.leftovers(shard, update.lr_scale, limit - 2 * MESSAGE_OVERHEAD)
-                    made[-1] += _fit(leftovers, limit, dims)
+                    drain = self._compressor.drain(shard, update.lr_scale, limit - 2 * MESSAGE_OVERHEAD)
+                    made[-1] += _fit(drain, limit, dims)
         except BaseException:  # of a user's codec: the push is sent to all shards or to none
             for shard, messages in enumerate(made):
                 for tables in messages:
-                    self._compressor.give_back(tables, shard)
+                    self._compressor.restore_residual(tables, shard)
             raise
         for shard, messages in enumerate(made):
             if to_all and not messages:
@@ -103,7 +103,7 @@ class Outbox:
             for number, tables in enumerate(messages, start=1):
                 self._append(shard, update, tables, last=number == len(messages))
 
-    def _parts(self, update: Update, pieces: Sequence[Piece], shard: int) -> list[TableGradients]:
+    def _parts(self, update: Update, pieces: Sequence[Chunk], shard: int) -> list[TableGradients]:
         """What is sent for some rows of some tables; those that weigh nothing go as they are."""
         compressor, parts = self._compressor, list[TableGradients]()
         try:
@@ -112,7 +112,7 @@ class Outbox:
                 coded = update.weight > 0 and compressor.packs(part.table)
                 parts += compressor.pack(part, shard, piece.start) if coded else [part]
         except BaseException:
-            compressor.give_back(parts, shard)
+            compressor.restore_residual(parts, shard)
             raise
         return parts
 
@@ -194,7 +194,7 @@ class Outbox:
             dropped += gathered if refused else []
             gathered.clear()
         for one in dropped:
-            self._compressor.give_back(one.tables, shard)
+            self._compressor.restore_residual(one.tables, shard)
 
 
 def _part(update: Update, number: int, part: slice, shard: int) -> TableGradients:

@@ -40,11 +40,11 @@ _NCCL = "embershard/nccl"  # of torch's store: how many workers could use it
 _TRIES = 10  # to catch up with workers that meet again and again meanwhile
 
 
-class FewerWorkers(Exception):
+class MembershipChanged(Exception):
     """Somebody was lost since the workers began what they do together; `present` tells who is left."""
 
 
-class LeftBehind(Exception):
+class Evicted(Exception):
     """The others went on without this worker, whose lease had run out; it has to `enter` again."""
 
 
@@ -98,7 +98,7 @@ class WorkerGroup:
         return 0, self.tell(word)
 
     def assemble(self, segment: int, *, last: bool = False) -> None:
-        """Wait until every worker is done with a segment, or with all. LeftBehind where the others did so before."""
+        """Wait until every worker is done with a segment, or with all. Evicted where the others did so before."""
         self.barrier()
 
     def dismiss(self, segment: int, resume: Callable[[int], None], clock: int, word: Word) -> None:
@@ -113,7 +113,7 @@ class WorkerGroup:
         for _ in range(self.world_size):
             try:
                 return work()
-            except FewerWorkers:
+            except MembershipChanged:
                 continue
         raise WorkerLost(worker=self.rank, world_size=self.world_size, reason="again and again")
 
@@ -292,7 +292,7 @@ class ShardGroup(WorkerGroup):
         try:
             self._begin(segment + 1, {**word, "clock": highest}, self.present)
         except MeetingOver:
-            raise LeftBehind from None
+            raise Evicted from None
 
     def _begin(self, segment: int, word: Word, among: Sequence[int], *, late: bool = False) -> Word:
         said = b"" if late else json.dumps(word).encode()
@@ -312,7 +312,7 @@ class ShardGroup(WorkerGroup):
             met = {}
         if self.rank not in met:
             self.present = tuple(met)
-            raise LeftBehind
+            raise Evicted
         return met
 
     def _meet(self, data: Bytes, *, listen: bool = True) -> dict[int, Bytes]:
@@ -321,7 +321,7 @@ class ShardGroup(WorkerGroup):
         left = tuple(worker for worker in self.present if worker in met)
         if left != self.present:
             self.present = left
-            raise FewerWorkers
+            raise MembershipChanged
         return {worker: np.frombuffer(met[worker], np.uint8) for worker in left}
 
 

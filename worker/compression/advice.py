@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 
 # what divides a step by the size of the gradients that it has seen
 ADAPTIVE = frozenset({"adagrad", "rowwise_adagrad", "adam", "adamw", "ftrl", "rmsprop"})
 
 
-def advice(optimizer: str, push: Codec) -> str:
+def advice(optimizer: str, push: CodecName) -> str:
     """What speaks against a codec in front of an optimizer, by name (docs/compression.md); "": nothing."""
     if optimizer in ADAPTIVE and push.has_feedback:
         return (

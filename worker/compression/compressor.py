@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.values.registry import ValuesCodec, find_values
 from embershard.proto.messages import Bytes, Floats, Ids, TableGradients
 from embershard.proto.routing import Placement, Route, mix64
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import span
-from embershard.worker.compression.error_feedback import Sent
+from embershard.worker.compression.error_feedback import SentAverages
 from embershard.worker.compression.low_rank import Layout
-from embershard.worker.compression.residual_store import Held
+from embershard.worker.compression.residual_store import ResidualRows
 from embershard.worker.compression.settings import PLAIN, Compression, Directions, check_momentum
-from embershard.worker.compression.table_compressor import TableWay
+from embershard.worker.compression.table_compressor import TableCompressor
 
 LrScale = float | Mapping[str, float]  # of all tables, or of each by its name (1 for those that are not named)
 
@@ -44,7 +44,7 @@ class Compressor:
         self.skipped_rows = 0  # gradient rows that held NaN or Inf, and were not sent
         self.beside: list[tuple[str, Ids]] = []  # rows that the last push changed beside those that it was made of
         self._worker, self._placement = worker, placement
-        self._tables: dict[str, TableWay] = {}
+        self._tables: dict[str, TableCompressor] = {}
         self._has_feedback = False  # whether any table ever held something back
 
     def with_codecs(self, spec: TableSpec, *, dense: bool) -> TableSpec:
@@ -67,7 +67,7 @@ class Compressor:
     def add(self, spec: TableSpec, *, dense: bool) -> None:
         """Have a new table travel as its spec, of `with_codecs`, says."""
         if self._is_new(spec.name, dense):
-            self._tables[spec.name] = TableWay(spec, self._placement, lambda name: self.find(name), dense=dense)
+            self._tables[spec.name] = TableCompressor(spec, self._placement, lambda name: self.find(name), dense=dense)
             self._use(spec.name, Directions(spec.push_codec, spec.pull_codec))
 
     def _is_new(self, table: str, dense: bool) -> bool:
@@ -83,7 +83,7 @@ class Compressor:
         """What the blocks of a dense table are."""
         return self._tables[table].layout
 
-    def check(self, table: str, push: Codec | None = None, pull: Codec | None = None) -> Directions:
+    def check(self, table: str, push: CodecName | None = None, pull: CodecName | None = None) -> Directions:
         """How a table would travel, so changed (None: as now). ValueError where it cannot."""
         way = self._tables[table]
         before = way.directions
@@ -93,7 +93,7 @@ class Compressor:
         self._check(way.spec, after.push)
         return after
 
-    def choose(self, table: str, push: Codec | None = None, pull: Codec | None = None) -> None:
+    def choose(self, table: str, push: CodecName | None = None, pull: CodecName | None = None) -> None:
         """Have a table travel so from its next push and pull on. ValueError, and no change, where that cannot be."""
         self._use(table, self.check(table, push, pull))
 
@@ -101,7 +101,7 @@ class Compressor:
         """What every table uses now."""
         return {name: way.directions for name, way in self._tables.items()}
 
-    def held(self, table: str) -> Held:
+    def held(self, table: str) -> ResidualRows:
         """What is held back of a table's gradients, each row with its age and the rate by which it counts."""
         return self._tables[table].held()
 
@@ -109,7 +109,7 @@ class Compressor:
         """Whether a table holds dense weights."""
         return self._tables[table].is_dense
 
-    def pull_codec(self, table: str) -> Codec:
+    def pull_codec(self, table: str) -> CodecName:
         """How its rows come."""
         way = self._tables.get(table)
         return PLAIN if way is None else way.directions.pull
@@ -123,7 +123,7 @@ class Compressor:
         """The bytes by which ids of a table travel where it is coded; None: as they are."""
         return self._tables[table].packed_ids(ids)
 
-    def sent(self, table: str) -> Sent:
+    def sent(self, table: str) -> SentAverages:
         """What the messages with some of a table's gradients held in the mean."""
         return self._tables[table].sent
 
@@ -144,7 +144,7 @@ class Compressor:
         self.beside += [(other.table, other.ids) for other in parts[1:]]
         return parts
 
-    def leftovers(self, shard: int, lr_scale: LrScale, limit: int) -> list[TableGradients]:
+    def drain(self, shard: int, lr_scale: LrScale, limit: int) -> list[TableGradients]:
         """What is held for a shard of tables whose codec holds nothing back, in parts of at most `limit` bytes.
 
         It is not held any longer.
@@ -153,16 +153,16 @@ class Compressor:
             return []
         ways = [way for way in self._tables.values() if way.drains]
         with span("encode"):
-            parts = [part for way in ways for part in way.leftovers(shard, rate_of(lr_scale, way.spec.name), limit)]
+            parts = [part for way in ways for part in way.drain(shard, rate_of(lr_scale, way.spec.name), limit)]
         self.beside += [(part.table, part.ids) for part in parts]
         return parts
 
-    def give_back(self, parts: Sequence[TableGradients], shard: int) -> None:
+    def restore_residual(self, parts: Sequence[TableGradients], shard: int) -> None:
         """Hold again what a shard will not apply, as far as its tables hold something back."""
         # what was held first: beside it a step's own gradients, which no codec held back, are held, too
         for part in sorted(parts, key=lambda part: not part.held) if self._has_feedback else ():
             if len(part.ids) and part.lr_scale > 0:
-                self._tables[part.table].give_back(part, shard)
+                self._tables[part.table].restore_residual(part, shard)
 
     def forget(self, table: str, route: Route) -> None:
         """Hold nothing of rows that were assigned: the pushes before it are over."""
@@ -190,7 +190,7 @@ class Compressor:
             way.hold(found, found["share"] / self.share)
             self._has_feedback |= bool(found["held"])
 
-    def _found(self, state: Mapping[str, Any]) -> Iterator[tuple[TableWay, Mapping[str, Any]]]:
+    def _found(self, state: Mapping[str, Any]) -> Iterator[tuple[TableCompressor, Mapping[str, Any]]]:
         """The tables of which a state says something, and what they can take of it."""
         for name, way in self._tables.items():
             found = state.get(name)
@@ -203,12 +203,12 @@ class Compressor:
                 found = {**found, "held": {}}
             yield way, found
 
-    def hold_nothing(self) -> None:
+    def clear_residuals(self) -> None:
         """Drop what is held back of all tables."""
         for way in self._tables.values():
-            way.hold_nothing()
+            way.clear_residuals()
 
-    def _check(self, spec: TableSpec, push: Codec) -> None:
+    def _check(self, spec: TableSpec, push: CodecName) -> None:
         check_momentum(spec, push, self.settings.momentum)
         if push.select == "powersgd" and push.is_custom:
             raise ValueError(f"table {spec.name!r}: {push}: factors travel as none, fp16s, bf16 or int8")
@@ -217,7 +217,7 @@ class Compressor:
         self._has_feedback |= directions.push.has_feedback
         self._tables[table].use(directions, self.settings)
 
-    def _key(self, way: TableWay, shard: int, start: int) -> int:
+    def _key(self, way: TableCompressor, shard: int, start: int) -> int:
         """A key of random numbers, that of no other part of any push."""
         key = np.uint64(way.spec.row_seed)
         for number in (self._worker, way.pushes, start << _SHARD_BITS | shard):

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import decode, encode_elements, encode_rows
 from embershard.proto.codec.select import Threshold, count_of, random_positions, row_norms
 from embershard.proto.codec.values.registry import ValuesCodec
 from embershard.proto.messages import Bytes, Floats, Ids
 from embershard.worker.compression.low_rank import LowRank
-from embershard.worker.compression.residual_store import Held
+from embershard.worker.compression.residual_store import ResidualRows
 from embershard.worker.compression.residuals import Residuals
 
 # A rate so much lower than that of what is held would blow this up; at 0 nothing that is sent has an effect.
@@ -36,10 +36,10 @@ class Share(NamedTuple):
     rate: float  # the factor on the learning rate by which they count
 
 
-class How(NamedTuple):
+class EncodeOptions(NamedTuple):
     """By what a share is packed."""
 
-    codec: Codec
+    codec: CodecName
     values: ValuesCodec
     density: float  # the part of the elements or rows that is sent
     key: int  # of random numbers
@@ -52,10 +52,10 @@ class Packed(NamedTuple):
     """What is sent of a share, and what gave way to what is held of it; both with rows as of `share.rate`."""
 
     payload: Bytes
-    gone: Held
+    gone: ResidualRows
 
 
-class Sent(NamedTuple):
+class SentAverages(NamedTuple):
     """What messages held in the mean; None where it is not known, or no matter."""
 
     rows: float | None = None  # of which something was sent
@@ -77,7 +77,7 @@ class Feedback:
         """Whether a push that counts by this rate may hold something back; else it is to be sent whole."""
         return float(np.float32(rate)) > self._rate * _LOWEST_RATE  # residuals count by float32
 
-    def pack(self, share: Share, how: How) -> Packed:
+    def pack(self, share: Share, how: EncodeOptions) -> Packed:
         """What to send of a share, with what was held of its ids; the rest is held."""
         self._rate = share.rate
         self.residuals = self.residuals.with_momentum(how.momentum > 0)
@@ -111,12 +111,12 @@ class Feedback:
         self.residuals.add_to(self.residuals.find(share.ids), rows, np.ones(len(rows), np.float32), share.rate)
         return rows
 
-    def give_back(self, share: Share, ages: Floats | None) -> None:
+    def restore_residual(self, share: Share, ages: Floats | None) -> None:
         """Hold what was on its way to a shard that will not apply it."""
         if share.rate > 0 and len(share.ids):
             ages = np.ones(len(share.ids), np.float32) if ages is None else ages
             rates = np.full(len(share.ids), share.rate, np.float32)
-            self.residuals.give_back(Held(share.ids, share.rows, ages, rates), share.rate)
+            self.residuals.restore_residual(ResidualRows(share.ids, share.rows, ages, rates), share.rate)
 
     def state_dict(self) -> Mapping[str, object]:
         """What is held, and what the next push goes by."""
@@ -137,7 +137,7 @@ class Feedback:
             self._memory[number] = np.empty((rows, dim), np.float32)
         return self._memory[number][:rows]
 
-    def _send(self, rows: Floats, ages: Floats, how: How, momenta: Floats | None) -> Bytes:
+    def _send(self, rows: Floats, ages: Floats, how: EncodeOptions, momenta: Floats | None) -> Bytes:
         """The payload of the part that is sent; it is taken out of rows and momenta, and its rows' ages begin anew."""
         if how.codec.select == "rows":
             return self._send_rows(rows, ages, how)
@@ -145,7 +145,7 @@ class Feedback:
             return _send_all(rows, ages, how)
         return self._send_elements(rows, ages, how, momenta)
 
-    def _send_elements(self, rows: Floats, ages: Floats, how: How, momenta: Floats | None) -> Bytes:
+    def _send_elements(self, rows: Floats, ages: Floats, how: EncodeOptions, momenta: Floats | None) -> Bytes:
         flat = rows.reshape(-1)
         count = count_of(how.density, flat.size) if flat.size else 0
         # another key than that of the values, whose rounding is not to go by where they lie
@@ -162,24 +162,24 @@ class Feedback:
             momenta.reshape(-1)[at] = 0
         return payload
 
-    def _send_rows(self, rows: Floats, ages: Floats, how: How) -> Bytes:
+    def _send_rows(self, rows: Floats, ages: Floats, how: EncodeOptions) -> Bytes:
         count = count_of(how.density, len(rows)) if len(rows) else 0
         at = self._threshold.select(row_norms(rows), count)
         payload = encode_rows(rows[at], how.values, how.key, positions=at, ages=ages[at], num_ids=len(rows))
         _take_out(payload, rows, ages, how)
         return payload
 
-    def _hold(self, share: Share, slots: Ids, rows: Floats, ages: Floats, momenta: Floats | None) -> Held:
+    def _hold(self, share: Share, slots: Ids, rows: Floats, ages: Floats, momenta: Floats | None) -> ResidualRows:
         return self.residuals.keep(share.ids, slots, rows, ages, share.rate, momenta).scaled(share.rate)
 
 
-def _send_all(rows: Floats, ages: Floats, how: How) -> Bytes:
+def _send_all(rows: Floats, ages: Floats, how: EncodeOptions) -> Bytes:
     payload = encode_rows(rows, how.values, how.key)
     _take_out(payload, rows, ages, how)
     return payload
 
 
-def _take_out(payload: Bytes, rows: Floats, ages: Floats, how: How) -> None:
+def _take_out(payload: Bytes, rows: Floats, ages: Floats, how: EncodeOptions) -> None:
     """Subtract from rows what a shard reads in the payload."""
     sent = decode(payload, len(rows), rows.shape[1], lambda _: how.values, how.values.name)
     at = slice(None) if sent.positions is None else sent.positions

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from embershard.proto.codec.low_rank import Factors, Piece, Run, encode_low_rank, low_rank_nbytes
+from embershard.proto.codec.low_rank import Chunk, Factors, Run, encode_low_rank, low_rank_nbytes
 from embershard.proto.codec.values.registry import ValuesCodec
 
 Floats = npt.NDArray[np.float32]
@@ -126,7 +126,7 @@ class LowRank:
     def _blocks(self, ids: Ids) -> Ids:
         return self._order[np.searchsorted(self._ids, ids)]
 
-    def _pieces(self, blocks: Ids) -> Iterator[Piece]:
+    def _pieces(self, blocks: Ids) -> Iterator[Chunk]:
         """What is sent of these blocks, one run of neighbours after the other."""
         for number, low, high, position in _runs(self._places, self._block, blocks):
             place, matrix = self._places[number], self._matrices.get(number)

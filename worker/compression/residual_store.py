@@ -24,7 +24,7 @@ _U = np.uint64
 _0, _1 = _U(0), _U(1)
 
 
-class Held(NamedTuple):
+class ResidualRows(NamedTuple):
     """Rows with their ages and rates."""
 
     ids: Ids  # (R,)
@@ -32,16 +32,16 @@ class Held(NamedTuple):
     ages: Floats  # (R,) pushes that each row is of
     rates: Floats  # (R,) factors on the learning rate
 
-    def some(self, which: slice | npt.NDArray[np.bool_]) -> Held:
+    def some(self, which: slice | npt.NDArray[np.bool_]) -> ResidualRows:
         """Some of the rows."""
-        return Held(self.ids[which], self.rows[which], self.ages[which], self.rates[which])
+        return ResidualRows(self.ids[which], self.rows[which], self.ages[which], self.rates[which])
 
-    def scaled(self, rate: float) -> Held:
+    def scaled(self, rate: float) -> ResidualRows:
         """The same as it counts by one rate, in the order of ids, to be sent."""
         order = np.argsort(self.ids)
         rows = self.rows * (self.rates / np.float32(rate))[:, None]
         rates = np.full(len(order), rate, np.float32)
-        return Held(self.ids[order], rows[order], np.maximum(self.ages, 1)[order], rates)
+        return ResidualRows(self.ids[order], rows[order], np.maximum(self.ages, 1)[order], rates)
 
 
 class Store(NamedTuple):
@@ -86,10 +86,10 @@ class Store(NamedTuple):
         _insert_all(self.ids[live], live, self.cells)
 
 
-def nothing_held(dim: int) -> Held:
+def nothing_held(dim: int) -> ResidualRows:
     """No rows."""
     none = np.empty(0, np.float32)
-    return Held(np.empty(0, np.int64), np.empty((0, dim), np.float32), none, none)
+    return ResidualRows(np.empty(0, np.int64), np.empty((0, dim), np.float32), none, none)
 
 
 _IDS = types.Array(types.int64, 1, "C", readonly=True)
@@ -102,7 +102,9 @@ _STORE = types.NamedTuple(
     ),
     Store,
 )  # fmt: skip
-_HELD = types.NamedTuple((types.int64[::1], types.float32[:, ::1], types.float32[::1], types.float32[::1]), Held)
+_HELD = types.NamedTuple(
+    (types.int64[::1], types.float32[:, ::1], types.float32[::1], types.float32[::1]), ResidualRows
+)
 
 
 @called
@@ -141,7 +143,7 @@ def _copy(source: Floats, i: int, target: Floats, k: int) -> None:
 
 
 @inlined
-def _give(id_: np.int64, rows: Floats, i: int, age: np.float32, rate: np.float32, gone: Held, k: int) -> None:
+def _give(id_: np.int64, rows: Floats, i: int, age: np.float32, rate: np.float32, gone: ResidualRows, k: int) -> None:
     """Let row i of rows be the kth that is gone."""
     gone.ids[k], gone.ages[k], gone.rates[k] = id_, age, rate
     _copy(rows, i, gone.rows, k)
@@ -249,7 +251,7 @@ def keep(
     rate: np.float32,
     store: Store,
     capacity: int,
-    gone: Held,
+    gone: ResidualRows,
 ) -> int:
     """Hold rows, see Residuals.keep; how many had to give way."""
     rows, ages, momenta = pushed

@@ -12,7 +12,7 @@ import numpy as np
 
 from embershard.proto.routing import Ids
 from embershard.worker.compression import residual_store as held_rows
-from embershard.worker.compression.residual_store import NOW, NUM_FREE, TOP, Floats, Held, Store
+from embershard.worker.compression.residual_store import NOW, NUM_FREE, TOP, Floats, ResidualRows, Store
 
 _BY_SLOT = Store._fields[:8]
 _SAVED = ("ids", "rows", "momenta", "ages", "rates", "recent")
@@ -43,7 +43,7 @@ class Residuals:
 
     def keep(
         self, ids: Ids, slots: Ids, rows: Floats, ages: Floats, rate: float, momenta: Floats | None = None
-    ) -> Held:
+    ) -> ResidualRows:
         """Hold these rows ((U, dim)) in place of what `slots`, from `find`, held; what had to give way, with its rates.
 
         A row of zeros takes no room. One that overflowed is not held: what was sent of it is not finite either, and the
@@ -54,14 +54,14 @@ class Residuals:
         new = int(np.count_nonzero(slots < 0))
         self._reserve(int(self._store.numbers[TOP]) + new)
         most = min(len(ids), max(0, len(self) + new - capacity))
-        gone = Held(
+        gone = ResidualRows(
             np.empty(most, np.int64), np.empty((most, self.dim), np.float32),
             np.empty(most, np.float32), np.empty(most, np.float32),
         )  # fmt: skip
         count = held_rows.keep(ids, slots, (rows, ages, momenta), np.float32(rate), self._store, capacity, gone)
         return gone.some(slice(count))
 
-    def give_back(self, held: Held, rate: float) -> None:
+    def restore_residual(self, held: ResidualRows, rate: float) -> None:
         """Hold rows that were on their way as well, above the capacity if need be."""
         slots = self.find(held.ids)
         rows, ages = held.rows.copy(), np.zeros(len(held.ids), np.float32)
@@ -84,10 +84,10 @@ class Residuals:
         nothing = np.zeros((int(np.count_nonzero(there)), self.dim), np.float32)
         self.keep(ids[there], slots[there], nothing, np.zeros(len(nothing), np.float32), 1.0)
 
-    def held(self) -> Held:
+    def held(self) -> ResidualRows:
         """All of it, by slot."""
         store, live = self._store, self._store.live()
-        return Held(store.ids[live], store.rows[live], store.ages[live], store.rates[live])
+        return ResidualRows(store.ids[live], store.rows[live], store.ages[live], store.rates[live])
 
     def with_momentum(self, momentum: bool) -> Residuals:
         """The same rows, with momenta of zero, or without them."""
@@ -96,7 +96,7 @@ class Residuals:
         other, held = Residuals(self.dim, self.capacity, momentum=momentum), self.held()
         for rate in np.unique(held.rates):
             some = held.rates == rate
-            other.give_back(held.some(some), float(rate))
+            other.restore_residual(held.some(some), float(rate))
         return other
 
     def state_dict(self) -> Mapping[str, object]:

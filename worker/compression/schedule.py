@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 
 WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)  # Lin et al. 2018, section 3.3
 
@@ -14,7 +14,7 @@ WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)  # Lin et al. 2018, section 3
 class CodecSchedule:
     """Step -> the codec from there on. ValueError unless it begins with step 0."""
 
-    at: Mapping[int, Codec]
+    at: Mapping[int, CodecName]
 
     def __post_init__(self) -> None:
         if 0 not in self.at or min(self.at) < 0:
@@ -24,9 +24,9 @@ class CodecSchedule:
     def of(text: str | Mapping[int, str]) -> CodecSchedule:
         """The schedule of one codec text, or of a text for each step at which it changes."""
         texts = {0: text} if isinstance(text, str) else text
-        return CodecSchedule({step: Codec.parse(codec) for step, codec in texts.items()})
+        return CodecSchedule({step: CodecName.parse(codec) for step, codec in texts.items()})
 
-    def codec(self, step: int) -> Codec:
+    def codec(self, step: int) -> CodecName:
         """The codec of a step."""
         return self.at[max(start for start in self.at if start <= step)]
 

@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.spec import TableSpec
 from embershard.worker.patterns import first_match
 
 RESIDUAL_ROWS = 1_000_000  # of a table: with a dim of 16 about 100 MB
-PLAIN = Codec()
+PLAIN = CodecName()
 
 
 class Directions(NamedTuple):
     """How a table's gradients go to the shards, and how its rows come back."""
 
-    push: Codec = PLAIN
-    pull: Codec = PLAIN
+    push: CodecName = PLAIN
+    pull: CodecName = PLAIN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +34,10 @@ class Compression:
     (of each table's gradient, at one worker; None: no bound) are dgc's. ValueError names what cannot be.
     """
 
-    push: str | Codec = PLAIN
-    pull: str | Codec = PLAIN
-    dense: Mapping[str, str | Codec] = field(default_factory=dict)
-    tables: Mapping[str, Mapping[str, str | Codec]] = field(default_factory=dict)
+    push: str | CodecName = PLAIN
+    pull: str | CodecName = PLAIN
+    dense: Mapping[str, str | CodecName] = field(default_factory=dict)
+    tables: Mapping[str, Mapping[str, str | CodecName]] = field(default_factory=dict)
     residual_rows: int = RESIDUAL_ROWS
     warmup_steps: int = 100
     momentum: float = 0.0
@@ -71,12 +71,12 @@ class Compression:
         return directions
 
 
-def codec_of(text: str | Codec) -> Codec:
+def codec_of(text: str | CodecName) -> CodecName:
     """A codec that may be given as its text. ValueError where it cannot be."""
-    return text if isinstance(text, Codec) else Codec.parse(text)
+    return text if isinstance(text, CodecName) else CodecName.parse(text)
 
 
-def check_momentum(spec: TableSpec, push: Codec, momentum: float) -> None:
+def check_momentum(spec: TableSpec, push: CodecName, momentum: float) -> None:
     """ValueError where a gradient would be given momentum twice: by dgc, and by the table's optimizer."""
     if push.select != "dgc":
         return
@@ -98,7 +98,7 @@ def heeds_ages(spec: TableSpec) -> bool:
     return spec.optimizer.name != "sgd" or spec.optimizer.params().get("weight_decay", 0.0) > 0
 
 
-def _read(given: Mapping[str, str | Codec], otherwise: Directions) -> Directions:
+def _read(given: Mapping[str, str | CodecName], otherwise: Directions) -> Directions:
     push, pull = given.get("push", otherwise.push), given.get("pull", otherwise.pull)
     return Directions(codec_of(push), codec_of(pull))
 

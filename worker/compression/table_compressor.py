@@ -10,15 +10,15 @@ from typing import Any, cast
 import numpy as np
 
 from embershard.proto.codec.lossless.ids import encode_even_ids, encode_ids
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import decode, encode_rows
 from embershard.proto.codec.values.registry import ValuesCodec
 from embershard.proto.messages import PACKED, Bytes, Floats, Ids, TableGradients
 from embershard.proto.routing import Placement, Route, even_ids, make_route
 from embershard.proto.spec import TableSpec
-from embershard.worker.compression.error_feedback import Feedback, How, Sent, Share
+from embershard.worker.compression.error_feedback import EncodeOptions, Feedback, SentAverages, Share
 from embershard.worker.compression.low_rank import Layout, LowRank
-from embershard.worker.compression.residual_store import Held, nothing_held
+from embershard.worker.compression.residual_store import ResidualRows, nothing_held
 from embershard.worker.compression.residuals import Residuals
 from embershard.worker.compression.schedule import warmup_density
 from embershard.worker.compression.settings import Compression, Directions, heeds_ages
@@ -26,7 +26,7 @@ from embershard.worker.compression.settings import Compression, Directions, heed
 Find = Callable[[str], ValuesCodec]
 
 
-class TableWay:
+class TableCompressor:
     """The way of one table's gradients."""
 
     def __init__(self, spec: TableSpec, placement: Placement, find: Find, *, dense: bool) -> None:
@@ -74,14 +74,16 @@ class TableWay:
         return packed
 
     @property
-    def sent(self) -> Sent:
+    def sent(self) -> SentAverages:
         """The rows of a message, and their age where they travel with it."""
         pushes = sum(feedback.pushes for feedback in self._held.values())
         rows = sum(feedback.sent_rows for feedback in self._held.values())
         if not rows:
-            return Sent()
+            return SentAverages()
         aged = heeds_ages(self.spec) or self.directions.push.select == "rows"
-        return Sent(rows / pushes, sum(feedback.sent_ages for feedback in self._held.values()) / rows if aged else None)
+        return SentAverages(
+            rows / pushes, sum(feedback.sent_ages for feedback in self._held.values()) / rows if aged else None
+        )
 
     def use(self, directions: Directions, settings: Compression) -> None:
         """Travel so from here on; what a codec has held back is what the next one holds, or goes with the next push."""
@@ -118,7 +120,7 @@ class TableWay:
             parts.append(self._whole(gone, rate))
         return parts, skipped
 
-    def give_back(self, part: TableGradients, shard: int) -> None:
+    def restore_residual(self, part: TableGradients, shard: int) -> None:
         """Hold again what a shard will not apply, as far as something is held back."""
         ids, rows, ages = part.ids, part.gradients, None
         if shard not in self._held and not self.directions.push.has_feedback and not part.held:
@@ -128,9 +130,9 @@ class TableWay:
             ids = ids if positions is None else ids[positions]
         finite = np.isfinite(rows).all(axis=1)
         ages = None if ages is None else ages[finite]
-        self._feedback(shard).give_back(Share(ids[finite], cast(Floats, rows[finite]), part.lr_scale), ages)
+        self._feedback(shard).restore_residual(Share(ids[finite], cast(Floats, rows[finite]), part.lr_scale), ages)
 
-    def leftovers(self, shard: int, rate: float, limit: int) -> list[TableGradients]:
+    def drain(self, shard: int, rate: float, limit: int) -> list[TableGradients]:
         """What is held for a shard and will not be sent else, in parts of at most `limit` bytes; it is held no more."""
         held = self._held.get(shard)
         if held is None or not held.takes(rate):
@@ -146,10 +148,10 @@ class TableWay:
         for shard, feedback in self._held.items():
             feedback.residuals.forget(route.ids[route.slice_of(shard)])
 
-    def held(self) -> Held:
+    def held(self) -> ResidualRows:
         """What is held back, each row with its age and the rate by which it counts."""
         parts = [feedback.residuals.held() for feedback in self._held.values()]
-        return Held(*map(np.concatenate, zip(nothing_held(self.spec.dim), *parts, strict=True)))
+        return ResidualRows(*map(np.concatenate, zip(nothing_held(self.spec.dim), *parts, strict=True)))
 
     def state_dict(self) -> Mapping[str, object]:
         """What it goes on with, to the bit, while no push is on its way."""
@@ -181,11 +183,11 @@ class TableWay:
                 former.scale_rates(factor)
                 self._hold(former.held())
 
-    def hold_nothing(self) -> None:
+    def clear_residuals(self) -> None:
         """Drop what is held back."""
         self._held = {}
 
-    def _hold(self, held: Held) -> None:
+    def _hold(self, held: ResidualRows) -> None:
         route = make_route(held.ids, self.spec.space_key, self._placement)
         order = np.empty(len(held.ids), np.int64)
         order[route.index] = np.arange(len(held.ids))
@@ -194,7 +196,7 @@ class TableWay:
             for rate in np.unique(held.rates[some]):
                 alike = some[held.rates[some] == rate]
                 share = Share(held.ids[alike], held.rows[alike], float(rate))
-                self._feedback(shard).give_back(share, held.ages[alike])
+                self._feedback(shard).restore_residual(share, held.ages[alike])
 
     def _feedback(self, shard: int) -> Feedback:
         if shard not in self._held:
@@ -217,11 +219,11 @@ class TableWay:
         finite = np.isfinite(corrected).all(axis=1)
         self._low_rank.begin(route.ids[finite], corrected[finite])
 
-    def _how(self, codec: Codec, values: ValuesCodec, key: int) -> How:
+    def _how(self, codec: CodecName, values: ValuesCodec, key: int) -> EncodeOptions:
         if codec.select != "dgc":
-            return How(codec, values, codec.number, key, low_rank=self._low_rank, ages=heeds_ages(self.spec))
+            return EncodeOptions(codec, values, codec.number, key, low_rank=self._low_rank, ages=heeds_ages(self.spec))
         density = warmup_density(codec.number, self._warm - 1, self._settings.warmup_steps)
-        return How(codec, values, density, key, self._settings.momentum, ages=heeds_ages(self.spec))
+        return EncodeOptions(codec, values, density, key, self._settings.momentum, ages=heeds_ages(self.spec))
 
     def _clipping(self, rows: Floats, workers: int) -> float:
         """The factor by which dgc bounds the norm of one worker's gradient (Lin et al. 2018, section 3.2)."""
@@ -231,7 +233,7 @@ class TableWay:
         bound = self._settings.clip_norm / math.sqrt(workers)
         return min(1.0, bound / norm) if 0 < norm < math.inf else 1.0
 
-    def _whole(self, held: Held, rate: float) -> TableGradients:
+    def _whole(self, held: ResidualRows, rate: float) -> TableGradients:
         """Rows that are held no more, as float32: what a values codec would lose of them, nobody would send."""
         payload = encode_rows(held.rows, self._find("none"), None, ages=held.ages)
         return TableGradients(self.spec.name, held.ids, payload, rate, 0, PACKED, packed_ids(held.ids), held=True)

@@ -26,7 +26,7 @@ _OF_SHARDS = (
     "dense.mode",
     "embedding.cache",
     "train.staleness",
-    "train.damp_staleness",
+    "train.staleness_aware_lr",
     "train.lease",
     "train.prefetch",
     "train.restart_workers",
@@ -34,7 +34,7 @@ _OF_SHARDS = (
     "compression",
     "network.bandwidth",
 )
-SET_ASIDE = {"local": ("workers", *_OF_SHARDS), "dp": ("workers", *_OF_SHARDS), "ddp": _OF_SHARDS}
+IGNORED_BY_STRATEGY = {"local": ("workers", *_OF_SHARDS), "dp": ("workers", *_OF_SHARDS), "ddp": _OF_SHARDS}
 
 
 def mode_contradictions(job: Job) -> Found:
@@ -62,7 +62,7 @@ def _strategy(job: Job) -> Found:
         yield ("workers",), f"strategy {name} trains in one process; set it to 1, or use strategy ddp"
     if _given(job, "shards"):
         yield ("shards",), f"strategy {name} has no shards; remove it"
-    for path in (("train", "staleness"), ("train", "damp_staleness"), ("train", "lease"), ("train", "prefetch")):
+    for path in (("train", "staleness"), ("train", "staleness_aware_lr"), ("train", "lease"), ("train", "prefetch")):
         # 0, which equals False, says what is true of them: nothing is stale
         if _given(job, *path) and getattr(job.train, path[1]) not in (None, False):
             yield path, f"has no meaning for strategy {name}, which has no shards to wait for; remove it"
@@ -121,9 +121,9 @@ def _consistency(job: Job) -> Found:
     train, staleness = job.train, job.train.staleness
     if not job.has_shards:
         return
-    if train.damp_staleness and (train.bound == 0 or train.local_steps):
+    if train.staleness_aware_lr and (train.bound == 0 or train.local_steps):
         why = "no push is stale" if train.bound == 0 else "a difference has no learning rate"
-        yield ("train", "damp_staleness"), f"with train.staleness {staleness} {why}; remove it"
+        yield ("train", "staleness_aware_lr"), f"with train.staleness {staleness} {why}; remove it"
     if train.local_steps:
         if job.dense_mode != "ps":
             at = ("strategy",) if job.strategy == "hybrid" else ("dense", "mode")

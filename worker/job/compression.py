@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.worker.compression.advice import advice
 from embershard.worker.compression.schedule import CodecSchedule
 from embershard.worker.compression.settings import Compression
@@ -27,7 +27,7 @@ def _codec_text(value: object) -> object:
         return "none"
     if not isinstance(value, str):
         raise ValueError(f"must be the text of a codec, as int8 or topk:0.01, got {value!r}")
-    return str(Codec.parse(value))
+    return str(CodecName.parse(value))
 
 
 def _schedule(value: object) -> object:
@@ -53,7 +53,7 @@ class CodecsSection(Section):
         return CodecSchedule.of(self.at)
 
     @property
-    def codecs(self) -> list[Codec]:
+    def codecs(self) -> list[CodecName]:
         """All of them."""
         return list(self.schedule.at.values())
 
@@ -110,7 +110,7 @@ class CompressionSection(DirectionsSection):
         own = {name: getattr(self, name) for name in ("residual_rows", "warmup_steps", "momentum", "clip_norm")}
         return Compression(**own, **chosen)
 
-    def choices(self) -> Iterator[tuple[tuple[str, ...], Direction, bool, Codec]]:
+    def choices(self) -> Iterator[tuple[tuple[str, ...], Direction, bool, CodecName]]:
         """(Where it stands, direction, whether of dense weights, codec) of every codec that is named."""
         sections: list[tuple[tuple[str, ...], bool, DirectionsSection]] = [
             ((), False, self),
@@ -123,7 +123,7 @@ class CompressionSection(DirectionsSection):
                     yield (*at, direction), direction, dense, codec
 
 
-def _at(section: DirectionsSection, step: int) -> dict[str, Codec]:
+def _at(section: DirectionsSection, step: int) -> dict[str, CodecName]:
     return {direction: codecs.schedule.codec(step) for direction, codecs in section.given()}
 
 
@@ -208,7 +208,7 @@ def _momentum(optimizer: OptimizerSection) -> float:
 
 def _without_meaning(section: CompressionSection) -> Found:
     pushes = [(dense, codec) for _, direction, dense, codec in section.choices() if direction == "push"]
-    pushes += [(False, Codec.parse(text)) for text in section.allow]
+    pushes += [(False, CodecName.parse(text)) for text in section.allow]
     given = section.model_fields_set
     if "residual_rows" in given and not any(codec.has_feedback and not dense for dense, codec in pushes):
         yield ("compression", "residual_rows"), "no codec of an embedding table leaves anything for later; remove it"
@@ -226,10 +226,10 @@ def _auto(job: Job, section: CompressionSection) -> Found:
             if name in section.model_fields_set:
                 yield ("compression", name), "auto chooses it; remove it, or name tables under compression.tables"
         for position, text in enumerate(section.allow):
-            if Codec.parse(text).select in ("powersgd", "delta"):
+            if CodecName.parse(text).select in ("powersgd", "delta"):
                 reason = f"what {text} sends is not known before it does; name it under compression.tables"
                 yield ("compression", "allow", position), reason
-            elif Codec.parse(text).select == "dgc" and section.warmup_steps:
+            elif CodecName.parse(text).select == "dgc" and section.warmup_steps:
                 yield ("compression", "allow", position), _WARM_UP
     elif section.allow:
         yield ("compression", "allow"), "says what auto may choose; add auto: true"

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from embershard.proto.errors import JobError
-from embershard.worker.job.checks import SET_ASIDE, mode_contradictions
+from embershard.worker.job.checks import IGNORED_BY_STRATEGY, mode_contradictions
 from embershard.worker.job.compression import AnyCompression, compression_contradictions
 from embershard.worker.job.data import METRICS, AnyData
 from embershard.worker.job.job_step import Pattern, step_contradictions
@@ -149,7 +149,7 @@ def load_job(path: Path, overrides: Sequence[str] = (), data_root: Path | None =
     if source.mistakes:
         raise JobFileError(source.mistakes)
     for assignment in overrides:  # before they are applied: what they give themselves stays
-        for field in SET_ASIDE.get(assignment.removeprefix("strategy="), ()):
+        for field in IGNORED_BY_STRATEGY.get(assignment.removeprefix("strategy="), ()):
             source.drop(field)
     source.override(overrides, choices=[BUDGETS])
     if data_root is not None:

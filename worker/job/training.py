@@ -150,8 +150,8 @@ class TrainSection(StepSection):
 
     `staleness` says what the workers see of each other (docs/training.md): 0 is synchronous, a number bounds by how
     many clocks one may be ahead of what it sees, `off` does not, and with local(k) each trains k steps on copies of
-    its own and pushes the difference. `damp_staleness` divides a push's learning rate by the updates that its rows had
-    missed. A worker that is not heard of for `lease` seconds is not waited for. `embershard train` starts up to
+    its own and pushes the difference. `staleness_aware_lr` divides a push's learning rate by the updates that its rows
+    had missed. A worker that is not heard of for `lease` seconds is not waited for. `embershard train` starts up to
     `restart_workers` workers again that were killed by a signal.
 
     With `prefetch` the rows of coming batches are pulled while this one computes. Its number is the staleness: a batch
@@ -167,7 +167,7 @@ class TrainSection(StepSection):
     lr_schedule: ScheduleSection = ScheduleSection()
     early_stop: EarlyStopSection | None = None
     staleness: Annotated[int | str | None, PlainValidator(_consistency)] = None
-    damp_staleness: bool = False
+    staleness_aware_lr: bool = False
     lease: Annotated[float, Field(ge=0.1, le=86_400)] = 10.0  # seconds
     restart_workers: Annotated[int, Field(ge=0)] = 0
     prefetch: Staleness = 0

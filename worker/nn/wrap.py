@@ -110,7 +110,7 @@ def wrap(
     _warn_of_leftovers(moved.weights)
     weights = []
     if dense != "ps" and session.membership is not None:
-        session.membership.comes_back = session.membership.terms.staleness is None
+        session.membership.may_rejoin = session.membership.terms.staleness is None
     if dense == "ps":
         weights = _dense(moved.model, session, of_dense, _dense_name(moved, prefix))
         _refuse_state(moved.model)

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from embershard.proto.timing import split_now
-from embershard.worker.client.worker_group import LeftBehind, WorkerGroup
+from embershard.worker.client.worker_group import Evicted, WorkerGroup
 from embershard.worker.data.batch import Dataset
 from embershard.worker.job.job import Job
 from embershard.worker.reporting.records import Evaluation, Figures, Observer, Plan, Result, StepTime
-from embershard.worker.reporting.throughput import Meter
+from embershard.worker.reporting.throughput import Throughput
 from embershard.worker.strategy.protocol import Strategy
 
 
@@ -37,7 +37,7 @@ class Report:
         dataset: Dataset,
         strategy: Strategy,
         group: WorkerGroup,
-        meter: Meter,
+        meter: Throughput,
         observers: Observers,
     ) -> None:
         self._job, self._dataset, self._strategy, self._group = job, dataset, strategy, group
@@ -162,7 +162,7 @@ class Report:
             group.assemble(segment, last=True)
             self._meter.agree(group)
             return list(group.together(lambda: group.collect(mine)).values())
-        except LeftBehind:
+        except Evicted:
             return [mine]
 
     def _told(self, by_this: bool) -> Sequence[Observer]:

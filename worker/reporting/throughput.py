@@ -9,8 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
-from embershard.worker.client.byte_counts import Moved, Part, Volumes
-from embershard.worker.client.calls import Stats
+from embershard.worker.client.byte_counts import ByteCount, Part, Volumes
+from embershard.worker.client.calls import ClientStats
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.reporting.records import Interval, StepBytes
 
@@ -21,11 +21,11 @@ class Waiting(Protocol):
     """Who counts what training waits for: a session, or a strategy."""
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> ClientStats:
         """Counters since the start."""
 
 
-class Meter:
+class Throughput:
     """Counts samples, losses and seconds of training; evaluations, between pause and resume, do not count."""
 
     def __init__(self, waiting: Waiting, world_size: int) -> None:
@@ -41,7 +41,7 @@ class Meter:
         self._cached_at = (0, 0)  # hits and lookups at the last look
         self._new_hits = self._new_lookups = 0
         self._steps = self._steps_at = 0  # of this process, and the number of the last one at the last look
-        self.moved: dict[Part, Moved] = {}  # in these
+        self.moved: dict[Part, ByteCount] = {}  # in these
         self._moved_at: Volumes = {}  # at the last look
         self._workers = world_size  # that train
         self._counts: dict[int, int] = {}  # samples of each worker, of those that were lost too, when they met last
@@ -167,5 +167,5 @@ class Meter:
         self._cached_at = stats.cache_hits, stats.cache_lookups
         self._steps += step - self._steps_at
         for key, moved in stats.volume.items():
-            self.moved[key] = self.moved.get(key, Moved()).plus(moved.minus(self._moved_at.get(key, Moved())))
+            self.moved[key] = self.moved.get(key, ByteCount()).plus(moved.minus(self._moved_at.get(key, ByteCount())))
         self._steps_at, self._moved_at = step, stats.volume

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.codec_errors import UnknownCodec
 from embershard.proto.codec_messages import Compress, Compressed
 from embershard.proto.errors import InvalidRequest
@@ -74,8 +74,8 @@ class Switching:
                 continue
             try:
                 wanted = Directions(
-                    Codec.parse(said.push) if said.push else before.push,
-                    Codec.parse(said.pull) if said.pull else before.pull,
+                    CodecName.parse(said.push) if said.push else before.push,
+                    CodecName.parse(said.pull) if said.pull else before.pull,
                 )
                 self.switch({said.table: wanted})
             except (ValueError, UnknownCodec) as error:

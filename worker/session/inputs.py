@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 from torch import nn
 
-from embershard.worker.session.reads import Wanted
+from embershard.worker.session.reads import Lookup
 
 if TYPE_CHECKING:
     from embershard.worker.session.remote_table import RemoteTable
@@ -51,12 +51,12 @@ class WrappedModel:
         """Whether the ids of a forward are known before it runs."""
         return not self.readers or hasattr(self.model, "embedding_inputs")
 
-    def wanted(self, *args: object, **kwargs: object) -> list[Wanted]:
+    def wanted(self, *args: object, **kwargs: object) -> list[Lookup]:
         """What a forward of these arguments announces. ValueError where that names no embedding."""
         inputs = getattr(self.model, "embedding_inputs", None)
         return [] if inputs is None else _wanted(self.readers, inputs(*args, **kwargs), "embedding_inputs")
 
-    def wanted_of(self, batch: object) -> list[Wanted]:
+    def wanted_of(self, batch: object) -> list[Lookup]:
         """What it announces for a batch: of a tuple or list, as many parts as `embedding_inputs` takes."""
         if not isinstance(batch, tuple | list):
             return self.wanted(batch)
@@ -65,7 +65,7 @@ class WrappedModel:
 
 def reads_of_batches(
     models: Sequence[WrappedModel], tables: Iterable[RemoteTable], inputs: Inputs[B] | None
-) -> Callable[[B], list[Wanted]]:
+) -> Callable[[B], list[Lookup]]:
     """What a batch reads, by `inputs` (embedding or table name -> ids), or by what the one model announces.
 
     ValueError where neither says it.
@@ -91,11 +91,11 @@ def reads_of_batches(
     return models[0].wanted_of
 
 
-def _wanted(readers: Mapping[str, Reader], inputs: Mapping[str, torch.Tensor], source: str) -> list[Wanted]:
+def _wanted(readers: Mapping[str, Reader], inputs: Mapping[str, torch.Tensor], source: str) -> list[Lookup]:
     for name in inputs:
         if name not in readers:
             raise ValueError(f"{source} names {name!r}, which is no embedding (known: {', '.join(readers) or 'none'})")
-    return [Wanted((it := readers[name]).table, ids, it.device or ids.device) for name, ids in inputs.items()]
+    return [Lookup((it := readers[name]).table, ids, it.device or ids.device) for name, ids in inputs.items()]
 
 
 def _arity(function: Callable[..., object] | None) -> int | None:

@@ -18,7 +18,7 @@ from embershard.worker.client.client import Client
 from embershard.worker.device import with_current_gpu
 from embershard.worker.session.dense import DenseWeights
 from embershard.worker.session.local_steps import LocalSteps
-from embershard.worker.session.reads import Fetch, Wanted
+from embershard.worker.session.reads import Lookup, PullBatch
 from embershard.worker.session.row_cache import RowCaches
 
 B = TypeVar("B")
@@ -31,7 +31,7 @@ class Ready(Generic[B]):
     """A batch whose rows are here."""
 
     batch: B
-    fetch: Fetch
+    fetch: PullBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +42,7 @@ class _Push:
     send: Callable[[], object]
 
 
-class Pipeline(Generic[B]):
+class Prefetcher(Generic[B]):
     """Runs ahead of a training thread, within a bound.
 
     Batch t shows every push of the batches up to t - 1 - staleness: it is pulled once the training thread is done with
@@ -60,7 +60,7 @@ class Pipeline(Generic[B]):
     def __init__(
         self,
         source: Client | LocalSteps,
-        wanted: Callable[[B], list[Wanted]],
+        wanted: Callable[[B], list[Lookup]],
         dense: Sequence[DenseWeights],
         staleness: int,
         caches: RowCaches | None = None,  # whose clocks are the numbers of batches
@@ -128,7 +128,7 @@ class Pipeline(Generic[B]):
             self._touched += touched
             self._changed.notify_all()
 
-    def touched_beside(self, rows: Iterable[tuple[str, Ids]]) -> None:
+    def mark_changed(self, rows: Iterable[tuple[str, Ids]]) -> None:
         """The push that is being sent changes these rows, too."""
         nowhere = np.empty(0, np.int64)
         with self._changed:
@@ -177,9 +177,9 @@ class Pipeline(Generic[B]):
     def _pull(self, batches: Iterator[B]) -> None:
         """The puller."""
         try:
-            previous: Fetch | None = None
+            previous: PullBatch | None = None
             for number, batch in enumerate(batches):
-                fetch = Fetch(self._wanted(batch))
+                fetch = PullBatch(self._wanted(batch))
                 if previous is not None and not self._failed:
                     fetch.pull(self._source, but=previous, caches=self._caches, age=number)
                 bound = self._await_bound(number)

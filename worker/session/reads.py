@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float32]
 
 
-class Wanted(NamedTuple):
+class Lookup(NamedTuple):
     """Rows to be pulled: those of `ids` in a table, for a module on `device`."""
 
     table: RemoteTable
@@ -58,7 +58,7 @@ class Read:
 Reads = dict[str, list[Read]]  # by table
 
 
-class Ahead:
+class PrefetchedRows:
     """Rows that were pulled before the model asks for them."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Ahead:
         self.batch: Reads | None = None  # for the batch that `prefetch` gave out; None outside of it
         self.found = self.missed = 0  # reads inside `prefetch` that were pulled for the batch, and those that were not
 
-    def find(self, want: Wanted, *, exact: bool = False) -> Read | None:
+    def find(self, want: Lookup, *, exact: bool = False) -> Read | None:
         """What is wanted, if it was pulled: for the very tensor of ids, or else for one with the same ids in it.
 
         An `exact` read is not that of the batch, whose rows came by the tables' codecs.
@@ -86,7 +86,7 @@ class Ahead:
             self.batch = {name: reads for name, reads in self.batch.items() if table not in (None, name)}
 
 
-def _find(reads: Reads, want: Wanted) -> Read | None:
+def _find(reads: Reads, want: Lookup) -> Read | None:
     _, ids, device = want
     candidates = [read for read in reads.get(want.table.spec.name, ()) if read.rows.device == device]
     for read in candidates:
@@ -99,7 +99,7 @@ def _find(reads: Reads, want: Wanted) -> Read | None:
 class _Group:
     """Tables that are read by one route: one tensor of ids, one id space."""
 
-    wanted: list[Wanted]  # of different tables
+    wanted: list[Lookup]  # of different tables
     version: int  # of their ids
     route: Route
     missing: Mask  # (U,): rows that were not pulled yet, or have to be pulled again
@@ -107,15 +107,15 @@ class _Group:
     index: dict[torch.device, torch.Tensor]  # on the host, ready to go to a device
 
 
-class Fetch:
+class PullBatch:
     """The rows that a batch reads: routed at once, pulled in one or more stages, handed to the model at the end."""
 
-    def __init__(self, wanted: Sequence[Wanted]) -> None:
+    def __init__(self, wanted: Sequence[Lookup]) -> None:
         self.lost_leases = 0  # when its rows were pulled
         self.versions: Versions | None = None  # the lowest of its rows; 0 where copies of a cache may be among them
         self._dense: list[tuple[DenseWeights, Route, Floats]] = []
         self._groups: list[_Group] = []
-        groups: dict[tuple[int, int], list[Wanted]] = {}
+        groups: dict[tuple[int, int], list[Lookup]] = {}
         for want in {(want.table.spec.name, id(want.ids)): want for want in wanted}.values():
             # one id space, one tensor: one route, whatever the number of tables
             groups.setdefault((id(want.ids), want.table.spec.space_key), []).append(want)
@@ -138,7 +138,7 @@ class Fetch:
         source: Client | LocalSteps,
         dense: Sequence[DenseWeights] = (),
         *,
-        but: Fetch | None = None,
+        but: PullBatch | None = None,
         caches: RowCaches | None = None,
         age: int = 0,
         clock: int | None = None,

@@ -10,7 +10,7 @@ import torch
 
 from embershard.proto.routing import Route, make_route
 from embershard.proto.spec import TableSpec
-from embershard.worker.session.reads import Wanted
+from embershard.worker.session.reads import Lookup
 
 if TYPE_CHECKING:
     from embershard.worker.session.session import Session
@@ -31,7 +31,7 @@ class RemoteTable:
 
         Whatever the table's pull codec, they have the shards' bits.
         """
-        read = self.session.pull([Wanted(self, ids, ids.device)])[self.spec.name][0]
+        read = self.session.pull([Lookup(self, ids, ids.device)])[self.spec.name][0]
         return read.rows[read.index]
 
     def load(self, route: Route, rows: Floats, *, keep_state: bool = False) -> None:

@@ -12,15 +12,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.user_defined import CodecRegistry
-from embershard.proto.messages import ONLOOKER
+from embershard.proto.messages import READ_ONLY_WORKER
 from embershard.proto.routing import Placement, Route
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import span
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.proto.transport.emulated_link import UNLIMITED, parse_bandwidth
-from embershard.worker.client.calls import Stats
+from embershard.worker.client.calls import ClientStats
 from embershard.worker.client.client import DEFAULT_TIMEOUT, Client, LrScale
 from embershard.worker.client.membership import Membership, Terms
 from embershard.worker.compression.settings import Compression, codec_of
@@ -29,7 +29,7 @@ from embershard.worker.session.dense import DenseWeights
 from embershard.worker.session.gradients import RowGradients, merge, to_arrays
 from embershard.worker.session.inputs import Inputs
 from embershard.worker.session.local_steps import LocalSteps
-from embershard.worker.session.reads import Read, Reads, Wanted
+from embershard.worker.session.reads import Lookup, Read, Reads
 from embershard.worker.session.remote_table import RemoteTable
 from embershard.worker.session.tables import Declared, Values
 from embershard.worker.session.traffic import Traffic
@@ -92,7 +92,7 @@ class Session:
         return tuple(self.declared.dense)
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> ClientStats:
         """Counters since the start; `wait_seconds` is what the training thread waited for rows and for pushes."""
         return self._traffic.stats
 
@@ -120,7 +120,9 @@ class Session:
         """
         self._traffic.keep_copies(rows, staleness)
 
-    def compress(self, tables: str, *, push: str | Codec | None = None, pull: str | Codec | None = None) -> list[str]:
+    def compress(
+        self, tables: str, *, push: str | CodecName | None = None, pull: str | CodecName | None = None
+    ) -> list[str]:
         """Have tables travel so from the next push and pull on; their names.
 
         `tables` is a name, a pattern, or "dense" for all dense weights. A codec is one of docs/compression.md, such as
@@ -149,9 +151,9 @@ class Session:
 
     def read(self, table: RemoteTable, ids: torch.Tensor, device: torch.device) -> Read:
         """Rows for a tensor of ids: those pulled ahead for these ids, or pulled now."""
-        return self._traffic.read(Wanted(table, ids, device))
+        return self._traffic.read(Lookup(table, ids, device))
 
-    def read_ahead(self, wanted: Sequence[Wanted], dense: Sequence[DenseWeights] = ()) -> None:
+    def read_ahead(self, wanted: Sequence[Lookup], dense: Sequence[DenseWeights] = ()) -> None:
         """Pull what is not here yet, and the dense weights that are out of date, in one request per shard."""
         self._traffic.read_ahead(wanted, dense)
 
@@ -159,7 +161,7 @@ class Session:
         """Let go of what was pulled for one forward."""
         self._traffic.ahead.forward = {}
 
-    def pull(self, wanted: Sequence[Wanted], dense: Sequence[DenseWeights] = ()) -> Reads:
+    def pull(self, wanted: Sequence[Lookup], dense: Sequence[DenseWeights] = ()) -> Reads:
         """Rows and dense weights as shards keep them now, after every push before, in one request per shard."""
         with self._traffic.exact(dense):
             return self._traffic.pull(wanted, dense)
@@ -262,9 +264,9 @@ class Session:
         for weights in self.declared.dense:
             weights.forget()
 
-    def forget_reads(self) -> None:
+    def reset_read_versions(self) -> None:
         """Have the next step be as old as what is read from here on, as after an evaluation between two steps."""
-        self._traffic.forget_reads()
+        self._traffic.reset_read_versions()
 
     def close(self) -> None:
         """Wait for what is in flight and close the connections; what was not pushed is dropped."""
@@ -298,7 +300,7 @@ def connect(
     workers: int = 1,
     staleness: int | None = None,
     lease: timedelta = Terms.lease,
-    damp_staleness: bool = False,
+    staleness_aware_lr: bool = False,
     patience: timedelta = Terms.patience,
     run: int = 0,
     local_steps: int | None = None,
@@ -311,28 +313,33 @@ def connect(
     Waits for shards that start later; every later call, too, ends by `timeout`. BadAddress where one cannot be.
 
     With several `workers`, or a `staleness`, this one (`worker` is its number) joins the clock of the job on the terms
-    that membership.Terms describes, the same for all workers; ModeMismatch where they differ, RunOver where its `run`
+    that membership.Terms describes, the same for all workers; ModeMismatch where they differ, StaleRun where its `run`
     is. With `local_steps` it trains on copies of its own and pushes what so many steps have changed (local_steps.py). A
     `bandwidth`, as "100mbit", emulates a slower link to the shards (bandwidth.py); ValueError where it is none.
     `compression` says how tables travel; `imports` names modules of codecs, BadModule or BadCodec where one fails.
     """
     terms = Terms(
-        workers=workers, staleness=staleness, lease=lease, damp_staleness=damp_staleness, patience=patience, run=run
+        workers=workers,
+        staleness=staleness,
+        lease=lease,
+        staleness_aware_lr=staleness_aware_lr,
+        patience=patience,
+        run=run,
     )
-    if local_steps is not None and (local_steps < 1 or damp_staleness):
+    if local_steps is not None and (local_steps < 1 or staleness_aware_lr):
         raise ValueError(
-            "damp_staleness has no meaning with local_steps, which push no gradients"
-            if damp_staleness
+            "staleness_aware_lr has no meaning with local_steps, which push no gradients"
+            if staleness_aware_lr
             else f"local_steps must be at least 1, got {local_steps}"
         )
     bits, codecs = parse_bandwidth(bandwidth), CodecRegistry(imports)
     client = Client.connect(parse_addresses(addresses), worker=worker, timeout=timeout, bandwidth=bits)
     client.compressor.find = codecs.find
     try:
-        if workers > 1 or staleness is not None or damp_staleness:
+        if workers > 1 or staleness is not None or staleness_aware_lr:
             client.join(terms)
         session = Session(client, local_steps=local_steps, compression=compression)
-        if client.membership is None and worker != ONLOOKER:
+        if client.membership is None and worker != READ_ONLY_WORKER:
             session.switching.begin()
         return session
     except BaseException:

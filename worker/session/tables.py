@@ -11,7 +11,7 @@ from embershard.worker.patterns import matches
 from embershard.worker.session.dense import DenseWeights
 from embershard.worker.session.inputs import Inputs, WrappedModel, reads_of_batches
 from embershard.worker.session.loading import await_loaded, load_first
-from embershard.worker.session.reads import Wanted
+from embershard.worker.session.reads import Lookup
 from embershard.worker.session.remote_table import RemoteTable
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Declared:
             raise ValueError(f"no table matches {wanted!r} (known: {', '.join(known) or 'none'})")
         return names
 
-    def reads(self, inputs: Inputs[B] | None) -> Callable[[B], list[Wanted]]:
+    def reads(self, inputs: Inputs[B] | None) -> Callable[[B], list[Lookup]]:
         """What a batch reads; see reads_of_batches."""
         tables = [table for table in self.tables.values() if not self._is_dense(table.spec)]
         return reads_of_batches(self.models, tables, inputs)

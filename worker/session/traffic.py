@@ -15,13 +15,13 @@ import numpy as np
 
 from embershard.proto.messages import Floats
 from embershard.proto.routing import Route
-from embershard.worker.client.calls import Stats
+from embershard.worker.client.calls import ClientStats
 from embershard.worker.client.client import Client
 from embershard.worker.client.push import Gradients, LrScale, no_versions
 from embershard.worker.session.dense import DenseWeights
 from embershard.worker.session.local_steps import LocalSteps
-from embershard.worker.session.prefetch import Pipeline
-from embershard.worker.session.reads import Ahead, Fetch, Read, Reads, Wanted
+from embershard.worker.session.prefetch import Prefetcher
+from embershard.worker.session.reads import Lookup, PrefetchedRows, PullBatch, Read, Reads
 from embershard.worker.session.row_cache import RowCaches
 
 B = TypeVar("B")
@@ -40,8 +40,8 @@ class Traffic:
 
     def __init__(self, client: Client, local: LocalSteps | None = None) -> None:
         self.local = local
-        self.ahead = Ahead()
-        self.pipeline: Pipeline[Any] | None = None  # inside `prefetch`
+        self.ahead = PrefetchedRows()
+        self.pipeline: Prefetcher[Any] | None = None  # inside `prefetch`
         self.caches: RowCaches | None = None
         self.waited = 0.0  # seconds that the training thread spent for the shards
         self._client = client
@@ -49,9 +49,9 @@ class Traffic:
         self._clock = 0
         self._failure: BaseException | None = None  # of a push, in a loop that was left before it was known
         self._exact = False  # inside `exact`, where a codec would round what is read
-        self.forget_reads()
+        self.reset_read_versions()
 
-    def forget_reads(self) -> None:
+    def reset_read_versions(self) -> None:
         """Let what is read from here on decide how old the gradients of the next step are."""
         self._versions = no_versions(self._client.num_shards)
         self._lost_leases: int | None = None  # when the first rows of the step were pulled
@@ -64,7 +64,7 @@ class Traffic:
         return self._clock
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> ClientStats:
         """The client's, with what is counted here."""
         stats = replace(self._client.stats, wait_seconds=self.waited)
         if self.caches is not None:
@@ -84,12 +84,12 @@ class Traffic:
             )
         self.caches = RowCaches(rows, staleness)
 
-    def read(self, want: Wanted) -> Read:
+    def read(self, want: Lookup) -> Read:
         """Rows for a tensor of ids: those pulled ahead for these ids, or pulled now."""
         found = self.ahead.find(want, exact=self._exact)
         return found or self.pull([want], caches=self.caches)[want.table.spec.name][0]
 
-    def read_ahead(self, wanted: Sequence[Wanted], dense: Sequence[DenseWeights]) -> None:
+    def read_ahead(self, wanted: Sequence[Lookup], dense: Sequence[DenseWeights]) -> None:
         """Pull what is not here yet, and the dense weights that are out of date, in one request per shard."""
         self.ahead.forward = {}
         stale = [weights for weights in dense if weights.stale(self.clock)]
@@ -102,19 +102,19 @@ class Traffic:
         self.ahead.forward = ahead
 
     def pull(
-        self, wanted: Sequence[Wanted], dense: Sequence[DenseWeights] = (), caches: RowCaches | None = None
+        self, wanted: Sequence[Lookup], dense: Sequence[DenseWeights] = (), caches: RowCaches | None = None
     ) -> Reads:
         """Rows and dense weights after every push before, in one request per shard."""
         self.settle()
         if self.pipeline is not None or self._exact:  # its caches go by batches, and copies are rounded
             caches = None
-        fetch = Fetch(wanted)
+        fetch = PullBatch(wanted)
         clock = self.clock
         with self.waiting():
             fetch.pull(self._source, dense, caches=caches, age=clock, clock=clock, exact=self._exact)
         return self._accept(fetch)
 
-    def _accept(self, fetch: Fetch) -> Reads:
+    def _accept(self, fetch: PullBatch) -> Reads:
         """Hand rows to the model; they decide how old the gradients of the next step are."""
         if fetch.versions is not None:
             self._versions = np.minimum(self._versions, fetch.versions)
@@ -129,7 +129,7 @@ class Traffic:
         """
         self.ahead.forget()
         clock, versions, lost_leases = self.clock, self._versions, self._lost_leases
-        self.forget_reads()
+        self.reset_read_versions()
         if lost_leases is not None and lost_leases != self._client.lost_leases:
             return
         self._clock = clock + 1
@@ -141,12 +141,12 @@ class Traffic:
                 sends = partial(self._send, send, self.pipeline)
                 self.pipeline.submit(sends, [(table, route) for table, route, _ in gradients])
 
-    def _send(self, send: Callable[[], object], pipeline: Pipeline[Any]) -> None:
+    def _send(self, send: Callable[[], object], pipeline: Prefetcher[Any]) -> None:
         """Push, and say which rows beside those of the step it changed: a codec may hold rows of earlier ones back."""
         try:
             send()
         finally:
-            pipeline.touched_beside(self._client.compressor.beside)
+            pipeline.mark_changed(self._client.compressor.beside)
 
     def load(self, table: str, route: Route, rows: Floats, *, keep_state: bool) -> None:
         """Assign rows, after every push before; what was pulled ahead of the table is no longer up to date."""
@@ -171,7 +171,7 @@ class Traffic:
     def loop(
         self,
         loader: Iterable[B],
-        wanted: Callable[[B], list[Wanted]],
+        wanted: Callable[[B], list[Lookup]],
         dense: Sequence[DenseWeights],
         staleness: int | None,
     ) -> Iterator[B]:
@@ -180,7 +180,7 @@ class Traffic:
         staleness = _staleness_of(staleness, self._bound, caches)
         # with other workers' pushes, or local steps, no row is safe from a change that nobody here knows of
         alone = self._client.membership is None and self.local is None
-        pipeline = Pipeline(self._source, wanted, dense, staleness, caches and caches.fresh(), early=alone)
+        pipeline = Prefetcher(self._source, wanted, dense, staleness, caches and caches.fresh(), early=alone)
         return self._run(pipeline, loader)
 
     @property
@@ -189,7 +189,7 @@ class Traffic:
         member = self._client.membership
         return None if member is None or self.local is not None else member.terms.staleness
 
-    def _run(self, pipeline: Pipeline[B], loader: Iterable[B]) -> Iterator[B]:
+    def _run(self, pipeline: Prefetcher[B], loader: Iterable[B]) -> Iterator[B]:
         if self.pipeline is not None:
             raise RuntimeError(
                 "this session is inside a prefetch loop already; leave that one first, by loop.close() if it has a name"
@@ -220,7 +220,7 @@ class Traffic:
         self._leave(pipeline)
         self.flush()
 
-    def _leave(self, pipeline: Pipeline[B]) -> None:
+    def _leave(self, pipeline: Prefetcher[B]) -> None:
         self.pipeline = self.ahead.batch = None
         self._failure = pipeline.close()
 

@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from embershard.proto.errors import JobError, WorkerLost
-from embershard.worker.strategy.protocol import Turn
+from embershard.worker.strategy.protocol import StepBatch
 
 
-class Together:
+class SynchronousSteps:
     """This worker's part in steps that all workers make.
 
     A worker that comes to the end of its data keeps the others company with its last batch, which then weighs nothing,
@@ -26,7 +26,7 @@ class Together:
     """
 
     @classmethod
-    def join(cls, company: Callable[[bool], None] = lambda _: None) -> Together | None:
+    def join(cls, company: Callable[[bool], None] = lambda _: None) -> SynchronousSteps | None:
         """With the workers of torch's process group; None without any others."""
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         return None if alone else cls(company)
@@ -58,9 +58,9 @@ class Together:
         summed: torch.futures.Future[list[torch.Tensor]] = dist.all_reduce(gradients, async_op=True).get_future()
         return summed.then(lambda done: done.value()[0])
 
-    def turns(self, turns: Iterator[Turn]) -> Iterator[Turn]:
+    def turns(self, turns: Iterator[StepBatch]) -> Iterator[StepBatch]:
         """As many turns for all workers; the mean of a step's gradients is that over the samples of all of them."""
-        last: Turn | None = None
+        last: StepBatch | None = None
         while True:
             turn = next(turns, None)
             samples, idle = (0, 1) if turn is None else (turn.samples, 0)

@@ -7,7 +7,7 @@ from itertools import zip_longest
 from embershard.worker.client.client import Client
 
 
-class Counted:
+class ShardCounters:
     """Of the shards' counters, what came since this was made. A shard that was restarted since begins at zero."""
 
     def __init__(self, client: Client) -> None:

@@ -12,15 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from embershard.proto.spec import Optimizer
 from embershard.worker.job.training import DenseMode
-from embershard.worker.strategy.allreduce import Together, all_reduced
-from embershard.worker.strategy.formula_optimizer import FormulaOptimizer
+from embershard.worker.strategy.allreduce import SynchronousSteps, all_reduced
+from embershard.worker.strategy.formula_optimizer import RowFormulaOptimizer
 from embershard.worker.strategy.optimizers import by_spec, dense_optimizer, torch_optimizer
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-class DenseInWorkers:
+class ReplicatedDense:
     """The dense part of a model whose rows are remote: all workers hold it, or (fsdp) a part of it each.
 
     Remote embeddings have no parameters, so torch sees the dense ones alone. Buffers stay each worker's own during
@@ -40,15 +40,15 @@ class DenseInWorkers:
             else:
                 self.module = all_reduced(model, views=True)
         on_cpu = all(p.device.type == "cpu" and p.dtype == torch.float32 for _, p in trained)
-        kind = FormulaOptimizer if mode == "ddp" and on_cpu else torch_optimizer
+        kind = RowFormulaOptimizer if mode == "ddp" and on_cpu else torch_optimizer
         self.optimizers = [dense_optimizer(*group, kind) for group in by_spec(specs, trained)]
 
     @property
     def skipped(self) -> int:
         """Blocks whose gradient held NaN or Inf, where that is looked at."""
-        return sum(optimizer.skipped for optimizer in self.optimizers if isinstance(optimizer, FormulaOptimizer))
+        return sum(optimizer.skipped for optimizer in self.optimizers if isinstance(optimizer, RowFormulaOptimizer))
 
-    def add_up_by(self, together: Together) -> None:
+    def add_up_by(self, together: SynchronousSteps) -> None:
         """Add the workers' gradients up as shards do, where DistributedDataParallel adds them up.
 
         For steps of one batch: of several, each has other shares, and rows and dense weights would not agree on them.

@@ -37,7 +37,7 @@ _FLOATS = types.float32[::1]
 _U = np.uint64
 
 
-class FormulaOptimizer(torch.optim.Optimizer):
+class RowFormulaOptimizer(torch.optim.Optimizer):
     """A row optimizer of the shards as one of torch's: a step has the same bits in a worker and on a shard.
 
     torch's own come near: the root in their vector loops is not always the nearest float32, and those with `fused=True`

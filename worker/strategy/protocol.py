@@ -11,16 +11,16 @@ import torch
 from torch import nn
 
 from embershard.worker.client.byte_counts import Part, Volumes
-from embershard.worker.client.calls import Stats
+from embershard.worker.client.calls import ClientStats
 from embershard.worker.data.batch import Batch
 from embershard.worker.models.recommender import Recommender
 from embershard.worker.strategy.state import TorchWeights
 
-Numbered = tuple[int, Batch]  # with its epoch, from 0
+EpochBatch = tuple[int, Batch]  # with its epoch, from 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Turn:
+class StepBatch:
     """A batch to be trained on.
 
     The gradients of a step are those of its mean loss times `loss_scale`, and count by `weight` among those of the
@@ -52,13 +52,13 @@ class Strategy(Protocol):
         """Shards that hold rows; 0 where torch holds them."""
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> ClientStats:
         """Counters since the start; `wait_seconds` is what the training thread waited, for shards or other workers."""
 
     def predicted(self, moved: Volumes) -> Mapping[Part, float]:
         """What was expected of what was moved: worker/client/predicted_bytes.py."""
 
-    def turns(self, batches: Iterator[Numbered]) -> Iterator[Turn]:
+    def turns(self, batches: Iterator[EpochBatch]) -> Iterator[StepBatch]:
         """The batches, with all that their step needs under way; its end is the end of all that is in flight."""
 
     @property

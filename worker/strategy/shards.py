@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from embershard.worker.client.byte_counts import Part, Volumes
-from embershard.worker.client.calls import Stats
+from embershard.worker.client.calls import ClientStats
 from embershard.worker.client.predicted_bytes import predict_volumes
 from embershard.worker.job.job import Job
 from embershard.worker.models.recommender import Recommender
@@ -18,11 +18,11 @@ from embershard.worker.nn.embedding import Embedding, EmbeddingBag
 from embershard.worker.nn.optimizer import ShardOptimizer
 from embershard.worker.nn.wrap import wrap
 from embershard.worker.session.session import Session
-from embershard.worker.strategy.allreduce import Together
-from embershard.worker.strategy.counted import Counted
-from embershard.worker.strategy.dense import DenseInWorkers
+from embershard.worker.strategy.allreduce import SynchronousSteps
+from embershard.worker.strategy.counted import ShardCounters
+from embershard.worker.strategy.dense import ReplicatedDense
 from embershard.worker.strategy.optimizers import dense_specs
-from embershard.worker.strategy.protocol import Numbered, Turn
+from embershard.worker.strategy.protocol import EpochBatch, StepBatch
 from embershard.worker.strategy.state import TorchWeights
 
 
@@ -31,7 +31,7 @@ class ShardStrategy:
 
     def __init__(self, job: Job, model: Recommender, session: Session, device: torch.device) -> None:
         self.session = session
-        self._counted = Counted(session.client)
+        self._counted = ShardCounters(session.client)
         in_workers = job.dense_mode != "ps"
         wrapped = wrap(
             model,
@@ -50,13 +50,13 @@ class ShardStrategy:
         self._trained = [module for module in remote if not module.frozen]
         self._rows = ShardOptimizer(session)
         self.optimizers: list[torch.optim.Optimizer] = [self._rows]
-        self._dense: DenseInWorkers | None = None
-        self._together: Together | None = None
+        self._dense: ReplicatedDense | None = None
+        self._together: SynchronousSteps | None = None
         if in_workers:
-            self._dense = DenseInWorkers(wrapped, job.dense_mode, dense_specs(job), device)
+            self._dense = ReplicatedDense(wrapped, job.dense_mode, dense_specs(job), device)
             self.module = self._dense.module
             self.optimizers += self._dense.optimizers
-            self._together = Together.join(self._keep_company)
+            self._together = SynchronousSteps.join(self._keep_company)
             if self._together is not None and job.train.accumulate == 1:
                 self._dense.add_up_by(self._together)
         self._ahead = job.train.prefetch
@@ -69,7 +69,7 @@ class ShardStrategy:
         return self.session.client.num_shards
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> ClientStats:
         """Counters since the start."""
         stats = self.session.stats
         if self._together is not None:
@@ -82,15 +82,15 @@ class ShardStrategy:
         """By the codecs in use now."""
         return predict_volumes(moved, self.session.client)
 
-    def turns(self, batches: Iterator[Numbered]) -> Iterator[Turn]:
+    def turns(self, batches: Iterator[EpochBatch]) -> Iterator[StepBatch]:
         """The batches, with their rows pulled ahead; its end is the end of all that is in flight."""
-        self.session.forget_reads()  # an evaluation's
+        self.session.reset_read_versions()  # an evaluation's
         if self._ahead is not None:
             # a loss may call the model in its own way, but on these ids
             batches = self.session.prefetch(
                 batches, staleness=self._ahead, inputs=lambda item: self.model.embedding_inputs(item[1].ids)
             )
-        turns = (Turn(epoch, batch, len(batch), weight=len(batch)) for epoch, batch in batches)
+        turns = (StepBatch(epoch, batch, len(batch), weight=len(batch)) for epoch, batch in batches)
         return turns if self._together is None else self._together.turns(turns)
 
     def step(self, weight: float) -> None:

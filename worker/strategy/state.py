@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from embershard.worker.sharded import is_sharded
+from embershard.worker.sharded import is_dtensor
 
 
 class TorchWeights:
@@ -49,7 +49,7 @@ class TorchWeights:
 
 
 def _whole(value: Tensor) -> Tensor:
-    if is_sharded(value):
+    if is_dtensor(value):
         value = value.full_tensor()
     # a copy: FSDP frees the memory of whole weights as it likes
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
@@ -62,7 +62,7 @@ def _part(value: Tensor, parameter: Tensor) -> Tensor:
     value = value.clone()  # the state may be that of another run, which goes on
     if value.shape != parameter.shape:
         return value  # a count of steps
-    if is_sharded(parameter):
+    if is_dtensor(parameter):
         from torch.distributed.tensor import distribute_tensor
 
         return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)

@@ -11,12 +11,12 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 from embershard.worker.client.byte_counts import Part, Volumes
-from embershard.worker.client.calls import Stats
+from embershard.worker.client.calls import ClientStats
 from embershard.worker.job.job import Job
 from embershard.worker.models.recommender import Recommender
-from embershard.worker.strategy.allreduce import Together, all_reduced
+from embershard.worker.strategy.allreduce import SynchronousSteps, all_reduced
 from embershard.worker.strategy.optimizers import by_spec, dense_optimizer, dense_specs, table_optimizer
-from embershard.worker.strategy.protocol import Numbered, Turn
+from embershard.worker.strategy.protocol import EpochBatch, StepBatch
 from embershard.worker.strategy.state import TorchWeights
 from embershard.worker.strategy.tables import materialise
 
@@ -31,7 +31,7 @@ class TorchStrategy:
         self._prefix = job.prefix
         self.model: Recommender = model.to(device)
         self.module: nn.Module = model
-        self._together = Together.join() if job.strategy == "ddp" else None
+        self._together = SynchronousSteps.join() if job.strategy == "ddp" else None
         if job.strategy == "dp":
             self.module = DataParallel(model)
         elif self._together is not None:
@@ -52,18 +52,18 @@ class TorchStrategy:
         return None if self._together is None else self._together.agree
 
     @property
-    def stats(self) -> Stats:
+    def stats(self) -> ClientStats:
         """What was waited for the other workers, and the rows that were left out."""
         waited = 0.0 if self._together is None else self._together.waited
-        return Stats(wait_seconds=waited, skipped_rows=sum(lazy.skipped for lazy in self._lazy))
+        return ClientStats(wait_seconds=waited, skipped_rows=sum(lazy.skipped for lazy in self._lazy))
 
     def predicted(self, moved: Volumes) -> Mapping[Part, float]:
         """Nothing: no shard is asked."""
         return {}
 
-    def turns(self, batches: Iterator[Numbered]) -> Iterator[Turn]:
+    def turns(self, batches: Iterator[EpochBatch]) -> Iterator[StepBatch]:
         """The batches."""
-        turns = (Turn(epoch, batch, len(batch)) for epoch, batch in batches)
+        turns = (StepBatch(epoch, batch, len(batch)) for epoch, batch in batches)
         return turns if self._together is None else self._together.turns(turns)
 
     def step(self, weight: float) -> None:

@@ -14,7 +14,7 @@ from embershard.worker.training.evaluate import Evaluator, Figures
 from embershard.worker.training.trainer import build_model, device_of
 
 
-class Onlooker:
+class LiveEvaluator:
     """Scores a job's model with the weights that the shards have at the time, as one who is no member of the job.
 
     The workers need not stop for it, so that rows of one evaluation may be some steps apart. The data's paths start at

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import decode, encode_rows
 from embershard.proto.codec.values.registry import ValuesCodec
 from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import Hello, Pull, Push, Reply, Request, bulk_bytes
 from embershard.proto.spec import TableSpec
 from embershard.worker.compression.advice import ADAPTIVE
-from embershard.worker.compression.error_feedback import Feedback, How, Share
+from embershard.worker.compression.error_feedback import EncodeOptions, Feedback, Share
 from embershard.worker.compression.settings import Directions, check_momentum
 from embershard.worker.job.compression import Direction
 from embershard.worker.session.session import Session
@@ -64,7 +64,7 @@ class Link:
 class Cost:
     """A codec on one table and direction, per step."""
 
-    codec: Codec
+    codec: CodecName
     raw_bytes: float
     coded_bytes: float
     encode: float  # seconds
@@ -103,8 +103,8 @@ def best(costs: Sequence[Cost], link: Link) -> tuple[Cost | None, str]:
 
 
 def candidates(
-    spec: TableSpec, direction: Direction, *, dense: bool, allow: Sequence[Codec] = (), momentum: float = 0.0
-) -> list[Codec]:
+    spec: TableSpec, direction: Direction, *, dense: bool, allow: Sequence[CodecName] = (), momentum: float = 0.0
+) -> list[CodecName]:
     """What may be chosen for a table: quantisation, and of what the user allows that which suits its optimizer.
 
     `momentum` is that which dgc would have.
@@ -112,7 +112,7 @@ def candidates(
     The weights of layers are pulled as fp16s at the least: all of them go into every prediction.
     """
     names = ["fp16s"] if dense and direction == "pull" else ["fp16s", "int8"]
-    found = [Codec.parse(name) for name in names]
+    found = [CodecName.parse(name) for name in names]
     for codec in allow:
         try:
             codec.check(direction, dense)
@@ -125,7 +125,7 @@ def candidates(
     return found
 
 
-def measure(codec: Codec, raw_bytes: float, dim: int, find: Find) -> Cost:
+def measure(codec: CodecName, raw_bytes: float, dim: int, find: Find) -> Cost:
     """The cost of a codec for so many bytes of rows, timed on random ones."""
     rows = raw_bytes / (4 * dim)
     count = max(1, min(_ROWS, round(rows)))
@@ -141,7 +141,7 @@ def measure(codec: Codec, raw_bytes: float, dim: int, find: Find) -> Cost:
             out = encode_rows(data, values, key)
         else:
             share = Share(np.arange(count), data, 1.0)
-            out = held.pack(share, How(codec, values, codec.number, key)).payload
+            out = held.pack(share, EncodeOptions(codec, values, codec.number, key)).payload
         between = time.perf_counter()
         decode(out, count, dim, lambda _: values, codec.values)
         encode, unpack = min(encode, between - start), min(unpack, time.perf_counter() - between)
@@ -149,13 +149,13 @@ def measure(codec: Codec, raw_bytes: float, dim: int, find: Find) -> Cost:
     return Cost(codec, raw_bytes, out.nbytes * scale, encode * scale, unpack * scale)
 
 
-class Auto:
+class CodecTuner:
     """Watches the first steps of a session, switches what should pay, and off again what did not make steps faster.
 
     `pinned`: (table, direction) that are left alone. All steps of a worker pass by `follow`.
     """
 
-    def __init__(self, session: Session, allow: Sequence[Codec], pinned: frozenset[tuple[str, Direction]]) -> None:
+    def __init__(self, session: Session, allow: Sequence[CodecName], pinned: frozenset[tuple[str, Direction]]) -> None:
         self._session, self._allow, self._pinned = session, allow, pinned
         self._round_trip = 0.0
         self._calls: dict[Direction, list[tuple[int, float]]] = {"push": [], "pull": []}

@@ -12,7 +12,7 @@ from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import Batch, Dataset
 from embershard.worker.data.splits import SplitQueue
 from embershard.worker.job.job import Job
-from embershard.worker.strategy.protocol import Numbered
+from embershard.worker.strategy.protocol import EpochBatch
 from embershard.worker.training.loader import LoaderProcess
 
 
@@ -23,7 +23,7 @@ class Segment:
     A part is finished, with all that its batches left in flight, before the next one is asked for.
     """
 
-    parts: Iterator[Iterator[Numbered]]
+    parts: Iterator[Iterator[EpochBatch]]
     evaluation: bool
     checkpoint: bool
     last: bool
@@ -44,7 +44,7 @@ class Position:
         return cls(epoch, batch * before // world_size, given * before // world_size)
 
 
-class Budget:
+class TrainingPlan:
     """A worker's share of the epochs, steps or samples of a job."""
 
     def __init__(
@@ -181,17 +181,17 @@ class Budget:
             return None
         return self._parts(self._length) * self._batch_size * self._group.world_size
 
-    def _dealt(self, epoch: int) -> Iterator[Iterator[Numbered]]:
+    def _dealt(self, epoch: int) -> Iterator[Iterator[EpochBatch]]:
         """The splits of an epoch that this worker is given."""
         assert self._splits is not None
         for split in self._splits.deal(epoch):
             yield self._batches(epoch, split)
         self.position.epoch = epoch + 1
 
-    def _batches_from(self, epoch: int) -> Iterator[Numbered]:
+    def _batches_from(self, epoch: int) -> Iterator[EpochBatch]:
         return chain.from_iterable(map(self._batches, count(epoch)))
 
-    def _batches(self, epoch: int, split: int = -1) -> Iterator[Numbered]:
+    def _batches(self, epoch: int, split: int = -1) -> Iterator[EpochBatch]:
         at = self.position
         empty = split < 0 and at.batch == 0  # of a split, or of the rest of an epoch, there may be nothing
         for batch in self._read(epoch, split, at.batch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import JobError
 from embershard.worker.compression.advice import advice
 from embershard.worker.compression.settings import Directions
@@ -12,7 +12,7 @@ from embershard.worker.job.compression import Direction
 from embershard.worker.job.job import Job
 from embershard.worker.patterns import choose, first_match
 from embershard.worker.session.session import Session
-from embershard.worker.training.autotune import Auto
+from embershard.worker.training.autotune import CodecTuner
 from embershard.worker.training.trial import Trial
 
 _log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class JobCodecs:
         self._prefix = job.prefix
         self._wanted: dict[str, Directions] = {}
         self._next: list[int] = []  # steps at which something changes
-        self._auto: Auto | None = None
+        self._auto: CodecTuner | None = None
         self.trial: Trial | None = None  # its state is a worker's own
         self._followed = -1
         if self._session is not None and self._section is not None:
@@ -46,8 +46,8 @@ class JobCodecs:
         self._next = [change for change in self._section.steps if change > step]
         self._switch(step)
         if self._section.auto:
-            allow = [Codec.parse(text) for text in self._section.allow]
-            self._auto = Auto(self._session, allow, self._pinned(names))
+            allow = [CodecName.parse(text) for text in self._section.allow]
+            self._auto = CodecTuner(self._session, allow, self._pinned(names))
         elif self._section.unless_slower:
             self.trial = Trial(self._session, self._wanted)
         for table in self._session.tables if self._session.client.worker == 0 else ():

@@ -211,7 +211,7 @@ class Saver:
     def forget_held(self) -> None:
         """Hold nothing back that the checkpoint held: the run has gone on since, and sent it."""
         if self._client is not None:
-            self._client.compressor.hold_nothing()
+            self._client.compressor.clear_residuals()
 
 
 def _hold_for_others(checkpoint: Checkpoint, compressor: Compressor, group: WorkerGroup) -> None:

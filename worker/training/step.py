@@ -17,8 +17,8 @@ from embershard.worker.checkpoint.tensors import is_stateful
 from embershard.worker.data.batch import Batch
 from embershard.worker.nn.averaging import Share, WeightAverage
 from embershard.worker.nn.optimizer import gradients
-from embershard.worker.sharded import is_sharded
-from embershard.worker.strategy.protocol import Turn
+from embershard.worker.sharded import is_dtensor
+from embershard.worker.strategy.protocol import StepBatch
 from embershard.worker.training.evaluate import to_device
 
 Amp = Literal["off", "bf16", "fp16"]
@@ -103,14 +103,14 @@ class TrainStep:
         self.steps = 0  # those that were left out included
         self.skipped = 0
         self._skipped_in_a_row = 0
-        self._turns: list[Turn] = []  # since the last step
+        self._turns: list[StepBatch] = []  # since the last step
         self._weight = 0.0  # of all of them, where the first weighs 1
         self._bad_loss = False
         self._may_skip = settings.non_finite == "skip" or self._scaler is not None
         self._buffers: list[tuple[Tensor, Tensor]] = []  # as they were before the step
         self._sound: Batch | None = None  # the last one whose step was made
 
-    def __call__(self, turn: Turn) -> float:
+    def __call__(self, turn: StepBatch) -> float:
         """The loss of a batch, after all that is to be done with it; accumulated batches weigh by their samples.
 
         NonFiniteLoss where the settings, or too many steps left out in a row, say so.
@@ -232,7 +232,7 @@ class TrainStep:
         return NonFiniteLoss(worker=self._worker, what=what, step=step, value=value, after=after)
 
 
-def _samples(turn: Turn) -> int:
+def _samples(turn: StepBatch) -> int:
     """What a batch weighs among those of its step: the same on all workers that step together."""
     return turn.joint or turn.samples
 
@@ -243,7 +243,7 @@ def global_norm(tensors: Sequence[Tensor]) -> float:
     squares: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         norm = torch.linalg.vector_norm(tensor)
-        if is_sharded(norm):
+        if is_dtensor(norm):
             norm = norm.full_tensor()
         squares.setdefault(norm.device, []).append(norm.square())
     return math.sqrt(sum(torch.stack(parts).sum().item() for parts in squares.values()))

@@ -14,7 +14,7 @@ from embershard.proto.errors import JobError
 from embershard.proto.timing import span, step_ends, steps_begin
 from embershard.worker.checkpoint.checkpoint import Checkpoint
 from embershard.worker.checkpoint.tensors import Stateful
-from embershard.worker.client.worker_group import LeftBehind, WorkerGroup
+from embershard.worker.client.worker_group import Evicted, WorkerGroup
 from embershard.worker.data.batch import Dataset
 from embershard.worker.data.splits import SplitQueue
 from embershard.worker.job.job import Job
@@ -23,10 +23,10 @@ from embershard.worker.nn.lr_schedule import Best
 from embershard.worker.nn.onednn import onednn_is_faster, use_onednn
 from embershard.worker.reporting.records import Result
 from embershard.worker.reporting.report import Observers, Report
-from embershard.worker.reporting.throughput import Meter
+from embershard.worker.reporting.throughput import Throughput
 from embershard.worker.session.session import Session
-from embershard.worker.strategy.protocol import Numbered
-from embershard.worker.training.budget import Budget, Segment, steps_of
+from embershard.worker.strategy.protocol import EpochBatch
+from embershard.worker.training.budget import Segment, TrainingPlan, steps_of
 from embershard.worker.training.build import check_names, rates_of, step_of
 from embershard.worker.training.choice import choose_strategy
 from embershard.worker.training.codecs import JobCodecs
@@ -80,11 +80,11 @@ class Trainer:
         smallest_batch = 2 if has_batch_norm else 1  # one sample has no variance
         num_splits = job.num_splits(group.world_size)
         self._splits = SplitQueue(session, num_splits) if session is not None and num_splits else None
-        self._budget = Budget(job, dataset, group, loader, smallest_batch, self._splits)
+        self._budget = TrainingPlan(job, dataset, group, loader, smallest_batch, self._splits)
         self._rates = rates_of(job, self.strategy, self._budget.total_steps)
         early_stop = job.train.early_stop
         self._best = Best(metric=job.metric, min_delta=early_stop.min_delta if early_stop else 0.0)
-        self._meter = Meter(self.strategy, group.world_size)
+        self._meter = Throughput(self.strategy, group.world_size)
         self._report = Report(job, dataset, self.strategy, group, self._meter, observers)
         self._epoch = 0
         self._stopped = False
@@ -133,7 +133,7 @@ class Trainer:
             returned_splits=self._splits.returned if self._splits is not None else 0,
         )
 
-    def _train(self, parts: Iterator[Iterator[Numbered]]) -> None:
+    def _train(self, parts: Iterator[Iterator[EpochBatch]]) -> None:
         self._meter.resume(self._learn.steps)
         for part in parts:
             steps_begin()
@@ -183,7 +183,7 @@ class Trainer:
                 self.strategy.refresh()  # copies of rows are no part of a checkpoint
                 self._group.together(lambda: self._saver.save(self._learn.steps, wait=segment.last or self._stopped))
             self._group.dismiss(number, self.strategy.resume, self.strategy.clock, self._word())
-        except LeftBehind:
+        except Evicted:
             return self._enter()
         return number + 1
 
@@ -240,7 +240,7 @@ def build_model(job: Job, dataset: Dataset) -> Recommender:
     return model
 
 
-def _timed(batches: Iterator[Numbered]) -> Iterator[Numbered]:
+def _timed(batches: Iterator[EpochBatch]) -> Iterator[EpochBatch]:
     """The batches, and as a part of the step the time that each one took."""
     while True:
         with span("data"):

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from embershard.benchmark.ids import ZipfIds
-from embershard.benchmark.settings import FIELDS, NUM_DENSE, POOL, CarrierName, Lap, Train
+from embershard.benchmark.settings import FIELDS, NUM_DENSE, POOL, Lap, Train, TransportName
 from embershard.local_shards import local
 from embershard.proto.spec import Adagrad
 from embershard.proto.timing import Recorder, Split, span, step_ends
@@ -47,7 +47,7 @@ class TrainWorker:
 
     def __init__(self, settings: Train, addresses: Sequence[str], rank: int) -> None:
         torch.set_num_threads(1)
-        on_shards = settings.carrier is not CarrierName.LOCAL
+        on_shards = settings.transport is not TransportName.LOCAL
         self._session = connect(addresses, worker=rank) if on_shards else local(settings.shards)
         self._model = wrap(make_model(settings, "meta"), self._session, optimizer=Adagrad(lr=LR), prefix="bench/")
         self._batches, self._staleness = make_batches(settings, rank), settings.prefetch

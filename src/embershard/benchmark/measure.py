@@ -13,13 +13,18 @@ import numpy as np
 
 from embershard.benchmark.conditions import Conditions, busy_seconds, process_seconds
 from embershard.benchmark.fleet import Fleet
-from embershard.benchmark.settings import CarrierName, Lap, Order, PullPush, TorchTrain, Train
+from embershard.benchmark.settings import Lap, Order, PullPush, TorchTrain, Train, TransportName
 from embershard.deploy.supervisor import LocalShards
 from embershard.proto.errors import EmbershardError
 from embershard.proto.transport.addresses import parse_addresses
 
 S = TypeVar("S", PullPush, Train)
-_SCHEME = {CarrierName.STREAM: "", CarrierName.TCP: "tcp://", CarrierName.GRPC: "grpc://", CarrierName.RPC: "rpc://"}
+_SCHEME = {
+    TransportName.STREAM: "",
+    TransportName.TCP: "tcp://",
+    TransportName.GRPC: "grpc://",
+    TransportName.RPC: "rpc://",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +116,15 @@ def _serve(
     settings: PullPush | Train,
 ) -> Iterator[tuple[tuple[str, ...], tuple[int, ...], Callable[[], EmbershardError | None]]]:
     """Addresses of the shards, their process ids where they are ours, and what says that one is gone."""
-    if settings.carrier is CarrierName.LOCAL:
+    if settings.transport is TransportName.LOCAL:
         yield (), (), lambda: None
     elif settings.ps:
         yield tuple(parse_addresses(settings.ps)), (), lambda: None
     else:
-        rpc = settings.carrier is CarrierName.RPC
+        rpc = settings.transport is TransportName.RPC
         with LocalShards(settings.shards, rpc=rpc) as shards:
             bare = shards.rpc_addresses if rpc else shards.addresses
-            addresses = tuple(_SCHEME[settings.carrier] + address for address in bare)
+            addresses = tuple(_SCHEME[settings.transport] + address for address in bare)
             yield addresses, shards.pids, lambda: shards.failure
 
 

@@ -9,7 +9,7 @@ from itertools import cycle, islice
 import numpy as np
 
 from embershard.benchmark.ids import ZipfIds
-from embershard.benchmark.settings import POOL, CarrierName, Lap, PullPush
+from embershard.benchmark.settings import POOL, Lap, PullPush, TransportName
 from embershard.local_shards import local
 from embershard.proto.routing import Ids, make_route
 from embershard.proto.spec import OPTIMIZERS, TableSpec, Uniform
@@ -22,7 +22,7 @@ class PullPushWorker:
     """Its batches lie in memory; a step routes one, pulls its rows, and pushes a gradient for each of them."""
 
     def __init__(self, settings: PullPush, addresses: Sequence[str], rank: int) -> None:
-        if settings.carrier is CarrierName.LOCAL:
+        if settings.transport is TransportName.LOCAL:
             self._client = local(settings.shards).client
         else:
             self._client = Client.connect(addresses, worker=rank)

@@ -23,7 +23,7 @@ POOL = 32  # batches; a run goes through them again and again
 FIELDS, NUM_DENSE = 26, 13  # Criteo's
 
 
-class CarrierName(StrEnum):
+class TransportName(StrEnum):
     """How requests reach shards that a bench starts; `stream` is a Unix socket on one machine, `tcp` never is."""
 
     STREAM = "stream"
@@ -38,7 +38,7 @@ class Setup(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    carrier: CarrierName = CarrierName.STREAM
+    transport: TransportName = TransportName.STREAM
     ps: tuple[str, ...] = ()  # addresses of shards that run already; without them `shards` are started
     shards: Shards = 2
     workers: Workers = 1
@@ -52,9 +52,9 @@ class Setup(BaseModel):
 
     @model_validator(mode="after")
     def _local_is_one_process(self) -> Self:
-        if self.carrier is CarrierName.LOCAL and self.workers > 1:
+        if self.transport is TransportName.LOCAL and self.workers > 1:
             raise ValueError(
-                f"with the local carrier a worker has shards of its own: workers must be 1, not {self.workers}"
+                f"with the local transport a worker has shards of its own: workers must be 1, not {self.workers}"
             )
         return self
 

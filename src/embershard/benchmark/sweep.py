@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict
 from embershard.benchmark.measure import Result, measure_pull_push, measure_train
 from embershard.benchmark.settings import (
     Batch,
-    CarrierName,
     Count,
     Dim,
     Ids,
@@ -20,6 +19,7 @@ from embershard.benchmark.settings import (
     Shards,
     Staleness,
     Train,
+    TransportName,
     Workers,
 )
 
@@ -77,7 +77,7 @@ def plan(sweep: Sweep) -> Plan:
         base = pull_push.model_copy(update={"shards": 1, "ids": 16_384})
         curves["rows"] = [base.model_copy(update={"rows": rows}) for rows in sweep.rows]
     if Axis.MESSAGES in sweep.axes:
-        base = pull_push.model_copy(update={"carrier": CarrierName.TCP})
+        base = pull_push.model_copy(update={"transport": TransportName.TCP})
         curves["messages"] = [
             base.model_copy(update={"shards": shards, "ids": ids}) for shards in sweep.shards for ids in sweep.ids
         ]

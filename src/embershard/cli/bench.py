@@ -13,7 +13,7 @@ from embershard.benchmark.conditions import Conditions
 from embershard.benchmark.measure import measure_pull_push, measure_train
 from embershard.benchmark.picture import can_draw, draw_curves, draw_parts
 from embershard.benchmark.report import curve_row, figures, parts_table, points_json, result_json, write_json
-from embershard.benchmark.settings import CarrierName, PullPush, Train
+from embershard.benchmark.settings import PullPush, Train, TransportName
 from embershard.benchmark.sweep import AnyResult, Axis, Sweep, plan, run_sweep
 from embershard.cli.signals import ended_by_signals
 from embershard.proto.spec import OPTIMIZERS
@@ -26,8 +26,8 @@ bench = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Measure pull and push, training, and how their cost grows."
 )
 
-Carrier = Annotated[
-    CarrierName | None,
+Transport = Annotated[
+    TransportName | None,
     typer.Option(
         help="How requests reach the shards started here; stream, the default, is a Unix socket on one machine, local "
         "has them in the worker's process."
@@ -35,7 +35,9 @@ Carrier = Annotated[
 ]
 Ps = Annotated[
     str,
-    typer.Option(help="Measure these shards (any address of a carrier) instead of starting some; the rows stay there."),
+    typer.Option(
+        help="Measure these shards (any address of a transport) instead of starting some; the rows stay there."
+    ),
 ]
 Shards = Annotated[int | None, typer.Option(help="Shards to start.  [default: 2]", min=1, max=4096)]
 Workers = Annotated[int, typer.Option(help="Worker processes.", min=1, max=1024)]
@@ -49,7 +51,7 @@ Output = Annotated[Path | None, typer.Option(help="Folder for the result as JSON
 
 @bench.command()
 def ps(
-    carrier: Carrier = None,
+    transport: Transport = None,
     ps: Ps = "",
     shards: Shards = None,
     workers: Workers = 1,
@@ -70,7 +72,7 @@ def ps(
     A step makes its ids unique and groups them by shard, pulls the rows, and pushes as many gradients.
     """
     settings = _checked(
-        PullPush, **_shards(carrier, ps, shards), workers=workers, rows=rows, ids=ids, skew=skew, dim=dim,
+        PullPush, **_shards(transport, ps, shards), workers=workers, rows=rows, ids=ids, skew=skew, dim=dim,
         optimizer=optimizer, fill=fill, warmup=warmup, steps=steps, rounds=rounds, seed=seed,
     )  # fmt: skip
     _measure(lambda: measure_pull_push(settings), output, "ps")
@@ -78,7 +80,7 @@ def ps(
 
 @bench.command()
 def train(
-    carrier: Carrier = None,
+    transport: Transport = None,
     ps: Ps = "",
     shards: Shards = None,
     workers: Workers = 1,
@@ -101,7 +103,7 @@ def train(
     if not (prefetch == "off" or (prefetch.isascii() and prefetch.isdigit())):
         raise typer.BadParameter(f"--prefetch must be a staleness of 0 or more, or off; got {prefetch!r}")
     settings = _checked(
-        Train, **_shards(carrier, ps, shards), workers=workers, batch=batch, rows=rows, skew=skew, dim=dim,
+        Train, **_shards(transport, ps, shards), workers=workers, batch=batch, rows=rows, skew=skew, dim=dim,
         prefetch=None if prefetch == "off" else int(prefetch), warmup=warmup, steps=steps, rounds=rounds, seed=seed,
         beside_torch=torch,
     )  # fmt: skip
@@ -142,13 +144,13 @@ def scale(
         _draw(folder / "scale.svg", lambda path: draw_curves(points, path))
 
 
-def _shards(carrier: CarrierName | None, ps: str, shards: int | None) -> dict[str, object]:
+def _shards(transport: TransportName | None, ps: str, shards: int | None) -> dict[str, object]:
     """Settings of the shards. BadParameter for what contradicts itself."""
     if not ps:
-        return {"carrier": carrier or CarrierName.STREAM, "shards": shards or 2}
-    if carrier is not None or shards is not None:
+        return {"transport": transport or TransportName.STREAM, "shards": shards or 2}
+    if transport is not None or shards is not None:
         raise typer.BadParameter(
-            "--ps names shards that run already, and their addresses the carrier: leave out --shards and --carrier"
+            "--ps names shards that run already, and their addresses the transport: leave out --shards and --transport"
         )
     addresses = parse_addresses(ps)
     return {"ps": tuple(addresses), "shards": len(addresses)}

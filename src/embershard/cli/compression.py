@@ -13,7 +13,7 @@ from rich.table import Table
 
 from embershard.cli.snapshot import CONNECT_TIMEOUT
 from embershard.cli.status import shards_of_up
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import UnknownTable
 from embershard.proto.messages import Compress, TableCodecs, TableStatus
 from embershard.proto.transport.addresses import parse_addresses
@@ -84,7 +84,7 @@ def set_codecs(
         client.ask_all(Compress(revision, wanted))
     for part in wanted:
         typer.echo(f"table {part.table}: {_words(part)} (revision {revision}); workers switch before their next step")
-        if part.push and (line := advice(tables[part.table].optimizer, Codec.parse(part.push))):
+        if part.push and (line := advice(tables[part.table].optimizer, CodecName.parse(part.push))):
             typer.echo(f"table {part.table}: {line}")
 
 
@@ -107,7 +107,7 @@ def _directions(codecs: Sequence[str]) -> dict[str, str]:
         if direction in given:
             raise typer.BadParameter(f"{direction} is given twice")
         try:
-            given[direction] = str(Codec.parse(codec))
+            given[direction] = str(CodecName.parse(codec))
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
     return given

@@ -11,11 +11,11 @@ import torch
 import typer
 
 from embershard.cli.signals import ended_by_signals
-from embershard.proto.messages import ONLOOKER
+from embershard.proto.messages import READ_ONLY_WORKER
 from embershard.worker.job.job import load_job
 from embershard.worker.reporting.log import finite
 from embershard.worker.session.session import connect
-from embershard.worker.trained.live_evaluation import Onlooker
+from embershard.worker.trained.live_evaluation import LiveEvaluator
 
 
 def evaluate(
@@ -38,11 +38,11 @@ def evaluate(
     """
     settings = load_job(job, overrides or (), data)
     torch.set_num_threads(threads)
-    with ended_by_signals(), connect(ps, worker=ONLOOKER) as session:
-        onlooker = Onlooker(settings, session, job.parent)
+    with ended_by_signals(), connect(ps, worker=READ_ONLY_WORKER) as session:
+        evaluator = LiveEvaluator(settings, session, job.parent)
         while True:
             start = time.monotonic()
-            clock, figures = onlooker.evaluate()
+            clock, figures = evaluator.evaluate()
             seconds = time.monotonic() - start
             line = {
                 "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

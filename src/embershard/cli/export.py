@@ -15,7 +15,7 @@ import typer
 
 from embershard.local_shards import local
 from embershard.proto.errors import JobError
-from embershard.proto.messages import ONLOOKER
+from embershard.proto.messages import READ_ONLY_WORKER
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.checkpoint.checkpoint import SNAPSHOT, Checkpoint, checkpoint_at
 from embershard.worker.checkpoint.snapshots import open_snapshot, restore_snapshot
@@ -104,7 +104,7 @@ def _export_int8(job: Job, dataset: Dataset, strategy: Strategy, out: Path) -> N
     typer.echo(json.dumps({"metric": job.metric, "int8_difference": differences}))
 
 
-_CARRIERS = ("tcp://", "grpc://", "grpc+", "rpc://", "rpc-executes-pickles://")  # all other URLs are storage
+_TRANSPORTS = ("tcp://", "grpc://", "grpc+", "rpc://", "rpc-executes-pickles://")  # all other URLs are storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +117,8 @@ class _Source:
 
 
 def _open(source: str, imports: list[str], stack: contextlib.ExitStack) -> _Source:
-    if not Path(source).exists() and ("://" not in source or source.startswith(_CARRIERS)):
-        client = Client.connect(parse_addresses(source), worker=ONLOOKER)  # not one whose loading it would end
+    if not Path(source).exists() and ("://" not in source or source.startswith(_TRANSPORTS)):
+        client = Client.connect(parse_addresses(source), worker=READ_ONLY_WORKER)  # not one whose loading it would end
         stack.callback(client.close)
         return _Source(client, None, None)
     checkpoint = checkpoint_at(source)

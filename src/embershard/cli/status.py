@@ -21,8 +21,8 @@ from embershard.cli.up import DEFAULT_PORT
 from embershard.doctor.words import size
 from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import GetStatus, Hello, Request, ShardStatus
-from embershard.proto.transport.addresses import carrier_for, parse_addresses
-from embershard.proto.transport.transport import Carrier, Unreachable
+from embershard.proto.transport.addresses import parse_addresses, transport_for
+from embershard.proto.transport.transport import Transport, Unreachable
 
 _FIRST_OF_UP = f"127.0.0.1:{DEFAULT_PORT}"
 _TIMEOUT = timedelta(seconds=2)  # a shard answers at once, even while its queue is long
@@ -59,9 +59,9 @@ def status(
 ) -> None:
     """Show every shard, its tables, and the workers that train; exit code 1 if a shard does not serve."""
     named = parse_addresses(addresses) if addresses else shards_of_up() or [_FIRST_OF_UP]
-    carriers = [carrier_for(address) for address in named]
+    transports = [transport_for(address) for address in named]
     try:
-        rounds, console = _rounds(carriers) if watch else islice(_rounds(carriers), 1), Console()
+        rounds, console = _rounds(transports) if watch else islice(_rounds(transports), 1), Console()
         if as_json:
             for seen in rounds:
                 typer.echo(json.dumps({"shards": [one.as_json() for one in seen]}))
@@ -73,30 +73,30 @@ def status(
             for seen in rounds:
                 console.print(_view(seen))
     finally:
-        for carrier in carriers:
-            carrier.close()
+        for transport in transports:
+            transport.close()
     raise typer.Exit(0 if all(one.status for one in seen) else 1)
 
 
 def shards_of_up() -> list[str]:
     """The addresses of `embershard up` with its default port, by what its first shard says; none if it is silent."""
-    carrier = carrier_for(_FIRST_OF_UP)
+    transport = transport_for(_FIRST_OF_UP)
     try:
-        greeting = carrier.submit(Hello(), _TIMEOUT).result()
+        greeting = transport.submit(Hello(), _TIMEOUT).result()
         count = getattr(greeting, "num_shards", 0)
     except (Unreachable, EmbershardError):
         count = 0
     finally:
-        carrier.close()
+        transport.close()
     return [f"127.0.0.1:{DEFAULT_PORT + i}" for i in range(count)]
 
 
-def _rounds(carriers: Sequence[Carrier]) -> Iterator[list[Seen]]:
+def _rounds(transports: Sequence[Transport]) -> Iterator[list[Seen]]:
     """What the shards say, again and again; rates are over the time since the round before."""
-    before, then = _ask(carriers), time.monotonic()
+    before, then = _ask(transports), time.monotonic()
     time.sleep(_SAMPLE_SECONDS if any(one.status for one in before) else 0)
     while True:
-        after, now = _ask(carriers), time.monotonic()
+        after, now = _ask(transports), time.monotonic()
         yield [_with_rate(old, new, now - then) for old, new in zip(before, after, strict=True)]
         before, then = after, now
         time.sleep(_WATCH_SECONDS)
@@ -111,21 +111,21 @@ def _with_rate(old: Seen, new: Seen, seconds: float) -> Seen:
     )
 
 
-def _ask(carriers: Sequence[Carrier]) -> list[Seen]:
+def _ask(transports: Sequence[Transport]) -> list[Seen]:
     request: Request = GetStatus()
-    pending = [(carrier, carrier.submit(request, _TIMEOUT)) for carrier in carriers]
+    pending = [(transport, transport.submit(request, _TIMEOUT)) for transport in transports]
     seen = []
-    for carrier, answer in pending:
+    for transport, answer in pending:
         try:
             reply = answer.result()
         except Unreachable as error:
             problem = f"no answer ({error.reason}); check that it runs, its port, and that this machine reaches it"
-            seen.append(Seen(carrier.address, problem=problem))
+            seen.append(Seen(transport.address, problem=problem))
         except EmbershardError as error:
-            seen.append(Seen(carrier.address, problem=str(error)))
+            seen.append(Seen(transport.address, problem=str(error)))
         else:
             assert isinstance(reply, ShardStatus)
-            seen.append(Seen(carrier.address, status=reply))
+            seen.append(Seen(transport.address, status=reply))
     return seen
 
 
@@ -185,7 +185,7 @@ def _workers(statuses: Sequence[ShardStatus]) -> list[Table]:
         parts = list(of_one)
         clock = min(part.clock for part in parts)
         waited_for = bound >= 0 and clock <= closed < max(member.clock for member in members)
-        state = "rests" if any(part.resting for part in parts) else "waited for" if waited_for else "trains"
+        state = "rests" if any(part.paused for part in parts) else "waited for" if waited_for else "trains"
         view.add_row(str(worker), f"{clock:,}", f"{min(part.lease_seconds for part in parts):.1f} s", state)
     return [view]
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 from embershard.proto import spec
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.worker.job.job import Job
 
 
@@ -36,10 +36,10 @@ def check_user_code(jobs: Iterable[Job], imports: Sequence[str], *, starts_shard
             compiled.find(optimizer)
 
 
-def _codecs(job: Job) -> Iterator[Codec]:
+def _codecs(job: Job) -> Iterator[CodecName]:
     if job.compression is not None:
         yield from (codec for *_, codec in job.compression.choices())
-        yield from map(Codec.parse, job.compression.allow)
+        yield from map(CodecName.parse, job.compression.allow)
 
 
 def _optimizers(job: Job) -> Iterator[spec.Optimizer]:

@@ -206,7 +206,7 @@ def _connect(job: Job, ps: str, place: Place, imports: Sequence[str]) -> Session
         workers=place.world_size,
         staleness=train.bound,
         lease=timedelta(seconds=train.lease),
-        damp_staleness=train.damp_staleness,
+        staleness_aware_lr=train.staleness_aware_lr,
         run=place.run,
         local_steps=train.local_steps,
         bandwidth=job.network.bandwidth,

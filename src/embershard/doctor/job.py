@@ -46,8 +46,8 @@ def members(case: Case) -> Finding | None:
     partly = sorted(frozenset.union(*known) - frozenset.intersection(*known))
     if partly:
         return warn(f"not members on every shard: workers {numbers(partly)}")
-    resting = sorted({m.worker for _, status in case.statuses for m in status.members if m.resting})
-    text = f"workers {numbers(sorted(known[0]))}" + (f"; resting: {numbers(resting)}" if resting else "")
+    paused = sorted({m.worker for _, status in case.statuses for m in status.members if m.paused})
+    text = f"workers {numbers(sorted(known[0]))}" + (f"; paused: {numbers(paused)}" if paused else "")
     wanted = case.job.workers if case.job is not None else 0
     return warn(f"{text}; the job has {wanted}") if len(known[0]) < wanted else ok(text)
 
@@ -100,7 +100,7 @@ def leases(case: Case) -> Finding | None:
 @check(
     "staleness seen",
     asks="how many updates the rows had missed when gradients made from them arrived",
-    remedy="lower train.staleness (0 is synchronous), or set train.damp_staleness; fewer workers miss fewer updates",
+    remedy="lower train.staleness (0 is synchronous), set train.staleness_aware_lr, or use fewer workers",
 )
 def staleness_seen(case: Case) -> Finding | None:
     """The shards' histograms, added up."""
@@ -150,7 +150,7 @@ def _behind(case: Case) -> str:
 
 def _holding(status: ShardStatus) -> list[int]:
     """Workers without whom a clock stays open that another one has pushed."""
-    active = [member for member in status.members if not member.resting]
+    active = [member for member in status.members if not member.paused]
     if not any(member.clock > status.clock for member in active):
         return []
     return [member.worker for member in active if member.clock <= status.clock]
@@ -158,7 +158,7 @@ def _holding(status: ShardStatus) -> list[int]:
 
 def _is_early(status: ShardStatus | None) -> bool:
     """Whether a clock is open that all members have pushed: it waits for workers that never joined."""
-    active = [member.clock for member in (status.members if status is not None else ()) if not member.resting]
+    active = [member.clock for member in (status.members if status is not None else ()) if not member.paused]
     return status is not None and bool(active) and min(active) > status.clock
 
 

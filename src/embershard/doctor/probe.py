@@ -15,10 +15,10 @@ from pathlib import Path
 
 from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import GetStatus, Greeting, Hello, ShardStatus
-from embershard.proto.transport.grpc import GrpcCarrier
+from embershard.proto.transport.grpc import GrpcTransport
 from embershard.proto.transport.io_thread import connect_beside, io_loop
-from embershard.proto.transport.stream import StreamCarrier
-from embershard.proto.transport.transport import Carrier, Deadline, Unreachable
+from embershard.proto.transport.stream import StreamTransport
+from embershard.proto.transport.transport import Deadline, Transport, Unreachable
 
 DEADLINE = timedelta(seconds=3)
 _STEP = timedelta(seconds=1)  # the most for one question: what is silent must leave time for the others
@@ -90,8 +90,8 @@ def _ask(probe: Probe, limit: Deadline) -> None:
 
 
 def _question(probe: Probe, limit: Deadline) -> None:
-    stream = StreamCarrier(probe.address if probe.address.startswith("tcp://") else probe.bare)
-    grpc = GrpcCarrier(probe.bare)
+    stream = StreamTransport(probe.address if probe.address.startswith("tcp://") else probe.bare)
+    grpc = GrpcTransport(probe.bare)
     try:
         probe.stream_greeting, probe.stream_problem = _greeting(stream, limit)
         probe.grpc_greeting, probe.grpc_problem = _greeting(grpc, limit)
@@ -142,27 +142,27 @@ def _connect_problem(family: int, place: object, limit: Deadline) -> str:
     return ""
 
 
-def _greeting(carrier: Carrier, limit: Deadline) -> tuple[Greeting | None, str]:
+def _greeting(transport: Transport, limit: Deadline) -> tuple[Greeting | None, str]:
     try:
-        reply = carrier.submit(Hello(), min(_STEP, limit.remaining)).result()
+        reply = transport.submit(Hello(), min(_STEP, limit.remaining)).result()
     except (Unreachable, EmbershardError) as error:
         return None, error.reason if isinstance(error, Unreachable) else str(error)
     return (reply, "") if isinstance(reply, Greeting) else (None, f"it said {type(reply).__name__}")
 
 
-def _look(probe: Probe, carrier: Carrier, limit: Deadline) -> None:
+def _look(probe: Probe, transport: Transport, limit: Deadline) -> None:
     """Its status, the time of a small call, and its status a little later."""
-    probe.before = probe.status = _status(carrier, limit)
+    probe.before = probe.status = _status(transport, limit)
     seconds = []
     for _ in range(_CALLS):
         start = time.perf_counter()
-        carrier.submit(Hello(), min(_STEP, limit.remaining)).result()
+        transport.submit(Hello(), min(_STEP, limit.remaining)).result()
         seconds.append(time.perf_counter() - start)
         probe.call_seconds = statistics.median(seconds)
     time.sleep(max(0.0, min(_BETWEEN_SECONDS, limit.seconds)))
-    probe.status = _status(carrier, limit) or probe.status
+    probe.status = _status(transport, limit) or probe.status
 
 
-def _status(carrier: Carrier, limit: Deadline) -> ShardStatus | None:
-    reply = carrier.submit(GetStatus(), min(_STEP, limit.remaining)).result()
+def _status(transport: Transport, limit: Deadline) -> ShardStatus | None:
+    reply = transport.submit(GetStatus(), min(_STEP, limit.remaining)).result()
     return reply if isinstance(reply, ShardStatus) else None

@@ -12,7 +12,7 @@ from embershard.doctor.check import Finding, check, fail, ok, warn
 from embershard.doctor.probe import Probe
 from embershard.doctor.words import numbers, size, some
 from embershard.proto.errors import ShardUnavailable, WrongShards
-from embershard.proto.transport.addresses import carrier_for
+from embershard.proto.transport.addresses import transport_for
 from embershard.proto.transport.transport import Deadline
 from embershard.worker.client.connections import greet
 
@@ -24,7 +24,7 @@ _GREET_TIMEOUT = timedelta(seconds=2)
 @check(
     "addresses",
     asks="whether the text can be the addresses of shards, each named once",
-    remedy="write host:port,host:port with a port of 1..65535, or unix:/path; docs/carriers.md",
+    remedy="write host:port,host:port with a port of 1..65535, or unix:/path; docs/transports.md",
 )
 def addresses(case: Case) -> Finding | None:
     """What parse_addresses says."""
@@ -57,11 +57,11 @@ def ports(case: Case) -> Finding | None:
 
 @check(
     "stream",
-    asks="whether an embershard shard answers there on the stream carrier, the default",
+    asks="whether an embershard shard answers there on the stream transport, the default",
     remedy="name the shards' ports, not those of something else; where a shard is stopped or hangs, see its log",
 )
 def stream(case: Case) -> Finding | None:
-    """A Hello over the stream carrier."""
+    """A Hello over the stream transport."""
     return _answers(case.probes, lambda probe: probe.stream_problem)
 
 
@@ -136,20 +136,20 @@ def placement(case: Case) -> Finding | None:
         named = {probe.greeting.shard for probe in case.probes if probe.greeting is not None}
         missing = [index for index in range(case.shards) if index not in named]
         return fail(f"of {case.shards} shards, {numbers(missing)} did not answer; silent: {some(silent)}")
-    carriers = [carrier_for(probe.address) for probe in case.probes]
+    transports = [transport_for(probe.address) for probe in case.probes]
     try:
-        links = greet(carriers, 0, Deadline(_GREET_TIMEOUT))
+        links = greet(transports, 0, Deadline(_GREET_TIMEOUT))
     except (WrongShards, ShardUnavailable) as error:
         return fail(str(error))
     finally:
-        for carrier in carriers:
-            carrier.close()
+        for transport in transports:
+            transport.close()
     return ok(f"all of {len(links)} shards, epoch {links[0].greeting.placement_epoch}")
 
 
 @check(
     "instances",
-    asks="whether every address leads to a process of its own, the same one over every carrier",
+    asks="whether every address leads to a process of its own, the same one over every transport",
     remedy="name each shard by one address; let one process only listen on a port",
 )
 def instances(case: Case) -> Finding | None:
@@ -246,7 +246,7 @@ def _open(probes: Sequence[Probe]) -> list[Probe]:
 
 
 def _answers(probes: Sequence[Probe], problem: Callable[[Probe], str]) -> Finding | None:
-    """Whether every port that takes connections answers on a carrier."""
+    """Whether every port that takes connections answers on a transport."""
     asked = [probe for probe in _open(probes) if not probe.is_rpc]
     if not asked and any(probe.is_rpc for probe in probes):
         return ok("rpc:// is not asked: it executes pickles; name the shards' --listen")

@@ -1,40 +1,40 @@
 import numpy as np
 import pytest
 
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 
 TEXTS = {
-    "none": Codec(),
-    "fp16s": Codec(values="fp16s"),
-    "bf16": Codec(values="bf16"),
-    "int8": Codec(values="int8"),
-    "onebit": Codec(values="onebit"),
-    "topk:0.01": Codec(select="topk", number=0.01),
-    "topk:1": Codec(select="topk", number=1.0),
-    "topk:0.01+fp16s": Codec(select="topk", number=0.01, values="fp16s"),
-    "topk:0.01+mine.codecs:half": Codec(select="topk", number=0.01, values="mine.codecs:half"),
-    "rows:0.1+int8": Codec(select="rows", number=0.1, values="int8"),
-    "randomk:1e-05": Codec(select="randomk", number=1e-5),
-    "dgc:0.001+fp16s": Codec(select="dgc", number=0.001, values="fp16s"),
-    "powersgd:4": Codec(select="powersgd", number=4.0),
-    "delta": Codec(select="delta"),
-    "mine.codecs:half": Codec(values="mine.codecs:half"),
+    "none": CodecName(),
+    "fp16s": CodecName(values="fp16s"),
+    "bf16": CodecName(values="bf16"),
+    "int8": CodecName(values="int8"),
+    "onebit": CodecName(values="onebit"),
+    "topk:0.01": CodecName(select="topk", number=0.01),
+    "topk:1": CodecName(select="topk", number=1.0),
+    "topk:0.01+fp16s": CodecName(select="topk", number=0.01, values="fp16s"),
+    "topk:0.01+mine.codecs:half": CodecName(select="topk", number=0.01, values="mine.codecs:half"),
+    "rows:0.1+int8": CodecName(select="rows", number=0.1, values="int8"),
+    "randomk:1e-05": CodecName(select="randomk", number=1e-5),
+    "dgc:0.001+fp16s": CodecName(select="dgc", number=0.001, values="fp16s"),
+    "powersgd:4": CodecName(select="powersgd", number=4.0),
+    "delta": CodecName(select="delta"),
+    "mine.codecs:half": CodecName(values="mine.codecs:half"),
 }
 
 
 @pytest.mark.parametrize(("text", "codec"), TEXTS.items())
-def test_a_text_and_its_codec_say_the_same(text: str, codec: Codec) -> None:
-    assert Codec.parse(text) == codec
+def test_a_text_and_its_codec_say_the_same(text: str, codec: CodecName) -> None:
+    assert CodecName.parse(text) == codec
     assert str(codec) == text
 
 
 def test_any_kind_of_number_gives_the_text() -> None:
-    assert str(Codec(select="powersgd", number=4)) == "powersgd:4"
-    assert str(Codec(select="topk", number=np.float64(0.01))) == "topk:0.01"
+    assert str(CodecName(select="powersgd", number=4)) == "powersgd:4"
+    assert str(CodecName(select="topk", number=np.float64(0.01))) == "topk:0.01"
 
 
 def test_saying_that_values_are_plain_changes_nothing() -> None:
-    assert Codec.parse("topk:0.01+none") == Codec.parse("topk:0.01")
+    assert CodecName.parse("topk:0.01+none") == CodecName.parse("topk:0.01")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_saying_that_values_are_plain_changes_nothing() -> None:
 )
 def test_a_wrong_text_says_what_is_wrong_and_what_is_known(text: str, message: str) -> None:
     with pytest.raises(ValueError, match="known: none, fp16s, bf16") as error:
-        Codec.parse(text)
+        CodecName.parse(text)
     assert message in str(error.value)
 
 
@@ -100,7 +100,7 @@ def test_a_codec_says_what_it_is() -> None:
 )
 def test_a_codec_refuses_what_it_cannot_serve(text: str, direction: str, dense: bool, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Codec.parse(text).check(direction, dense)
+        CodecName.parse(text).check(direction, dense)
 
 
 @pytest.mark.parametrize(
@@ -118,4 +118,4 @@ def test_a_codec_refuses_what_it_cannot_serve(text: str, direction: str, dense: 
     ],
 )
 def test_a_codec_serves_what_it_can(text: str, direction: str, dense: bool) -> None:
-    Codec.parse(text).check(direction, dense)
+    CodecName.parse(text).check(direction, dense)

@@ -10,7 +10,7 @@ from embershard.proto.codec.lossless.ids import decode_ids, encode_even_ids, enc
 from embershard.proto.codec.lossless.integers import MAX_RICE, RAW, VARINT, decode_integers, encode_integers
 from embershard.proto.codec.lossless.positions import DRAWN, EVERY, decode_positions, encode_positions
 from embershard.proto.codec.low_rank import MAX_PIECES, Factors, encode_low_rank
-from embershard.proto.codec.name import MAX_RANK, Codec
+from embershard.proto.codec.name import MAX_RANK, CodecName
 from embershard.proto.codec.payload import CUSTOM, MAX_AGE, decode, encode_elements, encode_rows
 from embershard.proto.codec.predict import predict_bytes
 from embershard.proto.codec.select import random_positions
@@ -114,5 +114,5 @@ def test_the_page_has_the_ratios_of_random_positions() -> None:
     assert len(table) == 4
     for ratio, *told in table:
         for values, want in zip(("none", "fp16s", "int8"), told, strict=True):
-            codec = Codec(select="topk", number=float(ratio), values=values)
+            codec = CodecName(select="topk", number=float(ratio), values=values)
             assert 4e7 / predict_bytes(codec, 10**7, 1) == pytest.approx(float(want), rel=0.01)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from embershard.proto.codec import flat
 from embershard.proto.codec.flat import decode_flat, encode_flat, flat_nbytes
 from embershard.proto.codec.low_rank import Factors, encode_low_rank
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import MAX_AGE, Decoded, decode, decode_elements, encode_elements, encode_rows
 from embershard.proto.codec.predict import predict_bytes
 from embershard.proto.codec.select import Threshold, count_of, random_positions, row_norms
@@ -272,7 +272,7 @@ CHOICES = [
 ]
 
 
-def pushed(codec: Codec, num_ids: int, dim: int, steps: int) -> tuple[int, float]:
+def pushed(codec: CodecName, num_ids: int, dim: int, steps: int) -> tuple[int, float]:
     """Bytes and mean age of the payload of a push with error feedback of random gradients, the last of some."""
     values, rng = find_values(codec.values), np.random.default_rng(0)
     rows, ages, threshold = np.zeros((num_ids, dim), np.float32), np.zeros(num_ids, np.float32), Threshold()
@@ -304,37 +304,39 @@ class TestPredicted:
     @pytest.mark.parametrize("text", CHOICES)
     @pytest.mark.parametrize(("num_ids", "dim"), [(10_000, 1), (1_000, 16), (3_000, 64)])
     def test_bytes_are_predicted_within_a_percent(self, text: str, num_ids: int, dim: int) -> None:
-        codec = Codec.parse(text)
+        codec = CodecName.parse(text)
         size, _ = pushed(codec, num_ids, dim, steps=30 if codec.select == "rows" else 1)
         assert predict_bytes(codec, num_ids, dim) == pytest.approx(size, rel=0.01)
 
     @pytest.mark.parametrize("text", ["topk:0.1", "topk:0.05+fp16s", "randomk:0.1+int8", "rows:0.1+int8"])
     @pytest.mark.parametrize(("num_ids", "dim"), [(10_000, 1), (1_000, 16), (3_000, 64)])
     def test_bytes_with_ages_are_predicted_from_their_mean(self, text: str, num_ids: int, dim: int) -> None:
-        size, age = pushed(Codec.parse(text), num_ids, dim, steps=30)
+        size, age = pushed(CodecName.parse(text), num_ids, dim, steps=30)
         # what has waited is not sent quite at random
-        assert predict_bytes(Codec.parse(text), num_ids, dim, age=age) == pytest.approx(size, rel=0.025)
+        assert predict_bytes(CodecName.parse(text), num_ids, dim, age=age) == pytest.approx(size, rel=0.025)
 
     def test_positions_at_ratio_a_half_are_a_loss(self) -> None:
         """Against fp16 of everything; with int64 positions it was one against float32, too."""
-        assert predict_bytes(Codec.parse("topk:0.5"), 1000, 16) > predict_bytes(Codec.parse("fp16s"), 1000, 16)
+        assert predict_bytes(CodecName.parse("topk:0.5"), 1000, 16) > predict_bytes(CodecName.parse("fp16s"), 1000, 16)
         for text in ("topk:1", "topk:0.99", "rows:1"):
-            assert predict_bytes(Codec.parse(text), 1000, 16) > predict_bytes(Codec.parse("none"), 1000, 16)
+            assert predict_bytes(CodecName.parse(text), 1000, 16) > predict_bytes(CodecName.parse("none"), 1000, 16)
 
     @pytest.mark.parametrize("select", ["topk", "rows", "randomk", "dgc"])
     @pytest.mark.parametrize("num_ids", [0, 1, 100])
     def test_of_a_tiny_ratio_one_row_or_element_is_sent(self, select: str, num_ids: int) -> None:
-        least = predict_bytes(Codec(select=select, number=1e-20), num_ids, 16)
-        assert least == predict_bytes(Codec(select=select, number=1e-4), num_ids, 16)
+        least = predict_bytes(CodecName(select=select, number=1e-20), num_ids, 16)
+        assert least == predict_bytes(CodecName(select=select, number=1e-4), num_ids, 16)
 
     def test_a_smaller_ratio_is_never_more_bytes(self) -> None:
-        predicted = [predict_bytes(Codec(select="topk", number=ratio), 1000, 16) for ratio in np.geomspace(1e-4, 1, 50)]
+        predicted = [
+            predict_bytes(CodecName(select="topk", number=ratio), 1000, 16) for ratio in np.geomspace(1e-4, 1, 50)
+        ]
         assert all(low <= high for low, high in pairwise(predicted[:-1]))
 
     def test_what_cannot_be_known_is_the_most_or_an_error(self) -> None:
-        assert predict_bytes(Codec.parse("delta"), 10, 4) == predict_bytes(Codec.parse("none"), 10, 4) == 160
+        assert predict_bytes(CodecName.parse("delta"), 10, 4) == predict_bytes(CodecName.parse("none"), 10, 4) == 160
         with pytest.raises(ValueError, match="shapes of the parameters"):
-            predict_bytes(Codec.parse("powersgd:4"), 10, 4)
+            predict_bytes(CodecName.parse("powersgd:4"), 10, 4)
 
 
 def test_a_row_of_floats_is_a_block_of_int8() -> None:

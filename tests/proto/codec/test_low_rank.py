@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from embershard.proto.codec.low_rank import MAX_PIECES, Factors, Piece, Run, decode_low_rank, encode_low_rank
+from embershard.proto.codec.low_rank import MAX_PIECES, Chunk, Factors, Run, decode_low_rank, encode_low_rank
 from embershard.proto.codec.name import MAX_RANK
 from embershard.proto.codec.values.registry import BUILTIN, find_values
 from embershard.proto.codec_errors import DamagedPayload
@@ -29,7 +29,7 @@ def reference(piece: Factors) -> np.ndarray:
 
 def test_golden_bytes() -> None:
     left, right = np.array([[2.0, 1.0]], np.float32), np.array([[1.0, -1.0, 0.5, 4.0]], np.float32)
-    pieces: list[Piece] = [Factors(1, 7, 1, left, right), Run(9, np.array([3.0], np.float32))]
+    pieces: list[Chunk] = [Factors(1, 7, 1, left, right), Run(9, np.array([3.0], np.float32))]
     payload = encode_low_rank(pieces, find_values("none"), None)
     assert payload.tobytes().hex() == (
         "0300" "02000000"

@@ -8,7 +8,7 @@ import hashlib
 import msgpack
 import pytest
 
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import EmbershardError
 from embershard.proto.snapshot import manifest as module
 from embershard.proto.snapshot.manifest import (
@@ -62,7 +62,9 @@ def altered(**fields: object) -> bytes:
 
 
 def test_a_table_that_travels_compressed_survives() -> None:
-    spec = dataclasses.replace(SPEC, push_codec=Codec.parse("topk:0.01+fp16s"), pull_codec=Codec.parse("mine:half"))
+    spec = dataclasses.replace(
+        SPEC, push_codec=CodecName.parse("topk:0.01+fp16s"), pull_codec=CodecName.parse("mine:half")
+    )
     assert unpack_part(pack_part(part(0, spec=spec)), "file").tables[0].spec == spec
 
 

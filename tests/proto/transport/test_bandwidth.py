@@ -18,10 +18,10 @@ from embershard.proto.errors import BadAddress, ShardUnavailable
 from embershard.proto.messages import Declare, Hello, Pull, TableIds
 from embershard.proto.routing import make_route
 from embershard.proto.spec import SGD, TableSpec
-from embershard.proto.transport.addresses import carrier_for
-from embershard.proto.transport.emulated_link import Bucket, EmulatedLink, parse_bandwidth
+from embershard.proto.transport.addresses import transport_for
+from embershard.proto.transport.emulated_link import EmulatedLink, TokenBucket, parse_bandwidth
 from embershard.proto.transport.io_thread import io_loop
-from embershard.proto.transport.stream import StreamCarrier
+from embershard.proto.transport.stream import StreamTransport
 from embershard.proto.transport.transport import Unreachable
 from embershard.worker.client.client import Client
 from embershard.worker.job.job import JobFileError, load_job
@@ -67,7 +67,7 @@ def clock() -> Clock:
 
 
 def test_bytes_take_their_time_through_a_bucket(clock: Clock) -> None:
-    bucket = Bucket(1_000_000, clock)
+    bucket = TokenBucket(1_000_000, clock)
     assert bucket.wait() == 0.0
     bucket.take(250_000, waited=False)
     assert bucket.wait() == pytest.approx(0.25)
@@ -76,14 +76,14 @@ def test_bytes_take_their_time_through_a_bucket(clock: Clock) -> None:
 
 
 def test_an_idle_bucket_saves_nothing_up(clock: Clock) -> None:
-    bucket = Bucket(1_000_000, clock)
+    bucket = TokenBucket(1_000_000, clock)
     clock.now += 60.0
     bucket.take(250_000, waited=False)
     assert bucket.wait() == pytest.approx(0.25)
 
 
 def test_a_timer_that_comes_late_does_not_slow_what_waited(clock: Clock) -> None:
-    bucket = Bucket(1_000_000, clock)
+    bucket = TokenBucket(1_000_000, clock)
     bucket.take(100_000, waited=False)
     clock.now += 0.17  # 0.07 late
     bucket.take(100_000, waited=True)
@@ -95,7 +95,7 @@ def test_a_timer_that_comes_late_does_not_slow_what_waited(clock: Clock) -> None
 
 @pytest.mark.parametrize("late", [0.0, 0.0004, 0.003, 0.04])
 def test_the_rate_is_exact_whatever_the_timers_do(clock: Clock, late: float) -> None:
-    bucket, start, sent = Bucket(12_500_000, clock), clock.now, 0
+    bucket, start, sent = TokenBucket(12_500_000, clock), clock.now, 0
     bucket.take(0, waited=False)
     while sent < 50_000_000:
         if seconds := bucket.wait():
@@ -271,24 +271,24 @@ def test_a_call_that_the_link_is_too_slow_for_ends_by_its_deadline_and_the_next_
 
 
 def test_nothing_of_a_call_is_sent_after_its_deadline(stream_shard: str) -> None:
-    carrier = StreamCarrier(stream_shard, link=EmulatedLink(1_000_000, io_loop()))
+    transport = StreamTransport(stream_shard, link=EmulatedLink(1_000_000, io_loop()))
     try:
-        carrier.submit(Declare(SPEC), timedelta(seconds=20)).result()
-        first = carrier.submit(Pull(1, (TableIds("items", np.arange(2_000)),)), timedelta(seconds=20))
-        long = carrier.submit(Pull(1, (TableIds("items", np.arange(60_000)),)), timedelta(seconds=0.5))
+        transport.submit(Declare(SPEC), timedelta(seconds=20)).result()
+        first = transport.submit(Pull(1, (TableIds("items", np.arange(2_000)),)), timedelta(seconds=20))
+        long = transport.submit(Pull(1, (TableIds("items", np.arange(60_000)),)), timedelta(seconds=0.5))
         with pytest.raises(Unreachable, match="while it was sent"):
             long.result()  # rows of the first arrive meanwhile: the shard lives
         with pytest.raises(Unreachable):
             first.result()
-        carrier.submit(Hello(), timedelta(seconds=20)).result()
+        transport.submit(Hello(), timedelta(seconds=20)).result()
     finally:
-        carrier.close()
+        transport.close()
 
 
 @pytest.mark.parametrize("address", ["grpc://127.0.0.1:7700", "grpc+unix:/tmp/x", "rpc://127.0.0.1:7700"])
-def test_a_carrier_that_no_link_slows_down_is_refused(address: str) -> None:
-    with pytest.raises(BadAddress, match="emulated in the stream carrier"):
-        carrier_for(address, EmulatedLink(1_000_000, io_loop()))
+def test_a_transport_that_no_link_slows_down_is_refused(address: str) -> None:
+    with pytest.raises(BadAddress, match="emulated in the stream transport"):
+        transport_for(address, EmulatedLink(1_000_000, io_loop()))
 
 
 def test_a_session_refuses_a_bandwidth_that_is_none() -> None:

@@ -17,18 +17,18 @@ from embershard.proto.errors import (
     InvalidRequest,
     LeaseLost,
     ModeMismatch,
-    RunOver,
+    StaleRun,
     StaleWorker,
     TableFull,
 )
 from embershard.proto.messages import (
-    Beat,
-    Beaten,
     Declare,
+    Heartbeat,
+    HeartbeatAck,
     Join,
     Joined,
     Leave,
-    Left,
+    LeaveAck,
     Pull,
     Push,
     Pushed,
@@ -84,11 +84,11 @@ class Job:
             self.join(worker, workers=workers, **settings)  # type: ignore[arg-type]
 
     def leave(self, worker: int, *, epoch: int = 1, rest: bool = False) -> None:
-        assert self.shard.handle(Leave(worker, epoch, rest), self.now) == Left()
+        assert self.shard.handle(Leave(worker, epoch, rest), self.now) == LeaveAck()
 
-    def beat(self, worker: int, epoch: int = 1) -> Beaten:
-        reply = self.shard.handle(Beat(worker, epoch), self.now)
-        assert isinstance(reply, Beaten)
+    def beat(self, worker: int, epoch: int = 1) -> HeartbeatAck:
+        reply = self.shard.handle(Heartbeat(worker, epoch), self.now)
+        assert isinstance(reply, HeartbeatAck)
         return reply
 
     def message(self, worker: int, clock: int, *parts: TableGradients, epoch: int = 1, **fields: object) -> Push:
@@ -116,7 +116,7 @@ class Job:
         """Time passes; some workers are heard of at its end."""
         self.now += seconds
         for worker in beating:
-            self.shard.handle(Beat(worker, 1), self.now)
+            self.shard.handle(Heartbeat(worker, 1), self.now)
         self.shard.advance(self.now)
 
     @property
@@ -455,7 +455,7 @@ class TestWaiting:
         job.leave(1, rest=True)
         job.push(0, 0)
         assert job.status.clock == 1
-        assert [(m.worker, m.resting) for m in job.status.members] == [(0, False), (1, True)]
+        assert [(m.worker, m.paused) for m in job.status.members] == [(0, False), (1, True)]
         assert not job.join(1, 0).member
         assert job.join(1, 2).member
         job.push(0, 1)
@@ -520,7 +520,7 @@ class TestStaleness:
         assert job.status.staleness_seen[:2] == (4, 0)  # those of clock 0 saw version 0, which says nothing
 
     def test_damp_divides_the_learning_rate_by_what_a_push_missed(self, job: Job):
-        job.together(2, staleness=-1, damp=True)
+        job.together(2, staleness=-1, staleness_aware_lr=True)
         job.push(0, 0, 0.0)
         for clock in range(4):
             job.push(1, clock, 0.0, version=1)
@@ -549,7 +549,7 @@ class TestLeases:
         job.wait(0.2, 0)
         assert (job.status.clock, job.status.expired_leases) == (1, 1)
         assert job.row(1) == [-1, -1]
-        assert job.beat(0) == Beaten(1, (0,))
+        assert job.beat(0) == HeartbeatAck(1, (0,))
 
     def test_every_request_of_a_member_renews_its_lease(self, job: Job):
         job.together(3)
@@ -585,7 +585,7 @@ class TestLeases:
         for request in (
             job.message(1, 1, TableGradients("items", ids_of(1), rows_of(1, 1.0))),
             Pull(1, (), 1, 1),
-            Beat(1, 1),
+            Heartbeat(1, 1),
             Leave(1, 1),
         ):
             with pytest.raises(LeaseLost, match=r"worker 1 .*10000 ms"):
@@ -639,7 +639,7 @@ class TestLeases:
     def test_time_in_which_nobody_could_be_heard_does_not_count(self, job: Job):
         job.together(2)
         job.now += 100
-        job.shard.excuse(95.0)
+        job.shard.extend_leases(95.0)
         job.shard.advance(job.now)
         assert len(job.status.members) == 2
         job.wait(6.0)
@@ -652,7 +652,7 @@ class TestIncarnations:
         for request in (
             Join(0, 1, 0, 0, 1, 1000),
             Leave(0, 1),
-            Beat(0, 1),
+            Heartbeat(0, 1),
             job.message(0, 0, epoch=1),
         ):
             with pytest.raises(StaleWorker):
@@ -782,14 +782,14 @@ class TestRuns:
         pulls = [Pull(1, (TableIds("items", ids_of(1)),), worker, 1, 1) for worker in range(2)]
         pushes = [job.message(worker, 1) for worker in range(2)]
         job.join(0, epoch=2, run=2)
-        for request in (Beat(0, 1), pulls[0], pushes[0]):
+        for request in (Heartbeat(0, 1), pulls[0], pushes[0]):
             with pytest.raises(StaleWorker, match="its job was started again"):
                 job.shard.handle(request, job.now)
-        for request in (Beat(1, 1), pulls[1], pushes[1]):
+        for request in (Heartbeat(1, 1), pulls[1], pushes[1]):
             with pytest.raises(LeaseLost):
                 job.shard.handle(request, job.now)
         for epoch in (1, 3):
-            with pytest.raises(RunOver, match="worker 1 belongs to run 1, which is over: run 2 has begun"):
+            with pytest.raises(StaleRun, match="worker 1 belongs to run 1, which is over: run 2 has begun"):
                 job.join(1, 9, epoch=epoch, run=1)
         assert [member.worker for member in job.status.members] == [0]
 
@@ -797,7 +797,7 @@ class TestRuns:
         job.join(0, run=1)
         job.join(1, run=2)
         job.leave(1)
-        with pytest.raises(RunOver):
+        with pytest.raises(StaleRun):
             job.join(0, run=1)
         assert job.status.members == ()
 
@@ -812,7 +812,7 @@ class TestRuns:
         job.join(0, run=1)
         assert job.join(1) == Joined(True, 0, True, (0, 1))
         job.join(0, epoch=2, run=2)
-        with pytest.raises(RunOver, match="run 1, which is over: run 2"):
+        with pytest.raises(StaleRun, match="run 1, which is over: run 2"):
             job.join(1)
         assert job.join(1, epoch=2).members == (0, 1)
 
@@ -839,7 +839,7 @@ class _Worker:
     epoch: int = 0
     next: int = 0
     member: bool = False
-    resting: bool = False
+    paused: bool = False
     heard: float = 0.0
     gone_at: int = 0  # its clock when it left, or its lease ran out
 
@@ -866,7 +866,7 @@ class ClockModel(RuleBasedStateMachine):
         if joined.member:
             self.joined.add(worker)
             it.next = max(it.next, clock) if it.member else clock
-            it.member, it.resting, it.heard = True, False, self.job.now
+            it.member, it.paused, it.heard = True, False, self.job.now
             self.parts.pop(worker, None)
 
     def _gone(self, worker: int) -> None:
@@ -887,7 +887,7 @@ class ClockModel(RuleBasedStateMachine):
         if not here:
             self.open = max([self.open, *(clock + 1 for clock in self.pushed)])
             return
-        active = [it.next for it in self.workers if it.member and not it.resting]
+        active = [it.next for it in self.workers if it.member and not it.paused]
         ends = active or [clock + 1 for clock in self.pushed]
         self.open = max(self.open, min(active) if active else max(ends, default=0))
 
@@ -901,7 +901,7 @@ class ClockModel(RuleBasedStateMachine):
     )
     def push(self, worker: int, value: float, weight: float, last: bool) -> None:
         it = self.workers[worker]
-        if not it.member or it.resting:
+        if not it.member or it.paused:
             return
         part = TableGradients("items", ids_of(1), rows_of(1, value))
         message = self.job.message(worker, it.next, part, epoch=it.epoch, last=last, weight=weight)
@@ -929,7 +929,7 @@ class ClockModel(RuleBasedStateMachine):
         self.job.leave(worker, epoch=it.epoch, rest=rest)
         it.heard = self.job.now
         if rest:
-            it.resting = True
+            it.paused = True
             self.parts.pop(worker, None)
         else:
             self._gone(worker)
@@ -939,7 +939,7 @@ class ClockModel(RuleBasedStateMachine):
     @rule(worker=members, ahead=st.integers(0, 2), again=st.booleans())
     def join(self, worker: int, ahead: int, again: bool) -> None:
         it = self.workers[worker]
-        if it.member and not it.resting and not again:
+        if it.member and not it.paused and not again:
             return
         if again:
             if it.member and sum(other.member for other in self.workers) == 1:
@@ -974,8 +974,8 @@ class ClockModel(RuleBasedStateMachine):
     @invariant()
     def the_clock_is_where_it_should_be(self) -> None:
         assert self.job.status.clock == self.open
-        here = [(w, it.next, it.resting) for w, it in enumerate(self.workers) if it.member]
-        assert [(m.worker, m.clock, m.resting) for m in self.job.status.members] == here
+        here = [(w, it.next, it.paused) for w, it in enumerate(self.workers) if it.member]
+        assert [(m.worker, m.clock, m.paused) for m in self.job.status.members] == here
 
     @invariant()
     def the_row_is_what_the_closed_clocks_make_of_it(self) -> None:

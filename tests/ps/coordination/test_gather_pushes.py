@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from embershard.proto import spec
 from embershard.ps.coordination import aggregate as gather_pushes
-from embershard.ps.coordination.aggregate import add_up
+from embershard.ps.coordination.aggregate import sum_gradients
 from embershard.ps.table import reference
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table
@@ -22,9 +22,9 @@ TABLES = {
 
 
 def check(dim: int, pushes: list[tuple[np.float32, np.ndarray, np.ndarray, np.ndarray | None]]) -> Part:
-    gathered = add_up([(scale, Part(TABLES[dim], ids, rows, 0.5, ages)) for scale, ids, rows, ages in pushes])
+    gathered = sum_gradients([(scale, Part(TABLES[dim], ids, rows, 0.5, ages)) for scale, ids, rows, ages in pushes])
     ones = [np.ones(len(ids), np.float32) if ages is None else ages for _, ids, _, ages in pushes]
-    want, want_ages = reference.add_up([(*push[:3], ages) for push, ages in zip(pushes, ones, strict=True)])
+    want, want_ages = reference.sum_gradients([(*push[:3], ages) for push, ages in zip(pushes, ones, strict=True)])
     assert gathered.ids.tolist() == list(want)  # in the order of their first finite row
     for row, id_ in zip(gathered.gradients, gathered.ids.tolist(), strict=True):
         assert row.tobytes() == want[id_].tobytes()

@@ -16,7 +16,7 @@ from embershard.proto.errors import (
     MessageTooLarge,
     ShardBusy,
 )
-from embershard.proto.messages import Beat, Join, Leave, Meet, Met
+from embershard.proto.messages import Heartbeat, Join, Leave, Rendezvous, RendezvousResult
 from embershard.proto.routing import Placement
 from embershard.ps.coordination import rendezvous as meeting
 from embershard.ps.shard import Shard
@@ -40,12 +40,12 @@ class Workers:
     def leave(self, worker: int, *, rest: bool = False) -> None:
         self.shard.handle(Leave(worker, 1, rest), self.now)
 
-    def request(self, worker: int, name: str = "m", size: int = 2, **fields: object) -> Meet:
-        return Meet(worker, 1, name, np.full(size, worker, np.uint8), **fields)  # type: ignore[arg-type]
+    def request(self, worker: int, name: str = "m", size: int = 2, **fields: object) -> Rendezvous:
+        return Rendezvous(worker, 1, name, np.full(size, worker, np.uint8), **fields)  # type: ignore[arg-type]
 
     def meet(self, worker: int, name: str = "m", size: int = 2, **fields: object) -> dict[int, list[int]]:
         reply = self.shard.handle(self.request(worker, name, size, **fields), self.now)
-        assert isinstance(reply, Met)
+        assert isinstance(reply, RendezvousResult)
         return dict(zip(reply.workers, (payload.tolist() for payload in reply.payloads), strict=bool(reply.payloads)))
 
     def waits(self, worker: int, name: str = "m", **fields: object) -> str:
@@ -61,7 +61,7 @@ class Workers:
         for _ in range(2):
             self.now += 0.6 * LEASE_MS / 1000
             for worker in workers:
-                self.shard.handle(Beat(worker, 1), self.now)
+                self.shard.handle(Heartbeat(worker, 1), self.now)
         self.shard.advance(self.now)
 
 
@@ -83,7 +83,7 @@ def test_who_does_not_listen_hears_who_came(workers: Workers):
     workers.waits(0)
     workers.waits(1)
     reply = workers.shard.handle(workers.request(2, listen=False), 0.0)
-    assert reply == Met((0, 1, 2), ())
+    assert reply == RendezvousResult((0, 1, 2), ())
 
 
 def test_a_lost_reply_is_given_again_while_the_others_meet_on(workers: Workers):

@@ -6,7 +6,7 @@ from embershard.proto.messages import Declare, Pull, Push, Pushed, PushToken, Ro
 from embershard.proto.routing import Placement
 from embershard.proto.spec import SGD, Constant, TableSpec
 from embershard.ps.coordination import route_cache as routes_module
-from embershard.ps.coordination.route_cache import RouteMemory
+from embershard.ps.coordination.route_cache import RouteCache
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 
@@ -69,7 +69,7 @@ def test_gradients_must_fit_the_ids_that_are_named(shard: Shard) -> None:
 
 
 def test_ids_kept_are_a_copy() -> None:
-    memory, ids = RouteMemory(), IDS.copy()
+    memory, ids = RouteCache(), IDS.copy()
     memory.keep(0, 1, 5, "t", ids)
     ids[:] = 9
     found = memory.find(0, 1, 5, "t")
@@ -78,7 +78,7 @@ def test_ids_kept_are_a_copy() -> None:
 
 
 def test_the_oldest_routes_are_dropped_by_number_and_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = RouteMemory()
+    memory = RouteCache()
     for number in range(1, routes_module.MAX_ROUTES + 2):
         memory.keep(0, 1, number, "t", NONE)
     assert memory.find(0, 1, 1, "t") is None
@@ -95,7 +95,7 @@ def test_the_oldest_routes_are_dropped_by_number_and_by_bytes(monkeypatch: pytes
 
 def test_the_workers_that_came_first_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes_module, "MAX_WORKERS", 2)
-    memory = RouteMemory()
+    memory = RouteCache()
     for worker in (0, 1, 0, 2):
         memory.keep(worker, 1, 1, "t", IDS)
     assert [memory.find(worker, 1, 1, "t") is None for worker in (0, 1, 2)] == [False, True, False]
@@ -103,7 +103,7 @@ def test_the_workers_that_came_first_are_dropped(monkeypatch: pytest.MonkeyPatch
 
 def test_all_workers_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes_module, "MAX_ALL_BYTES", 3 * IDS.nbytes)
-    memory = RouteMemory()
+    memory = RouteCache()
     for worker in range(5):
         memory.keep(worker, 1, 1, "t", IDS)
     assert [memory.find(worker, 1, 1, "t") is not None for worker in range(5)] == [False, False, True, True, True]

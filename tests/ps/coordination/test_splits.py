@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.proto.errors import ClockAhead, InvalidRequest, ModeMismatch, StaleWorker
-from embershard.proto.messages import Beat, Join, Leave, Split, TakeSplit
+from embershard.proto.messages import Heartbeat, Join, Leave, Split, TakeSplit
 from embershard.proto.routing import Placement
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
@@ -44,7 +44,7 @@ class Queue:
         for _ in range(2):
             self.now += 0.6 * LEASE
             for other in others:
-                self.shard.handle(Beat(other, 1), self.now)
+                self.shard.handle(Heartbeat(other, 1), self.now)
         self.shard.advance(self.now)
         assert worker not in [member.worker for member in self.shard.status().members]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from embershard.proto import spec
 from embershard.proto.reference import mix64
 from embershard.ps.table import frozen
-from embershard.ps.table.frozen import FrozenRows
+from embershard.ps.table.frozen import CopyOnWriteRows
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table
 
@@ -35,7 +35,7 @@ def contents(table: Table) -> Rows:
     return {int(i): (w.tobytes(), s.tobytes()) for block in table.scan() for i, w, s in zip(*block, strict=True)}
 
 
-def read(rows: FrozenRows, slots: np.ndarray | None = None) -> Rows:
+def read(rows: CopyOnWriteRows, slots: np.ndarray | None = None) -> Rows:
     slots = rows.by_bucket()[0] if slots is None else slots
     block = rows.read(slots, rows.block(len(slots)))
     return {int(i): (w.tobytes(), s.tobytes()) for i, w, s in zip(*block, strict=True)}

@@ -1,4 +1,5 @@
-"""The shard's side of the stream carrier, with peers that do what they should not: raw sockets against a shard in this
+"""The shard's side of the stream transport, with peers that do what they should not: raw sockets against a shard in
+this
 process. Each gets a typed error or is dropped by its deadline, and others are served meanwhile."""
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ from embershard.proto.messages import (
     Join,
     Joined,
     Load,
-    Meet,
     Pull,
     Push,
     Pushed,
     PushToken,
+    Rendezvous,
     Reply,
     Request,
     Rows,
@@ -503,7 +504,7 @@ def test_a_worker_whose_request_still_arrives_keeps_its_lease(connect: Connect, 
 def test_what_a_peer_waited_for_and_does_not_read_counts_as_unsent(connect: Connect, served: Served):
     slow, other = connect(receive_bytes=4096), connect()
     joined(other, 2)
-    said = Meet(0, 1, "a meeting", np.zeros(2**24, np.uint8))
+    said = Rendezvous(0, 1, "a meeting", np.zeros(2**24, np.uint8))
     slow.send(framed(said))
     slow.send(framed(replace(pull(2000, "wide"), epoch=1, after=1)))
     assert eventually(lambda: len(served.dispatch._apply._parked) == 2)

@@ -185,7 +185,7 @@ def test_workers_whose_epochs_differ_in_length_go_on_in_the_same_segments(
         every = {"every": 3} if "steps" in train else {}
         batches = {"batch_size": 233}  # of shares of 234, 233 and 233 samples: 2, 1 and 1
         trained = job(tmp_path, model={"name": "fm"}, train={**batches, **train}, evaluate=every)
-        client = Client(shards.carriers(), worker=rank)
+        client = Client(shards.transports(), worker=rank)
         lease = patience = timedelta(seconds=60)
         client.join(Terms(workers=3, staleness=None, lease=lease, patience=patience, run=run))
         group = ShardGroup(client, rank, 3)

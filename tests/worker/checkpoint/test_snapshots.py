@@ -47,7 +47,7 @@ from embershard.worker.checkpoint.snapshots import (
     restore_snapshot,
     take_snapshot,
 )
-from embershard.worker.client.calls import Calls
+from embershard.worker.client.calls import Requests
 from embershard.worker.client.client import Client
 from embershard.worker.client.connections import Outcome
 from embershard.worker.client.membership import Terms
@@ -261,7 +261,7 @@ def test_a_shard_that_cannot_write_fails_the_whole_and_the_others_stop(tmp_path:
 class Deaf:
     """A client's calls, of which shard 1 hears no cancel."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Requests) -> None:
         self._calls = calls
 
     def __getattr__(self, name: str) -> object:
@@ -360,7 +360,7 @@ class TestSynchronousWorkers:
         """Rows after each clock. One call runs beside the workers, one as worker 0 has pushed clock 7."""
         shards = InProcessShards(2)
         seen: list[np.ndarray] = []
-        workers = [Client(shards.carriers(), worker=worker) for worker in (0, 1)]
+        workers = [Client(shards.transports(), worker=worker) for worker in (0, 1)]
         started, failed = threading.Event(), []
 
         def work(client: Client) -> None:
@@ -381,7 +381,7 @@ class TestSynchronousWorkers:
         def beside() -> None:
             assert started.wait(100)
             try:
-                beside_them(Client(shards.carriers(), worker=9))
+                beside_them(Client(shards.transports(), worker=9))
             except BaseException as error:
                 failed.append(error)
 

@@ -29,7 +29,7 @@ from embershard.proto.messages import Declare, Floats, GetStatus, Greeting, Hell
 from embershard.proto.protobuf import dumps
 from embershard.proto.routing import Placement, Route, make_route
 from embershard.proto.spec import SGD, Adam, Constant, TableSpec
-from embershard.proto.transport.local import LocalCarrier
+from embershard.proto.transport.local import LocalTransport
 from embershard.proto.transport.transport import Unreachable
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
@@ -44,7 +44,7 @@ Handle = Callable[[Request], Reply]
 
 
 class Wire:
-    """A carrier to `handle` that loses what `fault(request)` says: "request", "reply", an error to raise, or None."""
+    """A transport to `handle` that loses what `fault(request)` says: "request", "reply", an error to raise, or None."""
 
     def __init__(self, handle: Handle, address: str = "wire/0") -> None:
         self.address, self.sent_bytes, self.received_bytes = address, 0, 0
@@ -290,13 +290,13 @@ def test_cut_covers_every_row_once_in_order_and_within_the_limit(tables: list[tu
     assert rows == [(part, row) for part, count in enumerate(counts) for row in range(count)]
 
 
-def greeter(shard: int, num_shards: int, epoch: int = 1, address: str = "") -> LocalCarrier:
+def greeter(shard: int, num_shards: int, epoch: int = 1, address: str = "") -> LocalTransport:
     greeting = Greeting(shard, num_shards, epoch, "", f"i{shard}")
-    return LocalCarrier(lambda _: greeting, address or f"host{shard}:1")
+    return LocalTransport(lambda _: greeting, address or f"host{shard}:1")
 
 
 @pytest.mark.parametrize(
-    ("carriers", "text"),
+    ("transports", "text"),
     [
         ([greeter(0, 2), greeter(0, 2, address="other:1")], "host0:1 and other:1 are both shard 0"),
         ([greeter(0, 3), greeter(2, 3)], "of 3 shards, 1 is not among the addresses host0:1, host2:1"),
@@ -304,9 +304,9 @@ def greeter(shard: int, num_shards: int, epoch: int = 1, address: str = "") -> L
         ([greeter(0, 2), greeter(1, 2, epoch=4)], "host0:1 and host1:1 hold placement epochs 1 and 4"),
     ],
 )
-def test_shards_that_do_not_make_one_placement_are_named(carriers: list[LocalCarrier], text: str) -> None:
+def test_shards_that_do_not_make_one_placement_are_named(transports: list[LocalTransport], text: str) -> None:
     with pytest.raises(WrongShards, match=text):
-        Client(carriers)
+        Client(transports)
 
 
 def test_a_shard_that_does_not_answer_does_not_keep_the_others_from_being_asked(make_shards: Shards) -> None:
@@ -321,8 +321,8 @@ def test_a_shard_that_does_not_answer_does_not_keep_the_others_from_being_asked(
         return shard.handle(request)
 
     shards = make_shards(2)
-    carriers = [LocalCarrier(lambda r, it=shard: handle(it, r), f"host{i}:1") for i, shard in enumerate(shards)]
-    client = Client(carriers, timeout=timedelta(seconds=0.1))
+    transports = [LocalTransport(lambda r, it=shard: handle(it, r), f"host{i}:1") for i, shard in enumerate(shards)]
+    client = Client(transports, timeout=timedelta(seconds=0.1))
     silent = True
     for _ in range(2):  # the second time it is known to be silent
         asked.clear()
@@ -356,7 +356,7 @@ def test_something_else_than_a_shard_is_refused_at_once() -> None:
         raise NotAShard(address="web:80", reason="it speaks HTTP/1")
 
     with pytest.raises(NotAShard, match="web:80 answers, but not as an embershard shard"):
-        Client([LocalCarrier(refuse, "web:80")])
+        Client([LocalTransport(refuse, "web:80")])
     assert len(asked) == 1
 
 

@@ -26,8 +26,8 @@ from embershard.proto.transport.transport import Deadline
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
 from embershard.worker.client.worker_group import (
-    FewerWorkers,
-    LeftBehind,
+    Evicted,
+    MembershipChanged,
     ShardGroup,
     TorchGroup,
     WorkerGroup,
@@ -191,7 +191,7 @@ def test_what_is_done_together_is_tried_again_for_each_worker_that_can_be_lost()
     group = WorkerGroup(0, 3)
 
     def losing(count: int) -> Callable[[], str]:
-        losses = iter([FewerWorkers()] * count)
+        losses = iter([MembershipChanged()] * count)
 
         def work() -> str:
             for loss in losses:
@@ -217,7 +217,7 @@ def join() -> Iterator[Callable[..., ShardGroup]]:
     shards, clients = InProcessShards(2), []
 
     def make(rank: int, workers: int, *, lease: float = 60.0) -> ShardGroup:
-        client = Client(shards.carriers(), worker=rank)
+        client = Client(shards.transports(), worker=rank)
         clients.append(client)
         client.join(Terms(workers=workers, lease=timedelta(seconds=lease), patience=timedelta(seconds=60)))
         return ShardGroup(client, rank, workers)
@@ -344,7 +344,7 @@ def test_who_joins_during_an_evaluation_waits_for_its_end_and_holds_nobody_up(jo
         assert entered.result(100) == (1, {"plateaus": 8, "clock": 5})
 
 
-class Meetings:
+class RendezvousRegistry:
     """Shards on which others meet: with one at the start, or over with so many meetings before it comes to one."""
 
     def __init__(self, missed: int | None) -> None:
@@ -371,7 +371,7 @@ class Meetings:
 
 
 def test_who_comes_to_the_start_waits_for_the_others_processes() -> None:
-    shards = Meetings(missed=None)
+    shards = RendezvousRegistry(missed=None)
     group = ShardGroup(shards, 2, 5, timedelta(seconds=7))  # type: ignore[arg-type]
     assert group.enter({"plateaus": 9}) == (0, {"plateaus": 4})  # the first one's word that has one
     assert shards.calls == [("0/on", b'{"plateaus": 9}', (), timedelta(seconds=7))]
@@ -379,7 +379,7 @@ def test_who_comes_to_the_start_waits_for_the_others_processes() -> None:
 
 
 def test_who_comes_late_catches_up_with_workers_that_meet_meanwhile() -> None:
-    shards = Meetings(missed=2)
+    shards = RendezvousRegistry(missed=2)
     group = ShardGroup(shards, 1, 5)  # type: ignore[arg-type]
     assert group.enter({"plateaus": 9}) == (5, {"plateaus": 4})
     assert group.present == (0, 1, 2, 4)
@@ -390,7 +390,7 @@ def test_who_comes_late_catches_up_with_workers_that_meet_meanwhile() -> None:
 
 def test_who_cannot_catch_up_with_the_others_says_so() -> None:
     with pytest.raises(WorkerLost, match="the others run away from it"):
-        ShardGroup(Meetings(missed=1000), 1, 2).enter({})  # type: ignore[arg-type]
+        ShardGroup(RendezvousRegistry(missed=1000), 1, 2).enter({})  # type: ignore[arg-type]
 
 
 def test_a_segment_begins_without_a_member_that_has_not_entered_yet(join: Callable[..., ShardGroup]) -> None:
@@ -416,7 +416,7 @@ def test_who_was_given_up_learns_that_it_was_left_behind_and_enters_again(
     for _ in range(20):  # so many that the shard forgets what was said
         other.barrier()
     other.dismiss(0, lambda clock: None, 3, {"plateaus": 7})
-    with pytest.raises(LeftBehind):
+    with pytest.raises(Evicted):
         lost.assemble(0)
     assert not lost.is_first
     assert not lost.reports
@@ -439,7 +439,7 @@ def test_who_misses_the_beginning_of_a_segment_enters_again(
         return meet(name, *said, **how)  # type: ignore[arg-type]
 
     monkeypatch.setattr(group._membership, "meet", begun)
-    with pytest.raises(LeftBehind):
+    with pytest.raises(Evicted):
         group.dismiss(0, lambda clock: None, 3, {})
 
 
@@ -457,11 +457,11 @@ def test_who_was_given_up_and_comes_back_after_the_end_learns_that_it_is_over(
         groups[0].barrier()
     if left:
         groups[0]._membership.leave()
-    with pytest.raises(LeftBehind):
+    with pytest.raises(Evicted):
         groups[1].assemble(0)
     groups[1].enter({})
     assert groups[1].over
-    with pytest.raises(LeftBehind):
+    with pytest.raises(Evicted):
         groups[1].assemble(1, last=True)
     assert not groups[1].is_first
 

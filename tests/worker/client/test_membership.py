@@ -17,35 +17,35 @@ from embershard.proto.errors import (
     ClockAhead,
     LeaseLost,
     ModeMismatch,
-    RunOver,
     ShardUnavailable,
+    StaleRun,
     StaleWorker,
     WorkerLost,
 )
 from embershard.proto.messages import (
     PUT_BACK_SECONDS,
-    Beat,
-    Beaten,
     Greeting,
+    Heartbeat,
+    HeartbeatAck,
     Hello,
     Join,
     Joined,
     Leave,
-    Left,
-    Meet,
-    Met,
+    LeaveAck,
     Pull,
     Push,
+    Rendezvous,
+    RendezvousResult,
     Reply,
     Request,
 )
-from embershard.proto.transport.local import LocalCarrier
+from embershard.proto.transport.local import LocalTransport
 from embershard.proto.transport.transport import Unreachable
 from embershard.ps.shard import Shard
 from embershard.worker.client import membership as membership_module
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Membership, Terms
-from embershard.worker.session.reads import Wanted
+from embershard.worker.session.reads import Lookup
 from embershard.worker.session.session import Session
 
 Shards = Callable[..., list[Shard]]
@@ -66,8 +66,8 @@ class Job:
         self.sessions: list[Session] = []
 
     def worker(self, number: int, terms: Terms, *, local_steps: int | None = None, clock: int = 0) -> Session:
-        carriers = [LocalCarrier(lambda r, it=shard: self.handle(it, r), "local") for shard in self.shards]
-        client = Client(carriers, worker=number, timeout=timedelta(seconds=PATIENCE))
+        transports = [LocalTransport(lambda r, it=shard: self.handle(it, r), "local") for shard in self.shards]
+        client = Client(transports, worker=number, timeout=timedelta(seconds=PATIENCE))
         client.join(terms, clock)
         self.sessions.append(Session(client, local_steps=local_steps))
         return self.sessions[-1]
@@ -104,7 +104,7 @@ class Job:
 
 def _terms(terms: Terms) -> tuple[int, int, int, bool]:
     staleness = -1 if terms.staleness is None else terms.staleness
-    return staleness, terms.workers, round(terms.lease.total_seconds() * 1000), terms.damp_staleness
+    return staleness, terms.workers, round(terms.lease.total_seconds() * 1000), terms.staleness_aware_lr
 
 
 @pytest.fixture
@@ -144,16 +144,16 @@ class Scripted:
                 return self.greeting
             case Join():
                 return self.joined(request)
-            case Beat():
+            case Heartbeat():
                 self.beaten.release()
-                return Beaten(0, (0,))
+                return HeartbeatAck(0, (0,))
             case _:
                 assert isinstance(request, Leave)
-                return Left()
+                return LeaveAck()
 
 
 def member_of(shards: list[Scripted], terms: Terms) -> Membership:
-    client = Client([LocalCarrier(shard.handle, "scripted") for shard in shards])
+    client = Client([LocalTransport(shard.handle, "scripted") for shard in shards])
     return client.join(terms)
 
 
@@ -274,18 +274,18 @@ def test_a_rest_outlives_a_lost_lease(make_job: MakeJob) -> None:
     for thread in threads:
         thread.join(PATIENCE)
     assert came[0] == {0: b"worker 0", 1: b"worker 1"} or came[1] == {1: b"worker 1"}
-    assert {m.worker: m.resting for m in job.shards[0].status().members} == {0: True, 1: True}
+    assert {m.worker: m.paused for m in job.shards[0].status().members} == {0: True, 1: True}
     assert lost.stats.lost_leases == 1
 
 
 def test_a_resting_worker_is_not_waited_for_and_resumes_where_it_is_told(make_job: MakeJob) -> None:
     job, terms = make_job(), Terms(workers=2, staleness=0, lease=LONG)
-    resting, other = job.worker(0, terms), job.worker(1, terms)
-    resting.membership.rest()
+    paused, other = job.worker(0, terms), job.worker(1, terms)
+    paused.membership.rest()
     for _ in range(4):
         step(other, [1])
     assert [status.clock for status in job.shards[0].status().members] == [0, 4]
-    assert resting.membership.resume(6) == resting.clock == 6
+    assert paused.membership.resume(6) == paused.clock == 6
     for _ in range(2):
         step(other, [1])
     assert job.shards[1].status().clock == 6
@@ -351,7 +351,7 @@ def test_patience_ends_a_wait_and_names_whom_it_was_for(
 
 @pytest.mark.parametrize(("staleness", "comes_back"), [(0, False), (3, False), (None, True)])
 def test_a_worker_whose_steps_an_all_reduce_ties_to_the_others_does_not_come_back(
-    make_job: MakeJob, staleness: int | None, comes_back: bool
+    make_job: MakeJob, staleness: int | None, may_rejoin: bool
 ) -> None:
     # at a bound it would wait for their clock, and they for its part of the all-reduce
     job, terms = make_job(), Terms(workers=2, staleness=staleness, lease=LONG)
@@ -359,7 +359,7 @@ def test_a_worker_whose_steps_an_all_reduce_ties_to_the_others_does_not_come_bac
     model = nn.Sequential(nn.Embedding(8, 2), nn.Linear(2, 1))
     es.wrap(model, lost, optimizer=es.SGD(lr=1.0), dense="ddp")
     job.pass_time(2 * HOURS, other)
-    if comes_back:
+    if may_rejoin:
         model(torch.tensor([1]))
         assert lost.stats.lost_leases == 1
     else:
@@ -381,7 +381,7 @@ def test_a_later_run_trains_every_step_while_the_workers_of_the_earlier_one_stil
     for session in (*old, *old):
         step(session, [1])
     new = [job.worker(0, later)]
-    with pytest.raises(RunOver, match="worker 1 belongs to run 1, which is over"):
+    with pytest.raises(StaleRun, match="worker 1 belongs to run 1, which is over"):
         step(old[1], [1])  # nobody has its number yet
     with pytest.raises(StaleWorker):
         step(old[0], [1])
@@ -425,7 +425,7 @@ def test_a_lease_that_is_lost_again_and_again_is_an_error(make_job: MakeJob) -> 
         ({"staleness": -1}, "staleness"),
         ({"lease": timedelta(0)}, "lease"),
         ({"patience": timedelta(days=-1)}, "patience"),
-        ({"staleness": 0, "damp_staleness": True}, "damp_staleness"),
+        ({"staleness": 0, "staleness_aware_lr": True}, "staleness_aware_lr"),
         ({"run": -1}, "run"),
     ],
 )
@@ -549,7 +549,7 @@ def test_rows_that_were_only_looked_at_do_not_make_the_next_step_older(make_job:
     with torch.no_grad():
         module(torch.tensor([1]))
     step(other, [1])
-    one.forget_reads()
+    one.reset_read_versions()
     step(one, [1])
     assert one.staleness_seen()[:2] == (2, 0)
 
@@ -579,7 +579,7 @@ def test_of_rows_of_several_tables_none_is_taken_back_after_a_lost_lease(make_jo
     ids = torch.tensor([1, 2, 3])
     with torch.no_grad():
         before = [module.table.pull(ids) for module in modules]
-    reads = [Wanted(module.table, ids, torch.device("cpu")) for module in modules]
+    reads = [Lookup(module.table, ids, torch.device("cpu")) for module in modules]
     lost.read_ahead(reads)  # as a model does that says what it reads
     job.pass_time(2 * HOURS, other)
     step(other, [7])
@@ -606,7 +606,7 @@ class Far:
 
     def submit(self, request: Request, timeout: timedelta, into: object = ()) -> Answer:
         answer = Answer()
-        if isinstance(request, Meet):
+        if isinstance(request, Rendezvous):
             seconds = timeout.total_seconds()
             put_back = seconds - min(PUT_BACK_SECONDS, seconds / 4) + 0.06
             time.sleep(min(seconds, put_back))
@@ -634,10 +634,10 @@ def test_a_wait_for_others_outlasts_the_timeout_on_a_slow_link() -> None:
 def test_what_was_answered_as_the_patience_ended_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership_module, "_SAID_AFTER", timedelta(seconds=0.2))  # until the first call ends
     shard = Scripted(0, 1, lambda join: Joined(True, 0, True, (0, 1)))
-    replies = iter([(0.25, ClockAhead(clock=0, workers="1", seconds=1.0)), (0.4, Met((0, 1), ()))])
+    replies = iter([(0.25, ClockAhead(clock=0, workers="1", seconds=1.0)), (0.4, RendezvousResult((0, 1), ()))])
 
     def handle(request: Request) -> Reply:
-        if not isinstance(request, Meet):
+        if not isinstance(request, Rendezvous):
             return shard.handle(request)
         seconds, reply = next(replies)
         time.sleep(seconds)
@@ -645,7 +645,7 @@ def test_what_was_answered_as_the_patience_ended_counts(monkeypatch: pytest.Monk
             raise reply
         return reply
 
-    client = Client([LocalCarrier(handle, "scripted")])
+    client = Client([LocalTransport(handle, "scripted")])
     member = client.join(Terms(workers=2, staleness=0, lease=LONG, patience=timedelta(seconds=0.5)))
     assert list(member.meet("late", listen=False)) == [0, 1]
     member.leave()
@@ -653,9 +653,9 @@ def test_what_was_answered_as_the_patience_ended_counts(monkeypatch: pytest.Monk
 
 def test_a_member_says_who_it_is_before_what_it_sends_again() -> None:
     shard = Scripted(0, 1, lambda join: Joined(True, 0, True, (0,)))
-    client = Client([LocalCarrier(shard.handle, "scripted")])
+    client = Client([LocalTransport(shard.handle, "scripted")])
     member = client.join(Terms(lease=LONG))
     next(iter(client._links)).suspect = True  # its connection broke
     member.rest()
-    assert [type(request) for request in shard.heard[-3:]] == [Hello, Beat, Leave]
+    assert [type(request) for request in shard.heard[-3:]] == [Hello, Heartbeat, Leave]
     member.leave()

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.routing import ascending, even_ids, make_route
 from embershard.proto.spec import SGD, Adagrad, TableSpec
-from embershard.worker.client.byte_counts import Moved, Part, Volumes
+from embershard.worker.client.byte_counts import ByteCount, Part, Volumes
 from embershard.worker.client.client import Client
 from embershard.worker.client.predicted_bytes import break_even, predict_volumes
 from embershard.worker.compression.low_rank import Layout, Place
@@ -33,7 +33,7 @@ def moved_by(address: str, push: str, pull: str, dense_push: str | None = None) 
     client.compressor.settings = Compression(warmup_steps=1)
     client.compressor.lay_out("layers", LAYOUT)
     for table, codec in (("items", push), ("layers", dense_push or push)):
-        client.compressor.choose(table, Codec.parse(codec), Codec.parse(pull))
+        client.compressor.choose(table, CodecName.parse(codec), CodecName.parse(pull))
     before = client.stats
     rng = np.random.default_rng(0)
     layers = make_route(LAYOUT.ids, LAYERS.space_key, client.placement)
@@ -44,7 +44,7 @@ def moved_by(address: str, push: str, pull: str, dense_push: str | None = None) 
         pushed = [(*read, rng.standard_normal(part.shape, np.float32)) for read, part in zip(reads, rows, strict=True)]
         client.push(pushed, clock=clock)
     stats = client.stats
-    moved = {part: moved.minus(before.volume.get(part, Moved())) for part, moved in stats.volume.items()}
+    moved = {part: moved.minus(before.volume.get(part, ByteCount())) for part, moved in stats.volume.items()}
     num_bytes = stats.sent_bytes + stats.received_bytes - before.sent_bytes - before.received_bytes
     return client, moved, num_bytes
 
@@ -83,7 +83,7 @@ def test_what_replies_say_of_coding_is_foreseen(stream_shard: str, push: str, pu
 def test_of_what_was_moved_before_and_not_since_nothing_is_expected(stream_shard: str) -> None:
     client, moved, _ = moved_by(stream_shard, "topk:0.1", "int8")
     try:
-        expected = predict_volumes({part: Moved() for part in moved}, client)
+        expected = predict_volumes({part: ByteCount() for part in moved}, client)
     finally:
         client.close()
     assert expected == {Part("pull", "other"): 0.0, Part("push", "other"): 0.0}
@@ -107,7 +107,7 @@ def test_ages_and_rows_that_gave_way_are_foreseen(make_session: Callable[..., Se
     client = make_session(2).client
     client.compressor.settings = Compression(residual_rows=rows)
     client.declare(table)
-    client.compressor.choose("aged", Codec.parse(codec), Codec.parse("int8"))
+    client.compressor.choose("aged", CodecName.parse(codec), CodecName.parse("int8"))
     rng = np.random.default_rng(0)
     for clock in range(30):  # hot ids and rare ones; a few rows learn much
         ids = np.unique(rng.zipf(1.3, 3_000) % 50_000)
@@ -128,12 +128,12 @@ def test_ages_and_rows_that_gave_way_are_foreseen(make_session: Callable[..., Se
 def test_what_waited_as_its_codec_was_replaced_is_foreseen(make_session: Callable[..., Session]) -> None:
     client = make_session(2).client
     client.declare(ITEMS)
-    client.compressor.choose("items", Codec.parse("topk:0.02"))
+    client.compressor.choose("items", CodecName.parse("topk:0.02"))
     rng = np.random.default_rng(0)
     route = ascending(make_route(np.arange(3_000), ITEMS.space_key, client.placement))
     for clock in range(4):
         if clock == 3:
-            client.compressor.choose("items", Codec.parse("none"))
+            client.compressor.choose("items", CodecName.parse("none"))
         client.push([("items", route, rng.standard_normal((3_000, ITEMS.dim), np.float32))], clock=clock)
     moved, held = client.stats.volume, Part("push", "held", "items")
     assert (moved[held].held, moved[held].raw) == (3_000, 0)

@@ -26,7 +26,7 @@ from embershard.proto.protobuf import head_bytes
 from embershard.proto.routing import make_route
 from embershard.proto.spec import SGD, TableSpec
 from embershard.proto.wire import frame_bytes
-from embershard.worker.client.byte_counts import Moved, Part, Volume
+from embershard.worker.client.byte_counts import ByteCount, Part, Volume
 from embershard.worker.client.client import Client
 from embershard.worker.session.session import Session
 
@@ -61,10 +61,10 @@ def test_a_pull_counts_ids_rows_and_frames(volume: Volume) -> None:
     rows = Rows((np.zeros((5, 16), np.float32), np.zeros(100, np.uint8)), codecs=("", "int8"))
     volume.count(pull, rows, Answered(1000))
     parts = volume.parts(1000)
-    assert parts[Part("pull", "ids", "items")] == Moved(40, 40, 1)
-    assert parts[Part("pull", "ids", "layers")] == Moved(3, 16, 1)
-    assert parts[Part("pull", "rows", "items")] == Moved(320, 320, 1)
-    assert parts[Part("pull", "dense", "layers")] == Moved(100, 2 * 4096, 1)
+    assert parts[Part("pull", "ids", "items")] == ByteCount(40, 40, 1)
+    assert parts[Part("pull", "ids", "layers")] == ByteCount(3, 16, 1)
+    assert parts[Part("pull", "rows", "items")] == ByteCount(320, 320, 1)
+    assert parts[Part("pull", "dense", "layers")] == ByteCount(100, 2 * 4096, 1)
     assert parts[Part("pull", "other")].wire == 1000 - 40 - 3 - 320 - 100
 
 
@@ -75,10 +75,10 @@ def test_a_push_by_a_route_counts_no_ids(volume: Volume) -> None:
     )
     volume.count(Push(PushToken(0, 1, 1, 1), 0, 1, parts), Pushed(False, 6, 0), Answered(5000))
     found = volume.parts(5000)
-    assert found[Part("push", "rows", "items")] == Moved(70, 5 * 64, 1)
+    assert found[Part("push", "rows", "items")] == ByteCount(70, 5 * 64, 1)
     assert Part("push", "ids", "items") not in found
-    assert found[Part("push", "ids", "layers")] == Moved(8, 8, 1)
-    assert found[Part("push", "dense", "layers")] == Moved(4096, 4096, 1)
+    assert found[Part("push", "ids", "layers")] == ByteCount(8, 8, 1)
+    assert found[Part("push", "dense", "layers")] == ByteCount(4096, 4096, 1)
 
 
 def test_rows_that_a_codec_had_held_back_would_not_travel_again_without_it(volume: Volume) -> None:
@@ -90,15 +90,15 @@ def test_rows_that_a_codec_had_held_back_would_not_travel_again_without_it(volum
     )
     volume.count(Push(PushToken(0, 1, 1, 1), 0, 1, parts), Pushed(False, 7, 0), Answered(500))
     found = volume.parts(500)
-    assert found[Part("push", "rows", "items")] == Moved(70, 5 * 64, 1)
-    assert found[Part("push", "held", "items")] == Moved(34, 0, 1, held=2)
+    assert found[Part("push", "rows", "items")] == ByteCount(70, 5 * 64, 1)
+    assert found[Part("push", "held", "items")] == ByteCount(34, 0, 1, held=2)
     assert Part("push", "ids", "items") not in found
 
 
 @pytest.mark.parametrize("request_", [Hello(), Declare(ITEMS)])
 def test_what_is_neither_push_nor_pull_is_other(volume: Volume, request_: Request) -> None:
     volume.count(request_, Declared(False, False), Answered(77))
-    assert volume.parts(77) == {Part("other", "other"): Moved(77, 77, 3)}
+    assert volume.parts(77) == {Part("other", "other"): ByteCount(77, 77, 3)}
 
 
 def test_parts_add_up_to_what_the_sockets_counted(make_session: Callable[..., Session]) -> None:
@@ -142,7 +142,9 @@ def test_over_sockets_only_frames_and_hellos_are_beside_the_arrays(stream_shard:
     push = Push(token, 0, client.placement.epoch, (TableGradients("items", route.ids, rows),))
     assert stats.volume[Part("push", "other")].wire == frames(push) + frames(Pushed(False, 50, 0))
     assert (
-        stats.volume[Part("push", "ids", "items")] == stats.volume[Part("pull", "ids", "items")] == Moved(400, 400, 1)
+        stats.volume[Part("push", "ids", "items")]
+        == stats.volume[Part("pull", "ids", "items")]
+        == ByteCount(400, 400, 1)
     )
 
 
@@ -155,4 +157,4 @@ def test_a_refused_call_is_left_to_other(make_session: Callable[..., Session]) -
         client.pull([("none", route)])
     stats = client.stats
     assert stats.sent_bytes == 40
-    assert stats.volume == {Part("other", "other"): Moved(40, 40, 1)}  # one of Declare, which took no bytes here
+    assert stats.volume == {Part("other", "other"): ByteCount(40, 40, 1)}  # one of Declare, which took no bytes here

@@ -11,7 +11,7 @@ from bag_model import BagModel
 from torch import nn
 
 import embershard as es
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.spec import TableSpec
 from embershard.worker.session.session import Session
 
@@ -147,7 +147,7 @@ def test_a_table_whose_optimizer_has_momentum_refuses_dgc() -> None:
     session.table(TableSpec(name="t", dim=4, optimizer=es.Adam(lr=0.1)))
     with pytest.raises(ValueError, match="beta1"):
         session.compress("t", push="dgc:0.1")
-    assert session.client.compressor.directions()["t"].push == Codec()
+    assert session.client.compressor.directions()["t"].push == CodecName()
 
 
 def test_compress_names_what_there_is() -> None:

@@ -14,13 +14,13 @@ from torch import nn
 from wired_client import DIM, IDS, NUM_IDS, SPEC, Wired, gradients
 
 import embershard as es
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.values.registry import ValuesCodec
 from embershard.proto.codec_errors import BadCodec
 from embershard.proto.errors import InvalidRequest, LeaseLost, ShardUnavailable
 from embershard.proto.messages import Push, Reply, Request
 from embershard.proto.routing import Placement, ascending, make_route
-from embershard.proto.transport.local import LocalCarrier
+from embershard.proto.transport.local import LocalTransport
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.worker.client.client import Client
@@ -100,7 +100,7 @@ def test_ids_that_a_shard_forgot_are_sent_after_all(make_shards: Shards) -> None
         assert first.tables[0].packed is None
         assert not second.tables[0].route
         assert second.tables[0].packed is not None
-    wired.client.compressor.choose("t", pull=Codec())
+    wired.client.compressor.choose("t", pull=CodecName())
     wired.check()
 
 
@@ -162,7 +162,7 @@ def test_a_step_that_weighs_nothing_takes_nothing_of_what_is_held(codec: str, ma
     wired = Wired(make_shards(2), "topk:0.1")
     wired.client.join(Terms(workers=1, staleness=0))
     wired.push(gradients(0))
-    wired.client.compressor.choose("t", push=Codec.parse(codec))
+    wired.client.compressor.choose("t", push=CodecName.parse(codec))
     route = make_route(IDS, SPEC.space_key, wired.client.placement)
     for clock, pushed in ((1, []), (2, [("t", route, np.zeros((NUM_IDS, DIM), np.float32))])):
         wired.client.push(pushed, clock=clock, weight=0.0)  # as a step that is skipped; shards that gather drop it
@@ -191,8 +191,8 @@ def test_ids_of_a_table_whose_pushes_alone_are_coded_travel_packed(make_shards: 
             heard.append(request)
         return shard.handle(request)
 
-    carriers = [LocalCarrier(partial(handle, shard), "local") for shard in make_shards(2)]
-    session = Session(Client(carriers), compression=es.Compression(push="topk:0.1"))
+    transports = [LocalTransport(partial(handle, shard), "local") for shard in make_shards(2)]
+    session = Session(Client(transports), compression=es.Compression(push="topk:0.1"))
     model = es.wrap(nn.Sequential(nn.EmbeddingBag(300, 4, mode="sum")), session, optimizer=es.SGD(lr=0.1))
     batches = [torch.randint(0, 300, (40, 4), generator=torch.Generator().manual_seed(n)) for n in range(6)]
     # each overlaps the one before, and its other rows are pulled ahead

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import embershard as es
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import InvalidRequest, ShardUnavailable
 from embershard.proto.messages import Push, Reply, Request
 from embershard.proto.routing import Placement, make_route
-from embershard.proto.transport.local import LocalCarrier
+from embershard.proto.transport.local import LocalTransport
 from embershard.proto.transport.transport import Unreachable
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
@@ -86,7 +86,7 @@ class Training:
     def __init__(self, codec: str, staleness: int, timeout: timedelta) -> None:
         self.faulty = Faulty(1)
         handles = [Faulty(0).handle, self.faulty.handle]
-        self.client = Client([LocalCarrier(handle, "local") for handle in handles], timeout=timeout)
+        self.client = Client([LocalTransport(handle, "local") for handle in handles], timeout=timeout)
         self.client.compressor.settings = es.Compression(push=codec, warmup_steps=1)
         self.member: Membership = self.client.join(Terms(workers=1, staleness=staleness, lease=LEASE))
         self.client.declare(SPEC)
@@ -203,7 +203,7 @@ def test_what_was_held_is_held_again_where_the_push_that_drains_it_is_lost(make_
     while training.clock < FAULTY_CLOCK:
         training.step()
     compressor = training.client.compressor
-    compressor.choose("t", push=Codec.parse("none"))
+    compressor.choose("t", push=CodecName.parse("none"))
     training.faulty.at_last = Once(lose_lease)
     training.step()
     assert training.member.lost_leases == 1

@@ -11,15 +11,15 @@ from bag_model import BagModel
 from torch import nn
 
 import embershard as es
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.select import REUSE, SMALL
 from embershard.proto.codec.values.registry import find_values
-from embershard.proto.transport.local import LocalCarrier
+from embershard.proto.transport.local import LocalTransport
 from embershard.ps.shard import Shard
 from embershard.worker.checkpoint.tensors import pack, unpack
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
-from embershard.worker.compression.error_feedback import Feedback, How, Share
+from embershard.worker.compression.error_feedback import EncodeOptions, Feedback, Share
 from embershard.worker.session.session import Session
 
 NUM_IDS, DIM = 300, 8
@@ -33,9 +33,9 @@ def batches(start: int, stop: int) -> Iterator[torch.Tensor]:
 
 def begun(shards: list[Shard], push: str, dense: str) -> tuple[Session, nn.Module]:
     torch.manual_seed(0)
-    carriers = [LocalCarrier(shard.handle, f"local/{i}") for i, shard in enumerate(shards)]
+    transports = [LocalTransport(shard.handle, f"local/{i}") for i, shard in enumerate(shards)]
     compression = es.Compression(push=push, dense={"push": dense}, residual_rows=60, warmup_steps=3, momentum=0.5)
-    session = Session(Client(carriers), compression=compression)
+    session = Session(Client(transports), compression=compression)
     return session, es.wrap(
         BagModel(NUM_IDS, DIM, hidden=200), session, optimizer=es.SGD(lr=0.1), dense_optimizer=es.SGD(lr=0.01)
     )
@@ -85,7 +85,7 @@ LARGE = 9000  # rows of DIM elements: more than are selected exactly
 
 def large_pushes(start: int, feedback: Feedback) -> list[bytes]:
     """Payloads of some pushes of a table that is selected from by a threshold; it soon fits no more, by a little."""
-    how = How(Codec.parse("topk:0.01"), find_values("none"), 0.01, key=0)
+    how = EncodeOptions(CodecName.parse("topk:0.01"), find_values("none"), 0.01, key=0)
     sent = []
     for number in range(start, start + 6):
         rows = np.random.default_rng(number).standard_normal((LARGE, DIM)).astype(np.float32)
@@ -110,7 +110,7 @@ def test_what_is_held_back_can_be_dropped(make_shards: Shards) -> None:
     train(session, *rest, 0, 6)
     compressor = session.client.compressor
     assert any(len(compressor.held(name).ids) for name in session.table_names)
-    compressor.hold_nothing()
+    compressor.clear_residuals()
     assert not any(len(compressor.held(name).ids) for name in session.table_names)
 
 
@@ -175,7 +175,7 @@ def test_what_was_held_counts_as_it_would_have(make_shards: Shards, num_shards: 
 def test_a_push_counts_as_one_of_those_that_are_gathered(
     make_shards: Shards, staleness: int | None, want: float
 ) -> None:
-    client = Client([LocalCarrier(shard.handle, "local") for shard in make_shards(1)])
+    client = Client([LocalTransport(shard.handle, "local") for shard in make_shards(1)])
     client.join(Terms(workers=4, staleness=staleness))
     assert client.compressor.share == want
     client.close()

@@ -16,7 +16,7 @@ from wired_client import DIM, IDS, NUM_IDS, SPEC, Link, Wired, gradients
 
 import embershard as es
 from embershard.local_shards import InProcessShards
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import decode
 from embershard.proto.routing import Route, make_route
 from embershard.ps.shard import Shard
@@ -107,7 +107,7 @@ def test_topk_is_that_of_the_paper_under_a_schedule(make_shards: Shards) -> None
 def test_workers_that_step_together_lose_nothing(codec: str) -> None:
     shards = InProcessShards(2)
     terms = Terms(workers=2, staleness=0, patience=timedelta(seconds=20))
-    clients = [Client(shards.carriers(), worker=rank) for rank in range(2)]
+    clients = [Client(shards.transports(), worker=rank) for rank in range(2)]
 
     def work(client: Client) -> None:
         client.compressor.settings = es.Compression(push=codec, warmup_steps=1)
@@ -196,9 +196,9 @@ def test_a_codec_that_follows_another_loses_nothing(make_shards: Shards) -> None
     codecs = ["rows:0.2", "dgc:0.1", "int8", "randomk:0.3", "none", "topk:0.5", "none"]
     for step, codec in enumerate(codecs):
         wired.push(gradients(2 * step))
-        wired.client.compressor.choose("t", push=Codec.parse(codec))
+        wired.client.compressor.choose("t", push=CodecName.parse(codec))
         if codec == "int8":  # rounds at random, and keeps no account of it
-            wired.client.compressor.choose("t", push=Codec.parse("none"))
+            wired.client.compressor.choose("t", push=CodecName.parse("none"))
         wired.push(gradients(2 * step + 1))
         wired.check()
     assert not len(wired.client.compressor.held("t").ids)

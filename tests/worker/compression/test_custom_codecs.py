@@ -12,7 +12,7 @@ from half_codec import HALF_CODEC
 
 import embershard as es
 from embershard.local_shards import InProcessShards
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.user_defined import CodecRegistry
 from embershard.proto.codec_errors import UnknownCodec
 from embershard.proto.timing import Recorder
@@ -82,13 +82,13 @@ def declare(session: es.Session) -> None:
 
 
 def test_a_worker_that_was_not_started_with_the_module_says_so_before_it_trains(module: str) -> None:
-    client = Client(InProcessShards(imports=[module]).carriers())
+    client = Client(InProcessShards(imports=[module]).transports())
     with es.Session(client, compression=HALF) as session, pytest.raises(UnknownCodec, match="--import MODULE"):
         declare(session)
 
 
 def test_a_shard_that_was_not_started_with_the_module_says_so_before_training(module: str) -> None:
-    client = Client(InProcessShards().carriers())
+    client = Client(InProcessShards().transports())
     client.compressor.find = CodecRegistry([module]).find
     with es.Session(client, compression=HALF) as session:
         for _ in range(2):
@@ -97,7 +97,7 @@ def test_a_shard_that_was_not_started_with_the_module_says_so_before_training(mo
 
 
 def test_a_table_may_name_its_codecs_itself(module: str) -> None:
-    half = Codec.parse(f"{NAME}:half")
+    half = CodecName.parse(f"{NAME}:half")
     with es.local(imports=[module]) as session:
         session.table(es.TableSpec(name="t", dim=3, optimizer=es.SGD(lr=1.0), push_codec=half))
         (status,) = session.client.status()

@@ -11,13 +11,13 @@ from torch import nn
 
 import embershard as es
 from embershard.local_shards import InProcessShards
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import encode_elements
 from embershard.proto.codec.values.registry import find_values
 from embershard.proto.codec_errors import DamagedPayload
 from embershard.proto.messages import Array, Pull, Rows, TableIds
 from embershard.proto.routing import even_ids, make_route
-from embershard.proto.transport.local import LocalCarrier
+from embershard.proto.transport.local import LocalTransport
 from embershard.ps.shard import Shard
 from embershard.worker.client.byte_counts import Part
 from embershard.worker.client.client import Client
@@ -31,7 +31,7 @@ DIM, ROWS = 64, 40
 SPEC = es.TableSpec(name="dense", dim=DIM, optimizer=es.SGD(lr=0.5), initializer=es.Normal())
 
 
-class Counting(LocalCarrier):
+class Counting(LocalTransport):
     """Counts the elements of rows that come."""
 
     elements = 0
@@ -84,7 +84,7 @@ def test_what_is_held_is_not_pulled_again(make_shards: Callable[..., list[Shard]
     for _ in range(3):
         client.pull([("dense", route)])
     assert Counting.elements == 0
-    client.compressor.choose("dense", pull=Codec.parse("none"))
+    client.compressor.choose("dense", pull=CodecName.parse("none"))
     client.pull([("dense", route)])
     assert Counting.elements == ROWS * DIM
 
@@ -156,7 +156,7 @@ def trained(session: Session, cache: bool) -> bytes:
 def test_a_model_trains_to_the_same_bits(cache: bool):
     weights = []
     for pull in ("none", "delta"):
-        session = Session(Client(InProcessShards(2).carriers()), compression=Compression(dense={"pull": pull}))
+        session = Session(Client(InProcessShards(2).transports()), compression=Compression(dense={"pull": pull}))
         weights.append(trained(session, cache))
     assert weights[0] == weights[1]
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import embershard as es
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import decode
 from embershard.proto.messages import Push, Reply, Request
 from embershard.proto.routing import make_route
-from embershard.proto.transport.local import LocalCarrier
+from embershard.proto.transport.local import LocalTransport
 from embershard.ps.shard import Shard
 from embershard.worker.client.client import Client
 
@@ -29,10 +29,10 @@ def pushes(shards: list[Shard], optimizer: es.Optimizer, codec: str, steps: int)
             seen.append(request)
         return shards[0].handle(request)
 
-    client = Client([LocalCarrier(handle, "local")])
+    client = Client([LocalTransport(handle, "local")])
     spec = es.TableSpec(name="t", dim=DIM, optimizer=optimizer, initializer=es.Constant())
     client.declare(spec)
-    client.compressor.choose("t", push=Codec.parse(codec))
+    client.compressor.choose("t", push=CodecName.parse(codec))
     route = make_route(np.arange(NUM_IDS), spec.space_key, client.placement)
     for step in range(steps):
         rows = np.random.default_rng(step).standard_normal((NUM_IDS, DIM)).astype(np.float32)

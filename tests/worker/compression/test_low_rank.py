@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import decode
 from embershard.proto.messages import TableGradients
 from embershard.proto.routing import Placement, even_ids, make_route
@@ -42,7 +42,7 @@ class Worker:
         self.compressor = Compressor(0, Placement.even(shards))
         self.compressor.add(SPEC, dense=True)
         self.compressor.lay_out("dense", Layout(IDS, PLACES))
-        self.compressor.choose("dense", Codec.parse(codec))
+        self.compressor.choose("dense", CodecName.parse(codec))
         self.placement, self.most = Placement.even(shards), most
         self.sent: list[tuple[int, TableGradients]] = []  # shard, part
 
@@ -138,7 +138,7 @@ def test_parts_of_a_push_apply_what_the_whole_does(shards: int, most: int) -> No
 @pytest.mark.parametrize("codec", ["powersgd:1", "powersgd:2+fp16s", "powersgd:3+int8"])
 @pytest.mark.parametrize(("shards", "most"), [(1, 10), (2, 10), (3, 2), (1, 5)])
 def test_the_bytes_of_a_push_are_known_before(codec: str, shards: int, most: int) -> None:
-    worker, chosen = Worker(codec, shards, most), Codec.parse(codec)
+    worker, chosen = Worker(codec, shards, most), CodecName.parse(codec)
     worker.push(gradients(0))
     values, ids = worker.compressor.find(chosen.values), [part.ids for _, part in worker.sent]
     want = predict_low_rank(Layout(IDS, PLACES), BLOCK, int(chosen.number), ids, values)
@@ -156,7 +156,7 @@ def test_a_push_that_is_given_back_is_held() -> None:
     worker, rows = Worker(shards=2), gradients(0)
     worker.push(rows)
     for shard, part in worker.sent:
-        worker.compressor.give_back([part], shard)
+        worker.compressor.restore_residual([part], shard)
     np.testing.assert_allclose(worker.held(), rows, atol=1e-6)
 
 
@@ -197,9 +197,9 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
 def test_what_is_held_is_sent_when_another_codec_follows() -> None:
     worker, rows = Worker(), gradients(0)
     left = rows - worker.push(rows)
-    worker.compressor.choose("dense", Codec.parse("none"))
+    worker.compressor.choose("dense", CodecName.parse("none"))
     sent = np.zeros_like(rows)
-    for part in worker.compressor.leftovers(0, 1.0, 2**20):
+    for part in worker.compressor.drain(0, 1.0, 2**20):
         sent[[int(np.flatnonzero(IDS == i)[0]) for i in part.ids]] = decode(part.gradients, len(part.ids), BLOCK).rows
     np.testing.assert_allclose(sent, left, atol=1e-6)
     assert not worker.held().any()
@@ -223,4 +223,4 @@ def test_the_state_of_another_rank_is_refused() -> None:
 
 def test_factors_travel_as_values_of_which_the_size_is_known() -> None:
     with pytest.raises(ValueError, match="factors travel as none, fp16s, bf16 or int8"):
-        Worker().compressor.check("dense", Codec.parse("powersgd:1+mine:codec"))
+        Worker().compressor.check("dense", CodecName.parse("powersgd:1+mine:codec"))

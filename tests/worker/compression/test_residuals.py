@@ -6,14 +6,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from embershard.worker.compression.residual_store import Held
+from embershard.worker.compression.residual_store import ResidualRows
 from embershard.worker.compression.residuals import Residuals
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
 
-def push(held: Residuals, ids: list[int], rows: Floats, rate: float = 1.0) -> tuple[Floats, Floats, Held]:
+def push(held: Residuals, ids: list[int], rows: Floats, rate: float = 1.0) -> tuple[Floats, Floats, ResidualRows]:
     """What is held of ids is replaced by rows; what it was, with ages, and what gave way."""
     at = np.array(ids, np.int64)
     slots = held.find(at)
@@ -63,7 +63,7 @@ def test_without_room_the_row_that_was_not_met_for_longest_gives_way_whole() -> 
 
 
 def test_what_gives_way_is_sent_in_the_order_of_ids_each_row_with_its_age() -> None:
-    gone = Held(
+    gone = ResidualRows(
         np.array([5, 2, 9]), row(1, 2, 3).T.copy(), np.array([4, 0, 7], np.float32), np.full(3, 0.5, np.float32)
     )
     sent = gone.scaled(2.0)
@@ -84,7 +84,7 @@ def test_what_is_given_back_is_held_even_above_the_capacity_and_gives_way_later(
     held = Residuals(1, 2)
     push(held, [1, 2], np.ones((2, 1), np.float32))
     ones = np.ones(3, np.float32)
-    held.give_back(Held(np.array([1, 3, 4]), np.ones((3, 1), np.float32), ones, ones), 1.0)
+    held.restore_residual(ResidualRows(np.array([1, 3, 4]), np.ones((3, 1), np.float32), ones, ones), 1.0)
     assert dict(zip(held.held().ids.tolist(), held.held().rows[:, 0].tolist(), strict=True)) == {1: 2, 2: 1, 3: 1, 4: 1}
     gone: list[int] = []
     for number in range(5, 9):
@@ -150,7 +150,7 @@ def test_the_state_of_another_dim_is_refused() -> None:
 def test_a_state_is_restored_whole_above_the_capacity_and_over_what_was_held(capacity: int | None) -> None:
     held, again = Residuals(2, capacity), Residuals(2, capacity)
     ids, ones = np.arange(600), np.ones(600, np.float32)
-    held.give_back(Held(ids, np.ones((600, 2), np.float32), ones, ones), 1.0)
+    held.restore_residual(ResidualRows(ids, np.ones((600, 2), np.float32), ones, ones), 1.0)
     push(again, [-1], row(5, 5))
     again.load_state_dict(held.state_dict())
     assert again.held().ids.tolist() == ids.tolist()

@@ -29,7 +29,7 @@ def join() -> Iterator[Join]:
     shards, sessions = InProcessShards(), []
 
     def make(rank: int, staleness: int | None = None, *, lease: float = 10.0) -> Session:
-        session = Session(Client(shards.carriers(), worker=rank))
+        session = Session(Client(shards.transports(), worker=rank))
         session.client.join(Terms(workers=2, staleness=staleness, lease=timedelta(seconds=lease)))
         sessions.append(session)
         return session
@@ -122,8 +122,8 @@ def test_nobody_waits_for_the_clock_of_a_worker_that_waits_for_a_split(
     assert member is not None
     rests: list[bool] = []
     take = member.take_split
-    monkeypatch.setattr(member, "take_split", lambda *what: (rests.append(member.resting), take(*what))[1])
-    assert not any(member.resting for _ in SplitQueue(session, 2).deal(0))
+    monkeypatch.setattr(member, "take_split", lambda *what: (rests.append(member.paused), take(*what))[1])
+    assert not any(member.paused for _ in SplitQueue(session, 2).deal(0))
     assert rests == [True] * 3
 
 

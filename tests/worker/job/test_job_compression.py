@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.worker.job.compression import compression_advice
 from embershard.worker.job.job import Job, JobFileError, load_job
 
@@ -80,7 +80,7 @@ def test_a_direction_of_the_file_is_taken_back_by_null_and_not_by_nothing(folder
     text = JOB + "compression:\n  push: int8\n  pull: bf16\n"
     section = load(folder, "compression.push=null", text=text).compression
     assert section is not None
-    assert section.settings(0).of("rows", dense=False) == (Codec(), Codec.parse("bf16"))
+    assert section.settings(0).of("rows", dense=False) == (CodecName(), CodecName.parse("bf16"))
     (line,) = mistakes(folder, "compression.push=", text=text)
     assert line == "--set compression.push=: compression.push: has no value; null takes it as not given"
 

@@ -68,7 +68,7 @@ model: {name: lr}
 data: {reader: ctr_csv, train: train.csv, ids: global, splits: 4}
 embedding: {optimizer: {name: adagrad, lr: 0.1}, cache: {rows: 9}}
 dense: {mode: ddp}
-train: {batch_size: 8, epochs: 1, staleness: 4, lease: 3, damp_staleness: true, prefetch: 2, restart_workers: 1}
+train: {batch_size: 8, epochs: 1, staleness: 4, lease: 3, staleness_aware_lr: true, prefetch: 2, restart_workers: 1}
 compression: {push: int8}
 network: {bandwidth: 100mbit}
 workers: 2
@@ -82,7 +82,7 @@ def test_an_override_of_the_strategy_sets_aside_what_the_file_says_of_shards(fol
     assert not job.has_shards
     assert job.workers == (2 if strategy == "ddp" else 1)
     assert not job.model_fields_set & {"shards", "compression"}
-    assert not job.train.model_fields_set & {"staleness", "lease", "damp_staleness", "prefetch", "restart_workers"}
+    assert not job.train.model_fields_set & {"staleness", "lease", "staleness_aware_lr", "prefetch", "restart_workers"}
     assert job.data.splits is None
     assert "mode" not in job.dense.model_fields_set
     assert job.embedding.cache is None
@@ -122,7 +122,7 @@ CONTRADICTIONS = [
     (["strategy=local", "workers=2"], "workers: strategy local trains in one process"),
     (["strategy=ddp", "train.staleness=4"], "train.staleness: has no meaning for strategy ddp"),
     (["strategy=ddp", "train.lease=4"], "train.lease: has no meaning for strategy ddp"),
-    (["strategy=ddp", "train.damp_staleness=true"], "train.damp_staleness: has no meaning for strategy ddp"),
+    (["strategy=ddp", "train.staleness_aware_lr=true"], "train.staleness_aware_lr: has no meaning for strategy ddp"),
     (["strategy=ddp", "train.prefetch=2"], "train.prefetch: has no meaning for strategy ddp"),
     (["strategy=ddp", "embedding.cache={rows: 9}"], "embedding.cache: has no meaning for strategy ddp"),
     (["strategy=ddp", "train.staleness=0", "train.prefetch=1"], "train.prefetch: has no meaning for strategy ddp"),
@@ -174,10 +174,13 @@ CONTRADICTIONS = [
         ["train.staleness=local(2)", "embedding.optimizer={name: ftrl, lr: 0.1}"],
         "train.staleness local(2) trains copies of rows, which knows no ftrl; use sgd, adagrad, rowwise_adagrad",
     ),
-    (["train.staleness=local(2)", "train.damp_staleness=true"], "train.damp_staleness: with train.staleness local(2)"),
     (
-        ["train.staleness=0", "train.damp_staleness=true"],
-        "train.damp_staleness: with train.staleness 0 no push is stale",
+        ["train.staleness=local(2)", "train.staleness_aware_lr=true"],
+        "train.staleness_aware_lr: with train.staleness local(2)",
+    ),
+    (
+        ["train.staleness=0", "train.staleness_aware_lr=true"],
+        "train.staleness_aware_lr: with train.staleness 0 no push is stale",
     ),
     (["train.staleness=0", "train.prefetch=1"], "train.prefetch: pulls 1 clocks ahead, beyond train.staleness 0"),
     (["train.staleness=0", "embedding.cache={staleness: 1}"], "embedding.cache: its copies may be 1 clocks old"),
@@ -198,7 +201,7 @@ def test_modes_that_contradict_each_other_are_refused(folder: Path, overrides: l
 
 
 def test_without_shards_a_job_may_say_that_nothing_is_stale(folder: Path) -> None:
-    nothing = ("train.staleness=0", "train.prefetch=0", "train.damp_staleness=false")
+    nothing = ("train.staleness=0", "train.prefetch=0", "train.staleness_aware_lr=false")
     assert not load(folder, "strategy=ddp", *nothing).has_shards
     assert not load(folder, "strategy=ddp", "dense.mode=ddp").has_shards  # as it does anyway
 
@@ -209,7 +212,7 @@ def test_local_steps_are_promised_for_what_trains_copies() -> None:
 
 @pytest.mark.parametrize("staleness", ["4", "off"])
 def test_learning_rates_are_damped_where_pushes_may_be_stale(folder: Path, staleness: str) -> None:
-    assert load(folder, f"train.staleness={staleness}", "train.damp_staleness=true").train.damp_staleness
+    assert load(folder, f"train.staleness={staleness}", "train.staleness_aware_lr=true").train.staleness_aware_lr
 
 
 def test_a_cache_within_the_bound_is_taken(folder: Path) -> None:

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import embershard as es
 from embershard.worker.nn.averaging import WeightAverage
 from embershard.worker.session.session import Session
-from embershard.worker.strategy.protocol import Turn
+from embershard.worker.strategy.protocol import StepBatch
 from embershard.worker.training.step import StepSettings, TrainStep
 
 MakeSession = Callable[..., Session]
@@ -66,7 +66,7 @@ def trained(
     expected = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(decay))
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
     for ids in batches(steps):
-        step(Turn(0, ids, len(ids)))
+        step(StepBatch(0, ids, len(ids)))
         optimizer.zero_grad()
         loss_of(plain, ids).backward()
         optimizer.step()
@@ -106,7 +106,7 @@ def test_the_weights_are_their_own_again_afterwards(make_session: MakeSession) -
     with pytest.raises(KeyError), average.applied():
         raise KeyError
     torch.testing.assert_close(layers(model), own, rtol=0, atol=0)
-    step(Turn(0, ids, len(ids)))
+    step(StepBatch(0, ids, len(ids)))
     assert average.steps == 3  # the next step is taken in by the forward after it
 
 
@@ -119,7 +119,7 @@ def test_an_evaluation_in_between_counts_no_step_twice(make_session: MakeSession
     expected = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.7))
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
     for ids in batches(4):
-        step(Turn(0, ids, len(ids)))
+        step(StepBatch(0, ids, len(ids)))
         optimizer.zero_grad()
         loss_of(plain, ids).backward()
         optimizer.step()
@@ -143,7 +143,7 @@ def test_a_step_that_is_left_out_is_not_taken_in(make_session: MakeSession) -> N
         model, lambda m, ids: loss_of(m, ids) * nan, Shards(session), StepSettings(non_finite="skip"), average=average
     )
     for ids in batches(2):
-        step(Turn(0, ids, len(ids)))
+        step(StepBatch(0, ids, len(ids)))
     assert (step.skipped, average.steps) == (2, 0)
 
 

@@ -18,7 +18,7 @@ from embershard.worker.nn.lr_schedule import Best, Schedule
 from embershard.worker.reporting.log import JsonLog, TensorBoardLog
 from embershard.worker.reporting.records import Evaluation, Interval, Observer, Plan, Result
 from embershard.worker.reporting.terminal import Terminal, result_table
-from embershard.worker.reporting.throughput import Meter
+from embershard.worker.reporting.throughput import Throughput
 from embershard.worker.session.session import Session
 
 PLAN = Plan(
@@ -193,7 +193,7 @@ def test_the_meter_counts_no_pauses_and_what_training_waits_for(
     session: Session = make_session(1)
     now = [100.0]
     monkeypatch.setattr("embershard.worker.reporting.throughput.time.perf_counter", lambda: now[0])
-    meter = Meter(session, 2)
+    meter = Throughput(session, 2)
 
     def train(seconds: float, waited: float) -> None:
         now[0] += seconds
@@ -223,7 +223,7 @@ def test_the_meter_gives_bytes_per_step_without_those_of_evaluations(make_sessio
     session: Session = make_session(1)
     spec = TableSpec(name="items", dim=4, optimizer=SGD(lr=1.0))
     session.client.declare(spec)
-    meter = Meter(session, 1)
+    meter = Throughput(session, 1)
 
     def pull(count: int) -> None:
         session.client.pull([(spec.name, make_route(np.arange(count), spec.space_key, session.placement))])

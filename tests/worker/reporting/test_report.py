@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embershard.worker.client.calls import Stats
+from embershard.worker.client.calls import ClientStats
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.job.job import Job
 from embershard.worker.reporting.report import Report
-from embershard.worker.reporting.throughput import Meter
+from embershard.worker.reporting.throughput import Throughput
 
 JOB = Job.model_validate(
     {
@@ -33,13 +33,13 @@ class WithLateCounter(WorkerGroup):
 
 def test_the_training_time_is_that_of_the_worker_that_counted_longest() -> None:
     strategy: Any = SimpleNamespace(
-        stats=Stats(skipped_rows=8),
+        stats=ClientStats(skipped_rows=8),
         predicted=lambda moved: {},
         expired_leases=lambda: 0,
         staleness_seen=lambda: (),
         table_rows=lambda: {},
     )
-    meter = Meter(strategy, 2)
+    meter = Throughput(strategy, 2)
     meter.samples, meter.trained, meter.waited = 800, 40.0, 10.0
     dataset: Any = SimpleNamespace(splits=())
     report = Report(JOB, dataset, strategy, WithLateCounter(), meter, ())

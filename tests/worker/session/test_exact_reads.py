@@ -11,12 +11,12 @@ from bag_model import BagModel
 from torch import nn
 
 import embershard as es
-from embershard.proto.messages import ONLOOKER
+from embershard.proto.messages import READ_ONLY_WORKER
 from embershard.ps.shard import Shard
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.job.job import Job
 from embershard.worker.session.session import Session
-from embershard.worker.trained.live_evaluation import Onlooker
+from embershard.worker.trained.live_evaluation import LiveEvaluator
 from embershard.worker.trained.reading import NotTrained
 from embershard.worker.training.trainer import Trainer
 
@@ -152,8 +152,10 @@ def test_the_figures_of_a_run_are_those_that_the_weights_on_the_shards_have(
 ) -> None:
     shards = make_shards(2)
     said = figures(job(), make_session(shards=shards))
-    onlooker = Onlooker(job(compression={"pull": "none"}), make_session(shards=shards, worker=ONLOOKER), Path())
-    assert said == onlooker.evaluate()[1]
+    evaluator = LiveEvaluator(
+        job(compression={"pull": "none"}), make_session(shards=shards, worker=READ_ONLY_WORKER), Path()
+    )
+    assert said == evaluator.evaluate()[1]
 
 
 def test_a_run_that_evaluates_more_often_comes_to_the_same_bits(make_session: Callable[..., Session]) -> None:
@@ -171,8 +173,8 @@ def test_an_onlooker_leaves_shards_without_the_dense_weights_as_they_are(
     shards = make_shards(2)
     hybrid = job(dense={"mode": "ddp"}, compression={})
     figures(hybrid, make_session(shards=shards))
-    session = make_session(shards=shards, worker=ONLOOKER)
+    session = make_session(shards=shards, worker=READ_ONLY_WORKER)
     before = [[table.name for table in status.tables] for status in session.client.status()]
     with pytest.raises(NotTrained, match=r"no table 'dense' of this job"):
-        Onlooker(job(), session, Path())
+        LiveEvaluator(job(), session, Path())
     assert [[table.name for table in status.tables] for status in session.client.status()] == before

@@ -12,7 +12,7 @@ from torch import nn
 import embershard as es
 from embershard.proto.messages import Pull, Push, Reply, Request
 from embershard.proto.spec import Optimizer
-from embershard.proto.transport.local import LocalCarrier
+from embershard.proto.transport.local import LocalTransport
 from embershard.ps.shard import Shard
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
@@ -34,8 +34,8 @@ class Job:
         self.sessions: list[Session] = []
 
     def worker(self, steps: int, terms: Terms | None = None) -> Session:
-        carriers = [LocalCarrier(lambda r, it=shard: self.handle(it, r), "local") for shard in self.shards]
-        client = Client(carriers, worker=len(self.sessions), timeout=timedelta(seconds=PATIENCE))
+        transports = [LocalTransport(lambda r, it=shard: self.handle(it, r), "local") for shard in self.shards]
+        client = Client(transports, worker=len(self.sessions), timeout=timedelta(seconds=PATIENCE))
         if terms is not None:
             client.join(terms)
         self.sessions.append(Session(client, local_steps=steps))
@@ -48,8 +48,8 @@ class Job:
 
     def rows(self, spec: es.TableSpec, ids: list[int]) -> torch.Tensor:
         """As the shards have them."""
-        carriers = [LocalCarrier(shard.handle, "local") for shard in self.shards]
-        with self.lock, Session(Client(carriers, worker=99)) as session:
+        transports = [LocalTransport(shard.handle, "local") for shard in self.shards]
+        with self.lock, Session(Client(transports, worker=99)) as session:
             return session.table(spec).pull(torch.tensor(ids))
 
 
@@ -410,8 +410,8 @@ def test_local_steps_refuse_what_contradicts_them(make_job: Callable[[], Job]) -
         make_job().worker(2).cache_rows()
     with pytest.raises(ValueError, match="local_steps must be at least 1"):
         es.connect("127.0.0.1:1", local_steps=0)
-    with pytest.raises(ValueError, match="damp_staleness"):
-        es.connect("127.0.0.1:1", local_steps=2, workers=2, damp_staleness=True)
+    with pytest.raises(ValueError, match="staleness_aware_lr"):
+        es.connect("127.0.0.1:1", local_steps=2, workers=2, staleness_aware_lr=True)
 
 
 def test_ids_keep_their_numbers_while_there_come_more() -> None:

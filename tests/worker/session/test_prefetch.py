@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import embershard as es
 from embershard.proto.errors import InvalidRequest, UnknownTable
 from embershard.proto.messages import Pull, Push, Reply, Request
-from embershard.proto.transport.local import LocalCarrier
+from embershard.proto.transport.local import LocalTransport
 from embershard.ps.shard import Shard
 from embershard.worker.client.client import Client
 from embershard.worker.overlap import overlap
@@ -55,7 +55,7 @@ class Wired:
     def __init__(self, shards: list[Shard]) -> None:
         self.heard: list[tuple[str, Request]] = []
         self.wires = [Wire(shard, self.heard) for shard in shards]
-        self.session = Session(Client([LocalCarrier(wire.handle, f"wire/{i}") for i, wire in enumerate(self.wires)]))
+        self.session = Session(Client([LocalTransport(wire.handle, f"wire/{i}") for i, wire in enumerate(self.wires)]))
 
     def hold(self, before: Callable[[Request], object] | None = None, after: Callable[[Request], object] | None = None):
         for wire in self.wires:

@@ -14,8 +14,8 @@ from embershard.proto.errors import TableMismatch
 from embershard.proto.messages import Pull, Push, Reply, Request
 from embershard.proto.protobuf import dumps, loads
 from embershard.proto.routing import Placement, Route, make_routes
-from embershard.proto.transport.local import LocalCarrier
-from embershard.ps.coordination.route_cache import RouteMemory
+from embershard.proto.transport.local import LocalTransport
+from embershard.ps.coordination.route_cache import RouteCache
 from embershard.ps.shard import Shard
 from embershard.worker.client.client import Client
 from embershard.worker.session import reads as reads_module
@@ -39,7 +39,7 @@ class Listener:
 
 def listened(shards: list[Shard]) -> tuple[Session, list[Listener]]:
     listeners = [Listener(shard) for shard in shards]
-    return Session(Client([LocalCarrier(it.handle, f"local/{i}") for i, it in enumerate(listeners)])), listeners
+    return Session(Client([LocalTransport(it.handle, f"local/{i}") for i, it in enumerate(listeners)])), listeners
 
 
 def test_a_step_pushes_the_gradient_and_the_next_read_sees_it(make_session: MakeSession) -> None:
@@ -224,7 +224,7 @@ def test_ids_that_a_shard_dropped_are_sent_again(make_shards: Callable[..., list
     table = session.table(SPEC)
     es.Embedding(table)(IDS).sum().backward()
     for shard in shards:
-        shard._pushes.routes = RouteMemory()
+        shard._pushes.routes = RouteCache()
     session.step()
     assert session.stats.pushed_rows == 2
     torch.testing.assert_close(table.pull(IDS)[:, 0], torch.tensor([-2.0, -1.0, -2.0]))

@@ -12,8 +12,8 @@ import torch
 import embershard as es
 from embershard.proto.codec_errors import UnknownCodec
 from embershard.proto.errors import JobError
-from embershard.proto.messages import ONLOOKER, Compress, Pull, Push, Reply, Request, TableCodecs
-from embershard.proto.transport.local import LocalCarrier
+from embershard.proto.messages import READ_ONLY_WORKER, Compress, Pull, Push, Reply, Request, TableCodecs
+from embershard.proto.transport.local import LocalTransport
 from embershard.ps.shard import Shard
 from embershard.worker.client.client import Client
 from embershard.worker.compression.advice import advice
@@ -47,7 +47,7 @@ class Listener:
 
 def connect(shards: list[Shard]) -> tuple[Session, Listener]:
     listeners = [Listener(shard) for shard in shards]
-    client = Client([LocalCarrier(it.handle, f"local/{i}") for i, it in enumerate(listeners)])
+    client = Client([LocalTransport(it.handle, f"local/{i}") for i, it in enumerate(listeners)])
     return Session(client), listeners[0]
 
 
@@ -145,8 +145,8 @@ def test_what_the_shards_were_told_for_a_job_is_not_put_on_the_next_one(
         session.client.ask_all(Compress(1, (TableCodecs("t", push="int8"),)))
         train(session, 2)
         assert session.client.compressor.packs("t")
-    with es.connect(stream_shard, worker=ONLOOKER) as onlooker:  # who only looks leaves them alone
-        assert settings_of(onlooker.client).tables
+    with es.connect(stream_shard, worker=READ_ONLY_WORKER) as reader:  # who only looks leaves them alone
+        assert settings_of(reader.client).tables
     with es.connect(stream_shard, staleness=staleness) as session:
         train(session, 2)
         assert not session.client.compressor.packs("t")
@@ -158,8 +158,8 @@ def test_what_the_shards_were_told_for_a_job_is_not_put_on_the_next_one(
 def test_who_only_looks_does_not_change_how_a_table_is_shown_to_travel(stream_shard: str) -> None:
     with es.connect(stream_shard, compression=es.Compression(push="int8")) as session:
         session.table(SPEC)
-        with es.connect(stream_shard, worker=ONLOOKER) as onlooker:
-            onlooker.table(SPEC)
+        with es.connect(stream_shard, worker=READ_ONLY_WORKER) as reader:
+            reader.table(SPEC)
         (table,) = session.client.status()[0].tables
         assert table.push_codec == "int8"
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 
 import embershard as es
-from embershard.proto.transport.local import LocalCarrier
+from embershard.proto.transport.local import LocalTransport
 from embershard.ps.shard import Shard
 from embershard.worker.client.client import Client
 from embershard.worker.session.session import Session
-from embershard.worker.strategy.counted import Counted
+from embershard.worker.strategy.counted import ShardCounters
 
 SPEC = es.TableSpec(name="t", dim=2, optimizer=es.SGD(lr=0.1))
 IDS = torch.arange(64)  # so many are on two shards
@@ -21,10 +21,10 @@ class Worker:
     """Trains on some shards, which may be replaced."""
 
     def __init__(self, shards: list[Shard], rank: int) -> None:
-        carriers = [
-            LocalCarrier(lambda message, i=i: shards[i].handle(message), f"local/{i}") for i in range(len(shards))
+        transports = [
+            LocalTransport(lambda message, i=i: shards[i].handle(message), f"local/{i}") for i in range(len(shards))
         ]
-        self.session = Session(Client(carriers, worker=rank))
+        self.session = Session(Client(transports, worker=rank))
         self._module = es.Embedding(self.session.table(SPEC))
 
     def push(self, *before: Worker) -> None:
@@ -42,7 +42,7 @@ def test_what_was_counted_before_is_not_of_this_run(make_shards: Callable[..., l
     mine.push()  # the first one's version says nothing
     mine.push(other, other)
     before = mine.session.staleness_seen()
-    counted = Counted(mine.session.client)
+    counted = ShardCounters(mine.session.client)
     assert sum(counted.staleness_seen()) == counted.expired_leases() == 0
 
     mine.push()

@@ -13,8 +13,8 @@ from embershard.proto.spec import FTRL, SGD, Adagrad, Adam, AdamW, Optimizer, RM
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table
 from embershard.worker.job.training import DenseMode
-from embershard.worker.strategy.dense import DenseInWorkers
-from embershard.worker.strategy.formula_optimizer import FormulaOptimizer
+from embershard.worker.strategy.dense import ReplicatedDense
+from embershard.worker.strategy.formula_optimizer import RowFormulaOptimizer
 from embershard.worker.strategy.optimizers import dense_optimizer, torch_optimizer
 
 OPTIMIZERS = [
@@ -55,7 +55,7 @@ def step(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], number: 
 @pytest.mark.parametrize("spec", OPTIMIZERS, ids=settings)
 def test_a_step_has_the_bits_that_it_has_on_a_shard(spec: Optimizer) -> None:
     weights = parameters()
-    ours = dense_optimizer(spec, weights, FormulaOptimizer)
+    ours = dense_optimizer(spec, weights, RowFormulaOptimizer)
     tables = []
     for weight in weights:
         table = Table(TableSpec(name="t", dim=weight.numel(), optimizer=spec), OptimizerRegistry().find(spec), 1 << 26)
@@ -72,15 +72,15 @@ def test_a_step_has_the_bits_that_it_has_on_a_shard(spec: Optimizer) -> None:
 
 
 @pytest.mark.parametrize("spec", OPTIMIZERS, ids=settings)
-@pytest.mark.parametrize("first", [FormulaOptimizer, torch_optimizer])
+@pytest.mark.parametrize("first", [RowFormulaOptimizer, torch_optimizer])
 def test_torchs_own_goes_on_from_its_state_and_the_other_way_round(spec: Optimizer, first: type) -> None:
     weights, others = parameters(), parameters()
-    whole = dense_optimizer(spec, weights, FormulaOptimizer)
+    whole = dense_optimizer(spec, weights, RowFormulaOptimizer)
     begun = dense_optimizer(spec, others, first)
     for number in range(5):
         step(whole, weights, number)
         step(begun, others, number)
-    then = torch_optimizer if first is FormulaOptimizer else FormulaOptimizer
+    then = torch_optimizer if first is RowFormulaOptimizer else RowFormulaOptimizer
     other = dense_optimizer(spec, others, then)
     other.load_state_dict({**other.state_dict(), "state": copy.deepcopy(begun.state_dict()["state"])})
     for number in range(5, 10):
@@ -95,7 +95,7 @@ def test_a_parameter_that_is_not_contiguous_is_trained_alike(spec: Optimizer) ->
     plain = [nn.Parameter(weight.detach().clone()) for weight in parameters()[2:]]
     turned = [nn.Parameter(weight.detach().t().contiguous().t()) for weight in plain]
     assert not turned[0].is_contiguous()
-    both = [FormulaOptimizer(spec, weights) for weights in (plain, turned)]
+    both = [RowFormulaOptimizer(spec, weights) for weights in (plain, turned)]
     for number in range(4):
         for weight, other, gradient in zip(plain, turned, gradients(number)[2:], strict=True):
             weight.grad, other.grad = torch.from_numpy(gradient), torch.from_numpy(gradient.copy())
@@ -107,7 +107,7 @@ def test_a_parameter_that_is_not_contiguous_is_trained_alike(spec: Optimizer) ->
 
 def test_a_parameter_without_a_gradient_is_left_alone() -> None:
     weights = parameters()
-    optimizer = FormulaOptimizer(Adam(lr=0.1), weights)
+    optimizer = RowFormulaOptimizer(Adam(lr=0.1), weights)
     before = weights[0].detach().clone()
     weights[1].grad = torch.ones_like(weights[1])
     optimizer.step()
@@ -117,7 +117,7 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
 
 def test_a_closure_is_called_with_gradients_on() -> None:
     weight = nn.Parameter(torch.ones(3))
-    optimizer = FormulaOptimizer(SGD(lr=0.5), [weight])
+    optimizer = RowFormulaOptimizer(SGD(lr=0.5), [weight])
 
     def closure() -> float:
         loss = weight.sum()
@@ -131,12 +131,12 @@ def test_a_closure_is_called_with_gradients_on() -> None:
 
 def test_what_torch_has_not_is_refused() -> None:
     with pytest.raises(ValueError, match="torch has no ftrl"):
-        dense_optimizer(FTRL(lr=0.1), parameters(), FormulaOptimizer)
+        dense_optimizer(FTRL(lr=0.1), parameters(), RowFormulaOptimizer)
 
 
 def test_elements_beside_nan_are_left_alone_and_counted_as_on_a_shard() -> None:
     weight = nn.Parameter(torch.ones(2500))  # three blocks
-    optimizer = FormulaOptimizer(SGD(lr=1.0), [weight])
+    optimizer = RowFormulaOptimizer(SGD(lr=1.0), [weight])
     weight.grad = torch.ones(2500)
     weight.grad[1030] = float("nan")
     optimizer.step()
@@ -146,7 +146,7 @@ def test_elements_beside_nan_are_left_alone_and_counted_as_on_a_shard() -> None:
 
 def test_a_copy_goes_on_alike() -> None:
     weights = parameters()
-    optimizer = FormulaOptimizer(Adam(lr=0.1), weights)
+    optimizer = RowFormulaOptimizer(Adam(lr=0.1), weights)
     step(optimizer, weights, 0)
     twin = copy.deepcopy(optimizer)
     for number in range(1, 3):
@@ -158,7 +158,7 @@ def test_a_copy_goes_on_alike() -> None:
 
 def test_autograd_notices_that_a_weight_was_changed() -> None:
     weight = nn.Parameter(torch.ones(3))
-    optimizer = FormulaOptimizer(SGD(lr=1.0), [weight])
+    optimizer = RowFormulaOptimizer(SGD(lr=1.0), [weight])
     squares = (weight * weight).sum()
     squares.backward(retain_graph=True)
     optimizer.step()
@@ -168,7 +168,7 @@ def test_autograd_notices_that_a_weight_was_changed() -> None:
 
 def test_a_sparse_gradient_is_taken_whole() -> None:
     weight = nn.Parameter(torch.ones(3, 2))
-    optimizer = FormulaOptimizer(SGD(lr=1.0), [weight])
+    optimizer = RowFormulaOptimizer(SGD(lr=1.0), [weight])
     weight.grad = torch.sparse_coo_tensor(torch.tensor([[2]]), torch.ones(1, 2), (3, 2), check_invariants=True)
     optimizer.step()
     assert weight.tolist() == [[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
@@ -177,7 +177,7 @@ def test_a_sparse_gradient_is_taken_whole() -> None:
 @pytest.mark.parametrize(
     ("mode", "dtype", "kind"),
     [
-        ("ddp", torch.float32, FormulaOptimizer),
+        ("ddp", torch.float32, RowFormulaOptimizer),
         ("ddp", torch.float64, torch.optim.SGD),
         ("fsdp", torch.float32, torch.optim.SGD),
     ],
@@ -185,7 +185,7 @@ def test_a_sparse_gradient_is_taken_whole() -> None:
 def test_float32_on_the_cpu_by_ddp_is_trained_by_the_formula(
     mode: DenseMode, dtype: torch.dtype, kind: type[torch.optim.Optimizer]
 ) -> None:
-    dense = DenseInWorkers(nn.Linear(2, 1).to(dtype), mode, {"*": SGD(lr=1.0)}, torch.device("cpu"))
+    dense = ReplicatedDense(nn.Linear(2, 1).to(dtype), mode, {"*": SGD(lr=1.0)}, torch.device("cpu"))
     (optimizer,) = dense.optimizers
     assert type(optimizer) is kind
     assert dense.skipped == 0

@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from embershard.proto.errors import JobError, WorkerLost
 from embershard.worker.data.batch import Batch
-from embershard.worker.strategy.allreduce import Together
-from embershard.worker.strategy.protocol import Turn
+from embershard.worker.strategy.allreduce import SynchronousSteps
+from embershard.worker.strategy.protocol import StepBatch
 
 
-class Pair(Together):
+class Pair(SynchronousSteps):
     """The first of two workers; the other one has batches of the given sizes."""
 
     def __init__(self, other: list[int]) -> None:
@@ -34,8 +34,10 @@ class Pair(Together):
         return [samples + other, idle + (other == 0)]
 
 
-def turns(*samples: int) -> Iterator[Turn]:
-    return (Turn(0, Batch(torch.zeros(n, 1, dtype=torch.int64), None, torch.zeros(n)), n, weight=n) for n in samples)
+def turns(*samples: int) -> Iterator[StepBatch]:
+    return (
+        StepBatch(0, Batch(torch.zeros(n, 1, dtype=torch.int64), None, torch.zeros(n)), n, weight=n) for n in samples
+    )
 
 
 def test_a_batch_counts_by_its_share_of_the_step() -> None:

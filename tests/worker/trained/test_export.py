@@ -16,7 +16,7 @@ from torch import nn
 from embershard.proto.errors import EmbershardError, JobError, TableMismatch
 from embershard.proto.messages import Declare
 from embershard.proto.spec import SGD, TableSpec
-from embershard.proto.transport.local import LocalCarrier
+from embershard.proto.transport.local import LocalTransport
 from embershard.ps.shard import Shard
 from embershard.worker.checkpoint.snapshots import read_table, take_snapshot
 from embershard.worker.client.client import Client
@@ -235,7 +235,7 @@ def test_a_table_that_one_shard_lacks_is_not_created_there(make_shards: Callable
     shards = make_shards(2)
     spec = TableSpec(name="t", dim=2, optimizer=SGD(lr=0.1))
     shards[0].handle(Declare(spec))
-    client = Client([LocalCarrier(shard.handle, f"local/{i}") for i, shard in enumerate(shards)])
+    client = Client([LocalTransport(shard.handle, f"local/{i}") for i, shard in enumerate(shards)])
     with pytest.raises(NotTrained):
         ReadOnlySession(client).table(spec)
     assert not client.status()[1].tables

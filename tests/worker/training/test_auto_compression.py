@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import embershard as es
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.values.registry import find_values
 from embershard.proto.codec_messages import Compress, TableCodecs
 from embershard.proto.messages import Reply, Request, bulk_bytes
-from embershard.proto.transport.local import LocalCarrier
+from embershard.proto.transport.local import LocalTransport
 from embershard.ps.shard import Shard
 from embershard.worker.client import calls
 from embershard.worker.client.client import Client
@@ -23,15 +23,15 @@ from embershard.worker.session import traffic
 from embershard.worker.session.session import Session
 from embershard.worker.training import autotune as auto
 from embershard.worker.training import trial
-from embershard.worker.training.autotune import Auto, Cost, Link, best, candidates, measure
+from embershard.worker.training.autotune import CodecTuner, Cost, Link, best, candidates, measure
 from embershard.worker.training.codecs import JobCodecs
 
 MakeShards = Callable[..., list[Shard]]
 SPEC = es.TableSpec(name="t", dim=64, optimizer=es.Adagrad(lr=0.1), initializer=es.Constant(value=0.0))
-INT8, FP16S = Codec.parse("int8"), Codec.parse("fp16s")
+INT8, FP16S = CodecName.parse("int8"), CodecName.parse("fp16s")
 
 
-def cost(codec: Codec, coded: float, seconds: float) -> Cost:
+def cost(codec: CodecName, coded: float, seconds: float) -> Cost:
     return Cost(codec, 4e6, coded, seconds / 2, seconds / 2)
 
 
@@ -42,7 +42,7 @@ COSTS = [cost(FP16S, 2e6, 0.001), cost(INT8, 1e6, 0.003)]  # break-even at 2 GB/
     ("bytes_per_second", "want"),
     [(1e7, INT8), (4e8, INT8), (6e8, FP16S), (1.5e9, FP16S), (1.7e9, None), (1e12, None)],
 )
-def test_what_saves_the_most_time_on_a_link_is_chosen(bytes_per_second: float, want: Codec | None) -> None:
+def test_what_saves_the_most_time_on_a_link_is_chosen(bytes_per_second: float, want: CodecName | None) -> None:
     found, why = best(COSTS, Link(bytes_per_second))
     assert (found and found.codec) == want
     if found is None:
@@ -65,7 +65,7 @@ def test_a_link_is_what_its_larger_and_faster_calls_saw() -> None:
     assert Link.of([], 0.0) is None
 
 
-ALLOW = [Codec.parse(text) for text in ("topk:0.01", "onebit", "bf16")]
+ALLOW = [CodecName.parse(text) for text in ("topk:0.01", "onebit", "bf16")]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_without_leave_nothing_is_left_out() -> None:
 
 @pytest.mark.parametrize(("text", "ratio"), [("int8", 64 * 4 / 66), ("fp16s", 64 * 4 / 129), ("topk:0.01+fp16s", 133)])
 def test_a_codec_is_measured_at_the_size_of_a_step(text: str, ratio: float) -> None:
-    found = measure(Codec.parse(text), 256 * 1000, 64, find_values)
+    found = measure(CodecName.parse(text), 256 * 1000, 64, find_values)
     assert found.raw_bytes / found.coded_bytes == pytest.approx(ratio, rel=0.2)
     assert min(found.encode, found.decode) > 0
 
@@ -133,7 +133,7 @@ class Slow:
 
 def connect(shards: list[Shard], clock: Clock, bytes_per_second: float = 4e6) -> Session:
     slow = [Slow(shard, clock, bytes_per_second) for shard in shards]
-    return Session(Client([LocalCarrier(one.handle, f"local/{i}") for i, one in enumerate(slow)]))
+    return Session(Client([LocalTransport(one.handle, f"local/{i}") for i, one in enumerate(slow)]))
 
 
 def train(session: Session, follow: Callable[[int], None], steps: int) -> None:
@@ -159,7 +159,7 @@ def test_a_slow_link_switches_on_what_pays_and_says_why(
     make_shards: MakeShards, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     session = connect(make_shards(1), clock)
-    chooser = Auto(session, [], frozenset())
+    chooser = CodecTuner(session, [], frozenset())
     train(session, chooser.follow, STEPS)
     assert used(session) == ("int8", "int8")
     assert chooser.done
@@ -201,7 +201,7 @@ def test_a_fast_link_switches_nothing_on(
 ) -> None:
     monkeypatch.setattr(auto, "measure", lambda codec, raw, *_: cost(codec, raw / 2, 1.0))
     session = connect(make_shards(2), clock)
-    train(session, Auto(session, [], frozenset()).follow, STEPS)
+    train(session, CodecTuner(session, [], frozenset()).follow, STEPS)
     assert used(session) == ("none", "none")
     assert "table t: push=none: the link gives 32 Mbit/s, and fp16s would pay below" in caplog.text
 
@@ -210,7 +210,7 @@ def test_training_that_does_not_wait_is_left_alone(
     make_shards: MakeShards, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     session = connect(make_shards(1), clock)
-    chooser = Auto(session, [], frozenset())
+    chooser = CodecTuner(session, [], frozenset())
 
     def follow(step: int) -> None:
         clock.now += 1.0  # the batch takes long
@@ -241,7 +241,7 @@ def test_what_did_not_make_steps_faster_is_switched_off_again(
     monkeypatch.setattr(auto, "measure", lambda codec, raw, *_: cost(codec, raw / 4, 0.0))
     session = connect(make_shards(1), clock)
     session.client.compressor.find = lambda name: find_values(name) if name == "none" else Sleepy(name, clock)
-    train(session, Auto(session, [], frozenset()).follow, STEPS)
+    train(session, CodecTuner(session, [], frozenset()).follow, STEPS)
     assert used(session) == ("none", "none")
     assert "with these codecs, and 8.33 without: they are switched off" in caplog.text
 
@@ -367,7 +367,7 @@ def test_other_codecs_than_a_trial_was_of_are_tried(make_shards: MakeShards, clo
 
 
 def test_what_would_give_momentum_twice_is_not_chosen() -> None:
-    dgc = [Codec.parse("dgc:0.01")]
+    dgc = [CodecName.parse("dgc:0.01")]
     for optimizer, want in ((es.SGD(lr=1), True), (es.SGD(lr=1, momentum=0.9), False)):
         spec = es.TableSpec(name="t", dim=4, optimizer=optimizer)
         assert (dgc[0] in candidates(spec, "push", dense=False, allow=dgc)) == want

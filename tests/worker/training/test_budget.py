@@ -13,7 +13,7 @@ from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import Schema
 from embershard.worker.data.rows import Rows, RowsDataset
 from embershard.worker.job.job import Job
-from embershard.worker.training.budget import Budget, Position, steps_of
+from embershard.worker.training.budget import Position, TrainingPlan, steps_of
 
 SAMPLES = 700  # 14 batches
 
@@ -50,7 +50,7 @@ def job(**train: object) -> Job:
     ids=lambda trained: f"{trained.train.budget} by {trained.train.accumulate}",
 )
 def test_the_steps_of_a_run_are_those_that_its_segments_make(trained: Job) -> None:
-    budget = Budget(trained, dataset(), WorkerGroup())
+    budget = TrainingPlan(trained, dataset(), WorkerGroup())
     steps = 0
     for segment in budget.segments():
         for part in segment.parts:
@@ -60,32 +60,32 @@ def test_the_steps_of_a_run_are_those_that_its_segments_make(trained: Job) -> No
 
 def test_every_split_ends_with_a_step_of_its_own() -> None:
     splits = SimpleNamespace(num_splits=4)  # of 175 samples: 4 batches, so 2 steps
-    budget = Budget(job(epochs=3, accumulate=3), dataset(), WorkerGroup(0, 2), splits=splits)  # type: ignore[arg-type]
+    budget = TrainingPlan(job(epochs=3, accumulate=3), dataset(), WorkerGroup(0, 2), splits=splits)  # type: ignore[arg-type]
     assert budget.total_steps == 3 * 4 * 2 // 2
 
 
 @pytest.mark.parametrize(("unit", "given"), [("steps", 10), ("samples", 5)])
 def test_other_workers_go_on_at_the_same_sample(unit: str, given: int) -> None:
     trained = job(**{unit: 1000})
-    one = Budget(trained, dataset(), WorkerGroup())
+    one = TrainingPlan(trained, dataset(), WorkerGroup())
     one.position = Position(epoch=2, batch=4, given=10)
-    two = Budget(trained, dataset(), WorkerGroup(1, 2))
+    two = TrainingPlan(trained, dataset(), WorkerGroup(1, 2))
     two.load_state_dict(one.state_dict())
     assert two.position == Position(epoch=2, batch=2, given=given)
-    back = Budget(trained, dataset(), WorkerGroup())
+    back = TrainingPlan(trained, dataset(), WorkerGroup())
     back.load_state_dict(two.state_dict())
     assert (back.position.epoch, back.position.batch) == (2, 4)
 
 
 def test_of_a_split_or_the_rest_of_an_epoch_there_may_be_nothing_that_will_do() -> None:
     splits = SimpleNamespace(num_splits=100, deal=lambda epoch: iter(range(100)))  # of 7 samples each
-    budget = Budget(job(epochs=1), dataset(), WorkerGroup(), smallest_batch=8, splits=splits)  # type: ignore[arg-type]
+    budget = TrainingPlan(job(epochs=1), dataset(), WorkerGroup(), smallest_batch=8, splits=splits)  # type: ignore[arg-type]
     assert [list(part) for segment in budget.segments() for part in segment.parts] == [[]] * 100
 
-    resumed = Budget(job(epochs=2), dataset(), WorkerGroup(), smallest_batch=2)
+    resumed = TrainingPlan(job(epochs=2), dataset(), WorkerGroup(), smallest_batch=2)
     resumed.load_state_dict({"epoch": 0, "batch": 13, "given": 13, "world_size": 1})
     assert [len(list(part)) for segment in resumed.segments() for part in segment.parts] == [1, 14]
-    alone = Budget(job(epochs=2), dataset(701), WorkerGroup(), smallest_batch=2)
+    alone = TrainingPlan(job(epochs=2), dataset(701), WorkerGroup(), smallest_batch=2)
     alone.load_state_dict({"epoch": 0, "batch": 14, "given": 14, "world_size": 1})
     assert [len(list(part)) for segment in alone.segments() for part in segment.parts] == [0, 14]
 
@@ -104,12 +104,12 @@ def test_who_comes_late_to_a_run_of_steps_begins_with_the_epoch_of_the_others(
     monkeypatch: pytest.MonkeyPatch, first: Position, late: bool, want: list[int]
 ) -> None:
     steps = job(steps=500, evaluate=20)
-    one = Budget(steps, dataset(), WorkerGroup())
+    one = TrainingPlan(steps, dataset(), WorkerGroup())
     one.position = first
     data, epochs = dataset(), []
     read = data.train
     monkeypatch.setattr(data, "train", lambda epoch, *share: (epochs.append(epoch), read(epoch, *share))[1])
-    other = Budget(steps, data, WorkerGroup())
+    other = TrainingPlan(steps, data, WorkerGroup())
     segments = other.segments()
     for part in next(segments).parts:  # it is in epoch 1 then
         list(part)
@@ -122,10 +122,10 @@ def test_who_comes_late_to_a_run_of_steps_begins_with_the_epoch_of_the_others(
 
 @pytest.mark.parametrize(("batch", "epochs"), [(5, 2), (13, 2), (14, 1)], ids=["begun", "nearly over", "over"])
 def test_an_epoch_that_was_begun_is_dealt_out_whole(batch: int, epochs: int) -> None:
-    before = Budget(job(steps=100), dataset(), WorkerGroup())
+    before = TrainingPlan(job(steps=100), dataset(), WorkerGroup())
     before.position = Position(epoch=1, batch=batch, given=14 + batch)
     splits = SimpleNamespace(num_splits=4, deal=lambda epoch: iter(range(4)))
-    budget = Budget(job(epochs=3), dataset(), WorkerGroup(), splits=splits)  # type: ignore[arg-type]
+    budget = TrainingPlan(job(epochs=3), dataset(), WorkerGroup(), splits=splits)  # type: ignore[arg-type]
     budget.load_state_dict(before.state_dict())
     parts = chain.from_iterable(segment.parts for segment in budget.segments())
     assert sum(len(batch) for part in parts for _, batch in part) == epochs * SAMPLES
@@ -139,20 +139,20 @@ def test_the_steps_of_other_workers_count_by_their_samples(unit: str, before: in
 
 
 def test_a_worker_that_was_not_there_counts_what_the_others_were_given() -> None:
-    budget = Budget(job(steps=40, evaluate=10), dataset(), WorkerGroup())
+    budget = TrainingPlan(job(steps=40, evaluate=10), dataset(), WorkerGroup())
     segments = budget.segments()
     next(segments)  # trained by the others
     for part in next(segments).parts:
         assert len(list(part)) == 10
     assert budget.position.given == 20
-    later = Budget(job(steps=40, evaluate=10), dataset(), WorkerGroup())
+    later = TrainingPlan(job(steps=40, evaluate=10), dataset(), WorkerGroup())
     later.load_state_dict(budget.state_dict())
     assert [len(list(chain.from_iterable(segment.parts))) for segment in later.segments()] == [10, 10]
 
 
 @pytest.mark.parametrize(("strategy", "epoch"), [("ddp", 2), ("local", 5)])
 def test_who_is_ahead_goes_back_where_the_workers_make_their_steps_together(strategy: str, epoch: int) -> None:
-    ahead = Budget(job(epochs=6).model_copy(update={"strategy": strategy}), dataset(), WorkerGroup())
+    ahead = TrainingPlan(job(epochs=6).model_copy(update={"strategy": strategy}), dataset(), WorkerGroup())
     ahead.load_state_dict({"epoch": 5, "batch": 1, "given": 9, "world_size": 1})
     ahead.follow({"begun": 2, "epoch": 2}, late=False)
     assert ahead.position.epoch == epoch

@@ -67,7 +67,7 @@ class Cluster:
 
     def run(self, rank: int, *, dies: bool = False, idle: bool = False) -> tuple[Result | None, Notes]:
         """One worker's run; None where it was killed."""
-        client = Client(self.shards.carriers(), worker=rank)
+        client = Client(self.shards.transports(), worker=rank)
         lease, patience = timedelta(seconds=60), timedelta(seconds=60)
         terms = Terms(workers=WORKERS, staleness=self.staleness, lease=lease, patience=patience)
         member, notes = client.join(terms), Notes()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from test_trainer import Notes, dataset, job
 
-from embershard.worker.client.worker_group import LeftBehind, Word, WorkerGroup
+from embershard.worker.client.worker_group import Evicted, Word, WorkerGroup
 from embershard.worker.job.job import Job
 from embershard.worker.reporting.records import Result
 from embershard.worker.session.session import Session
@@ -44,7 +44,7 @@ class Others(WorkerGroup):
     def assemble(self, segment: int, *, last: bool = False) -> None:
         self.calls.append(("end" if last else "assemble", segment))
         if segment == self._leave:
-            raise LeftBehind
+            raise Evicted
 
     def dismiss(self, segment: int, resume: Callable[[int], None], clock: int, word: Word) -> None:
         self.calls.append(("dismiss", clock))

@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import embershard as es
 from embershard.proto.errors import JobError
 from embershard.proto.messages import Reply, Request
-from embershard.proto.transport.local import LocalCarrier
+from embershard.proto.transport.local import LocalTransport
 from embershard.ps.shard import Shard
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
@@ -31,7 +31,7 @@ from embershard.worker.nn import compile as compilation
 from embershard.worker.nn.activations import checkpoint_activations
 from embershard.worker.nn.compile import compile_dense
 from embershard.worker.session.session import Session
-from embershard.worker.strategy.protocol import Turn
+from embershard.worker.strategy.protocol import StepBatch
 from embershard.worker.training.step import MAX_SKIPS_IN_A_ROW, NonFiniteLoss, StepSettings, TrainStep, global_norm
 
 MakeSession = Callable[..., Session]
@@ -93,8 +93,8 @@ def joined(parts: Sequence[Batch]) -> Batch:
     )
 
 
-def turn(batch: Batch) -> Turn:
-    return Turn(0, batch, len(batch), weight=len(batch))
+def turn(batch: Batch) -> StepBatch:
+    return StepBatch(0, batch, len(batch), weight=len(batch))
 
 
 def wrapped(model: nn.Module, session: Session, lr: float = 0.5) -> Recommender:
@@ -188,8 +188,8 @@ def test_batches_of_workers_that_step_together_weigh_by_the_samples_of_all(make_
     model = wrapped(plain, session)
     step = make_step(model, session, accumulate=2)
     first, second = batches(6, 2)
-    step(Turn(0, first, 6, loss_scale=1.2, joint=10))  # the other worker has 4
-    step(Turn(0, second, 2, loss_scale=0.5, joint=8))  # and 6
+    step(StepBatch(0, first, 6, loss_scale=1.2, joint=10))  # the other worker has 4
+    step(StepBatch(0, second, 2, loss_scale=0.5, joint=8))  # and 6
     loss = (10 * 1.2 * binary_cross_entropy(plain, first) + 8 * 0.5 * binary_cross_entropy(plain, second)) / 18
     loss.backward()
     torch.optim.SGD(plain.parameters(), lr=0.5).step()
@@ -371,8 +371,8 @@ class Pair:
         self.sessions = [self._session(number, terms) for number in range(2)]
 
     def _session(self, number: int, terms: Terms) -> Session:
-        carriers = [LocalCarrier(lambda r, it=shard: self._handle(it, r), "local") for shard in self.shards]
-        client = Client(carriers, worker=number)
+        transports = [LocalTransport(lambda r, it=shard: self._handle(it, r), "local") for shard in self.shards]
+        client = Client(transports, worker=number)
         client.join(terms)
         return Session(client)
 
@@ -506,7 +506,7 @@ def test_company_repeats_the_last_batch_whose_step_was_made(make_session: MakeSe
     good, bad = batches(8, 8)
     assert bad.dense is not None
     bad.dense[0, 0] = math.nan
-    company = Turn(0, bad, samples=0, weight=0.0, joint=8)
+    company = StepBatch(0, bad, samples=0, weight=0.0, joint=8)
     for each in (turn(good), turn(bad), company):
         step(each)
     assert [batch is good for batch in seen] == [True, False, True]
@@ -526,7 +526,7 @@ def test_company_without_anything_of_its_own_to_train_only_steps(make_session: M
     for module in model.modules():
         if isinstance(module, es.Embedding):
             module.frozen = True  # as ShardStrategy does for a turn that weighs nothing
-    step(Turn(0, part, samples=0, weight=0.0, joint=8))
+    step(StepBatch(0, part, samples=0, weight=0.0, joint=8))
     assert (step.steps, session.clock) == (2, 2)
 
 

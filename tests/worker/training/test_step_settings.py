@@ -9,7 +9,7 @@ import torch
 from test_step_of_job import dataset, job
 from torch import nn
 
-from embershard.worker.strategy.protocol import Turn
+from embershard.worker.strategy.protocol import StepBatch
 from embershard.worker.strategy.torch_only import TorchStrategy
 from embershard.worker.training.build import step_of
 from embershard.worker.training.choice import choose_strategy
@@ -26,9 +26,9 @@ def made(train: dict[str, object], worker: int = 0) -> tuple[TrainStep, nn.Modul
     return step_of(settings, strategy, None, CPU, worker=worker), strategy.model
 
 
-def turn() -> Turn:
+def turn() -> StepBatch:
     batch = next(iter(dataset().train(0, 0, 1, 8)))
-    return Turn(0, batch, len(batch))
+    return StepBatch(0, batch, len(batch))
 
 
 def test_a_step_has_the_settings_of_the_job() -> None:

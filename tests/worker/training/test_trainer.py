@@ -14,7 +14,7 @@ import torch
 
 from embershard.proto.errors import JobError
 from embershard.proto.timing import Recorder
-from embershard.worker.client.worker_group import FewerWorkers, WorkerGroup
+from embershard.worker.client.worker_group import MembershipChanged, WorkerGroup
 from embershard.worker.data.batch import Batch, Schema, Users
 from embershard.worker.data.readers.movielens import NcfData
 from embershard.worker.data.rows import Rows, RowsDataset
@@ -203,13 +203,13 @@ def test_a_pause_for_a_checkpoint_is_no_evaluation(make_session: MakeSession, tm
 def test_a_run_trains_on_while_a_checkpoint_is_written_and_waits_for_its_last_one(
     make_session: MakeSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Left(WorkerGroup):
+    class LeaveAck(WorkerGroup):
         """Who is left when another worker is lost."""
 
         def together(self, work: Callable[[], T]) -> T:
             try:
                 return work()
-            except FewerWorkers:
+            except MembershipChanged:
                 return work()
 
     saves: list[tuple[int, bool]] = []
@@ -217,11 +217,11 @@ def test_a_run_trains_on_while_a_checkpoint_is_written_and_waits_for_its_last_on
     def save(saver: Saver, step: int, *, wait: bool) -> None:
         saves.append((step, wait))
         if len(saves) == 1:
-            raise FewerWorkers
+            raise MembershipChanged
 
     monkeypatch.setattr(Saver, "save", save)
     saved = {"folder": str(tmp_path)}
-    run(make_session(), job("lr", train={"epochs": 3}, checkpoint=saved), group=Left())
+    run(make_session(), job("lr", train={"epochs": 3}, checkpoint=saved), group=LeaveAck())
     assert saves == [(20, False), (20, False), (40, False), (60, True)]
     frozen = {"optimizer": {"name": "sgd", "lr": 0.0}}
     stops = {"epochs": 9, "early_stop": {"patience": 1}}

@@ -11,7 +11,7 @@ from torch import nn
 
 import embershard as es
 from embershard.proto.messages import Join, Pull, Push, Reply, Request
-from embershard.proto.transport.local import LocalCarrier
+from embershard.proto.transport.local import LocalTransport
 from embershard.ps.shard import Shard
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
@@ -35,8 +35,8 @@ class Workers:
         self.sessions = [self._session(number) for number in range(terms.workers)]
 
     def _session(self, number: int) -> Session:
-        carriers = [LocalCarrier(lambda r, it=shard: self.handle(it, r), "local") for shard in self.shards]
-        client = Client(carriers, worker=number, timeout=timedelta(seconds=PATIENCE))
+        transports = [LocalTransport(lambda r, it=shard: self.handle(it, r), "local") for shard in self.shards]
+        client = Client(transports, worker=number, timeout=timedelta(seconds=PATIENCE))
         client.join(self.terms)
         return Session(client)
 
@@ -70,8 +70,13 @@ class Workers:
 def make_workers(make_shards: Shards) -> Iterator[MakeWorkers]:
     made: list[Workers] = []
 
-    def make(workers: int, staleness: int | None, *, shards: int = 2, damp: bool = False) -> Workers:
-        terms = Terms(workers=workers, staleness=staleness, damp_staleness=damp, patience=timedelta(seconds=PATIENCE))
+    def make(workers: int, staleness: int | None, *, shards: int = 2, staleness_aware_lr: bool = False) -> Workers:
+        terms = Terms(
+            workers=workers,
+            staleness=staleness,
+            staleness_aware_lr=staleness_aware_lr,
+            patience=timedelta(seconds=PATIENCE),
+        )
         made.append(Workers(make_shards(shards), terms))
         return made[-1]
 
@@ -166,10 +171,10 @@ def test_one_synchronous_member_has_the_bits_of_a_worker_for_itself(make_workers
 
 
 def test_workers_join_every_shard_on_the_terms_of_the_job(make_workers: MakeWorkers) -> None:
-    job = make_workers(2, None, shards=3, damp=True)
+    job = make_workers(2, None, shards=3, staleness_aware_lr=True)
     joins = [request for request in job.heard if isinstance(request, Join)]
     assert len(joins) == 2 * 3
-    assert {(join.staleness, join.workers, join.damp) for join in joins} == {(-1, 2, True)}
+    assert {(join.staleness, join.workers, join.staleness_aware_lr) for join in joins} == {(-1, 2, True)}
 
 
 def test_every_shard_hears_of_every_clock_that_ends(make_workers: MakeWorkers) -> None:
@@ -302,7 +307,7 @@ def test_rows_for_a_cache_are_pulled_so_fresh_that_its_copies_hold_the_bound(mak
 
 def test_a_worker_for_itself_takes_no_part_in_any_clock(make_shards: Shards) -> None:
     shards = make_shards(1)
-    session = Session(Client([LocalCarrier(shards[0].handle, "local")]))
+    session = Session(Client([LocalTransport(shards[0].handle, "local")]))
     es.Embedding(session.table(SPEC))(torch.tensor([1])).sum().backward()
     session.step()
     assert session.membership is None

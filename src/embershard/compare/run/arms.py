@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from embershard.compare.results import YARDSTICK, Arm
-from embershard.proto.codec.name import Codec
+from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import EmbershardError
 from embershard.worker.job.job import Job, JobFileError, load_job
 from embershard.worker.job.training import TrainSection
@@ -22,7 +22,7 @@ from embershard.worker.job.training import TrainSection
 OF_DGC = ("warmup_steps", "momentum", "clip_norm")  # fields of the job's section
 DECIDED = ("train.seed", "network.bandwidth", "output", "checkpoint")  # by the comparison, for every run
 DIRECTIONS = ("push", "pull", "dense.push", "dense.pull")
-_NONE = Codec()
+_NONE = CodecName()
 _COMMA = re.compile(r",(?![^\[{]*[\]}])")  # not those of a list or a mapping
 _SLASH = re.compile(r"/(?=[A-Za-z_][\w.]*=)")  # not those of a path
 
@@ -103,14 +103,14 @@ def _setting(key: str, value: str) -> str:
     return f"{key}=off" if (key, value) == ("train.staleness", "none") else f"{key}={value}"
 
 
-def _codec(arm: str, text: str) -> Codec:
+def _codec(arm: str, text: str) -> CodecName:
     try:
-        return Codec.parse(text)
+        return CodecName.parse(text)
     except ValueError as error:
         raise BadArm(arm=arm, reason=str(error)) from None
 
 
-def _uniform(text: str, base: Job) -> dict[str, Codec] | None:
+def _uniform(text: str, base: Job) -> dict[str, CodecName] | None:
     """What a codec alone means, by direction; None for `auto`.
 
     A codec of values serves rows and dense weights, both ways. One that selects serves what is pushed: of both; dgc,
@@ -125,10 +125,10 @@ def _uniform(text: str, base: Job) -> dict[str, Codec] | None:
     if codec.select == "delta":
         return {"dense.pull": codec}
     rows = _NONE if codec.dense_only or codec.select == "dgc" else codec
-    return {"push": rows, "dense.push": codec, "dense.pull": Codec(select="delta")}
+    return {"push": rows, "dense.push": codec, "dense.pull": CodecName(select="delta")}
 
 
-def _codec_arm(label: str, given: Mapping[str, Codec] | None, base: Job) -> Arm:
+def _codec_arm(label: str, given: Mapping[str, CodecName] | None, base: Job) -> Arm:
     if given is None:
         meaning = "each worker measures its link and the codecs, and takes what pays"
         return Arm(label=label, meaning=meaning, settings=("compression=auto",), is_codec=True)
@@ -138,7 +138,7 @@ def _codec_arm(label: str, given: Mapping[str, Codec] | None, base: Job) -> Arm:
     return Arm(label=label, meaning=_say_codecs(codecs), settings=(setting,), is_codec=True)
 
 
-def _section(codecs: Mapping[str, Codec], base: Job) -> str:
+def _section(codecs: Mapping[str, CodecName], base: Job) -> str:
     """The job's section, as YAML; the file's own is set aside but for what the codecs need of it."""
     if all(codec.is_plain for codec in codecs.values()):
         return "null"
@@ -182,7 +182,7 @@ _FIELDS = {
 }
 
 
-def _say(codec: Codec) -> str:
+def _say(codec: CodecName) -> str:
     values = _VALUES.get(codec.values, f"as {codec.values} codes them")
     if codec.select == "all":
         return values
@@ -190,7 +190,7 @@ def _say(codec: Codec) -> str:
     return selected if codec.values == "none" else f"{selected}, {values}"
 
 
-def _say_codecs(codecs: Mapping[str, Codec]) -> str:
+def _say_codecs(codecs: Mapping[str, CodecName]) -> str:
     if len(set(codecs.values())) == 1:
         return f"rows and dense weights travel {_say(codecs['push'])}, both ways"
     said = {name: ("all, " if codec.select == "all" else "") + _say(codec) for name, codec in codecs.items()}

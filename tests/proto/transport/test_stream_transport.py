@@ -1,4 +1,4 @@
-"""The worker's side of the stream carrier against shards that do what they should not: scripts over raw sockets."""
+"""The worker's side of the stream transport against shards that do what they should not: scripts over raw sockets."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from embershard.proto.messages import (
     Floats,
     Greeting,
     Hello,
-    Meet,
-    Met,
     Pull,
     Push,
     Pushed,
     PushToken,
+    Rendezvous,
+    RendezvousResult,
     Reply,
     Rows,
     TableGradients,
@@ -54,7 +54,7 @@ from embershard.proto.routing import make_route
 from embershard.proto.spec import SGD, TableSpec
 from embershard.proto.transport import stream
 from embershard.proto.transport.io_thread import connect_local
-from embershard.proto.transport.stream import StreamCarrier
+from embershard.proto.transport.stream import StreamTransport
 from embershard.proto.transport.transport import Unreachable
 from embershard.proto.wire import Feature, Frame, Reader, local_socket
 from embershard.worker.client.client import Client
@@ -172,20 +172,20 @@ def scripted() -> Iterator[Callable[..., Scripted]]:
 
 
 @pytest.fixture
-def connect(scripted: Callable[..., Scripted]) -> Iterator[Callable[..., StreamCarrier]]:
-    """A carrier to a shard that follows scripts."""
-    carriers: list[StreamCarrier] = []
+def connect(scripted: Callable[..., Scripted]) -> Iterator[Callable[..., StreamTransport]]:
+    """A transport to a shard that follows scripts."""
+    transports: list[StreamTransport] = []
 
-    def to(*scripts: Script, checksum: bool = False) -> StreamCarrier:
-        carriers.append(StreamCarrier(scripted(*scripts).address, checksum=checksum))
-        return carriers[-1]
+    def to(*scripts: Script, checksum: bool = False) -> StreamTransport:
+        transports.append(StreamTransport(scripted(*scripts).address, checksum=checksum))
+        return transports[-1]
 
     yield to
-    for carrier in carriers:
-        carrier.close()
+    for transport in transports:
+        transport.close()
 
 
-Connect = Callable[..., StreamCarrier]
+Connect = Callable[..., StreamTransport]
 
 
 def polite(sock: socket.socket) -> None:
@@ -195,8 +195,8 @@ def polite(sock: socket.socket) -> None:
         talk.answer(GREETING)
 
 
-def ask(carrier: StreamCarrier, timeout: timedelta = PATIENCE) -> Reply:
-    return carrier.submit(Hello(), timeout).result()
+def ask(transport: StreamTransport, timeout: timedelta = PATIENCE) -> Reply:
+    return transport.submit(Hello(), timeout).result()
 
 
 def pull(num_rows: int = 4) -> Pull:
@@ -241,10 +241,10 @@ def test_a_broken_stream_ends_its_calls_and_the_next_call_connects_again(
         talk.request()
         script(talk)
 
-    carrier = connect(broken, polite)
+    transport = connect(broken, polite)
     with pytest.raises(Unreachable, match=words):
-        carrier.submit(pull(), PATIENCE, [blank()]).result()
-    assert ask(carrier) == GREETING
+        transport.submit(pull(), PATIENCE, [blank()]).result()
+    assert ask(transport) == GREETING
 
 
 def test_a_reply_of_another_kind_is_no_shards(connect: Connect):
@@ -254,11 +254,11 @@ def test_a_reply_of_another_kind_is_no_shards(connect: Connect):
         talk.answer(rows(1))
         talk.answer(GREETING)
 
-    carrier = connect(script)
+    transport = connect(script)
     for _ in range(2):
         with pytest.raises(NotAShard, match="its reply is of kind"):
-            ask(carrier)
-    assert ask(carrier) == GREETING
+            ask(transport)
+    assert ask(transport) == GREETING
 
 
 def test_an_error_nobody_knows_and_a_head_that_is_no_reply_are_typed_errors(connect: Connect):
@@ -269,11 +269,11 @@ def test_an_error_nobody_knows_and_a_head_that_is_no_reply_are_typed_errors(conn
         talk.send(talk.error(talk.request(), UnknownTable(table="t", known="")))
         talk.answer(GREETING)
 
-    carrier = connect(script)
+    transport = connect(script)
     for words in ("an error this version does not know", "no Greeting message", "no table 't' here"):
         with pytest.raises(Exception, match=words):
-            ask(carrier)
-    assert ask(carrier) == GREETING
+            ask(transport)
+    assert ask(transport) == GREETING
 
 
 def test_a_reply_to_a_call_that_nobody_made_is_dropped(connect: Connect):
@@ -288,9 +288,9 @@ def test_a_reply_to_a_call_that_nobody_made_is_dropped(connect: Connect):
 
 @pytest.mark.parametrize("got", [Rows(()), rows(1, 3), rows(1, 5), Rows((*rows(1).tables, *rows(1).tables))])
 def test_rows_of_a_wrong_size_do_not_reach_the_callers_memory(connect: Connect, got: Rows):
-    carrier = connect(lambda sock: Talk(sock).answer(got))
+    transport = connect(lambda sock: Talk(sock).answer(got))
     into = blank()
-    reply = carrier.submit(pull(), PATIENCE, [into]).result()
+    reply = transport.submit(pull(), PATIENCE, [into]).result()
     assert isinstance(reply, Rows)
     assert [len(table) for table in reply.tables] == [table.size for table in got.tables]
     assert (into == -7).all()
@@ -332,12 +332,12 @@ def test_a_reply_after_its_deadline_is_dropped_and_the_connection_goes_on(connec
         talk.send(talk.reply(first, rows(1)))
         talk.answer(GREETING)
 
-    carrier = connect(script)
+    transport = connect(script)
     into = blank()
     with pytest.raises(Unreachable, match="no answer"):
-        carrier.submit(pull(), SHORT, [into]).result()
+        transport.submit(pull(), SHORT, [into]).result()
     late.set()
-    assert ask(carrier) == GREETING
+    assert ask(transport) == GREETING
     stays(into)
 
 
@@ -356,17 +356,17 @@ def test_a_reply_that_is_arriving_at_its_deadline_stops_there(connect: Connect, 
         talk.send(reply[-16:])
         talk.ended()
 
-    carrier = connect(script, polite)
+    transport = connect(script, polite)
     into = blank(num_rows)
-    assert ask(carrier) == GREETING  # it is connected
-    other = carrier.submit(Hello(), PATIENCE)
+    assert ask(transport) == GREETING  # it is connected
+    other = transport.submit(Hello(), PATIENCE)
     with pytest.raises(Unreachable, match="no answer"):
-        carrier.submit(pull(num_rows), SHORT, [into]).result()
+        transport.submit(pull(num_rows), SHORT, [into]).result()
     late.set()
     stays(into)
     if before:
         assert other.result() == GREETING
-    assert ask(carrier) == GREETING
+    assert ask(transport) == GREETING
 
 
 @pytest.mark.parametrize("first", ["rows", "error"])
@@ -385,10 +385,10 @@ def test_a_second_reply_to_a_call_is_not_written_anywhere(connect: Connect, firs
             talk.send(second[part:])
         talk.ended()
 
-    carrier = connect(script, polite)
+    transport = connect(script, polite)
     into = blank()
     with suppress(Unreachable):
-        reply = carrier.submit(pull(), PATIENCE, [into]).result()
+        reply = transport.submit(pull(), PATIENCE, [into]).result()
         assert isinstance(reply, Rows)
         assert (reply.tables[0] == 1).all()
     done.set()
@@ -408,13 +408,13 @@ def test_a_request_that_is_still_being_sent_at_its_deadline_is_never_completed(c
         with suppress(ConnectionError):
             arrived.append(talk.request())
 
-    carrier = connect(script, polite)
+    transport = connect(script, polite)
     ids = np.arange(4_000_000, dtype=np.int64)
     with pytest.raises(Unreachable, match="no answer"):
-        carrier.submit(Pull(1, (TableIds("items", ids),)), SHORT).result()
+        transport.submit(Pull(1, (TableIds("items", ids),)), SHORT).result()
     ids[...] = -1
     deadline.set()
-    assert ask(carrier) == GREETING
+    assert ask(transport) == GREETING
     assert not arrived
 
 
@@ -427,10 +427,10 @@ def test_call_numbers_begin_again_behind_the_last_one(connect: Connect):
             calls.append(talk.request())
             talk.send(talk.reply(calls[-1], GREETING))
 
-    carrier = connect(script)
-    carrier._numbers = count(2**32 - 2)
+    transport = connect(script)
+    transport._numbers = count(2**32 - 2)
     for _ in range(4):
-        assert ask(carrier) == GREETING
+        assert ask(transport) == GREETING
     assert calls == [2**32 - 2, 2**32 - 1, 1, 2]  # 0 is nobody's
 
 
@@ -444,13 +444,13 @@ def test_a_flipped_byte_of_the_rows_is_noticed_with_checksum(connect: Connect):
         talk.send(bytes(reply))
         talk.ended()
 
-    carrier = connect(script, polite, checksum=True)
+    transport = connect(script, polite, checksum=True)
     into = blank()
-    carrier.submit(pull(), PATIENCE, [into]).result()
+    transport.submit(pull(), PATIENCE, [into]).result()
     assert (into == 1).all()
     with pytest.raises(Unreachable, match="the checksum of the buffers"):
-        carrier.submit(pull(), PATIENCE, [into]).result()
-    assert ask(carrier) == GREETING
+        transport.submit(pull(), PATIENCE, [into]).result()
+    assert ask(transport) == GREETING
 
 
 def test_a_checksum_is_not_forced_on_a_shard_that_has_none(connect: Connect):
@@ -471,21 +471,21 @@ def test_a_peer_that_takes_connections_and_says_nothing_is_left(connect: Connect
             pass
         left.set()
 
-    carrier = connect(silent, polite)
+    transport = connect(silent, polite)
     with monkeypatch.context() as patch:
         patch.setattr(stream, "CONNECT_SECONDS", 0.2)
         with pytest.raises(Unreachable, match="says nothing"):
-            ask(carrier)
+            ask(transport)
     assert left.wait(20), "its connection stays open"
-    assert ask(carrier) == GREETING
+    assert ask(transport) == GREETING
 
 
 def test_a_shard_that_leaves_right_after_its_hello_is_tried_again(connect: Connect):
-    carrier = connect(*[lambda sock: Talk(sock) and None] * 3, polite)
+    transport = connect(*[lambda sock: Talk(sock) and None] * 3, polite)
     for _ in range(3):
         with pytest.raises(Unreachable):
-            ask(carrier)
-    assert ask(carrier) == GREETING
+            ask(transport)
+    assert ask(transport) == GREETING
 
 
 def test_closing_ends_a_connection_that_is_being_made(connect: Connect):
@@ -498,10 +498,10 @@ def test_closing_ends_a_connection_that_is_being_made(connect: Connect):
             pass
         left.set()
 
-    carrier = connect(silent)
-    call = carrier.submit(Hello(), PATIENCE)
+    transport = connect(silent)
+    call = transport.submit(Hello(), PATIENCE)
     assert there.wait(20)
-    carrier.close()
+    transport.close()
     with pytest.raises(Unreachable, match="closed by this worker"):
         call.result()
     assert left.wait(20)
@@ -514,8 +514,8 @@ def test_a_deadline_before_the_connection_is_there_ends_that_call_alone(connect:
         slow.wait(20)
         polite(sock)
 
-    carrier = connect(script)
-    hasty, patient = carrier.submit(Hello(), SHORT), carrier.submit(Hello(), PATIENCE)
+    transport = connect(script)
+    hasty, patient = transport.submit(Hello(), SHORT), transport.submit(Hello(), PATIENCE)
     with pytest.raises(Unreachable, match="no answer"):
         hasty.result()
     slow.set()
@@ -551,19 +551,19 @@ def test_the_largest_messages_travel_without_a_copy_and_leave_nothing_behind(
             sock.sendall(piece)
         talk.ended()
 
-    carrier = StreamCarrier(scripted(script, listener=listener).address)
+    transport = StreamTransport(scripted(script, listener=listener).address)
     push = Push(PushToken(0, 1, 1, 1), 0, 1, (TableGradients("items", np.empty(0, np.int64), sent, route=5),))
     tracemalloc.start()
     try:
-        assert carrier.submit(push, PATIENCE).result() == Pushed(duplicate=False, applied=num_rows, skipped=0)
-        reply = carrier.submit(pull(), PATIENCE, [received]).result()
+        assert transport.submit(push, PATIENCE).result() == Pushed(duplicate=False, applied=num_rows, skipped=0)
+        reply = transport.submit(pull(), PATIENCE, [received]).result()
         assert tracemalloc.get_traced_memory()[1] < 1.5 * MAX_MESSAGE_BYTES
     finally:
         tracemalloc.stop()
     assert isinstance(reply, Rows)
     assert reply.tables[0] is received
     np.testing.assert_array_equal(received.view(np.uint8), sent.view(np.uint8))
-    carrier.close()
+    transport.close()
 
 
 def test_nothing_of_a_call_is_kept_once_it_is_done(connect: Connect):
@@ -573,39 +573,39 @@ def test_nothing_of_a_call_is_kept_once_it_is_done(connect: Connect):
         talk.answer(GREETING)
         talk.ended()
 
-    carrier = connect(script)
+    transport = connect(script)
     ids, into = np.arange(4, dtype=np.int64), blank()
     kept = [weakref.ref(ids), weakref.ref(into)]
-    carrier.submit(Pull(1, (TableIds("items", ids),)), PATIENCE, [into]).result()
-    ask(carrier)
+    transport.submit(Pull(1, (TableIds("items", ids),)), PATIENCE, [into]).result()
+    ask(transport)
     del ids, into
     gc.collect()
     assert [ref() for ref in kept] == [None, None]
 
 
 def test_a_forked_child_is_told_to_connect_by_itself(connect: Connect):
-    carrier = connect(polite)
-    assert ask(carrier) == GREETING
+    transport = connect(polite)
+    assert ask(transport) == GREETING
     child = os.fork()
     if not child:
         status = 1
         with suppress(BaseException):
             try:
-                carrier.submit(Hello(), PATIENCE)
+                transport.submit(Hello(), PATIENCE)
             except RuntimeError as error:
-                own = StreamCarrier(carrier.address)
+                own = StreamTransport(transport.address)
                 status = 0 if "forked" in str(error) and ask(own) == GREETING else 2
         os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
-    assert ask(carrier) == GREETING
+    assert ask(transport) == GREETING
 
 
 def hears(scripted: Callable[..., Scripted], address: str, *listeners: socket.socket) -> list[int]:
-    """The connections that each listener gets when a carrier asks at `address`."""
+    """The connections that each listener gets when a transport asks at `address`."""
     servers = [scripted(polite, listener=one) for one in listeners]
-    carrier = StreamCarrier(address)
-    assert ask(carrier) == GREETING
-    carrier.close()
+    transport = StreamTransport(address)
+    assert ask(transport) == GREETING
+    transport.close()
     return [server.connections for server in servers]
 
 
@@ -657,14 +657,14 @@ def test_a_unix_socket_of_another_user_is_not_used(scripted: Callable[..., Scrip
 
 @pytest.mark.parametrize("host", ["10.0.0..1", "no-such-host.invalid"])
 def test_a_host_that_cannot_be_is_said_at_every_call_and_at_once(host: str):
-    carrier = StreamCarrier(f"{host}:7700")
+    transport = StreamTransport(f"{host}:7700")
     start = time.monotonic()
     for _ in range(2):
         with pytest.raises(Unreachable) as caught:
-            carrier.submit(Hello(), PATIENCE).result()
+            transport.submit(Hello(), PATIENCE).result()
         assert "no answer" not in caught.value.reason
     assert time.monotonic() - start < PATIENCE.total_seconds()
-    carrier.close()
+    transport.close()
 
 
 def test_what_waits_behind_a_large_request_does_not_end_the_connection(
@@ -678,17 +678,17 @@ def test_what_waits_behind_a_large_request_does_not_end_the_connection(
         for _ in range(8):  # far longer than the beat's deadline
             talk._frames += talk._reader.received(sock.recv_into(talk._reader.buffer()[: 2**16]))
             time.sleep(0.1)
-        talk.send(talk.reply(talk.request(), rows(1.0)), talk.reply(talk.request(), Met((0,), (nothing,))))
+        talk.send(talk.reply(talk.request(), rows(1.0)), talk.reply(talk.request(), RendezvousResult((0,), (nothing,))))
         talk.answer(GREETING)
 
-    carrier = StreamCarrier(scripted(script, polite, listener=listener).address)
+    transport = StreamTransport(scripted(script, polite, listener=listener).address)
     ids, nothing = np.arange(8_000_000, dtype=np.int64), np.empty(0, np.uint8)
-    large = carrier.submit(Pull(1, (TableIds("items", ids),)), PATIENCE)
+    large = transport.submit(Pull(1, (TableIds("items", ids),)), PATIENCE)
     with pytest.raises(Unreachable, match="no answer"):
-        carrier.submit(Meet(0, 1, "here", nothing), SHORT).result()
+        transport.submit(Rendezvous(0, 1, "here", nothing), SHORT).result()
     assert isinstance(large.result(), Rows)
-    assert ask(carrier) == GREETING
-    carrier.close()
+    assert ask(transport) == GREETING
+    transport.close()
 
 
 def test_a_connection_that_swallows_all_and_says_nothing_is_left(
@@ -700,13 +700,13 @@ def test_a_connection_that_swallows_all_and_says_nothing_is_left(
         Talk(sock).answer(GREETING)
         over.wait(20)
 
-    carrier = StreamCarrier(scripted(script, polite, listener=listener).address)
-    assert ask(carrier) == GREETING
+    transport = StreamTransport(scripted(script, polite, listener=listener).address)
+    assert ask(transport) == GREETING
     with pytest.raises(Unreachable, match="no answer"):
-        ask(carrier, SHORT)
-    assert ask(carrier) == GREETING
+        ask(transport, SHORT)
+    assert ask(transport) == GREETING
     over.set()
-    carrier.close()
+    transport.close()
 
 
 def test_a_client_that_was_closed_says_so_at_once(stream_shard: str):

@@ -23,7 +23,7 @@ from embershard.proto.messages import METHODS, SERVICE, GetStatus, Hello, Pull, 
 from embershard.proto.protobuf import dumps, loads
 from embershard.proto.routing import make_route
 from embershard.proto.spec import SGD, Constant, TableSpec
-from embershard.proto.transport.grpc import GrpcCarrier
+from embershard.proto.transport.grpc import GrpcTransport
 from embershard.proto.transport.transport import Unreachable
 from embershard.ps.shard import Shard
 from embershard.worker.client.client import Client
@@ -79,25 +79,25 @@ def serve() -> Iterator[Callable[..., Server]]:
 
 
 @pytest.fixture
-def carrier_to() -> Iterator[Callable[[str], GrpcCarrier]]:
-    carriers: list[GrpcCarrier] = []
+def transport_to() -> Iterator[Callable[[str], GrpcTransport]]:
+    transports: list[GrpcTransport] = []
 
-    def connect(address: str) -> GrpcCarrier:
-        carriers.append(GrpcCarrier(address))
-        return carriers[-1]
+    def connect(address: str) -> GrpcTransport:
+        transports.append(GrpcTransport(address))
+        return transports[-1]
 
     yield connect
-    for carrier in carriers:
-        carrier.close()
+    for transport in transports:
+        transport.close()
 
 
 Serve = Callable[..., Server]
-CarrierTo = Callable[[str], GrpcCarrier]
+TransportTo = Callable[[str], GrpcTransport]
 Shards = Callable[..., list[Shard]]
 
 
-def ask(carrier: GrpcCarrier, request: Request, timeout: timedelta = PATIENCE) -> Reply:
-    return carrier.submit(request, timeout).result()
+def ask(transport: GrpcTransport, request: Request, timeout: timedelta = PATIENCE) -> Reply:
+    return transport.submit(request, timeout).result()
 
 
 def test_rows_cross_grpc_bit_for_bit(make_shards: Shards, serve: Serve) -> None:
@@ -115,10 +115,10 @@ def test_rows_cross_grpc_bit_for_bit(make_shards: Shards, serve: Serve) -> None:
     client.close()
 
 
-def test_an_error_keeps_its_type_and_fields(make_shards: Shards, serve: Serve, carrier_to: CarrierTo) -> None:
-    carrier = carrier_to(serve(answer_with(*make_shards(1))).address)
+def test_an_error_keeps_its_type_and_fields(make_shards: Shards, serve: Serve, transport_to: TransportTo) -> None:
+    transport = transport_to(serve(answer_with(*make_shards(1))).address)
     with pytest.raises(UnknownTable) as caught:
-        ask(carrier, Pull(1, (TableIds("x", np.array([1], np.int64)),)))
+        ask(transport, Pull(1, (TableIds("x", np.array([1], np.int64)),)))
     assert caught.value.fields == {"table": "x", "known": "none"}
 
 
@@ -126,18 +126,18 @@ def garbage(kind: type[Request], data: bytes) -> bytes:
     return b"\xff\xff\xff"
 
 
-def test_garbage_in_a_reply_is_no_shard(serve: Serve, carrier_to: CarrierTo) -> None:
+def test_garbage_in_a_reply_is_no_shard(serve: Serve, transport_to: TransportTo) -> None:
     with pytest.raises(NotAShard, match="not as an embershard shard"):
-        ask(carrier_to(serve(garbage).address), Hello())
+        ask(transport_to(serve(garbage).address), Hello())
 
 
-def test_a_grpc_server_of_something_else_is_no_shard(serve: Serve, carrier_to: CarrierTo) -> None:
+def test_a_grpc_server_of_something_else_is_no_shard(serve: Serve, transport_to: TransportTo) -> None:
     address = serve(None).address
     with pytest.raises(NotAShard, match=address):
-        ask(carrier_to(address), Hello())
+        ask(transport_to(address), Hello())
 
 
-def test_a_web_server_is_no_shard(carrier_to: CarrierTo) -> None:
+def test_a_web_server_is_no_shard(transport_to: TransportTo) -> None:
     web = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     thread = threading.Thread(target=web.serve_forever)
     thread.start()
@@ -160,33 +160,33 @@ def test_a_closed_port_is_named_at_the_deadline() -> None:
             Client.connect([f"grpc://{address}"], timeout=SECOND)
 
 
-def test_a_server_that_never_answers_ends_at_the_deadline(serve: Serve, carrier_to: CarrierTo) -> None:
+def test_a_server_that_never_answers_ends_at_the_deadline(serve: Serve, transport_to: TransportTo) -> None:
     released = threading.Event()
 
     def hang(kind: type[Request], data: bytes) -> bytes:
         released.wait(60)
         return b""
 
-    carrier = carrier_to(serve(hang).address)
+    transport = transport_to(serve(hang).address)
     with pytest.raises(Unreachable, match="no answer"):
-        ask(carrier, Hello(), timedelta(seconds=0.3))
+        ask(transport, Hello(), timedelta(seconds=0.3))
     released.set()
 
 
-def test_a_defect_of_the_server_is_reported_as_one(serve: Serve, carrier_to: CarrierTo) -> None:
+def test_a_defect_of_the_server_is_reported_as_one(serve: Serve, transport_to: TransportTo) -> None:
     def fail(kind: type[Request], data: bytes) -> bytes:
         raise ZeroDivisionError("oops")
 
     with pytest.raises(InternalError, match="oops"):
-        ask(carrier_to(serve(fail).address), GetStatus())
+        ask(transport_to(serve(fail).address), GetStatus())
 
 
-def test_a_reply_over_the_limit_is_refused_and_not_retried(serve: Serve, carrier_to: CarrierTo) -> None:
+def test_a_reply_over_the_limit_is_refused_and_not_retried(serve: Serve, transport_to: TransportTo) -> None:
     def huge(kind: type[Request], data: bytes) -> bytes:
         return bytes(66 * 2**20)
 
     with pytest.raises(InvalidRequest, match="larger than max"):
-        ask(carrier_to(serve(huge).address), GetStatus())
+        ask(transport_to(serve(huge).address), GetStatus())
 
 
 def test_a_client_finds_a_server_that_starts_later(make_shards: Shards, serve: Serve) -> None:
@@ -215,9 +215,9 @@ def test_a_connection_that_broke_is_made_again(make_shards: Shards, serve: Serve
     client.close()
 
 
-def test_a_closed_carrier_says_so(make_shards: Shards, serve: Serve, carrier_to: CarrierTo) -> None:
-    carrier = carrier_to(serve(answer_with(*make_shards(1))).address)
-    ask(carrier, Hello())
-    carrier.close()
+def test_a_closed_transport_says_so(make_shards: Shards, serve: Serve, transport_to: TransportTo) -> None:
+    transport = transport_to(serve(answer_with(*make_shards(1))).address)
+    ask(transport, Hello())
+    transport.close()
     with pytest.raises(Unreachable, match="closed by this worker"):
-        ask(carrier, Hello())
+        ask(transport, Hello())

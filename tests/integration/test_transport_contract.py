@@ -1,5 +1,5 @@
-"""The contract of proto/transport/transport.py, over every carrier: the same claims about one shard in this process,
-and about one in a process of its own that serves all carriers at once."""
+"""The contract of proto/transport/transport.py, over every transport: the same claims about one shard in this process,
+and about one in a process of its own that serves all transports at once."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from embershard.proto.errors import ClockAhead, EmbershardError, NotAShard, Unkn
 from embershard.proto.messages import (
     MAX_MESSAGE_BYTES,
     PACKED,
-    Beat,
-    Beaten,
     Declare,
     Declared,
     GetStatus,
     Greeting,
+    Heartbeat,
+    HeartbeatAck,
     Hello,
     Join,
     Joined,
     Leave,
-    Left,
+    LeaveAck,
     Load,
     Loaded,
-    Meet,
-    Met,
     Pull,
     Push,
     Pushed,
     PushToken,
+    Rendezvous,
+    RendezvousResult,
     Reply,
     Request,
     Rows,
@@ -60,16 +60,16 @@ from embershard.proto.messages import (
     TakeSplit,
 )
 from embershard.proto.routing import make_route
-from embershard.proto.transport.addresses import carrier_for
-from embershard.proto.transport.local import LocalCarrier
-from embershard.proto.transport.transport import Carrier, Unreachable
+from embershard.proto.transport.addresses import transport_for
+from embershard.proto.transport.local import LocalTransport
+from embershard.proto.transport.transport import Transport, Unreachable
 from embershard.worker.client.client import Client
 
 pytestmark = pytest.mark.integration
 
 SECOND = timedelta(seconds=1)
 PATIENCE = timedelta(seconds=100)
-# carrier -> its address, from what a shard says when it serves
+# transport -> its address, from what a shard says when it serves
 ADDRESSES: dict[str, Callable[[dict[str, str]], str]] = {
     "stream over Unix": lambda ready: ready["address"],
     "stream over TCP": lambda ready: f"tcp://{ready['address']}",
@@ -121,51 +121,51 @@ def served() -> Iterator[Served]:
         yield process
 
 
-def local_carrier() -> LocalCarrier:
-    (carrier,) = InProcessShards(1).carriers()
-    return carrier
+def local_transport() -> LocalTransport:
+    (transport,) = InProcessShards(1).transports()
+    return transport
 
 
 @pytest.fixture
-def connect() -> Iterator[Callable[[str], Carrier]]:
-    """A carrier to an address, closed after the test."""
-    carriers: list[Carrier] = []
+def connect() -> Iterator[Callable[[str], Transport]]:
+    """A transport to an address, closed after the test."""
+    transports: list[Transport] = []
 
-    def to(address: str) -> Carrier:
-        carriers.append(carrier_for(address))
-        return carriers[-1]
+    def to(address: str) -> Transport:
+        transports.append(transport_for(address))
+        return transports[-1]
 
     yield to
-    for carrier in carriers:
-        carrier.close()
+    for transport in transports:
+        transport.close()
 
 
 @pytest.fixture
-def carrier(request: pytest.FixtureRequest, served: Served, connect: Callable[[str], Carrier]) -> Carrier:
-    """The carrier of a test's parameter, with a shard behind it."""
-    return local_carrier() if request.param == "local" else connect(ADDRESSES[request.param](served.ready))
+def transport(request: pytest.FixtureRequest, served: Served, connect: Callable[[str], Transport]) -> Transport:
+    """The transport of a test's parameter, with a shard behind it."""
+    return local_transport() if request.param == "local" else connect(ADDRESSES[request.param](served.ready))
 
 
-over_all = pytest.mark.parametrize("carrier", ALL, indirect=True)
-over_remote = pytest.mark.parametrize("carrier", REMOTE, indirect=True)
+over_all = pytest.mark.parametrize("transport", ALL, indirect=True)
+over_remote = pytest.mark.parametrize("transport", REMOTE, indirect=True)
 
 
-def ask(carrier: Carrier, request: Request, timeout: timedelta = PATIENCE) -> Reply:
-    return carrier.submit(request, timeout).result()
+def ask(transport: Transport, request: Request, timeout: timedelta = PATIENCE) -> Reply:
+    return transport.submit(request, timeout).result()
 
 
-def table(carrier: Carrier, dim: int = 2, name: str = "", **settings: object) -> str:
+def table(transport: Transport, dim: int = 2, name: str = "", **settings: object) -> str:
     """A new table of zeros, SGD with lr 1."""
     name = name or f"t{fresh()}"
     made = spec.TableSpec(
         name=name, dim=dim, optimizer=spec.SGD(lr=1.0), initializer=spec.Constant(value=0.0), **settings
     )
-    assert ask(carrier, Declare(made)) == Declared(created=True, loading=False)
+    assert ask(transport, Declare(made)) == Declared(created=True, loading=False)
     return name
 
 
-def pulled(carrier: Carrier, name: str, ids: np.ndarray) -> np.ndarray:
-    reply = ask(carrier, Pull(1, (TableIds(name, ids),)))
+def pulled(transport: Transport, name: str, ids: np.ndarray) -> np.ndarray:
+    reply = ask(transport, Pull(1, (TableIds(name, ids),)))
     assert isinstance(reply, Rows)
     return reply.tables[0].reshape(len(ids), -1)
 
@@ -175,17 +175,17 @@ def a_push(name: str, ids: np.ndarray, gradients: np.ndarray, worker: int, seq: 
 
 
 @over_all
-def test_every_request_gets_its_reply(carrier: Carrier):
+def test_every_request_gets_its_reply(transport: Transport):
     ids = np.array([3, -4, 2**62], np.int64)
-    greeting = ask(carrier, Hello())
+    greeting = ask(transport, Hello())
     assert isinstance(greeting, Greeting)
     assert (greeting.shard, greeting.num_shards) == (0, 1)
-    name = table(carrier)
+    name = table(transport)
     rows = np.array([[1, 2], [3, 4], [5, 6]], np.float32)
-    assert ask(carrier, Load(name, 1, ids, rows)) == Loaded(rows=3)
-    assert ask(carrier, a_push(name, ids, rows / 2, fresh())) == Pushed(duplicate=False, applied=3, skipped=0)
-    assert pulled(carrier, name, ids).tolist() == [[0.5, 1], [1.5, 2], [2.5, 3]]
-    status = ask(carrier, GetStatus())
+    assert ask(transport, Load(name, 1, ids, rows)) == Loaded(rows=3)
+    assert ask(transport, a_push(name, ids, rows / 2, fresh())) == Pushed(duplicate=False, applied=3, skipped=0)
+    assert pulled(transport, name, ids).tolist() == [[0.5, 1], [1.5, 2], [2.5, 3]]
+    status = ask(transport, GetStatus())
     assert isinstance(status, ShardStatus)
     assert [(t.dim, t.rows) for t in status.tables if t.name == name] == [(2, 3)]
 
@@ -195,64 +195,64 @@ def test_every_request_gets_its_reply(carrier: Carrier):
     ("num_rows", "dim"),
     [(0, 4), (1, 1), (7, 3), (1000, 33), pytest.param(MAX_MESSAGE_BYTES // 4104 - 1, 1024, id="near the limit")],
 )
-def test_arrays_arrive_as_they_were_sent(carrier: Carrier, num_rows: int, dim: int):
-    name = table(carrier, dim)
+def test_arrays_arrive_as_they_were_sent(transport: Transport, num_rows: int, dim: int):
+    name = table(transport, dim)
     ids = np.arange(num_rows, dtype=np.int64) * 7919
     rows = np.random.default_rng(0).standard_normal((num_rows, dim), np.float32)
-    assert ask(carrier, Load(name, 1, ids, rows)) == Loaded(rows=num_rows)
-    got = ask(carrier, Pull(1, (TableIds(name, ids),)))
+    assert ask(transport, Load(name, 1, ids, rows)) == Loaded(rows=num_rows)
+    got = ask(transport, Pull(1, (TableIds(name, ids),)))
     assert isinstance(got, Rows)
     np.testing.assert_array_equal(got.tables[0].reshape(num_rows, dim), rows)
 
 
 @over_all
-def test_many_tables_travel_in_one_message(carrier: Carrier):
-    names = [table(carrier, dim) for dim in range(1, 41)]
+def test_many_tables_travel_in_one_message(transport: Transport):
+    names = [table(transport, dim) for dim in range(1, 41)]
     ids = [np.arange(i % 5, dtype=np.int64) for i in range(len(names))]  # some of them empty
     values = [np.full((i % 5, dim), i + 1, np.float32) for i, dim in enumerate(range(1, 41))]
     gradients = tuple(TableGradients(*part) for part in zip(names, ids, values, strict=True))
     worker = fresh()
-    applied = ask(carrier, Push(PushToken(worker, 1, 1, 1), 0, 1, gradients))
+    applied = ask(transport, Push(PushToken(worker, 1, 1, 1), 0, 1, gradients))
     assert applied == Pushed(duplicate=False, applied=sum(map(len, ids)), skipped=0)
-    reply = ask(carrier, Pull(1, tuple(TableIds(*part) for part in zip(names, ids, strict=True))))
+    reply = ask(transport, Pull(1, tuple(TableIds(*part) for part in zip(names, ids, strict=True))))
     assert isinstance(reply, Rows)
     for got, want in zip(reply.tables, values, strict=True):
         np.testing.assert_array_equal(got.reshape(want.shape), -want)
 
 
-@over_remote  # the local carrier hands them over as they are, and the shard wants its ids contiguous
-def test_arrays_may_be_views_of_others_and_read_only(carrier: Carrier):
-    name = table(carrier)
+@over_remote  # the local transport hands them over as they are, and the shard wants its ids contiguous
+def test_arrays_may_be_views_of_others_and_read_only(transport: Transport):
+    name = table(transport)
     ids = np.arange(20, dtype=np.int64)[::2]
     values = np.arange(40, dtype=np.float32).reshape(10, 4)[:, ::2]
     values.flags.writeable = False
-    ask(carrier, a_push(name, ids, values, fresh()))
-    np.testing.assert_array_equal(pulled(carrier, name, ids), -values)
+    ask(transport, a_push(name, ids, values, fresh()))
+    np.testing.assert_array_equal(pulled(transport, name, ids), -values)
 
 
 @over_all
-def test_rows_may_be_wanted_in_the_callers_memory(carrier: Carrier):
-    name = table(carrier)
+def test_rows_may_be_wanted_in_the_callers_memory(transport: Transport):
+    name = table(transport)
     ids = np.arange(5, dtype=np.int64)
     values = np.arange(10, dtype=np.float32).reshape(5, 2)
-    ask(carrier, Load(name, 1, ids, values))
+    ask(transport, Load(name, 1, ids, values))
     into = np.full((5, 2), np.nan, np.float32)
-    reply = carrier.submit(Pull(1, (TableIds(name, ids),)), PATIENCE, [into]).result()
+    reply = transport.submit(Pull(1, (TableIds(name, ids),)), PATIENCE, [into]).result()
     assert isinstance(reply, Rows)
     np.testing.assert_array_equal(reply.tables[0].reshape(5, 2), values)
 
 
 @over_all
-def test_rows_may_be_wanted_compressed_in_the_callers_memory(carrier: Carrier):
-    names, ids = [table(carrier, 8), table(carrier, 4)], np.arange(5, dtype=np.int64)
+def test_rows_may_be_wanted_compressed_in_the_callers_memory(transport: Transport):
+    names, ids = [table(transport, 8), table(transport, 4)], np.arange(5, dtype=np.int64)
     values = [np.arange(5 * dim, dtype=np.float32).reshape(5, dim) for dim in (8, 4)]
     for name, rows in zip(names, values, strict=True):
-        ask(carrier, Load(name, 1, ids, rows))
+        ask(transport, Load(name, 1, ids, rows))
     codec = find_values("int8")
     into: list[np.ndarray] = [np.zeros(codec.nbytes(5, 8), np.uint8), np.full((5, 4), np.nan, np.float32)]
     wanted = Pull(1, (TableIds(names[0], ids, codec="int8"), TableIds(names[1], ids)))
     for places in (into, ()):
-        reply = carrier.submit(wanted, PATIENCE, places).result()
+        reply = transport.submit(wanted, PATIENCE, places).result()
         assert isinstance(reply, Rows)
         assert reply.codecs == ("int8", "")
         payload = np.empty(codec.nbytes(5, 8), np.uint8)
@@ -262,23 +262,23 @@ def test_rows_may_be_wanted_compressed_in_the_callers_memory(carrier: Carrier):
 
 
 @over_all
-def test_ids_may_travel_packed_both_ways_of_a_row(carrier: Carrier):
-    name, ids, worker = table(carrier), np.array([-(2**63), -4, 3, 2**62], np.int64), fresh()
+def test_ids_may_travel_packed_both_ways_of_a_row(transport: Transport):
+    name, ids, worker = table(transport), np.array([-(2**63), -4, 3, 2**62], np.int64), fresh()
     packed = encode_ids(ids)
     rows = np.arange(8, dtype=np.float32).reshape(4, 2)
     push = Push(PushToken(worker, 1, 1, 1), 0, 1, (TableGradients(name, ids, rows, packed=packed),))
-    assert ask(carrier, push) == Pushed(duplicate=False, applied=4, skipped=0)
-    reply = ask(carrier, Pull(1, (TableIds(name, ids, route=worker, packed=packed),), worker, 1))
+    assert ask(transport, push) == Pushed(duplicate=False, applied=4, skipped=0)
+    reply = ask(transport, Pull(1, (TableIds(name, ids, route=worker, packed=packed),), worker, 1))
     assert isinstance(reply, Rows)
     np.testing.assert_array_equal(reply.tables[0].reshape(4, 2), -rows)
     again = TableGradients(name, ids, rows, route=worker, packed=packed)
-    ask(carrier, Push(PushToken(worker, 1, 2, 1), 1, 1, (again,)))
-    np.testing.assert_array_equal(pulled(carrier, name, ids), -2 * rows)
+    ask(transport, Push(PushToken(worker, 1, 2, 1), 1, 1, (again,)))
+    np.testing.assert_array_equal(pulled(transport, name, ids), -2 * rows)
 
 
 @over_all
-def test_gradients_may_travel_as_a_payload_and_a_damaged_one_is_refused_whole(carrier: Carrier):
-    name, ids, worker = table(carrier), np.arange(6, dtype=np.int64), fresh()
+def test_gradients_may_travel_as_a_payload_and_a_damaged_one_is_refused_whole(transport: Transport):
+    name, ids, worker = table(transport), np.arange(6, dtype=np.int64), fresh()
     rows = np.ones((2, 2), np.float32)
     payload = encode_rows(rows, find_values("bf16"), None, positions=np.array([1, 4]), num_ids=6)
     plain = TableGradients(name, ids, np.ones((6, 2), np.float32))
@@ -287,10 +287,10 @@ def test_gradients_may_travel_as_a_payload_and_a_damaged_one_is_refused_whole(ca
         push = Push(PushToken(worker, 1, seq, 1), 0, 1, parts)
         if seq == 1:
             with pytest.raises(DamagedPayload, match=name):
-                ask(carrier, push)
+                ask(transport, push)
         else:
-            assert ask(carrier, push) == Pushed(duplicate=False, applied=8, skipped=0)
-    assert pulled(carrier, name, ids)[:, 0].tolist() == [-1, -2, -1, -1, -2, -1]
+            assert ask(transport, push) == Pushed(duplicate=False, applied=8, skipped=0)
+    assert pulled(transport, name, ids)[:, 0].tolist() == [-1, -2, -1, -1, -2, -1]
 
 
 def refused(number: int) -> list[Request]:
@@ -315,46 +315,46 @@ def refused(number: int) -> list[Request]:
     ]
 
 
-def outcome(carrier: Carrier, request: Request) -> tuple[type, object]:
+def outcome(transport: Transport, request: Request) -> tuple[type, object]:
     try:
-        return (type(reply := ask(carrier, request)), reply)
+        return (type(reply := ask(transport, request)), reply)
     except EmbershardError as error:
         return (type(error), error.fields)
 
 
 @over_remote
-def test_an_error_arrives_as_the_type_that_the_shard_raised_with_its_fields(carrier: Carrier):
-    number, reference = fresh(), local_carrier()
-    outcomes = [(outcome(carrier, request), outcome(reference, request)) for request in refused(number)]
+def test_an_error_arrives_as_the_type_that_the_shard_raised_with_its_fields(transport: Transport):
+    number, reference = fresh(), local_transport()
+    outcomes = [(outcome(transport, request), outcome(reference, request)) for request in refused(number)]
     for got, want in outcomes:
         assert got == want
     assert len({want[0] for _, want in outcomes if issubclass(want[0], EmbershardError)}) == 8
 
 
 @over_all
-def test_an_unknown_table_is_an_error_and_the_carrier_goes_on(carrier: Carrier):
+def test_an_unknown_table_is_an_error_and_the_transport_goes_on(transport: Transport):
     name = f"nowhere{fresh()}"
     with pytest.raises(UnknownTable) as caught:
-        pulled(carrier, name, np.arange(3, dtype=np.int64))
+        pulled(transport, name, np.arange(3, dtype=np.int64))
     assert caught.value.fields["table"] == name
-    assert isinstance(ask(carrier, Hello()), Greeting)
+    assert isinstance(ask(transport, Hello()), Greeting)
 
 
 @over_all
-def test_a_push_that_is_sent_twice_is_applied_once(carrier: Carrier):
-    name, ids = table(carrier), np.arange(4, dtype=np.int64)
+def test_a_push_that_is_sent_twice_is_applied_once(transport: Transport):
+    name, ids = table(transport), np.arange(4, dtype=np.int64)
     push = a_push(name, ids, np.ones((4, 2), np.float32), fresh())
-    first, second = carrier.submit(push, PATIENCE), carrier.submit(push, PATIENCE)
+    first, second = transport.submit(push, PATIENCE), transport.submit(push, PATIENCE)
     replies = [reply for reply in (first.result(), second.result()) if isinstance(reply, Pushed)]
     assert sorted(reply.duplicate for reply in replies) == [False, True]
-    assert pulled(carrier, name, ids).tolist() == [[-1, -1]] * 4
+    assert pulled(transport, name, ids).tolist() == [[-1, -1]] * 4
 
 
 @over_all
-def test_each_of_many_calls_in_flight_gets_its_own_reply(carrier: Carrier):
-    name, ids = table(carrier), np.arange(64, dtype=np.int64)
-    ask(carrier, Load(name, 1, ids, np.repeat(ids[:, None], 2, 1).astype(np.float32)))
-    calls = [carrier.submit(Pull(1, (TableIds(name, ids[i : i + 1]),)), PATIENCE) for i in range(64)]
+def test_each_of_many_calls_in_flight_gets_its_own_reply(transport: Transport):
+    name, ids = table(transport), np.arange(64, dtype=np.int64)
+    ask(transport, Load(name, 1, ids, np.repeat(ids[:, None], 2, 1).astype(np.float32)))
+    calls = [transport.submit(Pull(1, (TableIds(name, ids[i : i + 1]),)), PATIENCE) for i in range(64)]
     for i, call in reversed(list(enumerate(calls))):
         reply = call.result()
         assert isinstance(reply, Rows)
@@ -362,12 +362,12 @@ def test_each_of_many_calls_in_flight_gets_its_own_reply(carrier: Carrier):
 
 
 @over_all
-def test_several_threads_may_use_a_carrier(carrier: Carrier):
+def test_several_threads_may_use_a_transport(transport: Transport):
     def work(worker: int) -> np.ndarray:
-        name, ids = table(carrier), np.arange(worker % 7, 50, dtype=np.int64)
+        name, ids = table(transport), np.arange(worker % 7, 50, dtype=np.int64)
         for seq in range(1, 11):
-            ask(carrier, a_push(name, ids, np.ones((len(ids), 2), np.float32), worker, seq))
-        return pulled(carrier, name, ids)
+            ask(transport, a_push(name, ids, np.ones((len(ids), 2), np.float32), worker, seq))
+        return pulled(transport, name, ids)
 
     with ThreadPoolExecutor(4) as threads:
         for rows in threads.map(work, [fresh() for _ in range(4)]):
@@ -375,123 +375,123 @@ def test_several_threads_may_use_a_carrier(carrier: Carrier):
 
 
 @over_all
-def test_bytes_are_counted_both_ways(carrier: Carrier):
-    name, ids = table(carrier), np.arange(1000, dtype=np.int64)
-    sent, received = carrier.sent_bytes, carrier.received_bytes
-    pulled(carrier, name, ids)
-    assert carrier.sent_bytes - sent >= ids.nbytes
-    assert carrier.received_bytes - received >= 4 * 2 * len(ids)
+def test_bytes_are_counted_both_ways(transport: Transport):
+    name, ids = table(transport), np.arange(1000, dtype=np.int64)
+    sent, received = transport.sent_bytes, transport.received_bytes
+    pulled(transport, name, ids)
+    assert transport.sent_bytes - sent >= ids.nbytes
+    assert transport.received_bytes - received >= 4 * 2 * len(ids)
 
 
 @over_remote
-def test_a_call_to_a_shard_that_stands_still_ends_at_its_deadline(carrier: Carrier, served: Served):
-    ask(carrier, Hello())
+def test_a_call_to_a_shard_that_stands_still_ends_at_its_deadline(transport: Transport, served: Served):
+    ask(transport, Hello())
     with served.stopped():
         for request in (Hello(), Pull(1, (TableIds("t", np.arange(10, dtype=np.int64)),))):
             with pytest.raises(Unreachable):
-                ask(carrier, request, timedelta(seconds=0.2))
-    assert isinstance(eventually(carrier, Hello()), Greeting)
+                ask(transport, request, timedelta(seconds=0.2))
+    assert isinstance(eventually(transport, Hello()), Greeting)
 
 
 @over_remote
-def test_a_first_call_to_a_shard_that_stands_still_ends_at_its_deadline(carrier: Carrier, served: Served):
+def test_a_first_call_to_a_shard_that_stands_still_ends_at_its_deadline(transport: Transport, served: Served):
     with served.stopped(), pytest.raises(Unreachable):
-        ask(carrier, Hello(), timedelta(seconds=0.2))
-    assert isinstance(eventually(carrier, Hello()), Greeting)
+        ask(transport, Hello(), timedelta(seconds=0.2))
+    assert isinstance(eventually(transport, Hello()), Greeting)
 
 
 @over_remote
-def test_closing_ends_a_call_that_is_under_way(carrier: Carrier, served: Served):
-    ask(carrier, Hello())
+def test_closing_ends_a_call_that_is_under_way(transport: Transport, served: Served):
+    ask(transport, Hello())
     with served.stopped():
-        call = carrier.submit(Hello(), timedelta(minutes=5))
-        threading.Timer(0.1, carrier.close).start()
+        call = transport.submit(Hello(), timedelta(minutes=5))
+        threading.Timer(0.1, transport.close).start()
         with pytest.raises(Unreachable):
             call.result()
     with pytest.raises(Unreachable):
-        ask(carrier, Hello())
+        ask(transport, Hello())
 
 
 @pytest.fixture
-def members(carrier: Carrier) -> Iterator[tuple[int, int]]:
+def members(transport: Transport) -> Iterator[tuple[int, int]]:
     """Two workers of a synchronous job, which has just begun."""
     workers = fresh(), fresh()
     for number, worker in enumerate(workers):
         started = number == 1
-        joined = ask(carrier, Join(worker, 1, 0, staleness=0, workers=2, lease_ms=60_000))
+        joined = ask(transport, Join(worker, 1, 0, staleness=0, workers=2, lease_ms=60_000))
         assert joined == Joined(True, 0, started, workers[: number + 1])
     yield workers
     for worker in workers:
-        assert ask(carrier, Leave(worker, 1)) == Left()
+        assert ask(transport, Leave(worker, 1)) == LeaveAck()
 
 
 @over_all
-def test_a_pull_waits_until_a_clock_is_closed(carrier: Carrier, members: tuple[int, int]):
-    name, ids = table(carrier), np.arange(3, dtype=np.int64)
+def test_a_pull_waits_until_a_clock_is_closed(transport: Transport, members: tuple[int, int]):
+    name, ids = table(transport), np.arange(3, dtype=np.int64)
     into = np.full((3, 2), np.nan, np.float32)
     pull = Pull(1, (TableIds(name, ids),), members[0], 1, after=1)
-    waiting = carrier.submit(pull, PATIENCE, [into])
+    waiting = transport.submit(pull, PATIENCE, [into])
     for worker in members:
-        assert ask(carrier, a_push(name, ids, np.ones((3, 2), np.float32), worker)) == Pushed(False, 3, 0)
+        assert ask(transport, a_push(name, ids, np.ones((3, 2), np.float32), worker)) == Pushed(False, 3, 0)
     reply = waiting.result()
     assert isinstance(reply, Rows)
     assert reply.version > 0
     assert reply.tables[0].reshape(-1).tolist() == [-1] * 6
-    assert ask(carrier, Beat(members[0], 1)) == Beaten(1, members)
+    assert ask(transport, Heartbeat(members[0], 1)) == HeartbeatAck(1, members)
 
 
 @over_all
-def test_a_pull_that_waits_in_vain_says_for_whom(carrier: Carrier, members: tuple[int, int]):
-    name, ids = table(carrier), np.arange(3, dtype=np.int64)
-    ask(carrier, a_push(name, ids, np.ones((3, 2), np.float32), members[0]))
+def test_a_pull_that_waits_in_vain_says_for_whom(transport: Transport, members: tuple[int, int]):
+    name, ids = table(transport), np.arange(3, dtype=np.int64)
+    ask(transport, a_push(name, ids, np.ones((3, 2), np.float32), members[0]))
     with pytest.raises(ClockAhead, match=f"clock 0 waits for worker {members[1]}, "):
-        ask_in_vain(carrier, Pull(1, (TableIds(name, ids),), members[0], 1, after=1))
+        ask_in_vain(transport, Pull(1, (TableIds(name, ids),), members[0], 1, after=1))
 
 
 @over_all
-def test_workers_meet(carrier: Carrier, members: tuple[int, int]):
+def test_workers_meet(transport: Transport, members: tuple[int, int]):
     first, second = members
     payloads = np.arange(5, dtype=np.uint8), np.zeros(0, np.uint8)
-    waiting = carrier.submit(Meet(first, 1, "a", payloads[0]), PATIENCE)
-    quiet = ask(carrier, Meet(second, 1, "a", payloads[1], listen=False))
-    assert quiet == Met(members, ())
+    waiting = transport.submit(Rendezvous(first, 1, "a", payloads[0]), PATIENCE)
+    quiet = ask(transport, Rendezvous(second, 1, "a", payloads[1], listen=False))
+    assert quiet == RendezvousResult(members, ())
     met = waiting.result()
-    assert isinstance(met, Met)
+    assert isinstance(met, RendezvousResult)
     assert (met.workers, [part.tolist() for part in met.payloads]) == (members, [[0, 1, 2, 3, 4], []])
     with pytest.raises(ClockAhead, match=f"worker {second}, "):
-        ask_in_vain(carrier, Meet(first, 1, "b", payloads[0]))
+        ask_in_vain(transport, Rendezvous(first, 1, "b", payloads[0]))
 
 
 @over_all
-def test_splits_of_the_data_are_dealt(carrier: Carrier, members: tuple[int, int]):
+def test_splits_of_the_data_are_dealt(transport: Transport, members: tuple[int, int]):
     first, second = members
-    assert ask(carrier, TakeSplit(first, 1, 0, 2)) == Split(0, 0)
-    assert ask(carrier, TakeSplit(second, 1, 0, 2)) == Split(1, 0)
-    waiting = carrier.submit(TakeSplit(first, 1, 0, 2, done=0), PATIENCE)
-    assert ask(carrier, TakeSplit(second, 1, 0, 2, done=1)) == Split(-1, 0)
+    assert ask(transport, TakeSplit(first, 1, 0, 2)) == Split(0, 0)
+    assert ask(transport, TakeSplit(second, 1, 0, 2)) == Split(1, 0)
+    waiting = transport.submit(TakeSplit(first, 1, 0, 2, done=0), PATIENCE)
+    assert ask(transport, TakeSplit(second, 1, 0, 2, done=1)) == Split(-1, 0)
     assert waiting.result() == Split(-1, 0)
 
 
-def ask_in_vain(carrier: Carrier, request: Request) -> None:
+def ask_in_vain(transport: Transport, request: Request) -> None:
     """Ask what a shard refuses a quarter of the time before its deadline, until its answer comes in time."""
     for seconds in (1, 2, 2, 4, 8):
         with suppress(Unreachable):
-            ask(carrier, request, timedelta(seconds=seconds))
+            ask(transport, request, timedelta(seconds=seconds))
 
 
-def eventually(carrier: Carrier, request: Request) -> Reply:
+def eventually(transport: Transport, request: Request) -> Reply:
     """The reply, however often it has to be asked for."""
     end = time.monotonic() + 100
     while True:
         try:
-            return ask(carrier, request, SECOND)
+            return ask(transport, request, SECOND)
         except Unreachable:
             assert time.monotonic() < end, "the shard was not found again"
             time.sleep(0.05)
 
 
 @pytest.mark.parametrize("name", REMOTE)
-def test_nobody_at_an_address_is_unreachable(name: str, connect: Callable[[str], Carrier]):
+def test_nobody_at_an_address_is_unreachable(name: str, connect: Callable[[str], Transport]):
     with socket.socket() as taken:  # bound, so that nobody else listens there, but not listening
         taken.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -509,14 +509,14 @@ def website() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", REMOTE)
-def test_a_web_server_is_no_shard(name: str, website: str, connect: Callable[[str], Carrier]):
+def test_a_web_server_is_no_shard(name: str, website: str, connect: Callable[[str], Transport]):
     with pytest.raises(NotAShard, match=website):
         ask(connect(ADDRESSES[name]({"address": website, "rpc": website})), Hello())
 
 
 @pytest.fixture(scope="module")
-def restarted() -> Iterator[tuple[dict[str, Carrier], dict[str, str]]]:
-    """Carriers to a shard that was killed and started again, and the instance that each of them knew before."""
+def restarted() -> Iterator[tuple[dict[str, Transport], dict[str, str]]]:
+    """Transports to a shard that was killed and started again, and the instance that each of them knew before."""
     with ExitStack() as stack:
         # nobody else is given its ports while it is away
         reserved = [stack.enter_context(socket.socket()) for _ in range(2)]
@@ -527,25 +527,25 @@ def restarted() -> Iterator[tuple[dict[str, Carrier], dict[str, str]]]:
         yield from restart(*places)
 
 
-def restart(listen: str, rpc: str) -> Iterator[tuple[dict[str, Carrier], dict[str, str]]]:
+def restart(listen: str, rpc: str) -> Iterator[tuple[dict[str, Transport], dict[str, str]]]:
     with serving(listen, rpc) as first:
-        carriers = {name: carrier_for(address(first.ready)) for name, address in ADDRESSES.items()}
-        greetings = {name: ask(carrier, Hello()) for name, carrier in carriers.items()}
+        transports = {name: transport_for(address(first.ready)) for name, address in ADDRESSES.items()}
+        greetings = {name: ask(transport, Hello()) for name, transport in transports.items()}
     with serving(listen, rpc):
-        yield carriers, {name: g.instance for name, g in greetings.items() if isinstance(g, Greeting)}
-        for carrier in carriers.values():
-            carrier.close()
+        yield transports, {name: g.instance for name, g in greetings.items() if isinstance(g, Greeting)}
+        for transport in transports.values():
+            transport.close()
 
 
 @pytest.mark.parametrize("name", REMOTE)
-def test_a_shard_that_was_restarted_is_reached_again(name: str, restarted: tuple[dict[str, Carrier], dict[str, str]]):
-    carriers, before = restarted
-    greeting = eventually(carriers[name], Hello())
+def test_a_shard_that_was_restarted_is_reached_again(name: str, restarted: tuple[dict[str, Transport], dict[str, str]]):
+    transports, before = restarted
+    greeting = eventually(transports[name], Hello())
     assert isinstance(greeting, Greeting)
     assert greeting.instance != before[name]
 
 
-def trained(carrier: Carrier, name: str) -> bytes:
+def trained(transport: Transport, name: str) -> bytes:
     """The rows, to the bit, after some pulls and pushes of one client."""
     made = spec.TableSpec(
         name=name,
@@ -554,7 +554,7 @@ def trained(carrier: Carrier, name: str) -> bytes:
         initializer=spec.Normal(std=0.1),
         seed=3,
     )
-    client = Client([carrier], worker=fresh())
+    client = Client([transport], worker=fresh())
     client.declare(made)
     rng = np.random.default_rng(0)
     for clock in range(10):
@@ -566,6 +566,6 @@ def trained(carrier: Carrier, name: str) -> bytes:
 
 
 @over_remote
-def test_weights_are_those_of_the_local_carrier_to_the_bit(carrier: Carrier):
+def test_weights_are_those_of_the_local_transport_to_the_bit(transport: Transport):
     name = f"t{fresh()}"  # a row's first value depends on it
-    assert trained(carrier, name) == trained(local_carrier(), name)
+    assert trained(transport, name) == trained(local_transport(), name)

@@ -1,4 +1,4 @@
-"""What is special about the carrier over torch.distributed.rpc; what it shares with the others is in the contract."""
+"""What is special about the transport over torch.distributed.rpc; what it shares with the others is in the contract."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 import embershard as es
 from embershard.proto.errors import BadAddress, CannotListen, NotAShard
 from embershard.proto.messages import Hello
-from embershard.proto.transport.torch_rpc import RpcCarrier, _outcome
+from embershard.proto.transport.torch_rpc import RpcTransport, _outcome
 from embershard.proto.transport.transport import Unreachable
 from embershard.ps.dispatch import Dispatch
 from embershard.ps.transport.torch_rpc import RpcServer
@@ -69,9 +69,9 @@ def test_a_shard_says_which_address_it_can_take():
 
 
 def test_a_worker_does_not_leave_loopback_unless_told():
-    carrier = RpcCarrier(f"rpc://{ELSEWHERE}:7800")
+    transport = RpcTransport(f"rpc://{ELSEWHERE}:7800")
     with pytest.raises(BadAddress, match=f"rpc-executes-pickles://{ELSEWHERE}:7800"):
-        carrier.submit(Hello(), SECONDS).result()
+        transport.submit(Hello(), SECONDS).result()
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_a_user_with_an_rpc_group_of_their_own_keeps_it(addresses: str, tmp_path
 
 
 def test_a_host_that_cannot_be_is_said_at_every_call():
-    carrier = RpcCarrier("rpc-executes-pickles://a..b:7800")
+    transport = RpcTransport("rpc-executes-pickles://a..b:7800")
     for _ in range(2):
         with pytest.raises(Unreachable, match="label"):
-            carrier.submit(Hello(), SECONDS).result()
-    carrier.close()
+            transport.submit(Hello(), SECONDS).result()
+    transport.close()
