@@ -61,8 +61,7 @@ from embershard.worker.client.predicted_bytes import break_even as by_formula
 from embershard.worker.client.predicted_bytes import predict_volumes
 from embershard.worker.memory import keep_freed_memory
 from embershard.worker.models.dlrm import DLRM
-from embershard.worker.training.autotune import CodecTuner
-from embershard.worker.training.trial import Trial
+from embershard.worker.training.autotune import CodecTuner, Trial
 from timing import finish, machine, median, print_table
 
 SPEED_UPS = {"fp16s": 1.7, "int8": 2.8, "topk": 6.0}

@@ -41,8 +41,7 @@ from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.worker.client.client import Client
 from embershard.worker.compression.low_rank import Layout, LowRank, Place
-from embershard.worker.compression.schedule import warmup_density
-from embershard.worker.compression.settings import Compression
+from embershard.worker.compression.settings import Compression, warmup_density
 from timing import finish, machine, median, print_table, thread_seconds
 
 ELEMENTS = 10_000_000

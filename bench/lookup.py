@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from embershard.proto.routing import Placement, Route, ascending, make_route
-from embershard.worker.first_use import by_first_use, by_first_use_in_torch
+from embershard.worker.kernels import by_first_use, by_first_use_in_torch
 from embershard.worker.nn.embedding import _Lookup
 from timing import finish, median, print_table, thread_seconds
 

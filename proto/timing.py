@@ -11,6 +11,7 @@ A span stays in one thread and holds no await: what ran meanwhile on an event lo
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
@@ -117,9 +118,8 @@ class Recorder:
     """
 
     def __init__(self, kept_steps: int = KEPT_STEPS) -> None:
-        from torch.autograd import profiler
-
-        self.profiler = profiler  # its flag is true while a profiler runs, whichever thread asks
+        # torch's, whose flag is true while a profiler runs, whichever thread asks; a shard's process has none
+        self.profiler = sys.modules.get("torch.autograd.profiler")
         self.local = threading.local()  # .top: the innermost open span of a thread
         self._kept = kept_steps
         self._steps = 0
@@ -212,8 +212,9 @@ class _Span:
         recorder = self._recorder
         self._outer: _Span | None = getattr(recorder.local, "top", None)
         recorder.local.top = self
-        if recorder.profiler._is_profiler_enabled:
-            self._range = recorder.profiler.record_function(self._name)
+        profiler = recorder.profiler
+        if profiler is not None and profiler._is_profiler_enabled:
+            self._range = profiler.record_function(self._name)
             self._range.__enter__()
         self._start = time.perf_counter()
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 
 Floats = npt.NDArray[np.float32]
 
@@ -56,3 +62,9 @@ def with_current_gpu(work: Callable[[], None]) -> Callable[[], None]:
         work()
 
     return run
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor; none exists before its module is imported, which is a fifth of a worker's start."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)

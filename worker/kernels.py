@@ -1,10 +1,14 @@
-"""Ids numbered in the order in which they first come, without a limit."""
+"""The worker's compiled kernels: numbers of ids, membership of ids in a set, and ids in the order of first use."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
+import torch
 from numba import types
+from torch import Tensor
 
 from embershard.proto.compiled.jit import compiled
 from embershard.proto.routing import Ids, mix64
@@ -66,3 +70,78 @@ def _number(ids: Ids, count: int, known: Ids, cells: Cells, numbers: Ids) -> int
             count += 1
         numbers[i] = cells[cell]
     return count
+
+
+Mask = npt.NDArray[np.bool_]
+
+
+def overlap(ids: Ids, others: Ids) -> Mask:
+    """(U,) bool: whether ids[u] is among `others`. Both int64, in any order; without sorting, and without the GIL."""
+    found = np.empty(len(ids), np.bool_)
+    _overlap(ids, others, found)
+    return found
+
+
+_IDS = types.Array(types.int64, 1, "C", readonly=True)
+
+
+@compiled(types.void(_IDS, _IDS, types.boolean[::1]))
+def _overlap(ids: Ids, others: Ids, found: Mask) -> None:
+    size = 16
+    while size < 2 * others.size:
+        size *= 2
+    cells = np.full(size, -1, np.int32)  # position of an id in `others`, -1 where free
+    mask = np.uint64(size - 1)
+    for i in range(others.size):
+        cell = mix64(np.uint64(others[i]), np.uint64(0)) & mask
+        while cells[cell] >= 0 and others[cells[cell]] != others[i]:
+            cell = (cell + np.uint64(1)) & mask
+        cells[cell] = i
+    for u in range(ids.size):
+        cell = mix64(np.uint64(ids[u]), np.uint64(0)) & mask
+        while cells[cell] >= 0 and others[cells[cell]] != ids[u]:
+            cell = (cell + np.uint64(1)) & mask
+        found[u] = cells[cell] >= 0
+
+
+class FirstUse(NamedTuple):
+    """Another numbering of rows: `order` are the old numbers by the new ones, and `rank` the new by the old."""
+
+    numbers: Ids  # (N,) int64: the batch by new numbers
+    order: Ids  # (num_rows,) int64; rows that are not used come last
+    rank: Ids  # (num_rows,) int64
+
+
+def by_first_use(index: Ids, num_rows: int) -> FirstUse:
+    """Number rows as a batch uses them. index: (N,) int64, each at least 0 and below num_rows."""
+    found = FirstUse(np.empty(index.size, np.int64), np.empty(num_rows, np.int64), np.full(num_rows, -1, np.int64))
+    _renumber(index, *found)
+    return found
+
+
+def by_first_use_in_torch(index: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of a tensor on any device; on a CPU many times slower."""
+    positions = torch.arange(index.numel(), device=index.device)
+    first = positions.new_full((num_rows,), index.numel()).scatter_reduce_(0, index, positions, "amin")
+    order = first.argsort(stable=True)
+    rank = torch.empty_like(order).scatter_(0, order, torch.arange(num_rows, device=index.device))
+    return rank[index], order, rank
+
+
+@compiled(
+    types.void(types.Array(types.int64, 1, "C", readonly=True), types.int64[::1], types.int64[::1], types.int64[::1])
+)
+def _renumber(index: Ids, numbers: Ids, order: Ids, rank: Ids) -> None:
+    count = 0
+    for i in range(index.size):
+        row = np.uint64(index[i])  # unsigned: no test for negative ones
+        if rank[row] < 0:
+            rank[row] = count
+            order[count] = index[i]
+            count += 1
+        numbers[i] = rank[row]
+    for unused in range(rank.size):
+        if rank[unused] < 0:
+            rank[unused] = count
+            order[count] = unused
+            count += 1

@@ -355,7 +355,7 @@ def _check_mode(request: Join, clock: Clock) -> None:
         return
     pairs = [
         ("staleness", request.staleness, clock.staleness),
-        ("damp", request.staleness_aware_lr, clock.staleness_aware_lr),
+        ("staleness_aware_lr", request.staleness_aware_lr, clock.staleness_aware_lr),
     ]
     if not clock.started:
         pairs.append(("workers", request.workers, clock.workers))

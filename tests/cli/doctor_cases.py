@@ -9,7 +9,7 @@ from embershard.doctor.case import Case
 from embershard.doctor.check import Check, Level
 from embershard.doctor.probe import Probe
 from embershard.proto.messages import Greeting, ShardStatus, TableStatus
-from embershard.worker.job.job import load_job
+from embershard.worker.job.load import load_job
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY = Case()

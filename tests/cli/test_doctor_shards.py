@@ -175,7 +175,7 @@ def test_a_shard_whose_clock_is_behind_is_named():
 
 def test_members_that_are_missing_are_named(tmp_path: Path):
     both, one = serving(1, member(0, 1), member(1, 1, paused=True)), serving(1, member(0, 1))
-    finds(clocks.members, case(both, both), OK, "workers 0, 1; resting: 1")
+    finds(clocks.members, case(both, both), OK, "workers 0, 1; paused: 1")
     finds(clocks.members, case(both, one), WARN, "not members on every shard: workers 1")
     about = job(tmp_path)
     finds(clocks.members, replace(about, probes=[probe(one)]), WARN, "workers 0; the job has 2")

@@ -18,7 +18,7 @@ from embershard.proto.errors import BadAddress
 from embershard.proto.snapshot_errors import SnapshotNotFound
 from embershard.worker.checkpoint.checkpoint import OtherJob
 from embershard.worker.client.worker_group import WorkerGroup
-from embershard.worker.job.job import load_job
+from embershard.worker.job.load import load_job
 from embershard.worker.session.session import Session
 from embershard.worker.trained.export import CannotExport
 from embershard.worker.trained.onnx import ExportNotInstalled

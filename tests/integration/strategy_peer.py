@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from embershard.worker.client.worker_group import ShardGroup, WorkerGroup
-from embershard.worker.data.batch import Schema
-from embershard.worker.data.rows import Rows, RowsDataset
+from embershard.worker.data.batch import Rows, RowsDataset, Schema
 from embershard.worker.job.job import Job
 from embershard.worker.session.session import Session, connect
 from embershard.worker.strategy.torch_only import TorchStrategy

@@ -19,7 +19,7 @@ import embershard as es
 from embershard.worker.checkpoint.checkpoint import SNAPSHOT, Checkpoint
 from embershard.worker.checkpoint.snapshots import read_manifest, read_table
 from embershard.worker.client.worker_group import WorkerGroup
-from embershard.worker.job.job import load_job
+from embershard.worker.job.load import load_job
 from embershard.worker.training.trainer import Trainer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embershard.worker.first_use import by_first_use, by_first_use_in_torch
+from embershard.worker.kernels import by_first_use, by_first_use_in_torch
 from embershard.worker.nn.embedding import _in_order_of_use
 
 

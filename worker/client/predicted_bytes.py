@@ -41,8 +41,7 @@ from embershard.worker.client.byte_counts import ByteCount, Part, Volumes
 from embershard.worker.client.chunks import cut
 from embershard.worker.compression.error_feedback import SentAverages
 from embershard.worker.compression.low_rank import predict_low_rank
-from embershard.worker.compression.schedule import WARMUP_DENSITIES, warmup_density
-from embershard.worker.compression.settings import Directions
+from embershard.worker.compression.settings import WARMUP_DENSITIES, Directions, warmup_density
 from embershard.worker.compression.table_compressor import packed_ids
 
 if TYPE_CHECKING:

@@ -11,6 +11,56 @@ from embershard.proto.codec.name import CodecName
 from embershard.proto.spec import TableSpec
 from embershard.worker.patterns import first_match
 
+# what divides a step by the size of the gradients that it has seen
+ADAPTIVE = frozenset({"adagrad", "rowwise_adagrad", "adam", "adamw", "ftrl", "rmsprop"})
+
+
+def advice(optimizer: str, push: CodecName) -> str:
+    """What speaks against a codec in front of an optimizer, by name (docs/compression.md); "": nothing."""
+    if optimizer in ADAPTIVE and push.has_feedback:
+        return (
+            f"{push} in front of {optimizer} changes the size of its steps, for gradients that waited are divided by "
+            "another history. int8 does not: it is the better choice here, and top-k in front of sgd"
+        )
+    if optimizer == "sgd" and push.select == "all" and not push.is_plain and not push.has_feedback:
+        return (
+            f"in front of sgd topk:0.01+fp16s sends far less than {push}, and what it leaves out is sent later; "
+            "quantisation is the better choice in front of adagrad and adam"
+        )
+    return ""
+
+
+WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)  # Lin et al. 2018, section 3.3
+
+
+@dataclass(frozen=True, slots=True)
+class CodecSchedule:
+    """Step -> the codec from there on. ValueError unless it begins with step 0."""
+
+    at: Mapping[int, CodecName]
+
+    def __post_init__(self) -> None:
+        if 0 not in self.at or min(self.at) < 0:
+            raise ValueError("a schedule of codecs begins with step 0, and its steps are whole numbers")
+
+    @staticmethod
+    def of(text: str | Mapping[int, str]) -> CodecSchedule:
+        """The schedule of one codec text, or of a text for each step at which it changes."""
+        texts = {0: text} if isinstance(text, str) else text
+        return CodecSchedule({step: CodecName.parse(codec) for step, codec in texts.items()})
+
+    def codec(self, step: int) -> CodecName:
+        """The codec of a step."""
+        return self.at[max(start for start in self.at if start <= step)]
+
+
+def warmup_density(ratio: float, steps: int, steps_per_density: int) -> float:
+    """The part of the gradient that `dgc:ratio` sends after so many steps: the ratio itself once it is warm."""
+    above = [density for density in WARMUP_DENSITIES if density > ratio]
+    stage = steps // steps_per_density if steps_per_density else len(above)
+    return above[stage] if stage < len(above) else ratio
+
+
 RESIDUAL_ROWS = 1_000_000  # of a table: with a dim of 16 about 100 MB
 PLAIN = CodecName()
 

@@ -20,8 +20,7 @@ from embershard.worker.compression.error_feedback import EncodeOptions, Feedback
 from embershard.worker.compression.low_rank import Layout, LowRank
 from embershard.worker.compression.residual_store import ResidualRows, nothing_held
 from embershard.worker.compression.residuals import Residuals
-from embershard.worker.compression.schedule import warmup_density
-from embershard.worker.compression.settings import Compression, Directions, heeds_ages
+from embershard.worker.compression.settings import Compression, Directions, heeds_ages, warmup_density
 
 Find = Callable[[str], ValuesCodec]
 

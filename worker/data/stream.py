@@ -8,8 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from embershard.proto.errors import JobError
-from embershard.worker.data.batch import Batch, Evaluation, Schema
-from embershard.worker.data.rows import Rows
+from embershard.worker.data.batch import Batch, Evaluation, Rows, Schema
 from embershard.worker.data.shuffle import check_share
 
 SHUFFLE_ROWS = 1 << 18  # of 39 columns: 70 MB

@@ -1,18 +1,20 @@
-"""Which modes of training contradict each other: strategies, where dense weights live, and consistency."""
+"""Checks between the fields of a job: each yields the fields that contradict others, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import Literal
 
+from embershard.proto.codec.name import CodecName
 from embershard.proto.transport.emulated_link import parse_bandwidth
+from embershard.worker.compression.settings import advice
+from embershard.worker.job.compression import CompressionSection
+from embershard.worker.job.job import Job
+from embershard.worker.job.sections import OptimizerSection
 from embershard.worker.job.yaml import Path as Location
 
-if TYPE_CHECKING:
-    from embershard.worker.job.job import Job
-    from embershard.worker.job.sections import OptimizerSection
-
-Found = Iterator[tuple[Location, str]]
+Problems = Iterator[tuple[Location, str]]
 
 # what torch.optim has for dense gradients, and for the sparse ones of its own tables
 DENSE_OPTIMIZERS = ("sgd", "adagrad", "rmsprop", "adam", "adamw")
@@ -37,8 +39,8 @@ _OF_SHARDS = (
 IGNORED_BY_STRATEGY = {"local": ("workers", *_OF_SHARDS), "dp": ("workers", *_OF_SHARDS), "ddp": _OF_SHARDS}
 
 
-def mode_contradictions(job: Job) -> Found:
-    """Field -> why it cannot be with the others."""
+def check_strategy(job: Job) -> Problems:
+    """Yield each contradiction of these fields: (field, reason)."""
     yield from _strategy(job)
     yield from _dense(job)
     yield from _network(job)
@@ -54,7 +56,7 @@ def _given(job: Job, *path: str) -> bool:
     return path[-1] in getattr(section, "model_fields_set", ())
 
 
-def _strategy(job: Job) -> Found:
+def _strategy(job: Job) -> Problems:
     name = job.strategy
     if job.has_shards:
         return
@@ -82,7 +84,7 @@ def _strategy(job: Job) -> Found:
         yield from _data_parallel(job)
 
 
-def _data_parallel(job: Job) -> Found:
+def _data_parallel(job: Job) -> Problems:
     import torch  # only here: a job is checked without it
 
     if not torch.cuda.is_available():
@@ -96,7 +98,7 @@ def _data_parallel(job: Job) -> Found:
         )
 
 
-def _dense(job: Job) -> Found:
+def _dense(job: Job) -> Problems:
     mode = job.dense.mode
     if not _given(job, "dense", "mode"):
         return
@@ -106,7 +108,7 @@ def _dense(job: Job) -> Found:
         yield ("dense", "mode"), "strategy hybrid keeps dense weights in the workers: set it to ddp or fsdp, or use ps"
 
 
-def _network(job: Job) -> Found:
+def _network(job: Job) -> Problems:
     at, bandwidth = ("network", "bandwidth"), job.network.bandwidth
     if parse_bandwidth(bandwidth) is None:
         return
@@ -117,7 +119,7 @@ def _network(job: Job) -> Found:
         yield at, f"{reason}, over which dense weights are all-reduced; keep them on the shards, or remove it"
 
 
-def _consistency(job: Job) -> Found:
+def _consistency(job: Job) -> Problems:
     train, staleness = job.train, job.train.staleness
     if not job.has_shards:
         return
@@ -142,14 +144,14 @@ def _consistency(job: Job) -> Found:
             yield ("embedding", "cache"), f"{reason}; remove it, or raise the bound"
 
 
-def _local_optimizers(job: Job) -> Found:
+def _local_optimizers(job: Job) -> Problems:
     for path, optimizer in (*_optimizers(job, "embedding"), *_optimizers(job, "dense")):
         if optimizer.name not in LOCAL_OPTIMIZERS:
             reason = f"train.staleness {job.train.staleness} trains copies of rows, which knows no {optimizer.name}"
             yield (*path, "name"), f"{reason}; use {_either(LOCAL_OPTIMIZERS)}"
 
 
-def _torch_optimizers(job: Job) -> Found:
+def _torch_optimizers(job: Job) -> Problems:
     """The dense optimizers, where torch applies them."""
     if job.has_shards and job.dense_mode == "ps":
         return
@@ -181,3 +183,259 @@ def _optimizers(job: Job, name: Literal["embedding", "dense"]) -> list[tuple[Loc
 
 def _either(names: tuple[str, ...]) -> str:
     return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def check_workers(job: Job) -> Problems:
+    """Yield each contradiction of these fields: (field, reason)."""
+    mode = f"strategy {job.strategy}" if not job.has_shards else f"dense.mode {job.dense_mode}"
+    survives = job.has_shards and job.dense_mode == "ps"
+    if job.train.restart_workers and not survives:
+        yield ("train", "restart_workers"), f"has no meaning for {mode}, which ends with the first worker that is lost"
+    if job.train.restart_workers and survives and job.workers == 1:
+        reason = "starts workers again beside others; a run with one goes on from a checkpoint, by --resume"
+        yield ("train", "restart_workers"), reason
+    if job.data.splits is None:
+        return
+    at = ("data", "splits")
+    if not survives:
+        yield at, f"gives workers uneven numbers of steps, but {mode} makes every step of all of them together"
+    if job.train.budget is not None and job.train.budget[0] != "epochs":
+        yield at, f"deals out whole epochs: give train.epochs in place of train.{job.train.budget[0]}, or remove it"
+    if isinstance(job.data.splits, int) and job.data.splits < job.workers:
+        yield at, f"must be at least as many as workers, which are {job.workers}"
+    gzipped = [str(file) for file in job.data.files().get("train", ()) if file.suffix == ".gz"]
+    if gzipped and job.data.streams_text:
+        yield at, f"{gzipped[0]} would be read from its start for every split; decompress it, or remove data.splits"
+
+
+def check_step(job: Job) -> Problems:
+    """Yield each contradiction of these fields: (field, reason)."""
+    train = job.train
+    if train.compile and train.checkpoint_activations:
+        reason = "torch.compile decides itself what backward computes again; remove it, or train.compile"
+        yield ("train", "checkpoint_activations"), reason
+    if train.linear == "onednn" and (train.compile or train.amp != "off"):
+        why = "train.compile" if train.compile else f"train.amp {train.amp}"
+        yield ("train", "linear"), f"with {why} torch multiplies itself; use auto"
+    for name in ("compile", "checkpoint_activations"):
+        if job.strategy == "dp" and getattr(train, name):
+            yield ("train", name), "DataParallel copies the model for every batch; use strategy ddp"
+    for name in ("compile", "average"):
+        if job.has_shards and job.dense_mode == "fsdp" and getattr(train, name):
+            yield ("train", name), "with fsdp a worker holds but a part of each dense weight; use ddp or ps"
+    yield from _patterns(job)
+    in_blocks = job.has_shards and job.dense_mode == "ps"
+    for position, group in enumerate(job.dense.groups if in_blocks else ()):
+        if group.optimizer.name == "rowwise_adagrad":
+            reason = "keeps one accumulator per row, and dense weights have no rows; use adagrad"
+            yield ("dense", "groups", position, "optimizer", "name"), reason
+
+
+def _patterns(job: Job) -> Problems:
+    for section, groups in (("embedding", job.embedding.groups), ("dense", job.dense.groups)):
+        matches = [group.match for group in groups]
+        for position, match in enumerate(matches):
+            at = (section, "groups", position, "match")
+            if match in matches[:position]:
+                yield at, f"{match!r} is that of an earlier group"
+            elif match == "*":
+                yield at, f"'*' is all of them: that is {section}.optimizer"
+
+
+def check_job(job: Job, folder: Path) -> Problems:
+    """Find every field of a job that contradicts another one, and every data file below `folder` that is not there."""
+    yield from _model_and_data(job)
+    yield from _length(job)
+    yield from _judging(job)
+    yield from check_strategy(job)
+    yield from check_step(job)
+    yield from check_workers(job)
+    yield from check_compression(job)
+    for field, files in job.data.files().items():
+        for file in (folder / job.data.root / file for file in files):
+            problem = _absent(file)
+            if problem is not None:
+                yield ("data", field), problem
+
+
+def _absent(file: Path) -> str | None:
+    """Why a file or folder cannot be had."""
+    try:
+        file.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a name with a zero character
+        return f"no file {file}; check data.root (or pass --data), or the name"
+    except OSError as error:
+        return f"{file} cannot be read: {error.strerror}; check data.root (or pass --data), or the name"
+    return None
+
+
+def _model_and_data(job: Job) -> Problems:
+    name, reader = job.model.name, job.data.reader
+    if job.model.needs == "pairs" and not job.data.pairs:
+        yield ("model", "name"), f"{name} needs a user and an item per sample, but data.reader {reader} reads features"
+    if job.model.needs == "dense" and not job.data.has_dense:
+        yield ("model", "name"), f"{name} needs dense features, but data.reader {reader} has none here"
+    if name == "two_tower" and job.data.has_clicks:
+        yield ("model", "name"), f"{name} learns from positives alone: set data.negatives to 0, or use reader lists"
+    if name != "two_tower" and job.data.evaluation == "ranking":
+        yield ("model", "name"), f"data.reader {reader} ranks all items for each user, which takes two_tower"
+    problem = job.data.problem()
+    if problem is not None:
+        yield ("data", problem[0]), problem[1]
+    if job.embedding.dim is not None and not job.model.takes_dim:
+        other = "model.factors decides it" if "factors" in type(job.model).model_fields else "it has only weights"
+        yield ("embedding", "dim"), f"has no meaning for {name} ({other}); remove it"
+    if getattr(job.model, "batch_norm", job.model.needs == "dense") and job.train.batch_size == 1:
+        yield ("train", "batch_size"), "batch norm needs at least 2 samples"
+
+
+def _length(job: Job) -> Problems:
+    train = job.train
+    if train.budget is None:
+        yield ("train",), "give exactly one of epochs, steps and samples"
+        return
+    unit, length = train.budget
+    if unit == "steps" and train.lr_schedule.warmup_steps >= length:
+        yield ("train", "lr_schedule", "warmup_steps"), f"must be below train.steps, which is {length}"
+    if unit == "epochs" and job.data.endless:
+        yield ("train", "epochs"), "the data has no end: give data.samples, or train.samples instead"
+    schedule = train.lr_schedule.name
+    if unit == "epochs" and schedule in ("linear", "cosine") and job.data.streams_text:
+        reason = f"{schedule} needs the number of steps, which streamed text does not tell"
+        yield ("train", "lr_schedule", "name"), f"{reason}: give train.steps in place of train.epochs"
+    if unit == "samples" and length < job.workers:
+        yield ("workers",), f"{job.workers} workers cannot share {length} samples"
+    if job.evaluate.every is not None and job.evaluate.every > length:
+        yield ("evaluate", "every"), f"must be at most train.{unit}, which is {length}"
+    if job.checkpoint is not None and job.checkpoint.every is not None and job.checkpoint.every > length:
+        yield ("checkpoint", "every"), f"must be at most train.{unit}, which is {length}"
+
+
+def _judging(job: Job) -> Problems:
+    if job.metric not in job.metrics:
+        reason = f"is not computed on data.reader {job.data.reader}; it has {', '.join(job.metrics)}"
+        yield ("evaluate", "metric"), f"{job.metric!r} {reason}"
+    if job.metric == "calibration":
+        yield ("evaluate", "metric"), "calibration is best near 1, not at an end; choose another metric"
+    if job.evaluate.top_k is not None and job.data.evaluation == "pointwise":
+        yield ("evaluate", "top_k"), f"has no meaning for data.reader {job.data.reader}; remove it"
+    if not job.data.judged_on:
+        for at, given in (("early_stop", job.train.early_stop is not None), ("lr_schedule", _plateau(job))):
+            if given:
+                yield ("train", at), "needs something to evaluate on: name a file in data.valid or data.test"
+
+
+def _plateau(job: Job) -> bool:
+    return job.train.lr_schedule.name == "plateau"
+
+
+_WARM_UP = "dgc begins with a quarter of all elements, which later steps do not send; set warmup_steps to 0"
+
+
+def check_compression(job: Job) -> Problems:
+    """Yield each contradiction of these fields: (field, reason)."""
+    section = job.compression
+    if section is None:
+        return
+    if not job.has_shards:
+        yield ("compression",), f"strategy {job.strategy} has no shards to send anything to; remove it"
+        return
+    if job.dense_mode != "ps" and "dense" in section.model_fields_set:
+        reason = f"torch all-reduces the dense weights (dense.mode {job.dense_mode}), past the shards"
+        yield ("compression", "dense"), f"{reason}; remove it, or use dense.mode ps"
+    yield from _cannot_serve(job, section)
+    yield from _without_meaning(section)
+    yield from _auto(job, section)
+    if section.unless_slower:
+        yield from _unless_slower(job, section)
+
+
+def compression_advice(job: Job) -> list[str]:
+    """A line for every codec that is a poor choice in front of its optimizer; the job is trained all the same."""
+    section = job.compression
+    if section is None:
+        return []
+    names = {False: job.embedding.optimizer.name, True: (job.dense.optimizer or job.embedding.optimizer).name}
+    found = []
+    for at, direction, dense, codec in section.choices():
+        line = advice(names[dense], codec) if direction == "push" and not _in_groups(job, at, dense) else ""
+        if line:
+            found.append(f"compression.{'.'.join(at)}: {line}")
+    return found
+
+
+def _cannot_serve(job: Job, section: CompressionSection) -> Problems:
+    momenta = {
+        False: _momentum(job.embedding.optimizer),
+        True: _momentum(job.dense.optimizer or job.embedding.optimizer),
+    }
+    seen = set()
+    for at, direction, dense, codec in section.choices():
+        try:
+            codec.check(direction, dense)
+        except ValueError as error:
+            yield ("compression", *at), str(error)
+            continue
+        if codec.select == "dgc" and momenta[dense] and not _in_groups(job, at, dense) and at not in seen:
+            seen.add(at)
+            reason = f"{codec} applies momentum before it selects, and the optimizer's {momenta[dense]:g} would again"
+            yield ("compression", *at), f"{reason}; set the optimizer's momentum to 0"
+        if codec.select == "dgc" and job.train.local_steps and at not in seen:
+            seen.add(at)
+            reason = (
+                f"{codec} keeps a momentum of gradients, and train.staleness {job.train.staleness} pushes differences"
+            )
+            yield ("compression", *at), f"{reason} of weights; use topk"
+
+
+def _in_groups(job: Job, at: tuple[str, ...], dense: bool) -> bool:
+    """Whether a codec is that of tables which may have the optimizer of a group: it is known once the tables are."""
+    return at[0] == "tables" and bool((job.dense if dense else job.embedding).groups)
+
+
+def _momentum(optimizer: OptimizerSection) -> float:
+    return float(getattr(optimizer, "momentum", 0.0))
+
+
+def _without_meaning(section: CompressionSection) -> Problems:
+    pushes = [(dense, codec) for _, direction, dense, codec in section.choices() if direction == "push"]
+    pushes += [(False, CodecName.parse(text)) for text in section.allow]
+    given = section.model_fields_set
+    if "residual_rows" in given and not any(codec.has_feedback and not dense for dense, codec in pushes):
+        yield ("compression", "residual_rows"), "no codec of an embedding table leaves anything for later; remove it"
+    for name in ("warmup_steps", "momentum", "clip_norm"):
+        if name in given and not any(codec.select == "dgc" for _, codec in pushes):
+            yield ("compression", name), "only dgc has it, and no push travels so; remove it"
+
+
+def _auto(job: Job, section: CompressionSection) -> Problems:
+    if section.auto:
+        if job.train.local_steps:
+            reason = f"most steps send nothing with train.staleness {job.train.staleness}, and auto judges by steps"
+            yield ("compression", "auto"), f"{reason}; name codecs"
+        for name in ("push", "pull", "dense"):
+            if name in section.model_fields_set:
+                yield ("compression", name), "auto chooses it; remove it, or name tables under compression.tables"
+        for position, text in enumerate(section.allow):
+            if CodecName.parse(text).select in ("powersgd", "delta"):
+                reason = f"what {text} sends is not known before it does; name it under compression.tables"
+                yield ("compression", "allow", position), reason
+            elif CodecName.parse(text).select == "dgc" and section.warmup_steps:
+                yield ("compression", "allow", position), _WARM_UP
+    elif section.allow:
+        yield ("compression", "allow"), "says what auto may choose; add auto: true"
+
+
+def _unless_slower(job: Job, section: CompressionSection) -> Problems:
+    at = ("compression", "unless_slower")
+    codecs = [codec for _, _, _, codec in section.choices()]
+    if section.auto:
+        yield at, "auto tries what it chooses anyway; remove it"
+    elif all(codec.is_plain for codec in codecs):
+        yield at, "there is no codec to try; remove it, or name one"
+    elif job.train.local_steps:
+        yield at, f"most steps send nothing with train.staleness {job.train.staleness}; remove either"
+    elif section.steps:
+        yield at, "codecs are tried in the first steps, and a schedule changes them later; remove either"
+    elif section.warmup_steps and any(codec.select == "dgc" for codec in codecs):
+        yield at, _WARM_UP

@@ -2,23 +2,60 @@
 
 from __future__ import annotations
 
+import math
 import re
-from typing import Annotated, Literal, Self
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
 from embershard.proto import spec
 from embershard.proto.transport.emulated_link import UNLIMITED, parse_bandwidth
-from embershard.worker.job.job_step import (
-    Argument,
-    GroupSection,
-    StepSection,
-    TableGroupSection,
-    initializers_of,
-    optimizers_of,
-)
 from embershard.worker.job.sections import AnyInitializer, AnyOptimizer, Count, Section
 from embershard.worker.nn.lr_schedule import Shape
+
+if TYPE_CHECKING:
+    pass
+
+
+def _argument(value: object) -> object:
+    """One reason, where pydantic gives one for each kind that it could be."""
+    parts = value if isinstance(value, (list, tuple)) else (value,)
+    kinds = (int, float) if isinstance(value, (list, tuple)) else (bool, int, float, str, type(None))
+    if not all(isinstance(part, kinds) for part in parts):
+        raise ValueError("must be a number, a text, true, false, null or a list of numbers")
+    if not all(math.isfinite(part) for part in parts if isinstance(part, float)):
+        raise ValueError("must be finite")
+    return tuple(value) if isinstance(value, list) else value
+
+
+Argument = Annotated[bool | int | float | str | tuple[int | float, ...] | None, PlainValidator(_argument)]
+
+
+class GroupSection(Section):
+    """Weights with an optimizer of their own: those whose name, or that of a module they lie in, `match` fits."""
+
+    match: Pattern
+    optimizer: AnyOptimizer
+
+
+class TableGroupSection(GroupSection):
+    """Embeddings with an optimizer of their own, and first values, where it gives some."""
+
+    initializer: AnyInitializer | None = None
+
+
+def optimizers_of(groups: Sequence[GroupSection], default: spec.Optimizer) -> dict[str, spec.Optimizer]:
+    """Pattern -> optimizer, the groups' first."""
+    return {**{group.match: group.optimizer.build() for group in groups}, "*": default}
+
+
+def initializers_of(
+    groups: Sequence[TableGroupSection], default: spec.Initializer | None
+) -> dict[str, spec.Initializer | None]:
+    """Pattern -> first values, as `optimizers_of`; a group without any has the default ones."""
+    own = {group.match: group.initializer.build() if group.initializer else default for group in groups}
+    return {**own, "*": default}
 
 
 class CacheSection(Section):
@@ -107,7 +144,7 @@ class ScheduleSection(Section):
         if self.scheduler is None:
             raise ValueError("ScheduleSection: class must name one of torch.optim.lr_scheduler")
         # torch, for those who name a part of it
-        from embershard.worker.nn.schedulers import UnknownScheduler, check_scheduler
+        from embershard.worker.nn.lr_schedule import UnknownScheduler, check_scheduler
 
         try:
             check_scheduler(self.scheduler, self.args or {})
@@ -143,6 +180,33 @@ def _consistency(value: object) -> int | str | None:
     if isinstance(value, str) and _LOCAL.fullmatch(value):
         return value
     raise ValueError(f"must be 0, a number of clocks, off or local(steps), got {value!r}")
+
+
+class AverageSection(Section):
+    """Evaluate with the exponential moving average of the dense weights."""
+
+    decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.999
+
+
+class StepSection(Section):
+    """How a step is made (docs/training.md, "The training step").
+
+    `amp`: the forward in bfloat16 or float16. `accumulate`: one step with the mean gradient of so many batches.
+    `clip_norm`: the largest L2 norm of all gradients of a worker. `non_finite`: a NaN or Inf ends the run or leaves the
+    step out. `checkpoint_activations`: MLP towers compute their activations again in backward. `compile`: torch.compile
+    for all but the embeddings.
+    """
+
+    # YAML reads off as false
+    amp: Annotated[
+        Literal["off", "bf16", "fp16"], BeforeValidator(lambda value: "off" if value is False else value)
+    ] = "off"
+    accumulate: Count = 1
+    clip_norm: Annotated[float, Field(gt=0.0)] | None = None
+    non_finite: Literal["stop", "skip"] = "stop"
+    checkpoint_activations: bool = False
+    compile: bool = False
+    average: AverageSection | None = None
 
 
 class TrainSection(StepSection):
@@ -227,3 +291,6 @@ class CheckpointSection(Section):
     folder: Annotated[str, Field(min_length=1)]
     every: Count | None = None
     keep: Count = 2
+
+
+Pattern = Annotated[str, Field(min_length=1)]

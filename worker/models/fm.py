@@ -8,7 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from embershard.worker.models.layers import Device, FirstOrder, pairwise_interactions, table
-from embershard.worker.models.recommender import Recommender
+from embershard.worker.models.recommender import Recommender, concat_dense
+from embershard.worker.models.wide_deep import WideDeep
 
 
 class FM(Recommender):
@@ -26,3 +27,14 @@ class FM(Recommender):
         """Logits (B,) of ids (B, F) and dense (B, D)."""
         first: Tensor = self.first_order(self.linear(ids), dense)
         return first + pairwise_interactions(self.embedding(ids))
+
+
+class DeepFM(WideDeep):
+    """Wide&Deep with an FM for its linear part: FM and MLP read the same embeddings, and their logits are added."""
+
+    def forward(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:
+        """Logits (B,) of ids (B, F) and dense (B, D)."""
+        rows = self.embedding(ids)
+        first: Tensor = self.first_order(self.linear(ids), dense)
+        deep: Tensor = self.output(self.deep(concat_dense(rows, dense)))
+        return first + pairwise_interactions(rows) + deep.squeeze(1)

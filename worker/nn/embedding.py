@@ -17,7 +17,7 @@ from torch.autograd.function import FunctionCtx
 from embershard.proto.routing import Route
 from embershard.proto.sum_rows import sum_rows
 from embershard.worker.client.chunks import select
-from embershard.worker.first_use import by_first_use, by_first_use_in_torch
+from embershard.worker.kernels import by_first_use, by_first_use_in_torch
 from embershard.worker.session.gradients import RowGradients
 from embershard.worker.session.reads import Read
 from embershard.worker.session.remote_table import RemoteTable

@@ -17,7 +17,7 @@ from embershard.worker.client.chunks import select
 from embershard.worker.client.client import Client
 from embershard.worker.client.push import Versions, no_versions
 from embershard.worker.device import host_rows, pinned, to_device
-from embershard.worker.overlap import Mask, overlap
+from embershard.worker.kernels import Mask, overlap
 from embershard.worker.session.dense import DenseWeights
 from embershard.worker.session.local_steps import LocalSteps
 from embershard.worker.session.row_cache import RowCaches, pull_through_cache

@@ -10,7 +10,7 @@ from torch import nn
 
 from embershard.proto.spec import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from embershard.worker.job.job import Job
-from embershard.worker.job.job_step import optimizers_of
+from embershard.worker.job.training import optimizers_of
 from embershard.worker.nn.wrap import elementwise
 from embershard.worker.patterns import first_match
 

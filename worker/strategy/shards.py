@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import zip_longest
 
 import torch
 from torch import nn
 
 from embershard.worker.client.byte_counts import Part, Volumes
 from embershard.worker.client.calls import ClientStats
+from embershard.worker.client.client import Client
 from embershard.worker.client.predicted_bytes import predict_volumes
 from embershard.worker.job.job import Job
 from embershard.worker.models.recommender import Recommender
@@ -19,11 +21,39 @@ from embershard.worker.nn.optimizer import ShardOptimizer
 from embershard.worker.nn.wrap import wrap
 from embershard.worker.session.session import Session
 from embershard.worker.strategy.allreduce import SynchronousSteps
-from embershard.worker.strategy.counted import ShardCounters
 from embershard.worker.strategy.dense import ReplicatedDense
 from embershard.worker.strategy.optimizers import dense_specs
 from embershard.worker.strategy.protocol import EpochBatch, StepBatch
 from embershard.worker.strategy.state import TorchWeights
+
+
+class ShardCounters:
+    """Of the shards' counters, what came since this was made. A shard that was restarted since begins at zero."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._before = {status.instance: status for status in client.status()}
+
+    def expired_leases(self) -> int:
+        """Times that a worker was given up, as the first shard counts them."""
+        now = self._client.status()[0]
+        before = self._before.get(now.instance)
+        return now.expired_leases - (before.expired_leases if before else 0)
+
+    def staleness_seen(self) -> tuple[int, ...]:
+        """Pushes to all shards by the updates that their rows had missed: 0, 1, ...; the last: so many or more."""
+        now = self._client.status()
+        before = [self._before[status.instance] for status in now if status.instance in self._before]
+        all_of, earlier = (zip_longest(*(s.staleness_seen for s in ss), fillvalue=0) for ss in (now, before))
+        return tuple(sum(here) - sum(then) for here, then in zip_longest(all_of, earlier, fillvalue=()))
+
+    def table_rows(self) -> dict[str, int]:
+        """Table -> rows that exist now, on all shards."""
+        rows: dict[str, int] = {}
+        for status in self._client.status():
+            for table in status.tables:
+                rows[table.name] = rows.get(table.name, 0) + table.rows
+        return rows
 
 
 class ShardStrategy:

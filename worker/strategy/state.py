@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from embershard.worker.sharded import is_dtensor
+from embershard.worker.device import is_dtensor
 
 
 class TorchWeights:

@@ -20,8 +20,7 @@ from embershard.worker.session.remote_table import RemoteTable
 from embershard.worker.session.session import Session
 from embershard.worker.trained.export import MODEL, TABLES
 from embershard.worker.trained.reading import PORTION, is_hashed, remote_tables
-from embershard.worker.training.build import check_names
-from embershard.worker.training.choice import choose_strategy
+from embershard.worker.training.build import check_names, choose_strategy
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]

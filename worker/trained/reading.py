@@ -18,8 +18,7 @@ from embershard.worker.nn.embedding import Embedding, EmbeddingBag
 from embershard.worker.session.remote_table import RemoteTable
 from embershard.worker.session.session import Session
 from embershard.worker.strategy.protocol import Strategy
-from embershard.worker.training.build import check_names
-from embershard.worker.training.choice import choose_strategy
+from embershard.worker.training.build import check_names, choose_strategy
 from embershard.worker.training.saver import Buffers, load_parts
 
 Ids = npt.NDArray[np.int64]

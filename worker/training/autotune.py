@@ -20,19 +20,17 @@ from embershard.proto.codec.values.registry import ValuesCodec
 from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import Hello, Pull, Push, Reply, Request, bulk_bytes
 from embershard.proto.spec import TableSpec
-from embershard.worker.compression.advice import ADAPTIVE
 from embershard.worker.compression.error_feedback import EncodeOptions, Feedback, Share
-from embershard.worker.compression.settings import Directions, check_momentum
+from embershard.worker.compression.settings import ADAPTIVE, Directions, check_momentum
 from embershard.worker.job.compression import Direction
 from embershard.worker.session.session import Session
-from embershard.worker.training.trial import Trial
 
 _log = logging.getLogger(__name__)
 
 DIRECTIONS: tuple[Direction, ...] = ("push", "pull")
 Find = Callable[[str], ValuesCodec]
 
-WARM_UP = 3  # steps that load and compile what later ones have
+WARM_UP = 3  # steps that load and compile what later ones have, or that other codecs still travel in
 STEPS = 20  # that are measured before a choice
 WAITING = 0.05  # of the time: where training waits less for shards, sending less cannot make it faster
 MARGIN = 1.25  # the break-even must be so far above what the link gives: both are measured beside other work
@@ -152,7 +150,7 @@ def measure(codec: CodecName, raw_bytes: float, dim: int, find: Find) -> Cost:
 class CodecTuner:
     """Watches the first steps of a session, switches what should pay, and off again what did not make steps faster.
 
-    `pinned`: (table, direction) that are left alone. All steps of a worker pass by `follow`.
+    `pinned`: (table, direction) that are left alone. All steps of a worker pass by `before_step`.
     """
 
     def __init__(self, session: Session, allow: Sequence[CodecName], pinned: frozenset[tuple[str, Direction]]) -> None:
@@ -172,10 +170,10 @@ class CodecTuner:
         """Whether it has decided."""
         return self._nothing_chosen if self._trial is None else self._trial.left_on is not None
 
-    def follow(self, step: int) -> None:
+    def before_step(self, step: int) -> None:
         """Before a step: take its time, and decide when it is time."""
         if self._trial is not None:
-            self._trial.follow(step)
+            self._trial.before_step(step)
             return
         if self._nothing_chosen:
             return
@@ -193,7 +191,7 @@ class CodecTuner:
                 now = self._session.client.compressor.directions()
                 wanted = {name: now[name] for name in self._before}
                 self._trial = Trial(self._session, wanted, self._before, FASTER)
-                self._trial.follow(step)
+                self._trial.before_step(step)
         self._steps += 1
 
     def _ping(self) -> float:
@@ -252,3 +250,87 @@ class CodecTuner:
 def _speed(bytes_per_second: float) -> str:
     bits = 8 * bytes_per_second
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+
+
+TURN_STEPS = 10  # measured in each turn of a trial, with codecs or without
+TURNS = (True, False, False, True)  # what goes on beside, and grows or shrinks, falls on both sides
+ROUNDS = 3  # of these turns at most
+SLOWER = 1.03  # of a step's time without codecs at most: less is noise
+UNSURE = 0.05  # so near to the bound another round decides
+
+
+class Trial:
+    """Has tables travel as wanted and otherwise by turns, and then as wanted if steps do not take too long with it.
+
+    `wanted`: table -> its codecs, in use by now. `otherwise`: without any, unless it is given. `bound`: what a step may
+    take as wanted, of its time otherwise. Every step of a worker calls `before_step`. It ends where somebody else
+    changes how tables travel.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        wanted: Mapping[str, Directions],
+        otherwise: Mapping[str, Directions] | None = None,
+        bound: float = SLOWER,
+    ) -> None:
+        self._session, self._wanted, self._bound = session, dict(wanted), bound
+        self._otherwise = {name: Directions() for name in wanted} if otherwise is None else dict(otherwise)
+        self._turn = 0
+        self._starts: list[float] = []  # of the steps of this turn
+        self._seconds: dict[bool, list[float]] = {True: [], False: []}  # of steps with codecs, and without
+        self.left_on: bool | None = None  # once that is decided
+
+    def before_step(self, step: int) -> None:
+        """Before a step: take its time, and change over when it is time."""
+        if self.left_on is not None:
+            return
+        self._starts.append(time.perf_counter())
+        if len(self._starts) <= WARM_UP + TURN_STEPS:
+            return
+        coded = TURNS[self._turn % len(TURNS)]
+        now = self._session.client.compressor.directions()
+        if {name: now[name] for name in self._wanted} != self._directions(coded):
+            self.left_on = True  # as it was set
+            _log.warning("step %d: the trial of codecs ends, for others were set", step)
+            return
+        self._seconds[coded] += np.diff(self._starts[WARM_UP:]).tolist()
+        self._turn += 1
+        if self._turn % len(TURNS) == 0 and self._decide(step):
+            return
+        self._use(TURNS[self._turn % len(TURNS)])
+        self._starts = [time.perf_counter()]
+
+    def state_dict(self) -> Mapping[str, object]:
+        """What was decided, and of which codecs."""
+        return {"left_on": self.left_on, "wanted": self._texts()}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go on as it was decided; a trial that was not, or of other codecs, is made anew."""
+        self.left_on = None if state["left_on"] is None else bool(state["left_on"])
+        if self.left_on is not None and state.get("wanted") != self._texts():
+            self.left_on = None
+        if self.left_on is not None:
+            self._use(self.left_on)
+            how = "left on" if self.left_on else "switched off"
+            _log.warning("codecs are %s, as was decided before the run was resumed", how)
+
+    def _texts(self) -> dict[str, list[str]]:
+        return {name: [str(way.push), str(way.pull)] for name, way in self._wanted.items()}
+
+    def _decide(self, step: int) -> bool:
+        """Whether these turns are enough; what they say is done then."""
+        coded, plain = (float(np.median(self._seconds[which])) for which in (True, False))
+        if abs(coded / plain - self._bound) < UNSURE and self._turn < ROUNDS * len(TURNS):
+            return False
+        self.left_on = coded <= self._bound * plain
+        self._use(self.left_on)
+        text = f"a step takes {1e3 * coded:.3g} ms with these codecs, and {1e3 * plain:.3g} without"
+        _log.warning("step %d: %s: they are %s", step, text, "left on" if self.left_on else "switched off")
+        return True
+
+    def _use(self, coded: bool) -> None:
+        self._session.switching.switch(self._directions(coded))
+
+    def _directions(self, coded: bool) -> dict[str, Directions]:
+        return self._wanted if coded else self._otherwise

@@ -8,15 +8,28 @@ from torch import nn
 from embershard.proto.errors import JobError
 from embershard.worker.job.job import Job
 from embershard.worker.models.loss import objective_of
+from embershard.worker.models.recommender import Recommender
 from embershard.worker.nn.activations import checkpoint_activations
 from embershard.worker.nn.averaging import WeightAverage
 from embershard.worker.nn.compile import compile_dense
-from embershard.worker.nn.lr_schedule import Schedule
-from embershard.worker.nn.rates import LearningRates
+from embershard.worker.nn.lr_schedule import LearningRates, Schedule
 from embershard.worker.patterns import choose, freeze
 from embershard.worker.session.session import Session
 from embershard.worker.strategy.protocol import Strategy
+from embershard.worker.strategy.shards import ShardStrategy
+from embershard.worker.strategy.torch_only import TorchStrategy
 from embershard.worker.training.step import StepSettings, TrainStep
+
+
+def choose_strategy(job: Job, model: Recommender, session: Session | None, device: torch.device) -> Strategy:
+    """The strategy of a job over `model`, whose tables are on the meta device until then.
+
+    `session` is the connection to the shards, for a job that has some.
+    """
+    if not job.has_shards:
+        return TorchStrategy(job, model, device)
+    assert session is not None
+    return ShardStrategy(job, model, session, device)
 
 
 def check_names(job: Job, model: nn.Module) -> None:

@@ -6,14 +6,12 @@ import logging
 
 from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import JobError
-from embershard.worker.compression.advice import advice
-from embershard.worker.compression.settings import Directions
+from embershard.worker.compression.settings import Directions, advice
 from embershard.worker.job.compression import Direction
 from embershard.worker.job.job import Job
 from embershard.worker.patterns import choose, first_match
 from embershard.worker.session.session import Session
-from embershard.worker.training.autotune import CodecTuner
-from embershard.worker.training.trial import Trial
+from embershard.worker.training.autotune import CodecTuner, Trial
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +52,7 @@ class JobCodecs:
             if line := advice(table.spec.optimizer.name, self._wanted[table.spec.name].push):
                 _log.warning("table %s: %s", table.spec.name, line)
 
-    def follow(self, step: int) -> None:
+    def before_step(self, step: int) -> None:
         """Before a batch of a step: change what the schedule changes, or what was found to pay."""
         if step == self._followed:  # several batches make one step
             return
@@ -64,7 +62,7 @@ class JobCodecs:
             self._switch(step)
         for measuring in (self._auto, self.trial):
             if measuring is not None:
-                measuring.follow(step)
+                measuring.before_step(step)
 
     def _pinned(self, names: list[str]) -> frozenset[tuple[str, Direction]]:
         """Tables and directions of which the job itself says how they travel."""

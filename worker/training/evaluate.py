@@ -7,8 +7,10 @@ those who are left: the figures are of all samples, each of them once.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -117,3 +119,25 @@ _DTYPES = {
     "recalls": np.float64,
     "ndcgs": np.float64,
 }
+
+
+LOWER_IS_BETTER = frozenset({"logloss", "ne"})
+
+
+@dataclass(kw_only=True)
+class Best:
+    """The best evaluation so far, by one metric, and how many in a row were no better since."""
+
+    metric: str
+    min_delta: float = 0.0
+    value: float = math.nan
+    worse_in_a_row: int = 0
+
+    def observe(self, value: float) -> bool:
+        """Take note of an evaluation; whether it is better than the best by more than `min_delta`."""
+        sign = -1.0 if self.metric in LOWER_IS_BETTER else 1.0
+        better = not math.isnan(value) and (math.isnan(self.value) or sign * (value - self.value) > self.min_delta)
+        if better:
+            self.value = value
+        self.worse_in_a_row = 0 if better else self.worse_in_a_row + 1
+        return better

@@ -15,9 +15,9 @@ from embershard.proto.errors import EmbershardError
 from embershard.proto.timing import span
 from embershard.worker.checkpoint.tensors import is_stateful
 from embershard.worker.data.batch import Batch
+from embershard.worker.device import is_dtensor
 from embershard.worker.nn.averaging import Share, WeightAverage
 from embershard.worker.nn.optimizer import gradients
-from embershard.worker.sharded import is_dtensor
 from embershard.worker.strategy.protocol import StepBatch
 from embershard.worker.training.evaluate import to_device
 

@@ -19,7 +19,6 @@ from embershard.worker.data.batch import Dataset
 from embershard.worker.data.splits import SplitQueue
 from embershard.worker.job.job import Job
 from embershard.worker.models.recommender import Recommender, num_dense_parameters
-from embershard.worker.nn.lr_schedule import Best
 from embershard.worker.nn.onednn import onednn_is_faster, use_onednn
 from embershard.worker.reporting.records import Result
 from embershard.worker.reporting.report import Observers, Report
@@ -27,10 +26,9 @@ from embershard.worker.reporting.throughput import Throughput
 from embershard.worker.session.session import Session
 from embershard.worker.strategy.protocol import EpochBatch
 from embershard.worker.training.budget import Segment, TrainingPlan, steps_of
-from embershard.worker.training.build import check_names, rates_of, step_of
-from embershard.worker.training.choice import choose_strategy
+from embershard.worker.training.build import check_names, choose_strategy, rates_of, step_of
 from embershard.worker.training.codecs import JobCodecs
-from embershard.worker.training.evaluate import Evaluator
+from embershard.worker.training.evaluate import Best, Evaluator
 from embershard.worker.training.loader import LoaderProcess
 from embershard.worker.training.saver import LOCAL_STEPS, RANDOM, TRIAL, Buffers, Fields, RandomNumbers, Saver
 
@@ -140,7 +138,7 @@ class Trainer:
             for turn in self.strategy.turns(_timed(part)):
                 self._epoch = turn.epoch + 1
                 self._rates.set(self._learn.steps)
-                self._codecs.follow(self._learn.steps)
+                self._codecs.before_step(self._learn.steps)
                 loss = self._learn(turn)
                 self._meter.add(turn.samples, loss)
                 if self._meter.due():

@@ -26,7 +26,8 @@ from embershard.compare.run.progress import Show, name_of
 from embershard.compare.run.runs import SAID, Place
 from embershard.proto.errors import CannotWrite, EmbershardError
 from embershard.proto.transport.emulated_link import parse_bandwidth
-from embershard.worker.job.job import Job, load_job
+from embershard.worker.job.job import Job
+from embershard.worker.job.load import load_job
 
 NEEDED = ("scipy", "jinja2")
 

@@ -18,7 +18,7 @@ from embershard.proto.errors import UnknownTable
 from embershard.proto.messages import Compress, TableCodecs, TableStatus
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.client.client import Client
-from embershard.worker.compression.advice import advice
+from embershard.worker.compression.settings import advice
 from embershard.worker.patterns import matches
 from embershard.worker.session.codec_switch import settings_of
 

@@ -22,7 +22,8 @@ from embershard.worker.checkpoint.snapshots import open_snapshot, restore_snapsh
 from embershard.worker.client.client import Client
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import Dataset
-from embershard.worker.job.job import Job, load_job
+from embershard.worker.job.job import Job
+from embershard.worker.job.load import load_job
 from embershard.worker.strategy.protocol import Strategy
 from embershard.worker.trained.export import Floats, Ids, ReadTable, export_weights, remove_file, write_tensors
 from embershard.worker.trained.onnx import FILE as ONNX_FILE

@@ -16,8 +16,9 @@ from embershard.deploy.supervisor import LocalShards
 from embershard.deploy.workers import LocalWorkers
 from embershard.proto.errors import EmbershardError
 from embershard.proto.transport.addresses import parse_addresses
-from embershard.worker.job.compression import compression_advice
-from embershard.worker.job.job import Job, load_job
+from embershard.worker.job.checks import compression_advice
+from embershard.worker.job.job import Job
+from embershard.worker.job.load import load_job
 from embershard.worker.reporting.log import make_folder
 
 if TYPE_CHECKING:  # a job is checked in a second, without torch; only checkpoints need more

@@ -57,7 +57,7 @@ def open_case(addresses: str, job: Path | None, data: Path | None, run: Path | N
         except BadAddress as error:
             address_mistake = str(error)
     if job is not None:
-        from embershard.worker.job.job import load_job  # half a second that the others need not wait
+        from embershard.worker.job.load import load_job  # half a second that the others need not wait
 
         try:
             found = load_job(job, (), data)

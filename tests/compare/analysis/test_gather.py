@@ -11,7 +11,7 @@ from embershard.compare.analysis.gather import gather
 from embershard.compare.results import UNLIMITED, Bandwidth, Results, Run
 from embershard.compare.run.arms import find_arms
 from embershard.compare.run.plan import Experiment, Plan
-from embershard.worker.job.job import load_job
+from embershard.worker.job.load import load_job
 
 JOB = """\
 model: {name: dlrm, bottom: [16], hidden: [16]}

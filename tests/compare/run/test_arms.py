@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from embershard.compare.run.arms import BadArm, find_arms
-from embershard.worker.job.job import Job, JobFileError
+from embershard.worker.job.job import Job
+from embershard.worker.job.load import JobFileError
 
 JOB = """\
 model: {name: dlrm, bottom: [16], hidden: [16]}

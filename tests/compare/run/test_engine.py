@@ -21,7 +21,7 @@ from embershard.compare.run.plan import Experiment, Plan, Task
 from embershard.compare.run.progress import Show
 from embershard.compare.run.run_log import Glance
 from embershard.compare.run.runs import Place
-from embershard.worker.job.job import load_job
+from embershard.worker.job.load import load_job
 
 JOB = """\
 model: {name: dlrm, bottom: [16], hidden: [16]}

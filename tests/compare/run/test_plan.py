@@ -10,7 +10,8 @@ import pytest
 from embershard.compare.results import UNLIMITED, Bandwidth, Run
 from embershard.compare.run.arms import find_arms
 from embershard.compare.run.plan import MOST_SEEDS, Experiment, Plan, Task
-from embershard.worker.job.job import Job, load_job
+from embershard.worker.job.job import Job
+from embershard.worker.job.load import load_job
 
 JOB = """\
 model: {name: dlrm, bottom: [16], hidden: [16]}

@@ -24,7 +24,7 @@ from embershard.proto.transport.io_thread import io_loop
 from embershard.proto.transport.stream import StreamTransport
 from embershard.proto.transport.transport import Unreachable
 from embershard.worker.client.client import Client
-from embershard.worker.job.job import JobFileError, load_job
+from embershard.worker.job.load import JobFileError, load_job
 from embershard.worker.session.session import connect
 
 

@@ -519,7 +519,7 @@ class TestStaleness:
         assert job.pull(1).version == 3
         assert job.status.staleness_seen[:2] == (4, 0)  # those of clock 0 saw version 0, which says nothing
 
-    def test_damp_divides_the_learning_rate_by_what_a_push_missed(self, job: Job):
+    def test_staleness_aware_lr_divides_the_learning_rate_by_what_a_push_missed(self, job: Job):
         job.together(2, staleness=-1, staleness_aware_lr=True)
         job.push(0, 0, 0.0)
         for clock in range(4):
@@ -531,7 +531,7 @@ class TestStaleness:
         job.push(0, 3, 1.0)  # nobody knows of which version its rows were
         assert job.row(1) == [-2.25, -2.25]
 
-    def test_without_damp_a_push_counts_in_full_whatever_it_missed(self, job: Job):
+    def test_without_staleness_aware_lr_a_push_counts_in_full_whatever_it_missed(self, job: Job):
         job.together(2, staleness=-1)
         for clock in range(4):
             job.push(1, clock, 0.0)
@@ -692,7 +692,11 @@ class TestIncarnations:
 class TestModes:
     @pytest.mark.parametrize(
         ("what", "settings"),
-        [("staleness", {"staleness": 3}), ("damp", {"damp": True}), ("workers", {"workers": 4})],
+        [
+            ("staleness", {"staleness": 3}),
+            ("staleness_aware_lr", {"staleness_aware_lr": True}),
+            ("workers", {"workers": 4}),
+        ],
     )
     def test_a_worker_with_other_settings_is_refused(self, job: Job, what: str, settings: dict[str, object]):
         job.join(0, workers=3)

@@ -36,8 +36,7 @@ from embershard.worker.checkpoint.tensors import is_stateful, pack, unpack
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
 from embershard.worker.client.worker_group import ShardGroup, WorkerGroup
-from embershard.worker.data.batch import Batch, Schema
-from embershard.worker.data.rows import Rows, RowsDataset
+from embershard.worker.data.batch import Batch, Rows, RowsDataset, Schema
 from embershard.worker.job.job import Job
 from embershard.worker.job.training import CheckpointSection
 from embershard.worker.models.loss import InBatchSoftmax, objective_of

@@ -6,7 +6,7 @@ from itertools import groupby
 
 import pytest
 
-from embershard.worker.compression.schedule import CodecSchedule, warmup_density
+from embershard.worker.compression.settings import CodecSchedule, warmup_density
 
 
 def test_a_codec_holds_from_its_step_to_the_next_one() -> None:

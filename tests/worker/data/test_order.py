@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.proto.errors import JobError
-from embershard.worker.data.batch import Schema
-from embershard.worker.data.rows import Rows, RowsDataset
+from embershard.worker.data.batch import Rows, RowsDataset, Schema
 
 
 def numbered(count: int, **options: bool) -> RowsDataset:

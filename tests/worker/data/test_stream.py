@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 
 from embershard.proto.errors import JobError
 from embershard.worker.data import text as delimited
-from embershard.worker.data import text_source
+from embershard.worker.data import text as text_source
+from embershard.worker.data.batch import Rows
 from embershard.worker.data.columns import Columns
 from embershard.worker.data.readers.ctr_csv import CtrCsvStream
-from embershard.worker.data.rows import Rows
 from embershard.worker.data.stream import in_batches, shuffled
-from embershard.worker.data.text import Layout, parse
-from embershard.worker.data.text_source import TextSource
+from embershard.worker.data.text import Layout, TextSource, parse
 
 GLOBAL = Columns(ids="global")
 

@@ -17,7 +17,8 @@ import pytest
 from embershard.proto import spec
 from embershard.worker.data.batch import Schema
 from embershard.worker.data.text import Layout
-from embershard.worker.job.job import Job, JobFileError, load_job
+from embershard.worker.job.job import Job
+from embershard.worker.job.load import JobFileError, load_job
 from embershard.worker.job.yaml import Mistake
 from embershard.worker.models.registry import MODELS
 

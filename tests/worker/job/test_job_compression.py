@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from embershard.proto.codec.name import CodecName
-from embershard.worker.job.compression import compression_advice
-from embershard.worker.job.job import Job, JobFileError, load_job
+from embershard.worker.job.checks import compression_advice
+from embershard.worker.job.job import Job
+from embershard.worker.job.load import JobFileError, load_job
 
 JOB = """\
 model: {name: deepfm}

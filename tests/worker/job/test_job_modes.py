@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from embershard.worker.job import checks as job_modes
-from embershard.worker.job.job import Job, JobFileError, load_job
+from embershard.worker.job.job import Job
+from embershard.worker.job.load import JobFileError, load_job
 from embershard.worker.session import local_steps
 
 JOB = """\

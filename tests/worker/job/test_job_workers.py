@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from embershard.worker.job.job import Job, JobFileError, load_job
+from embershard.worker.job.job import Job
+from embershard.worker.job.load import JobFileError, load_job
 
 JOB = """\
 model: {name: fm}

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from embershard.worker.models.dcn import DCNV2, CrossLayers
-from embershard.worker.models.deepfm import DeepFM
 from embershard.worker.models.dlrm import DLRM
-from embershard.worker.models.fm import FM
+from embershard.worker.models.fm import FM, DeepFM
 from embershard.worker.models.layers import Tower, pairwise_interactions
 from embershard.worker.models.linear import LR
 from embershard.worker.models.ncf import GMF, MLP, NeuMF

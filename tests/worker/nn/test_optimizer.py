@@ -13,10 +13,8 @@ from torch.optim import lr_scheduler
 
 import embershard as es
 from embershard.proto.errors import BadLearningRate
-from embershard.worker.nn.lr_schedule import Schedule
+from embershard.worker.nn.lr_schedule import LearningRates, Schedule, check_scheduler
 from embershard.worker.nn.optimizer import gradients
-from embershard.worker.nn.rates import LearningRates
-from embershard.worker.nn.schedulers import check_scheduler
 from embershard.worker.session.session import Session
 
 MakeSession = Callable[..., Session]

@@ -14,12 +14,13 @@ from rich.console import Console
 
 from embershard.proto.routing import make_route
 from embershard.proto.spec import SGD, TableSpec
-from embershard.worker.nn.lr_schedule import Best, Schedule
+from embershard.worker.nn.lr_schedule import Schedule
 from embershard.worker.reporting.log import JsonLog, TensorBoardLog
 from embershard.worker.reporting.records import Evaluation, Interval, Observer, Plan, Result
 from embershard.worker.reporting.terminal import Terminal, result_table
 from embershard.worker.reporting.throughput import Throughput
 from embershard.worker.session.session import Session
+from embershard.worker.training.evaluate import Best
 
 PLAN = Plan(
     job={"model": {"name": "fm"}},

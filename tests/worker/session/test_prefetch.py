@@ -23,7 +23,7 @@ from embershard.proto.messages import Pull, Push, Reply, Request
 from embershard.proto.transport.local import LocalTransport
 from embershard.ps.shard import Shard
 from embershard.worker.client.client import Client
-from embershard.worker.overlap import overlap
+from embershard.worker.kernels import overlap
 from embershard.worker.session.session import Session
 
 Shards = Callable[..., list[Shard]]

@@ -16,8 +16,7 @@ from embershard.proto.messages import READ_ONLY_WORKER, Compress, Pull, Push, Re
 from embershard.proto.transport.local import LocalTransport
 from embershard.ps.shard import Shard
 from embershard.worker.client.client import Client
-from embershard.worker.compression.advice import advice
-from embershard.worker.compression.settings import codec_of
+from embershard.worker.compression.settings import advice, codec_of
 from embershard.worker.job.job import Job
 from embershard.worker.session.codec_switch import settings_of
 from embershard.worker.session.session import Session

@@ -11,7 +11,7 @@ from embershard.proto.transport.local import LocalTransport
 from embershard.ps.shard import Shard
 from embershard.worker.client.client import Client
 from embershard.worker.session.session import Session
-from embershard.worker.strategy.counted import ShardCounters
+from embershard.worker.strategy.shards import ShardCounters
 
 SPEC = es.TableSpec(name="t", dim=2, optimizer=es.SGD(lr=0.1))
 IDS = torch.arange(64)  # so many are on two shards

@@ -10,13 +10,12 @@ import torch
 
 from embershard.proto.errors import JobError
 from embershard.worker.client.worker_group import WorkerGroup
-from embershard.worker.data.batch import Schema
-from embershard.worker.data.rows import Rows, RowsDataset
+from embershard.worker.data.batch import Rows, RowsDataset, Schema
 from embershard.worker.job.job import Job
 from embershard.worker.reporting.records import Result
 from embershard.worker.session.session import Session
 from embershard.worker.strategy.torch_only import TorchStrategy
-from embershard.worker.training.choice import choose_strategy
+from embershard.worker.training.build import choose_strategy
 from embershard.worker.training.trainer import Trainer
 
 F, PER_FIELD, D = 3, 20, 2

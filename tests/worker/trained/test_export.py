@@ -21,8 +21,7 @@ from embershard.ps.shard import Shard
 from embershard.worker.checkpoint.snapshots import read_table, take_snapshot
 from embershard.worker.client.client import Client
 from embershard.worker.client.worker_group import WorkerGroup
-from embershard.worker.data.batch import Batch, Schema
-from embershard.worker.data.rows import Rows, RowsDataset
+from embershard.worker.data.batch import Batch, Rows, RowsDataset, Schema
 from embershard.worker.job.job import Job
 from embershard.worker.session.session import Session
 from embershard.worker.strategy.protocol import Strategy

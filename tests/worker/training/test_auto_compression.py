@@ -22,7 +22,6 @@ from embershard.worker.job.job import Job
 from embershard.worker.session import traffic
 from embershard.worker.session.session import Session
 from embershard.worker.training import autotune as auto
-from embershard.worker.training import trial
 from embershard.worker.training.autotune import CodecTuner, Cost, Link, best, candidates, measure
 from embershard.worker.training.codecs import JobCodecs
 
@@ -114,7 +113,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (auto, trial, calls, traffic):
+    for module in (auto, calls, traffic):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -150,8 +149,8 @@ def used(session: Session) -> tuple[str, str]:
     return str(directions.push), str(directions.pull)
 
 
-TURN = trial.WARM_UP + trial.STEPS
-TRIAL = len(trial.TURNS) * TURN
+TURN = auto.WARM_UP + auto.TURN_STEPS
+TRIAL = len(auto.TURNS) * TURN
 STEPS = auto.WARM_UP + auto.STEPS + TRIAL + 1
 
 
@@ -160,7 +159,7 @@ def test_a_slow_link_switches_on_what_pays_and_says_why(
 ) -> None:
     session = connect(make_shards(1), clock)
     chooser = CodecTuner(session, [], frozenset())
-    train(session, chooser.follow, STEPS)
+    train(session, chooser.before_step, STEPS)
     assert used(session) == ("int8", "int8")
     assert chooser.done
     assert session.client.calls.watch is None
@@ -192,7 +191,7 @@ def codecs_of(session: Session, **compression: object) -> JobCodecs:
 
 def test_what_is_pinned_is_left_alone(make_shards: MakeShards, clock: Clock) -> None:
     session = connect(make_shards(1), clock)
-    train(session, codecs_of(session, auto=True, tables={"t": {"push": "none"}}).follow, STEPS)
+    train(session, codecs_of(session, auto=True, tables={"t": {"push": "none"}}).before_step, STEPS)
     assert used(session) == ("none", "int8")
 
 
@@ -201,7 +200,7 @@ def test_a_fast_link_switches_nothing_on(
 ) -> None:
     monkeypatch.setattr(auto, "measure", lambda codec, raw, *_: cost(codec, raw / 2, 1.0))
     session = connect(make_shards(2), clock)
-    train(session, CodecTuner(session, [], frozenset()).follow, STEPS)
+    train(session, CodecTuner(session, [], frozenset()).before_step, STEPS)
     assert used(session) == ("none", "none")
     assert "table t: push=none: the link gives 32 Mbit/s, and fp16s would pay below" in caplog.text
 
@@ -214,7 +213,7 @@ def test_training_that_does_not_wait_is_left_alone(
 
     def follow(step: int) -> None:
         clock.now += 1.0  # the batch takes long
-        chooser.follow(step)
+        chooser.before_step(step)
 
     train(session, follow, STEPS)
     assert used(session) == ("none", "none")
@@ -241,7 +240,7 @@ def test_what_did_not_make_steps_faster_is_switched_off_again(
     monkeypatch.setattr(auto, "measure", lambda codec, raw, *_: cost(codec, raw / 4, 0.0))
     session = connect(make_shards(1), clock)
     session.client.compressor.find = lambda name: find_values(name) if name == "none" else Sleepy(name, clock)
-    train(session, CodecTuner(session, [], frozenset()).follow, STEPS)
+    train(session, CodecTuner(session, [], frozenset()).before_step, STEPS)
     assert used(session) == ("none", "none")
     assert "with these codecs, and 8.33 without: they are switched off" in caplog.text
 
@@ -259,7 +258,7 @@ def followed(session: Session, codecs: JobCodecs, steps: int) -> list[str]:
     seen = []
 
     def follow(step: int) -> None:
-        codecs.follow(step)
+        codecs.before_step(step)
         seen.append(used(session)[0])
 
     train(session, follow, steps)
@@ -292,12 +291,12 @@ def test_a_trial_goes_on_while_it_is_not_sure(make_shards: MakeShards, clock: Cl
 
     def follow(step: int) -> None:
         clock.now += 1.0  # beside which a codec takes no time
-        codecs.follow(step)
+        codecs.before_step(step)
 
-    for round_ in range(1, trial.ROUNDS + 1):
+    for round_ in range(1, auto.ROUNDS + 1):
         assert codecs.trial is not None
         assert codecs.trial.left_on is None
-        train(session, lambda step, start=(round_ - 1) * TRIAL: follow(start + step), TRIAL + (round_ == trial.ROUNDS))  # type: ignore[misc]
+        train(session, lambda step, start=(round_ - 1) * TRIAL: follow(start + step), TRIAL + (round_ == auto.ROUNDS))  # type: ignore[misc]
     assert codecs.trial is not None
     assert codecs.trial.left_on
     assert used(session)[0] == "int8"
@@ -310,7 +309,7 @@ def test_batches_that_make_one_step_are_one_step_of_a_trial(make_shards: MakeSha
     def follow(step: int) -> None:
         for _ in range(4):
             clock.now += 0.001
-            codecs.follow(step)
+            codecs.before_step(step)
 
     train(session, follow, TRIAL + 1)
     assert used(session) == ("none", "none")
@@ -319,7 +318,7 @@ def test_batches_that_make_one_step_are_one_step_of_a_trial(make_shards: MakeSha
 def test_what_a_selection_held_back_is_sent_where_it_is_switched_off(make_shards: MakeShards, clock: Clock) -> None:
     session = slowly_coded(connect(make_shards(1), clock, 1e12), clock)
     codecs = codecs_of(session, push="topk:0.01+fp16s", unless_slower=True)
-    train(session, codecs.follow, TRIAL + 5)
+    train(session, codecs.before_step, TRIAL + 5)
     assert used(session) == ("none", "none")
     assert session.client.compressor.held("t").ids.size == 0
 
@@ -332,7 +331,7 @@ def test_a_trial_ends_where_somebody_says_how_tables_travel(
     codecs = codecs_of(session, push="int8", pull="int8", unless_slower=True)
 
     def follow(now: int) -> None:
-        codecs.follow(now)
+        codecs.before_step(now)
         if now == step:
             session.client.ask_all(Compress(1, (TableCodecs("t", "fp16s", "fp16s"),)))
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from embershard.worker.client.worker_group import WorkerGroup
-from embershard.worker.data.batch import Schema
-from embershard.worker.data.rows import Rows, RowsDataset
+from embershard.worker.data.batch import Rows, RowsDataset, Schema
 from embershard.worker.job.job import Job
 from embershard.worker.training.budget import Position, TrainingPlan, steps_of
 

@@ -18,8 +18,7 @@ from embershard.proto.errors import StaleWorker
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
 from embershard.worker.client.worker_group import ShardGroup
-from embershard.worker.data.batch import Batch
-from embershard.worker.data.rows import RowsDataset
+from embershard.worker.data.batch import Batch, RowsDataset
 from embershard.worker.job.job import Job
 from embershard.worker.reporting.records import Result
 from embershard.worker.session.session import Session

@@ -23,8 +23,8 @@ from embershard.ps.shard import Shard
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
 from embershard.worker.data.batch import Batch
-from embershard.worker.models.deepfm import DeepFM
 from embershard.worker.models.dlrm import DLRM
+from embershard.worker.models.fm import DeepFM
 from embershard.worker.models.loss import binary_cross_entropy
 from embershard.worker.models.recommender import Recommender
 from embershard.worker.nn import compile as compilation

@@ -14,9 +14,9 @@ from torch import nn
 import embershard as es
 from embershard.proto.errors import JobError
 from embershard.worker.client.worker_group import WorkerGroup
-from embershard.worker.data.batch import Schema
-from embershard.worker.data.rows import Rows, RowsDataset
-from embershard.worker.job.job import Job, JobFileError, load_job
+from embershard.worker.data.batch import Rows, RowsDataset, Schema
+from embershard.worker.job.job import Job
+from embershard.worker.job.load import JobFileError, load_job
 from embershard.worker.patterns import choose, freeze, matches
 from embershard.worker.reporting.records import Evaluation, Interval, Plan, Result
 from embershard.worker.session.session import Session

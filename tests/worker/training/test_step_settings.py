@@ -11,8 +11,7 @@ from torch import nn
 
 from embershard.worker.strategy.protocol import StepBatch
 from embershard.worker.strategy.torch_only import TorchStrategy
-from embershard.worker.training.build import step_of
-from embershard.worker.training.choice import choose_strategy
+from embershard.worker.training.build import choose_strategy, step_of
 from embershard.worker.training.step import NonFiniteLoss, StepSettings, TrainStep
 
 CPU = torch.device("cpu")

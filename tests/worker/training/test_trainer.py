@@ -15,9 +15,8 @@ import torch
 from embershard.proto.errors import JobError
 from embershard.proto.timing import Recorder
 from embershard.worker.client.worker_group import MembershipChanged, WorkerGroup
-from embershard.worker.data.batch import Batch, Schema, Users
+from embershard.worker.data.batch import Batch, Rows, RowsDataset, Schema, Users
 from embershard.worker.data.readers.movielens import NcfData
-from embershard.worker.data.rows import Rows, RowsDataset
 from embershard.worker.job.job import Job
 from embershard.worker.models.loss import InBatchSoftmax, binary_cross_entropy, objective_of
 from embershard.worker.reporting.records import Evaluation, Interval, Plan, Result

@@ -11,9 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from embershard.proto.errors import JobError
-from embershard.worker.data.batch import Schema
+from embershard.worker.data.batch import Rows, RowsDataset, Schema
 from embershard.worker.data.files import read_blocks
-from embershard.worker.data.rows import Rows, RowsDataset
 from embershard.worker.data.text import Kind, Layout, column, read_tables
 
 CATEGORICAL = (

@@ -6,12 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from embershard.proto.errors import JobError
-from embershard.worker.data.batch import Schema
+from embershard.worker.data.batch import RowsDataset, Schema
 from embershard.worker.data.columns import Columns
-from embershard.worker.data.rows import RowsDataset
 from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
-from embershard.worker.data.text import Kind, Layout
-from embershard.worker.data.text_source import TextSource
+from embershard.worker.data.text import Kind, Layout, TextSource
 
 NUMERIC = tuple(f"I{i}" for i in range(1, 14))
 CATEGORICAL = tuple(f"C{i}" for i in range(1, 27))

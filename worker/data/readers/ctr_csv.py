@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from embershard.proto.errors import JobError
-from embershard.worker.data.columns import Columns
-from embershard.worker.data.feature_ids import hash_numbers
-from embershard.worker.data.rows import Rows, RowsDataset
+from embershard.worker.data.batch import Rows, RowsDataset
+from embershard.worker.data.columns import Columns, hash_numbers
 from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
-from embershard.worker.data.text import Layout, read_header
-from embershard.worker.data.text_source import TextSource
+from embershard.worker.data.text import Layout, TextSource, read_header
 
 
 class CtrCsv(RowsDataset):

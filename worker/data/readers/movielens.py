@@ -12,8 +12,7 @@ import torch
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Batch, Evaluation, Schema
 from embershard.worker.data.files import read_blocks
-from embershard.worker.data.readers.interactions import Interactions, Ints, check_numbering
-from embershard.worker.data.readers.sampling import draw_key, pair_batch
+from embershard.worker.data.readers.interactions import Interactions, Ints, check_numbering, draw_key, pair_batch
 from embershard.worker.data.shuffle import batches, check_enough, check_share, permutation
 from embershard.worker.data.text import Layout, column, read_tables
 

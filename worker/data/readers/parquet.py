@@ -14,9 +14,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from embershard.proto.errors import JobError
+from embershard.worker.data.batch import Rows
 from embershard.worker.data.columns import Columns
 from embershard.worker.data.files import reading
-from embershard.worker.data.rows import Rows
 from embershard.worker.data.shuffle import too_many_workers
 from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
 from embershard.worker.data.text import TYPES, Layout, plausible

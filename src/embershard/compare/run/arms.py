@@ -16,7 +16,8 @@ from pathlib import Path
 from embershard.compare.results import YARDSTICK, Arm
 from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import EmbershardError
-from embershard.worker.job.job import Job, JobFileError, load_job
+from embershard.worker.job.job import Job
+from embershard.worker.job.load import JobFileError, load_job
 from embershard.worker.job.training import TrainSection
 
 OF_DGC = ("warmup_steps", "momentum", "clip_norm")  # fields of the job's section

@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from embershard.proto.errors import JobError
-from embershard.worker.data.readers.clicks import PAIRS, ClickStream
+from embershard.worker.data.readers.clicks import PAIRS, ClickStream, alias_table, spread_step, zipf_bins
 from embershard.worker.data.readers.criteo_statistics import CATEGORICAL, NUMERIC
-from embershard.worker.data.readers.zipf import alias_table, spread_step, zipf_bins
 
 OFFSETS = np.cumsum([0, *(column.cardinality for column in CATEGORICAL)])
 

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 
 from embershard.proto.errors import JobError
-from embershard.worker.data.feature_ids import hash_texts
+from embershard.worker.data.columns import hash_texts
 from embershard.worker.data.readers.criteo import CriteoTsv, CriteoTsvStream
 
 NUMBERS = ["1", "-2", "", "65535", "0", "1", "1", "1", "1", "1", "1", "1", "9"]

@@ -6,8 +6,7 @@ import pytest
 
 from embershard.proto.errors import JobError
 from embershard.worker.data import text as delimited
-from embershard.worker.data.columns import Columns
-from embershard.worker.data.feature_ids import hash_texts
+from embershard.worker.data.columns import Columns, hash_texts
 from embershard.worker.data.readers.ctr_csv import CtrCsv, CtrCsvStream
 
 GLOBAL = Columns(ids="global")

@@ -3,9 +3,8 @@ import pytest
 import torch
 
 from embershard.proto.errors import JobError
-from embershard.worker.data.readers.interactions import Interactions
+from embershard.worker.data.readers.interactions import Interactions, list_batch
 from embershard.worker.data.readers.movielens import NcfData
-from embershard.worker.data.readers.sampling import list_batch
 from embershard.worker.metrics import Candidates
 
 FILES = {

@@ -1,0 +1,139 @@
+"""Load a job file: YAML, checked whole before anything starts; every mistake is named with its line and field."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from embershard.proto.errors import JobError
+from embershard.worker.job.checks import IGNORED_BY_STRATEGY, check_job
+from embershard.worker.job.job import Job
+from embershard.worker.job.sections import CUSTOM
+from embershard.worker.job.training import BUDGETS
+from embershard.worker.job.yaml import Mistake, Source
+from embershard.worker.job.yaml import Path as Location
+
+
+class JobFileError(JobError):
+    """A job with mistakes: all of them, a line each."""
+
+    template = "{text}"
+
+    def __init__(self, mistakes: Sequence[Mistake]) -> None:
+        super().__init__(text="\n".join(map(str, mistakes)), count=len(mistakes))
+        self.mistakes = tuple(mistakes)
+
+
+def load_job(path: Path, overrides: Sequence[str] = (), data_root: Path | None = None) -> Job:
+    """The job of a file, with "section.field=value" overrides on top; `data_root` replaces data.root.
+
+    An override of the strategy takes away what the file says of shards, where the strategy has none.
+
+    JobFileError names every mistake: what is no YAML, unknown or missing or of the wrong type or out of range; if there
+    is none of these, every contradiction between fields, and every data file that is not there.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise JobFileError([Mistake(str(path), "", f"cannot be read: {reason}")]) from None
+    source = Source.parse(text, str(path))
+    if source.mistakes:
+        raise JobFileError(source.mistakes)
+    for assignment in overrides:  # before they are applied: what they give themselves stays
+        for field in IGNORED_BY_STRATEGY.get(assignment.removeprefix("strategy="), ()):
+            source.drop(field)
+    source.override(overrides, choices=[BUDGETS])
+    if data_root is not None:
+        source.put(("data", "root"), str(data_root.absolute()), f"--data {data_root}")
+    try:
+        job = Job.model_validate(source.values)
+    except ValidationError as error:
+        found = [_mistake(details, source) for details in error.errors(include_url=False)]
+        raise JobFileError(_in_order([*source.mistakes, *found])) from None
+    found = [Mistake(source.where(at), ".".join(map(str, at)), why) for at, why in check_job(job, path.parent)]
+    if source.mistakes or found:
+        raise JobFileError(_in_order([*source.mistakes, *found]))
+    return job
+
+
+def _in_order(mistakes: Sequence[Mistake]) -> list[Mistake]:
+    def line(mistake: Mistake) -> int:
+        number = mistake.where.rpartition(":")[2]
+        return int(number) if number.isdigit() else 1 << 30  # overrides last
+
+    return sorted(mistakes, key=line)
+
+
+def _mistake(details: ErrorDetails, source: Source) -> Mistake:
+    location, section = _without_tags(details["loc"])
+    kind, context, message = details["type"], details.get("ctx", {}), details["msg"]
+    if kind == "extra_forbidden":
+        known = sorted(_fields(section))
+        near = difflib.get_close_matches(str(location[-1]), known, 1)
+        message = f"unknown field; did you mean {near[0]}?" if near else f"unknown field (known: {', '.join(known)})"
+    elif kind == "missing":
+        message = "is missing"
+    elif kind == "union_tag_not_found":
+        location = (*location, context["discriminator"].strip("'").replace("tag()", "name"))
+        message = "is missing"
+    elif kind == "union_tag_invalid":
+        location = (*location, context["discriminator"].strip("'").replace("tag()", "name"))
+        known = [tag.strip("' ") for tag in context["expected_tags"].split(",")]
+        near = difflib.get_close_matches(context["tag"], known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+        message = f"unknown {context['tag']!r}; {hint}"
+    elif kind in ("model_type", "model_attributes_type"):
+        message = f"is a section of fields, got {details['input']!r}"
+    elif kind == "value_error":
+        message = message.removeprefix("Value error, ")
+        named = re.match(r"\w+: (\w+) ", message)  # the specs say "Adam: lr must be ..."
+        if named is not None and named[1] in _fields(section):
+            location = (*location, named[1])
+            message = message[named.end() :]
+    else:
+        message = f"{message[0].lower()}{message[1:]}, got {details['input']!r}"
+    return Mistake(source.where(location), ".".join(map(str, location)), message)
+
+
+def _fields(section: type[BaseModel] | None) -> list[str]:
+    """The fields of a section as a file names them."""
+    return [] if section is None else [field.alias or name for name, field in section.model_fields.items()]
+
+
+def _without_tags(loc: Sequence[str | int]) -> tuple[Location, type[BaseModel] | None]:
+    """A location without the names that pydantic puts in for a chosen section, and the section that it ends in."""
+    section: type[BaseModel] | None = Job
+    choices: list[type[BaseModel]] = []
+    path: list[str | int] = []
+    for part in loc:
+        chosen = [choice for choice in choices if part in _tags(choice)]
+        if chosen:
+            section, choices = chosen[0], []
+            continue
+        path.append(part)
+        field = section.model_fields.get(str(part)) if section is not None else None
+        if field is not None:
+            choices = list(_sections(field.annotation))
+            section = choices[0] if len(choices) == 1 else section if not choices else None
+    return tuple(path), section
+
+
+def _sections(annotation: object) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _sections(inner)
+
+
+def _tags(section: type[BaseModel]) -> tuple[str, ...]:
+    for name in ("name", "reader"):
+        if name in section.model_fields:
+            return get_args(section.model_fields[name].annotation) or (CUSTOM,)
+    return ()
