@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help setup demo test test-pythons unit fuzz lint proto build clean peers-env \
         bar-ncf bar-ctr bar-modes bar-equal bar-sync bar-wrap bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-cache \
         bench-loader bar-snapshot bench-moment bench-startup bench-wire bar-scale bar-link bar-leak bar-workers bench-cluster bar-peers \
-        bar-codecs bar-codec-quality bar-conservation bar-bandwidth bench-ages
+        bar-codecs bar-codec-quality bar-conservation bar-bandwidth bench-ages bar-way
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -100,6 +100,9 @@ bench-loader: setup  ## a batch made here, by the loader process, by the DataLoa
 
 bar-snapshot: setup  ## snapshots while training, restored onto other shards, killed at random moments (10 minutes)
 	$(BIN)/python bench/bar_snapshot.py
+
+bar-way: setup  ## files entered and requests sent by a forward, and by a backward and step (ARGS=--verbose)
+	$(BIN)/python bench/way.py $(ARGS)
 
 bench-moment: setup  ## how a shard holds a moment, against fork
 	$(BIN)/python bench/moment.py
