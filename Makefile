@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help setup demo test test-pythons unit fuzz lint proto build clean peers-env \
         bar-ncf bar-ctr bar-modes bar-equal bar-sync bar-wrap bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-cache \
         bench-loader bar-snapshot bench-moment bench-startup bench-wire bar-scale bar-link bar-leak bar-workers bench-cluster bar-peers \
-        bar-codecs bar-codec-quality bar-conservation bar-bandwidth bench-ages bar-way
+        bar-codecs bar-codec-quality bar-conservation bar-bandwidth bench-ages bar-way coverage
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -47,6 +47,12 @@ unit: setup  ## the tests that start no processes
 
 fuzz: setup  ## a million hostile frames and payloads for their readers (a quarter of an hour)
 	EMBERSHARD_FUZZ_FRAMES=1000000 $(BIN)/python -m pytest tests/fuzz --timeout 3600
+
+coverage: setup  ## line and branch coverage of all tests, by folder
+	$(BIN)/coverage erase
+	$(BIN)/python -m pytest -m 'not integration' -n 2 --dist loadfile --cov --cov-report=
+	$(BIN)/python -m pytest -m integration --cov --cov-append --cov-report=
+	$(BIN)/python bench/coverage_by_folder.py
 
 lint: setup
 	$(BIN)/ruff check .
