@@ -116,8 +116,8 @@ bench-moment: setup  ## how a shard holds a moment, against fork
 bar-workers: setup  ## a worker that is killed, in every mode, and one that stands still (20 minutes)
 	$(BIN)/python bench/bar_workers.py
 
-bench-startup: setup  ## from the command to serving
-	$(BIN)/python bench/startup.py
+bench-startup: setup  ## from a command to a serving shard, an imported worker, a job's first step (ARGS="--tree DIR --tree DIR")
+	$(BIN)/python bench/startup.py $(ARGS)
 
 bench-wire: setup  ## what a frame costs, and a checksum of its buffers
 	$(BIN)/python bench/wire.py

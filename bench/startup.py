@@ -1,72 +1,199 @@
-"""From the command to serving: how long one shard's process takes until it answers, and a worker's until it can train.
+"""From a command to work: until a shard answers, until a worker is imported, until a job has taken its first step.
 
-The other sides of the ratios are the interpreter with grpc alone, the least that a shard over gRPC could take, and with
-torch alone, the least that a worker could.
+shard       `embershard ps` until it serves, with kernels that were compiled before, against the interpreter with grpc
+            and numpy alone, the least that a shard over gRPC could take
+worker      the imports of `embershard worker`, against those of torch alone
+first step  `embershard train` with two shards and two workers until both workers have taken one step
+cold        two shards started at once with an empty cache of compiled kernels: until both serve, how many functions
+            each compiled, and how many of the two compiled any
+
+Each is wall seconds, and beside it CPU seconds of the process, which other programs on the machine disturb less.
+`--tree DIR` measures the checkout in DIR instead of this one; given twice, both take turns in one run.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import statistics
+import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
 
-RUNS = 7
-BAR_SECONDS = 3.0
-SHARD = [sys.executable, "-m", "embershard.cli", "ps", "--shard", "0", "--of", "1", "--listen", "127.0.0.1:0"]
-FLOOR = [sys.executable, "-c", "import grpc.aio, numpy; print('ready', flush=True)"]
-WORKER = [
-    sys.executable,
-    "-c",
-    "import embershard.cli.worker, embershard.worker.training.trainer; print('ready', flush=True)",
-]
-TORCH = [sys.executable, "-c", "import torch; print('ready', flush=True)"]
+from timing import finish, load, machine, median, print_table
+
+BAR_SECONDS = 3.0  # of a warm shard
+DEADLINE = 600.0  # seconds for a job, or for a cold start
+SHARD = ["-m", "embershard.cli", "ps", "--listen", "127.0.0.1:0"]
+READY = "; print('ready', flush=True)"
+JOB = """
+model: {name: dlrm, bottom: [64, 32], hidden: [128, 64]}
+data: {reader: clicks, eval_samples: 2_000}
+embedding: {dim: 16, optimizer: {name: adagrad, lr: 0.05}}
+dense: {optimizer: {name: adam, lr: 0.001}}
+train: {batch_size: 1024, samples: 2_048, seed: 1}  # a step of each worker
+workers: 2
+shards: 2
+"""
+FIRST_LINES = {
+    "shard": [*SHARD, "--shard", "0", "--of", "1"],
+    "grpc": ["-c", "import grpc.aio, numpy" + READY],
+    "worker": ["-c", "import embershard.cli.worker" + READY],
+    "torch": ["-c", "import torch" + READY],
+}
+RATIOS = {"shard": "grpc", "worker": "torch"}
 
 
-def seconds_to_first_line(command: list[str]) -> float:
-    """Time until the process prints its first line; then it is ended."""
-    start = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+@dataclass
+class Start:
+    """One process from its start to the line that says that it is ready."""
+
+    wall_s: float
+    cpu_s: float
+    compiled: int = 0  # functions
+
+
+@dataclass
+class Tree:
+    """A checkout, and what was measured of it."""
+
+    root: Path
+    starts: dict[str, list[Start]] = field(default_factory=lambda: {name: [] for name in FIRST_LINES})
+    first_steps: list[float] = field(default_factory=list)  # seconds
+    cold: list[Start] = field(default_factory=list)  # of the two shards
+
+    def environment(self, **more: str) -> dict[str, str]:
+        return {**os.environ, "PYTHONPATH": str(self.root / "src"), **more}
+
+    def measure(self) -> None:
+        """Everything that is warm, once."""
+        for name, words in FIRST_LINES.items():
+            self.starts[name].append(start(words, self.environment()))
+        self.first_steps.append(first_step(self.environment()))
+
+    def measure_cold(self) -> None:
+        with tempfile.TemporaryDirectory() as cache, ThreadPoolExecutor(2) as pool:
+            # Numba says on stdout what it keeps in its cache
+            environment = self.environment(NUMBA_CACHE_DIR=cache, NUMBA_DEBUG_CACHE="1")
+            words = [[*SHARD, "--shard", shard, "--of", "2"] for shard in "01"]
+            self.cold = list(pool.map(lambda its: start(its, environment), words))
+
+    def figures(self) -> dict[str, object]:
+        wall = {name: median([s.wall_s for s in starts]) for name, starts in self.starts.items()}
+        cpu = {name: median([s.cpu_s for s in starts]) for name, starts in self.starts.items()}
+        result: dict[str, object] = {f"{name}_s": round(value, 3) for name, value in wall.items()}
+        result |= {f"{name}_cpu_s": round(value, 3) for name, value in cpu.items()}
+        for ours, least in RATIOS.items():
+            result |= {
+                f"{ours}_to_{least}": round(wall[ours] / wall[least], 2),
+                f"{ours}_to_{least}_cpu": round(cpu[ours] / cpu[least], 2),
+            }
+        result["first_step_s"] = round(median(self.first_steps), 2)
+        if self.cold:
+            result |= {
+                "cold_s": round(max(s.wall_s for s in self.cold), 1),
+                "cold_cpu_s": round(sum(s.cpu_s for s in self.cold), 1),
+                "cold_compiled": [s.compiled for s in self.cold],
+                "cold_compiling": sum(s.compiled > 0 for s in self.cold),
+            }
+        return result
+
+
+def start(words: Sequence[str], environment: Mapping[str, str]) -> Start:
+    """Run Python with these words until it says that it is ready, and end it."""
+    begun = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    )
     assert process.stdout is not None
+    compiled = 0
     try:
-        line = process.stdout.readline()
-        took = time.perf_counter() - start
+        for line in process.stdout:
+            compiled += "[cache] data saved" in line
+            if line.startswith("ready") or '"serving"' in line:
+                return Start(time.perf_counter() - begun, cpu_seconds(process.pid), compiled)
     finally:
-        process.terminate()
-        process.wait(timeout=30)
-    if not line:
-        raise SystemExit(f"{' '.join(command)} ended without a word, exit code {process.returncode}")
-    return took
+        process.kill()
+        process.wait()
+    raise SystemExit(f"python {' '.join(words)} ended before it was ready, exit code {process.returncode}")
 
 
-def main() -> int:
-    first = seconds_to_first_line(SHARD)  # compiles where the cache is cold
-    shard, floor, worker, torch = [], [], [], []
-    for _ in range(RUNS):
-        shard.append(seconds_to_first_line(SHARD))
-        floor.append(seconds_to_first_line(FLOOR))
-        worker.append(seconds_to_first_line(WORKER))
-        torch.append(seconds_to_first_line(TORCH))
-    warm, bare = statistics.median(shard), statistics.median(floor)
-    trains, least = statistics.median(worker), statistics.median(torch)
-    print(f"first start {first:.2f} s, warm {warm:.2f} s (slowest {max(shard):.2f} s), python with grpc {bare:.2f} s")
-    print(f"a worker's imports {trains:.2f} s, torch's alone {least:.2f} s")
-    result = {
-        "bench": "startup",
-        "first_s": round(first, 3),
-        "warm_s": round(warm, 3),
-        "floor_s": round(bare, 3),
-        "ratio": round(warm / bare, 2),
-        "worker_s": round(trains, 3),
-        "torch_s": round(least, 3),
-        "worker_ratio": round(trains / least, 2),
-        "bar_s": BAR_SECONDS,
-        "ok": warm < BAR_SECONDS,
-    }
-    print(json.dumps(result))
-    return 0 if result["ok"] else 1
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a running process with all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")  # utime, stime
+
+
+def first_step(environment: Mapping[str, str]) -> float:
+    """Seconds from the command to the first `train` line of log.jsonl, which a job of one step writes after that."""
+    with tempfile.TemporaryDirectory() as folder:
+        job, output = Path(folder, "job.yaml"), Path(folder, "run")
+        job.write_text(JOB)
+        begun = time.time()  # as in the log
+        command = [sys.executable, "-m", "embershard.cli", "train", str(job), "--output", str(output)]
+        done = subprocess.run(
+            command, env=environment, timeout=DEADLINE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}")
+        for line in (output / "log.jsonl").read_text().splitlines():
+            record = json.loads(line)
+            if record["record"] == "train":
+                return float(record["time"]) - begun
+    raise SystemExit("the job's log has no `train` line")
+
+
+def show(trees: Sequence[Tree]) -> None:
+    """A row for each figure, a column for each tree."""
+    all_figures = [tree.figures() for tree in trees]
+    rows = []
+    for name in all_figures[0]:
+        values = [figures[name] for figures in all_figures]
+        first, last = values[0], values[-1]
+        ratio = f"{last / first:.2f}x" if len(values) > 1 and isinstance(first, float) and first else ""
+        rows.append([name, *map(str, values), ratio])
+    print_table(["", *(str(tree.root) for tree in trees), "last of first" if len(trees) > 1 else ""], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    here = Path(__file__).resolve().parents[1]
+    parser.add_argument("--tree", action="append", type=Path, help="a checkout to measure; may be given several times")
+    parser.add_argument("--rounds", type=int, default=5, help="of everything that is warm")
+    parser.add_argument("--no-cold", action="store_true", help="leave out the start that compiles (a minute of CPU)")
+    options = parser.parse_args()
+    trees = [Tree(root.resolve()) for root in options.tree or [here]]
+    print(f"{machine()}; {load()}")
+    for tree in trees:
+        if not (tree.root / "src/embershard").is_dir():
+            raise SystemExit(f"{tree.root} has no src/embershard: give the root of a checkout")
+        if not options.no_cold:
+            tree.measure_cold()
+        start(FIRST_LINES["shard"], tree.environment())  # compiles where the user's own cache is cold
+        first_step(tree.environment())
+    for number in range(options.rounds):
+        for tree in trees[:: -1 if number % 2 else 1]:
+            tree.measure()
+    show(trees)
+    print(load())
+    result = {str(tree.root): tree.figures() for tree in trees}
+    slow = [
+        f"{tree.root}: a warm shard serves after {shard:.2f} s, at most {BAR_SECONDS}"
+        for tree in trees
+        if (shard := median([s.wall_s for s in tree.starts["shard"]])) > BAR_SECONDS
+    ]
+    finish({"bench": "startup", "rounds": options.rounds, "load": load(), "trees": result}, slow)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

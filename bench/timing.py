@@ -41,6 +41,11 @@ def machine() -> str:
     return f"{model}, {os.cpu_count()} cores, {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') >> 30} GiB"
 
 
+def load() -> str:
+    """How busy the machine is, for the line that goes beside a figure."""
+    return f"load {os.getloadavg()[0]:.1f} of {os.cpu_count()} cores in the last minute"
+
+
 def resident_bytes() -> int:
     """Memory of this process that is in use now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
