@@ -5,8 +5,8 @@ before the first step, as they are with the peers, and for `dlrm` they are those
 compare. The other programs lie in the folder that EMBERSHARD_PEERS names.
 
 torch multiplies matrices by MKL, which leaves half of an AMD processor's vector unit idle; TensorFlow and Paddle bring
-oneDNN, which does not. Our client calls `es.use_onednn(model)`, as `embershard worker` does on such processors;
-`--linear torch` leaves torch's kernels alone, so that what is compared is how weights get to the model and back.
+oneDNN, which does not. Our client calls `es.use_onednn(model)`, as `embershard worker` does on such processors, and
+peers.py gives torch's programs the same; `--linear torch` leaves torch's kernels alone, beside theirs without it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-PEERS = Path(os.environ.get("EMBERSHARD_PEERS") or Path(__file__).resolve().parents[2] / "shared/peers")
+from peers import PEERS
+
 sys.path.insert(1, str(PEERS))
 
-import common as C  # noqa: E402  # before numpy: it says how many threads that may use
+import common as C  # before numpy: it says how many threads that may use
 
 TRANSPORTS = {"stream": "", "tcp": "tcp://", "grpc": "grpc://"}
 PORTION = 2**18  # rows loaded at a time

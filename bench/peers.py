@@ -2,6 +2,12 @@
 
 Every program runs once per round, in turn, and the medians over the rounds count. Torch's own programs are always part
 of it; another one is where `make peers-env` made its environment, and skipped, with the reason, where it does not run.
+
+What our client uses and torch does not by itself is given to torch's programs too, so that the bars compare parameter
+servers: linear layers by oneDNN (each such program runs a second time, with them) and a malloc that keeps freed memory
+(every program of theirs). torch rpc runs over each of its transports. Every bar is against the best of a system's
+programs, which it names: by step time where the bar is about time, by CPU time where it is about that.
+
 Prints a table per workload and one JSON line; exits 1 below the bar.
 """
 
@@ -11,23 +17,27 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from peers_picture import draw
-from timing import finish, machine, median, print_table
+from timing import finish, load, machine, median, print_table
 
 ROOT = Path(__file__).resolve().parents[1]
-PEERS = Path(os.environ.get("EMBERSHARD_PEERS") or ROOT.parent / "shared/peers")
+# resolved here: programs run in folders of their own
+PEERS = Path(os.environ.get("EMBERSHARD_PEERS") or ROOT.parent / "shared/peers").resolve()
+# what es.keep_freed_memory sets, for the other programs
+MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**29), "MALLOC_TOP_PAD_": str(2**26), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 ENVIRONMENTS = ROOT / ".venv-peers"
 OURS = "embershard"
 RUN_SECONDS = 400
@@ -49,6 +59,12 @@ class Program:
     script: str
     words: tuple[str, ...] = ()
     environment: str = ""  # folder of .venv-peers; empty: this Python
+    onednn: bool = False  # run a copy of the peers' programs, with linear layers by oneDNN
+
+    @property
+    def with_onednn(self) -> Program:
+        """The same with linear layers by oneDNN."""
+        return replace(self, label=f"{self.label}, oneDNN", onednn=True)
 
     @property
     def must_run(self) -> bool:
@@ -59,14 +75,18 @@ class Program:
         python = ENVIRONMENTS / self.environment / "bin/python" if self.environment else Path(sys.executable)
         if not python.exists():
             raise Skipped(f"no environment {python.parents[1]}: run make peers-env")
-        script = Path(__file__).with_name(self.script) if self.script == "peer_embershard.py" else PEERS / self.script
+        ours = self.script == EMBERSHARD.script
+        script = Path(__file__).with_name(self.script) if ours else PEERS / self.script
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as said:
+            if self.onednn:
+                script = _copy_with_onednn(Path(folder)) / self.script
             process = subprocess.Popen(
                 [python, script, *words, *self.words],
                 cwd=folder,
                 stdout=said,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                env={**os.environ, **({} if ours else MALLOC), "EMBERSHARD_PEERS": str(PEERS)},
             )
             try:
                 process.wait(RUN_SECONDS)
@@ -80,6 +100,16 @@ class Program:
             if line.startswith('{"peer"'):
                 return dict(json.loads(line))
         raise Skipped(lines[-1][:200])
+
+
+def _copy_with_onednn(folder: Path) -> Path:
+    """The peers' programs, of which those that take their dense layers from dlrm_torch.py get ours."""
+    for path in PEERS.glob("*.py"):
+        shutil.copy(path, folder)
+    (folder / "dlrm_torch.py").rename(folder / "dlrm_torch_plain.py")
+    shutil.copy(Path(__file__).with_name("peer_dlrm_onednn.py"), folder / "dlrm_torch.py")
+    shutil.copy(ROOT / "worker/nn/onednn.py", folder)  # other environments have torch, but not embershard
+    return folder
 
 
 def run_undisturbed(program: Program, words: Sequence[str], patience: float) -> dict[str, Any]:
@@ -124,16 +154,22 @@ IN_PROCESS = [
     Program("torch in one process, torch.optim", "inproc.py", ("--impl", "optim")),
 ]
 EMBERSHARD = Program(OURS, "peer_embershard.py")
-# without es.use_onednn: what is left beside torch's programs is how weights get to the model and back
+# without es.use_onednn, beside torch's programs without it
 PLAIN = Program(f"{OURS}, torch's matrix kernels", EMBERSHARD.script, ("--linear", "torch"))
+# pulls where a step needs them, as torch rpc does
+NO_PREFETCH = Program(f"{OURS}, no prefetch", EMBERSHARD.script, ("--staleness", "-1"))
+TCP = Program(f"{OURS}, TCP", EMBERSHARD.script, ("--transport", "tcp"))
+OUR_PROGRAMS = {program.label for program in (EMBERSHARD, PLAIN, NO_PREFETCH, TCP)}
 RPC = [
     Program(f"torch rpc, {name}, {optimizer}", "torch_rpc.py", ("--transport", transport, "--server-opt", optimizer))
     for transport, name in (("auto", "shared memory"), ("uv", "TCP"))
     for optimizer in ("manual", "optim")
 ]
+RPC_DLRM = [program for program in RPC if "manual" in program.words]  # torch.optim was slower in every run
 PS_LITE = Program("ps-lite (MXNet)", "mxnet_kv.py", environment="mxnet")
+RAY = Program("Ray", "ray_ps.py", ("--server-opt", "manual"), environment="ray")
 OTHERS = [
-    Program("Ray", "ray_ps.py", ("--server-opt", "manual"), environment="ray"),
+    RAY,
     Program("TensorFlow", "tf_ps.py", environment="tensorflow"),
     Program("PaddlePaddle", "paddle_ps.py", environment="paddle"),
     Program("OpenEmbedding", "openembedding_ps.py", environment="openembedding"),
@@ -176,6 +212,12 @@ class Workload:
         return {label: _medians(runs) for label, runs in results.items()}, skipped
 
 
+def _both(*programs: Program) -> Iterator[Program]:
+    """Programs on torch, with its own linear layers and with oneDNN's."""
+    for program in programs:
+        yield from (program, program.with_onednn)
+
+
 def _medians(runs: Sequence[Mapping[str, Any]]) -> Figures:
     names = ("median_ms", "p90_ms", "cpu_s_per_step", "samples_per_s")
     figures = {name: median([run[name] for run in runs]) for name in names if name in runs[0]}
@@ -189,20 +231,19 @@ WORKLOADS = {
         "W-PS, 2 shards, 1 worker",
         ("--workload", "ps", "--servers", "2"),
         100,
-        (*IN_PROCESS, *RPC, PS_LITE, TORCHREC_PS, *OTHERS, EMBERSHARD,
-         Program(f"{OURS}, TCP", EMBERSHARD.script, ("--transport", "tcp"))),
+        (*IN_PROCESS, *RPC, PS_LITE, TORCHREC_PS, *OTHERS, EMBERSHARD, TCP),
     ),
     "dlrm1": Workload(
         "W-DLRM, 2 shards, 1 worker",
         ("--workload", "dlrm", "--servers", "2", "--workers", "1"),
         60,
-        (*IN_PROCESS, RPC[2], TORCHREC, *OTHERS, PLAIN, EMBERSHARD),
+        (*_both(*IN_PROCESS, *RPC_DLRM, TORCHREC, RAY), *OTHERS[1:], PLAIN, NO_PREFETCH, EMBERSHARD),
     ),
     "dlrm2": Workload(
         "W-DLRM, 2 shards, 2 workers",
         ("--workload", "dlrm", "--servers", "2", "--workers", "2"),
         60,
-        (RPC[2], TORCHREC, *OTHERS, PLAIN, EMBERSHARD),
+        (*_both(*RPC_DLRM, TORCHREC, RAY), *OTHERS[1:], PLAIN, NO_PREFETCH, EMBERSHARD),
     ),
 }  # fmt: skip
 LOSS = Workload(
@@ -230,23 +271,28 @@ class Bar:
         return f"{self.what}: {self.value:.4g} (bar: {'at most' if self.at_most else 'at least'} {self.bound})"
 
 
+def _best(programs: Sequence[Program], figures: Mapping[str, Figures], name: str) -> str:
+    """Label of the program with the least of this figure."""
+    return min((p.label for p in programs if p.label in figures), key=lambda label: figures[label][name])
+
+
 def bars_of_ps(figures: Mapping[str, Figures]) -> list[Bar]:
     ours = figures[OURS]
-    rpc = min((p.label for p in RPC), key=lambda label: figures[label]["median_ms"])
-    bounds = {rpc: 3.0, PS_LITE.label: 3.0, IN_PROCESS[0].label: 2.0}
+    bounds = {_best(RPC, figures, "median_ms"): 3.0, PS_LITE.label: 3.0, _best(IN_PROCESS, figures, "median_ms"): 2.0}
     steps = [
         Bar(f"W-PS: step against {label}", figures[label]["median_ms"] / ours["median_ms"], bound)
         for label, bound in bounds.items()
         if label in figures
     ]
-    cpu = ours["cpu_s_per_step"] / figures[rpc]["cpu_s_per_step"]
-    return [*steps, Bar(f"W-PS: CPU per step against {rpc}", cpu, 0.4, at_most=True)]
+    thrifty = _best(RPC, figures, "cpu_s_per_step")
+    cpu = ours["cpu_s_per_step"] / figures[thrifty]["cpu_s_per_step"]
+    return [*steps, Bar(f"W-PS: CPU per step against {thrifty}", cpu, 0.4, at_most=True)]
 
 
 def bars_of_dlrm(name: str, figures: Mapping[str, Figures], rivals: Sequence[str], factor: float) -> list[Bar]:
     """`factor` over the fastest of these rivals, and ahead of whatever else ran."""
     rates = {label: its["samples_per_s"] for label, its in figures.items()}
-    others = rates.keys() - {EMBERSHARD.label, PLAIN.label, *rivals}
+    others = rates.keys() - OUR_PROGRAMS - set(rivals)
     bars = []
     for them, bound in ((set(rivals), factor), (others, 1.0)):
         if them:
@@ -256,16 +302,18 @@ def bars_of_dlrm(name: str, figures: Mapping[str, Figures], rivals: Sequence[str
 
 
 def unheld_of(key: str, figures: Mapping[str, Figures]) -> dict[str, float | None]:
-    """What the bars leave out: ours by torch's matrix kernels; peers without figures."""
+    """What the bars leave out: ours by torch's matrix kernels and without prefetch; peers without figures."""
     if key == "ps":
         return {} if PS_LITE.label in figures else {f"W-PS: step against {PS_LITE.label}": None}
     rates = {label: its["samples_per_s"] for label, its in figures.items()}
-    others = [label for label in rates if label not in (EMBERSHARD.label, PLAIN.label)]
+    theirs = [label for label in rates if label not in OUR_PROGRAMS]
+    # like against like: torch's matrix kernels on both sides, or oneDNN's
+    pairs = [(PLAIN.label, [label for label in theirs if f"{label}, oneDNN" in rates])]
+    pairs += [(NO_PREFETCH.label, [label for label in theirs if f"{label}, oneDNN" not in rates])]
     return {
-        f"{WORKLOADS[key].name}: samples/s of {PLAIN.label} against {label}": round(
-            rates[PLAIN.label] / rates[label], 4
-        )
-        for label in others
+        f"{WORKLOADS[key].name}: samples/s of {ours} against {label}": round(rates[ours] / rates[label], 4)
+        for ours, labels in pairs
+        for label in labels
     }
 
 
@@ -273,8 +321,8 @@ def bars_of(key: str, figures: Mapping[str, Figures]) -> list[Bar]:
     if key == "ps":
         return bars_of_ps(figures)
     if key == "dlrm1":
-        return bars_of_dlrm("W-DLRM, 1 worker", figures, [p.label for p in IN_PROCESS], 1.05)
-    return bars_of_dlrm("W-DLRM, 2 workers", figures, [RPC[2].label], 1.15)
+        return bars_of_dlrm("W-DLRM, 1 worker", figures, [p.label for p in _both(*IN_PROCESS)], 1.05)
+    return bars_of_dlrm("W-DLRM, 2 workers", figures, [p.label for p in _both(*RPC_DLRM)], 1.15)
 
 
 def show(name: str, figures: Mapping[str, Figures]) -> None:
@@ -319,7 +367,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and end what runs
     rounds = 1 if options.quick else options.rounds
     chosen = options.only or [*WORKLOADS, "loss"]
-    result: dict[str, object] = {"rounds": rounds}
+    print(f"{machine()}; {load()}")
+    result: dict[str, object] = {"rounds": rounds, "load_before": load()}
     bars: list[Bar] = []
     unheld: dict[str, float | None] = {}
     busy = 0.0
@@ -348,6 +397,7 @@ def main() -> None:
         bar.what: {"value": round(bar.value, 4), "bound": bar.bound, "passed": bar.passed} for bar in bars
     }
     result["without_bar"] = unheld
+    result["load_after"] = load()
     save({"machine": machine(), **result}, options.output)
     finish({**result, "other_cores": busy}, [str(bar) for bar in bars if not bar.passed])
 
