@@ -173,15 +173,17 @@ def main() -> None:
     parser.add_argument("--no-cold", action="store_true", help="leave out the start that compiles (a minute of CPU)")
     options = parser.parse_args()
     trees = [Tree(root.resolve()) for root in options.tree or [here]]
-    print(f"{machine()}; {load()}")
+    print(f"{machine()}; {load()}", flush=True)
     for tree in trees:
         if not (tree.root / "src/embershard").is_dir():
             raise SystemExit(f"{tree.root} has no src/embershard: give the root of a checkout")
         if not options.no_cold:
             tree.measure_cold()
+            print(f"{tree.root}: cold: {tree.cold}", flush=True)
         start(FIRST_LINES["shard"], tree.environment())  # compiles where the user's own cache is cold
         first_step(tree.environment())
     for number in range(options.rounds):
+        print(f"round {number + 1}: {load()}", flush=True)
         for tree in trees[:: -1 if number % 2 else 1]:
             tree.measure()
     show(trees)
