@@ -15,7 +15,7 @@ copy   the floor: copying the same bytes in order, rows once for a pull, rows an
 Our arena asks for huge pages and torch's allocator by default does not; THP_MEM_ALLOC_ENABLE=1 makes torch ask for
 them too, which is worth seeing beside the default (the bars are for the default).
 
-Bars: pull within 1.3x of torch.index_select; push at least 3x faster than torch's plain index ops.
+Bars: pull within 1.3x of torch.index_select; push at least 3x faster than the faster of torch's two ways.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from embershard.proto.spec import Adagrad, TableSpec, Uniform
 from embershard.proto.sum_rows import sum_rows
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table
-from timing import finish, machine, median, print_table, thread_seconds
+from timing import finish, load, machine, median, print_table, thread_seconds
 
 LR, EPS = 0.05, 1e-10
 PULL_BAR, PUSH_BAR = 1.3, 3.0
@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{machine()}; {args.rows:,} rows resident, batches of {args.batch:,} ids; ms per million rows")
+    print(f"{machine()}; {load()}; {args.rows:,} rows resident, batches of {args.batch:,} ids; ms per million rows")
     table: list[list[object]] = []
     results, failures = {}, []
     for dim in args.dims:
@@ -156,18 +156,22 @@ def main() -> None:
         for kind in ("uniform", "zipf"):
             found = measure(sides, kind, args.repeats)
             pull = found["pull"] / found["torch pull"]
-            push, tuned = found["torch push"] / found["push"], found["torch push tuned"] / found["push"]
+            plain, tuned = (found[way] / found["push"] for way in ("torch push", "torch push tuned"))
+            push = min(plain, tuned)
             table += rows_of(f"dim {dim} {kind}", found)
             results[f"dim{dim}_{kind}"] = {
                 **{name.replace(" ", "_"): round(value, 2) for name, value in found.items()},
                 "pull_ratio": round(pull, 3),
                 "push_speedup": round(push, 2),
+                "push_speedup_plain": round(plain, 2),
                 "push_speedup_tuned": round(tuned, 2),
             }
             if pull > PULL_BAR:
                 failures.append(f"pull, dim {dim}, {kind}: {pull:.2f}x torch.index_select, the bar is {PULL_BAR}x")
             if push < PUSH_BAR:
-                failures.append(f"push, dim {dim}, {kind}: {push:.2f}x faster than torch, the bar is {PUSH_BAR}x")
+                failures.append(
+                    f"push, dim {dim}, {kind}: {push:.2f}x faster than torch's faster way, the bar is {PUSH_BAR}x"
+                )
         difference = sides.difference()
         if not difference < 1e-4:
             failures.append(f"dim {dim}: weights differ from torch's by {difference}")
