@@ -9,11 +9,16 @@ PYTHONS ?= $(foreach version,3.11 3.12 3.13,$(firstword $(wildcard $(HOME)/.pyen
 PYTHON38 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.8.*/bin/python) python3.8)
 # threads of torch x processes <= cores: the processes of one job share the machine
 export OMP_NUM_THREADS ?= 1
+# the machine with the GPU: a Python that has torch (GPU_PYTHON=python3; else .venv), its version, and what it has already
+GPU_PYTHON ?=
+GPU_PYTHON_VERSION ?= 3.12
+GPU_PLATFORMS ?= $(foreach name,_2_28 _2_27 _2_17 2014 1,manylinux$(name)_x86_64)
+GPU_HAS ?= torch numpy
 
 .PHONY: help setup demo test test-pythons unit fuzz lint proto build clean peers-env \
         bar-ncf bar-ctr bar-modes bar-equal bar-sync bar-wrap bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-cache \
         bench-loader bar-snapshot bench-moment bench-startup bench-wire bar-scale bar-link bar-leak bar-workers bench-cluster bar-peers \
-        bar-codecs bar-codec-quality bar-conservation bar-bandwidth bench-ages bar-way coverage
+        bar-codecs bar-codec-quality bar-conservation bar-bandwidth bench-ages bar-way coverage gpu gpu-wheels gpu-rehearsal
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -151,6 +156,15 @@ bench-cluster: setup  ## what bar-scale measured, carried to a cluster
 
 bar-peers: setup  ## what a user would pick instead, beside ours in one run (an hour with all peers)
 	$(BIN)/python bench/peers.py $(ARGS)
+
+gpu: $(if $(GPU_PYTHON),,setup)  ## what only a GPU shows, in under 9 minutes (GPU_PYTHON=python3; ARGS='--wheels .wheels')
+	$(or $(GPU_PYTHON),$(BIN)/python) bench/gpu/run.py --device cuda $(ARGS)
+
+gpu-rehearsal: setup  ## the lines of make gpu on the CPU
+	$(BIN)/python bench/gpu/run.py --device cpu --output runs/gpu-rehearsal $(ARGS)
+
+gpu-wheels: setup  ## fetch what GPU_HAS lacks for make gpu on a machine without network, into .wheels (ARGS='--limit-mib 60')
+	$(BIN)/python bench/gpu/wheels.py --python $(GPU_PYTHON_VERSION) $(GPU_PLATFORMS:%=--platform %) --has $(GPU_HAS) $(ARGS)
 
 peers-env:  ## the environments of the peers that need more than torch, in .venv-peers (8 GB)
 	-$(MAKE) --keep-going $(patsubst %,$(PEERS)/%/.ready,$(PEER_NAMES))

@@ -28,6 +28,20 @@ settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu-rehearsal", action="store_true", help="run the tests marked cuda on the CPU")
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest) -> torch.device:
+    """Where a test marked cuda computes; in a rehearsal it is the CPU, so that its own lines have run somewhere."""
+    if request.config.getoption("--gpu-rehearsal"):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)

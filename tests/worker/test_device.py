@@ -53,11 +53,11 @@ def test_a_loader_that_is_read_ahead_has_the_gpu_of_the_training_thread(current:
     assert all(3 in chosen.values() for chosen in seen)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_bag_on_a_gpu_takes_ids_offsets_and_weights_of_the_host() -> None:
+@pytest.mark.cuda
+def test_a_bag_on_a_gpu_takes_ids_offsets_and_weights_of_the_host(gpu: torch.device) -> None:
     ids, offsets, weights = torch.tensor([1, 2, 3, 1]), torch.tensor([0, 3]), torch.tensor([1.0, 2.0, 3.0, 4.0])
     with es.local() as session:
         bag = es.EmbeddingBag(session.table(es.TableSpec(name="t", dim=2, optimizer=es.SGD(lr=1.0))), mode="sum")
         want = bag(ids, offsets, weights)
-        found = bag.to("cuda")(ids, offsets, weights)
+        found = bag.to(gpu)(ids, offsets, weights)
     torch.testing.assert_close(found.cpu(), want)

@@ -340,11 +340,11 @@ def test_embedding_inputs_that_name_no_embedding_are_refused(make_session: MakeS
         model(batches()[0][0])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_training_on_a_gpu_follows_the_cpu(make_session: MakeSession) -> None:
+@pytest.mark.cuda
+def test_training_on_a_gpu_follows_the_cpu(make_session: MakeSession, gpu: torch.device) -> None:
     start = Net()
     curves = []
-    for device in ("cpu", "cuda"):
+    for device in (torch.device("cpu"), gpu):
         session = make_session(2)
         model = es.wrap(copy.deepcopy(start), session, optimizer=es.SGD(lr=0.05)).to(device)
         curve = []

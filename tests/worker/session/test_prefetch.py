@@ -632,14 +632,14 @@ def test_a_data_loader_gives_its_parts_to_embedding_inputs(make_shards: Shards, 
     assert (wired.session.clock, wired.session.missed_reads) == (3, 0)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_rows_pulled_ahead_go_to_the_gpu(make_shards: Shards, staleness: int) -> None:
+def test_rows_pulled_ahead_go_to_the_gpu(make_shards: Shards, staleness: int, gpu: torch.device) -> None:
     curves = []
     for prefetched in (False, True):
         wired = Wired(make_shards(2))
-        model = wrapped(Announcing, wired.session, es.SGD(lr=0.0 if staleness else 0.1)).to("cuda")
-        loader: Iterable[tuple[torch.Tensor, torch.Tensor]] = [(ids, target.to("cuda")) for ids, target in batches()]
+        model = wrapped(Announcing, wired.session, es.SGD(lr=0.0 if staleness else 0.1)).to(gpu)
+        loader: Iterable[tuple[torch.Tensor, torch.Tensor]] = [(ids, target.to(gpu)) for ids, target in batches()]
         if prefetched:
             loader = wired.session.prefetch(loader, staleness=staleness)
         curves.append(train(model, wired.session, loader))

@@ -1,0 +1,246 @@
+"""What a GPU changes: where rows, gradients and states lie, and that training there follows the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+import embershard as es
+from embershard.worker.client.worker_group import WorkerGroup
+from embershard.worker.data.batch import Schema
+from embershard.worker.data.rows import Rows, RowsDataset
+from embershard.worker.device import to_device, to_host
+from embershard.worker.first_use import by_first_use, by_first_use_in_torch
+from embershard.worker.job.job import Job
+from embershard.worker.session.session import Session
+from embershard.worker.training.saver import RandomNumbers
+from embershard.worker.training.trainer import Trainer
+
+pytestmark = pytest.mark.cuda
+
+MakeSession = Callable[..., Session]
+CPU = torch.device("cpu")
+ROWS, DIM = 50, 6
+F, PER_FIELD, D = 3, 20, 2
+
+
+def trained(session: Session, module: nn.Module, device: torch.device, *inputs: Tensor) -> list[Tensor]:
+    """What three steps read, and the table's rows afterwards, on the host."""
+    module.to(device)
+    found = []
+    for _ in range(3):
+        out = module(*inputs)
+        found.append(out.detach().cpu())
+        assert out.device == device
+        out.square().sum().backward()
+        session.step()
+    return [*found, module.table.pull(torch.arange(ROWS))]
+
+
+def assert_close(found: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+    for one, other in zip(found, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)  # a GPU sums in any order
+
+
+def table_of(session: Session, optimizer: object = None) -> es.TableSpec:
+    spec = es.TableSpec(name="t", dim=DIM, optimizer=optimizer or es.Adagrad(lr=0.1), initializer=es.Normal(), seed=3)
+    return session.table(spec)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"padding_idx": 3}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"frozen": True}],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32])
+def test_an_embedding_on_a_gpu_does_what_it_does_on_the_cpu(
+    make_session: MakeSession, gpu: torch.device, settings: dict[str, object], kind: torch.dtype
+) -> None:
+    ids = torch.randint(ROWS, (8, 4), generator=torch.Generator().manual_seed(1)).to(kind)
+    ids[0] = 3
+    found = []
+    for device in (CPU, gpu):
+        session = make_session(2)
+        module = es.Embedding(table_of(session), ROWS, **settings)  # type: ignore[arg-type]
+        if settings.get("frozen"):
+            module.to(device)
+            found.append([module(ids).cpu()])
+        else:
+            found.append(trained(session, module, device, ids))
+    assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_bag_on_a_gpu_does_what_it_does_on_the_cpu(
+    make_session: MakeSession, gpu: torch.device, mode: str, shards: int
+) -> None:
+    ids, offsets = torch.tensor([3, 7, 7, 1, 9, 4, 30, 3]), torch.tensor([0, 3, 3, 6])
+    found = []
+    for device in (CPU, gpu):
+        session = make_session(shards)
+        module = es.EmbeddingBag(table_of(session), ROWS, mode=mode, padding_idx=4)
+        inputs = (ids, offsets, torch.linspace(0.5, 2, 8)) if mode == "sum" else (ids, offsets)
+        found.append(trained(session, module, device, *inputs))
+    assert_close(found[1], found[0])
+
+
+def test_ids_that_lie_on_the_gpu_are_read_too(make_session: MakeSession, gpu: torch.device) -> None:
+    ids = torch.arange(12).view(3, 4)
+    session = make_session(2)
+    module = es.Embedding(table_of(session), ROWS).to(gpu)
+    for batch in session.prefetch([ids.to(gpu)], inputs=lambda ids: {"t": ids}):
+        found = module(batch)
+        assert found.device == gpu
+        torch.testing.assert_close(found.detach().cpu(), module.table.pull(ids))
+    assert session.missed_reads == 0
+
+
+def test_rows_are_numbered_by_first_use_as_on_the_cpu(gpu: torch.device) -> None:
+    index = torch.randint(200, (1000,), generator=torch.Generator().manual_seed(2))
+    want = by_first_use(index.numpy(), 260)
+    for found, array in zip(by_first_use_in_torch(index.to(gpu), 260), want, strict=True):
+        np.testing.assert_array_equal(found.cpu().numpy(), array)
+
+
+def test_copies_arrive_whole_while_their_buffers_are_used_again(gpu: torch.device) -> None:
+    arrived = []
+    for number in range(50):  # each frees its pinned memory while its copy may be under way
+        arrived.append(to_device(torch.full((1 << 16,), float(number)), gpu))
+    assert [float(values.sum()) / (1 << 16) for values in arrived] == list(range(50))
+    back = [to_host([values * 2, values.double()]) for values in arrived]
+    for number, (twice, once) in enumerate(back):
+        assert (twice.min(), twice.max(), once.min(), once.max()) == (2 * number, 2 * number, number, number)
+        assert twice.dtype == once.dtype == np.float32
+
+
+class Net(nn.Module):
+    """A table, a parameter of its own, and layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, DIM)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.head = nn.Sequential(nn.Linear(4 * DIM, 300), nn.ReLU(), nn.Linear(300, 1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.scale * self.head(self.table(ids).flatten(1)).squeeze(1)
+        return out
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    ids = [torch.randint(ROWS, (64, 4), generator=generator) for _ in range(count)]
+    return [(part, (part.sum(1) % 2).float()) for part in ids]
+
+
+def test_dense_weights_follow_a_model_to_the_gpu_and_back(make_session: MakeSession, gpu: torch.device) -> None:
+    start, curves = Net(), []
+    for places in ([CPU] * 3, [CPU, gpu, CPU]):
+        session = make_session(2)
+        model, curve = es.wrap(copy.deepcopy(start), session, optimizer=es.Adam(lr=0.01)), []
+        for device in places:
+            model.to(device)
+            for ids, labels in batches(4):
+                loss = binary_cross_entropy_with_logits(model(ids), labels.to(device))
+                loss.backward()
+                session.step()
+                curve.append(loss.item())
+        session.read_dense()
+        curves.append([*curve, *(parameter.detach().sum().item() for parameter in model.parameters())])
+    torch.testing.assert_close(curves[1], curves[0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_gradscaler_leaves_out_steps_that_overflow_and_then_trains(
+    make_session: MakeSession, gpu: torch.device, unscale: bool
+) -> None:
+    session = make_session(2)
+    model = es.wrap(Net(), session, optimizer=es.Adagrad(lr=0.05)).to(gpu)
+    optimizer = es.ShardOptimizer(session)
+    scaler = torch.amp.GradScaler(gpu.type, init_scale=2.0**60)
+    losses, scales = [], [scaler.get_scale()]
+    for _ in range(20):
+        for ids, labels in batches(5):
+            with torch.autocast(gpu.type, torch.float16):
+                loss = binary_cross_entropy_with_logits(model(ids).float(), labels.to(gpu))
+            scaler.scale(loss).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+                parameters = [p for group in optimizer.param_groups for p in group["params"]]
+                nn.utils.clip_grad_norm_(parameters, 100.0)
+            pushed = session.stats.pushed_rows
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            assert (session.stats.pushed_rows == pushed) == (scales[-1] < scales[-2])
+            losses.append(loss.item())
+    assert session.clock == 100
+    assert optimizer.skipped_steps == sum(after < before for before, after in pairwise(scales))
+    assert 20 < optimizer.skipped_steps < 60
+    assert np.mean(losses[-5:]) < 0.9 * losses[0]
+
+
+def test_the_generator_of_the_gpu_goes_on_where_it_was(gpu: torch.device) -> None:
+    numbers = RandomNumbers(gpu)
+    state = copy.deepcopy(numbers.state_dict())
+    first = torch.rand(5, device=gpu)
+    assert not torch.equal(torch.rand(5, device=gpu), first)
+    numbers.load_state_dict(state)
+    assert torch.equal(torch.rand(5, device=gpu), first)
+
+
+def rows(count: int, seed: int) -> Rows:
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, PER_FIELD, (count, F)) + np.arange(F) * PER_FIELD
+    effects = np.random.default_rng(0).normal(0, 2, F * PER_FIELD)
+    labels = (rng.random(count) < 1 / (1 + np.exp(-effects[ids].sum(1)))).astype(np.float32)
+    return Rows(ids, rng.random((count, D), np.float32), labels)
+
+
+def auc(session: Session | None, strategy: str, device: torch.device, train: dict[str, object]) -> float:
+    """Of a job whose device this is."""
+    parts = {"train": rows(3000, 1), "test": rows(1000, 2)}
+    data = RowsDataset(Schema(tuple("abc"), D, F * PER_FIELD), parts, where="made up", seed=3)
+    settings = {
+        "strategy": strategy,
+        "model": {"name": "dlrm", "bottom": [8], "hidden": [16]},
+        "data": {"reader": "ctr_csv", "train": "t.csv", "ids": "global"},
+        "embedding": {
+            "dim": 4,
+            "optimizer": {"name": "adagrad", "lr": 0.1},
+            "initializer": {"name": "normal", "std": 0.1},
+        },
+        "dense": {"optimizer": {"name": "adam", "lr": 0.01}},
+        "train": {"batch_size": 100, "epochs": 3, "seed": 5, "device": device.type, **train},
+    }
+    result = Trainer(Job.model_validate(settings), data, session, WorkerGroup()).run()
+    return result.figures["test"]["auc"]
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {},
+        {"amp": "bf16"},
+        {"amp": "fp16", "accumulate": 2, "clip_norm": 10.0},
+        {"amp": "fp16", "non_finite": "skip", "average": {"decay": 0.9}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("strategy", ["ps", "hybrid", "local"])
+def test_a_job_on_a_gpu_reaches_what_it_reaches_on_the_cpu(
+    make_session: MakeSession, gpu: torch.device, strategy: str, train: dict[str, object]
+) -> None:
+    sessions = [None if strategy == "local" else make_session(2) for _ in range(2)]
+    plain = {key: value for key, value in train.items() if key != "amp"}
+    want = auc(sessions[0], strategy, CPU, plain)
+    assert want > 0.75
+    assert auc(sessions[1], strategy, gpu, train) == pytest.approx(want, abs=0.02)
