@@ -15,7 +15,7 @@ import math
 import platform
 import tempfile
 import time
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,7 +50,7 @@ class JsonLog:
 
     def started(self, plan: Plan) -> None:
         """One `config` line, or one `takeover`."""
-        versions = {name: version(name) for name in ("embershard", "torch", "numpy")}
+        versions = {name: _version(name) for name in ("embershard", "torch", "numpy")}
         record = "config" if plan.reporter is None else "takeover"
         self._write(record, {**dataclasses.asdict(plan), "python": platform.python_version(), "versions": versions})
 
@@ -88,6 +88,13 @@ def finite(value: object) -> object:
     if isinstance(value, list | tuple):
         return [finite(part) for part in value]
     return value
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # a checkout on the path, without an installation
+        return "unknown"
 
 
 class TensorBoardLog:

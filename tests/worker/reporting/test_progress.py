@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import math
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from rich.console import Console
 from embershard.proto.routing import make_route
 from embershard.proto.spec import SGD, TableSpec
 from embershard.worker.nn.lr_schedule import Schedule
+from embershard.worker.reporting import log as reporting
 from embershard.worker.reporting.log import JsonLog, TensorBoardLog
 from embershard.worker.reporting.records import Evaluation, Interval, Observer, Plan, Result
 from embershard.worker.reporting.terminal import Terminal, result_table
@@ -170,6 +172,19 @@ def test_the_log_is_one_json_object_per_line_flushed_at_once(tmp_path: Path) -> 
     assert evaluation["figures"]["valid"]["auc"] == 0.75
     assert evaluation["figures"]["test"]["auc"] is None  # NaN is no JSON
     assert result["table_rows"] == {"embedding": 4321, "dense": 2}
+
+
+def test_a_checkout_that_is_not_installed_has_a_log_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        if package == "embershard":
+            raise PackageNotFoundError(package)
+        return "1"
+
+    monkeypatch.setattr(reporting, "version", version)
+    log = JsonLog(tmp_path)
+    log.started(PLAN)
+    log.close()
+    assert json.loads(log.path.read_text())["versions"] == {"embershard": "unknown", "torch": "1", "numpy": "1"}
 
 
 def test_tensorboard_gets_every_figure(tmp_path: Path) -> None:
