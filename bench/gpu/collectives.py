@@ -91,7 +91,7 @@ def together(start: Net, mode: str, addresses: str, device: torch.device, rank: 
             from torch.distributed.fsdp import fully_shard
 
             fully_shard(model.tower, mesh=init_device_mesh(device.type, (world,)))
-        optimizer = torch.optim.Adagrad(model.parameters(), lr=LR)
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=LR, foreach=True)  # as torch chooses on a GPU
         losses, speed = train(model, optimizer, session, device, rank, world)
     seconds = all_reduce_seconds(device)
     if rank == 0:

@@ -96,7 +96,7 @@ def measure(program: Program, pool: list[Batch], device: torch.device, seconds: 
 
 
 def overlap(split: Split, calls_ms: float) -> float | None:
-    """The share of the time of pulls and pushes, in other threads or `calls_ms`, that the training thread did not wait."""
+    """The share of the time of pulls and pushes, in other threads and `calls_ms`, in which nobody waited for them."""
     beside = sum(part.mean_ms for part in split.overlapped.values()) + calls_ms
     if not beside:
         return None

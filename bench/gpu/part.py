@@ -34,7 +34,7 @@ class Part:
     needed: bool = False  # whether nothing else can run where it fails
 
     def run(self, environment: dict[str, str], seconds: float, keep: Callable[[Figures], None]) -> Figures:
-        """How it ended; `keep` gets its figures as they come. It is ended, with all that it started, when time is up."""
+        """How it ended; `keep` gets its figures as they come. When time is up it is killed, and all that it started."""
         start = time.monotonic()
         process = subprocess.Popen(
             [sys.executable, *self.command],

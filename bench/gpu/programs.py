@@ -166,7 +166,8 @@ class BehindRpc:
             *parts, host = map(torch.from_numpy, arrays)
         with span("wait"):
             self._servers.finish()
-        self._servers.push(self._ids, parts, host)
+        with span("push"):
+            self._servers.push(self._ids, parts, host)
 
     def finish(self) -> None:
         """Until every push is answered."""
@@ -178,7 +179,7 @@ class BehindRpc:
             count = self._servers.count
             owned = [(unique % count == server).nonzero().squeeze(1) for server in range(count)]
             local = [unique[places].div(count, rounding_mode="floor").cpu() for places in owned]
-        return (index, owned, local), self._servers.pull(local)
+            return (index, owned, local), self._servers.pull(local)
 
     def _split(self, flat: Tensor) -> list[Tensor]:
         sizes = [parameter.numel() for parameter in self._parameters]

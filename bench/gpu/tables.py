@@ -7,25 +7,28 @@ from collections.abc import Sequence
 from part import Figures
 
 
-def print_tables(result: Figures) -> None:
-    """Every part, DLRM's programs side by side, and where the time of their steps goes."""
+def tables(result: Figures) -> str:
+    """Every part, what was compared, DLRM's programs side by side, and where the time of their steps goes."""
     figures = result["figures"]
-    print(f"\n{result['seconds']} s in all")
-    _print(["part", "", "s"], [[name, _ending(it), it["seconds"]] for name, it in result["parts"].items()])
-    checks = [it for it in figures if "check" in it]
+    found = [f"{result['seconds']} s in all"]
+    found.append(
+        _table(["part", "", "s"], [[name, _ending(it), it["seconds"]] for name, it in result["parts"].items()])
+    )
+    checks = [[f"{it['part']}: {it['check']}", it["found"], it["bound"]] for it in figures if "check" in it]
     if checks:
-        print()
-        _print(
-            ["check", "found", "at most"], [[f"{it['part']}: {it['check']}", it["found"], it["bound"]] for it in checks]
-        )
+        found.append(_table(["check", "found", "at most"], checks))
     programs = [it for it in figures if "samples_per_s" in it]
-    if not programs:
-        return
-    print("\nDLRM; overlap: share of the pulls' and pushes' time in which the training thread did not wait for them")
-    header = ["program", "dim", "batch", "samples/s", "GPU busy", "overlap", "step p50 ms", "p99 ms", "losing to best"]
-    _print(header, [_row(it, programs) for it in programs])
-    print("\nParts of a step, p50 / p99 ms (host: training thread; beside: other threads; device: between its marks)")
-    _print(["program", "dim", "batch", "where", "parts"], [row for it in programs for row in _parts(it)])
+    if programs:
+        header = ["program", "dim", "batch", "samples/s", "GPU busy", "overlap", "step p50 ms", "p99 ms", "best is"]
+        found.append(
+            "DLRM; overlap: share of the time of pulls and pushes in which nobody waited for them\n"
+            + _table(header, [_row(it, programs) for it in programs])
+        )
+        found.append(
+            "Parts of a step, p50/p99 ms: training thread (host), other threads (beside), between marks (device)\n"
+            + _table(["program", "dim", "batch", "where", "parts"], [row for it in programs for row in _parts(it)])
+        )
+    return "\n\n".join(found)
 
 
 def _ending(part: Figures) -> str:
@@ -54,8 +57,8 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
 
-def _print(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in [header, *rows]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+    return "\n".join(line.rstrip() for line in lines)

@@ -58,7 +58,7 @@ def download(packages: dict[str, str], python: str, platforms: list[str], folder
 
 
 def spread(files: list[Path], limit: int) -> list[list[Path]]:
-    """Files in as few groups of `limit` bytes as going from the largest to the smallest gives; a larger one is alone."""
+    """Files in groups of at most `limit` bytes, the largest first; a file above the limit has a group of its own."""
     groups: list[list[Path]] = []
     for file in sorted(files, key=lambda file: -file.stat().st_size):
         size = file.stat().st_size
@@ -75,9 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", default="3.12", help="of the machine")
     parser.add_argument("--platform", action="append", dest="platforms", help="pip's name; may be given several times")
-    parser.add_argument(
-        "--has", nargs="*", default=[], help="packages that the machine has; torch always counts as one"
-    )
+    parser.add_argument("--has", nargs="*", default=[], help="packages that the machine has, beside torch")
     parser.add_argument("--limit-mib", type=float, help="the most that one folder may hold")
     parser.add_argument("--to", type=Path, default=Path(".wheels"))
     options = parser.parse_args()
