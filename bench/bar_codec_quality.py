@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from embershard.compare.analysis.verdicts import KEPT
+from embershard.compare.analysis.conclusions import KEPT
 from embershard.compare.results import Quality, Results, read_results
 from timing import finish, print_table
 from train_job import EXAMPLES

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from report_cases import FP16S, INT8, NONE, TOPK, fake_results
 
-from embershard.compare.analysis.conclusions import compared_with, conclude
-from embershard.compare.analysis.verdicts import has_lost
+from embershard.compare.analysis.conclusions import compared_with, conclude, has_lost
 from embershard.compare.report.summary import lead
 from embershard.compare.results import Results, Verdict, read_results, write_results
 

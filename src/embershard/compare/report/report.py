@@ -14,12 +14,14 @@ from markupsafe import Markup, escape
 
 from embershard.compare.report.charts import byte_picture, quality_pictures, speed_pictures, step_pictures
 from embershard.compare.report.page import Block, Code, Page, Pictures, Prose, Section
-from embershard.compare.report.run_tables import arms_table, conditions_table, failures_table
 from embershard.compare.report.summary import about, findings, headline, lead, warnings
 from embershard.compare.report.svg import Picture
 from embershard.compare.report.tables import (
+    arms_table,
     break_even_table,
     bytes_table,
+    conditions_table,
+    failures_table,
     quality_table,
     rates_table,
     short_table,

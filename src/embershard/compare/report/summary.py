@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from embershard.compare.analysis.verdicts import KEPT, has_lost
+from embershard.compare.analysis.conclusions import KEPT, has_lost
 from embershard.compare.report.page import Finding
 from embershard.compare.report.tables import break_even_of, even_text, quality_of, speed_of, yardstick
 from embershard.compare.results import YARDSTICK, BreakEven, Results, Speed, Verdict
