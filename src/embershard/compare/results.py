@@ -22,14 +22,13 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 FORMAT = 1
 FILE_NAME = "results.json"
 UNLIMITED = "unlimited"
-YARDSTICK = "fp16s"  # the arm beside all codecs: who beats float32 alone has proved little
+FP16_BASELINE = "fp16s"  # stands beside all codecs: to beat float32 alone proves little
 Kind = Literal["quality", "speed", "tune"]
 Outcome = Literal["paid", "did not pay", "undecided"]
 SpeedVerdict = Literal["faster", "slower", "same or undecided"]  # by whether the interval contains 1
 Rate = Literal["fixed", "tuned"]  # the job's learning rate, or the arm's own best multiple of it
 Metrics = Mapping[str, float | None]
-# equivalent: within the margin, by two one-sided tests at 5 %. better, worse: that is not shown, and the interval of
-# the difference leaves 0 out. not worse: by the one of the two tests that matters.
+# by where the 95 % interval of the difference lies: analysis/conclusions.py has the rule
 QualityVerdict = Literal["equivalent", "not worse", "better", "worse", "undecided"]
 
 
@@ -158,7 +157,6 @@ class Quality(Record):
     difference: Estimate  # for ratios of samples, too, a plain difference
     higher_is_better: bool
     margin: float | None  # a difference below it is of no consequence; None for metrics without one
-    p_equivalent: float | None  # two one-sided t tests against the margin (TOST); equivalent where below 0.05
     verdict: QualityVerdict
 
 
@@ -193,11 +191,11 @@ class BreakEven(Record):
     formula: float | None  # (bytes_raw - bytes_sent) * 8 / (seconds of encode + decode); None: see formula_says
     formula_says: Literal["value", "always", "never", "unknown"]  # always: it saves bytes and costs no time
     measured: float | None  # where the interpolated difference of the costs crosses 0
-    measured_says: Literal["value", "always", "never", "unknown"]  # on all measured links; unknown: fewer than two
-    low: float | None = (
-        None  # 95 % interval of `measured` over seeds, by Fieller; None: one seed. 0: below all measured
-    )
-    high: float | None = None  # links. None with `low`: without limit the arm is not shown to be slower
+    # always, never: shown to be faster, or slower, on every measured link; unknown: not shown, or one link alone
+    measured_says: Literal["value", "always", "never", "unknown"]
+    # 95 % interval of `measured` over seeds (Fieller). low None: one seed; 0: it reaches below all measured links.
+    low: float | None = None
+    high: float | None = None  # None beside a `low`: without limit the arm is not shown to be slower
 
 
 class Verdict(Record):
@@ -208,13 +206,14 @@ class Verdict(Record):
     quality: QualityVerdict  # of Results.metric, at the rate of `rate`
     rate: Rate
     difference: Estimate | None  # of Results.metric: the cost where it is on the worse side
+    seeds: int  # pairs of runs behind it, of the estimate that has the fewest; 0: there are none
+    pays_on: tuple[str, ...]  # bandwidths: `faster_at` where the outcome is paid
     faster_at: tuple[str, ...]  # bandwidths
     slower_at: tuple[str, ...]
     undecided_at: tuple[str, ...]
     best_speed_up: float | None
     best_at: str  # the bandwidth of it
     bytes_ratio: float | None  # the baseline's bytes per step over this arm's
-    from_bandwidth: float | None  # bits per second: it pays on links slower than that; None: see break_even
     failed_runs: int
     reasons: tuple[str, ...]  # sentences
 
@@ -273,6 +272,24 @@ class Results(Record):
         for run in sorted(self.runs, key=lambda run: run.seed):
             if run.ok and (run.arm, run.bandwidth, run.kind, run.multiple) == (arm, bandwidth, kind, multiple):
                 yield run
+
+    def quality_of(self, arm: str, against: str) -> Quality | None:
+        """The deciding metric of an arm beside another, at each arm's own best learning rate where these were tried."""
+        key = (arm, against, self.metric)
+        found = {one.rate: one for one in self.quality if (one.arm, one.against, one.metric) == key}
+        return found.get("tuned", found.get("fixed"))
+
+    def speeds_of(self, arm: str, against: str) -> list[Speed]:
+        """The speeds of an arm beside another, link by link."""
+        return [speed for speed in self.speeds if (speed.arm, speed.against) == (arm, against)]
+
+    def speed_of(self, arm: str, against: str, bandwidth: str) -> Speed | None:
+        """The speed of an arm beside another on one link."""
+        return next((speed for speed in self.speeds_of(arm, against) if speed.bandwidth == bandwidth), None)
+
+    def break_even_of(self, arm: str, against: str) -> BreakEven | None:
+        """The bandwidth at which an arm stops being faster than another."""
+        return next((even for even in self.break_even if (even.arm, even.against) == (arm, against)), None)
 
     def seconds_at(self, run: Run, point: Point, bandwidth: str) -> float | None:
         """Training seconds until a point of a quality run, had the link been that one: by the arm's speed there."""

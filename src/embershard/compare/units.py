@@ -125,8 +125,3 @@ def metric_name(metric: str) -> str:
 def listed(names: Sequence[str]) -> str:
     """a, b and c."""
     return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else "".join(names)
-
-
-def p_text(p: float) -> str:
-    """A p value."""
-    return "< 0.0001" if p < 0.0001 else f"{p:.4f}" if p < 0.01 else f"{p:.2f}"

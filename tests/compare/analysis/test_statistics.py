@@ -6,11 +6,9 @@ import math
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from embershard.compare.analysis.statistics import (
     Crossing,
-    against_margin,
     crossing_by_formula,
     crossing_by_measurement,
     crossing_interval,
@@ -32,7 +30,6 @@ def test_one_seed_has_no_interval():
     found = estimate([0.98])
     assert (found.mean, found.low, found.high, found.seeds) == (0.98, None, None, 1)
     assert ratio([1.5]).low is None
-    assert against_margin([0.1], 1.0) is None
 
 
 def test_equal_runs_have_an_interval_of_no_width():
@@ -56,29 +53,6 @@ def test_a_ratio_is_the_inverse_of_its_inverse():
 
 def test_only_seeds_that_both_have_are_paired():
     assert pairs({3: 0.3, 1: 0.1, 2: 0.2}, {1: 1.1, 3: 1.3, 4: 1.4}) == [(0.1, 1.1), (0.3, 1.3)]
-
-
-@pytest.mark.parametrize("margin", [0.0005, 0.002])
-def test_equivalence_is_two_one_sided_t_tests(margin: float):
-    differences = [0.0001, -0.0003, 0.0006, 0.0, -0.0002]
-    found = against_margin(differences, margin)
-    assert found is not None
-    assert found.p_above == pytest.approx(stats.ttest_1samp(differences, -margin, alternative="greater").pvalue)
-    assert found.p_below == pytest.approx(stats.ttest_1samp(differences, margin, alternative="less").pvalue)
-    assert found.p_equivalent == max(found.p_above, found.p_below)
-
-
-def test_a_difference_beyond_the_margin_is_not_equivalent_however_certain():
-    found = against_margin([-0.0010, -0.0011, -0.0012], 0.0005)
-    assert found is not None
-    assert found.p_equivalent > 0.99
-
-
-def test_equal_runs_are_equivalent():
-    same, apart = against_margin([0.0, 0.0, 0.0], 0.0005), against_margin([0.25, 0.25, 0.25], 0.125)
-    assert same is not None
-    assert apart is not None
-    assert (same.p_equivalent, apart.p_equivalent) == (0.0, 1.0)
 
 
 def test_break_even_by_formula():

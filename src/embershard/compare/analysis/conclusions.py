@@ -1,4 +1,17 @@
-"""From runs to what they say: paired estimates, volumes, break-even points and a verdict per arm."""
+"""Turn the runs of a comparison into estimates over paired seeds, and decide by one rule what they show.
+
+The rule: a claim is made only where the whole 95 % interval bears it, the interval that the report prints.
+
+- A model is *equivalent* where the interval of the difference lies inside the margin, *better* or *worse* where it lies
+  on one side of 0, *not worse* where it lies above the margin's worse end, and *undecided* otherwise. The first that
+  holds counts. (Inside the margin at 95 %: both one-sided t tests hold at 2.5 %, Schuirmann 1987.)
+- An arm is *faster* on a link where the interval of the speed-up lies above 1, *slower* where it lies below 1.
+- An arm *paid* where its model is equivalent, better or not worse, no run that its model is judged by failed, and it is
+  faster on some link: it pays on these links. It *did not pay* where its model is worse, or where no link's interval
+  reaches a speed-up of 1.05. Everything else is *undecided*.
+
+quality_verdict, speed_verdict and outcome_of are this rule. Tables, sentences and the headline quote their answers.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from embershard.compare.analysis.statistics import (
-    ALPHA,
     Crossing,
-    against_margin,
     crossing_by_formula,
     crossing_by_measurement,
     crossing_interval,
@@ -19,8 +30,8 @@ from embershard.compare.analysis.statistics import (
     ratio,
 )
 from embershard.compare.results import (
+    FP16_BASELINE,
     UNLIMITED,
-    YARDSTICK,
     BreakEven,
     Bytes,
     Estimate,
@@ -40,6 +51,11 @@ from embershard.compare.units import link_text, metric_name
 
 # what a difference must exceed to be of consequence; 0.001 of AUC is what CTR papers hold to be worth having
 MARGINS = {"auc": 0.0005, "logloss": 0.001, "hr": 0.003, "ndcg": 0.003, "recall": 0.003}
+NO_GAIN = 1.05  # nobody changes a job for a speed-up below this
+KEPT = ("equivalent", "not worse", "better")  # verdicts on a model that is good enough
+FEW_SEEDS = (
+    3  # with fewer pairs of runs the report opens with a caution: an interval of two is 12.7 standard errors wide
+)
 NOT_JUDGED = ("calibration", "samples", "users")  # best near 1, or no quality at all
 CODING = ("encode", "decode", "shards")  # parts of a step: the worker's, and what shards did of it meanwhile
 
@@ -63,23 +79,23 @@ def conclude(results: Results, margin: float | None = None) -> Results:
         if (speed := _speed(results, arm, against, bandwidth)) is not None
     ]
     found = results.model_copy(
+        update={"quality": tuple(quality), "speeds": tuple(speeds), "volumes": tuple(_volumes(results))}
+    )
+    return found.model_copy(
         update={
-            "quality": tuple(quality),
-            "speeds": tuple(speeds),
-            "volumes": tuple(_volumes(results)),
-            "break_even": tuple(_break_even(results, arm, against) for arm, against in others if arm != against),
+            "break_even": tuple(_break_even(found, arm, against) for arm, against in others if arm != against),
+            "verdicts": tuple(_verdict(found, arm.label) for arm in found.arms if arm.label != found.baseline),
         }
     )
-    return found.model_copy(update={"verdicts": verdicts_of(found)})
 
 
 def compared_with(results: Results) -> list[tuple[str, str]]:
     """(Arm, other): every arm with the baseline, itself included for its own figures, and with that of fp16s."""
     labels = [arm.label for arm in results.arms]
     pairings = [(label, results.baseline) for label in labels]
-    if YARDSTICK in labels and results.baseline != YARDSTICK:
+    if FP16_BASELINE in labels and results.baseline != FP16_BASELINE:
         codecs = [arm.label for arm in results.arms if arm.is_codec]
-        pairings += [(label, YARDSTICK) for label in codecs if label not in (YARDSTICK, results.baseline)]
+        pairings += [(label, FP16_BASELINE) for label in codecs if label not in (FP16_BASELINE, results.baseline)]
     return pairings
 
 
@@ -104,9 +120,7 @@ def _quality(results: Results, arm: str, against: str, metric: str, rate: Rate, 
         return None
     name = metric.partition("@")[0]
     bound = margin if margin is not None and metric == results.metric else MARGINS.get(name)
-    differences = [one - other for one, other in both]
-    difference, higher = estimate(differences), higher_is_better(metric)
-    tests = None if bound is None else against_margin(differences, bound)
+    difference, higher = estimate([one - other for one, other in both]), higher_is_better(metric)
     return Quality(
         arm=arm,
         against=against,
@@ -116,21 +130,47 @@ def _quality(results: Results, arm: str, against: str, metric: str, rate: Rate, 
         difference=difference,
         higher_is_better=higher,
         margin=bound,
-        p_equivalent=None if tests is None else tests.p_equivalent,
-        verdict=_judge(
-            difference, higher, *(() if tests is None else (tests.p_equivalent, tests.p_above, tests.p_below))
-        ),
+        verdict=quality_verdict(difference, higher, bound),
     )
 
 
-def _judge(
-    difference: Estimate, higher: bool, p_equivalent: float = 1.0, p_above: float = 1.0, p_below: float = 1.0
-) -> QualityVerdict:
-    if p_equivalent < ALPHA:
+def quality_verdict(difference: Estimate, higher: bool, margin: float | None) -> QualityVerdict:
+    """Decide what the interval of a paired difference shows of a model; `higher`: more of the metric is better."""
+    if difference.low is None or difference.high is None:
+        return "undecided"
+    worst, best = (difference.low, difference.high) if higher else (-difference.high, -difference.low)
+    if margin is not None and -margin < worst and best < margin:
         return "equivalent"
-    if difference.low is not None and difference.high is not None and not difference.low <= 0 <= difference.high:
-        return "better" if (difference.mean > 0) == higher else "worse"
-    return "not worse" if (p_above if higher else p_below) < ALPHA else "undecided"
+    if worst > 0 or best < 0:
+        return "better" if worst > 0 else "worse"
+    return "not worse" if margin is not None and worst > -margin else "undecided"
+
+
+def speed_verdict(speed_up: Estimate) -> SpeedVerdict:
+    """Decide what the interval of a speed-up shows."""
+    if speed_up.low is None or speed_up.high is None:
+        return "same or undecided"
+    return "faster" if speed_up.low > 1 else "slower" if speed_up.high < 1 else "same or undecided"
+
+
+def outcome_of(results: Results, arm: str, against: str) -> Outcome:
+    """Decide whether an arm paid beside another one."""
+    quality = results.quality_of(arm, against)
+    speeds = results.speeds_of(arm, against)
+    if quality is not None and quality.verdict == "worse":
+        return "did not pay"
+    if speeds and all((speed.speed_up.high or NO_GAIN) < NO_GAIN for speed in speeds):
+        return "did not pay"
+    if quality is None or quality.verdict not in KEPT or has_lost(results, arm, quality):
+        return "undecided"
+    return "paid" if any(speed.verdict == "faster" for speed in speeds) else "undecided"
+
+
+def has_lost(results: Results, arm: str, quality: Quality) -> bool:
+    """Tell whether a run that the arm's model is judged by failed: those that are left may be the lucky ones."""
+    multiple = results.tuned.get(arm, 1.0) if quality.rate == "tuned" else 1.0
+    key = (arm, "quality", multiple, False)
+    return any((run.arm, run.kind, run.multiple, run.ok) == key for run in results.runs)
 
 
 def _speed(results: Results, arm: str, against: str, bandwidth: str) -> Speed | None:
@@ -139,16 +179,13 @@ def _speed(results: Results, arm: str, against: str, bandwidth: str) -> Speed | 
     if not both:
         return None
     speed_up = ratio([one / other for one, other in both])
-    verdict: SpeedVerdict = "same or undecided"
-    if speed_up.low is not None and speed_up.high is not None:
-        verdict = "faster" if speed_up.low > 1 else "slower" if speed_up.high < 1 else verdict
     return Speed(
         arm=arm,
         against=against,
         bandwidth=bandwidth,
         samples_per_second=estimate(list(mine.values())),
         speed_up=speed_up,
-        verdict=verdict,
+        verdict=speed_verdict(speed_up),
     )
 
 
@@ -201,13 +238,16 @@ def _break_even(results: Results, arm: str, against: str) -> BreakEven:
     means = {bits: (_mean_of(found, 0), _mean_of(found, 1)) for bits, found in costs.items()}
     formula, measured = _by_formula(results, arm, against), crossing_by_measurement(means)
     low, high = _interval(costs) if measured.says == "value" else (None, None)
+    says, shown = measured.says, {speed.verdict for speed in results.speeds_of(arm, against)}
+    if (says == "always" and shown != {"faster"}) or (says == "never" and shown != {"slower"}):
+        says = "unknown"  # so the means have it; the intervals do not
     return BreakEven(
         arm=arm,
         against=against,
         formula=formula.bits_per_second,
         formula_says=formula.says,
         measured=measured.bits_per_second,
-        measured_says=measured.says,
+        measured_says=says,
         low=low,
         high=high,
     )
@@ -252,98 +292,59 @@ def _costs(results: Results, arm: str, against: str) -> Mapping[float, Mapping[i
     return costs
 
 
-NO_GAIN = 1.05  # a speed-up whose interval stays below is none that anyone would change a job for
-KEPT = ("equivalent", "not worse", "better")
-
-
-def verdicts_of(results: Results) -> tuple[Verdict, ...]:
-    """Of every arm but the baseline; the results' estimates are there already."""
-    return tuple(_verdict(results, arm.label) for arm in results.arms if arm.label != results.baseline)
-
-
 def _verdict(results: Results, arm: str) -> Verdict:
-    quality = _deciding_quality(results, arm)
-    speeds = [speed for speed in results.speeds if (speed.arm, speed.against) == (arm, results.baseline)]
+    quality, speeds = results.quality_of(arm, results.baseline), results.speeds_of(arm, results.baseline)
     best = max(speeds, key=lambda speed: speed.speed_up.mean, default=None)
     failed = sum(run.arm == arm and not run.ok for run in results.runs)
     sent = {label: sum(v.sent for v in results.volumes if v.arm == label) for label in (arm, results.baseline)}
-    outcome = _outcome(quality, speeds, has_lost(results, arm, quality))
+    outcome = outcome_of(results, arm, results.baseline)
+    faster_at = tuple(speed.bandwidth for speed in speeds if speed.verdict == "faster")
+    judged = [*([quality.difference] if quality else []), *(speed.speed_up for speed in speeds)]
     return Verdict(
         arm=arm,
         outcome=outcome,
         quality="undecided" if quality is None else quality.verdict,
         rate="fixed" if quality is None else quality.rate,
         difference=None if quality is None else quality.difference,
-        faster_at=tuple(speed.bandwidth for speed in speeds if speed.verdict == "faster"),
+        seeds=min((one.seeds for one in judged), default=0),
+        pays_on=faster_at if outcome == "paid" else (),
+        faster_at=faster_at,
         slower_at=tuple(speed.bandwidth for speed in speeds if speed.verdict == "slower"),
         undecided_at=tuple(speed.bandwidth for speed in speeds if speed.verdict == "same or undecided"),
         best_speed_up=None if best is None else best.speed_up.mean,
         best_at="" if best is None else best.bandwidth,
         bytes_ratio=sent[results.baseline] / sent[arm] if all(sent.values()) else None,
-        from_bandwidth=_from_bandwidth(results, arm) if outcome == "paid" else None,
         failed_runs=failed,
         reasons=tuple(_reasons(results, quality, speeds, failed)),
     )
 
 
-def _deciding_quality(results: Results, arm: str) -> Quality | None:
-    """Of the metric that decides: each arm at its own best rate, where these were looked for."""
-    found = {
-        judged.rate: judged
-        for judged in results.quality
-        if (judged.arm, judged.against, judged.metric) == (arm, results.baseline, results.metric)
-    }
-    return found.get("tuned", found.get("fixed"))
-
-
-def has_lost(results: Results, arm: str, quality: Quality | None) -> bool:
-    """Whether runs that its quality is to be judged by failed: those that are left may be the lucky ones."""
-    multiple = results.tuned.get(arm, 1.0) if quality is not None and quality.rate == "tuned" else 1.0
-    key = (arm, "quality", multiple, False)
-    return any((run.arm, run.kind, run.multiple, run.ok) == key for run in results.runs)
-
-
-def _outcome(quality: Quality | None, speeds: list[Speed], lost: bool) -> Outcome:
-    if quality is not None and quality.verdict == "worse":
-        return "did not pay"
-    if speeds and all((speed.speed_up.high or NO_GAIN) < NO_GAIN for speed in speeds):
-        return "did not pay"
-    faster = any(speed.verdict == "faster" for speed in speeds)
-    return "paid" if faster and not lost and quality is not None and quality.verdict in KEPT else "undecided"
-
-
-def _from_bandwidth(results: Results, arm: str) -> float | None:
-    found: list[BreakEven] = [
-        even for even in results.break_even if (even.arm, even.against) == (arm, results.baseline)
-    ]
-    return found[0].measured if found else None
-
-
-def _reasons(results: Results, quality: Quality | None, speeds: list[Speed], failed: int) -> Iterator[str]:
+def _reasons(results: Results, quality: Quality | None, speeds: Sequence[Speed], failed: int) -> Iterator[str]:
     if failed:
         yield f"{failed} of its runs failed, and are in no figure."
     if quality is None or not speeds:
-        yield "It has no run that ended well beside one of the baseline, so nothing can be said of it."
+        yield "No run of it ended well beside one of the baseline, so nothing can be said of it."
         return
     if quality.difference.seeds < 2:
-        yield "One seed gives no interval: what follows may be chance."
-    yield _of_quality(quality)
+        yield "One seed gives no interval: any difference may be chance."
+    yield _quality_sentence(quality)
     links = {link.label: link_text(link) for link in results.bandwidths}
     for speed in speeds:
         where = "Without limit" if speed.bandwidth == UNLIMITED else f"At {links[speed.bandwidth]}"
-        yield f"{where} it is {speed.speed_up.mean:.2f} times as fast{_interval_text(speed.speed_up, '.2f')}."
+        said = "not shown to be faster or slower" if speed.verdict == "same or undecided" else speed.verdict
+        yield f"{where} it is {speed.speed_up.mean:.2f} times as fast{_interval_text(speed.speed_up, '.2f')}: {said}."
 
 
-def _of_quality(quality: Quality) -> str:
+def _quality_sentence(quality: Quality) -> str:
     name, rate = metric_name(quality.metric), " at its own best learning rate" if quality.rate == "tuned" else ""
     moved = f"{name} differs by {quality.difference.mean:+.5f}{_interval_text(quality.difference, '+.5f')}{rate}"
     margin = "" if quality.margin is None else f" of {quality.margin:g}"
     said = {
-        "equivalent": f"within the margin{margin}",
-        "not worse": f"not worse than the margin{margin} allows",
-        "better": "which is better",
-        "worse": "which is worse",
-        "undecided": f"too uncertain to hold it to the margin{margin}" if margin else "no difference that shows",
+        "equivalent": f"equivalent, within the margin{margin}",
+        "not worse": f"not worse by more than the margin{margin}",
+        "better": "better",
+        "worse": "worse",
+        "undecided": f"too uncertain for the margin{margin}" if margin else "no difference is shown",
     }
     return f"{moved}: {said[quality.verdict]}."
 

@@ -1,4 +1,4 @@
-"""Estimates over paired seeds: intervals, equivalence, ratios, and where two cost curves cross."""
+"""Estimates over paired seeds: intervals, ratios, and where two cost curves cross."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from scipy import stats
 from embershard.compare.results import Estimate
 
 CONFIDENCE = 0.95
-ALPHA = 0.05  # of an equivalence test
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -35,35 +34,6 @@ def ratio(values: Sequence[float]) -> Estimate:
 def pairs(values: Mapping[int, float], others: Mapping[int, float]) -> list[tuple[float, float]]:
     """(value, other) of every seed that both have, by seed."""
     return [(values[seed], others[seed]) for seed in sorted(values.keys() & others.keys())]
-
-
-@dataclass(frozen=True, slots=True)
-class Margins:
-    """p values of two one-sided t tests of a mean difference against a margin (Schuirmann 1987).
-
-    The mean is above -margin where `p_above` is small, below +margin where `p_below` is, and equivalent where both are.
-    """
-
-    p_above: float
-    p_below: float
-
-    @property
-    def p_equivalent(self) -> float:
-        """Of the two tests together (TOST)."""
-        return max(self.p_above, self.p_below)
-
-
-def against_margin(differences: Sequence[float], margin: float) -> Margins | None:
-    """Two one-sided tests of paired differences, one per seed; None with fewer than two."""
-    if len(differences) < 2:
-        return None
-    array = np.asarray(differences, np.float64)
-    mean, error = float(array.mean()), _standard_error(array)
-    above, below = mean + margin, margin - mean
-    if error == 0.0:  # the runs were alike to the last bit
-        return Margins(float(above <= 0), float(below <= 0))
-    free = len(differences) - 1
-    return Margins(float(stats.t.sf(above / error, free)), float(stats.t.sf(below / error, free)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from embershard.compare.report.svg import (
     tick_texts,
     x_ticks,
 )
-from embershard.compare.report.tables import BYTE_PARTS, break_even_of, bytes_sent, mean_step, part_name, speed_of
+from embershard.compare.report.tables import BYTE_PARTS, bytes_sent, mean_step, part_name
 from embershard.compare.results import UNLIMITED, Bandwidth, Estimate, Results, Run, higher_is_better
 from embershard.compare.units import (
     bytes_text,
@@ -221,12 +221,12 @@ def _speed_ups(results: Results, against: str) -> Iterator[Picture]:
     for style, arm in enumerate(results.arms):
         points = []
         for place, link in enumerate(results.bandwidths):
-            speed = speed_of(results, arm.label, link.label, against)
+            speed = results.speed_of(arm.label, against, link.label)
             if speed is not None and arm.label != against:
                 points.append(_point(place, speed.speed_up))
         if points:
             series.append(Series(arm.label, style, points))
-            found = break_even_of(results, arm.label, against)
+            found = results.break_even_of(arm.label, against)
             even[arm.label] = Even() if found is None else Even(measured=found.measured, formula=found.formula)
     if not series:
         return

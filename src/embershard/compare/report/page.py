@@ -80,7 +80,7 @@ class Page:
 
     title: str
     about: str  # a line: the job, its size, the machine
-    lead: Sequence[str]  # the first paragraph, sentence by sentence
+    summary: Sequence[str]  # the first paragraph, sentence by sentence
     warnings: Sequence[str]  # what a reader must know before the rest
     findings: Sequence[Finding]
     sections: Sequence[Section] = field(default=())

@@ -14,7 +14,7 @@ from markupsafe import Markup, escape
 
 from embershard.compare.report.charts import byte_picture, quality_pictures, speed_pictures, step_pictures
 from embershard.compare.report.page import Block, Code, Page, Pictures, Prose, Section
-from embershard.compare.report.summary import about, findings, headline, lead, warnings
+from embershard.compare.report.summary import about, findings, headline, summary, warnings
 from embershard.compare.report.svg import Picture
 from embershard.compare.report.tables import (
     arms_table,
@@ -22,13 +22,13 @@ from embershard.compare.report.tables import (
     bytes_table,
     conditions_table,
     failures_table,
+    fp16_baseline,
     quality_table,
     rates_table,
     short_table,
     speed_table,
     step_table,
     tables,
-    yardstick,
 )
 from embershard.compare.results import FILE_NAME, Results
 from embershard.compare.units import link_text
@@ -42,7 +42,7 @@ def page_of(results: Results) -> Page:
     return Page(
         title=headline(results),
         about=about(results),
-        lead=lead(results),
+        summary=summary(results),
         warnings=warnings(results),
         findings=findings(results),
         sections=[section for section in _sections(results) if section.blocks],
@@ -83,7 +83,7 @@ def markdown_of(page: Page) -> str:
 
 
 def _sections(results: Results) -> list[Section]:
-    beside = yardstick(results)
+    beside = fp16_baseline(results)
     against = [results.baseline, *([beside] if beside else [])]
     links = [(link.label, link_text(link)) for link in results.bandwidths]
     return [

@@ -1,17 +1,17 @@
-"""The first paragraph of a report and its verdicts, in plain words.
+"""The sentences of a report: the headline, the summary below it, and what is said of each arm.
 
-Nothing is called faster, worse or equivalent here that the tests in results.json do not call so. Names of arms stand in
-backticks, as code does: `none` is one.
+They quote the verdicts of analysis/conclusions.py and decide nothing themselves. Names of arms stand in backticks, as
+code does: `none` is one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from embershard.compare.analysis.conclusions import KEPT, has_lost
+from embershard.compare.analysis.conclusions import FEW_SEEDS, KEPT, outcome_of
 from embershard.compare.report.page import Finding
-from embershard.compare.report.tables import break_even_of, even_text, quality_of, speed_of, yardstick
-from embershard.compare.results import YARDSTICK, BreakEven, Results, Speed, Verdict
+from embershard.compare.report.tables import even_bounds, even_text, fp16_baseline
+from embershard.compare.results import FP16_BASELINE, Results, Speed, Verdict
 from embershard.compare.units import (
     bits_text,
     digits,
@@ -27,10 +27,17 @@ _USUAL = "That is common: of 200 published set-ups only 6 sped up (Agarwal et al
 
 
 def headline(results: Results) -> str:
-    """The answer in a few words."""
+    """Answer in a few words; with few seeds a caution stands beside the answer."""
+    words, seeds = _headline(results), _fewest_seeds(results)
+    if seeds >= FEW_SEEDS:
+        return words
+    return f"{words} (caution: {f'only {seeds} seeds' if seeds > 1 else 'one seed'})"
+
+
+def _headline(results: Results) -> str:
     paid, undecided = _arms(results, "paid"), _arms(results, "undecided")
-    if paid == [yardstick(results)]:
-        return f"Only {_arm(paid[0])}, the yardstick, paid"
+    if paid == [fp16_baseline(results)]:
+        return f"Only {_arm(paid[0])}, the fp16 baseline, paid"
     if paid:
         names = _arms_listed(paid) if len(paid) < 4 else f"{len(paid)} of {len(results.verdicts)} arms"
         return f"{names} paid"
@@ -39,33 +46,34 @@ def headline(results: Results) -> str:
     return "Compression did not pay" if _only_codecs(results) else "Nothing paid"
 
 
-def lead(results: Results) -> list[str]:
-    """The first paragraph: did it pay, where, at what cost, from which bandwidth on, and over the yardstick?"""
-    sentences = [_answer(results)]
+def summary(results: Results) -> list[str]:
+    """Say which arms paid, on which links, at what cost, and which beat the fp16 baseline: the first paragraph."""
+    sentences = [_answer(results), *_caution(results)]
     paid = sorted(_of(results, "paid"), key=lambda verdict: -(verdict.best_speed_up or 0))
-    sentences += [_gain(results, verdict) for verdict in paid[:1]]
-    sentences += [_small_gain(results, verdict) for verdict in paid[1:2]]
+    for verdict in paid[:1]:
+        sentences += _gain(results, verdict)
+    sentences += [f"{_arm(verdict.arm)} is {_speeds(results, verdict.arm, results.baseline)}." for verdict in paid[1:2]]
     sentences += _not_paid(results)
-    sentences += _beside_yardstick(results)
+    sentences += _beside_fp16(results)
     if all(link.bits_per_second is None for link in results.bandwidths):
         sentences.append(_unlimited(results))
     return sentences
 
 
 def warnings(results: Results) -> list[str]:
-    """What must be known before anything is believed."""
-    first = [] if results.complete else ["The comparison is not finished; what follows is preliminary."]
+    """Say what must be known before anything is believed."""
+    first = [] if results.complete else ["The comparison is not finished. These results are preliminary."]
     return first + list(results.notes)
 
 
 def findings(results: Results) -> list[Finding]:
-    """A verdict per arm."""
+    """Say of each arm whether it paid, and why."""
     meanings = {arm.label: arm.meaning for arm in results.arms}
     found = []
     for verdict in results.verdicts:
         sentences = list(verdict.reasons)
         sentences += _even_sentence(results, verdict.arm, results.baseline)
-        sentences += _yardstick_sentence(results, verdict)
+        sentences += _fp16_sentence(results, verdict)
         found.append(
             Finding(arm=verdict.arm, outcome=verdict.outcome, meaning=meanings[verdict.arm], sentences=sentences)
         )
@@ -73,7 +81,7 @@ def findings(results: Results) -> list[Finding]:
 
 
 def about(results: Results) -> str:
-    """A line under the headline."""
+    """Describe the comparison in a line: the job, its size, the machine."""
     links = _at(results, [link.label for link in results.bandwidths])
     seeds = f"{len(results.seeds)} paired seeds" if len(results.seeds) > 1 else "1 seed"
     sizes = f"{_many(results.workers, 'worker')}, {_many(results.shards, 'shard')}"
@@ -85,60 +93,57 @@ def about(results: Results) -> str:
 
 def _answer(results: Results) -> str:
     paid, undecided = _arms(results, "paid"), _arms(results, "undecided")
-    base, codecs = _arm(results.baseline), _only_codecs(results)
-    if paid == [yardstick(results)]:
-        return f"Only the yardstick paid: with {_arm(paid[0])} the job trained a model as good as with {base}, faster."
+    base = _arm(results.baseline)
     if paid:
-        return f"It paid: with {_arms_listed(paid)} the job trained a model as good as with {base}, faster."
+        answer = "Only the fp16 baseline paid" if paid == [fp16_baseline(results)] else "It paid"
+        return f"{answer}: with {_arms_listed(paid)} the job trained faster than with {base}, and the model is as good."
     if undecided:
-        words = f"Undecided: no arm is shown to have trained a model as good as {base} did, faster"
-        if len(undecided) < len(results.verdicts):
-            return f"{words}, and of {_arms_listed(undecided)} it is not shown either that it did not."
-        return f"{words}, and no arm is shown not to have."
+        words = f"Undecided: no arm is shown to train faster than {base} and to a model as good."
+        return f"{words} {_arms_listed(undecided)} may." if len(undecided) < len(results.verdicts) else words
     if not results.verdicts:
         return "Nothing can be said: no arm has runs beside the baseline."
-    subject = (
-        f"none of the {len(results.verdicts)} arms" if len(results.verdicts) > 1 else _arm(results.verdicts[0].arm)
-    )
-    verb = "trained" if len(results.verdicts) > 1 else "has not trained"
-    words = f"It did not pay: {subject} {verb} a model as good as {base} did, faster, on any link that was measured."
-    return f"{words} {_USUAL}" if codecs else words
+    arms = [verdict.arm for verdict in results.verdicts]
+    subject = f"none of the {len(arms)} arms was" if len(arms) > 1 else f"{_arm(arms[0])} was not"
+    words = f"It did not pay: {subject} at least 5 % faster than {base} on any measured link with a model as good."
+    return f"{words} {_USUAL}" if _only_codecs(results) else words
 
 
-def _gain(results: Results, verdict: Verdict) -> str:
+def _fewest_seeds(results: Results) -> int:
+    """Pairs of runs behind the verdict that has the fewest; arms without a pair are told apart."""
+    return min((verdict.seeds for verdict in results.verdicts if verdict.seeds), default=len(results.seeds))
+
+
+def _caution(results: Results) -> Iterator[str]:
+    seeds = _fewest_seeds(results)
+    if seeds == 1:
+        yield "One seed gives no intervals, so nothing is decided; --seeds 5 gives them."
+    elif seeds < FEW_SEEDS:
+        yield f"Caution: only {seeds} pairs of runs stand behind this, too few to trust an interval; use --seeds 5."
+
+
+def _gain(results: Results, verdict: Verdict) -> Iterator[str]:
     """What the best arm bought, and what it cost."""
-    words = f"{_arm(verdict.arm)} is {_speeds(results, verdict.arm, results.baseline)}"
-    if verdict.slower_at:
-        words += f", slower {_at(results, verdict.slower_at)}"
+    slower = f", and slower {_at(results, verdict.slower_at)}" if verdict.slower_at else ""
+    yield f"{_arm(verdict.arm)} is {_speeds(results, verdict.arm, results.baseline)}{slower}."
     if verdict.bytes_ratio is not None and verdict.bytes_ratio > 1.005:
-        words += f", and moves {100 / verdict.bytes_ratio:.2g} % of the bytes"
-    even = break_even_of(results, verdict.arm, results.baseline)
-    if even is not None and even.measured is not None:
-        words += f"; it pays on links slower than {bits_text(even.measured, 2)} per worker{_sureness(even)}"
-    elif len(verdict.faster_at) == len(results.bandwidths) > 1:
-        words += "; it is faster on every link measured"
-    return f"{words}. The cost: {_cost(results, verdict)}."
-
-
-def _sureness(even: BreakEven) -> str:
-    if even.low is None:
-        return ""
-    return f" (95 % interval {bits_text(even.low, 2)} to {bits_text(even.high, 2) if even.high else 'no limit'})"
-
-
-def _small_gain(results: Results, verdict: Verdict) -> str:
-    return f"{_arm(verdict.arm)} is {_speeds(results, verdict.arm, results.baseline)}."
+        yield f"It moves {100 / verdict.bytes_ratio:.2g} % of the bytes."
+    even = results.break_even_of(verdict.arm, results.baseline)
+    if len(verdict.pays_on) == len(results.bandwidths) > 1:
+        yield "It is faster on every measured link."
+    elif even is not None and even.measured is not None:
+        bounds = even_bounds(even, 2)
+        interval = f" (95 % interval {bounds[0]} to {bounds[1]})" if bounds else ""
+        yield f"By the means it breaks even at {bits_text(even.measured, 2)} per worker{interval}."
+    yield f"The cost: {_cost(results, verdict)}."
 
 
 def _speeds(results: Results, arm: str, other: str) -> str:
     """Where an arm is faster than another, and how much."""
-    found = [
-        (_times(speed.speed_up.mean), _at(results, [speed.bandwidth])) for speed in _faster_over(results, arm, other)
-    ]
+    found = [(_times(speed.speed_up.mean), _at(results, [speed.bandwidth])) for speed in _faster(results, arm, other)]
     if not found:
         return "not faster"
     (times, where), *others = found
-    return ", ".join([f"{times} as fast {where}", *(f"{times} {where}" for times, where in others)])
+    return listed([f"{times} as fast {where}", *(f"{times} {where}" for times, where in others)])
 
 
 def _times(ratio: float) -> str:
@@ -146,10 +151,10 @@ def _times(ratio: float) -> str:
 
 
 def _cost(results: Results, verdict: Verdict) -> str:
-    judged = quality_of(results, verdict.arm, results.baseline, results.metric)
-    if judged is None or verdict.difference is None:
+    judged = results.quality_of(verdict.arm, results.baseline)
+    if judged is None:
         return "not known"
-    moved = f"{metric_name(results.metric)} {signed(verdict.difference.mean, 4)}"
+    moved = f"{metric_name(results.metric)} {signed(judged.difference.mean, 4)}"
     margin = "" if judged.margin is None else f" of {judged.margin:g}"
     said = {
         "equivalent": f"equivalent within the margin{margin}",
@@ -159,7 +164,7 @@ def _cost(results: Results, verdict: Verdict) -> str:
         "undecided": "undecided",
     }
     rate = ", each arm at its own best learning rate" if verdict.rate == "tuned" else ""
-    return f"{moved}, {said[verdict.quality]}{rate}"
+    return f"{moved}, {said[judged.verdict]}{rate}"
 
 
 def _not_paid(results: Results) -> Iterator[str]:
@@ -173,26 +178,23 @@ def _not_paid(results: Results) -> Iterator[str]:
                 fast = _speeds(results, verdict.arm, results.baseline)
                 yield f"{_arm(verdict.arm)} is {fast}, but at a price: {_cost(results, verdict)}."
     undecided = _of(results, "undecided")
-    if len(results.seeds) < 2:
-        yield "One seed per arm gives no intervals and no tests, so nothing is decided; --seeds 5 would give them."
-    elif undecided:
+    if undecided and _fewest_seeds(results) > 1:
         found = "; ".join(f"{_arm(verdict.arm)} {_open(results, verdict)}" for verdict in undecided)
-        yield f"{'Undecided: ' if paid else ''}{found}. More seeds would narrow the intervals."
+        yield f"{'Undecided: ' if paid else ''}{found}. More seeds narrow the intervals."
 
 
 def _open(results: Results, verdict: Verdict) -> str:
     """What is known of an undecided arm, and what is not."""
-    judged = quality_of(results, verdict.arm, results.baseline, results.metric)
+    judged = results.quality_of(verdict.arm, results.baseline)
     if judged is None:
         return "has no run that ended well beside one of the baseline"
+    fast = _speeds(results, verdict.arm, results.baseline)
     if verdict.quality in KEPT and verdict.faster_at:  # it had paid
-        fast = _speeds(results, verdict.arm, results.baseline)
-        return f"is {fast}, and as good, where it ended well, but {verdict.failed_runs} of its runs failed"
+        return f"is {fast} and as good where it ended well, but {verdict.failed_runs} of its runs failed"
     if verdict.quality in KEPT:
         return "trained as good a model, but is not shown to be faster or not"
     margin = "" if judged.margin is None else f" for the margin of {judged.margin:g}"
     moved = f"{metric_name(results.metric)} {signed(judged.difference.mean, 4)} is too uncertain{margin}"
-    fast = _speeds(results, verdict.arm, results.baseline)
     return f"is {fast}, but {moved}" if verdict.faster_at else f"is not shown to be faster, and {moved}"
 
 
@@ -207,60 +209,50 @@ def _against(results: Results, verdicts: Sequence[Verdict]) -> str:
     return "; ".join(said)
 
 
-def _beside_yardstick(results: Results) -> Iterator[str]:
-    """Whether anything beats halving the floats."""
+def _beside_fp16(results: Results) -> Iterator[str]:
+    """Whether anything beats 16-bit floats."""
     codecs = [arm.label for arm in results.arms if arm.is_codec and arm.label != results.baseline]
-    beside = yardstick(results)
+    fp16 = fp16_baseline(results)
     if not codecs:
         return
-    if beside is None:
-        if results.baseline != YARDSTICK:
-            yield "No arm of fp16s ran, so all this is beside 32-bit floats alone, which proves little."
+    if fp16 is None:
+        if results.baseline != FP16_BASELINE:
+            yield "No arm of fp16s ran. To beat 32-bit floats alone proves little."
         return
-    others = [label for label in codecs if label != beside]
+    others = [label for label in codecs if label != fp16]
     if not others:
         return
-    beating = [label for label in others if _beats(results, label, beside)]
-    reason = "the yardstick (beating 32-bit floats alone proves little)"
+    beating = [label for label in others if outcome_of(results, label, fp16) == "paid"]
+    beside = f"Beside {_arm(fp16)}, the fp16 baseline (it halves the bytes at little cost),"
     if not beating:
         none = "no other arm is" if len(others) > 1 else f"{_arm(others[0])} is not"
-        yield f"Beside {_arm(beside)}, {reason}, {none} shown to be as good and faster."
+        yield f"{beside} {none} shown to be as good and faster."
         return
-    beating.sort(key=lambda label: -max(speed.speed_up.mean for speed in _faster_over(results, label, beside)))
-    said = [f"{_arm(label)} is {_speeds(results, label, beside)}" for label in beating[:2]]
+    beating.sort(key=lambda label: -max(speed.speed_up.mean for speed in _faster(results, label, fp16)))
+    said = [f"{_arm(label)} is {_speeds(results, label, fp16)}" for label in beating[:2]]
     said += [f"{_arms_listed(beating[2:])} are faster too"] if beating[2:] else []
-    yield f"Beside {_arm(beside)}, {reason}, {'; '.join(said)}."
+    yield f"{beside} {'; '.join(said)}."
     left = [label for label in _arms(results, "paid") if label in others and label not in beating]
     if left:
         yield f"Not shown to beat it: {_arms_listed(left)}."
 
 
-def _beats(results: Results, arm: str, beside: str) -> bool:
-    judged = quality_of(results, arm, beside, results.metric)
-    if judged is None or judged.verdict not in KEPT or has_lost(results, arm, judged):
-        return False
-    return bool(_faster_over(results, arm, beside))
+def _faster(results: Results, arm: str, other: str) -> list[Speed]:
+    return [speed for speed in results.speeds_of(arm, other) if speed.verdict == "faster"]
 
 
-def _faster_over(results: Results, arm: str, other: str) -> list[Speed]:
-    speeds = (speed_of(results, arm, link.label, other) for link in results.bandwidths)
-    return [speed for speed in speeds if speed is not None and speed.verdict == "faster"]
-
-
-def _yardstick_sentence(results: Results, verdict: Verdict) -> Iterator[str]:
-    beside = yardstick(results)
-    if beside is None or verdict.arm == beside:
+def _fp16_sentence(results: Results, verdict: Verdict) -> Iterator[str]:
+    fp16 = fp16_baseline(results)
+    if fp16 is None or verdict.arm == fp16:
         return
-    speeds = [speed_of(results, verdict.arm, link.label, beside) for link in results.bandwidths]
-    said = [
-        f"{speed_up_text(speed.speed_up)} {_at(results, [speed.bandwidth])}" for speed in speeds if speed is not None
-    ]
-    if said:
-        yield f"Beside {_arm(beside)}, the yardstick, its speed is {listed(said)}."
+    speeds = results.speeds_of(verdict.arm, fp16)
+    if speeds:
+        said = [f"{speed_up_text(speed.speed_up)} {_at(results, [speed.bandwidth])}" for speed in speeds]
+        yield f"Its speed beside {_arm(fp16)}, the fp16 baseline, is {listed(said)}."
 
 
 def _even_sentence(results: Results, arm: str, other: str) -> Iterator[str]:
-    even = break_even_of(results, arm, other)
+    even = results.break_even_of(arm, other)
     if even is None:
         return
     formula = bits_text(even.formula, 2) if even.formula is not None else ""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from embershard.compare.report.page import Table
-from embershard.compare.results import YARDSTICK, BreakEven, Quality, Results, Speed, StepPart
+from embershard.compare.results import FP16_BASELINE, BreakEven, Quality, Results, Speed, StepPart
 from embershard.compare.units import (
     NONE,
     bits_text,
@@ -15,7 +15,6 @@ from embershard.compare.units import (
     link_text,
     metric_name,
     metric_text,
-    p_text,
     rate_text,
     ratio_text,
     signed,
@@ -38,36 +37,26 @@ def part_name(direction: str, part: str) -> str:
     return _PARTS.get((direction, part), part)
 
 
-def yardstick(results: Results) -> str | None:
-    """The arm that codecs have to beat, where it is not the baseline itself."""
+def fp16_baseline(results: Results) -> str | None:
+    """Name the arm of 16-bit floats that codecs have to beat; None where there is none, or it is the baseline."""
     labels = [arm.label for arm in results.arms]
-    return YARDSTICK if YARDSTICK in labels and results.baseline != YARDSTICK else None
-
-
-def speed_of(results: Results, arm: str, bandwidth: str, against: str) -> Speed | None:
-    """An arm's speed on a link, beside another arm's."""
-    found = (speed for speed in results.speeds if (speed.arm, speed.against) == (arm, against))
-    return next((speed for speed in found if speed.bandwidth == bandwidth), None)
-
-
-def quality_of(results: Results, arm: str, against: str, metric: str) -> Quality | None:
-    """An arm's quality beside another arm's, at its own best learning rate where this was looked for."""
-    found = {one.rate: one for one in results.quality if (one.arm, one.against, one.metric) == (arm, against, metric)}
-    return found.get("tuned", found.get("fixed"))
-
-
-def break_even_of(results: Results, arm: str, against: str) -> BreakEven | None:
-    """From which bandwidth on an arm is no longer faster than another."""
-    return next((even for even in results.break_even if (even.arm, even.against) == (arm, against)), None)
+    return FP16_BASELINE if FP16_BASELINE in labels and results.baseline != FP16_BASELINE else None
 
 
 def even_text(even: BreakEven, significant: int = 3) -> str:
     """A measured break-even bandwidth and its interval."""
-    if even.measured is None or even.low is None:
-        return bits_text(even.measured, significant) if even.measured is not None else NONE
+    if even.measured is None:
+        return NONE
+    bounds = even_bounds(even, significant)
+    return bits_text(even.measured, significant) + (f" [{bounds[0]}, {bounds[1]}]" if bounds else "")
+
+
+def even_bounds(even: BreakEven, significant: int = 3) -> tuple[str, str] | None:
+    """The interval of a measured break-even bandwidth; None of one seed."""
+    if even.low is None:
+        return None
     low = bits_text(even.low, significant) if even.low else "below all links"
-    high = "no limit" if even.high is None else bits_text(even.high, significant)
-    return f"{bits_text(even.measured, significant)} [{low}, {high}]"
+    return low, "no limit" if even.high is None else bits_text(even.high, significant)
 
 
 def bytes_sent(results: Results, arm: str) -> float | None:
@@ -81,7 +70,7 @@ def short_table(results: Results) -> Table:
     metric = metric_name(results.metric)
     columns = ["arm", "outcome", "bytes per step", "fewer bytes"]
     columns += [f"speed-up, {link_text(link)}" for link in links]
-    columns += [f"{metric} difference", "quality", "pays on links below"]
+    columns += [f"{metric} difference", "quality", "pays on"]
     verdicts = {verdict.arm: verdict for verdict in results.verdicts}
     rows = []
     for arm in results.arms:
@@ -89,25 +78,23 @@ def short_table(results: Results) -> Table:
         cells = [arm.label, verdict.outcome if verdict else "baseline", bytes_text(sent) if sent else NONE]
         cells.append(ratio_text(verdict.bytes_ratio) if verdict and verdict.bytes_ratio else NONE)
         for link in links:
-            speed = speed_of(results, arm.label, link.label, results.baseline) if verdict else None
+            speed = results.speed_of(arm.label, results.baseline, link.label) if verdict else None
             cells.append(speed_up_text(speed.speed_up) if speed else "1x" if verdict is None else NONE)
         cells.append(difference_text(verdict.difference) if verdict and verdict.difference else NONE)
         cells.append(verdict.quality if verdict else NONE)
-        even = break_even_of(results, arm.label, results.baseline)
-        paid = verdict is not None and verdict.outcome == "paid"
-        cells.append(_measured(even, _PAYS) if even and paid else NONE)
+        cells.append(", ".join(link_text(link) for link in links if verdict and link.label in verdict.pays_on) or NONE)
         rows.append(cells)
     return Table(
         title=f"Every arm beside {results.baseline}",
         columns=columns,
         rows=rows,
-        words=("outcome", "quality"),
+        words=("outcome", "quality", "pays on"),
         note=f"Bytes of one worker's step, both directions. In brackets: 95 % intervals over {_seeds(results)}.",
     )
 
 
 def quality_table(results: Results, against: str) -> Table | None:
-    """Metrics, paired differences and equivalence tests beside one arm."""
+    """Metrics and paired differences beside one arm."""
     judged = [one for one in results.quality if one.against == against and one.arm != against]
     if not judged:
         return None
@@ -118,9 +105,9 @@ def quality_table(results: Results, against: str) -> Table | None:
         for rate in rates:
             if (metric, rate) in own:
                 value = metric_text(own[metric, rate].value)
-                rows.append([against, metric_name(metric), rate, value, NONE, NONE, NONE, NONE, "compared with"])
+                rows.append([against, metric_name(metric), rate, value, NONE, NONE, NONE, "compared with"])
             rows += [_quality_row(one) for one in judged if (one.metric, one.rate) == (metric, rate)]
-    columns = ["arm", "metric", "learning rate", "value", "pairs", "difference", "margin", "p (TOST)", "verdict"]
+    columns = ["arm", "metric", "learning rate", "value", "pairs", "difference", "margin", "verdict"]
     if len(rates) == 1:
         columns, *rows = (row[:2] + row[3:] for row in [columns, *rows])
     return Table(
@@ -128,9 +115,9 @@ def quality_table(results: Results, against: str) -> Table | None:
         columns=columns,
         rows=rows,
         words=("metric", "learning rate", "verdict"),
-        note="Differences are paired: runs of equal seed. Equivalent: two one-sided t tests of them against the "
-        "margin, both at 5 % (p is the larger one). Worse or better: the 95 % interval leaves 0 out and equivalence is "
-        "not shown. Not worse: only the test on the worse side is passed. Everything else is undecided.",
+        note="Differences are paired: runs of equal seed. Verdicts are read off the 95 % interval in brackets. "
+        "Equivalent: it lies inside the margin. Better or worse: it lies on one side of 0. Not worse: it lies above "
+        "the worse end of the margin. The first of these that holds counts; everything else is undecided.",
     )
 
 
@@ -143,20 +130,19 @@ def _quality_row(one: Quality) -> list[str]:
         f"{one.difference.seeds}",
         difference_text(one.difference),
         NONE if one.margin is None else f"{one.margin:g}",
-        NONE if one.p_equivalent is None else p_text(one.p_equivalent),
         one.verdict,
     ]
 
 
 def speed_table(results: Results) -> Table:
-    """Samples per second, and how many times the baseline's and the yardstick's."""
-    beside = yardstick(results)
+    """Samples per second, and how many times the baseline's and the fp16 baseline's."""
+    beside = fp16_baseline(results)
     columns = ["arm", "link", "samples/s of all workers", f"over {results.baseline}", "verdict"]
     columns += [f"over {beside}", "verdict"] if beside else []
     rows = []
     for link in results.bandwidths:
         for arm in results.arms:
-            speed = speed_of(results, arm.label, link.label, results.baseline)
+            speed = results.speed_of(arm.label, results.baseline, link.label)
             if speed is None:
                 rows.append([arm.label, link_text(link)] + [NONE] * (len(columns) - 2))
                 continue
@@ -169,7 +155,7 @@ def speed_table(results: Results) -> Table:
             cells = [arm.label, link_text(link), rate_text(rate.mean) + bounds]
             cells += _over(speed if arm.label != results.baseline else None)
             if beside:
-                cells += _over(speed_of(results, arm.label, link.label, beside) if arm.label != beside else None)
+                cells += _over(results.speed_of(arm.label, beside, link.label) if arm.label != beside else None)
             rows.append(cells)
     part = f"The first {results.skipped_share:.0%} of each run are left out. " if results.skipped_share else ""
     return Table(
@@ -232,8 +218,9 @@ def break_even_table(results: Results) -> Table | None:
         off = NONE
         if even.formula and even.measured:
             off = f"{(even.formula / even.measured - 1) * 100:+.0f} %"
-        formula = bits_text(even.formula) if even.formula is not None else _FORMULA.get(even.formula_says, _UNKNOWN)
-        rows.append([even.arm, even.against, _measured(even, _MEASURED), formula, off])
+        formula = bits_text(even.formula) if even.formula is not None else _FORMULA.get(even.formula_says, "not known")
+        measured = even_text(even) if even.measured is not None else _MEASURED.get(even.measured_says, "not shown")
+        rows.append([even.arm, even.against, measured, formula, off])
     if not rows:
         return None
     return Table(
@@ -241,23 +228,14 @@ def break_even_table(results: Results) -> Table | None:
         columns=["arm", "beside", "measured", "by formula (W*)", "formula off by"],
         rows=rows,
         words=("beside",),
-        note="An arm is faster on links slower than this. Measured: where the interpolated costs of the two arms "
-        "cross, by their means, with its 95 % interval: the links on which "
-        "neither is shown to cost less. W* = bytes saved per step / seconds of encoding and decoding per step, the "
-        "worker's and those of the shards that it waits for.",
+        note="On slower links the arm is faster. Measured: where the interpolated costs of the two arms are equal; in "
+        "brackets the 95 % interval, the links on which neither arm is shown to cost less. By formula: W* = bytes "
+        "saved per step / seconds that coding adds to a step, in the worker and in the shards that it waits for.",
     )
 
 
-_PAYS = {"always": "all measured"}
 _MEASURED = {"always": "none: faster on all links", "never": "below all measured links"}
 _FORMULA = {"always": "costs no time", "never": "saves no bytes"}
-
-
-_UNKNOWN = "not known"
-
-
-def _measured(even: BreakEven, words: Mapping[str, str]) -> str:
-    return even_text(even) if even.measured is not None else words.get(even.measured_says, _UNKNOWN)
 
 
 def step_table(results: Results, bandwidth: str, name: str) -> Table | None:
@@ -366,7 +344,7 @@ def arms_table(results: Results) -> Table:
     """What was compared."""
     rows = []
     for arm in results.arms:
-        kind = "baseline" if arm.label == results.baseline else "added as yardstick" if arm.added else ""
+        kind = "baseline" if arm.label == results.baseline else "added as fp16 baseline" if arm.added else ""
         rows.append([arm.label, kind, arm.meaning, ", ".join(arm.settings) or "the job as it is"])
     columns = ["arm", "role", "in words", "settings"]
     return Table(title="Arms", columns=columns, rows=rows, words=columns)

@@ -10,22 +10,21 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from embershard.compare.report.summary import lead, warnings
+from embershard.compare.report.summary import summary, warnings
 from embershard.compare.report.tables import short_table
 from embershard.compare.results import Results
 
 _TONES = {"paid": "green", "did not pay": "red", "undecided": "yellow"}
 _NARROW = 100  # columns; below it some figures are left to the report
-_LEFT_OUT = ("bytes per step", "quality", "pays on links below")
+_LEFT_OUT = ("bytes per step", "quality", "pays on")
 
 
 def print_summary(results: Results, console: Console) -> None:
-    """What report.html begins with; the intervals are there."""
-    console.print(summary(results, narrow=console.width < _NARROW))
+    """Print the beginning of report.html without the intervals."""
+    console.print(_summary_and_table(results, narrow=console.width < _NARROW))
 
 
-def summary(results: Results, narrow: bool = False) -> Group:
-    """The same, to be printed with anything else."""
+def _summary_and_table(results: Results, narrow: bool) -> Group:
     found = short_table(results)
     places = [i for i, column in enumerate(found.columns) if not (narrow and column in _LEFT_OUT)]
     rows = [[re.sub(r" \[.*\]$", "", row[place]) for place in places] for row in found.rows]
@@ -37,7 +36,7 @@ def summary(results: Results, narrow: bool = False) -> Group:
     for row in rows:
         table.add_row(*(Text(cell, style=_TONES.get(cell, "")) for cell in row))
     said = [_text(words, "yellow") for words in warnings(results)]
-    return Group(_text(" ".join(lead(results))), *said, Padding(table, (1, 0, 0, 0)))
+    return Group(_text(" ".join(summary(results))), *said, Padding(table, (1, 0, 0, 0)))
 
 
 def _text(words: str, style: str = "") -> Text:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from embershard.compare.results import YARDSTICK, Arm
+from embershard.compare.results import FP16_BASELINE, Arm
 from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import EmbershardError
 from embershard.worker.job.job import Job
@@ -44,8 +44,10 @@ def find_arms(
     """
     base = load_job(path, overrides, data)
     arms = [arm for text in groups for arm in _parse(text, base)]
-    if any(arm.is_codec and arm.label != "none" for arm in arms) and all(arm.label != YARDSTICK for arm in arms):
-        arms.insert(1, _codec_arm(YARDSTICK, _uniform(YARDSTICK, base), base).model_copy(update={"added": True}))
+    if any(arm.is_codec and arm.label != "none" for arm in arms) and all(arm.label != FP16_BASELINE for arm in arms):
+        arms.insert(
+            1, _codec_arm(FP16_BASELINE, _uniform(FP16_BASELINE, base), base).model_copy(update={"added": True})
+        )
     found: dict[str, tuple[Arm, Job]] = {}
     for arm in arms:
         try:
