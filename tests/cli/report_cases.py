@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from embershard.compare.analysis.conclusions import conclude
-from embershard.compare.results import Arm, Bandwidth, Bytes, Conditions, Point, Results, Run, StepPart
+from embershard.compare.results import Arm, ArmRun, Bandwidth, CurvePoint, Results, RunConditions, StepBytes, StepPart
 
 LINKS = {"100mbit": 1e8, "1gbit": 1e9, "unlimited": None}
 
@@ -48,12 +48,14 @@ _RAW = {("push", "ids"): 8e3, ("push", "rows"): 180e3, ("push", "dense"): 60e3, 
         ("pull", "ids"): 16e3, ("pull", "rows"): 180e3, ("pull", "dense"): 60e3, ("pull", "other"): 500.0}  # fmt: skip
 
 
-def _bytes(kind: Kind) -> tuple[Bytes, ...]:
+def _bytes(kind: Kind) -> tuple[StepBytes, ...]:
     left = {"push": kind.push, "pull": kind.pull}
     found = []
     for (direction, part), raw in _RAW.items():
         share = left[direction] if part in ("rows", "dense") else (0.4 if part == "ids" and left[direction] < 1 else 1)
-        found.append(Bytes(direction=direction, part=part, sent=raw * share, raw=raw, predicted=raw * share * 1.004))
+        found.append(
+            StepBytes(direction=direction, part=part, sent=raw * share, raw=raw, predicted=raw * share * 1.004)
+        )
     return tuple(found)
 
 
@@ -79,7 +81,7 @@ def _step(kind: Kind, bits: float | None, noise: float) -> tuple[StepPart, ...]:
 def _run(
     kind: Kind, seed: int, link: str, bits: float | None, what: Literal["quality", "speed", "tune"],
     multiple: float = 1.0, evaluations: int = 12,
-) -> Run:  # fmt: skip
+) -> ArmRun:  # fmt: skip
     random = np.random.default_rng([seed, zlib.crc32(f"{kind.label} {link}".encode())])
     shared = np.random.default_rng(seed).normal(0, 0.0004)  # what a seed does to all arms: pairing takes it out
     speed = 2 * 1024e3 / _step_ms(kind, bits) * (1 + random.normal(0, 0.01))
@@ -98,9 +100,9 @@ def _run(
             "valid": {"auc": auc, "logloss": 0.9 - auc * 0.75},
             "test": {"auc": auc, "logloss": 0.9 - auc * 0.75},
         }
-        curve.append(Point(samples=samples, seconds=samples / speed, figures=figures))
+        curve.append(CurvePoint(samples=samples, seconds=samples / speed, figures=figures))
     whole = what != "speed"
-    return Run(
+    return ArmRun(
         arm=kind.label, seed=seed, bandwidth=link, kind=what, multiple=multiple, ok=True, error="", attempts=1,
         words=("--set", f"seed={seed}"), folder=f"runs/{kind.label}-{seed}-{link}", began="2026-11-21 12:00:00 +0000",
         total_seconds=80.0, steps=1350 if whole else 200, samples=samples if whole else 400_000,
@@ -159,6 +161,6 @@ def fake_results(
         complete=True, seconds=6400.0, runs=tuple(runs),
         quality=(), speeds=(), volumes=(), break_even=(), verdicts=(),
         notes=() if len(seeds) > 1 else ("One seed: no intervals and no tests; a difference may be chance.",),
-        conditions=Conditions(machine="AMD EPYC 9B14", cores=2, memory_gib=15, system="Linux 6.1", python="3.11.9",
+        conditions=RunConditions(machine="AMD EPYC 9B14", cores=2, memory_gib=15, system="Linux 6.1", python="3.11.9",
                               versions={"embershard": "0.1.0", "torch": "2.13.0", "numpy": "2.4.6"}),
     ))  # fmt: skip

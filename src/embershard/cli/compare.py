@@ -21,9 +21,9 @@ from embershard.compare.run.arms import BadArm, find_arms
 from embershard.compare.run.engine import Engine
 from embershard.compare.run.folder import Folder, NoRuns, read_runs
 from embershard.compare.run.netns import Namespaces, check_namespaces
-from embershard.compare.run.plan import MOST_SEEDS, Experiment, Plan
+from embershard.compare.run.plan import MOST_SEEDS, Experiment, RunPlan
 from embershard.compare.run.progress import Show, name_of
-from embershard.compare.run.runs import SAID, Place
+from embershard.compare.run.runs import SAID, RunSetup
 from embershard.proto.errors import CannotWrite, EmbershardError
 from embershard.proto.transport.emulated_link import parse_bandwidth
 from embershard.worker.job.job import Job
@@ -118,9 +118,9 @@ def compare(
     )
     if not report_only:
         check_user_code([arm_job for _, arm_job in found.values()], experiment.imports)
-    place = Place(job=job, data=data, folder=output or Path("runs") / f"compare-{job.stem}")
+    setup = RunSetup(job=job, data=data, folder=output or Path("runs") / f"compare-{job.stem}")
     with ended_by_signals():
-        _carry_out(Plan(experiment, found, links), place, margin, report_only=report_only)
+        _carry_out(RunPlan(experiment, found, links), setup, margin, report_only=report_only)
 
 
 def _check(margin: float | None, netns: bool) -> None:
@@ -141,17 +141,17 @@ def _arms(groups: list[str], job: Path, sets: tuple[str, ...], data: Path | None
         raise typer.BadParameter(f"--arms: {error}") from None
 
 
-def _carry_out(plan: Plan, place: Place, margin: float | None, *, report_only: bool) -> None:
+def _carry_out(plan: RunPlan, setup: RunSetup, margin: float | None, *, report_only: bool) -> None:
     """Make the runs that the folder does not hold, and report. RunsFailed; NoRuns where none would be reported."""
     if report_only:
-        found = read_runs(place.folder)
+        found = read_runs(setup.folder)
         if not any(task.key in found for task in [*plan.tuning(), *plan.judged()]):
-            raise NoRuns(folder=str(place.folder))
+            raise NoRuns(folder=str(setup.folder))
     show = Show()
     with ExitStack() as stack:
-        folder = stack.enter_context(Folder(place.folder, plan.experiment))
+        folder = stack.enter_context(Folder(setup.folder, plan.experiment))
         limited = plan.experiment.link == "network namespace" and not report_only
-        engine = Engine(plan, folder, place, show, stack.enter_context(Namespaces()) if limited else None)
+        engine = Engine(plan, folder, setup, show, stack.enter_context(Namespaces()) if limited else None)
         try:
             if not report_only:
                 engine.run()
@@ -159,10 +159,10 @@ def _carry_out(plan: Plan, place: Place, margin: float | None, *, report_only: b
             show.say(f"stopped; the same command goes on where it was: {shlex.join(_command())}")
             show.say("with --report-only it reports the runs that are there")
             raise
-        _report(engine, plan, folder, place.job, margin, show)
+        _report(engine, plan, folder, setup.job, margin, show)
 
 
-def _report(engine: Engine, plan: Plan, folder: Folder, job: Path, margin: float | None, show: Show) -> None:
+def _report(engine: Engine, plan: RunPlan, folder: Folder, job: Path, margin: float | None, show: Show) -> None:
     # here: scipy takes part of a second, which a mistake in the words need not wait for
     from embershard.compare.analysis.gather import gather
     from embershard.compare.report.report import write_report

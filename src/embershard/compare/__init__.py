@@ -1,1 +1,1 @@
-"""What `embershard compare` does: runs of one job in several arms, what they came to, and whether it paid."""
+"""Run `embershard compare`: train one job in several arms, judge the runs and report which arms paid."""

@@ -1,4 +1,4 @@
-"""Everything that a comparison found, as data: what results.json holds and a report shows.
+"""The results of a comparison as data: the content of results.json, from which a report is made.
 
 A run trains the job once: one arm, one seed, one link. `quality` runs train it whole on a link without limit, and are
 judged; `speed` runs are short, on a limited link; `tune` runs are judged on the split that decides, to choose an arm's
@@ -23,8 +23,8 @@ FORMAT = 1
 FILE_NAME = "results.json"
 UNLIMITED = "unlimited"
 FP16_BASELINE = "fp16s"  # stands beside all codecs: to beat float32 alone proves little
-Kind = Literal["quality", "speed", "tune"]
-Outcome = Literal["paid", "did not pay", "undecided"]
+RunKind = Literal["quality", "speed", "tune"]
+ArmOutcome = Literal["paid", "did not pay", "undecided"]
 SpeedVerdict = Literal["faster", "slower", "same or undecided"]  # by whether the interval contains 1
 Rate = Literal["fixed", "tuned"]  # the job's learning rate, or the arm's own best multiple of it
 Metrics = Mapping[str, float | None]
@@ -33,13 +33,13 @@ QualityVerdict = Literal["equivalent", "not worse", "better", "worse", "undecide
 
 
 class Record(BaseModel):
-    """Data that does not change."""
+    """A frozen record that refuses unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Arm(Record):
-    """One of the things compared."""
+    """One of the settings that are compared."""
 
     label: str  # as it was named: "int8", "staleness=4", "push=int8/pull=fp16s"
     meaning: str  # in plain words, for people who do not know the names
@@ -55,7 +55,7 @@ class Bandwidth(Record):
     bits_per_second: float | None  # in either direction; None without limit
 
 
-class Point(Record):
+class CurvePoint(Record):
     """One evaluation of a run."""
 
     samples: int  # of all workers
@@ -63,7 +63,7 @@ class Point(Record):
     figures: Mapping[str, Metrics]  # split -> metric -> value
 
 
-class Bytes(Record):
+class StepBytes(Record):
     """Bytes that a step of the first worker moves between it and all shards, the mean of a run."""
 
     direction: str  # push: gradients to the shards; pull: rows from them, with what asks for them; other: neither
@@ -74,7 +74,7 @@ class Bytes(Record):
 
 
 class StepPart(Record):
-    """Where the time of the first worker's steps goes; parts that are not overlapped add up to `step`."""
+    """Time of one part of the first worker's steps; parts that are not overlapped add up to `step`."""
 
     name: str  # step, route, pull, forward, backward, encode, push, wait, ..., other
     p50_ms: float
@@ -83,8 +83,8 @@ class StepPart(Record):
     overlapped: bool  # in another thread, beside the others
 
 
-class Figures(Record):
-    """What a run has come to; what was not measured, or what a failed run has not come to, is None or empty."""
+class RunFigures(Record):
+    """The measurements of a run; what was not measured is None or empty."""
 
     steps: int = 0  # of the first worker
     samples: int = 0  # of all workers
@@ -96,21 +96,21 @@ class Figures(Record):
     best_samples: int = 0  # at the best evaluation
     stopped_early: bool = False
     skipped_rows: int = 0  # gradient rows that held NaN or Inf, and were not applied
-    curve: tuple[Point, ...] = ()
-    bytes: tuple[Bytes, ...] = ()
+    curve: tuple[CurvePoint, ...] = ()
+    bytes: tuple[StepBytes, ...] = ()
     step: tuple[StepPart, ...] = ()
     reachable: Metrics = {}  # what no model can beat, where the data knows
     splits: tuple[str, str] = ("", "")  # on which it is judged, and on which its best evaluation is chosen
     versions: Mapping[str, str] = {}
 
 
-class Run(Figures):
+class ArmRun(RunFigures):
     """One training of the job."""
 
     arm: str
     seed: int
     bandwidth: str
-    kind: Kind
+    kind: RunKind
     multiple: float  # of the job's learning rates
     ok: bool
     error: str  # the last words of a run that failed twice
@@ -123,22 +123,22 @@ class Run(Figures):
 
     @property
     def key(self) -> str:
-        """Its name, of which a comparison has one run each."""
+        """The name that identifies it in its comparison."""
         return run_key(self.kind, self.arm, self.seed, self.bandwidth, self.multiple)
 
 
 def higher_is_better(metric: str) -> bool:
-    """Whether more of a metric is a better model."""
+    """Tell whether more of a metric is a better model."""
     return metric not in ("logloss", "ne")
 
 
-def run_key(kind: Kind, arm: str, seed: int, bandwidth: str, multiple: float) -> str:
-    """The name of a run."""
+def run_key(kind: RunKind, arm: str, seed: int, bandwidth: str, multiple: float) -> str:
+    """Build the name that identifies a run in a comparison."""
     return f"{kind} {arm} seed={seed} {bandwidth} rate={multiple:g}"
 
 
 class Estimate(Record):
-    """A mean over seeds with its 95 % interval (Student's t); low and high are None with one seed: it has none."""
+    """A mean over seeds with its 95 % interval (Student's t); with one seed low and high are None."""
 
     mean: float
     low: float | None
@@ -161,7 +161,7 @@ class Quality(Record):
 
 
 class Speed(Record):
-    """An arm's speed on one link, and how many times the other arm's it is."""
+    """An arm's speed on one link, and the speed-up over another arm."""
 
     arm: str
     against: str
@@ -171,8 +171,8 @@ class Speed(Record):
     verdict: SpeedVerdict
 
 
-class Volume(Record):
-    """What an arm moves per step and worker, one part of it, over all its quality runs."""
+class ArmBytes(Record):
+    """Bytes of one part that an arm moves per step and worker, the mean over its quality runs."""
 
     arm: str
     direction: str
@@ -199,10 +199,10 @@ class BreakEven(Record):
 
 
 class Verdict(Record):
-    """Whether an arm paid against the baseline: as good a model, faster."""
+    """Whether an arm paid beside the baseline: faster, with as good a model."""
 
     arm: str
-    outcome: Outcome
+    outcome: ArmOutcome
     quality: QualityVerdict  # of Results.metric, at the rate of `rate`
     rate: Rate
     difference: Estimate | None  # of Results.metric: the cost where it is on the worse side
@@ -218,8 +218,8 @@ class Verdict(Record):
     reasons: tuple[str, ...]  # sentences
 
 
-class Conditions(Record):
-    """Where and with what it ran."""
+class RunConditions(Record):
+    """The machine and the versions of the runs."""
 
     machine: str
     cores: int
@@ -256,17 +256,17 @@ class Results(Record):
     tuned: Mapping[str, float]  # arm -> chosen multiple
     complete: bool  # nothing is left to run
     seconds: float  # of all runs
-    runs: tuple[Run, ...]
+    runs: tuple[ArmRun, ...]
     quality: tuple[Quality, ...]
     speeds: tuple[Speed, ...]
-    volumes: tuple[Volume, ...]
+    volumes: tuple[ArmBytes, ...]
     break_even: tuple[BreakEven, ...]
     verdicts: tuple[Verdict, ...]  # of all arms but the baseline
     notes: tuple[str, ...]  # sentences that a reader must know: added arms, one seed, shortened runs, failed ones
-    conditions: Conditions
+    conditions: RunConditions
 
-    def runs_of(self, arm: str, bandwidth: str = UNLIMITED, rate: Rate = "fixed") -> Iterator[Run]:
-        """Runs of an arm on a link that ended well, by seed; those without limit are its quality runs."""
+    def runs_of(self, arm: str, bandwidth: str = UNLIMITED, rate: Rate = "fixed") -> Iterator[ArmRun]:
+        """Iterate over the successful runs of an arm on a link, by seed; without limit they are its quality runs."""
         multiple = self.tuned.get(arm, 1.0) if rate == "tuned" else 1.0
         kind = "quality" if bandwidth == UNLIMITED or self.full else "speed"
         for run in sorted(self.runs, key=lambda run: run.seed):
@@ -291,8 +291,8 @@ class Results(Record):
         """The bandwidth at which an arm stops being faster than another."""
         return next((even for even in self.break_even if (even.arm, even.against) == (arm, against)), None)
 
-    def seconds_at(self, run: Run, point: Point, bandwidth: str) -> float | None:
-        """Training seconds until a point of a quality run, had the link been that one: by the arm's speed there."""
+    def seconds_at(self, run: ArmRun, point: CurvePoint, bandwidth: str) -> float | None:
+        """Estimate the training seconds until a point of a quality run on that link, by the arm's speed there."""
         if bandwidth == run.bandwidth:
             return point.seconds
         speeds = [speed for speed in self.speeds if (speed.arm, speed.bandwidth) == (run.arm, bandwidth)]
@@ -300,7 +300,7 @@ class Results(Record):
 
 
 def write_results(results: Results, folder: Path) -> Path:
-    """results.json, whole or not at all."""
+    """Write results.json, whole or not at all."""
     path = folder / FILE_NAME
     beside = path.with_suffix(".json.tmp")
     beside.write_text(json.dumps(results.model_dump(mode="json"), indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -309,5 +309,5 @@ def write_results(results: Results, folder: Path) -> Path:
 
 
 def read_results(path: Path) -> Results:
-    """Those of a file. ValueError where it holds none."""
+    """Read the results of a file. ValueError where it holds none."""
     return TypeAdapter(Results).validate_json(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Figures as people read them: digits that mean something, and a unit."""
+"""Write figures for people: with significant digits and a unit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NONE = "–"  # noqa: RUF001 - an en dash in a table: there is no such figure
 
 
 def digits(value: float, significant: int = 3) -> str:
-    """A number with so many significant digits, thousands parted, never as a power of ten."""
+    """Write a number with so many significant digits and thousands separators, never as a power of ten."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else NONE
     decimals = significant - 1 - math.floor(math.log10(abs(float(f"{value:.{significant - 1}e}"))))
@@ -19,7 +19,7 @@ def digits(value: float, significant: int = 3) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """Decimal units, as links are sold in."""
+    """Write a number of bytes in decimal units."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= 0.9995 * size:
             return f"{digits(count / size)} {unit}"
@@ -27,7 +27,7 @@ def bytes_text(count: float) -> str:
 
 
 def bits_text(per_second: float, significant: int = 3) -> str:
-    """A bandwidth."""
+    """Write a bandwidth."""
     for unit, size in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
         if per_second >= 0.9995 * size:
             return f"{digits(per_second / size, significant).removesuffix('.00').removesuffix('.0')} {unit}"
@@ -35,17 +35,17 @@ def bits_text(per_second: float, significant: int = 3) -> str:
 
 
 def link_text(bandwidth: Bandwidth) -> str:
-    """A link as a column's or an axis' name."""
+    """Name a link in a column or on an axis."""
     return "no limit" if bandwidth.bits_per_second is None else bits_text(bandwidth.bits_per_second)
 
 
 def milliseconds(value: float) -> str:
-    """Of a step or a part of it; below a microsecond it is nothing."""
+    """Write milliseconds; less than a microsecond is 0."""
     return f"{digits(value)} ms" if value >= 0.001 else "0 ms"
 
 
 def seconds_text(value: float) -> str:
-    """How long something took."""
+    """Write a duration."""
     if value < 60:
         return f"{digits(value)} s"
     minutes = round(value / 60)
@@ -53,7 +53,7 @@ def seconds_text(value: float) -> str:
 
 
 def count_text(value: float) -> str:
-    """Many of something, on an axis."""
+    """Write a count on an axis."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size:
             return f"{value / size:.3g}{unit}"
@@ -61,7 +61,7 @@ def count_text(value: float) -> str:
 
 
 def ratio_text(ratio: float) -> str:
-    """How many times."""
+    """Write a ratio."""
     return f"{_ratio(ratio)}x"
 
 
@@ -70,23 +70,23 @@ def _ratio(ratio: float) -> str:
 
 
 def rate_text(per_second: float) -> str:
-    """Samples per second."""
+    """Write samples per second."""
     return f"{per_second:,.0f}/s"
 
 
 def plain(value: float, decimals: int) -> str:
-    """A metric."""
+    """Write a metric."""
     return f"{value:.{decimals}f}"
 
 
 def signed(value: float, decimals: int) -> str:
-    """A difference; nothing is +0."""
+    """Write a difference with its sign; 0 has none."""
     text = f"{value:+.{decimals}f}"
     return text if any(digit in text for digit in "123456789") else f"{0:.{decimals}f}"
 
 
 def estimate_decimals(estimate: Estimate, at_least: int) -> int:
-    """As many decimals as leave two digits of the interval's half width, but not more than five."""
+    """Choose the decimals that leave two digits of the interval's half width, at most five."""
     if estimate.low is None or estimate.high is None or estimate.high <= estimate.low:
         return at_least
     half = (estimate.high - estimate.low) / 2
@@ -94,19 +94,19 @@ def estimate_decimals(estimate: Estimate, at_least: int) -> int:
 
 
 def metric_text(estimate: Estimate) -> str:
-    """A mean of a metric and its interval."""
+    """Write the mean of a metric and its interval."""
     decimals = estimate_decimals(estimate, 4)
     return _with_interval(estimate, lambda value: plain(value, decimals))
 
 
 def difference_text(estimate: Estimate) -> str:
-    """A mean difference and its interval, signed."""
+    """Write a mean difference and its interval, signed."""
     decimals = estimate_decimals(estimate, 4)
     return _with_interval(estimate, lambda value: signed(value, decimals))
 
 
 def speed_up_text(estimate: Estimate) -> str:
-    """A mean ratio and its interval."""
+    """Write a mean ratio and its interval."""
     return _with_interval(estimate, _ratio, "x")
 
 
@@ -118,10 +118,10 @@ def _with_interval(estimate: Estimate, text: Callable[[float], str], unit: str =
 
 
 def metric_name(metric: str) -> str:
-    """As papers write it."""
+    """Write a metric's name as papers do."""
     return metric if metric in ("logloss", "calibration") else metric.upper()
 
 
 def listed(names: Sequence[str]) -> str:
-    """a, b and c."""
+    """Join names as in: a, b and c."""
     return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else "".join(names)

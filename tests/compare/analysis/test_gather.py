@@ -8,9 +8,9 @@ import pytest
 from report_cases import FP16S, INT8, NONE, fake_results
 
 from embershard.compare.analysis.gather import gather
-from embershard.compare.results import UNLIMITED, Bandwidth, Results, Run
+from embershard.compare.results import UNLIMITED, ArmRun, Bandwidth, Results
 from embershard.compare.run.arms import find_arms
-from embershard.compare.run.plan import Experiment, Plan
+from embershard.compare.run.plan import Experiment, RunPlan
 from embershard.worker.job.load import load_job
 
 JOB = """\
@@ -22,7 +22,7 @@ train: {batch_size: 256, samples: 10_000}
 MADE = fake_results((NONE, FP16S, INT8), links={UNLIMITED: None}, seeds=(1, 2)).runs
 
 
-def results_of(folder: Path, *runs: Run) -> Results:
+def results_of(folder: Path, *runs: ArmRun) -> Results:
     job = folder / "job.yaml"
     job.write_text(JOB)
     arms = find_arms(["none,int8"], job, (), None)
@@ -31,7 +31,7 @@ def results_of(folder: Path, *runs: Run) -> Results:
         arms=tuple((arm.label, arm.settings) for arm, _ in arms.values()), multiples=(1.0,), speed_steps=50,
         link="token bucket",
     )  # fmt: skip
-    plan = Plan(experiment, arms, [Bandwidth(label=UNLIMITED, bits_per_second=None)])
+    plan = RunPlan(experiment, arms, [Bandwidth(label=UNLIMITED, bits_per_second=None)])
     made = {run.key: run for run in runs}
     return gather(plan, made, job_file=job, command=("embershard",), chosen={}, complete=True, margin=None)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from report_cases import FP16S, INT8, NONE, SLOW, STALE, SYNC, TOPK, fake_results
 
 from embershard.compare.report.report import page_of
-from embershard.compare.results import Volume
+from embershard.compare.results import ArmBytes
 
 
 def test_retuned_rates_stand_beside_the_fixed_ones():
@@ -33,7 +33,7 @@ def test_predicted_bytes_stand_beside_counted_ones():
 
 def test_what_was_sent_again_leaves_the_prediction_of_the_rest_in_the_sum():
     results = fake_results((NONE, INT8))
-    again = Volume(arm="int8", direction="other", part="other", sent=300.0, raw=300.0, predicted=None, ratio=None)
+    again = ArmBytes(arm="int8", direction="other", part="other", sent=300.0, raw=300.0, predicted=None, ratio=None)
     page = page_of(results.model_copy(update={"volumes": (*results.volumes, again)}))
     (table,) = (block for section in page.sections if section.name == "bytes" for block in section.blocks
                 if block.kind == "table")  # fmt: skip

@@ -17,10 +17,10 @@ from embershard.compare.run.arms import find_arms
 from embershard.compare.run.engine import Engine
 from embershard.compare.run.folder import Folder
 from embershard.compare.run.netns import Namespaces
-from embershard.compare.run.plan import Experiment, Plan, Task
+from embershard.compare.run.plan import Experiment, RunPlan, Task
 from embershard.compare.run.progress import Show
-from embershard.compare.run.run_log import Glance
-from embershard.compare.run.runs import Place
+from embershard.compare.run.run_log import RunProgress
+from embershard.compare.run.runs import RunSetup
 from embershard.worker.job.load import load_job
 
 JOB = """\
@@ -82,9 +82,9 @@ class Bench:
             speed_steps=50,
             link="token bucket" if self._namespaces is None else "network namespace",
         )
-        plan = Plan(experiment, arms, (Bandwidth(label=UNLIMITED, bits_per_second=None),))
+        plan = RunPlan(experiment, arms, (Bandwidth(label=UNLIMITED, bits_per_second=None),))
         with Folder(self.path / "out", experiment) as folder:
-            place = Place(job=self._job, data=None, folder=folder.path)
+            place = RunSetup(job=self._job, data=None, folder=folder.path)
             engine = Engine(plan, folder, place, Show(self.console), self._namespaces)
             engine.run()
             self.runs = folder.runs
@@ -212,7 +212,7 @@ def test_a_terminal_sees_which_run_it_is_and_the_time_left(tmp_path: Path, monke
     runs = {key: run.model_copy(update={"total_seconds": 60.0}) for key, run in bench.runs.items()}
     task = Task(kind="quality", arm="none", seed=7, bandwidth=UNLIMITED, multiple=1.0, words=())
     show.begin([task, task], runs, 3)
-    show.look(Glance(0.5, "epoch 2"))
+    show.look(RunProgress(0.5, "epoch 2"))
     show.close()
     assert seen == [
         "4 of 5: none, seed 7, unlimited: starting; 0:02:00 left",

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from embershard.compare.results import UNLIMITED, Bandwidth, Run
+from embershard.compare.results import UNLIMITED, ArmRun, Bandwidth
 from embershard.compare.run.arms import find_arms
-from embershard.compare.run.plan import MOST_SEEDS, Experiment, Plan, Task
+from embershard.compare.run.plan import MOST_SEEDS, Experiment, RunPlan, Task
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import load_job
 
@@ -39,7 +39,7 @@ def job(tmp_path: Path) -> Path:
     return path
 
 
-def plan_of(path: Path, *arms: str, **fields: object) -> Plan:
+def plan_of(path: Path, *arms: str, **fields: object) -> RunPlan:
     found = find_arms(arms or ("none,fp16s,dgc:0.01",), path, (), None)
     values = {
         "job": load_job(path).model_dump(mode="json"),
@@ -52,7 +52,7 @@ def plan_of(path: Path, *arms: str, **fields: object) -> Plan:
         "speed_steps": 50,
         "link": "token bucket",
     }
-    return Plan(Experiment.model_validate({**values, **fields}), found, LINKS)
+    return RunPlan(Experiment.model_validate({**values, **fields}), found, LINKS)
 
 
 def job_of(path: Path, task: Task) -> Job:
@@ -117,7 +117,7 @@ def test_speed_runs_are_short_steady_and_not_judged(job: Path):
 def test_speed_runs_are_short_whoever_gave_the_length(job: Path, arms: tuple[str, ...]):
     given = ("train.samples=70_000", "evaluate.every=20_000")
     found = find_arms(arms, job, given, None)
-    plan = Plan(plan_of(job).experiment.model_copy(update={"overrides": given}), found, LINKS)
+    plan = RunPlan(plan_of(job).experiment.model_copy(update={"overrides": given}), found, LINKS)
     tasks = [task for task in plan.judged() if task.kind == "speed"]
     assert {job_of(job, task).train.budget for task in tasks} == {("steps", 50)}
 
@@ -155,8 +155,8 @@ def test_rates_are_tuned_with_a_seed_that_is_not_judged_and_groups_move_along(jo
     assert rates == [0.1, 0.2, 0.4]
 
 
-def tuned(arm: str, multiple: float, decided: float | None) -> Run:
-    return Run(
+def tuned(arm: str, multiple: float, decided: float | None) -> ArmRun:
+    return ArmRun(
         arm=arm, seed=MOST_SEEDS, bandwidth=UNLIMITED, kind="tune", multiple=multiple, ok=decided is not None, error="",
         attempts=1, words=(), folder="", began="", total_seconds=1.0, load_average=0.0,
         decided=decided,

@@ -32,19 +32,19 @@ from embershard.compare.analysis.statistics import (
 from embershard.compare.results import (
     FP16_BASELINE,
     UNLIMITED,
+    ArmBytes,
+    ArmOutcome,
+    ArmRun,
     BreakEven,
-    Bytes,
     Estimate,
-    Outcome,
     Quality,
     QualityVerdict,
     Rate,
     Results,
-    Run,
     Speed,
     SpeedVerdict,
+    StepBytes,
     Verdict,
-    Volume,
     higher_is_better,
 )
 from embershard.compare.units import link_text, metric_name
@@ -61,7 +61,7 @@ CODING = ("encode", "decode", "shards")  # parts of a step: the worker's, and wh
 
 
 def conclude(results: Results, margin: float | None = None) -> Results:
-    """The same results with all that their runs say; `margin` is that of the metric that decides, if not the usual."""
+    """Add estimates and verdicts to results that hold only runs; `margin` replaces that of the deciding metric."""
     others = compared_with(results)
     rates: tuple[Rate, ...] = ("fixed", "tuned") if len(results.multiples) > 1 else ("fixed",)
     quality = [
@@ -90,7 +90,7 @@ def conclude(results: Results, margin: float | None = None) -> Results:
 
 
 def compared_with(results: Results) -> list[tuple[str, str]]:
-    """(Arm, other): every arm with the baseline, itself included for its own figures, and with that of fp16s."""
+    """List the pairs (arm, other) to compare: each arm with the baseline (itself too), each codec with fp16s."""
     labels = [arm.label for arm in results.arms]
     pairings = [(label, results.baseline) for label in labels]
     if FP16_BASELINE in labels and results.baseline != FP16_BASELINE:
@@ -100,18 +100,18 @@ def compared_with(results: Results) -> list[tuple[str, str]]:
 
 
 def _metrics(results: Results) -> list[str]:
-    """All that were computed, the deciding one first."""
+    """The metrics to judge, the deciding one first."""
     named = {name for run in results.runs for name in run.metrics} - set(NOT_JUDGED) - {results.metric}
     return [results.metric, *sorted(named)]
 
 
-def _values(runs: Iterable[Run], value: Callable[[Run], float | None]) -> dict[int, float]:
-    """Seed -> value, where there is one."""
+def _values(runs: Iterable[ArmRun], value: Callable[[ArmRun], float | None]) -> dict[int, float]:
+    """Map each seed to its run's value, where it has one."""
     return {run.seed: found for run in runs if (found := value(run)) is not None}
 
 
 def _quality(results: Results, arm: str, against: str, metric: str, rate: Rate, margin: float | None) -> Quality | None:
-    def metric_of(run: Run) -> float | None:
+    def metric_of(run: ArmRun) -> float | None:
         return run.metrics.get(metric)
 
     mine = _values(results.runs_of(arm, UNLIMITED, rate), metric_of)
@@ -153,7 +153,7 @@ def speed_verdict(speed_up: Estimate) -> SpeedVerdict:
     return "faster" if speed_up.low > 1 else "slower" if speed_up.high < 1 else "same or undecided"
 
 
-def outcome_of(results: Results, arm: str, against: str) -> Outcome:
+def outcome_of(results: Results, arm: str, against: str) -> ArmOutcome:
     """Decide whether an arm paid beside another one."""
     quality = results.quality_of(arm, against)
     speeds = results.speeds_of(arm, against)
@@ -189,17 +189,17 @@ def _speed(results: Results, arm: str, against: str, bandwidth: str) -> Speed | 
     )
 
 
-def _speed_of(run: Run) -> float | None:
+def _speed_of(run: ArmRun) -> float | None:
     return run.samples_per_second or None
 
 
-def _volumes(results: Results) -> Iterator[Volume]:
+def _volumes(results: Results) -> Iterator[ArmBytes]:
     of_arms = {arm.label: _bytes(results, arm.label) for arm in results.arms}
     baseline = of_arms[results.baseline]
     for label, parts in of_arms.items():
         for (direction, part), volume in parts.items():
             whole = baseline.get((direction, part))
-            yield Volume(
+            yield ArmBytes(
                 arm=label,
                 direction=direction,
                 part=part,
@@ -210,14 +210,14 @@ def _volumes(results: Results) -> Iterator[Volume]:
             )
 
 
-def _bytes(results: Results, arm: str) -> dict[tuple[str, str], Bytes]:
-    """(Direction, part) -> the mean over an arm's quality runs."""
-    parts: dict[tuple[str, str], list[Bytes]] = {}
+def _bytes(results: Results, arm: str) -> dict[tuple[str, str], StepBytes]:
+    """Map (direction, part) to the mean bytes over an arm's quality runs."""
+    parts: dict[tuple[str, str], list[StepBytes]] = {}
     for run in results.runs_of(arm):
         for volume in run.bytes:
             parts.setdefault((volume.direction, volume.part), []).append(volume)
     return {
-        (direction, part): Bytes(
+        (direction, part): StepBytes(
             direction=direction,
             part=part,
             sent=float(np.mean([volume.sent for volume in found])),
@@ -261,14 +261,14 @@ def _by_formula(results: Results, arm: str, against: str) -> Crossing:
     return crossing_by_formula(sent[1] - sent[0], coding[0] - coding[1])
 
 
-def _coding_seconds(runs: Iterable[Run]) -> float | None:
-    """Of a step, encoding and decoding; None where no run says."""
+def _coding_seconds(runs: Iterable[ArmRun]) -> float | None:
+    """Mean seconds of a step that go into encoding and decoding; None where no run measured them."""
     found = [sum(part.mean_ms for part in run.step if part.name in CODING) / 1e3 for run in runs if run.step]
     return float(np.mean(found)) if found else None
 
 
 def _interval(costs: Mapping[float, Mapping[int, tuple[float, float]]]) -> tuple[float | None, float | None]:
-    """Of the measured crossing, over the seeds that have a pair on every link."""
+    """The interval of the measured crossing, from the seeds that have a pair on every link."""
     seeds = sorted(set.intersection(*(set(found) for found in costs.values())))
     if len(seeds) < 2:
         return None, None
@@ -282,7 +282,7 @@ def _mean_of(costs: Mapping[int, tuple[float, float]], place: int) -> float:
 
 
 def _costs(results: Results, arm: str, against: str) -> Mapping[float, Mapping[int, tuple[float, float]]]:
-    """Bits per second -> seed -> seconds of a sample, of the arm and of the other, of the seeds that both have."""
+    """Map bits per second and seed to seconds per sample of (arm, other), for seeds that both have."""
     costs = {}
     for bandwidth in results.bandwidths:
         one, other = (_values(results.runs_of(label, bandwidth.label), _speed_of) for label in (arm, against))

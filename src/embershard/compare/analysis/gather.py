@@ -1,4 +1,4 @@
-"""From the runs of a folder to the results of the comparison."""
+"""Turn the runs of a folder into the results of the comparison."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from embershard.benchmark.conditions import Conditions as Machine
+from embershard.benchmark.conditions import Conditions
 from embershard.compare.analysis.conclusions import NOT_JUDGED, conclude
-from embershard.compare.results import Conditions, Results, Run
-from embershard.compare.run.plan import SKIPPED_SHARE, Plan, can_be_limited
+from embershard.compare.results import ArmRun, Results, RunConditions
+from embershard.compare.run.plan import SKIPPED_SHARE, RunPlan, can_be_limited
 from embershard.compare.run.progress import name_of
 from embershard.compare.run.runs import SAID
 from embershard.worker.job.job import Job
 
 
 def gather(
-    plan: Plan,
-    runs: Mapping[str, Run],
+    plan: RunPlan,
+    runs: Mapping[str, ArmRun],
     *,
     job_file: Path,
     command: Sequence[str],
@@ -25,7 +25,7 @@ def gather(
     complete: bool,
     margin: float | None,
 ) -> Results:
-    """What the runs of the plan say, of all that its folder holds; `margin` as of conclude."""
+    """Judge the runs that the plan names among all runs of the folder; `margin` as of conclude."""
     experiment, base = plan.experiment, Job.model_validate(plan.experiment.job)
     arms = [arm for arm, _ in plan.arms.values()]
     asked = {task.key for task in plan.tasks(chosen)}
@@ -66,8 +66,8 @@ def gather(
     return conclude(results, margin)
 
 
-def _reachable(runs: Sequence[Run]) -> dict[str, float]:
-    """The mean over runs: made-up data is another with every seed."""
+def _reachable(runs: Sequence[ArmRun]) -> dict[str, float]:
+    """The best value that any model can reach, as a mean over runs: generated data differs with every seed."""
     known = [run.reachable for run in runs if run.ok and run.kind == "quality"]
     metrics = [metric for metric in known[0] if metric not in NOT_JUDGED] if known else []
     return {
@@ -77,7 +77,7 @@ def _reachable(runs: Sequence[Run]) -> dict[str, float]:
     }
 
 
-def _notes(plan: Plan, runs: Sequence[Run], judged: str, deciding: str) -> Iterator[str]:
+def _notes(plan: RunPlan, runs: Sequence[ArmRun], judged: str, deciding: str) -> Iterator[str]:
     for arm, _ in plan.arms.values():
         if arm.added:
             yield f"The arm {arm.label} was added: a codec that beats float32 alone has proved little."
@@ -125,15 +125,15 @@ def _left_out(count: int) -> Iterator[str]:
         )
 
 
-def _conditions(runs: Sequence[Run]) -> Conditions:
-    """This machine, and the versions of the runs, which may be older than what is installed now."""
-    now = Machine.now()
+def _conditions(runs: Sequence[ArmRun]) -> RunConditions:
+    """Describe this machine and the versions that the runs had, which may be older than the installed ones."""
+    now = Conditions.now()
     seen: dict[str, list[str]] = {}
     for run in runs:
         for name, version in run.versions.items():
             if version not in seen.setdefault(name, []):
                 seen[name].append(version)
-    return Conditions(
+    return RunConditions(
         machine=now.machine,
         cores=now.cores,
         memory_gib=now.memory_gib,

@@ -17,7 +17,7 @@ CONFIDENCE = 0.95
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean of one value per seed and its 95 % interval by Student's t; without interval of one value. Not of none."""
+    """Estimate the mean of one value per seed with its 95 % interval by Student's t; one value has no interval."""
     mean, half = _mean_and_half(np.asarray(values, np.float64))
     if half is None:
         return Estimate(mean=mean, low=None, high=None, seeds=1)
@@ -25,27 +25,27 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def ratio(values: Sequence[float]) -> Estimate:
-    """Geometric mean of one ratio per pair of runs and its 95 % interval, which is that of the logarithms."""
+    """Estimate the geometric mean of one ratio per pair of runs; its 95 % interval is that of the logarithms."""
     logs = estimate(np.log(np.asarray(values, np.float64)).tolist())
     low, high = (None if bound is None else math.exp(bound) for bound in (logs.low, logs.high))
     return Estimate(mean=math.exp(logs.mean), low=low, high=high, seeds=logs.seeds)
 
 
 def pairs(values: Mapping[int, float], others: Mapping[int, float]) -> list[tuple[float, float]]:
-    """(value, other) of every seed that both have, by seed."""
+    """Pair the values of the seeds that both mappings have, in order of seeds."""
     return [(values[seed], others[seed]) for seed in sorted(values.keys() & others.keys())]
 
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """The bandwidth below which a way of sending is the cheaper one."""
+    """The bandwidth below which one way of sending costs less than another."""
 
     says: Literal["value", "always", "never", "unknown"]
     bits_per_second: float | None = None
 
 
 def crossing_by_formula(saved_bytes: float, added_seconds: float) -> Crossing:
-    """W* = bytes saved / (seconds of encoding and decoding), both per step, in bits per second."""
+    """Compute W* = bytes saved / seconds of encoding and decoding, both per step, in bits per second."""
     if saved_bytes <= 0:
         return Crossing("never")
     if added_seconds <= 0:
@@ -54,9 +54,9 @@ def crossing_by_formula(saved_bytes: float, added_seconds: float) -> Crossing:
 
 
 def crossing_by_measurement(costs: Mapping[float, tuple[float, float]]) -> Crossing:
-    """Where the costs of two ways of sending are equal. costs: bits per second (inf: no limit) -> seconds (of one, of
-    the other) for the same work.
+    """Find the bandwidth at which two ways of sending cost the same.
 
+    costs: bits per second (inf: no limit) -> seconds (of one, of the other) for the same work.
     A step is compute plus bytes / bandwidth, so the difference is taken to be straight in 1 / bandwidth between two
     measured links; there infinity is a point like any other.
     """
@@ -75,9 +75,11 @@ def crossing_by_measurement(costs: Mapping[float, tuple[float, float]]) -> Cross
 
 
 def crossing_interval(differences: Mapping[float, Sequence[float]]) -> tuple[float, float] | None:
-    """The 95 % interval around crossing_by_measurement's value, in bits per second (Fieller 1954): the bandwidths at
-    which the mean difference is not shown to be other than 0. differences: bits per second -> what one costs more than
-    the other, a value per seed, the same seeds everywhere, two or more of them.
+    """Compute the 95 % interval of crossing_by_measurement's value, in bits per second (Fieller 1954).
+
+    It holds the bandwidths at which the mean difference is not shown to differ from 0.
+    differences: bits per second -> seconds that one costs more than the other, a value per seed, two or more of them,
+    the same seeds everywhere.
 
     A bound that lies beyond the measured links is 0 or infinity. None where the means do not cross.
     """

@@ -21,7 +21,7 @@ from embershard.compare.report.svg import (
     x_ticks,
 )
 from embershard.compare.report.tables import BYTE_PARTS, bytes_sent, mean_step, part_name
-from embershard.compare.results import UNLIMITED, Bandwidth, Estimate, Results, Run, higher_is_better
+from embershard.compare.results import UNLIMITED, ArmRun, Bandwidth, Estimate, Results, higher_is_better
 from embershard.compare.units import (
     bytes_text,
     count_text,
@@ -106,7 +106,7 @@ def _split(results: Results) -> str:
     return results.split if results.split in splits else results.deciding_split
 
 
-def _curve(results: Results, run: Run, metric: str) -> dict[int, float]:
+def _curve(results: Results, run: ArmRun, metric: str) -> dict[int, float]:
     """Samples -> value."""
     split = _split(results)
     found = ((point.samples, point.figures.get(split, {}).get(metric)) for point in run.curve)

@@ -1,4 +1,4 @@
-"""What a report consists of, whatever it is written as."""
+"""The parts of a report as data, independent of HTML and Markdown."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from embershard.compare.report.svg import Picture
+from embershard.compare.results import ArmOutcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,7 @@ class Prose:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """Text to copy, as it stands; a long one is folded away behind its title."""
+    """Text to copy as it stands; a folded one is shown on a click on its title."""
 
     title: str
     text: str
@@ -28,8 +29,8 @@ class Code:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """Cells of plain text; a row's first one is its head. Columns hold figures but the first and those in `words`."""
+class ReportTable:
+    """A table of plain text. The first cell of a row is its head; columns not named in `words` hold figures."""
 
     title: str
     columns: Sequence[str]
@@ -39,7 +40,7 @@ class Table:
     kind: Literal["table"] = "table"
 
     def is_number(self, place: int) -> bool:
-        """Whether a column holds figures, which are aligned at their ends."""
+        """Tell whether a column holds figures, which are aligned right."""
         return place > 0 and self.columns[place] not in self.words
 
 
@@ -51,27 +52,26 @@ class Pictures:
     kind: Literal["pictures"] = "pictures"
 
 
-Block = Prose | Code | Table | Pictures
-Outcome = Literal["paid", "did not pay", "undecided", "failed"]
+PageBlock = Prose | Code | ReportTable | Pictures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """What one arm came to, in words."""
+class ArmFinding:
+    """The outcome of one arm, in words."""
 
     arm: str
-    outcome: Outcome
+    outcome: ArmOutcome
     meaning: str
     sentences: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
-    """A heading and what stands below it."""
+class PageSection:
+    """A heading and the blocks below it."""
 
     title: str
     name: str  # of the place in the page
-    blocks: Sequence[Block]
+    blocks: Sequence[PageBlock]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,5 +82,5 @@ class Page:
     about: str  # a line: the job, its size, the machine
     summary: Sequence[str]  # the first paragraph, sentence by sentence
     warnings: Sequence[str]  # what a reader must know before the rest
-    findings: Sequence[Finding]
-    sections: Sequence[Section] = field(default=())
+    findings: Sequence[ArmFinding]
+    sections: Sequence[PageSection] = field(default=())

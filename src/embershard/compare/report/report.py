@@ -1,4 +1,4 @@
-"""The report of a comparison: report.html, which needs nothing beside it, and report.md with its pictures."""
+"""Write the report of a comparison: report.html, which stands alone, and report.md with its pictures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from embershard.compare.report.charts import byte_picture, quality_pictures, speed_pictures, step_pictures
-from embershard.compare.report.page import Block, Code, Page, Pictures, Prose, Section
+from embershard.compare.report.page import Code, Page, PageBlock, PageSection, Pictures, Prose
 from embershard.compare.report.summary import about, findings, headline, summary, warnings
 from embershard.compare.report.svg import Picture
 from embershard.compare.report.tables import (
@@ -38,7 +38,7 @@ HTML, MARKDOWN, PICTURES = "report.html", "report.md", "pictures"
 
 
 def page_of(results: Results) -> Page:
-    """All that a report says, as data."""
+    """Build the whole report as data."""
     return Page(
         title=headline(results),
         about=about(results),
@@ -50,7 +50,7 @@ def page_of(results: Results) -> Page:
 
 
 def write_report(results: Results, folder: Path) -> None:
-    """report.html, report.md and its pictures in a folder; what an earlier report left there is replaced."""
+    """Write report.html, report.md and its pictures to a folder, in place of an earlier report."""
     page = page_of(results)
     files = {HTML: html_of(page), MARKDOWN: markdown_of(page)}
     files |= {f"{PICTURES}/{picture.name}.svg": picture.svg(_picture_style()) for picture in _pictures(page)}
@@ -65,7 +65,7 @@ def write_report(results: Results, folder: Path) -> None:
 
 
 def html_of(page: Page) -> str:
-    """A page that stands alone: its style and its pictures are inside."""
+    """Render a page as HTML that stands alone: its style and its pictures are inside."""
     environment = _environment(autoescape=True)
     environment.filters["inline"] = _inline
     template = environment.get_template("report.html.j2")
@@ -74,7 +74,7 @@ def html_of(page: Page) -> str:
 
 
 def markdown_of(page: Page) -> str:
-    """The same in Markdown; pictures are files in `pictures`."""
+    """Render a page as Markdown; its pictures are files in `pictures`."""
     environment = _environment(autoescape=False)
     environment.filters["md"] = _markdown
     environment.filters["prose"] = _prose_markdown
@@ -82,13 +82,13 @@ def markdown_of(page: Page) -> str:
     return environment.get_template("report.md.j2").render(page=page, pictures=PICTURES)
 
 
-def _sections(results: Results) -> list[Section]:
+def _sections(results: Results) -> list[PageSection]:
     beside = fp16_baseline(results)
     against = [results.baseline, *([beside] if beside else [])]
     links = [(link.label, link_text(link)) for link in results.bandwidths]
     return [
-        Section(title="In short", name="short", blocks=[short_table(results)]),
-        Section(
+        PageSection(title="In short", name="short", blocks=[short_table(results)]),
+        PageSection(
             title="Speed",
             name="speed",
             blocks=[
@@ -96,7 +96,7 @@ def _sections(results: Results) -> list[Section]:
                 *tables(speed_table(results), break_even_table(results)),
             ],
         ),
-        Section(
+        PageSection(
             title="Quality",
             name="quality",
             blocks=[
@@ -105,8 +105,8 @@ def _sections(results: Results) -> list[Section]:
                 *tables(*(quality_table(results, other) for other in against), rates_table(results)),
             ],
         ),
-        Section(title="Bytes", name="bytes", blocks=[*_grid(byte_picture(results)), bytes_table(results)]),
-        Section(
+        PageSection(title="Bytes", name="bytes", blocks=[*_grid(byte_picture(results)), bytes_table(results)]),
+        PageSection(
             title="Time of a step",
             name="steps",
             blocks=[
@@ -114,8 +114,8 @@ def _sections(results: Results) -> list[Section]:
                 *tables(*(step_table(results, label, words) for label, words in links)),
             ],
         ),
-        Section(title="Failed runs", name="failures", blocks=[*tables(failures_table(results))]),
-        Section(
+        PageSection(title="Failed runs", name="failures", blocks=[*tables(failures_table(results))]),
+        PageSection(
             title="Settings",
             name="settings",
             blocks=[
@@ -124,7 +124,7 @@ def _sections(results: Results) -> list[Section]:
                 Code(title="The job", text=_job(results), folded=True),
             ],
         ),
-        Section(title="Reproduce", name="reproduce", blocks=_reproduce(results)),
+        PageSection(title="Reproduce", name="reproduce", blocks=_reproduce(results)),
     ]
 
 
@@ -146,8 +146,8 @@ def _curve_notes(results: Results) -> Iterable[str]:
         yield "A curve ends where the first of its seeds was stopped early."
 
 
-def _reproduce(results: Results) -> list[Block]:
-    blocks: list[Block] = [
+def _reproduce(results: Results) -> list[PageBlock]:
+    blocks: list[PageBlock] = [
         Prose(text="The whole comparison; started again in its folder, it goes on where it was stopped:"),
         Code(title="The command", text=shlex.join(results.command)),
     ]
@@ -165,18 +165,18 @@ def _job(results: Results) -> str:
 
 
 def _plain(value: object) -> object:
-    """With lists for tuples and dicts for mappings, which YAML knows."""
+    """Replace tuples by lists and mappings by dicts, which YAML knows."""
     if hasattr(value, "items"):
         return {key: _plain(one) for key, one in value.items()}
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-def _grid(pictures: Iterable[Picture]) -> list[Block]:
+def _grid(pictures: Iterable[Picture]) -> list[PageBlock]:
     found = list(pictures)
     return [Pictures(pictures=found)] if found else []
 
 
-def _prose(sentences: Iterable[str]) -> list[Block]:
+def _prose(sentences: Iterable[str]) -> list[PageBlock]:
     return [Prose(text=" ".join(sentences))]
 
 
@@ -205,7 +205,7 @@ def _picture_style() -> str:
 
 
 def _inline(text: str) -> Markup:
-    """Text as HTML; what stands in backticks as code."""
+    """Escape text for HTML; text in backticks becomes code."""
     return Markup("").join(
         Markup("<code>{}</code>").format(part) if is_code else escape(_UNIT.sub("\\1\N{NO-BREAK SPACE}", part))
         for part, is_code in _parts(text)
@@ -217,18 +217,18 @@ def _prose_markdown(text: str) -> str:
 
 
 def _parts(text: str) -> Iterator[tuple[str, bool]]:
-    """(Words, whether they stood in backticks); a backtick without a second one is one."""
+    """Split text into (words, whether they stood in backticks); a lone backtick stays one."""
     for place, piece in enumerate(re.split("`([^`]+)`", text)):
         if piece:
             yield piece, place % 2 == 1
 
 
 def _markdown(text: str) -> str:
-    """Plain text as Markdown that shows it so, in a table's cell too."""
+    """Escape plain text for Markdown, also for a table's cell."""
     line = re.sub(r"\s+", " ", text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|#~])", r"\\\1", line)
 
 
 def _fence(text: str) -> str:
-    """A fence longer than any run of backticks inside."""
+    """Make a fence longer than any run of backticks in the text."""
     return "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from embershard.compare.analysis.conclusions import FEW_SEEDS, KEPT, outcome_of
-from embershard.compare.report.page import Finding
+from embershard.compare.report.page import ArmFinding
 from embershard.compare.report.tables import even_bounds, even_text, fp16_baseline
 from embershard.compare.results import FP16_BASELINE, Results, Speed, Verdict
 from embershard.compare.units import (
@@ -66,7 +66,7 @@ def warnings(results: Results) -> list[str]:
     return first + list(results.notes)
 
 
-def findings(results: Results) -> list[Finding]:
+def findings(results: Results) -> list[ArmFinding]:
     """Say of each arm whether it paid, and why."""
     meanings = {arm.label: arm.meaning for arm in results.arms}
     found = []
@@ -75,7 +75,7 @@ def findings(results: Results) -> list[Finding]:
         sentences += _even_sentence(results, verdict.arm, results.baseline)
         sentences += _fp16_sentence(results, verdict)
         found.append(
-            Finding(arm=verdict.arm, outcome=verdict.outcome, meaning=meanings[verdict.arm], sentences=sentences)
+            ArmFinding(arm=verdict.arm, outcome=verdict.outcome, meaning=meanings[verdict.arm], sentences=sentences)
         )
     return found
 
@@ -109,7 +109,7 @@ def _answer(results: Results) -> str:
 
 
 def _fewest_seeds(results: Results) -> int:
-    """Pairs of runs behind the verdict that has the fewest; arms without a pair are told apart."""
+    """The pairs of runs behind the verdict that has the fewest; arms without any pair do not count."""
     return min((verdict.seeds for verdict in results.verdicts if verdict.seeds), default=len(results.seeds))
 
 
@@ -122,7 +122,7 @@ def _caution(results: Results) -> Iterator[str]:
 
 
 def _gain(results: Results, verdict: Verdict) -> Iterator[str]:
-    """What the best arm bought, and what it cost."""
+    """Say what the best arm gained, and at what cost."""
     slower = f", and slower {_at(results, verdict.slower_at)}" if verdict.slower_at else ""
     yield f"{_arm(verdict.arm)} is {_speeds(results, verdict.arm, results.baseline)}{slower}."
     if verdict.bytes_ratio is not None and verdict.bytes_ratio > 1.005:
@@ -138,7 +138,7 @@ def _gain(results: Results, verdict: Verdict) -> Iterator[str]:
 
 
 def _speeds(results: Results, arm: str, other: str) -> str:
-    """Where an arm is faster than another, and how much."""
+    """Say on which links an arm is faster than another, and how much."""
     found = [(_times(speed.speed_up.mean), _at(results, [speed.bandwidth])) for speed in _faster(results, arm, other)]
     if not found:
         return "not faster"
@@ -168,7 +168,7 @@ def _cost(results: Results, verdict: Verdict) -> str:
 
 
 def _not_paid(results: Results) -> Iterator[str]:
-    """The others, each with what speaks against it or what is open."""
+    """Say of each arm that did not pay why, or what is open."""
     paid = bool(_of(results, "paid"))
     if paid and _of(results, "did not pay"):
         yield f"Did not pay: {_against(results, _of(results, 'did not pay'))}."
@@ -184,7 +184,7 @@ def _not_paid(results: Results) -> Iterator[str]:
 
 
 def _open(results: Results, verdict: Verdict) -> str:
-    """What is known of an undecided arm, and what is not."""
+    """Say what is known of an undecided arm, and what is not."""
     judged = results.quality_of(verdict.arm, results.baseline)
     if judged is None:
         return "has no run that ended well beside one of the baseline"
@@ -199,7 +199,7 @@ def _open(results: Results, verdict: Verdict) -> str:
 
 
 def _against(results: Results, verdicts: Sequence[Verdict]) -> str:
-    """What speaks against arms, those of one reason together."""
+    """Say why arms did not pay, grouped by reason."""
     worse = [verdict for verdict in verdicts if verdict.quality == "worse"]
     slow = [verdict.arm for verdict in verdicts if verdict.quality != "worse"]
     name = metric_name(results.metric)
@@ -210,7 +210,7 @@ def _against(results: Results, verdicts: Sequence[Verdict]) -> str:
 
 
 def _beside_fp16(results: Results) -> Iterator[str]:
-    """Whether anything beats 16-bit floats."""
+    """Say which codecs beat 16-bit floats."""
     codecs = [arm.label for arm in results.arms if arm.is_codec and arm.label != results.baseline]
     fp16 = fp16_baseline(results)
     if not codecs:

@@ -1,10 +1,10 @@
-"""The tables of a report: every figure that a picture shows, what was run and where, and what failed."""
+"""The tables of a report: all figures of the pictures, the conditions, and the runs that failed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from embershard.compare.report.page import Table
+from embershard.compare.report.page import ReportTable
 from embershard.compare.results import FP16_BASELINE, BreakEven, Quality, Results, Speed, StepPart
 from embershard.compare.units import (
     NONE,
@@ -33,7 +33,7 @@ _PARTS = {
 
 
 def part_name(direction: str, part: str) -> str:
-    """What a part of the bytes is, in words."""
+    """Name a part of the bytes in words."""
     return _PARTS.get((direction, part), part)
 
 
@@ -44,7 +44,7 @@ def fp16_baseline(results: Results) -> str | None:
 
 
 def even_text(even: BreakEven, significant: int = 3) -> str:
-    """A measured break-even bandwidth and its interval."""
+    """Write a measured break-even bandwidth with its interval."""
     if even.measured is None:
         return NONE
     bounds = even_bounds(even, significant)
@@ -52,7 +52,7 @@ def even_text(even: BreakEven, significant: int = 3) -> str:
 
 
 def even_bounds(even: BreakEven, significant: int = 3) -> tuple[str, str] | None:
-    """The interval of a measured break-even bandwidth; None of one seed."""
+    """Write the bounds of a measured break-even bandwidth; None with one seed."""
     if even.low is None:
         return None
     low = bits_text(even.low, significant) if even.low else "below all links"
@@ -60,12 +60,12 @@ def even_bounds(even: BreakEven, significant: int = 3) -> tuple[str, str] | None
 
 
 def bytes_sent(results: Results, arm: str) -> float | None:
-    """Bytes per step and worker, both directions."""
+    """Sum an arm's bytes per step and worker, both directions."""
     return sum(volume.sent for volume in results.volumes if volume.arm == arm) or None
 
 
-def short_table(results: Results) -> Table:
-    """An arm in a line."""
+def short_table(results: Results) -> ReportTable:
+    """Tabulate the verdicts, a line per arm."""
     links = results.bandwidths
     metric = metric_name(results.metric)
     columns = ["arm", "outcome", "bytes per step", "fewer bytes"]
@@ -84,7 +84,7 @@ def short_table(results: Results) -> Table:
         cells.append(verdict.quality if verdict else NONE)
         cells.append(", ".join(link_text(link) for link in links if verdict and link.label in verdict.pays_on) or NONE)
         rows.append(cells)
-    return Table(
+    return ReportTable(
         title=f"Every arm beside {results.baseline}",
         columns=columns,
         rows=rows,
@@ -93,8 +93,8 @@ def short_table(results: Results) -> Table:
     )
 
 
-def quality_table(results: Results, against: str) -> Table | None:
-    """Metrics and paired differences beside one arm."""
+def quality_table(results: Results, against: str) -> ReportTable | None:
+    """Tabulate metrics and paired differences beside one arm."""
     judged = [one for one in results.quality if one.against == against and one.arm != against]
     if not judged:
         return None
@@ -110,7 +110,7 @@ def quality_table(results: Results, against: str) -> Table | None:
     columns = ["arm", "metric", "learning rate", "value", "pairs", "difference", "margin", "verdict"]
     if len(rates) == 1:
         columns, *rows = (row[:2] + row[3:] for row in [columns, *rows])
-    return Table(
+    return ReportTable(
         title=f"Quality beside {against}",
         columns=columns,
         rows=rows,
@@ -134,8 +134,8 @@ def _quality_row(one: Quality) -> list[str]:
     ]
 
 
-def speed_table(results: Results) -> Table:
-    """Samples per second, and how many times the baseline's and the fp16 baseline's."""
+def speed_table(results: Results) -> ReportTable:
+    """Tabulate samples per second and speed-ups over the baseline and the fp16 baseline."""
     beside = fp16_baseline(results)
     columns = ["arm", "link", "samples/s of all workers", f"over {results.baseline}", "verdict"]
     columns += [f"over {beside}", "verdict"] if beside else []
@@ -158,7 +158,7 @@ def speed_table(results: Results) -> Table:
                 cells += _over(results.speed_of(arm.label, beside, link.label) if arm.label != beside else None)
             rows.append(cells)
     part = f"The first {results.skipped_share:.0%} of each run are left out. " if results.skipped_share else ""
-    return Table(
+    return ReportTable(
         title="Samples per second",
         columns=columns,
         rows=rows,
@@ -172,8 +172,8 @@ def _over(speed: Speed | None) -> list[str]:
     return [NONE, NONE] if speed is None else [speed_up_text(speed.speed_up), speed.verdict]
 
 
-def bytes_table(results: Results) -> Table:
-    """Counted and predicted bytes by direction and part, and together."""
+def bytes_table(results: Results) -> ReportTable:
+    """Tabulate counted and predicted bytes by direction and part, with their sums."""
     rows = []
     base = bytes_sent(results, results.baseline)
     for arm in results.arms:
@@ -190,7 +190,7 @@ def bytes_table(results: Results) -> Table:
             predicted = _sum([one.predicted for one in volumes if one.direction != "other"])  # nobody can: resent, lost
             ratio = base / sent if base and sent else None
             rows.append([arm.label, "both", "all", *_bytes_cells(sent, raw, predicted, ratio)])
-    return Table(
+    return ReportTable(
         title="Bytes per step",
         columns=["arm", "direction", "part", "counted", "without codec", "predicted", "prediction off by", "fewer"],
         rows=rows,
@@ -211,8 +211,8 @@ def _sum(values: Sequence[float | None]) -> float | None:
     return sum(there) if there and len(there) == len(values) else None
 
 
-def break_even_table(results: Results) -> Table | None:
-    """W* measured and by formula."""
+def break_even_table(results: Results) -> ReportTable | None:
+    """Tabulate break-even bandwidths, measured and by formula."""
     rows = []
     for even in results.break_even:
         off = NONE
@@ -223,7 +223,7 @@ def break_even_table(results: Results) -> Table | None:
         rows.append([even.arm, even.against, measured, formula, off])
     if not rows:
         return None
-    return Table(
+    return ReportTable(
         title="Break-even bandwidth",
         columns=["arm", "beside", "measured", "by formula (W*)", "formula off by"],
         rows=rows,
@@ -238,8 +238,8 @@ _MEASURED = {"always": "none: faster on all links", "never": "below all measured
 _FORMULA = {"always": "costs no time", "never": "saves no bytes"}
 
 
-def step_table(results: Results, bandwidth: str, name: str) -> Table | None:
-    """Each part at p50 and p99, arm by arm: means over the runs."""
+def step_table(results: Results, bandwidth: str, name: str) -> ReportTable | None:
+    """Tabulate the parts of a step at p50 and p99, as means over the runs."""
     steps = {arm.label: mean_step(part for run in results.runs_of(arm.label, bandwidth) for part in run.step)
              for arm in results.arms}  # fmt: skip
     steps = {arm: parts for arm, parts in steps.items() if parts}
@@ -250,7 +250,7 @@ def step_table(results: Results, bandwidth: str, name: str) -> Table | None:
     for arm, parts in steps.items():
         found = {(part.name, part.overlapped): part for part in parts}
         rows.append([arm] + [_p50_p99(found.get((part, overlapped))) for overlapped, _, part in names])
-    return Table(
+    return ReportTable(
         title=f"Time of a step, {name}",
         columns=["arm"] + [f"{part}, beside" if overlapped else part for overlapped, _, part in names],
         rows=rows,
@@ -260,12 +260,12 @@ def step_table(results: Results, bandwidth: str, name: str) -> Table | None:
 
 
 def step_order(part: str) -> int:
-    """The parts of a step in the order of what happens in one; `other` last."""
+    """The place of a part in the order in which a step runs; `other` comes last."""
     return STEP_PARTS.index(part) if part in STEP_PARTS else len(STEP_PARTS) + (part == "other")
 
 
 def mean_step(parts: Iterable[StepPart]) -> list[StepPart]:
-    """The parts of several runs as means over these, in their order."""
+    """Average the parts of a step over several runs, in their order."""
     groups: dict[tuple[str, bool], list[StepPart]] = {}
     for part in parts:
         groups.setdefault((part.name, part.overlapped), []).append(part)
@@ -293,8 +293,8 @@ def _ms(value: float) -> str:
     return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
-def rates_table(results: Results) -> Table | None:
-    """Which multiple of the job's learning rate each arm did best with; None where it was kept."""
+def rates_table(results: Results) -> ReportTable | None:
+    """Tabulate the learning rates that were tried; None where the job's own was kept."""
     if len(results.multiples) < 2:
         return None
     rows = []
@@ -307,7 +307,7 @@ def rates_table(results: Results) -> Table | None:
         cells = [f"{_mean(found):.4f}" if found else NONE for found in decided.values()]
         chosen = results.tuned.get(arm.label)
         rows.append([arm.label, *cells, NONE if chosen is None else f"{chosen:g}x"])
-    return Table(
+    return ReportTable(
         title="Learning rates that were tried",
         columns=["arm", *(f"{multiple:g}x" for multiple in results.multiples), "chosen"],
         rows=rows,
@@ -321,13 +321,13 @@ def _seeds(results: Results) -> str:
     return f"{len(results.seeds)} seeds" if len(results.seeds) > 1 else "seeds, but one seed has none"
 
 
-def tables(*found: Table | None) -> Iterator[Table]:
-    """Those that have something to say."""
+def tables(*found: ReportTable | None) -> Iterator[ReportTable]:
+    """Leave out the tables that are None."""
     return (table for table in found if table is not None)
 
 
-def failures_table(results: Results) -> Table | None:
-    """Runs that did not end well."""
+def failures_table(results: Results) -> ReportTable | None:
+    """Tabulate the runs that failed; None where none did."""
     rows = [
         [run.arm, f"{run.seed}", run.bandwidth, run.kind, f"{run.attempts}", run.error or "no message", run.folder]
         for run in results.runs
@@ -337,21 +337,21 @@ def failures_table(results: Results) -> Table | None:
         return None
     columns = ["arm", "seed", "link", "kind", "attempts", "what it said last", "its logs"]
     note = "They are in no figure."
-    return Table(title="Runs that failed twice", columns=columns, rows=rows, words=columns, note=note)
+    return ReportTable(title="Runs that failed twice", columns=columns, rows=rows, words=columns, note=note)
 
 
-def arms_table(results: Results) -> Table:
-    """What was compared."""
+def arms_table(results: Results) -> ReportTable:
+    """Tabulate the arms and their settings."""
     rows = []
     for arm in results.arms:
         kind = "baseline" if arm.label == results.baseline else "added as fp16 baseline" if arm.added else ""
         rows.append([arm.label, kind, arm.meaning, ", ".join(arm.settings) or "the job as it is"])
     columns = ["arm", "role", "in words", "settings"]
-    return Table(title="Arms", columns=columns, rows=rows, words=columns)
+    return ReportTable(title="Arms", columns=columns, rows=rows, words=columns)
 
 
-def conditions_table(results: Results) -> Table:
-    """Where and with what it ran, and how it was measured."""
+def conditions_table(results: Results) -> ReportTable:
+    """Tabulate machine, versions and how it was measured."""
     where = results.conditions
     speed = "whole runs" if results.speed_steps is None else f"runs of {results.speed_steps:,} steps"
     rows = [
@@ -372,7 +372,7 @@ def conditions_table(results: Results) -> Table:
         ["time of all runs", digits(results.seconds / 60) + " min"],
     ]  # fmt: skip
     columns = ["", ""]
-    return Table(title="Conditions", columns=columns, rows=rows, words=columns)
+    return ReportTable(title="Conditions", columns=columns, rows=rows, words=columns)
 
 
 def _loads(results: Results) -> str:

@@ -1,4 +1,4 @@
-"""The end of a comparison in a terminal: the first paragraph, and a line per arm."""
+"""Print the result of a comparison in a terminal: the first paragraph, and a line per arm."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _summary_and_table(results: Results, narrow: bool) -> Group:
 
 
 def _text(words: str, style: str = "") -> Text:
-    """Plain words, the names in backticks bold."""
+    """Turn words into rich text; names in backticks become bold."""
     text = Text(style=style)
     for place, piece in enumerate(re.split("`([^`]+)`", words)):
         text.append(piece, style="bold" if place % 2 else "")

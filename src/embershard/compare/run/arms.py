@@ -1,4 +1,4 @@
-"""What is compared: the words behind --arms as arms, each a few settings over the job file.
+"""Turn the words behind --arms into arms, each a few settings over the job file.
 
 none, fp16s, int8, topk:0.01      a codec, for rows and dense weights, in the directions that it serves
 push=int8/pull=fp16s/dense.push=dgc:0.001     codecs one by one (push, pull, dense.push, dense.pull; the others none)
@@ -29,7 +29,7 @@ _SLASH = re.compile(r"/(?=[A-Za-z_][\w.]*=)")  # not those of a path
 
 
 class BadArm(EmbershardError):
-    """An arm that cannot be run, or that is another one again."""
+    """An arm cannot be run, or equals another one."""
 
     template = "arm {arm}: {reason}"
 
@@ -37,7 +37,7 @@ class BadArm(EmbershardError):
 def find_arms(
     groups: Sequence[str], path: Path, overrides: Sequence[str], data: Path | None
 ) -> dict[str, tuple[Arm, Job]]:
-    """Label -> arm and its job, in order, the baseline first; an arm of fp16s is added where other codecs are compared.
+    """Map labels to (arm, its job), the baseline first; an arm of fp16s is added where other codecs are compared.
 
     `groups` are the texts of --arms, `overrides` and `data` those of load_job for all of them. BadArm names what no job
     can be, and arms that are equal; JobFileError the mistakes of the job itself.
@@ -66,7 +66,7 @@ def find_arms(
 
 
 def _parse(text: str, base: Job) -> Iterator[Arm]:
-    """The arms of one --arms; a word without `=` behind `field=value` is another value of that field."""
+    """Parse the arms of one --arms; a word without `=` behind `field=value` is another value of that field."""
     field = ""
     for part in _COMMA.split(text):
         word = part.strip()
@@ -100,7 +100,7 @@ def _assigned(label: str, pairs: Sequence[tuple[str, str]], base: Job) -> Arm:
 
 
 def _setting(key: str, value: str) -> str:
-    """`field=value` with the whole name of the field."""
+    """Write `field=value` with the whole name of the field."""
     if "." not in key and key not in Job.model_fields and key in TrainSection.model_fields:
         key = f"train.{key}"
     return f"{key}=off" if (key, value) == ("train.staleness", "none") else f"{key}={value}"
@@ -114,7 +114,7 @@ def _codec(arm: str, text: str) -> CodecName:
 
 
 def _uniform(text: str, base: Job) -> dict[str, CodecName] | None:
-    """What a codec alone means, by direction; None for `auto`.
+    """Expand a codec's name to its codec in each direction; None for `auto`.
 
     A codec of values serves rows and dense weights, both ways. One that selects serves what is pushed: of both; dgc,
     powersgd and onebit, which are made for dense weights, of these. Rows are pulled as they are then, and of dense
@@ -142,7 +142,7 @@ def _codec_arm(label: str, given: Mapping[str, CodecName] | None, base: Job) -> 
 
 
 def _section(codecs: Mapping[str, CodecName], base: Job) -> str:
-    """The job's section, as YAML; the file's own is set aside but for what the codecs need of it."""
+    """Write the job's section as YAML; it replaces that of the file but for what the codecs need of it."""
     if all(codec.is_plain for codec in codecs.values()):
         return "null"
     section: dict[str, object] = {name: str(codec) for name, codec in codecs.items() if "." not in name}

@@ -1,4 +1,4 @@
-"""Makes the runs of a plan that a folder does not hold yet."""
+"""Make the runs of a plan that a folder does not hold yet."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from embershard.compare.results import Run, higher_is_better
+from embershard.compare.results import ArmRun, higher_is_better
 from embershard.compare.run.folder import Folder
 from embershard.compare.run.netns import Namespaces
-from embershard.compare.run.plan import Plan, Task, can_be_limited
+from embershard.compare.run.plan import RunPlan, Task, can_be_limited
 from embershard.compare.run.progress import Show, duration, time_left
-from embershard.compare.run.runs import Place, make_run
+from embershard.compare.run.runs import RunSetup, make_run
 
 
 class Engine:
-    """The runs of one comparison. With `namespaces` shards and workers are in network namespaces with a shaped link."""
+    """Makes the runs of one comparison. With `namespaces` shards and workers run in network namespaces."""
 
-    def __init__(self, plan: Plan, folder: Folder, place: Place, show: Show, namespaces: Namespaces | None) -> None:
-        self._plan, self._folder, self._place, self._show, self._namespaces = plan, folder, place, show, namespaces
+    def __init__(
+        self, plan: RunPlan, folder: Folder, setup: RunSetup, show: Show, namespaces: Namespaces | None
+    ) -> None:
+        self._plan, self._folder, self._setup, self._show, self._namespaces = plan, folder, setup, show, namespaces
         self._metric = next(iter(plan.arms.values()))[1].metric
 
     @property
     def chosen(self) -> Mapping[str, float]:
-        """Arm -> the multiple of the learning rate that is its best, as far as the runs say."""
+        """Each arm's best multiple of the learning rate, by the runs made so far."""
         return self._plan.choose(list(self._folder.runs.values()), higher_is_better(self._metric))
 
     @property
@@ -43,7 +45,7 @@ class Engine:
             self._show.close()
 
     def _left(self, tasks: Sequence[Task]) -> list[Task]:
-        """Those without a run that ended well."""
+        """The tasks that have no successful run yet."""
         runs = self._folder.runs
         return [task for task in tasks if task.key not in runs or not runs[task.key].ok]
 
@@ -59,13 +61,13 @@ class Engine:
             self._show.end(run)
             left = left[1:]
 
-    def _run(self, task: Task) -> Run:
-        """One run, on the link that it names."""
+    def _run(self, task: Task) -> ArmRun:
+        """Make one run on the link that it names."""
         job = self._plan.arms[task.arm][1]
         if self._namespaces is None or not can_be_limited(job):
-            return make_run(task, self._place, self._show.look)
+            return make_run(task, self._setup, self._show.look)
         bits = next(b.bits_per_second for b in self._plan.bandwidths if b.label == task.bandwidth)
         self._namespaces.shape(None if bits is None else bits * job.workers)
         shards = partial(self._namespaces.shards, job.shards, self._plan.experiment.imports)
-        place = replace(self._place, prefix=self._namespaces.worker_prefix, shards=shards)
-        return make_run(task, place, self._show.look)
+        setup = replace(self._setup, prefix=self._namespaces.worker_prefix, shards=shards)
+        return make_run(task, setup, self._show.look)

@@ -16,7 +16,7 @@ from typing import Self
 
 from pydantic import ValidationError
 
-from embershard.compare.results import Run
+from embershard.compare.results import ArmRun
 from embershard.compare.run.plan import Experiment
 from embershard.proto.errors import CannotWrite, EmbershardError
 from embershard.worker.reporting.log import make_folder
@@ -29,8 +29,8 @@ class OtherExperiment(EmbershardError):
 
     template = (
         "the folder {folder} holds another comparison; these differ:\n{difference}\n"
-        "name another folder with --output, or give the same command again: it may name more or fewer arms, seeds and "
-        "bandwidths, and nothing else may differ"
+        "name another folder with --output, or repeat the command that made this one: only its arms, seeds and "
+        "bandwidths may change"
     )
 
 
@@ -41,22 +41,22 @@ class NotAComparison(EmbershardError):
 
 
 class NoRuns(EmbershardError):
-    """There is nothing to report."""
+    """The folder has no runs to report."""
 
     template = (
-        "there are no runs in {folder} that this command can report; check --output and --arms, or make them: the same "
-        "command without --report-only"
+        "there are no runs in {folder} that this command can report; check --output and --arms, or make the runs with "
+        "the same command without --report-only"
     )
 
 
 class FolderInUse(EmbershardError):
     """Another process runs the same comparison."""
 
-    template = "another process is at work in {folder}; wait for it, or end it"
+    template = "another process writes to {folder}; wait for it, or end it"
 
 
 class Folder:
-    """Runs on disk, by their keys, more than those of `experiment` if others were asked for before.
+    """Keeps runs on disk by their keys, also those that earlier commands asked for.
 
     A context manager that keeps other processes out.
 
@@ -68,7 +68,7 @@ class Folder:
         self._experiment = experiment
         self._lock = -1
         self._file = -1
-        self.runs: dict[str, Run] = {}
+        self.runs: dict[str, ArmRun] = {}
 
     def __enter__(self) -> Self:
         make_folder(self.path)
@@ -94,14 +94,14 @@ class Folder:
         self.close()
 
     def close(self) -> None:
-        """Let others in."""
+        """Release the folder to other processes."""
         for descriptor in (self._file, self._lock):
             if descriptor >= 0:
                 os.close(descriptor)
         self._file = self._lock = -1
 
-    def add(self, run: Run) -> None:
-        """Keep a run: it is on the disk when this returns. CannotWrite where it is not."""
+    def add(self, run: ArmRun) -> None:
+        """Write a run to disk before returning. CannotWrite where that fails."""
         line = run.model_dump_json().encode() + b"\n"
         try:
             written = os.write(self._file, line)
@@ -109,7 +109,7 @@ class Folder:
         except OSError as error:
             raise CannotWrite(path=str(self.path / RUNS), reason=error.strerror or str(error)) from None
         if written != len(line):  # the disk is full: what is there is half a line, which a reader leaves out
-            raise CannotWrite(path=str(self.path / RUNS), reason="it took half a line")
+            raise CannotWrite(path=str(self.path / RUNS), reason="only a part of the line was written")
         self.runs[run.key] = run
 
     def _claim(self) -> None:
@@ -145,19 +145,19 @@ class Folder:
         os.fsync(self._lock)  # the names of both files
 
 
-def read_runs(folder: Path) -> dict[str, Run]:
-    """The runs of a folder by their keys, none where none can be read; it is left as it is."""
+def read_runs(folder: Path) -> dict[str, ArmRun]:
+    """Read the runs of a folder by their keys without changing it; empty where none can be read."""
     try:
         return _parse((folder / RUNS).read_bytes())
     except OSError:
         return {}
 
 
-def _parse(data: bytes) -> dict[str, Run]:
+def _parse(data: bytes) -> dict[str, ArmRun]:
     runs = {}
     for line in data.splitlines():
         try:
-            run = Run.model_validate_json(line)
+            run = ArmRun.model_validate_json(line)
         except ValidationError:
             continue  # half a line, or one of an older version: that run is made again
         runs[run.key] = run

@@ -1,4 +1,4 @@
-"""A real link of a given bandwidth: shards in one network namespace, workers in another, a shaped wire between them.
+"""Make a real link of a given bandwidth: shards and workers in two network namespaces with a shaped wire between.
 
 Each direction is held to the rate by the kernel's token bucket (tbf), which counts the headers of Ethernet, IP and TCP
 too. Needs Linux, root, and ip and tc of iproute2.
@@ -33,13 +33,13 @@ _START_SECONDS, _STOP_SECONDS = 120.0, 40.0
 class NoNamespaces(EmbershardError):
     """This machine, or this user, cannot make network namespaces."""
 
-    template = "--netns cannot be used here: {reason}; without it links are emulated in the workers"
+    template = "--netns cannot be used here: {reason}; leave it out to emulate links in the workers"
 
 
 def check_namespaces() -> None:
-    """NoNamespaces with the reason, where they cannot be made."""
+    """Raise NoNamespaces with the reason where network namespaces cannot be made."""
     if sys.platform != "linux":
-        raise NoNamespaces(reason="network namespaces are a thing of Linux")
+        raise NoNamespaces(reason="only Linux has network namespaces")
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             raise NoNamespaces(reason=f"there is no `{tool}`; install iproute2")
@@ -48,7 +48,7 @@ def check_namespaces() -> None:
 
 
 class Namespaces:
-    """Two namespaces and the wire between them, as a context manager; what a killed process left goes first."""
+    """Two namespaces and the wire between them, as a context manager; it removes those of killed processes first."""
 
     def __init__(self) -> None:
         self._shards, self._workers = (f"{_PREFIX}-{os.getpid()}-{end}" for end in ("s", "w"))
@@ -73,11 +73,11 @@ class Namespaces:
 
     @property
     def worker_prefix(self) -> tuple[str, ...]:
-        """Words before a command that put it where the workers are."""
+        """The words before a command that run it in the workers' namespace."""
         return ("ip", "netns", "exec", self._workers)
 
     def shape(self, bits: float | None) -> None:
-        """Hold the wire to so many bits per second, each way; None: to none."""
+        """Limit the wire to so many bits per second, each way; None: no limit."""
         for space, device in ((self._shards, "els0"), (self._workers, "elw0")):
             if bits is None:
                 subprocess.run(
@@ -93,7 +93,7 @@ class Namespaces:
 
     @contextmanager
     def shards(self, number: int, imports: Sequence[str]) -> Iterator[tuple[str, ...]]:
-        """Addresses of shards that live as long as the block."""
+        """Start shards for the length of the block and return their addresses."""
         with ExitStack() as stack:
             processes = [stack.enter_context(self._shard(index, number, imports)) for index in range(number)]
             yield tuple(_address(process) for process in processes)
@@ -152,7 +152,7 @@ def _address(process: subprocess.Popen[str]) -> str:
 
 
 def _run(*words: str) -> str:
-    """What a command prints. NoNamespaces, with its own words, where it fails."""
+    """Run a command and return its output. NoNamespaces with its error output where it fails."""
     done = subprocess.run(words, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False)
     if done.returncode:
         raise NoNamespaces(reason=f"`{' '.join(words)}` failed: {done.stderr.strip()}")

@@ -1,4 +1,4 @@
-"""Which runs make a comparison, in which order, and with which words.
+"""Plan the runs of a comparison: which, in which order, and with which command line.
 
 Runs of equal seed are paired: `train.seed` decides first values and the order of the data. The order goes by seeds, and
 within one the arms take turns at being first, so that a machine that grows slow hits all arms alike, and a comparison
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
-from embershard.compare.results import UNLIMITED, Arm, Bandwidth, Kind, Record, Run, run_key
+from embershard.compare.results import UNLIMITED, Arm, ArmRun, Bandwidth, Record, RunKind, run_key
 from embershard.worker.job.job import Job
 
 MOST_SEEDS = 1000
@@ -22,7 +22,7 @@ _ARM_LENGTH = 100  # of its part of a folder's name, which has up to 255 bytes
 
 
 class Experiment(Record):
-    """What makes a comparison the one that it is.
+    """The settings that identify a comparison.
 
     Arms, bandwidths and seeds say which runs it has; with another value of any other field they would be other ones.
     """
@@ -38,13 +38,13 @@ class Experiment(Record):
     link: Literal["token bucket", "network namespace"]
 
     def difference(self, other: Experiment) -> str:
-        """Why runs of both cannot stand in one comparison: a line per field, with this one's value and the other's."""
+        """Say why the runs of both cannot be compared: a line per differing field; empty where they can."""
         common = dict(self.arms).keys() & dict(other.arms).keys()
         mine, theirs = (one._of_all_runs(common) for one in (self, other))
         return "\n".join(f"  {name}: {_short(a)} there, {_short(b)} now" for name, a, b in _differences(mine, theirs))
 
     def joined(self, other: Experiment) -> Experiment:
-        """One with the runs of both, between which there is no difference."""
+        """Join two experiments without a difference into one with the runs of both."""
         update = {
             "arms": tuple({**dict(self.arms), **dict(other.arms)}.items()),
             "bandwidths": tuple(dict.fromkeys([*self.bandwidths[:-1], *other.bandwidths])),
@@ -53,7 +53,7 @@ class Experiment(Record):
         return self.model_copy(update=update)
 
     def _of_all_runs(self, arms: Set[str]) -> dict[str, object]:
-        """Its fields, but for those that say which runs it has; of the arms the settings of these."""
+        """The fields that must be equal in all runs, with the settings of the given arms."""
         fields: dict[str, object] = json.loads(self.model_dump_json(exclude={"bandwidths", "seeds"}))
         return {**fields, "arms": {label: list(settings) for label, settings in self.arms if label in arms}}
 
@@ -77,7 +77,7 @@ def _short(value: object) -> str:
 class Task:
     """One run to make."""
 
-    kind: Kind
+    kind: RunKind
     arm: str
     seed: int
     bandwidth: str
@@ -86,12 +86,12 @@ class Task:
 
     @property
     def key(self) -> str:
-        """That of its run."""
+        """The key of its run."""
         return run_key(self.kind, self.arm, self.seed, self.bandwidth, self.multiple)
 
     @property
     def folder(self) -> str:
-        """Where its log goes, below the comparison's folder: letters that every file system has."""
+        """The folder of its log below that of the comparison, in letters that every file system has."""
         rate = "" if self.multiple == 1 else f"-rate{self.multiple:g}"
         arm = "".join(char if char.isascii() and (char.isalnum() or char in "-._") else "_" for char in self.arm)
         if len(arm) > _ARM_LENGTH:
@@ -100,7 +100,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunPlan:
     """The runs of an experiment; `arms` are label -> (arm, its job)."""
 
     experiment: Experiment
@@ -109,19 +109,19 @@ class Plan:
 
     @property
     def full(self) -> bool:
-        """Whether limited links, too, have whole runs."""
+        """Whether limited links have whole runs too."""
         return self.experiment.speed_steps is None
 
     @property
     def tuning_seed(self) -> int:
-        """None of those that are judged: a rate chosen by their luck would look better than it is.
+        """The seed of the tuning runs, which no judged run has: a rate chosen by their luck would look too good.
 
         It lies behind all that may be added, so that the rates need not be looked for again then.
         """
         return self.experiment.seeds[0] + MOST_SEEDS
 
     def tuning(self) -> list[Task]:
-        """The runs that choose each arm's learning rate; none where it is fixed."""
+        """The runs that choose each arm's learning rate; empty where it is fixed."""
         multiples = self.experiment.multiples
         if len(multiples) < 2:
             return []
@@ -133,7 +133,7 @@ class Plan:
         for turn, seed in enumerate(self.experiment.seeds):
             for bandwidth in reversed(self.bandwidths):  # `unlimited` first
                 limited = bandwidth.bits_per_second is not None
-                kind: Kind = "speed" if limited and not self.full else "quality"
+                kind: RunKind = "speed" if limited and not self.full else "quality"
                 tasks += [
                     self._task(kind, arm, seed, bandwidth.label, 1.0)
                     for arm in self._turn(turn)
@@ -151,11 +151,11 @@ class Plan:
         ]
 
     def tasks(self, chosen: Mapping[str, float]) -> list[Task]:
-        """All runs, by the rates that were chosen."""
+        """All runs, with the learning rates that were chosen."""
         return [*self.tuning(), *self.judged(), *self.tuned(chosen)]
 
-    def choose(self, runs: Sequence[Run], higher_is_better: bool) -> dict[str, float]:
-        """Arm -> the multiple of its best tuning run, the nearest to 1 among equals; 1 where none ended well."""
+    def choose(self, runs: Sequence[ArmRun], higher_is_better: bool) -> dict[str, float]:
+        """Choose each arm's multiple by its best tuning run, the nearest to 1 among equals; 1 where all failed."""
         chosen = {}
         for arm in self.arms if len(self.experiment.multiples) > 1 else ():
             key = ("tune", arm, self.tuning_seed, True)
@@ -166,11 +166,11 @@ class Plan:
         return chosen
 
     def _turn(self, number: int) -> list[str]:
-        """The arms, another one first each time."""
+        """The arms in an order that begins with another one each time."""
         labels = list(self.arms)
         return labels[number % len(labels) :] + labels[: number % len(labels)]
 
-    def _task(self, kind: Kind, arm: str, seed: int, bandwidth: str, multiple: float) -> Task:
+    def _task(self, kind: RunKind, arm: str, seed: int, bandwidth: str, multiple: float) -> Task:
         found, job = self.arms[arm]
         settings = [*self.experiment.overrides, *found.settings, f"train.seed={seed}"]
         settings += ["checkpoint=null"] if job.checkpoint is not None else []  # its folder would be that of all runs
@@ -185,12 +185,12 @@ class Plan:
 
 
 def can_be_limited(job: Job) -> bool:
-    """Whether all that the job's workers exchange passes the links to the shards: torch's all-reduce does not."""
+    """Tell whether all traffic of the job's workers passes the links to the shards: torch's all-reduce does not."""
     return job.has_shards and job.dense_mode == "ps"
 
 
 def _rates(job: Job, multiple: float) -> Iterator[str]:
-    """Every learning rate of the job, multiplied."""
+    """Settings that multiply every learning rate of the job."""
     for name, section in (("embedding", job.embedding), ("dense", job.dense)):
         if section.optimizer is not None:
             yield f"{name}.optimizer.lr={section.optimizer.model_dump()['lr'] * multiple!r}"
@@ -202,7 +202,7 @@ def _rates(job: Job, multiple: float) -> Iterator[str]:
 
 
 def _shortened(job: Job, steps: int | None) -> Iterator[str]:
-    """So many steps of the job, for its speed: what only its quality needs is left out."""
+    """Settings that shorten the job to so many steps, to measure speed without what only quality needs."""
     assert steps is not None
     assert job.train.budget is not None
     unit, length = job.train.budget

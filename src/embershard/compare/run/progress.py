@@ -1,4 +1,4 @@
-"""How a comparison goes, for people: a bar with the time left on a terminal, a line per run elsewhere."""
+"""Show the progress of a comparison: a bar with the time left on a terminal, a line per run elsewhere."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from datetime import timedelta
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from embershard.compare.results import Run
+from embershard.compare.results import ArmRun
 from embershard.compare.run.plan import Task
-from embershard.compare.run.run_log import Glance
+from embershard.compare.run.run_log import RunProgress
 
 
-def time_left(tasks: Sequence[Task], runs: Mapping[str, Run]) -> float | None:
-    """Seconds that the tasks will take, by the runs like them that were made; None before there is any."""
+def time_left(tasks: Sequence[Task], runs: Mapping[str, ArmRun]) -> float | None:
+    """Estimate the seconds that the tasks will take by similar runs; None before there is one."""
     seconds: dict[tuple[str, ...], list[float]] = {}
     for run in (run for run in runs.values() if run.ok):
         for like in _likenesses(run):
@@ -29,29 +29,29 @@ def time_left(tasks: Sequence[Task], runs: Mapping[str, Run]) -> float | None:
     return left
 
 
-def _likenesses(one: Task | Run) -> Sequence[tuple[str, ...]]:
-    """What it is like, the closest first; a tuning run is as long as one that is judged."""
+def _likenesses(one: Task | ArmRun) -> Sequence[tuple[str, ...]]:
+    """The kinds of run that take as long, the closest first; a tuning run is as long as a judged one."""
     kind = "speed" if one.kind == "speed" else "whole"
     return ((kind, one.bandwidth, one.arm), (kind, one.bandwidth), (kind,), ())
 
 
 class Show:
-    """Says which run is made, how far it is and how long all of them will take, on a console."""
+    """Prints which run is made, how far it is and how much time is left."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
         self._bar: Progress | None = None
         self._row = TaskID(0)
         self._tasks: Sequence[Task] = ()  # that are left, the present one first
-        self._runs: Mapping[str, Run] = {}
+        self._runs: Mapping[str, ArmRun] = {}
         self._done = 0
 
     def say(self, text: str) -> None:
-        """A line."""
+        """Print a line."""
         self._console.print(text, markup=False, soft_wrap=True)
 
-    def begin(self, tasks: Sequence[Task], runs: Mapping[str, Run], done: int) -> None:
-        """The first of the tasks begins; `done` of all tasks until now are over."""
+    def begin(self, tasks: Sequence[Task], runs: Mapping[str, ArmRun], done: int) -> None:
+        """Show that the first of the tasks begins, after `done` others."""
         self._tasks, self._runs, self._done = tasks, runs, done
         if self._console.is_terminal and self._bar is None:
             self._bar = Progress(
@@ -60,22 +60,22 @@ class Show:
             )  # fmt: skip
             self._row = self._bar.add_task("", total=None)
             self._bar.start()
-        self.look(Glance(0.0, "starting"))
+        self.look(RunProgress(0.0, "starting"))
 
-    def look(self, glance: Glance) -> None:
-        """How far the run is; on a terminal alone."""
+    def look(self, progress: RunProgress) -> None:
+        """Show how far the run is; only on a terminal."""
         if self._bar is None:
             return
-        share, all_tasks = glance.share or 0.0, self._done + len(self._tasks)
+        share, all_tasks = progress.share or 0.0, self._done + len(self._tasks)
         left = time_left(self._tasks[1:], self._runs)
         this = time_left(self._tasks[:1], self._runs)
-        words = f"{self._done + 1} of {all_tasks}: {name_of(self._tasks[0])}: {glance.text}"
+        words = f"{self._done + 1} of {all_tasks}: {name_of(self._tasks[0])}: {progress.text}"
         if left is not None and this is not None:
             words += f"; {duration(left + this * (1 - share))} left"
         self._bar.update(self._row, completed=self._done + share, total=all_tasks, description=words)
 
-    def end(self, run: Run) -> None:
-        """A run is over."""
+    def end(self, run: ArmRun) -> None:
+        """Print the result of a run that is over."""
         self._done += 1
         tasks, task = self._tasks[1:], self._tasks[0]
         words = [f"{self._done} of {self._done + len(tasks)}: {name_of(task)}: {_outcome(run)}"]
@@ -85,24 +85,24 @@ class Show:
         self.say("; ".join(words))
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
 
-def name_of(task: Task | Run) -> str:
-    """A run, for people."""
+def name_of(task: Task | ArmRun) -> str:
+    """Name a run for people."""
     rate = "" if task.multiple == 1 else f", rate x {task.multiple:g}"
     return f"{task.arm}, seed {task.seed}, {task.bandwidth}{rate}{' (tuning)' * (task.kind == 'tune')}"
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds."""
+    """Write seconds as hours, minutes and seconds."""
     return str(timedelta(seconds=round(seconds)))
 
 
-def _outcome(run: Run) -> str:
+def _outcome(run: ArmRun) -> str:
     if not run.ok:
         return f"FAILED twice: {run.error.splitlines()[-1].strip() if run.error else ''}"
     words = [f"{name} {value:.4f}" for name, value in list(run.metrics.items())[:1] if value is not None]

@@ -1,4 +1,4 @@
-"""The log of a run (worker/reporting/log.py), read while it grows, and what it says of the run in the end."""
+"""Read the log of a run (worker/reporting/log.py) while it grows, and its figures at the end."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from embershard.compare.results import Bytes, Figures, Metrics, Point, StepPart
+from embershard.compare.results import CurvePoint, Metrics, RunFigures, StepBytes, StepPart
 from embershard.compare.run.plan import SKIPPED_SHARE
 
 _Line = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Glance:
+class RunProgress:
     """How far a run is."""
 
     share: float | None  # of its samples; None where nobody knows how many there are
@@ -24,7 +24,7 @@ class Glance:
 
 @dataclass(slots=True)
 class RunLog:
-    """log.jsonl from some byte on."""
+    """Reads log.jsonl from an offset on."""
 
     path: Path
     offset: int
@@ -32,11 +32,11 @@ class RunLog:
 
     @staticmethod
     def after(path: Path) -> RunLog:
-        """What will be written behind what is there."""
+        """Open a log at its present end."""
         return RunLog(path, path.stat().st_size if path.exists() else 0)
 
     def read(self) -> bool:
-        """Take in whole new lines; whether there were some."""
+        """Read the new whole lines; tell whether there were any."""
         if not self.path.exists():
             return False
         with self.path.open("rb") as file:
@@ -49,31 +49,31 @@ class RunLog:
 
     @property
     def trouble(self) -> str:
-        """Why the run is not what it should have been; empty where it is."""
+        """The reason why the run does not count; empty where it does."""
         result = self._last("result")
         if not result:
             return "it wrote no result"
         lost = result.get("expired_leases", 0)
-        return f"workers were given up ({lost}), so others trained without them" if lost else ""
+        return f"workers were evicted ({lost}), so others trained without them" if lost else ""
 
-    def glance(self) -> Glance:
+    def progress(self) -> RunProgress:
         """How far the run is."""
         config, interval, evaluation = (self._last(record) for record in ("config", "train", "eval"))
         if not interval:
-            return Glance(0.0, "begins to train" if config else "starting")
+            return RunProgress(0.0, "begins to train" if config else "starting")
         total, metric = config.get("total_samples"), config.get("metric", "")
         figure = evaluation.get("figures", {}).get(config.get("split"), {}).get(metric)
         words = [f"epoch {interval['epoch']}", f"{interval['samples_per_second'] or 0:,.0f} samples/s"]
         words += [f"{metric} {figure:.4f}"] if figure is not None else []
-        return Glance(min(1.0, interval["samples"] / total) if total else None, ", ".join(words))
+        return RunProgress(min(1.0, interval["samples"] / total) if total else None, ", ".join(words))
 
-    def figures(self) -> Figures:
-        """What the run has come to, of one that ended well."""
+    def figures(self) -> RunFigures:
+        """Collect the figures of a run that ended well."""
         config, result, evaluations = self._last("config"), self._last("result"), self._all("eval")
         judged = _judged_split(list(result["figures"]))
         speed, wait = _speed(self._all("train"), result)
         improved = [record["samples"] for record in evaluations if record["improved"]]
-        return Figures(
+        return RunFigures(
             steps=result["steps"],
             samples=result["samples"],
             train_seconds=result["train_seconds"],
@@ -100,12 +100,12 @@ class RunLog:
 
 
 def _judged_split(splits: Sequence[str]) -> str:
-    """The split on which arms are judged: test, or else the only one there is."""
+    """The split on which arms are judged: test, or else the first."""
     return "test" if "test" in splits else next(iter(splits), "")
 
 
 def _speed(intervals: Sequence[_Line], result: _Line) -> tuple[float | None, float | None]:
-    """Samples per second of all workers and the share of waiting, without the beginning of the run."""
+    """Compute samples per second of all workers and the share of waiting, without the beginning of the run."""
     first = SKIPPED_SHARE * result["steps"]
     seconds = waited = samples = 0.0
     before = began = 0
@@ -121,18 +121,18 @@ def _speed(intervals: Sequence[_Line], result: _Line) -> tuple[float | None, flo
     return samples / seconds, waited / seconds
 
 
-def _curve(evaluations: Sequence[_Line]) -> Iterator[Point]:
+def _curve(evaluations: Sequence[_Line]) -> Iterator[CurvePoint]:
     evaluating = 0.0
     for record in evaluations:
         evaluating += record["evaluation_seconds"]
         figures: dict[str, Metrics] = record["figures"]
         seconds = max(0.0, record["seconds"] - evaluating)
-        yield Point(samples=record["samples"], seconds=seconds, figures=figures)
+        yield CurvePoint(samples=record["samples"], seconds=seconds, figures=figures)
 
 
-def _bytes(result: _Line) -> Iterator[Bytes]:
+def _bytes(result: _Line) -> Iterator[StepBytes]:
     for part in result.get("bytes", ()):
-        yield Bytes(
+        yield StepBytes(
             direction=part["direction"],
             part=part["part"],
             sent=part["wire"],

@@ -1,4 +1,4 @@
-"""One run: `embershard train` as a process of its own, followed by its log."""
+"""Make one run: `embershard train` as a process of its own, followed by its log."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from embershard.compare.results import Figures, Run
+from embershard.compare.results import ArmRun, RunFigures
 from embershard.compare.run.plan import Task
-from embershard.compare.run.run_log import Glance, RunLog
+from embershard.compare.run.run_log import RunLog, RunProgress
 from embershard.worker.reporting.log import FILE_NAME
 
 COMMAND = (sys.executable, "-P", "-m", "embershard.cli", "train")
@@ -27,8 +27,8 @@ SAID = "said.txt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where runs are made: which job, and how a command is started."""
+class RunSetup:
+    """The job, data and folder of all runs, and how their commands are started."""
 
     job: Path
     data: Path | None
@@ -38,21 +38,21 @@ class Place:
     shards: Callable[[], AbstractContextManager[Sequence[str]]] = lambda: nullcontext(())
 
 
-def make_run(task: Task, place: Place, watch: Callable[[Glance], None]) -> Run:
-    """Make a run, and again where it fails; what it came to. `watch` is told how far it is."""
+def make_run(task: Task, setup: RunSetup, watch: Callable[[RunProgress], None]) -> ArmRun:
+    """Make a run, once more where it fails, and return its figures; `watch` receives its progress."""
     began, load, seconds = time.strftime("%Y-%m-%d %H:%M:%S %z"), os.getloadavg()[0], 0.0
-    folder = place.folder / task.folder
+    folder = setup.folder / task.folder
     folder.mkdir(parents=True, exist_ok=True)
     log, error, attempts = RunLog.after(folder / FILE_NAME), "", 0
     while attempts < ATTEMPTS:
         attempts += 1
-        with place.shards() as shards:
+        with setup.shards() as shards:
             log, start = RunLog.after(folder / FILE_NAME), time.monotonic()
-            error = _attempt(task, place, shards, log, watch)
+            error = _attempt(task, setup, shards, log, watch)
             seconds = time.monotonic() - start
         if not error:
             break
-    return Run(
+    return ArmRun(
         arm=task.arm,
         seed=task.seed,
         bandwidth=task.bandwidth,
@@ -66,16 +66,18 @@ def make_run(task: Task, place: Place, watch: Callable[[Glance], None]) -> Run:
         began=began,
         total_seconds=round(seconds, 3),
         load_average=round(load, 2),
-        **dict(log.figures() if not error else Figures()),
+        **dict(log.figures() if not error else RunFigures()),
     )
 
 
-def _attempt(task: Task, place: Place, shards: Sequence[str], log: RunLog, watch: Callable[[Glance], None]) -> str:
-    """Make the run once; its last words where it failed."""
-    folder = place.folder / task.folder
-    command = [*place.prefix, *COMMAND, str(place.job), *task.words]
+def _attempt(
+    task: Task, setup: RunSetup, shards: Sequence[str], log: RunLog, watch: Callable[[RunProgress], None]
+) -> str:
+    """Make the run once; return its last output where it failed, else an empty string."""
+    folder = setup.folder / task.folder
+    command = [*setup.prefix, *COMMAND, str(setup.job), *task.words]
     command += ["--output", str(folder), "--parent-pid", str(os.getpid())]
-    command += ["--data", str(place.data)] if place.data is not None else []
+    command += ["--data", str(setup.data)] if setup.data is not None else []
     command += ["--ps", ",".join(shards)] if shards else []
     with (folder / SAID).open("ab+") as said:
         begin, heard = said.tell(), time.monotonic()
@@ -84,9 +86,9 @@ def _attempt(task: Task, place: Place, shards: Sequence[str], log: RunLog, watch
                 time.sleep(_POLL_SECONDS)
                 if log.read():
                     heard = time.monotonic()
-                    watch(log.glance())
+                    watch(log.progress())
                 elif time.monotonic() - heard > QUIET_SECONDS:
-                    return f"it was ended: nothing was heard of it for {QUIET_SECONDS:.0f} s"
+                    return f"it was ended: its log had no new line for {QUIET_SECONDS:.0f} s"
         log.read()
         if process.returncode == 0:
             return log.trouble
@@ -97,7 +99,7 @@ def _attempt(task: Task, place: Place, shards: Sequence[str], log: RunLog, watch
 
 @contextmanager
 def _process(command: Sequence[str], said: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that does not outlive the block: SIGTERM, which lets it end its own, then SIGKILL."""
+    """Run a process that ends with the block: SIGTERM, so that it ends its children, then SIGKILL."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = subprocess.Popen(
         command,
