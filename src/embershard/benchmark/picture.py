@@ -41,7 +41,7 @@ def draw_parts(result: AnyResult, path: Path) -> None:
     what = f"{settings.work}, workers: {settings.workers}, shards: {settings.shards}, dim: {settings.dim}"
     axes.set_title(what, loc="left", fontsize=10)
     _sign(figure, result)
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def draw_curves(points: Points, path: Path) -> None:
@@ -57,7 +57,7 @@ def draw_curves(points: Points, path: Path) -> None:
     for axes in panels[len(points) :]:
         axes.set_visible(False)
     _sign(figure, next(iter(points.values()))[0])
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def _draw_curve(axes: Axes, curve: str, results: Sequence[AnyResult]) -> None:
@@ -88,6 +88,14 @@ def _draw_curve(axes: Axes, curve: str, results: Sequence[AnyResult]) -> None:
     axes.set_title("training DLRM" if results[0].bench == "train" else "pull and push", loc="left", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16))
+
+
+def _save(figure: Figure, path: Path) -> None:
+    """Write SVG whose text stays text; the same figure gives the same bytes."""
+    from matplotlib import rc_context
+
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
+        figure.savefig(path, metadata={"Date": None})
 
 
 def _sign(figure: Figure, result: AnyResult) -> None:

@@ -29,7 +29,7 @@ from embershard.proto.transport.emulated_link import parse_bandwidth
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import load_job
 
-NEEDED = ("scipy", "jinja2")
+NEEDED = ("scipy", "jinja2", "matplotlib")
 
 
 class NoReport(EmbershardError):

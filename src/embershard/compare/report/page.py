@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from embershard.compare.report.svg import Picture
+from embershard.compare.report.drawing import Picture
 from embershard.compare.results import ArmOutcome
 
 

@@ -13,9 +13,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from embershard.compare.report.charts import byte_picture, quality_pictures, speed_pictures, step_pictures
+from embershard.compare.report.drawing import Picture, picture_style
 from embershard.compare.report.page import Code, Page, PageBlock, PageSection, Pictures, Prose
 from embershard.compare.report.summary import about, findings, headline, summary, warnings
-from embershard.compare.report.svg import Picture
 from embershard.compare.report.tables import (
     arms_table,
     break_even_table,
@@ -53,7 +53,7 @@ def write_report(results: Results, folder: Path) -> None:
     """Write report.html, report.md and its pictures to a folder, in place of an earlier report."""
     page = page_of(results)
     files = {HTML: html_of(page), MARKDOWN: markdown_of(page)}
-    files |= {f"{PICTURES}/{picture.name}.svg": picture.svg(_picture_style()) for picture in _pictures(page)}
+    files |= {f"{PICTURES}/{picture.name}.svg": picture.alone() for picture in _pictures(page)}
     (folder / PICTURES).mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         beside = folder / f"{name}.tmp"
@@ -69,8 +69,8 @@ def html_of(page: Page) -> str:
     environment = _environment(autoescape=True)
     environment.filters["inline"] = _inline
     template = environment.get_template("report.html.j2")
-    styles = Markup(_picture_style() + _template("report.css"))
-    return template.render(page=page, style=styles, svg=lambda picture: Markup(picture.svg()))
+    styles = Markup(picture_style() + _template("report.css"))
+    return template.render(page=page, style=styles, svg=lambda picture: Markup(picture.svg))
 
 
 def markdown_of(page: Page) -> str:
@@ -198,10 +198,6 @@ def _environment(autoescape: bool) -> Environment:
 
 def _template(name: str) -> str:
     return (Path(__file__).parents[1] / "templates" / name).read_text(encoding="utf-8")
-
-
-def _picture_style() -> str:
-    return _template("picture.css")
 
 
 def _inline(text: str) -> Markup:

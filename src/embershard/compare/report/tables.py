@@ -68,21 +68,22 @@ def short_table(results: Results) -> ReportTable:
     """Tabulate the verdicts, a line per arm."""
     links = results.bandwidths
     metric = metric_name(results.metric)
-    columns = ["arm", "outcome", "bytes per step", "fewer bytes"]
+    columns = ["arm", "outcome", "pays on", "bytes per step", "fewer bytes"]
     columns += [f"speed-up, {link_text(link)}" for link in links]
-    columns += [f"{metric} difference", "quality", "pays on"]
+    columns += [f"{metric} difference", "quality"]
     verdicts = {verdict.arm: verdict for verdict in results.verdicts}
     rows = []
     for arm in results.arms:
         verdict, sent = verdicts.get(arm.label), bytes_sent(results, arm.label)
-        cells = [arm.label, verdict.outcome if verdict else "baseline", bytes_text(sent) if sent else NONE]
+        pays_on = [link_text(link) for link in links if verdict and link.label in verdict.pays_on]
+        cells = [arm.label, verdict.outcome if verdict else "baseline", ", ".join(pays_on) or NONE]
+        cells.append(bytes_text(sent) if sent else NONE)
         cells.append(ratio_text(verdict.bytes_ratio) if verdict and verdict.bytes_ratio else NONE)
         for link in links:
             speed = results.speed_of(arm.label, results.baseline, link.label) if verdict else None
             cells.append(speed_up_text(speed.speed_up) if speed else "1x" if verdict is None else NONE)
         cells.append(difference_text(verdict.difference) if verdict and verdict.difference else NONE)
         cells.append(verdict.quality if verdict else NONE)
-        cells.append(", ".join(link_text(link) for link in links if verdict and link.label in verdict.pays_on) or NONE)
         rows.append(cells)
     return ReportTable(
         title=f"Every arm beside {results.baseline}",
