@@ -25,6 +25,7 @@ from embershard.compare.report.tables import BYTE_PARTS, STEP_PARTS, bytes_table
 from embershard.compare.report.terminal import print_summary
 from embershard.compare.results import ArmBytes, Results, StepPart
 
+GOLDEN = Path(__file__).with_name("golden_report.md")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 ONLY_UNLIMITED = {"unlimited": None}
 USUAL = "of 200 published set-ups only 6 sped up"
@@ -71,6 +72,12 @@ def default(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     write_report(fake_results(), folder)
     return folder
+
+
+def test_the_report_is_the_golden_one(tmp_path: Path):
+    """Where a change of the report is meant, copy the new file over the golden one and read the difference."""
+    _, markdown = written(golden_results(), tmp_path)
+    assert markdown == GOLDEN.read_text(), f"compare {tmp_path / 'report.md'} with {GOLDEN}"
 
 
 AS_FAST_AS_FP16 = replace(INT8, push=FP16S.push, pull=FP16S.pull, codec_ms=FP16S.codec_ms)
@@ -151,6 +158,12 @@ def test_what_was_sent_again_leaves_the_prediction_of_the_rest_in_the_sum():
     rows = [row for row in rows if row[0] == "int8"]
     assert rows[-2][1:4] == ["other", "other", "300 B"]
     assert (rows[-1][1], rows[-1][6]) == ("both", "+0.21 %")
+
+
+def test_only_where_dgc_ran_the_warm_up_is_said_to_be_left_out():
+    left_out = "its warm-up, which sends more, would take longer"
+    assert left_out in GOLDEN.read_text()
+    assert left_out not in str(page_of(fake_results((NONE, FP16S))))
 
 
 # pictures
