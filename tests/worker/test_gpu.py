@@ -9,15 +9,15 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from embershard.worker.data.rows import Rows, RowsDataset
+from embershard.worker.first_use import by_first_use, by_first_use_in_torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import embershard as es
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import Schema
-from embershard.worker.data.rows import Rows, RowsDataset
 from embershard.worker.device import to_device, to_host
-from embershard.worker.first_use import by_first_use, by_first_use_in_torch
 from embershard.worker.job.job import Job
 from embershard.worker.session.session import Session
 from embershard.worker.training.saver import RandomNumbers
