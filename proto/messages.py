@@ -7,29 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
-from embershard.proto.codec_messages import Compress as Compress
-from embershard.proto.codec_messages import Compressed as Compressed
-from embershard.proto.codec_messages import TableCodecs as TableCodecs
-from embershard.proto.snapshot_messages import Restore, Restored, Snapshot, Snapshotted
+from embershard.proto.arrays import MAX_MESSAGE_BYTES, Array, Bytes, Floats, Ids
 from embershard.proto.spec import TableSpec
-from embershard.proto.status_messages import GetStatus as GetStatus
-from embershard.proto.status_messages import MemberStatus as MemberStatus
-from embershard.proto.status_messages import ShardStatus as ShardStatus
-from embershard.proto.status_messages import TableStatus as TableStatus
-
-Ids = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
-Bytes = npt.NDArray[np.uint8]
-Array = Ids | Floats | Bytes
 
 PACKED = "packed"  # the codec of a push whose payload says itself how it is made (proto/codec/payload.py)
 DELTA = "delta"  # the codec of a pull of what changed since: a payload of elements, or "" where that is all rows
 
-# 64 MiB above gRPC's 4 MiB default: large enough to amortise a call, small enough to bound memory per connection.
-MAX_MESSAGE_BYTES = 64 * 2**20
 # A shard puts a request that waits for other workers back so long before its deadline, or a quarter of its time, that
 # the reply still arrives.
 PUT_BACK_SECONDS = 0.5
@@ -299,6 +282,151 @@ class Split:
 
     index: int
     returned: int
+
+
+@dataclass(frozen=True, slots=True)
+class TableCodecs:
+    """How a table is to travel, as codec texts; "": as its workers say themselves."""
+
+    table: str
+    push: str = ""
+    pull: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Compress:
+    """Have the workers switch these tables, under a revision above the shard's; revision 0 only checks and asks.
+
+    A direction that is "" stays as it was said before. Without tables all that was said before is forgotten, unless
+    members of a job are there: so begins a worker that trains alone, and never joins.
+    """
+
+    revision: int = 0
+    tables: tuple[TableCodecs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Compressed:
+    """All that was said of the tables of this job until this revision, which only grows; 0: nothing ever was."""
+
+    revision: int
+    tables: tuple[TableCodecs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Write this shard's part of a snapshot, at once or when `at_clock` clocks are closed.
+
+    `step` is "begin", "watch" (how far is it?) or "cancel".
+    """
+
+    url: str
+    name: str
+    id: int
+    at_clock: int = 0
+    step: str = "begin"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshotted:
+    """How far a shard's part is: `state` is "waiting", "writing", "done", "cancelling" or "cancelled".
+
+    `clock` is the first one that was not closed. Once done, `path` is the list of its files, and `sha256` (hex) that
+    list's digest.
+    """
+
+    state: str
+    clock: int = 0
+    rows: int = 0
+    total_rows: int = 0
+    bytes: int = 0
+    files: int = 0
+    path: str = ""
+    sha256: str = ""
+    stall_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Read what belongs to this shard from a snapshot whose manifest has this digest (hex).
+
+    `step` is "begin", "watch" (how far is it?), "install" (put what was read in place) or "cancel".
+    """
+
+    url: str
+    name: str
+    id: int
+    sha256: str
+    replace: bool = False
+    step: str = "begin"
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """How far it is: `state` is "reading", "ready", "installed" or "cancelled"; rows are those that belong here."""
+
+    state: str
+    rows: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GetStatus:
+    """How are you?"""
+
+
+@dataclass(frozen=True, slots=True)
+class TableStatus:
+    """One table of a shard."""
+
+    name: str
+    dim: int
+    rows: int
+    bytes: int
+    optimizer: str
+    loading: bool
+    push_codec: str = ""  # of the worker that declared it last
+    pull_codec: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStatus:
+    """One worker of the job, as a shard sees it: the next clock that it will push, and what is left of its lease."""
+
+    worker: int
+    clock: int
+    paused: bool
+    lease_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ShardStatus:
+    """One shard; counters run from its start.
+
+    `clock` is the first that is not closed; `staleness_seen[n]` are pushes whose rows had missed n updates (the last
+    number: so many or more).
+    """
+
+    shard: int
+    num_shards: int
+    placement_epoch: int
+    version: str
+    instance: str
+    uptime_seconds: float
+    resident_bytes: int
+    requests: int
+    pulled_rows: int
+    pushed_rows: int
+    duplicate_pushes: int
+    skipped_rows: int
+    queued_bytes: int
+    tables: tuple[TableStatus, ...]
+    clock: int = 0
+    staleness: int = -1
+    members: tuple[MemberStatus, ...] = ()
+    staleness_seen: tuple[int, ...] = ()
+    expired_leases: int = 0
+    meeting: str = ""  # the last one that was held
 
 
 Request = (

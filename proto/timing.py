@@ -21,9 +21,8 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from embershard.proto.arrays import Doubles
 
 KEPT_STEPS = 4096  # the last ones: 32 KiB per part
 
@@ -127,7 +126,7 @@ class Recorder:
         # (name, thread, seconds) of this step; all threads add to it without a lock, which a deque bears
         self._done: deque[tuple[str, int, float]] = deque()
         self._step_seconds = np.zeros(kept_steps)  # a ring
-        self._seconds: dict[tuple[str, bool], Floats] = {}  # likewise
+        self._seconds: dict[tuple[str, bool], Doubles] = {}  # likewise
         self._start = time.perf_counter()
         self._thread = threading.get_ident()
         self._before: Recorder | None = None
@@ -189,11 +188,11 @@ class Recorder:
             )
 
 
-def _largest_first(rings: Mapping[str, Floats]) -> list[tuple[str, Floats]]:
+def _largest_first(rings: Mapping[str, Doubles]) -> list[tuple[str, Doubles]]:
     return sorted(rings.items(), key=lambda item: -float(item[1].sum()))
 
 
-def _part(seconds: Floats, total: float) -> Part:
+def _part(seconds: Doubles, total: float) -> Part:
     if not len(seconds):
         return Part(0.0, 0.0, 0.0, 0.0)
     p50, p99 = np.percentile(seconds, [50, 99]) * 1e3

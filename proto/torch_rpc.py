@@ -21,7 +21,7 @@ from torch.distributed import rpc
 from torch.distributed.rpc import TensorPipeAgent
 from torch.distributed.rpc.api import _init_rpc_states
 
-from embershard.proto.messages import Bytes, Floats, Ids
+from embershard.proto.arrays import Bytes, Floats, Ids
 
 QUESTION = b"embershard rpc 1?\n"  # asked first: what listens there instead says so, or closes the connection
 # and the answer: this, the URL of the shard's agent, and a line's end

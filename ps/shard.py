@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.codec.user_defined import CodecRegistry
 from embershard.proto.errors import ClockAhead, InvalidRequest, WrongPlacement
 from embershard.proto.messages import (
-    MAX_MESSAGE_BYTES,
     Compress,
     Declare,
     GetStatus,
@@ -32,12 +32,13 @@ from embershard.proto.messages import (
     Rendezvous,
     Reply,
     Request,
+    Restore,
     Rows,
     ShardStatus,
+    Snapshot,
     TakeSplit,
 )
 from embershard.proto.routing import Placement
-from embershard.proto.snapshot_messages import Restore, Snapshot
 from embershard.ps.compression_settings import CompressionSettings
 from embershard.ps.coordination.clock import Clock
 from embershard.ps.coordination.data_splits import Splits

@@ -13,10 +13,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from embershard.proto.errors import EmbershardError, InvalidRequest, clipped
+from embershard.proto.errors import (
+    EmbershardError,
+    InvalidRequest,
+    SnapshotNotWritten,
+    SnapshotRunning,
+    SnapshotTooLate,
+    SnapshotUnknown,
+    clipped,
+)
+from embershard.proto.messages import Snapshot, Snapshotted
 from embershard.proto.snapshot.manifest import BlockFile, ShardPart, TableBlocks, WorkerWindow, check_name, pack_part
-from embershard.proto.snapshot_errors import SnapshotNotWritten, SnapshotRunning, SnapshotTooLate, SnapshotUnknown
-from embershard.proto.snapshot_messages import Snapshot, Snapshotted
 from embershard.ps.table.frozen import Block, CopyOnWriteRows
 from embershard.ps.table.table import Table
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-Floats = npt.NDArray[np.float32]
+from embershard.proto.arrays import Floats
 
 
 def host_rows(count: int, dim: int, device: torch.device) -> torch.Tensor:

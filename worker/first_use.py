@@ -9,8 +9,8 @@ import torch
 from numba import types
 from torch import Tensor
 
+from embershard.proto.arrays import Ids
 from embershard.proto.compiled.jit import compiled
-from embershard.proto.routing import Ids
 
 
 class FirstUse(NamedTuple):

@@ -6,8 +6,9 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto.arrays import Ids
 from embershard.proto.compiled.jit import compiled
-from embershard.proto.routing import Ids, mix64
+from embershard.proto.routing import mix64
 
 Mask = npt.NDArray[np.bool_]
 

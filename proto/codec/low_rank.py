@@ -20,14 +20,13 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto.arrays import Bytes, Floats
 from embershard.proto.codec.flat import NEXT_KEY, decode_flat, encode_flat, flat_nbytes
 from embershard.proto.codec.name import MAX_RANK
 from embershard.proto.codec.values.registry import ValuesCodec
-from embershard.proto.codec_errors import DamagedPayload
 from embershard.proto.compiled.jit import compiled
+from embershard.proto.errors import DamagedPayload
 
-Floats = npt.NDArray[np.float32]
-Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint32]
 
 LOW_RANK = 3  # the form, its first byte; the second is the values codec's code

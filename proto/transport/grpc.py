@@ -13,8 +13,9 @@ from typing import NoReturn, Protocol
 
 import grpc
 
+from embershard.proto.arrays import MAX_MESSAGE_BYTES, Array
 from embershard.proto.errors import EmbershardError, InternalError, InvalidRequest, NotAShard, from_wire
-from embershard.proto.messages import MAX_MESSAGE_BYTES, METHODS, SERVICE, Array, Reply, Request
+from embershard.proto.messages import METHODS, SERVICE, Reply, Request
 from embershard.proto.protobuf import dumps, loads
 from embershard.proto.transport.transport import TransportClosed, Unreachable
 

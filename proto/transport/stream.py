@@ -20,16 +20,9 @@ from typing import cast
 
 import numpy as np
 
+from embershard.proto.arrays import MAX_MESSAGE_BYTES, Array
 from embershard.proto.errors import EmbershardError, NotAShard, WrongVersion, from_wire
-from embershard.proto.messages import (
-    ERROR_KIND,
-    KIND_OF,
-    MAX_MESSAGE_BYTES,
-    METHODS,
-    Array,
-    Request,
-    arrays,
-)
+from embershard.proto.messages import ERROR_KIND, KIND_OF, METHODS, Request, arrays
 from embershard.proto.protobuf import head_bytes, read
 from embershard.proto.timing import span
 from embershard.proto.transport.emulated_link import EmulatedLink

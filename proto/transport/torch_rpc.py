@@ -24,8 +24,9 @@ from torch.distributed import rpc
 from torch.distributed.rpc import TensorPipeAgent, WorkerInfo
 from torch.distributed.rpc.api import _get_current_rpc_agent, _is_current_rpc_agent_set
 
+from embershard.proto.arrays import Array
 from embershard.proto.errors import BadAddress, EmbershardError, NotAShard, from_wire
-from embershard.proto.messages import METHODS, Array, Reply, Request, arrays
+from embershard.proto.messages import METHODS, Reply, Request, arrays
 from embershard.proto.protobuf import head_bytes, read
 from embershard.proto.torch_rpc import (
     GREETING,

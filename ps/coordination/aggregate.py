@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled import intrinsics
 from embershard.proto.compiled.intrinsics import detached, prefetch
 from embershard.proto.compiled.jit import compiled, inlined
-from embershard.proto.messages import Floats, Ids, Push, Pushed
+from embershard.proto.messages import Push, Pushed
 from embershard.proto.routing import mix64
 from embershard.ps.table.table import Applied
 from embershard.ps.table.tables import Part

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from embershard.proto.arrays import Bytes
 from embershard.proto.errors import InvalidRequest, MeetingOver, MessageTooLarge, ShardBusy
-from embershard.proto.messages import Bytes, Rendezvous, RendezvousResult
+from embershard.proto.messages import Rendezvous, RendezvousResult
 from embershard.ps.coordination.clock import Clock, Member
 
 MAX_PAYLOAD_BYTES = 16 * 2**20  # of a worker

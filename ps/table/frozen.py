@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.routing import NUM_BUCKETS
 from embershard.ps.table import frozen_kernels
 from embershard.ps.table.arena import Arena
-from embershard.ps.table.frozen_kernels import Floats, Ids, Slots
+from embershard.ps.table.frozen_kernels import Slots
 from embershard.ps.table.hash_index import HEADER, NUM_ROWS, Store
 
 _SLICE_BYTES = 2**19  # of records read under the lock: for about as long as a small push takes

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled import intrinsics
 from embershard.proto.compiled.intrinsics import detached, prefetch
 from embershard.proto.compiled.jit import compiled
@@ -13,8 +14,6 @@ from embershard.proto.routing import BUCKET_SHIFT, NUM_BUCKETS, mix64
 from embershard.ps.table import hash_index as store_module
 from embershard.ps.table.hash_index import HEADER, STORE, Store, find, home_of, insert, open_store, probe
 
-Ids = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
 Slots = npt.NDArray[np.uint32]
 
 BLOCK = 64  # ids in flight, as in kernels.py

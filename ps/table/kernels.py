@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled import intrinsics
 from embershard.proto.compiled.intrinsics import call_row_function, detached, prefetch, window
 from embershard.proto.compiled.jit import called, compiled, inlined
@@ -22,8 +23,6 @@ from embershard.ps.table import initial_values as initial
 from embershard.ps.table.hash_index import HEADER, NUM_PAGES, STORE, Store, find, home_of, insert, open_store, probe
 from embershard.ps.table.initial_values import write_initial
 
-Ids = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint64]
 
 BLOCK = 64  # ids in flight: enough to hide the memory's latency, few enough to stay in the first caches

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from embershard.proto.arrays import Bytes, Floats, Ids
 from embershard.proto.codec.payload import encode_elements
 from embershard.proto.codec.values.registry import BUILTIN, ValuesCodec
 from embershard.proto.errors import MessageTooLarge
-from embershard.proto.messages import DELTA, Bytes, Floats, Ids
+from embershard.proto.messages import DELTA
 from embershard.ps.table.changes import Changes
 from embershard.ps.table.stopwatch import Stopwatch
 from embershard.ps.table.table import Table

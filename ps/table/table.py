@@ -8,11 +8,12 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled.intrinsics import ROW_FUNCTION, address_of
 from embershard.proto.compiled.jit import compiled
 from embershard.proto.errors import BadOptimizer, EmbershardError, InvalidRequest, TableFull, WrongDim
 from embershard.proto.optim.user_defined import RowOptimizer
-from embershard.proto.routing import NUM_BUCKETS, Ids
+from embershard.proto.routing import NUM_BUCKETS
 from embershard.proto.spec import TableSpec
 from embershard.ps.table import kernels
 from embershard.ps.table.arena import Arena, physical_memory
@@ -22,7 +23,6 @@ from embershard.ps.table.frozen_kernels import restore_records
 from embershard.ps.table.hash_index import HEADER, NUM_ENTRIES, NUM_PAGES, NUM_ROWS, PAGE_CELLS, Store
 from embershard.ps.table.initial_values import initializer_code
 
-Floats = npt.NDArray[np.float32]
 S = TypeVar("S", bound=np.generic)
 
 MAX_ROWS = 2**32 - 2  # a cell has 32 bits for the slot

@@ -11,12 +11,13 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto.arrays import Bytes, Floats, Ids
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import decode
 from embershard.proto.codec.user_defined import CodecRegistry
-from embershard.proto.codec_errors import DamagedPayload
 from embershard.proto.compiled.jit import compiled
 from embershard.proto.errors import (
+    DamagedPayload,
     InvalidRequest,
     MessageTooLarge,
     NonFiniteValue,
@@ -30,11 +31,8 @@ from embershard.proto.messages import (
     DELTA,
     PACKED,
     READ_ONLY_WORKER,
-    Bytes,
     Declare,
     Declared,
-    Floats,
-    Ids,
     Load,
     Loaded,
     TableGradients,

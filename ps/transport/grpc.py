@@ -13,8 +13,9 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from embershard.proto import errors
+from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.errors import EmbershardError
-from embershard.proto.messages import MAX_MESSAGE_BYTES, METHODS, SERVICE, Request
+from embershard.proto.messages import METHODS, SERVICE, Request
 from embershard.proto.protobuf import dumps, loads
 from embershard.ps.dispatch import Dispatch
 

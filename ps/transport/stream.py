@@ -16,6 +16,7 @@ from typing import cast
 
 import numpy as np
 
+from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.errors import (
     EmbershardError,
     InternalError,
@@ -28,7 +29,6 @@ from embershard.proto.errors import (
 from embershard.proto.messages import (
     ERROR_KIND,
     KIND_OF,
-    MAX_MESSAGE_BYTES,
     REQUEST_KINDS,
     Heartbeat,
     Join,

@@ -10,7 +10,8 @@ from typing import Literal
 import numpy as np
 
 from embershard.compare.analysis.conclusions import conclude
-from embershard.compare.results import Arm, Bandwidth, Bytes, Conditions, Point, Results, Run, StepPart
+from embershard.compare.results import Arm, Bandwidth, Conditions, Point, Results, Run, StepPart
+from embershard.proto.arrays import Bytes
 
 LINKS = {"100mbit": 1e8, "1gbit": 1e9, "unlimited": None}
 

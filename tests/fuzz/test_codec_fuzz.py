@@ -16,7 +16,7 @@ from embershard.proto.codec.lossless.positions import decode_positions, encode_d
 from embershard.proto.codec.low_rank import Factors, Run, encode_low_rank
 from embershard.proto.codec.payload import MAX_AGE, decode, decode_elements, encode_elements, encode_rows
 from embershard.proto.codec.values.registry import BUILTIN
-from embershard.proto.codec_errors import DamagedPayload
+from embershard.proto.errors import DamagedPayload
 
 CASES = int(os.environ.get("EMBERSHARD_FUZZ_FRAMES", "10000"))
 VALUES = list(BUILTIN.values())

@@ -21,7 +21,8 @@ import psutil
 import pytest
 
 from embershard.proto import wire
-from embershard.proto.messages import KIND_OF, MAX_MESSAGE_BYTES, SERVICE, Pull, Push, TableIds, arrays
+from embershard.proto.arrays import MAX_MESSAGE_BYTES
+from embershard.proto.messages import KIND_OF, SERVICE, Pull, Push, TableIds, arrays
 from embershard.proto.protobuf import dumps, head_bytes
 from embershard.proto.routing import make_route
 from embershard.proto.spec import SGD, Constant, TableSpec

@@ -23,13 +23,12 @@ from standing_still import standing_still
 
 from embershard.local_shards import InProcessShards
 from embershard.proto import spec
+from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.codec.lossless.ids import encode_ids
 from embershard.proto.codec.payload import encode_rows
 from embershard.proto.codec.values.registry import find_values
-from embershard.proto.codec_errors import DamagedPayload
-from embershard.proto.errors import ClockAhead, EmbershardError, NotAShard, UnknownTable
+from embershard.proto.errors import ClockAhead, DamagedPayload, EmbershardError, NotAShard, UnknownTable
 from embershard.proto.messages import (
-    MAX_MESSAGE_BYTES,
     PACKED,
     Declare,
     Declared,

@@ -7,9 +7,8 @@ from embershard.proto import embershard_pb2 as pb
 from embershard.proto import messages as m
 from embershard.proto.codec.lossless.ids import encode_ids
 from embershard.proto.codec.name import CodecName
-from embershard.proto.codec_errors import DamagedPayload
-from embershard.proto.codec_messages import TableCodecs
-from embershard.proto.errors import InvalidRequest
+from embershard.proto.errors import DamagedPayload, InvalidRequest
+from embershard.proto.messages import TableCodecs
 from embershard.proto.protobuf import dumps, head_bytes, loads, read
 from embershard.proto.spec import Adam, Custom, TableSpec, Uniform
 

@@ -43,12 +43,13 @@ from embershard.proto.messages import (
     Request,
     Rows,
     ShardStatus,
+    Snapshot,
+    Snapshotted,
     TableGradients,
     TableIds,
 )
 from embershard.proto.protobuf import dumps, loads
 from embershard.proto.routing import Placement, make_route
-from embershard.proto.snapshot_messages import Snapshot, Snapshotted
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table

@@ -28,9 +28,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from embershard.proto.errors import EmbershardError, JobError, Status
+from embershard.proto.errors import EmbershardError, JobError, SnapshotNotWritten, SnapshotUnreadable, Status
 from embershard.proto.snapshot.storage import Storage
-from embershard.proto.snapshot_errors import SnapshotNotWritten, SnapshotUnreadable
 from embershard.worker.checkpoint.snapshots import RunningSnapshot, begin_snapshot
 from embershard.worker.client.client import Client
 from embershard.worker.job.job import Job

@@ -10,19 +10,10 @@ from datetime import timedelta
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
+from embershard.proto.arrays import MAX_MESSAGE_BYTES, Floats
 from embershard.proto.errors import ClockAhead, LeaseLost, UnknownTable, WrongDim
-from embershard.proto.messages import (
-    MAX_MESSAGE_BYTES,
-    Declare,
-    Declared,
-    GetStatus,
-    Push,
-    Pushed,
-    Request,
-    ShardStatus,
-)
+from embershard.proto.messages import Declare, Declared, GetStatus, Push, Pushed, Request, ShardStatus
 from embershard.proto.routing import Placement, Route
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import span
@@ -39,8 +30,6 @@ from embershard.worker.client.pull import Places, Puller, Pulls
 from embershard.worker.client.push import Gradients, PushQueue, Update, Versions
 from embershard.worker.client.push import LrScale as LrScale
 from embershard.worker.compression.compressor import Compressor
-
-Floats = npt.NDArray[np.float32]
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 

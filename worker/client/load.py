@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from embershard.proto.arrays import Floats
 from embershard.proto.errors import LeaseLost
-from embershard.proto.messages import Floats, Load
+from embershard.proto.messages import Load
 from embershard.proto.routing import Route
 from embershard.worker.client.calls import Requests, raise_first
 from embershard.worker.client.chunks import Chunk, cut

@@ -15,9 +15,9 @@ from datetime import timedelta
 
 import numpy as np
 
+from embershard.proto.arrays import Array
 from embershard.proto.errors import ClockAhead, EmbershardError, LeaseLost, ShardUnavailable, WorkerLost
 from embershard.proto.messages import (
-    Array,
     Heartbeat,
     HeartbeatAck,
     Join,

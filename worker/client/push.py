@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from embershard.proto.arrays import Floats
 from embershard.proto.errors import (
     EmbershardError,
     InvalidRequest,
@@ -25,7 +26,6 @@ from embershard.worker.client.membership import Membership
 from embershard.worker.compression.compressor import Compressor, rate_of
 from embershard.worker.compression.compressor import LrScale as LrScale
 
-Floats = npt.NDArray[np.float32]
 Gradients = Sequence[tuple[str, Route, Floats]]  # table, where its rows are, (U, dim) in route order
 Versions = npt.NDArray[np.int64]  # (num_shards,): Rows.version of what was read from each shard
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from embershard.proto.arrays import Bytes
 from embershard.proto.errors import MeetingOver, WorkerLost, WorkersApart
 from embershard.proto.transport.transport import Deadline
 from embershard.worker.client.client import Client
@@ -29,7 +30,6 @@ from embershard.worker.client.client import Client
 Scalar = TypeVar("Scalar", bound=np.generic)
 T = TypeVar("T")
 Word = Mapping[str, Any]  # data that JSON knows
-Bytes = npt.NDArray[np.uint8]
 
 # at the start a worker waits for the others' processes, which a cluster may start minutes apart
 JOIN_TIMEOUT = timedelta(minutes=5)

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from embershard.proto.arrays import Bytes, Floats, Ids
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.values.registry import ValuesCodec, find_values
-from embershard.proto.messages import Bytes, Floats, Ids, TableGradients
+from embershard.proto.messages import TableGradients
 from embershard.proto.routing import Placement, Route, mix64
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import span

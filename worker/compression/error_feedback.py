@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from embershard.proto.arrays import Bytes, Floats, Ids
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import decode, encode_elements, encode_rows
 from embershard.proto.codec.select import Threshold, count_of, random_positions, row_norms
 from embershard.proto.codec.values.registry import ValuesCodec
-from embershard.proto.messages import Bytes, Floats, Ids
 from embershard.worker.compression.low_rank import LowRank
 from embershard.worker.compression.residual_store import ResidualRows
 from embershard.worker.compression.residuals import Residuals

@@ -11,14 +11,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from embershard.proto.arrays import Bytes, Floats, Ids
 from embershard.proto.codec.low_rank import Chunk, Factors, Run, encode_low_rank, low_rank_nbytes
 from embershard.proto.codec.values.registry import ValuesCodec
-
-Floats = npt.NDArray[np.float32]
-Ids = npt.NDArray[np.int64]
-Bytes = npt.NDArray[np.uint8]
 
 
 class Place(NamedTuple):

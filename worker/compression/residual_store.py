@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled.jit import called, compiled, inlined
-from embershard.proto.routing import Ids, mix64
+from embershard.proto.routing import mix64
 
-Floats = npt.NDArray[np.float32]
 Marks = npt.NDArray[np.uint8]
 
 _SMALLEST = 256  # slots

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from embershard.proto.routing import Ids
+from embershard.proto.arrays import Floats, Ids
 from embershard.worker.compression import residual_store as held_rows
-from embershard.worker.compression.residual_store import NOW, NUM_FREE, TOP, Floats, ResidualRows, Store
+from embershard.worker.compression.residual_store import NOW, NUM_FREE, TOP, ResidualRows, Store
 
 _BY_SLOT = Store._fields[:8]
 _SAVED = ("ids", "rows", "momenta", "ages", "rates", "recent")

@@ -9,11 +9,12 @@ from typing import Any, cast
 
 import numpy as np
 
+from embershard.proto.arrays import Bytes, Floats, Ids
 from embershard.proto.codec.lossless.ids import encode_even_ids, encode_ids
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import decode, encode_rows
 from embershard.proto.codec.values.registry import ValuesCodec
-from embershard.proto.messages import PACKED, Bytes, Floats, Ids, TableGradients
+from embershard.proto.messages import PACKED, TableGradients
 from embershard.proto.routing import Placement, Route, even_ids, make_route
 from embershard.proto.spec import TableSpec
 from embershard.worker.compression.error_feedback import EncodeOptions, Feedback, SentAverages, Share

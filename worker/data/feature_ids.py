@@ -17,9 +17,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numba import njit, uint64
 
+from embershard.proto.arrays import Ids
 from embershard.proto.routing import mix64
 
-Ids = npt.NDArray[np.int64]
 _FNV_OFFSET, _FNV_PRIME = 0xCBF29CE484222325, 0x100000001B3
 _jit: Callable[..., Callable[..., Callable[..., None]]] = njit
 

@@ -27,15 +27,13 @@ from types import TracebackType
 from typing import IO, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from pydantic import BaseModel
 
+from embershard.proto.arrays import Bytes
 from embershard.proto.errors import EmbershardError, from_wire, to_wire
 from embershard.worker.data.batch import Batch
 from embershard.worker.job.data import AnyData
-
-Bytes = npt.NDArray[np.uint8]
 
 PATIENCE = timedelta(minutes=10)  # for one batch; a reader in this process has no limit
 _NEWS = timedelta(seconds=1)  # between two words of a loader that leaves batches out

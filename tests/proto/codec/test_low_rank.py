@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from embershard.proto.codec.low_rank import MAX_PIECES, Chunk, Factors, Run, decode_low_rank, encode_low_rank
 from embershard.proto.codec.name import MAX_RANK
 from embershard.proto.codec.values.registry import BUILTIN, find_values
-from embershard.proto.codec_errors import DamagedPayload
+from embershard.proto.errors import DamagedPayload
 
 DIM = 8
 

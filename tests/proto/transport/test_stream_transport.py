@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from embershard.proto import wire
+from embershard.proto.arrays import MAX_MESSAGE_BYTES, Floats
 from embershard.proto.errors import (
     BadFrame,
     ClientClosed,
@@ -32,9 +33,7 @@ from embershard.proto.errors import (
 from embershard.proto.messages import (
     ERROR_KIND,
     KIND_OF,
-    MAX_MESSAGE_BYTES,
     Declared,
-    Floats,
     Greeting,
     Hello,
     Pull,

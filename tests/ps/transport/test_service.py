@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from embershard.proto import embershard_pb2 as pb
 from embershard.proto import spec
+from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.errors import (
     InternalError,
     ShardBusy,
@@ -27,7 +28,6 @@ from embershard.proto.errors import (
     from_wire,
 )
 from embershard.proto.messages import (
-    MAX_MESSAGE_BYTES,
     METHODS,
     SERVICE,
     Declare,

@@ -24,6 +24,7 @@ from grpc_health.v1 import health
 
 from embershard.proto import embershard_pb2 as pb
 from embershard.proto import spec, wire
+from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.errors import (
     BadFrame,
     ClockAhead,
@@ -39,7 +40,6 @@ from embershard.proto.errors import (
 from embershard.proto.messages import (
     ERROR_KIND,
     KIND_OF,
-    MAX_MESSAGE_BYTES,
     REPLY_KINDS,
     SERVICE,
     Declare,

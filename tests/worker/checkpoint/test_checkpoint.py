@@ -17,9 +17,8 @@ import pytest
 import torch
 
 from embershard.local_shards import InProcessShards, local
-from embershard.proto.errors import JobError
+from embershard.proto.errors import JobError, SnapshotNotWritten
 from embershard.proto.snapshot.storage import Storage
-from embershard.proto.snapshot_errors import SnapshotNotWritten
 from embershard.worker.checkpoint.checkpoint import (
     MANIFEST,
     SNAPSHOT,

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from embershard.proto.arrays import Floats
 from embershard.proto.errors import (
     EmbershardError,
     MessageTooLarge,
@@ -25,7 +26,7 @@ from embershard.proto.errors import (
     WrongDim,
     WrongShards,
 )
-from embershard.proto.messages import Declare, Floats, GetStatus, Greeting, Hello, Load, Pull, Push, Reply, Request
+from embershard.proto.messages import Declare, GetStatus, Greeting, Hello, Load, Pull, Push, Reply, Request
 from embershard.proto.protobuf import dumps
 from embershard.proto.routing import Placement, Route, make_route
 from embershard.proto.spec import SGD, Adam, Constant, TableSpec

@@ -11,11 +11,12 @@ from torch import nn
 
 import embershard as es
 from embershard.local_shards import InProcessShards
+from embershard.proto.arrays import Array
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import encode_elements
 from embershard.proto.codec.values.registry import find_values
-from embershard.proto.codec_errors import DamagedPayload
-from embershard.proto.messages import Array, Pull, Rows, TableIds
+from embershard.proto.errors import DamagedPayload
+from embershard.proto.messages import Pull, Rows, TableIds
 from embershard.proto.routing import even_ids, make_route
 from embershard.proto.transport.local import LocalTransport
 from embershard.ps.shard import Shard

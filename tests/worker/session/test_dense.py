@@ -5,10 +5,11 @@ import pytest
 import torch
 from torch import nn
 
+from embershard.proto.arrays import Floats
 from embershard.proto.routing import NUM_BUCKETS, Placement, Route
 from embershard.proto.spec import SGD, Constant, TableSpec
 from embershard.worker.compression.low_rank import Place
-from embershard.worker.session.dense import BLOCK, DenseWeights, Floats, layout_seed
+from embershard.worker.session.dense import BLOCK, DenseWeights, layout_seed
 
 SPEC = TableSpec(name="dense", dim=BLOCK, optimizer=SGD(lr=1.0), initializer=Constant(), id_space="dense")
 SCATTERED = Placement(1, 3, np.random.default_rng(0).integers(0, 3, NUM_BUCKETS).astype(np.uint16))

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import EmbershardError, JobError, TableMismatch
 from embershard.proto.messages import Declare
 from embershard.proto.spec import SGD, TableSpec
@@ -26,15 +27,7 @@ from embershard.worker.data.rows import Rows, RowsDataset
 from embershard.worker.job.job import Job
 from embershard.worker.session.session import Session
 from embershard.worker.strategy.protocol import Strategy
-from embershard.worker.trained.export import (
-    CannotExport,
-    Floats,
-    Ids,
-    TableFacts,
-    export_weights,
-    write_bytes,
-    write_tensors,
-)
+from embershard.worker.trained.export import CannotExport, TableFacts, export_weights, write_bytes, write_tensors
 from embershard.worker.trained.import_weights import CannotImport, import_state
 from embershard.worker.trained.onnx import dense_part, export_onnx
 from embershard.worker.trained.quantise import int8_tensors, load_int8, quantise

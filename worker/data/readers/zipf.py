@@ -8,11 +8,12 @@ from math import gcd
 import numpy as np
 import numpy.typing as npt
 
+from embershard.proto.arrays import Doubles
+
 NUM_SLOTS = 4096  # 26 columns of them stay in the L2 cache
 NUM_HEAD = 2048  # ranks with a bin of their own; behind them a bin spans at most 0.5 % of its rank per Criteo column
 
 Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Bins:
 
     starts: Ints  # (M,) first rank
     widths: Ints  # (M,) 1 for the head
-    probabilities: Floats  # (M,) sum to 1
+    probabilities: Doubles  # (M,) sum to 1
 
 
 def zipf_bins(cardinality: int, s: float, q: float, missing: float) -> Bins:
@@ -48,7 +49,7 @@ def zipf_bins(cardinality: int, s: float, q: float, missing: float) -> Bins:
     return Bins(starts, widths, shares)
 
 
-def alias_table(probabilities: Floats, num_slots: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int32]]:
+def alias_table(probabilities: Doubles, num_slots: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int32]]:
     """Walker's alias method (Vose 1991): slot k gives k below its 32-bit threshold, else its alias."""
     scaled = np.zeros(num_slots)
     scaled[: len(probabilities)] = probabilities * num_slots
