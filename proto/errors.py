@@ -64,6 +64,12 @@ class EmbershardError(Exception):
         super().__init__(self.message)
 
     def __init_subclass__(cls) -> None:
+        other = _REGISTRY.setdefault(cls.__name__, cls)
+        if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):  # a reload defines it again
+            raise TypeError(
+                f"{cls.__module__}.{cls.__qualname__}: {other.__module__} has an error of this name already, and an "
+                "error is found by its name when it crosses a process or the wire; choose another name"
+            )
         _REGISTRY[cls.__name__] = cls
 
     @property

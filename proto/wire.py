@@ -1,7 +1,7 @@
 """The frames of the `stream` transport: bytes in, frames out; no socket, no asyncio, no message (docs/wire.md).
 
 A connection starts with a hello of either side (`client_hello`, `server_hello`, `read_server_hello`). After it, both
-sides send what `encode` returns, and give a `Reader` what they receive.
+sides send what `encode` returns, and give a `FrameReader` what they receive.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def encode(
     return pieces
 
 
-class Reader:
+class FrameReader:
     """Turns received bytes into frames, and has the bulk of large ones received straight into its place.
 
     `limit` bounds the bulk of a frame in bytes. `place(header)` is called for a frame with buffers once its start has

@@ -10,7 +10,7 @@ from embershard.ps.coordination.aggregate import apply_part
 from embershard.ps.coordination.clock import Clock, Member
 from embershard.ps.coordination.dedup import Dedup
 from embershard.ps.coordination.route_cache import RouteCache
-from embershard.ps.table.tables import Part, Tables, check_room
+from embershard.ps.table.tables import CheckedGradients, Tables, check_room
 
 
 class Pushes:
@@ -54,8 +54,8 @@ class Pushes:
             self._clock.pushed(member, request.clock)
         return reply
 
-    def _check(self, request: Push) -> list[Part]:
-        parts: list[Part] = []
+    def _check(self, request: Push) -> list[CheckedGradients]:
+        parts: list[CheckedGradients] = []
         room = self._max_bytes
         for part in request.tables:
             parts.append(self._check_part(part, request, room))
@@ -63,7 +63,7 @@ class Pushes:
         check_room(parts, self._clock.waiting_ids)
         return parts
 
-    def _check_part(self, part: TableGradients, request: Push, room: int) -> Part:
+    def _check_part(self, part: TableGradients, request: Push, room: int) -> CheckedGradients:
         if not part.route:
             return self._tables.check_gradients(part, None, room)
         self._tables.open_entry(part.table)
@@ -72,7 +72,7 @@ class Pushes:
             raise UnknownRoute(worker=request.token.worker, route=part.route, table=part.table)
         return self._tables.check_gradients(part, kept, room)
 
-    def _apply(self, member: Member | None, request: Push, parts: list[Part]) -> Pushed:
+    def _apply(self, member: Member | None, request: Push, parts: list[CheckedGradients]) -> Pushed:
         divisor = 1.0 if member is None else self._clock.divisor(request.version)
         applied = skipped = 0
         for part in parts:

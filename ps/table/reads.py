@@ -23,7 +23,7 @@ _MOST = 8
 _ENTRY_BYTES = 16  # what protobuf adds to one table's rows, at most
 
 
-class Read(NamedTuple):
+class CheckedRead(NamedTuple):
     """Rows of one table, checked."""
 
     table: Table
@@ -68,7 +68,7 @@ class Read(NamedTuple):
 
 
 def read_all(
-    reads: Sequence[Read], version: Callable[[], int], coding: Stopwatch, limit: int
+    reads: Sequence[CheckedRead], version: Callable[[], int], coding: Stopwatch, limit: int
 ) -> tuple[tuple[Floats | Bytes, ...], tuple[str, ...]]:
     """What Rows says: the rows of every table, and their codecs, () where they have none.
 

@@ -64,6 +64,12 @@ def test_the_tree_in_the_docstring_names_every_error_of_the_module() -> None:
     assert set(below[1].split(", ")) == {name for name, cls in here.items() if cls.__base__ is errors.InvalidRequest}
 
 
+def test_a_second_error_of_one_name_is_refused() -> None:
+    with pytest.raises(TypeError):
+        type("WrongDim", (EmbershardError,), {"__module__": "somewhere.other"})
+    assert type(errors.from_wire(errors.to_wire(WRONG)[1], "")) is WrongDim
+
+
 def test_an_error_survives_a_process_boundary() -> None:
     back = pickle.loads(pickle.dumps(WRONG))  # what multiprocessing does to an exception
     assert type(back) is WrongDim

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from embershard.proto import errors, messages, protobuf, wire
 from embershard.proto.errors import BadFrame, InvalidRequest, MessageTooLarge, WrongVersion
-from embershard.proto.wire import Agreed, Feature, Frame, Header, Reader
+from embershard.proto.wire import Agreed, Feature, Frame, FrameReader, Header
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "wire.md").read_text()
 EXAMPLES = {name: bytes.fromhex(text) for name, text in re.findall(r"```hex ([\w ]+)\n(.*?)```", PAGE, re.DOTALL)}
@@ -33,11 +33,11 @@ def fresh(header: Header) -> list[memoryview]:
     return [np.empty(length, np.uint8).data for length in header.lengths]
 
 
-def reader(place: Place = fresh, *, limit: int = LIMIT, checksum: bool = False) -> Reader:
-    return Reader(limit, place, checksum=checksum)
+def reader(place: Place = fresh, *, limit: int = LIMIT, checksum: bool = False) -> FrameReader:
+    return FrameReader(limit, place, checksum=checksum)
 
 
-def feed(into: Reader, data: bytes, sizes: Callable[[], int] = lambda: 2**30) -> list[Frame]:
+def feed(into: FrameReader, data: bytes, sizes: Callable[[], int] = lambda: 2**30) -> list[Frame]:
     """Receive `data` as a socket does: at most sizes() bytes a call, and never more than buffer() holds."""
     frames, pos = [], 0
     while pos < len(data):

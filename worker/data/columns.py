@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Schema
 from embershard.worker.data.feature_ids import hash_texts
-from embershard.worker.data.rows import Rows
+from embershard.worker.data.rows import Samples
 from embershard.worker.data.text import Kind, Layout, column
 
 
@@ -66,7 +66,7 @@ class Columns:
         known = num_ids if self.ids == "global" else None
         return Schema(layout.names("id", "text"), len(layout.names("number")), known)
 
-    def rows(self, table: pa.Table, layout: Layout) -> Rows:
+    def rows(self, table: pa.Table, layout: Layout) -> Samples:
         """Samples of a parsed table."""
         features, numeric = layout.names("id", "text"), layout.names("number")
         ids = np.empty((table.num_rows, len(features)), np.int64)
@@ -76,7 +76,7 @@ class Columns:
         for i, name in enumerate(numeric):
             assert dense is not None
             dense[:, i] = numbers(table.column(name), log=self.log)
-        return Rows(ids, dense, column(table, self.label).astype(np.float32))
+        return Samples(ids, dense, column(table, self.label).astype(np.float32))
 
 
 def numbers(values: pa.ChunkedArray, *, log: bool) -> npt.NDArray[np.float32]:

@@ -30,7 +30,7 @@ from embershard.worker.job.training import (
     StrategyName,
     TrainSection,
 )
-from embershard.worker.job.yaml import Mistake, Source
+from embershard.worker.job.yaml import JobSource, Mistake
 from embershard.worker.job.yaml import Path as Location
 
 DEFAULT_DIM = 16
@@ -145,7 +145,7 @@ def load_job(path: Path, overrides: Sequence[str] = (), data_root: Path | None =
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise JobFileError([Mistake(str(path), "", f"cannot be read: {reason}")]) from None
-    source = Source.parse(text, str(path))
+    source = JobSource.parse(text, str(path))
     if source.mistakes:
         raise JobFileError(source.mistakes)
     for assignment in overrides:  # before they are applied: what they give themselves stays
@@ -259,7 +259,7 @@ def _plateau(job: Job) -> bool:
     return job.train.lr_schedule.name == "plateau"
 
 
-def _mistake(details: ErrorDetails, source: Source) -> Mistake:
+def _mistake(details: ErrorDetails, source: JobSource) -> Mistake:
     location, section = _without_tags(details["loc"])
     kind, context, message = details["type"], details.get("ctx", {}), details["msg"]
     if kind == "extra_forbidden":

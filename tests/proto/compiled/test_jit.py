@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 import numba
 import pytest
 from numba.core import caching
@@ -35,6 +38,18 @@ class TestCompiled:
         assert compile_it() == (1, 0)
         (tmp_path / "part.py").write_text("one = 2\n")
         assert compile_it() == (0, 1)
+
+    def test_code_kept_by_a_version_whose_classes_had_other_names_is_compiled_anew(self, tmp_path, monkeypatch):
+        module = "import typing\nclass {0}(typing.NamedTuple):\n    x: int\ndef of(pair):\n    return pair.x\n"
+        monkeypatch.syspath_prepend(str(tmp_path))
+        for name in ("Before", "After"):
+            (tmp_path / "renamed.py").write_text(module.format(name))
+            sys.modules.pop("renamed", None)
+            importlib.invalidate_caches()
+            import renamed  # type: ignore[import-not-found]
+
+            pair = numba.types.NamedTuple((numba.int64,), getattr(renamed, name))
+            assert jit.compiled(numba.int64(pair))(renamed.of).stats.cache_misses.total() == 1
 
     def test_a_call_with_another_signature_is_not_compiled_at_run_time(self):
         half = jit.compiled(numba.int64(numba.int64))(lambda x: x // 2)

@@ -55,7 +55,7 @@ from embershard.proto.transport import stream
 from embershard.proto.transport.io_thread import connect_local
 from embershard.proto.transport.stream import StreamTransport
 from embershard.proto.transport.transport import Unreachable
-from embershard.proto.wire import Feature, Frame, Reader, local_socket
+from embershard.proto.wire import Feature, Frame, FrameReader, local_socket
 from embershard.worker.client.client import Client
 
 PATIENCE = timedelta(seconds=60)
@@ -74,7 +74,7 @@ class Talk:
         self.checksum = agreed.features == Feature.CHECKSUM
         self.sock.sendall(answer)
         self._frames: list[Frame] = []
-        self._reader = Reader(
+        self._reader = FrameReader(
             MAX_MESSAGE_BYTES,
             lambda header: [np.empty(length, np.uint8).data for length in header.lengths],
             checksum=self.checksum,

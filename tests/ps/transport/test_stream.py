@@ -63,7 +63,7 @@ from embershard.proto.messages import (
 )
 from embershard.proto.protobuf import head_bytes, read
 from embershard.proto.routing import Placement
-from embershard.proto.wire import Feature, Frame, Reader
+from embershard.proto.wire import Feature, Frame, FrameReader
 from embershard.ps.apply_thread import ApplyThread
 from embershard.ps.dispatch import Dispatch
 from embershard.ps.shard import Shard
@@ -139,7 +139,7 @@ class Peer:
             self.sock.sendall(wire.client_hello(features))
             assert wire.read_server_hello(self.sock.recv(16, socket.MSG_WAITALL)).features == features
         self._frames: list[Frame] = []
-        self._reader = Reader(
+        self._reader = FrameReader(
             MAX_MESSAGE_BYTES,
             lambda header: [np.empty(length, np.uint8).data for length in header.lengths],
             checksum=features == Feature.CHECKSUM,

@@ -12,7 +12,7 @@ from embershard.worker.data import text as delimited
 from embershard.worker.data import text_source
 from embershard.worker.data.columns import Columns
 from embershard.worker.data.readers.ctr_csv import CtrCsvStream
-from embershard.worker.data.rows import Rows
+from embershard.worker.data.rows import Samples
 from embershard.worker.data.stream import in_batches, shuffled
 from embershard.worker.data.text import Layout, parse
 from embershard.worker.data.text_source import TextSource
@@ -20,11 +20,11 @@ from embershard.worker.data.text_source import TextSource
 GLOBAL = Columns(ids="global")
 
 
-def numbered(sizes: list[int]) -> list[Rows]:
+def numbered(sizes: list[int]) -> list[Samples]:
     """Blocks of these sizes whose sample i has id, dense and label i."""
     edges = np.cumsum([0, *sizes])
     return [
-        Rows(np.arange(a, b)[:, None], np.arange(a, b, dtype=np.float32)[:, None], np.arange(a, b, dtype=np.float32))
+        Samples(np.arange(a, b)[:, None], np.arange(a, b, dtype=np.float32)[:, None], np.arange(a, b, dtype=np.float32))
         for a, b in itertools.pairwise(edges)
     ]
 

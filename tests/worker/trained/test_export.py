@@ -23,7 +23,7 @@ from embershard.worker.checkpoint.snapshots import read_table, take_snapshot
 from embershard.worker.client.client import Client
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import Batch, Schema
-from embershard.worker.data.rows import Rows, RowsDataset
+from embershard.worker.data.rows import RowsDataset, Samples
 from embershard.worker.job.job import Job
 from embershard.worker.session.session import Session
 from embershard.worker.strategy.protocol import Strategy
@@ -43,7 +43,7 @@ def dataset(num_ids: int | None = IDS) -> RowsDataset:
     rng = np.random.default_rng(1)
     # of each field a half occurs: the other rows are never trained
     ids = rng.integers(0, PER_FIELD // 2, (400, F)) + np.arange(F) * PER_FIELD
-    rows = Rows(ids, rng.random((400, D), np.float32), (rng.random(400) < 0.5).astype(np.float32))
+    rows = Samples(ids, rng.random((400, D), np.float32), (rng.random(400) < 0.5).astype(np.float32))
     return RowsDataset(Schema(tuple("abc"), D, num_ids), {"train": rows, "valid": rows}, where="made up")
 
 

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Schema
 from embershard.worker.data.files import read_blocks
-from embershard.worker.data.rows import Rows, RowsDataset
+from embershard.worker.data.rows import RowsDataset, Samples
 from embershard.worker.data.text import Kind, Layout, column, read_tables
 
 CATEGORICAL = (
@@ -75,7 +75,7 @@ class Adult(RowsDataset):
             mean, std = (f(dense["train"], axis=0, dtype=np.float64) for f in (np.mean, np.std))
             dense = {name: (x - mean) / np.where(std > 0, std, 1) for name, x in dense.items()}
         rows = {
-            name: Rows(_ids(table, vocabularies), dense[name].astype(np.float32), _labels(table))
+            name: Samples(_ids(table, vocabularies), dense[name].astype(np.float32), _labels(table))
             for name, table in tables.items()
         }
         num_ids = sum(len(known) + 1 for known in vocabularies.values())

@@ -8,7 +8,7 @@ from pathlib import Path
 from embershard.proto.errors import JobError
 from embershard.worker.data.columns import Columns
 from embershard.worker.data.feature_ids import hash_numbers
-from embershard.worker.data.rows import Rows, RowsDataset
+from embershard.worker.data.rows import RowsDataset, Samples
 from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
 from embershard.worker.data.text import Layout, read_header
 from embershard.worker.data.text_source import TextSource
@@ -80,7 +80,7 @@ def _sources(
     }
 
 
-def _halve(splits: dict[str, Rows], features: tuple[str, ...], by: str, where: str) -> None:
+def _halve(splits: dict[str, Samples], features: tuple[str, ...], by: str, where: str) -> None:
     if "valid" not in splits or "test" in splits:
         raise JobError(where=where, reason="halve_valid_by needs a valid file and no test file")
     if by not in features:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from embershard.benchmark.conditions import Conditions as Machine
+from embershard.benchmark.conditions import MachineConditions as Machine
 from embershard.compare.analysis.conclusions import NOT_JUDGED, conclude
 from embershard.compare.results import Conditions, Results, Run
 from embershard.compare.run.plan import SKIPPED_SHARE, Plan, can_be_limited
