@@ -12,8 +12,8 @@ The tree, by what they are about; only InvalidRequest has subclasses:
         tables        UnknownTable, UnknownRoute, TableFull, TableMismatch, TableLoading, WrongPlacement
         optimizers    UnknownOptimizer, BadOptimizer, BadLearningRate, OtherOptimizer
         codecs        UnknownCodec, BadCodec
-        workers       StaleWorker, ClockAhead, LeaseLost, StaleRun, MeetingOver, ModeMismatch, MemoryLost, WorkerLost,
-                      WorkersApart
+        workers       StaleWorker, ClockAhead, LeaseLost, StaleRun, RendezvousOver, ModeMismatch, MemoryLost,
+                      WorkerLost, WorkersApart
         snapshots     SnapshotNotWritten, SnapshotRunning, SnapshotUnknown, SnapshotTooLate, SnapshotTimeout,
                       SnapshotExists, SnapshotScattered, SnapshotNotFound, SnapshotUnreadable, SnapshotDamaged,
                       SnapshotTooNew, TablesInTheWay
@@ -118,11 +118,11 @@ class BadFrame(EmbershardError):
 
 
 class WrongVersion(EmbershardError):
-    """Two sides without a common version of the `stream` transport."""
+    """Two sides without a common version of the contract (docs/wire.md)."""
 
     status = Status.FAILED_PRECONDITION
     template = (
-        "it speaks versions {lowest} to {highest} of the stream transport, this side {own_lowest} to {own_highest}; "
+        "it speaks versions {lowest} to {highest} of the contract, this side {own_lowest} to {own_highest}; "
         "upgrade the older side"
     )
 
@@ -232,11 +232,11 @@ class StaleRun(EmbershardError):
     )
 
 
-class MeetingOver(EmbershardError):
-    """A meeting that was held so long ago that its shard forgot what was said there."""
+class RendezvousOver(EmbershardError):
+    """A rendezvous that was completed so long ago that its shard no longer holds the payloads."""
 
     status = Status.FAILED_PRECONDITION
-    template = "the meeting {meeting!r} of the workers is over; the others went on without this one"
+    template = "the rendezvous {name!r} of the workers is over; the others went on without this worker"
 
 
 class ModeMismatch(EmbershardError):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from embershard.proto.arrays import MAX_MESSAGE_BYTES, Array, Bytes, Floats, Ids
 from embershard.proto.spec import TableSpec
+from embershard.proto.wire import VERSION
 
 PACKED = "packed"  # the codec of a push whose payload says itself how it is made (proto/codec/payload.py)
 DELTA = "delta"  # the codec of a pull of what changed since: a payload of elements, or "" where that is all rows
@@ -21,14 +22,14 @@ READ_ONLY_WORKER = 65_535  # the last worker number, which no job of this size h
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who are you?"""
+    """Ask a shard to describe itself."""
 
     worker: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """A shard introduces itself."""
+    """A shard describes itself."""
 
     shard: int
     num_shards: int
@@ -95,7 +96,7 @@ class TableIds:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Read rows of several tables, once `after` clocks are closed.
+    """Read rows of several tables, once `required_clock` clocks are closed.
 
     Route numbers are those of the worker's incarnation (epoch).
     """
@@ -104,7 +105,7 @@ class Pull:
     tables: tuple[TableIds, ...]
     worker: int = 0
     epoch: int = 0
-    after: int = 0
+    required_clock: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,16 +214,16 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Stop being waited for; with `rest` the lease goes on, and meetings still expect the worker."""
+    """Leave the job; with `pause` stay a member that no clock waits for, but a rendezvous does."""
 
     worker: int
     epoch: int
-    rest: bool = False
+    pause: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveAck:
-    """Nobody waits for it."""
+    """The worker left, or is paused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,23 +244,23 @@ class HeartbeatAck:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Put bytes down and read those of all other members, once all of them have come.
+    """Exchange bytes with all other members; answered once all of them have called.
 
-    Names are used once: whoever comes to a meeting that was held already reads who was there. `among` are the workers
-    who are expected, as far as they live; none: all members.
+    A name is used once: a late caller of a rendezvous that is complete reads who took part. `participants` are the
+    workers that are expected, as far as they are members; none: all members.
     """
 
     worker: int
     epoch: int
     name: str
     payload: Bytes  # (N,) uint8
-    listen: bool = True
-    among: tuple[int, ...] = ()
+    want_payloads: bool = True
+    participants: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RendezvousResult:
-    """Who came, in order, and what they put down, for those who listen."""
+    """Who took part, ascending, and their payloads for those who want them."""
 
     workers: tuple[int, ...]
     payloads: tuple[Bytes, ...]
@@ -372,7 +373,7 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class GetStatus:
-    """How are you?"""
+    """Ask a shard for its state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,7 +427,7 @@ class ShardStatus:
     members: tuple[MemberStatus, ...] = ()
     staleness_seen: tuple[int, ...] = ()
     expired_leases: int = 0
-    meeting: str = ""  # the last one that was held
+    rendezvous: str = ""  # name of the last one that was completed
 
 
 Request = (
@@ -456,7 +457,8 @@ METHODS: dict[type[Request], tuple[str, type[Reply]]] = {
     Restore: ("Restore", Restored),
     Compress: ("Compress", Compressed),
 }
-SERVICE = "embershard.v1.Shard"
+SERVICE = f"embershard.v{VERSION}.Shard"
+OTHER_SERVICES = r"/embershard\.v(\d{1,5})\.Shard/"  # the start of the methods of all versions, as a pattern
 
 # kinds of frames of the `stream` transport (docs/wire.md): a reply's is its request's with the highest bit set
 REQUEST_KINDS: dict[int, type[Request]] = {number: kind for number, kind in enumerate(METHODS, start=1)}

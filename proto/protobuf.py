@@ -185,7 +185,11 @@ def _pack_pull(m: Pull) -> pb.PullRequest:
         for part in m.tables
     ]
     return pb.PullRequest(
-        placement_epoch=m.placement_epoch, tables=tables, worker=m.worker, epoch=m.epoch, after=m.after
+        placement_epoch=m.placement_epoch,
+        tables=tables,
+        worker=m.worker,
+        epoch=m.epoch,
+        required_clock=m.required_clock,
     )
 
 
@@ -195,7 +199,7 @@ def _unpack_pull(p: pb.PullRequest, bulk: Sequence[Buffer]) -> Pull:
     for part, data in zip(p.tables, bulk, strict=True):
         values, packed = ids.read(data, part.table, part.packed_ids)
         tables.append(TableIds(part.table, values, part.route, part.codec, part.since, packed))
-    return Pull(p.placement_epoch, tuple(tables), p.worker, p.epoch, p.after)
+    return Pull(p.placement_epoch, tuple(tables), p.worker, p.epoch, p.required_clock)
 
 
 def _pack_rows(m: Rows) -> pb.Rows:
@@ -289,16 +293,20 @@ def _unpack_status(p: pb.ShardStatus, _: Sequence[Buffer]) -> ShardStatus:
     return ShardStatus(**flat, **parts)
 
 
-def _pack_meet(m: Rendezvous) -> pb.RendezvousRequest:
-    return pb.RendezvousRequest(worker=m.worker, epoch=m.epoch, name=m.name, listen=m.listen, among=m.among)
+def _pack_rendezvous(m: Rendezvous) -> pb.RendezvousRequest:
+    return pb.RendezvousRequest(
+        worker=m.worker, epoch=m.epoch, name=m.name, want_payloads=m.want_payloads, participants=m.participants
+    )
 
 
-def _unpack_meet(p: pb.RendezvousRequest, bulk: Sequence[Buffer]) -> Rendezvous:
+def _unpack_rendezvous(p: pb.RendezvousRequest, bulk: Sequence[Buffer]) -> Rendezvous:
     (payload,) = bulk
-    return Rendezvous(p.worker, p.epoch, p.name, np.frombuffer(payload, np.uint8), p.listen, tuple(p.among))
+    return Rendezvous(
+        p.worker, p.epoch, p.name, np.frombuffer(payload, np.uint8), p.want_payloads, tuple(p.participants)
+    )
 
 
-def _unpack_met(p: pb.RendezvousResult, bulk: Sequence[Buffer]) -> RendezvousResult:
+def _unpack_result(p: pb.RendezvousResult, bulk: Sequence[Buffer]) -> RendezvousResult:
     return RendezvousResult(tuple(p.workers), tuple(np.frombuffer(payload, np.uint8) for payload in bulk))
 
 
@@ -336,8 +344,12 @@ _FORMS: dict[type, tuple[type[Protobuf], _Pack, _Unpack]] = {
     LeaveAck: (pb.LeaveAck, *_plain(LeaveAck, pb.LeaveAck)),
     Heartbeat: (pb.HeartbeatRequest, *_plain(Heartbeat, pb.HeartbeatRequest)),
     HeartbeatAck: (pb.HeartbeatAck, *_plain(HeartbeatAck, pb.HeartbeatAck)),
-    Rendezvous: (pb.RendezvousRequest, _pack_meet, _unpack_meet),
-    RendezvousResult: (pb.RendezvousResult, lambda m: pb.RendezvousResult(workers=m.workers), _unpack_met),
+    Rendezvous: (pb.RendezvousRequest, _pack_rendezvous, _unpack_rendezvous),
+    RendezvousResult: (
+        pb.RendezvousResult,
+        lambda m: pb.RendezvousResult(workers=m.workers),
+        _unpack_result,
+    ),
     TakeSplit: (pb.TakeSplitRequest, *_plain(TakeSplit, pb.TakeSplitRequest)),
     Split: (pb.Split, *_plain(Split, pb.Split)),
     Snapshot: (pb.SnapshotRequest, *_plain(Snapshot, pb.SnapshotRequest)),

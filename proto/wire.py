@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 MAGIC = b"EMBSHRD\n"  # the first 8 bytes of either direction: no HTTP/2 preface, no TLS record, and a whole line to
 # a server of text, which then says that it is none of ours instead of waiting for the rest
-OLDEST_VERSION = 1
-VERSION = 1
+OLDEST_VERSION = 2  # of the contract: of frames, messages and the gRPC package
+VERSION = 2
 
 # The head is a message without its arrays. A pull of 2,048 tables with names of 100 letters needs 0.2 MiB of it.
 MAX_HEAD_BYTES = 2**20
@@ -118,6 +118,11 @@ def read_server_hello(answer: bytes) -> Agreed:
     if features & ~sum(Feature):
         raise BadFrame(what="the features agreed on", got=f"{features:#x}", want=f"within {sum(Feature):#x}")
     return Agreed(lowest, Feature(features))
+
+
+def wrong_version(other: int) -> WrongVersion:
+    """The error of this side about another that speaks only version `other`."""
+    return WrongVersion(lowest=other, highest=other, own_lowest=OLDEST_VERSION, own_highest=VERSION)
 
 
 def _read_hello(data: bytes) -> tuple[int, int, int]:

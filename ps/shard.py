@@ -166,7 +166,7 @@ class Shard:
             members=self._clock.status(),
             staleness_seen=tuple(self._clock.updates.seen),
             expired_leases=self._clock.expired,
-            meeting=self._meetings.last,
+            rendezvous=self._meetings.last,
         )
 
     def _answer(self, request: Request, now: float) -> Reply:
@@ -240,9 +240,9 @@ class Shard:
     def _pull(self, request: Pull, now: float) -> Rows:
         self._check_placement(request.placement_epoch)
         self._clock.renew_lease(request.worker, request.epoch, now)
-        if request.after:
+        if request.required_clock:
             self._clock.fence(request.worker, request.epoch)  # it must not wait for what is another's clock by now
-            self._clock.await_closed(request.after)
+            self._clock.await_closed(request.required_clock)
         reads = [self._tables.check_read(part) for part in request.tables]
         updates = self._clock.updates
         tables, codecs = read_all(reads, lambda: updates.version, self._coding, self.greeting.max_message_bytes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import ipaddress
 import os
+import re
 import socket
 import threading
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ from embershard.proto.torch_rpc import (
     tensor,
 )
 from embershard.proto.transport.transport import Deadline, TransportClosed, Unreachable
+from embershard.proto.wire import wrong_version
 
 CONNECT_SECONDS = 5.0  # to be told where a shard's agent listens; a call waits no longer than its own deadline
 _SHORTEST = 0.001  # seconds; torch rounds to ms, and takes 0 for no deadline at all
@@ -186,6 +188,8 @@ class RpcTransport:
                 line += data
         if not line:
             raise Unreachable("it closed the connection")
+        if other := re.match(rb"embershard rpc (\d{1,5}) ", line) if not line.startswith(GREETING) else None:
+            raise wrong_version(int(other[1]))
         if not (line.startswith(GREETING) and line.endswith(b"\n")):
             raise NotAShard(address=self.address, reason=f"it says {line[:60]!r}")
         return line.removeprefix(GREETING).decode("ascii", "replace").strip()

@@ -149,7 +149,7 @@ class Clock:
         member = self.renew_lease(request.worker, request.epoch, now)
         if member is None:
             return LeaveAck()
-        if request.rest:
+        if request.pause:
             member.paused = True
             self._pushes.drop(member.sender)
             self.moves += 1
