@@ -99,7 +99,7 @@ class Declared(_message.Message):
     def __init__(self, created: _Optional[bool] = ..., loading: _Optional[bool] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("table", "placement_epoch", "ids", "rows", "worker", "last", "keep_state", "epoch")
+    __slots__ = ("table", "placement_epoch", "ids", "rows", "worker", "last", "keep_state", "epoch", "seq", "first_incomplete")
     TABLE_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +108,8 @@ class LoadRequest(_message.Message):
     LAST_FIELD_NUMBER: _ClassVar[int]
     KEEP_STATE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    FIRST_INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
     table: str
     placement_epoch: int
     ids: bytes
@@ -116,7 +118,9 @@ class LoadRequest(_message.Message):
     last: bool
     keep_state: bool
     epoch: int
-    def __init__(self, table: _Optional[str] = ..., placement_epoch: _Optional[int] = ..., ids: _Optional[bytes] = ..., rows: _Optional[bytes] = ..., worker: _Optional[int] = ..., last: _Optional[bool] = ..., keep_state: _Optional[bool] = ..., epoch: _Optional[int] = ...) -> None: ...
+    seq: int
+    first_incomplete: int
+    def __init__(self, table: _Optional[str] = ..., placement_epoch: _Optional[int] = ..., ids: _Optional[bytes] = ..., rows: _Optional[bytes] = ..., worker: _Optional[int] = ..., last: _Optional[bool] = ..., keep_state: _Optional[bool] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., first_incomplete: _Optional[int] = ...) -> None: ...
 
 class Loaded(_message.Message):
     __slots__ = ("rows",)

@@ -58,8 +58,18 @@ class Declared:
 
 
 @dataclass(frozen=True, slots=True)
+class PushToken:
+    """What makes a push or a load apply once (RIFL, Lee et al. 2015): see embershard.proto."""
+
+    worker: int
+    epoch: int
+    seq: int
+    first_incomplete: int
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
-    """Assign rows."""
+    """Assign rows, once per token; without a token a load that is repeated is applied again."""
 
     table: str
     placement_epoch: int
@@ -68,7 +78,7 @@ class Load:
     worker: int = 0
     last: bool = True
     keep_state: bool = False
-    epoch: int = 0  # of a member's incarnation; 0: the worker takes no part in a job
+    token: PushToken | None = None  # of the same worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +131,6 @@ class Rows:
     codecs: tuple[str, ...] = ()  # of each table, as in TableIds; (): all are float32
     settings: int = 0  # grows when the shard's compression settings change
     coding_seconds: float = field(default=0.0, compare=False)  # that the shard took to encode them
-
-
-@dataclass(frozen=True, slots=True)
-class PushToken:
-    """What makes a push apply once (RIFL, Lee et al. 2015): see embershard.proto."""
-
-    worker: int
-    epoch: int
-    seq: int
-    first_incomplete: int
 
 
 @dataclass(frozen=True, slots=True)

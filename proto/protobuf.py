@@ -149,14 +149,20 @@ def _unpack_declare(p: pb.DeclareRequest, _: Sequence[Buffer]) -> Declare:
 
 
 def _pack_load(m: Load) -> pb.LoadRequest:
+    token = m.token or _NO_TOKEN
     return pb.LoadRequest(
         table=m.table,
         placement_epoch=m.placement_epoch,
         worker=m.worker,
         last=m.last,
         keep_state=m.keep_state,
-        epoch=m.epoch,
+        epoch=token.epoch,
+        seq=token.seq,
+        first_incomplete=token.first_incomplete,
     )
+
+
+_NO_TOKEN = PushToken(worker=0, epoch=0, seq=0, first_incomplete=0)
 
 
 def _unpack_load(p: pb.LoadRequest, bulk: Sequence[Buffer]) -> Load:
@@ -169,7 +175,7 @@ def _unpack_load(p: pb.LoadRequest, bulk: Sequence[Buffer]) -> Load:
         p.worker,
         p.last,
         p.keep_state,
-        p.epoch,
+        PushToken(p.worker, p.epoch, p.seq, p.first_incomplete) if p.seq else None,
     )
 
 

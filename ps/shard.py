@@ -179,10 +179,7 @@ class Shard:
                 return replace(reply, settings=self._compression.revision, coding_seconds=self._coding.take())
             case Load():
                 self._check_placement(request.placement_epoch)
-                if request.epoch:
-                    self._clock.fence(request.worker, request.epoch)
-                    self._clock.renew_lease(request.worker, request.epoch, now)
-                return self._tables.load(request)
+                return self._pushes.load(request, now)
             case Declare():
                 return self._tables.declare(request)
             case Hello():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from embershard.proto.errors import LeaseLost, UnknownRoute
-from embershard.proto.messages import Push, Pushed, TableGradients
+from embershard.proto.messages import Load, Loaded, Push, Pushed, PushToken, TableGradients
 from embershard.ps.coordination.aggregate import apply_part
 from embershard.ps.coordination.clock import Clock, Member
 from embershard.ps.coordination.dedup import Dedup
@@ -31,11 +31,7 @@ class Pushes:
     def take(self, request: Push, now: float) -> Pushed:
         """Apply a push, or keep it for its clock."""
         token = request.token
-        self._clock.fence(token.worker, token.epoch)
-        if found := self.dedup.find(token):
-            self.duplicates += 1
-            with suppress(LeaseLost):  # it was applied in time
-                self._clock.renew_lease(token.worker, token.epoch, now)
+        if found := self._find(token, now):
             return found
         member = self._clock.renew_lease(token.worker, token.epoch, now)
         if member is not None:
@@ -53,6 +49,28 @@ class Pushes:
         if member is not None and request.last:
             self._clock.pushed(member, request.clock)
         return reply
+
+    def load(self, request: Load, now: float) -> Loaded:
+        """Assign rows, once per token: a load that is sent again must not undo the pushes that came since."""
+        token = request.token
+        if token is None:
+            return self._tables.load(request)
+        if found := self._find(token, now):
+            return Loaded(rows=found.applied)
+        self._clock.renew_lease(token.worker, token.epoch, now)
+        reply = self._tables.load(request)
+        self.dedup.record(token, Pushed(duplicate=False, applied=reply.rows, skipped=0))
+        return reply
+
+    def _find(self, token: PushToken, now: float) -> Pushed | None:
+        """The reply to what was applied before; StaleWorker, MemoryLost, InvalidRequest."""
+        self._clock.fence(token.worker, token.epoch)
+        found = self.dedup.find(token)
+        if found is not None:
+            self.duplicates += 1
+            with suppress(LeaseLost):  # it was applied in time
+                self._clock.renew_lease(token.worker, token.epoch, now)
+        return found
 
     def _check(self, request: Push) -> list[CheckedGradients]:
         parts: list[CheckedGradients] = []

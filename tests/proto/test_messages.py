@@ -41,7 +41,8 @@ EXAMPLES: list[m.Message] = [
         )
     ),
     m.Declared(True, False),
-    m.Load("t", 1, IDS, ROWS, 2, False, True, 2**63),
+    m.Load("t", 1, IDS, ROWS, 2, False, True, m.PushToken(2, 2**63, 5, 4)),
+    m.Load("t", 1, IDS, ROWS, 2),
     m.Loaded(3),
     m.Pull(1, (m.TableIds("t", IDS), m.TableIds("u", IDS[:0], 9)), 4, 5),
     m.Pull(1, (), 4, 5, 6),

@@ -62,7 +62,7 @@ class Client:
         self.compressor = Compressor(worker, self.placement)
         self._outbox = PushQueue(worker, self.epoch, self.placement.epoch, self.limits, self.compressor)
         self._inbox = Puller(self._links, worker, self.epoch, self.placement.epoch, self.limits, self.compressor)
-        self._assigner = Assigner(self.calls, worker, self.epoch, self.placement.epoch, self.limits)
+        self._assigner = Assigner(self.calls, worker, self.placement.epoch, self.limits, self._outbox.next_token)
         self._push_lock = threading.Lock()
 
     @classmethod
@@ -167,11 +167,11 @@ class Client:
         its pushes are: it is of rows that the others have changed since.
         """
         _check_rows(table, "loaded rows", rows, len(route.ids), self.spec(table).dim)
-        assigned = self._assigner.assign(
-            table, route, rows, shards=shards, last=last, keep_state=keep_state, member=self.membership
-        )
-        if assigned and not keep_state:
-            with self._push_lock:
+        with self._push_lock:  # loads and pushes are numbered together
+            assigned = self._assigner.assign(
+                table, route, rows, shards=shards, last=last, keep_state=keep_state, member=self.membership
+            )
+            if assigned and not keep_state:
                 self.compressor.forget(table, route)
 
     def pull(
