@@ -259,7 +259,8 @@ def _unpack_push(p: pb.PushRequest, bulk: Sequence[Buffer]) -> Push:
     for part in p.tables:
         own, packed = (_NO_IDS, None) if part.route else ids.read(next(left), part.table, part.packed_ids)
         gradients = read_values(next(left), part.codec, part.table)
-        tables.append(TableGradients(part.table, own, gradients, part.lr_scale, part.route, part.codec, packed))
+        scale = part.lr_scale if part.HasField("lr_scale") else 1.0
+        tables.append(TableGradients(part.table, own, gradients, scale, part.route, part.codec, packed))
     if any(True for _ in left):
         raise ValueError("more arrays than its tables have")
     token = PushToken(p.worker, p.epoch, p.seq, p.first_incomplete)

@@ -160,6 +160,13 @@ def test_every_message_type_has_an_example() -> None:
     assert kinds == {type(message) for message in EXAMPLES}
 
 
+def test_a_push_without_an_lr_scale_has_one_of_1() -> None:
+    tables = [pb.PushRequest.TableGradients(table=name, ids=bytes(8), gradients=bytes(4)) for name in "ab"]
+    tables[1].lr_scale = 0.0
+    push = loads(m.Push, pb.PushRequest(worker=1, epoch=1, seq=1, tables=tables).SerializeToString())
+    assert [part.lr_scale for part in push.tables] == [1.0, 0.0]
+
+
 def test_arrays_travel_little_endian_in_c_order() -> None:
     load = m.Load("t", 1, np.array([1], np.int64), np.array([[1.0, -2.0]], np.float32))
     proto = pb.LoadRequest.FromString(dumps(load))
