@@ -44,7 +44,7 @@ from embershard.proto.messages import TableGradients
 from embershard.proto.routing import Placement, even_ids, make_route
 from embershard.worker.client.client import Client
 from embershard.worker.compression.compressor import Compressor
-from embershard.worker.compression.low_rank import Layout, Place
+from embershard.worker.compression.low_rank import DenseLayout, ParameterSlice
 from faulty_link import FaultyLink
 from timing import finish, print_table
 
@@ -78,9 +78,9 @@ class Table:
         return es.Compression(residual_rows=2 * RESIDUAL_ROWS, warmup_steps=5, **ways)  # type: ignore[arg-type]
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> DenseLayout:
         half = BLOCKS // 2
-        return Layout(self.ids, [Place(0, (half * 16, 64)), Place(half, (half * 8, 128))])
+        return DenseLayout(self.ids, [ParameterSlice(0, (half * 16, 64)), ParameterSlice(half, (half * 8, 128))])
 
     def declare(self, client: Client) -> None:
         client.compressor.settings = self.compression

@@ -40,7 +40,7 @@ from embershard.proto.wire import frame_bytes
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.worker.client.client import Client
-from embershard.worker.compression.low_rank import Layout, LowRank, Place
+from embershard.worker.compression.low_rank import DenseLayout, LowRank, ParameterSlice
 from embershard.worker.compression.settings import Compression, warmup_density
 from timing import finish, machine, median, print_table, thread_seconds
 
@@ -146,7 +146,7 @@ def other_speeds(repeats: int) -> Result:
     """GB/s of CPU, there and back, of what is neither a values codec nor topk."""
     plain, blocks, rng = find_values("none"), gradients(MATRIX[0], MATRIX[1]), np.random.default_rng(4)
     flat, shape, ids = blocks.reshape(-1), blocks.shape, np.arange(len(blocks))
-    factors = LowRank(Layout(ids, [Place(0, MATRIX)]), MATRIX[1], RANK, 0)
+    factors = LowRank(DenseLayout(ids, [ParameterSlice(0, MATRIX)]), MATRIX[1], RANK, 0)
 
     def randomk() -> np.ndarray:
         at = random_positions(flat.size, count_of(RATIO, flat.size), 1)

@@ -27,9 +27,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from embershard.proto.routing import Placement, make_route
+from embershard.proto.routing import Placement, make_route, sum_rows
 from embershard.proto.spec import Adagrad, TableSpec, Uniform
-from embershard.proto.sum_rows import sum_rows
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table
 from timing import finish, load, machine, median, print_table, thread_seconds

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from embershard.worker.data.batch import Batch
 from embershard.worker.data.readers.clicks import ClickStream
 from embershard.worker.job.data import ClicksSection
-from embershard.worker.training.loader import LoaderProcess, Share
+from embershard.worker.training.loader import DataShare, LoaderProcess
 from timing import finish, print_table
 
 BATCHES, STEP_SECONDS, SIZE = 300, 0.006, 1024
@@ -41,7 +41,7 @@ def here() -> Iterator[Iterator[Batch]]:
 @contextlib.contextmanager
 def own() -> Iterator[Iterator[Batch]]:
     """In the loader's process."""
-    share = Share(data=ClicksSection(reader="clicks"), folder=Path(), seed=1, rank=0, world_size=1, batch_size=SIZE)
+    share = DataShare(data=ClicksSection(reader="clicks"), folder=Path(), seed=1, rank=0, world_size=1, batch_size=SIZE)
     with LoaderProcess(share) as loader:
         yield loader.train(0)
 

@@ -7,8 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 import embershard as es
-
-Floats = npt.NDArray[np.float32]
+from embershard.proto.arrays import Floats
 
 
 @es.row_optimizer(state_per_dim=1, settings={"beta": 0.9})

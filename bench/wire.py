@@ -12,7 +12,7 @@ from zlib import crc32
 
 import numpy as np
 
-from embershard.proto.wire import Feature, Reader, encode
+from embershard.proto.wire import Feature, FrameReader, encode
 from timing import finish, machine, median, print_table, thread_seconds
 
 ROUNDS = 7
@@ -44,7 +44,7 @@ class Stream:
                 os._exit(0)
         other.close()
         place = [np.zeros(size, np.uint8).data for _ in range(num)]
-        self.reader = Reader(num * size, lambda _: place, checksum=checksum)
+        self.reader = FrameReader(num * size, lambda _: place, checksum=checksum)
 
     def receive(self, frames: int) -> None:
         while frames > 0:
@@ -70,7 +70,7 @@ def small_frame_microseconds() -> tuple[float, float]:
     """Encode and decode of a frame with a head of 40 bytes and no buffers."""
     count, head = 20_000, b"x" * 40
     data = encode(4, 1, 2000, head, checksum=False)[0]
-    reader = Reader(0, lambda _: None, checksum=False)
+    reader = FrameReader(0, lambda _: None, checksum=False)
 
     def decode() -> None:
         for _ in range(count):

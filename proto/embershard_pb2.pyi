@@ -99,7 +99,7 @@ class Declared(_message.Message):
     def __init__(self, created: _Optional[bool] = ..., loading: _Optional[bool] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("table", "placement_epoch", "ids", "rows", "worker", "last", "keep_state", "epoch")
+    __slots__ = ("table", "placement_epoch", "ids", "rows", "worker", "last", "keep_state", "epoch", "seq", "first_incomplete")
     TABLE_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +108,8 @@ class LoadRequest(_message.Message):
     LAST_FIELD_NUMBER: _ClassVar[int]
     KEEP_STATE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    FIRST_INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
     table: str
     placement_epoch: int
     ids: bytes
@@ -116,7 +118,9 @@ class LoadRequest(_message.Message):
     last: bool
     keep_state: bool
     epoch: int
-    def __init__(self, table: _Optional[str] = ..., placement_epoch: _Optional[int] = ..., ids: _Optional[bytes] = ..., rows: _Optional[bytes] = ..., worker: _Optional[int] = ..., last: _Optional[bool] = ..., keep_state: _Optional[bool] = ..., epoch: _Optional[int] = ...) -> None: ...
+    seq: int
+    first_incomplete: int
+    def __init__(self, table: _Optional[str] = ..., placement_epoch: _Optional[int] = ..., ids: _Optional[bytes] = ..., rows: _Optional[bytes] = ..., worker: _Optional[int] = ..., last: _Optional[bool] = ..., keep_state: _Optional[bool] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., first_incomplete: _Optional[int] = ...) -> None: ...
 
 class Loaded(_message.Message):
     __slots__ = ("rows",)
@@ -125,7 +129,7 @@ class Loaded(_message.Message):
     def __init__(self, rows: _Optional[int] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("placement_epoch", "tables", "worker", "epoch", "after")
+    __slots__ = ("placement_epoch", "tables", "worker", "epoch", "required_clock")
     class TableIds(_message.Message):
         __slots__ = ("table", "ids", "route", "codec", "since", "packed_ids")
         TABLE_FIELD_NUMBER: _ClassVar[int]
@@ -145,13 +149,13 @@ class PullRequest(_message.Message):
     TABLES_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    AFTER_FIELD_NUMBER: _ClassVar[int]
+    REQUIRED_CLOCK_FIELD_NUMBER: _ClassVar[int]
     placement_epoch: int
     tables: _containers.RepeatedCompositeFieldContainer[PullRequest.TableIds]
     worker: int
     epoch: int
-    after: int
-    def __init__(self, placement_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PullRequest.TableIds, _Mapping]]] = ..., worker: _Optional[int] = ..., epoch: _Optional[int] = ..., after: _Optional[int] = ...) -> None: ...
+    required_clock: int
+    def __init__(self, placement_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PullRequest.TableIds, _Mapping]]] = ..., worker: _Optional[int] = ..., epoch: _Optional[int] = ..., required_clock: _Optional[int] = ...) -> None: ...
 
 class Rows(_message.Message):
     __slots__ = ("tables", "version", "codecs", "settings", "coding_seconds")
@@ -261,7 +265,7 @@ class MemberStatus(_message.Message):
     def __init__(self, worker: _Optional[int] = ..., clock: _Optional[int] = ..., paused: _Optional[bool] = ..., lease_seconds: _Optional[float] = ...) -> None: ...
 
 class ShardStatus(_message.Message):
-    __slots__ = ("shard", "num_shards", "placement_epoch", "version", "instance", "uptime_seconds", "resident_bytes", "requests", "pulled_rows", "pushed_rows", "duplicate_pushes", "skipped_rows", "queued_bytes", "tables", "clock", "staleness", "members", "staleness_seen", "expired_leases", "meeting")
+    __slots__ = ("shard", "num_shards", "placement_epoch", "version", "instance", "uptime_seconds", "resident_bytes", "requests", "pulled_rows", "pushed_rows", "duplicate_pushes", "skipped_rows", "queued_bytes", "tables", "clock", "staleness", "members", "staleness_seen", "expired_leases", "rendezvous")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARDS_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -281,7 +285,7 @@ class ShardStatus(_message.Message):
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     STALENESS_SEEN_FIELD_NUMBER: _ClassVar[int]
     EXPIRED_LEASES_FIELD_NUMBER: _ClassVar[int]
-    MEETING_FIELD_NUMBER: _ClassVar[int]
+    RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
     shard: int
     num_shards: int
     placement_epoch: int
@@ -301,8 +305,8 @@ class ShardStatus(_message.Message):
     members: _containers.RepeatedCompositeFieldContainer[MemberStatus]
     staleness_seen: _containers.RepeatedScalarFieldContainer[int]
     expired_leases: int
-    meeting: str
-    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., pulled_rows: _Optional[int] = ..., pushed_rows: _Optional[int] = ..., duplicate_pushes: _Optional[int] = ..., skipped_rows: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., clock: _Optional[int] = ..., staleness: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., staleness_seen: _Optional[_Iterable[int]] = ..., expired_leases: _Optional[int] = ..., meeting: _Optional[str] = ...) -> None: ...
+    rendezvous: str
+    def __init__(self, shard: _Optional[int] = ..., num_shards: _Optional[int] = ..., placement_epoch: _Optional[int] = ..., version: _Optional[str] = ..., instance: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., resident_bytes: _Optional[int] = ..., requests: _Optional[int] = ..., pulled_rows: _Optional[int] = ..., pushed_rows: _Optional[int] = ..., duplicate_pushes: _Optional[int] = ..., skipped_rows: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[TableStatus, _Mapping]]] = ..., clock: _Optional[int] = ..., staleness: _Optional[int] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., staleness_seen: _Optional[_Iterable[int]] = ..., expired_leases: _Optional[int] = ..., rendezvous: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("worker", "epoch", "clock", "staleness", "workers", "lease_ms", "staleness_aware_lr", "run")
@@ -337,14 +341,14 @@ class Joined(_message.Message):
     def __init__(self, member: _Optional[bool] = ..., clock: _Optional[int] = ..., started: _Optional[bool] = ..., members: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("worker", "epoch", "rest")
+    __slots__ = ("worker", "epoch", "pause")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    REST_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_FIELD_NUMBER: _ClassVar[int]
     worker: int
     epoch: int
-    rest: bool
-    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., rest: _Optional[bool] = ...) -> None: ...
+    pause: bool
+    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., pause: _Optional[bool] = ...) -> None: ...
 
 class LeaveAck(_message.Message):
     __slots__ = ()
@@ -367,20 +371,20 @@ class HeartbeatAck(_message.Message):
     def __init__(self, clock: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RendezvousRequest(_message.Message):
-    __slots__ = ("worker", "epoch", "name", "payload", "listen", "among")
+    __slots__ = ("worker", "epoch", "name", "payload", "want_payloads", "participants")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
-    LISTEN_FIELD_NUMBER: _ClassVar[int]
-    AMONG_FIELD_NUMBER: _ClassVar[int]
+    WANT_PAYLOADS_FIELD_NUMBER: _ClassVar[int]
+    PARTICIPANTS_FIELD_NUMBER: _ClassVar[int]
     worker: int
     epoch: int
     name: str
     payload: bytes
-    listen: bool
-    among: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., name: _Optional[str] = ..., payload: _Optional[bytes] = ..., listen: _Optional[bool] = ..., among: _Optional[_Iterable[int]] = ...) -> None: ...
+    want_payloads: bool
+    participants: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, worker: _Optional[int] = ..., epoch: _Optional[int] = ..., name: _Optional[str] = ..., payload: _Optional[bytes] = ..., want_payloads: _Optional[bool] = ..., participants: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RendezvousResult(_message.Message):
     __slots__ = ("workers", "payloads")

@@ -1,6 +1,25 @@
-"""The error tree. Each error has fields, one message built here, and one wire status.
+"""Errors with fields, one message built here, and one wire status.
 
 A shard raises these; a transport moves them as (status, name, fields) and the client raises the same type again.
+The tree, by what they are about; only InvalidRequest has subclasses:
+
+    EmbershardError
+        requests      InvalidRequest (WrongDim, MessageTooLarge, BadAddress, DamagedPayload, BadSnapshotName),
+                      NonFiniteValue
+        connections   BadFrame, WrongVersion, NotAShard, WrongShards, ShardUnavailable, ShardRestarted, ClientClosed,
+                      CannotListen
+        shards        ShardBusy, ShuttingDown, ShardFailed, InternalError
+        tables        UnknownTable, UnknownRoute, TableFull, TableMismatch, TableLoading, WrongPlacement
+        optimizers    UnknownOptimizer, BadOptimizer, BadLearningRate, OtherOptimizer
+        codecs        UnknownCodec, BadCodec
+        workers       StaleWorker, ClockAhead, LeaseLost, StaleRun, RendezvousOver, ModeMismatch, MemoryLost,
+                      WorkerLost, WorkersApart
+        snapshots     SnapshotNotWritten, SnapshotRunning, SnapshotUnknown, SnapshotTooLate, SnapshotTimeout,
+                      SnapshotExists, SnapshotScattered, SnapshotNotFound, SnapshotUnreadable, SnapshotDamaged,
+                      SnapshotTooNew, TablesInTheWay
+        the user's    JobError, BadModule, CannotWrite, OutputClosed
+
+Commands and training add subclasses of their own, beside what raises them.
 """
 
 from __future__ import annotations
@@ -45,6 +64,12 @@ class EmbershardError(Exception):
         super().__init__(self.message)
 
     def __init_subclass__(cls) -> None:
+        other = _REGISTRY.setdefault(cls.__name__, cls)
+        if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):  # a reload defines it again
+            raise TypeError(
+                f"{cls.__module__}.{cls.__qualname__}: {other.__module__} has an error of this name already, and an "
+                "error is found by its name when it crosses a process or the wire; choose another name"
+            )
         _REGISTRY[cls.__name__] = cls
 
     @property
@@ -93,11 +118,11 @@ class BadFrame(EmbershardError):
 
 
 class WrongVersion(EmbershardError):
-    """Two sides without a common version of the `stream` transport."""
+    """Two sides without a common version of the contract (docs/wire.md)."""
 
     status = Status.FAILED_PRECONDITION
     template = (
-        "it speaks versions {lowest} to {highest} of the stream transport, this side {own_lowest} to {own_highest}; "
+        "it speaks versions {lowest} to {highest} of the contract, this side {own_lowest} to {own_highest}; "
         "upgrade the older side"
     )
 
@@ -207,11 +232,11 @@ class StaleRun(EmbershardError):
     )
 
 
-class MeetingOver(EmbershardError):
-    """A meeting that was held so long ago that its shard forgot what was said there."""
+class RendezvousOver(EmbershardError):
+    """A rendezvous that was completed so long ago that its shard no longer holds the payloads."""
 
     status = Status.FAILED_PRECONDITION
-    template = "the meeting {meeting!r} of the workers is over; the others went on without this one"
+    template = "the rendezvous {name!r} of the workers is over; the others went on without this worker"
 
 
 class ModeMismatch(EmbershardError):
@@ -365,6 +390,148 @@ class ShardFailed(EmbershardError):
 
     status = Status.UNAVAILABLE
     template = "{what}; its last log lines:\n{log}"
+
+
+class UnknownCodec(EmbershardError):
+    """A values codec that this process was not started with."""
+
+    status = Status.NOT_FOUND
+    template = (
+        "no codec {codec!r} here (known: {known}); a user-defined one needs `--import MODULE` on every shard and worker"
+    )
+
+
+class BadCodec(EmbershardError):
+    """A user-defined codec, or its module, that does not load, raises, or gives what it should not."""
+
+    status = Status.INVALID_ARGUMENT
+    template = "codec {codec!r}: {reason}"
+
+
+class BadModule(EmbershardError):
+    """A user's module that does not load, or that holds nothing to load it for."""
+
+    status = Status.INVALID_ARGUMENT
+    template = "module {module!r} {reason}"
+
+
+class DamagedPayload(InvalidRequest):
+    """Bytes that its codec cannot have written; nothing of the message is applied."""
+
+    template = "a payload of codec {codec!r}: {reason}; both sides need the same version of embershard"
+
+
+def check_size(codec: str, got: int, shape: tuple[int, ...], want: int) -> None:
+    """DamagedPayload unless a payload of (rows, dim) floats has the bytes that its codec writes."""
+    if got != want:
+        raise DamagedPayload(codec=codec, reason=f"{got} bytes, where {shape[0]} rows of dim {shape[1]} take {want}")
+
+
+class BadSnapshotName(InvalidRequest):
+    """A name or a place that no snapshot can have."""
+
+    template = "{name!r} cannot be {what}: {reason}"
+
+
+class SnapshotNotWritten(EmbershardError):
+    """A snapshot that could not be written: no room, no permission, a storage that does not answer."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "cannot write {path}: {reason}; make room there, or choose another folder. The snapshots before this one are "
+        "as they were, and the shards go on serving"
+    )
+
+
+class SnapshotRunning(EmbershardError):
+    """A shard that writes another snapshot; the client waits for its end."""
+
+    status = Status.UNAVAILABLE
+    retryable = True
+    template = "the shard still writes snapshot {name!r} ({rows} of {total_rows} rows); wait for it, or cancel it"
+
+
+class SnapshotUnknown(EmbershardError):
+    """A snapshot, or a restore, that a shard knows nothing of (any more)."""
+
+    status = Status.ABORTED
+    template = "the shard does not work on {what} {name!r} any more: another one took its place; start it again"
+
+
+class SnapshotTooLate(EmbershardError):
+    """A snapshot at a clock that is closed already."""
+
+    status = Status.ABORTED
+    template = "a snapshot at clock {clock} comes too late, {now} are closed; ask for a later clock"
+
+
+class SnapshotTimeout(EmbershardError):
+    """A snapshot, or a restore, that does not go on."""
+
+    status = Status.DEADLINE_EXCEEDED
+    template = "{what} {name!r} has not moved for {seconds:.0f} s ({where}); it was given up. {remedy}"
+
+
+class SnapshotExists(EmbershardError):
+    """A name that is taken."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "{path} holds a snapshot already; give the new one another name"
+
+
+class SnapshotScattered(EmbershardError):
+    """A shard whose files are not where the others' are."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "shard {index} says that it wrote {path}, and it is not there ({reason}); name a folder that all shards and "
+        "this process share, or a URL of remote storage"
+    )
+
+
+class SnapshotNotFound(EmbershardError):
+    """A place that holds no snapshot."""
+
+    status = Status.NOT_FOUND
+    template = "{path} holds no snapshot: {reason}"
+
+
+class SnapshotUnreadable(EmbershardError):
+    """A storage that does not let us read."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "cannot read {path}: {reason}"
+
+
+class SnapshotDamaged(EmbershardError):
+    """A file of a snapshot that is not what was written."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "{path} is damaged or not ours: {reason}; restore another snapshot (`embershard inspect` lists them)"
+
+
+class SnapshotTooNew(EmbershardError):
+    """A snapshot of a version of its format that this program does not know."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "{path} has version {got} of the format, this program reads up to {want}; upgrade embershard"
+
+
+class OtherOptimizer(EmbershardError):
+    """A table whose optimizer keeps something else per row here than where the snapshot was taken."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "{path}: table {table!r} has {got} floats of optimizer state per row, and {optimizer!r} keeps {want} here; "
+        "start the shards with the version of the optimizer that the snapshot was trained with"
+    )
+
+
+class TablesInTheWay(EmbershardError):
+    """A shard that would lose its rows by a restore."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "the shard holds tables already ({tables}); restore into fresh shards, or replace them with --replace"
 
 
 # gRPC drops a reply whose trailing metadata is over 8 KiB, base64 included, and the message travels beside the detail.

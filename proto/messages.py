@@ -7,29 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
-from embershard.proto.codec_messages import Compress as Compress
-from embershard.proto.codec_messages import Compressed as Compressed
-from embershard.proto.codec_messages import TableCodecs as TableCodecs
-from embershard.proto.snapshot_messages import Restore, Restored, Snapshot, Snapshotted
+from embershard.proto.arrays import MAX_MESSAGE_BYTES, Array, Bytes, Floats, Ids
 from embershard.proto.spec import TableSpec
-from embershard.proto.status_messages import GetStatus as GetStatus
-from embershard.proto.status_messages import MemberStatus as MemberStatus
-from embershard.proto.status_messages import ShardStatus as ShardStatus
-from embershard.proto.status_messages import TableStatus as TableStatus
-
-Ids = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
-Bytes = npt.NDArray[np.uint8]
-Array = Ids | Floats | Bytes
+from embershard.proto.wire import VERSION
 
 PACKED = "packed"  # the codec of a push whose payload says itself how it is made (proto/codec/payload.py)
 DELTA = "delta"  # the codec of a pull of what changed since: a payload of elements, or "" where that is all rows
 
-# 64 MiB above gRPC's 4 MiB default: large enough to amortise a call, small enough to bound memory per connection.
-MAX_MESSAGE_BYTES = 64 * 2**20
 # A shard puts a request that waits for other workers back so long before its deadline, or a quarter of its time, that
 # the reply still arrives.
 PUT_BACK_SECONDS = 0.5
@@ -38,14 +22,14 @@ READ_ONLY_WORKER = 65_535  # the last worker number, which no job of this size h
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Who are you?"""
+    """Ask a shard to describe itself."""
 
     worker: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """A shard introduces itself."""
+    """A shard describes itself."""
 
     shard: int
     num_shards: int
@@ -74,8 +58,18 @@ class Declared:
 
 
 @dataclass(frozen=True, slots=True)
+class PushToken:
+    """What makes a push or a load apply once (RIFL, Lee et al. 2015): see embershard.proto."""
+
+    worker: int
+    epoch: int
+    seq: int
+    first_incomplete: int
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
-    """Assign rows."""
+    """Assign rows, once per token; without a token a load that is repeated is applied again."""
 
     table: str
     placement_epoch: int
@@ -84,7 +78,7 @@ class Load:
     worker: int = 0
     last: bool = True
     keep_state: bool = False
-    epoch: int = 0  # of a member's incarnation; 0: the worker takes no part in a job
+    token: PushToken | None = None  # of the same worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +106,7 @@ class TableIds:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Read rows of several tables, once `after` clocks are closed.
+    """Read rows of several tables, once `required_clock` clocks are closed.
 
     Route numbers are those of the worker's incarnation (epoch).
     """
@@ -121,7 +115,7 @@ class Pull:
     tables: tuple[TableIds, ...]
     worker: int = 0
     epoch: int = 0
-    after: int = 0
+    required_clock: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,16 +131,6 @@ class Rows:
     codecs: tuple[str, ...] = ()  # of each table, as in TableIds; (): all are float32
     settings: int = 0  # grows when the shard's compression settings change
     coding_seconds: float = field(default=0.0, compare=False)  # that the shard took to encode them
-
-
-@dataclass(frozen=True, slots=True)
-class PushToken:
-    """What makes a push apply once (RIFL, Lee et al. 2015): see embershard.proto."""
-
-    worker: int
-    epoch: int
-    seq: int
-    first_incomplete: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,16 +214,16 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Stop being waited for; with `rest` the lease goes on, and meetings still expect the worker."""
+    """Leave the job; with `pause` stay a member that no clock waits for, but a rendezvous does."""
 
     worker: int
     epoch: int
-    rest: bool = False
+    pause: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveAck:
-    """Nobody waits for it."""
+    """The worker left, or is paused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,23 +244,23 @@ class HeartbeatAck:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Put bytes down and read those of all other members, once all of them have come.
+    """Exchange bytes with all other members; answered once all of them have called.
 
-    Names are used once: whoever comes to a meeting that was held already reads who was there. `among` are the workers
-    who are expected, as far as they live; none: all members.
+    A name is used once: a late caller of a rendezvous that is complete reads who took part. `participants` are the
+    workers that are expected, as far as they are members; none: all members.
     """
 
     worker: int
     epoch: int
     name: str
     payload: Bytes  # (N,) uint8
-    listen: bool = True
-    among: tuple[int, ...] = ()
+    want_payloads: bool = True
+    participants: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RendezvousResult:
-    """Who came, in order, and what they put down, for those who listen."""
+    """Who took part, ascending, and their payloads for those who want them."""
 
     workers: tuple[int, ...]
     payloads: tuple[Bytes, ...]
@@ -299,6 +283,151 @@ class Split:
 
     index: int
     returned: int
+
+
+@dataclass(frozen=True, slots=True)
+class TableCodecs:
+    """How a table is to travel, as codec texts; "": as its workers say themselves."""
+
+    table: str
+    push: str = ""
+    pull: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Compress:
+    """Have the workers switch these tables, under a revision above the shard's; revision 0 only checks and asks.
+
+    A direction that is "" stays as it was said before. Without tables all that was said before is forgotten, unless
+    members of a job are there: so begins a worker that trains alone, and never joins.
+    """
+
+    revision: int = 0
+    tables: tuple[TableCodecs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Compressed:
+    """All that was said of the tables of this job until this revision, which only grows; 0: nothing ever was."""
+
+    revision: int
+    tables: tuple[TableCodecs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Write this shard's part of a snapshot, at once or when `at_clock` clocks are closed.
+
+    `step` is "begin", "watch" (how far is it?) or "cancel".
+    """
+
+    url: str
+    name: str
+    id: int
+    at_clock: int = 0
+    step: str = "begin"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshotted:
+    """How far a shard's part is: `state` is "waiting", "writing", "done", "cancelling" or "cancelled".
+
+    `clock` is the first one that was not closed. Once done, `path` is the list of its files, and `sha256` (hex) that
+    list's digest.
+    """
+
+    state: str
+    clock: int = 0
+    rows: int = 0
+    total_rows: int = 0
+    bytes: int = 0
+    files: int = 0
+    path: str = ""
+    sha256: str = ""
+    stall_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Read what belongs to this shard from a snapshot whose manifest has this digest (hex).
+
+    `step` is "begin", "watch" (how far is it?), "install" (put what was read in place) or "cancel".
+    """
+
+    url: str
+    name: str
+    id: int
+    sha256: str
+    replace: bool = False
+    step: str = "begin"
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """How far it is: `state` is "reading", "ready", "installed" or "cancelled"; rows are those that belong here."""
+
+    state: str
+    rows: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GetStatus:
+    """Ask a shard for its state."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableStatus:
+    """One table of a shard."""
+
+    name: str
+    dim: int
+    rows: int
+    bytes: int
+    optimizer: str
+    loading: bool
+    push_codec: str = ""  # of the worker that declared it last
+    pull_codec: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStatus:
+    """One worker of the job, as a shard sees it: the next clock that it will push, and what is left of its lease."""
+
+    worker: int
+    clock: int
+    paused: bool
+    lease_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ShardStatus:
+    """One shard; counters run from its start.
+
+    `clock` is the first that is not closed; `staleness_seen[n]` are pushes whose rows had missed n updates (the last
+    number: so many or more).
+    """
+
+    shard: int
+    num_shards: int
+    placement_epoch: int
+    version: str
+    instance: str
+    uptime_seconds: float
+    resident_bytes: int
+    requests: int
+    pulled_rows: int
+    pushed_rows: int
+    duplicate_pushes: int
+    skipped_rows: int
+    queued_bytes: int
+    tables: tuple[TableStatus, ...]
+    clock: int = 0
+    staleness: int = -1
+    members: tuple[MemberStatus, ...] = ()
+    staleness_seen: tuple[int, ...] = ()
+    expired_leases: int = 0
+    rendezvous: str = ""  # name of the last one that was completed
 
 
 Request = (
@@ -328,7 +457,8 @@ METHODS: dict[type[Request], tuple[str, type[Reply]]] = {
     Restore: ("Restore", Restored),
     Compress: ("Compress", Compressed),
 }
-SERVICE = "embershard.v1.Shard"
+SERVICE = f"embershard.v{VERSION}.Shard"
+OTHER_SERVICES = r"/embershard\.v(\d{1,5})\.Shard/"  # the start of the methods of all versions, as a pattern
 
 # kinds of frames of the `stream` transport (docs/wire.md): a reply's is its request's with the highest bit set
 REQUEST_KINDS: dict[int, type[Request]] = {number: kind for number, kind in enumerate(METHODS, start=1)}

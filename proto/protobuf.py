@@ -14,14 +14,17 @@ from itertools import repeat
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from google.protobuf.message import Message as Protobuf
 
 from embershard.proto import embershard_pb2 as pb
-from embershard.proto.buffers import Buffer, IdReader, read_floats, read_ids, read_values, to_bytes
+from embershard.proto.arrays import MAX_MESSAGE_BYTES, Array, Bytes, Floats, Ids
+from embershard.proto.codec.lossless.ids import decode_ids
 from embershard.proto.codec.name import CodecName
-from embershard.proto.codec_messages import Compress, Compressed, TableCodecs
 from embershard.proto.errors import InvalidRequest
 from embershard.proto.messages import (
+    Compress,
+    Compressed,
     Declare,
     Declared,
     GetStatus,
@@ -43,17 +46,67 @@ from embershard.proto.messages import (
     PushToken,
     Rendezvous,
     RendezvousResult,
+    Restore,
+    Restored,
     Rows,
     ShardStatus,
+    Snapshot,
+    Snapshotted,
     Split,
+    TableCodecs,
     TableGradients,
     TableIds,
     TableStatus,
     TakeSplit,
     arrays,
 )
-from embershard.proto.snapshot_messages import Restore, Restored, Snapshot, Snapshotted
 from embershard.proto.spec import Initializer, Optimizer, TableSpec
+
+S = TypeVar("S", bound=np.generic)
+Buffer = bytes | memoryview
+
+
+def to_bytes(array: Array) -> bytes:
+    """A copy of the values."""
+    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def read_ids(data: Buffer, table: str) -> Ids:
+    """(U,) int64, a view of the bytes."""
+    return _array(data, np.dtype("<i8"), table, "ids")
+
+
+def read_floats(data: Buffer, table: str) -> Floats:
+    """(U * dim,) float32, a view of the bytes."""
+    return _array(data, np.dtype("<f4"), table, "rows")
+
+
+def read_values(data: Buffer, codec: str, table: str) -> Floats | Bytes:
+    """As `read_floats`; with a codec its payload, (N,) uint8."""
+    return np.frombuffer(data, np.uint8) if codec else read_floats(data, table)
+
+
+class IdReader:
+    """The ids of one message. Compressed ones take no more memory than uncompressed ones could."""
+
+    def __init__(self) -> None:
+        self._left = MAX_MESSAGE_BYTES // 8
+
+    def read(self, data: Buffer, table: str, packed: bool) -> tuple[Ids, Bytes | None]:
+        """The ids, and what they travelled as where they were compressed. DamagedPayload."""
+        if not packed:
+            return read_ids(data, table), None
+        coded = np.frombuffer(data, np.uint8)
+        ids = decode_ids(coded, self._left)
+        self._left -= len(ids)
+        return ids, coded
+
+
+def _array(data: Buffer, dtype: np.dtype[S], table: str, what: str) -> npt.NDArray[S]:
+    size = memoryview(data).nbytes
+    if size % dtype.itemsize:
+        raise InvalidRequest(reason=f"table {table!r}: {size} bytes of {what} are no whole number of {dtype.name}")
+    return np.frombuffer(data, dtype)
 
 
 def _pack_spec(spec: TableSpec) -> pb.TableSpec:
@@ -96,14 +149,20 @@ def _unpack_declare(p: pb.DeclareRequest, _: Sequence[Buffer]) -> Declare:
 
 
 def _pack_load(m: Load) -> pb.LoadRequest:
+    token = m.token or _NO_TOKEN
     return pb.LoadRequest(
         table=m.table,
         placement_epoch=m.placement_epoch,
         worker=m.worker,
         last=m.last,
         keep_state=m.keep_state,
-        epoch=m.epoch,
+        epoch=token.epoch,
+        seq=token.seq,
+        first_incomplete=token.first_incomplete,
     )
+
+
+_NO_TOKEN = PushToken(worker=0, epoch=0, seq=0, first_incomplete=0)
 
 
 def _unpack_load(p: pb.LoadRequest, bulk: Sequence[Buffer]) -> Load:
@@ -116,7 +175,7 @@ def _unpack_load(p: pb.LoadRequest, bulk: Sequence[Buffer]) -> Load:
         p.worker,
         p.last,
         p.keep_state,
-        p.epoch,
+        PushToken(p.worker, p.epoch, p.seq, p.first_incomplete) if p.seq else None,
     )
 
 
@@ -132,7 +191,11 @@ def _pack_pull(m: Pull) -> pb.PullRequest:
         for part in m.tables
     ]
     return pb.PullRequest(
-        placement_epoch=m.placement_epoch, tables=tables, worker=m.worker, epoch=m.epoch, after=m.after
+        placement_epoch=m.placement_epoch,
+        tables=tables,
+        worker=m.worker,
+        epoch=m.epoch,
+        required_clock=m.required_clock,
     )
 
 
@@ -142,7 +205,7 @@ def _unpack_pull(p: pb.PullRequest, bulk: Sequence[Buffer]) -> Pull:
     for part, data in zip(p.tables, bulk, strict=True):
         values, packed = ids.read(data, part.table, part.packed_ids)
         tables.append(TableIds(part.table, values, part.route, part.codec, part.since, packed))
-    return Pull(p.placement_epoch, tuple(tables), p.worker, p.epoch, p.after)
+    return Pull(p.placement_epoch, tuple(tables), p.worker, p.epoch, p.required_clock)
 
 
 def _pack_rows(m: Rows) -> pb.Rows:
@@ -196,7 +259,8 @@ def _unpack_push(p: pb.PushRequest, bulk: Sequence[Buffer]) -> Push:
     for part in p.tables:
         own, packed = (_NO_IDS, None) if part.route else ids.read(next(left), part.table, part.packed_ids)
         gradients = read_values(next(left), part.codec, part.table)
-        tables.append(TableGradients(part.table, own, gradients, part.lr_scale, part.route, part.codec, packed))
+        scale = part.lr_scale if part.HasField("lr_scale") else 1.0
+        tables.append(TableGradients(part.table, own, gradients, scale, part.route, part.codec, packed))
     if any(True for _ in left):
         raise ValueError("more arrays than its tables have")
     token = PushToken(p.worker, p.epoch, p.seq, p.first_incomplete)
@@ -236,16 +300,20 @@ def _unpack_status(p: pb.ShardStatus, _: Sequence[Buffer]) -> ShardStatus:
     return ShardStatus(**flat, **parts)
 
 
-def _pack_meet(m: Rendezvous) -> pb.RendezvousRequest:
-    return pb.RendezvousRequest(worker=m.worker, epoch=m.epoch, name=m.name, listen=m.listen, among=m.among)
+def _pack_rendezvous(m: Rendezvous) -> pb.RendezvousRequest:
+    return pb.RendezvousRequest(
+        worker=m.worker, epoch=m.epoch, name=m.name, want_payloads=m.want_payloads, participants=m.participants
+    )
 
 
-def _unpack_meet(p: pb.RendezvousRequest, bulk: Sequence[Buffer]) -> Rendezvous:
+def _unpack_rendezvous(p: pb.RendezvousRequest, bulk: Sequence[Buffer]) -> Rendezvous:
     (payload,) = bulk
-    return Rendezvous(p.worker, p.epoch, p.name, np.frombuffer(payload, np.uint8), p.listen, tuple(p.among))
+    return Rendezvous(
+        p.worker, p.epoch, p.name, np.frombuffer(payload, np.uint8), p.want_payloads, tuple(p.participants)
+    )
 
 
-def _unpack_met(p: pb.RendezvousResult, bulk: Sequence[Buffer]) -> RendezvousResult:
+def _unpack_result(p: pb.RendezvousResult, bulk: Sequence[Buffer]) -> RendezvousResult:
     return RendezvousResult(tuple(p.workers), tuple(np.frombuffer(payload, np.uint8) for payload in bulk))
 
 
@@ -283,8 +351,12 @@ _FORMS: dict[type, tuple[type[Protobuf], _Pack, _Unpack]] = {
     LeaveAck: (pb.LeaveAck, *_plain(LeaveAck, pb.LeaveAck)),
     Heartbeat: (pb.HeartbeatRequest, *_plain(Heartbeat, pb.HeartbeatRequest)),
     HeartbeatAck: (pb.HeartbeatAck, *_plain(HeartbeatAck, pb.HeartbeatAck)),
-    Rendezvous: (pb.RendezvousRequest, _pack_meet, _unpack_meet),
-    RendezvousResult: (pb.RendezvousResult, lambda m: pb.RendezvousResult(workers=m.workers), _unpack_met),
+    Rendezvous: (pb.RendezvousRequest, _pack_rendezvous, _unpack_rendezvous),
+    RendezvousResult: (
+        pb.RendezvousResult,
+        lambda m: pb.RendezvousResult(workers=m.workers),
+        _unpack_result,
+    ),
     TakeSplit: (pb.TakeSplitRequest, *_plain(TakeSplit, pb.TakeSplitRequest)),
     Split: (pb.Split, *_plain(Split, pb.Split)),
     Snapshot: (pb.SnapshotRequest, *_plain(Snapshot, pb.SnapshotRequest)),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from embershard.proto.routing import BUCKET_SHIFT, Ids, Placement, Route
+from embershard.proto.arrays import Ids
+from embershard.proto.routing import BUCKET_SHIFT, Placement, Route
 
 
 def mix64(x: Ids, key: int) -> npt.NDArray[np.uint64]:

@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled.jit import called, compiled
 
 NUM_BUCKETS = 4096
 MAX_EVEN = 2**30  # ids that even_ids gives: 4 TiB of dense weights
 BUCKET_SHIFT = 52  # high bits: the hash cells of a shard already use the low ones
 
-Ids = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 Cells = npt.NDArray[np.int32]
 Shards = npt.NDArray[np.uint16]
@@ -277,3 +277,28 @@ def _ascend(ids: Ids, splits: Ids, index: Ids) -> tuple[Ids, Ids]:
     for i in range(_U(index.size)):
         followed[i] = places[_U(index[i])]
     return ordered, followed
+
+
+def sum_rows(index: Ids, rows: Floats, num_rows: int) -> Floats:
+    """(num_rows, dim) float32: the sum of all rows[i] with index[i] == u, added in the order of i.
+
+    index: (N,) int64, each at least 0 and below num_rows, as Route.index. rows: (N, dim) float32, C-ordered.
+    The bits are those of torch's index_add_ (bench/kernels.py compares the time).
+    """
+    out = np.zeros((num_rows, rows.shape[1]), np.float32)
+    _sum_rows(index, rows, out)
+    return out
+
+
+@compiled(
+    types.void(
+        types.Array(types.int64, 1, "C", readonly=True),
+        types.Array(types.float32, 2, "C", readonly=True),
+        types.float32[:, ::1],
+    )
+)
+def _sum_rows(index: Ids, rows: Floats, out: Floats) -> None:
+    for i in range(index.size):
+        u = np.uint64(index[i])  # unsigned: no test for negative ones
+        for j in range(np.uint64(rows.shape[1])):
+            out[u, j] += rows[i, j]

@@ -22,9 +22,8 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from embershard.proto.arrays import Doubles
 
 KEPT_STEPS = 4096  # the last ones: 32 KiB per part
 
@@ -73,13 +72,13 @@ def step_ends() -> None:
         _recorder.end()
 
 
-def split_now() -> Split | None:
+def split_now() -> TimeSplit | None:
     """The split of the Recorder that is installed; None without one."""
     return None if _recorder is None else _recorder.split()
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartTimes:
     """One part of a step, over the steps that were kept."""
 
     p50_ms: float
@@ -89,13 +88,13 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class TimeSplit:
     """A step and its parts: those of the training thread and `other` add up to it, `overlapped` ones ran beside it."""
 
     steps: int
-    step: Part
-    parts: Mapping[str, Part]
-    overlapped: Mapping[str, Part]  # of other threads
+    step: PartTimes
+    parts: Mapping[str, PartTimes]
+    overlapped: Mapping[str, PartTimes]  # of other threads
 
     def __str__(self) -> str:
         """A table."""
@@ -106,7 +105,7 @@ class Split:
         return "\n".join(lines)
 
 
-def _line(name: str, part: Part) -> str:
+def _line(name: str, part: PartTimes) -> str:
     return f"{name:<20}{part.p50_ms:>9.3f} ms{part.p99_ms:>9.3f} ms{part.share:>8.1%}"
 
 
@@ -127,7 +126,7 @@ class Recorder:
         # (name, thread, seconds) of this step; all threads add to it without a lock, which a deque bears
         self._done: deque[tuple[str, int, float]] = deque()
         self._step_seconds = np.zeros(kept_steps)  # a ring
-        self._seconds: dict[tuple[str, bool], Floats] = {}  # likewise
+        self._seconds: dict[tuple[str, bool], Doubles] = {}  # likewise
         self._start = time.perf_counter()
         self._thread = threading.get_ident()
         self._before: Recorder | None = None
@@ -171,7 +170,7 @@ class Recorder:
         """Count time of this thread that no span could hold."""
         self._done.append((name, threading.get_ident(), seconds))
 
-    def split(self) -> Split:
+    def split(self) -> TimeSplit:
         """The steps until now, of which the last `kept_steps` are remembered."""
         with self._lock:
             kept = min(self._steps, self._kept)
@@ -181,7 +180,7 @@ class Recorder:
             main = {name: ring for (name, overlapped), ring in rings.items() if not overlapped}
             beside = {name: ring for (name, overlapped), ring in rings.items() if overlapped}
             main["other"] = whole - sum(main.values(), np.zeros(kept))
-            return Split(
+            return TimeSplit(
                 steps=self._steps,
                 step=_part(whole, total),
                 parts={name: _part(ring, total) for name, ring in _largest_first(main)},
@@ -189,15 +188,17 @@ class Recorder:
             )
 
 
-def _largest_first(rings: Mapping[str, Floats]) -> list[tuple[str, Floats]]:
+def _largest_first(rings: Mapping[str, Doubles]) -> list[tuple[str, Doubles]]:
     return sorted(rings.items(), key=lambda item: -float(item[1].sum()))
 
 
-def _part(seconds: Floats, total: float) -> Part:
+def _part(seconds: Doubles, total: float) -> PartTimes:
     if not len(seconds):
-        return Part(0.0, 0.0, 0.0, 0.0)
+        return PartTimes(0.0, 0.0, 0.0, 0.0)
     p50, p99 = np.percentile(seconds, [50, 99]) * 1e3
-    return Part(float(p50), float(p99), float(seconds.mean()) * 1e3, float(seconds.sum()) / total if total else 0.0)
+    return PartTimes(
+        float(p50), float(p99), float(seconds.mean()) * 1e3, float(seconds.sum()) / total if total else 0.0
+    )
 
 
 class _Span:

@@ -21,11 +21,14 @@ from torch.distributed import rpc
 from torch.distributed.rpc import TensorPipeAgent
 from torch.distributed.rpc.api import _init_rpc_states
 
-from embershard.proto.messages import Bytes, Floats, Ids
+from embershard.proto.arrays import Bytes, Floats, Ids
+from embershard.proto.wire import VERSION
 
-QUESTION = b"embershard rpc 1?\n"  # asked first: what listens there instead says so, or closes the connection
+QUESTION = (
+    f"embershard rpc {VERSION}?\n".encode()
+)  # asked first: what listens there instead says so, or closes the connection
 # and the answer: this, the URL of the shard's agent, and a line's end
-GREETING = b"embershard rpc 1 "
+GREETING = f"embershard rpc {VERSION} ".encode()
 MAX_GREETING_BYTES = 256
 
 _INTERFACE = "TP_SOCKET_IFNAME"  # where TensorPipe reads on which interface it shall listen; it has no argument for it

@@ -5,14 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 
-from embershard.proto.errors import EmbershardError, Status
-
-
-class BadModule(EmbershardError):
-    """A user's module that does not load, or that holds nothing to load it for."""
-
-    status = Status.INVALID_ARGUMENT
-    template = "module {module!r} {reason}"
+from embershard.proto.errors import BadModule, EmbershardError
 
 
 def members_of(module: str) -> Mapping[str, object]:

@@ -1,7 +1,7 @@
 """The frames of the `stream` transport: bytes in, frames out; no socket, no asyncio, no message (docs/wire.md).
 
 A connection starts with a hello of either side (`client_hello`, `server_hello`, `read_server_hello`). After it, both
-sides send what `encode` returns, and give a `Reader` what they receive.
+sides send what `encode` returns, and give a `FrameReader` what they receive.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 MAGIC = b"EMBSHRD\n"  # the first 8 bytes of either direction: no HTTP/2 preface, no TLS record, and a whole line to
 # a server of text, which then says that it is none of ours instead of waiting for the rest
-OLDEST_VERSION = 1
-VERSION = 1
+OLDEST_VERSION = 2  # of the contract: of frames, messages and the gRPC package
+VERSION = 2
 
 # The head is a message without its arrays. A pull of 2,048 tables with names of 100 letters needs 0.2 MiB of it.
 MAX_HEAD_BYTES = 2**20
@@ -120,6 +120,11 @@ def read_server_hello(answer: bytes) -> Agreed:
     return Agreed(lowest, Feature(features))
 
 
+def wrong_version(other: int) -> WrongVersion:
+    """The error of this side about another that speaks only version `other`."""
+    return WrongVersion(lowest=other, highest=other, own_lowest=OLDEST_VERSION, own_highest=VERSION)
+
+
 def _read_hello(data: bytes) -> tuple[int, int, int]:
     magic, lowest, highest, features = _HELLO.unpack(data)
     if magic != MAGIC:
@@ -162,7 +167,7 @@ def encode(
     return pieces
 
 
-class Reader:
+class FrameReader:
     """Turns received bytes into frames, and has the bulk of large ones received straight into its place.
 
     `limit` bounds the bulk of a frame in bytes. `place(header)` is called for a frame with buffers once its start has

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from embershard.proto.codec.name import CodecName
-from embershard.proto.codec_messages import Compress, Compressed, TableCodecs
 from embershard.proto.errors import InvalidRequest
+from embershard.proto.messages import Compress, Compressed, TableCodecs
 from embershard.ps.table.tables import Tables
 
 

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embershard.proto.errors import EmbershardError, InvalidRequest, clipped
+from embershard.proto.errors import (
+    EmbershardError,
+    InvalidRequest,
+    OtherOptimizer,
+    SnapshotDamaged,
+    SnapshotUnknown,
+    SnapshotUnreadable,
+    TablesInTheWay,
+    clipped,
+)
+from embershard.proto.messages import Restore, Restored
 from embershard.proto.routing import Placement
 from embershard.proto.snapshot.manifest import (
     MANIFEST,
@@ -22,14 +32,6 @@ from embershard.proto.snapshot.manifest import (
     check_name,
     unpack_manifest,
 )
-from embershard.proto.snapshot_errors import (
-    OtherOptimizer,
-    SnapshotDamaged,
-    SnapshotUnknown,
-    SnapshotUnreadable,
-    TablesInTheWay,
-)
-from embershard.proto.snapshot_messages import Restore, Restored
 from embershard.ps.table.frozen_kernels import mark_own
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table

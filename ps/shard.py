@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.codec.user_defined import CodecRegistry
 from embershard.proto.errors import ClockAhead, InvalidRequest, WrongPlacement
 from embershard.proto.messages import (
-    MAX_MESSAGE_BYTES,
     Compress,
     Declare,
     GetStatus,
@@ -32,12 +32,13 @@ from embershard.proto.messages import (
     Rendezvous,
     Reply,
     Request,
+    Restore,
     Rows,
     ShardStatus,
+    Snapshot,
     TakeSplit,
 )
 from embershard.proto.routing import Placement
-from embershard.proto.snapshot_messages import Restore, Snapshot
 from embershard.ps.compression_settings import CompressionSettings
 from embershard.ps.coordination.clock import Clock
 from embershard.ps.coordination.data_splits import Splits
@@ -165,7 +166,7 @@ class Shard:
             members=self._clock.status(),
             staleness_seen=tuple(self._clock.updates.seen),
             expired_leases=self._clock.expired,
-            meeting=self._meetings.last,
+            rendezvous=self._meetings.last,
         )
 
     def _answer(self, request: Request, now: float) -> Reply:
@@ -178,10 +179,7 @@ class Shard:
                 return replace(reply, settings=self._compression.revision, coding_seconds=self._coding.take())
             case Load():
                 self._check_placement(request.placement_epoch)
-                if request.epoch:
-                    self._clock.fence(request.worker, request.epoch)
-                    self._clock.renew_lease(request.worker, request.epoch, now)
-                return self._tables.load(request)
+                return self._pushes.load(request, now)
             case Declare():
                 return self._tables.declare(request)
             case Hello():
@@ -239,9 +237,9 @@ class Shard:
     def _pull(self, request: Pull, now: float) -> Rows:
         self._check_placement(request.placement_epoch)
         self._clock.renew_lease(request.worker, request.epoch, now)
-        if request.after:
+        if request.required_clock:
             self._clock.fence(request.worker, request.epoch)  # it must not wait for what is another's clock by now
-            self._clock.await_closed(request.after)
+            self._clock.await_closed(request.required_clock)
         reads = [self._tables.check_read(part) for part in request.tables]
         updates = self._clock.updates
         tables, codecs = read_all(reads, lambda: updates.version, self._coding, self.greeting.max_message_bytes)

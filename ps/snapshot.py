@@ -13,11 +13,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from embershard.proto.errors import EmbershardError, InvalidRequest, clipped
+from embershard.proto.errors import (
+    EmbershardError,
+    InvalidRequest,
+    SnapshotNotWritten,
+    SnapshotRunning,
+    SnapshotTooLate,
+    SnapshotUnknown,
+    clipped,
+)
+from embershard.proto.messages import Snapshot, Snapshotted
 from embershard.proto.snapshot.manifest import BlockFile, ShardPart, TableBlocks, WorkerWindow, check_name, pack_part
-from embershard.proto.snapshot_errors import SnapshotNotWritten, SnapshotRunning, SnapshotTooLate, SnapshotUnknown
-from embershard.proto.snapshot_messages import Snapshot, Snapshotted
-from embershard.ps.table.frozen import Block, CopyOnWriteRows
+from embershard.ps.table.frozen import CopyOnWriteRows, RowBlock
 from embershard.ps.table.table import Table
 
 if TYPE_CHECKING:
@@ -246,7 +253,7 @@ class SnapshotWriter:
         table.thaw(rows)
         return TableBlocks(table.spec, rows.num_state, rows.num_rows, tuple(files))
 
-    def _write_file(self, storage: Storage, path: str, block: Block, about: dict[str, str]) -> tuple[int, str]:
+    def _write_file(self, storage: Storage, path: str, block: RowBlock, about: dict[str, str]) -> tuple[int, str]:
         """Bytes and sha256 of a file of these rows."""
         from embershard.proto.snapshot.blocks import block_header
 

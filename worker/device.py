@@ -6,15 +6,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
-import numpy as np
-import numpy.typing as npt
 import torch
+
+from embershard.proto.arrays import Floats
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-
-Floats = npt.NDArray[np.float32]
 
 
 def host_rows(count: int, dim: int, device: torch.device) -> torch.Tensor:

@@ -10,8 +10,9 @@ import torch
 from numba import types
 from torch import Tensor
 
+from embershard.proto.arrays import Ids
 from embershard.proto.compiled.jit import compiled
-from embershard.proto.routing import Ids, mix64
+from embershard.proto.routing import mix64
 
 Cells = npt.NDArray[np.int64]
 

@@ -23,7 +23,7 @@ import embershard as es
 from embershard.benchmark import dlrm
 from embershard.benchmark.dlrm import Batch, make_batches
 from embershard.benchmark.settings import Train
-from embershard.proto.timing import Part, Recorder, Split, span, step_ends
+from embershard.proto.timing import PartTimes, Recorder, TimeSplit, span, step_ends
 from embershard.worker.device import pinned, to_device
 
 POOL = 8  # batches
@@ -95,7 +95,7 @@ def measure(program: Program, pool: list[Batch], device: torch.device, seconds: 
     return found
 
 
-def overlap(split: Split, calls_ms: float) -> float | None:
+def overlap(split: TimeSplit, calls_ms: float) -> float | None:
     """The share of the time of pulls and pushes, in other threads and `calls_ms`, in which nobody waited for them."""
     beside = sum(part.mean_ms for part in split.overlapped.values()) + calls_ms
     if not beside:
@@ -104,7 +104,7 @@ def overlap(split: Split, calls_ms: float) -> float | None:
     return round(max(0.0, 1.0 - waited / beside), 4)
 
 
-def _times(part: Part) -> tuple[float, float]:
+def _times(part: PartTimes) -> tuple[float, float]:
     return round(part.p50_ms, 3), round(part.p99_ms, 3)
 
 

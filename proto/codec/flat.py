@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from embershard.proto.arrays import Bytes, Floats
 from embershard.proto.codec.values.registry import ValuesCodec
-from embershard.proto.codec_errors import DamagedPayload
-from embershard.proto.messages import Bytes, Floats
+from embershard.proto.errors import DamagedPayload
 
 ROW = 64  # floats: int8 scales by as many
 NEXT_KEY = 0x9E3779B97F4A7C15  # equal keys would make both parts round alike

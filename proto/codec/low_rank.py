@@ -20,14 +20,13 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto.arrays import Bytes, Floats
 from embershard.proto.codec.flat import NEXT_KEY, decode_flat, encode_flat, flat_nbytes
 from embershard.proto.codec.name import MAX_RANK
 from embershard.proto.codec.values.registry import ValuesCodec
-from embershard.proto.codec_errors import DamagedPayload
 from embershard.proto.compiled.jit import compiled
+from embershard.proto.errors import DamagedPayload
 
-Floats = npt.NDArray[np.float32]
-Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint32]
 
 LOW_RANK = 3  # the form, its first byte; the second is the values codec's code
@@ -38,7 +37,7 @@ _WORD = np.dtype("<u4")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PlainRun:
     """A run of elements as they are."""
 
     position: int
@@ -63,7 +62,7 @@ class Factors:
         return out
 
 
-Chunk = Run | Factors
+Chunk = PlainRun | Factors
 
 
 def encode_low_rank(pieces: Sequence[Chunk], values: ValuesCodec, key: int | None) -> Bytes:
@@ -101,13 +100,13 @@ def decode_low_rank(data: Bytes, values: ValuesCodec, num_ids: int, dim: int) ->
 
 
 def _head(piece: Chunk) -> tuple[int, int, int, int, int]:
-    if isinstance(piece, Run):
+    if isinstance(piece, PlainRun):
         return piece.position, len(piece.values), 0, 0, 0
     return piece.position, piece.elements, piece.skip, piece.right.shape[1], len(piece.right)
 
 
 def _arrays(piece: Chunk) -> tuple[Floats, ...]:
-    return (piece.values,) if isinstance(piece, Run) else (piece.left, piece.right)
+    return (piece.values,) if isinstance(piece, PlainRun) else (piece.left, piece.right)
 
 
 def _read_heads(data: Bytes, values: ValuesCodec, size: int) -> Words:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
+from embershard.proto.arrays import MAX_MESSAGE_BYTES, Bytes, Floats, Ids
 from embershard.proto.codec.flat import decode_flat, encode_flat, flat_nbytes
 from embershard.proto.codec.lossless.integers import damaged, decode_integers, encode_integers, read_varint
 from embershard.proto.codec.lossless.positions import decode_positions, encode_drawn, encode_positions
@@ -19,7 +20,6 @@ from embershard.proto.codec.low_rank import LOW_RANK, decode_low_rank
 from embershard.proto.codec.name import BUILTIN_VALUES
 from embershard.proto.codec.values.registry import ValuesCodec, find_values
 from embershard.proto.compiled.jit import compiled
-from embershard.proto.messages import MAX_MESSAGE_BYTES, Bytes, Floats, Ids
 
 Find = Callable[[str], ValuesCodec]
 

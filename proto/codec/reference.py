@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embershard.proto import reference
-from embershard.proto.codec.values.floats import Bytes, Floats
+from embershard.proto.arrays import Bytes, Floats
 
 
 def encode_fp16s(rows: Floats, key: int | None = None) -> Bytes:

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled.jit import compiled, inlined
-from embershard.proto.messages import Floats, Ids
 from embershard.proto.routing import mix64
 
 SMALL = 65_536  # up to as many elements an exact selection costs little, and a threshold fits them badly

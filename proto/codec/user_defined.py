@@ -21,10 +21,10 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from embershard.proto.arrays import Bytes, Floats
 from embershard.proto.codec.payload import CUSTOM
-from embershard.proto.codec.values.floats import Bytes, Floats
 from embershard.proto.codec.values.registry import BUILTIN, ValuesCodec
-from embershard.proto.codec_errors import BadCodec, DamagedPayload, UnknownCodec, check_size
+from embershard.proto.errors import BadCodec, DamagedPayload, UnknownCodec, check_size
 from embershard.proto.user_modules import members_of
 
 T = TypeVar("T", bound=np.generic)

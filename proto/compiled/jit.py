@@ -27,7 +27,9 @@ def compiled(signature: Signature, *parts: ModuleType | str, inline: str = "neve
         try:
             dispatcher = numba.njit(cache=True, inline=inline, **_OPTIONS)(function)
             cache_file = dispatcher._cache._cache_file
-            cache_file._source_stamp = (cache_file._source_stamp, sources(*parts))
+            # In the version, which is compared before the index is unpickled: an index names classes by their modules,
+            # and would raise where one was renamed since.
+            cache_file._version += sources(*parts, function.__code__.co_filename)
         except (RuntimeError, AttributeError):  # nowhere to keep it, or a numba whose cache cannot be told of parts
             dispatcher = numba.njit(inline=inline, **_OPTIONS)(function)
         dispatcher.compile(signature)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from embershard.proto.arrays import Floats
 from embershard.proto.compiled.jit import called, inlined
-
-Floats = npt.NDArray[np.float32]
 
 _LARGEST = np.finfo(np.float32).max
 

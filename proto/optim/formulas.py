@@ -15,11 +15,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from embershard.proto.arrays import Floats
 from embershard.proto.compiled.intrinsics import fma
 from embershard.proto.compiled.jit import inlined
 from embershard.proto.optim.user_defined import RowOptimizer, row_optimizer
 
-Floats = npt.NDArray[np.float32]
 Hyper = npt.NDArray[np.float64]
 
 _f = np.float32

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from embershard.proto import spec
+from embershard.proto.arrays import Floats
 from embershard.proto.compiled import intrinsics
 from embershard.proto.compiled.intrinsics import ROW_FUNCTION
 from embershard.proto.compiled.jit import compiled
 from embershard.proto.errors import BadOptimizer
 
-Floats = npt.NDArray[np.float32]
 RowFunction = Callable[[Floats, Floats, Floats, npt.NDArray[np.float64]], None]  # over row, state, grad, hyper
 Settings = Mapping[str, float]
 COMMON = ("clip_value", "clip_norm")  # done for every optimizer, before its function sees the gradient

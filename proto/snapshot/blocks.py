@@ -12,12 +12,10 @@ import numpy.typing as npt
 import safetensors
 import safetensors.numpy
 
+from embershard.proto.arrays import Floats, Ids
+from embershard.proto.errors import SnapshotDamaged
 from embershard.proto.snapshot.manifest import BlockFile, TableBlocks
 from embershard.proto.snapshot.storage import Storage
-from embershard.proto.snapshot_errors import SnapshotDamaged
-
-Ids = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
 
 FILE_BYTES = 64 * 2**20  # large enough for object stores, small enough to hold, and to read for a few buckets
 _DTYPES = {"int64": "I64", "float32": "F32"}

@@ -17,8 +17,8 @@ from typing import TypeVar, cast
 import msgpack
 
 from embershard.proto.codec.name import CodecName
+from embershard.proto.errors import BadSnapshotName, SnapshotDamaged, SnapshotTooNew
 from embershard.proto.routing import NUM_BUCKETS
-from embershard.proto.snapshot_errors import BadSnapshotName, SnapshotDamaged, SnapshotTooNew
 from embershard.proto.spec import Initializer, Optimizer, TableSpec
 
 FORMAT = "embershard snapshot"

@@ -14,8 +14,7 @@ from typing import BinaryIO, cast
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from embershard.proto.errors import EmbershardError
-from embershard.proto.snapshot_errors import BadSnapshotName, SnapshotNotWritten, SnapshotUnreadable
+from embershard.proto.errors import BadSnapshotName, EmbershardError, SnapshotNotWritten, SnapshotUnreadable
 
 
 class Storage:

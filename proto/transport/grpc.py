@@ -6,6 +6,7 @@ call. gRPC's own retries are off, since they keep at most 256 KiB of a call; the
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -13,10 +14,12 @@ from typing import NoReturn, Protocol
 
 import grpc
 
+from embershard.proto.arrays import MAX_MESSAGE_BYTES, Array
 from embershard.proto.errors import EmbershardError, InternalError, InvalidRequest, NotAShard, from_wire
-from embershard.proto.messages import MAX_MESSAGE_BYTES, METHODS, SERVICE, Array, Reply, Request
+from embershard.proto.messages import METHODS, SERVICE, Reply, Request
 from embershard.proto.protobuf import dumps, loads
 from embershard.proto.transport.transport import TransportClosed, Unreachable
+from embershard.proto.wire import VERSION, wrong_version
 
 ERROR_KEY = "embershard-error-bin"
 _OPTIONS = [
@@ -80,6 +83,13 @@ class GrpcTransport:
             raise TransportClosed from None
         return _Answer(self, call, METHODS[type(request)][1], seconds, len(data))
 
+    def check_version(self) -> None:
+        """WrongVersion where a shard of an earlier version of the contract answers, which does not know ours."""
+        for version in range(1, VERSION):
+            with contextlib.suppress(grpc.RpcError, ValueError):  # a closed channel is a ValueError
+                self._channel.unary_unary(f"/embershard.v{version}.Shard/Hello")(b"", timeout=_GRACE_SECONDS)
+                raise wrong_version(version)
+
     def close(self) -> None:
         """Give up what is under way and close the connection."""
         self._channel.close()
@@ -103,6 +113,8 @@ class _Answer:
         except grpc.FutureCancelledError:
             raise Unreachable("the call was cancelled") from None
         except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                self._transport.check_version()
             _raise(error, self._transport.address)
         self._transport.received_bytes += len(data)
         self.num_bytes += len(data)

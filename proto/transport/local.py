@@ -6,8 +6,9 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
+from embershard.proto.arrays import Array
 from embershard.proto.errors import ClockAhead, EmbershardError
-from embershard.proto.messages import Array, Reply, Request, bulk_bytes
+from embershard.proto.messages import Reply, Request, bulk_bytes
 from embershard.proto.transport.transport import Deadline
 
 _POLL_SECONDS = 0.05  # leases end by the time, of which nobody tells

@@ -20,16 +20,9 @@ from typing import cast
 
 import numpy as np
 
+from embershard.proto.arrays import MAX_MESSAGE_BYTES, Array
 from embershard.proto.errors import EmbershardError, NotAShard, WrongVersion, from_wire
-from embershard.proto.messages import (
-    ERROR_KIND,
-    KIND_OF,
-    MAX_MESSAGE_BYTES,
-    METHODS,
-    Array,
-    Request,
-    arrays,
-)
+from embershard.proto.messages import ERROR_KIND, KIND_OF, METHODS, Request, arrays
 from embershard.proto.protobuf import head_bytes, read
 from embershard.proto.timing import span
 from embershard.proto.transport.emulated_link import EmulatedLink
@@ -40,8 +33,8 @@ from embershard.proto.wire import (
     HELLO_BYTES,
     Feature,
     Frame,
+    FrameReader,
     Header,
-    Reader,
     client_hello,
     encode,
     read_server_hello,
@@ -193,7 +186,7 @@ class _Connection(asyncio.BufferedProtocol):
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._hello = memoryview(bytearray(HELLO_BYTES))
         self._filled = 0
-        self._reader: Reader | None = None
+        self._reader: FrameReader | None = None
         self._checksum = False
         self._calls: dict[int, StreamCall] = {}
         self._arriving: Sequence[memoryview] | None = None  # what is being received into, if it is a call's
@@ -320,7 +313,7 @@ class _Connection(asyncio.BufferedProtocol):
             self._transport.abort()
             return
         self._checksum = Feature.CHECKSUM in agreed.features
-        self._reader = Reader(MAX_MESSAGE_BYTES, self._place, checksum=self._checksum)
+        self._reader = FrameReader(MAX_MESSAGE_BYTES, self._place, checksum=self._checksum)
         if not self.ready.done():
             self.ready.set_result(None)
 

@@ -12,7 +12,8 @@ from typing import cast
 
 import numpy as np
 
-from embershard.proto.messages import Array, Bytes, Floats, Reply, Request, Rows
+from embershard.proto.arrays import Array, Bytes, Floats
+from embershard.proto.messages import Reply, Request, Rows
 from embershard.proto.transport.transport import Unreachable
 
 # A call ends at its deadline on the I/O thread. This much later we stop believing that there is one: a call given up

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import ipaddress
 import os
+import re
 import socket
 import threading
 from collections.abc import Sequence
@@ -24,8 +25,9 @@ from torch.distributed import rpc
 from torch.distributed.rpc import TensorPipeAgent, WorkerInfo
 from torch.distributed.rpc.api import _get_current_rpc_agent, _is_current_rpc_agent_set
 
+from embershard.proto.arrays import Array
 from embershard.proto.errors import BadAddress, EmbershardError, NotAShard, from_wire
-from embershard.proto.messages import METHODS, Array, Reply, Request, arrays
+from embershard.proto.messages import METHODS, Reply, Request, arrays
 from embershard.proto.protobuf import head_bytes, read
 from embershard.proto.torch_rpc import (
     GREETING,
@@ -38,6 +40,7 @@ from embershard.proto.torch_rpc import (
     tensor,
 )
 from embershard.proto.transport.transport import Deadline, TransportClosed, Unreachable
+from embershard.proto.wire import wrong_version
 
 CONNECT_SECONDS = 5.0  # to be told where a shard's agent listens; a call waits no longer than its own deadline
 _SHORTEST = 0.001  # seconds; torch rounds to ms, and takes 0 for no deadline at all
@@ -185,6 +188,8 @@ class RpcTransport:
                 line += data
         if not line:
             raise Unreachable("it closed the connection")
+        if other := re.match(rb"embershard rpc (\d{1,5}) ", line) if not line.startswith(GREETING) else None:
+            raise wrong_version(int(other[1]))
         if not (line.startswith(GREETING) and line.endswith(b"\n")):
             raise NotAShard(address=self.address, reason=f"it says {line[:60]!r}")
         return line.removeprefix(GREETING).decode("ascii", "replace").strip()

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
 
-from embershard.proto.messages import Array, Reply, Request
+from embershard.proto.arrays import Array
+from embershard.proto.messages import Reply, Request
 
 
 class Unreachable(Exception):

@@ -15,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled import intrinsics
 from embershard.proto.compiled.intrinsics import detached, prefetch
 from embershard.proto.compiled.jit import compiled, inlined
-from embershard.proto.messages import Floats, Ids, Push, Pushed
+from embershard.proto.messages import Push, Pushed
 from embershard.proto.routing import mix64
 from embershard.ps.table.table import Applied
-from embershard.ps.table.tables import Part
+from embershard.ps.table.tables import CheckedGradients
 
 _U = np.uint64
 _1 = _U(1)
@@ -41,10 +42,12 @@ class Sender(NamedTuple):
 
 
 @dataclass(slots=True)
-class Share:
+class ClockPushes:
     """What one worker has pushed of a clock; it counts once it is `complete`."""
 
-    messages: list[tuple[list[Part], bool]] = field(default_factory=list)  # and whether they are differences
+    messages: list[tuple[list[CheckedGradients], bool]] = field(
+        default_factory=list
+    )  # and whether they are differences
     weight: float = 0.0
     version: int = 0
     complete: bool = False
@@ -56,7 +59,7 @@ class PendingUpdates:
     def __init__(self) -> None:
         self.nbytes = 0
         self.waiting_ids: dict[str, int] = {}  # per table, all clocks
-        self._clocks: dict[int, dict[Sender, Share]] = {}
+        self._clocks: dict[int, dict[Sender, ClockPushes]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._clocks)
@@ -67,9 +70,9 @@ class PendingUpdates:
         done = (clock + 1 for clock, shares in self._clocks.items() if any(s.complete for s in shares.values()))
         return max(done, default=0)
 
-    def add(self, sender: Sender, request: Push, parts: list[Part]) -> Pushed:
+    def add(self, sender: Sender, request: Push, parts: list[CheckedGradients]) -> Pushed:
         """Keep a message of a worker's push; the rows that will be applied, and those that are not finite."""
-        share = self._clocks.setdefault(request.clock, {}).setdefault(sender, Share())
+        share = self._clocks.setdefault(request.clock, {}).setdefault(sender, ClockPushes())
         share.messages.append((parts, request.difference))
         share.weight = float(np.float32(request.weight))  # as it is on the wire
         share.version, share.complete = request.version, request.last
@@ -86,7 +89,7 @@ class PendingUpdates:
                 if not shares:
                     del self._clocks[clock]
 
-    def take(self, before: int) -> Iterator[list[Share]]:
+    def take(self, before: int) -> Iterator[list[ClockPushes]]:
         """Forget the clocks below `before`: the complete shares of each, in the clocks' and the workers' order."""
         for clock in sorted(clock for clock in self._clocks if clock < before):
             shares = self._clocks.pop(clock)
@@ -95,18 +98,18 @@ class PendingUpdates:
             if complete := [shares[sender] for sender in sorted(shares) if shares[sender].complete]:
                 yield complete
 
-    def _release(self, share: Share) -> None:
+    def _release(self, share: ClockPushes) -> None:
         for parts, _ in share.messages:
             self._count(parts, -1)
 
-    def _count(self, parts: Sequence[Part], sign: int) -> None:
+    def _count(self, parts: Sequence[CheckedGradients], sign: int) -> None:
         for table, ids, gradients, *_ in parts:
             name = table.spec.name
             self.waiting_ids[name] = self.waiting_ids.get(name, 0) + sign * len(ids)
             self.nbytes += sign * (ids.nbytes + gradients.nbytes)
 
 
-def apply_shares(shares: Sequence[Share]) -> None:
+def apply_shares(shares: Sequence[ClockPushes]) -> None:
     """Apply what the workers of one clock have pushed, once; a single worker's as if it had been applied directly."""
     shares = [share for share in shares if share.weight > 0]
     if len(shares) == 1:
@@ -115,7 +118,7 @@ def apply_shares(shares: Sequence[Share]) -> None:
                 apply_part(part, difference)
         return
     total = sum(share.weight for share in shares)
-    gathered: dict[tuple[str, bool], list[tuple[np.float32, Part]]] = {}
+    gathered: dict[tuple[str, bool], list[tuple[np.float32, CheckedGradients]]] = {}
     for share in shares:
         scale = np.float32(share.weight / total)
         for parts, difference in share.messages:
@@ -125,14 +128,14 @@ def apply_shares(shares: Sequence[Share]) -> None:
         apply_part(sum_gradients(scaled), difference)
 
 
-def apply_part(part: Part, difference: bool, divisor: float = 1.0) -> Applied:
+def apply_part(part: CheckedGradients, difference: bool, divisor: float = 1.0) -> Applied:
     """Apply gradients, at the learning rate over `divisor`, or add differences to the rows."""
     if difference:
         return part.table.add(part.ids, part.gradients)
     return part.table.apply(part.ids, part.gradients, part.lr_scale / divisor, part.ages)
 
 
-def sum_gradients(scaled: Sequence[tuple[np.float32, Part]]) -> Part:
+def sum_gradients(scaled: Sequence[tuple[np.float32, CheckedGradients]]) -> CheckedGradients:
     """The sum of several workers' gradients of one table, a row per id, each times its scale and in this order.
 
     A worker's row with a NaN or Inf is left out. The learning rate is that of the first, as one schedule drives all. A
@@ -150,7 +153,7 @@ def sum_gradients(scaled: Sequence[tuple[np.float32, Part]]) -> Part:
         counts = np.ones(len(part.ids) if aged else 0, np.float32) if part.ages is None else part.ages
         count = _add((cells, ids, sums, ages), count, part.ids, part.gradients, counts, scale, _KEY)
     rounded = np.maximum(np.floor(ages[:count] + np.float32(0.5)), np.float32(1)) if aged else None
-    return Part(first.table, ids[:count], sums[:count], first.lr_scale, rounded)
+    return CheckedGradients(first.table, ids[:count], sums[:count], first.lr_scale, rounded)
 
 
 @inlined

@@ -25,7 +25,7 @@ from embershard.proto.errors import (
 from embershard.proto.messages import Heartbeat, HeartbeatAck, Join, Joined, Leave, LeaveAck, MemberStatus, Push, Pushed
 from embershard.ps.coordination.aggregate import PendingUpdates, Sender, apply_shares
 from embershard.ps.coordination.dedup import MAX_WORKERS
-from embershard.ps.table.tables import Part
+from embershard.ps.table.tables import CheckedGradients
 
 SEEN = 32  # places of the histogram of staleness; the last one: so much or more
 MAX_CLOCK = 2**62
@@ -149,7 +149,7 @@ class Clock:
         member = self.renew_lease(request.worker, request.epoch, now)
         if member is None:
             return LeaveAck()
-        if request.rest:
+        if request.pause:
             member.paused = True
             self._pushes.drop(member.sender)
             self.moves += 1
@@ -221,7 +221,7 @@ class Clock:
         """Ids per table whose gradients wait for those of other workers."""
         return self._pushes.waiting_ids
 
-    def gather(self, member: Member, request: Push, parts: list[Part]) -> Pushed:
+    def gather(self, member: Member, request: Push, parts: list[CheckedGradients]) -> Pushed:
         """Keep a push until its clock closes."""
         return self._pushes.add(member.sender, request, parts)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from contextlib import suppress
 
 from embershard.proto.errors import LeaseLost, UnknownRoute
-from embershard.proto.messages import Push, Pushed, TableGradients
+from embershard.proto.messages import Load, Loaded, Push, Pushed, PushToken, TableGradients
 from embershard.ps.coordination.aggregate import apply_part
 from embershard.ps.coordination.clock import Clock, Member
 from embershard.ps.coordination.dedup import Dedup
 from embershard.ps.coordination.route_cache import RouteCache
-from embershard.ps.table.tables import Part, Tables, check_room
+from embershard.ps.table.tables import CheckedGradients, Tables, check_room
 
 
 class Pushes:
@@ -31,11 +31,7 @@ class Pushes:
     def take(self, request: Push, now: float) -> Pushed:
         """Apply a push, or keep it for its clock."""
         token = request.token
-        self._clock.fence(token.worker, token.epoch)
-        if found := self.dedup.find(token):
-            self.duplicates += 1
-            with suppress(LeaseLost):  # it was applied in time
-                self._clock.renew_lease(token.worker, token.epoch, now)
+        if found := self._find(token, now):
             return found
         member = self._clock.renew_lease(token.worker, token.epoch, now)
         if member is not None:
@@ -54,8 +50,30 @@ class Pushes:
             self._clock.pushed(member, request.clock)
         return reply
 
-    def _check(self, request: Push) -> list[Part]:
-        parts: list[Part] = []
+    def load(self, request: Load, now: float) -> Loaded:
+        """Assign rows, once per token: a load that is sent again must not undo the pushes that came since."""
+        token = request.token
+        if token is None:
+            return self._tables.load(request)
+        if found := self._find(token, now):
+            return Loaded(rows=found.applied)
+        self._clock.renew_lease(token.worker, token.epoch, now)
+        reply = self._tables.load(request)
+        self.dedup.record(token, Pushed(duplicate=False, applied=reply.rows, skipped=0))
+        return reply
+
+    def _find(self, token: PushToken, now: float) -> Pushed | None:
+        """The reply to what was applied before; StaleWorker, MemoryLost, InvalidRequest."""
+        self._clock.fence(token.worker, token.epoch)
+        found = self.dedup.find(token)
+        if found is not None:
+            self.duplicates += 1
+            with suppress(LeaseLost):  # it was applied in time
+                self._clock.renew_lease(token.worker, token.epoch, now)
+        return found
+
+    def _check(self, request: Push) -> list[CheckedGradients]:
+        parts: list[CheckedGradients] = []
         room = self._max_bytes
         for part in request.tables:
             parts.append(self._check_part(part, request, room))
@@ -63,7 +81,7 @@ class Pushes:
         check_room(parts, self._clock.waiting_ids)
         return parts
 
-    def _check_part(self, part: TableGradients, request: Push, room: int) -> Part:
+    def _check_part(self, part: TableGradients, request: Push, room: int) -> CheckedGradients:
         if not part.route:
             return self._tables.check_gradients(part, None, room)
         self._tables.open_entry(part.table)
@@ -72,7 +90,7 @@ class Pushes:
             raise UnknownRoute(worker=request.token.worker, route=part.route, table=part.table)
         return self._tables.check_gradients(part, kept, room)
 
-    def _apply(self, member: Member | None, request: Push, parts: list[Part]) -> Pushed:
+    def _apply(self, member: Member | None, request: Push, parts: list[CheckedGradients]) -> Pushed:
         divisor = 1.0 if member is None else self._clock.divisor(request.version)
         applied = skipped = 0
         for part in parts:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from embershard.proto.errors import InvalidRequest, MeetingOver, MessageTooLarge, ShardBusy
-from embershard.proto.messages import Bytes, Rendezvous, RendezvousResult
+from embershard.proto.arrays import Bytes
+from embershard.proto.errors import InvalidRequest, MessageTooLarge, RendezvousOver, ShardBusy
+from embershard.proto.messages import Rendezvous, RendezvousResult
 from embershard.ps.coordination.clock import Clock, Member
 
 MAX_PAYLOAD_BYTES = 16 * 2**20  # of a worker
@@ -59,11 +60,11 @@ class RendezvousRegistry:
                 raise self._clock.waits_for(missing)
             self._hold(request.name, meeting)
         assert meeting.met is not None
-        if request.listen and (size := meeting.nbytes) > self._max_message_bytes:
+        if request.want_payloads and (size := meeting.nbytes) > self._max_message_bytes:
             raise MessageTooLarge(got=size, limit=self._max_message_bytes)
         meeting.answered.add(member.worker)
         self._forget()
-        return meeting.met if request.listen else RendezvousResult(meeting.met.workers, ())
+        return meeting.met if request.want_payloads else RendezvousResult(meeting.met.workers, ())
 
     def _meeting(self, request: Rendezvous) -> _Meeting:
         """The meeting of a request, which may be its first."""
@@ -73,7 +74,7 @@ class RendezvousRegistry:
         if size > MAX_PAYLOAD_BYTES:
             raise MessageTooLarge(got=size, limit=MAX_PAYLOAD_BYTES)
         if name in self._over:
-            raise MeetingOver(meeting=name)
+            raise RendezvousOver(name=name)
         if name not in self._meetings and len(self._meetings) >= MAX_OPEN:
             raise ShardBusy(queued_bytes=self._nbytes, retry_after_ms=_RETRY_MS)
         return self._meetings.setdefault(name, _Meeting())
@@ -88,7 +89,7 @@ class RendezvousRegistry:
 
     def _missing(self, meeting: _Meeting, request: Rendezvous) -> Iterator[Member]:
         for worker, member in self._clock.members.items():
-            if worker not in meeting.payloads and (not request.among or worker in request.among):
+            if worker not in meeting.payloads and (not request.participants or worker in request.participants):
                 yield member
 
     def _hold(self, name: str, meeting: _Meeting) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from embershard.proto.messages import Ids
+from embershard.proto.arrays import Ids
 
 # A worker names a route within a few steps or never (an evaluation, a forward without a backward). These bound what
 # one that never does can make a shard remember; what was dropped is sent again with its ids.

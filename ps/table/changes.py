@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled.jit import compiled
-from embershard.proto.messages import Floats, Ids
 
 Stamps = npt.NDArray[np.uint32]
 

@@ -12,16 +12,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.routing import NUM_BUCKETS
 from embershard.ps.table import frozen_kernels
 from embershard.ps.table.arena import Arena
-from embershard.ps.table.frozen_kernels import Floats, Ids, Slots
-from embershard.ps.table.hash_index import HEADER, NUM_ROWS, Store
+from embershard.ps.table.frozen_kernels import Slots
+from embershard.ps.table.hash_index import HEADER, NUM_ROWS, HashIndex
 
 _SLICE_BYTES = 2**19  # of records read under the lock: for about as long as a small push takes
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Some rows."""
 
     ids: Ids  # (n,)
@@ -35,7 +36,7 @@ class CopyOnWriteRows:
     OSError where the system refuses address space for copies of all rows.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: HashIndex) -> None:
         self.num_rows = int(store.counters[NUM_ROWS])
         self.dim, self.num_state = int(store.dim), int(store.fresh.size)
         self._store = store
@@ -63,12 +64,12 @@ class CopyOnWriteRows:
         frozen_kernels.sort_by_bucket(self._store, slots, starts)
         return slots, starts
 
-    def block(self, count: int) -> Block:
+    def block(self, count: int) -> RowBlock:
         """Memory for so many rows."""
         rows, state = np.empty((count, self.dim), np.float32), np.empty((count, self.num_state), np.float32)
-        return Block(np.empty(count, np.int64), rows, state)
+        return RowBlock(np.empty(count, np.int64), rows, state)
 
-    def read(self, slots: Slots, into: Block) -> Block:
+    def read(self, slots: Slots, into: RowBlock) -> RowBlock:
         """The rows of slots ((n,) uint32), each read once only, in the first places of a block."""
         count = len(slots)
         ids, rows, state = into.ids[:count], into.rows[:count], into.state[:count]
@@ -83,4 +84,4 @@ class CopyOnWriteRows:
                 )
             finally:
                 self._lock.release()
-        return Block(ids, rows, state)
+        return RowBlock(ids, rows, state)

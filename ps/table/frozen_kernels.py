@@ -6,15 +6,14 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled import intrinsics
 from embershard.proto.compiled.intrinsics import detached, prefetch
 from embershard.proto.compiled.jit import compiled
 from embershard.proto.routing import BUCKET_SHIFT, NUM_BUCKETS, mix64
 from embershard.ps.table import hash_index as store_module
-from embershard.ps.table.hash_index import HEADER, STORE, Store, find, home_of, insert, open_store, probe
+from embershard.ps.table.hash_index import HASH_INDEX, HEADER, HashIndex, find, home_of, insert, open_store, probe
 
-Ids = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
 Slots = npt.NDArray[np.uint32]
 
 BLOCK = 64  # ids in flight, as in kernels.py
@@ -30,8 +29,8 @@ _U = np.uint64
 _0, _1, _LINE = _U(0), _U(1), _U(16)  # floats per cache line
 
 
-@compiled(types.void(STORE, _IDS, types.uint32[::1], types.float32[::1], types.int64[::1]), *_PARTS)
-def keep_records(store: Store, ids: Ids, places: Slots, kept: Floats, count: Ids) -> None:
+@compiled(types.void(HASH_INDEX, _IDS, types.uint32[::1], types.float32[::1], types.int64[::1]), *_PARTS)
+def keep_records(store: HashIndex, ids: Ids, places: Slots, kept: Floats, count: Ids) -> None:
     """Copy the weights and states of those ids aside that were rows then, are not read, and are not kept yet.
 
     places: (rows then,) per slot: 1 + place of its copy in `kept`, 0 without one, READ. count: (1,) copies.
@@ -67,7 +66,7 @@ def keep_records(store: Store, ids: Ids, places: Slots, kept: Floats, count: Ids
 
 @compiled(
     types.void(
-        STORE,
+        HASH_INDEX,
         _SLOTS,
         types.uint32[::1],
         types.float32[::1],
@@ -78,7 +77,7 @@ def keep_records(store: Store, ids: Ids, places: Slots, kept: Floats, count: Ids
     *_PARTS,
 )
 def read_records(
-    store: Store, slots: Slots, places: Slots, kept: Floats, ids: Ids, rows: Floats, state: Floats
+    store: HashIndex, slots: Slots, places: Slots, kept: Floats, ids: Ids, rows: Floats, state: Floats
 ) -> None:
     """ids, rows and state of slots, as they were then: the copies where there are some; marks the slots as READ."""
     store, slots, places, kept = open_store(store), detached(slots), detached(places), detached(kept)
@@ -105,8 +104,8 @@ def read_records(
             places[slot] = READ
 
 
-@compiled(types.void(STORE, types.uint32[::1], types.int64[::1]), *_PARTS)
-def sort_by_bucket(store: Store, slots: Slots, starts: Ids) -> None:
+@compiled(types.void(HASH_INDEX, types.uint32[::1], types.int64[::1]), *_PARTS)
+def sort_by_bucket(store: HashIndex, slots: Slots, starts: Ids) -> None:
     """The slots 0 .. slots.size - 1 by bucket, and in their order within one; those of bucket b begin at starts[b].
 
     starts: (NUM_BUCKETS + 1,) zeros.
@@ -126,8 +125,8 @@ def sort_by_bucket(store: Store, slots: Slots, starts: Ids) -> None:
         fill[bucket] += 1
 
 
-@compiled(types.int64(STORE, _IDS, _ROWS, _ROWS), *_PARTS)
-def restore_records(store: Store, ids: Ids, rows: Floats, state: Floats) -> int:
+@compiled(types.int64(HASH_INDEX, _IDS, _ROWS, _ROWS), *_PARTS)
+def restore_records(store: HashIndex, ids: Ids, rows: Floats, state: Floats) -> int:
     """Give ids, which are new or not, these weights and states. Returns DONE or INDEX_FULL."""
     store, ids, rows, state = open_store(store), detached(ids), detached(rows), detached(state)
     for i in range(ids.size):

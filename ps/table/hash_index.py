@@ -25,10 +25,10 @@ PAGE_LIMIT = 448  # cells in use at which a page is split: at 7/8 a search still
 MAX_SPLITS = 20  # of one bucket by its fingerprints; more means ids made to collide
 HEADER = 2  # floats that the id takes at the head of a record
 
-NUM_ROWS, NUM_PAGES, NUM_ENTRIES = 0, 1, 2  # places in Store.counters
+NUM_ROWS, NUM_PAGES, NUM_ENTRIES = 0, 1, 2  # places in HashIndex.counters
 
 
-class Store(NamedTuple):
+class HashIndex(NamedTuple):
     """The arrays and the layout of one table."""
 
     floats: npt.NDArray[np.float32]  # (reserved slots * stride,) the records
@@ -47,7 +47,7 @@ class Store(NamedTuple):
     initializer: np.uint64
 
 
-STORE = types.NamedTuple(
+HASH_INDEX = types.NamedTuple(
     (
         types.float32[::1],
         types.int64[::1],
@@ -60,7 +60,7 @@ STORE = types.NamedTuple(
         types.float64[::1],
         *([types.uint64] * 5),
     ),
-    Store,
+    HashIndex,
 )
 
 _U = np.uint64  # uint64 throughout: a signed index costs a test for negative ones, a mixed one becomes a float
@@ -73,9 +73,9 @@ _BUCKET_SHIFT = _U(BUCKET_SHIFT)
 
 
 @inlined
-def open_store(store: Store) -> Store:
+def open_store(store: HashIndex) -> HashIndex:
     """The store for the inside of a kernel: counting its arrays' references would cost more than the work."""
-    return Store(
+    return HashIndex(
         detached(store.floats),
         detached(store.ids),
         detached(store.root),
@@ -94,14 +94,14 @@ def open_store(store: Store) -> Store:
 
 
 @inlined
-def page_of(store: Store, h: np.uint64) -> np.uint64:
+def page_of(store: HashIndex, h: np.uint64) -> np.uint64:
     """Page of a hash."""
     entry = store.root[h >> _BUCKET_SHIFT]
     return _U(store.directory[(entry >> _8) + ((h & _WORD) >> (_32 - (entry & _BYTE)))])
 
 
 @inlined
-def home_of(store: Store, h: np.uint64) -> np.uint64:
+def home_of(store: HashIndex, h: np.uint64) -> np.uint64:
     """First cell of the line where a hash's search begins."""
     return page_of(store, h) * _CELLS + (h & _LINE_MASK) * _8
 
@@ -113,7 +113,7 @@ def next_line(cell: np.uint64) -> np.uint64:
 
 
 @inlined
-def probe(store: Store, home: np.uint64, h: np.uint64) -> np.uint64:
+def probe(store: HashIndex, home: np.uint64, h: np.uint64) -> np.uint64:
     """slot + 1 of a cell with the hash's fingerprint, 0 if there is none; the record's id is not looked at.
 
     A line's cells are filled from the first on: an empty last one ends the search, and a fingerprint of 0 meets the 0
@@ -130,7 +130,7 @@ def probe(store: Store, home: np.uint64, h: np.uint64) -> np.uint64:
 
 
 @inlined
-def find(store: Store, id_: np.int64, h: np.uint64) -> np.uint64:
+def find(store: HashIndex, id_: np.int64, h: np.uint64) -> np.uint64:
     """slot + 1 of an id, 0 if it has no row."""
     line = home_of(store, h)
     while True:
@@ -144,7 +144,7 @@ def find(store: Store, id_: np.int64, h: np.uint64) -> np.uint64:
 
 
 @inlined
-def _place(store: Store, page: np.uint64, cell: np.uint64) -> None:
+def _place(store: HashIndex, page: np.uint64, cell: np.uint64) -> None:
     """Put a cell into the first free place from its home."""
     at = page * _CELLS + ((cell >> _32) & _LINE_MASK) * _8
     while store.cells[at] != _0:
@@ -154,7 +154,7 @@ def _place(store: Store, page: np.uint64, cell: np.uint64) -> None:
 
 
 @called
-def _point(store: Store, h: np.uint64, depth: np.uint64, new: np.uint64) -> bool:
+def _point(store: HashIndex, h: np.uint64, depth: np.uint64, new: np.uint64) -> bool:
     """Let the upper half of what leads to a page of `depth` splits lead to page `new`; False if there is no room."""
     bucket = h >> _BUCKET_SHIFT
     used = _U(store.counters[NUM_ENTRIES])
@@ -186,7 +186,7 @@ def _point(store: Store, h: np.uint64, depth: np.uint64, new: np.uint64) -> bool
 
 
 @called
-def _split(store: Store, page: np.uint64, h: np.uint64) -> bool:
+def _split(store: HashIndex, page: np.uint64, h: np.uint64) -> bool:
     """Split the full page of a hash in two; False if it cannot be."""
     depth = _U(store.fill[page]) >> _16
     new = _U(store.counters[NUM_PAGES])
@@ -212,7 +212,7 @@ def _split(store: Store, page: np.uint64, h: np.uint64) -> bool:
 
 
 @inlined
-def insert(store: Store, id_: np.int64, h: np.uint64) -> np.uint64:
+def insert(store: HashIndex, id_: np.int64, h: np.uint64) -> np.uint64:
     """slot + 1 of a new record with this id, which has no row yet; 0 if the index is full.
 
     The caller has made sure that the arena has room; weights and state are the caller's to write.

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled import intrinsics
 from embershard.proto.compiled.intrinsics import call_row_function, detached, prefetch, window
 from embershard.proto.compiled.jit import called, compiled, inlined
@@ -19,11 +20,19 @@ from embershard.proto.optim.clip import clip_gradient
 from embershard.proto.routing import mix64
 from embershard.ps.table import hash_index as store_module
 from embershard.ps.table import initial_values as initial
-from embershard.ps.table.hash_index import HEADER, NUM_PAGES, STORE, Store, find, home_of, insert, open_store, probe
+from embershard.ps.table.hash_index import (
+    HASH_INDEX,
+    HEADER,
+    NUM_PAGES,
+    HashIndex,
+    find,
+    home_of,
+    insert,
+    open_store,
+    probe,
+)
 from embershard.ps.table.initial_values import write_initial
 
-Ids = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint64]
 
 BLOCK = 64  # ids in flight: enough to hide the memory's latency, few enough to stay in the first caches
@@ -43,7 +52,7 @@ _EXPONENT = np.int32(0x7F800000)
 
 
 @inlined
-def _hash_block(store: Store, ids: Ids, start: int, count: int, hashes: Words, homes: Words) -> None:
+def _hash_block(store: HashIndex, ids: Ids, start: int, count: int, hashes: Words, homes: Words) -> None:
     for i in range(count):
         h = mix64(_U(ids[start + i]), store.space_key)
         hashes[i], homes[i] = h, home_of(store, h)
@@ -51,7 +60,7 @@ def _hash_block(store: Store, ids: Ids, start: int, count: int, hashes: Words, h
 
 
 @inlined
-def _prefetch_record(store: Store, found: np.uint64, floats: np.uint64) -> None:
+def _prefetch_record(store: HashIndex, found: np.uint64, floats: np.uint64) -> None:
     first = (found - _1) * store.stride
     for j in range(_0, floats, _U(_LINE)):
         prefetch(store.floats, first + j)
@@ -59,12 +68,12 @@ def _prefetch_record(store: Store, found: np.uint64, floats: np.uint64) -> None:
 
 
 @inlined
-def _is_of(store: Store, found: np.uint64, id_: np.int64) -> bool:
+def _is_of(store: HashIndex, found: np.uint64, id_: np.int64) -> bool:
     return bool(store.ids[(found - _1) * (store.stride >> _1)] == id_)
 
 
-@compiled(types.void(STORE, _IDS, types.float32[:, ::1]), *_PARTS)
-def gather(store: Store, ids: Ids, out: Floats) -> None:
+@compiled(types.void(HASH_INDEX, _IDS, types.float32[:, ::1]), *_PARTS)
+def gather(store: HashIndex, ids: Ids, out: Floats) -> None:
     """out[i] = weights of ids[i], or its first values where it has no row; changes nothing."""
     store, ids, out = open_store(store), detached(ids), detached(out)
     hashes, homes = np.empty(BLOCK, np.uint64), np.empty(BLOCK, np.uint64)
@@ -93,7 +102,7 @@ def gather(store: Store, ids: Ids, out: Floats) -> None:
 
 
 @inlined
-def _create(store: Store, id_: np.int64, h: np.uint64) -> np.uint64:
+def _create(store: HashIndex, id_: np.int64, h: np.uint64) -> np.uint64:
     """slot + 1 of a new row with its first values; 0 if the index is full."""
     found = insert(store, id_, h)
     if found:
@@ -106,7 +115,7 @@ def _create(store: Store, id_: np.int64, h: np.uint64) -> np.uint64:
 
 
 @called
-def _find_or_create(store: Store, id_: np.int64, h: np.uint64) -> np.uint64:
+def _find_or_create(store: HashIndex, id_: np.int64, h: np.uint64) -> np.uint64:
     store = open_store(store)
     found = find(store, id_, h)
     return found if found else _create(store, id_, h)
@@ -123,7 +132,7 @@ def _is_finite(bits: npt.NDArray[np.int32], i: int) -> bool:
 
 @compiled(
     types.int64(
-        STORE,
+        HASH_INDEX,
         _IDS,
         types.Tuple((_ROWS, _BITS, _AGES)),
         types.float64[::1],
@@ -134,7 +143,7 @@ def _is_finite(bits: npt.NDArray[np.int32], i: int) -> bool:
     *_PARTS,
 )
 def apply(
-    store: Store,
+    store: HashIndex,
     ids: Ids,
     pushed: tuple[Floats, npt.NDArray[np.int32], Floats],
     hyper: npt.NDArray[np.float64],
@@ -196,8 +205,8 @@ def apply(
     return DONE
 
 
-@compiled(types.int64(STORE, _IDS, _ROWS, types.boolean), *_PARTS)
-def load(store: Store, ids: Ids, rows: Floats, keep_state: bool) -> int:
+@compiled(types.int64(HASH_INDEX, _IDS, _ROWS, types.boolean), *_PARTS)
+def load(store: HashIndex, ids: Ids, rows: Floats, keep_state: bool) -> int:
     """Give ids these weights, in order, and new rows (all rows, unless keep_state) a fresh state.
 
     Returns DONE or INDEX_FULL.

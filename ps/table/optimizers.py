@@ -22,10 +22,10 @@ from collections.abc import Sequence
 
 from embershard.proto import spec
 from embershard.proto.codec.user_defined import CustomCodec
-from embershard.proto.errors import UnknownOptimizer
+from embershard.proto.errors import BadModule, UnknownOptimizer
 from embershard.proto.optim.formulas import BUILTIN
 from embershard.proto.optim.user_defined import RowOptimizer, row_optimizer
-from embershard.proto.user_modules import BadModule, members_of
+from embershard.proto.user_modules import members_of
 
 __all__ = ["OptimizerRegistry", "RowOptimizer", "row_optimizer"]
 

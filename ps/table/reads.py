@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from embershard.proto.arrays import Bytes, Floats, Ids
 from embershard.proto.codec.payload import encode_elements
 from embershard.proto.codec.values.registry import BUILTIN, ValuesCodec
 from embershard.proto.errors import MessageTooLarge
-from embershard.proto.messages import DELTA, Bytes, Floats, Ids
+from embershard.proto.messages import DELTA
 from embershard.ps.table.changes import Changes
 from embershard.ps.table.stopwatch import Stopwatch
 from embershard.ps.table.table import Table
@@ -22,7 +23,7 @@ _MOST = 8
 _ENTRY_BYTES = 16  # what protobuf adds to one table's rows, at most
 
 
-class Read(NamedTuple):
+class CheckedRead(NamedTuple):
     """Rows of one table, checked."""
 
     table: Table
@@ -67,7 +68,7 @@ class Read(NamedTuple):
 
 
 def read_all(
-    reads: Sequence[Read], version: Callable[[], int], coding: Stopwatch, limit: int
+    reads: Sequence[CheckedRead], version: Callable[[], int], coding: Stopwatch, limit: int
 ) -> tuple[tuple[Floats | Bytes, ...], tuple[str, ...]]:
     """What Rows says: the rows of every table, and their codecs, () where they have none.
 

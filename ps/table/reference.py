@@ -7,14 +7,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from embershard.proto.arrays import Doubles, Floats, Ids
 from embershard.proto.optim.user_defined import RowOptimizer
 from embershard.proto.reference import mix64
-from embershard.proto.routing import Ids
 from embershard.proto.spec import Constant, Initializer, Normal, TableSpec, Uniform
 from embershard.ps.table.initial_values import GOLDEN
-
-Floats = npt.NDArray[np.float32]
-Doubles = npt.NDArray[np.float64]
 
 
 def initial_rows(initializer: Initializer, row_seed: int, ids: Ids, dim: int) -> Floats:

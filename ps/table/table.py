@@ -8,21 +8,21 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled.intrinsics import ROW_FUNCTION, address_of
 from embershard.proto.compiled.jit import compiled
 from embershard.proto.errors import BadOptimizer, EmbershardError, InvalidRequest, TableFull, WrongDim
 from embershard.proto.optim.user_defined import RowOptimizer
-from embershard.proto.routing import NUM_BUCKETS, Ids
+from embershard.proto.routing import NUM_BUCKETS
 from embershard.proto.spec import TableSpec
 from embershard.ps.table import kernels
 from embershard.ps.table.arena import Arena, physical_memory
 from embershard.ps.table.changes import Changes
 from embershard.ps.table.frozen import CopyOnWriteRows
 from embershard.ps.table.frozen_kernels import restore_records
-from embershard.ps.table.hash_index import HEADER, NUM_ENTRIES, NUM_PAGES, NUM_ROWS, PAGE_CELLS, Store
+from embershard.ps.table.hash_index import HEADER, NUM_ENTRIES, NUM_PAGES, NUM_ROWS, PAGE_CELLS, HashIndex
 from embershard.ps.table.initial_values import initializer_code
 
-Floats = npt.NDArray[np.float32]
 S = TypeVar("S", bound=np.generic)
 
 MAX_ROWS = 2**32 - 2  # a cell has 32 bits for the slot
@@ -214,7 +214,7 @@ class Table:
     def _full(self, count: int) -> TableFull:
         return TableFull(table=self.spec.name, rows=self.num_rows, capacity=self.capacity, ids=count)
 
-    def _reserve(self, nbytes: int) -> Store:
+    def _reserve(self, nbytes: int) -> HashIndex:
         """The largest store that the system grants, from `nbytes` of rows downwards."""
         while True:
             capacity = min(max(nbytes, _SMALLEST) // (self._stride * 4), MAX_ROWS)
@@ -227,14 +227,14 @@ class Table:
                     raise EmbershardError(reason=reason) from error
                 nbytes //= 4
 
-    def _make_store(self, capacity: int) -> Store:
+    def _make_store(self, capacity: int) -> HashIndex:
         pages = capacity // _PAGE_ROWS + 2 * NUM_BUCKETS
         entries = 16 * pages  # directories that were outgrown included
         records = Arena(capacity * self._stride * 4)
         floats = records.take(np.float32, capacity * self._stride, huge=True)
         index = Arena(NUM_BUCKETS * 8 + entries * 4 + pages * (4 + PAGE_CELLS * 8) + 4 * 4096)
         kind, bounds = initializer_code(self.spec.initializer)
-        return Store(
+        return HashIndex(
             floats=floats,
             ids=floats.view(np.int64),
             root=index.take(np.uint64, NUM_BUCKETS),

@@ -11,12 +11,13 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto.arrays import Bytes, Floats, Ids
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import decode
 from embershard.proto.codec.user_defined import CodecRegistry
-from embershard.proto.codec_errors import DamagedPayload
 from embershard.proto.compiled.jit import compiled
 from embershard.proto.errors import (
+    DamagedPayload,
     InvalidRequest,
     MessageTooLarge,
     NonFiniteValue,
@@ -30,11 +31,8 @@ from embershard.proto.messages import (
     DELTA,
     PACKED,
     READ_ONLY_WORKER,
-    Bytes,
     Declare,
     Declared,
-    Floats,
-    Ids,
     Load,
     Loaded,
     TableGradients,
@@ -43,7 +41,7 @@ from embershard.proto.messages import (
 )
 from embershard.proto.routing import BUCKET_SHIFT, Placement, mix64
 from embershard.ps.table.optimizers import OptimizerRegistry
-from embershard.ps.table.reads import PLAIN, Read
+from embershard.ps.table.reads import PLAIN, CheckedRead
 from embershard.ps.table.stopwatch import Stopwatch
 from embershard.ps.table.table import Table
 
@@ -61,7 +59,7 @@ class Entry:
     codecs: tuple[str, str] = ("", "")  # push and pull, of the worker that declared it last
 
 
-class Part(NamedTuple):
+class CheckedGradients(NamedTuple):
     """Gradients of rows of one table, checked."""
 
     table: Table
@@ -197,15 +195,15 @@ class Tables:
                 f"route it with the id space {space!r}"
             )
 
-    def check_read(self, part: TableIds) -> Read:
+    def check_read(self, part: TableIds) -> CheckedRead:
         """What is to be read of a table; UnknownCodec where it is wanted in a form that this shard cannot write."""
         entry = self.open_entry(part.table)
         self.check_ids(entry, part.ids)
         if part.codec == DELTA:
-            return Read(entry.table, part.ids, PLAIN, part.since)
-        return Read(entry.table, part.ids, self._codecs.find(part.codec) if part.codec else PLAIN)
+            return CheckedRead(entry.table, part.ids, PLAIN, part.since)
+        return CheckedRead(entry.table, part.ids, self._codecs.find(part.codec) if part.codec else PLAIN)
 
-    def check_gradients(self, part: TableGradients, kept: Ids | None, room: int) -> Part:
+    def check_gradients(self, part: TableGradients, kept: Ids | None, room: int) -> CheckedGradients:
         """Gradients that fit their table, decompressed; their ids are those `kept` from a pull, which has checked them.
 
         kept: None where they came with the gradients. room: bytes that they may take, decompressed; MessageTooLarge.
@@ -218,7 +216,7 @@ class Tables:
             raise InvalidRequest(reason=f"table {part.table!r}: lr_scale must be finite and >= 0, got {part.lr_scale}")
         if not part.codec:
             gradients = _matrix(entry, ids, "gradients", cast(Floats, part.gradients))
-            return Part(entry.table, ids, gradients, part.lr_scale)
+            return CheckedGradients(entry.table, ids, gradients, part.lr_scale)
         dim = entry.table.spec.dim
         if (size := 4 * len(ids) * dim) > room:  # before memory is taken: a payload is small, its rows are not
             raise MessageTooLarge(got=size, limit=room)
@@ -230,10 +228,10 @@ class Tables:
             reason = f"gradients of {len(ids)} ids of table {part.table!r}: {error.fields['reason']}"
             raise DamagedPayload(codec=error.fields["codec"], reason=reason) from None
         ids = ids if rows.positions is None else ids[rows.positions]
-        return Part(entry.table, ids, rows.rows, part.lr_scale, rows.ages)
+        return CheckedGradients(entry.table, ids, rows.rows, part.lr_scale, rows.ages)
 
 
-def check_room(parts: list[Part], waiting: dict[str, int]) -> None:
+def check_room(parts: list[CheckedGradients], waiting: dict[str, int]) -> None:
     """TableFull where a table could not take all ids as new rows: half of a push would be applied by then.
 
     waiting: ids per table that are to be applied before.

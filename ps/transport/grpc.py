@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable
 from typing import NoReturn, TypeAlias
@@ -13,9 +14,11 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from embershard.proto import errors
-from embershard.proto.errors import EmbershardError
-from embershard.proto.messages import MAX_MESSAGE_BYTES, METHODS, SERVICE, Request
+from embershard.proto.arrays import MAX_MESSAGE_BYTES
+from embershard.proto.errors import EmbershardError, WrongVersion
+from embershard.proto.messages import METHODS, OTHER_SERVICES, SERVICE, Request
 from embershard.proto.protobuf import dumps, loads
+from embershard.proto.wire import OLDEST_VERSION, VERSION
 from embershard.ps.dispatch import Dispatch
 
 ERROR_KEY = "embershard-error-bin"
@@ -61,6 +64,23 @@ class ShardService:
         return method
 
 
+class OtherVersions(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Answers clients of other versions of the contract with WrongVersion, which both of them know."""
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        """A handler of any method of such a version's service."""
+        other = re.match(OTHER_SERVICES, details.method)
+        if other is None:
+            return None
+        theirs = int(other[1])
+        error = WrongVersion(lowest=OLDEST_VERSION, highest=VERSION, own_lowest=theirs, own_highest=theirs)
+
+        async def refuse(data: bytes, context: _Context) -> bytes:
+            await _abort(context, error)
+
+        return grpc.unary_unary_rpc_method_handler(refuse)
+
+
 async def _abort(context: _Context, error: EmbershardError) -> NoReturn:
     error = errors.clipped(error)
     status, detail = errors.to_wire(error)
@@ -71,7 +91,7 @@ async def _abort(context: _Context, error: EmbershardError) -> NoReturn:
 def make_server(service: ShardService, healthy: health.aio.HealthServicer) -> grpc.aio.Server:
     """A server, not yet listening, of this service, of grpc.health.v1 and of reflection."""
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    server.add_generic_rpc_handlers((service.handlers(),))
+    server.add_generic_rpc_handlers((service.handlers(), OtherVersions()))
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     return server

@@ -16,6 +16,7 @@ from typing import cast
 
 import numpy as np
 
+from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.errors import (
     EmbershardError,
     InternalError,
@@ -28,7 +29,6 @@ from embershard.proto.errors import (
 from embershard.proto.messages import (
     ERROR_KIND,
     KIND_OF,
-    MAX_MESSAGE_BYTES,
     REQUEST_KINDS,
     Heartbeat,
     Join,
@@ -47,8 +47,8 @@ from embershard.proto.wire import (
     SCRATCH_BYTES,
     Feature,
     Frame,
+    FrameReader,
     Header,
-    Reader,
     encode,
     server_hello,
 )
@@ -160,7 +160,7 @@ class Connection(asyncio.BufferedProtocol):
         self._server = server
         self._hello = memoryview(bytearray(HELLO_BYTES))
         self._filled = 0  # bytes of the hello
-        self._reader: Reader | None = None
+        self._reader: FrameReader | None = None
         self._checksum = False
         self._receiving = 0  # bytes of frames that are arriving, or came in one read with what is answered
         self._full = False  # whether too much waits to be read
@@ -250,7 +250,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._transport.close()
                 return
             self._checksum = Feature.CHECKSUM in agreed.features
-            self._reader = Reader(self._server.limit, self._place, checksum=self._checksum)
+            self._reader = FrameReader(self._server.limit, self._place, checksum=self._checksum)
 
     def _pass_on(self, received: bytes) -> None:
         self._server.connections.discard(self)

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import torch
 from torch.distributed import rpc
 
+from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.errors import (
     CannotListen,
     EmbershardError,
@@ -30,7 +31,7 @@ from embershard.proto.errors import (
     clipped,
     to_wire,
 )
-from embershard.proto.messages import MAX_MESSAGE_BYTES, METHODS, Reply, arrays
+from embershard.proto.messages import METHODS, Reply, arrays
 from embershard.proto.protobuf import head_bytes, read
 from embershard.proto.torch_rpc import GREETING, Answer, addresses_of, serve_with, start_agent, tensor
 from embershard.ps.dispatch import Dispatch

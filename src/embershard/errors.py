@@ -2,7 +2,4 @@
 
 # ruff: noqa: F403  # a list of all of them would have to be kept up
 
-from embershard.proto.codec_errors import *
 from embershard.proto.errors import *
-from embershard.proto.snapshot_errors import *
-from embershard.proto.user_modules import *

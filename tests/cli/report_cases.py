@@ -10,7 +10,16 @@ from typing import Literal
 import numpy as np
 
 from embershard.compare.analysis.conclusions import conclude
-from embershard.compare.results import Arm, ArmRun, Bandwidth, CurvePoint, Results, RunConditions, StepBytes, StepPart
+from embershard.compare.results import (
+    Arm,
+    ArmRun,
+    Bandwidth,
+    CurvePoint,
+    MeanStepBytes,
+    Results,
+    RunConditions,
+    StepPart,
+)
 
 LINKS = {"100mbit": 1e8, "1gbit": 1e9, "unlimited": None}
 
@@ -48,13 +57,13 @@ _RAW = {("push", "ids"): 8e3, ("push", "rows"): 180e3, ("push", "dense"): 60e3, 
         ("pull", "ids"): 16e3, ("pull", "rows"): 180e3, ("pull", "dense"): 60e3, ("pull", "other"): 500.0}  # fmt: skip
 
 
-def _bytes(kind: Kind) -> tuple[StepBytes, ...]:
+def _bytes(kind: Kind) -> tuple[MeanStepBytes, ...]:
     left = {"push": kind.push, "pull": kind.pull}
     found = []
     for (direction, part), raw in _RAW.items():
         share = left[direction] if part in ("rows", "dense") else (0.4 if part == "ids" and left[direction] < 1 else 1)
         found.append(
-            StepBytes(direction=direction, part=part, sent=raw * share, raw=raw, predicted=raw * share * 1.004)
+            MeanStepBytes(direction=direction, part=part, sent=raw * share, raw=raw, predicted=raw * share * 1.004)
         )
     return tuple(found)
 

@@ -14,8 +14,7 @@ from typer.testing import CliRunner, Result
 from embershard.cli import import_ as import_command
 from embershard.cli.app import app
 from embershard.local_shards import local
-from embershard.proto.errors import BadAddress
-from embershard.proto.snapshot_errors import SnapshotNotFound
+from embershard.proto.errors import BadAddress, SnapshotNotFound
 from embershard.worker.checkpoint.checkpoint import OtherJob
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.job.load import load_job

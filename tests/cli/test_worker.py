@@ -13,7 +13,7 @@ import typer
 
 import embershard as es
 from embershard.cli import worker as command
-from embershard.cli.worker import Place, _check_mode, _has_own_gpu
+from embershard.cli.worker import WorkerRanks, _check_mode, _has_own_gpu
 from embershard.proto.errors import JobError
 from embershard.proto.messages import Compress, TableCodecs
 from embershard.worker.job.job import Job
@@ -29,8 +29,8 @@ def job(**fields: object) -> Job:
     return Job.model_validate({**values, **fields})
 
 
-def place(workers: int) -> Place:
-    return Place(0, workers, 0, workers, timedelta(seconds=1))
+def place(workers: int) -> WorkerRanks:
+    return WorkerRanks(0, workers, 0, workers, timedelta(seconds=1))
 
 
 @pytest.mark.parametrize(("gpus", "workers", "own"), [(0, 1, False), (0, 2, False), (1, 1, True), (1, 2, False)])

@@ -13,10 +13,10 @@ from embershard.proto.codec.flat import flat_nbytes
 from embershard.proto.codec.lossless.ids import decode_ids, encode_even_ids, encode_ids
 from embershard.proto.codec.lossless.integers import decode_integers, encode_integers, read_varint
 from embershard.proto.codec.lossless.positions import decode_positions, encode_drawn, encode_positions
-from embershard.proto.codec.low_rank import Factors, Run, encode_low_rank
+from embershard.proto.codec.low_rank import Factors, PlainRun, encode_low_rank
 from embershard.proto.codec.payload import MAX_AGE, decode, decode_elements, encode_elements, encode_rows
 from embershard.proto.codec.values.registry import BUILTIN
-from embershard.proto.codec_errors import DamagedPayload
+from embershard.proto.errors import DamagedPayload
 
 CASES = int(os.environ.get("EMBERSHARD_FUZZ_FRAMES", "10000"))
 VALUES = list(BUILTIN.values())
@@ -35,11 +35,11 @@ def some_of(rng: random.Random, limit: int) -> np.ndarray:
 
 
 def low_rank(rng: random.Random, size: int) -> np.ndarray:
-    pieces: list[Run | Factors] = []
+    pieces: list[PlainRun | Factors] = []
     if size >= 24 and rng.random() < 0.7:
         pieces.append(Factors(0, rng.randint(21, 24), 0, floats(rng, 2, 4), floats(rng, 2, 6)))
         if size > 24:
-            pieces.append(Run(24, floats(rng, rng.randint(1, size - 24))))
+            pieces.append(PlainRun(24, floats(rng, rng.randint(1, size - 24))))
     return encode_low_rank(pieces, rng.choice(VALUES), rng.getrandbits(64))
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from embershard.proto import wire
 from embershard.proto.errors import BadFrame, WrongVersion
-from embershard.proto.wire import Feature, Frame, Header, Reader
+from embershard.proto.wire import Feature, Frame, FrameReader, Header
 
 CASES = int(os.environ.get("EMBERSHARD_FUZZ_FRAMES", "10000"))
 LIMIT = 2048  # small limits are reached often
@@ -40,7 +40,7 @@ class Receiver:
         wire.SCRATCH_BYTES = rng.choice([32, 40, 64, 300, 4096])  # heads larger than it, and buffers not through it
         self.rng = rng
         self.drops = drops
-        self.reader = Reader(LIMIT, self.place, checksum=checksum)
+        self.reader = FrameReader(LIMIT, self.place, checksum=checksum)
 
     def place(self, header: Header) -> list[memoryview] | None:
         assert sum(header.lengths) <= LIMIT
@@ -184,7 +184,7 @@ def test_an_announced_head_takes_no_memory_before_the_scratch_is_full_of_it(monk
     monkeypatch.setattr(wire, "SCRATCH_BYTES", 2**17)
     monkeypatch.setattr(wire, "MAX_HEAD_BYTES", 2**20)
     start = b"".join(wire.encode(4, 1, 0, b"h" * 2**20, [], checksum=False))
-    readers = [Reader(2**26, lambda _: None, checksum=False) for _ in range(20)]
+    readers = [FrameReader(2**26, lambda _: None, checksum=False) for _ in range(20)]
     tracemalloc.start()
     try:
         for reader in readers:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from embershard.worker.client.worker_group import ShardGroup, WorkerGroup
-from embershard.worker.data.batch import Rows, RowsDataset, Schema
+from embershard.worker.data.batch import RowsDataset, Samples, Schema
 from embershard.worker.job.job import Job
 from embershard.worker.session.session import Session, connect
 from embershard.worker.strategy.torch_only import TorchStrategy
@@ -29,12 +29,12 @@ DATA_SEED = 3
 SAMPLES = 1001  # the first worker has one batch more than the second
 
 
-def rows(count: int, seed: int) -> Rows:
+def rows(count: int, seed: int) -> Samples:
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, PER_FIELD, (count, F)) + np.arange(F) * PER_FIELD
     effects = np.random.default_rng(0).normal(0, 2, F * PER_FIELD)
     labels = (rng.random(count) < 1 / (1 + np.exp(-effects[ids].sum(1)))).astype(np.float32)
-    return Rows(ids, rng.random((count, D), np.float32), labels)
+    return Samples(ids, rng.random((count, D), np.float32), labels)
 
 
 def dataset(nan_at: int | None = None) -> RowsDataset:

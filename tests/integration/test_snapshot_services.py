@@ -20,9 +20,8 @@ import pytest
 from embershard import local_shards as in_process
 from embershard.deploy.supervisor import LocalShards
 from embershard.proto import spec
-from embershard.proto.errors import EmbershardError, ShardRestarted, ShardUnavailable
+from embershard.proto.errors import EmbershardError, ShardRestarted, ShardUnavailable, SnapshotNotWritten
 from embershard.proto.routing import make_route
-from embershard.proto.snapshot_errors import SnapshotNotWritten
 from embershard.worker.checkpoint.snapshots import list_snapshots, read_manifest, restore_snapshot, take_snapshot
 from embershard.worker.client.client import Client
 

@@ -21,7 +21,8 @@ import psutil
 import pytest
 
 from embershard.proto import wire
-from embershard.proto.messages import KIND_OF, MAX_MESSAGE_BYTES, SERVICE, Pull, Push, TableIds, arrays
+from embershard.proto.arrays import MAX_MESSAGE_BYTES
+from embershard.proto.messages import KIND_OF, SERVICE, Pull, Push, TableIds, arrays
 from embershard.proto.protobuf import dumps, head_bytes
 from embershard.proto.routing import make_route
 from embershard.proto.spec import SGD, Constant, TableSpec
@@ -112,7 +113,7 @@ def eventually(claim: Callable[[], bool]) -> bool:
 def begun(bulk_bytes: int) -> bytes:
     """The start of a push, and a little of what it announces."""
     lengths = struct.pack("<2I", 8, bulk_bytes - 8)
-    start = struct.pack("<4sBBHIIIII", b"EMBF", 1, KIND_OF[Push], 2, 1, 20_000, 0, bulk_bytes, 0)
+    start = struct.pack("<4sBBHIIIII", b"EMBF", wire.VERSION, KIND_OF[Push], 2, 1, 20_000, 0, bulk_bytes, 0)
     return start + crc32(lengths, crc32(start)).to_bytes(4, "little") + lengths + bytes(1000)
 
 

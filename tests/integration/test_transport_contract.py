@@ -23,13 +23,12 @@ from standing_still import standing_still
 
 from embershard.local_shards import InProcessShards
 from embershard.proto import spec
+from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.codec.lossless.ids import encode_ids
 from embershard.proto.codec.payload import encode_rows
 from embershard.proto.codec.values.registry import find_values
-from embershard.proto.codec_errors import DamagedPayload
-from embershard.proto.errors import ClockAhead, EmbershardError, NotAShard, UnknownTable
+from embershard.proto.errors import ClockAhead, DamagedPayload, EmbershardError, NotAShard, UnknownTable
 from embershard.proto.messages import (
-    MAX_MESSAGE_BYTES,
     PACKED,
     Declare,
     Declared,
@@ -429,7 +428,7 @@ def members(transport: Transport) -> Iterator[tuple[int, int]]:
 def test_a_pull_waits_until_a_clock_is_closed(transport: Transport, members: tuple[int, int]):
     name, ids = table(transport), np.arange(3, dtype=np.int64)
     into = np.full((3, 2), np.nan, np.float32)
-    pull = Pull(1, (TableIds(name, ids),), members[0], 1, after=1)
+    pull = Pull(1, (TableIds(name, ids),), members[0], 1, required_clock=1)
     waiting = transport.submit(pull, PATIENCE, [into])
     for worker in members:
         assert ask(transport, a_push(name, ids, np.ones((3, 2), np.float32), worker)) == Pushed(False, 3, 0)
@@ -445,7 +444,7 @@ def test_a_pull_that_waits_in_vain_says_for_whom(transport: Transport, members: 
     name, ids = table(transport), np.arange(3, dtype=np.int64)
     ask(transport, a_push(name, ids, np.ones((3, 2), np.float32), members[0]))
     with pytest.raises(ClockAhead, match=f"clock 0 waits for worker {members[1]}, "):
-        ask_in_vain(transport, Pull(1, (TableIds(name, ids),), members[0], 1, after=1))
+        ask_in_vain(transport, Pull(1, (TableIds(name, ids),), members[0], 1, required_clock=1))
 
 
 @over_all
@@ -453,7 +452,7 @@ def test_workers_meet(transport: Transport, members: tuple[int, int]):
     first, second = members
     payloads = np.arange(5, dtype=np.uint8), np.zeros(0, np.uint8)
     waiting = transport.submit(Rendezvous(first, 1, "a", payloads[0]), PATIENCE)
-    quiet = ask(transport, Rendezvous(second, 1, "a", payloads[1], listen=False))
+    quiet = ask(transport, Rendezvous(second, 1, "a", payloads[1], want_payloads=False))
     assert quiet == RendezvousResult(members, ())
     met = waiting.result()
     assert isinstance(met, RendezvousResult)

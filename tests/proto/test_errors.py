@@ -1,6 +1,8 @@
 import importlib
 import pickle
 import pkgutil
+import re
+import string
 
 import pytest
 
@@ -42,6 +44,30 @@ def test_any_detail_bytes_give_an_embershard_error(detail: bytes) -> None:
 def test_every_error_has_a_wire_status_and_a_docstring(cls: type[EmbershardError]) -> None:
     assert isinstance(cls.status, errors.Status)
     assert cls.__doc__
+
+
+@pytest.mark.parametrize("cls", [cls for cls in every_error() if cls.__module__ == errors.__name__])
+def test_every_error_builds_its_message_from_its_fields(cls: type[EmbershardError]) -> None:
+    names = [name for _, name, _, _ in string.Formatter().parse(cls.template) if name]
+    assert str(cls(**dict.fromkeys(names, 1)))
+
+
+def test_the_tree_in_the_docstring_names_every_error_of_the_module() -> None:
+    assert errors.__doc__ is not None
+    tree = errors.__doc__.partition("    EmbershardError\n")[2].partition("\n\n")[0]
+    here = {
+        name: cls for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, EmbershardError)
+    }
+    assert sorted(re.findall(r"[A-Z]\w+", tree)) == sorted(here.keys() - {"EmbershardError"})
+    below = re.search(r"InvalidRequest \(([^)]*)\)", tree)
+    assert below is not None
+    assert set(below[1].split(", ")) == {name for name, cls in here.items() if cls.__base__ is errors.InvalidRequest}
+
+
+def test_a_second_error_of_one_name_is_refused() -> None:
+    with pytest.raises(TypeError):
+        type("WrongDim", (EmbershardError,), {"__module__": "somewhere.other"})
+    assert type(errors.from_wire(errors.to_wire(WRONG)[1], "")) is WrongDim
 
 
 def test_an_error_survives_a_process_boundary() -> None:

@@ -7,9 +7,8 @@ from embershard.proto import embershard_pb2 as pb
 from embershard.proto import messages as m
 from embershard.proto.codec.lossless.ids import encode_ids
 from embershard.proto.codec.name import CodecName
-from embershard.proto.codec_errors import DamagedPayload
-from embershard.proto.codec_messages import TableCodecs
-from embershard.proto.errors import InvalidRequest
+from embershard.proto.errors import DamagedPayload, InvalidRequest
+from embershard.proto.messages import TableCodecs
 from embershard.proto.protobuf import dumps, head_bytes, loads, read
 from embershard.proto.spec import Adam, Custom, TableSpec, Uniform
 
@@ -42,7 +41,8 @@ EXAMPLES: list[m.Message] = [
         )
     ),
     m.Declared(True, False),
-    m.Load("t", 1, IDS, ROWS, 2, False, True, 2**63),
+    m.Load("t", 1, IDS, ROWS, 2, False, True, m.PushToken(2, 2**63, 5, 4)),
+    m.Load("t", 1, IDS, ROWS, 2),
     m.Loaded(3),
     m.Pull(1, (m.TableIds("t", IDS), m.TableIds("u", IDS[:0], 9)), 4, 5),
     m.Pull(1, (), 4, 5, 6),
@@ -158,6 +158,13 @@ def test_messages_without_codecs_say_nothing_of_them() -> None:
 def test_every_message_type_has_an_example() -> None:
     kinds = {kind for request, (_, reply) in m.METHODS.items() for kind in (request, reply)}
     assert kinds == {type(message) for message in EXAMPLES}
+
+
+def test_a_push_without_an_lr_scale_has_one_of_1() -> None:
+    tables = [pb.PushRequest.TableGradients(table=name, ids=bytes(8), gradients=bytes(4)) for name in "ab"]
+    tables[1].lr_scale = 0.0
+    push = loads(m.Push, pb.PushRequest(worker=1, epoch=1, seq=1, tables=tables).SerializeToString())
+    assert [part.lr_scale for part in push.tables] == [1.0, 0.0]
 
 
 def test_arrays_travel_little_endian_in_c_order() -> None:

@@ -1,5 +1,10 @@
 """Routing is a contract between processes of different versions: golden values, and the kernel against its twin."""
 
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,8 +23,10 @@ from embershard.proto.routing import (
     make_routes,
     mix64,
 )
+from embershard.proto.spec import SGD, Constant, TableSpec
 
 INT64 = np.iinfo(np.int64)
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def assert_same(a: Route, b: Route) -> None:
@@ -188,3 +195,28 @@ def test_even_placement_gives_every_shard_its_share(num_shards: int) -> None:
 def test_an_impossible_number_of_shards_is_named(num_shards: int) -> None:
     with pytest.raises(ValueError, match=str(num_shards)):
         Placement.even(num_shards)
+
+
+@pytest.mark.parametrize("case", json.loads((ROOT / "docs" / "routing.json").read_text()), ids=lambda c: c["id_space"])
+def test_the_published_vectors_are_those_of_the_kernel_the_reference_and_plain_integers(case: dict[str, Any]) -> None:
+    spec = TableSpec(
+        name=case["table"], dim=1, optimizer=SGD(lr=1.0), initializer=Constant(value=0.0), id_space=case["id_space"]
+    )
+    key, ids = int(case["space_key"], 16), np.array(case["ids"], np.int64)
+    digest = hashlib.blake2b((case["id_space"] or case["table"]).encode(), digest_size=8).digest()
+    assert key == spec.space_key == int.from_bytes(digest, "little")
+    hashes = [int(text, 16) for text in case["hashes"]]
+    assert (
+        hashes == reference.mix64(ids, key).tolist() == [plain_mix64(int(text) % 2**64 ^ key) for text in case["ids"]]
+    )
+    assert case["buckets"] == [value >> 52 for value in hashes]
+    for text, shards in case["shards"].items():
+        assert shards == [bucket * int(text) // 4096 for bucket in case["buckets"]]
+        route = make_route(ids, key, Placement.even(int(text)))
+        assert shards == (np.searchsorted(route.splits, route.index, side="right") - 1).tolist()
+
+
+def plain_mix64(z: int) -> int:
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from embershard.proto.sum_rows import sum_rows
+from embershard.proto.routing import sum_rows
 
 
 @pytest.mark.parametrize("dim", [1, 3, 16, 17, 64])

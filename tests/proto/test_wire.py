@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from embershard.proto import errors, messages, protobuf, wire
 from embershard.proto.errors import BadFrame, InvalidRequest, MessageTooLarge, WrongVersion
-from embershard.proto.wire import Agreed, Feature, Frame, Header, Reader
+from embershard.proto.wire import Agreed, Feature, Frame, FrameReader, Header
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "wire.md").read_text()
 EXAMPLES = {name: bytes.fromhex(text) for name, text in re.findall(r"```hex ([\w ]+)\n(.*?)```", PAGE, re.DOTALL)}
@@ -33,11 +33,11 @@ def fresh(header: Header) -> list[memoryview]:
     return [np.empty(length, np.uint8).data for length in header.lengths]
 
 
-def reader(place: Place = fresh, *, limit: int = LIMIT, checksum: bool = False) -> Reader:
-    return Reader(limit, place, checksum=checksum)
+def reader(place: Place = fresh, *, limit: int = LIMIT, checksum: bool = False) -> FrameReader:
+    return FrameReader(limit, place, checksum=checksum)
 
 
-def feed(into: Reader, data: bytes, sizes: Callable[[], int] = lambda: 2**30) -> list[Frame]:
+def feed(into: FrameReader, data: bytes, sizes: Callable[[], int] = lambda: 2**30) -> list[Frame]:
     """Receive `data` as a socket does: at most sizes() bytes a call, and never more than buffer() holds."""
     frames, pos = [], 0
     while pos < len(data):
@@ -76,7 +76,7 @@ def contents(frames: Sequence[Frame]) -> list[tuple[Header, list[bytes]]]:
 def test_the_hellos_are_the_bytes_of_the_page() -> None:
     hello = wire.client_hello(Feature(0))
     assert hello == EXAMPLES["client hello"]
-    assert wire.server_hello(hello, Feature.CHECKSUM) == (EXAMPLES["server hello"], Agreed(1, Feature(0)))
+    assert wire.server_hello(hello, Feature.CHECKSUM) == (EXAMPLES["server hello"], Agreed(2, Feature(0)))
     assert len(hello) == wire.HELLO_BYTES == 16
 
 
@@ -122,25 +122,33 @@ def hello(lowest: int, highest: int, features: int = 0) -> bytes:
 )
 def test_both_sides_agree_on_the_features_that_both_name(wanted: int, supported: int, agreed: int) -> None:
     answer, server_side = wire.server_hello(hello(1, 9, wanted), Feature(supported))
-    assert server_side == wire.read_server_hello(answer) == Agreed(1, Feature(agreed))
+    assert server_side == wire.read_server_hello(answer) == Agreed(2, Feature(agreed))
 
 
-@pytest.mark.parametrize(("lowest", "highest"), [(0, 0), (2, 2), (2, 65535), (1, 0), (9, 1)])
+@pytest.mark.parametrize(("lowest", "highest"), [(0, 0), (1, 1), (3, 3), (3, 65535), (2, 0), (9, 2)])
 def test_without_a_common_version_the_answer_says_which_ones_there_are(lowest: int, highest: int) -> None:
     answer, agreed = wire.server_hello(hello(lowest, highest, 1), Feature.CHECKSUM)
     assert agreed is None
     assert answer == hello(wire.OLDEST_VERSION, wire.VERSION)
 
 
-@pytest.mark.parametrize(("lowest", "highest"), [(2, 2), (2, 5), (0, 0), (1, 2)])
+@pytest.mark.parametrize(("lowest", "highest"), [(1, 1), (3, 3), (3, 5), (0, 0), (2, 3)])
 def test_a_client_refuses_a_version_that_it_does_not_speak(lowest: int, highest: int) -> None:
-    with pytest.raises(WrongVersion, match=f"versions {lowest} to {highest} .* this side 1 to 1"):
+    with pytest.raises(WrongVersion) as refused:
         wire.read_server_hello(hello(lowest, highest))
+    own = {"own_lowest": wire.OLDEST_VERSION, "own_highest": wire.VERSION}
+    assert refused.value.fields == {"lowest": lowest, "highest": highest, **own}
+
+
+def test_a_client_of_version_1_reads_the_versions_of_both_sides_in_the_answer() -> None:
+    answer, agreed = wire.server_hello(bytes.fromhex("454d42534852440a 0100 0100 00000000"), Feature(0))
+    assert agreed is None
+    assert answer == hello(2, 2)  # lowest = highest, and not its own: it says so and closes
 
 
 def test_a_client_refuses_a_feature_that_it_does_not_know() -> None:
     with pytest.raises(BadFrame, match="features agreed on is 0x3"):
-        wire.read_server_hello(hello(1, 1, 3))
+        wire.read_server_hello(hello(2, 2, 3))
 
 
 def test_what_is_not_a_shard_is_named() -> None:
@@ -263,8 +271,8 @@ def test_a_large_head_leaves_no_large_scratch_behind() -> None:
     ("offset", "layout", "value", "reason"),
     [
         (0, "4s", b"EMBE", "magic of a frame is b'EMBE', not b'EMBF'"),
-        (4, "B", 0, "version of a frame is 0, not 1"),
-        (4, "B", 2, "version of a frame is 2, not 1"),
+        (4, "B", 1, "version of a frame is 1, not 2"),
+        (4, "B", 3, "version of a frame is 3, not 2"),
         (6, "H", wire.MAX_BUFFERS + 1, "number of buffers is 4097, not at most 4096"),
         (16, "I", wire.MAX_HEAD_BYTES + 1, "size of the head is 1048577, not at most 1048576"),
         (20, "I", LIMIT + 1, "size of the buffers is 1048577, not at most 1048576"),

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from embershard.proto.codec.name import CodecName
-from embershard.proto.codec_errors import UnknownCodec
-from embershard.proto.errors import EmbershardError, InvalidRequest, UnknownTable
+from embershard.proto.errors import EmbershardError, InvalidRequest, UnknownCodec, UnknownTable
 from embershard.proto.messages import Compress, Compressed, Declare, Join, Leave, Pull, TableCodecs, TableIds
 from embershard.proto.routing import Placement
 from embershard.proto.spec import SGD, TableSpec

@@ -81,7 +81,7 @@ def rows_after(served: Served, order: str) -> bytes:
     def work(worker: int) -> None:
         rng = random.Random(f"{order} {worker}")
         for clock in range(CLOCKS):
-            pull = Pull(1, (TableIds("t", IDS),), worker, 1, after=clock)
+            pull = Pull(1, (TableIds("t", IDS),), worker, 1, required_clock=clock)
             if rng.random() < 0.3:
                 served.send(pull)  # its reply is lost
             assert isinstance(served.ask(pull), Rows)
@@ -125,10 +125,10 @@ def test_pulls_that_wait_do_not_keep_the_pushes_out_that_they_wait_for():
         served.ask(Join(worker, 1, 0, 0, 2, 60_000))
     waiting = []
     for _ in range(2):
-        waiting.append(served.send(Pull(1, (TableIds("t", IDS),), 0, 1, after=1)))
+        waiting.append(served.send(Pull(1, (TableIds("t", IDS),), 0, 1, required_clock=1)))
         served.ask(Pull(1, ()))
     with pytest.raises(ClockAhead):
-        served.ask(Pull(1, (TableIds("t", IDS),), 0, 1, after=1))
+        served.ask(Pull(1, (TableIds("t", IDS),), 0, 1, required_clock=1))
     for worker in range(2):
         for message in push(worker, 0):
             served.ask(message)
@@ -142,7 +142,7 @@ def test_a_wait_ends_with_the_lease_of_the_one_waited_for(served: Served):
     served.ask(Join(1, 1, 0, 0, 2, 300))
     for message in push(0, 0):
         served.ask(message)
-    assert isinstance(served.ask(Pull(1, (TableIds("t", IDS),), 0, 1, after=1)), Rows)
+    assert isinstance(served.ask(Pull(1, (TableIds("t", IDS),), 0, 1, required_clock=1)), Rows)
     assert served.shard.status().expired_leases == 1
 
 

@@ -43,12 +43,13 @@ from embershard.proto.messages import (
     Request,
     Rows,
     ShardStatus,
+    Snapshot,
+    Snapshotted,
     TableGradients,
     TableIds,
 )
 from embershard.proto.protobuf import dumps, loads
 from embershard.proto.routing import Placement, make_route
-from embershard.proto.snapshot_messages import Snapshot, Snapshotted
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table
@@ -314,6 +315,31 @@ def test_load_assigns_rows(shard: Shard):
     assert pull(shard, 1, 2).tolist() == [[5.0] * DIM] * 2
 
 
+def test_a_load_sent_again_does_not_undo_a_push_that_came_since(shard: Shard):
+    first = load(1, token=PushToken(worker=3, epoch=9, seq=1, first_incomplete=1), worker=3, keep_state=True)
+    assert shard.handle(first) == Loaded(rows=1)
+    shard.handle(push(gradients((1,))))
+    assert shard.handle(first) == Loaded(rows=1)  # its reply was lost, say
+    assert pull(shard, 1).tolist() == [[4.5] * DIM]
+    assert status(shard).duplicate_pushes == 1
+    shard.handle(replace(first, token=PushToken(3, 9, 2, 2)))
+    assert pull(shard, 1).tolist() == [[5.0] * DIM]
+
+
+def test_a_late_copy_of_a_load_is_not_applied(shard: Shard):
+    first = load(1, token=PushToken(0, 1, 1, 1))
+    shard.handle(first)
+    shard.handle(push(gradients((1,)), seq=2, first=2))
+    assert shard.handle(first) == Loaded(rows=0)  # acknowledged long ago: nobody waits for the count
+    assert pull(shard, 1).tolist() == [[4.5] * DIM]
+
+
+def test_a_load_of_an_earlier_incarnation_is_refused(shard: Shard):
+    shard.handle(push(gradients((1,)), epoch=2))
+    with pytest.raises(StaleWorker):
+        shard.handle(load(1, token=PushToken(0, 1, 1, 1)))
+
+
 def test_load_of_non_finite_rows_writes_nothing(shard: Shard):
     rows = np.ones((2, DIM), np.float32)
     rows[1] = np.inf
@@ -351,16 +377,16 @@ class TestLoading:
         lease_ms = round(1000 * hour)
         for worker in (0, 1):
             shard.handle(Join(worker, 7, 0, -1, 2, lease_ms), 0.0)
-        assert shard.handle(load(1, worker=0, epoch=7), hour / 2) == Loaded(1)  # and is heard of
+        assert shard.handle(load(1, worker=0, token=PushToken(0, 7, 1, 1)), hour / 2) == Loaded(1)  # and is heard of
         shard.handle(Heartbeat(1, 7), hour)
         shard.advance(hour * 1.2)
-        shard.handle(load(1, worker=0, epoch=7), hour * 1.2)
+        shard.handle(load(1, worker=0, token=PushToken(0, 7, 2, 2)), hour * 1.2)
         shard.handle(Join(1, 8, 0, -1, 2, lease_ms), day)  # both leases have ended meanwhile
         shard.advance(day)
         with pytest.raises(LeaseLost):
-            shard.handle(load(1, value=9.0, worker=0, epoch=7), day)
+            shard.handle(load(1, value=9.0, worker=0, token=PushToken(0, 7, 3, 3)), day)
         with pytest.raises(StaleWorker):
-            shard.handle(load(1, value=9.0, worker=1, epoch=7), day)
+            shard.handle(load(1, value=9.0, worker=1, token=PushToken(1, 7, 1, 1)), day)
         assert pull(shard, 1).tolist() == [[5.0] * DIM]
         shard.handle(load(1, value=6.0, worker=0), day)  # of one that takes no part
         assert pull(shard, 1).tolist() == [[6.0] * DIM]

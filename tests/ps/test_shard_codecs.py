@@ -17,8 +17,7 @@ from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import encode_elements, encode_rows
 from embershard.proto.codec.user_defined import CodecRegistry
 from embershard.proto.codec.values.registry import BUILTIN, ValuesCodec, find_values
-from embershard.proto.codec_errors import DamagedPayload, UnknownCodec
-from embershard.proto.errors import InvalidRequest, MessageTooLarge, UnknownTable
+from embershard.proto.errors import DamagedPayload, InvalidRequest, MessageTooLarge, UnknownCodec, UnknownTable
 from embershard.proto.messages import (
     PACKED,
     Declare,

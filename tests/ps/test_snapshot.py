@@ -16,7 +16,21 @@ import pytest
 import safetensors.numpy
 
 from embershard.proto import spec
-from embershard.proto.errors import MemoryLost, StaleWorker, TableLoading, UnknownTable
+from embershard.proto.errors import (
+    BadSnapshotName,
+    MemoryLost,
+    OtherOptimizer,
+    SnapshotDamaged,
+    SnapshotNotWritten,
+    SnapshotRunning,
+    SnapshotTooLate,
+    SnapshotUnknown,
+    SnapshotUnreadable,
+    StaleWorker,
+    TableLoading,
+    TablesInTheWay,
+    UnknownTable,
+)
 from embershard.proto.messages import (
     Declare,
     Join,
@@ -26,7 +40,11 @@ from embershard.proto.messages import (
     Push,
     Pushed,
     PushToken,
+    Restore,
+    Restored,
     Rows,
+    Snapshot,
+    Snapshotted,
     TableGradients,
     TableIds,
 )
@@ -35,18 +53,6 @@ from embershard.proto.routing import Placement
 from embershard.proto.snapshot import blocks
 from embershard.proto.snapshot.manifest import MANIFEST, Manifest, ShardPart, pack_manifest, unpack_part
 from embershard.proto.snapshot.storage import Storage
-from embershard.proto.snapshot_errors import (
-    BadSnapshotName,
-    OtherOptimizer,
-    SnapshotDamaged,
-    SnapshotNotWritten,
-    SnapshotRunning,
-    SnapshotTooLate,
-    SnapshotUnknown,
-    SnapshotUnreadable,
-    TablesInTheWay,
-)
-from embershard.proto.snapshot_messages import Restore, Restored, Snapshot, Snapshotted
 from embershard.ps import snapshot as module
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry

@@ -9,16 +9,15 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from embershard.worker.data.rows import Rows, RowsDataset
-from embershard.worker.first_use import by_first_use, by_first_use_in_torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import embershard as es
 from embershard.worker.client.worker_group import WorkerGroup
-from embershard.worker.data.batch import Schema
+from embershard.worker.data.batch import RowsDataset, Samples, Schema
 from embershard.worker.device import to_device, to_host
 from embershard.worker.job.job import Job
+from embershard.worker.kernels import by_first_use, by_first_use_in_torch
 from embershard.worker.session.session import Session
 from embershard.worker.training.saver import RandomNumbers
 from embershard.worker.training.trainer import Trainer
@@ -197,12 +196,12 @@ def test_the_generator_of_the_gpu_goes_on_where_it_was(gpu: torch.device) -> Non
     assert torch.equal(torch.rand(5, device=gpu), first)
 
 
-def rows(count: int, seed: int) -> Rows:
+def rows(count: int, seed: int) -> Samples:
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, PER_FIELD, (count, F)) + np.arange(F) * PER_FIELD
     effects = np.random.default_rng(0).normal(0, 2, F * PER_FIELD)
     labels = (rng.random(count) < 1 / (1 + np.exp(-effects[ids].sum(1)))).astype(np.float32)
-    return Rows(ids, rng.random((count, D), np.float32), labels)
+    return Samples(ids, rng.random((count, D), np.float32), labels)
 
 
 def auc(session: Session | None, strategy: str, device: torch.device, train: dict[str, object]) -> float:

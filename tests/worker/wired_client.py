@@ -9,16 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 import embershard as es
+from embershard.proto.arrays import Array, Floats
 from embershard.proto.errors import EmbershardError, InvalidRequest, UnknownRoute
-from embershard.proto.messages import Array, Push, Reply, Request
+from embershard.proto.messages import Push, Reply, Request
 from embershard.proto.routing import make_route
 from embershard.proto.spec import TableSpec
 from embershard.proto.transport.local import LocalTransport
 from embershard.proto.transport.transport import Unreachable
 from embershard.ps.shard import Shard
 from embershard.worker.client.client import Client
-
-Floats = npt.NDArray[np.float32]
 
 DIM, NUM_IDS = 4, 50
 SPEC = TableSpec(name="t", dim=DIM, optimizer=es.SGD(lr=1.0), initializer=es.Constant())

@@ -28,9 +28,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from embershard.proto.errors import EmbershardError, JobError, Status
+from embershard.proto.errors import EmbershardError, JobError, SnapshotNotWritten, SnapshotUnreadable, Status
 from embershard.proto.snapshot.storage import Storage
-from embershard.proto.snapshot_errors import SnapshotNotWritten, SnapshotUnreadable
 from embershard.worker.checkpoint.snapshots import RunningSnapshot, begin_snapshot
 from embershard.worker.client.client import Client
 from embershard.worker.job.job import Job
@@ -80,7 +79,7 @@ class CheckpointNotWritten(EmbershardError):
     )
 
 
-class FolderInUse(EmbershardError):
+class CheckpointFolderInUse(EmbershardError):
     """A new run that would mix its checkpoints with those of an earlier one, and remove them."""
 
     status = Status.FAILED_PRECONDITION
@@ -90,7 +89,7 @@ class FolderInUse(EmbershardError):
     )
 
 
-class Manifest(BaseModel):
+class CheckpointManifest(BaseModel):
     """What checkpoint.json holds."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -108,7 +107,7 @@ class Manifest(BaseModel):
 class Checkpoint:
     """A whole checkpoint, in a folder or at a URL."""
 
-    def __init__(self, storage: Storage, manifest: Manifest) -> None:
+    def __init__(self, storage: Storage, manifest: CheckpointManifest) -> None:
         self._storage = storage
         self.manifest = manifest
 
@@ -139,7 +138,7 @@ class Checkpoint:
             if isinstance(version, int) and version > _VERSION:
                 reason = f"it has version {version}, and this program reads {_VERSION}; upgrade it"
                 raise BadCheckpoint(path=url, reason=reason)
-            return cls(storage, Manifest.model_validate(values))
+            return cls(storage, CheckpointManifest.model_validate(values))
         except (ValueError, RecursionError) as error:  # pydantic's are ValueErrors
             what = f"field {_first_field(error)}" if isinstance(error, ValidationError) else str(error)
             reason = f"{MANIFEST} is damaged, or not ours ({what}); take the checkpoint before it"
@@ -235,9 +234,9 @@ class CheckpointFolder:
         return self._storage.url
 
     def check(self, *, resumed: bool) -> None:
-        """CheckpointNotWritten if nothing can be written, FolderInUse if a new run would mix with an earlier one."""
+        """CheckpointNotWritten if nothing can be written, CheckpointFolderInUse if a new run would mix with another."""
         if not resumed and (found := _whole(self._storage)):
-            raise FolderInUse(path=self.url, step=Checkpoint.open(self._storage.at(found[-1])).manifest.step)
+            raise CheckpointFolderInUse(path=self.url, step=Checkpoint.open(self._storage.at(found[-1])).manifest.step)
         with self._undone(_PROBE, []):
             self._storage.make_folder("")
             self._storage.replace(_PROBE, b"")
@@ -260,7 +259,7 @@ class CheckpointFolder:
         """
         before = _whole(self._storage)
         name = _free_name(step, before)
-        manifest = Manifest(
+        manifest = CheckpointManifest(
             job=job.model_dump(mode="json"),
             step=step,
             world_size=world_size,

@@ -17,11 +17,19 @@ from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.codec.name import CodecName
-from embershard.proto.errors import EmbershardError, UnknownTable
+from embershard.proto.errors import (
+    EmbershardError,
+    SnapshotDamaged,
+    SnapshotExists,
+    SnapshotNotFound,
+    SnapshotScattered,
+    SnapshotTimeout,
+    SnapshotTooLate,
+    UnknownTable,
+)
+from embershard.proto.messages import Restore, Restored, Snapshot, Snapshotted
 from embershard.proto.snapshot.blocks import read_block
 from embershard.proto.snapshot.manifest import (
     LATEST,
@@ -34,20 +42,9 @@ from embershard.proto.snapshot.manifest import (
     unpack_part,
 )
 from embershard.proto.snapshot.storage import Storage
-from embershard.proto.snapshot_errors import (
-    SnapshotDamaged,
-    SnapshotExists,
-    SnapshotNotFound,
-    SnapshotScattered,
-    SnapshotTimeout,
-    SnapshotTooLate,
-)
-from embershard.proto.snapshot_messages import Restore, Restored, Snapshot, Snapshotted
 from embershard.proto.transport.transport import Deadline
 from embershard.worker.client.client import Client
 
-Ids = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
 R = TypeVar("R", Snapshotted, Restored)
 
 PATIENCE = timedelta(seconds=120)  # without a row more, a snapshot or a restore is given up

@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Literal, NamedTuple
 
+from embershard.proto.arrays import Array, Bytes, Ids
 from embershard.proto.errors import EmbershardError
-from embershard.proto.messages import Array, Bytes, Declare, Ids, Pull, Push, Reply, Request, Rows, TableGradients
+from embershard.proto.messages import Declare, Pull, Push, Reply, Request, Rows, TableGradients
 from embershard.proto.transport.transport import PendingReply
 
 Direction = Literal["push", "pull", "other"]

@@ -10,19 +10,10 @@ from datetime import timedelta
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
+from embershard.proto.arrays import MAX_MESSAGE_BYTES, Floats
 from embershard.proto.errors import ClockAhead, LeaseLost, UnknownTable, WrongDim
-from embershard.proto.messages import (
-    MAX_MESSAGE_BYTES,
-    Declare,
-    Declared,
-    GetStatus,
-    Push,
-    Pushed,
-    Request,
-    ShardStatus,
-)
+from embershard.proto.messages import Declare, Declared, GetStatus, Push, Pushed, Request, ShardStatus
 from embershard.proto.routing import Placement, Route
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import span
@@ -39,8 +30,6 @@ from embershard.worker.client.pull import Places, Puller, Pulls
 from embershard.worker.client.push import Gradients, PushQueue, Update, Versions
 from embershard.worker.client.push import LrScale as LrScale
 from embershard.worker.compression.compressor import Compressor
-
-Floats = npt.NDArray[np.float32]
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 
@@ -73,7 +62,7 @@ class Client:
         self.compressor = Compressor(worker, self.placement)
         self._outbox = PushQueue(worker, self.epoch, self.placement.epoch, self.limits, self.compressor)
         self._inbox = Puller(self._links, worker, self.epoch, self.placement.epoch, self.limits, self.compressor)
-        self._assigner = Assigner(self.calls, worker, self.epoch, self.placement.epoch, self.limits)
+        self._assigner = Assigner(self.calls, worker, self.placement.epoch, self.limits, self._outbox.next_token)
         self._push_lock = threading.Lock()
 
     @classmethod
@@ -178,11 +167,11 @@ class Client:
         its pushes are: it is of rows that the others have changed since.
         """
         _check_rows(table, "loaded rows", rows, len(route.ids), self.spec(table).dim)
-        assigned = self._assigner.assign(
-            table, route, rows, shards=shards, last=last, keep_state=keep_state, member=self.membership
-        )
-        if assigned and not keep_state:
-            with self._push_lock:
+        with self._push_lock:  # loads and pushes are numbered together
+            assigned = self._assigner.assign(
+                table, route, rows, shards=shards, last=last, keep_state=keep_state, member=self.membership
+            )
+            if assigned and not keep_state:
                 self.compressor.forget(table, route)
 
     def pull(

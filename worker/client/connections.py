@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
+from embershard.proto.arrays import Array
 from embershard.proto.errors import (
     ClientClosed,
     ClockAhead,
@@ -24,7 +25,7 @@ from embershard.proto.errors import (
     UnknownTable,
     WrongShards,
 )
-from embershard.proto.messages import PUT_BACK_SECONDS, Array, Greeting, Hello, Reply, Request
+from embershard.proto.messages import PUT_BACK_SECONDS, Greeting, Hello, Reply, Request
 from embershard.proto.transport.transport import Deadline, PendingReply, Transport, TransportClosed, Unreachable
 from embershard.worker.client.byte_counts import Volume
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from embershard.proto.arrays import Floats
 from embershard.proto.errors import LeaseLost
-from embershard.proto.messages import Floats, Load
+from embershard.proto.messages import Load, PushToken
 from embershard.proto.routing import Route
 from embershard.worker.client.calls import Requests, raise_first
 from embershard.worker.client.chunks import Chunk, cut
@@ -18,8 +19,15 @@ from embershard.worker.client.membership import Membership
 class Assigner:
     """Sends rows to be assigned, in messages of at most `limits` bytes to each shard."""
 
-    def __init__(self, calls: Requests, worker: int, epoch: int, placement_epoch: int, limits: Sequence[int]) -> None:
-        self._calls, self._worker, self._epoch = calls, worker, epoch
+    def __init__(
+        self,
+        calls: Requests,
+        worker: int,
+        placement_epoch: int,
+        limits: Sequence[int],
+        next_token: Callable[[int], PushToken],
+    ) -> None:
+        self._calls, self._worker, self._next_token = calls, worker, next_token
         self._placement_epoch, self._limits = placement_epoch, limits
 
     def assign(
@@ -33,7 +41,10 @@ class Assigner:
         keep_state: bool,
         member: Membership | None,
     ) -> bool:
-        """What Client.load says; False where the change is dropped, for the member's lease was lost."""
+        """What Client.load says; False where the change is dropped, for the member's lease was lost.
+
+        Nothing is pushed meanwhile: the pushes' tokens count the loads as answered.
+        """
         queues: dict[int, deque[Load]] = {}
         for shard in range(len(self._limits)) if shards is None else shards:
             part = route.slice_of(shard)
@@ -45,10 +56,11 @@ class Assigner:
                 self._worker,
                 last=last,
                 keep_state=keep_state,
-                epoch=0 if member is None else self._epoch,
             )
             queues[shard] = deque(_cut(whole, self._limits[shard]))
-        while batch := {shard: queue.popleft() for shard, queue in queues.items() if queue}:
+        while batch := {
+            shard: replace(queue.popleft(), token=self._next_token(shard)) for shard, queue in queues.items() if queue
+        }:
             if not self._send(batch, member, keep_state=keep_state):
                 return False
         return True
@@ -69,8 +81,8 @@ class Assigner:
 def _cut(load: Load, limit: int) -> list[Load]:
     """The same in messages of at most `limit` bytes."""
     messages = cut([load.table], [len(load.ids)], [8 + load.rows.itemsize * load.rows.shape[1]], limit)
-    if load.last:  # without rows: sent again after its reply was lost, it cannot undo a push that came since
-        messages = [*messages, [Chunk(0, 0, 0)]]
+    if load.last and not messages:  # a shard without rows is told of the end, too
+        messages = [[Chunk(0, 0, 0)]]
     return [
         replace(
             load,

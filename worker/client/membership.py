@@ -15,9 +15,9 @@ from datetime import timedelta
 
 import numpy as np
 
+from embershard.proto.arrays import Array
 from embershard.proto.errors import ClockAhead, EmbershardError, LeaseLost, ShardUnavailable, WorkerLost
 from embershard.proto.messages import (
-    Array,
     Heartbeat,
     HeartbeatAck,
     Join,
@@ -116,7 +116,7 @@ class Membership:
     def rest(self) -> None:
         """Let the others' clock go on without this worker; meetings still expect it."""
         self.paused = True
-        self._ask_all(Leave(self.worker, self._epoch, rest=True))
+        self._ask_all(Leave(self.worker, self._epoch, pause=True))
 
     def resume(self, clock: int = 0) -> int:
         """End a rest: push again from `clock` on, or as soon after it as all shards agree; the clock."""
@@ -217,7 +217,7 @@ class Membership:
             self._join(self._next)
             self.lost_leases += 1
             if self.paused:
-                self._ask_all(Leave(self.worker, self._epoch, rest=True))
+                self._ask_all(Leave(self.worker, self._epoch, pause=True))
         _log.warning(
             "worker %d was not heard of for its lease of %s, and the others went on without it: it joined again at "
             "clock %d and drops what it computed since",

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from embershard.proto.arrays import Bytes, Ids
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.predict import HEAD_BYTES, age_bytes, predict_bytes
 from embershard.proto.codec.values.registry import ValuesCodec
 from embershard.proto.messages import (
     PACKED,
-    Bytes,
-    Ids,
     Pull,
     Push,
     Pushed,

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 import numpy as np
-import numpy.typing as npt
 
+from embershard.proto.arrays import Array, Floats
 from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import EmbershardError, NotAShard, WrongDim
-from embershard.proto.messages import DELTA, Array, Pull, Rows, TableIds
+from embershard.proto.messages import DELTA, Pull, Rows, TableIds
 from embershard.proto.routing import Route
 from embershard.proto.timing import span
 from embershard.worker.client.chunks import Chunk, cut
@@ -21,7 +21,6 @@ from embershard.worker.compression.compressor import Compressor
 from embershard.worker.compression.deltas import Base, Deltas, apply_delta
 from embershard.worker.compression.settings import PLAIN
 
-Floats = npt.NDArray[np.float32]
 Pulls = Mapping[int, Pull]
 Arrays = Sequence[Array]
 _Left = tuple[Route, tuple[str, int], int]  # ids that a pull leaves with a shard: of a table, under a number

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from embershard.proto.arrays import Floats
 from embershard.proto.errors import (
     EmbershardError,
     InvalidRequest,
@@ -25,7 +26,6 @@ from embershard.worker.client.membership import Membership
 from embershard.worker.compression.compressor import Compressor, rate_of
 from embershard.worker.compression.compressor import LrScale as LrScale
 
-Floats = npt.NDArray[np.float32]
 Gradients = Sequence[tuple[str, Route, Floats]]  # table, where its rows are, (U, dim) in route order
 Versions = npt.NDArray[np.int64]  # (num_shards,): Rows.version of what was read from each shard
 
@@ -116,15 +116,19 @@ class PushQueue:
             raise
         return parts
 
-    def _append(self, shard: int, update: Update, tables: tuple[TableGradients, ...], *, last: bool) -> None:
+    def next_token(self, shard: int) -> PushToken:
+        """The token of the next push or load to a shard. A load is answered, or given up, before the one after it."""
         waiting, seq = self._waiting[shard], self._next_seq[shard]
         self._next_seq[shard] += 1
         # pushes leave in order: the head is the first that is not acknowledged
-        first = waiting[0].token.seq if waiting else seq
+        return PushToken(self._worker, self._epoch, seq, waiting[0].token.seq if waiting else seq)
+
+    def _append(self, shard: int, update: Update, tables: tuple[TableGradients, ...], *, last: bool) -> None:
+        token = self.next_token(shard)
         version = NOT_READ if update.versions is None else int(update.versions[shard])
-        waiting.append(
+        self._waiting[shard].append(
             Push(
-                PushToken(self._worker, self._epoch, seq, first),
+                token,
                 update.clock,
                 self._placement_epoch,
                 tables,

@@ -22,14 +22,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from embershard.proto.errors import MeetingOver, WorkerLost, WorkersApart
+from embershard.proto.arrays import Bytes
+from embershard.proto.errors import RendezvousOver, WorkerLost, WorkersApart
 from embershard.proto.transport.transport import Deadline
 from embershard.worker.client.client import Client
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 T = TypeVar("T")
 Word = Mapping[str, Any]  # data that JSON knows
-Bytes = npt.NDArray[np.uint8]
 
 # at the start a worker waits for the others' processes, which a cluster may start minutes apart
 JOIN_TIMEOUT = timedelta(minutes=5)
@@ -266,12 +266,12 @@ class ShardGroup(WorkerGroup):
     def enter(self, word: Word) -> tuple[int, Word]:
         """Take part from here on; see WorkerGroup. WorkerLost names who did not come to the start in time."""
         for _ in range(_TRIES):
-            name, _, step = self._client.status()[0].meeting.partition("/")
+            name, _, step = self._client.status()[0].rendezvous.partition("/")
             self.late, self.over = bool(name), step.startswith("over")
             segment = int(name or 0) + step.startswith("end")
             if self.over:
                 return segment, word
-            with suppress(MeetingOver):
+            with suppress(RendezvousOver):
                 if not self.late:
                     return segment, self._begin(segment, word, ())
                 self._membership.rest()  # nobody waits for it meanwhile
@@ -291,7 +291,7 @@ class ShardGroup(WorkerGroup):
         resume(highest)
         try:
             self._begin(segment + 1, {**word, "clock": highest}, self.present)
-        except MeetingOver:
+        except RendezvousOver:
             raise Evicted from None
 
     def _begin(self, segment: int, word: Word, among: Sequence[int], *, late: bool = False) -> Word:
@@ -308,7 +308,7 @@ class ShardGroup(WorkerGroup):
     ) -> dict[int, bytes]:
         try:
             met = self._membership.meet(name, data, listen=listen, among=among)
-        except MeetingOver:
+        except RendezvousOver:
             met = {}
         if self.rank not in met:
             self.present = tuple(met)

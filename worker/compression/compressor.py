@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from embershard.proto.arrays import Bytes, Floats, Ids
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.values.registry import ValuesCodec, find_values
-from embershard.proto.messages import Bytes, Floats, Ids, TableGradients
+from embershard.proto.messages import TableGradients
 from embershard.proto.routing import Placement, Route, mix64
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import span
 from embershard.worker.compression.error_feedback import SentAverages
-from embershard.worker.compression.low_rank import Layout
+from embershard.worker.compression.low_rank import DenseLayout
 from embershard.worker.compression.residual_store import ResidualRows
 from embershard.worker.compression.settings import PLAIN, Compression, Directions, check_momentum
 from embershard.worker.compression.table_compressor import TableCompressor
@@ -75,11 +76,11 @@ class Compressor:
         way = self._tables.get(table)
         return way is None or (dense and not way.is_dense)
 
-    def lay_out(self, table: str, layout: Layout) -> None:
+    def lay_out(self, table: str, layout: DenseLayout) -> None:
         """Say what the blocks of a dense table are: some codecs ask for it."""
         self._tables[table].lay_out(layout)
 
-    def layout(self, table: str) -> Layout:
+    def layout(self, table: str) -> DenseLayout:
         """What the blocks of a dense table are."""
         return self._tables[table].layout
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from embershard.proto.arrays import Bytes, Floats, Ids
 from embershard.proto.codec.payload import decode_elements
-from embershard.proto.messages import Bytes
-from embershard.proto.routing import Ids, Route
+from embershard.proto.routing import Route
 
-Floats = npt.NDArray[np.float32]
 Versions = npt.NDArray[np.int64]
 
 

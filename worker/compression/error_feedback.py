@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from embershard.proto.arrays import Bytes, Floats, Ids
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import decode, encode_elements, encode_rows
 from embershard.proto.codec.select import Threshold, count_of, random_positions, row_norms
 from embershard.proto.codec.values.registry import ValuesCodec
-from embershard.proto.messages import Bytes, Floats, Ids
 from embershard.worker.compression.low_rank import LowRank
 from embershard.worker.compression.residual_store import ResidualRows
 from embershard.worker.compression.residuals import Residuals
@@ -28,7 +28,7 @@ from embershard.worker.compression.residuals import Residuals
 _LOWEST_RATE = 2.0**-20
 
 
-class Share(NamedTuple):
+class ShardGradients(NamedTuple):
     """One shard's part of a table's gradients in one push."""
 
     ids: Ids  # (U,) unique
@@ -77,7 +77,7 @@ class Feedback:
         """Whether a push that counts by this rate may hold something back; else it is to be sent whole."""
         return float(np.float32(rate)) > self._rate * _LOWEST_RATE  # residuals count by float32
 
-    def pack(self, share: Share, how: EncodeOptions) -> Packed:
+    def pack(self, share: ShardGradients, how: EncodeOptions) -> Packed:
         """What to send of a share, with what was held of its ids; the rest is held."""
         self._rate = share.rate
         self.residuals = self.residuals.with_momentum(how.momentum > 0)
@@ -105,13 +105,13 @@ class Feedback:
         self.sent_ages += waited - float(ages.sum())
         return Packed(payload, self._hold(share, slots, rows, ages, momenta))
 
-    def corrected(self, share: Share) -> Floats:
+    def corrected(self, share: ShardGradients) -> Floats:
         """The rows of a share with what is held of their ids; it stays held."""
         rows = share.rows.copy()
         self.residuals.add_to(self.residuals.find(share.ids), rows, np.ones(len(rows), np.float32), share.rate)
         return rows
 
-    def restore_residual(self, share: Share, ages: Floats | None) -> None:
+    def restore_residual(self, share: ShardGradients, ages: Floats | None) -> None:
         """Hold what was on its way to a shard that will not apply it."""
         if share.rate > 0 and len(share.ids):
             ages = np.ones(len(share.ids), np.float32) if ages is None else ages
@@ -169,7 +169,9 @@ class Feedback:
         _take_out(payload, rows, ages, how)
         return payload
 
-    def _hold(self, share: Share, slots: Ids, rows: Floats, ages: Floats, momenta: Floats | None) -> ResidualRows:
+    def _hold(
+        self, share: ShardGradients, slots: Ids, rows: Floats, ages: Floats, momenta: Floats | None
+    ) -> ResidualRows:
         return self.residuals.keep(share.ids, slots, rows, ages, share.rate, momenta).scaled(share.rate)
 
 

@@ -11,17 +11,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from embershard.proto.codec.low_rank import Chunk, Factors, Run, encode_low_rank, low_rank_nbytes
+from embershard.proto.arrays import Bytes, Floats, Ids
+from embershard.proto.codec.low_rank import Chunk, Factors, PlainRun, encode_low_rank, low_rank_nbytes
 from embershard.proto.codec.values.registry import ValuesCodec
 
-Floats = npt.NDArray[np.float32]
-Ids = npt.NDArray[np.int64]
-Bytes = npt.NDArray[np.uint8]
 
-
-class Place(NamedTuple):
+class ParameterSlice(NamedTuple):
     """Where a parameter lies in a dense table: from the first element of block `start` on."""
 
     start: int
@@ -49,11 +45,11 @@ class Place(NamedTuple):
         return row, skip, -(-(skip + high - low) // self.columns)
 
 
-class Layout(NamedTuple):
+class DenseLayout(NamedTuple):
     """Which blocks of which ids the parameters of a dense table fill."""
 
     ids: Ids  # (num_blocks,) in the order in which parameters lie in the blocks
-    places: Sequence[Place]  # in that order
+    places: Sequence[ParameterSlice]  # in that order
 
 
 @dataclass(slots=True)
@@ -70,7 +66,7 @@ class LowRank:
     A matrix for which they would be no smaller, and every vector, goes as it is.
     """
 
-    def __init__(self, layout: Layout, block: int, rank: int, seed: int) -> None:
+    def __init__(self, layout: DenseLayout, block: int, rank: int, seed: int) -> None:
         self.rank = rank
         self._order = np.argsort(layout.ids)
         self._ids = layout.ids[self._order]
@@ -137,10 +133,10 @@ class LowRank:
                 yield Factors(position, high - low, skip, np.ascontiguousarray(left), np.ascontiguousarray(right))
             else:
                 start = place.start * self._block
-                yield Run(position, self._gradients.reshape(-1)[start + low : start + high])
+                yield PlainRun(position, self._gradients.reshape(-1)[start + low : start + high])
 
 
-def predict_low_rank(layout: Layout, block: int, rank: int, parts: Iterable[Ids], values: ValuesCodec) -> int:
+def predict_low_rank(layout: DenseLayout, block: int, rank: int, parts: Iterable[Ids], values: ValuesCodec) -> int:
     """Bytes of the payloads of a push of these parts, of all blocks and finite."""
     order, places = np.argsort(layout.ids), layout.places
     total = 0
@@ -151,7 +147,7 @@ def predict_low_rank(layout: Layout, block: int, rank: int, parts: Iterable[Ids]
     return total
 
 
-def _runs(places: Sequence[Place], block: int, blocks: Ids) -> Iterator[tuple[int, int, int, int]]:
+def _runs(places: Sequence[ParameterSlice], block: int, blocks: Ids) -> Iterator[tuple[int, int, int, int]]:
     """The parts of parameters that lie in these blocks, and where they are among them.
 
     Each as the number of its place, from which of its elements to which, and its position in the flat blocks.
@@ -166,7 +162,7 @@ def _runs(places: Sequence[Place], block: int, blocks: Ids) -> Iterator[tuple[in
                 yield number, low - start, high - start, int(first) * block + low - begin
 
 
-def _float_counts(place: Place, rank: int, low: int, high: int) -> tuple[int, ...]:
+def _float_counts(place: ParameterSlice, rank: int, low: int, high: int) -> tuple[int, ...]:
     """How many floats are sent for elements low to high of a parameter: those of P and Q, or, if fewer, themselves."""
     if rank:
         rows = place.rows(low, high)[2]

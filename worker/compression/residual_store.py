@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled.jit import called, compiled, inlined
-from embershard.proto.routing import Ids, mix64
+from embershard.proto.routing import mix64
 
-Floats = npt.NDArray[np.float32]
 Marks = npt.NDArray[np.uint8]
 
 _SMALLEST = 256  # slots
-TOP, NUM_FREE, HAND, NOW = range(4)  # of Store.numbers
+TOP, NUM_FREE, HAND, NOW = range(4)  # of ResidualMemory.numbers
 _FREE = -1  # a cell without a slot
 
 _LARGEST = np.finfo(np.float32).max
@@ -44,7 +44,7 @@ class ResidualRows(NamedTuple):
         return ResidualRows(self.ids[order], rows[order], np.maximum(self.ages, 1)[order], rates)
 
 
-class Store(NamedTuple):
+class ResidualMemory(NamedTuple):
     """The memory of what is held: rows by slot, the cells that lead from an id to its slot, and the free slots."""
 
     ids: Ids  # (S,)
@@ -59,7 +59,7 @@ class Store(NamedTuple):
     numbers: Ids  # (4,) slots in use or free, free ones, the hand, this push
 
     @classmethod
-    def made(cls, size: int, dim: int, momentum: int) -> Store:
+    def made(cls, size: int, dim: int, momentum: int) -> ResidualMemory:
         """An empty one of at least `size` slots."""
         size = max(_SMALLEST, 1 << (size - 1).bit_length())
         return cls(
@@ -95,12 +95,12 @@ def nothing_held(dim: int) -> ResidualRows:
 _IDS = types.Array(types.int64, 1, "C", readonly=True)
 _AGES = types.Array(types.float32, 1, "C", readonly=True)
 _ROWS = types.Array(types.float32, 2, "C", readonly=True)
-_STORE = types.NamedTuple(
+_MEMORY = types.NamedTuple(
     (
         types.int64[::1], types.float32[:, ::1], types.float32[:, ::1], types.float32[::1], types.float32[::1],
         types.int64[::1], types.uint8[::1], types.int64[::1], types.int64[::1], types.int64[::1],
     ),
-    Store,
+    ResidualMemory,
 )  # fmt: skip
 _HELD = types.NamedTuple(
     (types.int64[::1], types.float32[:, ::1], types.float32[::1], types.float32[::1]), ResidualRows
@@ -108,7 +108,7 @@ _HELD = types.NamedTuple(
 
 
 @called
-def _cell_of(id_: np.int64, store: Store) -> np.uint64:
+def _cell_of(id_: np.int64, store: ResidualMemory) -> np.uint64:
     """The cell of an id, or the free one where it belongs."""
     mask = _U(store.cells.size - 1)
     cell = mix64(_U(id_), _0) & mask
@@ -118,7 +118,7 @@ def _cell_of(id_: np.int64, store: Store) -> np.uint64:
 
 
 @called
-def _unlink(id_: np.int64, store: Store) -> None:
+def _unlink(id_: np.int64, store: ResidualMemory) -> None:
     """Take an id out of the cells, and close the gap (Knuth, vol. 3, 6.4, algorithm R)."""
     cells = store.cells
     mask = _U(cells.size - 1)
@@ -162,7 +162,7 @@ def _worth_holding(rows: Floats, momenta: Floats, i: int) -> bool:
 
 
 @inlined
-def _release(slot: int, store: Store) -> None:
+def _release(slot: int, store: ResidualMemory) -> None:
     """Hold nothing in a slot any more."""
     _unlink(store.ids[slot], store)
     store.last[slot] = -1
@@ -171,7 +171,7 @@ def _release(slot: int, store: Store) -> None:
 
 
 @inlined
-def _vacant(store: Store) -> int:
+def _vacant(store: ResidualMemory) -> int:
     """A slot that holds nothing."""
     numbers = store.numbers
     if numbers[NUM_FREE] > 0:
@@ -184,7 +184,7 @@ def _vacant(store: Store) -> int:
 
 
 @called
-def _victim(store: Store) -> int:
+def _victim(store: ResidualMemory) -> int:
     """The next slot to give way: not of this push, and not met since the hand came by last; -1 where none is."""
     last, recent, numbers = store.last, store.recent, store.numbers
     top = numbers[TOP]
@@ -200,7 +200,7 @@ def _victim(store: Store) -> int:
 
 
 @inlined
-def _take(slot: int, id_: np.int64, store: Store) -> None:
+def _take(slot: int, id_: np.int64, store: ResidualMemory) -> None:
     """Let an id have a slot."""
     store.ids[slot] = id_
     store.cells[_cell_of(id_, store)] = slot
@@ -208,8 +208,8 @@ def _take(slot: int, id_: np.int64, store: Store) -> None:
     store.recent[slot] = 0
 
 
-@compiled(types.void(_IDS, _STORE, types.int64[::1]))
-def find(ids: Ids, store: Store, slots: Ids) -> None:
+@compiled(types.void(_IDS, _MEMORY, types.int64[::1]))
+def find(ids: Ids, store: ResidualMemory, slots: Ids) -> None:
     """Write the slot of each id, -1 where it has none."""
     for i in range(ids.size):
         slot = store.cells[_cell_of(ids[i], store)]
@@ -228,8 +228,8 @@ def _insert_all(ids: Ids, slots: Ids, cells: Ids) -> None:
         cells[cell] = slots[i]
 
 
-@compiled(types.void(_IDS, _STORE, types.float32, types.float32[:, ::1], types.float32[::1], types.float32[:, ::1]))
-def add(slots: Ids, store: Store, rate: np.float32, rows: Floats, ages: Floats, momenta: Floats) -> None:
+@compiled(types.void(_IDS, _MEMORY, types.float32, types.float32[:, ::1], types.float32[::1], types.float32[:, ::1]))
+def add(slots: Ids, store: ResidualMemory, rate: np.float32, rows: Floats, ages: Floats, momenta: Floats) -> None:
     """Add what is held to rows and ages, and copy momenta."""
     for i in range(slots.size):
         slot = slots[i]
@@ -243,13 +243,13 @@ def add(slots: Ids, store: Store, rate: np.float32, rows: Floats, ages: Floats, 
         ages[i] += store.ages[slot]
 
 
-@compiled(types.int64(_IDS, _IDS, types.Tuple((_ROWS, _AGES, _ROWS)), types.float32, _STORE, types.int64, _HELD))
+@compiled(types.int64(_IDS, _IDS, types.Tuple((_ROWS, _AGES, _ROWS)), types.float32, _MEMORY, types.int64, _HELD))
 def keep(
     ids: Ids,
     slots: Ids,
     pushed: tuple[Floats, Floats, Floats],  # rows, ages, momenta
     rate: np.float32,
-    store: Store,
+    store: ResidualMemory,
     capacity: int,
     gone: ResidualRows,
 ) -> int:

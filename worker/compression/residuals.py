@@ -10,11 +10,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from embershard.proto.routing import Ids
+from embershard.proto.arrays import Floats, Ids
 from embershard.worker.compression import residual_store as held_rows
-from embershard.worker.compression.residual_store import NOW, NUM_FREE, TOP, Floats, ResidualRows, Store
+from embershard.worker.compression.residual_store import NOW, NUM_FREE, TOP, ResidualMemory, ResidualRows
 
-_BY_SLOT = Store._fields[:8]
+_BY_SLOT = ResidualMemory._fields[:8]
 _SAVED = ("ids", "rows", "momenta", "ages", "rates", "recent")
 
 
@@ -120,8 +120,8 @@ class Residuals:
         self._store.numbers[:] = top, len(free), int(str(state["hand"])), 1
         self._store.link()
 
-    def _made(self, size: int) -> Store:
-        return Store.made(size, self.dim, self.dim if self.momentum else 0)
+    def _made(self, size: int) -> ResidualMemory:
+        return ResidualMemory.made(size, self.dim, self.dim if self.momentum else 0)
 
     def _reserve(self, size: int) -> None:
         """Have room for `size` slots, as far as the capacity goes."""

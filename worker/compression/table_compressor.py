@@ -9,15 +9,16 @@ from typing import Any, cast
 
 import numpy as np
 
+from embershard.proto.arrays import Bytes, Floats, Ids
 from embershard.proto.codec.lossless.ids import encode_even_ids, encode_ids
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import decode, encode_rows
 from embershard.proto.codec.values.registry import ValuesCodec
-from embershard.proto.messages import PACKED, Bytes, Floats, Ids, TableGradients
+from embershard.proto.messages import PACKED, TableGradients
 from embershard.proto.routing import Placement, Route, even_ids, make_route
 from embershard.proto.spec import TableSpec
-from embershard.worker.compression.error_feedback import EncodeOptions, Feedback, SentAverages, Share
-from embershard.worker.compression.low_rank import Layout, LowRank
+from embershard.worker.compression.error_feedback import EncodeOptions, Feedback, SentAverages, ShardGradients
+from embershard.worker.compression.low_rank import DenseLayout, LowRank
 from embershard.worker.compression.residual_store import ResidualRows, nothing_held
 from embershard.worker.compression.residuals import Residuals
 from embershard.worker.compression.settings import Compression, Directions, heeds_ages, warmup_density
@@ -31,7 +32,7 @@ class TableCompressor:
     def __init__(self, spec: TableSpec, placement: Placement, find: Find, *, dense: bool) -> None:
         self.spec = spec
         self.is_dense = dense
-        self.layout = Layout(np.empty(0, np.int64), ())  # of dense weights
+        self.layout = DenseLayout(np.empty(0, np.int64), ())  # of dense weights
         self.directions = Directions()
         self.pushes = 0  # goes into the keys of random numbers
         self._even_order: Ids | None = None  # in which the layout's ids ascend, where they are even_ids
@@ -50,7 +51,7 @@ class TableCompressor:
         """Whether something is held that its codec will not send."""
         return bool(self._held) and not self.directions.push.has_feedback
 
-    def lay_out(self, layout: Layout) -> None:
+    def lay_out(self, layout: DenseLayout) -> None:
         """Take the blocks for these."""
         self.layout = layout
         is_even = np.array_equal(layout.ids, even_ids(len(layout.ids), self.spec.space_key))
@@ -113,7 +114,7 @@ class TableCompressor:
         part, rows, skipped = _finite(part, rows)
         if self._clip != 1.0 and codec.select == "dgc":
             rows = rows * np.float32(self._clip)
-        payload, gone = held.pack(Share(part.ids, rows, rate), self._how(codec, values, key))
+        payload, gone = held.pack(ShardGradients(part.ids, rows, rate), self._how(codec, values, key))
         parts = [self._packed(part, payload)]
         if len(gone.ids):
             parts.append(self._whole(gone, rate))
@@ -129,7 +130,9 @@ class TableCompressor:
             ids = ids if positions is None else ids[positions]
         finite = np.isfinite(rows).all(axis=1)
         ages = None if ages is None else ages[finite]
-        self._feedback(shard).restore_residual(Share(ids[finite], cast(Floats, rows[finite]), part.lr_scale), ages)
+        self._feedback(shard).restore_residual(
+            ShardGradients(ids[finite], cast(Floats, rows[finite]), part.lr_scale), ages
+        )
 
     def drain(self, shard: int, rate: float, limit: int) -> list[TableGradients]:
         """What is held for a shard and will not be sent else, in parts of at most `limit` bytes; it is held no more."""
@@ -194,7 +197,7 @@ class TableCompressor:
             some = order[route.slice_of(shard)]
             for rate in np.unique(held.rates[some]):
                 alike = some[held.rates[some] == rate]
-                share = Share(held.ids[alike], held.rows[alike], float(rate))
+                share = ShardGradients(held.ids[alike], held.rows[alike], float(rate))
                 self._feedback(shard).restore_residual(share, held.ages[alike])
 
     def _feedback(self, shard: int) -> Feedback:
@@ -214,7 +217,7 @@ class TableCompressor:
             part, held = route.slice_of(shard), self._feedback(shard)
             corrected[part] = rows[part]
             if held.takes(rate):
-                corrected[part] = held.corrected(Share(route.ids[part], rows[part], rate))
+                corrected[part] = held.corrected(ShardGradients(route.ids[part], rows[part], rate))
         finite = np.isfinite(corrected).all(axis=1)
         self._low_rank.begin(route.ids[finite], corrected[finite])
 

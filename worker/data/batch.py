@@ -15,7 +15,7 @@ from embershard.worker.data.shuffle import Positions, batches, check_enough, che
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class Samples:
     """Samples as arrays."""
 
     ids: npt.NDArray[np.int64]  # (N, F)
@@ -25,9 +25,9 @@ class Rows:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def take(self, which: Positions | npt.NDArray[np.bool_] | slice) -> Rows:
+    def take(self, which: Positions | npt.NDArray[np.bool_] | slice) -> Samples:
         """The chosen samples."""
-        return Rows(self.ids[which], None if self.dense is None else self.dense[which], self.labels[which])
+        return Samples(self.ids[which], None if self.dense is None else self.dense[which], self.labels[which])
 
     def batch(self) -> Batch:
         """These samples as one batch, without a copy."""
@@ -35,12 +35,12 @@ class Rows:
         return Batch(torch.from_numpy(self.ids), dense, torch.from_numpy(self.labels))
 
     @staticmethod
-    def concat(parts: Sequence[Rows]) -> Rows:
+    def concat(parts: Sequence[Samples]) -> Samples:
         """All samples of at least one part, in order."""
         if len(parts) == 1:
             return parts[0]
         dense = [part.dense for part in parts if part.dense is not None]
-        return Rows(
+        return Samples(
             np.concatenate([part.ids for part in parts]),
             np.concatenate(dense) if dense else None,
             np.concatenate([part.labels for part in parts]),
@@ -51,7 +51,7 @@ class RowsDataset:
     """A pointwise dataset whose splits are in memory; `where` names it in errors."""
 
     def __init__(
-        self, schema: Schema, splits: Mapping[str, Rows], *, where: str, seed: int = 0, shuffle: bool = True
+        self, schema: Schema, splits: Mapping[str, Samples], *, where: str, seed: int = 0, shuffle: bool = True
     ) -> None:
         self._schema, self._rows, self._where = schema, dict(splits), where
         self._seed, self._shuffle = seed, shuffle
@@ -89,7 +89,7 @@ class RowsDataset:
         rows = self._split(split)
         return (rows.take(part).batch() for part in batches(np.arange(len(rows)), rank, world_size, batch_size))
 
-    def _split(self, split: str) -> Rows:
+    def _split(self, split: str) -> Samples:
         if split not in self._rows:
             raise JobError(where=self._where, reason=f"no split {split!r} (known: {', '.join(self._rows)})")
         return self._rows[split]
@@ -127,7 +127,7 @@ class Schema:
 
     @property
     def table_rows(self) -> int:
-        """Rows that an nn.Embedding over these ids must have (on the meta device where ids are hashed)."""
+        """Samples that an nn.Embedding over these ids must have (on the meta device where ids are hashed)."""
         return NUM_HASHED_IDS if self.num_ids is None else self.num_ids
 
 

@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numba import njit, uint64
 
+from embershard.proto.arrays import Ids
 from embershard.proto.errors import JobError
 from embershard.proto.routing import mix64
-from embershard.worker.data.batch import Rows, Schema
+from embershard.worker.data.batch import Samples, Schema
 from embershard.worker.data.text import Kind, Layout, column
 
-Ids = npt.NDArray[np.int64]
 _FNV_OFFSET, _FNV_PRIME = 0xCBF29CE484222325, 0x100000001B3
 _jit: Callable[..., Callable[..., Callable[..., None]]] = njit
 
@@ -114,7 +114,7 @@ class Columns:
         known = num_ids if self.ids == "global" else None
         return Schema(layout.names("id", "text"), len(layout.names("number")), known)
 
-    def rows(self, table: pa.Table, layout: Layout) -> Rows:
+    def rows(self, table: pa.Table, layout: Layout) -> Samples:
         """Samples of a parsed table."""
         features, numeric = layout.names("id", "text"), layout.names("number")
         ids = np.empty((table.num_rows, len(features)), np.int64)
@@ -124,7 +124,7 @@ class Columns:
         for i, name in enumerate(numeric):
             assert dense is not None
             dense[:, i] = numbers(table.column(name), log=self.log)
-        return Rows(ids, dense, column(table, self.label).astype(np.float32))
+        return Samples(ids, dense, column(table, self.label).astype(np.float32))
 
 
 def numbers(values: pa.ChunkedArray, *, log: bool) -> npt.NDArray[np.float32]:

@@ -8,13 +8,13 @@ from typing import Protocol
 import numpy as np
 
 from embershard.proto.errors import JobError
-from embershard.worker.data.batch import Batch, Evaluation, Rows, Schema
+from embershard.worker.data.batch import Batch, Evaluation, Samples, Schema
 from embershard.worker.data.shuffle import check_share
 
 SHUFFLE_ROWS = 1 << 18  # of 39 columns: 70 MB
 
 
-class Source(Protocol):
+class BlockSource(Protocol):
     """The files of one split as blocks of rows."""
 
     @property
@@ -25,9 +25,9 @@ class Source(Protocol):
         """Look at every file, without reading all of it. JobError where one has no rows, or none of this layout."""
 
     def num_rows(self) -> int | None:
-        """Rows, where that is known without reading everything."""
+        """Samples, where that is known without reading everything."""
 
-    def blocks(self, rank: int, world_size: int, shuffle: np.random.Generator | None) -> Iterator[Rows]:
+    def blocks(self, rank: int, world_size: int, shuffle: np.random.Generator | None) -> Iterator[Samples]:
         """This worker's blocks, in file order or in an order drawn from `shuffle` (the same one on each worker).
 
         The workers' shares are disjoint and cover everything.
@@ -43,7 +43,7 @@ class StreamDataset:
     """
 
     def __init__(
-        self, schema: Schema, sources: Mapping[str, Source], *, seed: int = 0, shuffle_rows: int = SHUFFLE_ROWS
+        self, schema: Schema, sources: Mapping[str, BlockSource], *, seed: int = 0, shuffle_rows: int = SHUFFLE_ROWS
     ) -> None:
         if shuffle_rows < 1:
             raise ValueError(f"shuffle_rows must be at least 1, got {shuffle_rows}")
@@ -83,7 +83,7 @@ class StreamDataset:
         check_share(rank, world_size, batch_size)
         return (rows.batch() for rows in in_batches(self._source(split).blocks(rank, world_size, None), batch_size))
 
-    def _train(self, blocks: Iterator[Rows], rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
+    def _train(self, blocks: Iterator[Samples], rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
         empty = True
         for rows in in_batches(blocks, batch_size):
             empty = False
@@ -93,42 +93,42 @@ class StreamDataset:
             advice = "start fewer workers, or lower data.splits"
             raise JobError(where=self._source("train").where, reason=f"{reason}; {advice}")
 
-    def _source(self, split: str) -> Source:
+    def _source(self, split: str) -> BlockSource:
         if split not in self._sources:
             where = next(iter(self._sources.values())).where
             raise JobError(where=where, reason=f"no split {split!r} (known: {', '.join(self._sources)})")
         return self._sources[split]
 
 
-def shuffled(blocks: Iterator[Rows], buffer_rows: int, generator: np.random.Generator) -> Iterator[Rows]:
+def shuffled(blocks: Iterator[Samples], buffer_rows: int, generator: np.random.Generator) -> Iterator[Samples]:
     """The same rows in another order: whenever the buffer is full it is mixed and half of it goes out."""
-    kept: list[Rows] = []
+    kept: list[Samples] = []
     held = 0
     for block in blocks:
         kept.append(block)
         held += len(block)
         if held >= buffer_rows:
             order = generator.permutation(held)
-            buffer = Rows.concat(kept)
+            buffer = Samples.concat(kept)
             keep = min(buffer_rows // 2, held)
             yield buffer.take(order[keep:])
             kept, held = [buffer.take(order[:keep])], keep
     if held:
-        yield Rows.concat(kept).take(generator.permutation(held))
+        yield Samples.concat(kept).take(generator.permutation(held))
 
 
-def in_batches(blocks: Iterator[Rows], batch_size: int) -> Iterator[Rows]:
+def in_batches(blocks: Iterator[Samples], batch_size: int) -> Iterator[Samples]:
     """The same rows in the same order, batch_size at a time; the last batch may be smaller."""
-    kept: list[Rows] = []
+    kept: list[Samples] = []
     held = 0
     for block in blocks:
         kept.append(block)
         held += len(block)
         if held >= batch_size:
-            rows = Rows.concat(kept)
+            rows = Samples.concat(kept)
             whole = held - held % batch_size
             for start in range(0, whole, batch_size):
                 yield rows.take(slice(start, start + batch_size))
             kept, held = [rows.take(slice(whole, held))], held - whole
     if held:
-        yield Rows.concat(kept)
+        yield Samples.concat(kept)

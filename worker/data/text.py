@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 
 from embershard.proto.errors import JobError
-from embershard.worker.data.batch import Rows
+from embershard.worker.data.batch import Samples
 from embershard.worker.data.files import (
     BLOCK_BYTES,
     Block,
@@ -238,7 +238,7 @@ class TextSource:
 
     paths: Sequence[Path]
     layout: Layout
-    to_rows: Callable[[pa.Table, Layout], Rows]
+    to_rows: Callable[[pa.Table, Layout], Samples]
     has_header: bool = False
     block_bytes: int = BLOCK_BYTES
 
@@ -256,12 +256,12 @@ class TextSource:
         """Not known."""
         return None
 
-    def load(self) -> Rows:
+    def load(self) -> Samples:
         """Everything."""
         tables = (read_tables(path, self.layout, skip_lines=int(self.has_header)) for path in self.paths)
-        return Rows.concat([self.to_rows(table, self.layout) for part in tables for table in part])
+        return Samples.concat([self.to_rows(table, self.layout) for part in tables for table in part])
 
-    def blocks(self, rank: int, world_size: int, shuffle: np.random.Generator | None) -> Iterator[Rows]:
+    def blocks(self, rank: int, world_size: int, shuffle: np.random.Generator | None) -> Iterator[Samples]:
         """This worker's blocks."""
         gzipped = [path for path in self.paths if check_readable(path)]
         ranges = self._ranges([path for path in self.paths if path not in gzipped], world_size)
@@ -288,7 +288,7 @@ class TextSource:
             ranges += [(path, start, end) for start, end in pairwise((*starts, size))]
         return ranges
 
-    def _parse_range(self, path: Path, start: int, end: int) -> Iterator[Rows]:
+    def _parse_range(self, path: Path, start: int, end: int) -> Iterator[Samples]:
         begin, text = read_range(path, start, end)
         if begin == 0:
             yield from self._parse(path, Block(1, text))
@@ -298,7 +298,7 @@ class TextSource:
         except JobError:  # its line number is wrong: count the lines before, which is slow, and parse again
             yield from self._parse(path, Block(1 + count_lines(path, begin), text))
 
-    def _parse(self, path: Path, block: Block) -> Iterator[Rows]:
+    def _parse(self, path: Path, block: Block) -> Iterator[Samples]:
         if self.has_header and block.first_line == 1:
             block = without_lines(block, 1)
         if block.text.strip():

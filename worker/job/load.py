@@ -16,7 +16,7 @@ from embershard.worker.job.checks import IGNORED_BY_STRATEGY, check_job
 from embershard.worker.job.job import Job
 from embershard.worker.job.sections import CUSTOM
 from embershard.worker.job.training import BUDGETS
-from embershard.worker.job.yaml import Mistake, Source
+from embershard.worker.job.yaml import JobSource, Mistake
 from embershard.worker.job.yaml import Path as Location
 
 
@@ -43,7 +43,7 @@ def load_job(path: Path, overrides: Sequence[str] = (), data_root: Path | None =
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise JobFileError([Mistake(str(path), "", f"cannot be read: {reason}")]) from None
-    source = Source.parse(text, str(path))
+    source = JobSource.parse(text, str(path))
     if source.mistakes:
         raise JobFileError(source.mistakes)
     for assignment in overrides:  # before they are applied: what they give themselves stays
@@ -71,7 +71,7 @@ def _in_order(mistakes: Sequence[Mistake]) -> list[Mistake]:
     return sorted(mistakes, key=line)
 
 
-def _mistake(details: ErrorDetails, source: Source) -> Mistake:
+def _mistake(details: ErrorDetails, source: JobSource) -> Mistake:
     location, section = _without_tags(details["loc"])
     kind, context, message = details["type"], details.get("ctx", {}), details["msg"]
     if kind == "extra_forbidden":

@@ -25,7 +25,7 @@ class Mistake:
 
 
 @dataclass
-class Source:
+class JobSource:
     """The values of a job file and where each one stands."""
 
     name: str
@@ -34,7 +34,7 @@ class Source:
     mistakes: list[Mistake] = field(default_factory=list)
 
     @classmethod
-    def parse(cls, text: str, name: str) -> Source:
+    def parse(cls, text: str, name: str) -> JobSource:
         """The YAML text of the file `name`; what is not YAML, or says a key twice, is among the mistakes."""
         source = cls(name)
         try:

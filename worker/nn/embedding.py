@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import FunctionCtx
 
-from embershard.proto.routing import Route
-from embershard.proto.sum_rows import sum_rows
+from embershard.proto.routing import Route, sum_rows
 from embershard.worker.client.chunks import select
 from embershard.worker.kernels import by_first_use, by_first_use_in_torch
 from embershard.worker.session.gradients import RowGradients

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import TableMismatch
 from embershard.proto.spec import Adagrad, Constant, Initializer, Normal, Optimizer, RowWiseAdagrad, TableSpec
 from embershard.worker.nn.embedding import Embedding, EmbeddingBag
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from embershard.worker.job.training import DenseMode
 
 T = TypeVar("T")
-Ids = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
 Values = Callable[[], Iterable[tuple[Ids, Floats]]]
 
 _PORTION = 2**18  # rows loaded at a time

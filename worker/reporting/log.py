@@ -1,9 +1,9 @@
 """The run's record on disk: log.jsonl, one JSON object per line, and TensorBoard's event files beside it.
 
 Every line of log.jsonl has `record` and `time` (seconds since 1970, UTC). The other keys are the fields of
-worker/reporting/records.py: `config` holds a Plan and versions, `train` an Interval, `eval` an Evaluation, `result` a
-Result. Where another worker goes on for one that was lost, `takeover` holds the Plan again. A number that is not
-defined (the AUC of one class, say) is null. A run that ends without a `result` line did not end well. Runs into one
+worker/reporting/records.py: `config` holds a RunPlan and versions, `train` an Interval, `eval` an Evaluation, `result`
+a RunResult. Where another worker goes on for one that was lost, `takeover` holds the RunPlan again. A number that is
+not defined (the AUC of one class, say) is null. A run that ends without a `result` line did not end well. Runs into one
 folder follow one another in the file; each begins with its `config`.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embershard.proto.errors import CannotWrite
-from embershard.worker.reporting.records import Evaluation, Interval, Plan, Result
+from embershard.worker.reporting.records import Evaluation, Interval, RunPlan, RunResult
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -48,7 +48,7 @@ class JsonLog:
         except OSError as error:
             raise CannotWrite(path=str(self.path), reason=error.strerror or str(error)) from None
 
-    def started(self, plan: Plan) -> None:
+    def started(self, plan: RunPlan) -> None:
         """One `config` line, or one `takeover`."""
         versions = {name: _version(name) for name in ("embershard", "torch", "numpy")}
         record = "config" if plan.reporter is None else "takeover"
@@ -65,7 +65,7 @@ class JsonLog:
         """One `eval` line."""
         self._write("eval", dataclasses.asdict(evaluation))
 
-    def finished(self, result: Result) -> None:
+    def finished(self, result: RunResult) -> None:
         """One `result` line."""
         self._write("result", dataclasses.asdict(result))
 
@@ -112,7 +112,7 @@ class TensorBoardLog:
             return None
         return cls(SummaryWriter(str(folder)))
 
-    def started(self, plan: Plan) -> None:
+    def started(self, plan: RunPlan) -> None:
         """The job as text."""
         self._writer.add_text("job", f"```\n{json.dumps(plan.job, indent=2)}\n```")
 
@@ -133,7 +133,7 @@ class TensorBoardLog:
                 self._add(f"{split}/{name}", value, evaluation.samples)
         self._writer.flush()
 
-    def finished(self, result: Result) -> None:
+    def finished(self, result: RunResult) -> None:
         """Everything is written already."""
 
     def close(self) -> None:

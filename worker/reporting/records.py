@@ -10,7 +10,7 @@ Figures = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RunPlan:
     """What is about to run."""
 
     job: Mapping[str, object]  # the job file's fields, defaults filled in; JSON values only
@@ -77,7 +77,7 @@ class StepTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class RunResult:
     """What was reached. `figures` are those of the best evaluation."""
 
     metric: str
@@ -107,7 +107,7 @@ class Result:
 class Observer(Protocol):
     """Someone whom the first worker tells how it goes."""
 
-    def started(self, plan: Plan) -> None:
+    def started(self, plan: RunPlan) -> None:
         """The run begins."""
 
     def trained(self, interval: Interval) -> None:
@@ -119,7 +119,7 @@ class Observer(Protocol):
     def evaluated(self, evaluation: Evaluation) -> None:
         """An evaluation is done."""
 
-    def finished(self, result: Result) -> None:
+    def finished(self, result: RunResult) -> None:
         """The run is over, and well."""
 
     def close(self) -> None:

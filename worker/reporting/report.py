@@ -13,7 +13,7 @@ from embershard.proto.timing import split_now
 from embershard.worker.client.worker_group import Evicted, WorkerGroup
 from embershard.worker.data.batch import Dataset
 from embershard.worker.job.job import Job
-from embershard.worker.reporting.records import Evaluation, Figures, Observer, Plan, Result, StepTime
+from embershard.worker.reporting.records import Evaluation, Figures, Observer, RunPlan, RunResult, StepTime
 from embershard.worker.reporting.throughput import Throughput
 from embershard.worker.strategy.protocol import Strategy
 
@@ -43,7 +43,7 @@ class Report:
         self._job, self._dataset, self._strategy, self._group = job, dataset, strategy, group
         self._meter = meter
         self._observers = observers
-        self._plan: Plan | None = None  # until it is told
+        self._plan: RunPlan | None = None  # until it is told
         self._best: Evaluation | None = None
 
     def state_dict(self) -> Mapping[str, object]:
@@ -65,7 +65,7 @@ class Report:
     ) -> None:
         """The run begins, or goes on from a checkpoint."""
         job = self._job
-        self._plan = Plan(
+        self._plan = RunPlan(
             job=job.model_dump(mode="json"),
             name=f"{job.model.name} on {job.data.reader}",
             workers=self._group.world_size,
@@ -119,7 +119,7 @@ class Report:
         stopped_early: bool,
         skipped_steps: int = 0,
         returned_splits: int = 0,
-    ) -> Result:
+    ) -> RunResult:
         """The run is over with a segment; this worker left `skipped_steps` out. Every worker must call it."""
         group, meter, best = self._group, self._meter, self._best
         mine = np.array([meter.waited, meter.trained, self._strategy.stats.skipped_rows, skipped_steps])
@@ -127,7 +127,7 @@ class Report:
         waited, trained, skipped, left_out = np.sum(parts, axis=0)
         # the longest: one that was started again has counted since then only
         samples, train_seconds = meter.all_samples, float(max(part[1] for part in parts))
-        result = Result(
+        result = RunResult(
             metric=self._job.metric,
             split=self.split,
             figures=best.figures if best else {},
@@ -174,7 +174,7 @@ class Report:
         assert not callable(self._observers)
         return self._observers
 
-    def _open(self, plan: Plan) -> None:
+    def _open(self, plan: RunPlan) -> None:
         self._plan = None
         self._observers = self._observers() if callable(self._observers) else self._observers
         for observer in self._observers:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from embershard.proto.errors import OutputClosed
-from embershard.worker.reporting.records import Evaluation, Figures, Interval, Plan, Result
+from embershard.worker.reporting.records import Evaluation, Figures, Interval, RunPlan, RunResult
 
 LINE_SECONDS = 10.0  # between two plain lines
 
@@ -39,7 +39,7 @@ class Terminal:
         self._split: str | None = None
         self._next_line = 0.0
 
-    def started(self, plan: Plan) -> None:
+    def started(self, plan: RunPlan) -> None:
         """What begins, and the bar."""
         self._split = plan.split
         if plan.reporter is None:
@@ -93,7 +93,7 @@ class Terminal:
         best = "  (best)" if evaluation.improved else ""
         self._print(f"{_clock(evaluation.seconds)}  epoch {evaluation.epoch}  {'   '.join(parts)}{best}")
 
-    def finished(self, result: Result) -> None:
+    def finished(self, result: RunResult) -> None:
         """The table of what was reached."""
         self.close()
         self._console.print(result_table(result))
@@ -108,7 +108,7 @@ class Terminal:
         self._console.print(text, markup=False, soft_wrap=True)
 
 
-def result_table(result: Result) -> Table:
+def result_table(result: RunResult) -> Table:
     """What was reached, in how long, and where the time went."""
     table = Table(title="result", show_header=False, title_justify="left")
     table.add_column(style="bold")
@@ -148,7 +148,7 @@ def _missed(seen: Sequence[int]) -> str:
     return f"by a push: median {median}, p99 {p99}, at most {largest}{or_more}"
 
 
-def _of_best(name: str, value: float, split: str, result: Result) -> str:
+def _of_best(name: str, value: float, split: str, result: RunResult) -> str:
     best = result.reachable.get(split, {}).get(name)
     if name not in ("auc", "logloss") or best is None:
         return ""

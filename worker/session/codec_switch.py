@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from embershard.proto.codec.name import CodecName
-from embershard.proto.codec_errors import UnknownCodec
-from embershard.proto.codec_messages import Compress, Compressed
-from embershard.proto.errors import InvalidRequest
+from embershard.proto.errors import InvalidRequest, UnknownCodec
+from embershard.proto.messages import Compress, Compressed
 from embershard.worker.client.client import Client
 from embershard.worker.compression.settings import Directions
 

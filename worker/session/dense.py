@@ -11,17 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
-from embershard.proto.routing import Ids, Placement, Route, even_ids, make_route
+from embershard.proto.arrays import Floats, Ids
+from embershard.proto.routing import Placement, Route, even_ids, make_route
 from embershard.proto.spec import TableSpec, name_key
 from embershard.worker.client.chunks import select
-from embershard.worker.compression.low_rank import Layout, Place
+from embershard.worker.compression.low_rank import DenseLayout, ParameterSlice
 from embershard.worker.device import host_rows, to_host
-
-Floats = npt.NDArray[np.float32]
 
 BLOCK = 1024  # floats: 4 KiB, small enough to spread over shards, large enough that ids cost nothing
 
@@ -98,9 +96,11 @@ class DenseWeights:
         return [place.parameter for place in self._places]
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> DenseLayout:
         """Where the parameters lie."""
-        return Layout(self.ids, [Place(place.start, tuple(place.parameter.shape)) for place in self._places])
+        return DenseLayout(
+            self.ids, [ParameterSlice(place.start, tuple(place.parameter.shape)) for place in self._places]
+        )
 
     def values(self) -> Floats:
         """All blocks as they are here, (num_blocks, BLOCK)."""

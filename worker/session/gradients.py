@@ -6,16 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from embershard.proto.arrays import Floats
 from embershard.proto.routing import Placement, Route, ascending, make_route
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import span
 from embershard.worker.client.chunks import select
 from embershard.worker.device import to_host
-
-Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,7 +8,8 @@ from datetime import timedelta
 
 import numpy as np
 
-from embershard.proto.messages import Floats, Ids, Pull, TableIds
+from embershard.proto.arrays import Floats, Ids
+from embershard.proto.messages import Pull, TableIds
 from embershard.proto.routing import make_route
 from embershard.proto.spec import TableSpec
 from embershard.proto.transport.transport import Deadline

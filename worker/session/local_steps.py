@@ -17,10 +17,10 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.messages import Pushed
-from embershard.proto.routing import Ids, Route, ascending, make_route
+from embershard.proto.routing import Route, ascending, make_route
 from embershard.proto.spec import TableSpec
 from embershard.worker.client.chunks import select
 from embershard.worker.client.client import Client
@@ -29,7 +29,6 @@ from embershard.worker.compression.compressor import rate_of
 from embershard.worker.kernels import IdIndex
 from embershard.worker.session.row_optimizer import Formula
 
-Floats = npt.NDArray[np.float32]
 # those of the shards whose rows may also change by another way: an FTRL row is a function of its state
 LOCAL_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "rmsprop", "adam", "adamw")
 

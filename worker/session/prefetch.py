@@ -12,7 +12,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from embershard.proto.routing import Ids, Route
+from embershard.proto.arrays import Ids
+from embershard.proto.routing import Route
 from embershard.proto.timing import span
 from embershard.worker.client.client import Client
 from embershard.worker.device import with_current_gpu

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from embershard.proto.arrays import Floats
 from embershard.proto.routing import Route, ascending, make_routes
 from embershard.proto.timing import span
 from embershard.worker.client.chunks import select
@@ -24,8 +24,6 @@ from embershard.worker.session.row_cache import RowCaches, pull_through_cache
 
 if TYPE_CHECKING:
     from embershard.worker.session.remote_table import RemoteTable
-
-Floats = npt.NDArray[np.float32]
 
 
 class Lookup(NamedTuple):

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.routing import Route, make_route
 from embershard.proto.spec import TableSpec
 from embershard.worker.session.reads import Lookup
 
 if TYPE_CHECKING:
     from embershard.worker.session.session import Session
-
-Ids = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
 
 
 class RemoteTable:

@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled.jit import compiled, inlined
-from embershard.proto.routing import Ids, Route, mix64
+from embershard.proto.routing import Route, mix64
 from embershard.worker.client.chunks import select
 
-Floats = npt.NDArray[np.float32]
 Counts = npt.NDArray[np.uint8]
 Places = tuple[Ids, Ids, Counts, Counts]
 

@@ -6,16 +6,14 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled import intrinsics
 from embershard.proto.compiled.intrinsics import address_of, call_row_function, detached, window
 from embershard.proto.compiled.jit import compiled
 from embershard.proto.optim import clip as gradients_module
 from embershard.proto.optim.clip import clip_gradient, is_finite
 from embershard.proto.optim.formulas import BUILTIN
-from embershard.proto.routing import Ids
 from embershard.proto.spec import Optimizer
-
-Floats = npt.NDArray[np.float32]
 
 _ROWS = types.float32[:, ::1]
 _IDS = types.Array(types.int64, 1, "C", readonly=True)

@@ -8,10 +8,9 @@ from datetime import timedelta
 from types import TracebackType
 from typing import NoReturn, Self, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from embershard.proto.arrays import Floats
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.user_defined import CodecRegistry
 from embershard.proto.messages import READ_ONLY_WORKER
@@ -34,8 +33,6 @@ from embershard.worker.session.remote_table import RemoteTable
 from embershard.worker.session.tables import Declared, Values
 from embershard.worker.session.traffic import Traffic
 
-Ids = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
 B = TypeVar("B")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
-from embershard.proto.messages import Floats, Ids
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.spec import TableSpec
 from embershard.worker.patterns import matches
 from embershard.worker.session.dense import DenseWeights

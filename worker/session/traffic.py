@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from embershard.proto.messages import Floats
+from embershard.proto.arrays import Floats
 from embershard.proto.routing import Route
 from embershard.worker.client.calls import ClientStats
 from embershard.worker.client.client import Client

@@ -11,6 +11,7 @@ import torch
 from numba import types
 from torch import Tensor, nn
 
+from embershard.proto.arrays import Floats
 from embershard.proto.compiled import intrinsics
 from embershard.proto.compiled.intrinsics import call_row_function, detached, window
 from embershard.proto.compiled.jit import compiled
@@ -18,8 +19,6 @@ from embershard.proto.optim import clip as gradients_module
 from embershard.proto.optim.clip import is_finite
 from embershard.proto.spec import Optimizer
 from embershard.worker.session.row_optimizer import Formula
-
-Floats = npt.NDArray[np.float32]
 
 # what torch.optim calls the state that a row function keeps per element, in its order
 _NAMES = {

@@ -19,18 +19,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import EmbershardError, Status
 from embershard.worker.job.job import Job
 from embershard.worker.models.recommender import Recommender
 from embershard.worker.trained.reading import is_hashed, pull_all, remote_tables
 
-Ids = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
 ReadTable = Callable[[str], Iterator[tuple[Ids, Floats]]]  # table -> portions of the rows that exist
 
 MODEL, TABLES, TRAINED, FACTS = "model.safetensors", "tables.safetensors", "trained.safetensors", "export.json"

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import EmbershardError, Status
 from embershard.proto.routing import make_route
 from embershard.worker.data.batch import Schema
@@ -21,9 +21,6 @@ from embershard.worker.session.session import Session
 from embershard.worker.trained.export import MODEL, TABLES
 from embershard.worker.trained.reading import PORTION, is_hashed, remote_tables
 from embershard.worker.training.build import check_names, choose_strategy
-
-Ids = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
 
 
 class CannotImport(EmbershardError):

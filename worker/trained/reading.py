@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import EmbershardError, Status
 from embershard.proto.spec import TableSpec
 from embershard.worker.checkpoint.checkpoint import Checkpoint
@@ -20,9 +19,6 @@ from embershard.worker.session.session import Session
 from embershard.worker.strategy.protocol import Strategy
 from embershard.worker.training.build import check_names, choose_strategy
 from embershard.worker.training.saver import Buffers, load_parts
-
-Ids = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
 
 PORTION = 2**18  # rows of one request
 

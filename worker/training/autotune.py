@@ -20,7 +20,7 @@ from embershard.proto.codec.values.registry import ValuesCodec
 from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import Hello, Pull, Push, Reply, Request, bulk_bytes
 from embershard.proto.spec import TableSpec
-from embershard.worker.compression.error_feedback import EncodeOptions, Feedback, Share
+from embershard.worker.compression.error_feedback import EncodeOptions, Feedback, ShardGradients
 from embershard.worker.compression.settings import ADAPTIVE, Directions, check_momentum
 from embershard.worker.job.compression import Direction
 from embershard.worker.session.session import Session
@@ -138,7 +138,7 @@ def measure(codec: CodecName, raw_bytes: float, dim: int, find: Find) -> Cost:
         if held is None:
             out = encode_rows(data, values, key)
         else:
-            share = Share(np.arange(count), data, 1.0)
+            share = ShardGradients(np.arange(count), data, 1.0)
             out = held.pack(share, EncodeOptions(codec, values, codec.number, key)).payload
         between = time.perf_counter()
         decode(out, count, dim, lambda _: values, codec.values)

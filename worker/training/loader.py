@@ -27,15 +27,13 @@ from types import TracebackType
 from typing import IO, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from pydantic import BaseModel
 
+from embershard.proto.arrays import Bytes
 from embershard.proto.errors import EmbershardError, from_wire, to_wire
 from embershard.worker.data.batch import Batch
 from embershard.worker.job.data import AnyData
-
-Bytes = npt.NDArray[np.uint8]
 
 PATIENCE = timedelta(minutes=10)  # for one batch; a reader in this process has no limit
 _NEWS = timedelta(seconds=1)  # between two words of a loader that leaves batches out
@@ -57,7 +55,7 @@ class LoaderLost(EmbershardError):
     )
 
 
-class Share(BaseModel):
+class DataShare(BaseModel):
     """What one worker reads: a reader, and this worker's share of its train split."""
 
     data: AnyData
@@ -77,7 +75,7 @@ class LoaderProcess:
     A context manager that leaves no process behind. Not safe for several threads at once.
     """
 
-    def __init__(self, share: Share, *, patience: timedelta = PATIENCE) -> None:
+    def __init__(self, share: DataShare, *, patience: timedelta = PATIENCE) -> None:
         self._share, self._patience = share, patience
         self._process: subprocess.Popen[bytes] | None = None
         self._epoch = share.epoch
@@ -178,7 +176,7 @@ class LoaderProcess:
         return LoaderLost(worker=self._share.rank, pid=self._process.pid, how=how)
 
 
-def send_batches(share: Share, asked: Iterable[str], pipe: IO[bytes]) -> None:
+def send_batches(share: DataShare, asked: Iterable[str], pipe: IO[bytes]) -> None:
     """Write the batches of all epochs, without end, into the pipe, or of the splits that are asked for.
 
     An error of the data is the last thing in it.
@@ -209,7 +207,7 @@ def _leave_out(batches: Iterator[Batch], number: int, pipe: IO[bytes]) -> None:
             pipe.flush()
 
 
-def _parts(share: Share, asked: Iterable[str]) -> Iterator[tuple[int, int, int]]:
+def _parts(share: DataShare, asked: Iterable[str]) -> Iterator[tuple[int, int, int]]:
     """(epoch, rank, world_size) of what is to be read, one after the other."""
     if not share.splits:
         yield from ((epoch, share.rank, share.world_size) for epoch in count(share.epoch))
@@ -232,7 +230,7 @@ def _main() -> None:
     pipe = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what anyone prints must not get among the batches
     torch.set_num_threads(1)
-    share = Share.model_validate_json(sys.stdin.readline())
+    share = DataShare.model_validate_json(sys.stdin.readline())
     send_batches(share, sys.stdin, pipe)
 
 

@@ -20,7 +20,7 @@ from embershard.worker.data.splits import SplitQueue
 from embershard.worker.job.job import Job
 from embershard.worker.models.recommender import Recommender, num_dense_parameters
 from embershard.worker.nn.onednn import onednn_is_faster, use_onednn
-from embershard.worker.reporting.records import Result
+from embershard.worker.reporting.records import RunResult
 from embershard.worker.reporting.report import Observers, Report
 from embershard.worker.reporting.throughput import Throughput
 from embershard.worker.session.session import Session
@@ -97,12 +97,12 @@ class Trainer:
         self._learn.steps = steps_of(self._job, self._learn.steps, before=before, now=now)
         self._learn.skipped *= was_there  # else they are the first one's, who counts them
 
-    def run(self) -> Result:
+    def run(self) -> RunResult:
         """Train and evaluate in turn. NonFiniteLoss, or an error of shards, of other workers or the data, ends it."""
         with self.strategy.others():
             return self._run()
 
-    def _run(self) -> Result:
+    def _run(self) -> RunResult:
         now = self._enter()
         if self._group.late:
             self._saver.forget_held()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
+from embershard.proto.arrays import Bytes, Ids
 from embershard.proto.codec.lossless.integers import (
-    Bytes,
     Words,
     damaged,
     decode_integers,
@@ -16,7 +16,6 @@ from embershard.proto.codec.lossless.integers import (
 )
 from embershard.proto.codec.lossless.positions import decode_positions, encode_positions
 from embershard.proto.compiled.jit import compiled
-from embershard.proto.messages import Ids
 from embershard.proto.routing import MAX_EVEN, even_ids_at
 
 _U = np.uint64

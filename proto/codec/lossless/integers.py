@@ -13,11 +13,11 @@ import numpy.typing as npt
 from numba import types
 from numba.cpython.unsafe.numbers import leading_zeros, trailing_zeros
 
-from embershard.proto.codec_errors import DamagedPayload
+from embershard.proto.arrays import Bytes
 from embershard.proto.compiled.jit import compiled, inlined
+from embershard.proto.errors import DamagedPayload
 
 Words = npt.NDArray[np.uint64]
-Bytes = npt.NDArray[np.uint8]
 
 MAX_RICE = 56  # above it, raw is as small
 VARINT, RAW = 64, 65  # the first byte of a block; up to MAX_RICE it is the Rice parameter

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
+from embershard.proto.arrays import Bytes, Ids
 from embershard.proto.codec.lossless.integers import (
-    Bytes,
     Words,
     damaged,
     decode_integers,
@@ -19,7 +19,6 @@ from embershard.proto.codec.lossless.integers import (
 )
 from embershard.proto.codec.select import random_positions
 from embershard.proto.compiled.jit import compiled
-from embershard.proto.messages import Ids
 
 EVERY, DRAWN = 66, 67  # beside the kinds of integers
 

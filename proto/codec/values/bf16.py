@@ -6,10 +6,11 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto.arrays import Bytes, Floats
 from embershard.proto.codec.values import floats
-from embershard.proto.codec.values.floats import ABS, INFINITY, Bytes, Floats, read_only, written
-from embershard.proto.codec_errors import check_size
+from embershard.proto.codec.values.floats import ABS, INFINITY, read_only, written
 from embershard.proto.compiled.jit import compiled
+from embershard.proto.errors import check_size
 
 _U = np.uint32
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 from numba import types
 from numba.core.cgutils import ir
 from numba.extending import intrinsic, overload
-
-Floats = npt.NDArray[np.float32]
-Bytes = npt.NDArray[np.uint8]
 
 ABS = np.uint32(0x7FFFFFFF)  # the bits of a float32 without its sign
 INFINITY = np.uint32(0x7F800000)

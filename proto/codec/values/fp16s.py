@@ -6,11 +6,12 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto.arrays import Bytes, Floats
 from embershard.proto.codec.values import floats, half
-from embershard.proto.codec.values.floats import ABS, INFINITY, Bytes, Floats, bits_of, float_of, read_only, written
+from embershard.proto.codec.values.floats import ABS, INFINITY, bits_of, float_of, read_only, written
 from embershard.proto.codec.values.half import float_of_half, half_of
-from embershard.proto.codec_errors import check_size
 from embershard.proto.compiled.jit import compiled
+from embershard.proto.errors import check_size
 
 _U = np.uint32
 _NOT_FINITE = -128

@@ -6,10 +6,11 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from embershard.proto.arrays import Bytes, Floats
 from embershard.proto.codec.values import floats
-from embershard.proto.codec.values.floats import ABS, INFINITY, Bytes, Floats, bits_of, float_of, read_only, written
-from embershard.proto.codec_errors import check_size
+from embershard.proto.codec.values.floats import ABS, INFINITY, bits_of, float_of, read_only, written
 from embershard.proto.compiled.jit import compiled, inlined
+from embershard.proto.errors import check_size
 from embershard.proto.routing import mix64
 
 BLOCK = 64

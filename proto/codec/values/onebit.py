@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
+from embershard.proto.arrays import Bytes, Floats
 from embershard.proto.codec.values import floats
-from embershard.proto.codec.values.floats import Bytes, Floats, bits_of, float_of, read_only, written
-from embershard.proto.codec_errors import check_size
+from embershard.proto.codec.values.floats import bits_of, float_of, read_only, written
 from embershard.proto.compiled.jit import compiled
+from embershard.proto.errors import check_size
 
 BLOCK = 1024
 _BLOCK, _1 = np.uint64(BLOCK), np.uint64(1)

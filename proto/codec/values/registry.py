@@ -6,12 +6,12 @@ from typing import Protocol
 
 import numpy as np
 
+from embershard.proto.arrays import Bytes, Floats
 from embershard.proto.codec.values.bf16 import Bf16
-from embershard.proto.codec.values.floats import Bytes, Floats
 from embershard.proto.codec.values.fp16s import Fp16s
 from embershard.proto.codec.values.int8 import Int8
 from embershard.proto.codec.values.onebit import Onebit
-from embershard.proto.codec_errors import UnknownCodec, check_size
+from embershard.proto.errors import UnknownCodec, check_size
 
 
 class ValuesCodec(Protocol):

@@ -14,7 +14,7 @@ _PACKAGES = ("embershard", "torch", "numpy", "numba", "grpcio", "uvloop")
 
 
 @dataclass(frozen=True, slots=True)
-class Conditions:
+class MachineConditions:
     """The machine, how busy it was, and the versions."""
 
     machine: str
@@ -27,9 +27,9 @@ class Conditions:
     time: str
 
     @staticmethod
-    def now() -> Conditions:
+    def now() -> MachineConditions:
         """This machine, as it is."""
-        return Conditions(
+        return MachineConditions(
             machine=_processor(),
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
             memory_gib=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30,

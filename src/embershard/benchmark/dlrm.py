@@ -14,7 +14,7 @@ from embershard.benchmark.ids import ZipfIds
 from embershard.benchmark.settings import FIELDS, NUM_DENSE, POOL, Lap, Train, TransportName
 from embershard.local_shards import local
 from embershard.proto.spec import Adagrad
-from embershard.proto.timing import Recorder, Split, span, step_ends
+from embershard.proto.timing import Recorder, TimeSplit, span, step_ends
 from embershard.worker.models.dlrm import DLRM
 from embershard.worker.nn.wrap import wrap
 from embershard.worker.session.session import connect
@@ -104,7 +104,7 @@ class TorchWorker:
         return Lap(start=start, ends=ends, cpu=time.process_time() - cpu, parts={}, bytes=0, rows=0)
 
 
-def _as_numbers(split: Split) -> dict[str, dict[str, tuple[float, float, float]]]:
+def _as_numbers(split: TimeSplit) -> dict[str, dict[str, tuple[float, float, float]]]:
     groups = {"step": {"step": split.step}, "parts": split.parts, "overlapped": split.overlapped}
     return {
         group: {name: (part.p50_ms, part.p99_ms, part.share) for name, part in parts.items()}

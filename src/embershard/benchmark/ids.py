@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from embershard.proto.routing import Ids
+from embershard.proto.arrays import Ids
 from embershard.worker.data.readers.clicks import spread_step, zipf_bins
 
 _AT_ONE = 1e-6  # the law's integral has no closed form at exponent 1 itself; so near to it, nothing can tell

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from embershard.benchmark.conditions import Conditions, busy_seconds, process_seconds
+from embershard.benchmark.conditions import MachineConditions, busy_seconds, process_seconds
 from embershard.benchmark.fleet import Fleet
 from embershard.benchmark.settings import Lap, Order, PullPush, TorchTrain, Train, TransportName
 from embershard.deploy.supervisor import LocalShards
@@ -28,7 +28,7 @@ _SCHEME = {
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Percentiles:
     """A step, or a part of it, over all measured steps of all workers."""
 
     p50_ms: float
@@ -52,12 +52,12 @@ class Round:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Result(Generic[S]):
+class BenchResult(Generic[S]):
     """What a bench found; speeds and costs are medians over rounds."""
 
     bench: str
     settings: S
-    conditions: Conditions
+    conditions: MachineConditions
     steps_per_second: float
     samples_per_second: float  # `ps`: ids, duplicates included
     rows_per_second: float  # rows pulled, and as many pushed by `ps`
@@ -66,16 +66,18 @@ class Result(Generic[S]):
     worker_cpu_ms: float  # per step of one worker, all threads
     shard_cpu_ms: float | None  # per step of one worker, all shards together; None where they are not ours
     other_cores: float | None
-    parts: dict[str, Part]  # "step" and what it consists of; in the training thread of worker 0, or as `ps` sees it
-    overlapped: dict[str, Part] = field(default_factory=dict)  # of worker 0's other threads
+    parts: dict[
+        str, Percentiles
+    ]  # "step" and what it consists of; in the training thread of worker 0, or as `ps` sees it
+    overlapped: dict[str, Percentiles] = field(default_factory=dict)  # of worker 0's other threads
     torch_samples_per_second: float | None = None
     ratio_to_torch: float | None = None  # median over rounds of samples per second, ours to one torch process's
 
 
-def measure_pull_push(settings: PullPush) -> Result[PullPush]:
+def measure_pull_push(settings: PullPush) -> BenchResult[PullPush]:
     """Pull and push. ShardFailed, BenchFailed or ShardUnavailable where a process cannot go on."""
     with _serve(settings) as (addresses, pids, watch), _workers(settings, addresses, watch) as fleet:
-        conditions = Conditions.now()
+        conditions = MachineConditions.now()
         rounds = [_round(fleet, pids) for _ in range(settings.rounds)]
     laps = [lap for found in rounds for lap in found.laps]
     steps = [second for lap in laps for second in _durations(lap)]
@@ -84,19 +86,19 @@ def measure_pull_push(settings: PullPush) -> Result[PullPush]:
     return _result("ps", settings, conditions, rounds, settings.ids, parts)
 
 
-def measure_train(settings: Train) -> Result[Train]:
+def measure_train(settings: Train) -> BenchResult[Train]:
     """Training, and torch in one process in turn with it. Errors as `measure_pull_push`."""
     with _serve(settings) as (addresses, pids, watch), _workers(settings, addresses, watch) as fleet:
         plain = TorchTrain.model_validate({**settings.model_dump(), "work": "torch", "warmup": min(settings.warmup, 5)})
         orders = [Order(settings=plain, addresses=(), rank=0)] if settings.beside_torch else []
         with Fleet(orders, watch) as torch:
-            conditions = Conditions.now()
+            conditions = MachineConditions.now()
             rounds, beside = [], []
             for _ in range(settings.rounds):
                 rounds.append(_round(fleet, pids))
                 beside += [_round(torch, ()).steps_per_second] if orders else []
     split = rounds[-1].laps[0].split
-    groups = {group: {name: Part(p50, p99) for name, (p50, p99, _) in split[group].items()} for group in split}
+    groups = {group: {name: Percentiles(p50, p99) for name, (p50, p99, _) in split[group].items()} for group in split}
     parts = {**groups["step"], **groups["parts"]}
     result = _result("train", settings, conditions, rounds, settings.batch, parts)
     if not beside:
@@ -160,20 +162,25 @@ def steps_within(lap: Lap, begin: float, end: float) -> float:
     return float((inside / np.diff(ends)).sum())
 
 
-def _part(seconds: Sequence[float]) -> Part:
+def _part(seconds: Sequence[float]) -> Percentiles:
     p50, p99 = np.percentile(seconds, [50, 99]) * 1e3
-    return Part(float(p50), float(p99))
+    return Percentiles(float(p50), float(p99))
 
 
 def _result(
-    bench: str, settings: S, conditions: Conditions, rounds: list[Round], batch: int, parts: dict[str, Part]
-) -> Result[S]:
+    bench: str,
+    settings: S,
+    conditions: MachineConditions,
+    rounds: list[Round],
+    batch: int,
+    parts: dict[str, Percentiles],
+) -> BenchResult[S]:
     middle = statistics.median
     rows = sum(lap.rows for found in rounds for lap in found.laps) / sum(found.steps for found in rounds)
     speed = middle([found.steps_per_second for found in rounds])
     shard_cpu = [found.shard_cpu / found.steps * 1e3 for found in rounds if found.shard_cpu is not None]
     others = [found.other_cores for found in rounds if found.other_cores is not None]
-    return Result(
+    return BenchResult(
         bench=bench,
         settings=settings,
         conditions=conditions,

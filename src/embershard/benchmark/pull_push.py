@@ -11,7 +11,8 @@ import numpy as np
 from embershard.benchmark.ids import ZipfIds
 from embershard.benchmark.settings import POOL, Lap, PullPush, TransportName
 from embershard.local_shards import local
-from embershard.proto.routing import Ids, make_route
+from embershard.proto.arrays import Ids
+from embershard.proto.routing import make_route
 from embershard.proto.spec import OPTIMIZERS, TableSpec, Uniform
 from embershard.worker.client.client import Client
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 from rich.table import Table
 
-from embershard.benchmark.measure import Result
+from embershard.benchmark.measure import BenchResult
 from embershard.benchmark.settings import PullPush, Train
 from embershard.benchmark.sweep import AnyResult, Points
 
@@ -55,7 +55,7 @@ def parts_table(result: AnyResult) -> Table:
     return table
 
 
-def figures(result: Result[PullPush] | Result[Train]) -> list[str]:
+def figures(result: BenchResult[PullPush] | BenchResult[Train]) -> list[str]:
     """Speeds and costs, a line each."""
     lines = [f"{result.rows_per_second:,.0f} rows/s pulled and pushed, {result.mb_per_second:,.1f} MB/s"]
     if isinstance(result.settings, Train):

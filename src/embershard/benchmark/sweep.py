@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict
 
-from embershard.benchmark.measure import Result, measure_pull_push, measure_train
+from embershard.benchmark.measure import BenchResult, measure_pull_push, measure_train
 from embershard.benchmark.settings import (
     Batch,
     Count,
@@ -54,7 +54,7 @@ class Sweep(BaseModel):
     seed: Seed = 0
 
 
-AnyResult = Result[PullPush] | Result[Train]
+AnyResult = BenchResult[PullPush] | BenchResult[Train]
 Points = Mapping[str, list[AnyResult]]
 
 

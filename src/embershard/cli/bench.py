@@ -9,7 +9,7 @@ from typing import Annotated, TypeVar
 import typer
 from pydantic import BaseModel, ValidationError
 
-from embershard.benchmark.conditions import Conditions
+from embershard.benchmark.conditions import MachineConditions
 from embershard.benchmark.measure import measure_pull_push, measure_train
 from embershard.benchmark.picture import can_draw, draw_curves, draw_parts
 from embershard.benchmark.report import curve_row, figures, parts_table, points_json, result_json, write_json
@@ -136,7 +136,7 @@ def scale(
     axes = tuple(over or Axis)
     sweep = _checked(Sweep, axes=axes, **numbers, dim=dim, prefetch=prefetch, steps=steps, rounds=rounds, seed=seed)
     folder = output and make_folder(output)
-    typer.echo(str(Conditions.now()))
+    typer.echo(str(MachineConditions.now()))
     with ended_by_signals():
         points = run_sweep(plan(sweep), lambda curve, result: typer.echo(curve_row(curve, result)))
     if folder is not None:

@@ -21,7 +21,7 @@ from embershard.compare.run.arms import BadArm, find_arms
 from embershard.compare.run.engine import Engine
 from embershard.compare.run.folder import Folder, NoRuns, read_runs
 from embershard.compare.run.netns import Namespaces, check_namespaces
-from embershard.compare.run.plan import MOST_SEEDS, Experiment, RunPlan
+from embershard.compare.run.plan import MOST_SEEDS, ComparisonPlan, Experiment
 from embershard.compare.run.progress import Show, name_of
 from embershard.compare.run.runs import SAID, RunSetup
 from embershard.proto.errors import CannotWrite, EmbershardError
@@ -120,7 +120,7 @@ def compare(
         check_user_code([arm_job for _, arm_job in found.values()], experiment.imports)
     setup = RunSetup(job=job, data=data, folder=output or Path("runs") / f"compare-{job.stem}")
     with ended_by_signals():
-        _carry_out(RunPlan(experiment, found, links), setup, margin, report_only=report_only)
+        _carry_out(ComparisonPlan(experiment, found, links), setup, margin, report_only=report_only)
 
 
 def _check(margin: float | None, netns: bool) -> None:
@@ -141,7 +141,7 @@ def _arms(groups: list[str], job: Path, sets: tuple[str, ...], data: Path | None
         raise typer.BadParameter(f"--arms: {error}") from None
 
 
-def _carry_out(plan: RunPlan, setup: RunSetup, margin: float | None, *, report_only: bool) -> None:
+def _carry_out(plan: ComparisonPlan, setup: RunSetup, margin: float | None, *, report_only: bool) -> None:
     """Make the runs that the folder does not hold, and report. RunsFailed; NoRuns where none would be reported."""
     if report_only:
         found = read_runs(setup.folder)
@@ -162,7 +162,7 @@ def _carry_out(plan: RunPlan, setup: RunSetup, margin: float | None, *, report_o
         _report(engine, plan, folder, setup.job, margin, show)
 
 
-def _report(engine: Engine, plan: RunPlan, folder: Folder, job: Path, margin: float | None, show: Show) -> None:
+def _report(engine: Engine, plan: ComparisonPlan, folder: Folder, job: Path, margin: float | None, show: Show) -> None:
     # here: scipy takes part of a second, which a mistake in the words need not wait for
     from embershard.compare.analysis.gather import gather
     from embershard.compare.report.report import write_report

@@ -14,6 +14,7 @@ import torch
 import typer
 
 from embershard.local_shards import local
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import JobError
 from embershard.proto.messages import READ_ONLY_WORKER
 from embershard.proto.transport.addresses import parse_addresses
@@ -25,7 +26,7 @@ from embershard.worker.data.batch import Dataset
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import load_job
 from embershard.worker.strategy.protocol import Strategy
-from embershard.worker.trained.export import Floats, Ids, ReadTable, export_weights, remove_file, write_tensors
+from embershard.worker.trained.export import ReadTable, export_weights, remove_file, write_tensors
 from embershard.worker.trained.onnx import FILE as ONNX_FILE
 from embershard.worker.trained.onnx import check_onnx, dense_part, export_onnx
 from embershard.worker.trained.quantise import FILE as INT8_FILE

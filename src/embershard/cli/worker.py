@@ -30,7 +30,7 @@ from embershard.worker.reporting.records import Observer
 from embershard.worker.reporting.terminal import Terminal
 from embershard.worker.session.session import Session, connect
 from embershard.worker.training.budget import Position
-from embershard.worker.training.loader import LoaderProcess, Share
+from embershard.worker.training.loader import DataShare, LoaderProcess
 from embershard.worker.training.saver import check_restored, position_of
 from embershard.worker.training.trainer import Trainer
 
@@ -103,7 +103,7 @@ def worker(
         raise typer.BadParameter("--profile writes files: name a folder with --output, or in the job")
     meeting = timedelta(seconds=meet_within)
     own = rank if local_rank is None else local_rank
-    place = Place(rank, world_size, own, local_world_size or world_size, meeting, run)
+    place = WorkerRanks(rank, world_size, own, local_world_size or world_size, meeting, run)
     _prepare(settings, place)
     profile = profile and rank == 0
     _train(
@@ -112,7 +112,7 @@ def worker(
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WorkerRanks:
     """One worker among all of a run, and among those of this machine."""
 
     rank: int
@@ -127,7 +127,7 @@ def _train(
     job: Job,
     base: Path,
     ps: str | None,
-    place: Place,
+    place: WorkerRanks,
     *,
     imports: Sequence[str],
     output: Path | None,
@@ -172,7 +172,7 @@ def _check_mode(job: Job, ps: str | None, world_size: int) -> None:
         raise typer.BadParameter(f"strategy {job.strategy} trains in one process, not in {world_size}; use ddp")
 
 
-def _prepare(job: Job, place: Place) -> None:
+def _prepare(job: Job, place: WorkerRanks) -> None:
     """Settings of this process."""
     keep_freed_memory()
     torch.set_num_threads(job.worker_threads(place.local_world_size))
@@ -180,12 +180,12 @@ def _prepare(job: Job, place: Place) -> None:
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
 
 
-def _loader(job: Job, folder: Path, place: Place, checkpoint: Checkpoint | None) -> LoaderProcess | None:
+def _loader(job: Job, folder: Path, place: WorkerRanks, checkpoint: Checkpoint | None) -> LoaderProcess | None:
     """The process that makes the batches, where the job is better off with one."""
     if not job.loader_processes(place.local_world_size):
         return None
     position = Position() if checkpoint is None else position_of(checkpoint, place.rank, place.world_size)
-    share = Share(
+    share = DataShare(
         data=job.data,
         folder=folder,
         seed=job.train.seed,
@@ -199,7 +199,7 @@ def _loader(job: Job, folder: Path, place: Place, checkpoint: Checkpoint | None)
     return LoaderProcess(share)
 
 
-def _connect(job: Job, ps: str, place: Place, imports: Sequence[str]) -> Session:
+def _connect(job: Job, ps: str, place: WorkerRanks, imports: Sequence[str]) -> Session:
     train = job.train
     session = connect(
         ps,
@@ -218,7 +218,7 @@ def _connect(job: Job, ps: str, place: Place, imports: Sequence[str]) -> Session
     return session
 
 
-def _join(job: Job, session: Session | None, place: Place) -> WorkerGroup:
+def _join(job: Job, session: Session | None, place: WorkerRanks) -> WorkerGroup:
     """Meet the other workers: on the shards, or, where torch all-reduces, by torch.distributed."""
     if job.all_reduces:
         return WorkerGroup.join(place.rank, place.world_size, place.meet_within, nccl=_has_own_gpu(job, place))
@@ -227,7 +227,7 @@ def _join(job: Job, session: Session | None, place: Place) -> WorkerGroup:
     return WorkerGroup(place.rank, place.world_size)
 
 
-def _has_own_gpu(job: Job, place: Place) -> bool:
+def _has_own_gpu(job: Job, place: WorkerRanks) -> bool:
     """Whether no other worker of this machine shares this one's GPU, as nccl wants it; without a GPU it is False."""
     gpus = torch.cuda.device_count() if job.train.device != "cpu" and torch.cuda.is_available() else 0
     if 0 < gpus < place.local_world_size and job.dense_mode == "fsdp":

@@ -63,7 +63,7 @@ class CurvePoint(Record):
     figures: Mapping[str, Metrics]  # split -> metric -> value
 
 
-class StepBytes(Record):
+class MeanStepBytes(Record):
     """Bytes that a step of the first worker moves between it and all shards, the mean of a run."""
 
     direction: str  # push: gradients to the shards; pull: rows from them, with what asks for them; other: neither
@@ -97,7 +97,7 @@ class RunFigures(Record):
     stopped_early: bool = False
     skipped_rows: int = 0  # gradient rows that held NaN or Inf, and were not applied
     curve: tuple[CurvePoint, ...] = ()
-    bytes: tuple[StepBytes, ...] = ()
+    bytes: tuple[MeanStepBytes, ...] = ()
     step: tuple[StepPart, ...] = ()
     reachable: Metrics = {}  # what no model can beat, where the data knows
     splits: tuple[str, str] = ("", "")  # on which it is judged, and on which its best evaluation is chosen

@@ -9,8 +9,8 @@ from pathlib import Path
 from embershard.doctor.case import Case
 from embershard.doctor.check import Finding, check, fail, ok, warn
 from embershard.doctor.words import size
+from embershard.proto.errors import BadSnapshotName
 from embershard.proto.snapshot.storage import Storage
-from embershard.proto.snapshot_errors import BadSnapshotName
 
 _LITTLE_SPACE = 2**30
 _NO_SPACE = 2**26

@@ -10,7 +10,7 @@ from report_cases import FP16S, INT8, NONE, fake_results
 from embershard.compare.analysis.gather import gather
 from embershard.compare.results import UNLIMITED, ArmRun, Bandwidth, Results
 from embershard.compare.run.arms import find_arms
-from embershard.compare.run.plan import Experiment, RunPlan
+from embershard.compare.run.plan import ComparisonPlan, Experiment
 from embershard.worker.job.load import load_job
 
 JOB = """\
@@ -31,7 +31,7 @@ def results_of(folder: Path, *runs: ArmRun) -> Results:
         arms=tuple((arm.label, arm.settings) for arm, _ in arms.values()), multiples=(1.0,), speed_steps=50,
         link="token bucket",
     )  # fmt: skip
-    plan = RunPlan(experiment, arms, [Bandwidth(label=UNLIMITED, bits_per_second=None)])
+    plan = ComparisonPlan(experiment, arms, [Bandwidth(label=UNLIMITED, bits_per_second=None)])
     made = {run.key: run for run in runs}
     return gather(plan, made, job_file=job, command=("embershard",), chosen={}, complete=True, margin=None)
 

@@ -17,7 +17,7 @@ from embershard.compare.run.arms import find_arms
 from embershard.compare.run.engine import Engine
 from embershard.compare.run.folder import Folder
 from embershard.compare.run.netns import Namespaces
-from embershard.compare.run.plan import Experiment, RunPlan, Task
+from embershard.compare.run.plan import ComparisonPlan, Experiment, Task
 from embershard.compare.run.progress import Show
 from embershard.compare.run.run_log import RunProgress
 from embershard.compare.run.runs import RunSetup
@@ -82,7 +82,7 @@ class Bench:
             speed_steps=50,
             link="token bucket" if self._namespaces is None else "network namespace",
         )
-        plan = RunPlan(experiment, arms, (Bandwidth(label=UNLIMITED, bits_per_second=None),))
+        plan = ComparisonPlan(experiment, arms, (Bandwidth(label=UNLIMITED, bits_per_second=None),))
         with Folder(self.path / "out", experiment) as folder:
             place = RunSetup(job=self._job, data=None, folder=folder.path)
             engine = Engine(plan, folder, place, Show(self.console), self._namespaces)

@@ -9,7 +9,7 @@ import pytest
 
 from embershard.compare.results import UNLIMITED, ArmRun, Bandwidth
 from embershard.compare.run.arms import find_arms
-from embershard.compare.run.plan import MOST_SEEDS, Experiment, RunPlan, Task
+from embershard.compare.run.plan import MOST_SEEDS, ComparisonPlan, Experiment, Task
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import load_job
 
@@ -39,7 +39,7 @@ def job(tmp_path: Path) -> Path:
     return path
 
 
-def plan_of(path: Path, *arms: str, **fields: object) -> RunPlan:
+def plan_of(path: Path, *arms: str, **fields: object) -> ComparisonPlan:
     found = find_arms(arms or ("none,fp16s,dgc:0.01",), path, (), None)
     values = {
         "job": load_job(path).model_dump(mode="json"),
@@ -52,7 +52,7 @@ def plan_of(path: Path, *arms: str, **fields: object) -> RunPlan:
         "speed_steps": 50,
         "link": "token bucket",
     }
-    return RunPlan(Experiment.model_validate({**values, **fields}), found, LINKS)
+    return ComparisonPlan(Experiment.model_validate({**values, **fields}), found, LINKS)
 
 
 def job_of(path: Path, task: Task) -> Job:
@@ -117,7 +117,7 @@ def test_speed_runs_are_short_steady_and_not_judged(job: Path):
 def test_speed_runs_are_short_whoever_gave_the_length(job: Path, arms: tuple[str, ...]):
     given = ("train.samples=70_000", "evaluate.every=20_000")
     found = find_arms(arms, job, given, None)
-    plan = RunPlan(plan_of(job).experiment.model_copy(update={"overrides": given}), found, LINKS)
+    plan = ComparisonPlan(plan_of(job).experiment.model_copy(update={"overrides": given}), found, LINKS)
     tasks = [task for task in plan.judged() if task.kind == "speed"]
     assert {job_of(job, task).train.budget for task in tasks} == {("steps", 50)}
 

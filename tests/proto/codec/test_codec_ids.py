@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.proto.codec.lossless.ids import decode_ids, encode_even_ids, encode_ids
-from embershard.proto.codec_errors import DamagedPayload
+from embershard.proto.errors import DamagedPayload
 from embershard.proto.routing import even_ids
 
 LOW, HIGH = -(2**63), 2**63 - 1

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.codec.lossless.ids import decode_ids, encode_even_ids, encode_ids
 from embershard.proto.codec.lossless.integers import MAX_RICE, RAW, VARINT, decode_integers, encode_integers
 from embershard.proto.codec.lossless.positions import DRAWN, EVERY, decode_positions, encode_positions
@@ -15,7 +16,6 @@ from embershard.proto.codec.payload import CUSTOM, MAX_AGE, decode, encode_eleme
 from embershard.proto.codec.predict import predict_bytes
 from embershard.proto.codec.select import random_positions
 from embershard.proto.codec.values.registry import BUILTIN
-from embershard.proto.messages import MAX_MESSAGE_BYTES
 from embershard.proto.routing import even_ids
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "payloads.md").read_text()

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.codec import flat
 from embershard.proto.codec.flat import decode_flat, encode_flat, flat_nbytes
 from embershard.proto.codec.low_rank import Factors, encode_low_rank
@@ -16,8 +17,7 @@ from embershard.proto.codec.predict import predict_bytes
 from embershard.proto.codec.select import Threshold, count_of, random_positions, row_norms
 from embershard.proto.codec.values import int8
 from embershard.proto.codec.values.registry import BUILTIN, ValuesCodec, find_values
-from embershard.proto.codec_errors import DamagedPayload
-from embershard.proto.messages import MAX_MESSAGE_BYTES
+from embershard.proto.errors import DamagedPayload
 
 PLAIN, BF16, INT8 = BUILTIN["none"], BUILTIN["bf16"], BUILTIN["int8"]
 TWO_ROWS = np.array([[0.5, -1], [2, 0]], np.float32)

@@ -16,7 +16,7 @@ from embershard.proto.codec.lossless.integers import (
 )
 from embershard.proto.codec.lossless.positions import EVERY, decode_positions, encode_drawn, encode_positions
 from embershard.proto.codec.select import random_positions
-from embershard.proto.codec_errors import DamagedPayload
+from embershard.proto.errors import DamagedPayload
 
 U64 = 2**64 - 1
 

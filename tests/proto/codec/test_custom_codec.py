@@ -9,8 +9,7 @@ from half_codec import HALF_CODEC
 from embershard.proto.codec.payload import decode, encode_elements, encode_rows
 from embershard.proto.codec.user_defined import CodecRegistry, CustomCodec, load_codecs, values_codec
 from embershard.proto.codec.values.registry import BUILTIN
-from embershard.proto.codec_errors import BadCodec, DamagedPayload, UnknownCodec
-from embershard.proto.user_modules import BadModule
+from embershard.proto.errors import BadCodec, BadModule, DamagedPayload, UnknownCodec
 from embershard.ps.table.optimizers import OptimizerRegistry
 
 OPTIMIZER = """

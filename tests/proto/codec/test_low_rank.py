@@ -7,10 +7,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from embershard.proto.codec.low_rank import MAX_PIECES, Chunk, Factors, Run, decode_low_rank, encode_low_rank
+from embershard.proto.codec.low_rank import MAX_PIECES, Chunk, Factors, PlainRun, decode_low_rank, encode_low_rank
 from embershard.proto.codec.name import MAX_RANK
 from embershard.proto.codec.values.registry import BUILTIN, find_values
-from embershard.proto.codec_errors import DamagedPayload
+from embershard.proto.errors import DamagedPayload
 
 DIM = 8
 
@@ -29,7 +29,7 @@ def reference(piece: Factors) -> np.ndarray:
 
 def test_golden_bytes() -> None:
     left, right = np.array([[2.0, 1.0]], np.float32), np.array([[1.0, -1.0, 0.5, 4.0]], np.float32)
-    pieces: list[Chunk] = [Factors(1, 7, 1, left, right), Run(9, np.array([3.0], np.float32))]
+    pieces: list[Chunk] = [Factors(1, 7, 1, left, right), PlainRun(9, np.array([3.0], np.float32))]
     payload = encode_low_rank(pieces, find_values("none"), None)
     assert payload.tobytes().hex() == (
         "0300" "02000000"
@@ -43,7 +43,7 @@ def test_golden_bytes() -> None:
 
 @pytest.mark.parametrize("name", BUILTIN)
 def test_what_lies_between_the_pieces_is_zero(name: str) -> None:
-    piece = Run(DIM, np.ones(DIM, np.float32))
+    piece = PlainRun(DIM, np.ones(DIM, np.float32))
     values = find_values(name)
     rows = decode_low_rank(encode_low_rank([piece], values, 7)[2:], values, 3, DIM)
     assert rows[[0, 2]].tolist() == [[0.0] * DIM] * 2
@@ -119,7 +119,7 @@ def test_more_pieces_than_weights_have_are_refused() -> None:
 
 
 def test_pieces_that_overlap_are_refused() -> None:
-    pieces = [Run(0, np.ones(4, np.float32)), Run(3, np.ones(4, np.float32))]
+    pieces = [PlainRun(0, np.ones(4, np.float32)), PlainRun(3, np.ones(4, np.float32))]
     with pytest.raises(DamagedPayload, match="elements 3 to 7 of 24, after 4"):
         decode_low_rank(encode_low_rank(pieces, find_values("none"), None)[2:], find_values("none"), 3, DIM)
 
@@ -135,7 +135,9 @@ def test_any_bytes_give_rows_or_a_named_error(data: bytes, name: str) -> None:
 
 @given(st.data())
 def test_a_payload_with_changed_bytes_gives_rows_or_a_named_error(data: st.DataObject) -> None:
-    payload = encode_low_rank([factors(0, 11, 1, 3, 1), Run(12, np.ones(3, np.float32))], find_values("int8"), 1)[2:]
+    payload = encode_low_rank([factors(0, 11, 1, 3, 1), PlainRun(12, np.ones(3, np.float32))], find_values("int8"), 1)[
+        2:
+    ]
     for _ in range(data.draw(st.integers(1, 4))):
         payload[data.draw(st.integers(0, payload.size - 1))] = data.draw(st.integers(0, 255))
     cut = payload[: data.draw(st.integers(0, payload.size))]

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from embershard.proto.arrays import Bytes, Floats
 from embershard.proto.codec import reference
 from embershard.proto.codec.name import BUILTIN_VALUES
-from embershard.proto.codec.values.floats import Bytes, Floats
 from embershard.proto.codec.values.registry import BUILTIN, find_values
-from embershard.proto.codec_errors import DamagedPayload, UnknownCodec
+from embershard.proto.errors import DamagedPayload, UnknownCodec
 
 LARGEST = float(np.finfo(np.float32).max)
 LOSSY = ["fp16s", "bf16", "int8", "onebit"]

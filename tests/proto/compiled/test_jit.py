@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 import numba
 import pytest
 from numba.core import caching
 
-from embershard.proto import routing, sum_rows
-from embershard.proto.compiled import jit
+from embershard.proto import routing
+from embershard.proto.compiled import intrinsics, jit
 
 
 class TestCompiled:
@@ -36,11 +39,28 @@ class TestCompiled:
         (tmp_path / "part.py").write_text("one = 2\n")
         assert compile_it() == (0, 1)
 
+    def test_code_kept_by_a_version_whose_classes_had_other_names_is_compiled_anew(self, tmp_path, monkeypatch):
+        module = "import typing\nclass {0}(typing.NamedTuple):\n    x: int\ndef of(pair):\n    return pair.x\n"
+        monkeypatch.syspath_prepend(str(tmp_path))
+        for name in ("Before", "After"):
+            (tmp_path / "renamed.py").write_text(module.format(name))
+            sys.modules.pop("renamed", None)
+            importlib.invalidate_caches()
+            import renamed  # type: ignore[import-not-found]
+
+            pair = numba.types.NamedTuple((numba.int64,), getattr(renamed, name))
+            assert jit.compiled(numba.int64(pair))(renamed.of).stats.cache_misses.total() == 1
+
     def test_a_call_with_another_signature_is_not_compiled_at_run_time(self):
         half = jit.compiled(numba.int64(numba.int64))(lambda x: x // 2)
         with pytest.raises(TypeError):
             half("three")
 
     def test_the_digest_depends_on_every_part(self):
-        digests = {jit.sources(), jit.sources(sum_rows), jit.sources(sum_rows, routing), jit.sources(routing.__file__)}
+        digests = {
+            jit.sources(),
+            jit.sources(intrinsics),
+            jit.sources(intrinsics, routing),
+            jit.sources(routing.__file__),
+        }
         assert len(digests) == 4

@@ -9,7 +9,7 @@ import msgpack
 import pytest
 
 from embershard.proto.codec.name import CodecName
-from embershard.proto.errors import EmbershardError
+from embershard.proto.errors import BadSnapshotName, SnapshotDamaged, SnapshotTooNew
 from embershard.proto.snapshot import manifest as module
 from embershard.proto.snapshot.manifest import (
     BlockFile,
@@ -23,7 +23,6 @@ from embershard.proto.snapshot.manifest import (
     unpack_manifest,
     unpack_part,
 )
-from embershard.proto.snapshot_errors import BadSnapshotName, SnapshotDamaged, SnapshotTooNew
 from embershard.proto.spec import SGD, Custom, Normal, TableSpec, Uniform
 
 GOLDEN = "dadbc712d5e3264d4d92e80af0ac390e71974baf47cf178d122d27ebfeccfa23"
@@ -180,12 +179,3 @@ def test_extra_that_msgpack_cannot_say_is_refused():
 def test_a_name_that_no_folder_should_have_is_refused(name: str):
     with pytest.raises(BadSnapshotName):
         check_name(name)
-
-
-def test_every_error_of_snapshots_builds_its_message():
-    from embershard.proto import snapshot_errors
-
-    for cls in vars(snapshot_errors).values():
-        if isinstance(cls, type) and issubclass(cls, EmbershardError) and cls.__module__ == snapshot_errors.__name__:
-            names = {word.split("}")[0].split("!")[0].split(":")[0] for word in cls.template.split("{")[1:]}
-            assert str(cls(**dict.fromkeys(names, 1)))

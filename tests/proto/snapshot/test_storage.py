@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from embershard.proto.errors import BadSnapshotName, SnapshotNotWritten, SnapshotUnreadable
 from embershard.proto.snapshot.storage import Storage
-from embershard.proto.snapshot_errors import BadSnapshotName, SnapshotNotWritten, SnapshotUnreadable
 
 
 @pytest.fixture(params=["disk", "memory"])

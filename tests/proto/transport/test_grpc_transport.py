@@ -18,6 +18,7 @@ from embershard.proto.errors import (
     NotAShard,
     ShardUnavailable,
     UnknownTable,
+    WrongVersion,
 )
 from embershard.proto.messages import METHODS, SERVICE, GetStatus, Hello, Pull, Reply, Request, TableIds
 from embershard.proto.protobuf import dumps, loads
@@ -25,6 +26,7 @@ from embershard.proto.routing import make_route
 from embershard.proto.spec import SGD, Constant, TableSpec
 from embershard.proto.transport.grpc import GrpcTransport
 from embershard.proto.transport.transport import Unreachable
+from embershard.proto.wire import OLDEST_VERSION, VERSION
 from embershard.ps.shard import Shard
 from embershard.worker.client.client import Client
 
@@ -40,11 +42,11 @@ def answer_with(shard: Shard) -> Bytes:
 class Server:
     """A gRPC server on loopback that answers every method of the contract with a function over bytes."""
 
-    def __init__(self, answer: Bytes | None, address: str = "127.0.0.1:0") -> None:
+    def __init__(self, answer: Bytes | None, address: str = "127.0.0.1:0", service: str = SERVICE) -> None:
         self.server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
         if answer is not None:
             handlers = {name: self._handler(kind, answer) for kind, (name, _) in METHODS.items()}
-            self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+            self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
         self.address = f"127.0.0.1:{self.server.add_insecure_port(address)}"
         self.server.start()
 
@@ -69,8 +71,8 @@ class Server:
 def serve() -> Iterator[Callable[..., Server]]:
     servers: list[Server] = []
 
-    def start(answer: Bytes | None, address: str = "127.0.0.1:0") -> Server:
-        servers.append(Server(answer, address))
+    def start(answer: Bytes | None, address: str = "127.0.0.1:0", service: str = SERVICE) -> Server:
+        servers.append(Server(answer, address, service))
         return servers[-1]
 
     yield start
@@ -135,6 +137,14 @@ def test_a_grpc_server_of_something_else_is_no_shard(serve: Serve, transport_to:
     address = serve(None).address
     with pytest.raises(NotAShard, match=address):
         ask(transport_to(address), Hello())
+
+
+def test_a_shard_of_an_older_version_is_told_from_something_else(serve: Serve, transport_to: TransportTo) -> None:
+    old = serve(lambda kind, data: b"", service="embershard.v1.Shard")
+    with pytest.raises(WrongVersion) as refused:
+        transport_to(old.address).submit(Hello(), PATIENCE).result()
+    own = {"own_lowest": OLDEST_VERSION, "own_highest": VERSION}
+    assert refused.value.fields == {"lowest": 1, "highest": 1, **own}
 
 
 def test_a_web_server_is_no_shard(transport_to: TransportTo) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from embershard.proto import wire
+from embershard.proto.arrays import MAX_MESSAGE_BYTES, Floats
 from embershard.proto.errors import (
     BadFrame,
     ClientClosed,
@@ -27,14 +28,13 @@ from embershard.proto.errors import (
     ShardUnavailable,
     UnknownTable,
     WrongDim,
+    WrongVersion,
     to_wire,
 )
 from embershard.proto.messages import (
     ERROR_KIND,
     KIND_OF,
-    MAX_MESSAGE_BYTES,
     Declared,
-    Floats,
     Greeting,
     Hello,
     Pull,
@@ -56,7 +56,7 @@ from embershard.proto.transport import stream
 from embershard.proto.transport.io_thread import connect_local
 from embershard.proto.transport.stream import StreamTransport
 from embershard.proto.transport.transport import Unreachable
-from embershard.proto.wire import Feature, Frame, Reader, local_socket
+from embershard.proto.wire import Feature, Frame, FrameReader, local_socket
 from embershard.worker.client.client import Client
 
 PATIENCE = timedelta(seconds=60)
@@ -75,7 +75,7 @@ class Talk:
         self.checksum = agreed.features == Feature.CHECKSUM
         self.sock.sendall(answer)
         self._frames: list[Frame] = []
-        self._reader = Reader(
+        self._reader = FrameReader(
             MAX_MESSAGE_BYTES,
             lambda header: [np.empty(length, np.uint8).data for length in header.lengths],
             checksum=self.checksum,
@@ -226,7 +226,7 @@ def stays(array: Floats) -> None:
         (lambda talk: talk.send(talk.reply(1, rows(1))[:40]), "the connection broke"),
         (lambda talk: talk.send(talk.error(0, BadFrame(what="a", got="b", want="c"))), "a is b, not c"),
         (
-            lambda talk: talk.send(b"EMBF\x01\x84\x01\x00" + bytes(12) + b"\x01\x00\x00\x05" + bytes(8)),
+            lambda talk: talk.send(b"EMBF\x02\x84\x01\x00" + bytes(12) + b"\x01\x00\x00\x05" + bytes(8)),
             "size of the buf",
         ),
         (lambda talk: None, "the connection broke"),
@@ -716,3 +716,14 @@ def test_a_client_that_was_closed_says_so_at_once(stream_shard: str):
     with pytest.raises(ClientClosed, match="this session was closed; connect again"):
         client.status()
     assert time.monotonic() - start < PATIENCE.total_seconds() / 2
+
+
+def test_a_shard_of_version_1_is_told_from_something_else(connect: Connect) -> None:
+    def old(sock: socket.socket) -> None:
+        sock.recv(wire.HELLO_BYTES, socket.MSG_WAITALL)
+        sock.sendall(bytes.fromhex("454d42534852440a 0100 0100 00000000"))  # its range, and it closes
+
+    with pytest.raises(WrongVersion) as refused:
+        ask(connect(old))
+    own = {"own_lowest": wire.OLDEST_VERSION, "own_highest": wire.VERSION}
+    assert refused.value.fields == {"lowest": 1, "highest": 1, **own}

@@ -13,7 +13,7 @@ from embershard.ps.coordination.aggregate import sum_gradients
 from embershard.ps.table import reference
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table
-from embershard.ps.table.tables import Part
+from embershard.ps.table.tables import CheckedGradients
 
 OPTIMIZER = OptimizerRegistry().find(spec.SGD(lr=1.0))
 TABLES = {
@@ -21,8 +21,10 @@ TABLES = {
 }
 
 
-def check(dim: int, pushes: list[tuple[np.float32, np.ndarray, np.ndarray, np.ndarray | None]]) -> Part:
-    gathered = sum_gradients([(scale, Part(TABLES[dim], ids, rows, 0.5, ages)) for scale, ids, rows, ages in pushes])
+def check(dim: int, pushes: list[tuple[np.float32, np.ndarray, np.ndarray, np.ndarray | None]]) -> CheckedGradients:
+    gathered = sum_gradients(
+        [(scale, CheckedGradients(TABLES[dim], ids, rows, 0.5, ages)) for scale, ids, rows, ages in pushes]
+    )
     ones = [np.ones(len(ids), np.float32) if ages is None else ages for _, ids, _, ages in pushes]
     want, want_ages = reference.sum_gradients([(*push[:3], ages) for push, ages in zip(pushes, ones, strict=True)])
     assert gathered.ids.tolist() == list(want)  # in the order of their first finite row

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from embershard.proto import spec
-from embershard.proto.errors import BadOptimizer, UnknownOptimizer
+from embershard.proto.errors import BadModule, BadOptimizer, UnknownOptimizer
 from embershard.proto.optim.formulas import BUILTIN
-from embershard.proto.user_modules import BadModule
 from embershard.ps.table.optimizers import OptimizerRegistry, row_optimizer
 from embershard.ps.table.reference import ReferenceTable
 from embershard.ps.table.table import Table

@@ -18,16 +18,17 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from embershard.proto import embershard_pb2 as pb
 from embershard.proto import spec
+from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.errors import (
     InternalError,
     ShardBusy,
     ShuttingDown,
     TableMismatch,
     UnknownTable,
+    WrongVersion,
     from_wire,
 )
 from embershard.proto.messages import (
-    MAX_MESSAGE_BYTES,
     METHODS,
     SERVICE,
     Declare,
@@ -50,6 +51,7 @@ from embershard.proto.messages import (
 )
 from embershard.proto.protobuf import dumps, loads
 from embershard.proto.routing import Placement
+from embershard.proto.wire import OLDEST_VERSION, VERSION
 from embershard.ps.apply_thread import ApplyThread
 from embershard.ps.dispatch import Dispatch
 from embershard.ps.shard import Shard
@@ -311,5 +313,29 @@ def test_health_and_reflection_answer():
         names = {service.name for service in listed.list_services_response.service}
         assert {SERVICE, "grpc.health.v1.Health"} <= names
         assert any(b"PushRequest" in file for file in described.file_descriptor_response.file_descriptor_proto)
+
+    run(test)
+
+
+@pytest.mark.parametrize("version", [1, VERSION + 1])
+@pytest.mark.parametrize("method", ["Hello", "Push", "AMethodThatThisVersionHasNot"])
+def test_a_client_of_another_version_gets_an_error_that_names_both(version: int, method: str):
+    async def test(here: Served) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await here.channel.unary_unary(f"/embershard.v{version}.Shard/{method}")(b"", timeout=60.0)
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        error = from_wire(dict(refused.value.trailing_metadata() or ())[ERROR_KEY], "")
+        assert isinstance(error, WrongVersion)
+        theirs = {"own_lowest": version, "own_highest": version}  # it is the client that reads this
+        assert error.fields == {"lowest": OLDEST_VERSION, "highest": VERSION, **theirs}
+
+    run(test)
+
+
+def test_a_method_of_another_service_is_unimplemented():
+    async def test(here: Served) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await here.channel.unary_unary("/embershard.v1.Other/Hello")(b"", timeout=60.0)
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
     run(test)

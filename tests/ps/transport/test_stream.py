@@ -24,6 +24,7 @@ from grpc_health.v1 import health
 
 from embershard.proto import embershard_pb2 as pb
 from embershard.proto import spec, wire
+from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.errors import (
     BadFrame,
     ClockAhead,
@@ -39,7 +40,6 @@ from embershard.proto.errors import (
 from embershard.proto.messages import (
     ERROR_KIND,
     KIND_OF,
-    MAX_MESSAGE_BYTES,
     REPLY_KINDS,
     SERVICE,
     Declare,
@@ -63,7 +63,7 @@ from embershard.proto.messages import (
 )
 from embershard.proto.protobuf import head_bytes, read
 from embershard.proto.routing import Placement
-from embershard.proto.wire import Feature, Frame, Reader
+from embershard.proto.wire import Feature, Frame, FrameReader
 from embershard.ps.apply_thread import ApplyThread
 from embershard.ps.dispatch import Dispatch
 from embershard.ps.shard import Shard
@@ -139,7 +139,7 @@ class Peer:
             self.sock.sendall(wire.client_hello(features))
             assert wire.read_server_hello(self.sock.recv(16, socket.MSG_WAITALL)).features == features
         self._frames: list[Frame] = []
-        self._reader = Reader(
+        self._reader = FrameReader(
             MAX_MESSAGE_BYTES,
             lambda header: [np.empty(length, np.uint8).data for length in header.lengths],
             checksum=features == Feature.CHECKSUM,
@@ -201,7 +201,7 @@ def begun(bulk_bytes: int, call: int = 1) -> bytes:
     """The start of a push, without what it announces."""
     head = head_bytes(push())
     lengths = struct.pack("<2I", 8, bulk_bytes - 8)
-    start = struct.pack("<4sBBHIIIII", b"EMBF", 1, KIND_OF[Push], 2, call, 20_000, len(head), bulk_bytes, 0)
+    start = struct.pack("<4sBBHIIIII", b"EMBF", wire.VERSION, KIND_OF[Push], 2, call, 20_000, len(head), bulk_bytes, 0)
     return start + crc32(lengths + head, crc32(start)).to_bytes(4, "little") + lengths + head
 
 
@@ -276,7 +276,7 @@ Connect = Callable[..., Peer]
     ("frame", "words"),
     [
         (with_field(framed(push()), 0, b"EMBG"), "the magic of a frame"),
-        (with_field(framed(push()), 4, b"\x02"), "the version of a frame is 2"),
+        (with_field(framed(push()), 4, b"\x01"), "the version of a frame is 1"),
         (with_field(framed(push()), 6, b"\x01\x10"), "the number of buffers is 4097"),
         (with_field(framed(push()), 16, struct.pack("<I", 2**20 + 1)), "the size of the head"),
         (with_field(framed(push()), 20, struct.pack("<I", MAX_MESSAGE_BYTES + 1)), "the size of the buffers"),
@@ -455,7 +455,7 @@ def clock_0(worker: int) -> Push:
 def test_a_pull_that_waits_holds_nobody_up(connect: Connect):
     peer, other = connect(), connect()
     joined(other, 2)
-    peer.send(framed(replace(pull(), epoch=1, after=1), call=1))
+    peer.send(framed(replace(pull(), epoch=1, required_clock=1), call=1))
     peer.send(framed(clock_0(0), call=2))
     assert isinstance(peer.reply(), Pushed)
     other.ask(clock_0(1))
@@ -467,7 +467,7 @@ def test_a_pull_that_waits_holds_nobody_up(connect: Connect):
 def test_a_pull_that_waits_in_vain_is_put_back_before_its_deadline(connect: Connect):
     peer = connect()
     joined(peer, 2)
-    peer.send(framed(replace(pull(), epoch=1, after=1), timeout_ms=1000))
+    peer.send(framed(replace(pull(), epoch=1, required_clock=1), timeout_ms=1000))
     with pytest.raises(ClockAhead, match="worker 0, 1"):
         peer.reply()
 
@@ -475,7 +475,7 @@ def test_a_pull_that_waits_in_vain_is_put_back_before_its_deadline(connect: Conn
 def test_rows_are_not_made_for_a_peer_that_left_while_it_waited(connect: Connect, served: Served):
     peer, other = connect(), connect()
     joined(other, 2)
-    peer.send(framed(replace(pull(), epoch=1, after=1)))
+    peer.send(framed(replace(pull(), epoch=1, required_clock=1)))
     apply = served.dispatch._apply
     assert eventually(lambda: len(apply._parked) == 1)
     made, before = served.stream.made_bytes, served.connections
@@ -506,7 +506,7 @@ def test_what_a_peer_waited_for_and_does_not_read_counts_as_unsent(connect: Conn
     joined(other, 2)
     said = Rendezvous(0, 1, "a meeting", np.zeros(2**24, np.uint8))
     slow.send(framed(said))
-    slow.send(framed(replace(pull(2000, "wide"), epoch=1, after=1)))
+    slow.send(framed(replace(pull(2000, "wide"), epoch=1, required_clock=1)))
     assert eventually(lambda: len(served.dispatch._apply._parked) == 2)
     other.send(framed(replace(said, worker=1)))
     for worker in range(2):

@@ -17,17 +17,16 @@ import pytest
 import torch
 
 from embershard.local_shards import InProcessShards, local
-from embershard.proto.errors import JobError
+from embershard.proto.errors import JobError, SnapshotNotWritten
 from embershard.proto.snapshot.storage import Storage
-from embershard.proto.snapshot_errors import SnapshotNotWritten
 from embershard.worker.checkpoint.checkpoint import (
     MANIFEST,
     SNAPSHOT,
     BadCheckpoint,
     Checkpoint,
     CheckpointFolder,
+    CheckpointFolderInUse,
     CheckpointNotWritten,
-    FolderInUse,
     OtherJob,
     find_checkpoint,
 )
@@ -36,11 +35,11 @@ from embershard.worker.checkpoint.tensors import is_stateful, pack, unpack
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
 from embershard.worker.client.worker_group import ShardGroup, WorkerGroup
-from embershard.worker.data.batch import Batch, Rows, RowsDataset, Schema
+from embershard.worker.data.batch import Batch, RowsDataset, Samples, Schema
 from embershard.worker.job.job import Job
 from embershard.worker.job.training import CheckpointSection
 from embershard.worker.models.loss import InBatchSoftmax, objective_of
-from embershard.worker.reporting.records import Result
+from embershard.worker.reporting.records import RunResult
 from embershard.worker.session.session import Session
 from embershard.worker.trained.reading import trained as put_together
 from embershard.worker.training.saver import RandomNumbers, Saver
@@ -62,12 +61,12 @@ def make_session() -> MakeSession:
     return lambda n: local(n)
 
 
-def rows(count: int, seed: int) -> Rows:
+def rows(count: int, seed: int) -> Samples:
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, PER_FIELD, (count, F)) + np.arange(F) * PER_FIELD
     effects = np.random.default_rng(0).normal(0, 2, F * PER_FIELD)
     labels = (rng.random(count) < 1 / (1 + np.exp(-effects[ids].sum(1)))).astype(np.float32)
-    return Rows(ids, rng.random((count, D), np.float32), labels)
+    return Samples(ids, rng.random((count, D), np.float32), labels)
 
 
 def dataset(seed: int = 3) -> RowsDataset:
@@ -95,7 +94,7 @@ class Weights:
 
     rows: torch.Tensor
     dense: dict[str, torch.Tensor]
-    result: Result
+    result: RunResult
 
     def same(self, other: Weights) -> bool:
         assert self.dense.keys() == other.dense.keys()
@@ -496,7 +495,7 @@ def test_what_may_change_is_not_asked_about(tmp_path: Path) -> None:
 
 def test_a_new_run_does_not_mix_with_an_earlier_one(tmp_path: Path) -> None:
     written(tmp_path)
-    with pytest.raises(FolderInUse, match="holds checkpoints of an earlier run, up to step 3"):
+    with pytest.raises(CheckpointFolderInUse, match="holds checkpoints of an earlier run, up to step 3"):
         CheckpointFolder(CheckpointSection(folder=str(tmp_path))).check(resumed=False)
 
 

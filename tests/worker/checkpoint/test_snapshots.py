@@ -20,13 +20,10 @@ from torch import nn
 
 from embershard.local_shards import InProcessShards, local
 from embershard.proto import spec
-from embershard.proto.errors import EmbershardError, MemoryLost, UnknownTable
-from embershard.proto.messages import Request
-from embershard.proto.routing import make_route
-from embershard.proto.snapshot.manifest import MANIFEST, ShardPart, pack_part
-from embershard.proto.snapshot.storage import Storage
-from embershard.proto.snapshot_errors import (
+from embershard.proto.errors import (
     BadSnapshotName,
+    EmbershardError,
+    MemoryLost,
     SnapshotDamaged,
     SnapshotExists,
     SnapshotNotFound,
@@ -35,8 +32,12 @@ from embershard.proto.snapshot_errors import (
     SnapshotTimeout,
     SnapshotTooLate,
     TablesInTheWay,
+    UnknownTable,
 )
-from embershard.proto.snapshot_messages import Snapshot
+from embershard.proto.messages import Request, Snapshot
+from embershard.proto.routing import make_route
+from embershard.proto.snapshot.manifest import MANIFEST, ShardPart, pack_part
+from embershard.proto.snapshot.storage import Storage
 from embershard.ps import snapshot as shard_side
 from embershard.worker.checkpoint.snapshots import (
     begin_snapshot,

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from embershard.proto.arrays import Floats
 from embershard.proto.errors import (
     EmbershardError,
     MessageTooLarge,
@@ -25,7 +26,7 @@ from embershard.proto.errors import (
     WrongDim,
     WrongShards,
 )
-from embershard.proto.messages import Declare, Floats, GetStatus, Greeting, Hello, Load, Pull, Push, Reply, Request
+from embershard.proto.messages import Declare, GetStatus, Greeting, Hello, Load, Pull, Push, Reply, Request
 from embershard.proto.protobuf import dumps
 from embershard.proto.routing import Placement, Route, make_route
 from embershard.proto.spec import SGD, Adam, Constant, TableSpec
@@ -423,6 +424,39 @@ def test_only_the_creator_loads_and_the_others_wait(make_shards: Shards) -> None
     first.load("t", route_of(first), np.empty((0, 3), np.float32))
     reader.join(60)
     np.testing.assert_array_equal(seen[0], [[2.0] * 3])
+
+
+def test_a_retried_load_does_not_undo_what_another_worker_pushed_meanwhile(make_shards: Shards) -> None:
+    shards = make_shards(1)
+    first, (wire,) = wired(shards, worker=0)
+    second, _ = wired(shards, worker=1)
+    for client in (first, second):
+        client.declare(SPEC)
+    lost: list[Request] = []
+
+    def handle(request: Request) -> Reply:
+        reply = shards[0].handle(request)
+        if isinstance(request, Load) and not lost:
+            lost.append(request)
+            second.push([("t", route_of(second, 3), ones(route_of(second, 3)))], clock=0)
+        return reply
+
+    wire.handle = handle
+    wire.fault = lambda request: "reply" if isinstance(request, Load) and not lost else None
+    first.load("t", route_of(first, 3), ones(route_of(first, 3), 2.0), keep_state=True)  # as max_norm does
+    assert [dumps(request) for request in wire.seen if isinstance(request, Load)] == [dumps(lost[0])] * 2
+    np.testing.assert_array_equal(rows_of(first, 3), [[1.0] * 3])
+
+
+def test_loads_and_pushes_are_numbered_together(make_shards: Shards) -> None:
+    client, (wire,) = wired(make_shards(1))
+    client.declare(SPEC)
+    route = route_of(client, 1)
+    for _ in range(2):
+        client.load("t", route, ones(route), last=False)
+        client.push([("t", route, ones(route))], clock=0)
+    tokens = [r.token for r in wire.seen if isinstance(r, Push | Load)]
+    assert [token and (token.seq, token.first_incomplete) for token in tokens] == [(n, n) for n in range(1, 5)]
 
 
 def test_a_load_whose_last_reply_was_lost_does_not_undo_a_push_that_came_since(make_shards: Shards) -> None:

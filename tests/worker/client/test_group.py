@@ -21,7 +21,7 @@ import torch
 import torch.distributed
 
 from embershard.local_shards import InProcessShards
-from embershard.proto.errors import MeetingOver, WorkerLost, WorkersApart
+from embershard.proto.errors import RendezvousOver, WorkerLost, WorkersApart
 from embershard.proto.transport.transport import Deadline
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
@@ -354,7 +354,7 @@ class RendezvousRegistry:
         self._last = self._segment + self._missed
 
     def status(self) -> list[SimpleNamespace]:
-        return [SimpleNamespace(meeting=f"{self._segment}/on/4" if self._segment else "")]
+        return [SimpleNamespace(rendezvous=f"{self._segment}/on/4" if self._segment else "")]
 
     def rest(self) -> None:
         self.calls.append(("rest",))
@@ -367,7 +367,7 @@ class RendezvousRegistry:
         if self._segment == self._last:
             return {0: b"", 1: b"", 2: b'{"plateaus": 4}', 4: b'{"plateaus": 5}'}
         self._segment += 1
-        raise MeetingOver(meeting=name)
+        raise RendezvousOver(name=name)
 
 
 def test_who_comes_to_the_start_waits_for_the_others_processes() -> None:
@@ -435,7 +435,7 @@ def test_who_misses_the_beginning_of_a_segment_enters_again(
 
     def begun(name: str, *said: object, **how: object) -> dict[int, bytes]:
         if name == "1/on":  # the others are beyond it
-            raise MeetingOver(meeting=name)
+            raise RendezvousOver(name=name)
         return meet(name, *said, **how)  # type: ignore[arg-type]
 
     monkeypatch.setattr(group._membership, "meet", begun)

@@ -349,7 +349,7 @@ def test_patience_ends_a_wait_and_names_whom_it_was_for(
     assert [(record.levelno, "worker 1" in record.message) for record in said] == [(logging.WARNING, True)]
 
 
-@pytest.mark.parametrize(("staleness", "comes_back"), [(0, False), (3, False), (None, True)])
+@pytest.mark.parametrize(("staleness", "may_rejoin"), [(0, False), (3, False), (None, True)])
 def test_a_worker_whose_steps_an_all_reduce_ties_to_the_others_does_not_come_back(
     make_job: MakeJob, staleness: int | None, may_rejoin: bool
 ) -> None:

@@ -13,7 +13,7 @@ from embershard.proto.spec import SGD, Adagrad, TableSpec
 from embershard.worker.client.byte_counts import ByteCount, Part, Volumes
 from embershard.worker.client.client import Client
 from embershard.worker.client.predicted_bytes import break_even, predict_volumes
-from embershard.worker.compression.low_rank import Layout, Place
+from embershard.worker.compression.low_rank import DenseLayout, ParameterSlice
 from embershard.worker.compression.settings import Compression
 from embershard.worker.session.session import Session
 
@@ -22,7 +22,10 @@ LAYERS = TableSpec(name="layers", dim=1024, optimizer=SGD(lr=1.0))
 STEPS = 6
 
 
-LAYOUT = Layout(even_ids(40, LAYERS.space_key), [Place(0, (160, 128)), Place(20, (100,)), Place(21, (64, 300))])
+LAYOUT = DenseLayout(
+    even_ids(40, LAYERS.space_key),
+    [ParameterSlice(0, (160, 128)), ParameterSlice(20, (100,)), ParameterSlice(21, (64, 300))],
+)
 
 
 def moved_by(address: str, push: str, pull: str, dense_push: str | None = None) -> tuple[Client, Volumes, int]:

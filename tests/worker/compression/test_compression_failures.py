@@ -16,8 +16,7 @@ from wired_client import DIM, IDS, NUM_IDS, SPEC, Wired, gradients
 import embershard as es
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.values.registry import ValuesCodec
-from embershard.proto.codec_errors import BadCodec
-from embershard.proto.errors import InvalidRequest, LeaseLost, ShardUnavailable
+from embershard.proto.errors import BadCodec, InvalidRequest, LeaseLost, ShardUnavailable
 from embershard.proto.messages import Push, Reply, Request
 from embershard.proto.routing import Placement, ascending, make_route
 from embershard.proto.transport.local import LocalTransport

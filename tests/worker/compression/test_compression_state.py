@@ -19,7 +19,7 @@ from embershard.ps.shard import Shard
 from embershard.worker.checkpoint.tensors import pack, unpack
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
-from embershard.worker.compression.error_feedback import EncodeOptions, Feedback, Share
+from embershard.worker.compression.error_feedback import EncodeOptions, Feedback, ShardGradients
 from embershard.worker.session.session import Session
 
 NUM_IDS, DIM = 300, 8
@@ -89,7 +89,9 @@ def large_pushes(start: int, feedback: Feedback) -> list[bytes]:
     sent = []
     for number in range(start, start + 6):
         rows = np.random.default_rng(number).standard_normal((LARGE, DIM)).astype(np.float32)
-        sent.append(feedback.pack(Share(np.arange(LARGE), rows * np.float32(0.9**number), 1.0), how).payload.tobytes())
+        sent.append(
+            feedback.pack(ShardGradients(np.arange(LARGE), rows * np.float32(0.9**number), 1.0), how).payload.tobytes()
+        )
     return sent
 
 

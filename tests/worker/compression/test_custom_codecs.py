@@ -14,7 +14,7 @@ import embershard as es
 from embershard.local_shards import InProcessShards
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.user_defined import CodecRegistry
-from embershard.proto.codec_errors import UnknownCodec
+from embershard.proto.errors import UnknownCodec
 from embershard.proto.timing import Recorder
 from embershard.worker.client.client import Client
 from embershard.worker.compression.settings import Compression

@@ -11,18 +11,19 @@ from torch import nn
 
 import embershard as es
 from embershard.local_shards import InProcessShards
+from embershard.proto.arrays import Array
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import encode_elements
 from embershard.proto.codec.values.registry import find_values
-from embershard.proto.codec_errors import DamagedPayload
-from embershard.proto.messages import Array, Pull, Rows, TableIds
+from embershard.proto.errors import DamagedPayload
+from embershard.proto.messages import Pull, Rows, TableIds
 from embershard.proto.routing import even_ids, make_route
 from embershard.proto.transport.local import LocalTransport
 from embershard.ps.shard import Shard
 from embershard.worker.client.byte_counts import Part
 from embershard.worker.client.client import Client
 from embershard.worker.compression.deltas import apply_delta
-from embershard.worker.compression.low_rank import Layout, Place
+from embershard.worker.compression.low_rank import DenseLayout, ParameterSlice
 from embershard.worker.compression.settings import Compression
 from embershard.worker.session.local_steps import LocalSteps
 from embershard.worker.session.session import Session
@@ -114,7 +115,7 @@ def test_what_changed_comes_over_a_stream(stream_shard: str):
 def test_the_ids_of_blocks_take_a_bit_each(make_shards: Callable[..., list[Shard]], pull: str, some: slice):
     client = client_of(make_shards(2), 0, pull)
     ids = even_ids(ROWS, SPEC.space_key)
-    client.compressor.lay_out("dense", Layout(ids, [Place(0, (ROWS, DIM))]))
+    client.compressor.lay_out("dense", DenseLayout(ids, [ParameterSlice(0, (ROWS, DIM))]))
     (whole,) = client.pull([("dense", make_route(ids, SPEC.space_key, client.placement))])
     before = client.stats.volume[Part("pull", "ids", "dense")].wire
     (rows,) = client.pull([("dense", make_route(ids[some].copy(), SPEC.space_key, client.placement))])

@@ -13,10 +13,10 @@ from embershard.proto.messages import TableGradients
 from embershard.proto.routing import Placement, even_ids, make_route
 from embershard.proto.spec import SGD, TableSpec
 from embershard.worker.compression.compressor import Compressor
-from embershard.worker.compression.low_rank import Layout, LowRank, Place, predict_low_rank
+from embershard.worker.compression.low_rank import DenseLayout, LowRank, ParameterSlice, predict_low_rank
 
 BLOCK = 16
-PLACES = [Place(0, (6, 8)), Place(3, (5,)), Place(4, (12, 2, 3)), Place(9, (2, 2))]
+PLACES = [ParameterSlice(0, (6, 8)), ParameterSlice(3, (5,)), ParameterSlice(4, (12, 2, 3)), ParameterSlice(9, (2, 2))]
 NUM_BLOCKS = 10
 SPEC = TableSpec(name="dense", dim=BLOCK, optimizer=SGD(lr=1.0), seed=7)
 IDS = even_ids(NUM_BLOCKS, SPEC.space_key)
@@ -31,7 +31,7 @@ def gradients(seed: int) -> np.ndarray:
     return rows
 
 
-def matrix(rows: np.ndarray, place: Place) -> np.ndarray:
+def matrix(rows: np.ndarray, place: ParameterSlice) -> np.ndarray:
     return rows.reshape(-1)[place.start * BLOCK :][: place.size].reshape(place.shape[0], -1)
 
 
@@ -41,7 +41,7 @@ class Worker:
     def __init__(self, codec: str = "powersgd:1", shards: int = 1, most: int = NUM_BLOCKS) -> None:
         self.compressor = Compressor(0, Placement.even(shards))
         self.compressor.add(SPEC, dense=True)
-        self.compressor.lay_out("dense", Layout(IDS, PLACES))
+        self.compressor.lay_out("dense", DenseLayout(IDS, PLACES))
         self.compressor.choose("dense", CodecName.parse(codec))
         self.placement, self.most = Placement.even(shards), most
         self.sent: list[tuple[int, TableGradients]] = []  # shard, part
@@ -71,7 +71,7 @@ class Worker:
 
 
 def first_right() -> np.ndarray:
-    low_rank = LowRank(Layout(IDS, PLACES), BLOCK, 1, SPEC.row_seed)
+    low_rank = LowRank(DenseLayout(IDS, PLACES), BLOCK, 1, SPEC.row_seed)
     return np.asarray(dict(low_rank.state_dict()["rights"])["0"], np.float64)
 
 
@@ -141,7 +141,7 @@ def test_the_bytes_of_a_push_are_known_before(codec: str, shards: int, most: int
     worker, chosen = Worker(codec, shards, most), CodecName.parse(codec)
     worker.push(gradients(0))
     values, ids = worker.compressor.find(chosen.values), [part.ids for _, part in worker.sent]
-    want = predict_low_rank(Layout(IDS, PLACES), BLOCK, int(chosen.number), ids, values)
+    want = predict_low_rank(DenseLayout(IDS, PLACES), BLOCK, int(chosen.number), ids, values)
     assert sum(part.gradients.nbytes for _, part in worker.sent) == want
 
 
@@ -206,7 +206,7 @@ def test_what_is_held_is_sent_when_another_codec_follows() -> None:
 
 
 def test_a_run_goes_on_from_its_state_to_the_bit() -> None:
-    first, second = (LowRank(Layout(IDS, PLACES), BLOCK, 1, 3) for _ in range(2))
+    first, second = (LowRank(DenseLayout(IDS, PLACES), BLOCK, 1, 3) for _ in range(2))
     first.begin(IDS, gradients(0))
     second.load_state_dict(dict(first.state_dict()))
     values = Worker().compressor.find("int8")
@@ -216,7 +216,7 @@ def test_a_run_goes_on_from_its_state_to_the_bit() -> None:
 
 
 def test_the_state_of_another_rank_is_refused() -> None:
-    one, two = (LowRank(Layout(IDS, PLACES), BLOCK, rank, 3) for rank in (1, 2))
+    one, two = (LowRank(DenseLayout(IDS, PLACES), BLOCK, rank, 3) for rank in (1, 2))
     with pytest.raises(ValueError, match="of another rank"):
         two.load_state_dict(dict(one.state_dict()))
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
+from embershard.proto.arrays import Floats
 from embershard.worker.compression.residual_store import ResidualRows
 from embershard.worker.compression.residuals import Residuals
-
-Ids = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
 
 
 def push(held: Residuals, ids: list[int], rows: Floats, rate: float = 1.0) -> tuple[Floats, Floats, ResidualRows]:

@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.proto.errors import JobError
-from embershard.worker.data.batch import Rows, RowsDataset, Schema
+from embershard.worker.data.batch import RowsDataset, Samples, Schema
 
 
 def numbered(count: int, **options: bool) -> RowsDataset:
     """A dataset whose sample i has id i."""
-    rows = Rows(np.arange(count)[:, None], np.arange(count, dtype=np.float32)[:, None], np.zeros(count, np.float32))
+    rows = Samples(np.arange(count)[:, None], np.arange(count, dtype=np.float32)[:, None], np.zeros(count, np.float32))
     schema = Schema(("number",), 1, count)
     return RowsDataset(schema, {"train": rows, "valid": rows}, where="numbers.csv", seed=5, **options)
 

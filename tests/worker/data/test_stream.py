@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from embershard.proto.errors import JobError
 from embershard.worker.data import text as delimited
 from embershard.worker.data import text as text_source
-from embershard.worker.data.batch import Rows
+from embershard.worker.data.batch import Samples
 from embershard.worker.data.columns import Columns
 from embershard.worker.data.readers.ctr_csv import CtrCsvStream
 from embershard.worker.data.stream import in_batches, shuffled
@@ -19,11 +19,11 @@ from embershard.worker.data.text import Layout, TextSource, parse
 GLOBAL = Columns(ids="global")
 
 
-def numbered(sizes: list[int]) -> list[Rows]:
+def numbered(sizes: list[int]) -> list[Samples]:
     """Blocks of these sizes whose sample i has id, dense and label i."""
     edges = np.cumsum([0, *sizes])
     return [
-        Rows(np.arange(a, b)[:, None], np.arange(a, b, dtype=np.float32)[:, None], np.arange(a, b, dtype=np.float32))
+        Samples(np.arange(a, b)[:, None], np.arange(a, b, dtype=np.float32)[:, None], np.arange(a, b, dtype=np.float32))
         for a, b in itertools.pairwise(edges)
     ]
 

@@ -18,13 +18,13 @@ from embershard.proto.spec import SGD, TableSpec
 from embershard.worker.nn.lr_schedule import Schedule
 from embershard.worker.reporting import log as reporting
 from embershard.worker.reporting.log import JsonLog, TensorBoardLog
-from embershard.worker.reporting.records import Evaluation, Interval, Observer, Plan, Result
+from embershard.worker.reporting.records import Evaluation, Interval, Observer, RunPlan, RunResult
 from embershard.worker.reporting.terminal import Terminal, result_table
 from embershard.worker.reporting.throughput import Throughput
 from embershard.worker.session.session import Session
 from embershard.worker.training.evaluate import Best
 
-PLAN = Plan(
+PLAN = RunPlan(
     job={"model": {"name": "fm"}},
     name="fm on clicks",
     workers=2,
@@ -47,7 +47,7 @@ EVALUATION = Evaluation(
     improved=True,
     evaluation_seconds=0.5,
 )
-RESULT = Result(
+RESULT = RunResult(
     metric="auc",
     split="valid",
     figures={"valid": {"auc": 0.75, "hr@10": 0.5, "samples": 12345.0}},

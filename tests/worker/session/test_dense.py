@@ -5,10 +5,11 @@ import pytest
 import torch
 from torch import nn
 
+from embershard.proto.arrays import Floats
 from embershard.proto.routing import NUM_BUCKETS, Placement, Route
 from embershard.proto.spec import SGD, Constant, TableSpec
-from embershard.worker.compression.low_rank import Place
-from embershard.worker.session.dense import BLOCK, DenseWeights, Floats, layout_seed
+from embershard.worker.compression.low_rank import ParameterSlice
+from embershard.worker.session.dense import BLOCK, DenseWeights, layout_seed
 
 SPEC = TableSpec(name="dense", dim=BLOCK, optimizer=SGD(lr=1.0), initializer=Constant(), id_space="dense")
 SCATTERED = Placement(1, 3, np.random.default_rng(0).integers(0, 3, NUM_BUCKETS).astype(np.uint16))
@@ -95,7 +96,7 @@ def test_a_parameter_takes_the_fewest_blocks_that_hold_it(numel: int, num_blocks
     parameter, last = nn.Parameter(torch.ones(numel)), nn.Parameter(torch.full((3,), 2.0))
     dense = DenseWeights(SPEC, [("full", parameter), ("last", last)], Placement.even(2))
     assert dense.num_blocks == num_blocks + 1
-    assert dense.layout.places == [Place(0, (numel,)), Place(num_blocks, (3,))]
+    assert dense.layout.places == [ParameterSlice(0, (numel,)), ParameterSlice(num_blocks, (3,))]
     parameter.grad, last.grad = torch.full((numel,), 3.0), torch.full((3,), 4.0)
     pushed = dense.gradients()
     assert pushed is not None

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import embershard as es
-from embershard.proto.codec_errors import UnknownCodec
-from embershard.proto.errors import JobError
+from embershard.proto.errors import JobError, UnknownCodec
 from embershard.proto.messages import READ_ONLY_WORKER, Compress, Pull, Push, Reply, Request, TableCodecs
 from embershard.proto.transport.local import LocalTransport
 from embershard.ps.shard import Shard

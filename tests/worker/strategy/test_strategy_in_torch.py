@@ -10,9 +10,9 @@ import torch
 
 from embershard.proto.errors import JobError
 from embershard.worker.client.worker_group import WorkerGroup
-from embershard.worker.data.batch import Rows, RowsDataset, Schema
+from embershard.worker.data.batch import RowsDataset, Samples, Schema
 from embershard.worker.job.job import Job
-from embershard.worker.reporting.records import Result
+from embershard.worker.reporting.records import RunResult
 from embershard.worker.session.session import Session
 from embershard.worker.strategy.torch_only import TorchStrategy
 from embershard.worker.training.build import choose_strategy
@@ -21,13 +21,13 @@ from embershard.worker.training.trainer import Trainer
 F, PER_FIELD, D = 3, 20, 2
 
 
-def rows(count: int, seed: int) -> Rows:
+def rows(count: int, seed: int) -> Samples:
     """Clicks that a linear model of the ids explains."""
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, PER_FIELD, (count, F)) + np.arange(F) * PER_FIELD
     effects = np.random.default_rng(0).normal(0, 2, F * PER_FIELD)
     labels = (rng.random(count) < 1 / (1 + np.exp(-effects[ids].sum(1)))).astype(np.float32)
-    return Rows(ids, rng.random((count, D), np.float32), labels)
+    return Samples(ids, rng.random((count, D), np.float32), labels)
 
 
 def dataset(num_ids: int | None = F * PER_FIELD) -> RowsDataset:
@@ -52,7 +52,7 @@ def job(strategy: str = "local", name: str = "lr", **embedding: object) -> Job:
     )
 
 
-def run(job: Job, session: Session | None = None) -> Result:
+def run(job: Job, session: Session | None = None) -> RunResult:
     return Trainer(job, dataset(), session, WorkerGroup()).run()
 
 

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import EmbershardError, JobError, TableMismatch
 from embershard.proto.messages import Declare
 from embershard.proto.spec import SGD, TableSpec
@@ -21,19 +22,11 @@ from embershard.ps.shard import Shard
 from embershard.worker.checkpoint.snapshots import read_table, take_snapshot
 from embershard.worker.client.client import Client
 from embershard.worker.client.worker_group import WorkerGroup
-from embershard.worker.data.batch import Batch, Rows, RowsDataset, Schema
+from embershard.worker.data.batch import Batch, RowsDataset, Samples, Schema
 from embershard.worker.job.job import Job
 from embershard.worker.session.session import Session
 from embershard.worker.strategy.protocol import Strategy
-from embershard.worker.trained.export import (
-    CannotExport,
-    Floats,
-    Ids,
-    TableFacts,
-    export_weights,
-    write_bytes,
-    write_tensors,
-)
+from embershard.worker.trained.export import CannotExport, TableFacts, export_weights, write_bytes, write_tensors
 from embershard.worker.trained.import_weights import CannotImport, import_state
 from embershard.worker.trained.onnx import dense_part, export_onnx
 from embershard.worker.trained.quantise import int8_tensors, load_int8, quantise
@@ -49,7 +42,7 @@ def dataset(num_ids: int | None = IDS) -> RowsDataset:
     rng = np.random.default_rng(1)
     # of each field a half occurs: the other rows are never trained
     ids = rng.integers(0, PER_FIELD // 2, (400, F)) + np.arange(F) * PER_FIELD
-    rows = Rows(ids, rng.random((400, D), np.float32), (rng.random(400) < 0.5).astype(np.float32))
+    rows = Samples(ids, rng.random((400, D), np.float32), (rng.random(400) < 0.5).astype(np.float32))
     return RowsDataset(Schema(tuple("abc"), D, num_ids), {"train": rows, "valid": rows}, where="made up")
 
 

@@ -12,8 +12,7 @@ import torch
 import embershard as es
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.values.registry import find_values
-from embershard.proto.codec_messages import Compress, TableCodecs
-from embershard.proto.messages import Reply, Request, bulk_bytes
+from embershard.proto.messages import Compress, Reply, Request, TableCodecs, bulk_bytes
 from embershard.proto.transport.local import LocalTransport
 from embershard.ps.shard import Shard
 from embershard.worker.client import calls

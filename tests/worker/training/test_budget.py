@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from embershard.worker.client.worker_group import WorkerGroup
-from embershard.worker.data.batch import Rows, RowsDataset, Schema
+from embershard.worker.data.batch import RowsDataset, Samples, Schema
 from embershard.worker.job.job import Job
 from embershard.worker.training.budget import Position, TrainingPlan, steps_of
 
@@ -19,7 +19,7 @@ SAMPLES = 700  # 14 batches
 
 def dataset(samples: int = SAMPLES) -> RowsDataset:
     rng = np.random.default_rng(1)
-    rows = Rows(rng.integers(0, 60, (samples, 3)), None, rng.integers(0, 2, samples).astype(np.float32))
+    rows = Samples(rng.integers(0, 60, (samples, 3)), None, rng.integers(0, 2, samples).astype(np.float32))
     return RowsDataset(Schema(tuple("abc"), 0, 60), {"train": rows}, where="made up")
 
 

@@ -20,7 +20,7 @@ from embershard.worker.client.membership import Terms
 from embershard.worker.client.worker_group import ShardGroup
 from embershard.worker.data.batch import Batch, RowsDataset
 from embershard.worker.job.job import Job
-from embershard.worker.reporting.records import Result
+from embershard.worker.reporting.records import RunResult
 from embershard.worker.session.session import Session
 from embershard.worker.training.trainer import Trainer
 
@@ -64,7 +64,7 @@ class Cluster:
         self.staleness = staleness
         self.died = threading.Event()
 
-    def run(self, rank: int, *, dies: bool = False, idle: bool = False) -> tuple[Result | None, Notes]:
+    def run(self, rank: int, *, dies: bool = False, idle: bool = False) -> tuple[RunResult | None, Notes]:
         """One worker's run; None where it was killed."""
         client = Client(self.shards.transports(), worker=rank)
         lease, patience = timedelta(seconds=60), timedelta(seconds=60)
@@ -136,7 +136,7 @@ def test_each_sample_is_trained_on_once_per_epoch_where_nobody_is_lost(staleness
 def test_who_comes_late_in_place_of_a_dead_worker_takes_part_to_the_end(staleness: int | None, idle: bool) -> None:
     cluster = Cluster(staleness, 12)
 
-    def comes_again() -> tuple[Result | None, Notes]:
+    def comes_again() -> tuple[RunResult | None, Notes]:
         assert cluster.died.wait(100)
         return cluster.run(0, idle=idle)
 

@@ -12,7 +12,7 @@ from test_trainer import Notes, dataset, job
 
 from embershard.worker.client.worker_group import Evicted, Word, WorkerGroup
 from embershard.worker.job.job import Job
-from embershard.worker.reporting.records import Result
+from embershard.worker.reporting.records import RunResult
 from embershard.worker.session.session import Session
 from embershard.worker.strategy.shards import ShardStrategy
 from embershard.worker.training.saver import Saver
@@ -53,7 +53,7 @@ class Others(WorkerGroup):
 
 
 @pytest.fixture
-def train(make_session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Result, Notes]]:
+def train(make_session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RunResult, Notes]]:
     """A run whose loss stays as it is, with a group, on shards that count that many clocks."""
 
     def run(
@@ -63,7 +63,7 @@ def train(make_session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> Callabl
         early_stop: int | None = None,
         splits: tuple[str, ...] = ("valid",),
         **fields: object,
-    ) -> tuple[Result, Notes]:
+    ) -> tuple[RunResult, Notes]:
         standing = {"optimizer": {"name": "sgd", "lr": 0.0}}
         schedule = {"name": "plateau", "factor": 0.5, "patience": 1}
         stop = {} if early_stop is None else {"early_stop": {"patience": early_stop}}
@@ -78,7 +78,7 @@ def train(make_session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> Callabl
     return run
 
 
-def test_who_comes_late_goes_on_by_what_the_others_say(train: Callable[..., tuple[Result, Notes]]) -> None:
+def test_who_comes_late_goes_on_by_what_the_others_say(train: Callable[..., tuple[RunResult, Notes]]) -> None:
     first = Others((0, {}))
     result, notes = train(first)
     assert [e.improved for e in notes.evaluations] == [True, False, False, False]
@@ -104,7 +104,7 @@ def test_who_comes_late_goes_on_by_what_the_others_say(train: Callable[..., tupl
 
 @pytest.mark.parametrize(("fields", "want"), [({}, 550), ({"staleness": "local(4)"}, 700)], ids=str)
 def test_who_comes_late_counts_the_steps_that_a_run_had_before_and_those_of_a_round(
-    train: Callable[..., tuple[Result, Notes]], fields: dict[str, object], want: int
+    train: Callable[..., tuple[RunResult, Notes]], fields: dict[str, object], want: int
 ) -> None:
     late = Others((2, {"stopped": False, "steps": 500, "clock": 7}))  # as of a run that was resumed
     found, _ = train(late, clock=57, **fields)
@@ -125,7 +125,7 @@ def test_who_comes_late_to_a_run_of_steps_trains_its_share_of_the_epoch_of_the_o
 
 
 def test_who_comes_late_holds_nothing_back_and_who_was_left_behind_what_it_did(
-    train: Callable[..., tuple[Result, Notes]], monkeypatch: pytest.MonkeyPatch
+    train: Callable[..., tuple[RunResult, Notes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dropped: list[bool] = []
     monkeypatch.setattr(Saver, "forget_held", lambda saver: dropped.append(True))
@@ -135,7 +135,7 @@ def test_who_comes_late_holds_nothing_back_and_who_was_left_behind_what_it_did(
     assert dropped == [True]
 
 
-def test_who_comes_when_the_others_have_stopped_trains_no_more(train: Callable[..., tuple[Result, Notes]]) -> None:
+def test_who_comes_when_the_others_have_stopped_trains_no_more(train: Callable[..., tuple[RunResult, Notes]]) -> None:
     first = Others((0, {}))
     result, _ = train(first, early_stop=2)
     assert [word["stopped"] for word in first.words] == [False, False, True]
@@ -147,7 +147,7 @@ def test_who_comes_when_the_others_have_stopped_trains_no_more(train: Callable[.
     assert late.calls == [("enter", 3), ("end", 3)]
 
 
-def test_who_comes_when_all_is_over_trains_no_more(train: Callable[..., tuple[Result, Notes]]) -> None:
+def test_who_comes_when_all_is_over_trains_no_more(train: Callable[..., tuple[RunResult, Notes]]) -> None:
     late = Others((1, {"over": True}))
     found, notes = train(late)
     assert not notes.intervals
@@ -157,7 +157,7 @@ def test_who_comes_when_all_is_over_trains_no_more(train: Callable[..., tuple[Re
 
 @pytest.mark.parametrize("clock", [5, 47])
 def test_who_was_left_behind_goes_on_where_the_others_are(
-    train: Callable[..., tuple[Result, Notes]], clock: int
+    train: Callable[..., tuple[RunResult, Notes]], clock: int
 ) -> None:
     group = Others((0, {}), (3, {"stopped": False, "steps": 0, "clock": 0}), leave=1)
     result, notes = train(group, clock=clock)
@@ -171,7 +171,7 @@ def test_who_was_left_behind_goes_on_where_the_others_are(
 
 
 def test_the_clock_waits_for_nobody_while_the_workers_meet(
-    train: Callable[..., tuple[Result, Notes]], monkeypatch: pytest.MonkeyPatch
+    train: Callable[..., tuple[RunResult, Notes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = Others((0, {}))
     monkeypatch.setattr(ShardStrategy, "rest", lambda strategy: group.calls.append(("rest", 0)))
@@ -186,7 +186,7 @@ def test_the_clock_waits_for_nobody_while_the_workers_meet(
 
 
 def test_workers_that_have_nothing_to_do_together_meet_at_the_end_alone(
-    train: Callable[..., tuple[Result, Notes]],
+    train: Callable[..., tuple[RunResult, Notes]],
 ) -> None:
     group = Others((0, {}))
     result, _ = train(group, splits=())

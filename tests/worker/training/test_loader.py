@@ -20,14 +20,14 @@ import torch
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Batch
 from embershard.worker.job.data import AnyData, ClicksSection, CtrCsvSection, ListsSection
-from embershard.worker.training.loader import LoaderLost, LoaderProcess, Share, send_batches
+from embershard.worker.training.loader import DataShare, LoaderLost, LoaderProcess, send_batches
 
 pytestmark = pytest.mark.integration
 CLICKS = ClicksSection(reader="clicks", samples=300)
 
 
-def share(data: AnyData, folder: Path, batch_size: int = 100, rank: int = 0, world_size: int = 1) -> Share:
-    return Share(data=data, folder=folder, seed=3, rank=rank, world_size=world_size, batch_size=batch_size)
+def share(data: AnyData, folder: Path, batch_size: int = 100, rank: int = 0, world_size: int = 1) -> DataShare:
+    return DataShare(data=data, folder=folder, seed=3, rank=rank, world_size=world_size, batch_size=batch_size)
 
 
 def assert_equal(one: Batch, other: Batch) -> None:
@@ -128,7 +128,7 @@ class Slow:
 
 def test_a_loader_that_leaves_many_batches_out_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("embershard.worker.training.loader._NEWS", timedelta(seconds=0.2))
-    deep = Share.model_construct(**{**dict(share(CLICKS, tmp_path, 5)), "data": Slow(), "skip": 40})
+    deep = DataShare.model_construct(**{**dict(share(CLICKS, tmp_path, 5)), "data": Slow(), "skip": 40})
     (out, into), loader = os.pipe(), LoaderProcess(deep, patience=timedelta(seconds=2))
 
     def sends() -> None:

@@ -14,11 +14,11 @@ from torch import nn
 import embershard as es
 from embershard.proto.errors import JobError
 from embershard.worker.client.worker_group import WorkerGroup
-from embershard.worker.data.batch import Rows, RowsDataset, Schema
+from embershard.worker.data.batch import RowsDataset, Samples, Schema
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import JobFileError, load_job
 from embershard.worker.patterns import choose, freeze, matches
-from embershard.worker.reporting.records import Evaluation, Interval, Plan, Result
+from embershard.worker.reporting.records import Evaluation, Interval, RunPlan, RunResult
 from embershard.worker.session.session import Session
 from embershard.worker.training.trainer import Trainer
 
@@ -26,13 +26,13 @@ MakeSession = Callable[..., Session]
 F, PER_FIELD, D = 3, 20, 2
 
 
-def rows(count: int, seed: int) -> Rows:
+def rows(count: int, seed: int) -> Samples:
     """Clicks that a linear model of the ids explains."""
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, PER_FIELD, (count, F)) + np.arange(F) * PER_FIELD
     effects = np.random.default_rng(0).normal(0, 2, F * PER_FIELD)
     labels = (rng.random(count) < 1 / (1 + np.exp(-effects[ids].sum(1)))).astype(np.float32)
-    return Rows(ids, rng.random((count, D), np.float32), labels)
+    return Samples(ids, rng.random((count, D), np.float32), labels)
 
 
 def dataset() -> RowsDataset:
@@ -63,7 +63,7 @@ class Notes:
     intervals: list[Interval] = dataclasses.field(default_factory=list)
     evaluations: list[Evaluation] = dataclasses.field(default_factory=list)
 
-    def started(self, plan: Plan) -> None:
+    def started(self, plan: RunPlan) -> None:
         pass
 
     def trained(self, interval: Interval) -> None:
@@ -75,7 +75,7 @@ class Notes:
     def evaluated(self, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)
 
-    def finished(self, result: Result) -> None:
+    def finished(self, result: RunResult) -> None:
         pass
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ def trainer_of(job: Job, session: Session | None, notes: Notes | None = None) ->
     return Trainer(job, dataset(), session, WorkerGroup(), [notes] if notes else [])
 
 
-def run(job: Job, session: Session | None, notes: Notes | None = None) -> Result:
+def run(job: Job, session: Session | None, notes: Notes | None = None) -> RunResult:
     return trainer_of(job, session, notes).run()
 
 

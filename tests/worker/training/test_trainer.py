@@ -15,11 +15,11 @@ import torch
 from embershard.proto.errors import JobError
 from embershard.proto.timing import Recorder
 from embershard.worker.client.worker_group import MembershipChanged, WorkerGroup
-from embershard.worker.data.batch import Batch, Rows, RowsDataset, Schema, Users
+from embershard.worker.data.batch import Batch, RowsDataset, Samples, Schema, Users
 from embershard.worker.data.readers.movielens import NcfData
 from embershard.worker.job.job import Job
 from embershard.worker.models.loss import InBatchSoftmax, binary_cross_entropy, objective_of
-from embershard.worker.reporting.records import Evaluation, Interval, Plan, Result
+from embershard.worker.reporting.records import Evaluation, Interval, RunPlan, RunResult
 from embershard.worker.session.session import Session
 from embershard.worker.training.evaluate import Evaluator
 from embershard.worker.training.loader import LoaderProcess
@@ -32,13 +32,13 @@ MakeSession = Callable[..., Session]
 T = TypeVar("T")
 
 
-def rows(count: int, seed: int) -> Rows:
+def rows(count: int, seed: int) -> Samples:
     """Clicks that a linear model of the ids explains."""
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, PER_FIELD, (count, F)) + np.arange(F) * PER_FIELD
     effects = np.random.default_rng(0).normal(0, 2, F * PER_FIELD)
     labels = (rng.random(count) < 1 / (1 + np.exp(-effects[ids].sum(1)))).astype(np.float32)
-    return Rows(ids, rng.random((count, D), np.float32), labels)
+    return Samples(ids, rng.random((count, D), np.float32), labels)
 
 
 def dataset(count: int = 2000, splits: tuple[str, ...] = ("valid", "test")) -> RowsDataset:
@@ -71,13 +71,13 @@ def job(name: str = "fm", **sections: dict[str, object]) -> Job:
 class Notes:
     """An observer that writes down what it is told."""
 
-    plan: Plan | None = None
+    plan: RunPlan | None = None
     intervals: list[Interval] = dataclasses.field(default_factory=list)
     begun: list[int] = dataclasses.field(default_factory=list)  # evaluations, by how many were done before
     evaluations: list[Evaluation] = dataclasses.field(default_factory=list)
-    result: Result | None = None
+    result: RunResult | None = None
 
-    def started(self, plan: Plan) -> None:
+    def started(self, plan: RunPlan) -> None:
         self.plan = plan
 
     def trained(self, interval: Interval) -> None:
@@ -89,7 +89,7 @@ class Notes:
     def evaluated(self, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)
 
-    def finished(self, result: Result) -> None:
+    def finished(self, result: RunResult) -> None:
         self.result = result
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class Notes:
 
 def run(
     session: Session, job: Job, data: RowsDataset | None = None, group: WorkerGroup | None = None
-) -> tuple[Result, Notes]:
+) -> tuple[RunResult, Notes]:
     notes = Notes()
     result = Trainer(job, data or dataset(), session, group or WorkerGroup(), [notes]).run()
     assert notes.result is result

@@ -229,7 +229,7 @@ def test_a_pull_waits_for_as_many_clocks_as_the_staleness_wants(
     job.heard.clear()
     train(model, session, joint_batches(4, 6), (staleness or 0) if prefetched else None)
     pulls = [r for r in job.heard if isinstance(r, Pull) and any(part.table == "rows" for part in r.tables)]
-    assert [pull.after for pull in pulls[::2]] == bound == [pull.after for pull in pulls[1::2]]
+    assert [pull.required_clock for pull in pulls[::2]] == bound == [pull.required_clock for pull in pulls[1::2]]
 
 
 def test_prefetch_among_workers_pulls_the_rows_of_a_batch_at_once(make_workers: MakeWorkers) -> None:
@@ -301,7 +301,7 @@ def test_rows_for_a_cache_are_pulled_so_fresh_that_its_copies_hold_the_bound(mak
         before = session.clock
         train(model, session, joint_batches(6, 6), prefetched)
         pulls = [r for r in job.heard if isinstance(r, Pull) and any(part.table == "dense" for part in r.tables)]
-        after = sorted(pull.after for pull in pulls)
+        after = sorted(pull.required_clock for pull in pulls)
         assert after == sorted([max(0, before + clock - 1) for clock in range(6)] * 2)
 
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from embershard.proto.errors import JobError
-from embershard.worker.data.batch import Rows, RowsDataset, Schema
+from embershard.worker.data.batch import RowsDataset, Samples, Schema
 from embershard.worker.data.files import read_blocks
 from embershard.worker.data.text import Kind, Layout, column, read_tables
 
@@ -74,7 +74,7 @@ class Adult(RowsDataset):
             mean, std = (f(dense["train"], axis=0, dtype=np.float64) for f in (np.mean, np.std))
             dense = {name: (x - mean) / np.where(std > 0, std, 1) for name, x in dense.items()}
         rows = {
-            name: Rows(_ids(table, vocabularies), dense[name].astype(np.float32), _labels(table))
+            name: Samples(_ids(table, vocabularies), dense[name].astype(np.float32), _labels(table))
             for name, table in tables.items()
         }
         num_ids = sum(len(known) + 1 for known in vocabularies.values())

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from embershard.proto.errors import JobError
-from embershard.worker.data.batch import Rows, RowsDataset
+from embershard.worker.data.batch import RowsDataset, Samples
 from embershard.worker.data.columns import Columns, hash_numbers
 from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
 from embershard.worker.data.text import Layout, TextSource, read_header
@@ -78,7 +78,7 @@ def _sources(
     }
 
 
-def _halve(splits: dict[str, Rows], features: tuple[str, ...], by: str, where: str) -> None:
+def _halve(splits: dict[str, Samples], features: tuple[str, ...], by: str, where: str) -> None:
     if "valid" not in splits or "test" in splits:
         raise JobError(where=where, reason="halve_valid_by needs a valid file and no test file")
     if by not in features:

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from embershard.proto.errors import JobError
-from embershard.worker.data.batch import Rows
+from embershard.worker.data.batch import Samples
 from embershard.worker.data.columns import Columns
 from embershard.worker.data.files import reading
 from embershard.worker.data.shuffle import too_many_workers
@@ -73,7 +73,7 @@ class ParquetSource:
         """From the files' footers."""
         return sum(rows for _, _, rows in self._groups)
 
-    def blocks(self, rank: int, world_size: int, shuffle: np.random.Generator | None) -> Iterator[Rows]:
+    def blocks(self, rank: int, world_size: int, shuffle: np.random.Generator | None) -> Iterator[Samples]:
         """This worker's row groups, the largest shared out first so that shares are even."""
         groups = self._groups
         if shuffle is not None:
@@ -114,7 +114,7 @@ class ParquetSource:
                 raise JobError(where=str(path), reason=reason)
         self._rows(str(path), schema.empty_table().select(self._names))  # their types
 
-    def _read(self, path: Path, group: int) -> Iterator[Rows]:
+    def _read(self, path: Path, group: int) -> Iterator[Samples]:
         where = f"{path}: row group {group}"
         file = _open(path)
         try:
@@ -124,7 +124,7 @@ class ParquetSource:
         except (pa.ArrowException, OSError) as error:
             raise JobError(where=where, reason=f"cannot be read ({error}); get the file again") from None
 
-    def _rows(self, where: str, table: pa.Table) -> Rows:
+    def _rows(self, where: str, table: pa.Table) -> Samples:
         typed = {}
         for name in table.column_names:
             kind, values = self.layout.columns[name], table.column(name)

@@ -37,13 +37,13 @@ from embershard.compare.results import (
     ArmRun,
     BreakEven,
     Estimate,
+    MeanStepBytes,
     Quality,
     QualityVerdict,
     Rate,
     Results,
     Speed,
     SpeedVerdict,
-    StepBytes,
     Verdict,
     higher_is_better,
 )
@@ -210,14 +210,14 @@ def _volumes(results: Results) -> Iterator[ArmBytes]:
             )
 
 
-def _bytes(results: Results, arm: str) -> dict[tuple[str, str], StepBytes]:
+def _bytes(results: Results, arm: str) -> dict[tuple[str, str], MeanStepBytes]:
     """Map (direction, part) to the mean bytes over an arm's quality runs."""
-    parts: dict[tuple[str, str], list[StepBytes]] = {}
+    parts: dict[tuple[str, str], list[MeanStepBytes]] = {}
     for run in results.runs_of(arm):
         for volume in run.bytes:
             parts.setdefault((volume.direction, volume.part), []).append(volume)
     return {
-        (direction, part): StepBytes(
+        (direction, part): MeanStepBytes(
             direction=direction,
             part=part,
             sent=float(np.mean([volume.sent for volume in found])),

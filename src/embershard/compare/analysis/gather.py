@@ -6,17 +6,17 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from embershard.benchmark.conditions import Conditions
+from embershard.benchmark.conditions import MachineConditions
 from embershard.compare.analysis.conclusions import NOT_JUDGED, conclude
 from embershard.compare.results import ArmRun, Results, RunConditions
-from embershard.compare.run.plan import SKIPPED_SHARE, RunPlan, can_be_limited
+from embershard.compare.run.plan import SKIPPED_SHARE, ComparisonPlan, can_be_limited
 from embershard.compare.run.progress import name_of
 from embershard.compare.run.runs import SAID
 from embershard.worker.job.job import Job
 
 
 def gather(
-    plan: RunPlan,
+    plan: ComparisonPlan,
     runs: Mapping[str, ArmRun],
     *,
     job_file: Path,
@@ -77,7 +77,7 @@ def _reachable(runs: Sequence[ArmRun]) -> dict[str, float]:
     }
 
 
-def _notes(plan: RunPlan, runs: Sequence[ArmRun], judged: str, deciding: str) -> Iterator[str]:
+def _notes(plan: ComparisonPlan, runs: Sequence[ArmRun], judged: str, deciding: str) -> Iterator[str]:
     for arm, _ in plan.arms.values():
         if arm.added:
             yield f"The arm {arm.label} was added: a codec that beats float32 alone has proved little."
@@ -127,7 +127,7 @@ def _left_out(count: int) -> Iterator[str]:
 
 def _conditions(runs: Sequence[ArmRun]) -> RunConditions:
     """Describe this machine and the versions that the runs had, which may be older than the installed ones."""
-    now = Conditions.now()
+    now = MachineConditions.now()
     seen: dict[str, list[str]] = {}
     for run in runs:
         for name, version in run.versions.items():

@@ -9,7 +9,7 @@ from functools import partial
 from embershard.compare.results import ArmRun, higher_is_better
 from embershard.compare.run.folder import Folder
 from embershard.compare.run.netns import Namespaces
-from embershard.compare.run.plan import RunPlan, Task, can_be_limited
+from embershard.compare.run.plan import ComparisonPlan, Task, can_be_limited
 from embershard.compare.run.progress import Show, duration, time_left
 from embershard.compare.run.runs import RunSetup, make_run
 
@@ -18,7 +18,7 @@ class Engine:
     """Makes the runs of one comparison. With `namespaces` shards and workers run in network namespaces."""
 
     def __init__(
-        self, plan: RunPlan, folder: Folder, setup: RunSetup, show: Show, namespaces: Namespaces | None
+        self, plan: ComparisonPlan, folder: Folder, setup: RunSetup, show: Show, namespaces: Namespaces | None
     ) -> None:
         self._plan, self._folder, self._setup, self._show, self._namespaces = plan, folder, setup, show, namespaces
         self._metric = next(iter(plan.arms.values()))[1].metric

@@ -100,7 +100,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class RunPlan:
+class ComparisonPlan:
     """The runs of an experiment; `arms` are label -> (arm, its job)."""
 
     experiment: Experiment

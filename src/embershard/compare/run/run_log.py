@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from embershard.compare.results import CurvePoint, Metrics, RunFigures, StepBytes, StepPart
+from embershard.compare.results import CurvePoint, MeanStepBytes, Metrics, RunFigures, StepPart
 from embershard.compare.run.plan import SKIPPED_SHARE
 
 _Line = dict[str, Any]
@@ -130,9 +130,9 @@ def _curve(evaluations: Sequence[_Line]) -> Iterator[CurvePoint]:
         yield CurvePoint(samples=record["samples"], seconds=seconds, figures=figures)
 
 
-def _bytes(result: _Line) -> Iterator[StepBytes]:
+def _bytes(result: _Line) -> Iterator[MeanStepBytes]:
     for part in result.get("bytes", ()):
-        yield StepBytes(
+        yield MeanStepBytes(
             direction=part["direction"],
             part=part["part"],
             sent=part["wire"],

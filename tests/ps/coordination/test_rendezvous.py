@@ -12,8 +12,8 @@ from embershard.proto.errors import (
     EmbershardError,
     InvalidRequest,
     LeaseLost,
-    MeetingOver,
     MessageTooLarge,
+    RendezvousOver,
     ShardBusy,
 )
 from embershard.proto.messages import Heartbeat, Join, Leave, Rendezvous, RendezvousResult
@@ -82,7 +82,7 @@ def test_those_who_meet_wait_for_all_and_read_what_each_put_down_in_order(worker
 def test_who_does_not_listen_hears_who_came(workers: Workers):
     workers.waits(0)
     workers.waits(1)
-    reply = workers.shard.handle(workers.request(2, listen=False), 0.0)
+    reply = workers.shard.handle(workers.request(2, want_payloads=False), 0.0)
     assert reply == RendezvousResult((0, 1, 2), ())
 
 
@@ -93,7 +93,7 @@ def test_a_lost_reply_is_given_again_while_the_others_meet_on(workers: Workers):
         first = workers.meet(2, name)
         assert workers.meet(2, name) == workers.meet(0, name) == workers.meet(1, name) == first
     assert workers.meet(2, "a") == first
-    assert workers.shard.status().meeting == "c"
+    assert workers.shard.status().rendezvous == "c"
 
 
 def test_a_worker_that_leaves_or_is_given_up_is_not_waited_for(workers: Workers):
@@ -133,8 +133,8 @@ def test_a_resting_worker_is_waited_for(workers: Workers):
 
 def test_only_those_named_are_waited_for(workers: Workers):
     workers.join(3, 5)
-    assert workers.waits(0, among=(0, 1, 7)) == "1"
-    assert sorted(workers.meet(1, among=(0, 1, 7))) == [0, 1]
+    assert workers.waits(0, participants=(0, 1, 7)) == "1"
+    assert sorted(workers.meet(1, participants=(0, 1, 7))) == [0, 1]
 
 
 def test_nobody_meets_before_all_expected_workers_are_here():
@@ -172,7 +172,7 @@ def test_who_listens_to_more_than_a_message_holds_is_told():
     workers.waits(0, size=60)
     with pytest.raises(MessageTooLarge, match="120 bytes"):
         workers.meet(1, size=60)
-    assert workers.meet(0, listen=False) == {}
+    assert workers.meet(0, want_payloads=False) == {}
 
 
 def test_meetings_are_forgotten_once_all_were_answered(workers: Workers):
@@ -185,7 +185,7 @@ def test_meetings_are_forgotten_once_all_were_answered(workers: Workers):
     held = workers.shard._meetings._meetings
     assert list(held)[:2] == ["m0", f"m{2 * meeting.KEPT}"]  # of the first, two were not told yet
     assert len(held) == 1 + meeting.KEPT
-    with pytest.raises(MeetingOver, match="'m1'"):
+    with pytest.raises(RendezvousOver, match="'m1'"):
         workers.meet(2, "m1")
     assert len(workers.meet(0, "m0")) == 3
 
@@ -193,9 +193,9 @@ def test_meetings_are_forgotten_once_all_were_answered(workers: Workers):
 def test_a_meeting_that_is_waited_for_outlives_those_that_others_hold(workers: Workers):
     workers.waits(0, "long")
     for number in range(3 * meeting.KEPT):
-        workers.waits(1, f"m{number}", among=(1, 2))
+        workers.waits(1, f"m{number}", participants=(1, 2))
         for worker in (2, 1):
-            workers.meet(worker, f"m{number}", among=(1, 2))
+            workers.meet(worker, f"m{number}", participants=(1, 2))
     assert workers.waits(1, "long") == "2"
     assert sorted(workers.meet(2, "long")) == [0, 1, 2]
 
@@ -214,9 +214,9 @@ def test_the_names_that_are_remembered_are_the_last_ones(workers: Workers, monke
     monkeypatch.setattr(meeting, "KEPT", 0)
     monkeypatch.setattr(meeting, "KEPT_NAMES", 2)
     for number in range(5):
-        workers.waits(0, f"m{number}", among=(0, 1))
+        workers.waits(0, f"m{number}", participants=(0, 1))
         for worker in (1, 0):
-            workers.meet(worker, f"m{number}", among=(0, 1))
+            workers.meet(worker, f"m{number}", participants=(0, 1))
     assert list(workers.shard._meetings._over) == ["m3", "m4"]
 
 
@@ -224,9 +224,9 @@ def test_large_meetings_are_forgotten_sooner(workers: Workers, monkeypatch: pyte
     monkeypatch.setattr(meeting, "KEPT_BYTES", 7)
     for name in "abc":
         for worker in (0, 1, 2, 0, 1):
-            workers.waits(worker, name) if worker < 2 and name not in workers.shard.status().meeting else workers.meet(
+            workers.waits(
                 worker, name
-            )
+            ) if worker < 2 and name not in workers.shard.status().rendezvous else workers.meet(worker, name)
     assert list(workers.shard._meetings._meetings) == ["c"]
 
 
@@ -256,7 +256,7 @@ def test_a_later_run_uses_the_names_again_while_the_members_of_the_earlier_one_l
         workers.waits(worker) if worker < 2 else workers.meet(worker)
     workers.waits(0, "n")
     workers.join(4, run=1)
-    assert workers.shard.status().meeting == ""
+    assert workers.shard.status().rendezvous == ""
     assert workers.meet(4) == {4: [4, 4]}
     with pytest.raises(LeaseLost):
         workers.meet(1, "n")
