@@ -367,6 +367,23 @@ class ShardFailed(EmbershardError):
     template = "{what}; its last log lines:\n{log}"
 
 
+class UpdateFailed(EmbershardError):
+    """The update of a clock that a shard could not apply in full; whoever waits for this clock is told."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "the update of clock {clock} was not applied in full: {reason}; the shard's rows lack a part of it. Correct "
+        "the cause, and start the job again from its last checkpoint"
+    )
+
+    @property
+    def clock(self) -> int:
+        """The clock whose update it was."""
+        clock = self.fields["clock"]
+        assert isinstance(clock, int)
+        return clock
+
+
 # gRPC drops a reply whose trailing metadata is over 8 KiB, base64 included, and the message travels beside the detail.
 _MAX_FIELD_CHARS = 500
 

@@ -99,8 +99,8 @@ class Shard:
         ClockAhead says that others have to move first: the same request is to be handled again once `moves` has grown.
         It is then, too, that `now`, on time.monotonic()'s clock, is when it arrived: leases go by it.
 
-        Two faults come too late: a user's row function that raises, and ids made to collide that fill an index page.
-        What the push had applied before stays, and it is not known as applied.
+        One fault comes too late: a user's row function that raises while a push is applied. What the push had applied
+        before stays, and it is not known as applied.
         """
         if now is None:
             now = time.monotonic()
@@ -166,6 +166,7 @@ class Shard:
             staleness_seen=tuple(self._clock.updates.seen),
             expired_leases=self._clock.expired,
             meeting=self._meetings.last,
+            failed_update="" if self._clock.failed is None else self._clock.failed.message,
         )
 
     def _answer(self, request: Request, now: float) -> Reply:
@@ -173,8 +174,11 @@ class Shard:
             case Pull():
                 return self._pull(request, now)
             case Push():
-                self._check_placement(request.placement_epoch)
-                reply = self._pushes.take(request, now)
+                # a retry is known under any placement: its push was applied where its rows were then
+                reply = self._pushes.duplicate_of(request, now)
+                if reply is None:
+                    self._check_placement(request.placement_epoch)
+                    reply = self._pushes.take(request, now)
                 return replace(reply, settings=self._compression.revision, coding_seconds=self._coding.take())
             case Load():
                 self._check_placement(request.placement_epoch)
@@ -223,6 +227,7 @@ class Shard:
         self._tables.replace(contents.tables)
         self._pushes.begin_again(Dedup.of(contents.workers))
         self._compression.forget()
+        self._clock.failed = None  # the rows that it left half changed are gone
         self._clock.updates.version += 1  # what anybody read before is of another version
 
     def _join(self, request: Join, now: float) -> Joined:

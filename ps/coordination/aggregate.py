@@ -86,14 +86,14 @@ class PendingUpdates:
                 if not shares:
                     del self._clocks[clock]
 
-    def take(self, before: int) -> Iterator[list[Share]]:
-        """Forget the clocks below `before`: the complete shares of each, in the clocks' and the workers' order."""
+    def take(self, before: int) -> Iterator[tuple[int, list[Share]]]:
+        """Forget the clocks below `before`: each with its complete shares, in the clocks' and the workers' order."""
         for clock in sorted(clock for clock in self._clocks if clock < before):
             shares = self._clocks.pop(clock)
             for share in shares.values():
                 self._release(share)
             if complete := [shares[sender] for sender in sorted(shares) if shares[sender].complete]:
-                yield complete
+                yield clock, complete
 
     def _release(self, share: Share) -> None:
         for parts, _ in share.messages:

@@ -28,15 +28,23 @@ class Pushes:
         """Go on as a snapshot says; what pulls left here is of rows that are gone."""
         self.dedup, self.routes = dedup, RouteCache()
 
-    def take(self, request: Push, now: float) -> Pushed:
-        """Apply a push, or keep it for its clock."""
+    def duplicate_of(self, request: Push, now: float) -> Pushed | None:
+        """Answer a push that was recorded before, as it was answered then; None for one to take."""
         token = request.token
         self._clock.fence(token.worker, token.epoch)
-        if found := self.dedup.find(token):
+        found = self.dedup.find(token)
+        if found is not None:
             self.duplicates += 1
             with suppress(LeaseLost):  # it was applied in time
                 self._clock.renew_lease(token.worker, token.epoch, now)
-            return found
+        return found
+
+    def take(self, request: Push, now: float) -> Pushed:
+        """Apply a push that is no duplicate, or keep it for its clock.
+
+        The reply says what became of this push alone: an update of its clock that fails is the clock's error.
+        """
+        token = request.token
         member = self._clock.renew_lease(token.worker, token.epoch, now)
         if member is not None:
             self._clock.check_push(member, request)

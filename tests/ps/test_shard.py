@@ -259,6 +259,15 @@ def test_a_push_is_applied_once_however_often_it_comes(shard: Shard):
     assert status(shard).duplicate_pushes == 3
 
 
+def test_the_retry_of_an_applied_push_is_known_under_another_placement(shard: Shard):
+    message = push(gradients((7,)))
+    shard.handle(message)
+    shard._placement = Placement.even(1, epoch=EPOCH + 1)
+    assert shard.handle(message) == Pushed(duplicate=True, applied=1, skipped=0)
+    with pytest.raises(WrongPlacement):
+        shard.handle(push(gradients((7,)), seq=2))
+
+
 def test_an_earlier_incarnation_of_a_worker_applies_nothing(shard: Shard):
     shard.handle(push(gradients((7,)), epoch=2))
     with pytest.raises(StaleWorker):

@@ -131,6 +131,11 @@ def _ask(transports: Sequence[Transport]) -> list[Seen]:
 
 def _view(seen: Sequence[Seen]) -> Group:
     problems = [f"[red]{escape(one.address)}[/]: {escape(one.problem)}" for one in seen if one.problem]
+    problems += [
+        f"[red]{escape(one.address)}[/]: {escape(one.status.failed_update)}"
+        for one in seen
+        if one.status is not None and one.status.failed_update
+    ]
     statuses = [one.status for one in seen if one.status is not None]
     return Group(_shards(seen), *_tables(seen), *_workers(statuses), *_staleness(statuses), *problems)
 
