@@ -133,12 +133,12 @@ class BadOptimizer(EmbershardError):
 
 
 class TableFull(EmbershardError):
-    """More rows than this process could reserve address space for, or than a table can number."""
+    """A request that needs more memory than is left of the shard's budget; nothing of it was applied."""
 
     status = Status.RESOURCE_EXHAUSTED
     template = (
-        "table {table!r} holds {rows} rows and has room for {capacity}, not for {ids} more ids; start more shards, "
-        "or lift the limit on address space (`ulimit -v`, vm.overcommit_memory)"
+        "table {table!r} needs up to {asked_bytes} bytes more, but {used_bytes} of the shard's {budget_bytes} bytes "
+        "are in use; give each shard more memory (`embershard ps --memory`), or start more shards"
     )
 
 
@@ -382,6 +382,29 @@ class UpdateFailed(EmbershardError):
         clock = self.fields["clock"]
         assert isinstance(clock, int)
         return clock
+
+
+class TooManyTables(EmbershardError):
+    """A table more than a shard takes."""
+
+    status = Status.RESOURCE_EXHAUSTED
+    template = "table {table!r} would be one more than the {limit} that a shard takes; use fewer, larger tables"
+
+
+class TooManyDeclares(ShardBusy):
+    """More new tables a second than a shard makes; the client waits `retry_after_ms` and asks again."""
+
+    template = "a shard makes at most {per_second} new tables a second; retry after {retry_after_ms} ms"
+
+
+class NoAddressSpace(EmbershardError):
+    """A table for whose rows the system gives no more addresses, or that has all rows that a table can have."""
+
+    status = Status.RESOURCE_EXHAUSTED
+    template = (
+        "table {table!r} holds {rows} rows and cannot have {new_rows} more: {reason}; start more shards, or lift the "
+        "limits on address space (`ulimit -v`, vm.overcommit_memory, vm.max_map_count)"
+    )
 
 
 # gRPC drops a reply whose trailing metadata is over 8 KiB, base64 included, and the message travels beside the detail.

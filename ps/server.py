@@ -42,9 +42,9 @@ class ServerOptions:
     """What one shard's process is started with.
 
     `listen` is "host:port" (port 0: any free one), or "unix:/path". `imports` are modules with row optimizers
-    and codecs. `parent_pid`, if not 0, is the process without which this one ends. `rpc` is "host:port" for
-    torch.distributed.rpc, which is not served without it; `rpc_executes_pickles` allows it to be an address that other
-    machines reach.
+    and codecs. `memory` bytes are what the tables may take, by default 80 % of the machine's. `parent_pid`, if not 0,
+    is the process without which this one ends. `rpc` is "host:port" for torch.distributed.rpc, which is not served
+    without it; `rpc_executes_pickles` allows it to be an address that other machines reach.
     """
 
     shard: int
@@ -53,6 +53,7 @@ class ServerOptions:
     imports: tuple[str, ...] = ()
     insecure: bool = False
     queue_bytes: int = 256 * 2**20
+    memory: int | None = None
     parent_pid: int = 0
     rpc: str = ""
     rpc_executes_pickles: bool = False
@@ -92,7 +93,8 @@ def _make_shard(options: ServerOptions) -> Shard:
     from embershard.ps.table.optimizers import OptimizerRegistry
 
     placement, optimizers = Placement.even(options.of), OptimizerRegistry(options.imports)
-    return Shard(options.shard, placement, optimizers, codecs=CodecRegistry(options.imports), version=_version())
+    codecs = CodecRegistry(options.imports)
+    return Shard(options.shard, placement, optimizers, codecs=codecs, version=_version(), memory=options.memory)
 
 
 async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:

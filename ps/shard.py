@@ -44,6 +44,7 @@ from embershard.ps.coordination.data_splits import Splits
 from embershard.ps.coordination.dedup import Dedup
 from embershard.ps.coordination.pushes import Pushes
 from embershard.ps.coordination.rendezvous import RendezvousRegistry
+from embershard.ps.memory import MemoryBudget
 from embershard.ps.restore import Contents, Restores
 from embershard.ps.snapshot import ShardImage, Snapshots
 from embershard.ps.table.optimizers import OptimizerRegistry
@@ -56,7 +57,7 @@ class Shard:
     """One shard's part of every table.
 
     `codecs` are the user-defined ones beside the built-in. `instance` is random at each start, so that a client notices
-    a shard that lost its rows.
+    a shard that lost its rows. `memory` bytes are what its tables may take, by default 80 % of the machine's.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Shard:
         codecs: CodecRegistry | None = None,
         version: str = "",
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        memory: int | None = None,
     ) -> None:
         if not 0 <= index < placement.num_shards:
             raise ValueError(f"shard must be 0..{placement.num_shards - 1} of {placement.num_shards}, got {index}")
@@ -81,14 +83,15 @@ class Shard:
         )
         self._placement = placement
         self._coding = Stopwatch()  # of payloads
-        self._tables = Tables(index, placement, optimizers, self._coding, codecs)
+        self._budget = MemoryBudget(memory)
+        self._tables = Tables(index, placement, optimizers, self._coding, codecs, self._budget)
         self._compression = CompressionSettings(self._tables, self._tables.check_codec)
-        self._clock = Clock()
+        self._clock = Clock(self._budget)
         self._pushes = Pushes(self._tables, self._clock, max_message_bytes)
         self._meetings = RendezvousRegistry(self._clock, max_message_bytes)
         self._splits = Splits(self._clock)
-        self._snapshots = Snapshots(self._moment, lambda: any(self._clock.waiting_ids.values()))
-        self._restores = Restores(index, placement, optimizers, self._tables.names, self._install)
+        self._snapshots = Snapshots(self._moment, lambda: bool(self._clock.pending.waiting_ids))
+        self._restores = Restores(index, placement, optimizers, self._tables.names, self._install, self._budget)
         self._started = time.monotonic()
         self._requests = 0
         self._pulled_rows = 0
@@ -166,6 +169,8 @@ class Shard:
             staleness_seen=tuple(self._clock.updates.seen),
             expired_leases=self._clock.expired,
             meeting=self._meetings.last,
+            used_bytes=self._budget.used,
+            budget_bytes=self._budget.limit,
             failed_update="" if self._clock.failed is None else self._clock.failed.message,
         )
 
@@ -187,7 +192,7 @@ class Shard:
                     self._clock.renew_lease(request.worker, request.epoch, now)
                 return self._tables.load(request)
             case Declare():
-                return self._tables.declare(request)
+                return self._tables.declare(request, now)
             case Hello():
                 return self.greeting
             case GetStatus():

@@ -28,6 +28,7 @@ from embershard.proto.errors import (
 from embershard.proto.messages import Heartbeat, HeartbeatAck, Join, Joined, Leave, LeaveAck, MemberStatus, Push, Pushed
 from embershard.ps.coordination.aggregate import PendingUpdates, Sender, apply_shares
 from embershard.ps.coordination.dedup import MAX_WORKERS
+from embershard.ps.memory import MemoryBudget
 from embershard.ps.table.tables import Part
 
 SEEN = 32  # places of the histogram of staleness; the last one: so much or more
@@ -88,7 +89,7 @@ class Updates:
 class Clock:
     """Members and clocks of one shard."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: MemoryBudget | None = None) -> None:
         self.open = 0  # the first clock that is not closed
         self.staleness = -1
         self.staleness_aware_lr = False
@@ -103,7 +104,7 @@ class Clock:
         self.now = -math.inf
         # when anything of a worker's incarnation arrived last, a part of a request included
         self.last_sign: Callable[[int, int], float] = lambda worker, epoch: -math.inf
-        self._pushes = PendingUpdates()
+        self._pushes = PendingUpdates(MemoryBudget() if budget is None else budget)
         self._gone: dict[int, Member] = {}  # who take part no more
         self._epochs: dict[int, int] = {}  # the newest of each worker that ever joined
         self._joined: set[int] = set()
@@ -223,9 +224,9 @@ class Clock:
         )
 
     @property
-    def waiting_ids(self) -> dict[str, int]:
-        """Ids per table whose gradients wait for those of other workers."""
-        return self._pushes.waiting_ids
+    def pending(self) -> PendingUpdates:
+        """The gradients that wait for those of other workers."""
+        return self._pushes
 
     def gather(self, member: Member, request: Push, parts: list[Part]) -> Pushed:
         """Keep a push until its clock closes."""

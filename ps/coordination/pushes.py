@@ -48,8 +48,9 @@ class Pushes:
         member = self._clock.renew_lease(token.worker, token.epoch, now)
         if member is not None:
             self._clock.check_push(member, request)
-        parts = self._check(request)
-        if member is not None and self._clock.gathers(member, request):
+        gathers = member is not None and self._clock.gathers(member, request)
+        parts = self._check(request, kept=gathers)
+        if member is not None and gathers:
             reply = self._clock.gather(member, request, parts)
         else:
             reply = self._apply(member, request, parts)
@@ -62,13 +63,15 @@ class Pushes:
             self._clock.pushed(member, request.clock)
         return reply
 
-    def _check(self, request: Push) -> list[Part]:
+    def _check(self, request: Push, *, kept: bool) -> list[Part]:
         parts: list[Part] = []
         room = self._max_bytes
         for part in request.tables:
             parts.append(self._check_part(part, request, room))
             room -= parts[-1].gradients.nbytes
-        check_room(parts, self._clock.waiting_ids)
+        pending = self._clock.pending
+        kept_bytes = sum(part.nbytes for part in parts) if kept else 0
+        check_room(parts, pending.waiting_ids, pending.parts, self._tables.budget, kept_bytes)
         return parts
 
     def _check_part(self, part: TableGradients, request: Push, room: int) -> Part:

@@ -58,7 +58,9 @@ class Read(NamedTuple):
         changes = self.table.changes
         if changes is None:
             changes = self.table.changes = Changes(self.table.spec.dim, version)
-        if not changes.watch(self.ids) or since == 0:
+        watched = changes.watch(self.ids, self.table.budget.left)
+        self.table.charge()
+        if not watched or since == 0:
             return None
         positions = changes.since(self.ids, since)
         if positions is None or 10 * positions.size > 9 * rows.size:  # a bitmap of the others is all that it saves

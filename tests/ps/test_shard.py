@@ -10,22 +10,28 @@ import numpy as np
 import pytest
 
 from embershard.proto import spec
+from embershard.proto.codec.payload import encode_elements
+from embershard.proto.codec.values.registry import BUILTIN
 from embershard.proto.errors import (
     EmbershardError,
     InvalidRequest,
     LeaseLost,
     MessageTooLarge,
     NonFiniteValue,
+    ShardBusy,
     StaleWorker,
     TableFull,
     TableLoading,
     TableMismatch,
+    TooManyDeclares,
+    TooManyTables,
     UnknownOptimizer,
     UnknownTable,
     WrongDim,
     WrongPlacement,
 )
 from embershard.proto.messages import (
+    PACKED,
     Declare,
     Declared,
     GetStatus,
@@ -50,8 +56,8 @@ from embershard.proto.protobuf import dumps, loads
 from embershard.proto.routing import Placement, make_route
 from embershard.proto.snapshot_messages import Snapshot, Snapshotted
 from embershard.ps.shard import Shard
+from embershard.ps.table import tables as tables_module
 from embershard.ps.table.optimizers import OptimizerRegistry
-from embershard.ps.table.table import Table
 
 R = TypeVar("R", bound=Reply)
 EPOCH = 1
@@ -292,12 +298,59 @@ def test_a_push_is_applied_whole_or_not_at_all(shard: Shard, bad: TableGradients
     assert shard.handle(push(gradients((7,)))) == Pushed(duplicate=False, applied=1, skipped=0)
 
 
-def test_a_push_into_a_full_table_leaves_the_others_alone(shard: Shard, monkeypatch: pytest.MonkeyPatch):
+def test_a_push_for_which_there_is_no_memory_is_applied_to_no_table(shard: Shard):
     shard.handle(Declare(table("full")))
-    monkeypatch.setattr(Table, "capacity", property(lambda self: 1 if self.spec.name == "full" else 1000))
-    with pytest.raises(TableFull):
-        shard.handle(push(gradients((7,)), gradients((1,), name="full"), gradients((2,), name="full")))
+    shard._budget.limit = shard._budget.used + 10_000
+    with pytest.raises(TableFull) as full:
+        shard.handle(push(gradients((7,)), gradients(tuple(range(1000)), name="full")))
+    assert full.value.fields["table"] == "full"
+    assert full.value.fields["used_bytes"] == status(shard).used_bytes
+    assert full.value.fields["budget_bytes"] == status(shard).budget_bytes
     assert pull(shard, 7).tolist() == [[1.0] * DIM]
+    assert [one.rows for one in status(shard).tables] == [0, 0]
+
+
+def test_a_small_message_makes_a_shard_keep_no_more_than_its_budget():
+    shard = Shard(0, Placement.even(1), OptimizerRegistry(), memory=64 << 20)
+    dim, count = 65_536, 64
+    shard.handle(Declare(table("wide", dim=dim, optimizer=spec.Adam(lr=0.001))))
+    every_dim = np.arange(count, dtype=np.int64) * dim
+    payload = encode_elements(every_dim, np.ones(count, np.float32), (count, dim), BUILTIN["onebit"], None)
+    assert payload.nbytes < 500
+    refused = 0
+    for seq in range(1, 6):
+        part = TableGradients("wide", np.arange(count) + 1000 * seq, payload, codec=PACKED)
+        try:
+            shard.handle(push(part, seq=seq))
+        except TableFull:
+            refused += 1
+    assert refused == 4
+    assert status(shard).used_bytes <= status(shard).budget_bytes == 64 << 20
+    assert status(shard).tables[0].rows == count
+
+
+def test_a_shard_takes_so_many_tables_and_no_more(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tables_module, "MAX_TABLES", 2)
+    shard = Shard(0, Placement.even(1), OptimizerRegistry())
+    for name in "abab":
+        shard.handle(Declare(table(name)))
+    with pytest.raises(TooManyTables):
+        shard.handle(Declare(table("c")))
+
+
+def test_new_tables_come_no_faster_than_their_rate_and_those_that_exist_at_any(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tables_module, "DECLARES_PER_SECOND", 5)
+    shard = Shard(0, Placement.even(1), OptimizerRegistry())
+    for number in range(5):
+        shard.handle(Declare(table(f"t{number}")), 100.0)
+    for now in (100.0, 100.1):
+        with pytest.raises(TooManyDeclares) as busy:
+            shard.handle(Declare(table("u")), now)
+        assert isinstance(busy.value, ShardBusy)  # which a client waits for
+        assert busy.value.fields["retry_after_ms"] > 0
+    for _ in range(100):
+        shard.handle(Declare(table("t0")), 100.1)
+    shard.handle(Declare(table("u")), 100.3)
 
 
 def test_a_snapshot_waits_for_gathered_pushes_and_for_no_others(shard: Shard, tmp_path: Path):

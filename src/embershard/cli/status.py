@@ -141,7 +141,7 @@ def _view(seen: Sequence[Seen]) -> Group:
 
 
 def _shards(seen: Sequence[Seen]) -> Table:
-    view = _table_of(("shard", "address", "health"), ("rows", "bytes", "tables", "req/s", "memory", "up"))
+    view = _table_of(("shard", "address", "health"), ("rows", "tables", "used", "left", "req/s", "memory", "up"))
     for one in seen:
         now = one.status
         if now is None:
@@ -153,8 +153,9 @@ def _shards(seen: Sequence[Seen]) -> Table:
             escape(one.address),
             "[yellow]loading[/]" if loading else "[green]serving[/]",
             f"{sum(table.rows for table in now.tables):,}",
-            size(sum(table.bytes for table in now.tables)),
             str(len(now.tables)),
+            size(now.used_bytes),
+            size(max(0, now.budget_bytes - now.used_bytes)),
             f"{one.requests_per_second:,.0f}",
             size(now.resident_bytes),
             str(timedelta(seconds=int(now.uptime_seconds))),

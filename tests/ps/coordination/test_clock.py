@@ -261,22 +261,28 @@ class TestGathering:
         assert job.row(1) == [-2, -2]
         assert job.status.clock == 1
 
-    def test_what_waits_counts_for_the_room_of_a_table(self, job: Job, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(Table, "capacity", 5)
+    def test_what_waits_counts_for_the_memory_of_a_shard(self, job: Job):
         job.together(2)
-        job.push(0, 0)
+        budget = job.shard._budget
+        many = tuple(range(1000))
+        empty = budget.used
+        job.push(0, 0, ids=many)
+        kept = 1000 * (8 + 4 * DIM)  # ids and gradients
+        assert job.status.used_bytes == empty + kept
+        table = job.shard._tables.entry("items").table
+        budget.limit = budget.used + table.growth(1010) + 1000  # for its rows, and not for another thousand
         with pytest.raises(TableFull):
-            job.push(1, 0, ids=(4, 5, 6))
-        job.push(1, 0, ids=(3, 4))
-        job.push(0, 1, ids=(5,))  # what was gathered has left the account
-        assert job.status.tables[0].rows == 4
+            job.push(1, 0, ids=tuple(range(1000, 2000)))
+        job.push(1, 0, ids=(1, 2))
+        assert job.status.tables[0].rows == 1000
+        assert job.status.used_bytes == job.status.tables[0].bytes  # what was gathered has left the account
 
-    def test_what_a_worker_left_behind_takes_no_room(self, job: Job, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(Table, "capacity", 4)
+    def test_what_a_worker_left_behind_takes_no_memory(self, job: Job):
         job.together(3)
+        before = job.status.used_bytes
         job.push(0, 0, last=False)
         job.leave(0)
-        job.push(1, 0, ids=(4, 5, 6))
+        assert job.status.used_bytes == before
 
     def test_a_worker_too_far_ahead_waits_while_much_is_gathered(self, job: Job, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(clock_module, "GATHER_BYTES", 10)
