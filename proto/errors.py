@@ -171,7 +171,8 @@ class StaleWorker(EmbershardError):
     template = (
         "worker {worker} (epoch {got}) was replaced by a newer one (epoch {want}); "
         "its job was started again, or two processes run with the same worker number (epochs are nanoseconds since "
-        "1970: if this one is the newer, correct the clock of its machine)"
+        "1970: if this one is the newer, correct the clock of its machine). The newer one came{by}: end it if it is "
+        "not yours, or give this one a worker number of its own"
     )
 
 
@@ -201,9 +202,9 @@ class StaleRun(EmbershardError):
 
     status = Status.ABORTED
     template = (
-        "worker {worker} belongs to run {got}, which is over: run {want} has begun on these shards; end what is left "
-        "of the earlier one. `embershard train` numbers its runs by the time of their start: if this one is the later, "
-        "correct the clock of the machine that started it"
+        "worker {worker} belongs to run {got}, which is over: run {want} has begun on these shards{by}; end what is "
+        "left of the earlier one. `embershard train` numbers its runs by the time of their start: if this one is the "
+        "later, correct the clock of the machine that started it"
     )
 
 
@@ -382,6 +383,16 @@ class UpdateFailed(EmbershardError):
         clock = self.fields["clock"]
         assert isinstance(clock, int)
         return clock
+
+
+class FutureEpoch(InvalidRequest):
+    """A run or an epoch, both nanoseconds since 1970, of a time that the shard's clock is far from."""
+
+    template = (
+        "the {what} of worker {worker} began at {got}, but the shard's clock says {now}: more than {minutes} minutes "
+        "ahead of it. It is refused, since nothing earlier could take part any more; correct the clock of the worker's "
+        "machine, or of the shard's"
+    )
 
 
 class TooManyTables(EmbershardError):

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from embershard.proto.codec.user_defined import CodecRegistry
-from embershard.proto.errors import ClockAhead, InvalidRequest, WrongPlacement
+from embershard.proto.errors import ClockAhead, InvalidRequest, StaleRun, StaleWorker, WrongPlacement
 from embershard.proto.messages import (
     MAX_MESSAGE_BYTES,
     Compress,
@@ -42,6 +42,7 @@ from embershard.ps.compression_settings import CompressionSettings
 from embershard.ps.coordination.clock import Clock
 from embershard.ps.coordination.data_splits import Splits
 from embershard.ps.coordination.dedup import Dedup
+from embershard.ps.coordination.fencing import Fences
 from embershard.ps.coordination.pushes import Pushes
 from embershard.ps.coordination.rendezvous import RendezvousRegistry
 from embershard.ps.memory import MemoryBudget
@@ -92,15 +93,17 @@ class Shard:
         self._splits = Splits(self._clock)
         self._snapshots = Snapshots(self._moment, lambda: bool(self._clock.pending.waiting_ids))
         self._restores = Restores(index, placement, optimizers, self._tables.names, self._install, self._budget)
+        self._fences = Fences()
         self._started = time.monotonic()
         self._requests = 0
         self._pulled_rows = 0
 
-    def handle(self, request: Request, now: float | None = None) -> Reply:
+    def handle(self, request: Request, now: float | None = None, peer: str = "") -> Reply:
         """The reply to a request, or an EmbershardError that says why there is none; nothing was changed then.
 
         ClockAhead says that others have to move first: the same request is to be handled again once `moves` has grown.
-        It is then, too, that `now`, on time.monotonic()'s clock, is when it arrived: leases go by it.
+        It is then, too, that `now`, on time.monotonic()'s clock, is when it arrived: leases go by it. `peer` is where
+        it came from, as far as its transport knows.
 
         One fault comes too late: a user's row function that raises while a push is applied. What the push had applied
         before stays, and it is not known as applied.
@@ -111,10 +114,17 @@ class Shard:
         self._requests += 1
         self._coding.restart()  # the request before may have failed
         try:
-            return self._answer(request, now)
+            if isinstance(request, Push | Join):
+                self._fences.check(request)
+            reply = self._answer(request, now)
+            if isinstance(request, Push | Join):
+                self._fences.note(request, peer)
+            return reply
         except ClockAhead:
             self._requests -= 1  # it comes again
             raise
+        except (StaleWorker, StaleRun) as error:
+            raise self._fences.named(error) from None
         finally:
             self._snapshots.clock_moved(self._clock.open)
 

@@ -174,7 +174,7 @@ class Clock:
         """StaleWorker for an earlier incarnation than the one that joined last."""
         newest = self._epochs.get(worker, 0)
         if epoch < newest:
-            raise StaleWorker(worker=worker, got=epoch, want=newest)
+            raise StaleWorker(worker=worker, got=epoch, want=newest, by="")
 
     def renew_lease(self, worker: int, epoch: int, now: float) -> Member | None:
         """The member whose request arrived, its lease renewed; None for one that takes no part.
@@ -312,7 +312,7 @@ class Clock:
         gone = self._gone.get(request.worker)
         run = request.run or (gone.run if gone is not None and gone.epoch == request.epoch else self.run)
         if run < self.run:
-            raise StaleRun(worker=request.worker, got=run, want=self.run)
+            raise StaleRun(worker=request.worker, got=run, want=self.run, by="")
         if run > self.run:
             self.run = run
             for member in list(self.members.values()):

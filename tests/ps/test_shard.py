@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -14,11 +15,13 @@ from embershard.proto.codec.payload import encode_elements
 from embershard.proto.codec.values.registry import BUILTIN
 from embershard.proto.errors import (
     EmbershardError,
+    FutureEpoch,
     InvalidRequest,
     LeaseLost,
     MessageTooLarge,
     NonFiniteValue,
     ShardBusy,
+    StaleRun,
     StaleWorker,
     TableFull,
     TableLoading,
@@ -454,3 +457,32 @@ def test_status_counts_what_happened(shard: Shard):
     part = now.tables[0]
     assert (part.name, part.dim, part.rows, part.optimizer, part.loading) == ("items", DIM, 1, "sgd", False)
     assert part.bytes > 0
+
+
+HOUR = 3600 * 10**9  # of an epoch or a run
+
+
+@pytest.mark.parametrize("what", ["epoch", "run"])
+def test_an_epoch_or_a_run_of_the_future_is_refused_and_fences_nobody(shard: Shard, what: str):
+    now = time.time_ns()
+    join = Join(0, now, 0, -1, 1, 60_000, run=now)
+    shard.handle(join)
+    for number in (now + HOUR, 2**63 - 1):
+        with pytest.raises(FutureEpoch) as future:
+            shard.handle(replace(join, worker=5, **{what: number}))
+        assert future.value.fields["what"] == what
+        assert str(future.value.fields["got"]) > str(future.value.fields["now"])
+    with pytest.raises(FutureEpoch):
+        shard.handle(push(gradients((7,)), epoch=2**64 - 1))
+    shard.handle(push(gradients((7,)), epoch=now))
+    shard.handle(replace(join, epoch=now + HOUR // 60, run=now + HOUR // 60))  # a minute is what clocks may differ by
+
+
+def test_a_fenced_worker_is_told_by_whom(shard: Shard):
+    now = time.time_ns()
+    shard.handle(push(gradients((7,)), epoch=now), peer="10.0.0.1:999")
+    with pytest.raises(StaleWorker, match=r"came at 20\d\d-.* from 10\.0\.0\.1:999"):
+        shard.handle(push(gradients((7,)), epoch=now - 1))
+    shard.handle(Join(3, now, 0, -1, 1, 60_000, run=now), peer="10.0.0.2:7")
+    with pytest.raises(StaleRun, match=r"begun on these shards by worker 3 at 20\d\d-.* from 10\.0\.0\.2:7"):
+        shard.handle(Join(4, now, 0, -1, 1, 60_000, run=now - 1))

@@ -40,6 +40,9 @@ def ps(
     queue_bytes: Annotated[
         int, typer.Option(help="Bytes of requests that may wait before workers are told to come back later.", min=1)
     ] = ServerOptions.queue_bytes,
+    connections: Annotated[
+        int, typer.Option(help="Connections at a time; more are refused.", min=1)
+    ] = ServerOptions.connections,
     memory: Annotated[
         str,
         typer.Option(
@@ -62,6 +65,7 @@ def ps(
         insecure=insecure,
         queue_bytes=queue_bytes,
         memory=memory_bytes(memory),
+        connections=connections,
         parent_pid=parent_pid,
         rpc=rpc,
         rpc_executes_pickles=rpc_executes_pickles,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -296,6 +298,19 @@ class TestCompiledTable:
         assert starts[-1] == 20_000
         block = frozen.read(slots, frozen.block(20_000))
         assert np.array_equal(block.rows[:, 0], block.ids)
+
+    def test_twenty_thousand_tables_of_any_dim_find_addresses_on_a_machine_of_any_size(self):
+        def size() -> int:
+            return int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+
+        def ranges() -> int:
+            return len(Path("/proc/self/maps").read_text().splitlines())
+
+        before, ranges_before = size(), ranges()
+        budget, dims = MemoryBudget(2 << 40), [1, 3, 64, 1000, 65_536]
+        made = [Table(spec_, REGISTRY.find(spec_.optimizer), budget) for spec_ in map(table_spec, 20 * dims)]
+        assert size() - before < len(made) * 2**46 / 20_000
+        assert ranges() - ranges_before <= 3 * len(made) + 20  # of 65,530
 
     def test_a_refused_reservation_shrinks_and_then_says_why(self, monkeypatch):
         real, refused = module.Arena, []
