@@ -49,8 +49,7 @@ from embershard.ps.memory import MemoryBudget
 from embershard.ps.restore import Contents, Restores
 from embershard.ps.snapshot import ShardImage, Snapshots
 from embershard.ps.table.optimizers import OptimizerRegistry
-from embershard.ps.table.reads import read_all
-from embershard.ps.table.stopwatch import Stopwatch
+from embershard.ps.table.reads import Stopwatch, read_all
 from embershard.ps.table.tables import Tables
 
 

@@ -45,8 +45,7 @@ from embershard.proto.messages import (
 from embershard.proto.routing import BUCKET_SHIFT, Placement, mix64
 from embershard.ps.memory import MemoryBudget
 from embershard.ps.table.optimizers import OptimizerRegistry
-from embershard.ps.table.reads import PLAIN, Read
-from embershard.ps.table.stopwatch import Stopwatch
+from embershard.ps.table.reads import PLAIN, Read, Stopwatch
 from embershard.ps.table.table import Table
 
 MAX_TABLES = (
