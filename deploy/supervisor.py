@@ -21,6 +21,7 @@ from typing import IO, Self
 
 from embershard.proto.errors import ShardFailed
 
+MEMORY_PERCENT = 80  # of the machine, or its container, for the tables of all shards
 LOG_LINES = 12  # of a shard that died, shown with the report
 STOP_SECONDS = 40.0  # a shard gives itself 30 to finish what it accepted
 
@@ -247,6 +248,7 @@ class LocalShards:
         command += ["--shard", str(index), "--of", str(len(self._listen)), "--listen", self._listen[index]]
         command += [word for module in self._imports for word in ("--import", module)]
         command += ["--rpc", "127.0.0.1:0"] if self._rpc else []
+        command += ["--memory", f"{MEMORY_PERCENT / len(self._listen):.6f}%"]
         command += ["--parent-pid", str(os.getpid())]
         # what this process can import, its shards can: a notebook's folder, a test's, a script's
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -158,12 +158,12 @@ class BadOptimizer(EmbershardError):
 
 
 class TableFull(EmbershardError):
-    """More rows than this process could reserve address space for, or than a table can number."""
+    """A request that needs more memory than is left of the shard's budget; nothing of it was applied."""
 
     status = Status.RESOURCE_EXHAUSTED
     template = (
-        "table {table!r} holds {rows} rows and has room for {capacity}, not for {ids} more ids; start more shards, "
-        "or lift the limit on address space (`ulimit -v`, vm.overcommit_memory)"
+        "table {table!r} needs up to {asked_bytes} bytes more, but {used_bytes} of the shard's {budget_bytes} bytes "
+        "are in use; give each shard more memory (`embershard ps --memory`), or start more shards"
     )
 
 
@@ -196,7 +196,8 @@ class StaleWorker(EmbershardError):
     template = (
         "worker {worker} (epoch {got}) was replaced by a newer one (epoch {want}); "
         "its job was started again, or two processes run with the same worker number (epochs are nanoseconds since "
-        "1970: if this one is the newer, correct the clock of its machine)"
+        "1970: if this one is the newer, correct the clock of its machine). The newer one came{by}: end it if it is "
+        "not yours, or give this one a worker number of its own"
     )
 
 
@@ -226,9 +227,9 @@ class StaleRun(EmbershardError):
 
     status = Status.ABORTED
     template = (
-        "worker {worker} belongs to run {got}, which is over: run {want} has begun on these shards; end what is left "
-        "of the earlier one. `embershard train` numbers its runs by the time of their start: if this one is the later, "
-        "correct the clock of the machine that started it"
+        "worker {worker} belongs to run {got}, which is over: run {want} has begun on these shards{by}; end what is "
+        "left of the earlier one. `embershard train` numbers its runs by the time of their start: if this one is the "
+        "later, correct the clock of the machine that started it"
     )
 
 
@@ -532,6 +533,56 @@ class TablesInTheWay(EmbershardError):
 
     status = Status.FAILED_PRECONDITION
     template = "the shard holds tables already ({tables}); restore into fresh shards, or replace them with --replace"
+
+
+class UpdateFailed(EmbershardError):
+    """The update of a clock that a shard could not apply in full; whoever waits for this clock is told."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "the update of clock {clock} was not applied in full: {reason}; the shard's rows lack a part of it. Correct "
+        "the cause, and start the job again from its last checkpoint"
+    )
+
+    @property
+    def clock(self) -> int:
+        """The clock whose update it was."""
+        clock = self.fields["clock"]
+        assert isinstance(clock, int)
+        return clock
+
+
+class FutureEpoch(InvalidRequest):
+    """A run or an epoch, both nanoseconds since 1970, of a time that the shard's clock is far from."""
+
+    template = (
+        "the {what} of worker {worker} began at {got}, but the shard's clock says {now}: more than {minutes} minutes "
+        "ahead of it. It is refused, since nothing earlier could take part any more; correct the clock of the worker's "
+        "machine, or of the shard's"
+    )
+
+
+class TooManyTables(EmbershardError):
+    """A table more than a shard takes."""
+
+    status = Status.RESOURCE_EXHAUSTED
+    template = "table {table!r} would be one more than the {limit} that a shard takes; use fewer, larger tables"
+
+
+class TooManyDeclares(ShardBusy):
+    """More new tables a second than a shard makes; the client waits `retry_after_ms` and asks again."""
+
+    template = "a shard makes at most {per_second} new tables a second; retry after {retry_after_ms} ms"
+
+
+class NoAddressSpace(EmbershardError):
+    """A table for whose rows the system gives no more addresses, or that has all rows that a table can have."""
+
+    status = Status.RESOURCE_EXHAUSTED
+    template = (
+        "table {table!r} holds {rows} rows and cannot have {new_rows} more: {reason}; start more shards, or lift the "
+        "limits on address space (`ulimit -v`, vm.overcommit_memory, vm.max_map_count)"
+    )
 
 
 # gRPC drops a reply whose trailing metadata is over 8 KiB, base64 included, and the message travels beside the detail.

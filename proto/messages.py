@@ -428,6 +428,9 @@ class ShardStatus:
     staleness_seen: tuple[int, ...] = ()
     expired_leases: int = 0
     rendezvous: str = ""  # name of the last one that was completed
+    failed_update: str = ""  # the first error of this job's updates, empty without one
+    used_bytes: int = 0  # of the memory budget: rows, index, copies for a snapshot, updates that wait
+    budget_bytes: int = 0
 
 
 Request = (

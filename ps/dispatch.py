@@ -53,17 +53,19 @@ class Dispatch:
         *,
         num_bytes: int,
         deadline: float,
+        peer: str = "",
     ) -> Future[T]:
         """What `write` makes of the reply to the request that `read` gives, or the EmbershardError in its place.
 
         `num_bytes` is what the request holds while it waits; `deadline`, on time.monotonic()'s clock, is when nobody
-        waits for the reply any more: its future is cancelled then. Cancelling a future drops work that has not begun.
+        waits for the reply any more: its future is cancelled then.
+        `peer` is where it comes from, for people. Cancelling a future drops work that has not begun.
         A request that has to wait for other workers is read again each time that it may be answered.
         """
         if kind not in (Hello, GetStatus):
             try:
                 return self._apply.submit(
-                    lambda: _guarded(kind, lambda: write(self._shard.handle(read(), self._apply.arrived))),
+                    lambda: _guarded(kind, lambda: write(self._shard.handle(read(), self._apply.arrived, peer))),
                     num_bytes,
                     deadline,
                 )

@@ -32,6 +32,7 @@ from embershard.proto.snapshot.manifest import (
     check_name,
     unpack_manifest,
 )
+from embershard.ps.memory import MemoryBudget
 from embershard.ps.table.frozen_kernels import mark_own
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table
@@ -65,9 +66,10 @@ class Restores:
         optimizers: OptimizerRegistry,
         names: Callable[[], Sequence[str]],
         install: Callable[[Contents], None],
+        budget: MemoryBudget | None = None,
     ) -> None:
         self._shard, self._placement, self._optimizers = shard, placement, optimizers
-        self._names, self._install = names, install
+        self._names, self._install, self._budget = names, install, budget
         self._reader: SnapshotReader | None = None
 
     def answer(self, request: Restore) -> Restored:
@@ -98,7 +100,7 @@ class Restores:
         if request.name:
             check_name(request.name)
         self._check(request)
-        self._reader = SnapshotReader(request, self._shard, self._placement, self._optimizers)
+        self._reader = SnapshotReader(request, self._shard, self._placement, self._optimizers, self._budget)
 
     def _check(self, request: Restore) -> None:
         names = self._names()
@@ -111,8 +113,15 @@ class Restores:
 class SnapshotReader:
     """Reads what belongs to one shard. Made, asked and ended on the apply thread."""
 
-    def __init__(self, request: Restore, shard: int, placement: Placement, optimizers: OptimizerRegistry) -> None:
-        self.request = request
+    def __init__(
+        self,
+        request: Restore,
+        shard: int,
+        placement: Placement,
+        optimizers: OptimizerRegistry,
+        budget: MemoryBudget | None = None,
+    ) -> None:
+        self.request, self._budget = request, budget
         self._shard, self._placement, self._optimizers = shard, placement, optimizers
         self._state = "reading"
         self._error: EmbershardError | None = None
@@ -190,7 +199,7 @@ class SnapshotReader:
         from embershard.proto.snapshot.blocks import read_block
 
         spec = blocks.spec
-        table = Table(spec, self._optimizers.find(spec.optimizer))
+        table = Table(spec, self._optimizers.find(spec.optimizer), self._budget)
         if table.num_state != blocks.num_state:
             raise OtherOptimizer(
                 path=storage.at(self.request.name),

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from embershard.ps.transport.address import BACKLOG, Address
 
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from embershard.ps.transport.torch_rpc import RpcServer
 
 GRACE_SECONDS = 30.0  # for what was accepted before a signal came
+LAST_SECONDS = 8.0  # after them, for all that is left: less than a supervisor waits before it kills
 _REPLY_SECONDS = 2.0  # for the last replies; a health check's open stream would use all of a longer time
 _PARENT_POLL_SECONDS = 0.5
 
@@ -42,7 +46,8 @@ class ServerOptions:
     """What one shard's process is started with.
 
     `listen` is "host:port" (port 0: any free one), or "unix:/path". `imports` are modules with row optimizers
-    and codecs. `parent_pid`, if not 0, is the process without which this one ends. `rpc` is "host:port" for
+    and codecs. `memory` bytes are what the tables may take, by default 80 % of the machine's. More than `connections`
+    at a time are refused. `parent_pid`, if not 0, is the process without which this one ends. `rpc` is "host:port" for
     torch.distributed.rpc, which is not served without it; `rpc_executes_pickles` allows it to be an address that other
     machines reach.
     """
@@ -53,6 +58,8 @@ class ServerOptions:
     imports: tuple[str, ...] = ()
     insecure: bool = False
     queue_bytes: int = 256 * 2**20
+    memory: int | None = None
+    connections: int = 10_000
     parent_pid: int = 0
     rpc: str = ""
     rpc_executes_pickles: bool = False
@@ -60,6 +67,8 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.shard < self.of:
             raise ValueError(f"shard must be 0..of-1, got shard {self.shard} of {self.of}")
+        if self.connections < 1:
+            raise ValueError(f"connections must be at least 1, got {self.connections}")
         if self.queue_bytes < 1:
             raise ValueError(f"queue_bytes must be at least 1, got {self.queue_bytes}")
 
@@ -69,9 +78,10 @@ def serve(options: ServerOptions) -> int:
 
     CannotListen where the address is not to be had.
     """
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s shard {options.shard} %(levelname)s %(message)s"
-    )
+    log = logging.StreamHandler(sys.stderr)
+    log.setFormatter(LineFormatter(f"%(asctime)s shard {options.shard} %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[log])
+    _allow_files()
     if options.parent_pid:
         threading.Thread(target=_end_with, args=(options.parent_pid,), name="parent", daemon=True).start()
     address = Address.parse(options.listen)
@@ -92,7 +102,8 @@ def _make_shard(options: ServerOptions) -> Shard:
     from embershard.ps.table.optimizers import OptimizerRegistry
 
     placement, optimizers = Placement.even(options.of), OptimizerRegistry(options.imports)
-    return Shard(options.shard, placement, optimizers, codecs=CodecRegistry(options.imports), version=_version())
+    codecs = CodecRegistry(options.imports)
+    return Shard(options.shard, placement, optimizers, codecs=codecs, version=_version(), memory=options.memory)
 
 
 async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
@@ -159,7 +170,7 @@ class _Transports:
         await server.start()
         for name in ("", SERVICE):
             await healthy.set(name, HealthCheckResponse.SERVING)
-        stream = StreamServer(dispatch, foreign=path)
+        stream = StreamServer(dispatch, foreign=path, max_connections=options.connections)
         return cls(server, healthy, stream, [await _listen(stream, sock) for sock in sockets], rpc)
 
     async def close(self) -> None:
@@ -201,6 +212,34 @@ async def _listen(stream: StreamServer, sock: socket.socket) -> asyncio.Server:
     return await loop.create_server(stream.protocol, sock=sock, backlog=BACKLOG)
 
 
+class LineFormatter(logging.Formatter):
+    """One line for each record, and indented ones for a traceback: no text of a peer can look like another record."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The record, its control characters escaped."""
+        return _escaped(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        """The traceback, its lines indented and their control characters escaped."""
+        return "\n".join(f"    {_escaped(line)}" for line in super().formatException(ei).split("\n"))
+
+
+# C0, DEL, C1, and what else ends a line
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} | {0x2028: "\\u2028", 0x2029: "\\u2029"}
+
+
+def _escaped(text: str) -> str:
+    return text.translate(_CONTROLS)
+
+
+def _allow_files() -> None:
+    """Have as many descriptors as the system allows without asking: a connection to gRPC takes three."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 class _Stop:
     """The first SIGTERM or SIGINT; the second ends the process on the spot."""
 
@@ -212,6 +251,8 @@ class _Stop:
     def _on_signal(self, signum: int) -> None:
         if self.received.done():
             os._exit(128 + signum)
+        # whatever hangs, a library's threads included: the process ends, and says where it was
+        faulthandler.dump_traceback_later(GRACE_SECONDS + LAST_SECONDS, exit=True)
         self.received.set_result(signum)
 
 

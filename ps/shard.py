@@ -15,7 +15,7 @@ from pathlib import Path
 
 from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.codec.user_defined import CodecRegistry
-from embershard.proto.errors import ClockAhead, InvalidRequest, WrongPlacement
+from embershard.proto.errors import ClockAhead, InvalidRequest, StaleRun, StaleWorker, WrongPlacement
 from embershard.proto.messages import (
     Compress,
     Declare,
@@ -43,13 +43,14 @@ from embershard.ps.compression_settings import CompressionSettings
 from embershard.ps.coordination.clock import Clock
 from embershard.ps.coordination.data_splits import Splits
 from embershard.ps.coordination.dedup import Dedup
+from embershard.ps.coordination.fencing import Fences
 from embershard.ps.coordination.pushes import Pushes
 from embershard.ps.coordination.rendezvous import RendezvousRegistry
+from embershard.ps.memory import MemoryBudget
 from embershard.ps.restore import Contents, Restores
 from embershard.ps.snapshot import ShardImage, Snapshots
 from embershard.ps.table.optimizers import OptimizerRegistry
-from embershard.ps.table.reads import read_all
-from embershard.ps.table.stopwatch import Stopwatch
+from embershard.ps.table.reads import Stopwatch, read_all
 from embershard.ps.table.tables import Tables
 
 
@@ -57,7 +58,7 @@ class Shard:
     """One shard's part of every table.
 
     `codecs` are the user-defined ones beside the built-in. `instance` is random at each start, so that a client notices
-    a shard that lost its rows.
+    a shard that lost its rows. `memory` bytes are what its tables may take, by default 80 % of the machine's.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Shard:
         codecs: CodecRegistry | None = None,
         version: str = "",
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        memory: int | None = None,
     ) -> None:
         if not 0 <= index < placement.num_shards:
             raise ValueError(f"shard must be 0..{placement.num_shards - 1} of {placement.num_shards}, got {index}")
@@ -82,26 +84,29 @@ class Shard:
         )
         self._placement = placement
         self._coding = Stopwatch()  # of payloads
-        self._tables = Tables(index, placement, optimizers, self._coding, codecs)
+        self._budget = MemoryBudget(memory)
+        self._tables = Tables(index, placement, optimizers, self._coding, codecs, self._budget)
         self._compression = CompressionSettings(self._tables, self._tables.check_codec)
-        self._clock = Clock()
+        self._clock = Clock(self._budget)
         self._pushes = Pushes(self._tables, self._clock, max_message_bytes)
         self._meetings = RendezvousRegistry(self._clock, max_message_bytes)
         self._splits = Splits(self._clock)
-        self._snapshots = Snapshots(self._moment, lambda: any(self._clock.waiting_ids.values()))
-        self._restores = Restores(index, placement, optimizers, self._tables.names, self._install)
+        self._snapshots = Snapshots(self._moment, lambda: bool(self._clock.pending.waiting_ids))
+        self._restores = Restores(index, placement, optimizers, self._tables.names, self._install, self._budget)
+        self._fences = Fences()
         self._started = time.monotonic()
         self._requests = 0
         self._pulled_rows = 0
 
-    def handle(self, request: Request, now: float | None = None) -> Reply:
+    def handle(self, request: Request, now: float | None = None, peer: str = "") -> Reply:
         """The reply to a request, or an EmbershardError that says why there is none; nothing was changed then.
 
         ClockAhead says that others have to move first: the same request is to be handled again once `moves` has grown.
-        It is then, too, that `now`, on time.monotonic()'s clock, is when it arrived: leases go by it.
+        It is then, too, that `now`, on time.monotonic()'s clock, is when it arrived: leases go by it. `peer` is where
+        it came from, as far as its transport knows.
 
-        Two faults come too late: a user's row function that raises, and ids made to collide that fill an index page.
-        What the push had applied before stays, and it is not known as applied.
+        One fault comes too late: a user's row function that raises while a push is applied. What the push had applied
+        before stays, and it is not known as applied.
         """
         if now is None:
             now = time.monotonic()
@@ -109,10 +114,17 @@ class Shard:
         self._requests += 1
         self._coding.restart()  # the request before may have failed
         try:
-            return self._answer(request, now)
+            if isinstance(request, Push | Join):
+                self._fences.check(request)
+            reply = self._answer(request, now)
+            if isinstance(request, Push | Join):
+                self._fences.note(request, peer)
+            return reply
         except ClockAhead:
             self._requests -= 1  # it comes again
             raise
+        except (StaleWorker, StaleRun) as error:
+            raise self._fences.named(error) from None
         finally:
             self._snapshots.clock_moved(self._clock.open)
 
@@ -167,6 +179,9 @@ class Shard:
             staleness_seen=tuple(self._clock.updates.seen),
             expired_leases=self._clock.expired,
             rendezvous=self._meetings.last,
+            used_bytes=self._budget.used,
+            budget_bytes=self._budget.limit,
+            failed_update="" if self._clock.failed is None else self._clock.failed.message,
         )
 
     def _answer(self, request: Request, now: float) -> Reply:
@@ -174,14 +189,17 @@ class Shard:
             case Pull():
                 return self._pull(request, now)
             case Push():
-                self._check_placement(request.placement_epoch)
-                reply = self._pushes.take(request, now)
+                # a retry is known under any placement: its push was applied where its rows were then
+                reply = self._pushes.duplicate_of(request, now)
+                if reply is None:
+                    self._check_placement(request.placement_epoch)
+                    reply = self._pushes.take(request, now)
                 return replace(reply, settings=self._compression.revision, coding_seconds=self._coding.take())
             case Load():
                 self._check_placement(request.placement_epoch)
                 return self._pushes.load(request, now)
             case Declare():
-                return self._tables.declare(request)
+                return self._tables.declare(request, now)
             case Hello():
                 return self.greeting
             case GetStatus():
@@ -221,6 +239,7 @@ class Shard:
         self._tables.replace(contents.tables)
         self._pushes.begin_again(Dedup.of(contents.workers))
         self._compression.forget()
+        self._clock.failed = None  # the rows that it left half changed are gone
         self._clock.updates.version += 1  # what anybody read before is of another version
 
     def _join(self, request: Join, now: float) -> Joined:

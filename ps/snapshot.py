@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -224,6 +225,16 @@ class SnapshotWriter:
         moment, name = self._moment, self._request.name
         storage = Storage(self._request.url)
         folder = f"shard-{moment.shard}-{self.id:016x}"
+        try:
+            self._write_part(storage, folder)
+        except BaseException:
+            with suppress(EmbershardError):  # what counts is the error above; on a full disk others want the room
+                storage.remove(f"{name}/{folder}")
+            storage.remove_if_empty(name)
+            raise
+
+    def _write_part(self, storage: Storage, folder: str) -> None:
+        moment, name = self._moment, self._request.name
         storage.make_folder(f"{name}/{folder}")
         tables = tuple(
             self._write_table(storage, f"{folder}/{number}", table, rows)

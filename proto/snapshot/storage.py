@@ -47,13 +47,18 @@ class Storage:
 
     @contextmanager
     def create(self, path: str) -> Iterator[BinaryIO]:
-        """A new file to write; it is whole only where the block ends without an error."""
+        """A new file to write; where the block, or the disk, ends with an error there is none."""
         with self._writing(path):
-            with self._files.open(self._full(path), "wb") as file:
-                yield cast(BinaryIO, file)
-                if self._local:
-                    file.flush()
-                    os.fsync(file.fileno())
+            try:
+                with self._files.open(self._full(path), "wb") as file:
+                    yield cast(BinaryIO, file)
+                    if self._local:
+                        file.flush()
+                        os.fsync(file.fileno())
+            except BaseException:
+                with suppress(Exception):  # the error that counts is the one above
+                    self._files.rm_file(self._full(path))
+                raise
             self._sync_folder(posixpath.dirname(self._full(path)))
 
     def replace(self, path: str, data: bytes) -> None:

@@ -21,7 +21,8 @@ from embershard.proto.compiled.intrinsics import detached, prefetch
 from embershard.proto.compiled.jit import compiled, inlined
 from embershard.proto.messages import Push, Pushed
 from embershard.proto.routing import mix64
-from embershard.ps.table.table import Applied
+from embershard.ps.memory import Charge, MemoryBudget
+from embershard.ps.table.table import Applied, Table
 from embershard.ps.table.tables import CheckedGradients
 
 _U = np.uint64
@@ -56,9 +57,10 @@ class ClockPushes:
 class PendingUpdates:
     """Clock -> what its workers have pushed of it. The arrays are kept as they are, not copied."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: MemoryBudget) -> None:
         self.nbytes = 0
-        self.waiting_ids: dict[str, int] = {}  # per table, all clocks
+        self.waiting_ids: dict[Table, int] = {}  # of all clocks
+        self._charge = Charge(budget)
         self._clocks: dict[int, dict[Sender, ClockPushes]] = {}
 
     def __bool__(self) -> bool:
@@ -80,6 +82,13 @@ class PendingUpdates:
         skipped = sum(_count_non_finite(part.gradients) for part in parts)
         return Pushed(duplicate=False, applied=sum(len(part.ids) for part in parts) - skipped, skipped=skipped)
 
+    def parts(self) -> Iterator[CheckedGradients]:
+        """All that is kept."""
+        for shares in self._clocks.values():
+            for share in shares.values():
+                for parts, _ in share.messages:
+                    yield from parts
+
     def drop(self, sender: Sender) -> None:
         """Forget what a worker has not pushed to the end: it will not."""
         for clock, shares in list(self._clocks.items()):
@@ -89,24 +98,26 @@ class PendingUpdates:
                 if not shares:
                     del self._clocks[clock]
 
-    def take(self, before: int) -> Iterator[list[ClockPushes]]:
-        """Forget the clocks below `before`: the complete shares of each, in the clocks' and the workers' order."""
+    def take(self, before: int) -> Iterator[tuple[int, list[ClockPushes]]]:
+        """Forget the clocks below `before`: each with its complete shares, in the clocks' and the workers' order."""
         for clock in sorted(clock for clock in self._clocks if clock < before):
             shares = self._clocks.pop(clock)
             for share in shares.values():
                 self._release(share)
             if complete := [shares[sender] for sender in sorted(shares) if shares[sender].complete]:
-                yield complete
+                yield clock, complete
 
     def _release(self, share: ClockPushes) -> None:
         for parts, _ in share.messages:
             self._count(parts, -1)
 
     def _count(self, parts: Sequence[CheckedGradients], sign: int) -> None:
-        for table, ids, gradients, *_ in parts:
-            name = table.spec.name
-            self.waiting_ids[name] = self.waiting_ids.get(name, 0) + sign * len(ids)
-            self.nbytes += sign * (ids.nbytes + gradients.nbytes)
+        for part in parts:
+            count = self.waiting_ids.pop(part.table, 0) + sign * len(part.ids)
+            if count:
+                self.waiting_ids[part.table] = count
+            self.nbytes += sign * part.nbytes
+        self._charge.set(self.nbytes)
 
 
 def apply_shares(shares: Sequence[ClockPushes]) -> None:

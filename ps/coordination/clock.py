@@ -9,6 +9,7 @@ Times are seconds of a clock that only moves on, given by the caller: when a req
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,10 +22,13 @@ from embershard.proto.errors import (
     ModeMismatch,
     StaleRun,
     StaleWorker,
+    UpdateFailed,
+    clipped,
 )
 from embershard.proto.messages import Heartbeat, HeartbeatAck, Join, Joined, Leave, LeaveAck, MemberStatus, Push, Pushed
 from embershard.ps.coordination.aggregate import PendingUpdates, Sender, apply_shares
 from embershard.ps.coordination.dedup import MAX_WORKERS
+from embershard.ps.memory import MemoryBudget
 from embershard.ps.table.tables import CheckedGradients
 
 SEEN = 32  # places of the histogram of staleness; the last one: so much or more
@@ -35,6 +39,8 @@ MAX_LEASE_MS = 40 * 24 * 3600 * 1000  # about what 32 bits hold
 # are there when a clock closes: about those of 16 workers with the largest messages.
 GATHER_BYTES = 2**30
 _NAMED = 8  # workers in an error
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -83,7 +89,7 @@ class Updates:
 class Clock:
     """Members and clocks of one shard."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: MemoryBudget | None = None) -> None:
         self.open = 0  # the first clock that is not closed
         self.staleness = -1
         self.staleness_aware_lr = False
@@ -91,13 +97,14 @@ class Clock:
         self.members: dict[int, Member] = {}
         self.expired = 0
         self.updates = Updates()
+        self.failed: UpdateFailed | None = None  # the first update of this job that was not applied in full
         self.job = 0  # counts the jobs that this shard has served
         self.run = 0  # the highest that was named
         self.moves = 0  # grows with whatever may let a request be answered that had to wait
         self.now = -math.inf
         # when anything of a worker's incarnation arrived last, a part of a request included
         self.last_sign: Callable[[int, int], float] = lambda worker, epoch: -math.inf
-        self._pushes = PendingUpdates()
+        self._pushes = PendingUpdates(MemoryBudget() if budget is None else budget)
         self._gone: dict[int, Member] = {}  # who take part no more
         self._epochs: dict[int, int] = {}  # the newest of each worker that ever joined
         self._joined: set[int] = set()
@@ -167,7 +174,7 @@ class Clock:
         """StaleWorker for an earlier incarnation than the one that joined last."""
         newest = self._epochs.get(worker, 0)
         if epoch < newest:
-            raise StaleWorker(worker=worker, got=epoch, want=newest)
+            raise StaleWorker(worker=worker, got=epoch, want=newest, by="")
 
     def renew_lease(self, worker: int, epoch: int, now: float) -> Member | None:
         """The member whose request arrived, its lease renewed; None for one that takes no part.
@@ -217,16 +224,16 @@ class Clock:
         )
 
     @property
-    def waiting_ids(self) -> dict[str, int]:
-        """Ids per table whose gradients wait for those of other workers."""
-        return self._pushes.waiting_ids
+    def pending(self) -> PendingUpdates:
+        """The gradients that wait for those of other workers."""
+        return self._pushes
 
     def gather(self, member: Member, request: Push, parts: list[CheckedGradients]) -> Pushed:
         """Keep a push until its clock closes."""
         return self._pushes.add(member.sender, request, parts)
 
     def pushed(self, member: Member, clock: int) -> None:
-        """A member has pushed a clock to the end. Raises what the row functions of a closing clock's update raise."""
+        """Note that a member has pushed a clock to the end, and close the clocks that waited for it."""
         member.clock = max(member.clock, clock + 1)
         self._close()
 
@@ -235,9 +242,11 @@ class Clock:
         return float(max(1, self.updates.missed(version))) if self.staleness_aware_lr else 1.0
 
     def await_closed(self, clocks: int) -> None:
-        """ClockAhead unless so many clocks are closed."""
+        """Raise ClockAhead unless so many clocks are closed, UpdateFailed where the update of one of them failed."""
         if clocks > self.open:
             raise self.ahead(clocks)
+        if self.failed is not None and clocks > self.failed.clock:
+            raise clipped(self.failed)  # as another exception: it is raised more than once
 
     def ahead(self, clock: int) -> ClockAhead:
         """The error of a request that waits for `clock` clocks to be closed."""
@@ -292,6 +301,7 @@ class Clock:
             request.staleness_aware_lr,
         )
         self.started, self.workers, self._began = False, request.workers, now
+        self.failed = None
         self._joined.clear()
         self._next_end = math.inf
         for gone in self._gone.values():
@@ -302,7 +312,7 @@ class Clock:
         gone = self._gone.get(request.worker)
         run = request.run or (gone.run if gone is not None and gone.epoch == request.epoch else self.run)
         if run < self.run:
-            raise StaleRun(worker=request.worker, got=run, want=self.run)
+            raise StaleRun(worker=request.worker, got=run, want=self.run, by="")
         if run > self.run:
             self.run = run
             for member in list(self.members.values()):
@@ -325,15 +335,19 @@ class Clock:
             return
         self.open = end
         self.moves += 1
-        failed: EmbershardError | None = None
-        for shares in self._pushes.take(before=end):
+        for clock, shares in self._pushes.take(before=end):
             try:
                 apply_shares(shares)
-            except EmbershardError as error:  # a user's row function: the clock is closed nevertheless
-                failed = failed or error
+            except Exception as error:  # not for the request that closes the clock: it has a reply of its own
+                self._note_failure(clock, error)
             self.updates.count(share.version for share in shares)  # changes are of the version before it
-        if failed is not None:
-            raise failed
+
+    def _note_failure(self, clock: int, error: Exception) -> None:
+        """Keep the error for whoever waits for this clock or a later one; all of its pushes were acknowledged."""
+        reason = error.message if isinstance(error, EmbershardError) else f"{type(error).__name__}: {error}"
+        failed = UpdateFailed(clock=clock, reason=reason)
+        _log.error("%s", failed, exc_info=None if isinstance(error, EmbershardError) else error)
+        self.failed = self.failed or failed
 
 
 def _check_join(request: Join) -> None:

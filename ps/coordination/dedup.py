@@ -85,7 +85,7 @@ class Dedup:
         """StaleWorker for an earlier incarnation of a worker than the one that pushed last."""
         window = self._windows.get(worker)
         if window is not None and epoch < window.epoch:
-            raise StaleWorker(worker=worker, got=epoch, want=window.epoch)
+            raise StaleWorker(worker=worker, got=epoch, want=window.epoch, by="")
 
     def record(self, token: PushToken, reply: Pushed) -> None:
         """Keep the reply of a push that `find` did not know and that is applied now."""

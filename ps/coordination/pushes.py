@@ -28,16 +28,22 @@ class Pushes:
         """Go on as a snapshot says; what pulls left here is of rows that are gone."""
         self.dedup, self.routes = dedup, RouteCache()
 
+    def duplicate_of(self, request: Push, now: float) -> Pushed | None:
+        """Answer a push that was recorded before, as it was answered then; None for one to take."""
+        return self._found(request.token, now)
+
     def take(self, request: Push, now: float) -> Pushed:
-        """Apply a push, or keep it for its clock."""
+        """Apply a push that is no duplicate, or keep it for its clock.
+
+        The reply says what became of this push alone: an update of its clock that fails is the clock's error.
+        """
         token = request.token
-        if found := self._find(token, now):
-            return found
         member = self._clock.renew_lease(token.worker, token.epoch, now)
         if member is not None:
             self._clock.check_push(member, request)
-        parts = self._check(request)
-        if member is not None and self._clock.gathers(member, request):
+        gathers = member is not None and self._clock.gathers(member, request)
+        parts = self._check(request, kept=gathers)
+        if member is not None and gathers:
             reply = self._clock.gather(member, request, parts)
         else:
             reply = self._apply(member, request, parts)
@@ -55,14 +61,14 @@ class Pushes:
         token = request.token
         if token is None:
             return self._tables.load(request)
-        if found := self._find(token, now):
+        if found := self._found(token, now):
             return Loaded(rows=found.applied)
         self._clock.renew_lease(token.worker, token.epoch, now)
         reply = self._tables.load(request)
         self.dedup.record(token, Pushed(duplicate=False, applied=reply.rows, skipped=0))
         return reply
 
-    def _find(self, token: PushToken, now: float) -> Pushed | None:
+    def _found(self, token: PushToken, now: float) -> Pushed | None:
         """The reply to what was applied before; StaleWorker, MemoryLost, InvalidRequest."""
         self._clock.fence(token.worker, token.epoch)
         found = self.dedup.find(token)
@@ -72,13 +78,15 @@ class Pushes:
                 self._clock.renew_lease(token.worker, token.epoch, now)
         return found
 
-    def _check(self, request: Push) -> list[CheckedGradients]:
+    def _check(self, request: Push, *, kept: bool) -> list[CheckedGradients]:
         parts: list[CheckedGradients] = []
         room = self._max_bytes
         for part in request.tables:
             parts.append(self._check_part(part, request, room))
             room -= parts[-1].gradients.nbytes
-        check_room(parts, self._clock.waiting_ids)
+        pending = self._clock.pending
+        kept_bytes = sum(part.nbytes for part in parts) if kept else 0
+        check_room(parts, pending.waiting_ids, pending.parts, self._tables.budget, kept_bytes)
         return parts
 
     def _check_part(self, part: TableGradients, request: Push, room: int) -> CheckedGradients:

@@ -1,7 +1,8 @@
-"""Address space for tables that grow without moving: reserved at once, backed by memory when first written."""
+"""Arrays of zeros that grow: address space is reserved in steps, memory is taken when a page is first written."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from typing import TypeVar
@@ -9,39 +10,98 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-# Linux's value on every architecture that numba knows; the mmap module names it only from Python 3.13 on
+# Linux's values on every architecture that numba knows; the mmap module names the first only from Python 3.13 on
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if hasattr(mmap, "MADV_HUGEPAGE") else 0)
+_REMAP_MAYMOVE, _REMAP_FIXED = 1, 2
+_FAILED = ctypes.c_void_p(-1).value
 _HUGE_PAGE = 2 << 20
 
 S = TypeVar("S", bound=np.generic)
 
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+if _can_move := hasattr(_libc, "mremap"):
+    _libc.mremap.restype = ctypes.c_void_p
+    _libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+    _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class _Mapping:
+    """A range of addresses that is this object's, and ends with it; numpy keeps it as the base of its arrays."""
+
+    def __init__(self, nbytes: int) -> None:
+        # at a multiple of a huge page: only between such places huge pages move whole
+        size = nbytes + _HUGE_PAGE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+        found = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        if found == _FAILED:
+            raise _os_error()
+        self.address, self.nbytes = -(-found // _HUGE_PAGE) * _HUGE_PAGE, nbytes
+        for start, end in ((found, self.address), (self.address + nbytes, found + size)):
+            if start < end:
+                _libc.munmap(start, end - start)
+
+    @property
+    def __array_interface__(self) -> dict[str, object]:
+        return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False)}
+
+    def take_over(self, other: _Mapping) -> None:
+        """Have the content of a smaller mapping, which has none after it."""
+        if not _can_move:
+            ctypes.memmove(self.address, other.address, other.nbytes)
+        else:
+            flags = _REMAP_MAYMOVE | _REMAP_FIXED
+            # all of it becomes one range with the other's advice, so that it can move again
+            if _libc.mremap(other.address, other.nbytes, self.nbytes, flags, self.address) == _FAILED:
+                raise _os_error()
+            other.nbytes = 0
+
+    def __del__(self) -> None:
+        if getattr(self, "nbytes", 0):
+            _libc.munmap(self.address, self.nbytes)
+
 
 class Arena:
-    """One reserved mapping, handed out as arrays of zeros from its start.
+    """One array of zeros. OSError when the system refuses the address space (`ulimit -v`, vm.max_map_count).
 
-    OSError when the system refuses the reservation (`ulimit -v`, vm.overcommit_memory=2).
+    It moves when it grows: whoever holds its array must let go of it first, for the old addresses are no memory then.
     """
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = _pages(nbytes)
-        self._used = 0
-        self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        self._mapping = _Mapping(_pages(nbytes))
+        self._huge = False
 
-    def take(self, dtype: type[S], count: int, *, huge: bool = False) -> npt.NDArray[S]:
-        """(count,) zeros of the next pages; `huge` advises huge pages after 2 MiB, so that small stays small."""
-        start = self._used
-        nbytes = count * np.dtype(dtype).itemsize
-        self._used += _pages(nbytes)
-        assert self._used <= self.nbytes
-        if huge and nbytes > _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE, start + _HUGE_PAGE, _pages(nbytes) - _HUGE_PAGE)
-        return np.frombuffer(self._map, dtype, count, start)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of address space."""
+        return self._mapping.nbytes
+
+    def array(self, dtype: type[S]) -> npt.NDArray[S]:
+        """All of it, as numbers of a type."""
+        whole: npt.NDArray[np.uint8] = np.asarray(self._mapping)
+        return whole[: self.nbytes // np.dtype(dtype).itemsize * np.dtype(dtype).itemsize].view(dtype)
+
+    def grow(self, nbytes: int) -> None:
+        """Have address space for so many bytes; nothing happens where there is enough."""
+        if nbytes > self.nbytes:
+            larger = _Mapping(_pages(nbytes))
+            larger.take_over(self._mapping)
+            self._mapping = larger
+            self._huge = self._huge and _can_move
+
+    def use_huge_pages(self, used_bytes: int) -> None:
+        """Advise huge pages once more than one is in use, so that small stays small."""
+        if not self._huge and used_bytes > _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            _libc.madvise(self._mapping.address, self.nbytes, mmap.MADV_HUGEPAGE)  # an advice may be refused
+            self._huge = True
+
+
+def _os_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
 
 
 def _pages(nbytes: int) -> int:
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def physical_memory() -> int:
-    """Bytes of memory of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+    return max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE

@@ -44,13 +44,14 @@ class Changes:
         """Whether nobody has asked for long."""
         return self._version() - self._asked > IDLE_UPDATES
 
-    def watch(self, ids: Ids) -> bool:
-        """Watch the rows of ids ((U,) int64) from here on, if there is room; whether all of them were already."""
+    def watch(self, ids: Ids, room: int = MAX_BYTES) -> bool:
+        """Watch the rows of ids ((U,) int64) from here on, if `room` bytes are enough; whether all were already."""
         self._asked = self._version()
         new = np.setdiff1d(ids, self._ids)
         if not new.size:
             return True
-        if self.nbytes + len(new) * (8 + 4 * self._stamps.shape[1]) <= MAX_BYTES:
+        nbytes = len(new) * (8 + 4 * self._stamps.shape[1])
+        if nbytes <= min(room, MAX_BYTES - self.nbytes):
             places = np.searchsorted(self._ids, new)
             self._ids = np.insert(self._ids, places, new)
             self._stamps = np.insert(self._stamps, places, 0, axis=0)

@@ -8,18 +8,25 @@ a slice of rows at a time. It relies on slots: a row never changes its own, and 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
 
 from embershard.proto.arrays import Floats, Ids
+from embershard.proto.errors import SnapshotNotWritten
 from embershard.proto.routing import NUM_BUCKETS
+from embershard.ps.memory import Charge, MemoryBudget
 from embershard.ps.table import frozen_kernels
 from embershard.ps.table.arena import Arena
 from embershard.ps.table.frozen_kernels import Slots
 from embershard.ps.table.hash_index import HEADER, NUM_ROWS, HashIndex
 
 _SLICE_BYTES = 2**19  # of records read under the lock: for about as long as a small push takes
+_FEW = 2**18  # floats that need no mapping of their own
+_SLOT_BYTES = 10  # per row: where its copy is, its bucket, and its place in the buckets' order
+_SLICE_IDS = 2**15  # ids looked at under the lock: as many rows far apart
 
 
 class RowBlock(NamedTuple):
@@ -31,37 +38,82 @@ class RowBlock(NamedTuple):
 
 
 class CopyOnWriteRows:
-    """`keep` belongs to the thread that writes the table, everything else to the one that reads.
+    """Rows as they were when this was made. `keep`, `moving` and `give_up` are for the thread that writes the table.
 
-    OSError where the system refuses address space for copies of all rows.
+    space_key: of the routing, by whose buckets the rows are read. OSError where the system refuses address space for
+    copies of all rows, MemoryError where the budget has no room for a snapshot.
     """
 
-    def __init__(self, store: HashIndex) -> None:
+    def __init__(self, store: HashIndex, space_key: np.uint64, budget: MemoryBudget) -> None:
         self.num_rows = int(store.counters[NUM_ROWS])
         self.dim, self.num_state = int(store.dim), int(store.fresh.size)
-        self._store = store
+        self._store, self._space_key = store, space_key
+        self._budget, self._charge = budget, Charge(budget)
+        self._own_bytes = _SLOT_BYTES * self.num_rows
+        if self._own_bytes > budget.left:
+            raise MemoryError(f"{self._own_bytes} bytes; {budget.used} of the shard's {budget.limit} bytes are in use")
+        self._charge.set(self._own_bytes)
+        self._given_up = False
         self._places = np.zeros(self.num_rows, np.uint32)
         floats = self.num_rows * (self.dim + self.num_state)
         # address space for all; memory is taken by what is copied
-        self._kept = Arena(4 * floats).take(np.float32, floats) if floats else np.empty(0, np.float32)
+        self._kept = Arena(4 * floats).array(np.float32) if floats > _FEW else np.empty(floats, np.float32)
         self._count = np.zeros(1, np.int64)
         self._lock = threading.Lock()
-        self._turn = threading.Lock()  # whoever waits for the lock holds it: the next slice does not come first
+        self._fairness_lock = threading.Lock()  # whoever waits for the lock holds it: the next slice comes after it
 
     @property
     def num_kept(self) -> int:
         """Rows that were copied."""
         return int(self._count[0])
 
-    def keep(self, ids: Ids) -> None:
-        """Before the rows of ids ((U,) int64) are changed."""
-        with self._turn, self._lock:
+    def keep(self, ids: Ids) -> bool:
+        """Copy the rows of ids ((U,) int64), which are about to be changed; False where there is no memory for them."""
+        row_bytes = 4 * (self.dim + self.num_state)
+        if row_bytes * min(len(ids), self.num_rows - self.num_kept) > self._budget.left:
+            return False
+        with self._fairness_lock, self._lock:
             frozen_kernels.keep_records(self._store, ids, self._places, self._kept, self._count)
+        self._charge.set(self._own_bytes + self.num_kept * row_bytes)
+        return True
+
+    def give_up(self) -> None:
+        """Have the reader end with SnapshotNotWritten: rows are changed that were not copied."""
+        with self._fairness_lock, self._lock:
+            self._given_up = True
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """Keep the reader away while the arrays move; `moved_to` says where they are, before the block ends."""
+        with self._fairness_lock, self._lock:
+            yield
+
+    def moved_to(self, store: HashIndex) -> None:
+        """Read these arrays from now on."""
+        self._store = store
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        with self._fairness_lock:
+            self._lock.acquire()
+        try:
+            if self._given_up:
+                reason = "the shard's memory budget has no room for the rows that change meanwhile (`ps --memory`)"
+                raise SnapshotNotWritten(path="the rows of this moment", reason=reason)
+
+            yield
+        finally:
+            self._lock.release()
 
     def by_bucket(self) -> tuple[Slots, Ids]:
         """(slots (num_rows,), starts (4097,)): the slots of bucket b are slots[starts[b]:starts[b + 1]]."""
+        buckets = np.empty(self.num_rows, np.uint16)
+        for start in range(0, self.num_rows, _SLICE_IDS):
+            with self._reading():
+                part = buckets[start : start + _SLICE_IDS]
+                frozen_kernels.find_buckets(self._store, self._space_key, start, part)
         slots, starts = np.empty(self.num_rows, np.uint32), np.zeros(NUM_BUCKETS + 1, np.int64)
-        frozen_kernels.sort_by_bucket(self._store, slots, starts)
+        frozen_kernels.sort_by_bucket(buckets, slots, starts)
         return slots, starts
 
     def block(self, count: int) -> RowBlock:
@@ -76,12 +128,8 @@ class CopyOnWriteRows:
         step = max(1, _SLICE_BYTES // (4 * (HEADER + self.dim + self.num_state)))
         for start in range(0, count, step):
             part = slice(start, start + step)
-            with self._turn:
-                self._lock.acquire()
-            try:
+            with self._reading():
                 frozen_kernels.read_records(
                     self._store, slots[part], self._places, self._kept, ids[part], rows[part], state[part]
                 )
-            finally:
-                self._lock.release()
         return RowBlock(ids, rows, state)

@@ -41,7 +41,7 @@ def keep_records(store: HashIndex, ids: Ids, places: Slots, kept: Floats, count:
     for start in range(0, ids.size, BLOCK):
         size = min(BLOCK, ids.size - start)
         for i in range(size):
-            hashes[i] = mix64(_U(ids[start + i]), store.space_key)
+            hashes[i] = mix64(_U(ids[start + i]), store.index_key)
             homes[i] = home_of(store, hashes[i])
             prefetch(store.cells, homes[i])
         for i in range(size):
@@ -104,18 +104,23 @@ def read_records(
             places[slot] = READ
 
 
-@compiled(types.void(HASH_INDEX, types.uint32[::1], types.int64[::1]), *_PARTS)
-def sort_by_bucket(store: HashIndex, slots: Slots, starts: Ids) -> None:
-    """The slots 0 .. slots.size - 1 by bucket, and in their order within one; those of bucket b begin at starts[b].
+@compiled(types.void(HASH_INDEX, types.uint64, types.int64, types.uint16[::1]), *_PARTS)
+def find_buckets(store: HashIndex, space_key: np.uint64, first: int, buckets: npt.NDArray[np.uint16]) -> None:
+    """Fill in the routing's buckets of the slots from `first` on, as many as there is room for."""
+    store = open_store(store)
+    for i in range(buckets.size):
+        id_ = store.ids[_U(first + i) * (store.stride >> _1)]
+        buckets[i] = mix64(_U(id_), space_key) >> _U(BUCKET_SHIFT)
+
+
+@compiled(types.void(types.uint16[::1], types.uint32[::1], types.int64[::1]))
+def sort_by_bucket(buckets: npt.NDArray[np.uint16], slots: Slots, starts: Ids) -> None:
+    """Sort the slots 0 .. slots.size - 1 by their buckets, in order within one; those of bucket b begin at starts[b].
 
     starts: (NUM_BUCKETS + 1,) zeros.
     """
-    store, slots, starts = open_store(store), detached(slots), detached(starts)
-    buckets = np.empty(slots.size, np.uint16)
     for slot in range(slots.size):
-        bucket = mix64(_U(store.ids[_U(slot) * (store.stride >> _1)]), store.space_key) >> _U(BUCKET_SHIFT)
-        buckets[slot] = bucket
-        starts[bucket + _1] += 1
+        starts[_U(buckets[slot]) + _1] += 1
     for b in range(NUM_BUCKETS):
         starts[b + 1] += starts[b]
     fill = starts[:NUM_BUCKETS].copy()
@@ -130,7 +135,7 @@ def restore_records(store: HashIndex, ids: Ids, rows: Floats, state: Floats) -> 
     """Give ids, which are new or not, these weights and states. Returns DONE or INDEX_FULL."""
     store, ids, rows, state = open_store(store), detached(ids), detached(rows), detached(state)
     for i in range(ids.size):
-        h = mix64(_U(ids[i]), store.space_key)
+        h = mix64(_U(ids[i]), store.index_key)
         found = find(store, ids[i], h)
         if not found:
             found = insert(store, ids[i], h)

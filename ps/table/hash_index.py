@@ -1,6 +1,7 @@
 """A table's memory as the kernels see it: an arena of records and an extendible hash index over it.
 
 A record is contiguous: the id (8 bytes), the `dim` weights, the optimizer's state, padded to an even number of floats.
+The hash is keyed by the index alone (routing's is public), its high bits are the index's bucket.
 `root` leads from a bucket to its part of `directory`, which leads, by the high bits of the fingerprint (the hash's low
 32 bits), to a page of 512 cells. A cell is `fingerprint << 32 | slot + 1`, 0 where free; the fingerprint's low 6 bits
 are the home line, of 8 cells, in its page. A full page is split in two and nothing else moves: no push pays for more
@@ -22,7 +23,7 @@ from embershard.proto.routing import BUCKET_SHIFT, mix64
 
 PAGE_CELLS = 512  # 4 KiB
 PAGE_LIMIT = 448  # cells in use at which a page is split: at 7/8 a search still reads 1.3 cache lines
-MAX_SPLITS = 20  # of one bucket by its fingerprints; more means ids made to collide
+MAX_SPLITS = 20  # of one bucket by its fingerprints; ids that need more cannot be found without the index's key
 HEADER = 2  # floats that the id takes at the head of a record
 
 NUM_ROWS, NUM_PAGES, NUM_ENTRIES = 0, 1, 2  # places in HashIndex.counters
@@ -40,7 +41,7 @@ class HashIndex(NamedTuple):
     counters: npt.NDArray[np.int64]  # (3,) rows, pages, directory entries in use
     fresh: npt.NDArray[np.float32]  # (num_state,) first state of a row
     bounds: npt.NDArray[np.float64]  # (3,) the initializer's numbers
-    space_key: np.uint64
+    index_key: np.uint64  # secret: nobody can send ids that collide here, whatever the routing's public hash says
     row_seed: np.uint64
     stride: np.uint64  # floats per record
     dim: np.uint64
@@ -85,7 +86,7 @@ def open_store(store: HashIndex) -> HashIndex:
         detached(store.counters),
         detached(store.fresh),
         detached(store.bounds),
-        store.space_key,
+        store.index_key,
         store.row_seed,
         store.stride,
         store.dim,
@@ -204,7 +205,7 @@ def _split(store: HashIndex, page: np.uint64, h: np.uint64) -> bool:
             continue
         if depth < _BUCKET_BITS:  # the bucket is not in the cell
             id_ = store.ids[((cell & _WORD) - _1) * (store.stride >> _1)]
-            upper = (mix64(_U(id_), store.space_key) >> (_U(63) - depth)) & _1
+            upper = (mix64(_U(id_), store.index_key) >> (_U(63) - depth)) & _1
         else:
             upper = (cell >> (_U(63) - (depth - _BUCKET_BITS))) & _1
         _place(store, new if upper else page, cell)

@@ -54,7 +54,7 @@ _EXPONENT = np.int32(0x7F800000)
 @inlined
 def _hash_block(store: HashIndex, ids: Ids, start: int, count: int, hashes: Words, homes: Words) -> None:
     for i in range(count):
-        h = mix64(_U(ids[start + i]), store.space_key)
+        h = mix64(_U(ids[start + i]), store.index_key)
         hashes[i], homes[i] = h, home_of(store, h)
         prefetch(store.cells, homes[i])
 
@@ -205,6 +205,16 @@ def apply(
     return DONE
 
 
+@compiled(types.int64(HASH_INDEX, _IDS), *_PARTS)
+def count_missing(store: HashIndex, ids: Ids) -> int:
+    """Count the ids that have no row; equal ones count again."""
+    store, ids = open_store(store), detached(ids)
+    count = 0
+    for i in range(ids.size):
+        count += find(store, ids[i], mix64(_U(ids[i]), store.index_key)) == _0
+    return count
+
+
 @compiled(types.int64(HASH_INDEX, _IDS, _ROWS, types.boolean), *_PARTS)
 def load(store: HashIndex, ids: Ids, rows: Floats, keep_state: bool) -> int:
     """Give ids these weights, in order, and new rows (all rows, unless keep_state) a fresh state.
@@ -213,7 +223,7 @@ def load(store: HashIndex, ids: Ids, rows: Floats, keep_state: bool) -> int:
     """
     store, ids, rows = open_store(store), detached(ids), detached(rows)
     for i in range(ids.size):
-        h = mix64(_U(ids[i]), store.space_key)
+        h = mix64(_U(ids[i]), store.index_key)
         found = find(store, ids[i], h)
         fresh = not (found and keep_state)
         if not found:

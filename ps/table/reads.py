@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
@@ -13,8 +15,32 @@ from embershard.proto.codec.values.registry import BUILTIN, ValuesCodec
 from embershard.proto.errors import MessageTooLarge
 from embershard.proto.messages import DELTA
 from embershard.ps.table.changes import Changes
-from embershard.ps.table.stopwatch import Stopwatch
 from embershard.ps.table.table import Table
+
+
+class Stopwatch:
+    """Adds up the time of every `with stopwatch:`, until somebody takes it. Not reentrant, and for one thread."""
+
+    def __init__(self) -> None:
+        self._seconds = self._start = 0.0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._seconds += time.perf_counter() - self._start
+
+    def restart(self) -> None:
+        """Forget what nobody took."""
+        self._seconds = 0.0
+
+    def take(self) -> float:
+        """Seconds since the last time that they were taken."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
 
 PLAIN = BUILTIN["none"]
 # How much smaller than its rows a reply counts at most: a user-defined codec may say that millions take no bytes, and
@@ -59,7 +85,9 @@ class CheckedRead(NamedTuple):
         changes = self.table.changes
         if changes is None:
             changes = self.table.changes = Changes(self.table.spec.dim, version)
-        if not changes.watch(self.ids) or since == 0:
+        watched = changes.watch(self.ids, self.table.budget.left)
+        self.table.charge()
+        if not watched or since == 0:
             return None
         positions = changes.since(self.ids, since)
         if positions is None or 10 * positions.size > 9 * rows.size:  # a bitmap of the others is all that it saves

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -11,12 +13,13 @@ import numpy.typing as npt
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled.intrinsics import ROW_FUNCTION, address_of
 from embershard.proto.compiled.jit import compiled
-from embershard.proto.errors import BadOptimizer, EmbershardError, InvalidRequest, TableFull, WrongDim
+from embershard.proto.errors import BadOptimizer, InvalidRequest, NoAddressSpace, WrongDim
 from embershard.proto.optim.user_defined import RowOptimizer
 from embershard.proto.routing import NUM_BUCKETS
 from embershard.proto.spec import TableSpec
+from embershard.ps.memory import Charge, MemoryBudget
 from embershard.ps.table import kernels
-from embershard.ps.table.arena import Arena, physical_memory
+from embershard.ps.table.arena import Arena
 from embershard.ps.table.changes import Changes
 from embershard.ps.table.frozen import CopyOnWriteRows
 from embershard.ps.table.frozen_kernels import restore_records
@@ -26,8 +29,13 @@ from embershard.ps.table.initial_values import initializer_code
 S = TypeVar("S", bound=np.generic)
 
 MAX_ROWS = 2**32 - 2  # a cell has 32 bits for the slot
-_SMALLEST = 1 << 20  # bytes of reservation that a table cannot do without
+# Address space for the rows of a new table, and by how much it grows: ten thousand tables fit into 47 bits of
+# addresses, and a table of a TiB has moved seven times.
+_FIRST_BYTES = 1 << 28
+_SMALLEST_BYTES = 1 << 20  # where the system refuses more
+_GROWTH = 4
 _PAGE_ROWS = 128  # rows that an index page holds at the very least, over many pages
+_PAGE_BYTES = PAGE_CELLS * 8 + 4
 _NO_CLIPS = np.zeros(2)
 _NO_AGES = np.empty(0, np.float32)
 
@@ -49,13 +57,12 @@ class Applied(NamedTuple):
 
 
 class Table:
-    """Rows of one dim by id. One thread at a time; calls release the GIL.
+    """Rows of one dim by id, within a budget of memory. One thread at a time; calls release the GIL.
 
-    reserve_bytes: address space for the rows, by default the machine's memory; nothing is used before it is needed.
-    EmbershardError when the system refuses any reservation.
+    TableFull where the budget has no room for an empty table, NoAddressSpace where the system refuses addresses.
     """
 
-    def __init__(self, spec: TableSpec, optimizer: RowOptimizer, reserve_bytes: int | None = None) -> None:
+    def __init__(self, spec: TableSpec, optimizer: RowOptimizer, budget: MemoryBudget | None = None) -> None:
         self.spec = spec
         params = optimizer.params(spec.optimizer)
         self._hyper = np.array([*params.values(), 1.0])  # (settings + 1,) float64, params() order, then the age
@@ -65,10 +72,15 @@ class Table:
         self._update_address = address_of(self._update)
         self._fresh = optimizer.initial(spec.dim, params)
         self._stride = (HEADER + spec.dim + len(self._fresh) + 1) // 2 * 2
-        self._store = self._reserve(physical_memory() if reserve_bytes is None else reserve_bytes)
-        self._counters = self._store.counters
+        self.budget = MemoryBudget() if budget is None else budget
+        self._charge = Charge(self.budget)
+        self._index_key = np.uint64(secrets.randbits(64))
+        self._counters = np.array([0, 1, 1])  # page 0 and the directory entry that leads to it
         self._frozen: CopyOnWriteRows | None = None  # while a snapshot reads
         self.changes: Changes | None = None  # once somebody wants to know
+        self._reserve_first()
+        self.budget.check(spec.name, self.nbytes)
+        self.charge()
 
     @property
     def num_rows(self) -> int:
@@ -78,7 +90,7 @@ class Table:
     @property
     def capacity(self) -> int:
         """Rows that there is address space for."""
-        return self._store.ids.size * 2 // self._stride
+        return int(self._store.ids.size * 2 // self._stride)
 
     @property
     def num_state(self) -> int:
@@ -89,9 +101,22 @@ class Table:
     def nbytes(self) -> int:
         """Bytes of memory in use: records, index, and what is known of changes."""
         pages, entries = int(self._counters[NUM_PAGES]), int(self._counters[NUM_ENTRIES])
-        index = pages * (PAGE_CELLS * 8 + 4) + entries * 4 + self._store.root.nbytes
+        index = pages * _PAGE_BYTES + entries * 4 + self._store.root.nbytes
         changes = 0 if self.changes is None else self.changes.nbytes
         return self.num_rows * self._stride * 4 + index + changes
+
+    def growth(self, new_rows: int) -> int:
+        """Bytes that so many new rows take at most, their part of the index included."""
+        pages = min(new_rows, int(self._counters[NUM_PAGES])) + new_rows // _PAGE_ROWS
+        return new_rows * self._stride * 4 + pages * (_PAGE_BYTES + 64)
+
+    def count_missing(self, ids: Ids) -> int:
+        """Count the ids ((U,) int64) that have no row; equal ones count again."""
+        return int(kernels.count_missing(self._store, ids))
+
+    def charge(self) -> None:
+        """Count what is in use now in the budget."""
+        self._charge.set(self.nbytes)
 
     def gather(self, ids: Ids, out: Floats | None = None) -> Floats:
         """Weights of ids ((U,) int64), first values where an id has no row; (U, dim) float32, into `out` if given."""
@@ -108,7 +133,7 @@ class Table:
         Equal ids are applied one after the other. lr_scale multiplies the learning rate of this call. ages, (U,)
         float32, are whole numbers: the pushes whose gradients are summed in each row; without them, one. A row whose
         gradient has a NaN or Inf is skipped, and is not created. WrongDim when the shapes do not fit. TableFull when
-        there is no room for that many new rows; nothing is applied then.
+        the budget has no room for the new rows; nothing is applied then.
         """
         self._hyper[0], self._hyper[-1] = self._lr * lr_scale, 1.0
         ages = _NO_AGES if ages is None else ages
@@ -138,12 +163,12 @@ class Table:
         skipped = np.zeros(1, np.int64)
         pushed = rows, rows.view(np.int32), ages
         end = kernels.apply(self._store, flat, pushed, self._hyper, clips, update, skipped)
+        self.charge()
         self._record(flat, before)
         if end == kernels.OPTIMIZER_RAISED:
             reason = f"it raised an exception in table {self.spec.name!r}; a row function must not raise"
             raise BadOptimizer(optimizer=self.spec.optimizer.name, reason=reason)
-        if end != kernels.DONE:
-            raise self._full(len(flat))
+        self._check_index(end)
         return Applied(len(flat) - int(skipped[0]), int(skipped[0]))
 
     def load(self, ids: Ids, rows: Floats, *, keep_state: bool = False) -> None:
@@ -157,25 +182,26 @@ class Table:
         self._before_write(flat)
         before = None if self.changes is None else self.gather(flat)
         end = kernels.load(self._store, flat, rows, keep_state)
+        self.charge()
         self._record(flat, before)
-        if end != kernels.DONE:
-            raise self._full(len(flat))
+        self._check_index(end)
 
     def restore(self, ids: Ids, rows: Floats, state: Floats) -> None:
         """Give ids ((U,) int64) these weights ((U, dim) float32) and states ((U, num_state) float32).
 
-        TableFull when there is no room for that many new rows.
+        TableFull when the budget has no room for the new rows.
         """
         self._before_write(ids)
-        if restore_records(self._store, ids, rows, state) != kernels.DONE:
-            raise self._full(len(ids))
+        end = restore_records(self._store, ids, rows, state)
+        self.charge()
+        self._check_index(end)
 
     def freeze(self) -> CopyOnWriteRows:
         """The rows as they are now, for one other thread to read while this one goes on, until `thaw`.
 
-        OSError where the system refuses the address space for copies.
+        OSError where the system refuses the address space for copies, MemoryError where the budget has no room.
         """
-        self._frozen = CopyOnWriteRows(self._store)
+        self._frozen = CopyOnWriteRows(self._store, np.uint64(self.spec.space_key), self.budget)
         return self._frozen
 
     def thaw(self, frozen: CopyOnWriteRows) -> None:
@@ -185,10 +211,10 @@ class Table:
 
     def scan(self, block: int = 65_536) -> Iterator[tuple[Ids, Floats, Floats]]:
         """Copies of (ids, weights (n, dim), state (n, num_state)) in blocks of slots, in slot order."""
-        records = self._store.floats[: self.capacity * self._stride].reshape(-1, self._stride)
-        ids = self._store.ids.reshape(-1)[: self.capacity * (self._stride // 2)].reshape(-1, self._stride // 2)
         first, last = HEADER + self.spec.dim, HEADER + self.spec.dim + len(self._fresh)
         for start in range(0, self.num_rows, block):
+            records = self._store.floats[: self.capacity * self._stride].reshape(-1, self._stride)
+            ids = self._store.ids[: self.capacity * (self._stride // 2)].reshape(-1, self._stride // 2)
             part = slice(start, min(start + block, self.num_rows))
             yield ids[part, 0].copy(), records[part, HEADER:first].copy(), records[part, first:last].copy()
 
@@ -198,12 +224,17 @@ class Table:
             raise WrongDim(table=self.spec.name, what=what, got=rows.size, ids=ids.size, dim=dim, want=ids.size * dim)
 
     def _before_write(self, ids: Ids) -> None:
-        """TableFull where there is no room; rows that a snapshot has yet to read are copied aside."""
-        if self.num_rows + len(ids) > self.capacity:
-            raise self._full(len(ids))
+        """Make room for ids, as far as they are new; rows that a snapshot has yet to read are copied aside.
+
+        TableFull, NoAddressSpace.
+        """
+        if self.growth(len(ids)) > self.budget.left:  # all of them new: the quick answer, which is enough almost always
+            self.budget.check(self.spec.name, self.growth(self.count_missing(ids)))
+        self.reserve(len(ids))
         frozen = self._frozen
-        if frozen is not None:
-            frozen.keep(ids)
+        if frozen is not None and not frozen.keep(ids):
+            frozen.give_up()  # rather than the push: training goes on, and the snapshot is taken again
+            self.thaw(frozen)
 
     def _record(self, ids: Ids, before: Floats | None) -> None:
         if self.changes is not None and before is not None:
@@ -211,45 +242,98 @@ class Table:
             if self.changes.idle:
                 self.changes = None
 
-    def _full(self, count: int) -> TableFull:
-        return TableFull(table=self.spec.name, rows=self.num_rows, capacity=self.capacity, ids=count)
+    def _check_index(self, end: int) -> None:
+        # more pages are reserved than ids that nobody chose by the key could fill
+        assert end == kernels.DONE, f"the index of table {self.spec.name!r} is full at {self.num_rows} rows"
 
-    def _reserve(self, nbytes: int) -> HashIndex:
-        """The largest store that the system grants, from `nbytes` of rows downwards."""
-        while True:
-            capacity = min(max(nbytes, _SMALLEST) // (self._stride * 4), MAX_ROWS)
+    def reserve(self, new_rows: int) -> None:
+        """Have address space for so many more rows; NoAddressSpace where the system, or a table, has no more."""
+        num_rows, capacity = self.num_rows + new_rows, self.capacity
+        self._records.use_huge_pages(num_rows * self._stride * 4)
+        self._cells.use_huge_pages((int(self._counters[NUM_PAGES]) + new_rows // _PAGE_ROWS) * PAGE_CELLS * 8)
+        if num_rows <= capacity:
+            return
+        if num_rows > MAX_ROWS:
+            raise self._no_address_space(new_rows, f"a table has at most {MAX_ROWS} rows")
+        try:
+            self._grow(min(_GROWTH * capacity, MAX_ROWS) if num_rows <= _GROWTH * capacity else num_rows)
+        except OSError:
             try:
-                return self._make_store(capacity)
+                self._grow(num_rows)
             except OSError as error:
-                if nbytes <= _SMALLEST:
-                    reason = f"table {self.spec.name!r}: cannot reserve {nbytes} bytes of address space ({error}); "
-                    reason += "lift `ulimit -v`, or set vm.overcommit_memory to 0 or 1"
-                    raise EmbershardError(reason=reason) from error
-                nbytes //= 4
+                raise self._no_address_space(new_rows, str(error)) from error
 
-    def _make_store(self, capacity: int) -> HashIndex:
-        pages = capacity // _PAGE_ROWS + 2 * NUM_BUCKETS
-        entries = 16 * pages  # directories that were outgrown included
-        records = Arena(capacity * self._stride * 4)
-        floats = records.take(np.float32, capacity * self._stride, huge=True)
-        index = Arena(NUM_BUCKETS * 8 + entries * 4 + pages * (4 + PAGE_CELLS * 8) + 4 * 4096)
+    def _reserve_first(self) -> None:
+        """Reserve address space for a new table: the usual, or what the system grants."""
+        nbytes = _FIRST_BYTES
+        while True:
+            capacity = max(1, nbytes // (self._stride * 4))
+            pages, entries = _index_size(capacity)
+            try:
+                self._records = Arena(capacity * self._stride * 4)
+                self._cells = Arena(pages * PAGE_CELLS * 8)
+                self._directory = Arena(4 * (pages + entries) + 8 * NUM_BUCKETS)
+            except OSError as error:
+                if nbytes <= _SMALLEST_BYTES:
+                    raise self._no_address_space(capacity, str(error)) from error
+                nbytes //= 4
+                continue
+            self._store = self._open(pages, entries)
+            return
+
+    def _grow(self, capacity: int) -> None:
+        """Move to where there are addresses for so many rows, unless the system refuses: OSError."""
+        pages, entries = _index_size(capacity)
+        directory = Arena(4 * (pages + entries) + 8 * NUM_BUCKETS)
+        frozen = self._frozen
+        with nullcontext() if frozen is None else frozen.moving():
+            before = self._store
+            try:
+                self._cells.grow(pages * PAGE_CELLS * 8)
+                self._records.grow(capacity * self._stride * 4)
+            except OSError:  # the cells may have moved
+                self._store = self._open(before.fill.size, before.directory.size)
+                if frozen is not None:
+                    frozen.moved_to(self._store)
+                raise
+            self._directory = directory
+            self._store = self._open(pages, entries)
+            used = slice(int(self._counters[NUM_PAGES])), slice(int(self._counters[NUM_ENTRIES]))
+            self._store.root[:] = before.root
+            self._store.fill[used[0]] = before.fill[used[0]]
+            self._store.directory[used[1]] = before.directory[used[1]]
+            if frozen is not None:
+                frozen.moved_to(self._store)
+
+    def _open(self, pages: int, entries: int) -> HashIndex:
+        """The arrays as they lie now."""
+        floats, small = self._records.array(np.float32), self._directory.array(np.uint32)
         kind, bounds = initializer_code(self.spec.initializer)
         return HashIndex(
             floats=floats,
             ids=floats.view(np.int64),
-            root=index.take(np.uint64, NUM_BUCKETS),
-            directory=index.take(np.uint32, entries),
-            fill=index.take(np.uint32, pages),
-            cells=index.take(np.uint64, pages * PAGE_CELLS, huge=True),
-            counters=np.array([0, 1, 1]),  # page 0 and the directory entry that leads to it
+            root=small[: 2 * NUM_BUCKETS].view(np.uint64),
+            directory=small[2 * NUM_BUCKETS : 2 * NUM_BUCKETS + entries],
+            fill=small[2 * NUM_BUCKETS + entries : 2 * NUM_BUCKETS + entries + pages],
+            cells=self._cells.array(np.uint64),
+            counters=self._counters,
             fresh=self._fresh,
             bounds=bounds,
-            space_key=np.uint64(self.spec.space_key),
+            index_key=self._index_key,
             row_seed=np.uint64(self.spec.row_seed),
             stride=np.uint64(self._stride),
             dim=np.uint64(self.spec.dim),
             initializer=np.uint64(kind),
         )
+
+    def _no_address_space(self, new_rows: int, reason: str) -> NoAddressSpace:
+        return NoAddressSpace(table=self.spec.name, rows=self.num_rows, new_rows=new_rows, reason=reason)
+
+
+def _index_size(capacity: int) -> tuple[int, int]:
+    """Pages and directory entries for so many rows, directories that were outgrown included."""
+    pages = capacity // _PAGE_ROWS + 2 * NUM_BUCKETS
+    return pages, 16 * pages
 
 
 def _array(array: npt.NDArray[S], dtype: type[S], table: str, what: str) -> npt.NDArray[S]:

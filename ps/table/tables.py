@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -21,9 +21,10 @@ from embershard.proto.errors import (
     InvalidRequest,
     MessageTooLarge,
     NonFiniteValue,
-    TableFull,
     TableLoading,
     TableMismatch,
+    TooManyDeclares,
+    TooManyTables,
     UnknownTable,
     WrongDim,
 )
@@ -40,11 +41,16 @@ from embershard.proto.messages import (
     TableStatus,
 )
 from embershard.proto.routing import BUCKET_SHIFT, Placement, mix64
+from embershard.ps.memory import MemoryBudget
 from embershard.ps.table.optimizers import OptimizerRegistry
-from embershard.ps.table.reads import PLAIN, CheckedRead
-from embershard.ps.table.stopwatch import Stopwatch
+from embershard.ps.table.reads import PLAIN, CheckedRead, Stopwatch
 from embershard.ps.table.table import Table
 
+MAX_TABLES = (
+    20_000  # of a shard: each has an index of its own, and three ranges of addresses of the 65,530 of a process
+)
+DECLARES_PER_SECOND = 1000  # that make a table; a job declares its tables once
+_DECLARE_RETRY_MS = 100
 _NAMES_SHOWN = 20  # of the known tables, in an error that must fit gRPC's metadata
 
 
@@ -67,6 +73,11 @@ class CheckedGradients(NamedTuple):
     gradients: Floats  # (U, dim)
     lr_scale: float
     ages: Floats | None = None  # (U,) pushes that each row is the sum of; None: one
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return self.ids.nbytes + self.gradients.nbytes + (0 if self.ages is None else self.ages.nbytes)
 
 
 @compiled(
@@ -95,7 +106,10 @@ class Tables:
         optimizers: OptimizerRegistry,
         coding: Stopwatch,
         codecs: CodecRegistry | None = None,
+        budget: MemoryBudget | None = None,
     ) -> None:
+        self.budget = MemoryBudget() if budget is None else budget
+        self._allowed, self._refilled = float(DECLARES_PER_SECOND), 0.0  # new tables, and when they were counted
         self._shard = shard
         self._placement = placement
         self._optimizers = optimizers
@@ -119,8 +133,8 @@ class Tables:
         """Have these tables, and no others."""
         self._entries = {table.spec.name: Entry(table, np.uint64(table.spec.space_key), None) for table in tables}
 
-    def declare(self, request: Declare) -> Declared:
-        """Create the table or compare it.
+    def declare(self, request: Declare, now: float) -> Declared:
+        """Create the table or compare it. TooManyTables, TooManyDeclares, TableFull.
 
         A table created with `load` is closed to pulls and pushes until its loader sends the last Load. If the loader
         dies, it stays closed, for half of its first values may be missing: the same worker declares again with `load`
@@ -132,7 +146,9 @@ class Tables:
         codecs = (str(spec.push_codec), str(spec.pull_codec))
         entry = self._entries.get(spec.name)
         if entry is None:
-            table = Table(spec, self._optimizers.find(spec.optimizer))
+            optimizer = self._optimizers.find(spec.optimizer)
+            self._check_new(spec.name, now)
+            table = Table(spec, optimizer, self.budget)
             self._entries[spec.name] = Entry(table, np.uint64(spec.space_key), loader, request.dense, codecs)
             return Declared(created=True, loading=request.load)
         if difference := entry.table.spec.difference(spec):
@@ -142,6 +158,16 @@ class Tables:
             entry.codecs = codecs
         again = loader is not None and entry.loader == loader
         return Declared(created=again, loading=entry.loader is not None)
+
+    def _check_new(self, name: str, now: float) -> None:
+        if len(self._entries) >= MAX_TABLES:
+            raise TooManyTables(table=name, limit=MAX_TABLES)
+        passed = max(0.0, now - self._refilled)
+        self._refilled = max(self._refilled, now)
+        self._allowed = min(self._allowed + passed * DECLARES_PER_SECOND, DECLARES_PER_SECOND)
+        if self._allowed < 1:
+            raise TooManyDeclares(per_second=DECLARES_PER_SECOND, retry_after_ms=_DECLARE_RETRY_MS)
+        self._allowed -= 1
 
     def check_codec(self, codec: CodecName) -> None:
         """UnknownCodec where this shard cannot read or write what a codec makes of values."""
@@ -231,17 +257,29 @@ class Tables:
         return CheckedGradients(entry.table, ids, rows.rows, part.lr_scale, rows.ages)
 
 
-def check_room(parts: list[CheckedGradients], waiting: dict[str, int]) -> None:
-    """TableFull where a table could not take all ids as new rows: half of a push would be applied by then.
+def check_room(
+    parts: Sequence[CheckedGradients],
+    waiting: Mapping[Table, int],
+    waiting_parts: Callable[[], Iterable[CheckedGradients]],
+    budget: MemoryBudget,
+    kept_bytes: int,
+) -> None:
+    """Make sure that all rows of a push can be created, before any is: TableFull, NoAddressSpace.
 
-    waiting: ids per table that are to be applied before.
+    waiting: ids per table that are to be applied before, those of `waiting_parts`. kept_bytes: of what is kept of it.
     """
     wanted = dict(waiting)
-    for table, ids, *_ in parts:
-        name = table.spec.name
-        wanted[name] = wanted.get(name, 0) + len(ids)
-        if table.num_rows + wanted[name] > table.capacity:
-            raise TableFull(table=name, rows=table.num_rows, capacity=table.capacity, ids=wanted[name])
+    for part in parts:
+        wanted[part.table] = wanted.get(part.table, 0) + len(part.ids)
+    asked = kept_bytes + sum(table.growth(count) for table, count in wanted.items())
+    if asked > budget.left:  # as if all ids were new; now as they are
+        wanted = dict.fromkeys(wanted, 0)
+        for part in (*waiting_parts(), *parts):
+            wanted[part.table] += part.table.count_missing(part.ids)
+        asked = kept_bytes + sum(table.growth(count) for table, count in wanted.items())
+        budget.check(max(parts, key=lambda part: len(part.ids)).table.spec.name if parts else "", asked)
+    for table, count in wanted.items():
+        table.reserve(count)
 
 
 def _matrix(entry: Entry, ids: Ids, what: str, values: Floats) -> Floats:

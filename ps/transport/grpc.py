@@ -30,6 +30,8 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_time_ms", 60_000),  # a worker's machine that vanished is noticed, and its calls are dropped
     ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.server_handshake_timeout_ms", 10_000),  # for who connects and says nothing, as on the other transport
+    ("grpc.max_connection_idle_ms", 300_000),  # without a call; clients connect again when they have one
 ]
 _NO_DEADLINE = 24 * 3600.0  # seconds for a caller that set none
 
@@ -54,7 +56,7 @@ class ShardService:
             remaining = context.time_remaining()
             deadline = time.monotonic() + (_NO_DEADLINE if remaining is None else remaining)
             answer = self._dispatch.submit(
-                kind, lambda: loads(kind, data), dumps, num_bytes=len(data), deadline=deadline
+                kind, lambda: loads(kind, data), dumps, num_bytes=len(data), deadline=deadline, peer=context.peer()
             )
             try:
                 return await asyncio.wrap_future(answer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 from typing import cast
 
 _FLUSH_SECONDS = 30.0  # for what one end had not yet read when the other one left
@@ -13,9 +14,9 @@ _log = logging.getLogger(__name__)
 _connecting: set[asyncio.Task[None]] = set()  # the loop itself holds tasks only weakly
 
 
-def pipe_to(path: str, transport: asyncio.Transport, received: bytes) -> None:
-    """Pipe `transport` to the Unix socket at `path`, which first gets what was `received` already."""
-    near = _End()
+def pipe_to(path: str, transport: asyncio.Transport, received: bytes, ended: Callable[[], None] = lambda: None) -> None:
+    """Pipe `transport` to the Unix socket at `path`, which first gets `received`; call `ended` at the end."""
+    near = _End(ended)
     near.transport = transport
     transport.pause_reading()
     transport.set_protocol(near)
@@ -53,6 +54,9 @@ class _End(asyncio.Protocol):
     other: _End | None = None
     ended = False  # whether its peer has sent everything
 
+    def __init__(self, closed: Callable[[], None] = lambda: None) -> None:
+        self._closed = closed
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop has classes of its own
 
@@ -76,6 +80,7 @@ class _End(asyncio.Protocol):
         return False  # closes it, and with it the other
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._closed()
         if self.other is not None:
             self.other.transport.close()
             asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self.other.transport.abort)

@@ -62,6 +62,7 @@ STALL_SECONDS = 30.0
 STALL_RATE = 2**18  # bytes per second
 PRESSED_SECONDS = 2.0  # in place of STALL_SECONDS, for as long as others are turned away for the memory
 SWEEP_SECONDS = 1.0
+MAX_CONNECTIONS = 10_000  # several of each of a thousand workers
 # Frames that are arriving, over all connections: eight of the largest; more is told to come back later.
 RECEIVING_BYTES = 8 * MAX_MESSAGE_BYTES
 # Rows that wait to be read: of one peer, before its requests are left unread and no more rows are made for it; of all.
@@ -79,12 +80,20 @@ class StreamServer:
     `foreign`, a Unix socket's path, is where connections go that speak something else; without it they are closed.
     """
 
-    def __init__(self, dispatch: Dispatch, foreign: str = "", *, limit: int = MAX_MESSAGE_BYTES) -> None:
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        foreign: str = "",
+        *,
+        limit: int = MAX_MESSAGE_BYTES,
+        max_connections: int = MAX_CONNECTIONS,
+    ) -> None:
         self.dispatch = dispatch
         self.foreign = foreign
         self.limit = limit
         self.loop = asyncio.get_running_loop()
         self.connections: set[Connection] = set()
+        self.max_connections, self.open_connections = max_connections, 0  # those passed on included
         self.receiving_bytes = 0
         self.made_bytes = 0  # replies with rows, or with what workers say in a meeting; counted by the apply thread
         self._sent_bytes = 0  # of these, what was given to transports
@@ -164,7 +173,8 @@ class Connection(asyncio.BufferedProtocol):
         self._checksum = False
         self._receiving = 0  # bytes of frames that are arriving, or came in one read with what is answered
         self._full = False  # whether too much waits to be read
-        self._gone = False
+        self._gone = self._counted = False
+        self._peer = ""
         self._began = time.monotonic()
         self._received = self._written = 0  # bytes
         self._made = self._handed = 0  # bytes of replies with rows: by the apply thread, and of these to the transport
@@ -174,6 +184,12 @@ class Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A peer has come."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop has classes of its own
+        self._peer = _peer_of(transport)
+        if self._server.open_connections >= self._server.max_connections:
+            self.drop(f"the shard has {self._server.max_connections} connections already (--connections)")
+            return
+        self._server.open_connections += 1
+        self._counted = True
         self._transport.set_write_buffer_limits(high=UNSENT_BYTES)
         sock = transport.get_extra_info("socket")
         if sock.family != socket.AF_UNIX:
@@ -184,8 +200,15 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         """The peer has gone; what it asked for is still done, for a push may not be lost half-way."""
         self._gone = True
+        self._end()
         self._server.connections.discard(self)
         self._received_frame(self._receiving)
+
+    def _end(self) -> None:
+        """Count this connection no longer."""
+        if self._counted:
+            self._counted = False
+            self._server.open_connections -= 1
 
     @property
     def unsent_bytes(self) -> int:
@@ -218,7 +241,7 @@ class Connection(asyncio.BufferedProtocol):
     def drop(self, reason: str) -> None:
         """End the connection."""
         if reason:
-            _log.warning("dropping the connection of %s: %s", self._transport.get_extra_info("peername"), reason)
+            _log.warning("dropping the connection of %s: %s", self._peer, reason)
         self._transport.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -257,7 +280,7 @@ class Connection(asyncio.BufferedProtocol):
         if not self._server.foreign:
             self.drop("it speaks something else than this protocol")
             return
-        pipe_to(self._server.foreign, self._transport, received)
+        pipe_to(self._server.foreign, self._transport, received, self._end)
 
     def _place(self, header: Header) -> Sequence[memoryview] | None:
         """Memory for a request's arrays; None, with an error as the reply, for one that cannot be taken now."""
@@ -312,6 +335,7 @@ class Connection(asyncio.BufferedProtocol):
             write,
             num_bytes=len(header.head) + sum(header.lengths),
             deadline=time.monotonic() + header.timeout_ms / 1000,
+            peer=self._peer,
         )
         future.add_done_callback(self._sender(header))
 
@@ -348,9 +372,15 @@ class Connection(asyncio.BufferedProtocol):
 
     def _fail(self, error: EmbershardError) -> None:
         """Say what is wrong with the stream, under call 0, and end it: where the next frame starts is unknown."""
-        _log.warning("dropping the connection of %s: %s", self._transport.get_extra_info("peername"), error)
+        _log.warning("dropping the connection of %s: %s", self._peer, error)
         self._send(encode(ERROR_KIND, 0, 0, to_wire(clipped(error))[1], checksum=self._checksum))
         self._transport.close()
+
+
+def _peer_of(transport: asyncio.BaseTransport) -> str:
+    """The address of the other side, for people; empty for a Unix socket, whose peers have none."""
+    name = transport.get_extra_info("peername")
+    return f"{name[0]}:{name[1]}" if isinstance(name, tuple) and len(name) >= 2 else ""
 
 
 def _unknown(header: Header) -> InvalidRequest:

@@ -11,6 +11,7 @@ from embershard.proto.codec.user_defined import CodecRegistry
 from embershard.proto.messages import Push, Reply, Request
 from embershard.proto.routing import Placement
 from embershard.proto.transport.local import LocalTransport
+from embershard.ps.memory import MemoryBudget
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.worker.client.client import DEFAULT_TIMEOUT, Client
@@ -24,7 +25,11 @@ class InProcessShards:
     def __init__(self, shards: int = 1, *, imports: Sequence[str] = ()) -> None:
         placement = Placement.even(shards)
         optimizers, codecs = OptimizerRegistry(imports), CodecRegistry(imports)
-        self._shards = [(Shard(i, placement, optimizers, codecs=codecs), threading.Condition()) for i in range(shards)]
+        memory = MemoryBudget().limit // shards
+        self._shards = [
+            (Shard(i, placement, optimizers, codecs=codecs, memory=memory), threading.Condition())
+            for i in range(shards)
+        ]
 
     def transports(self) -> list[LocalTransport]:
         """A way to each shard, for one client."""

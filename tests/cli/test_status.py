@@ -70,3 +70,13 @@ def test_the_codecs_of_tables_are_shown_where_there_are_some():
     page = shown(replace(STATUS, tables=(plain, coded)))
     assert "table optimizer push pull dim rows bytes t adam none none 4 10" in page
     assert "u adam int8 fp16s 4 10" in page
+
+
+def test_an_update_that_failed_is_shown_with_its_shard():
+    assert "h:1: the update failed" in shown(replace(STATUS, failed_update="the update failed"))
+
+
+def test_the_memory_of_the_tables_is_shown_with_what_is_left():
+    page = shown(replace(STATUS, used_bytes=3 * 2**30, budget_bytes=4 * 2**30))
+    assert "rows tables used left" in page
+    assert "3.0 GiB 1.0 GiB" in page

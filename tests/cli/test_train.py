@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from embershard.cli import app as cli
 from embershard.cli import train as command
-from embershard.proto.errors import ShardUnavailable
+from embershard.deploy.workers import WorkerFailed
+from embershard.proto.errors import CannotWrite, EmbershardError, ShardUnavailable
 from embershard.worker.client import connections as links
 from embershard.worker.client.client import Client
 
@@ -38,3 +40,18 @@ def test_that_nobody_serves_at_an_address_is_said_while_it_waits_and_no_worker_s
     assert "the server at 127.0.0.1:1" in str(result.exception)
     (record,) = caplog.records
     assert record.getMessage().startswith("waiting for the server at 127.0.0.1:1 (")
+
+
+@pytest.mark.parametrize(("free", "named"), [(0, CannotWrite), (2**30, WorkerFailed)])
+def test_a_run_that_ended_on_a_full_disk_names_it_on_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, named: type[EmbershardError]
+) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+
+    def run(*_: object) -> None:
+        raise WorkerFailed(worker=0, how="exit code 1", log="worker-0.log", lines="(nothing)")
+
+    monkeypatch.setattr(command, "_run", run)
+    monkeypatch.setattr(command.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    result = CliRunner().invoke(cli.app, ["train", str(tmp_path / "job.yaml"), "--output", str(tmp_path / "run")])
+    assert type(result.exception) is named

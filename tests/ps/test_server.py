@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 
 from embershard.proto.errors import CannotListen
 from embershard.proto.wire import local_socket
-from embershard.ps.server import ServerOptions
+from embershard.ps.server import LineFormatter, ServerOptions
 from embershard.ps.transport.address import Address
 
 
@@ -115,3 +117,41 @@ def test_options_without_sense_are_refused():
         ServerOptions(shard=2, of=2)
     with pytest.raises(ValueError, match="queue_bytes"):
         ServerOptions(shard=0, of=1, queue_bytes=0)
+
+
+def test_a_log_record_is_one_line_whatever_a_peer_says():
+    formatter = LineFormatter("shard %(levelname)s %(message)s")
+    evil = "x\nshard ERROR all is lost\r\x1b[2J\x9b1m\u2028y"
+    try:
+        raise ValueError(evil)
+    except ValueError:
+        record = logging.LogRecord("l", logging.INFO, "f", 1, "peer %s", (evil,), sys.exc_info())
+    first, *rest = formatter.format(record).split("\n")
+    assert first == r"shard INFO peer x\x0ashard ERROR all is lost\x0d\x1b[2J\x9b1m\u2028y"
+    assert all(line.startswith("    ") for line in rest)
+    assert not any(mark in line for line in rest for mark in "\r\x1b\x9b\u2028")
+
+
+HANGS = """
+import asyncio
+from embershard.ps import server
+server.GRACE_SECONDS, server.LAST_SECONDS = 0.5, 0.5
+async def hang(self):
+    await asyncio.sleep(3600)
+server._Transports.close = hang
+server.serve(server.ServerOptions(shard=0, of=1, listen="127.0.0.1:0"))
+"""
+
+
+def test_a_shard_ends_on_sigterm_also_where_something_hangs():
+    shard = subprocess.Popen([sys.executable, "-c", HANGS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert shard.stdout is not None
+        assert "serving" in shard.stdout.readline()
+        shard.terminate()
+        assert shard.wait(120) == 1
+        assert shard.stderr is not None
+        assert "Timeout" in shard.stderr.read()
+    finally:
+        shard.kill()
+        shard.wait()

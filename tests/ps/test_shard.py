@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -10,22 +11,30 @@ import numpy as np
 import pytest
 
 from embershard.proto import spec
+from embershard.proto.codec.payload import encode_elements
+from embershard.proto.codec.values.registry import BUILTIN
 from embershard.proto.errors import (
     EmbershardError,
+    FutureEpoch,
     InvalidRequest,
     LeaseLost,
     MessageTooLarge,
     NonFiniteValue,
+    ShardBusy,
+    StaleRun,
     StaleWorker,
     TableFull,
     TableLoading,
     TableMismatch,
+    TooManyDeclares,
+    TooManyTables,
     UnknownOptimizer,
     UnknownTable,
     WrongDim,
     WrongPlacement,
 )
 from embershard.proto.messages import (
+    PACKED,
     Declare,
     Declared,
     GetStatus,
@@ -51,8 +60,8 @@ from embershard.proto.messages import (
 from embershard.proto.protobuf import dumps, loads
 from embershard.proto.routing import Placement, make_route
 from embershard.ps.shard import Shard
+from embershard.ps.table import tables as tables_module
 from embershard.ps.table.optimizers import OptimizerRegistry
-from embershard.ps.table.table import Table
 
 R = TypeVar("R", bound=Reply)
 EPOCH = 1
@@ -260,6 +269,15 @@ def test_a_push_is_applied_once_however_often_it_comes(shard: Shard):
     assert status(shard).duplicate_pushes == 3
 
 
+def test_the_retry_of_an_applied_push_is_known_under_another_placement(shard: Shard):
+    message = push(gradients((7,)))
+    shard.handle(message)
+    shard._placement = Placement.even(1, epoch=EPOCH + 1)
+    assert shard.handle(message) == Pushed(duplicate=True, applied=1, skipped=0)
+    with pytest.raises(WrongPlacement):
+        shard.handle(push(gradients((7,)), seq=2))
+
+
 def test_an_earlier_incarnation_of_a_worker_applies_nothing(shard: Shard):
     shard.handle(push(gradients((7,)), epoch=2))
     with pytest.raises(StaleWorker):
@@ -284,12 +302,59 @@ def test_a_push_is_applied_whole_or_not_at_all(shard: Shard, bad: TableGradients
     assert shard.handle(push(gradients((7,)))) == Pushed(duplicate=False, applied=1, skipped=0)
 
 
-def test_a_push_into_a_full_table_leaves_the_others_alone(shard: Shard, monkeypatch: pytest.MonkeyPatch):
+def test_a_push_for_which_there_is_no_memory_is_applied_to_no_table(shard: Shard):
     shard.handle(Declare(table("full")))
-    monkeypatch.setattr(Table, "capacity", property(lambda self: 1 if self.spec.name == "full" else 1000))
-    with pytest.raises(TableFull):
-        shard.handle(push(gradients((7,)), gradients((1,), name="full"), gradients((2,), name="full")))
+    shard._budget.limit = shard._budget.used + 10_000
+    with pytest.raises(TableFull) as full:
+        shard.handle(push(gradients((7,)), gradients(tuple(range(1000)), name="full")))
+    assert full.value.fields["table"] == "full"
+    assert full.value.fields["used_bytes"] == status(shard).used_bytes
+    assert full.value.fields["budget_bytes"] == status(shard).budget_bytes
     assert pull(shard, 7).tolist() == [[1.0] * DIM]
+    assert [one.rows for one in status(shard).tables] == [0, 0]
+
+
+def test_a_small_message_makes_a_shard_keep_no_more_than_its_budget():
+    shard = Shard(0, Placement.even(1), OptimizerRegistry(), memory=64 << 20)
+    dim, count = 65_536, 64
+    shard.handle(Declare(table("wide", dim=dim, optimizer=spec.Adam(lr=0.001))))
+    every_dim = np.arange(count, dtype=np.int64) * dim
+    payload = encode_elements(every_dim, np.ones(count, np.float32), (count, dim), BUILTIN["onebit"], None)
+    assert payload.nbytes < 500
+    refused = 0
+    for seq in range(1, 6):
+        part = TableGradients("wide", np.arange(count) + 1000 * seq, payload, codec=PACKED)
+        try:
+            shard.handle(push(part, seq=seq))
+        except TableFull:
+            refused += 1
+    assert refused == 4
+    assert status(shard).used_bytes <= status(shard).budget_bytes == 64 << 20
+    assert status(shard).tables[0].rows == count
+
+
+def test_a_shard_takes_so_many_tables_and_no_more(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tables_module, "MAX_TABLES", 2)
+    shard = Shard(0, Placement.even(1), OptimizerRegistry())
+    for name in "abab":
+        shard.handle(Declare(table(name)))
+    with pytest.raises(TooManyTables):
+        shard.handle(Declare(table("c")))
+
+
+def test_new_tables_come_no_faster_than_their_rate_and_those_that_exist_at_any(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tables_module, "DECLARES_PER_SECOND", 5)
+    shard = Shard(0, Placement.even(1), OptimizerRegistry())
+    for number in range(5):
+        shard.handle(Declare(table(f"t{number}")), 100.0)
+    for now in (100.0, 100.1):
+        with pytest.raises(TooManyDeclares) as busy:
+            shard.handle(Declare(table("u")), now)
+        assert isinstance(busy.value, ShardBusy)  # which a client waits for
+        assert busy.value.fields["retry_after_ms"] > 0
+    for _ in range(100):
+        shard.handle(Declare(table("t0")), 100.1)
+    shard.handle(Declare(table("u")), 100.3)
 
 
 def test_a_snapshot_waits_for_gathered_pushes_and_for_no_others(shard: Shard, tmp_path: Path):
@@ -418,3 +483,32 @@ def test_status_counts_what_happened(shard: Shard):
     part = now.tables[0]
     assert (part.name, part.dim, part.rows, part.optimizer, part.loading) == ("items", DIM, 1, "sgd", False)
     assert part.bytes > 0
+
+
+HOUR = 3600 * 10**9  # of an epoch or a run
+
+
+@pytest.mark.parametrize("what", ["epoch", "run"])
+def test_an_epoch_or_a_run_of_the_future_is_refused_and_fences_nobody(shard: Shard, what: str):
+    now = time.time_ns()
+    join = Join(0, now, 0, -1, 1, 60_000, run=now)
+    shard.handle(join)
+    for number in (now + HOUR, 2**63 - 1):
+        with pytest.raises(FutureEpoch) as future:
+            shard.handle(replace(join, worker=5, **{what: number}))
+        assert future.value.fields["what"] == what
+        assert str(future.value.fields["got"]) > str(future.value.fields["now"])
+    with pytest.raises(FutureEpoch):
+        shard.handle(push(gradients((7,)), epoch=2**64 - 1))
+    shard.handle(push(gradients((7,)), epoch=now))
+    shard.handle(replace(join, epoch=now + HOUR // 60, run=now + HOUR // 60))  # a minute is what clocks may differ by
+
+
+def test_a_fenced_worker_is_told_by_whom(shard: Shard):
+    now = time.time_ns()
+    shard.handle(push(gradients((7,)), epoch=now), peer="10.0.0.1:999")
+    with pytest.raises(StaleWorker, match=r"came at 20\d\d-.* from 10\.0\.0\.1:999"):
+        shard.handle(push(gradients((7,)), epoch=now - 1))
+    shard.handle(Join(3, now, 0, -1, 1, 60_000, run=now), peer="10.0.0.2:7")
+    with pytest.raises(StaleRun, match=r"begun on these shards by worker 3 at 20\d\d-.* from 10\.0\.0\.2:7"):
+        shard.handle(Join(4, now, 0, -1, 1, 60_000, run=now - 1))

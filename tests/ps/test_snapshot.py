@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -346,6 +348,27 @@ def test_a_write_that_fails_is_named_and_the_shard_goes_on(tmp_path: Path):
         work(shard, request)
     with pytest.raises(SnapshotNotWritten, match="NotADirectory"):
         settled(shard, request)
+    push(shard, 2)
+    assert take([shard], tmp_path, number=8).rows == 2 * len(IDS)
+
+
+def test_a_snapshot_that_met_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shard = make()
+    push(shard)
+    files = []
+
+    def sync(handle: int) -> None:
+        if not stat.S_ISDIR(os.fstat(handle).st_mode):
+            files.append(handle)
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", sync)
+    request = Snapshot(str(tmp_path), "one", 7)
+    with pytest.raises(SnapshotNotWritten, match="No space left"):
+        settled(shard, request) if work(shard, request) else None
+    assert files
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    monkeypatch.undo()
     push(shard, 2)
     assert take([shard], tmp_path, number=8).rows == 2 * len(IDS)
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import Annotated
 
 import typer
 
+from embershard.doctor.cgroup import smallest_memory_limit
+from embershard.ps.memory import physical_memory
 from embershard.ps.server import ServerOptions, serve
+
+_UNITS = {"": 1, "B": 1, **{f"{letter}B": 1000**n for n, letter in enumerate("KMGT", start=1)}}
+_SMALLEST = 2**20  # bytes
+_UNITS.update({f"{letter}IB": 1024**n for n, letter in enumerate("KMGT", start=1)})
 
 
 def ps(
@@ -33,6 +40,16 @@ def ps(
     queue_bytes: Annotated[
         int, typer.Option(help="Bytes of requests that may wait before workers are told to come back later.", min=1)
     ] = ServerOptions.queue_bytes,
+    connections: Annotated[
+        int, typer.Option(help="Connections at a time; more are refused.", min=1)
+    ] = ServerOptions.connections,
+    memory: Annotated[
+        str,
+        typer.Option(
+            help="What all tables of this shard may take: bytes (4GiB, 500MB), or a part (80%) of the memory of this "
+            "machine or its container."
+        ),
+    ] = "80%",
     parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
 ) -> None:
     """Serve one shard until SIGTERM; one JSON line on stdout says where, once it serves."""
@@ -47,8 +64,23 @@ def ps(
         imports=tuple(imports or ()),
         insecure=insecure,
         queue_bytes=queue_bytes,
+        memory=memory_bytes(memory),
+        connections=connections,
         parent_pid=parent_pid,
         rpc=rpc,
         rpc_executes_pickles=rpc_executes_pickles,
     )
     raise typer.Exit(serve(options))
+
+
+def memory_bytes(text: str) -> int:
+    """Bytes of "4GiB", "500MB", "1048576" or "40%", the latter of the container's limit or of the machine."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)\s*", text)
+    unit = found and (0.01 if found[2] == "%" else _UNITS.get(found[2].upper()))
+    if not found or not unit:
+        raise typer.BadParameter(f"{text!r} is no size; write 4GiB, 500MB or 80%", param_hint="--memory")
+    whole = min(smallest_memory_limit() or physical_memory(), physical_memory()) if found[2] == "%" else 1
+    size = int(float(found[1]) * unit * whole)
+    if not _SMALLEST <= size < 2**63:
+        raise typer.BadParameter(f"{text!r} is not between 1 MiB and 8 EiB", param_hint="--memory")
+    return size

@@ -131,12 +131,17 @@ def _ask(transports: Sequence[Transport]) -> list[Seen]:
 
 def _view(seen: Sequence[Seen]) -> Group:
     problems = [f"[red]{escape(one.address)}[/]: {escape(one.problem)}" for one in seen if one.problem]
+    problems += [
+        f"[red]{escape(one.address)}[/]: {escape(one.status.failed_update)}"
+        for one in seen
+        if one.status is not None and one.status.failed_update
+    ]
     statuses = [one.status for one in seen if one.status is not None]
     return Group(_shards(seen), *_tables(seen), *_workers(statuses), *_staleness(statuses), *problems)
 
 
 def _shards(seen: Sequence[Seen]) -> Table:
-    view = _table_of(("shard", "address", "health"), ("rows", "bytes", "tables", "req/s", "memory", "up"))
+    view = _table_of(("shard", "address", "health"), ("rows", "tables", "used", "left", "req/s", "memory", "up"))
     for one in seen:
         now = one.status
         if now is None:
@@ -148,8 +153,9 @@ def _shards(seen: Sequence[Seen]) -> Table:
             escape(one.address),
             "[yellow]loading[/]" if loading else "[green]serving[/]",
             f"{sum(table.rows for table in now.tables):,}",
-            size(sum(table.bytes for table in now.tables)),
             str(len(now.tables)),
+            size(now.used_bytes),
+            size(max(0, now.budget_bytes - now.used_bytes)),
             f"{one.requests_per_second:,.0f}",
             size(now.resident_bytes),
             str(timedelta(seconds=int(now.uptime_seconds))),

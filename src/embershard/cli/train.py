@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from embershard.cli.signals import end_with_parent, ended_by_signals
 from embershard.cli.user_code import check_user_code
 from embershard.deploy.supervisor import LocalShards
 from embershard.deploy.workers import LocalWorkers
-from embershard.proto.errors import EmbershardError
+from embershard.proto.errors import CannotWrite, EmbershardError
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.job.checks import compression_advice
 from embershard.worker.job.job import Job
@@ -23,6 +24,8 @@ from embershard.worker.reporting.log import make_folder
 
 if TYPE_CHECKING:  # a job is checked in a second, without torch; only checkpoints need more
     from embershard.worker.checkpoint.checkpoint import Checkpoint
+
+_LEAST_BYTES = 64 * 1024  # that a disk has left which is not full: less than the logs of a run take
 
 
 def train(
@@ -89,7 +92,18 @@ def train(
     make_folder(folder)
     for line in compression_advice(settings):
         typer.echo(f"advice: {line}")
-    _run(settings, command, folder, ps, imports or (), checkpoint)
+    try:
+        _run(settings, command, folder, ps, imports or (), checkpoint)
+    except (EmbershardError, OSError) as error:
+        check_disk(folder, error)  # a worker says in its log why it ended, which is in this folder
+        raise
+
+
+def check_disk(folder: Path, cause: Exception) -> None:
+    """Raise CannotWrite where the disk of the run's folder is full."""
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage(folder).free < _LEAST_BYTES:
+            raise CannotWrite(path=str(folder), reason="no space is left on its disk") from cause
 
 
 def _check_shards(job: Job, ps: str | None, shards: int | None, imports: list[str] | None) -> None:

@@ -42,6 +42,12 @@ def memory_limit() -> tuple[int, int] | None:
     return min(limits, key=lambda pair: pair[1], default=None)
 
 
+def smallest_memory_limit() -> int | None:
+    """Bytes that the tightest of the groups allows; None without a limit."""
+    texts = [_read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes") for folder in _folders("memory")]
+    return min((int(text) for text in texts if text.isdigit() and int(text) < _UNLIMITED), default=None)
+
+
 def _cache(folder: Path) -> int:
     """Bytes of files that the system drops when memory is wanted."""
     lines = [line.split() for line in _read(folder / "memory.stat").splitlines()]

@@ -72,6 +72,19 @@ def test_a_failed_write_names_the_file_and_leaves_the_old_one(tmp_path: Path, mo
     assert storage.read("f") == b"old"
 
 
+def test_a_file_that_met_an_error_is_not_there(storage: Storage):
+    storage.make_folder("x")
+
+    def write() -> None:
+        with storage.create("x/f") as file:
+            file.write(b"123")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(SnapshotNotWritten, match="No space left"):
+        write()
+    assert storage.sizes("x") == {}
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SnapshotNotWritten, match=f"cannot write {tmp_path}/file/x: NotADirectoryError"):

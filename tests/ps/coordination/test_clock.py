@@ -20,6 +20,7 @@ from embershard.proto.errors import (
     StaleRun,
     StaleWorker,
     TableFull,
+    UpdateFailed,
 )
 from embershard.proto.messages import (
     Declare,
@@ -260,22 +261,28 @@ class TestGathering:
         assert job.row(1) == [-2, -2]
         assert job.status.clock == 1
 
-    def test_what_waits_counts_for_the_room_of_a_table(self, job: Job, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(Table, "capacity", 5)
+    def test_what_waits_counts_for_the_memory_of_a_shard(self, job: Job):
         job.together(2)
-        job.push(0, 0)
+        budget = job.shard._budget
+        many = tuple(range(1000))
+        empty = budget.used
+        job.push(0, 0, ids=many)
+        kept = 1000 * (8 + 4 * DIM)  # ids and gradients
+        assert job.status.used_bytes == empty + kept
+        table = job.shard._tables.entry("items").table
+        budget.limit = budget.used + table.growth(1010) + 1000  # for its rows, and not for another thousand
         with pytest.raises(TableFull):
-            job.push(1, 0, ids=(4, 5, 6))
-        job.push(1, 0, ids=(3, 4))
-        job.push(0, 1, ids=(5,))  # what was gathered has left the account
-        assert job.status.tables[0].rows == 4
+            job.push(1, 0, ids=tuple(range(1000, 2000)))
+        job.push(1, 0, ids=(1, 2))
+        assert job.status.tables[0].rows == 1000
+        assert job.status.used_bytes == job.status.tables[0].bytes  # what was gathered has left the account
 
-    def test_what_a_worker_left_behind_takes_no_room(self, job: Job, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(Table, "capacity", 4)
+    def test_what_a_worker_left_behind_takes_no_memory(self, job: Job):
         job.together(3)
+        before = job.status.used_bytes
         job.push(0, 0, last=False)
         job.leave(0)
-        job.push(1, 0, ids=(4, 5, 6))
+        assert job.status.used_bytes == before
 
     def test_a_worker_too_far_ahead_waits_while_much_is_gathered(self, job: Job, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(clock_module, "GATHER_BYTES", 10)
@@ -297,7 +304,9 @@ class TestGathering:
         with pytest.raises(InvalidRequest, match="the first that it may push is 4"):
             job.push(1, 0)
 
-    def test_a_row_function_that_raises_closes_the_clock_nevertheless(self, job: Job, monkeypatch: pytest.MonkeyPatch):
+    def test_a_push_is_answered_for_itself_where_the_update_of_its_clock_fails(
+        self, job: Job, monkeypatch: pytest.MonkeyPatch
+    ):
         job.together(2)
         job.push(0, 0)
 
@@ -305,13 +314,48 @@ class TestGathering:
             raise BadOptimizer(optimizer="mine", reason="it raised")
 
         monkeypatch.setattr(Table, "apply", broken)
-        with pytest.raises(BadOptimizer):
-            job.push(1, 0)
+        last = job.message(1, 0, TableGradients("items", ids_of(1), rows_of(1, 1.0)))
+        assert job.send(last) == Pushed(duplicate=False, applied=1, skipped=0)
         monkeypatch.undo()
+        assert job.send(last) == Pushed(duplicate=True, applied=1, skipped=0)
         assert job.status.clock == 1
         job.push(0, 1)
         job.push(1, 1)
         assert job.row(1) == [-1, -1]
+
+    def test_who_waits_for_a_clock_whose_update_failed_is_told(self, job: Job, monkeypatch: pytest.MonkeyPatch):
+        job.together(2)
+        job.push(0, 0)
+        job.push(1, 0)
+        job.push(0, 1)
+        assert job.status.failed_update == ""
+
+        def broken(*_: object) -> None:
+            raise BadOptimizer(optimizer="mine", reason="it raised")
+
+        monkeypatch.setattr(Table, "apply", broken)
+        job.push(1, 1)
+        monkeypatch.undo()
+        for worker in (0, 1):
+            with pytest.raises(UpdateFailed) as failed:
+                job.pull(1, worker=worker, after=2)
+            assert failed.value.clock == 1
+        assert "mine" in job.status.failed_update
+        job.pull(1, after=1)  # what it waits for was applied
+        for worker in (0, 1):
+            job.leave(worker)
+        job.join(0, clock=1, epoch=2)
+        job.push(0, 1, epoch=2)
+        job.pull(1, after=2, epoch=2)  # of another job
+        assert job.status.failed_update == ""
+
+    def test_an_update_that_meets_a_defect_is_told_too(self, job: Job, monkeypatch: pytest.MonkeyPatch):
+        job.together(2)
+        job.push(0, 0)
+        monkeypatch.setattr(Table, "apply", lambda *_: 1 / 0)
+        job.push(1, 0)
+        with pytest.raises(UpdateFailed, match="ZeroDivisionError"):
+            job.pull(1, after=1)
 
     def test_the_clocks_after_one_whose_row_function_raises_are_applied(
         self, job: Job, monkeypatch: pytest.MonkeyPatch
@@ -326,8 +370,7 @@ class TestGathering:
             raise BadOptimizer(optimizer="mine", reason="it raised")
 
         monkeypatch.setattr(Table, "apply", broken_once)
-        with pytest.raises(BadOptimizer):
-            job.leave(1)
+        job.leave(1)
         assert job.status.clock == 3
         assert job.row(1) == [-2, -2]
 

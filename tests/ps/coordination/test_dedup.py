@@ -62,7 +62,7 @@ def test_an_earlier_incarnation_is_fenced():
     apply(dedup, PushToken(0, 7, 1, 1))
     with pytest.raises(StaleWorker, match="epoch 6") as caught:
         dedup.find(PushToken(0, 6, 2, 1))
-    assert caught.value.fields == {"worker": 0, "got": 6, "want": 7}
+    assert caught.value.fields == {"worker": 0, "got": 6, "want": 7, "by": ""}
 
 
 def test_a_new_incarnation_starts_its_own_numbers():

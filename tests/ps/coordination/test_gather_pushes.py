@@ -16,9 +16,7 @@ from embershard.ps.table.table import Table
 from embershard.ps.table.tables import CheckedGradients
 
 OPTIMIZER = OptimizerRegistry().find(spec.SGD(lr=1.0))
-TABLES = {
-    dim: Table(spec.TableSpec(name="t", dim=dim, optimizer=spec.SGD(lr=1.0)), OPTIMIZER, 1 << 20) for dim in (1, 3, 16)
-}
+TABLES = {dim: Table(spec.TableSpec(name="t", dim=dim, optimizer=spec.SGD(lr=1.0)), OPTIMIZER) for dim in (1, 3, 16)}
 
 
 def check(dim: int, pushes: list[tuple[np.float32, np.ndarray, np.ndarray, np.ndarray | None]]) -> CheckedGradients:

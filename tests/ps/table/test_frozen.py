@@ -23,7 +23,7 @@ Rows = dict[int, tuple[bytes, bytes]]
 
 def make(dim: int = 3, optimizer: spec.Optimizer = OPTIMIZERS[1]) -> Table:
     table = spec.TableSpec(name="t", dim=dim, optimizer=optimizer)
-    return Table(table, REGISTRY.find(optimizer), 1 << 28)
+    return Table(table, REGISTRY.find(optimizer))
 
 
 def push(table: Table, ids: np.ndarray, seed: int = 0) -> None:

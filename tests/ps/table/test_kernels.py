@@ -10,7 +10,6 @@ import pytest
 
 from embershard.proto import spec
 from embershard.proto.compiled.intrinsics import first_match, fma
-from embershard.proto.errors import TableFull
 from embershard.proto.reference import mix64
 from embershard.ps.table import hash_index as store
 from embershard.ps.table import reference
@@ -26,7 +25,7 @@ GOLDEN_NORMAL = [[3176300315, 1048617390, 1061464762], [1057015564, 1066156525, 
 def sgd_table(dim: int, initializer: spec.Initializer, name: str = "t", seed: int = 0) -> Table:
     optimizer = spec.SGD(lr=1.0)
     table = spec.TableSpec(name=name, dim=dim, optimizer=optimizer, initializer=initializer, seed=seed)
-    return Table(table, OptimizerRegistry().find(optimizer), 1 << 28)
+    return Table(table, OptimizerRegistry().find(optimizer))
 
 
 class TestFirstValues:
@@ -82,7 +81,7 @@ class TestIndex:
     def test_ids_with_one_fingerprint_are_told_apart(self):
         table = sgd_table(1, spec.Constant())
         one, two = (
-            np.array([unmix(n << 52 | middle << 32 | n * 31, table.spec.space_key) for n in range(100)])
+            np.array([unmix(n << 52 | middle << 32 | n * 31, int(table._index_key)) for n in range(100)])
             for middle in (1, 2)
         )
         table.apply(one, np.ones((len(one), 1), np.float32))
@@ -95,21 +94,35 @@ class TestIndex:
 
     def test_the_fingerprint_0_is_not_taken_for_a_free_cell(self):
         table = sgd_table(1, spec.Constant())
-        zero = np.array([unmix(number << 52, table.spec.space_key) for number in range(40)])
-        assert (mix64(zero, table.spec.space_key) & np.uint64(0xFFFFFFFF) == 0).all()
+        zero = np.array([unmix(number << 52, int(table._index_key)) for number in range(40)])
+        assert (mix64(zero, int(table._index_key)) & np.uint64(0xFFFFFFFF) == 0).all()
         for _ in range(2):
             assert not table.gather(zero[20:]).any()
             table.apply(zero[:20], np.ones((20, 1), np.float32))
         assert (table.gather(zero[:20]) == -2).all()
         assert table.num_rows == 20
 
-    def test_ids_made_to_collide_end_in_an_error_and_not_in_a_loop(self):
+    def test_ids_made_to_collide_with_the_index_key_at_hand_do_not_end_in_a_loop(self):
         table = sgd_table(1, spec.Constant())
-        same = np.array([unmix(5 << 52 | number << 32 | 77, table.spec.space_key) for number in range(600)])
-        with pytest.raises(TableFull, match="has room for"):
+        same = np.array([unmix(5 << 52 | number << 32 | 77, int(table._index_key)) for number in range(600)])
+        with pytest.raises(AssertionError, match="index"):
             table.apply(same, np.ones((600, 1), np.float32))
         assert table.num_rows == store.PAGE_LIMIT
         assert (table.gather(same[:100]) == -1).all()
+
+    def test_ids_that_collide_in_the_public_hash_are_rows_like_others(self):
+        table = sgd_table(1, spec.Constant())
+        same = np.array([unmix(5 << 52 | number << 32 | 77, table.spec.space_key) for number in range(1200)])
+        same = np.concatenate([same, [unmix(5 << 52 | number, table.spec.space_key) for number in range(100, 1300)]])
+        table.apply(same, np.ones((len(same), 1), np.float32))
+        assert table.num_rows == len(same)
+        assert (table.gather(same) == -1).all()
+
+    def test_the_ids_without_a_row_are_counted(self):
+        table = sgd_table(1, spec.Constant())
+        table.apply(np.arange(1000), np.ones((1000, 1), np.float32))
+        assert table.count_missing(np.arange(990, 1010)) == 10
+        assert table.count_missing(np.empty(0, np.int64)) == 0
 
     def test_a_page_is_split_into_two_that_share_its_cells(self):
         table = sgd_table(1, spec.Constant())
@@ -138,7 +151,7 @@ class TestIntrinsics:
         def search(cells, start, high):
             return first_match(cells, start, high)
 
-        cells = Arena(4096).take(np.uint64, 24)
+        cells = Arena(4096).array(np.uint64)[:24]
         cells[:] = np.arange(24) + (3 << 32)
         if place is not None:
             cells[8 + place :] = (5 << 32) + 1

@@ -16,7 +16,6 @@ from embershard.ps.table.reference import ReferenceTable
 from embershard.ps.table.table import Table
 
 REGISTRY = OptimizerRegistry()
-RESERVE = 1 << 28
 
 Torch = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 IN_TORCH: list[tuple[spec.Optimizer, Torch]] = [
@@ -52,7 +51,7 @@ NAMES = [f"{optimizer.name}{number}" for number, (optimizer, _) in enumerate(IN_
 
 
 def make_table(optimizer: spec.Optimizer, dim: int, registry: OptimizerRegistry = REGISTRY) -> Table:
-    return Table(spec.TableSpec(name="t", dim=dim, optimizer=optimizer), registry.find(optimizer), RESERVE)
+    return Table(spec.TableSpec(name="t", dim=dim, optimizer=optimizer), registry.find(optimizer))
 
 
 def close(optimizer: spec.Optimizer, ours: np.ndarray, theirs: np.ndarray) -> None:
@@ -326,7 +325,7 @@ class TestUserDefined:
             row[0], row[1] = hyper.size, hyper[hyper.size - 1]
 
         custom = spec.Custom(function="m:probe", lr=1, settings={"a": 4})
-        table = Table(spec.TableSpec(name="t", dim=2, optimizer=custom), probe, RESERVE)
+        table = Table(spec.TableSpec(name="t", dim=2, optimizer=custom), probe)
         table.apply(np.array([1, 2]), np.ones((2, 2), np.float32), 1.0, np.array([3, 1], np.float32))
         table.apply(np.array([3]), np.ones((1, 2), np.float32))
         assert table.gather(np.array([1, 2, 3])).tolist() == [[5, 3], [5, 1], [5, 1]]
@@ -342,7 +341,7 @@ class TestUserDefined:
             row[0] = state.size
 
         custom = spec.Custom(function="m:probe", lr=1, settings={"copies": 3, "start": 0.25})
-        table = Table(spec.TableSpec(name="t", dim=4, optimizer=custom), probe, RESERVE)
+        table = Table(spec.TableSpec(name="t", dim=4, optimizer=custom), probe)
         table.apply(np.array([1]), np.ones((1, 4), np.float32))
         ((_, weights, state),) = table.scan()
         assert weights[0, 0] == 13
@@ -354,7 +353,7 @@ class TestUserDefined:
             if grad[0] > 1:
                 raise ValueError("too large")
 
-        table = Table(spec.TableSpec(name="t", dim=1, optimizer=spec.Custom(function="m:picky", lr=1)), picky, RESERVE)
+        table = Table(spec.TableSpec(name="t", dim=1, optimizer=spec.Custom(function="m:picky", lr=1)), picky)
         table.apply(np.array([1]), np.ones((1, 1), np.float32))
         with pytest.raises(BadOptimizer, match=r"m:picky.*table 't'"):
             table.apply(np.array([1]), np.full((1, 1), 2, np.float32))

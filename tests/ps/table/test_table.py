@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embershard.proto import spec
-from embershard.proto.errors import EmbershardError, InvalidRequest, TableFull, WrongDim
+from embershard.proto.errors import InvalidRequest, NoAddressSpace, SnapshotNotWritten, TableFull, WrongDim
 from embershard.proto.reference import mix64
+from embershard.ps.memory import MemoryBudget
 from embershard.ps.table import table as module
 from embershard.ps.table.hash_index import PAGE_LIMIT
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.reference import ReferenceTable
 from embershard.ps.table.table import Table
 
-RESERVE = 1 << 30
 DIMS = [1, 3, 5, 16, 17]
 EDGE_IDS = np.array([0, -1, 1, np.iinfo(np.int64).min, np.iinfo(np.int64).max, 2**32, -(2**32)])
 REGISTRY = OptimizerRegistry()
@@ -27,7 +29,7 @@ def table_spec(dim: int, optimizer: spec.Optimizer | None = None, **rest: object
 
 
 def compiled_table(table: spec.TableSpec) -> Table:
-    return Table(table, REGISTRY.find(table.optimizer), RESERVE)
+    return Table(table, REGISTRY.find(table.optimizer))
 
 
 def reference_table(table: spec.TableSpec) -> ReferenceTable:
@@ -248,13 +250,66 @@ class TestCompiledTable:
             table.apply(np.arange(3), np.ones((3, 3)))
         assert table.num_rows == 0
 
-    def test_a_full_table_says_so_and_applies_nothing(self):
-        table = Table(table_spec(16), REGISTRY.find(spec.Adagrad(lr=0.1)), 1 << 20)
-        table.apply(np.arange(table.capacity - 1), np.ones((table.capacity - 1, 16), np.float32))
+    def test_a_full_budget_is_named_with_its_figures_and_nothing_is_applied(self):
+        budget = MemoryBudget(1 << 20)
+        table = Table(table_spec(16), REGISTRY.find(spec.Adagrad(lr=0.1)), budget)
+        table.apply(np.arange(4000), np.ones((4000, 16), np.float32))
         before = table.gather(np.arange(5))
-        with pytest.raises(TableFull, match="has room for"):
-            table.apply(np.arange(5), np.ones((5, 16), np.float32))
+        with pytest.raises(TableFull) as full:
+            table.apply(np.arange(9000), np.ones((9000, 16), np.float32))
+        assert full.value.fields["used_bytes"] == budget.used == table.nbytes
+        assert full.value.fields["budget_bytes"] == budget.limit
+        assert full.value.fields["asked_bytes"] >= 5000 * 4 * 34
         assert np.array_equal(table.gather(np.arange(5)), before)
+        assert table.num_rows == 4000
+        table.apply(np.arange(4000), np.ones((4000, 16), np.float32))  # these are there
+
+    def test_the_budget_is_that_of_all_tables_and_gets_back_what_they_had(self):
+        budget = MemoryBudget(64 << 20)
+        tables = [Table(table_spec(16), REGISTRY.find(spec.Adagrad(lr=0.1)), budget) for _ in range(3)]
+        for table in tables:
+            table.apply(np.arange(1000), np.ones((1000, 16), np.float32))
+        assert budget.used == sum(table.nbytes for table in tables)
+        frozen = tables[0].freeze()
+        assert budget.used == sum(table.nbytes for table in tables) + 10 * 1000
+        tables[0].apply(np.arange(10), np.ones((10, 16), np.float32))
+        assert budget.used == sum(table.nbytes for table in tables) + 10 * 1000 + 10 * 32 * 4
+        tables[0].thaw(frozen)
+        del frozen, table
+        tables.clear()
+        assert budget.used == 0
+
+    def test_a_table_that_outgrows_its_addresses_moves_with_all_its_rows(self, monkeypatch):
+        monkeypatch.setattr(module, "_FIRST_BYTES", 1 << 16)
+        table, dim = compiled_table(table_spec(16)), 16
+        first, count = table.capacity, 0
+        frozen = None
+        while table.capacity < 1000 * first:
+            ids = np.arange(count, count + 5000)
+            table.load(ids, np.repeat(ids.astype(np.float32), dim).reshape(-1, dim))
+            count += 5000
+            if count == 20_000:
+                frozen = table.freeze()
+        assert table.num_rows == count
+        assert (table.gather(np.arange(count))[:, 0] == np.arange(count)).all()
+        assert frozen is not None
+        slots, starts = frozen.by_bucket()
+        assert starts[-1] == 20_000
+        block = frozen.read(slots, frozen.block(20_000))
+        assert np.array_equal(block.rows[:, 0], block.ids)
+
+    def test_twenty_thousand_tables_of_any_dim_find_addresses_on_a_machine_of_any_size(self):
+        def size() -> int:
+            return int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+
+        def ranges() -> int:
+            return len(Path("/proc/self/maps").read_text().splitlines())
+
+        before, ranges_before = size(), ranges()
+        budget, dims = MemoryBudget(2 << 40), [1, 3, 64, 1000, 65_536]
+        made = [Table(spec_, REGISTRY.find(spec_.optimizer), budget) for spec_ in map(table_spec, 20 * dims)]
+        assert size() - before < len(made) * 2**46 / 20_000
+        assert ranges() - ranges_before <= 3 * len(made) + 20  # of 65,530
 
     def test_a_refused_reservation_shrinks_and_then_says_why(self, monkeypatch):
         real, refused = module.Arena, []
@@ -266,14 +321,38 @@ class TestCompiledTable:
             return real(nbytes)
 
         monkeypatch.setattr(module, "Arena", arena)
-        limit = 256 << 20
+        limit = 40 << 20
         table = compiled_table(table_spec(16))
         table.apply(np.arange(100), np.ones((100, 16), np.float32))
         assert refused
         assert table.capacity * table.spec.dim * 4 < limit
         limit = 0
-        with pytest.raises(EmbershardError, match="address space"):
+        with pytest.raises(NoAddressSpace, match="Cannot allocate memory"):
             compiled_table(table_spec(16))
+
+    def test_a_table_that_cannot_move_keeps_its_rows_and_says_why(self, monkeypatch):
+        monkeypatch.setattr(module, "_FIRST_BYTES", 1 << 16)
+        table = compiled_table(table_spec(16))
+        table.apply(np.arange(300), np.ones((300, 16), np.float32))
+        before = table.gather(np.arange(300))
+
+        def refuse(self: object, nbytes: int) -> None:
+            raise OSError(12, "Cannot allocate memory")
+
+        monkeypatch.setattr(module.Arena, "grow", refuse)
+        with pytest.raises(NoAddressSpace, match="Cannot allocate memory"):
+            table.apply(np.arange(300, 9000), np.ones((8700, 16), np.float32))
+        assert np.array_equal(table.gather(np.arange(300)), before)
+        assert table.num_rows == 300
+
+    def test_a_snapshot_gives_way_where_there_is_no_memory_for_its_copies(self):
+        budget = MemoryBudget(1 << 20)
+        table = Table(table_spec(16), REGISTRY.find(spec.Adagrad(lr=0.1)), budget)
+        table.apply(np.arange(4000), np.ones((4000, 16), np.float32))
+        frozen = table.freeze()
+        table.apply(np.arange(4000), np.ones((4000, 16), np.float32))
+        with pytest.raises(SnapshotNotWritten):
+            frozen.by_bucket()
 
     @settings(max_examples=40, deadline=None)
     @given(st.data())

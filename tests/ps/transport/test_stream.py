@@ -68,6 +68,7 @@ from embershard.ps.apply_thread import ApplyThread
 from embershard.ps.dispatch import Dispatch
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
+from embershard.ps.transport import grpc as transport_grpc
 from embershard.ps.transport import stream
 from embershard.ps.transport.grpc import ShardService, make_server
 from embershard.ps.transport.stream import StreamServer
@@ -676,8 +677,12 @@ def open_descriptors() -> int:
 
 
 @pytest.fixture
-def grpc_path() -> Iterator[str]:
+def grpc_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A gRPC server's private socket; its shard is another than the stream's."""
+    options = dict(transport_grpc.SERVER_OPTIONS)
+    assert options["grpc.server_handshake_timeout_ms"] <= 10_000
+    shorter = {**options, "grpc.server_handshake_timeout_ms": 300}
+    monkeypatch.setattr(transport_grpc, "SERVER_OPTIONS", list(shorter.items()))
     path = f"\0embershard-test-{os.getpid()}"
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -713,6 +718,36 @@ def test_grpc_at_the_same_port_is_passed_on_and_leaves_nothing_behind(serve: Cal
         call()
     assert eventually(lambda: open_descriptors() <= before)
     assert served.connections == 0
+
+
+def test_a_connection_to_grpc_that_says_nothing_is_closed(serve: Callable[..., Served], grpc_path: str):
+    served = serve(grpc_path)
+    with socket.create_connection(served.address) as peer:
+        peer.settimeout(60)
+        peer.sendall(b"PRI")  # of gRPC's first line
+        peer.sendall(b" * HT")
+        while peer.recv(1024):
+            pass
+    assert eventually(lambda: served.stream.open_connections == 0)
+
+
+def test_connections_over_the_limit_are_refused_and_those_passed_on_count(
+    serve: Callable[..., Served], grpc_path: str, monkeypatch: pytest.MonkeyPatch
+):
+    served = serve(grpc_path)
+    monkeypatch.setattr(served.stream, "max_connections", 2)
+    with socket.create_connection(served.address) as foreign:
+        foreign.sendall(b"PRI * HTTP/2.0")
+        assert eventually(lambda: served.stream.open_connections == 1)
+        peer = Peer(served)
+        with socket.create_connection(served.address) as third:
+            third.settimeout(60)
+            with suppress(ConnectionResetError):
+                assert third.recv(1) == b""
+        peer.sock.close()
+        assert eventually(lambda: served.stream.open_connections == 1)
+        Peer(served).sock.close()
+    assert eventually(lambda: served.stream.open_connections == 0)
 
 
 def test_what_is_passed_on_is_read_no_faster_than_the_other_side_reads(serve: Callable[..., Served], tmp_path: Any):
