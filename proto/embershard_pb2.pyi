@@ -174,7 +174,7 @@ class Rows(_message.Message):
 class PushRequest(_message.Message):
     __slots__ = ("worker", "epoch", "seq", "first_incomplete", "clock", "placement_epoch", "tables", "last", "weight", "version", "difference")
     class TableGradients(_message.Message):
-        __slots__ = ("table", "ids", "gradients", "lr_scale", "route", "codec", "packed_ids")
+        __slots__ = ("table", "ids", "gradients", "lr_scale", "route", "codec", "packed_ids", "unique_ids")
         TABLE_FIELD_NUMBER: _ClassVar[int]
         IDS_FIELD_NUMBER: _ClassVar[int]
         GRADIENTS_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +182,7 @@ class PushRequest(_message.Message):
         ROUTE_FIELD_NUMBER: _ClassVar[int]
         CODEC_FIELD_NUMBER: _ClassVar[int]
         PACKED_IDS_FIELD_NUMBER: _ClassVar[int]
+        UNIQUE_IDS_FIELD_NUMBER: _ClassVar[int]
         table: str
         ids: bytes
         gradients: bytes
@@ -189,7 +190,8 @@ class PushRequest(_message.Message):
         route: int
         codec: str
         packed_ids: bool
-        def __init__(self, table: _Optional[str] = ..., ids: _Optional[bytes] = ..., gradients: _Optional[bytes] = ..., lr_scale: _Optional[float] = ..., route: _Optional[int] = ..., codec: _Optional[str] = ..., packed_ids: _Optional[bool] = ...) -> None: ...
+        unique_ids: bool
+        def __init__(self, table: _Optional[str] = ..., ids: _Optional[bytes] = ..., gradients: _Optional[bytes] = ..., lr_scale: _Optional[float] = ..., route: _Optional[int] = ..., codec: _Optional[str] = ..., packed_ids: _Optional[bool] = ..., unique_ids: _Optional[bool] = ...) -> None: ...
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]

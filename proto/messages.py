@@ -139,7 +139,8 @@ class TableGradients:
 
     With a `route` the ids are those that a pull left with the shard under this number, and do not travel again. Others
     may travel `packed`, if they ascend. `codec` is "" (float32), PACKED, or the name of a user-defined one. Rows that
-    the worker had `held` back are like any others to a shard, which is not told.
+    the worker had `held` back are like any others to a shard, which is not told. Unless ids are `unique` a shard sums
+    the gradients of equal ones.
     """
 
     table: str
@@ -150,6 +151,7 @@ class TableGradients:
     codec: str = ""
     packed: Bytes | None = None  # (N,) what proto/codec/lossless/ids.py makes of `ids`
     held: bool = False
+    unique: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -231,6 +231,7 @@ def _pack_push(m: Push) -> pb.PushRequest:
             route=part.route,
             codec=part.codec,
             packed_ids=part.packed is not None and not part.route,
+            unique_ids=part.unique,
         )
         for part in m.tables
     ]
@@ -260,7 +261,9 @@ def _unpack_push(p: pb.PushRequest, bulk: Sequence[Buffer]) -> Push:
         own, packed = (_NO_IDS, None) if part.route else ids.read(next(left), part.table, part.packed_ids)
         gradients = read_values(next(left), part.codec, part.table)
         scale = part.lr_scale if part.HasField("lr_scale") else 1.0
-        tables.append(TableGradients(part.table, own, gradients, scale, part.route, part.codec, packed))
+        tables.append(
+            TableGradients(part.table, own, gradients, scale, part.route, part.codec, packed, unique=part.unique_ids)
+        )
     if any(True for _ in left):
         raise ValueError("more arrays than its tables have")
     token = PushToken(p.worker, p.epoch, p.seq, p.first_incomplete)

@@ -40,7 +40,7 @@ from embershard.proto.messages import (
     TableIds,
     TableStatus,
 )
-from embershard.proto.routing import BUCKET_SHIFT, Placement, mix64
+from embershard.proto.routing import BUCKET_SHIFT, Placement, make_route, mix64, sum_rows
 from embershard.ps.memory import MemoryBudget
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.reads import PLAIN, CheckedRead, Stopwatch
@@ -242,7 +242,7 @@ class Tables:
             raise InvalidRequest(reason=f"table {part.table!r}: lr_scale must be finite and >= 0, got {part.lr_scale}")
         if not part.codec:
             gradients = _matrix(entry, ids, "gradients", cast(Floats, part.gradients))
-            return CheckedGradients(entry.table, ids, gradients, part.lr_scale)
+            return _summed(CheckedGradients(entry.table, ids, gradients, part.lr_scale), unique=part.unique)
         dim = entry.table.spec.dim
         if (size := 4 * len(ids) * dim) > room:  # before memory is taken: a payload is small, its rows are not
             raise MessageTooLarge(got=size, limit=room)
@@ -254,7 +254,23 @@ class Tables:
             reason = f"gradients of {len(ids)} ids of table {part.table!r}: {error.fields['reason']}"
             raise DamagedPayload(codec=error.fields["codec"], reason=reason) from None
         ids = ids if rows.positions is None else ids[rows.positions]
-        return CheckedGradients(entry.table, ids, rows.rows, part.lr_scale, rows.ages)
+        checked = CheckedGradients(entry.table, ids, rows.rows, part.lr_scale, rows.ages)
+        return _summed(checked, unique=part.unique)
+
+
+def _summed(part: CheckedGradients, *, unique: bool) -> CheckedGradients:
+    """The gradients with those of equal ids summed.
+
+    A worker's ids are unique: to look for equal ones would take 1 to 7 % of the time of its push.
+    """
+    if unique:
+        return part
+    route = make_route(part.ids, 0, Placement.even(1))
+    if len(route.ids) == len(part.ids):
+        return part
+    rows = sum_rows(route.index, np.ascontiguousarray(part.gradients), len(route.ids))
+    ages = None if part.ages is None else np.bincount(route.index, part.ages).astype(np.float32)
+    return part._replace(ids=route.ids, gradients=rows, ages=ages)
 
 
 def check_room(

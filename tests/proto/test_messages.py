@@ -150,7 +150,7 @@ def test_packed_ids_take_no_more_memory_than_a_message_of_ids() -> None:
 def test_messages_without_codecs_say_nothing_of_them() -> None:
     assert head_bytes(m.Pull(1, (m.TableIds("t", IDS, 9),), 4, 5)).hex() == "080112050a0174180918042005"
     push = m.Push(m.PushToken(1, 2, 3, 4), 5, 6, (m.TableGradients("t", IDS, ROWS, 0.5),))
-    assert head_bytes(push).hex() == "0801100218032004280530063a0c0a017421000000000000e03f40014d0000803f"
+    assert head_bytes(push).hex() == "0801100218032004280530063a0e0a017421000000000000e03f400140014d0000803f"
     assert head_bytes(m.Rows((ROWS,), 7)).hex() == "1007"
     assert head_bytes(m.Pushed(True, 3, 1)).hex() == "080110031801"
 
@@ -160,10 +160,11 @@ def test_every_message_type_has_an_example() -> None:
     assert kinds == {type(message) for message in EXAMPLES}
 
 
-def test_a_push_without_an_lr_scale_has_one_of_1() -> None:
+def test_a_push_that_leaves_fields_out_has_an_lr_scale_of_1_and_may_repeat_ids() -> None:
     tables = [pb.PushRequest.TableGradients(table=name, ids=bytes(8), gradients=bytes(4)) for name in "ab"]
     tables[1].lr_scale = 0.0
     push = loads(m.Push, pb.PushRequest(worker=1, epoch=1, seq=1, tables=tables).SerializeToString())
+    assert not any(part.unique for part in push.tables)
     assert [part.lr_scale for part in push.tables] == [1.0, 0.0]
 
 

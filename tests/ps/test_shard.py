@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from embershard.proto import spec
-from embershard.proto.codec.payload import encode_elements
-from embershard.proto.codec.values.registry import BUILTIN
+from embershard.proto.codec.payload import encode_elements, encode_rows
+from embershard.proto.codec.values.registry import BUILTIN, find_values
 from embershard.proto.errors import (
     EmbershardError,
     FutureEpoch,
@@ -372,6 +372,30 @@ def test_a_snapshot_waits_for_gathered_pushes_and_for_no_others(shard: Shard, tm
     assert ask(shard, replace(begun, step="watch"), Snapshotted).state in ("writing", "done")
     shard.handle(replace(begun, step="cancel"))
     assert ask(shard, Snapshot(str(tmp_path), "late", 2), Snapshotted).state in ("writing", "done")
+
+
+@pytest.mark.parametrize("codec", [False, True])
+def test_equal_ids_of_a_push_count_as_the_sum_of_their_gradients(codec: bool):
+    shards = [Shard(0, Placement.even(1), OptimizerRegistry()) for _ in range(2)]
+    ids, rows = ids_of(7, 2, 7, 7), np.arange(4 * DIM, dtype=np.float32).reshape(4, DIM)
+    summed = np.stack([rows[0] + rows[2] + rows[3], rows[1]])
+    sent = encode_rows(rows, find_values("none"), None) if codec else rows
+    parts = [
+        TableGradients("items", ids, sent, codec=PACKED if codec else "", unique=False),
+        TableGradients("items", ids_of(7, 2), summed),
+    ]
+    for shard, part, applied in zip(shards, parts, (2, 2), strict=True):
+        shard.handle(Declare(table(optimizer=spec.Adagrad(lr=0.5))))
+        assert ask(shard, loads(Push, dumps(push(part))), Pushed).applied == applied
+    np.testing.assert_array_equal(pull(shards[0], 7, 2), pull(shards[1], 7, 2))
+
+
+def test_the_pushes_that_equal_ids_stand_for_are_summed_too(shard: Shard):
+    rows = encode_rows(np.ones((3, DIM), np.float32), find_values("none"), None, ages=np.array([1, 2, 4], np.float32))
+    part = TableGradients("items", ids_of(7, 2, 7), rows, codec=PACKED, unique=False)
+    checked = shard._tables.check_gradients(part, None, 2**20)
+    assert checked.ages is not None
+    assert (checked.ids.tolist(), checked.ages.tolist(), checked.ages.dtype) == ([7, 2], [5, 2], np.float32)
 
 
 def test_load_assigns_rows(shard: Shard):
