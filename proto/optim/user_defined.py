@@ -16,7 +16,7 @@ import numpy.typing as npt
 from embershard.proto import spec
 from embershard.proto.compiled import intrinsics
 from embershard.proto.compiled.intrinsics import ROW_FUNCTION
-from embershard.proto.compiled.jit import compiled
+from embershard.proto.compiled.jit import compiled, load
 from embershard.proto.errors import BadOptimizer
 
 Floats = npt.NDArray[np.float32]
@@ -69,7 +69,7 @@ class RowOptimizer:
     def compiled(self) -> RowFunction:
         """The function compiled; BadOptimizer with the compiler's reason when it does not compile."""
         try:
-            return compiled(ROW_FUNCTION, intrinsics)(self.function)
+            return load(compiled(ROW_FUNCTION, intrinsics, registries=True)(self.function))
         except Exception as error:  # numba lets some mistakes through as what Python raises
             reason = _compiler_reason(str(error), self.function.__code__)
             raise BadOptimizer(optimizer=self.name, reason=reason) from error
