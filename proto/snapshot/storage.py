@@ -11,9 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import BinaryIO, cast
 
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
-
 from embershard.proto.errors import EmbershardError
 from embershard.proto.snapshot_errors import BadSnapshotName, SnapshotNotWritten, SnapshotUnreadable
 
@@ -29,6 +26,10 @@ class Storage:
     def __init__(self, url: str) -> None:
         if "::" in url:  # a chain reads through one storage from another, and cannot be written
             raise BadSnapshotName(name=url, what="a folder of snapshots", reason="name one storage, without '::'")
+        # imported here: fsspec reads the metadata of every installed package, for which no start should wait
+        import fsspec
+        from fsspec.implementations.local import LocalFileSystem
+
         try:
             self._files, self._root = fsspec.core.url_to_fs(url)
         except Exception as error:  # a storage's own package may fail in any way, and each does in its own

@@ -121,15 +121,15 @@ def _run(
     """Start shards, unless there are some, and workers; wait for them, and end them all."""
     with ended_by_signals(), contextlib.ExitStack() as stack:
         watch: Callable[[], EmbershardError | None] = lambda: None  # noqa: E731
+        local = LocalShards(job.shards, imports=imports) if job.has_shards and ps is None else None
         if ps is not None:
             _meet_shards(ps, checkpoint)
-        elif job.has_shards:
-            local = stack.enter_context(LocalShards(job.shards, imports=imports))
-            ps, watch = ",".join(local.addresses), lambda: local.failure
-            if checkpoint is not None:
-                _meet_shards(ps, checkpoint)
+        if local is not None:
+            stack.callback(local.close)
+            local.start()
+            watch = lambda: local.failure  # noqa: E731
         # shards that outlive a run must not take the next one's workers for late ones of the last
-        command += ["--ps", ps, "--run", str(time.time_ns())] if ps is not None else []
+        command += ["--ps", "-", "--run", str(time.time_ns())] if job.has_shards else []
         if checkpoint is not None:
             command += ["--resume", checkpoint.url]
         running = LocalWorkers(
@@ -140,7 +140,15 @@ def _run(
             restarts=job.train.restart_workers,
             say=typer.echo,
         )
-        stack.enter_context(running).wait(watch)
+        stack.enter_context(running)
+        if local is not None:  # they start while the workers import torch
+            local.wait_until_serving()
+            ps = ",".join(local.addresses)
+            if checkpoint is not None:
+                _meet_shards(ps, checkpoint)
+        if ps is not None:
+            running.connect(ps)
+        running.wait(watch)
     if running.lost:
         lost = ", ".join(f"worker {rank} ({', '.join(how)})" for rank, how in sorted(running.lost.items()))
         typer.echo(f"lost workers: {len(running.lost)} of {job.workers}: {lost}")

@@ -15,6 +15,7 @@ from rich.console import Console
 from embershard.proto.routing import make_route
 from embershard.proto.spec import SGD, TableSpec
 from embershard.worker.nn.lr_schedule import Best, Schedule
+from embershard.worker.reporting import log
 from embershard.worker.reporting.log import JsonLog, TensorBoardLog
 from embershard.worker.reporting.records import Evaluation, Interval, Observer, Plan, Result
 from embershard.worker.reporting.terminal import Terminal, result_table
@@ -182,7 +183,7 @@ def test_tensorboard_gets_every_figure(tmp_path: Path) -> None:
 
 
 def test_without_tensorboard_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    monkeypatch.setattr(log, "find_spec", lambda name: None)
     assert TensorBoardLog.open(tmp_path) is None
 
 
