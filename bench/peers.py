@@ -124,7 +124,7 @@ IN_PROCESS = [
     Program("torch in one process, torch.optim", "inproc.py", ("--impl", "optim")),
 ]
 EMBERSHARD = Program(OURS, "peer_embershard.py")
-# without es.use_onednn: what is left beside torch's programs is how weights get to the model and back
+# without oneDNN: what is left beside torch's programs is how weights get to the model and back
 PLAIN = Program(f"{OURS}, torch's matrix kernels", EMBERSHARD.script, ("--linear", "torch"))
 RPC = [
     Program(f"torch rpc, {name}, {optimizer}", "torch_rpc.py", ("--transport", transport, "--server-opt", optimizer))

@@ -82,7 +82,7 @@ def bf16(case: Case) -> Finding:
 @check(
     "matrix products",
     asks="whether the faster of MKL and oneDNN multiplies on this CPU",
-    remedy="set train.linear to auto or onednn; in your own loop call es.use_onednn(model)",
+    remedy="set train.linear to auto or onednn",
 )
 def matrix_products(case: Case) -> Finding:
     """worker/nn/onednn.py, against what the job says."""
