@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +15,7 @@ import typer
 from embershard.cli.signals import end_with_parent, ended_by_signals
 from embershard.cli.user_code import check_user_code
 from embershard.deploy.supervisor import LocalShards
-from embershard.deploy.workers import LocalWorkers
+from embershard.deploy.workers import LocalWorkers, WorkerFailed
 from embershard.proto.errors import EmbershardError
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.job.compression import compression_advice
@@ -59,6 +61,9 @@ def train(
             help="Go on from a checkpoint: its folder, a folder of several, or `latest` of checkpoint.folder."
         ),
     ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="With --resume: do so even where the shards hold tables of another job.")
+    ] = False,
     profile: Annotated[
         bool,
         typer.Option(
@@ -88,7 +93,24 @@ def train(
     make_folder(folder)
     for line in compression_advice(settings):
         typer.echo(f"advice: {line}")
-    _run(settings, command, folder, ps, imports or (), checkpoint)
+    try:
+        _run(settings, command, folder, ps, imports or (), checkpoint, replace=replace)
+    except WorkerFailed:
+        if ps is not None and settings.checkpoint is not None:
+            typer.echo(
+                f"to go on from the last checkpoint, on the same shards: {_resume_command(sys.argv[1:])}", err=True
+            )
+        raise
+
+
+def _resume_command(words: Sequence[str]) -> str:
+    """This command with `--resume latest`."""
+    kept, previous = [], ""
+    for word in words:
+        if previous != "--resume" and word != "--resume" and not word.startswith("--resume="):
+            kept.append(word)
+        previous = word
+    return shlex.join(["embershard", *kept, "--resume", "latest"])
 
 
 def _check_shards(job: Job, ps: str | None, shards: int | None, imports: list[str] | None) -> None:
@@ -117,13 +139,15 @@ def _run(
     ps: str | None,
     imports: Sequence[str],
     checkpoint: Checkpoint | None,
+    *,
+    replace: bool,
 ) -> None:
     """Start shards, unless there are some, and workers; wait for them, and end them all."""
     with ended_by_signals(), contextlib.ExitStack() as stack:
         watch: Callable[[], EmbershardError | None] = lambda: None  # noqa: E731
         local = LocalShards(job.shards, imports=imports) if job.has_shards and ps is None else None
         if ps is not None:
-            _meet_shards(ps, checkpoint)
+            _meet_shards(ps, checkpoint, replace)
         if local is not None:
             stack.callback(local.close)
             local.start()
@@ -145,7 +169,7 @@ def _run(
             local.wait_until_serving()
             ps = ",".join(local.addresses)
             if checkpoint is not None:
-                _meet_shards(ps, checkpoint)
+                _meet_shards(ps, checkpoint, replace)
         if ps is not None:
             running.connect(ps)
         running.wait(watch)
@@ -155,13 +179,20 @@ def _run(
     typer.echo(f"log: {folder / 'log.jsonl'}")
 
 
-def _meet_shards(ps: str, checkpoint: Checkpoint | None) -> None:
-    """Wait for the shards here, since a worker says only in its log that it waits; restore them from a checkpoint."""
+def _meet_shards(ps: str, checkpoint: Checkpoint | None, replace: bool) -> None:
+    """Wait for the shards here, since a worker says only in its log that it waits; restore them from a checkpoint.
+
+    Tables like the checkpoint's are replaced: after one shard died, the others of the job still hold them.
+    TablesInTheWay where the shards hold tables of another name, dim or optimizer, unless `replace` is true.
+    """
     from embershard.worker.client.client import Client
 
     with contextlib.closing(Client.connect(parse_addresses(ps))) as client:
         if checkpoint is not None and checkpoint.manifest.snapshot:
             from embershard.worker.checkpoint.checkpoint import SNAPSHOT
-            from embershard.worker.checkpoint.snapshots import restore_snapshot
+            from embershard.worker.checkpoint.snapshots import read_manifest, restore_snapshot
 
-            restore_snapshot(client, checkpoint.url, SNAPSHOT)
+            held = {(table.name, table.dim, table.optimizer) for one in client.status() for table in one.tables}
+            tables = read_manifest(checkpoint.url, SNAPSHOT).tables
+            own = {(name, table.spec.dim, table.spec.optimizer.name) for name, table in tables.items()}
+            restore_snapshot(client, checkpoint.url, SNAPSHOT, replace_tables=replace or held <= own)
