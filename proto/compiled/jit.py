@@ -69,6 +69,12 @@ def compile_missing() -> None:
         first_call.compile_if_missing()
 
 
+def cache_folder(function: Callable[..., object]) -> str | None:
+    """The folder in which numba keeps a compiled function; None where it can be kept nowhere."""
+    folder: str | None = load(function).stats.cache_path  # type: ignore[attr-defined]
+    return folder
+
+
 def sources(*parts: ModuleType | str) -> str:
     """Digest of the files of these modules, and of those whose functions may be anywhere."""
     files = [Path(__file__), Path(__file__).parents[1] / "routing.py"]

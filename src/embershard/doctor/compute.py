@@ -7,8 +7,8 @@ import shutil
 import subprocess
 
 from embershard.doctor.case import Case
-from embershard.doctor.cgroup import usable_cores
 from embershard.doctor.check import Finding, check, fail, ok, warn
+from embershard.doctor.machine import usable_cores
 
 _NVIDIA_SMI_SECONDS = 2.5
 
