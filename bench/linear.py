@@ -1,4 +1,4 @@
-"""A linear layer, forward and backward: by oneDNN (es.use_onednn) against torch's own kernels, interleaved."""
+"""A linear layer, forward and backward: by oneDNN (train.linear) against torch's own kernels, interleaved."""
 
 from __future__ import annotations
 

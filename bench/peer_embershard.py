@@ -5,7 +5,7 @@ before the first step, as they are with the peers, and for `dlrm` they are those
 compare. The other programs lie in the folder that EMBERSHARD_PEERS names.
 
 torch multiplies matrices by MKL, which leaves half of an AMD processor's vector unit idle; TensorFlow and Paddle bring
-oneDNN, which does not. Our client calls `es.use_onednn(model)`, as `embershard worker` does on such processors, and
+oneDNN, which does not. Our client multiplies by oneDNN, as `embershard worker` does on such processors, and
 peers.py gives torch's programs the same; `--linear torch` leaves torch's kernels alone, beside theirs without it.
 """
 
@@ -125,6 +125,8 @@ def train_dlrm(a: argparse.Namespace) -> None:
 
     import embershard as es
     from embershard.proto.timing import step_ends, steps_begin
+    from embershard.worker.memory import keep_freed_memory
+    from embershard.worker.nn.onednn import use_onednn
 
     class DLRM(nn.Module):
         def __init__(self) -> None:
@@ -140,14 +142,14 @@ def train_dlrm(a: argparse.Namespace) -> None:
             return self.net(dense, self.embedding(ids))  # type: ignore[no-any-return]
 
     if a.malloc == "keep":
-        es.keep_freed_memory()
+        keep_freed_memory()
     tensors = ((batch[2], batch[0], batch[3]) for batch in C.dlrm_batches(a.steps, a.rank))
     batches = [tuple(map(torch.from_numpy, arrays)) for arrays in tensors]
     with es.connect(a.addresses, worker=a.rank) as session:
         sgd = es.SGD(lr=C.DENSE_LR)
         model = es.wrap(DLRM(), session, optimizer=es.Adagrad(lr=C.EMB_LR), dense_optimizer=sgd)
         if a.linear == "onednn":
-            es.use_onednn(model)
+            use_onednn(model)
         meter = make_meter(a)
         loop: Iterable[Any] = batches if a.staleness < 0 else session.prefetch(batches, staleness=a.staleness)
         loop = iter(loop)

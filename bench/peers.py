@@ -36,7 +36,7 @@ from timing import finish, load, machine, median, print_table
 ROOT = Path(__file__).resolve().parents[1]
 # resolved here: programs run in folders of their own
 PEERS = Path(os.environ.get("EMBERSHARD_PEERS") or ROOT.parent / "shared/peers").resolve()
-# what es.keep_freed_memory sets, for the other programs
+# what embershard.worker.memory sets, for the other programs
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**29), "MALLOC_TOP_PAD_": str(2**26), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 ENVIRONMENTS = ROOT / ".venv-peers"
 OURS = "embershard"
@@ -154,7 +154,8 @@ IN_PROCESS = [
     Program("torch in one process, torch.optim", "inproc.py", ("--impl", "optim")),
 ]
 EMBERSHARD = Program(OURS, "peer_embershard.py")
-# without es.use_onednn, beside torch's programs without it
+# without oneDNN, beside torch's programs without it
+# without oneDNN: what is left beside torch's programs is how weights get to the model and back
 PLAIN = Program(f"{OURS}, torch's matrix kernels", EMBERSHARD.script, ("--linear", "torch"))
 # pulls where a step needs them, as torch rpc does
 NO_PREFETCH = Program(f"{OURS}, no prefetch", EMBERSHARD.script, ("--staleness", "-1"))

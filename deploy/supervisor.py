@@ -59,6 +59,7 @@ class _Process:
         self.rpc_address = ""  # where it serves torch.distributed.rpc, if it was asked to
         self._served_since = 0.0  # time.monotonic()
         self._ended_at = 0.0
+        self._last_line = time.monotonic()
         self._forward = forward
         self._said = threading.Event()  # it serves, or never will
         self.popen = subprocess.Popen(
@@ -77,10 +78,15 @@ class _Process:
             reader.start()
 
     def wait_until_serving(self, timeout: float) -> bool:
-        """Whether it serves within `timeout` seconds; one that does not is dead then."""
-        if not self._said.wait(max(0.0, timeout)):
-            self.tail.append(f"(killed: it did not serve within {timeout:.0f} s)")
-            self.popen.kill()
+        """Whether it serves; one that says nothing for `timeout` seconds is killed.
+
+        Every line that it logs renews the timeout: a shard that compiles its kernels says so at each of them.
+        """
+        while not self._said.wait(max(0.0, self._last_line + timeout - time.monotonic())):
+            if time.monotonic() - self._last_line >= timeout:
+                self.tail.append(f"(killed: it did not serve within {timeout:.0f} s of its last line)")
+                self.popen.kill()
+                break
         return bool(self.address)
 
     def ended(self) -> str:
@@ -107,6 +113,7 @@ class _Process:
     def _read_stdout(self, stream: IO[str]) -> None:
         with stream:
             for line in stream:
+                self._last_line = time.monotonic()
                 said = _serving(line)
                 if said is None:
                     self._forward(line.rstrip("\n"))  # a user's module may print
@@ -120,6 +127,7 @@ class _Process:
     def _read_stderr(self, stream: IO[str]) -> None:
         with stream:
             for line in stream:
+                self._last_line = time.monotonic()
                 self.tail.append(line.rstrip("\n"))
                 self._forward(line.rstrip("\n"))
 
@@ -139,8 +147,9 @@ class LocalShards:
     `imports` are modules with row optimizers and codecs; the shards find what this process finds (its sys.path).
     `base_port` 0 takes free ports; a shard that is restarted keeps its port. `restart` says how dead shards are started
     again, without their rows since their start; by default they are not. With `rpc` they serve torch.distributed.rpc
-    too, on loopback, which executes pickles and imports torch. `report` gets a line for people at every event,
-    `forward` every line that a shard logs; both are called from threads.
+    too, on loopback, which executes pickles and imports torch. A shard that logs nothing for `start_timeout` before it
+    serves is killed. `report` gets a line for people at every event, `forward` every line that a shard logs; both are
+    called from threads.
     """
 
     def __init__(
@@ -199,9 +208,10 @@ class LocalShards:
         return self._failure
 
     def __enter__(self) -> Self:
-        """Start all shards. ShardFailed, with its last log lines, where one does not come up."""
+        """Start all shards, and wait until they serve. ShardFailed, with its last log lines, where one does not."""
         try:
-            self._start()
+            self.start()
+            self.wait_until_serving()
         except BaseException:
             self.close()
             raise
@@ -232,12 +242,15 @@ class LocalShards:
         for watcher in self._watchers:
             watcher.join(timeout=5.0)
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start all shards, and do not wait for them. `close` ends them."""
         for index in range(len(self._listen)):
             self._processes.append(self._spawn(index))
-        end = time.monotonic() + self._start_timeout
+
+    def wait_until_serving(self) -> None:
+        """Wait until all shards serve. ShardFailed, with its last log lines, where one does not."""
         for index, process in enumerate(self._processes):
-            self._await_serving(index, process, end - time.monotonic())
+            self._await_serving(index, process)
         for index in range(len(self._listen)):
             watcher = threading.Thread(target=self._watch, args=(index,), name=f"shard {index}", daemon=True)
             self._watchers.append(watcher)
@@ -254,8 +267,8 @@ class LocalShards:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         return _Process(command, environment, self._forward)
 
-    def _await_serving(self, index: int, process: _Process, timeout: float) -> None:
-        if process.wait_until_serving(timeout):
+    def _await_serving(self, index: int, process: _Process) -> None:
+        if process.wait_until_serving(self._start_timeout):
             self._listen[index] = process.address
             return
         how = process.ended()  # before its last lines: it waits for them

@@ -31,9 +31,10 @@ class WorkerFailed(EmbershardError):
 class LocalWorkers:
     """`num_workers` worker processes on loopback, as a context manager that leaves none behind.
 
-    `command` are the words behind `embershard worker`. The stdout of the first worker is this process's, and where
-    training is `elastic` that of the others is too: one of them reports where the first one is lost. What they write to
-    stderr goes to `logs`/worker-N.log.
+    `command` are the words behind `embershard worker`. Workers that are started with `--ps -` import what they need and
+    wait for the addresses that `connect` gives them, so that shards can start meanwhile. The stdout of the first worker
+    is this process's, and where training is `elastic` that of the others is too: one of them reports where the first
+    one is lost. What they write to stderr goes to `logs`/worker-N.log.
 
     Elastic training goes on without a worker that a signal ended, as when its machine is lost, for as long as there is
     another: `say` is told so, and up to `restarts` times such a worker is started again. A worker that ends with an
@@ -57,6 +58,7 @@ class LocalWorkers:
         self._meeting: dict[str, str] = {}
         self._port: socket.socket | None = None  # keeps others from the port where they meet
         self._files: list[IO[bytes]] = []
+        self._addresses: bytes | None = None  # a line for the workers' stdin, once the shards serve
         self._starts: list[int] = []  # where this run begins in each log
         self._processes: list[subprocess.Popen[bytes]] = []
         self._gone: set[int] = set()  # workers that a signal ended for good
@@ -87,6 +89,12 @@ class LocalWorkers:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def connect(self, addresses: str) -> None:
+        """Tell the workers where the shards serve ("host:port,host:port"), those too that are started again later."""
+        self._addresses = addresses.encode() + b"\n"
+        for process in self._processes:
+            self._tell(process)
 
     def wait(self, watch: Callable[[], EmbershardError | None] = lambda: None) -> None:
         """Wait until every worker is done. WorkerFailed where one is not; `watch` may end the wait with an error."""
@@ -125,6 +133,9 @@ class LocalWorkers:
                 process.kill()
             for process in self._processes:
                 process.wait()
+                assert process.stdin is not None
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
             for file in self._files:
                 file.close()
             if self._port is not None:
@@ -158,14 +169,22 @@ class LocalWorkers:
         # what this process can import, its workers can
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         command = [sys.executable, "-P", "-m", "embershard.cli", "worker", *self._command]
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [*command, "--parent-pid", str(os.getpid())],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=None if rank == 0 or self._elastic else self._files[rank],
             stderr=self._files[rank],
             env=environment,
             start_new_session=True,  # Ctrl-C at the terminal reaches this process only, which then ends the workers
         )
+        self._tell(process)
+        return process
+
+    def _tell(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None
+        if self._addresses is not None:
+            with contextlib.suppress(BrokenPipeError), process.stdin:  # its end is noticed by `wait`
+                process.stdin.write(self._addresses)
 
     def _failed(self) -> set[int]:
         """Who has failed, at best with whom they lost: what ended it may take longer than their noticing it."""

@@ -311,7 +311,8 @@ class ShardRestarted(EmbershardError):
     status = Status.FAILED_PRECONDITION
     template = (
         "the shard at {address} was restarted (instance {got}, not {want}): the rows and optimizer states that it held "
-        "in memory are lost; start the training again, or restore a snapshot into every shard"
+        "in memory are lost; restore the last checkpoint (embershard train ... --ps ... --resume latest), or start the "
+        "training again on empty shards"
     )
 
 

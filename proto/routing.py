@@ -212,13 +212,15 @@ def _route(
     unique = np.empty(ids.size + 1, np.int64)  # one more: an id is compared before there is any
     index = np.empty(ids.size, np.int64)
     counts = np.empty(num_tables, np.int64)
+    num_unique = 0  # no counts.sum(): to load code that uses numpy's reductions imports scipy
     for t in range(num_tables):
         start, stop = starts[t], starts[t + 1]
         size = 16
         while size < 4 * (stop - start):
             size *= 2
         counts[t] = _number(ids[start:stop], keys[t], cells[:size], unique[start:], index[start:stop], homes, missed)
-    grouped = np.empty(counts.sum(), np.int64)
+        num_unique += counts[t]
+    grouped = np.empty(num_unique, np.int64)
     splits = np.zeros((num_tables, num_shards + 1), np.int64)
     first = 0
     for t in range(num_tables):
@@ -238,7 +240,9 @@ _READ = types.Array(types.int64, 1, "C", readonly=True)
 @called
 def _sort(ids: Ids, keys: npt.NDArray[np.uint64], order: Cells, counts: Ids) -> Cells:
     """Positions of ids in ascending order, by their digits from the lowest. keys, order: (2, U) scratch, U < 2^31."""
-    least, most = ids.min(), ids.max()
+    least, most = ids[0], ids[0]  # U > 0
+    for i in range(_U(ids.size)):
+        least, most = min(least, ids[i]), max(most, ids[i])
     span = _U(most) - _U(least)  # modulo 2^64: the difference of two int64 may have 64 bits
     for i in range(_U(ids.size)):
         keys[0, i], order[0, i] = _U(ids[i]) - _U(least), np.int32(i)

@@ -86,7 +86,6 @@ def serve(options: ServerOptions) -> int:
         threading.Thread(target=_end_with, args=(options.parent_pid,), name="parent", daemon=True).start()
     address = Address.parse(options.listen)
     address.check(options.insecure)
-    _announce_compilation()
     shard = _make_shard(options)
 
     import uvloop
@@ -95,12 +94,14 @@ def serve(options: ServerOptions) -> int:
 
 
 def _make_shard(options: ServerOptions) -> Shard:
-    # imported here: a cold cache compiles during these imports, and the log should say so first
+    # imported here: the address and the log are checked before numba is imported
     from embershard.proto.codec.user_defined import CodecRegistry
+    from embershard.proto.compiled.jit import compile_missing
     from embershard.proto.routing import Placement
     from embershard.ps.shard import Shard
     from embershard.ps.table.optimizers import OptimizerRegistry
 
+    compile_missing()  # not during the first requests: workers would wait for their answers in vain
     placement, optimizers = Placement.even(options.of), OptimizerRegistry(options.imports)
     codecs = CodecRegistry(options.imports)
     return Shard(options.shard, placement, optimizers, codecs=codecs, version=_version(), memory=options.memory)
@@ -268,24 +269,6 @@ def _end_with(parent_pid: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_SECONDS + 5)
     os._exit(1)
-
-
-def _announce_compilation() -> None:
-    """Say once that kernels are being compiled: without a cache the start takes several times as long."""
-    from numba.core import event
-
-    class Announcer(event.Listener):  # type: ignore[misc]
-        said = False
-
-        def on_start(self, event: object) -> None:
-            if not self.said:
-                self.said = True
-                _log.info("compiling kernels; kept on disk where it can be, so that the next start is quick")
-
-        def on_end(self, event: object) -> None:
-            pass
-
-    event.register("numba:compile", Announcer())
 
 
 def _version() -> str:

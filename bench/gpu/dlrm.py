@@ -19,12 +19,12 @@ from part import Figures, report
 from programs import Program, programs
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-import embershard as es
 from embershard.benchmark import dlrm
 from embershard.benchmark.dlrm import Batch, make_batches
 from embershard.benchmark.settings import Train
 from embershard.proto.timing import PartTimes, Recorder, TimeSplit, span, step_ends
 from embershard.worker.device import pinned, to_device
+from embershard.worker.memory import keep_freed_memory
 
 POOL = 8  # batches
 PROFILED = 5  # steps
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2_600_000)
     parser.add_argument("--seconds", type=float, default=6.0, help="of each program")
     options = parser.parse_args()
-    es.keep_freed_memory()
+    keep_freed_memory()
     threads = max(1, len(os.sched_getaffinity(0)) // 4)
     torch.set_num_threads(threads)
     device = torch.device(options.device, 0 if options.device == "cuda" else None)

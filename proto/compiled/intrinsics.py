@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numba import types
 from numba.core.cgutils import ir
 from numba.extending import intrinsic, overload
 from numba.np.arrayobj import populate_array
+
+from embershard.proto.compiled.jit import load
 
 _POINTER = ir.IntType(8).as_pointer()
 _INT32 = ir.IntType(32)
@@ -101,9 +105,9 @@ def call_row_function(typingctx, address, row, state, grad, hyper):  # type: ign
     return types.boolean(types.int64, *ROW_FUNCTION.args), codegen
 
 
-def address_of(dispatcher: object) -> int:
+def address_of(dispatcher: Callable[..., object]) -> int:
     """Address of a function that was compiled with one signature; valid while the function lives."""
-    (result,) = dispatcher.overloads.values()  # type: ignore[attr-defined]
+    (result,) = load(dispatcher).overloads.values()  # type: ignore[attr-defined]
     return int(result.library.get_pointer_to_function(result.fndesc.llvm_func_name))
 
 

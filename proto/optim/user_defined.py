@@ -17,7 +17,7 @@ from embershard.proto import spec
 from embershard.proto.arrays import Floats
 from embershard.proto.compiled import intrinsics
 from embershard.proto.compiled.intrinsics import ROW_FUNCTION
-from embershard.proto.compiled.jit import compiled
+from embershard.proto.compiled.jit import compiled, load
 from embershard.proto.errors import BadOptimizer
 
 RowFunction = Callable[[Floats, Floats, Floats, npt.NDArray[np.float64]], None]  # over row, state, grad, hyper
@@ -69,7 +69,7 @@ class RowOptimizer:
     def compiled(self) -> RowFunction:
         """The function compiled; BadOptimizer with the compiler's reason when it does not compile."""
         try:
-            return compiled(ROW_FUNCTION, intrinsics)(self.function)
+            return load(compiled(ROW_FUNCTION, intrinsics, registries=True)(self.function))
         except Exception as error:  # numba lets some mistakes through as what Python raises
             reason = _compiler_reason(str(error), self.function.__code__)
             raise BadOptimizer(optimizer=self.name, reason=reason) from error

@@ -28,6 +28,8 @@ class Storage:
     def __init__(self, url: str) -> None:
         if "::" in url:  # a chain reads through one storage from another, and cannot be written
             raise BadSnapshotName(name=url, what="a folder of snapshots", reason="name one storage, without '::'")
+        # imported here: fsspec reads the metadata of every installed package, for which no start should wait
+
         try:
             self._files, self._root = fsspec.core.url_to_fs(url)
         except Exception as error:  # a storage's own package may fail in any way, and each does in its own

@@ -15,13 +15,16 @@ from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
+import numba
 import pytest
 import torch
 from doctor_cases import FAIL, GREETING, JOB, NOBODY, OK, STATUS, TABLE, WARN, case, finds, found, job, probe
+from numba.core import caching
 
-from embershard.doctor import cgroup, compute, folders, installation, machine
+from embershard.doctor import compute, folders, installation, machine
 from embershard.doctor.case import Case, open_case
 from embershard.doctor.check import Check, Level
+from embershard.proto.compiled import jit
 from embershard.proto.messages import MemberStatus
 from embershard.worker.nn import onednn
 
@@ -57,8 +60,9 @@ def test_what_cannot_be_imported_fails(one: Check, name: str, monkeypatch: pytes
 
 def test_kernels_that_are_kept_nowhere_are_a_warning(monkeypatch: pytest.MonkeyPatch):
     assert found(installation.kernels)[0] is OK
-    gather = SimpleNamespace(stats=SimpleNamespace(cache_path=None))
-    monkeypatch.setattr(importlib.import_module("embershard.ps.table.kernels"), "gather", gather)
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    nowhere = jit.compiled(numba.float64(numba.float64))(lambda x: x / 2)
+    monkeypatch.setattr(importlib.import_module("embershard.ps.table.kernels"), "gather", nowhere)
     finds(installation.kernels, NOBODY, WARN, "compiles")
 
 
@@ -102,8 +106,8 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A /proc, /sys and cgroup file system without any file."""
     monkeypatch.setattr(machine, "PROC", tmp_path / "proc")
     monkeypatch.setattr(machine, "SYS", tmp_path / "sys")
-    monkeypatch.setattr(cgroup, "CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(cgroup, "MEMBERSHIP", tmp_path / "proc" / "self" / "cgroup")
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "MEMBERSHIP", tmp_path / "proc" / "self" / "cgroup")
     return tmp_path
 
 
@@ -153,7 +157,7 @@ def test_the_limits_of_a_container_are_seen(system: Path, files: Mapping[str, st
     write(system, {**files, "proc/meminfo": f"MemAvailable: {2**30} kB"})
     finds(machine.container, NOBODY, WARN, f"0.5 of {os.cpu_count()} cores, 1.0 GiB of memory, 768 MiB left")
     finds(machine.memory, NOBODY, WARN, "768 MiB free")
-    assert cgroup.usable_cores() == 0.5
+    assert machine.usable_cores() == 0.5
 
 
 @pytest.mark.parametrize(
@@ -166,7 +170,7 @@ def test_the_limits_of_a_container_are_seen(system: Path, files: Mapping[str, st
 )
 def test_what_is_no_limit_is_none(system: Path, files: Mapping[str, str]):
     write(system, files)
-    assert (cgroup.cpu_quota(), cgroup.memory_limit()) == (None, None)
+    assert (machine.cpu_quota(), machine.memory_limit()) == (None, None)
 
 
 def test_room_for_tables_to_grow_is_looked_at(system: Path, monkeypatch: pytest.MonkeyPatch):

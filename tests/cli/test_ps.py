@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from embershard.cli.ps import memory_bytes
-from embershard.doctor import cgroup
+from embershard.doctor import machine as cgroup
 from embershard.ps.memory import physical_memory
 
 

@@ -104,7 +104,7 @@ def test_training_looks_for_user_code_before_its_shards_start(words: list[str], 
 
 
 def test_an_optimizer_of_shards_that_run_already_is_theirs(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(train_command, "_meet_shards", lambda ps, checkpoint: None)
+    monkeypatch.setattr(train_command, "_meet_shards", lambda ps, checkpoint, replace: None)
     monkeypatch.setattr(train_command, "LocalWorkers", train_command.LocalShards)
     words = ["train", "job.yaml", "--output", "out", "--set", f"embedding.optimizer={CUSTOM}"]
     assert said(*words, "--ps", "127.0.0.1:7700,127.0.0.1:7701") == "started"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -13,7 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from embershard.deploy.supervisor import LocalShards, RestartPolicy
+from embershard.deploy.supervisor import LocalShards, RestartPolicy, _Process
 from embershard.proto import spec
 from embershard.proto.errors import ShardFailed
 from embershard.proto.messages import METHODS, SERVICE, Declare, Declared, Greeting, Hello, Reply, Request
@@ -148,3 +149,12 @@ def test_without_restart_a_death_is_the_failure():
         os.kill(shards.pids[0], signal.SIGKILL)
         failure = shards.wait(timedelta(seconds=60))
         assert "ended with SIGKILL" in str(failure)
+
+
+def test_a_shard_that_logs_while_it_compiles_is_waited_for():
+    lines = "import sys, time\nfor _ in range(12):\n    time.sleep(1)\n"
+    lines += "    print('compiling', file=sys.stderr, flush=True)\n"
+    lines += """print('{"event": "serving", "address": "127.0.0.1:1"}', flush=True)"""
+    process = _Process([sys.executable, "-S", "-c", lines], dict(os.environ), lambda line: None)
+    assert process.wait_until_serving(8.0)
+    assert process.ended() == "exit code 0"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +19,7 @@ import pytest
 import torch
 
 import embershard as es
+from embershard.deploy.supervisor import LocalShards, RestartPolicy
 from embershard.worker.checkpoint.checkpoint import SNAPSHOT, Checkpoint
 from embershard.worker.checkpoint.snapshots import read_manifest, read_table
 from embershard.worker.client.worker_group import WorkerGroup
@@ -158,3 +162,42 @@ def test_synchronous_workers_with_dense_weights_of_their_own_resume_to_the_same_
     assert all(np.array_equal(mine, theirs) for mine, theirs in zip(one["embedding"], other["embedding"], strict=True))
     weights = [Checkpoint.open(str(path)).shared()["held"] for path in last]
     assert same(*weights)
+
+
+def test_after_a_shard_died_resuming_restores_the_checkpoint_onto_the_running_shards(
+    start: Start, tmp_path: Path
+) -> None:
+    policy = RestartPolicy(first_pause=timedelta(seconds=0.1))
+    with LocalShards(2, restart=policy) as shards:
+        ps = ("--ps", ",".join(shards.addresses))
+        training = start(tmp_path, *ps, "--set", "train.steps=4000")
+        deadline = time.monotonic() + 250
+        while not (tmp_path / "checkpoints" / "step-000000020" / "checkpoint.json").exists():
+            assert time.monotonic() < deadline
+            assert training.poll() is None, training.communicate()[0]
+            time.sleep(0.01)
+        os.kill(shards.pids[1], signal.SIGKILL)
+        code, text = end(training)
+        assert code == 1
+        (command,) = [line for line in text.splitlines() if line.endswith("--resume latest")]
+        words = shlex.split(command.partition("embershard train job.yaml ")[2])
+        assert words[-4:-2] == ["--set", "train.steps=4000"]
+
+        steps = max(int(path.name.split("-")[1]) for path in (tmp_path / "checkpoints").glob("step-*")) + 20
+        code, text = end(start(tmp_path, *words[2:], "--set", f"train.steps={steps}"))  # without start's own --output
+        assert code == 0, text
+        assert "resumed at step" in text
+
+
+def test_resuming_asks_before_the_tables_of_another_job_are_lost(start: Start, tmp_path: Path) -> None:
+    code, text = end(start(tmp_path, "--set", "train.steps=40"))
+    assert code == 0, text
+    resume = ("--set", "train.steps=60", "--resume", "checkpoints/step-000000020")
+    with LocalShards(1) as shards, es.connect(shards.addresses) as session:
+        session.client.declare(es.TableSpec(name="embedding", dim=8, optimizer=es.SGD(lr=0.1)))
+        ps = ("--ps", ",".join(shards.addresses))
+        code, text = end(start(tmp_path, *ps, *resume))
+        assert code == 1
+        assert "--replace" in text
+        code, text = end(start(tmp_path, *ps, *resume, "--replace"))
+        assert code == 0, text

@@ -25,7 +25,8 @@ Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 class Section(BaseModel):
     """A part of a job: frozen, and without fields that it does not know."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    # a section's validator is built when it is used: most of them are used as a part of Job's
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
 class ModelSection(Section):

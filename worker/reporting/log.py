@@ -15,7 +15,9 @@ import math
 import platform
 import tempfile
 import time
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,21 +102,18 @@ def _version(package: str) -> str:
 class TensorBoardLog:
     """Scalars over the number of samples."""
 
-    def __init__(self, writer: SummaryWriter) -> None:
-        self._writer = writer
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._plan: RunPlan | None = None
 
     @classmethod
     def open(cls, folder: Path) -> TensorBoardLog | None:
         """Events in `folder`; None where tensorboard is not installed (`pip install embershard[tensorboard]`)."""
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            return None
-        return cls(SummaryWriter(str(folder)))
+        return cls(folder) if find_spec("tensorboard") is not None else None
 
     def started(self, plan: RunPlan) -> None:
-        """The job as text."""
-        self._writer.add_text("job", f"```\n{json.dumps(plan.job, indent=2)}\n```")
+        """Keep the job, which is written as text with the first figures."""
+        self._plan = plan
 
     def trained(self, interval: Interval) -> None:
         """Loss, speed, waiting, learning rate, and what a cache gave."""
@@ -138,7 +137,18 @@ class TensorBoardLog:
 
     def close(self) -> None:
         """Close the file."""
-        self._writer.close()
+        if "_writer" in self.__dict__:
+            self._writer.close()
+
+    @cached_property
+    def _writer(self) -> SummaryWriter:
+        # with the first figures: the first step need not wait for the import of tensorboard
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(str(self._folder))
+        if self._plan is not None:
+            writer.add_text("job", f"```\n{json.dumps(self._plan.job, indent=2)}\n```")
+        return writer
 
     def _add(self, name: str, value: float, samples: int) -> None:
         self._writer.add_scalar(name, value, samples)

@@ -20,6 +20,7 @@ from embershard.proto.routing import MAX_EVEN, even_ids_at
 
 _U = np.uint64
 _1 = _U(1)
+_TOP = _U(np.iinfo(np.int64).max)
 _FIRST, _KEY = np.dtype("<i8"), np.dtype("<u8")
 
 
@@ -82,10 +83,9 @@ def _gaps(ids: Ids, gaps: Words) -> None:
 
 @compiled(types.boolean(types.Array(types.uint64, 1, "C", readonly=True), types.int64[::1]))
 def _add_gaps(gaps: Words, ids: Ids) -> bool:
-    top = _U(np.iinfo(np.int64).max)
     at = _U(ids[0])
     for i in range(gaps.size):
-        if gaps[i] >= top - at:  # modulo 2^64, too: how many ids lie above this one
+        if gaps[i] >= _TOP - at:  # modulo 2^64, too: how many ids lie above this one
             return False
         at += gaps[i] + _1
         ids[i + 1] = np.int64(at)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import importlib
 import keyword
 import os
@@ -56,6 +57,9 @@ class LazyCommands(TyperGroup):
 def _load(name: str) -> TyperCommand:
     word = f"{name}_" if keyword.iskeyword(name) else name
     found = getattr(importlib.import_module(f"embershard.cli.{word}"), word)
+    if not gc.isenabled():  # see main: what was imported is left out of every later search for garbage
+        gc.freeze()
+        gc.enable()
     if isinstance(found, typer.Typer):
         return typer.main.get_command(found)  # type: ignore[return-value]
     one = typer.Typer(add_completion=False)

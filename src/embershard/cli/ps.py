@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from embershard.doctor.cgroup import smallest_memory_limit
+from embershard.doctor.machine import smallest_memory_limit
 from embershard.ps.memory import physical_memory
 from embershard.ps.server import ServerOptions, serve
 

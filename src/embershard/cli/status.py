@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from embershard.cli.up import DEFAULT_PORT
-from embershard.doctor.words import size
+from embershard.doctor.check import size
 from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import GetStatus, Hello, Request, ShardStatus
 from embershard.proto.transport.addresses import parse_addresses, transport_for

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +16,7 @@ import typer
 from embershard.cli.signals import end_with_parent, ended_by_signals
 from embershard.cli.user_code import check_user_code
 from embershard.deploy.supervisor import LocalShards
-from embershard.deploy.workers import LocalWorkers
+from embershard.deploy.workers import LocalWorkers, WorkerFailed
 from embershard.proto.errors import CannotWrite, EmbershardError
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.job.checks import compression_advice
@@ -63,6 +65,9 @@ def train(
             help="Go on from a checkpoint: its folder, a folder of several, or `latest` of checkpoint.folder."
         ),
     ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="With --resume: do so even where the shards hold tables of another job.")
+    ] = False,
     profile: Annotated[
         bool,
         typer.Option(
@@ -93,9 +98,13 @@ def train(
     for line in compression_advice(settings):
         typer.echo(f"advice: {line}")
     try:
-        _run(settings, command, folder, ps, imports or (), checkpoint)
+        _run(settings, command, folder, ps, imports or (), checkpoint, replace=replace)
     except (EmbershardError, OSError) as error:
         check_disk(folder, error)  # a worker says in its log why it ended, which is in this folder
+        if isinstance(error, WorkerFailed) and ps is not None and settings.checkpoint is not None:
+            typer.echo(
+                f"to go on from the last checkpoint, on the same shards: {_resume_command(sys.argv[1:])}", err=True
+            )
         raise
 
 
@@ -104,6 +113,16 @@ def check_disk(folder: Path, cause: Exception) -> None:
     with contextlib.suppress(OSError):
         if shutil.disk_usage(folder).free < _LEAST_BYTES:
             raise CannotWrite(path=str(folder), reason="no space is left on its disk") from cause
+
+
+def _resume_command(words: Sequence[str]) -> str:
+    """This command with `--resume latest`."""
+    kept, previous = [], ""
+    for word in words:
+        if previous != "--resume" and word != "--resume" and not word.startswith("--resume="):
+            kept.append(word)
+        previous = word
+    return shlex.join(["embershard", *kept, "--resume", "latest"])
 
 
 def _check_shards(job: Job, ps: str | None, shards: int | None, imports: list[str] | None) -> None:
@@ -132,19 +151,21 @@ def _run(
     ps: str | None,
     imports: Sequence[str],
     checkpoint: Checkpoint | None,
+    *,
+    replace: bool,
 ) -> None:
     """Start shards, unless there are some, and workers; wait for them, and end them all."""
     with ended_by_signals(), contextlib.ExitStack() as stack:
         watch: Callable[[], EmbershardError | None] = lambda: None  # noqa: E731
+        local = LocalShards(job.shards, imports=imports) if job.has_shards and ps is None else None
         if ps is not None:
-            _meet_shards(ps, checkpoint)
-        elif job.has_shards:
-            local = stack.enter_context(LocalShards(job.shards, imports=imports))
-            ps, watch = ",".join(local.addresses), lambda: local.failure
-            if checkpoint is not None:
-                _meet_shards(ps, checkpoint)
+            _meet_shards(ps, checkpoint, replace)
+        if local is not None:
+            stack.callback(local.close)
+            local.start()
+            watch = lambda: local.failure  # noqa: E731
         # shards that outlive a run must not take the next one's workers for late ones of the last
-        command += ["--ps", ps, "--run", str(time.time_ns())] if ps is not None else []
+        command += ["--ps", "-", "--run", str(time.time_ns())] if job.has_shards else []
         if checkpoint is not None:
             command += ["--resume", checkpoint.url]
         running = LocalWorkers(
@@ -155,20 +176,35 @@ def _run(
             restarts=job.train.restart_workers,
             say=typer.echo,
         )
-        stack.enter_context(running).wait(watch)
+        stack.enter_context(running)
+        if local is not None:  # they start while the workers import torch
+            local.wait_until_serving()
+            ps = ",".join(local.addresses)
+            if checkpoint is not None:
+                _meet_shards(ps, checkpoint, replace)
+        if ps is not None:
+            running.connect(ps)
+        running.wait(watch)
     if running.lost:
         lost = ", ".join(f"worker {rank} ({', '.join(how)})" for rank, how in sorted(running.lost.items()))
         typer.echo(f"lost workers: {len(running.lost)} of {job.workers}: {lost}")
     typer.echo(f"log: {folder / 'log.jsonl'}")
 
 
-def _meet_shards(ps: str, checkpoint: Checkpoint | None) -> None:
-    """Wait for the shards here, since a worker says only in its log that it waits; restore them from a checkpoint."""
+def _meet_shards(ps: str, checkpoint: Checkpoint | None, replace: bool) -> None:
+    """Wait for the shards here, since a worker says only in its log that it waits; restore them from a checkpoint.
+
+    Tables like the checkpoint's are replaced: after one shard died, the others of the job still hold them.
+    TablesInTheWay where the shards hold tables of another name, dim or optimizer, unless `replace` is true.
+    """
     from embershard.worker.client.client import Client
 
     with contextlib.closing(Client.connect(parse_addresses(ps))) as client:
         if checkpoint is not None and checkpoint.manifest.snapshot:
             from embershard.worker.checkpoint.checkpoint import SNAPSHOT
-            from embershard.worker.checkpoint.snapshots import restore_snapshot
+            from embershard.worker.checkpoint.snapshots import read_manifest, restore_snapshot
 
-            restore_snapshot(client, checkpoint.url, SNAPSHOT)
+            held = {(table.name, table.dim, table.optimizer) for one in client.status() for table in one.tables}
+            tables = read_manifest(checkpoint.url, SNAPSHOT).tables
+            own = {(name, table.spec.dim, table.spec.optimizer.name) for name, table in tables.items()}
+            restore_snapshot(client, checkpoint.url, SNAPSHOT, replace_tables=replace or held <= own)

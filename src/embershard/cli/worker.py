@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from typing import Annotated
 import torch
 import typer
 
+from embershard.proto.compiled.jit import compile_missing
 from embershard.proto.errors import JobError
 from embershard.proto.timing import Recorder
 from embershard.worker.checkpoint.checkpoint import Checkpoint, find_checkpoint
@@ -38,7 +40,10 @@ from embershard.worker.training.trainer import Trainer
 def worker(
     job: Annotated[Path, typer.Argument(help="The job file.")],
     ps: Annotated[
-        str | None, typer.Option(help="Addresses of all shards: host:port,host:port; of a strategy that has some.")
+        str | None,
+        typer.Option(
+            help="Addresses of all shards: host:port,host:port; of a strategy that has some. -: a line of stdin."
+        ),
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="section.field=value, over the job file; may be repeated.")
@@ -173,7 +178,9 @@ def _check_mode(job: Job, ps: str | None, world_size: int) -> None:
 
 
 def _prepare(job: Job, place: WorkerRanks) -> None:
-    """Settings of this process."""
+    """Settings of this process, and its kernels: nobody may wait for a worker that compiles."""
+    _log_compilation()
+    compile_missing()
     keep_freed_memory()
     torch.set_num_threads(job.worker_threads(place.local_world_size))
     if job.train.device != "cpu" and torch.cuda.is_available():
@@ -201,6 +208,8 @@ def _loader(job: Job, folder: Path, place: WorkerRanks, checkpoint: Checkpoint |
 
 def _connect(job: Job, ps: str, place: WorkerRanks, imports: Sequence[str]) -> Session:
     train = job.train
+    if ps == "-":  # as late as can be: whoever started this process starts the shards meanwhile
+        ps = sys.stdin.readline().strip()
     session = connect(
         ps,
         worker=place.rank,
@@ -225,6 +234,15 @@ def _join(job: Job, session: Session | None, place: WorkerRanks) -> WorkerGroup:
     if session is not None and session.membership is not None:
         return ShardGroup(session.client, place.rank, place.world_size, place.meet_within)
     return WorkerGroup(place.rank, place.world_size)
+
+
+def _log_compilation() -> None:
+    """Show on stderr, which is the worker's log under `train`, that kernels are compiled."""
+    log, handler = logging.getLogger(compile_missing.__module__), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
 
 
 def _has_own_gpu(job: Job, place: WorkerRanks) -> bool:

@@ -7,8 +7,8 @@ import shutil
 import subprocess
 
 from embershard.doctor.case import Case
-from embershard.doctor.cgroup import usable_cores
 from embershard.doctor.check import Finding, check, fail, ok, warn
+from embershard.doctor.machine import usable_cores
 
 _NVIDIA_SMI_SECONDS = 2.5
 
@@ -82,7 +82,7 @@ def bf16(case: Case) -> Finding:
 @check(
     "matrix products",
     asks="whether the faster of MKL and oneDNN multiplies on this CPU",
-    remedy="set train.linear to auto or onednn; in your own loop call es.use_onednn(model)",
+    remedy="set train.linear to auto or onednn",
 )
 def matrix_products(case: Case) -> Finding:
     """worker/nn/onednn.py, against what the job says."""

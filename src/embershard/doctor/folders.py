@@ -7,8 +7,7 @@ import tempfile
 from pathlib import Path
 
 from embershard.doctor.case import Case
-from embershard.doctor.check import Finding, check, fail, ok, warn
-from embershard.doctor.words import size
+from embershard.doctor.check import Finding, check, fail, ok, size, warn
 from embershard.proto.errors import BadSnapshotName
 from embershard.proto.snapshot.storage import Storage
 

@@ -98,7 +98,7 @@ def uvloop(_: Case) -> Finding:
 def kernels(_: Case) -> Finding:
     """Where numba keeps the kernels."""
     module = importlib.import_module("embershard.ps.table.kernels")
-    folder = module.gather.stats.cache_path
+    folder = importlib.import_module("embershard.proto.compiled.jit").cache_folder(module.gather)
     if not folder:
         return warn("there is no folder to keep them in: every start of a shard or a worker compiles for seconds")
     return ok(f"kept in {folder}")

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from embershard.doctor.case import Case
-from embershard.doctor.check import Finding, check, fail, ok, warn
-from embershard.doctor.words import numbers, some
+from embershard.doctor.check import Finding, check, fail, numbers, ok, some, warn
 from embershard.proto.messages import ShardStatus
 
 _SILENT_SHARE = 0.5  # of a lease: workers renew theirs four times in it

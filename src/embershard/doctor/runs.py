@@ -7,10 +7,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from embershard.doctor.case import Case
-from embershard.doctor.check import Finding, check, fail, ok, warn
+from embershard.doctor.check import Finding, check, fail, ok, some, warn
 from embershard.doctor.run_record import RunRecord, number
 from embershard.doctor.shards import is_busy
-from embershard.doctor.words import some
 from embershard.worker.reporting.log import FILE_NAME
 
 _LARGE_SHARE = 0.2  # of a step, for a part that is no computation

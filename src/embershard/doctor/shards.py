@@ -8,9 +8,8 @@ from datetime import timedelta
 from importlib import metadata
 
 from embershard.doctor.case import Case
-from embershard.doctor.check import Finding, check, fail, ok, warn
+from embershard.doctor.check import Finding, check, fail, numbers, ok, size, some, warn
 from embershard.doctor.probe import Probe
-from embershard.doctor.words import numbers, size, some
 from embershard.proto.errors import ShardUnavailable, WrongShards
 from embershard.proto.transport.addresses import transport_for
 from embershard.proto.transport.transport import Deadline

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 
 import numba
@@ -31,7 +33,7 @@ class TestCompiled:
         import part  # type: ignore[import-not-found]
 
         def compile_it() -> tuple[int, int]:
-            stats = jit.compiled(numba.int64(numba.int64), part)(kept.double).stats
+            stats = jit.load(jit.compiled(numba.int64(numba.int64), part)(kept.double)).stats
             return sum(stats.cache_hits.values()), sum(stats.cache_misses.values())
 
         assert compile_it() == (0, 1)
@@ -53,8 +55,10 @@ class TestCompiled:
 
     def test_a_call_with_another_signature_is_not_compiled_at_run_time(self):
         half = jit.compiled(numba.int64(numba.int64))(lambda x: x // 2)
-        with pytest.raises(TypeError):
-            half("three")
+        for _ in range(2):  # before it is loaded, and after
+            with pytest.raises(TypeError):
+                half("three")
+        assert half(7) == 3
 
     def test_the_digest_depends_on_every_part(self):
         digests = {
@@ -64,3 +68,53 @@ class TestCompiled:
             jit.sources(routing.__file__),
         }
         assert len(digests) == 4
+
+    def test_the_address_of_a_function_that_was_not_called_yet_is_one(self):
+        half = jit.compiled(numba.float64(numba.float64))(lambda x: x / 2)
+        assert intrinsics.address_of(half) != 0
+
+    def test_one_that_calls_another_one_is_compiled_with_that_ones_signature(self):
+        half = jit.compiled(numba.float64(numba.float64))(lambda x: x / 2)
+        quarter = jit.compiled(numba.float64(numba.int64))(lambda x: half(x) / 2)
+        assert quarter(3) == 0.75
+        assert [str(signature) for signature in half.signatures] == ["(float64,)"]
+
+
+KERNELS = """
+import importlib, logging, pkgutil, sys
+logging.basicConfig(level=logging.INFO)
+import embershard.proto.codec, embershard.proto.codec.lossless, embershard.proto.codec.values
+from embershard.proto.compiled import intrinsics, jit
+
+for folder in (embershard.proto.codec.lossless, embershard.proto.codec.values):
+    for found in pkgutil.iter_modules(folder.__path__, folder.__name__ + "."):
+        importlib.import_module(found.name)
+jit.compile_missing()
+before = set(sys.modules)
+for kernel in list(jit._pending):
+    jit.load(kernel)
+print(sorted({"scipy.linalg", "numba.np.arraymath"} & (set(sys.modules) - before)))
+"""
+
+
+@pytest.mark.integration
+class TestProcesses:
+    """What becomes of the cache where several processes use it."""
+
+    def test_processes_that_start_at_once_compile_each_function_once(self, tmp_path):
+        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+        command = [sys.executable, "-c", KERNELS]
+        both = [
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for _ in range(2)
+        ]
+        said = [process.communicate(timeout=250)[1] for process in both]
+        assert [process.returncode for process in both] == [0, 0], said
+        compiled = [line.split()[-1] for line in "".join(said).splitlines() if ":compiling " in line]
+        assert compiled
+        assert len(compiled) == len(set(compiled))
+        assert ":waiting for another process" in "".join(said)
+
+        third = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=True)
+        assert "compiling" not in third.stderr
+        assert third.stdout.strip() == "[]"  # loading code imports none of what compiling it needs

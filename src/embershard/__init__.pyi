@@ -1,0 +1,35 @@
+"""The public names, each once: type checkers read them here, and __init__.py finds their modules here."""
+
+from embershard import errors as errors
+from embershard.local_shards import local as local
+from embershard.proto.codec.user_defined import values_codec as values_codec
+from embershard.proto.errors import EmbershardError as EmbershardError
+from embershard.proto.spec import FTRL as FTRL
+from embershard.proto.spec import SGD as SGD
+from embershard.proto.spec import Adagrad as Adagrad
+from embershard.proto.spec import Adam as Adam
+from embershard.proto.spec import AdamW as AdamW
+from embershard.proto.spec import Constant as Constant
+from embershard.proto.spec import Custom as Custom
+from embershard.proto.spec import Normal as Normal
+from embershard.proto.spec import RMSprop as RMSprop
+from embershard.proto.spec import RowWiseAdagrad as RowWiseAdagrad
+from embershard.proto.spec import TableSpec as TableSpec
+from embershard.proto.spec import Uniform as Uniform
+from embershard.ps.table.optimizers import row_optimizer as row_optimizer
+from embershard.worker.checkpoint.snapshots import begin_snapshot as begin_snapshot
+from embershard.worker.checkpoint.snapshots import open_snapshot as open_snapshot
+from embershard.worker.checkpoint.snapshots import restore_snapshot as restore_snapshot
+from embershard.worker.checkpoint.snapshots import take_snapshot as take_snapshot
+from embershard.worker.client.client import Client as Client
+from embershard.worker.compression.settings import Compression as Compression
+from embershard.worker.data.splits import SplitSampler as SplitSampler
+from embershard.worker.nn.activations import checkpoint_activations as checkpoint_activations
+from embershard.worker.nn.averaging import WeightAverage as WeightAverage
+from embershard.worker.nn.compile import compile_dense as compile_dense
+from embershard.worker.nn.embedding import Embedding as Embedding
+from embershard.worker.nn.embedding import EmbeddingBag as EmbeddingBag
+from embershard.worker.nn.optimizer import ShardOptimizer as ShardOptimizer
+from embershard.worker.nn.wrap import wrap as wrap
+from embershard.worker.session.session import Session as Session
+from embershard.worker.session.session import connect as connect
