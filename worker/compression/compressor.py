@@ -46,6 +46,9 @@ class Compressor:
         self._worker, self._placement = worker, placement
         self._tables: dict[str, TableCompressor] = {}
         self._has_feedback = False  # whether any table ever held something back
+        # the codecs of tables whose rows, or gradients, do not travel as plain float32
+        self.coded_pulls: dict[str, CodecName] = {}
+        self.coded_pushes: dict[str, CodecName] = {}
 
     def with_codecs(self, spec: TableSpec, *, dense: bool) -> TableSpec:
         """A spec with the codecs that its table will use: those of the settings, or else its own.
@@ -111,13 +114,11 @@ class Compressor:
 
     def pull_codec(self, table: str) -> CodecName:
         """How its rows come."""
-        way = self._tables.get(table)
-        return PLAIN if way is None else way.directions.pull
+        return self.coded_pulls.get(table, PLAIN)
 
     def packs(self, table: str) -> bool:
         """Whether its pushes travel as payloads."""
-        way = self._tables.get(table)
-        return way is not None and not way.directions.push.is_plain
+        return table in self.coded_pushes
 
     def packed_ids(self, table: str, ids: Ids) -> Bytes | None:
         """The bytes by which ids of a table travel where it is coded; None: as they are."""
@@ -131,7 +132,7 @@ class Compressor:
         """A push of these gradients begins."""
         self.beside = []
         for table, route, rows in gradients:
-            if self.packs(table):
+            if table in self.coded_pushes:
                 with span("encode"):
                     self._tables[table].begin(route, rows, rate_of(lr_scale, table), self.workers)
 
@@ -216,6 +217,11 @@ class Compressor:
     def _use(self, table: str, directions: Directions) -> None:
         self._has_feedback |= directions.push.has_feedback
         self._tables[table].use(directions, self.settings)
+        for codecs, codec in ((self.coded_pushes, directions.push), (self.coded_pulls, directions.pull)):
+            if codec.is_plain:
+                codecs.pop(table, None)
+            else:
+                codecs[table] = codec
 
     def _key(self, way: TableCompressor, shard: int, start: int) -> int:
         """A key of random numbers, that of no other part of any push."""

@@ -64,9 +64,9 @@ class Switching:
 
         A table that this session cannot have travel so stays as it is.
         """
-        if self._client.calls.settings_revision == self._revision:
+        if self._client.connections.settings_revision == self._revision:
             return
-        self._revision = self._client.calls.settings_revision
+        self._revision = self._client.connections.settings_revision
         now = self._client.compressor.directions()
         for said in settings_of(self._client).tables:
             before = now.get(said.table)

@@ -12,8 +12,8 @@ from embershard.proto.messages import Floats, Ids, Pull, TableIds
 from embershard.proto.routing import make_route
 from embershard.proto.spec import TableSpec
 from embershard.proto.transport.transport import Deadline
-from embershard.worker.client.calls import raise_first
 from embershard.worker.client.client import Client
+from embershard.worker.client.connections import raise_first
 
 _LAST_WORD = timedelta(seconds=0.1)  # for a shard that is asked once more, to say who loads
 
@@ -44,6 +44,6 @@ def await_loaded(client: Client, table: str) -> None:
         if deadline.seconds <= 0:
             # the shard's own words, which name the loader
             empty = Pull(client.placement.epoch, (TableIds(table, np.empty(0, np.int64)),))
-            raise_first(client.calls({min(loading): empty}, timeout=_LAST_WORD))
+            raise_first(client.connections.call({min(loading): empty}, timeout=_LAST_WORD))
         time.sleep(pause)
         pause = min(2 * pause, 0.5)

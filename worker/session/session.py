@@ -20,8 +20,8 @@ from embershard.proto.spec import TableSpec
 from embershard.proto.timing import span
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.proto.transport.emulated_link import UNLIMITED, parse_bandwidth
-from embershard.worker.client.calls import ClientStats
 from embershard.worker.client.client import DEFAULT_TIMEOUT, Client, LrScale
+from embershard.worker.client.connections import ClientStats
 from embershard.worker.client.membership import Membership, Terms
 from embershard.worker.compression.settings import Compression, codec_of
 from embershard.worker.session.codec_switch import Switching

@@ -15,8 +15,8 @@ import numpy as np
 
 from embershard.proto.messages import Floats
 from embershard.proto.routing import Route
-from embershard.worker.client.calls import ClientStats
 from embershard.worker.client.client import Client
+from embershard.worker.client.connections import ClientStats
 from embershard.worker.client.push import Gradients, LrScale, no_versions
 from embershard.worker.session.dense import DenseWeights
 from embershard.worker.session.local_steps import LocalSteps

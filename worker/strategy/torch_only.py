@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from embershard.worker.client.byte_counts import Part, Volumes
-from embershard.worker.client.calls import ClientStats
+from embershard.worker.client.byte_counts import ByteCounts, BytePart
+from embershard.worker.client.connections import ClientStats
 from embershard.worker.job.job import Job
 from embershard.worker.models.recommender import Recommender
 from embershard.worker.strategy.allreduce import SynchronousSteps, all_reduced
@@ -57,7 +57,7 @@ class TorchStrategy:
         waited = 0.0 if self._together is None else self._together.waited
         return ClientStats(wait_seconds=waited, skipped_rows=sum(lazy.skipped for lazy in self._lazy))
 
-    def predicted(self, moved: Volumes) -> Mapping[Part, float]:
+    def predicted(self, moved: ByteCounts) -> Mapping[BytePart, float]:
         """Nothing: no shard is asked."""
         return {}
 

@@ -294,9 +294,9 @@ def test_a_resting_worker_is_not_waited_for_and_resumes_where_it_is_told(make_jo
 def test_a_resting_worker_reads_without_waiting_for_its_clock(make_job: MakeJob) -> None:
     worker = make_job().worker(0, Terms(workers=1, staleness=0, lease=LONG))
     worker.membership.resume(6)
-    assert worker.membership.after(6) == 6  # to which nobody may ever come
+    assert worker.membership.required_clock(6) == 6  # to which nobody may ever come
     worker.membership.rest()
-    assert worker.membership.after(6) == 0
+    assert worker.membership.required_clock(6) == 0
 
 
 def test_meetings_bring_the_payloads_of_all(make_job: MakeJob) -> None:
@@ -349,7 +349,7 @@ def test_patience_ends_a_wait_and_names_whom_it_was_for(
     assert [(record.levelno, "worker 1" in record.message) for record in said] == [(logging.WARNING, True)]
 
 
-@pytest.mark.parametrize(("staleness", "comes_back"), [(0, False), (3, False), (None, True)])
+@pytest.mark.parametrize(("staleness", "may_rejoin"), [(0, False), (3, False), (None, True)])
 def test_a_worker_whose_steps_an_all_reduce_ties_to_the_others_does_not_come_back(
     make_job: MakeJob, staleness: int | None, may_rejoin: bool
 ) -> None:
@@ -655,7 +655,7 @@ def test_a_member_says_who_it_is_before_what_it_sends_again() -> None:
     shard = Scripted(0, 1, lambda join: Joined(True, 0, True, (0,)))
     client = Client([LocalTransport(shard.handle, "scripted")])
     member = client.join(Terms(lease=LONG))
-    next(iter(client._links)).suspect = True  # its connection broke
+    next(iter(client.connections)).suspect = True  # its connection broke
     member.rest()
     assert [type(request) for request in shard.heard[-3:]] == [Hello, Heartbeat, Leave]
     member.leave()

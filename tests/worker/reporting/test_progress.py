@@ -198,7 +198,7 @@ def test_the_meter_counts_no_pauses_and_what_training_waits_for(
     def train(seconds: float, waited: float) -> None:
         now[0] += seconds
         session._traffic.waited += waited
-        session.client.calls.stats.wait_seconds += 7.0  # of threads that pull ahead: training does not wait with them
+        session.client.connections.stats.wait_seconds += 7.0  # of threads that pull ahead
         meter.add(10, 0.5)
 
     meter.resume(0)
