@@ -111,6 +111,10 @@ class Client:
         """Shards of the placement."""
         return self.placement.num_shards
 
+    def packs_ids(self, table: str) -> bool:
+        """Whether ids of a table may travel packed, which they do where its rows or its gradients are coded."""
+        return table in self.compressor.coded_pushes or table in self.compressor.coded_pulls
+
     @property
     def stats(self) -> ClientStats:
         """Counters until now; a copy, so that two of them can be compared."""

@@ -579,8 +579,8 @@ def test_of_rows_of_several_tables_none_is_taken_back_after_a_lost_lease(make_jo
     ids = torch.tensor([1, 2, 3])
     with torch.no_grad():
         before = [module.table.pull(ids) for module in modules]
-    reads = [Lookup(module.table, ids, torch.device("cpu")) for module in modules]
-    lost.read_ahead(reads)  # as a model does that says what it reads
+    reads = [Lookup(module.spec, ids, torch.device("cpu")) for module in modules]
+    lost.stage(reads)  # as a model with embedding_inputs does
     job.pass_time(2 * HOURS, other)
     step(other, [7])
     for module in modules:

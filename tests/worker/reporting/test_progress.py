@@ -197,7 +197,7 @@ def test_the_meter_counts_no_pauses_and_what_training_waits_for(
 
     def train(seconds: float, waited: float) -> None:
         now[0] += seconds
-        session._traffic.waited += waited
+        session._waited += waited
         session.client.connections.stats.wait_seconds += 7.0  # of threads that pull ahead
         meter.add(10, 0.5)
 
@@ -209,7 +209,7 @@ def test_the_meter_counts_no_pauses_and_what_training_waits_for(
     train(0.5, 0.5)
     meter.pause(2)
     now[0] += 50.0  # an evaluation
-    session._traffic.waited += 9.0
+    session._waited += 9.0
     meter.resume(2)
     assert not meter.due()
     train(0.5, 0.0)

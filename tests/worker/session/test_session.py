@@ -261,7 +261,7 @@ def test_nothing_read_ahead_outlives_the_forward(make_session: MakeSession) -> N
     session = make_session(2)
     model = es.wrap(TwoTables(), session, optimizer=es.SGD(lr=0.1))
     model(torch.arange(10))
-    assert not session._traffic.ahead.forward
+    assert not session._prefetched.forward
 
     class Failing(TwoTables):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -270,7 +270,7 @@ def test_nothing_read_ahead_outlives_the_forward(make_session: MakeSession) -> N
     failing = es.wrap(Failing(), session, optimizer=es.SGD(lr=0.1), prefix="f/")
     with pytest.raises(KeyError):
         failing(torch.arange(10))
-    assert not session._traffic.ahead.forward
+    assert not session._prefetched.forward
 
 
 def test_the_creator_loads_the_values_and_others_take_them(

@@ -19,7 +19,7 @@ from embershard.ps.shard import Shard
 from embershard.worker.client import connections
 from embershard.worker.client.client import Client
 from embershard.worker.job.job import Job
-from embershard.worker.session import traffic
+from embershard.worker.session import session as session_module
 from embershard.worker.session.session import Session
 from embershard.worker.training import autotune as auto
 from embershard.worker.training import trial
@@ -114,7 +114,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (auto, trial, connections, traffic):
+    for module in (auto, trial, connections, session_module):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

@@ -383,7 +383,7 @@ def test_evaluation_leaves_the_model_training_and_scores_what_others_pushed(make
         [
             (
                 "linear",
-                session.declared.tables["linear"].route(torch.arange(60)),
+                session.registry.tables["linear"].route(torch.arange(60)),
                 np.random.default_rng(0).normal(0, 9, (60, 1)).astype(np.float32),
             )
         ],
