@@ -369,16 +369,19 @@ def _install(
     session.registry.models.append(wrapped)
 
     def before_forward(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        lookups = wrapped.lookups(*args, **kwargs)
         for weights in dense:
             weights.follow()
-        session.stage(lookups, dense)
+        if not tables or torch.compiler.is_compiling() or hasattr(model, "embedding_inputs"):
+            session.stage(wrapped.lookups(*args, **kwargs), dense)
+        else:
+            session.defer_dense(dense)  # the ids are not known yet: one request brings both
 
     def after_forward(*_: object) -> None:
         session.unstage()
 
     def before_part(*_: object) -> None:
-        # a part may be called on its own, by a method that is not forward; not while torch.compile traces the forward
+        # before the first lookup, or when a part is called on its own, by a method that is not forward; not while
+        # torch.compile traces the forward
         if not torch.compiler.is_compiling() and any(weights.stale(session.clock) for weights in dense):
             session.stage([], dense)
 

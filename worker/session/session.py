@@ -30,7 +30,7 @@ from embershard.worker.client.membership import Membership, Terms
 from embershard.worker.client.push import no_versions
 from embershard.worker.compression.settings import Compression, codec_of
 from embershard.worker.session.codec_switch import Switching
-from embershard.worker.session.dense import DenseWeights
+from embershard.worker.session.dense import DeferredRead, DenseWeights, may_be_compiled
 from embershard.worker.session.gradients import RowGradients, merge, to_arrays
 from embershard.worker.session.inputs import Inputs
 from embershard.worker.session.local_steps import LocalSteps
@@ -75,6 +75,7 @@ class Session:
         self._cache: CachedRows | None = None
         self._prefetched = PrefetchedRows()
         self._prefetcher: Prefetcher[Any] | None = None  # inside `prefetch`
+        self.deferred: DeferredRead | None = None  # of dense weights, to come with the next lookup
         self._collected: list[RowGradients] = []
         self._clock = 0
         self._waited = 0.0  # seconds that the training thread waited for shards
@@ -206,7 +207,10 @@ class Session:
         """Rows for a tensor of ids: those pulled ahead for these ids, or pulled now."""
         lookup = Lookup(spec, ids, device)
         found = self._prefetched.find(lookup, exact=self._exact)
-        return found or self._pull([lookup], cached=True)[spec.name][0]
+        if found is None:
+            return self._pull([lookup], cached=True)[spec.name][0]
+        self._read_deferred()
+        return found
 
     def stage(self, lookups: Sequence[Lookup], dense: Sequence[DenseWeights] = ()) -> None:
         """Pull what is not here yet, and the dense weights that are out of date, in one request per shard."""
@@ -221,9 +225,38 @@ class Session:
                 staged.setdefault(lookup.spec.name, []).append(result)
         self._prefetched.forward = staged
 
+    def defer_dense(self, dense: Sequence[DenseWeights]) -> None:
+        """Read the dense weights that are out of date with the next lookup, in its request, or as they are first used.
+
+        At once where that cannot be watched.
+        """
+        stale = [weights for weights in dense if weights.stale(self.clock)]
+        if not stale:
+            return
+        stale += self._take_deferred(stale)  # of a model around this one
+        if self.deferred is not None or may_be_compiled():
+            self._pull((), stale, cached=True)
+        else:
+            self.deferred = DeferredRead(stale, self._read_deferred)
+            self.deferred.__enter__()  # type: ignore[no-untyped-call]
+
+    def _take_deferred(self, known: Sequence[DenseWeights]) -> list[DenseWeights]:
+        """The weights that wait for a lookup, without those `known`; they are watched no longer."""
+        if (deferred := self.deferred) is None:
+            return []
+        weights, deferred.weights = deferred.weights, []
+        if deferred.stop():
+            self.deferred = None
+        return [its for its in weights if its not in known]
+
+    def _read_deferred(self) -> None:
+        if self.deferred is not None:
+            self._pull((), cached=True)
+
     def unstage(self) -> None:
-        """Drop what was pulled for one forward."""
+        """End one forward: what was pulled for it is dropped, and what it was to read with a lookup is read."""
         self._prefetched.forward = {}
+        self._read_deferred()
 
     def pull(self, lookups: Sequence[Lookup], dense: Sequence[DenseWeights] = ()) -> LookupResults:
         """Rows and dense weights as shards keep them now, after every push before, in one request per shard."""
@@ -316,9 +349,14 @@ class Session:
     def _pull(
         self, lookups: Sequence[Lookup], dense: Sequence[DenseWeights] = (), *, cached: bool = False
     ) -> LookupResults:
-        """Rows and dense weights after every push before, in one request per shard."""
+        """Rows and dense weights after every push before, in one request per shard.
+
+        With `cached`, for a forward: rows may come from the cache, and dense weights that wait for a lookup come, too.
+        """
         self.settle()
         source, clock = self._source, self.clock
+        if cached and self.deferred is not None:
+            dense = [*dense, *self._take_deferred(dense)]
         # the cache of a loop ages by batches, and copies are rounded
         if cached and self._cache is not None and self._prefetcher is None and not self._exact:
             source, self._cache.age = self._cache, clock
