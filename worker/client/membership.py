@@ -198,7 +198,7 @@ class Membership:
                 raise WorkerLost(worker=self.worker, world_size=self.terms.workers, reason=reason)
             if waits is not None and not said:
                 said = True
-                _log.warning("worker %d waits: %s", self.worker, waits)
+                _log.warning("worker %d: %s", self.worker, waits)
             if not any(isinstance(answer, ShardUnavailable) for answer in answers.values()):
                 deadline = Deadline(self._timeout)  # the shards answer: it is for workers that they wait
             elif deadline.seconds <= 0 or over.seconds <= 0:

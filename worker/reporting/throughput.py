@@ -49,7 +49,7 @@ class Throughput:
 
     def agree(self, group: WorkerGroup) -> None:
         """Learn how far the others are; every worker must call it."""
-        counts = group.together(lambda: group.collect(np.array([self.samples])))
+        counts = group.retry_on_membership_change(lambda: group.collect(np.array([self.samples])))
         self._counts.update((worker, max(int(part[0]), self._counts.get(worker, 0))) for worker, part in counts.items())
         self._workers, self._met_at = len(counts), self.samples
 

@@ -206,7 +206,7 @@ def test_a_run_trains_on_while_a_checkpoint_is_written_and_waits_for_its_last_on
     class LeaveAck(WorkerGroup):
         """Who is left when another worker is lost."""
 
-        def together(self, work: Callable[[], T]) -> T:
+        def retry_on_membership_change(self, work: Callable[[], T]) -> T:
             try:
                 return work()
             except MembershipChanged:
