@@ -106,7 +106,7 @@ class Shard:
             now = time.monotonic()
         self.advance(now)
         self._requests += 1
-        self._coding.restart()  # the request before may have failed
+        self._coding.seconds = 0.0  # the request before may have failed
         try:
             return self._answer(request, now)
         except ClockAhead:
@@ -175,7 +175,7 @@ class Shard:
             case Push():
                 self._check_placement(request.placement_epoch)
                 reply = self._pushes.take(request, now)
-                return replace(reply, settings=self._compression.revision, coding_seconds=self._coding.take())
+                return replace(reply, settings=self._compression.revision, coding_seconds=self._coding.seconds)
             case Load():
                 self._check_placement(request.placement_epoch)
                 if request.epoch:
@@ -245,7 +245,7 @@ class Shard:
         reads = [self._tables.check_read(part) for part in request.tables]
         updates = self._clock.updates
         tables, codecs = read_all(reads, lambda: updates.version, self._coding, self.greeting.max_message_bytes)
-        rows = Rows(tables, updates.version, codecs, self._compression.revision, self._coding.take())
+        rows = Rows(tables, updates.version, codecs, self._compression.revision, self._coding.seconds)
         self._pulled_rows += sum(len(read.ids) for read in reads)
         for part in request.tables:
             if part.route:

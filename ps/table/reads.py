@@ -34,6 +34,8 @@ class Read(NamedTuple):
     def nbytes(self) -> int:
         """Bytes that its rows take in the reply, or what a limit should count for them."""
         count, dim = len(self.ids), self.table.spec.dim
+        if self.codec is PLAIN:
+            return 4 * count * dim
         return max(self.codec.nbytes(count, dim), 4 * count * dim // _MOST)
 
     def rows(self, version: Callable[[], int], coding: Stopwatch) -> tuple[Floats | Bytes, str]:

@@ -7,10 +7,10 @@ from types import TracebackType
 
 
 class Stopwatch:
-    """Adds up the time of every `with stopwatch:`, until somebody takes it. Not reentrant, and for one thread."""
+    """Adds up the time of every `with stopwatch:` in `seconds`; its owner resets it. For one thread, not reentrant."""
 
     def __init__(self) -> None:
-        self._seconds = self._start = 0.0
+        self.seconds = self._start = 0.0
 
     def __enter__(self) -> None:
         self._start = time.perf_counter()
@@ -18,13 +18,4 @@ class Stopwatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._seconds += time.perf_counter() - self._start
-
-    def restart(self) -> None:
-        """Forget what nobody took."""
-        self._seconds = 0.0
-
-    def take(self) -> float:
-        """Seconds since the last time that they were taken."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+        self.seconds += time.perf_counter() - self._start

@@ -189,15 +189,17 @@ class ShardConnections:
         Busy, loading, stopping and unreachable shards are asked again, after growing pauses, until the timeout; one
         that put a request back for other workers' sake, so near to it that no answer could come in time, is not.
         """
-        start, deadline = time.perf_counter(), Deadline(self.timeout if timeout is None else timeout)
+        left = self.timeout if timeout is None else timeout
+        start, deadline = time.perf_counter(), Deadline(left)
         outcomes: dict[int, Outcome] = {}
         waiting = requests
         try:
             with span("wait") if counted else nullcontext():  # a transport may charge parts of it to other spans
                 for pause in _pauses():
-                    waiting = self._try(waiting, into or {}, deadline, outcomes)
+                    waiting = self._try(waiting, into or {}, left, deadline, outcomes)
                     if not waiting or not _sleep(max(pause, _wanted_pause(waiting, outcomes)), deadline):
                         break
+                    left = deadline.remaining
                 for shard in waiting:
                     outcomes[shard] = self._unanswered(shard, outcomes.get(shard), deadline)
                 answers = [reply for reply in outcomes.values() if isinstance(reply, Rows | Pushed)]
@@ -214,20 +216,25 @@ class ShardConnections:
                     self.stats.wait_seconds += time.perf_counter() - start
 
     def _try(
-        self, requests: Mapping[int, Request], into: Places, deadline: Deadline, outcomes: dict[int, Outcome]
+        self,
+        requests: Mapping[int, Request],
+        into: Places,
+        left: timedelta,
+        deadline: Deadline,
+        outcomes: dict[int, Outcome],
     ) -> dict[int, Request]:
         """Ask each shard once and note its outcome; the requests that have to be sent again."""
         if self._lost is not None:
             outcomes.update(dict.fromkeys(requests, self._lost))
             return {}
         waiting, pending = dict(requests), dict[int, PendingReply]()
-        suspects, remaining = list[int](), deadline.remaining
+        suspects = list[int]()
         for shard, request in requests.items():
             if self._connections[shard].suspect:
                 suspects.append(shard)
             else:
                 transport = self._connections[shard].transport
-                pending[shard] = _submit(transport, request, remaining, into.get(shard, ()))
+                pending[shard] = _submit(transport, request, left, into.get(shard, ()))
         for shard in suspects:  # after the others were asked: a shard that is unresponsive must not cost their leases
             outcomes[shard] = self._verify_instance(shard, deadline) or _Retry("it answers again")
             if isinstance(outcomes[shard], ClientClosed):

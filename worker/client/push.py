@@ -32,11 +32,6 @@ Versions = npt.NDArray[np.int64]  # (num_shards,): Rows.version of what was read
 NOT_READ = np.iinfo(np.int64).max  # the version of a shard from which nothing was read
 
 
-def no_versions(num_shards: int) -> Versions:
-    """Versions before anything was read; a pull lowers them."""
-    return np.full(num_shards, NOT_READ, np.int64)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
     """What one step pushes.
@@ -77,7 +72,9 @@ class PushQueue:
         """Cut an update into messages; with `to_all` a shard without rows is sent one too, which ends the clock."""
         parts = [(table, route) for table, route, _ in update.gradients]
         dims = {table: rows.shape[1] for table, _, rows in update.gradients}
-        self._compressor.begin(update.gradients, update.lr_scale)
+        self._compressor.beside = []
+        if self._compressor.coded_pushes:
+            self._compressor.begin(update.gradients, update.lr_scale)
         # by what they would take as float32, with ids and ages: a payload fits, too
         sizes = [
             (16 if table in self._compressor.coded_pushes else 8) + 4 * rows.shape[1]
@@ -89,7 +86,7 @@ class PushQueue:
                 made.append([])
                 for chunks in split_into_messages(parts, shard, sizes, limit):
                     made[-1] += _fit(self._parts(update, chunks, shard), limit, dims)
-                if update.weight > 0:  # else shards that gather drop it
+                if update.weight > 0 and self._compressor.has_feedback:  # else shards that gather drop it
                     drain = self._compressor.drain(shard, update.lr_scale, limit - 2 * MESSAGE_OVERHEAD)
                     made[-1] += _fit(drain, limit, dims)
         except BaseException:  # of a user's codec: the push is sent to all shards or to none
@@ -201,7 +198,8 @@ def _part(update: Update, chunk: Chunk, shard: int) -> TableGradients:
     table, route, rows = update.gradients[chunk.part]
     # named once: the shard forgets it with the push
     kept = route.numbers.pop((table, shard), 0) if chunk.is_whole else 0
-    return TableGradients(table, route.ids[chunk.rows], rows[chunk.rows], rate_of(update.lr_scale, table), kept)
+    rate = update.lr_scale if isinstance(update.lr_scale, float) else rate_of(update.lr_scale, table)
+    return TableGradients(table, route.ids[chunk.rows], rows[chunk.rows], rate, kept)
 
 
 def _fit(parts: list[TableGradients], limit: int, dims: Mapping[str, int]) -> list[tuple[TableGradients, ...]]:

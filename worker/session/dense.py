@@ -22,6 +22,7 @@ from embershard.proto.spec import TableSpec, name_key
 from embershard.worker.client.chunks import select
 from embershard.worker.compression.low_rank import Layout, Place
 from embershard.worker.device import host_rows, to_host
+from embershard.worker.session.gradients import RowGradients
 
 Floats = npt.NDArray[np.float32]
 
@@ -148,7 +149,7 @@ class DenseWeights:
                 self._copied.record(torch.cuda.current_stream(self._blocks.device))
         self._clock = clock
 
-    def gradients(self) -> tuple[str, Route, Floats] | None:
+    def gradients(self) -> RowGradients | None:
         """Gradients of the parameters that have one, copied once, and clear them; None without any."""
         self.follow()
         present = tuple(place.parameter.grad is not None for place in self._slices)
@@ -162,10 +163,10 @@ class DenseWeights:
                 pieces += [flat, self._padding[: -flat.numel() % BLOCK]]
         route = self._part(present)
         # a new buffer each time: the last one may still be on its way
-        rows = to_host([torch.cat(pieces)])[0].reshape(-1, BLOCK)
+        rows = torch.cat(pieces).reshape(-1, BLOCK)
         if not self._in_order:
-            rows = rows[self._blocks_of(route).argsort().argsort()]
-        return self.spec.name, route, rows
+            rows = rows[torch.from_numpy(self._blocks_of(route).argsort().argsort()).to(rows.device)]
+        return RowGradients(self.spec, route, rows)
 
     def clear(self) -> None:
         """Drop the gradients."""

@@ -121,11 +121,6 @@ class LocalSteps:
         return self._client.placement
 
     @property
-    def num_shards(self) -> int:
-        """Shards of the placement."""
-        return self._client.num_shards
-
-    @property
     def lost_leases(self) -> int:
         """Times that the other workers went on without this one."""
         return self._client.lost_leases

@@ -14,8 +14,8 @@ from embershard.proto.routing import Ids, Route, ascending, make_routes
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import span
 from embershard.worker.client.chunks import select
-from embershard.worker.client.push import Versions, no_versions
-from embershard.worker.device import host_rows, pinned, to_device
+from embershard.worker.client.push import NOT_READ, Versions
+from embershard.worker.device import pinned, to_device
 from embershard.worker.overlap import Mask, overlap
 from embershard.worker.session.dense import DenseWeights
 from embershard.worker.session.row_source import RowSource
@@ -125,9 +125,15 @@ class PullBatch:
                 for group, route in zip(groups.values(), routes, strict=True)
             ]
         for group, version, route in zip(groups.values(), versions, routes, strict=True):
-            rows = {lookup.spec.name: host_rows(len(route.ids), lookup.spec.dim, lookup.device) for lookup in group}
+            rows = {
+                lookup.spec.name: torch.empty(
+                    (len(route.ids), lookup.spec.dim), dtype=torch.float32, pin_memory=lookup.device.type == "cuda"
+                )
+                for lookup in group
+            }
             index = torch.from_numpy(route.index).view(group[0].ids.shape)
-            indices = {device: pinned(index, device) for device in {lookup.device for lookup in group}}
+            devices = {lookup.device for lookup in group}
+            indices = {device: index if device.type == "cpu" else pinned(index, device) for device in devices}
             self._groups.append(_Group(group, version, route, np.ones(len(route.ids), np.bool_), rows, indices))
 
     def pull(
@@ -145,7 +151,7 @@ class PullBatch:
         source = self._source
         self.lost_leases = source.lost_leases
         if self.versions is None:
-            self.versions = no_versions(source.num_shards)
+            self.versions = np.full(source.placement.num_shards, NOT_READ)
         parts: list[tuple[str, Route]] = []
         out: list[Floats] = []
         partial: list[tuple[torch.Tensor, Mask, Floats]] = []
@@ -198,9 +204,14 @@ class PullBatch:
                 weights.accept(dense, pulled, clock)
         results: LookupResults = {}
         for group in self._groups:
-            indices = {device: to_device(index, device) for device, index in group.index.items()}
+            indices = {
+                device: index if device.type == "cpu" else to_device(index, device)
+                for device, index in group.index.items()
+            }
             for lookup in group.lookups:
-                rows, index = to_device(group.rows[lookup.spec.name], lookup.device), indices[lookup.device]
+                rows, index = group.rows[lookup.spec.name], indices[lookup.device]
+                if lookup.device.type != "cpu":
+                    rows = to_device(rows, lookup.device)
                 result = LookupResult(lookup.ids, group.version, group.route, rows, index)
                 results.setdefault(lookup.spec.name, []).append(result)
         return results

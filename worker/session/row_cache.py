@@ -122,11 +122,6 @@ class CachedRows:
         return self._source.placement
 
     @property
-    def num_shards(self) -> int:
-        """Shards of the placement."""
-        return self._source.num_shards
-
-    @property
     def timeout(self) -> timedelta:
         """By which a call ends."""
         return self._source.timeout

@@ -20,11 +20,6 @@ class RowSource(Protocol):
         ...
 
     @property
-    def num_shards(self) -> int:
-        """Shards of the placement."""
-        ...
-
-    @property
     def timeout(self) -> timedelta:
         """By which a call ends."""
         ...

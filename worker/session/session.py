@@ -27,7 +27,7 @@ from embershard.proto.transport.emulated_link import UNLIMITED, parse_bandwidth
 from embershard.worker.client.client import DEFAULT_TIMEOUT, Client, LrScale
 from embershard.worker.client.connections import ClientStats
 from embershard.worker.client.membership import Membership, Terms
-from embershard.worker.client.push import no_versions
+from embershard.worker.client.push import NOT_READ
 from embershard.worker.compression.settings import Compression, codec_of
 from embershard.worker.session.codec_switch import Switching
 from embershard.worker.session.dense import DeferredRead, DenseWeights, may_be_compiled
@@ -81,7 +81,9 @@ class Session:
         self._waited = 0.0  # seconds that the training thread waited for shards
         self._failure: BaseException | None = None  # of a push, in a loop that was left before it was known
         self._exact = False  # inside `exact`, where a codec would round what is read
-        self._versions = no_versions(client.num_shards)  # the lowest of the rows that this step has read
+        self._versions = np.full(
+            client.placement.num_shards, NOT_READ
+        )  # the lowest of the rows that this step has read
         self._lost_leases: int | None = None  # when the first rows of the step were pulled
 
     @property
@@ -292,8 +294,12 @@ class Session:
 
         Gradients of an id that was read several times are summed. They are on the device of the module that read.
         """
-        self._collected = merge(self._collected, self.placement, self.client.compressor.packs)
+        with span("gather"):
+            self._merge()
         return list(self._collected)
+
+    def _merge(self) -> None:
+        self._collected = merge(self._collected, self.placement, self.client.compressor.packs)
 
     def step(self, lr_scales: Mapping[str, float] | None = None, *, weight: float = 1.0) -> None:
         """Push what backward left, to all shards at once, and advance the clock; `stats` counts the rows.
@@ -310,10 +316,13 @@ class Session:
             self.settle()
         else:
             self._prefetcher.check()
-        self.switching.follow(self.clock)
+        if self.client.connections.settings_revision != self.switching.revision:
+            self.switching.follow(self.clock)
         with span("push"):
-            gradients = to_arrays(self.gradients())
-            gradients += [part for weights in self.registry.dense if (part := weights.gradients()) is not None]
+            with span("gather"):
+                self._merge()
+                dense = [part for weights in self.registry.dense if (part := weights.gradients()) is not None]
+                gradients = to_arrays([*self._collected, *dense])
             self._collected.clear()
             lr_scale: LrScale = self.lr_scale
             if lr_scales is not None:
@@ -325,10 +334,12 @@ class Session:
 
         A step on rows of the time before the lease was lost is dropped.
         """
-        self._prefetched.forget()
+        if self._prefetched.forward or self._prefetched.batch is not None:
+            self._prefetched.forget()
         clock, versions, lost_leases = self.clock, self._versions, self._lost_leases
         self.reset_read_versions()
-        if lost_leases is not None and lost_leases != self.client.lost_leases:
+        member = self.client.membership
+        if member is not None and lost_leases not in (None, member.lost_leases):
             return
         self._clock = clock + 1
         send = partial(self._source.push, gradients, clock=clock, lr_scale=lr_scale, weight=weight, versions=versions)
@@ -501,7 +512,7 @@ class Session:
 
     def reset_read_versions(self) -> None:
         """Have the next step be as old as what is read from here on, as after an evaluation between two steps."""
-        self._versions, self._lost_leases = no_versions(self.client.num_shards), None
+        self._versions, self._lost_leases = np.full_like(self._versions, NOT_READ), None
 
     @contextmanager
     def _past_codecs(self, dense: Sequence[DenseWeights]) -> Iterator[None]:
@@ -528,10 +539,19 @@ class Session:
             self._waited += time.perf_counter() - start
 
     def close(self) -> None:
-        """Wait for what is in flight and close the connections; what was not pushed is dropped."""
+        """Wait for what is in flight and close the connections; gradients that were not pushed are dropped.
+
+        So are those that a codec held back: the log says how many rows of which table.
+        """
         if self._prefetcher is not None:
             self._leave_loop(self._prefetcher)
             self._log_failure()
+        for name, rows in self.client.compressor.rows_held_back().items():
+            _log.warning(
+                "table %s: its codec held gradients of %d rows back, and the session was closed before they were sent; "
+                'to send them, call session.compress("%s", push="none") and session.step() before',
+                name, rows, name,
+            )  # fmt: skip
         self._prefetched.forget()
         self._collected.clear()
         self.client.close()
