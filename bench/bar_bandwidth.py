@@ -56,7 +56,7 @@ from embershard.deploy.supervisor import LocalShards
 from embershard.proto.timing import Recorder
 from embershard.proto.transport.emulated_link import parse_bandwidth
 from embershard.worker.client.byte_counts import ByteCount
-from embershard.worker.client.calls import ClientStats
+from embershard.worker.client.connections import ClientStats
 from embershard.worker.client.predicted_bytes import break_even as by_formula
 from embershard.worker.client.predicted_bytes import predict_volumes
 from embershard.worker.memory import keep_freed_memory

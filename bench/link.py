@@ -30,7 +30,7 @@ from typing import NoReturn
 import numpy as np
 
 from embershard.compare.run.netns import Namespaces, NoNamespaces
-from embershard.worker.client.calls import ClientStats
+from embershard.worker.client.connections import ClientStats
 from timing import finish, machine, print_table
 
 BAR = 0.90

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from embershard.proto.routing import Placement, Route, ascending, make_route
 from embershard.worker.kernels import by_first_use, by_first_use_in_torch
-from embershard.worker.nn.embedding import _Lookup
+from embershard.worker.nn.embedding import _RowLookup
 from timing import finish, median, print_table, thread_seconds
 
 IDS, ROUNDS = (2048, 26), 40
@@ -68,7 +68,7 @@ def main() -> None:
 
         def lookup(leaf: torch.Tensor = ours, g: torch.Tensor = gradient) -> None:
             leaf.grad = None
-            _Lookup.apply(leaf, index).backward(g)
+            _RowLookup.apply(leaf, index).backward(g)
 
         def by_torch(leaf: torch.Tensor = theirs, g: torch.Tensor = gradient) -> None:
             leaf.grad = None

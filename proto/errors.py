@@ -207,8 +207,8 @@ class ClockAhead(EmbershardError):
     status = Status.UNAVAILABLE
     retryable = True
     template = (
-        "clock {clock} waits for worker {workers}, of whom it heard {seconds:.1f} s ago; one that does not run "
-        "is given up at the end of its lease, one that is not here yet has to be started"
+        "waiting at clock {clock} for worker {workers} (last heartbeat {seconds:.1f} s ago). A dead worker is evicted "
+        "when its lease ends; a missing worker must be started."
     )
 
 

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, Self, TypeVar
 
 from embershard.proto.codec.name import CodecName
@@ -295,7 +296,7 @@ class TableSpec:
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"TableSpec {self.name!r}: seed must be 0..2**63-1, got {self.seed}")
 
-    @property
+    @cached_property
     def space_key(self) -> int:
         """64-bit key of the id space, the second argument of mix64."""
         return name_key(self.id_space or self.name)

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -28,28 +28,14 @@ from embershard.proto.arrays import Doubles
 KEPT_STEPS = 4096  # the last ones: 32 KiB per part
 
 
-class _Nothing:
-    """A span while nobody looks."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-
-_NOTHING = _Nothing()
+_NO_SPAN = nullcontext()  # while no Recorder is installed
 _recorder: Recorder | None = None
 
 
 def span(name: str) -> AbstractContextManager[None]:
     """Counts what happens inside as part `name` of a step, where a Recorder is installed."""
     recorder = _recorder
-    return _NOTHING if recorder is None else _Span(recorder, name)
+    return _NO_SPAN if recorder is None else _Span(recorder, name)
 
 
 def set_apart(part: str, seconds: float) -> None:

@@ -112,7 +112,7 @@ class Shard:
             now = time.monotonic()
         self.advance(now)
         self._requests += 1
-        self._coding.restart()  # the request before may have failed
+        self._coding.seconds = 0.0  # the request before may have failed
         try:
             if isinstance(request, Push | Join):
                 self._fences.check(request)
@@ -194,7 +194,7 @@ class Shard:
                 if reply is None:
                     self._check_placement(request.placement_epoch)
                     reply = self._pushes.take(request, now)
-                return replace(reply, settings=self._compression.revision, coding_seconds=self._coding.take())
+                return replace(reply, settings=self._compression.revision, coding_seconds=self._coding.seconds)
             case Load():
                 self._check_placement(request.placement_epoch)
                 return self._pushes.load(request, now)
@@ -262,7 +262,7 @@ class Shard:
         reads = [self._tables.check_read(part) for part in request.tables]
         updates = self._clock.updates
         tables, codecs = read_all(reads, lambda: updates.version, self._coding, self.greeting.max_message_bytes)
-        rows = Rows(tables, updates.version, codecs, self._compression.revision, self._coding.take())
+        rows = Rows(tables, updates.version, codecs, self._compression.revision, self._coding.seconds)
         self._pulled_rows += sum(len(read.ids) for read in reads)
         for part in request.tables:
             if part.route:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from embershard.proto.arrays import Array
 from embershard.proto.errors import ClockAhead, EmbershardError
 from embershard.proto.messages import Reply, Request, bulk_bytes
-from embershard.proto.transport.transport import Deadline
 
 _POLL_SECONDS = 0.05  # leases end by the time, of which nobody tells
 
@@ -31,33 +31,35 @@ class LocalTransport:
 
     def submit(self, request: Request, timeout: timedelta, into: Sequence[Array] = ()) -> _Answer:
         """Handle the request at once, if it need not wait for other workers."""
-        self.sent_bytes += bulk_bytes(request)
-        return _Answer(self, request, Deadline(timeout))
+        return _Answer(self, request, timeout)
 
     def close(self) -> None:
         """Nothing is under way."""
 
     def _try(self, request: Request) -> Reply | EmbershardError:
         try:
-            reply = self._handle(request)
+            return self._handle(request)
         except EmbershardError as error:
             return error
-        self.received_bytes += bulk_bytes(reply)
-        return reply
 
 
 class _Answer:
     """A reply, or the error in its place."""
 
-    def __init__(self, transport: LocalTransport, request: Request, deadline: Deadline) -> None:
-        self._transport, self._request, self._deadline = transport, request, deadline
-        self._sent_bytes = bulk_bytes(request)
-        self._outcome = transport._try(request)
+    def __init__(self, transport: LocalTransport, request: Request, timeout: timedelta) -> None:
+        self._transport, self._request = transport, request
+        self._end = time.monotonic() + timeout.total_seconds()
+        self.num_bytes = bulk_bytes(request)  # see PendingReply
+        transport.sent_bytes += self.num_bytes
+        self._outcome: Reply | EmbershardError
+        self._take(transport._try(request))
 
-    @property
-    def num_bytes(self) -> int:
-        """See Pending."""
-        return self._sent_bytes + (0 if isinstance(self._outcome, EmbershardError) else bulk_bytes(self._outcome))
+    def _take(self, outcome: Reply | EmbershardError) -> None:
+        self._outcome = outcome
+        if not isinstance(outcome, EmbershardError):
+            received = bulk_bytes(outcome)
+            self.num_bytes += received
+            self._transport.received_bytes += received
 
     def result(self) -> Reply:
         if isinstance(self._outcome, ClockAhead):
@@ -69,7 +71,7 @@ class _Answer:
     def _wait(self) -> None:
         moved = self._transport._moved
         with moved:  # so that no move is missed between a try and the wait
-            while isinstance(self._outcome, ClockAhead) and self._deadline.seconds > 0:
-                self._outcome = self._transport._try(self._request)
+            while isinstance(self._outcome, ClockAhead) and time.monotonic() < self._end:
+                self._take(self._transport._try(self._request))
                 if isinstance(self._outcome, ClockAhead):
-                    moved.wait(max(0.0, min(_POLL_SECONDS, self._deadline.seconds)))
+                    moved.wait(max(0.0, min(_POLL_SECONDS, self._end - time.monotonic())))

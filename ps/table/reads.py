@@ -19,10 +19,10 @@ from embershard.ps.table.table import Table
 
 
 class Stopwatch:
-    """Adds up the time of every `with stopwatch:`, until somebody takes it. Not reentrant, and for one thread."""
+    """Adds up the time of every `with stopwatch:` in `seconds`; its owner resets it. For one thread, not reentrant."""
 
     def __init__(self) -> None:
-        self._seconds = self._start = 0.0
+        self.seconds = self._start = 0.0
 
     def __enter__(self) -> None:
         self._start = time.perf_counter()
@@ -30,16 +30,7 @@ class Stopwatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._seconds += time.perf_counter() - self._start
-
-    def restart(self) -> None:
-        """Forget what nobody took."""
-        self._seconds = 0.0
-
-    def take(self) -> float:
-        """Seconds since the last time that they were taken."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+        self.seconds += time.perf_counter() - self._start
 
 
 PLAIN = BUILTIN["none"]
@@ -61,6 +52,8 @@ class CheckedRead(NamedTuple):
     def nbytes(self) -> int:
         """Bytes that its rows take in the reply, or what a limit should count for them."""
         count, dim = len(self.ids), self.table.spec.dim
+        if self.codec is PLAIN:
+            return 4 * count * dim
         return max(self.codec.nbytes(count, dim), 4 * count * dim // _MOST)
 
     def rows(self, version: Callable[[], int], coding: Stopwatch) -> tuple[Floats | Bytes, str]:

@@ -416,7 +416,7 @@ class TestWorkersThatDoNotMeet:
         code, err = self.join(run, shards, "--rank", "1", "--world-size", "2")
         assert code == 1
         says(err, "worker 1 of 2 lost another worker: ")
-        says(err, "waits for worker 0 (not here yet)")
+        says(err, "for worker 0 (not here yet)")
 
     def test_without_an_address_the_variable_is_named(self, run: Run, shards: LocalShards):
         code, err = self.join(run, shards, "--rank", "1", "--world-size", "2", "--set", "strategy=hybrid")

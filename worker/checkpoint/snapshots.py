@@ -224,7 +224,7 @@ class RunningSnapshot:
         waited_for = list(range(self._client.num_shards))
         while deadline.seconds > 0:
             # one that is lost holds nobody up
-            outcomes = self._client.calls(dict.fromkeys(waited_for, request), timeout=deadline.remaining)
+            outcomes = self._client.connections.call(dict.fromkeys(waited_for, request), timeout=deadline.remaining)
             waited_for = [
                 shard
                 for shard, reply in outcomes.items()
@@ -297,7 +297,7 @@ def restore_snapshot(
         client.ask_all(replace(request, step="install"))
     except BaseException:
         cancel = dict.fromkeys(range(client.num_shards), replace(request, step="cancel"))
-        client.calls(cancel, timeout=_CANCEL_PATIENCE)
+        client.connections.call(cancel, timeout=_CANCEL_PATIENCE)
         raise
     for table in manifest.tables.values():  # how they travelled is no part of them, and may not serve this client
         client.declare(replace(table.spec, push_codec=CodecName(), pull_codec=CodecName()))

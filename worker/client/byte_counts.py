@@ -28,7 +28,7 @@ _CODED: tuple[Direction, ...] = ("pull", "push")
 _OTHER: Direction = "other"
 
 
-class Part(NamedTuple):
+class BytePart(NamedTuple):
     """What is counted by itself; the table of frames and heads is ""."""
 
     direction: Direction
@@ -56,7 +56,7 @@ class ByteCount(NamedTuple):
         return ByteCount(*(mine - its for mine, its in zip(self, other, strict=True)))
 
 
-Volumes = Mapping[Part, ByteCount]
+ByteCounts = Mapping[BytePart, ByteCount]
 
 
 class _Sum:
@@ -106,15 +106,15 @@ class _Table:
         packed = part.ids if part.packed is None else part.packed
         return self.held.add(part.gradients.nbytes + packed.nbytes, 0, len(part.ids))
 
-    def parts(self, name: str) -> Iterator[tuple[Part, _Sum]]:
+    def parts(self, name: str) -> Iterator[tuple[BytePart, _Sum]]:
         """Every sum with its name."""
-        yield Part("push", "held", name), self.held
+        yield BytePart("push", "held", name), self.held
         for direction in _CODED:
-            yield Part(direction, "ids", name), self.sums[direction, "ids"]
-            yield Part(direction, self.kind, name), self.sums[direction, "values"]
+            yield BytePart(direction, "ids", name), self.sums[direction, "ids"]
+            yield BytePart(direction, self.kind, name), self.sums[direction, "values"]
 
 
-class Volume:
+class ByteCounter:
     """Counts the calls of one client; any thread may."""
 
     def __init__(self) -> None:
@@ -139,22 +139,22 @@ class Volume:
             rest = pending.num_bytes - counted
             self._rest[direction].add(rest, rest)
 
-    def parts(self, num_bytes: int) -> dict[Part, ByteCount]:
+    def parts(self, num_bytes: int) -> dict[BytePart, ByteCount]:
         """All parts until now; `num_bytes` were counted on the sockets, and what no call accounts for is `other`."""
         with self._lock:
             sums = [found for name, table in self._tables.items() for found in table.parts(name)]
-            sums += [(Part(direction, "other"), rest) for direction, rest in self._rest.items()]
+            sums += [(BytePart(direction, "other"), rest) for direction, rest in self._rest.items()]
             parts = {
                 part: ByteCount(found.wire, found.raw, found.messages, found.held)
                 for part, found in sums
                 if found.messages
             }
         rest = num_bytes - sum(moved.wire for moved in parts.values())
-        other = Part("other", "other")
+        other = BytePart("other", "other")
         parts[other] = parts.get(other, ByteCount()).plus(ByteCount(rest, rest))
         return parts
 
-    def packed(self, part: Part) -> Sequence[Ids]:
+    def packed(self, part: BytePart) -> Sequence[Ids]:
         """The ids of the last messages that carried some of this part packed."""
         with self._lock:
             table = self._tables.get(part.table)

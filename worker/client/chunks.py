@@ -1,9 +1,9 @@
-"""Parts of routes, and requests cut into messages that a shard takes."""
+"""Requests cut into messages that a shard takes, and parts of routes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,31 +16,30 @@ MESSAGE_OVERHEAD = 256
 TABLE_OVERHEAD = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Rows [start, stop) of the `part`-th table of a request."""
+class Chunk(NamedTuple):
+    """Rows of one table of a request that one message to one shard carries."""
 
-    part: int
-    start: int
-    stop: int
-
-    def within(self, route: Route, shard: int) -> slice:
-        """Where these rows of a shard lie in a route."""
-        first = int(route.splits[shard])
-        return slice(first + self.start, first + self.stop)
+    part: int  # number of the table in the request
+    start: int  # the first row, counted among those of its shard
+    rows: slice  # where they lie in the table's route
+    is_whole: bool  # whether they are all rows of this table and shard
 
 
-def cut(names: Sequence[str], counts: Sequence[int], row_bytes: Sequence[int], limit: int) -> list[list[Chunk]]:
-    """Messages of at most `limit` bytes that together carry `counts[k]` rows of table k, in order.
+def split_into_messages(
+    parts: Sequence[tuple[str, Route]], shard: int, row_bytes: Sequence[int], limit: int
+) -> list[list[Chunk]]:
+    """Messages of at most `limit` bytes that together carry a shard's rows of each (table, route), in order.
 
-    Tables without rows are left out. MessageTooLarge where not even one row fits.
+    `row_bytes` is what a row of each table takes. Tables without rows are left out. MessageTooLarge where not even one
+    row fits.
     """
     messages: list[list[Chunk]] = []
     room = 0
-    for part, (name, count, size) in enumerate(zip(names, counts, row_bytes, strict=True)):
-        overhead = TABLE_OVERHEAD + len(name.encode())
-        start = 0
-        while start < count:
+    for part, ((table, route), size) in enumerate(zip(parts, row_bytes, strict=True)):
+        overhead = TABLE_OVERHEAD + len(table.encode())
+        first, end = int(route.splits[shard]), int(route.splits[shard + 1])
+        start = first
+        while start < end:
             fits = (room - overhead) // size
             if fits < 1:
                 room = limit - MESSAGE_OVERHEAD
@@ -48,8 +47,8 @@ def cut(names: Sequence[str], counts: Sequence[int], row_bytes: Sequence[int], l
                 if fits < 1:
                     raise MessageTooLarge(got=MESSAGE_OVERHEAD + overhead + size, limit=limit)
                 messages.append([])
-            stop = min(count, start + fits)
-            messages[-1].append(Chunk(part, start, stop))
+            stop = min(end, start + fits)
+            messages[-1].append(Chunk(part, start - first, slice(start, stop), stop - start == end - first))
             room -= overhead + (stop - start) * size
             start = stop
     return messages

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 
 import numpy as np
 
 from embershard.proto.arrays import MAX_MESSAGE_BYTES, Floats
 from embershard.proto.errors import ClockAhead, LeaseLost, UnknownTable, WrongDim
-from embershard.proto.messages import Declare, Declared, GetStatus, Push, Pushed, Request, ShardStatus
+from embershard.proto.messages import Declare, Declared, GetStatus, Load, Pull, Push, Pushed, Request, ShardStatus
 from embershard.proto.routing import Placement, Route
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import span
@@ -21,12 +20,11 @@ from embershard.proto.transport.addresses import transport_for
 from embershard.proto.transport.emulated_link import EmulatedLink
 from embershard.proto.transport.io_thread import io_loop
 from embershard.proto.transport.transport import Deadline, Transport
-from embershard.worker.client.byte_counts import Volume
-from embershard.worker.client.calls import ClientStats, Requests
-from embershard.worker.client.connections import Outcome, ShardConnections, greet
-from embershard.worker.client.load import Assigner
+from embershard.worker.client.byte_counts import ByteCounter
+from embershard.worker.client.connections import ClientStats, Outcome, Places, ShardConnections, handshake
+from embershard.worker.client.load import load_rows
 from embershard.worker.client.membership import Membership, Terms
-from embershard.worker.client.pull import Places, Puller, Pulls
+from embershard.worker.client.pull import Puller
 from embershard.worker.client.push import Gradients, PushQueue, Update, Versions
 from embershard.worker.client.push import LrScale as LrScale
 from embershard.worker.compression.compressor import Compressor
@@ -51,18 +49,16 @@ class Client:
             raise ValueError(f"timeout must be above zero, got {timeout}")
         self.worker = worker
         self.epoch = time.time_ns()  # a later incarnation of this worker fences this one
-        self._links = ShardConnections(greet(transports, worker, Deadline(timeout)), worker)
-        self.calls = Requests(self._links, timeout)
-        greetings = [link.greeting for link in self._links]
+        self.connections = ShardConnections(handshake(transports, worker, Deadline(timeout)), worker, timeout)
+        greetings = [connection.greeting for connection in self.connections]
         self.placement = Placement.even(len(greetings), greetings[0].placement_epoch)
         # bytes of a message to each shard; replies are read up to our own limit, whatever the shard would take
         self.limits = [min(greeting.max_message_bytes, MAX_MESSAGE_BYTES) for greeting in greetings]
         self._specs: dict[str, TableSpec] = {}
         self.membership: Membership | None = None
         self.compressor = Compressor(worker, self.placement)
-        self._outbox = PushQueue(worker, self.epoch, self.placement.epoch, self.limits, self.compressor)
-        self._inbox = Puller(self._links, worker, self.epoch, self.placement.epoch, self.limits, self.compressor)
-        self._assigner = Assigner(self.calls, worker, self.placement.epoch, self.limits, self._outbox.next_token)
+        self._pushes = PushQueue(worker, self.epoch, self.placement.epoch, self.limits, self.compressor)
+        self._puller = Puller(self.connections, worker, self.epoch, self.placement.epoch, self.limits, self.compressor)
         self._push_lock = threading.Lock()
 
     @classmethod
@@ -91,37 +87,41 @@ class Client:
     @property
     def timeout(self) -> timedelta:
         """Within which a call ends; it may be set anew, and before `join` for those of the membership, too."""
-        return self.calls.timeout
+        return self.connections.timeout
 
     @timeout.setter
     def timeout(self, timeout: timedelta) -> None:
-        self.calls.timeout = timeout
+        self.connections.timeout = timeout
 
     @property
     def num_shards(self) -> int:
         """Shards of the placement."""
         return self.placement.num_shards
 
+    def packs_ids(self, table: str) -> bool:
+        """Whether ids of a table may travel packed, which they do where its rows or its gradients are coded."""
+        return table in self.compressor.coded_pushes or table in self.compressor.coded_pulls
+
     @property
     def stats(self) -> ClientStats:
         """Counters until now; a copy, so that two of them can be compared."""
-        transports = [link.transport for link in self._links]
+        transports = [connection.transport for connection in self.connections]
         sent = sum(transport.sent_bytes for transport in transports)
         received = sum(transport.received_bytes for transport in transports)
-        stats = self.calls.stats
+        stats = self.connections.stats
         return replace(
             stats,
             sent_bytes=sent,
             received_bytes=received,
             skipped_rows=stats.skipped_rows + self.compressor.skipped_rows,
             lost_leases=self.lost_leases,
-            volume=self._links.volume.parts(sent + received),
+            volume=self.byte_counter.parts(sent + received),
         )
 
     @property
-    def volume(self) -> Volume:
+    def byte_counter(self) -> ByteCounter:
         """The bytes by direction and part."""
-        return self._links.volume
+        return self.connections.byte_counter
 
     @property
     def lost_leases(self) -> int:
@@ -130,7 +130,9 @@ class Client:
 
     def join(self, terms: Terms, clock: int = 0) -> Membership:
         """Become a member of the job: from here on pulls wait, and pushes count, by its clock."""
-        self.membership = Membership(self._links, terms, worker=self.worker, epoch=self.epoch, timeout=self.timeout)
+        self.membership = Membership(
+            self.connections, terms, worker=self.worker, epoch=self.epoch, timeout=self.timeout
+        )
         self.membership.join(clock)
         self.compressor.workers = terms.workers
         self.compressor.share = 1.0 / terms.workers if terms.staleness == 0 else 1.0
@@ -167,11 +169,18 @@ class Client:
         its pushes are: it is of rows that the others have changed since.
         """
         _check_rows(table, "loaded rows", rows, len(route.ids), self.spec(table).dim)
+        whole = Load(table, self.placement.epoch, route.ids, rows, self.worker, last=last, keep_state=keep_state)
         with self._push_lock:  # loads and pushes are numbered together
-            assigned = self._assigner.assign(
-                table, route, rows, shards=shards, last=last, keep_state=keep_state, member=self.membership
+            loaded = load_rows(
+                self.connections,
+                self.limits,
+                whole,
+                route,
+                shards=shards,
+                member=self.membership,
+                next_token=self._pushes.next_token,
             )
-            if assigned and not keep_state:
+            if loaded and not keep_state:
                 self.compressor.forget(table, route)
 
     def pull(
@@ -195,35 +204,52 @@ class Client:
             out = [
                 np.empty((len(route.ids), spec.dim), np.float32) for (_, route), spec in zip(reads, specs, strict=True)
             ]
+
+        def required_clock() -> int:
+            return 0 if self.membership is None or clock is None else self.membership.required_clock(clock)
+
+        def send(pulls: Mapping[int, Pull], into: Places) -> Mapping[int, Outcome]:
+            if self.membership is None:
+                return self.connections.call(pulls, into)
+            return self._call_as_member(self.membership, pulls, into, clock)
+
         with span("pull"):
-            self._inbox.fill(reads, out, partial(self._ask_rows, clock), keep=keep, versions=versions, exact=exact)
-        self.calls.count_pull(sum(len(route.ids) for _, route in reads))
+            self._puller.pull(reads, out, send, required_clock, keep=keep, versions=versions, exact=exact)
+        with self.connections.lock:
+            self.connections.stats.pulled_rows += sum(len(route.ids) for _, route in reads)
         return list(out)
 
-    def _ask_rows(self, clock: int | None, make: Callable[[int], Pulls], into: Places) -> Mapping[int, Outcome]:
-        member = self.membership
-        if member is None:
-            return self.calls(make(0), into)
+    def _call_as_member(
+        self, member: Membership, pulls: Mapping[int, Pull], into: Places, clock: int | None
+    ) -> Mapping[int, Outcome]:
+        """Send pulls, and wait for the clock that they need; again where the lease was lost, for a later clock."""
         if clock is None:
-            return member.call_with_rejoin(lambda: self.calls(make(0), into))
-        if member.after(clock):
-            self._send_kept(member)
-        return member.call_with_rejoin(lambda: self.calls(make(member.after(clock)), into, wait=member.wait))
+            return member.call_with_rejoin(lambda: self.connections.call(pulls, into))
+        if member.required_clock(clock):
+            self._resend_pending(member)
 
-    def _send_kept(self, member: Membership) -> None:
+        def ask() -> dict[int, Outcome]:
+            after = member.required_clock(clock)
+            required = member.required_clock(clock)
+            asked = {shard: replace(pull, required_clock=required) for shard, pull in pulls.items()}
+            return member.wait(asked, into)
+
+        return member.call_with_rejoin(ask)
+
+    def _resend_pending(self, member: Membership) -> None:
         """Send a push again that got no answer: the clocks that a pull waits for may wait for it."""
-        if self._push_lock.acquire(blocking=False):  # else a thread is about it
+        if self._push_lock.acquire(blocking=False):  # else another thread sends it
             try:
-                if not self._outbox.is_empty:
+                if not self._pushes.is_empty:
                     self._deliver(member)
             finally:
                 self._push_lock.release()
 
     def _deliver(self, member: Membership) -> Pushed:
-        """Send what a member's outbox holds; where its lease is lost that is dropped, and it joins again."""
+        """Send a member's waiting pushes; where its lease is lost they are dropped, and it joins again."""
         lost_leases = member.lost_leases
         try:
-            return self._outbox.deliver(self._call_push, member)
+            return self._pushes.deliver(self._call_push, member)
         except LeaseLost:
             member.rejoin(lost_leases)
             return Pushed(duplicate=False, applied=0, skipped=0)
@@ -241,7 +267,7 @@ class Client:
         """Apply gradients ((U, dim) float32 in route order) of every (table, route), once.
 
         A row may occur once per call. `lr_scale` multiplies the learning rate of all tables, or of each that it names;
-        outbox.Update describes the others. Rows with NaN or Inf are skipped by the shards, and counted. The arrays
+        push.Update describes the others. Rows with NaN or Inf are skipped by the shards, and counted. The arrays
         belong to the client from here on: a push that has to be sent again is sent with the same bytes. What a member
         that lost its lease has pushed is dropped.
         """
@@ -253,20 +279,23 @@ class Client:
         with self._push_lock, span("push"):
             member = self.membership
             if member is None:
-                self._outbox.put(update, to_all=False)
-                return self._outbox.deliver(self._call_push)
+                self._pushes.put(update, to_all=False)
+                return self._pushes.deliver(self._call_push)
             if clock < member.first:  # of the time before its lease was lost
                 return Pushed(duplicate=False, applied=0, skipped=0)
             member.pushed(clock)
-            self._outbox.put(update, to_all=True)
+            self._pushes.put(update, to_all=True)
             return self._deliver(member)
 
     def _call_push(self, pushes: Mapping[int, Push]) -> dict[int, Outcome]:
-        outcomes = self.calls(pushes)
+        outcomes = self.connections.call(pushes)
         ahead = {shard: pushes[shard] for shard, outcome in outcomes.items() if isinstance(outcome, ClockAhead)}
         if ahead and self.membership is not None:  # too much waits there for other workers
-            outcomes.update(self.calls(ahead, wait=self.membership.wait))
-        self.calls.count_push(outcomes)
+            outcomes.update(self.membership.wait(ahead))
+        replies = [reply for reply in outcomes.values() if isinstance(reply, Pushed)]
+        with self.connections.lock:
+            self.connections.stats.pushed_rows += sum(reply.applied for reply in replies)
+            self.connections.stats.skipped_rows += sum(reply.skipped for reply in replies)
         return outcomes
 
     def status(self) -> tuple[ShardStatus, ...]:
@@ -277,8 +306,8 @@ class Client:
         """Leave the job and close the connections."""
         if self.membership is not None:
             self.membership.leave()
-        for link in self._links:
-            link.transport.close()
+        for connection in self.connections:
+            connection.transport.close()
 
     def spec(self, table: str) -> TableSpec:
         """That of a table that was declared; UnknownTable."""
@@ -290,7 +319,7 @@ class Client:
 
     def ask_all(self, request: Request) -> list[Outcome]:
         """Send one request to every shard; the replies by index. Raises the first error."""
-        return self.calls.to_all(request)
+        return self.connections.call_all(request)
 
 
 def _check_rows(table: str, what: str, rows: Floats, count: int, dim: int) -> None:

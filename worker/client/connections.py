@@ -1,4 +1,4 @@
-"""Every shard of one placement, called at once, with deadlines and retries.
+"""Call every shard of one placement at once, with deadlines and retries; each call is timed and counted.
 
 A request is retried with identical bytes: a push is recognised by its token, everything else may be repeated.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from embershard.proto.arrays import Array
@@ -25,13 +26,14 @@ from embershard.proto.errors import (
     UnknownTable,
     WrongShards,
 )
-from embershard.proto.messages import PUT_BACK_SECONDS, Greeting, Hello, Reply, Request
+from embershard.proto.messages import PUT_BACK_SECONDS, Greeting, Hello, Pushed, Reply, Request, Rows
+from embershard.proto.timing import set_apart, span
 from embershard.proto.transport.transport import Deadline, PendingReply, Transport, TransportClosed, Unreachable
-from embershard.worker.client.byte_counts import Volume
+from embershard.worker.client.byte_counts import ByteCounter, ByteCounts
 
 _FIRST_PAUSE = 0.02  # seconds; doubles with every try
 _LONGEST_PAUSE = 1.0
-_PATIENCE = timedelta(seconds=3)  # waiting for longer than this is said, once
+_SILENT_WAIT = timedelta(seconds=3)  # waiting for longer than this is logged, once
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ class ShardConnection:
     transport: Transport
     greeting: Greeting
     suspect: bool = False  # the connection broke: another process may answer now
-    sign: PendingReply | None = None  # a word on its way whose answer nobody needs; gRPC would take it back
+    heartbeat: PendingReply | None = None  # on its way; held because gRPC cancels a call that is forgotten
 
     @property
     def name(self) -> str:
@@ -52,19 +54,37 @@ class ShardConnection:
 
 
 Outcome = Reply | EmbershardError
+Places = Mapping[int, Sequence[Array]]  # shard -> memory for the rows of its reply
+Watch = Callable[[Mapping[int, Request], Mapping[int, Outcome], float], None]  # requests, replies, seconds
 
 
-def greet(transports: Sequence[Transport], worker: int, deadline: Deadline) -> list[ShardConnection]:
-    """Links to all shards, in the order of their index; waits for those that start later.
+@dataclass(slots=True)
+class ClientStats:
+    """Counters of a client since its start."""
+
+    wait_seconds: float = 0.0  # spent waiting for shards
+    pulled_rows: int = 0
+    pushed_rows: int = 0  # rows that shards applied
+    skipped_rows: int = 0  # gradient rows that held NaN or Inf
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    cache_hits: int = 0  # rows that a session's cache gave
+    cache_lookups: int = 0  # rows that it was asked for
+    lost_leases: int = 0  # times that the other workers went on without this one
+    volume: ByteCounts = field(default_factory=dict)  # the bytes by direction and part
+
+
+def handshake(transports: Sequence[Transport], worker: int, deadline: Deadline) -> list[ShardConnection]:
+    """Connect to all shards, in the order of their index; waits for those that start later.
 
     ShardUnavailable where none answers by the deadline, NotAShard where something else does, WrongShards where the
     shards do not make one placement.
     """
     found: dict[int, Greeting] = {}
-    patience: Deadline | None = Deadline(_PATIENCE)
-    for pause in _pauses(deadline):
+    silent: Deadline | None = Deadline(_SILENT_WAIT)
+    for pause in _pauses():
         waiting = [i for i in range(len(transports)) if i not in found]
-        pending = {i: _submit(transports[i], Hello(worker), deadline) for i in waiting}
+        pending = {i: _submit(transports[i], Hello(worker), deadline.remaining) for i in waiting}
         reasons: dict[int, str] = {}
         for i, answer in pending.items():
             try:
@@ -85,21 +105,21 @@ def greet(transports: Sequence[Transport], worker: int, deadline: Deadline) -> l
         if not reasons:
             return _in_order([ShardConnection(transports[i], found[i]) for i in range(len(transports))])
         first, reason = next(iter(reasons.items()))
-        if patience is not None and patience.seconds <= 0:
-            patience = None
+        if silent is not None and silent.seconds <= 0:
+            silent = None
             _log.warning("waiting for the server at %s (%s)", transports[first].address, reason)
         if not _sleep(pause, deadline):
             break
     raise _unavailable(f"the server at {transports[first].address}", transports[first].address, reason, deadline)
 
 
-def _in_order(links: list[ShardConnection]) -> list[ShardConnection]:
+def _in_order(connections: list[ShardConnection]) -> list[ShardConnection]:
     """Links by index. WrongShards names what does not fit."""
-    first = links[0].greeting
+    first = connections[0].greeting
     by_index: dict[int, ShardConnection] = {}
-    for link in links:
-        mine = link.greeting
-        where = f"{links[0].transport.address} and {link.transport.address}"
+    for connection in connections:
+        mine = connection.greeting
+        where = f"{connections[0].transport.address} and {connection.transport.address}"
         if mine.num_shards != first.num_shards:
             raise WrongShards(
                 reason=f"{where} were started for {first.num_shards} and {mine.num_shards} shards; "
@@ -113,15 +133,15 @@ def _in_order(links: list[ShardConnection]) -> list[ShardConnection]:
         if mine.shard in by_index:
             other = by_index[mine.shard].transport.address
             raise WrongShards(
-                reason=f"{other} and {link.transport.address} are both shard {mine.shard}; "
+                reason=f"{other} and {connection.transport.address} are both shard {mine.shard}; "
                 "start each with its own --shard"
             )
-        by_index[mine.shard] = link
+        by_index[mine.shard] = connection
     missing = [str(i) for i in range(first.num_shards) if i not in by_index]
     if missing:
         raise WrongShards(
             reason=f"of {first.num_shards} shards, {', '.join(missing)} is not among the addresses "
-            f"{', '.join(link.transport.address for link in links)}; name the address of every shard"
+            f"{', '.join(connection.transport.address for connection in connections)}; name the address of every shard"
         )
     return [by_index[i] for i in range(first.num_shards)]
 
@@ -129,96 +149,146 @@ def _in_order(links: list[ShardConnection]) -> list[ShardConnection]:
 class ShardConnections:
     """All shards of a placement. Safe for use by several threads."""
 
-    def __init__(self, links: Sequence[ShardConnection], worker: int) -> None:
-        self._links = links
+    def __init__(self, connections: Sequence[ShardConnection], worker: int, timeout: timedelta) -> None:
+        self.timeout = timeout  # of every call that gives no other
+        self.stats = ClientStats()
+        self.lock = threading.Lock()  # of the stats
+        self.byte_counter = ByteCounter()
+        self.settings_revision = 0  # of the compression settings that the shards were given, as replies show it
+        self.watch: Watch | None = None  # called after every call that is counted
+        self.heartbeat: Request | None = None  # sent over a new connection: it tells the shard which member this is
+        self._connections = connections
         self._worker = worker
-        self.volume = Volume()
-        self.sign: Request | None = None  # what tells a shard over a new connection which member this is
         self._lost: ShardRestarted | None = None  # once rows are gone, every later call says so
 
     def __len__(self) -> int:
-        return len(self._links)
+        return len(self._connections)
 
     def __iter__(self) -> Iterator[ShardConnection]:
-        return iter(self._links)
+        return iter(self._connections)
 
     def __getitem__(self, shard: int) -> ShardConnection:
-        return self._links[shard]
+        return self._connections[shard]
+
+    def call_all(self, request: Request) -> list[Outcome]:
+        """Send one request to every shard; the replies by index. Raises the first error."""
+        outcomes = self.call(dict.fromkeys(range(len(self)), request))
+        raise_first(outcomes)
+        return [outcomes[shard] for shard in range(len(self))]
 
     def call(
-        self, requests: Mapping[int, Request], deadline: Deadline, into: Mapping[int, Sequence[Array]] | None = None
+        self,
+        requests: Mapping[int, Request],
+        into: Places | None = None,
+        *,
+        timeout: timedelta | None = None,
+        counted: bool = True,
     ) -> dict[int, Outcome]:
-        """Send one request to each of the shards named, all at once, and wait for what becomes of them.
+        """Send one request to each of the shards named, all at once, and wait for their replies or errors.
 
-        `into`: memory for the rows of pulls, see Transport.submit.
-        Busy, loading, stopping and unreachable shards are asked again, after growing pauses, until the deadline; one
+        `into`: memory for the rows of pulls, see Transport.submit. With `counted` its time is part of `stats`.
+        Busy, loading, stopping and unreachable shards are asked again, after growing pauses, until the timeout; one
         that put a request back for other workers' sake, so near to it that no answer could come in time, is not.
         """
+        left = self.timeout if timeout is None else timeout
+        start, deadline = time.perf_counter(), Deadline(left)
         outcomes: dict[int, Outcome] = {}
-        waiting = dict(requests)
-        for pause in _pauses(deadline):
-            if self._lost is not None:
-                return {shard: self._lost for shard in requests}
-            suspects = [s for s in waiting if self._links[s].suspect]
-            ready = [s for s in waiting if s not in suspects]
-            places = into or {}
-            pending = {s: _submit(self._links[s].transport, waiting[s], deadline, places.get(s, ())) for s in ready}
-            for shard in suspects:  # after the others were asked: a shard that stands still must not cost their leases
-                outcomes[shard] = self._recognise(shard, deadline) or _Retry("it answers again")
-                if isinstance(outcomes[shard], ClientClosed):
-                    del waiting[shard]
-            for shard, answer in pending.items():
-                outcomes[shard] = self._outcome(shard, answer, deadline)
-                self.volume.count(waiting[shard], outcomes[shard], answer)
-                outcome = outcomes[shard]
-                put_back = isinstance(outcome, ClockAhead) and deadline.seconds < _too_short(deadline)
-                if put_back or not getattr(outcome, "retryable", False):
-                    del waiting[shard]
-            busy = [o.fields.get("retry_after_ms") for s in waiting if isinstance(o := outcomes.get(s), ShardBusy)]
-            wanted = max((ms / 1000 for ms in busy if isinstance(ms, int | float)), default=0.0)
-            if not waiting or not _sleep(max(pause, wanted * random.uniform(1.0, 1.2)), deadline):
-                break
-        for shard in waiting:
-            link, last = self._links[shard], outcomes.get(shard)
-            if last is None or isinstance(last, _Retry):
-                reason = last.reason if isinstance(last, _Retry) else "no time was left to ask"
-                outcomes[shard] = _unavailable(link.name, link.transport.address, reason, deadline)
-        return outcomes
+        waiting = requests
+        try:
+            with span("wait") if counted else nullcontext():  # a transport may charge parts of it to other spans
+                for pause in _pauses():
+                    waiting = self._try(waiting, into or {}, left, deadline, outcomes)
+                    if not waiting or not _sleep(max(pause, _wanted_pause(waiting, outcomes)), deadline):
+                        break
+                    left = deadline.remaining
+                for shard in waiting:
+                    outcomes[shard] = self._unanswered(shard, outcomes.get(shard), deadline)
+                answers = [reply for reply in outcomes.values() if isinstance(reply, Rows | Pushed)]
+                # shards work side by side, but for those of this process: the slowest is waited for
+                if coding := max((reply.coding_seconds for reply in answers), default=0.0):
+                    set_apart("shards", coding)
+            self.settings_revision = max([self.settings_revision, *(reply.settings for reply in answers)])
+            if counted and (watch := self.watch) is not None:
+                watch(requests, outcomes, time.perf_counter() - start)
+            return outcomes
+        finally:
+            if counted:
+                with self.lock:
+                    self.stats.wait_seconds += time.perf_counter() - start
+
+    def _try(
+        self,
+        requests: Mapping[int, Request],
+        into: Places,
+        left: timedelta,
+        deadline: Deadline,
+        outcomes: dict[int, Outcome],
+    ) -> dict[int, Request]:
+        """Ask each shard once and note its outcome; the requests that have to be sent again."""
+        if self._lost is not None:
+            outcomes.update(dict.fromkeys(requests, self._lost))
+            return {}
+        waiting, pending = dict(requests), dict[int, PendingReply]()
+        suspects = list[int]()
+        for shard, request in requests.items():
+            if self._connections[shard].suspect:
+                suspects.append(shard)
+            else:
+                transport = self._connections[shard].transport
+                pending[shard] = _submit(transport, request, left, into.get(shard, ()))
+        for shard in suspects:  # after the others were asked: a shard that is unresponsive must not cost their leases
+            outcomes[shard] = self._verify_instance(shard, deadline) or _Retry("it answers again")
+            if isinstance(outcomes[shard], ClientClosed):
+                del waiting[shard]
+        for shard, answer in pending.items():
+            outcome = outcomes[shard] = self._outcome(shard, answer, deadline)
+            self.byte_counter.count(requests[shard], outcome, answer)
+            put_back = isinstance(outcome, ClockAhead) and deadline.seconds < _too_short(deadline)
+            if put_back or not getattr(outcome, "retryable", False):
+                del waiting[shard]
+        return waiting
+
+    def _unanswered(self, shard: int, last: Outcome | None, deadline: Deadline) -> Outcome:
+        """The outcome of a request that no try was left for."""
+        if last is not None and not isinstance(last, _Retry):
+            return last
+        connection, reason = self._connections[shard], "no time was left to ask" if last is None else last.reason
+        return _unavailable(connection.name, connection.transport.address, reason, deadline)
 
     def _outcome(self, shard: int, answer: PendingReply, deadline: Deadline) -> Outcome:
-        link = self._links[shard]
+        connection = self._connections[shard]
         try:
             return answer.result()
         except TransportClosed:
-            return _labelled(ClientClosed(), link.name)
+            return _labelled(ClientClosed(), connection.name)
         except Unreachable as error:
-            link.suspect = True
+            connection.suspect = True
             return _Retry(error.reason)
         except UnknownTable as error:
             # every table was declared before it was used: either a mistake in its name, or an empty shard
-            return self._recognise(shard, deadline) or _labelled(error, link.name)
+            return self._verify_instance(shard, deadline) or _labelled(error, connection.name)
         except EmbershardError as error:
-            return _labelled(error, link.name)
+            return _labelled(error, connection.name)
 
-    def _recognise(self, shard: int, deadline: Deadline) -> EmbershardError | None:
+    def _verify_instance(self, shard: int, deadline: Deadline) -> EmbershardError | None:
         """Ask a shard behind a broken connection who it is: None if it is the process that has our rows."""
-        link = self._links[shard]
+        connection = self._connections[shard]
         try:
-            reply = _submit(link.transport, Hello(self._worker), deadline).result()
+            reply = _submit(connection.transport, Hello(self._worker), deadline.remaining).result()
         except TransportClosed:
-            return _labelled(ClientClosed(), link.name)
+            return _labelled(ClientClosed(), connection.name)
         except Unreachable as error:
             return _Retry(error.reason)
         except EmbershardError as error:
             return _Retry(str(error))
-        if isinstance(reply, Greeting) and reply.instance == link.greeting.instance:
-            link.suspect = False
-            if self.sign is not None:  # first: the bytes of what comes now keep the lease
-                link.sign = _submit(link.transport, self.sign, deadline)
+        if isinstance(reply, Greeting) and reply.instance == connection.greeting.instance:
+            connection.suspect = False
+            if self.heartbeat is not None:  # first: the bytes of what comes now keep the lease
+                connection.heartbeat = _submit(connection.transport, self.heartbeat, deadline.remaining)
             return None
         got = reply.instance if isinstance(reply, Greeting) else type(reply).__name__
         self._lost = ShardRestarted(
-            shard=link.name, address=link.transport.address, got=got, want=link.greeting.instance
+            shard=connection.name, address=connection.transport.address, got=got, want=connection.greeting.instance
         )
         return self._lost
 
@@ -233,9 +303,9 @@ class _Retry(EmbershardError):
         super().__init__(reason=reason)
 
 
-def _submit(transport: Transport, request: Request, deadline: Deadline, into: Sequence[Array] = ()) -> PendingReply:
+def _submit(transport: Transport, request: Request, timeout: timedelta, into: Sequence[Array] = ()) -> PendingReply:
     try:
-        return transport.submit(request, deadline.remaining, into)
+        return transport.submit(request, timeout, into)
     except Unreachable as error:
         return _Failed(error)
 
@@ -257,9 +327,16 @@ def _labelled(error: EmbershardError, name: str) -> EmbershardError:
     return error
 
 
+def raise_first(outcomes: Mapping[int, Outcome]) -> None:
+    """Raise the first error among outcomes, if there is one."""
+    for outcome in outcomes.values():
+        if isinstance(outcome, EmbershardError):
+            raise outcome
+
+
 @contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Have an error of what a shard sent name the shard."""
+def with_shard_name(name: str) -> Iterator[None]:
+    """Add the name of the shard to errors raised inside."""
     try:
         yield
     except EmbershardError as error:
@@ -271,12 +348,19 @@ def _unavailable(name: str, address: str, reason: str, deadline: Deadline) -> Sh
     return ShardUnavailable(shard=name, seconds=deadline.timeout.total_seconds(), reason=reason, address=address)
 
 
-def _pauses(deadline: Deadline) -> Iterator[float]:
+def _pauses() -> Iterator[float]:
     """Seconds to wait after each try: growing, and jittered so that workers do not come back together."""
     pause = _FIRST_PAUSE
     while True:
         yield pause * random.uniform(0.5, 1.0)
         pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _wanted_pause(waiting: Mapping[int, Request], outcomes: Mapping[int, Outcome]) -> float:
+    """Seconds that busy shards ask for, jittered; 0 where none does."""
+    busy = [o.fields.get("retry_after_ms") for s in waiting if isinstance(o := outcomes.get(s), ShardBusy)]
+    wanted = max((ms / 1000 for ms in busy if isinstance(ms, int | float)), default=0.0)
+    return wanted * random.uniform(1.0, 1.2)
 
 
 def _too_short(deadline: Deadline) -> float:

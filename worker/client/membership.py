@@ -81,7 +81,9 @@ class Membership:
     Waits for other workers last as long as these keep their lease, at most `terms.patience`: then WorkerLost.
     """
 
-    def __init__(self, links: ShardConnections, terms: Terms, *, worker: int, epoch: int, timeout: timedelta) -> None:
+    def __init__(
+        self, connections: ShardConnections, terms: Terms, *, worker: int, epoch: int, timeout: timedelta
+    ) -> None:
         self.terms = terms
         self.worker = worker
         self.first = 0  # the clock at which this worker joined last: pushes of earlier ones are not waited for
@@ -91,7 +93,7 @@ class Membership:
         # False where something else ties the workers' steps together, as an all-reduce does: one that came back at a
         # later clock and those who went on would wait for each other
         self.may_rejoin = True
-        self._links, self._epoch, self._timeout = links, epoch, timeout
+        self._connections, self._epoch, self._timeout = connections, epoch, timeout
         self._next = 0  # after the last clock that was pushed
         self._lock = threading.RLock()  # of joining
         self._ended = threading.Event()
@@ -103,7 +105,7 @@ class Membership:
         """
         with self._lock:
             self._join(clock)
-        self._links.sign = Heartbeat(self.worker, self._epoch)
+        self._connections.heartbeat = Heartbeat(self.worker, self._epoch)
         beat = threading.Thread(
             target=_beat,
             args=(weakref.ref(self), self._ended, self.terms.lease.total_seconds() / _BEATS),
@@ -155,7 +157,7 @@ class Membership:
         assert isinstance(split, Split)
         return split
 
-    def after(self, clock: int) -> int:
+    def required_clock(self, clock: int) -> int:
         """How many clocks must be closed before this worker reads rows for `clock`."""
         if self.terms.staleness is None or self.paused:  # the clock need not come to one that does not go on
             return 0
@@ -176,7 +178,7 @@ class Membership:
         into: Mapping[int, Sequence[Array]] | None = None,
         patience: timedelta | None = None,
     ) -> dict[int, Outcome]:
-        """Like Links.call, but shards may wait for other workers before they answer. WorkerLost ends the patience."""
+        """Call shards that may wait for other workers before they answer; WorkerLost at the end of the wait."""
         outcomes: dict[int, Outcome] = {}
         waiting = dict(requests)
         ahead: dict[int, ClockAhead] = {}
@@ -184,7 +186,7 @@ class Membership:
         first, said = True, False
         while waiting:
             left = min(deadline.remaining, over.remaining)
-            answers = self._links.call(waiting, Deadline(min(left, _SAID_AFTER) if first else left), into)
+            answers = self._connections.call(waiting, into, timeout=min(left, _SAID_AFTER) if first else left)
             outcomes.update(answers)
             again = (ClockAhead, ShardUnavailable)
             waiting = {shard: waiting[shard] for shard, answer in answers.items() if isinstance(answer, again)}
@@ -196,7 +198,7 @@ class Membership:
                 raise WorkerLost(worker=self.worker, world_size=self.terms.workers, reason=reason)
             if waits is not None and not said:
                 said = True
-                _log.warning("worker %d waits: %s", self.worker, waits)
+                _log.warning("worker %d: %s", self.worker, waits)
             if not any(isinstance(answer, ShardUnavailable) for answer in answers.values()):
                 deadline = Deadline(self._timeout)  # the shards answer: it is for workers that they wait
             elif deadline.seconds <= 0 or over.seconds <= 0:
@@ -238,7 +240,7 @@ class Membership:
         """Stop being waited for, and stop beating; a shard that does not answer is left to the lease."""
         if not self._ended.is_set():
             self._ended.set()
-            self._links.sign = None
+            self._connections.heartbeat = None
             self._call_all(Leave(self.worker, self._epoch), min(self._timeout, _FAREWELL))
 
     def _join(self, clock: int) -> int:
@@ -276,8 +278,9 @@ class Membership:
         return outcomes
 
     def _call_all(self, request: Request, timeout: timedelta) -> list[Outcome]:
-        outcomes = self._links.call({shard: request for shard in range(len(self._links))}, Deadline(timeout))
-        return [outcomes[shard] for shard in range(len(self._links))]
+        shards = range(len(self._connections))
+        outcomes = self._connections.call(dict.fromkeys(shards, request), timeout=timeout, counted=False)
+        return [outcomes[shard] for shard in shards]
 
     def _beat(self, timeout: timedelta) -> None:
         """Renew the lease on every shard; one that does not answer must not keep the others waiting."""

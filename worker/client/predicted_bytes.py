@@ -36,8 +36,8 @@ from embershard.proto.protobuf import head_bytes
 from embershard.proto.routing import make_route
 from embershard.proto.spec import TableSpec
 from embershard.proto.wire import frame_bytes
-from embershard.worker.client.byte_counts import ByteCount, Part, Volumes
-from embershard.worker.client.chunks import cut
+from embershard.worker.client.byte_counts import ByteCount, ByteCounts, BytePart
+from embershard.worker.client.chunks import split_into_messages
 from embershard.worker.compression.error_feedback import SentAverages
 from embershard.worker.compression.low_rank import predict_low_rank
 from embershard.worker.compression.settings import WARMUP_DENSITIES, Directions, warmup_density
@@ -55,7 +55,7 @@ _CODING_BYTES = len(head_bytes(Rows((), coding_seconds=1.0))) - len(head_bytes(R
 _NO_IDS, _NO_BYTES = np.empty(0, np.int64), np.empty(0, np.uint8)
 
 
-def predict_volumes(moved: Volumes, client: Client) -> dict[Part, float]:
+def predict_volumes(moved: ByteCounts, client: Client) -> dict[BytePart, float]:
     """Bytes expected of every part of `moved`, from the rows (its raw bytes) and messages that it counts.
 
     Of the codecs that the client uses now, dgc from its first push on. What is neither push nor pull is left out:
@@ -63,7 +63,7 @@ def predict_volumes(moved: Volumes, client: Client) -> dict[Part, float]:
     """
     directions, find = client.compressor.directions(), client.compressor.find
     warmup_steps = client.compressor.settings.warmup_steps
-    expected: dict[Part, float] = {}
+    expected: dict[BytePart, float] = {}
     for part, counted in moved.items():
         if part.kind == "other" or not counted.messages:
             continue
@@ -72,7 +72,7 @@ def predict_volumes(moved: Volumes, client: Client) -> dict[Part, float]:
             expected[part] = _held_bytes(part, counted, client)
         elif part.kind == "ids":
             pack = partial(client.compressor.packed_ids, part.table)
-            share = 1.0 if codec.is_plain else _packed_share(client.volume.packed(part), pack)
+            share = 1.0 if codec.is_plain else _packed_share(client.byte_counter.packed(part), pack)
             expected[part] = counted.raw * share
         elif codec.select == "powersgd":
             expected[part] = _factor_bytes(codec, counted, client, part.table)
@@ -91,7 +91,7 @@ def predict_volumes(moved: Volumes, client: Client) -> dict[Part, float]:
                 for count, part_of_messages in ((fewer, 1 - share), (fewer + 1, share))
             )
     for direction in ("pull", "push"):
-        part = Part(direction, "other")
+        part = BytePart(direction, "other")
         if part in moved:
             expected[part] = _heads(part, moved, directions)
     return expected
@@ -110,10 +110,10 @@ def _payload_bytes(
     return predict_bytes(codec, rows, dim, find, age=sent.age, touched=sent.rows)
 
 
-def _held_bytes(part: Part, counted: ByteCount, client: Client) -> float:
+def _held_bytes(part: BytePart, counted: ByteCount, client: Client) -> float:
     """Of rows that are sent as float32, with their ages and ids."""
     spec = client.spec(part.table)
-    row = _ID_BYTES * _packed_share(client.volume.packed(part), packed_ids) + _FLOAT_BYTES * spec.dim
+    row = _ID_BYTES * _packed_share(client.byte_counter.packed(part), packed_ids) + _FLOAT_BYTES * spec.dim
     ages = age_bytes(counted.held, client.compressor.sent(part.table).age or 1.0)
     return counted.held * row + ages + counted.messages * HEAD_BYTES
 
@@ -123,9 +123,9 @@ def _factor_bytes(codec: CodecName, counted: ByteCount, client: Client, table: s
     spec, layout = client.spec(table), client.compressor.layout(table)
     route = make_route(layout.ids, spec.space_key, client.placement)
     parts = [
-        route.ids[piece.within(route, shard)]
+        route.ids[chunk.rows]
         for shard, limit in enumerate(client.limits)
-        for (piece,) in cut([table], [len(route.ids[route.slice_of(shard)])], [16 + _FLOAT_BYTES * spec.dim], limit)
+        for (chunk,) in split_into_messages([(table, route)], shard, [16 + _FLOAT_BYTES * spec.dim], limit)
     ]
     values = client.compressor.find(codec.values)
     whole = predict_low_rank(layout, spec.dim, int(codec.number), parts, values)
@@ -159,14 +159,14 @@ def _stages(codec: CodecName, pushes: int, warmup_steps: int) -> list[tuple[Code
     return [(replace(codec, number=density), count / pushes) for density, count in counts.items()]
 
 
-def _heads(part: Part, moved: Volumes, directions: Mapping[str, Directions]) -> float:
+def _heads(part: BytePart, moved: ByteCounts, directions: Mapping[str, Directions]) -> float:
     """Frames and heads of the messages of one direction: each message's own, and what a table adds."""
     make = _pull if part.direction == "pull" else _push
     empty = _exchange(*make("", None, ids=False))
     total = float(moved[part].messages * empty)
     for other, counted in moved.items():
         if other.direction == part.direction and other.kind in ("rows", "dense", "held") and counted.messages:
-            ids = counted if other.kind == "held" else moved.get(Part(part.direction, "ids", other.table))
+            ids = counted if other.kind == "held" else moved.get(BytePart(part.direction, "ids", other.table))
             share = 0.0 if ids is None else ids.messages / counted.messages
             codec = getattr(directions[other.table], part.direction)
             with_ids, without = (_exchange(*make(other.table, codec, ids=given)) - empty for given in (True, False))
@@ -174,7 +174,7 @@ def _heads(part: Part, moved: Volumes, directions: Mapping[str, Directions]) -> 
     return total + _CODING_BYTES * _coded_replies(part, moved, directions)
 
 
-def _coded_replies(whole: Part, moved: Volumes, directions: Mapping[str, Directions]) -> int:
+def _coded_replies(whole: BytePart, moved: ByteCounts, directions: Mapping[str, Directions]) -> int:
     """Replies that say how long coding took: one for each table with a payload, unless they shared their messages."""
     coded = 0
     for part, counted in moved.items():

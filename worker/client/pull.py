@@ -1,4 +1,4 @@
-"""Rows on their way from the shards: asked for in messages that these take, and put where they belong."""
+"""Pull rows from the shards: in messages that these take, straight to where the rows belong."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ from embershard.proto.errors import EmbershardError, NotAShard, WrongDim
 from embershard.proto.messages import DELTA, Pull, Rows, TableIds
 from embershard.proto.routing import Route
 from embershard.proto.timing import span
-from embershard.worker.client.chunks import Chunk, cut
-from embershard.worker.client.connections import Outcome, ShardConnections, naming
+from embershard.worker.client.chunks import Chunk, split_into_messages
+from embershard.worker.client.connections import Outcome, Places, ShardConnections, with_shard_name
 from embershard.worker.client.push import Versions
 from embershard.worker.compression.compressor import Compressor
 from embershard.worker.compression.deltas import Base, Deltas, apply_delta
-from embershard.worker.compression.settings import PLAIN
 
-Pulls = Mapping[int, Pull]
-Arrays = Sequence[Array]
-_Left = tuple[Route, tuple[str, int], int]  # ids that a pull leaves with a shard: of a table, under a number
-Places = Mapping[int, Arrays]
+Reads = Sequence[tuple[str, Route]]
+_KeptRoute = tuple[Route, tuple[str, int], int]  # ids that a pull leaves with a shard: of a table, under a number
 
 
 class Puller:
@@ -32,116 +29,115 @@ class Puller:
 
     def __init__(
         self,
-        links: ShardConnections,
+        connections: ShardConnections,
         worker: int,
         epoch: int,
         placement_epoch: int,
         limits: Sequence[int],
         compressor: Compressor,
     ) -> None:
-        self._links = links
+        self._connections = connections
         self._compressor = compressor
         self._deltas = Deltas(len(limits))
         self._worker, self._epoch, self._placement_epoch = worker, epoch, placement_epoch
         self._limits = limits  # bytes of a message to each shard
         self._route_numbers = count(1)
 
-    def fill(
+    def pull(
         self,
-        reads: Sequence[tuple[str, Route]],
+        reads: Reads,
         out: Sequence[Floats],
-        ask: Callable[[Callable[[int], Pulls], Places], Mapping[int, Outcome]],
+        send: Callable[[Mapping[int, Pull], Places], Mapping[int, Outcome]],
+        required_clock: Callable[[], int],
         *,
         keep: bool,
         versions: Versions | None,
         exact: bool = False,
     ) -> None:
-        """Fill `out`, a message per shard at a time; with `exact` past codecs that would round.
+        """Fill `out` with the rows of `reads`, a message per shard at a time; `exact`: past codecs that would round.
 
-        `ask` is given what makes the pulls, of the number of clocks that must be closed before they are answered, and
-        the places of their rows.
+        `send` gives the outcome of each shard's pull, whose rows may come straight into the places that it is given.
+        `required_clock` is how many clocks must be closed before a shard answers.
         """
-        codecs = [self._compressor.pull_codec(table) for table, _ in reads]
+        codecs = [self._compressor.coded_pulls.get(table) for table, _ in reads]  # None: as float32
         if exact:
-            codecs = [codec if codec.is_lossless else PLAIN for codec in codecs]
+            codecs = [codec if codec is not None and codec.is_lossless else None for codec in codecs]
         bases = [
             self._begin(table, route, rows, codec)
             for (table, route), rows, codec in zip(reads, out, codecs, strict=True)
         ]
-        queues = {shard: deque(self._messages(shard, reads, out)) for shard in range(len(self._links))}
+        # a pull is limited by its ids on the way there and by its rows on the way back
+        sizes = [max(8, 4 * rows.shape[1]) for rows in out]
+        queues = {
+            shard: deque(split_into_messages(reads, shard, sizes, limit)) for shard, limit in enumerate(self._limits)
+        }
         while batch := {shard: queue.popleft() for shard, queue in queues.items() if queue}:
-            places = {shard: _places(shard, reads, pieces, out) for shard, pieces in batch.items()}
-            into = {shard: self._receivers(codecs, pieces, places[shard]) for shard, pieces in batch.items()}
-            left: list[_Left] = []
-
-            def make(after: int, batch: Mapping[int, list[Chunk]] = batch, left: list[_Left] = left) -> Pulls:
-                return {
-                    shard: self._request(shard, reads, pieces, codecs, bases, left if keep else None, after)
-                    for shard, pieces in batch.items()
-                }
-
-            outcomes = ask(make, into)
+            places = {shard: [out[chunk.part][chunk.rows] for chunk in chunks] for shard, chunks in batch.items()}
+            into = {shard: self._receivers(codecs, chunks, places[shard]) for shard, chunks in batch.items()}
+            kept_routes: list[_KeptRoute] = []
+            clock = required_clock()
+            pulls = {
+                shard: self._request(shard, reads, chunks, codecs, bases, kept_routes if keep else None, clock)
+                for shard, chunks in batch.items()
+            }
+            outcomes = send(pulls, into)
             for outcome in outcomes.values():
                 if isinstance(outcome, EmbershardError):
                     raise outcome
             # not before: a push that is on its way meanwhile, as of dense weights, would name what is not there yet
-            for route, at, number in left:
+            for route, at, number in kept_routes:
                 route.numbers[at] = number
-            for shard, pieces in batch.items():
-                reply = self._accept(shard, [reads[piece.part][0] for piece in pieces], outcomes[shard], places[shard])
+            for shard, chunks in batch.items():
+                reply = self._accept(shard, [reads[chunk.part][0] for chunk in chunks], outcomes[shard], places[shard])
                 lowest = [] if versions is None else [versions]
-                lowest += [base.read for piece in pieces if (base := bases[piece.part]) is not None]
+                lowest += [base.read for chunk in chunks if (base := bases[chunk.part]) is not None]
                 for known in lowest:
                     known[shard] = min(known[shard], reply.version)
         for (table, route), rows, base in zip(reads, out, bases, strict=True):
             if base is not None:
                 self._deltas.end(table, route, rows, base)
 
-    def _begin(self, table: str, route: Route, rows: Floats, codec: CodecName) -> Base | None:
-        """Put what is held of a table in place, where only what changed since is to be pulled."""
-        if codec.select == DELTA:
+    def _begin(self, table: str, route: Route, rows: Floats, codec: CodecName | None) -> Base | None:
+        """Fill the places with the rows of the last pull, where only what changed since is to be pulled."""
+        if codec is not None and codec.select == DELTA:
             return self._deltas.begin(table, route, rows)
-        self._deltas.forget(table)
+        if table in self._deltas.tables:
+            self._deltas.forget(table)
         return None
-
-    def _messages(self, shard: int, reads: Sequence[tuple[str, Route]], out: Sequence[Floats]) -> list[list[Chunk]]:
-        counts = [int(route.splits[shard + 1] - route.splits[shard]) for _, route in reads]
-        # a pull is limited by its ids on the way there and by its rows on the way back
-        sizes = [max(8, 4 * rows.shape[1]) for rows in out]
-        return cut([table for table, _ in reads], counts, sizes, self._limits[shard])
 
     def _request(
         self,
         shard: int,
-        reads: Sequence[tuple[str, Route]],
-        pieces: list[Chunk],
-        codecs: Sequence[CodecName],
+        reads: Reads,
+        chunks: list[Chunk],
+        codecs: Sequence[CodecName | None],
         bases: Sequence[Base | None],
-        left: list[_Left] | None,
-        after: int,
+        kept_routes: list[_KeptRoute] | None,
+        required_clock: int,
     ) -> Pull:
         tables = []
-        for piece in pieces:
-            table, route = reads[piece.part]
-            part = piece.within(route, shard)
+        for chunk in chunks:
+            table, route = reads[chunk.part]
             number = 0
-            if left is not None and part == route.slice_of(shard):  # one that is cut is not worth the book-keeping
+            if kept_routes is not None and chunk.is_whole:  # a part of a route is not worth the book-keeping
                 number = next(self._route_numbers)
-                left.append((route, (table, shard), number))
-            ids, codec = route.ids[part], codecs[piece.part]
-            if codec.is_plain:
+                kept_routes.append((route, (table, shard), number))
+            ids, codec = route.ids[chunk.rows], codecs[chunk.part]
+            if codec is None:
                 tables.append(TableIds(table, ids, number))
             else:
-                base = bases[piece.part]
+                base = bases[chunk.part]
                 with span("encode"):
                     since = 0 if base is None else int(base.versions[shard])
                     packed = self._compressor.packed_ids(table, ids)
                     tables.append(TableIds(table, ids, number, str(codec), since, packed))
-        return Pull(self._placement_epoch, tuple(tables), self._worker, self._epoch, after)
+        return Pull(self._placement_epoch, tuple(tables), self._worker, self._epoch, required_clock)
 
-    def _receivers(self, codecs: Sequence[CodecName], pieces: list[Chunk], places: Sequence[Floats]) -> Arrays:
+    def _receivers(
+        self, codecs: Sequence[CodecName | None], chunks: list[Chunk], places: Sequence[Floats]
+    ) -> Sequence[Array]:
         """Memory for what comes: the rows' own places, or that of their payloads."""
-        values = [codecs[piece.part].values for piece in pieces]
+        values = ["none" if (codec := codecs[chunk.part]) is None else codec.values for chunk in chunks]
         # of what changed nobody knows how much it is; where all rows come instead, they come into their places
         return [
             place if codec == "none" else np.empty(self._compressor.find(codec).nbytes(*place.shape), np.uint8)
@@ -150,33 +146,25 @@ class Puller:
 
     def _accept(self, shard: int, tables: Sequence[str], reply: Outcome, places: Sequence[Floats]) -> Rows:
         """Decode or copy the rows of a reply to their places, unless they were received there."""
-        link = self._links[shard]
         if not isinstance(reply, Rows) or len(reply.tables) != len(tables):
-            raise NotAShard(address=link.transport.address, reason="its reply to a pull does not match the request")
+            address = self._connections[shard].transport.address
+            raise NotAShard(address=address, reason="its reply to a pull does not match the request")
         codecs = reply.codecs or ("",) * len(tables)
         for table, codec, rows, target in zip(tables, codecs, reply.tables, places, strict=True):
             if rows is target:
                 continue
-            if codec == DELTA:
-                with span("decode"), naming(link.name):
-                    apply_delta(rows.view(np.uint8), target)
-                continue
             if codec:
-                with span("decode"), naming(link.name):
-                    self._compressor.find(codec).decode(rows.view(np.uint8), target)
+                with span("decode"), with_shard_name(self._connections[shard].name):
+                    if codec == DELTA:
+                        apply_delta(rows.view(np.uint8), target)
+                    else:
+                        self._compressor.find(codec).decode(rows.view(np.uint8), target)
                 continue
             if rows.size != target.size:
                 ids, dim = target.shape
                 raise WrongDim(
-                    shard=link.name,
+                    shard=self._connections[shard].name,
                     table=table, what="pulled rows", got=rows.size, ids=ids, dim=dim, want=target.size,
                 )  # fmt: skip
             target[...] = rows.reshape(target.shape)
         return reply
-
-
-def _places(
-    shard: int, reads: Sequence[tuple[str, Route]], pieces: Sequence[Chunk], out: Sequence[Floats]
-) -> list[Floats]:
-    """Where the rows of a shard's reply belong."""
-    return [out[piece.part][piece.within(reads[piece.part][1], shard)] for piece in pieces]

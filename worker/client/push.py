@@ -20,7 +20,7 @@ from embershard.proto.errors import (
 )
 from embershard.proto.messages import Push, Pushed, PushToken, TableGradients
 from embershard.proto.routing import Route
-from embershard.worker.client.chunks import MESSAGE_OVERHEAD, TABLE_OVERHEAD, Chunk, cut
+from embershard.worker.client.chunks import MESSAGE_OVERHEAD, TABLE_OVERHEAD, Chunk, split_into_messages
 from embershard.worker.client.connections import Outcome
 from embershard.worker.client.membership import Membership
 from embershard.worker.compression.compressor import Compressor, rate_of
@@ -30,11 +30,6 @@ Gradients = Sequence[tuple[str, Route, Floats]]  # table, where its rows are, (U
 Versions = npt.NDArray[np.int64]  # (num_shards,): Rows.version of what was read from each shard
 
 NOT_READ = np.iinfo(np.int64).max  # the version of a shard from which nothing was read
-
-
-def no_versions(num_shards: int) -> Versions:
-    """Versions before anything was read; a pull lowers them."""
-    return np.full(num_shards, NOT_READ, np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +59,7 @@ class PushQueue:
         self._limits = limits  # bytes of a message to each shard
         self._waiting: list[deque[Push]] = [deque() for _ in limits]
         # acknowledged by a shard that gathers, and dropped by it unless the last message of their clock comes, too
-        self._gathered: list[list[Push]] = [[] for _ in limits]
+        self._unconfirmed: list[list[Push]] = [[] for _ in limits]
         self._next_seq = [1] * len(limits)
         self._refused: EmbershardError | None = None  # that nobody was told of
 
@@ -75,21 +70,23 @@ class PushQueue:
 
     def put(self, update: Update, *, to_all: bool) -> None:
         """Cut an update into messages; with `to_all` a shard without rows is sent one too, which ends the clock."""
-        names = [table for table, _, _ in update.gradients]
+        parts = [(table, route) for table, route, _ in update.gradients]
         dims = {table: rows.shape[1] for table, _, rows in update.gradients}
-        self._compressor.begin(update.gradients, update.lr_scale)
+        self._compressor.beside = []
+        if self._compressor.coded_pushes:
+            self._compressor.begin(update.gradients, update.lr_scale)
         # by what they would take as float32, with ids and ages: a payload fits, too
         sizes = [
-            (16 if self._compressor.packs(table) else 8) + 4 * rows.shape[1] for table, _, rows in update.gradients
+            (16 if table in self._compressor.coded_pushes else 8) + 4 * rows.shape[1]
+            for table, _, rows in update.gradients
         ]
         made: list[list[tuple[TableGradients, ...]]] = []
         try:
             for shard, limit in enumerate(self._limits):
-                counts = [int(route.splits[shard + 1] - route.splits[shard]) for _, route, _ in update.gradients]
                 made.append([])
-                for pieces in cut(names, counts, sizes, limit):
-                    made[-1] += _fit(self._parts(update, pieces, shard), limit, dims)
-                if update.weight > 0:  # else shards that gather drop it
+                for chunks in split_into_messages(parts, shard, sizes, limit):
+                    made[-1] += _fit(self._parts(update, chunks, shard), limit, dims)
+                if update.weight > 0 and self._compressor.has_feedback:  # else shards that gather drop it
                     drain = self._compressor.drain(shard, update.lr_scale, limit - 2 * MESSAGE_OVERHEAD)
                     made[-1] += _fit(drain, limit, dims)
         except BaseException:  # of a user's codec: the push is sent to all shards or to none
@@ -103,14 +100,14 @@ class PushQueue:
             for number, tables in enumerate(messages, start=1):
                 self._append(shard, update, tables, last=number == len(messages))
 
-    def _parts(self, update: Update, pieces: Sequence[Chunk], shard: int) -> list[TableGradients]:
+    def _parts(self, update: Update, chunks: Sequence[Chunk], shard: int) -> list[TableGradients]:
         """What is sent for some rows of some tables; those that weigh nothing go as they are."""
         compressor, parts = self._compressor, list[TableGradients]()
         try:
-            for piece in pieces:
-                part = _part(update, piece.part, piece.within(update.gradients[piece.part][1], shard), shard)
-                coded = update.weight > 0 and compressor.packs(part.table)
-                parts += compressor.pack(part, shard, piece.start) if coded else [part]
+            for chunk in chunks:
+                part = _part(update, chunk, shard)
+                coded = update.weight > 0 and part.table in compressor.coded_pushes
+                parts += compressor.pack(part, shard, chunk.start) if coded else [part]
         except BaseException:
             compressor.restore_residual(parts, shard)
             raise
@@ -190,22 +187,23 @@ class PushQueue:
         """Give back what a shard will not apply, now that it has answered."""
         if gathers and not push.weight:
             return  # nobody would have applied it
-        refused, gathered = isinstance(outcome, EmbershardError), self._gathered[shard]
+        refused, unconfirmed = isinstance(outcome, EmbershardError), self._unconfirmed[shard]
         if gathers and not push.last and not refused:
-            gathered.append(push)
+            unconfirmed.append(push)
         dropped = [push] if refused else []
         if push.last:
-            dropped += gathered if refused else []
-            gathered.clear()
+            dropped += unconfirmed if refused else []
+            unconfirmed.clear()
         for one in dropped:
             self._compressor.restore_residual(one.tables, shard)
 
 
-def _part(update: Update, number: int, part: slice, shard: int) -> TableGradients:
-    table, route, rows = update.gradients[number]
+def _part(update: Update, chunk: Chunk, shard: int) -> TableGradients:
+    table, route, rows = update.gradients[chunk.part]
     # named once: the shard forgets it with the push
-    kept = route.numbers.pop((table, shard), 0) if part == route.slice_of(shard) else 0
-    return TableGradients(table, route.ids[part], rows[part], rate_of(update.lr_scale, table), kept)
+    kept = route.numbers.pop((table, shard), 0) if chunk.is_whole else 0
+    rate = update.lr_scale if isinstance(update.lr_scale, float) else rate_of(update.lr_scale, table)
+    return TableGradients(table, route.ids[chunk.rows], rows[chunk.rows], rate, kept)
 
 
 def _fit(parts: list[TableGradients], limit: int, dims: Mapping[str, int]) -> list[tuple[TableGradients, ...]]:

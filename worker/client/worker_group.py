@@ -29,7 +29,7 @@ from embershard.worker.client.client import Client
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 T = TypeVar("T")
-Word = Mapping[str, Any]  # data that JSON knows
+SharedState = Mapping[str, Any]  # data that JSON knows
 
 # at the start a worker waits for the others' processes, which a cluster may start minutes apart
 JOIN_TIMEOUT = timedelta(minutes=5)
@@ -45,7 +45,7 @@ class MembershipChanged(Exception):
 
 
 class Evicted(Exception):
-    """The others went on without this worker, whose lease had run out; it has to `enter` again."""
+    """The others went on without this worker, whose lease had run out; it has to `join_segment` again."""
 
 
 class WorkerGroup:
@@ -90,25 +90,25 @@ class WorkerGroup:
         """This worker's place among those present, from 0, and how many they are."""
         return self.present.index(self.rank), len(self.present)
 
-    def enter(self, word: Word) -> tuple[int, Word]:
-        """Take part from here on: the segment that the others train, from 0, and the first one's word as it began.
+    def join_segment(self, shared_state: SharedState) -> tuple[int, SharedState]:
+        """Take part from here on; the segment that the others train, from 0, and the first one's state as it began.
 
         A segment is what lies between two evaluations. At the start of a job this waits for all workers.
         """
-        return 0, self.tell(word)
+        return 0, self.broadcast_json(shared_state)
 
-    def assemble(self, segment: int, *, last: bool = False) -> None:
+    def end_segment(self, segment: int, *, last: bool = False) -> None:
         """Wait until every worker is done with a segment, or with all. Evicted where the others did so before."""
         self.barrier()
 
-    def dismiss(self, segment: int, resume: Callable[[int], None], clock: int, word: Word) -> None:
+    def begin_segment(self, segment: int, resume: Callable[[int], None], clock: int, shared_state: SharedState) -> None:
         """Begin the segment after an evaluation: `resume` is called with the highest of the workers' clocks.
 
-        The first one's `word`, with that clock as its "clock", is what those read who enter later.
+        The first one's `shared_state`, with that clock as its "clock", is what those read who enter later.
         """
         resume(self.highest(clock))
 
-    def together(self, work: Callable[[], T]) -> T:
+    def retry_on_membership_change(self, work: Callable[[], T]) -> T:
         """What `work` gives, in which the workers meet; done again by those who are left where one was lost in it."""
         for _ in range(self.world_size):
             try:
@@ -119,11 +119,13 @@ class WorkerGroup:
 
     def barrier(self) -> None:
         """Wait until every worker is here."""
-        self._meet(np.empty(0, np.uint8), listen=False)
+        self._all_gather_bytes(np.empty(0, np.uint8), listen=False)
 
     def collect(self, values: npt.NDArray[Scalar]) -> dict[int, npt.NDArray[Scalar]]:
         """Everyone's values (N_w,), small ones, by worker."""
-        return {worker: part.view(values.dtype) for worker, part in self._meet(values.view(np.uint8)).items()}
+        return {
+            worker: part.view(values.dtype) for worker, part in self._all_gather_bytes(values.view(np.uint8)).items()
+        }
 
     def gather(self, values: npt.NDArray[Scalar]) -> list[npt.NDArray[Scalar]]:
         """Everyone's values (N_w,), of any length, in the order of workers; on the first one, an empty list elsewhere.
@@ -134,7 +136,7 @@ class WorkerGroup:
         longest = max(int(size[0]) for size in self.collect(np.array([data.nbytes])).values())
         parts: dict[int, list[Bytes]] = {worker: [np.empty(0, np.uint8)] for worker in self.present}
         for start in range(0, longest, self._piece):
-            for worker, part in self._meet(data[start : start + self._piece], listen=self.is_first).items():
+            for worker, part in self._all_gather_bytes(data[start : start + self._piece], listen=self.is_first).items():
                 parts[worker].append(part)
         return [np.concatenate(part).view(values.dtype) for part in parts.values()] if self.is_first else []
 
@@ -144,22 +146,22 @@ class WorkerGroup:
 
     def highest(self, number: int) -> int:
         """The highest of everyone's numbers, of those who are left where one is lost meanwhile."""
-        numbers = self.together(lambda: self.collect(np.array([number])))
+        numbers = self.retry_on_membership_change(lambda: self.collect(np.array([number])))
         return int(max(part[0] for part in numbers.values()))
 
     def any(self, flag: bool) -> bool:
         """Whether it is true for any worker."""
         return self.sum(float(flag)) > 0
 
-    def tell(self, word: T) -> T:
+    def broadcast_json(self, value: T) -> T:
         """What the first worker says, on all of them: data that JSON knows."""
-        said = json.dumps(word).encode() if self.is_first else b""
-        told: T = json.loads(self._meet(np.frombuffer(said, np.uint8))[min(self.present)].tobytes())
+        said = json.dumps(value).encode() if self.is_first else b""
+        told: T = json.loads(self._all_gather_bytes(np.frombuffer(said, np.uint8))[min(self.present)].tobytes())
         return told
 
     def decide(self, *flags: bool) -> tuple[bool, ...]:
         """The first worker's flags."""
-        return tuple(self.tell(list(flags)))
+        return tuple(self.broadcast_json(list(flags)))
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give every worker the first one's values, in place; shapes and dtypes are the same on all of them."""
@@ -170,7 +172,7 @@ class WorkerGroup:
         data = np.concatenate(hosts)
         for start in range(0, len(data), self._piece):
             piece = data[start : start + self._piece]
-            piece[:] = self._meet(piece if self.is_first else piece[:0])[min(self.present)]
+            piece[:] = self._all_gather_bytes(piece if self.is_first else piece[:0])[min(self.present)]
         ends = np.cumsum([host.nbytes for host in hosts])
         for tensor, values in zip(kept, np.split(data, ends[:-1]), strict=True):
             tensor.detach().copy_(torch.from_numpy(values.copy()).view(tensor.dtype).reshape(tensor.shape))
@@ -186,7 +188,7 @@ class WorkerGroup:
     ) -> None:
         self.leave()
 
-    def _meet(self, data: Bytes, *, listen: bool = True) -> dict[int, Bytes]:
+    def _all_gather_bytes(self, data: Bytes, *, listen: bool = True) -> dict[int, Bytes]:
         """What those present put down, by worker, in order; without `listen` it may be anything."""
         return {self.rank: data}
 
@@ -219,7 +221,7 @@ class TorchGroup(WorkerGroup):
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _meet(self, data: Bytes, *, listen: bool = True) -> dict[int, Bytes]:
+    def _all_gather_bytes(self, data: Bytes, *, listen: bool = True) -> dict[int, Bytes]:
         sizes = [int(size) for size in self._all(torch.tensor([len(data)]))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(data)] = torch.from_numpy(data.copy())
@@ -263,44 +265,46 @@ class ShardGroup(WorkerGroup):
         live = [worker for worker in self.present if worker == self.rank or worker in self._membership.members]
         return live[:1] == [self.rank]
 
-    def enter(self, word: Word) -> tuple[int, Word]:
+    def join_segment(self, shared_state: SharedState) -> tuple[int, SharedState]:
         """Take part from here on; see WorkerGroup. WorkerLost names who did not come to the start in time."""
         for _ in range(_TRIES):
             name, _, step = self._client.status()[0].rendezvous.partition("/")
             self.late, self.over = bool(name), step.startswith("over")
             segment = int(name or 0) + step.startswith("end")
             if self.over:
-                return segment, word
+                return segment, shared_state
             with suppress(RendezvousOver):
                 if not self.late:
-                    return segment, self._begin(segment, word, ())
+                    return segment, self._begin(segment, shared_state, ())
                 self._membership.rest()  # nobody waits for it meanwhile
-                said = self._begin(segment, word, (), late=True)
+                said = self._begin(segment, shared_state, (), late=True)
                 self._membership.resume()
                 return segment, said
         raise WorkerLost(worker=self.rank, world_size=self.world_size, reason="the others run away from it")
 
-    def assemble(self, segment: int, *, last: bool = False) -> None:
+    def end_segment(self, segment: int, *, last: bool = False) -> None:
         """Wait until every worker is done with a segment; see WorkerGroup."""
         self._name, self._number = f"{segment}/{'over' if last else 'end'}", 0
         self.present = tuple(self._come(self._name))
 
-    def dismiss(self, segment: int, resume: Callable[[int], None], clock: int, word: Word) -> None:
+    def begin_segment(self, segment: int, resume: Callable[[int], None], clock: int, shared_state: SharedState) -> None:
         """Begin the next segment; see WorkerGroup."""
         highest = self.highest(clock)
         resume(highest)
         try:
-            self._begin(segment + 1, {**word, "clock": highest}, self.present)
+            self._begin(segment + 1, {**shared_state, "clock": highest}, self.present)
         except RendezvousOver:
             raise Evicted from None
 
-    def _begin(self, segment: int, word: Word, among: Sequence[int], *, late: bool = False) -> Word:
-        said = b"" if late else json.dumps(word).encode()
+    def _begin(
+        self, segment: int, shared_state: SharedState, among: Sequence[int], *, late: bool = False
+    ) -> SharedState:
+        said = b"" if late else json.dumps(shared_state).encode()
         self._name, self._number = f"{segment}/on", 0
         patience = self._join_timeout if not (late or among) else None  # the start of the job
         met = self._membership.meet(self._name, said, among=among, patience=patience)
         self.present = tuple(met)
-        told: Word = next((json.loads(words) for words in met.values() if words), word)
+        told: SharedState = next((json.loads(words) for words in met.values() if words), shared_state)
         return told
 
     def _come(
@@ -315,7 +319,7 @@ class ShardGroup(WorkerGroup):
             raise Evicted
         return met
 
-    def _meet(self, data: Bytes, *, listen: bool = True) -> dict[int, Bytes]:
+    def _all_gather_bytes(self, data: Bytes, *, listen: bool = True) -> dict[int, Bytes]:
         self._number += 1
         met = self._come(f"{self._name}/{self._number}", data.tobytes(), listen=listen, among=self.present)
         left = tuple(worker for worker in self.present if worker in met)

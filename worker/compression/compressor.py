@@ -46,7 +46,10 @@ class Compressor:
         self.beside: list[tuple[str, Ids]] = []  # rows that the last push changed beside those that it was made of
         self._worker, self._placement = worker, placement
         self._tables: dict[str, TableCompressor] = {}
-        self._has_feedback = False  # whether any table ever held something back
+        self.has_feedback = False  # whether any table ever held something back
+        # the codecs of tables whose rows, or gradients, do not travel as plain float32
+        self.coded_pulls: dict[str, CodecName] = {}
+        self.coded_pushes: dict[str, CodecName] = {}
 
     def with_codecs(self, spec: TableSpec, *, dense: bool) -> TableSpec:
         """A spec with the codecs that its table will use: those of the settings, or else its own.
@@ -106,19 +109,22 @@ class Compressor:
         """What is held back of a table's gradients, each row with its age and the rate by which it counts."""
         return self._tables[table].held()
 
+    def rows_held_back(self) -> dict[str, int]:
+        """The number of rows whose gradients wait in this worker, of every table that has some."""
+        counts = {name: len(way.held().ids) for name, way in self._tables.items()} if self.has_feedback else {}
+        return {name: count for name, count in counts.items() if count}
+
     def is_dense(self, table: str) -> bool:
         """Whether a table holds dense weights."""
         return self._tables[table].is_dense
 
     def pull_codec(self, table: str) -> CodecName:
         """How its rows come."""
-        way = self._tables.get(table)
-        return PLAIN if way is None else way.directions.pull
+        return self.coded_pulls.get(table, PLAIN)
 
     def packs(self, table: str) -> bool:
         """Whether its pushes travel as payloads."""
-        way = self._tables.get(table)
-        return way is not None and not way.directions.push.is_plain
+        return table in self.coded_pushes
 
     def packed_ids(self, table: str, ids: Ids) -> Bytes | None:
         """The bytes by which ids of a table travel where it is coded; None: as they are."""
@@ -130,9 +136,8 @@ class Compressor:
 
     def begin(self, gradients: Sequence[tuple[str, Route, Floats]], lr_scale: LrScale) -> None:
         """A push of these gradients begins."""
-        self.beside = []
         for table, route, rows in gradients:
-            if self.packs(table):
+            if table in self.coded_pushes:
                 with span("encode"):
                     self._tables[table].begin(route, rows, rate_of(lr_scale, table), self.workers)
 
@@ -150,8 +155,6 @@ class Compressor:
 
         It is not held any longer.
         """
-        if not self._has_feedback:
-            return []
         ways = [way for way in self._tables.values() if way.drains]
         with span("encode"):
             parts = [part for way in ways for part in way.drain(shard, rate_of(lr_scale, way.spec.name), limit)]
@@ -161,13 +164,13 @@ class Compressor:
     def restore_residual(self, parts: Sequence[TableGradients], shard: int) -> None:
         """Hold again what a shard will not apply, as far as its tables hold something back."""
         # what was held first: beside it a step's own gradients, which no codec held back, are held, too
-        for part in sorted(parts, key=lambda part: not part.held) if self._has_feedback else ():
+        for part in sorted(parts, key=lambda part: not part.held) if self.has_feedback else ():
             if len(part.ids) and part.lr_scale > 0:
                 self._tables[part.table].restore_residual(part, shard)
 
     def forget(self, table: str, route: Route) -> None:
         """Hold nothing of rows that were assigned: the pushes before it are over."""
-        if self._has_feedback and table in self._tables:
+        if self.has_feedback and table in self._tables:
             self._tables[table].forget(route)
 
     def state_dict(self) -> Mapping[str, object]:
@@ -183,13 +186,13 @@ class Compressor:
         """
         for way, found in self._found(state):
             way.load_state_dict(found, found["share"] / self.share)
-            self._has_feedback |= bool(found["held"])
+            self.has_feedback |= bool(found["held"])
 
     def hold(self, state: Mapping[str, Any]) -> None:
         """Hold what another worker, who is gone, held back; as `load_state_dict` has it."""
         for way, found in self._found(state):
             way.hold(found, found["share"] / self.share)
-            self._has_feedback |= bool(found["held"])
+            self.has_feedback |= bool(found["held"])
 
     def _found(self, state: Mapping[str, Any]) -> Iterator[tuple[TableCompressor, Mapping[str, Any]]]:
         """The tables of which a state says something, and what they can take of it."""
@@ -215,8 +218,13 @@ class Compressor:
             raise ValueError(f"table {spec.name!r}: {push}: factors travel as none, fp16s, bf16 or int8")
 
     def _use(self, table: str, directions: Directions) -> None:
-        self._has_feedback |= directions.push.has_feedback
+        self.has_feedback |= directions.push.has_feedback
         self._tables[table].use(directions, self.settings)
+        for codecs, codec in ((self.coded_pushes, directions.push), (self.coded_pulls, directions.pull)):
+            if codec.is_plain:
+                codecs.pop(table, None)
+            else:
+                codecs[table] = codec
 
     def _key(self, way: TableCompressor, shard: int, start: int) -> int:
         """A key of random numbers, that of no other part of any push."""

@@ -34,11 +34,11 @@ class Deltas:
 
     def __init__(self, num_shards: int) -> None:
         self._num_shards = num_shards
-        self._held: dict[str, _Held] = {}
+        self.tables: dict[str, _Held] = {}
 
     def begin(self, table: str, route: Route, out: Floats) -> Base:
         """Fill `out` ((U, dim), in route order) with what is held of these very ids."""
-        held = self._held.get(table)
+        held = self.tables.get(table)
         versions = np.zeros(self._num_shards, np.int64)
         if held is not None and held.ids is route.ids:
             out[...] = held.rows
@@ -47,11 +47,11 @@ class Deltas:
 
     def end(self, table: str, route: Route, out: Floats, base: Base) -> None:
         """Hold what was pulled."""
-        self._held[table] = _Held(route.ids, out.copy(), base.read)
+        self.tables[table] = _Held(route.ids, out.copy(), base.read)
 
     def forget(self, table: str) -> None:
         """Let go of a table that is not pulled this way any more."""
-        self._held.pop(table, None)
+        self.tables.pop(table, None)
 
 
 def apply_delta(payload: Bytes, rows: Floats) -> None:

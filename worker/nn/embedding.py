@@ -15,11 +15,12 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from embershard.proto.routing import Route, sum_rows
+from embershard.proto.spec import TableSpec
 from embershard.worker.client.chunks import select
 from embershard.worker.kernels import by_first_use, by_first_use_in_torch
 from embershard.worker.session.gradients import RowGradients
-from embershard.worker.session.reads import Read
-from embershard.worker.session.remote_table import RemoteTable
+from embershard.worker.session.reads import LookupResult
+from embershard.worker.session.tables import RemoteTable
 
 
 class _RemoteRows(nn.Module):
@@ -58,13 +59,18 @@ class _RemoteRows(nn.Module):
         return padding_idx % self.num_embeddings
 
     @property
+    def spec(self) -> TableSpec:
+        """The table's."""
+        return self.table.spec
+
+    @property
     def device(self) -> torch.device:
         """Where rows go."""
         return self._anchor.device
 
     def _read(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
         """(index, rows, padding): rows[index] are the rows of ids, `padding` is the position of the padding row."""
-        read = self.table.session.read(self.table, ids, self.device)
+        read = self.table.session.read(self.table.spec, ids, self.device)
         route = read.route
         if self.num_embeddings is not None and len(route.ids):
             low, high = int(route.ids.min()), int(route.ids.max())
@@ -87,7 +93,7 @@ class _RemoteRows(nn.Module):
             )
         return read.index, rows, padding
 
-    def _renormalise(self, read: Read) -> None:
+    def _renormalise(self, read: LookupResult) -> None:
         """Scale rows over max_norm down, here and on the shards, as torch does in its table."""
         assert self.max_norm is not None
         with torch.no_grad():
@@ -95,7 +101,7 @@ class _RemoteRows(nn.Module):
             if not bool(over.any()):
                 return
             session, name = self.table.session, self.table.spec.name
-            if session.local_steps is None and not session.client.compressor.pull_codec(name).is_plain:
+            if not session.has_local_steps and not session.client.compressor.pull_codec(name).is_plain:
                 # what a codec made of a row is not to take the place of what the shard keeps
                 (rows,) = session.client.pull([(name, select(read.route, over.cpu().numpy()))], exact=True)
                 read.rows[over] = torch.from_numpy(rows).to(read.rows.device)
@@ -150,11 +156,11 @@ class Embedding(_RemoteRows):
         """Rows of the ids `input` (any shape, int32 or int64), (*input.shape, dim)."""
         index, rows, padding = self._read(input)
         if rows.requires_grad and rows.device.type == "cpu":
-            return _Lookup.apply(rows, index)  # type: ignore[no-any-return, no-untyped-call]
+            return _RowLookup.apply(rows, index)  # type: ignore[no-any-return, no-untyped-call]
         return F.embedding(index, rows, padding)
 
 
-class _Lookup(torch.autograd.Function):
+class _RowLookup(torch.autograd.Function):
     """F.embedding on the CPU, with a faster way back to the same bits; the collector drops the padding row."""
 
     @staticmethod

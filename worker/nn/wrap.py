@@ -25,8 +25,8 @@ from embershard.worker.nn.embedding import Embedding, EmbeddingBag
 from embershard.worker.patterns import choose
 from embershard.worker.session.dense import BLOCK, DenseWeights, layout_seed
 from embershard.worker.session.inputs import WrappedModel
-from embershard.worker.session.remote_table import RemoteTable
 from embershard.worker.session.session import Session
+from embershard.worker.session.tables import RemoteTable
 
 if TYPE_CHECKING:
     from embershard.worker.job.training import DenseMode
@@ -351,7 +351,7 @@ def _dense_table(
     )
     dense = DenseWeights(spec, named, session.placement)
     try:
-        session.declared.add_dense(dense)
+        session.add_dense(dense)
     except TableMismatch as error:
         if "seed" not in str(error.fields.get("difference", "")):
             raise
@@ -364,21 +364,24 @@ def _install(
 ) -> None:
     """Hooks that bring weights up to date before they are read."""
     wrapped = WrappedModel(model, tables)
-    session.declared.models.append(wrapped)
+    session.registry.models.append(wrapped)
 
     def before_forward(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        wanted = wrapped.wanted(*args, **kwargs)
         for weights in dense:
             weights.follow()
-        session.read_ahead(wanted, dense)
+        if not tables or torch.compiler.is_compiling() or hasattr(model, "embedding_inputs"):
+            session.stage(wrapped.lookups(*args, **kwargs), dense)
+        else:
+            session.defer_dense(dense)  # the ids are not known yet: one request brings both
 
     def after_forward(*_: object) -> None:
-        session.forget_ahead()
+        session.unstage()
 
     def before_part(*_: object) -> None:
-        # a part may be called on its own, by a method that is not forward; not while torch.compile traces the forward
+        # before the first lookup, or when a part is called on its own, by a method that is not forward; not while
+        # torch.compile traces the forward
         if not torch.compiler.is_compiling() and any(weights.stale(session.clock) for weights in dense):
-            session.read_ahead([], dense)
+            session.stage([], dense)
 
     model.register_forward_pre_hook(before_forward, with_kwargs=True)
     model.register_forward_hook(after_forward, always_call=True)

@@ -159,9 +159,9 @@ class Report:
         """Those of all workers, in their order; this one's own where the others have finished without it."""
         group = self._group
         try:
-            group.assemble(segment, last=True)
+            group.end_segment(segment, last=True)
             self._meter.agree(group)
-            return list(group.together(lambda: group.collect(mine)).values())
+            return list(group.retry_on_membership_change(lambda: group.collect(mine)).values())
         except Evicted:
             return [mine]
 

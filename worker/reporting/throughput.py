@@ -9,8 +9,8 @@ from typing import Protocol
 
 import numpy as np
 
-from embershard.worker.client.byte_counts import ByteCount, Part, Volumes
-from embershard.worker.client.calls import ClientStats
+from embershard.worker.client.byte_counts import ByteCount, ByteCounts, BytePart
+from embershard.worker.client.connections import ClientStats
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.reporting.records import Interval, StepBytes
 
@@ -41,15 +41,15 @@ class Throughput:
         self._cached_at = (0, 0)  # hits and lookups at the last look
         self._new_hits = self._new_lookups = 0
         self._steps = self._steps_at = 0  # of this process, and the number of the last one at the last look
-        self.moved: dict[Part, ByteCount] = {}  # in these
-        self._moved_at: Volumes = {}  # at the last look
+        self.moved: dict[BytePart, ByteCount] = {}  # in these
+        self._moved_at: ByteCounts = {}  # at the last look
         self._workers = world_size  # that train
         self._counts: dict[int, int] = {}  # samples of each worker, of those that were lost too, when they met last
         self._met_at = 0  # samples of this worker then
 
     def agree(self, group: WorkerGroup) -> None:
         """Learn how far the others are; every worker must call it."""
-        counts = group.together(lambda: group.collect(np.array([self.samples])))
+        counts = group.retry_on_membership_change(lambda: group.collect(np.array([self.samples])))
         self._counts.update((worker, max(int(part[0]), self._counts.get(worker, 0))) for worker, part in counts.items())
         self._workers, self._met_at = len(counts), self.samples
 
@@ -105,10 +105,10 @@ class Throughput:
         """Training stands still behind a step."""
         self._look(step)
 
-    def bytes_per_step(self, expected: Mapping[Part, float]) -> list[StepBytes]:
+    def bytes_per_step(self, expected: Mapping[BytePart, float]) -> list[StepBytes]:
         """What this worker has moved while it trained, by direction and part, the tables together."""
         steps = max(1, self._steps)
-        groups: dict[tuple[str, str], list[Part]] = {}
+        groups: dict[tuple[str, str], list[BytePart]] = {}
         for part in sorted(self.moved):
             groups.setdefault((part.direction, part.kind), []).append(part)
         return [

@@ -29,7 +29,7 @@ class Switching:
         self._client = client
         self.settle = settle
         self.say: Callable[[str], object] = lambda line: None
-        self._revision = 0  # of the shards' settings, as far as they were followed
+        self.revision = 0  # of the shards' settings, as far as they were followed
 
     def begin(self) -> None:
         """Have the shards forget what they were told for an earlier job; a member's first join has them do so."""
@@ -63,9 +63,7 @@ class Switching:
 
         A table that this session cannot have travel so stays as it is.
         """
-        if self._client.calls.settings_revision == self._revision:
-            return
-        self._revision = self._client.calls.settings_revision
+        self.revision = self._client.connections.settings_revision
         now = self._client.compressor.directions()
         for said in settings_of(self._client).tables:
             before = now.get(said.table)

@@ -11,7 +11,6 @@ import torch
 from embershard.proto.arrays import Floats
 from embershard.proto.routing import Placement, Route, ascending, make_route
 from embershard.proto.spec import TableSpec
-from embershard.proto.timing import span
 from embershard.worker.client.chunks import select
 from embershard.worker.device import to_host
 
@@ -33,17 +32,15 @@ def merge(
 
     `packs`: whether a table's ids may travel packed, for which they have to ascend.
     """
-    with span("gather"):
-        tables: dict[str, list[RowGradients]] = {}
-        for part in collected:
-            tables.setdefault(part.spec.name, []).append(_without_padding(part))
-        return [_sum(parts, placement, packs) for parts in tables.values()]
+    tables: dict[str, list[RowGradients]] = {}
+    for part in collected:
+        tables.setdefault(part.spec.name, []).append(_without_padding(part))
+    return [_sum(parts, placement, packs) for parts in tables.values()]
 
 
 def to_arrays(merged: Sequence[RowGradients]) -> list[tuple[str, Route, Floats]]:
     """(table, route, (U, dim) gradients) of every part, on the host."""
-    with span("gather"):
-        arrays = to_host([part.gradients for part in merged])
+    arrays = to_host([part.gradients for part in merged])
     return [(part.spec.name, part.route, array) for part, array in zip(merged, arrays, strict=True)]
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.messages import Pushed
-from embershard.proto.routing import Route, ascending, make_route
+from embershard.proto.routing import Placement, Route, ascending, make_route
 from embershard.proto.spec import TableSpec
 from embershard.worker.client.chunks import select
 from embershard.worker.client.client import Client
@@ -42,7 +42,7 @@ def check_local(spec: TableSpec) -> None:
         )
 
 
-class _Copies:
+class _LocalTable:
     """A worker's rows of one table, and the optimizer's state of all that it ever trained."""
 
     def __init__(self, spec: TableSpec) -> None:
@@ -51,9 +51,9 @@ class _Copies:
         self.index = IdIndex()
         self.rows = np.empty((0, spec.dim), np.float32)
         self.base = np.empty((0, spec.dim), np.float32)  # the rows as they were pulled
-        self.fresh = self.formula.initial(spec.dim)
-        self.state = np.empty((0, len(self.fresh)), np.float32)
-        self.here = np.empty(0, np.bool_)  # whether a row was pulled in this round
+        self.initial_state = self.formula.initial(spec.dim)
+        self.state = np.empty((0, len(self.initial_state)), np.float32)
+        self.is_fresh = np.empty(0, np.bool_)  # whether a row was pulled in this round
         self.trained = np.empty(0, np.bool_)  # and changed
 
     def numbers(self, ids: Ids) -> Ids:
@@ -63,16 +63,16 @@ class _Copies:
             more = max(len(self.index), 2 * len(self.rows)) - len(self.rows)
             self.rows = _grown(self.rows, more, 0.0)
             self.base = _grown(self.base, more, 0.0)
-            self.state = _grown(self.state, more, self.fresh)
-            self.here = np.concatenate([self.here, np.zeros(more, np.bool_)])
+            self.state = _grown(self.state, more, self.initial_state)
+            self.is_fresh = np.concatenate([self.is_fresh, np.zeros(more, np.bool_)])
             self.trained = np.concatenate([self.trained, np.zeros(more, np.bool_)])
         return numbers
 
     def take(self, numbers: Ids, rows: Floats) -> None:
         """Rows that were pulled, unless they came before."""
-        new = ~self.here[numbers]
+        new = ~self.is_fresh[numbers]
         self.base[numbers[new]] = self.rows[numbers[new]] = rows[new]
-        self.here[numbers] = True
+        self.is_fresh[numbers] = True
 
     def apply(self, numbers: Ids, gradients: Floats, lr_scale: float) -> int:
         """One step of the optimizer; the number of rows whose gradient is not finite, which are left as they are."""
@@ -85,7 +85,7 @@ class _Copies:
         """What changed since the rows were pulled: ids and differences; the rows are to be pulled again."""
         numbers = np.flatnonzero(self.trained)
         ids, differences = self.index.ids[numbers], self.rows[numbers] - self.base[numbers]
-        self.here[:] = self.trained[:] = False
+        self.is_fresh[:] = self.trained[:] = False
         return ids, differences
 
 
@@ -103,7 +103,7 @@ class LocalSteps:
         self.skipped_rows = 0  # gradient rows that held NaN or Inf
         self._client, self._steps = client, steps
         client.compressor.differences = True
-        self._copies: dict[str, _Copies] = {}
+        self._copies: dict[str, _LocalTable] = {}
         self._done = 0  # steps of this round
         self._lost_leases = client.lost_leases  # when it began
         self._clock = 0  # rounds
@@ -115,14 +115,18 @@ class LocalSteps:
         return self._client.timeout
 
     @property
-    def num_shards(self) -> int:
-        """Shards of the placement."""
-        return self._client.num_shards
+    def placement(self) -> Placement:
+        """Which shard has an id."""
+        return self._client.placement
 
     @property
     def lost_leases(self) -> int:
         """Times that the other workers went on without this one."""
         return self._client.lost_leases
+
+    def packs_ids(self, table: str) -> bool:
+        """Whether ids of a table may travel packed."""
+        return self._client.packs_ids(table)
 
     @property
     def clock(self) -> int:
@@ -133,7 +137,7 @@ class LocalSteps:
     def add(self, spec: TableSpec) -> None:
         """Keep copies of a table. ValueError where local steps do not know its optimizer."""
         check_local(spec)
-        self._copies.setdefault(spec.name, _Copies(spec))
+        self._copies.setdefault(spec.name, _LocalTable(spec))
 
     def pull(
         self,
@@ -162,7 +166,7 @@ class LocalSteps:
                 copies = self._copies[table]
                 numbers = copies.numbers(route.ids)
                 out[part][...] = copies.rows[numbers]
-                absent = ~copies.here[numbers]
+                absent = ~copies.is_fresh[numbers]
                 if absent.any():
                     # a whole route as it is: what is pulled as changes (delta) goes by the ids of the pull before
                     missing.append((table, route if absent.all() else select(route, absent)))
@@ -228,7 +232,7 @@ class LocalSteps:
             }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go on from there."""
+        """Take over the optimizer's state of `state_dict`."""
         with self._lock:
             for name, copies in self._copies.items():
                 numbers = copies.numbers(np.asarray(state[name]["ids"]))
@@ -283,4 +287,4 @@ class LocalSteps:
                 copies.trained[numbers] = True
             else:
                 copies.base[numbers] = rows
-                copies.here[numbers] = True
+                copies.is_fresh[numbers] = True

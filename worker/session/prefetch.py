@@ -15,12 +15,11 @@ import numpy as np
 from embershard.proto.arrays import Ids
 from embershard.proto.routing import Route
 from embershard.proto.timing import span
-from embershard.worker.client.client import Client
 from embershard.worker.device import with_current_gpu
 from embershard.worker.session.dense import DenseWeights
-from embershard.worker.session.local_steps import LocalSteps
 from embershard.worker.session.reads import Lookup, PullBatch
-from embershard.worker.session.row_cache import RowCaches
+from embershard.worker.session.row_cache import CachedRows
+from embershard.worker.session.row_source import RowSource
 
 B = TypeVar("B")
 
@@ -32,7 +31,7 @@ class Ready(Generic[B]):
     """A batch whose rows are here."""
 
     batch: B
-    fetch: PullBatch
+    pulled: PullBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +49,7 @@ class Prefetcher(Generic[B]):
     them, so that all their pushes are known, and these are acknowledged. With staleness 0 that is when the thread asks
     for batch t, and only then are the rows pulled that batch t - 1 reads too; the others, which no push on its way can
     change, come while batch t - 1 computes. What batch t - 1 pushed or loaded beyond its own rows is pulled again.
-    Without `early` all of them are pulled then: what others push, no one here knows.
+    Without `overlap_pulls` all of them are pulled then: what others push, no one here knows.
 
     Three threads. The training thread calls the public methods: it takes batches, and says by taking one that it is
     done with the one before. The puller owns the loader and everything up to a Ready batch. The pusher sends one push
@@ -60,16 +59,16 @@ class Prefetcher(Generic[B]):
 
     def __init__(
         self,
-        source: Client | LocalSteps,
-        wanted: Callable[[B], list[Lookup]],
+        source: RowSource,  # a cache among them ages by the numbers of batches
+        lookups: Callable[[B], list[Lookup]],
         dense: Sequence[DenseWeights],
         staleness: int,
-        caches: RowCaches | None = None,  # whose clocks are the numbers of batches
         *,
-        early: bool = True,
+        overlap_pulls: bool = True,
     ) -> None:
-        self._source, self._wanted, self._dense, self._staleness = source, wanted, dense, staleness
-        self._caches, self._early = caches, early
+        self._source, self._lookups, self._dense, self._staleness = source, lookups, dense, staleness
+        self._cache = source if isinstance(source, CachedRows) else None
+        self._overlap_pulls = overlap_pulls
         self._lost_leases = source.lost_leases
         self._start_clock = 0
         self._clocks: deque[int] = deque()  # the session's when each batch but the first was taken, until it is used
@@ -81,7 +80,7 @@ class Prefetcher(Generic[B]):
         self._failure: BaseException | None = None  # of a push, until the training thread was told
         self._failed = False  # whether there was one: it may be applied later than it should, with another push
         self._closing = False
-        self._pulls = False  # whether the puller waits for rows, and not for its loader
+        self._is_pulling = False  # whether the puller waits for rows, and not for its loader
         self._threads: list[threading.Thread] = []
 
     def start(self, batches: Iterator[B], clock: int) -> None:
@@ -93,7 +92,7 @@ class Prefetcher(Generic[B]):
             self._threads.append(thread)
 
     def next(self, clock: int) -> Ready[B] | None:
-        """Be done with a batch and wait for the next one; None after the last one, or once the pipeline is closed.
+        """Be done with a batch and wait for the next one; None after the last one, or once the loop is closed.
 
         `clock` is the session's.
 
@@ -105,7 +104,7 @@ class Prefetcher(Generic[B]):
                 self._clocks.append(clock)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._ready or self._failure or self._closing)
-            self._tell()
+            self._raise_failure()
             ready = self._ready.popleft() if self._ready else None
             self._touched.clear()
             self._taken += 1
@@ -119,7 +118,7 @@ class Prefetcher(Generic[B]):
     def check(self) -> None:
         """Raise the error of a push, once."""
         with self._changed:
-            self._tell()
+            self._raise_failure()
 
     def submit(self, send: Callable[[], object], touched: list[tuple[str, Route]]) -> None:
         """Have rows pushed by `send`; waits while staleness + 1 pushes are in flight."""
@@ -143,32 +142,30 @@ class Prefetcher(Generic[B]):
 
     def forget_copies(self) -> None:
         """Let what is pulled from here on come from the shards."""
-        if self._caches is not None:
-            # new ones: a pull that is under way may still bring old rows, into copies that nobody reads any more
-            self._caches = self._caches.fresh()
+        if self._cache is not None:
+            self._cache.clear()
 
     def flush(self) -> None:
         """Wait until every push is acknowledged. Raises the error of one that was not."""
         with self._changed, span("wait"):
             self._changed.wait_for(lambda: not self._pushes)
-            self._tell()
+            self._raise_failure()
 
     def close(self) -> BaseException | None:
         """Wait for everything in flight and end the threads; the error that nobody was told of."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        # pulls and pushes end by the client's deadlines, or its patience for others; a loader need not end at all
-        patience = [self._source.timeout.total_seconds(), None]
-        for thread, seconds in zip(self._threads, patience, strict=False):
+        # pulls and pushes end by the client's deadlines, or its waits for other workers; a loader need not end at all
+        for thread, seconds in zip(self._threads, [self._source.timeout.total_seconds(), None], strict=False):
             thread.join(seconds)
             if thread.is_alive():
-                what = "a pull still waits for other workers" if self._pulls else "its loader still makes a batch"
+                what = "a pull still waits for other workers" if self._is_pulling else "its loader still makes a batch"
                 _log.warning("the loop is over, but %s; its thread is left behind", what)
         self._ready.clear()
         return self._failure
 
-    def _tell(self) -> None:
+    def _raise_failure(self) -> None:
         if self._failure is not None:
             try:
                 raise self._failure
@@ -180,9 +177,11 @@ class Prefetcher(Generic[B]):
         try:
             previous: PullBatch | None = None
             for number, batch in enumerate(batches):
-                fetch = PullBatch(self._wanted(batch))
+                current = PullBatch(self._source, self._lookups(batch))
+                if self._cache is not None:
+                    self._cache.age = number
                 if previous is not None and not self._failed:
-                    fetch.pull(self._source, but=previous, caches=self._caches, age=number)
+                    current.pull(except_for=previous)
                 bound = self._await_bound(number)
                 if bound is None:
                     break
@@ -190,17 +189,17 @@ class Prefetcher(Generic[B]):
                 if previous is not None:
                     for table, route in touched:
                         if not previous.reads(table, route):
-                            fetch.spoil(table, route)
-                            if self._caches is not None:
-                                self._caches.drop(table, route.ids)
+                            current.invalidate(table, route)
+                            if self._cache is not None:
+                                self._cache.drop(table, route.ids)
                 if self._source.lost_leases != self._lost_leases:
                     self._lost_leases = self._source.lost_leases
                     self.forget_copies()  # they go by batches: no clock says that they are of before
-                self._pulls = True
-                fetch.pull(self._source, self._dense, caches=self._caches, age=number, clock=clock)
-                self._pulls = False
-                self._put(Ready(batch, fetch))
-                previous = fetch if self._early and self._staleness == 0 else None
+                self._is_pulling = True
+                current.pull(self._dense, clock=clock)
+                self._is_pulling = False
+                self._put(Ready(batch, current))
+                previous = current if self._overlap_pulls and self._staleness == 0 else None
         except BaseException as error:  # the training thread raises it
             self._put(error)
         else:
@@ -244,3 +243,18 @@ class Prefetcher(Generic[B]):
             with self._changed:
                 self._pushes.popleft()
                 self._changed.notify_all()
+
+
+def loop_staleness(asked: int | None, bound: int | None, cache: CachedRows | None) -> int:
+    """The staleness of a prefetch loop in a job with a bound, of which a cache uses up a part.
+
+    ValueError where it is negative or beyond the bound.
+    """
+    left = bound if bound is None or cache is None else bound - cache.staleness
+    staleness = (left or 0) if asked is None else asked
+    if staleness < 0:
+        raise ValueError(f"staleness must be at least 0, got {staleness}")
+    if left is not None and staleness > left:
+        less = "" if cache is None else f", with cache_rows(staleness={cache.staleness})"
+        raise ValueError(f"prefetch(staleness={staleness}) is beyond connect(staleness={bound}){less}")
+    return staleness

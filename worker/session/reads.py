@@ -1,51 +1,45 @@
-"""What forwards read from the shards: routes, the rows pulled for them, and which tensor of ids each belongs to."""
+"""Rows that forwards read: routed, pulled, and matched to the tensor of ids that asks for them."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from embershard.proto.arrays import Floats
+from embershard.proto.arrays import Floats, Ids
 from embershard.proto.routing import Route, ascending, make_routes
+from embershard.proto.spec import TableSpec
 from embershard.proto.timing import span
 from embershard.worker.client.chunks import select
-from embershard.worker.client.client import Client
-from embershard.worker.client.push import Versions, no_versions
-from embershard.worker.device import host_rows, pinned, to_device
+from embershard.worker.client.push import NOT_READ, Versions
+from embershard.worker.device import pinned, to_device
 from embershard.worker.kernels import Mask, overlap
 from embershard.worker.session.dense import DenseWeights
-from embershard.worker.session.local_steps import LocalSteps
-from embershard.worker.session.row_cache import RowCaches, pull_through_cache
-
-if TYPE_CHECKING:
-    from embershard.worker.session.remote_table import RemoteTable
+from embershard.worker.session.row_source import RowSource
 
 
 class Lookup(NamedTuple):
     """Rows to be pulled: those of `ids` in a table, for a module on `device`."""
 
-    table: RemoteTable
+    spec: TableSpec
     ids: torch.Tensor  # any shape, int32 or int64
     device: torch.device
 
 
 @dataclass(slots=True, eq=False)
-class Read:
+class LookupResult:
     """Rows of one table at one clock, for one tensor of ids."""
 
-    table: RemoteTable
     ids: torch.Tensor
-    version: int  # of `ids`: an in-place change makes the read useless
+    version: int  # of `ids`: an in-place change makes the rows those of other ids
     route: Route
     rows: torch.Tensor  # (U, dim) float32 on the device, in route order
     index: torch.Tensor  # of the shape of `ids`, on the device: rows[index] are the rows of `ids`
 
-    def holds(self, ids: torch.Tensor) -> bool:
+    def has_rows_of(self, ids: torch.Tensor) -> bool:
         """Whether these are the rows of a tensor with the same ids in it."""
         if ids.shape != self.index.shape or ids.dtype not in (torch.int64, torch.int32):
             return False
@@ -53,51 +47,51 @@ class Read:
         return np.array_equal(ids.detach().cpu().reshape(-1).numpy(), self.route.ids[self.route.index])
 
 
-Reads = dict[str, list[Read]]  # by table
+LookupResults = dict[str, list[LookupResult]]  # by table
 
 
 class PrefetchedRows:
     """Rows that were pulled before the model asks for them."""
 
     def __init__(self) -> None:
-        self.forward: Reads = {}  # for the forward that runs
-        self.batch: Reads | None = None  # for the batch that `prefetch` gave out; None outside of it
+        self.forward: LookupResults = {}  # for the forward that runs
+        self.batch: LookupResults | None = None  # for the batch that `prefetch` gave out; None outside of it
         self.found = self.missed = 0  # reads inside `prefetch` that were pulled for the batch, and those that were not
 
-    def find(self, want: Lookup, *, exact: bool = False) -> Read | None:
-        """What is wanted, if it was pulled: for the very tensor of ids, or else for one with the same ids in it.
+    def find(self, lookup: Lookup, *, exact: bool = False) -> LookupResult | None:
+        """The rows of a lookup, if they were pulled: for the very tensor of ids, or for one with the same ids in it.
 
         An `exact` read is not that of the batch, whose rows came by the tables' codecs.
         """
-        read = _find(self.forward, want)
-        if read is None and self.batch is not None and not exact:
-            read = _find(self.batch, want)
-            self.found += read is not None
-            self.missed += read is None
-        return read
+        result = _find(self.forward, lookup)
+        if result is None and self.batch is not None and not exact:
+            result = _find(self.batch, lookup)
+            self.found += result is not None
+            self.missed += result is None
+        return result
 
     def forget(self, table: str | None = None) -> None:
-        """Let go of everything, or of what was pulled of a table for the batch: it changed on the shards."""
+        """Drop everything, or what was pulled of a table for the batch, because it changed on the shards."""
         if table is None:
             self.forward = {}
         if self.batch is not None:
-            self.batch = {name: reads for name, reads in self.batch.items() if table not in (None, name)}
+            self.batch = {name: results for name, results in self.batch.items() if table not in (None, name)}
 
 
-def _find(reads: Reads, want: Lookup) -> Read | None:
-    _, ids, device = want
-    candidates = [read for read in reads.get(want.table.spec.name, ()) if read.rows.device == device]
-    for read in candidates:
-        if read.ids is ids and read.version == _version(ids):
-            return read
-    return next((read for read in candidates if read.holds(ids)), None)
+def _find(results: LookupResults, lookup: Lookup) -> LookupResult | None:
+    spec, ids, device = lookup
+    candidates = [result for result in results.get(spec.name, ()) if result.rows.device == device]
+    for result in candidates:
+        if result.ids is ids and result.version == _version(ids):
+            return result
+    return next((result for result in candidates if result.has_rows_of(ids)), None)
 
 
 @dataclass(slots=True, eq=False)
 class _Group:
     """Tables that are read by one route: one tensor of ids, one id space."""
 
-    wanted: list[Lookup]  # of different tables
+    lookups: list[Lookup]  # of different tables
     version: int  # of their ids
     route: Route
     missing: Mask  # (U,): rows that were not pulled yet, or have to be pulled again
@@ -108,53 +102,59 @@ class _Group:
 class PullBatch:
     """The rows that a batch reads: routed at once, pulled in one or more stages, handed to the model at the end."""
 
-    def __init__(self, wanted: Sequence[Lookup]) -> None:
+    def __init__(self, source: RowSource, lookups: Sequence[Lookup]) -> None:
         self.lost_leases = 0  # when its rows were pulled
-        self.versions: Versions | None = None  # the lowest of its rows; 0 where copies of a cache may be among them
+        self.versions: Versions | None = None  # the lowest of its rows; 0 where a cache may have given some
+        self._source = source
         self._dense: list[tuple[DenseWeights, Route, Floats]] = []
         self._groups: list[_Group] = []
         groups: dict[tuple[int, int], list[Lookup]] = {}
-        for want in {(want.table.spec.name, id(want.ids)): want for want in wanted}.values():
+        for lookup in {(lookup.spec.name, id(lookup.ids)): lookup for lookup in lookups}.values():
             # one id space, one tensor: one route, whatever the number of tables
-            groups.setdefault((id(want.ids), want.table.spec.space_key), []).append(want)
+            groups.setdefault((id(lookup.ids), lookup.spec.space_key), []).append(lookup)
+        if not groups:
+            return
         versions = [_version(group[0].ids) for group in groups.values()]
         with span("route"):
-            flats = [(group[0].table.flat(group[0].ids), key) for (_, key), group in groups.items()]
-            routes = make_routes(flats, wanted[0].table.session.placement) if wanted else []
+            flats = [(flat_ids(group[0].spec, group[0].ids), key) for (_, key), group in groups.items()]
+            routes = make_routes(flats, source.placement)
             routes = [
-                ascending(route) if any(_packs_ids(want.table) for want in group) else route
+                ascending(route) if any(source.packs_ids(lookup.spec.name) for lookup in group) else route
                 for group, route in zip(groups.values(), routes, strict=True)
             ]
         for group, version, route in zip(groups.values(), versions, routes, strict=True):
-            rows = {want.table.spec.name: host_rows(len(route.ids), want.table.spec.dim, want.device) for want in group}
+            rows = {
+                lookup.spec.name: torch.empty(
+                    (len(route.ids), lookup.spec.dim), dtype=torch.float32, pin_memory=lookup.device.type == "cuda"
+                )
+                for lookup in group
+            }
             index = torch.from_numpy(route.index).view(group[0].ids.shape)
-            indices = {device: pinned(index, device) for device in {want.device for want in group}}
+            devices = {lookup.device for lookup in group}
+            indices = {device: index if device.type == "cpu" else pinned(index, device) for device in devices}
             self._groups.append(_Group(group, version, route, np.ones(len(route.ids), np.bool_), rows, indices))
 
     def pull(
         self,
-        source: Client | LocalSteps,
         dense: Sequence[DenseWeights] = (),
         *,
-        but: PullBatch | None = None,
-        caches: RowCaches | None = None,
-        age: int = 0,
+        except_for: PullBatch | None = None,
         clock: int | None = None,
         exact: bool = False,
     ) -> None:
-        """Pull the rows that are missing, save those that `but` reads too, and the dense weights, in one request.
+        """Pull the rows that are missing, save those that `except_for` reads too, and dense weights, in one request.
 
-        Rows that `caches` may give out at `age`, by their own clock, are not pulled. `clock` is that of the step which
-        will read them. `exact` is that of Client.pull.
+        `clock` is that of the step which will read them. `exact` is that of Client.pull.
         """
+        source = self._source
         self.lost_leases = source.lost_leases
         if self.versions is None:
-            self.versions = np.zeros(source.num_shards, np.int64) if caches else no_versions(source.num_shards)
+            self.versions = np.full(source.placement.num_shards, NOT_READ)
         parts: list[tuple[str, Route]] = []
         out: list[Floats] = []
         partial: list[tuple[torch.Tensor, Mask, Floats]] = []
         for group in self._groups:
-            take = group.missing if but is None else group.missing & ~but._shared_with(group)
+            take = group.missing if except_for is None else group.missing & ~except_for._shared_with(group)
             if not take.any():
                 continue
             whole = bool(take.all())
@@ -165,7 +165,6 @@ class PullBatch:
                 if not whole:
                     partial.append((rows, take, out[-1]))
             group.missing = group.missing & ~take
-        num_tables = len(parts)
         for weights in dense:
             route = weights.reads()
             parts.append((weights.spec.name, route))
@@ -174,15 +173,12 @@ class PullBatch:
         if parts:
             # a push goes by a whole route, and only where there are gradients
             keep = torch.is_grad_enabled() and not partial
-            if clock is not None and caches is not None:
-                clock += caches.staleness  # a copy is as far from what a later step wants to see as its own clock
-            pull = functools.partial(source.pull, clock=clock, versions=self.versions, exact=exact)
-            pull_through_cache(pull, caches, age, parts, out, num_tables, keep=keep)
+            source.pull(parts, out, keep=keep, clock=clock, versions=self.versions, exact=exact)
         for rows, take, pulled in partial:
             rows.numpy()[take] = pulled
 
     def _shared_with(self, group: _Group) -> Mask:
-        """Rows of another fetch's group that this one reads too."""
+        """Rows of another batch's group that this one reads too."""
         shared = np.zeros(len(group.route.ids), np.bool_)
         for mine in self._groups:
             if not mine.rows.keys().isdisjoint(group.rows):
@@ -193,32 +189,37 @@ class PullBatch:
         """Whether the rows of this very route are among those that it reads."""
         return any(table in group.rows and group.route.ids is route.ids for group in self._groups)
 
-    def spoil(self, table: str, route: Route) -> None:
+    def invalidate(self, table: str, route: Route) -> None:
         """Have the next `pull` bring these rows, pulled before or not: they changed on the shards."""
         for group in self._groups:
             if table in group.rows and not group.missing.all():
                 group.missing |= overlap(group.route.ids, route.ids)
 
-    def accept(self, clock: int) -> Reads:
+    def accept(self, clock: int) -> LookupResults:
         """Send rows to their devices and put dense weights in place; the training thread alone may do that."""
         for weights, dense, pulled in self._dense:
             if _covers(dense, weights.reads()):  # unless more has to be read since then: then the forward pulls
                 weights.accept(dense, pulled, clock)
-        reads: Reads = {}
+        results: LookupResults = {}
         for group in self._groups:
-            indices = {device: to_device(index, device) for device, index in group.index.items()}
-            for want in group.wanted:
-                name, device = want.table.spec.name, want.device
-                rows = to_device(group.rows[name], device)
-                read = Read(want.table, want.ids, group.version, group.route, rows, indices[device])
-                reads.setdefault(name, []).append(read)
-        return reads
+            indices = {
+                device: index if device.type == "cpu" else to_device(index, device)
+                for device, index in group.index.items()
+            }
+            for lookup in group.lookups:
+                rows, index = group.rows[lookup.spec.name], indices[lookup.device]
+                if lookup.device.type != "cpu":
+                    rows = to_device(rows, lookup.device)
+                result = LookupResult(lookup.ids, group.version, group.route, rows, index)
+                results.setdefault(lookup.spec.name, []).append(result)
+        return results
 
 
-def _packs_ids(table: RemoteTable) -> bool:
-    """Whether ids travel packed, which they do where rows or gradients do."""
-    compressor, name = table.session.client.compressor, table.spec.name
-    return compressor.packs(name) or not compressor.pull_codec(name).is_plain
+def flat_ids(spec: TableSpec, ids: torch.Tensor) -> Ids:
+    """Ids as (N,) int64 on the host. RuntimeError unless they are int32 or int64."""
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise RuntimeError(f"table {spec.name!r}: ids must be int64 or int32, got {ids.dtype}")
+    return ids.detach().to("cpu", torch.int64).contiguous().view(-1).numpy()
 
 
 def _covers(route: Route, needed: Route) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,11 @@ from numba import types
 
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled.jit import compiled, inlined
-from embershard.proto.routing import Route, mix64
+from embershard.proto.messages import Pushed
+from embershard.proto.routing import Placement, Route, mix64
 from embershard.worker.client.chunks import select
+from embershard.worker.client.push import Gradients, LrScale, Versions
+from embershard.worker.session.row_source import RowSource
 
 Counts = npt.NDArray[np.uint8]
 Places = tuple[Ids, Ids, Counts, Counts]
@@ -86,87 +90,136 @@ class CacheCounts:
     lookups: int = 0
 
 
-class RowCaches:
-    """The caches of all tables, at most `rows` rows of each, along one count of clocks.
+class CachedRows:
+    """A source of rows that keeps copies of at most `rows` rows of each table and gives them for `staleness` clocks.
 
+    `age` is the clock by which copies age; its owner sets it before a pull. Dense weights are always pulled.
     ValueError unless rows and staleness are above zero.
     """
 
-    def __init__(self, rows: int, staleness: int, counts: CacheCounts | None = None) -> None:
+    def __init__(
+        self,
+        source: RowSource,
+        rows: int,
+        staleness: int,
+        *,
+        is_dense: Callable[[str], bool],
+        counts: CacheCounts | None = None,
+    ) -> None:
         if rows < 1:
             raise ValueError(f"cache rows must be at least 1, got {rows}")
         if staleness < 1:
             raise ValueError(f"cache staleness must be at least 1 clock, got {staleness}; without a cache it is 0")
-        self.rows, self.staleness = rows, staleness
+        self.staleness, self.age = staleness, 0
         self.counts = counts or CacheCounts()
+        self._source, self._size, self._is_dense = source, rows, is_dense
         self._tables: dict[str, RowCache] = {}
         self._lock = threading.Lock()
 
-    def fresh(self) -> RowCaches:
-        """Empty caches for another count of clocks, with the same counters."""
-        return RowCaches(self.rows, self.staleness, self.counts)
+    @property
+    def placement(self) -> Placement:
+        """Which shard has an id."""
+        return self._source.placement
+
+    @property
+    def timeout(self) -> timedelta:
+        """By which a call ends."""
+        return self._source.timeout
+
+    @property
+    def lost_leases(self) -> int:
+        """Times that the other workers went on without this one."""
+        return self._source.lost_leases
+
+    def packs_ids(self, table: str) -> bool:
+        """Whether ids of a table may travel packed."""
+        return self._source.packs_ids(table)
+
+    def for_another_clock(self) -> CachedRows:
+        """An empty cache over the same source, with the same counters."""
+        return CachedRows(self._source, self._size, self.staleness, is_dense=self._is_dense, counts=self.counts)
+
+    def clear(self) -> None:
+        """Have what is pulled from here on come from the source."""
+        self._tables = {}  # a pull that is under way may still bring old rows, into copies that nobody reads any more
 
     def drop(self, table: str, ids: Ids) -> None:
-        """Forget rows that were changed in another way than by a push."""
-        if table in self._tables:
-            self._tables[table].drop(ids)
+        """Forget rows that were changed in another way than by a push of the step that read them."""
+        if (cache := self._tables.get(table)) is not None:
+            cache.drop(ids)
 
-    def of(self, table: str, dim: int) -> RowCache:
-        """The cache of one table."""
+    def pull(
+        self,
+        reads: Sequence[tuple[str, Route]],
+        out: Sequence[Floats] | None = None,
+        *,
+        keep: bool = False,
+        clock: int | None = None,
+        versions: Versions | None = None,
+        exact: bool = False,
+    ) -> list[Floats]:
+        """As RowSource.pull; rows of which there is a copy that is young enough are not pulled.
+
+        No ids are kept for the push: a pull asks for a part of those that are pushed. The versions of copies are not
+        known, and `versions` become 0. An `exact` pull goes past the copies.
+        """
+        if exact or out is None:
+            return self._source.pull(reads, out, keep=keep, clock=clock, versions=versions, exact=exact)
+        age, missing, places = self.age, list[tuple[str, Route]](), list[Floats]()
+        kept: list[tuple[RowCache, Ids, Floats, Ids, Floats]] = []
+        for (table, route), rows in zip(reads, out, strict=True):
+            pulled = rows
+            if not self._is_dense(table):
+                cache = self._cache_of(table, rows.shape[1])
+                missed = cache.lookup(route.ids, age, rows)
+                self._count(len(route.ids), len(route.ids) - len(missed))
+                if not len(missed):
+                    continue
+                if len(missed) < len(route.ids):
+                    take = np.zeros(len(route.ids), np.bool_)
+                    take[missed] = True
+                    route, pulled = select(route, take), np.empty((len(missed), rows.shape[1]), np.float32)
+                kept.append((cache, route.ids, pulled, missed, rows))
+            missing.append((table, route))
+            places.append(pulled)
+        if versions is not None:
+            versions[:] = 0
+        if missing:
+            # a copy is as far from what a later step wants to see as its own clock
+            self._source.pull(missing, places, clock=None if clock is None else clock + self.staleness)
+        for cache, ids, pulled, missed, rows in kept:
+            if pulled is not rows:
+                rows[missed] = pulled
+            cache.store(ids, pulled, age)
+        return list(out)
+
+    def push(
+        self,
+        gradients: Gradients,
+        *,
+        clock: int,
+        lr_scale: LrScale = 1.0,
+        weight: float = 1.0,
+        versions: Versions | None = None,
+    ) -> Pushed:
+        """As RowSource.push; copies stay as they are."""
+        return self._source.push(gradients, clock=clock, lr_scale=lr_scale, weight=weight, versions=versions)
+
+    def load(self, table: str, route: Route, rows: Floats, *, keep_state: bool = False) -> None:
+        """As RowSource.load; the copies of these rows are dropped."""
+        self._source.load(table, route, rows, keep_state=keep_state)
+        self.drop(table, route.ids)
+
+    def _cache_of(self, table: str, dim: int) -> RowCache:
         with self._lock:
             if table not in self._tables:
-                self._tables[table] = RowCache(self.rows, dim, self.staleness)
+                self._tables[table] = RowCache(self._size, dim, self.staleness)
             return self._tables[table]
 
-    def count(self, lookups: int, hits: int) -> None:
-        """Add to the counters."""
+    def _count(self, lookups: int, hits: int) -> None:
         with self._lock:
             self.counts.lookups += lookups
             self.counts.hits += hits
-
-
-def pull_through_cache(
-    pull: Callable[..., object],
-    caches: RowCaches | None,
-    clock: int,
-    parts: Sequence[tuple[str, Route]],
-    out: Sequence[Floats],
-    num_tables: int,
-    *,
-    keep: bool,
-) -> None:
-    """Fill `out` ((U, dim) float32 per part) from the caches, and with one `pull` where they have too old rows or none.
-
-    Only the first `num_tables` parts are rows of tables; what follows, dense weights, is always pulled. `keep` has the
-    shards keep the ids for the push; not with a cache, which asks for a part of the ids that are pushed.
-    """
-    if caches is None:
-        pull(parts, out, keep=keep)
-        return
-    wanted: list[tuple[str, Route]] = []
-    into: list[Floats] = []
-    kept: list[tuple[RowCache, Ids, Floats, Ids, Floats]] = []
-    for number, ((table, route), rows) in enumerate(zip(parts, out, strict=True)):
-        pulled = rows
-        if number < num_tables:
-            cache = caches.of(table, rows.shape[1])
-            missed = cache.lookup(route.ids, clock, rows)
-            caches.count(len(route.ids), len(route.ids) - len(missed))
-            if not len(missed):
-                continue
-            if len(missed) < len(route.ids):
-                take = np.zeros(len(route.ids), np.bool_)
-                take[missed] = True
-                route, pulled = select(route, take), np.empty((len(missed), rows.shape[1]), np.float32)
-            kept.append((cache, route.ids, pulled, missed, rows))
-        wanted.append((table, route))
-        into.append(pulled)
-    if wanted:
-        pull(wanted, into)
-    for cache, ids, pulled, missed, rows in kept:
-        if pulled is not rows:
-            rows[missed] = pulled
-        cache.store(ids, pulled, clock)
 
 
 _IDS = types.Array(types.int64, 1, "C", readonly=True)

@@ -1,13 +1,19 @@
-"""One worker's training: tables and dense weights read at a clock, gradients collected, and pushed at each step."""
+"""One worker's training: it reads tables and dense weights at a clock, and pushes the gradients of each step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+from itertools import count
 from types import TracebackType
-from typing import NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
+import numpy as np
 import torch
 
 from embershard.proto.arrays import Floats
@@ -19,21 +25,31 @@ from embershard.proto.spec import TableSpec
 from embershard.proto.timing import span
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.proto.transport.emulated_link import UNLIMITED, parse_bandwidth
-from embershard.worker.client.calls import ClientStats
 from embershard.worker.client.client import DEFAULT_TIMEOUT, Client, LrScale
+from embershard.worker.client.connections import ClientStats
 from embershard.worker.client.membership import Membership, Terms
+from embershard.worker.client.push import NOT_READ
 from embershard.worker.compression.settings import Compression, codec_of
 from embershard.worker.session.codec_switch import Switching
-from embershard.worker.session.dense import DenseWeights
+from embershard.worker.session.dense import DeferredRead, DenseWeights, may_be_compiled
 from embershard.worker.session.gradients import RowGradients, merge, to_arrays
 from embershard.worker.session.inputs import Inputs
 from embershard.worker.session.local_steps import LocalSteps
-from embershard.worker.session.reads import Lookup, Read, Reads
-from embershard.worker.session.remote_table import RemoteTable
-from embershard.worker.session.tables import Declared, Values
-from embershard.worker.session.traffic import Traffic
+from embershard.worker.session.prefetch import Prefetcher, loop_staleness
+from embershard.worker.session.reads import Lookup, LookupResult, LookupResults, PrefetchedRows, PullBatch
+from embershard.worker.session.row_cache import CachedRows
+from embershard.worker.session.row_source import RowSource
+from embershard.worker.session.tables import RemoteTable, TableRegistry, Values
 
 B = TypeVar("B")
+
+_TRIAL = 3  # batches after which it is clear that pulling ahead is in vain
+_IN_VAIN = (
+    "prefetch pulls rows that the model does not read, and the model waits for others: what `inputs`, or the model's "
+    "embedding_inputs, gives for a batch must hold the very ids that each embedding is called with"
+)
+
+_log = logging.getLogger(__name__)
 
 
 class Session:
@@ -53,15 +69,30 @@ class Session:
         if compression is not None:
             client.compressor.settings = compression
         self.lr_scale = 1.0
-        self.declared = Declared(self)
+        self.registry = TableRegistry(client)
+        self.local_steps = None if local_steps is None else LocalSteps(client, local_steps)  # copies that it trains on
+        self.switching = Switching(client, self.settle)
+        self._source: RowSource = self.local_steps or client
+        self._cache: CachedRows | None = None
+        self._prefetched = PrefetchedRows()
+        self._prefetcher: Prefetcher[Any] | None = None  # inside `prefetch`
+        self.deferred: DeferredRead | None = None  # of dense weights, to come with the next lookup
         self._collected: list[RowGradients] = []
-        self._traffic = Traffic(client, None if local_steps is None else LocalSteps(client, local_steps))
-        self.switching = Switching(client, self._traffic.settle)
+        self._clock = 0
+        self._waited = 0.0  # seconds that the training thread waited for shards
+        self._failure: BaseException | None = None  # of a push, in a loop that was left before it was known
+        self._exact = False  # inside `exact`, where a codec would round what is read
+        self._versions = np.full(
+            client.placement.num_shards, NOT_READ
+        )  # the lowest of the rows that this step has read
+        self._lost_leases: int | None = None  # when the first rows of the step were pulled
 
     @property
     def clock(self) -> int:
         """Steps until now; a worker that joins a job late, or again, is at the job's."""
-        return self._traffic.clock
+        if (member := self.client.membership) is not None:
+            self._clock = max(self._clock, member.first)
+        return self._clock
 
     @property
     def membership(self) -> Membership | None:
@@ -76,22 +107,28 @@ class Session:
     @property
     def table_names(self) -> frozenset[str]:
         """Tables that this session declared."""
-        return frozenset(self.declared.tables)
+        return frozenset(self.registry.tables)
 
     @property
     def tables(self) -> tuple[RemoteTable, ...]:
         """What this session declared, dense weights included."""
-        return tuple(self.declared.tables.values())
+        return tuple(self.registry.tables.values())
 
     @property
     def dense_weights(self) -> tuple[DenseWeights, ...]:
         """The dense weights that are pulled and pushed with the tables."""
-        return tuple(self.declared.dense)
+        return tuple(self.registry.dense)
 
     @property
     def stats(self) -> ClientStats:
         """Counters since the start; `wait_seconds` is what the training thread waited for rows and for pushes."""
-        return self._traffic.stats
+        stats = replace(self.client.stats, wait_seconds=self._waited)
+        if self._cache is not None:
+            counts = self._cache.counts
+            stats = replace(stats, cache_hits=counts.hits, cache_lookups=counts.lookups)
+        if self.local_steps is not None:
+            stats = replace(stats, skipped_rows=stats.skipped_rows + self.local_steps.skipped_rows)
+        return stats
 
     def staleness_seen(self) -> tuple[int, ...]:
         """Pushes to all shards by the updates that their rows had missed: 0, 1, ...; the last number: so many or more.
@@ -101,9 +138,9 @@ class Session:
         return tuple(map(sum, zip(*(status.staleness_seen for status in self.client.status()), strict=True)))
 
     @property
-    def local_steps(self) -> LocalSteps | None:
-        """The copies that this worker trains on, if it does."""
-        return self._traffic.local
+    def has_local_steps(self) -> bool:
+        """Whether steps change copies of this worker first."""
+        return self.local_steps is not None
 
     def cache_rows(self, rows: int = 100_000, staleness: int = 4) -> None:
         """Keep copies of up to `rows` hot rows per table in this process, and read them for `staleness` clocks.
@@ -115,7 +152,14 @@ class Session:
         pulled so much fresher that copies hold it, too. ValueError unless both are above zero, and where copies would
         break what `connect` promised.
         """
-        self._traffic.keep_copies(rows, staleness)
+        if self.local_steps is not None:
+            raise ValueError("cache_rows and connect(local_steps=...) exclude each other: both keep copies of rows")
+        bound = self._bound
+        if bound is not None and staleness > bound:
+            raise ValueError(
+                f"cache_rows(staleness={staleness}) is beyond connect(staleness={bound}), what it promises"
+            )
+        self._cache = CachedRows(self._source, rows, staleness, is_dense=self.client.compressor.is_dense)
 
     def compress(
         self, tables: str, *, push: str | CodecName | None = None, pull: str | CodecName | None = None
@@ -128,7 +172,7 @@ class Session:
         before anything changes, where no table has such a name, and for a codec that is none or cannot serve one of
         them; UnknownCodec where a shard was not started with it.
         """
-        names, check = self.declared.matching(tables), self.client.compressor.check
+        names, check = self.registry.matching(tables), self.client.compressor.check
         to_shards, from_shards = (None if codec is None else codec_of(codec) for codec in (push, pull))
         self.switching.switch({name: check(name, to_shards, from_shards) for name in names})
         return names
@@ -136,7 +180,7 @@ class Session:
     @property
     def missed_reads(self) -> int:
         """Reads inside `prefetch` of rows that had not been pulled ahead."""
-        return self._traffic.ahead.missed
+        return self._prefetched.missed
 
     def table(self, spec: TableSpec, values: Values | None = None) -> RemoteTable:
         """The table of `spec`, created where it does not exist.
@@ -144,35 +188,103 @@ class Session:
         `values` gives its first (ids, rows) in portions; they are loaded by the worker that created the table, and
         every other worker waits until that is done. TableMismatch where the shards hold other settings.
         """
-        return self.declared.table(spec, values)
+        known = self.registry.tables.get(spec.name)
+        if known is None or known.spec != spec:
+            if self.local_steps is not None:
+                self.local_steps.add(spec)
+            self.registry.declare(spec, values)
+            known = self.registry.tables[spec.name] = RemoteTable(self, spec)
+        return known
 
-    def read(self, table: RemoteTable, ids: torch.Tensor, device: torch.device) -> Read:
+    def add_dense(self, weights: DenseWeights) -> None:
+        """Pull and push these dense weights with the tables."""
+        self.registry.dense.append(weights)
+        try:
+            self.table(weights.spec, lambda: [(weights.ids, weights.values())])  # one that only reads refuses
+            self.client.compressor.lay_out(weights.spec.name, weights.layout)
+        except BaseException:
+            self.registry.dense.remove(weights)
+            raise
+
+    def read(self, spec: TableSpec, ids: torch.Tensor, device: torch.device) -> LookupResult:
         """Rows for a tensor of ids: those pulled ahead for these ids, or pulled now."""
-        return self._traffic.read(Lookup(table, ids, device))
+        lookup = Lookup(spec, ids, device)
+        found = self._prefetched.find(lookup, exact=self._exact)
+        if found is None:
+            return self._pull([lookup], cached=True)[spec.name][0]
+        self._read_deferred()
+        return found
 
-    def read_ahead(self, wanted: Sequence[Lookup], dense: Sequence[DenseWeights] = ()) -> None:
+    def stage(self, lookups: Sequence[Lookup], dense: Sequence[DenseWeights] = ()) -> None:
         """Pull what is not here yet, and the dense weights that are out of date, in one request per shard."""
-        self._traffic.read_ahead(wanted, dense)
+        self._prefetched.forward = {}
+        clock = self.clock
+        stale = [weights for weights in dense if weights.stale(clock)]
+        found = [(lookup, self._prefetched.find(lookup, exact=self._exact)) for lookup in lookups]
+        missing = [lookup for lookup, result in found if result is None]
+        staged = self._pull(missing, stale, cached=True) if missing or stale else {}
+        for lookup, result in found:
+            if result is not None:
+                staged.setdefault(lookup.spec.name, []).append(result)
+        self._prefetched.forward = staged
 
-    def forget_ahead(self) -> None:
-        """Let go of what was pulled for one forward."""
-        self._traffic.ahead.forward = {}
+    def defer_dense(self, dense: Sequence[DenseWeights]) -> None:
+        """Read the dense weights that are out of date with the next lookup, in its request, or as they are first used.
 
-    def pull(self, wanted: Sequence[Lookup], dense: Sequence[DenseWeights] = ()) -> Reads:
+        At once where that cannot be watched.
+        """
+        stale = [weights for weights in dense if weights.stale(self.clock)]
+        if not stale:
+            return
+        stale += self._take_deferred(stale)  # of a model around this one
+        if self.deferred is not None or may_be_compiled():
+            self._pull((), stale, cached=True)
+        else:
+            self.deferred = DeferredRead(stale, self._read_deferred)
+            self.deferred.__enter__()  # type: ignore[no-untyped-call]
+
+    def _take_deferred(self, known: Sequence[DenseWeights]) -> list[DenseWeights]:
+        """The weights that wait for a lookup, without those `known`; they are watched no longer."""
+        if (deferred := self.deferred) is None:
+            return []
+        weights, deferred.weights = deferred.weights, []
+        if deferred.stop():
+            self.deferred = None
+        return [its for its in weights if its not in known]
+
+    def _read_deferred(self) -> None:
+        if self.deferred is not None:
+            self._pull((), cached=True)
+
+    def unstage(self) -> None:
+        """End one forward: what was pulled for it is dropped, and what it was to read with a lookup is read."""
+        self._prefetched.forward = {}
+        self._read_deferred()
+
+    def pull(self, lookups: Sequence[Lookup], dense: Sequence[DenseWeights] = ()) -> LookupResults:
         """Rows and dense weights as shards keep them now, after every push before, in one request per shard."""
-        with self._traffic.exact(dense):
-            return self._traffic.pull(wanted, dense)
+        with self._past_codecs(dense):
+            return self._pull(lookups, dense)
 
-    def exact(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def exact(self) -> Iterator[None]:
         """Inside, forwards read rows and dense weights as the shards keep them, past the tables' pull codecs.
 
         For evaluations: what training reads before and after keeps its bits.
         """
-        return self._traffic.exact(self.declared.dense)
+        with self._past_codecs(self.registry.dense):
+            yield
 
-    def load(self, table: RemoteTable, route: Route, rows: Floats, *, keep_state: bool = False) -> None:
+    def load(self, table: str, route: Route, rows: Floats, *, keep_state: bool = False) -> None:
         """Assign rows, after every push before; what was pulled ahead of the table is no longer up to date."""
-        self._traffic.load(table.spec.name, route, rows, keep_state=keep_state)
+        self.settle()
+        if keep_state and self._lost_leases not in (None, self.client.lost_leases):
+            return  # what was read before is changed here, and will not be pushed either
+        with self._waiting():
+            (self._cache or self._source).load(table, route, rows, keep_state=keep_state)
+        self._prefetched.forget(table)
+        if self._prefetcher is not None:
+            self._prefetcher.touch(table, route)
 
     def collect(self, gradients: RowGradients) -> None:
         """Keep gradients until the next step."""
@@ -183,8 +295,12 @@ class Session:
 
         Gradients of an id that was read several times are summed. They are on the device of the module that read.
         """
-        self._collected = merge(self._collected, self.placement, self.client.compressor.packs)
+        with span("gather"):
+            self._merge()
         return list(self._collected)
+
+    def _merge(self) -> None:
+        self._collected = merge(self._collected, self.placement, self.client.compressor.packs)
 
     def step(self, lr_scales: Mapping[str, float] | None = None, *, weight: float = 1.0) -> None:
         """Push what backward left, to all shards at once, and advance the clock; `stats` counts the rows.
@@ -197,16 +313,83 @@ class Session:
         and has done nothing then. If a shard gives no answer in time, its part of the push is sent again, once, with
         the next step.
         """
-        self._traffic.check()
-        self.switching.follow(self.clock)
+        if self._prefetcher is None:
+            self.settle()
+        else:
+            self._prefetcher.check()
+        if self.client.connections.settings_revision != self.switching.revision:
+            self.switching.follow(self.clock)
         with span("push"):
-            gradients = to_arrays(self.gradients())
-            gradients += [part for weights in self.declared.dense if (part := weights.gradients()) is not None]
+            with span("gather"):
+                self._merge()
+                dense = [part for weights in self.registry.dense if (part := weights.gradients()) is not None]
+                gradients = to_arrays([*self._collected, *dense])
             self._collected.clear()
             lr_scale: LrScale = self.lr_scale
             if lr_scales is not None:
                 lr_scale = {table: self.lr_scale * lr_scales.get(table, 1.0) for table, _, _ in gradients}
-            self._traffic.push(gradients, lr_scale, weight)
+            self._push(gradients, lr_scale, weight)
+
+    def _push(self, gradients: list[tuple[str, Route, Floats]], lr_scale: LrScale, weight: float) -> None:
+        """Push a step's gradients and advance the clock; inside a loop without waiting, unless too many are under way.
+
+        A step on rows of the time before the lease was lost is dropped.
+        """
+        if self._prefetched.forward or self._prefetched.batch is not None:
+            self._prefetched.forget()
+        clock, versions, lost_leases = self.clock, self._versions, self._lost_leases
+        self.reset_read_versions()
+        member = self.client.membership
+        if member is not None and lost_leases not in (None, member.lost_leases):
+            return
+        self._clock = clock + 1
+        send = partial(self._source.push, gradients, clock=clock, lr_scale=lr_scale, weight=weight, versions=versions)
+        with self._waiting():
+            if self._prefetcher is None:
+                send()
+            else:
+                sends = partial(self._send, send, self._prefetcher)
+                self._prefetcher.submit(sends, [(table, route) for table, route, _ in gradients])
+
+    def _send(self, send: Callable[[], object], prefetcher: Prefetcher[Any]) -> None:
+        """Push, and note which other rows it changed: a codec may add rows that it held back from earlier steps."""
+        try:
+            send()
+        finally:
+            prefetcher.mark_changed(self.client.compressor.beside)
+
+    def _pull(
+        self, lookups: Sequence[Lookup], dense: Sequence[DenseWeights] = (), *, cached: bool = False
+    ) -> LookupResults:
+        """Rows and dense weights after every push before, in one request per shard.
+
+        With `cached`, for a forward: rows may come from the cache, and dense weights that wait for a lookup come, too.
+        """
+        self.settle()
+        source, clock = self._source, self.clock
+        if cached and self.deferred is not None:
+            dense = [*dense, *self._take_deferred(dense)]
+        # the cache of a loop ages by batches, and copies are rounded
+        if cached and self._cache is not None and self._prefetcher is None and not self._exact:
+            source, self._cache.age = self._cache, clock
+        batch = PullBatch(source, lookups)
+        with self._waiting():
+            batch.pull(dense, clock=clock, exact=self._exact)
+        return self._accept(batch)
+
+    def _accept(self, batch: PullBatch) -> LookupResults:
+        """Hand rows to the model; they decide how old the gradients of the next step are."""
+        if batch.versions is not None:
+            self._versions = np.minimum(self._versions, batch.versions)
+        if self._lost_leases is None:
+            self._lost_leases = batch.lost_leases
+        return batch.accept(self.clock)
+
+    @property
+    def _bound(self) -> int | None:
+        """The job's, in clocks of this worker; with local steps those of the job are rounds."""
+        member = self.client.membership
+        return None if member is None or self.local_steps is not None else member.terms.staleness
 
     def prefetch(
         self,
@@ -231,16 +414,79 @@ class Session:
         ValueError where nothing says what a batch reads, or for a staleness that is negative or beyond the job's;
         RuntimeError inside another prefetch of this session.
         """
-        return self._traffic.loop(loader, self.declared.reads(inputs), self.declared.dense, staleness)
+        staleness = loop_staleness(staleness, self._bound, self._cache)
+        prefetcher = Prefetcher(
+            self._source if self._cache is None else self._cache.for_another_clock(),
+            self.registry.lookups(inputs),
+            self.registry.dense,
+            staleness,
+            # with other workers' pushes, or local steps, no row is safe from a change that nobody here knows of
+            overlap_pulls=self.client.membership is None and self.local_steps is None,
+        )
+        return self._batches(prefetcher, loader)
+
+    def _batches(self, prefetcher: Prefetcher[B], loader: Iterable[B]) -> Iterator[B]:
+        if self._prefetcher is not None:
+            raise RuntimeError(
+                "this session is inside a prefetch loop already; leave that one first, by loop.close() if it has a name"
+            )
+        self.settle()
+        batches = iter(loader)
+        self._prefetcher, prefetched = prefetcher, self._prefetched
+        missed, found = prefetched.missed, prefetched.found
+        try:
+            prefetcher.start(batches, self.clock)
+            for number in count(1):
+                with self._waiting():
+                    ready = prefetcher.next(self.clock)
+                if ready is None:
+                    break
+                is_current = ready.pulled.lost_leases == self.client.lost_leases
+                prefetched.batch = self._accept(ready.pulled) if is_current else {}
+                batch = ready.batch
+                del ready
+                yield batch
+                prefetched.batch = {}
+                if number == _TRIAL and prefetched.missed > missed and prefetched.found == found:
+                    _log.warning(_IN_VAIN)
+        except BaseException:
+            self._leave_loop(prefetcher)
+            self._log_failure()
+            raise
+        self._leave_loop(prefetcher)
+        self.flush()
+
+    def _leave_loop(self, prefetcher: Prefetcher[Any]) -> None:
+        self._prefetcher = self._prefetched.batch = None
+        self._failure = prefetcher.close()
+
+    def _log_failure(self) -> None:
+        """Log what cannot be raised, because an error of the loop is, or the session is closed."""
+        if self._failure is not None:
+            _log.error("a push failed as the loop was left: %s", self._failure)
+
+    def settle(self) -> None:
+        """Wait until every push is acknowledged; raises the error of one that was not."""
+        if self._prefetcher is not None:
+            with self._waiting():
+                self._prefetcher.flush()
+        if self._failure is not None:
+            try:
+                raise self._failure
+            finally:
+                self._failure = None
 
     def flush(self) -> None:
         """Wait until every push is acknowledged; raises the error of one that was not. Local steps end a round."""
-        self._traffic.flush()
+        self.settle()
+        if self.local_steps is not None:
+            with self._waiting():
+                self.local_steps.flush()
 
     def zero_grad(self) -> None:
         """Drop the gradients collected since the last step."""
         self._collected.clear()
-        for weights in self.declared.dense:
+        for weights in self.registry.dense:
             weights.clear()
 
     def skip(self) -> None:
@@ -250,24 +496,64 @@ class Session:
 
     def read_dense(self) -> None:
         """Pull the dense weights into their parameters, unless they are as the clock wants them."""
-        self.read_ahead((), self.declared.dense)
+        self.stage((), self.registry.dense)
 
     def refresh(self) -> None:
         """Read everything anew at the next forward, for instance to evaluate what other workers pushed.
 
         Inside `prefetch`, batches that were pulled ahead already keep their rows.
         """
-        self._traffic.refresh()
-        for weights in self.declared.dense:
+        if self._cache is not None:
+            self._cache.clear()
+        if self._prefetcher is not None:
+            self._prefetcher.forget_copies()
+        self._prefetched.forget()
+        for weights in self.registry.dense:
             weights.forget()
 
     def reset_read_versions(self) -> None:
         """Have the next step be as old as what is read from here on, as after an evaluation between two steps."""
-        self._traffic.reset_read_versions()
+        self._versions, self._lost_leases = np.full_like(self._versions, NOT_READ), None
+
+    @contextmanager
+    def _past_codecs(self, dense: Sequence[DenseWeights]) -> Iterator[None]:
+        """Read past the tables' codecs; nothing that is read so, dense weights included, is there for training."""
+        codecs = {name: directions.pull for name, directions in self.client.compressor.directions().items()}
+        rounded = [weights for weights in dense if not codecs[weights.spec.name].is_lossless]
+        before, self._exact = self._exact, not all(codec.is_lossless for codec in codecs.values())
+        for weights in rounded:
+            weights.forget()
+        try:
+            yield
+        finally:
+            self._exact = before
+            for weights in rounded:
+                weights.forget()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Count time that the training thread waits for shards."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._waited += time.perf_counter() - start
 
     def close(self) -> None:
-        """Wait for what is in flight and close the connections; what was not pushed is dropped."""
-        self._traffic.close()
+        """Wait for what is in flight and close the connections; gradients that were not pushed are dropped.
+
+        So are those that a codec held back: the log says how many rows of which table.
+        """
+        if self._prefetcher is not None:
+            self._leave_loop(self._prefetcher)
+            self._log_failure()
+        for name, rows in self.client.compressor.rows_held_back().items():
+            _log.warning(
+                "table %s: its codec held gradients of %d rows back, and the session was closed before they were sent; "
+                'to send them, call session.compress("%s", push="none") and session.step() before',
+                name, rows, name,
+            )  # fmt: skip
+        self._prefetched.forget()
         self._collected.clear()
         self.client.close()
 
@@ -278,7 +564,7 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if error is None and self._traffic.local is not None:
+            if error is None and self.local_steps is not None:
                 self.flush()
         finally:
             self.close()

@@ -1,75 +1,158 @@
-"""What a session declared: tables, the dense weights among them, and models with what they say of their reads."""
+"""The tables of a session: declared on every shard, with their first values, and read and assigned by id."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, TypeVar
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import NoReturn, Protocol, TypeVar
+
+import numpy as np
+import torch
 
 from embershard.proto.arrays import Floats, Ids
+from embershard.proto.messages import Pull, TableIds
+from embershard.proto.routing import Placement, Route, make_route
 from embershard.proto.spec import TableSpec
+from embershard.proto.transport.transport import Deadline
+from embershard.worker.client.client import Client
+from embershard.worker.client.connections import raise_first
 from embershard.worker.patterns import matches
 from embershard.worker.session.dense import DenseWeights
-from embershard.worker.session.inputs import Inputs, WrappedModel, reads_of_batches
-from embershard.worker.session.loading import await_loaded, load_first
-from embershard.worker.session.reads import Lookup
-from embershard.worker.session.remote_table import RemoteTable
-
-if TYPE_CHECKING:
-    from embershard.worker.session.session import Session
+from embershard.worker.session.gradients import RowGradients
+from embershard.worker.session.inputs import Inputs, WrappedModel, lookups_of_batches
+from embershard.worker.session.reads import Lookup, LookupResult, LookupResults, flat_ids
 
 B = TypeVar("B")
 Values = Callable[[], Iterable[tuple[Ids, Floats]]]  # the first rows of a table, in portions
 
+_LAST_TRY = timedelta(seconds=0.1)  # for a shard that is asked once more, to say which worker loads
 
-class Declared:
-    """In the order of their declaration."""
 
-    def __init__(self, session: Session) -> None:
+class TableSession(Protocol):
+    """The part of a Session that its tables, and the embeddings over them, use."""
+
+    client: Client
+
+    @property
+    def placement(self) -> Placement:
+        """Which shard has an id."""
+        ...
+
+    @property
+    def has_local_steps(self) -> bool:
+        """Whether steps change copies of this worker first."""
+        ...
+
+    def read(self, spec: TableSpec, ids: torch.Tensor, device: torch.device) -> LookupResult:
+        """Rows for a forward."""
+        ...
+
+    def pull(self, lookups: Sequence[Lookup]) -> LookupResults:
+        """Rows as the shards keep them now."""
+        ...
+
+    def load(self, table: str, route: Route, rows: Floats, *, keep_state: bool = False) -> None:
+        """Assign rows."""
+        ...
+
+    def collect(self, gradients: RowGradients) -> None:
+        """Keep gradients until the next step."""
+        ...
+
+
+class RemoteTable:
+    """One table of a session, declared on every shard."""
+
+    def __init__(self, session: TableSession, spec: TableSpec) -> None:
+        self.session = session
+        self.spec = spec
+
+    def pull(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of `ids` (any shape, int32 or int64) as they are now, (*ids.shape, dim), apart from autograd.
+
+        Whatever the table's pull codec, they have the shards' bits.
+        """
+        result = self.session.pull([Lookup(self.spec, ids, ids.device)])[self.spec.name][0]
+        return result.rows[result.index]
+
+    def load(self, route: Route, rows: Floats, *, keep_state: bool = False) -> None:
+        """Assign rows ((U, dim) float32, in route order); their optimizer's state starts anew, unless it is kept."""
+        self.session.load(self.spec.name, route, rows, keep_state=keep_state)
+
+    def route(self, ids: torch.Tensor) -> Route:
+        """The route of a tensor of ids. RuntimeError unless they are int32 or int64."""
+        return make_route(flat_ids(self.spec, ids), self.spec.space_key, self.session.placement)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(
+            f"table {self.spec.name!r} lives on the shards and cannot be copied; copy the model before wrapping it"
+        )
+
+    __reduce__ = __deepcopy__  # type: ignore[assignment]
+
+
+class TableRegistry:
+    """The tables that a session declared, the dense weights among them, and its wrapped models, in their order."""
+
+    def __init__(self, client: Client) -> None:
         self.tables: dict[str, RemoteTable] = {}
         self.dense: list[DenseWeights] = []
         self.models: list[WrappedModel] = []
-        self._session = session
+        self._client = client
 
-    def table(self, spec: TableSpec, values: Values | None) -> RemoteTable:
-        """See Session.table."""
-        known = self.tables.get(spec.name)
-        if known is not None and known.spec == spec:
-            return known
-        client, local = self._session.client, self._session.local_steps
-        if local is not None:
-            local.add(spec)
-        created = client.declare(spec, load=values is not None, dense=self._is_dense(spec))
+    def declare(self, spec: TableSpec, values: Values | None) -> None:
+        """Create a table on every shard where it does not exist; see Session.table."""
+        created = self._client.declare(spec, load=values is not None, dense=self._is_dense(spec))
         if values is not None:
             if created:
-                load_first(client, spec, values(), created)
-            await_loaded(client, spec.name)
-        table = self.tables[spec.name] = RemoteTable(self._session, spec)
-        return table
+                _load_first(self._client, spec, values(), created)
+            await_loaded(self._client, spec.name)
 
-    def add_dense(self, dense: DenseWeights) -> None:
-        """Pull and push these dense weights with the tables."""
-        self.dense.append(dense)
-        try:
-            self._session.table(dense.spec, lambda: [(dense.ids, dense.values())])  # one that only reads refuses
-            self._session.client.compressor.lay_out(dense.spec.name, dense.layout)
-        except BaseException:
-            self.dense.remove(dense)
-            raise
-
-    def matching(self, wanted: str) -> list[str]:
+    def matching(self, pattern: str) -> list[str]:
         """Tables that a name, a pattern, or "dense" stands for. ValueError where there are none."""
-        compressor = self._session.client.compressor
-        dense = {name: compressor.is_dense(name) for name in self.tables}
-        names = [name for name in dense if (dense[name] if wanted == "dense" else matches(name, wanted))]
+        dense = {name: self._client.compressor.is_dense(name) for name in self.tables}
+        names = [name for name in dense if (dense[name] if pattern == "dense" else matches(name, pattern))]
         if not names:
             known = dict.fromkeys([*(["dense"] if any(dense.values()) else []), *dense])  # one may have that name
-            raise ValueError(f"no table matches {wanted!r} (known: {', '.join(known) or 'none'})")
+            raise ValueError(f"no table matches {pattern!r} (known: {', '.join(known) or 'none'})")
         return names
 
-    def reads(self, inputs: Inputs[B] | None) -> Callable[[B], list[Lookup]]:
-        """What a batch reads; see reads_of_batches."""
-        tables = [table for table in self.tables.values() if not self._is_dense(table.spec)]
-        return reads_of_batches(self.models, tables, inputs)
+    def lookups(self, inputs: Inputs[B] | None) -> Callable[[B], list[Lookup]]:
+        """Which rows a batch reads; see lookups_of_batches."""
+        specs = [table.spec for table in self.tables.values() if not self._is_dense(table.spec)]
+        return lookups_of_batches(self.models, specs, inputs)
 
     def _is_dense(self, spec: TableSpec) -> bool:
         return any(spec is weights.spec for weights in self.dense)
+
+
+def _load_first(client: Client, spec: TableSpec, values: Iterable[tuple[Ids, Floats]], shards: frozenset[int]) -> None:
+    """Load portions of (ids, rows) into a table that `declare` created on these shards, and end its loading."""
+    for ids, rows in values:
+        route = make_route(ids, spec.space_key, client.placement)
+        order = np.empty(len(route.ids), np.int64)
+        order[route.index] = np.arange(len(ids))
+        client.load(spec.name, route, rows[order], shards=shards, last=False)
+    nothing = make_route(np.empty(0, np.int64), spec.space_key, client.placement)
+    client.load(spec.name, nothing, np.empty((0, spec.dim), np.float32), shards=shards)
+
+
+def await_loaded(client: Client, table: str) -> None:
+    """Wait until no worker loads the first values of a table any more.
+
+    TableLoading, or the shard's silence, ends the wait once the client's timeout passed without a row more.
+    """
+    rows, deadline, pause = -1, Deadline(client.timeout), 0.01
+    while True:
+        loading = {s.shard: t.rows for s in client.status() for t in s.tables if t.name == table and t.loading}
+        if not loading:
+            return
+        if sum(loading.values()) != rows:
+            rows, deadline = sum(loading.values()), Deadline(client.timeout)
+        if deadline.seconds <= 0:
+            # the shard's own error, which names the loader
+            empty = Pull(client.placement.epoch, (TableIds(table, np.empty(0, np.int64)),))
+            raise_first(client.connections.call({min(loading): empty}, timeout=_LAST_TRY))
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)

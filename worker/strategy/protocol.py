@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from embershard.worker.client.byte_counts import Part, Volumes
-from embershard.worker.client.calls import ClientStats
+from embershard.worker.client.byte_counts import ByteCounts, BytePart
+from embershard.worker.client.connections import ClientStats
 from embershard.worker.data.batch import Batch
 from embershard.worker.models.recommender import Recommender
 from embershard.worker.strategy.state import TorchWeights
@@ -55,7 +55,7 @@ class Strategy(Protocol):
     def stats(self) -> ClientStats:
         """Counters since the start; `wait_seconds` is what the training thread waited, for shards or other workers."""
 
-    def predicted(self, moved: Volumes) -> Mapping[Part, float]:
+    def predicted(self, moved: ByteCounts) -> Mapping[BytePart, float]:
         """What was expected of what was moved: worker/client/predicted_bytes.py."""
 
     def turns(self, batches: Iterator[EpochBatch]) -> Iterator[StepBatch]:

@@ -10,9 +10,9 @@ from itertools import zip_longest
 import torch
 from torch import nn
 
-from embershard.worker.client.byte_counts import Part, Volumes
-from embershard.worker.client.calls import ClientStats
+from embershard.worker.client.byte_counts import ByteCounts, BytePart
 from embershard.worker.client.client import Client
+from embershard.worker.client.connections import ClientStats
 from embershard.worker.client.predicted_bytes import predict_volumes
 from embershard.worker.job.job import Job
 from embershard.worker.models.recommender import Recommender
@@ -108,7 +108,7 @@ class ShardStrategy:
             stats = replace(stats, skipped_rows=stats.skipped_rows + self._dense.skipped)
         return stats
 
-    def predicted(self, moved: Volumes) -> Mapping[Part, float]:
+    def predicted(self, moved: ByteCounts) -> Mapping[BytePart, float]:
         """By the codecs in use now."""
         return predict_volumes(moved, self.session.client)
 

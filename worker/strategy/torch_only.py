@@ -14,8 +14,8 @@ from torch.nn.parallel import DataParallel
 
 from embershard.proto.errors import JobError
 from embershard.proto.spec import Constant, Initializer, Normal, Uniform, name_key
-from embershard.worker.client.byte_counts import Part, Volumes
-from embershard.worker.client.calls import ClientStats
+from embershard.worker.client.byte_counts import ByteCounts, BytePart
+from embershard.worker.client.connections import ClientStats
 from embershard.worker.job.job import Job
 from embershard.worker.models.recommender import Recommender
 from embershard.worker.patterns import first_match
@@ -112,7 +112,7 @@ class TorchStrategy:
         waited = 0.0 if self._together is None else self._together.waited
         return ClientStats(wait_seconds=waited, skipped_rows=sum(lazy.skipped for lazy in self._lazy))
 
-    def predicted(self, moved: Volumes) -> Mapping[Part, float]:
+    def predicted(self, moved: ByteCounts) -> Mapping[BytePart, float]:
         """Nothing: no shard is asked."""
         return {}
 

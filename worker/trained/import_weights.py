@@ -16,8 +16,8 @@ from embershard.proto.errors import EmbershardError, Status
 from embershard.proto.routing import make_route
 from embershard.worker.data.batch import Schema
 from embershard.worker.job.job import Job
-from embershard.worker.session.remote_table import RemoteTable
 from embershard.worker.session.session import Session
+from embershard.worker.session.tables import RemoteTable
 from embershard.worker.trained.export import MODEL, TABLES
 from embershard.worker.trained.reading import PORTION, is_hashed, remote_tables
 from embershard.worker.training.build import check_names, choose_strategy
@@ -146,4 +146,4 @@ def _load(session: Session, table: RemoteTable, ids: Ids, rows: Floats) -> None:
     route = make_route(ids, table.spec.space_key, session.placement)
     order = np.empty(len(route.ids), np.int64)
     order[route.index] = np.arange(len(ids))
-    session.load(table, route, rows[order])
+    session.load(table.spec.name, route, rows[order])

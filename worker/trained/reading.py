@@ -14,8 +14,8 @@ from embershard.worker.checkpoint.checkpoint import Checkpoint
 from embershard.worker.data.batch import NUM_HASHED_IDS, Schema
 from embershard.worker.job.job import Job
 from embershard.worker.nn.embedding import Embedding, EmbeddingBag
-from embershard.worker.session.remote_table import RemoteTable
 from embershard.worker.session.session import Session
+from embershard.worker.session.tables import RemoteTable
 from embershard.worker.strategy.protocol import Strategy
 from embershard.worker.training.build import check_names, choose_strategy
 from embershard.worker.training.saver import Buffers, load_parts

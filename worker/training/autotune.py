@@ -180,10 +180,10 @@ class CodecTuner:
         if self._steps == WARM_UP:
             self._round_trip = min(self._ping() for _ in range(5))
             self._waited, self._began = self._session.stats.wait_seconds, time.perf_counter()
-            self._session.client.calls.watch = self._watch
+            self._session.client.connections.watch = self._watch
         elif self._steps == WARM_UP + STEPS:
             total = time.perf_counter() - self._began
-            self._session.client.calls.watch = None
+            self._session.client.connections.watch = None
             self._session.switching.settle()
             self._decide(step, (self._session.stats.wait_seconds - self._waited) / max(total, 1e-9))
             self._nothing_chosen = not self._before

@@ -50,7 +50,7 @@ class Evaluator:
 
     def evaluate(self) -> dict[str, Figures]:
         """Split -> metric -> value, on every worker. All must call it, once what anyone pushed before is in."""
-        return self._group.together(self._evaluate)
+        return self._group.retry_on_membership_change(self._evaluate)
 
     def _evaluate(self) -> dict[str, Figures]:
         self._strategy.refresh()
@@ -63,7 +63,7 @@ class Evaluator:
                 _gather(collector, self._group)
                 if self._group.is_first:
                     figures[split] = collector.compute()
-        return self._group.tell(figures)
+        return self._group.broadcast_json(figures)
 
     def _score(self, split: str) -> Collector:
         if self._dataset.evaluation == "ranking":

@@ -150,7 +150,7 @@ class Trainer:
 
     def _enter(self) -> int:
         """Take part with the other workers from here on; the number of the pauses that they have made."""
-        number, word = self._group.enter(self._word())
+        number, word = self._group.join_segment(self._word())
         self._budget.follow(word["budget"], late=self._group.late)
         if self._group.late:
             # about as many as each of them made: with local(k), whose clocks are rounds, k of them in each
@@ -172,15 +172,17 @@ class Trainer:
         """Do with all workers what is due after a segment, while nobody's clock waits; the next segment's number."""
         self.strategy.rest()
         try:
-            self._group.assemble(number)
+            self._group.end_segment(number)
             self._meter.agree(self._group)
             self._epoch = self._group.highest(self._epoch)  # one that came late may have had no batch of it
             if segment.evaluation and self._dataset.splits:
                 self._stopped = self._judge()
             if segment.checkpoint or self._stopped:
                 self.strategy.refresh()  # copies of rows are no part of a checkpoint
-                self._group.together(lambda: self._saver.save(self._learn.steps, wait=segment.last or self._stopped))
-            self._group.dismiss(number, self.strategy.resume, self.strategy.clock, self._word())
+                self._group.retry_on_membership_change(
+                    lambda: self._saver.save(self._learn.steps, wait=segment.last or self._stopped)
+                )
+            self._group.begin_segment(number, self.strategy.resume, self.strategy.clock, self._word())
         except Evicted:
             return self._enter()
         return number + 1

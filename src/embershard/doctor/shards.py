@@ -13,7 +13,7 @@ from embershard.doctor.probe import Probe
 from embershard.proto.errors import ShardUnavailable, WrongShards
 from embershard.proto.transport.addresses import transport_for
 from embershard.proto.transport.transport import Deadline
-from embershard.worker.client.connections import greet
+from embershard.worker.client.connections import handshake
 
 _SLOW_CALL_SECONDS = 0.002
 _MANY_BYTES = 2**16  # a meeting of workers, which a shard holds back too, has some hundred
@@ -137,7 +137,7 @@ def placement(case: Case) -> Finding | None:
         return fail(f"of {case.shards} shards, {numbers(missing)} did not answer; silent: {some(silent)}")
     transports = [transport_for(probe.address) for probe in case.probes]
     try:
-        links = greet(transports, 0, Deadline(_GREET_TIMEOUT))
+        links = handshake(transports, 0, Deadline(_GREET_TIMEOUT))
     except (WrongShards, ShardUnavailable) as error:
         return fail(str(error))
     finally:

@@ -48,9 +48,8 @@ from embershard.worker.checkpoint.snapshots import (
     restore_snapshot,
     take_snapshot,
 )
-from embershard.worker.client.calls import Requests
 from embershard.worker.client.client import Client
-from embershard.worker.client.connections import Outcome
+from embershard.worker.client.connections import Outcome, ShardConnections
 from embershard.worker.client.membership import Terms
 from embershard.worker.compression.settings import Compression
 from embershard.worker.nn.wrap import wrap
@@ -260,16 +259,16 @@ def test_a_shard_that_cannot_write_fails_the_whole_and_the_others_stop(tmp_path:
 
 
 class Deaf:
-    """A client's calls, of which shard 1 hears no cancel."""
+    """A client's connections, of which that to shard 1 loses every cancel."""
 
-    def __init__(self, calls: Requests) -> None:
-        self._calls = calls
+    def __init__(self, connections: ShardConnections) -> None:
+        self._connections = connections
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._calls, name)
+        return getattr(self._connections, name)
 
-    def __call__(self, requests: Mapping[int, Request], *, timeout: timedelta | None = None) -> dict[int, Outcome]:
-        outcomes = self._calls(requests, timeout=timeout)
+    def call(self, requests: Mapping[int, Request], *, timeout: timedelta | None = None) -> dict[int, Outcome]:
+        outcomes = self._connections.call(requests, timeout=timeout)
         if any(isinstance(request, Snapshot) and request.step == "cancel" for request in requests.values()):
             outcomes |= {1: EmbershardError(reason="not now")} if 1 in requests else {}
         return outcomes
@@ -297,7 +296,7 @@ def test_what_a_slow_shard_still_writes_goes_too(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(shard_side.SnapshotWriter, "cancel", tell)
     monkeypatch.setattr(shard_side.SnapshotWriter, "_write_table", late)
     if deaf:
-        monkeypatch.setattr(client, "calls", Deaf(client.calls))
+        monkeypatch.setattr(client, "connections", Deaf(client.connections))
     with pytest.raises(SnapshotNotWritten, match="No space left"):
         take_snapshot(client, url, "two")
     for thread in threading.enumerate():

@@ -34,9 +34,9 @@ from embershard.proto.transport.local import LocalTransport
 from embershard.proto.transport.transport import Unreachable
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
-from embershard.worker.client.chunks import MESSAGE_OVERHEAD, TABLE_OVERHEAD, cut
+from embershard.worker.client.chunks import MESSAGE_OVERHEAD, TABLE_OVERHEAD, split_into_messages
 from embershard.worker.client.client import Client
-from embershard.worker.session.loading import await_loaded
+from embershard.worker.session.tables import await_loaded
 
 SPEC = TableSpec(name="t", dim=3, optimizer=SGD(lr=1.0), initializer=Constant(value=0.0))
 SHORT = timedelta(seconds=0.4)
@@ -280,15 +280,21 @@ def test_a_row_over_the_message_limit_is_refused(make_shards: Shards) -> None:
 )
 @settings(max_examples=200, deadline=None)
 def test_cut_covers_every_row_once_in_order_and_within_the_limit(tables: list[tuple[int, int]], limit: int) -> None:
-    names = [f"{k}" for k in range(len(tables))]
     counts, sizes = [n for n, _ in tables], [size for _, size in tables]
-    messages = cut(names, counts, sizes, limit)
+    nothing, before = np.empty(0, np.int64), 3  # rows of shard 0
+    parts = [(f"{k}", Route(nothing, np.array([0, before, before + n]), nothing)) for k, n in enumerate(counts)]
+    messages = split_into_messages(parts, 1, sizes, limit)
     assert all(messages)
     for message in messages:
-        used = MESSAGE_OVERHEAD + sum(TABLE_OVERHEAD + 1 + (p.stop - p.start) * sizes[p.part] for p in message)
+        used = MESSAGE_OVERHEAD + sum(
+            TABLE_OVERHEAD + 1 + (p.rows.stop - p.rows.start) * sizes[p.part] for p in message
+        )
         assert used <= limit
-    rows = [(p.part, row) for message in messages for p in message for row in range(p.start, p.stop)]
+    chunks = [chunk for message in messages for chunk in message]
+    rows = [(p.part, row - before) for p in chunks for row in range(p.rows.start, p.rows.stop)]
     assert rows == [(part, row) for part, count in enumerate(counts) for row in range(count)]
+    assert all(p.start == p.rows.start - before for p in chunks)
+    assert all(p.is_whole == (p.rows.stop - p.rows.start == counts[p.part]) for p in chunks)
 
 
 def greeter(shard: int, num_shards: int, epoch: int = 1, address: str = "") -> LocalTransport:

@@ -151,7 +151,9 @@ def test_what_all_of_them_put_down_at_once_is_bounded(monkeypatch: pytest.Monkey
     class Mirrored(WorkerGroup):
         """All others put down what this one does."""
 
-        def _meet(self, data: npt.NDArray[np.uint8], *, listen: bool = True) -> dict[int, npt.NDArray[np.uint8]]:
+        def _all_gather_bytes(
+            self, data: npt.NDArray[np.uint8], *, listen: bool = True
+        ) -> dict[int, npt.NDArray[np.uint8]]:
             sizes.append(len(data))
             listened.append(listen)
             return {worker: data for worker in self.present}
@@ -200,9 +202,9 @@ def test_what_is_done_together_is_tried_again_for_each_worker_that_can_be_lost()
 
         return work
 
-    assert group.together(losing(2)) == "done"
+    assert group.retry_on_membership_change(losing(2)) == "done"
     with pytest.raises(WorkerLost, match="worker 0 of 3 lost another worker: again and again"):
-        group.together(losing(3))
+        group.retry_on_membership_change(losing(3))
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
@@ -249,19 +251,19 @@ def test_two_workers_meet_through_shards(join: Callable[..., ShardGroup]) -> Non
 def test_nobody_takes_a_worker_for_lost_that_joined_after_it(join: Callable[..., ShardGroup]) -> None:
     second = join(1, 2, lease=100.0)  # it does not beat before the first one joins
     groups = [join(0, 2), second]
-    all_do(groups, lambda group: group.enter({}))
+    all_do(groups, lambda group: group.join_segment({}))
     assert [group.reports for group in groups] == [True, False]
 
 
 def test_who_dies_is_neither_waited_for_nor_the_end_of_the_others(join: Callable[..., ShardGroup]) -> None:
     groups = [join(rank, 3) for rank in range(3)]
-    all_do(groups, lambda group: group.enter({}))
+    all_do(groups, lambda group: group.join_segment({}))
     die(groups[0])
-    all_do(groups[1:], lambda group: group.assemble(0))
+    all_do(groups[1:], lambda group: group.end_segment(0))
     assert [group.present for group in groups[1:]] == [(1, 2), (1, 2)]
     assert [group.is_first for group in groups[1:]] == [True, False]
     assert [group.share for group in groups[1:]] == [(0, 2), (1, 2)]
-    assert all_do(groups[1:], lambda group: group.tell(group.rank)) == [1, 1]
+    assert all_do(groups[1:], lambda group: group.broadcast_json(group.rank)) == [1, 1]
     buffers = [torch.full((2,), float(group.rank)) for group in groups]
     all_do(groups[1:], lambda group: group.broadcast([buffers[group.rank]]))
     assert [buffer.tolist() for buffer in buffers[1:]] == [[1.0, 1.0]] * 2
@@ -269,7 +271,7 @@ def test_who_dies_is_neither_waited_for_nor_the_end_of_the_others(join: Callable
 
 def test_the_first_that_lives_stands_in_for_who_reported_until_all_have_met(join: Callable[..., ShardGroup]) -> None:
     groups = [join(rank, 3) for rank in range(3)]
-    all_do(groups, lambda group: group.enter({}))
+    all_do(groups, lambda group: group.join_segment({}))
     assert [group.reports for group in groups] == [True, False, False]
     die(groups[0])
     for group in groups[1:]:
@@ -281,8 +283,8 @@ def test_the_first_that_lives_stands_in_for_who_reported_until_all_have_met(join
 
 def test_the_highest_number_is_found_by_those_who_are_left(join: Callable[..., ShardGroup]) -> None:
     groups = [join(rank, 3) for rank in range(3)]
-    all_do(groups, lambda group: group.enter({}))
-    all_do(groups, lambda group: group.assemble(0))
+    all_do(groups, lambda group: group.join_segment({}))
+    all_do(groups, lambda group: group.end_segment(0))
     die(groups[2])
     assert all_do(groups[:2], lambda group: group.highest(group.rank)) == [1, 1]
 
@@ -292,8 +294,8 @@ def test_what_is_done_together_is_done_again_by_those_who_are_left(join: Callabl
     tries: dict[int, int] = {rank: 0 for rank in range(3)}
 
     def work(group: ShardGroup) -> float:
-        group.enter({})
-        group.assemble(0)
+        group.join_segment({})
+        group.end_segment(0)
 
         def total() -> float:
             tries[group.rank] += 1
@@ -302,7 +304,7 @@ def test_what_is_done_together_is_done_again_by_those_who_are_left(join: Callabl
                 return -1.0
             return group.sum(group.share[1] + group.rank)
 
-        return group.together(total)
+        return group.retry_on_membership_change(total)
 
     assert all_do(groups, work) == [-1.0, 7.0, 7.0]  # 2 + 1 and 2 + 2
     assert tries == {0: 1, 1: 2, 2: 2}
@@ -313,34 +315,34 @@ def test_who_joins_late_takes_part_from_its_first_meeting_on(join: Callable[...,
 
     def two_segments(group: ShardGroup) -> None:
         for segment in range(2):
-            group.assemble(segment)
-            group.dismiss(segment, lambda clock: None, 5, {"plateaus": segment})
+            group.end_segment(segment)
+            group.begin_segment(segment, lambda clock: None, 5, {"plateaus": segment})
 
-    all_do([*groups, lost], lambda group: group.enter({}))
+    all_do([*groups, lost], lambda group: group.join_segment({}))
     die(lost)
     all_do(groups, two_segments)
     late = join(2, 3)
-    assert late.enter({"plateaus": 9}) == (2, {"plateaus": 1, "clock": 5})
+    assert late.join_segment({"plateaus": 9}) == (2, {"plateaus": 1, "clock": 5})
     assert late.late
     assert not late.is_first
     assert not late.reports
-    all_do([*groups, late], lambda group: group.assemble(2))
+    all_do([*groups, late], lambda group: group.end_segment(2))
     assert late.present == groups[0].present == (0, 1, 2)
-    assert all_do([*groups, late], lambda group: group.tell(group.rank)) == [0, 0, 0]
+    assert all_do([*groups, late], lambda group: group.broadcast_json(group.rank)) == [0, 0, 0]
 
 
 def test_who_joins_during_an_evaluation_waits_for_its_end_and_holds_nobody_up(join: Callable[..., ShardGroup]) -> None:
     *groups, lost = (join(rank, 3) for rank in range(3))
-    all_do([*groups, lost], lambda group: group.enter({}))
+    all_do([*groups, lost], lambda group: group.join_segment({}))
     die(lost)
-    all_do(groups, lambda group: group.assemble(0))
+    all_do(groups, lambda group: group.end_segment(0))
     all_do(groups, lambda group: group.barrier())
     late = join(2, 3)
     with ThreadPoolExecutor(1) as pool:
-        entered = pool.submit(late.enter, {})
+        entered = pool.submit(late.join_segment, {})
         assert all_do(groups, lambda group: group.sum(1.0)) == [2.0, 2.0]
         assert not entered.done()
-        all_do(groups, lambda group: group.dismiss(0, lambda clock: None, 5, {"plateaus": 8}))
+        all_do(groups, lambda group: group.begin_segment(0, lambda clock: None, 5, {"plateaus": 8}))
         assert entered.result(100) == (1, {"plateaus": 8, "clock": 5})
 
 
@@ -373,7 +375,7 @@ class RendezvousRegistry:
 def test_who_comes_to_the_start_waits_for_the_others_processes() -> None:
     shards = RendezvousRegistry(missed=None)
     group = ShardGroup(shards, 2, 5, timedelta(seconds=7))  # type: ignore[arg-type]
-    assert group.enter({"plateaus": 9}) == (0, {"plateaus": 4})  # the first one's word that has one
+    assert group.join_segment({"plateaus": 9}) == (0, {"plateaus": 4})  # the first one's word that has one
     assert shards.calls == [("0/on", b'{"plateaus": 9}', (), timedelta(seconds=7))]
     assert group.present == (0, 1, 2, 4)
 
@@ -381,7 +383,7 @@ def test_who_comes_to_the_start_waits_for_the_others_processes() -> None:
 def test_who_comes_late_catches_up_with_workers_that_meet_meanwhile() -> None:
     shards = RendezvousRegistry(missed=2)
     group = ShardGroup(shards, 1, 5)  # type: ignore[arg-type]
-    assert group.enter({"plateaus": 9}) == (5, {"plateaus": 4})
+    assert group.join_segment({"plateaus": 9}) == (5, {"plateaus": 4})
     assert group.present == (0, 1, 2, 4)
     # it says nothing of its own, waits as long as a segment takes, and no clock waits for it until it is there
     met = [(f"{segment}/on", b"", (), None) for segment in (3, 4, 5)]
@@ -390,18 +392,18 @@ def test_who_comes_late_catches_up_with_workers_that_meet_meanwhile() -> None:
 
 def test_who_cannot_catch_up_with_the_others_says_so() -> None:
     with pytest.raises(WorkerLost, match="the others run away from it"):
-        ShardGroup(RendezvousRegistry(missed=1000), 1, 2).enter({})  # type: ignore[arg-type]
+        ShardGroup(RendezvousRegistry(missed=1000), 1, 2).join_segment({})  # type: ignore[arg-type]
 
 
 def test_a_segment_begins_without_a_member_that_has_not_entered_yet(join: Callable[..., ShardGroup]) -> None:
     *groups, lost = (join(rank, 3) for rank in range(3))
-    all_do([*groups, lost], lambda group: group.enter({}))
+    all_do([*groups, lost], lambda group: group.join_segment({}))
     die(lost)
-    all_do(groups, lambda group: group.assemble(0))
+    all_do(groups, lambda group: group.end_segment(0))
     late = join(2, 3)
-    all_do(groups, lambda group: group.dismiss(0, lambda clock: None, 5, {"plateaus": 8}))
+    all_do(groups, lambda group: group.begin_segment(0, lambda clock: None, 5, {"plateaus": 8}))
     assert groups[0].present == (0, 1)
-    assert late.enter({}) == (1, {"plateaus": 8, "clock": 5})
+    assert late.join_segment({}) == (1, {"plateaus": 8, "clock": 5})
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -409,19 +411,19 @@ def test_who_was_given_up_learns_that_it_was_left_behind_and_enters_again(
     join: Callable[..., ShardGroup], rank: int
 ) -> None:
     groups = [join(rank, 2) for rank in range(2)]
-    all_do(groups, lambda group: group.enter({}))
+    all_do(groups, lambda group: group.join_segment({}))
     lost, other = groups[rank], groups[1 - rank]
     die(lost)
-    other.assemble(0)
+    other.end_segment(0)
     for _ in range(20):  # so many that the shard forgets what was said
         other.barrier()
-    other.dismiss(0, lambda clock: None, 3, {"plateaus": 7})
+    other.begin_segment(0, lambda clock: None, 3, {"plateaus": 7})
     with pytest.raises(Evicted):
-        lost.assemble(0)
+        lost.end_segment(0)
     assert not lost.is_first
     assert not lost.reports
-    assert lost.enter({}) == (1, {"plateaus": 7, "clock": 3})
-    all_do(groups, lambda group: group.assemble(1))
+    assert lost.join_segment({}) == (1, {"plateaus": 7, "clock": 3})
+    all_do(groups, lambda group: group.end_segment(1))
     assert lost.present == (0, 1)
 
 
@@ -429,8 +431,8 @@ def test_who_misses_the_beginning_of_a_segment_enters_again(
     join: Callable[..., ShardGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = join(0, 1)
-    group.enter({})
-    group.assemble(0)
+    group.join_segment({})
+    group.end_segment(0)
     meet = group._membership.meet
 
     def begun(name: str, *said: object, **how: object) -> dict[int, bytes]:
@@ -440,7 +442,7 @@ def test_who_misses_the_beginning_of_a_segment_enters_again(
 
     monkeypatch.setattr(group._membership, "meet", begun)
     with pytest.raises(Evicted):
-        group.dismiss(0, lambda clock: None, 3, {})
+        group.begin_segment(0, lambda clock: None, 3, {})
 
 
 @pytest.mark.parametrize("left", [True, False], ids=["the others left", "the others are about to leave"])
@@ -448,30 +450,30 @@ def test_who_was_given_up_and_comes_back_after_the_end_learns_that_it_is_over(
     join: Callable[..., ShardGroup], left: bool
 ) -> None:
     groups = [join(rank, 2) for rank in range(2)]
-    all_do(groups, lambda group: group.enter({}))
+    all_do(groups, lambda group: group.join_segment({}))
     die(groups[1])
-    groups[0].assemble(0)
-    groups[0].dismiss(0, lambda clock: None, 3, {})
-    groups[0].assemble(1, last=True)
+    groups[0].end_segment(0)
+    groups[0].begin_segment(0, lambda clock: None, 3, {})
+    groups[0].end_segment(1, last=True)
     for _ in range(20):  # so many that the shard forgets how the segment began
         groups[0].barrier()
     if left:
         groups[0]._membership.leave()
     with pytest.raises(Evicted):
-        groups[1].assemble(0)
-    groups[1].enter({})
+        groups[1].end_segment(0)
+    groups[1].join_segment({})
     assert groups[1].over
     with pytest.raises(Evicted):
-        groups[1].assemble(1, last=True)
+        groups[1].end_segment(1, last=True)
     assert not groups[1].is_first
 
 
 def test_another_job_on_the_same_shards_begins_anew(join: Callable[..., ShardGroup]) -> None:
     for _ in range(2):
         groups = [join(rank, 2) for rank in range(2)]
-        assert all_do(groups, lambda group: group.enter({"plateaus": 0})) == [(0, {"plateaus": 0})] * 2
+        assert all_do(groups, lambda group: group.join_segment({"plateaus": 0})) == [(0, {"plateaus": 0})] * 2
         assert not groups[1].late
-        all_do(groups, lambda group: group.assemble(0))
+        all_do(groups, lambda group: group.end_segment(0))
         for group in groups:
             group._membership.leave()
 

@@ -294,9 +294,9 @@ def test_a_resting_worker_is_not_waited_for_and_resumes_where_it_is_told(make_jo
 def test_a_resting_worker_reads_without_waiting_for_its_clock(make_job: MakeJob) -> None:
     worker = make_job().worker(0, Terms(workers=1, staleness=0, lease=LONG))
     worker.membership.resume(6)
-    assert worker.membership.after(6) == 6  # to which nobody may ever come
+    assert worker.membership.required_clock(6) == 6  # to which nobody may ever come
     worker.membership.rest()
-    assert worker.membership.after(6) == 0
+    assert worker.membership.required_clock(6) == 0
 
 
 def test_meetings_bring_the_payloads_of_all(make_job: MakeJob) -> None:
@@ -345,7 +345,7 @@ def test_patience_ends_a_wait_and_names_whom_it_was_for(
     step(here, [1])
     with pytest.raises(WorkerLost, match="worker 1"):
         step(here, [1])
-    said = [record for record in caplog.records if "waits" in record.message]
+    said = [record for record in caplog.records if "waiting at clock" in record.message]
     assert [(record.levelno, "worker 1" in record.message) for record in said] == [(logging.WARNING, True)]
 
 
@@ -579,8 +579,8 @@ def test_of_rows_of_several_tables_none_is_taken_back_after_a_lost_lease(make_jo
     ids = torch.tensor([1, 2, 3])
     with torch.no_grad():
         before = [module.table.pull(ids) for module in modules]
-    reads = [Lookup(module.table, ids, torch.device("cpu")) for module in modules]
-    lost.read_ahead(reads)  # as a model does that says what it reads
+    reads = [Lookup(module.spec, ids, torch.device("cpu")) for module in modules]
+    lost.stage(reads)  # as a model with embedding_inputs does
     job.pass_time(2 * HOURS, other)
     step(other, [7])
     for module in modules:
@@ -625,7 +625,7 @@ def test_a_wait_for_others_outlasts_the_timeout_on_a_slow_link() -> None:
     client = Client([Far(shard)], timeout=timedelta(seconds=0.8))
     member = client.join(Terms(workers=2, staleness=0, lease=LONG, patience=timedelta(seconds=2)))
     start = time.monotonic()
-    with pytest.raises(WorkerLost, match="waits for worker"):
+    with pytest.raises(WorkerLost, match="waiting at clock"):
         member.meet("never")
     assert 1.9 < time.monotonic() - start < 4
     member.leave()
@@ -655,7 +655,7 @@ def test_a_member_says_who_it_is_before_what_it_sends_again() -> None:
     shard = Scripted(0, 1, lambda join: Joined(True, 0, True, (0,)))
     client = Client([LocalTransport(shard.handle, "scripted")])
     member = client.join(Terms(lease=LONG))
-    next(iter(client._links)).suspect = True  # its connection broke
+    next(iter(client.connections)).suspect = True  # its connection broke
     member.rest()
     assert [type(request) for request in shard.heard[-3:]] == [Hello, Heartbeat, Leave]
     member.leave()

@@ -10,7 +10,7 @@ import pytest
 from embershard.proto.codec.name import CodecName
 from embershard.proto.routing import ascending, even_ids, make_route
 from embershard.proto.spec import SGD, Adagrad, TableSpec
-from embershard.worker.client.byte_counts import ByteCount, Part, Volumes
+from embershard.worker.client.byte_counts import ByteCount, ByteCounts, BytePart
 from embershard.worker.client.client import Client
 from embershard.worker.client.predicted_bytes import break_even, predict_volumes
 from embershard.worker.compression.low_rank import DenseLayout, ParameterSlice
@@ -28,7 +28,7 @@ LAYOUT = DenseLayout(
 )
 
 
-def moved_by(address: str, push: str, pull: str, dense_push: str | None = None) -> tuple[Client, Volumes, int]:
+def moved_by(address: str, push: str, pull: str, dense_push: str | None = None) -> tuple[Client, ByteCounts, int]:
     """A client after some steps, what they moved, and the bytes of that on the socket."""
     client = Client.connect([address])
     client.declare(ITEMS)
@@ -64,7 +64,7 @@ def test_predicted_bytes_are_within_one_percent_of_those_on_the_socket(stream_sh
         client.close()
     assert sum(part.wire for part in moved.values()) == num_bytes
     assert sum(expected.values()) == pytest.approx(num_bytes, rel=0.01)
-    assert moved.keys() - expected.keys() == {Part("other", "other")}
+    assert moved.keys() - expected.keys() == {BytePart("other", "other")}
 
 
 def heads_off(address: str, push: str, pull: str) -> list[float]:
@@ -74,7 +74,7 @@ def heads_off(address: str, push: str, pull: str) -> list[float]:
         expected = predict_volumes(moved, client)
     finally:
         client.close()
-    return [expected[part] - moved[part].wire for part in (Part("push", "other"), Part("pull", "other"))]
+    return [expected[part] - moved[part].wire for part in (BytePart("push", "other"), BytePart("pull", "other"))]
 
 
 @pytest.mark.parametrize(("push", "pull"), [("int8", "int8"), ("topk:0.01", "fp16s")])
@@ -89,7 +89,7 @@ def test_of_what_was_moved_before_and_not_since_nothing_is_expected(stream_shard
         expected = predict_volumes({part: ByteCount() for part in moved}, client)
     finally:
         client.close()
-    assert expected == {Part("pull", "other"): 0.0, Part("push", "other"): 0.0}
+    assert expected == {BytePart("pull", "other"): 0.0, BytePart("push", "other"): 0.0}
 
 
 @pytest.mark.parametrize("push", ["topk:0.1+fp16s", "rows:0.1+int8", "randomk:0.05", "dgc:0.02"])
@@ -99,7 +99,7 @@ def test_what_a_selection_sends_is_foreseen_too(stream_shard: str, push: str) ->
         expected = predict_volumes(moved, client)
     finally:
         client.close()
-    for part in (Part("push", "rows", "items"), Part("push", "dense", "layers")):
+    for part in (BytePart("push", "rows", "items"), BytePart("push", "dense", "layers")):
         assert expected[part] == pytest.approx(moved[part].wire, rel=0.25)  # a threshold keeps its count within that
 
 
@@ -120,7 +120,7 @@ def test_ages_and_rows_that_gave_way_are_foreseen(make_session: Callable[..., Se
         client.push([("aged", route, (steep * rng.standard_normal(read.shape)).astype(np.float32))], clock=clock)
     moved = client.stats.volume
     expected = predict_volumes(moved, client)
-    held = Part("push", "held", "aged")
+    held = BytePart("push", "held", "aged")
     assert (held in moved) == (rows < 100_000)
     coded = [part for part in moved if part.table and part.kind != "other"]
     assert sum(expected[part] for part in coded) == pytest.approx(sum(moved[part].wire for part in coded), rel=0.01)
@@ -138,9 +138,9 @@ def test_what_waited_as_its_codec_was_replaced_is_foreseen(make_session: Callabl
         if clock == 3:
             client.compressor.choose("items", CodecName.parse("none"))
         client.push([("items", route, rng.standard_normal((3_000, ITEMS.dim), np.float32))], clock=clock)
-    moved, held = client.stats.volume, Part("push", "held", "items")
+    moved, held = client.stats.volume, BytePart("push", "held", "items")
     assert (moved[held].held, moved[held].raw) == (3_000, 0)
-    assert moved[Part("push", "rows", "items")].raw == 4 * 3_000 * 4 * ITEMS.dim
+    assert moved[BytePart("push", "rows", "items")].raw == 4 * 3_000 * 4 * ITEMS.dim
     assert predict_volumes(moved, client)[held] == pytest.approx(moved[held].wire, rel=0.02)
 
 
@@ -151,7 +151,7 @@ def test_the_bytes_of_factors_are_foreseen(stream_shard: str, dense_push: str) -
         expected = predict_volumes(moved, client)
     finally:
         client.close()
-    layers = Part("push", "dense", "layers")
+    layers = BytePart("push", "dense", "layers")
     assert moved[layers].raw / moved[layers].wire > 4
     assert expected[layers] == moved[layers].wire
     assert sum(expected.values()) == pytest.approx(num_bytes, rel=0.01)

@@ -26,7 +26,7 @@ from embershard.proto.protobuf import head_bytes
 from embershard.proto.routing import make_route
 from embershard.proto.spec import SGD, TableSpec
 from embershard.proto.wire import frame_bytes
-from embershard.worker.client.byte_counts import ByteCount, Part, Volume
+from embershard.worker.client.byte_counts import ByteCount, ByteCounter, BytePart
 from embershard.worker.client.client import Client
 from embershard.worker.session.session import Session
 
@@ -45,8 +45,8 @@ class Answered:
 
 
 @pytest.fixture
-def volume() -> Volume:
-    volume = Volume()
+def volume() -> ByteCounter:
+    volume = ByteCounter()
     volume.count(Declare(ITEMS), Declared(True, False), Answered(0))
     volume.count(Declare(LAYERS, dense=True), Declared(True, False), Answered(0))
     return volume
@@ -56,32 +56,32 @@ def ids(count: int) -> np.ndarray:
     return np.arange(count, dtype=np.int64)
 
 
-def test_a_pull_counts_ids_rows_and_frames(volume: Volume) -> None:
+def test_a_pull_counts_ids_rows_and_frames(volume: ByteCounter) -> None:
     pull = Pull(1, (TableIds("items", ids(5)), TableIds("layers", ids(2), packed=np.zeros(3, np.uint8))))
     rows = Rows((np.zeros((5, 16), np.float32), np.zeros(100, np.uint8)), codecs=("", "int8"))
     volume.count(pull, rows, Answered(1000))
     parts = volume.parts(1000)
-    assert parts[Part("pull", "ids", "items")] == ByteCount(40, 40, 1)
-    assert parts[Part("pull", "ids", "layers")] == ByteCount(3, 16, 1)
-    assert parts[Part("pull", "rows", "items")] == ByteCount(320, 320, 1)
-    assert parts[Part("pull", "dense", "layers")] == ByteCount(100, 2 * 4096, 1)
-    assert parts[Part("pull", "other")].wire == 1000 - 40 - 3 - 320 - 100
+    assert parts[BytePart("pull", "ids", "items")] == ByteCount(40, 40, 1)
+    assert parts[BytePart("pull", "ids", "layers")] == ByteCount(3, 16, 1)
+    assert parts[BytePart("pull", "rows", "items")] == ByteCount(320, 320, 1)
+    assert parts[BytePart("pull", "dense", "layers")] == ByteCount(100, 2 * 4096, 1)
+    assert parts[BytePart("pull", "other")].wire == 1000 - 40 - 3 - 320 - 100
 
 
-def test_a_push_by_a_route_counts_no_ids(volume: Volume) -> None:
+def test_a_push_by_a_route_counts_no_ids(volume: ByteCounter) -> None:
     parts = (
         TableGradients("items", ids(5), np.zeros(70, np.uint8), route=3, codec="packed"),
         TableGradients("layers", ids(1), np.zeros((1, 1024), np.float32)),
     )
     volume.count(Push(PushToken(0, 1, 1, 1), 0, 1, parts), Pushed(False, 6, 0), Answered(5000))
     found = volume.parts(5000)
-    assert found[Part("push", "rows", "items")] == ByteCount(70, 5 * 64, 1)
-    assert Part("push", "ids", "items") not in found
-    assert found[Part("push", "ids", "layers")] == ByteCount(8, 8, 1)
-    assert found[Part("push", "dense", "layers")] == ByteCount(4096, 4096, 1)
+    assert found[BytePart("push", "rows", "items")] == ByteCount(70, 5 * 64, 1)
+    assert BytePart("push", "ids", "items") not in found
+    assert found[BytePart("push", "ids", "layers")] == ByteCount(8, 8, 1)
+    assert found[BytePart("push", "dense", "layers")] == ByteCount(4096, 4096, 1)
 
 
-def test_rows_that_a_codec_had_held_back_would_not_travel_again_without_it(volume: Volume) -> None:
+def test_rows_that_a_codec_had_held_back_would_not_travel_again_without_it(volume: ByteCounter) -> None:
     parts = (
         TableGradients("items", ids(5), np.zeros(70, np.uint8), route=3, codec="packed"),
         TableGradients(
@@ -90,15 +90,15 @@ def test_rows_that_a_codec_had_held_back_would_not_travel_again_without_it(volum
     )
     volume.count(Push(PushToken(0, 1, 1, 1), 0, 1, parts), Pushed(False, 7, 0), Answered(500))
     found = volume.parts(500)
-    assert found[Part("push", "rows", "items")] == ByteCount(70, 5 * 64, 1)
-    assert found[Part("push", "held", "items")] == ByteCount(34, 0, 1, held=2)
-    assert Part("push", "ids", "items") not in found
+    assert found[BytePart("push", "rows", "items")] == ByteCount(70, 5 * 64, 1)
+    assert found[BytePart("push", "held", "items")] == ByteCount(34, 0, 1, held=2)
+    assert BytePart("push", "ids", "items") not in found
 
 
 @pytest.mark.parametrize("request_", [Hello(), Declare(ITEMS)])
-def test_what_is_neither_push_nor_pull_is_other(volume: Volume, request_: Request) -> None:
+def test_what_is_neither_push_nor_pull_is_other(volume: ByteCounter, request_: Request) -> None:
     volume.count(request_, Declared(False, False), Answered(77))
-    assert volume.parts(77) == {Part("other", "other"): ByteCount(77, 77, 3)}
+    assert volume.parts(77) == {BytePart("other", "other"): ByteCount(77, 77, 3)}
 
 
 def test_parts_add_up_to_what_the_sockets_counted(make_session: Callable[..., Session]) -> None:
@@ -112,9 +112,9 @@ def test_parts_add_up_to_what_the_sockets_counted(make_session: Callable[..., Se
     stats = client.stats
     assert sum(moved.wire for moved in stats.volume.values()) == stats.sent_bytes + stats.received_bytes
     for direction in ("pull", "push"):
-        assert stats.volume[Part(direction, "rows", "items")].wire == 50 * 64  # type: ignore[arg-type]
-        assert stats.volume[Part(direction, "dense", "layers")].wire == 9 * 4096  # type: ignore[arg-type]
-    assert stats.volume[Part("other", "other")].wire == 0
+        assert stats.volume[BytePart(direction, "rows", "items")].wire == 50 * 64  # type: ignore[arg-type]
+        assert stats.volume[BytePart(direction, "dense", "layers")].wire == 9 * 4096  # type: ignore[arg-type]
+    assert stats.volume[BytePart("other", "other")].wire == 0
 
 
 def frames(message: Request | Reply) -> int:
@@ -127,7 +127,7 @@ def test_over_sockets_only_frames_and_hellos_are_beside_the_arrays(stream_shard:
     try:
         client.declare(ITEMS)
         before = client.stats
-        assert before.volume[Part("other", "other")].wire == before.sent_bytes + before.received_bytes
+        assert before.volume[BytePart("other", "other")].wire == before.sent_bytes + before.received_bytes
         route = make_route(ids(50), ITEMS.space_key, client.placement)
         (rows,) = client.pull([("items", route)])
         client.push([("items", route, rows)], clock=0)
@@ -135,15 +135,15 @@ def test_over_sockets_only_frames_and_hellos_are_beside_the_arrays(stream_shard:
     finally:
         client.close()
     assert sum(moved.wire for moved in stats.volume.values()) == stats.sent_bytes + stats.received_bytes
-    assert stats.volume[Part("other", "other")] == before.volume[Part("other", "other")]
+    assert stats.volume[BytePart("other", "other")] == before.volume[BytePart("other", "other")]
     pull = Pull(client.placement.epoch, (TableIds("items", route.ids),), 0, client.epoch)
-    assert stats.volume[Part("pull", "other")].wire == frames(pull) + frames(Rows((rows,), version=0))
+    assert stats.volume[BytePart("pull", "other")].wire == frames(pull) + frames(Rows((rows,), version=0))
     token = PushToken(0, client.epoch, 1, 1)
     push = Push(token, 0, client.placement.epoch, (TableGradients("items", route.ids, rows),))
-    assert stats.volume[Part("push", "other")].wire == frames(push) + frames(Pushed(False, 50, 0))
+    assert stats.volume[BytePart("push", "other")].wire == frames(push) + frames(Pushed(False, 50, 0))
     assert (
-        stats.volume[Part("push", "ids", "items")]
-        == stats.volume[Part("pull", "ids", "items")]
+        stats.volume[BytePart("push", "ids", "items")]
+        == stats.volume[BytePart("pull", "ids", "items")]
         == ByteCount(400, 400, 1)
     )
 
@@ -157,4 +157,4 @@ def test_a_refused_call_is_left_to_other(make_session: Callable[..., Session]) -
         client.pull([("none", route)])
     stats = client.stats
     assert stats.sent_bytes == 40
-    assert stats.volume == {Part("other", "other"): ByteCount(40, 40, 1)}  # one of Declare, which took no bytes here
+    assert stats.volume == {BytePart("other", "other"): ByteCount(40, 40, 1)}  # of Declare, which took no bytes

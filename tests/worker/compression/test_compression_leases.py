@@ -116,7 +116,7 @@ class Training:
 
     def check(self) -> None:
         """What was applied and what is held add up to what was pushed, but for what still waits to be sent."""
-        if any(self.client._outbox._waiting):
+        if any(self.client._pushes._waiting):
             return
         route = make_route(np.arange(NUM_IDS), SPEC.space_key, self.client.placement)
         (rows,) = self.client.pull([("t", route)])

@@ -20,7 +20,7 @@ from embershard.proto.messages import Pull, Rows, TableIds
 from embershard.proto.routing import even_ids, make_route
 from embershard.proto.transport.local import LocalTransport
 from embershard.ps.shard import Shard
-from embershard.worker.client.byte_counts import Part
+from embershard.worker.client.byte_counts import BytePart
 from embershard.worker.client.client import Client
 from embershard.worker.compression.deltas import apply_delta
 from embershard.worker.compression.low_rank import DenseLayout, ParameterSlice
@@ -117,10 +117,10 @@ def test_the_ids_of_blocks_take_a_bit_each(make_shards: Callable[..., list[Shard
     ids = even_ids(ROWS, SPEC.space_key)
     client.compressor.lay_out("dense", DenseLayout(ids, [ParameterSlice(0, (ROWS, DIM))]))
     (whole,) = client.pull([("dense", make_route(ids, SPEC.space_key, client.placement))])
-    before = client.stats.volume[Part("pull", "ids", "dense")].wire
+    before = client.stats.volume[BytePart("pull", "ids", "dense")].wire
     (rows,) = client.pull([("dense", make_route(ids[some].copy(), SPEC.space_key, client.placement))])
     assert rows.tobytes() == whole[some].tobytes()
-    assert client.stats.volume[Part("pull", "ids", "dense")].wire - before <= 2 * 17 + 2 * ROWS / 8
+    assert client.stats.volume[BytePart("pull", "ids", "dense")].wire - before <= 2 * 17 + 2 * ROWS / 8
 
 
 class Net(nn.Module):

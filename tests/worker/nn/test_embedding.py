@@ -337,7 +337,7 @@ def test_a_lookup_leaves_the_bits_of_torchs_own_gradient(
         collected: list[RowGradients] = []
         monkeypatch.setattr(session, "collect", collected.append)
         LOSSES[loss](module(ids)).backward(create_graph=create_graph)
-        read = session.read(module.table, ids, ids.device)
+        read = session.read(module.spec, ids, ids.device)
         rows = read.rows.requires_grad_()
         LOSSES[loss](nn.functional.embedding(read.index, rows)).backward()
         assert rows.grad is not None

@@ -198,7 +198,7 @@ def test_tensorboard_gets_every_figure(tmp_path: Path) -> None:
 
 
 def test_without_tensorboard_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "find_spec", lambda name: None)
+    monkeypatch.setattr(reporting, "find_spec", lambda name: None)
     assert TensorBoardLog.open(tmp_path) is None
 
 
@@ -213,8 +213,8 @@ def test_the_meter_counts_no_pauses_and_what_training_waits_for(
 
     def train(seconds: float, waited: float) -> None:
         now[0] += seconds
-        session._traffic.waited += waited
-        session.client.calls.stats.wait_seconds += 7.0  # of threads that pull ahead: training does not wait with them
+        session._waited += waited
+        session.client.connections.stats.wait_seconds += 7.0  # of threads that pull ahead
         meter.add(10, 0.5)
 
     meter.resume(0)
@@ -225,7 +225,7 @@ def test_the_meter_counts_no_pauses_and_what_training_waits_for(
     train(0.5, 0.5)
     meter.pause(2)
     now[0] += 50.0  # an evaluation
-    session._traffic.waited += 9.0
+    session._waited += 9.0
     meter.resume(2)
     assert not meter.due()
     train(0.5, 0.0)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from embershard.worker.client.calls import ClientStats
+from embershard.worker.client.connections import ClientStats
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.job.job import Job
 from embershard.worker.reporting.report import Report

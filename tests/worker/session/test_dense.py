@@ -42,8 +42,8 @@ def test_gradients_and_pulled_rows_find_their_parameters(placement: Placement, t
         steps.append(torch.zeros(parameter.shape) if parameter.grad is None else parameter.grad.clone())
     pushed = dense.gradients()
     assert pushed is not None
-    name, route, gradients = pushed
-    assert name == "dense"
+    route, gradients = pushed.route, pushed.gradients.numpy()
+    assert pushed.spec is dense.spec
     assert all(parameter.grad is None for parameter in model.parameters())
     row_of = {int(id_): number for number, id_ in enumerate(dense.ids)}
     for id_, gradient in zip(route.ids, gradients, strict=True):
@@ -68,7 +68,7 @@ def test_a_push_on_its_way_keeps_its_gradients() -> None:
             parameter.grad = torch.full_like(parameter, value)
         gradients = dense.gradients()
         assert gradients is not None
-        pushed.append(gradients[2])
+        pushed.append(gradients.gradients)
     assert [rows.max() for rows in pushed] == [1.0, 2.0]
 
 
@@ -78,8 +78,8 @@ def test_the_rest_of_a_parameters_last_block_takes_no_gradient() -> None:
         parameter.grad = torch.full_like(parameter, torch.nan)
     pushed = dense.gradients()
     assert pushed is not None
-    assert np.isnan(pushed[2]).sum() == sum(parameter.numel() for parameter in model.parameters())
-    assert np.nansum(pushed[2]) == 0.0
+    assert np.isnan(pushed.gradients.numpy()).sum() == sum(parameter.numel() for parameter in model.parameters())
+    assert np.nansum(pushed.gradients.numpy()) == 0.0
 
 
 def test_a_sparse_gradient_of_a_dense_parameter_is_pushed_whole() -> None:
@@ -88,7 +88,7 @@ def test_a_sparse_gradient_of_a_dense_parameter_is_pushed_whole() -> None:
     embedding(torch.tensor([2, 2])).sum().backward()
     pushed = dense.gradients()
     assert pushed is not None
-    assert pushed[2][0, :6].tolist() == [0, 0, 0, 0, 2, 2]
+    assert pushed.gradients.numpy()[0, :6].tolist() == [0, 0, 0, 0, 2, 2]
 
 
 @pytest.mark.parametrize(("numel", "num_blocks"), [(1, 1), (BLOCK - 1, 1), (BLOCK, 1), (BLOCK + 1, 2), (2 * BLOCK, 2)])
@@ -100,7 +100,7 @@ def test_a_parameter_takes_the_fewest_blocks_that_hold_it(numel: int, num_blocks
     parameter.grad, last.grad = torch.full((numel,), 3.0), torch.full((3,), 4.0)
     pushed = dense.gradients()
     assert pushed is not None
-    for blocks, first, second in ((dense.values(), 1.0, 2.0), (pushed[2], 3.0, 4.0)):
+    for blocks, first, second in ((dense.values(), 1.0, 2.0), (pushed.gradients.numpy(), 3.0, 4.0)):
         want = np.zeros((num_blocks + 1, BLOCK), np.float32)
         want.reshape(-1)[:numel], want[-1, :3] = first, second
         np.testing.assert_array_equal(blocks, want)  # zeros behind the parameters

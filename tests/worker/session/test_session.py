@@ -261,7 +261,7 @@ def test_nothing_read_ahead_outlives_the_forward(make_session: MakeSession) -> N
     session = make_session(2)
     model = es.wrap(TwoTables(), session, optimizer=es.SGD(lr=0.1))
     model(torch.arange(10))
-    assert not session._traffic.ahead.forward
+    assert not session._prefetched.forward
 
     class Failing(TwoTables):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -270,7 +270,7 @@ def test_nothing_read_ahead_outlives_the_forward(make_session: MakeSession) -> N
     failing = es.wrap(Failing(), session, optimizer=es.SGD(lr=0.1), prefix="f/")
     with pytest.raises(KeyError):
         failing(torch.arange(10))
-    assert not session._traffic.ahead.forward
+    assert not session._prefetched.forward
 
 
 def test_the_creator_loads_the_values_and_others_take_them(
@@ -388,3 +388,28 @@ def test_custom_row_optimizers_run_in_local_shards() -> None:
 def halve(row: np.ndarray, state: np.ndarray, grad: np.ndarray, hyper: np.ndarray) -> None:
     for j in range(row.size):
         row[j] *= np.float32(0.5)
+
+
+def test_close_says_how_many_rows_a_codec_held_back_unless_they_were_sent(caplog: pytest.LogCaptureFixture) -> None:
+    def train(session: Session) -> es.Embedding:
+        module = es.Embedding(session.table(SPEC))
+        (module(IDS) * torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])).sum().backward()
+        session.step()
+        return module
+
+    compression = es.Compression(push="topk:0.25")
+    session = es.local(2, compression=compression)
+    train(session)
+    held = session.client.compressor.rows_held_back()
+    assert held["t"] > 0
+    session.close()
+    assert [(record.args[0], record.args[1]) for record in caplog.records] == [("t", held["t"])]  # type: ignore[index]
+    caplog.clear()
+    session = es.local(2, compression=compression)
+    module = train(session)
+    session.compress("*", push="none")
+    session.step()
+    plain = train(es.local(2))
+    torch.testing.assert_close(module.table.pull(IDS), plain.table.pull(IDS))
+    session.close()
+    assert not caplog.records

@@ -15,10 +15,10 @@ from embershard.proto.codec.values.registry import find_values
 from embershard.proto.messages import Compress, Reply, Request, TableCodecs, bulk_bytes
 from embershard.proto.transport.local import LocalTransport
 from embershard.ps.shard import Shard
-from embershard.worker.client import calls
+from embershard.worker.client import connections
 from embershard.worker.client.client import Client
 from embershard.worker.job.job import Job
-from embershard.worker.session import traffic
+from embershard.worker.session import session as session_module
 from embershard.worker.session.session import Session
 from embershard.worker.training import autotune as auto
 from embershard.worker.training.autotune import CodecTuner, Cost, Link, best, candidates, measure
@@ -112,7 +112,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (auto, calls, traffic):
+    for module in (auto, connections, session_module):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -161,7 +161,7 @@ def test_a_slow_link_switches_on_what_pays_and_says_why(
     train(session, chooser.before_step, STEPS)
     assert used(session) == ("int8", "int8")
     assert chooser.done
-    assert session.client.calls.watch is None
+    assert session.client.connections.watch is None
     push, pull, after = [record.getMessage() for record in caplog.records]
     assert push.startswith(
         "step 23: table t: push=int8: 0.0164 MB of a step become 0.00423 (3.88 times less); the link"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from test_trainer import Notes, dataset, job
 
-from embershard.worker.client.worker_group import Evicted, Word, WorkerGroup
+from embershard.worker.client.worker_group import Evicted, SharedState, WorkerGroup
 from embershard.worker.job.job import Job
 from embershard.worker.reporting.records import RunResult
 from embershard.worker.session.session import Session
@@ -28,28 +28,28 @@ class Others(WorkerGroup):
     They go on without it where it comes to the end of segment `leave`.
     """
 
-    def __init__(self, *entries: tuple[int, Word], leave: int | None = None) -> None:
+    def __init__(self, *entries: tuple[int, SharedState], leave: int | None = None) -> None:
         super().__init__()
         self._entries, self._leave = list(entries), leave
         self.calls: list[tuple[str, int]] = []
         self.words: list[dict[str, Any]] = []
 
-    def enter(self, word: Word) -> tuple[int, Word]:
+    def join_segment(self, shared_state: SharedState) -> tuple[int, SharedState]:
         segment, said = self._entries.pop(0)
         self.late = bool(said)
         self.over = bool(said.get("over"))
         self.calls.append(("enter", segment))
-        return segment, {**word, **said}
+        return segment, {**shared_state, **said}
 
-    def assemble(self, segment: int, *, last: bool = False) -> None:
+    def end_segment(self, segment: int, *, last: bool = False) -> None:
         self.calls.append(("end" if last else "assemble", segment))
         if segment == self._leave:
             raise Evicted
 
-    def dismiss(self, segment: int, resume: Callable[[int], None], clock: int, word: Word) -> None:
+    def begin_segment(self, segment: int, resume: Callable[[int], None], clock: int, shared_state: SharedState) -> None:
         self.calls.append(("dismiss", clock))
-        self.words.append(json.loads(json.dumps(word)))
-        super().dismiss(segment, resume, clock, word)
+        self.words.append(json.loads(json.dumps(shared_state)))
+        super().begin_segment(segment, resume, clock, shared_state)
 
 
 @pytest.fixture

@@ -205,7 +205,7 @@ def test_a_run_trains_on_while_a_checkpoint_is_written_and_waits_for_its_last_on
     class LeaveAck(WorkerGroup):
         """Who is left when another worker is lost."""
 
-        def together(self, work: Callable[[], T]) -> T:
+        def retry_on_membership_change(self, work: Callable[[], T]) -> T:
             try:
                 return work()
             except MembershipChanged:
@@ -382,7 +382,7 @@ def test_evaluation_leaves_the_model_training_and_scores_what_others_pushed(make
         [
             (
                 "linear",
-                session.declared.tables["linear"].route(torch.arange(60)),
+                session.registry.tables["linear"].route(torch.arange(60)),
                 np.random.default_rng(0).normal(0, 9, (60, 1)).astype(np.float32),
             )
         ],

@@ -1,0 +1,251 @@
+"""Without embedding_inputs, dense weights come with the first lookup, or before anything else uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+import embershard as es
+from embershard.proto.messages import Pull, Reply, Request
+from embershard.proto.transport.local import LocalTransport
+from embershard.ps.shard import Shard
+from embershard.worker.client.client import Client
+from embershard.worker.session import dense as dense_module
+from embershard.worker.session.session import Session
+
+MakeShards = Callable[..., list[Shard]]
+IDS = torch.tensor([3, 1, 3])
+
+
+class Net(nn.Module):
+    """`use` reaches the weights in its own way before the first lookup."""
+
+    def __init__(self, use: Callable[[Net], Tensor] | None = None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.full((4,), 2.0))
+        self.use = use
+
+    def forward(self, ids: Tensor) -> Tensor:
+        before = 0.0 if self.use is None else self.use(self)
+        return self.linear(self.embedding(ids)) * self.scale + before
+
+
+class Other(nn.Module):
+    """Dense weights of another model, inside a forward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.items = nn.Embedding(10, 4)
+        self.bias = nn.Parameter(torch.ones(4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.inner(ids) + self.bias + self.items(ids)
+
+
+class Passes(TorchFunctionMode):
+    """A mode of the user."""
+
+    def __torch_function__(self, func: Callable[..., object], types: object, args: object = (), kwargs: object = None):
+        return func(*args, **(kwargs or {}))  # type: ignore[misc, dict-item]
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, weight: Tensor) -> Tensor:
+        return weight * 2
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+USES: dict[str, Callable[[Net], Tensor]] = {
+    "function": lambda net: F.linear(torch.ones(4), net.linear.weight, net.linear.bias).sum(),
+    "method": lambda net: net.scale.sum(),
+    "operator": lambda net: (net.scale * 3).sum(),
+    "reflected": lambda net: (torch.ones(4) + net.scale).sum(),
+    "list": lambda net: torch.cat([net.scale, net.linear.bias]).sum(),
+    "keyword": lambda net: torch.sum(input=net.scale),
+    "index": lambda net: net.scale[2],
+    "view": lambda net: net.linear.weight.data.view(-1)[3],
+    "item": lambda net: torch.tensor(net.scale.tolist()).sum(),
+    "numpy": lambda net: torch.from_numpy(net.scale.detach().numpy().copy()).sum(),
+    "copy": lambda net: torch.zeros(4).copy_(net.scale.detach()).sum(),
+    "part": lambda net: net.linear(torch.ones(4)).sum(),
+    "autograd": lambda net: Double.apply(net.scale).sum(),  # type: ignore[no-untyped-call]
+    "aten": lambda net: torch.ops.aten.sum(net.scale),
+    "vmap": lambda net: torch.vmap(lambda row: row.sum())(net.linear.weight).sum(),
+    "checkpoint": lambda net: torch.utils.checkpoint.checkpoint(lambda w: w.sum(), net.scale, use_reentrant=False),
+    "parameters": lambda net: torch.stack([p.sum() for p in net.parameters()]).sum(),
+    "functional_call": lambda net: torch.func.functional_call(
+        net.linear, dict(net.linear.named_parameters()), (torch.ones(4),)
+    ).sum(),
+    "under a mode": lambda net: _under_a_mode(net),
+}
+
+
+def _under_a_mode(net: Net) -> Tensor:
+    with Passes():
+        return net.embedding(IDS).detach().sum() * 0 + net.scale.sum()
+
+
+def counted(shards: list[Shard]) -> tuple[Session, list[Request]]:
+    """A session, and the pulls that its first shard gets."""
+    heard: list[Request] = []
+
+    def handle(request: Request) -> Reply:
+        heard.append(request)
+        return shards[0].handle(request)
+
+    handles = [handle, *(shard.handle for shard in shards[1:])]
+    session = Session(Client([LocalTransport(one, f"local/{i}") for i, one in enumerate(handles)]))
+    return session, heard
+
+
+def pulls(heard: list[Request]) -> int:
+    found = sum(isinstance(request, Pull) for request in heard)
+    heard.clear()
+    return found
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_forward_sends_one_pull_to_each_shard(make_shards: MakeShards, grad: bool) -> None:
+    session, heard = counted(make_shards(2))
+    model = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1))
+    heard.clear()
+    for _ in range(3):
+        with nullcontext() if grad else torch.no_grad():
+            out = model(IDS)
+        assert pulls(heard) == 1
+        if grad:
+            out.sum().backward()
+        session.step()
+    assert not _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("use", USES)
+def test_weights_that_are_used_before_the_first_lookup_are_those_of_the_clock(
+    make_shards: MakeShards, use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits as with a read at the start of each forward."""
+    results = []
+    for defers in (True, False):
+        monkeypatch.setattr("embershard.worker.session.session.may_be_compiled", lambda defers=defers: not defers)
+        torch.manual_seed(5)
+        session, heard = counted(make_shards(2))
+        model = es.wrap(Net(USES[use]), session, optimizer=es.SGD(lr=0.1, momentum=0.9))
+        outs = []
+        for _ in range(4):
+            heard.clear()
+            outs.append(model(IDS))
+            assert pulls(heard) == 2 + (use == "under a mode" and not defers)  # it looks rows up, too
+            outs[-1].square().mean().backward()
+            session.step()
+            assert session.deferred is None
+            assert not _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        session.read_dense()
+        results.append([*outs, *model.parameters(), model.embedding.table.pull(torch.arange(10))])
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_the_shape_of_a_weight_is_no_use_of_it(make_shards: MakeShards) -> None:
+    session, heard = counted(make_shards(1))
+    model = es.wrap(
+        Net(lambda net: torch.zeros(net.scale.shape, device=net.scale.device)), session, optimizer=es.SGD(lr=0.1)
+    )
+    heard.clear()
+    model(IDS)
+    assert pulls(heard) == 1
+
+
+def test_a_forward_without_a_lookup_reads_the_weights_too(make_shards: MakeShards) -> None:
+    class Skips(Net):
+        def forward(self, ids: Tensor) -> Tensor:
+            return torch.zeros(())
+
+    session, heard = counted(make_shards(1))
+    model = es.wrap(Skips(), session, optimizer=es.SGD(lr=1.0))
+    model.linear(torch.ones(4)).sum().backward()
+    session.step()
+    before = model.linear.bias.detach().clone()
+    heard.clear()
+    model(IDS)
+    assert pulls(heard) == 1
+    assert torch.equal(model.linear.bias.detach(), before - 1)
+
+
+def test_a_forward_that_fails_leaves_no_watch_behind(make_shards: MakeShards) -> None:
+    def fail(net: Net) -> Tensor:
+        raise ValueError("of the model")
+
+    session, _ = counted(make_shards(1))
+    model = es.wrap(Net(fail), session, optimizer=es.SGD(lr=0.1))
+    with pytest.raises(ValueError, match="of the model"):
+        model(IDS)
+    assert session.deferred is None
+    assert not _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+
+
+def test_a_model_around_another_one_shares_its_request(make_shards: MakeShards) -> None:
+    session, heard = counted(make_shards(2))
+    inner = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1))
+    outer = es.wrap(Other(nn.Identity()), session, optimizer=es.SGD(lr=0.1), prefix="outer/")
+    outer.inner = inner
+    start = [weight.detach().clone() for weight in (inner.scale, outer.bias)]
+    outer(IDS).sum().backward()
+    session.step()
+    heard.clear()
+    outer(IDS)
+    assert pulls(heard) == 2  # one for each table of rows
+    assert not torch.equal(inner.scale, start[0])
+    assert not torch.equal(outer.bias, start[1])
+
+
+def test_compiled_code_reads_the_weights_at_once(make_shards: MakeShards) -> None:
+    assert not dense_module.may_be_compiled()
+    compiled = torch.compile(lambda weight: weight.sum(), backend="eager")
+    try:
+        session, heard = counted(make_shards(1))
+        model = es.wrap(Net(lambda net: compiled(net.scale)), session, optimizer=es.SGD(lr=1.0))
+        heard.clear()
+        assert dense_module.may_be_compiled()
+        model(IDS).sum().backward()
+        assert pulls(heard) == 2
+        session.step()
+        assert torch.equal(model(IDS), model(IDS))
+    finally:
+        torch._dynamo.reset()
+
+
+def test_scripted_code_reads_the_weights_at_once(make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted = torch.jit.CompilationUnit("def total(weight):\n    return weight.sum()\n")
+    monkeypatch.setattr(torch.jit._state, "_python_cu", scripted)  # where torch.jit.script would put it
+    session, heard = counted(make_shards(1))
+    model = es.wrap(Net(lambda net: scripted.total(net.scale)), session, optimizer=es.SGD(lr=1.0))
+    model(IDS).sum().backward()
+    session.step()
+    heard.clear()
+    after = model(IDS)
+    assert pulls(heard) == 2
+    assert torch.equal(model(IDS), after)
+
+
+def test_prefetched_batches_bring_the_weights(make_shards: MakeShards) -> None:
+    session, heard = counted(make_shards(1))
+    model = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1))
+    heard.clear()
+    for ids in session.prefetch([IDS, IDS + 1], inputs=lambda batch: {"embedding": batch}):
+        heard.clear()
+        model(ids).sum().backward()
+        assert not any(isinstance(request, Pull) for request in heard if request.tables[0].table == "dense")
+        session.step()

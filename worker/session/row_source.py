@@ -1,0 +1,64 @@
+"""The one interface through which rows are pulled and pushed: by shards, by local steps, through a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+from embershard.proto.arrays import Floats
+from embershard.proto.messages import Pushed
+from embershard.proto.routing import Placement, Route
+from embershard.worker.client.push import Gradients, LrScale, Versions
+
+
+class RowSource(Protocol):
+    """Rows of tables at a clock. `Client` describes the methods; `LocalSteps` and `CachedRows` are sources, too."""
+
+    @property
+    def placement(self) -> Placement:
+        """Which shard has an id."""
+        ...
+
+    @property
+    def timeout(self) -> timedelta:
+        """By which a call ends."""
+        ...
+
+    @property
+    def lost_leases(self) -> int:
+        """Times that the other workers went on without this one."""
+        ...
+
+    def packs_ids(self, table: str) -> bool:
+        """Whether ids of a table may travel packed, for which they have to ascend."""
+        ...
+
+    def pull(
+        self,
+        reads: Sequence[tuple[str, Route]],
+        out: Sequence[Floats] | None = None,
+        *,
+        keep: bool = False,
+        clock: int | None = None,
+        versions: Versions | None = None,
+        exact: bool = False,
+    ) -> list[Floats]:
+        """Rows of every (table, route), (U, dim) float32 in route order."""
+        ...
+
+    def push(
+        self,
+        gradients: Gradients,
+        *,
+        clock: int,
+        lr_scale: LrScale = 1.0,
+        weight: float = 1.0,
+        versions: Versions | None = None,
+    ) -> Pushed:
+        """Apply gradients of every (table, route), once."""
+        ...
+
+    def load(self, table: str, route: Route, rows: Floats, *, keep_state: bool = False) -> None:
+        """Assign rows to the ids of a route."""
+        ...
