@@ -247,7 +247,7 @@ addresses, folder, name = sys.argv[1:]
 client = Client.connect(addresses.split(","), timeout=timedelta(seconds=2))
 print(flush=True)
 sys.stdin.readline()
-take_snapshot(client, folder, name, patience=timedelta(seconds=5))
+take_snapshot(client, folder, name, wait_timeout=timedelta(seconds=5))
 """
 
 

@@ -47,8 +47,8 @@ from embershard.worker.client.client import Client
 
 R = TypeVar("R", Snapshotted, Restored)
 
-PATIENCE = timedelta(seconds=120)  # without a row more, a snapshot or a restore is given up
-_CANCEL_PATIENCE = timedelta(seconds=10)  # a storage that hangs holds nobody longer
+WAIT_TIMEOUT = timedelta(seconds=120)  # without a row more, a snapshot or a restore is given up
+_CANCEL_TIMEOUT = timedelta(seconds=10)  # a storage that hangs holds nobody longer
 _PAUSES = (0.005, 0.25)  # seconds between two looks at the shards: the first, and the longest
 _MARGIN = 2  # clocks ahead of a synchronous job at which its snapshot is asked for; doubled where that is too late
 _TRIES = 5
@@ -137,14 +137,14 @@ def take_snapshot(
     extra: Mapping[str, object] | None = None,
     at_clock: int | None = None,
     keep: int = 0,
-    patience: timedelta = PATIENCE,
+    wait_timeout: timedelta = WAIT_TIMEOUT,
 ) -> SnapshotInfo:
     """Take a snapshot of all shards into a folder of `url` and wait until it is whole; see `begin_snapshot`."""
-    return begin_snapshot(client, url, name, at_clock=at_clock, patience=patience).finish(extra, keep=keep)
+    return begin_snapshot(client, url, name, at_clock=at_clock, wait_timeout=wait_timeout).finish(extra, keep=keep)
 
 
 def begin_snapshot(
-    client: Client, url: str, name: str = "", *, at_clock: int | None = None, patience: timedelta = PATIENCE
+    client: Client, url: str, name: str = "", *, at_clock: int | None = None, wait_timeout: timedelta = WAIT_TIMEOUT
 ) -> RunningSnapshot:
     """Have all shards take a snapshot into the folder `name` (default: the time) of `url`, a folder or fsspec URL.
 
@@ -153,7 +153,7 @@ def begin_snapshot(
     of these workers: the one after its last push), and 0 otherwise. When this returns, each shard holds the moment, or
     waits for the clock: what this worker pushes from now on is not in the snapshot.
 
-    `patience`: without a row more for so long, it is given up. SnapshotExists, SnapshotNotWritten, SnapshotTooLate.
+    `wait_timeout`: without a row more for so long, it is given up. SnapshotExists, SnapshotNotWritten, SnapshotTooLate.
     """
     name = check_name(name or time.strftime("%Y%m%d-%H%M%S"))
     storage = Storage(url)
@@ -162,8 +162,10 @@ def begin_snapshot(
         raise SnapshotExists(path=storage.at(name))
     margin = _MARGIN
     for left in reversed(range(_TRIES)):
-        clock = _soon(client, margin) if at_clock is None else at_clock
-        running = RunningSnapshot(client, storage, Snapshot(storage.url, name, secrets.randbits(64), clock), patience)
+        clock = _next_common_clock(client, margin) if at_clock is None else at_clock
+        running = RunningSnapshot(
+            client, storage, Snapshot(storage.url, name, secrets.randbits(64), clock), wait_timeout
+        )
         try:
             running.start()
             return running
@@ -177,8 +179,8 @@ def begin_snapshot(
 class RunningSnapshot:
     """A snapshot that the shards write."""
 
-    def __init__(self, client: Client, storage: Storage, request: Snapshot, patience: timedelta) -> None:
-        self._client, self._storage, self._request, self._patience = client, storage, request, patience
+    def __init__(self, client: Client, storage: Storage, request: Snapshot, wait_timeout: timedelta) -> None:
+        self._client, self._storage, self._request, self._wait_timeout = client, storage, request, wait_timeout
         self._started = time.monotonic()
 
     @property
@@ -209,7 +211,7 @@ class RunningSnapshot:
     def cancel(self) -> None:
         """Give it up on all shards, and remove what they wrote: a full disk needs the room."""
         with suppress(EmbershardError):
-            self._wait_for_writers(Deadline(_CANCEL_PATIENCE))
+            self._wait_for_writers(Deadline(_CANCEL_TIMEOUT))
         with suppress(EmbershardError):
             entries = self._storage.sizes(self.name)
             if MANIFEST not in entries:
@@ -236,7 +238,7 @@ class RunningSnapshot:
             pause = min(2 * pause, longest)
 
     def _finish(self, extra: Mapping[str, object], keep: int) -> SnapshotInfo:
-        replies = _await(self._client, self._request, Snapshotted, "done", self._patience)
+        replies = _await(self._client, self._request, Snapshotted, "done", self._wait_timeout)
         parts = tuple(self._part(shard, reply) for shard, reply in enumerate(replies))
         manifest = Manifest(self.name, time.time(), _version(), parts, extra)
         self._storage.replace(f"{self.name}/{MANIFEST}", pack_manifest(manifest))
@@ -277,7 +279,7 @@ class RunningSnapshot:
 
 
 def restore_snapshot(
-    client: Client, url: str, name: str = "", *, replace_tables: bool = False, patience: timedelta = PATIENCE
+    client: Client, url: str, name: str = "", *, replace_tables: bool = False, wait_timeout: timedelta = WAIT_TIMEOUT
 ) -> Manifest:
     """Give all shards the rows and optimizer states of a snapshot; the number of shards may be another one.
 
@@ -289,7 +291,7 @@ def restore_snapshot(
     manifest = stored.manifest
     try:
         client.ask_all(request)
-        replies = _await(client, request, Restored, "ready", patience)
+        replies = _await(client, request, Restored, "ready", wait_timeout)
         rows = sum(reply.rows for reply in replies)
         if rows != manifest.rows:
             reason = f"the shards found {rows} rows in its files, it says {manifest.rows}"
@@ -297,17 +299,17 @@ def restore_snapshot(
         client.ask_all(replace(request, step="install"))
     except BaseException:
         cancel = dict.fromkeys(range(client.num_shards), replace(request, step="cancel"))
-        client.connections.call(cancel, timeout=_CANCEL_PATIENCE)
+        client.connections.call(cancel, timeout=_CANCEL_TIMEOUT)
         raise
     for table in manifest.tables.values():  # how they travelled is no part of them, and may not serve this client
         client.declare(replace(table.spec, push_codec=CodecName(), pull_codec=CodecName()))
     return manifest
 
 
-def _await(client: Client, request: Snapshot | Restore, kind: type[R], state: str, patience: timedelta) -> list[R]:
-    """Ask until all shards are in a state; SnapshotTimeout once nothing has moved for as long as `patience`."""
+def _await(client: Client, request: Snapshot | Restore, kind: type[R], state: str, wait_timeout: timedelta) -> list[R]:
+    """Ask until all shards are in a state; SnapshotTimeout once nothing has moved for as long as `wait_timeout`."""
     pause, longest = _PAUSES
-    moved, deadline = None, Deadline(patience)
+    moved, deadline = None, Deadline(wait_timeout)
     watch = replace(request, step="watch")
     while True:
         replies = [reply for reply in client.ask_all(watch) if isinstance(reply, kind)]
@@ -315,26 +317,26 @@ def _await(client: Client, request: Snapshot | Restore, kind: type[R], state: st
             return replies
         now = [(reply.state, reply.bytes) for reply in replies]
         if now != moved:
-            moved, deadline = now, Deadline(patience)
+            moved, deadline = now, Deadline(wait_timeout)
         elif deadline.seconds <= 0:
-            raise _timeout(request, replies, state, patience)
+            raise _timeout(request, replies, state, wait_timeout)
         time.sleep(pause)
         pause = min(2 * pause, longest)
 
 
 def _timeout(
-    request: Snapshot | Restore, replies: Sequence[Snapshotted | Restored], state: str, patience: timedelta
+    request: Snapshot | Restore, replies: Sequence[Snapshotted | Restored], state: str, wait_timeout: timedelta
 ) -> SnapshotTimeout:
     late = [f"shard {shard}: {reply.state}" for shard, reply in enumerate(replies) if reply.state != state]
     remedy = "Check the storage, and the shards' logs"
     if any(reply.state == "waiting" for reply in replies):
         remedy = "A clock closes when all workers have pushed it; without workers that train, take it at once (clock 0)"
     what = "snapshot" if isinstance(request, Snapshot) else "restore of"
-    seconds = patience.total_seconds()
+    seconds = wait_timeout.total_seconds()
     return SnapshotTimeout(what=what, name=request.name, seconds=seconds, where=", ".join(late), remedy=remedy)
 
 
-def _soon(client: Client, margin: int) -> int:
+def _next_common_clock(client: Client, margin: int) -> int:
     """A clock that closes soon, where all workers' pushes of a clock are applied at once; 0 elsewhere."""
     status = client.status()
     if not any(one.members and one.staleness == 0 for one in status):

@@ -229,7 +229,6 @@ class Client:
             self._resend_pending(member)
 
         def ask() -> dict[int, Outcome]:
-            after = member.required_clock(clock)
             required = member.required_clock(clock)
             asked = {shard: replace(pull, required_clock=required) for shard, pull in pulls.items()}
             return member.wait(asked, into)

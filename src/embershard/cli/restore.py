@@ -11,7 +11,7 @@ import typer
 
 from embershard.cli.snapshot import CONNECT_TIMEOUT
 from embershard.proto.transport.addresses import parse_addresses
-from embershard.worker.checkpoint.snapshots import PATIENCE, restore_snapshot
+from embershard.worker.checkpoint.snapshots import WAIT_TIMEOUT, restore_snapshot
 from embershard.worker.client.client import Client
 
 
@@ -24,15 +24,15 @@ def restore(
     replace: Annotated[
         bool, typer.Option("--replace", help="Do so even where shards hold tables; what they hold is lost then.")
     ] = False,
-    patience: Annotated[
+    wait_timeout: Annotated[
         float, typer.Option(help="Give up after so many seconds in which nothing was read.", min=0.1)
-    ] = PATIENCE.total_seconds(),
+    ] = WAIT_TIMEOUT.total_seconds(),
 ) -> None:
     """Give running shards, of any number, the rows and optimizer states of a snapshot."""
     began = time.monotonic()
     with contextlib.closing(Client.connect(parse_addresses(addresses), timeout=CONNECT_TIMEOUT)) as client:
-        wait = timedelta(seconds=patience)
-        manifest = restore_snapshot(client, folder, name, replace_tables=replace, patience=wait)
+        wait = timedelta(seconds=wait_timeout)
+        manifest = restore_snapshot(client, folder, name, replace_tables=replace, wait_timeout=wait)
     typer.echo(
         f"{manifest.name}: {manifest.rows:,} rows of {len(manifest.tables)} tables, from {manifest.num_shards} shards "
         f"onto {client.num_shards}; {time.monotonic() - began:.1f} s"

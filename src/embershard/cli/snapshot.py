@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from embershard.proto.transport.addresses import parse_addresses
-from embershard.worker.checkpoint.snapshots import PATIENCE, take_snapshot
+from embershard.worker.checkpoint.snapshots import WAIT_TIMEOUT, take_snapshot
 from embershard.worker.client.client import Client
 
 CONNECT_TIMEOUT = timedelta(seconds=10)
@@ -31,14 +31,14 @@ def snapshot(
         ),
     ] = None,
     keep: Annotated[int, typer.Option(help="Remove all snapshots of the folder but the last so many.", min=0)] = 0,
-    patience: Annotated[
+    wait_timeout: Annotated[
         float, typer.Option(help="Give up after so many seconds in which nothing was written.", min=0.1)
-    ] = PATIENCE.total_seconds(),
+    ] = WAIT_TIMEOUT.total_seconds(),
 ) -> None:
     """Take a snapshot of all shards, rows and optimizer states, while they go on serving."""
     with contextlib.closing(Client.connect(parse_addresses(addresses), timeout=CONNECT_TIMEOUT)) as client:
-        wait = timedelta(seconds=patience)
-        taken = take_snapshot(client, folder, name, at_clock=at_clock, keep=keep, patience=wait)
+        wait = timedelta(seconds=wait_timeout)
+        taken = take_snapshot(client, folder, name, at_clock=at_clock, keep=keep, wait_timeout=wait)
     typer.echo(
         f"{taken.url}/{taken.name}: {taken.rows:,} rows, {taken.bytes / 1e6:,.1f} MB in {taken.files} files of "
         f"{client.num_shards} shards, clock {taken.clock}; {taken.seconds:.1f} s, the shards stood still for "

@@ -307,7 +307,7 @@ def test_what_a_slow_shard_still_writes_goes_too(monkeypatch: pytest.MonkeyPatch
 
 def test_a_clock_that_does_not_close_is_given_up(tmp_path: Path):
     with pytest.raises(SnapshotTimeout, match=r"shard 0: waiting.* take it at once"):
-        take_snapshot(trained(), str(tmp_path), "one", at_clock=5, patience=SOON)
+        take_snapshot(trained(), str(tmp_path), "one", at_clock=5, wait_timeout=SOON)
 
 
 def test_tables_are_in_the_way_unless_they_are_to_be_replaced(tmp_path: Path):
