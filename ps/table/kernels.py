@@ -19,7 +19,17 @@ from embershard.proto.optim.clip import clip_gradient
 from embershard.proto.routing import mix64
 from embershard.ps.table import hash_index as store_module
 from embershard.ps.table import initial_values as initial
-from embershard.ps.table.hash_index import HEADER, NUM_PAGES, STORE, Store, find, home_of, insert, open_store, probe
+from embershard.ps.table.hash_index import (
+    HEADER,
+    NUM_PAGES,
+    STORE,
+    Store,
+    find,
+    home_of,
+    insert,
+    open_store,
+    probe,
+)
 from embershard.ps.table.initial_values import write_initial
 
 Ids = npt.NDArray[np.int64]
