@@ -34,7 +34,7 @@ class Watched(Protocol):
     """What parked requests wait for, and what goes by the time."""
 
     @property
-    def moves(self) -> int:
+    def generation(self) -> int:
         """Grows with whatever may let a parked request be answered."""
         ...
 
@@ -91,7 +91,7 @@ class ApplyThread:
         self._parked: list[_Job[Any]] = []
         self._parked_bytes = 0
         self._first_due = float("inf")
-        self._seen_moves = 0
+        self._seen_generation = 0
         self._looked = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="apply", daemon=True)
         self._thread.start()
@@ -142,11 +142,11 @@ class ApplyThread:
             try:
                 job = self._jobs.get(timeout=max(0.0, min(_TICK_SECONDS, self._first_due - time.monotonic())))
             except Empty:
-                self._pass_time(self._look())
+                self._pass_time(self._now())
             else:
                 if job is None:
                     break
-                started = self._look()
+                started = self._now()
                 self._do(job, started)
                 with self._lock:
                     self._queued_bytes -= job.num_bytes
@@ -157,7 +157,7 @@ class ApplyThread:
         for job in self._parked:
             job.future.set_exception(ShuttingDown())
 
-    def _look(self) -> float:
+    def _now(self) -> float:
         """The time."""
         now = time.monotonic()
         stood_still = now - self._looked - _STEP_SECONDS
@@ -210,8 +210,8 @@ class ApplyThread:
     def _try_parked(self) -> None:
         """Answer the parked work that may be answered now, and put back what is due."""
         now = time.monotonic()
-        while self._moves != self._seen_moves or now >= self._first_due:
-            self._seen_moves = self._moves
+        while self._generation != self._seen_generation or now >= self._first_due:
+            self._seen_generation = self._generation
             left = []
             for job in self._parked:
                 error = self._try(job)
@@ -222,5 +222,5 @@ class ApplyThread:
             self._park(left)
 
     @property
-    def _moves(self) -> int:
-        return 0 if self._watched is None else self._watched.moves
+    def _generation(self) -> int:
+        return 0 if self._watched is None else self._watched.generation

@@ -41,9 +41,9 @@ class Dispatch:
             status, requests=status.requests + self._answered, queued_bytes=self._apply.queued_bytes
         )
 
-    def listen(self, last_sign: Callable[[int, int], float]) -> None:
-        """See Shard.listen."""
-        self._shard.listen(last_sign)
+    def set_activity_probe(self, last_sign: Callable[[int, int], float]) -> None:
+        """See Shard.set_activity_probe."""
+        self._shard.set_activity_probe(last_sign)
 
     def submit(
         self,

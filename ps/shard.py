@@ -101,7 +101,7 @@ class Shard:
     def handle(self, request: Request, now: float | None = None, peer: str = "") -> Reply:
         """The reply to a request, or an EmbershardError that says why there is none; nothing was changed then.
 
-        ClockAhead says that others have to move first: the same request is to be handled again once `moves` has grown.
+        ClockAhead says that others have to move first: handle the same request again once `generation` has grown.
         It is then, too, that `now`, on time.monotonic()'s clock, is when it arrived: leases go by it. `peer` is where
         it came from, as far as its transport knows.
 
@@ -129,12 +129,12 @@ class Shard:
             self._snapshots.clock_moved(self._clock.open)
 
     @property
-    def moves(self) -> int:
+    def generation(self) -> int:
         """Grows with whatever may let a request be answered that had to wait."""
-        return self._clock.moves
+        return self._clock.generation
 
     @property
-    def gathers(self) -> bool:
+    def is_synchronous(self) -> bool:
         """Whether pushes may have to wait for those of other workers; their arrays are kept then."""
         return self._clock.staleness == 0
 
@@ -145,7 +145,7 @@ class Shard:
         finally:
             self._snapshots.clock_moved(self._clock.open)
 
-    def listen(self, last_sign: Callable[[int, int], float]) -> None:
+    def set_activity_probe(self, last_sign: Callable[[int, int], float]) -> None:
         """Ask when anything of a worker (number, epoch) arrived last, before its lease ends.
 
         A request takes long on a slow link, and keeps the beats behind it back.

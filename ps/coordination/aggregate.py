@@ -43,7 +43,7 @@ class Sender(NamedTuple):
 
 
 @dataclass(slots=True)
-class ClockPushes:
+class ClockPush:
     """What one worker has pushed of a clock; it counts once it is `complete`."""
 
     messages: list[tuple[list[CheckedGradients], bool]] = field(
@@ -61,7 +61,7 @@ class PendingUpdates:
         self.nbytes = 0
         self.waiting_ids: dict[Table, int] = {}  # of all clocks
         self._charge = Charge(budget)
-        self._clocks: dict[int, dict[Sender, ClockPushes]] = {}
+        self._clocks: dict[int, dict[Sender, ClockPush]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._clocks)
@@ -69,46 +69,46 @@ class PendingUpdates:
     @property
     def end(self) -> int:
         """One past the last clock that a worker has pushed completely; 0 where there is none."""
-        done = (clock + 1 for clock, shares in self._clocks.items() if any(s.complete for s in shares.values()))
+        done = (clock + 1 for clock, pushes in self._clocks.items() if any(s.complete for s in pushes.values()))
         return max(done, default=0)
 
     def add(self, sender: Sender, request: Push, parts: list[CheckedGradients]) -> Pushed:
         """Keep a message of a worker's push; the rows that will be applied, and those that are not finite."""
-        share = self._clocks.setdefault(request.clock, {}).setdefault(sender, ClockPushes())
-        share.messages.append((parts, request.difference))
-        share.weight = float(np.float32(request.weight))  # as it is on the wire
-        share.version, share.complete = request.version, request.last
+        push = self._clocks.setdefault(request.clock, {}).setdefault(sender, ClockPush())
+        push.messages.append((parts, request.difference))
+        push.weight = float(np.float32(request.weight))  # as it is on the wire
+        push.version, push.complete = request.version, request.last
         self._count(parts, 1)
         skipped = sum(_count_non_finite(part.gradients) for part in parts)
         return Pushed(duplicate=False, applied=sum(len(part.ids) for part in parts) - skipped, skipped=skipped)
 
     def parts(self) -> Iterator[CheckedGradients]:
         """All that is kept."""
-        for shares in self._clocks.values():
-            for share in shares.values():
-                for parts, _ in share.messages:
+        for pushes in self._clocks.values():
+            for push in pushes.values():
+                for parts, _ in push.messages:
                     yield from parts
 
     def drop(self, sender: Sender) -> None:
         """Forget what a worker has not pushed to the end: it will not."""
-        for clock, shares in list(self._clocks.items()):
-            share = shares.get(sender)
-            if share is not None and not share.complete:
-                self._release(shares.pop(sender))
-                if not shares:
+        for clock, pushes in list(self._clocks.items()):
+            push = pushes.get(sender)
+            if push is not None and not push.complete:
+                self._release(pushes.pop(sender))
+                if not pushes:
                     del self._clocks[clock]
 
-    def take(self, before: int) -> Iterator[tuple[int, list[ClockPushes]]]:
-        """Forget the clocks below `before`: each with its complete shares, in the clocks' and the workers' order."""
+    def take(self, before: int) -> Iterator[tuple[int, list[ClockPush]]]:
+        """Forget the clocks below `before`: each with its complete pushes, in the clocks' and the workers' order."""
         for clock in sorted(clock for clock in self._clocks if clock < before):
-            shares = self._clocks.pop(clock)
-            for share in shares.values():
-                self._release(share)
-            if complete := [shares[sender] for sender in sorted(shares) if shares[sender].complete]:
+            pushes = self._clocks.pop(clock)
+            for push in pushes.values():
+                self._release(push)
+            if complete := [pushes[sender] for sender in sorted(pushes) if pushes[sender].complete]:
                 yield clock, complete
 
-    def _release(self, share: ClockPushes) -> None:
-        for parts, _ in share.messages:
+    def _release(self, push: ClockPush) -> None:
+        for parts, _ in push.messages:
             self._count(parts, -1)
 
     def _count(self, parts: Sequence[CheckedGradients], sign: int) -> None:
@@ -120,19 +120,19 @@ class PendingUpdates:
         self._charge.set(self.nbytes)
 
 
-def apply_shares(shares: Sequence[ClockPushes]) -> None:
+def apply_clock(pushes: Sequence[ClockPush]) -> None:
     """Apply what the workers of one clock have pushed, once; a single worker's as if it had been applied directly."""
-    shares = [share for share in shares if share.weight > 0]
-    if len(shares) == 1:
-        for parts, difference in shares[0].messages:
+    pushes = [push for push in pushes if push.weight > 0]
+    if len(pushes) == 1:
+        for parts, difference in pushes[0].messages:
             for part in parts:
                 apply_part(part, difference)
         return
-    total = sum(share.weight for share in shares)
+    total = sum(push.weight for push in pushes)
     gathered: dict[tuple[str, bool], list[tuple[np.float32, CheckedGradients]]] = {}
-    for share in shares:
-        scale = np.float32(share.weight / total)
-        for parts, difference in share.messages:
+    for push in pushes:
+        scale = np.float32(push.weight / total)
+        for parts, difference in push.messages:
             for part in parts:
                 gathered.setdefault((part.table.spec.name, difference), []).append((scale, part))
     for (_, difference), scaled in gathered.items():

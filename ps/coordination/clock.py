@@ -26,7 +26,7 @@ from embershard.proto.errors import (
     clipped,
 )
 from embershard.proto.messages import Heartbeat, HeartbeatAck, Join, Joined, Leave, LeaveAck, MemberStatus, Push, Pushed
-from embershard.ps.coordination.aggregate import PendingUpdates, Sender, apply_shares
+from embershard.ps.coordination.aggregate import PendingUpdates, Sender, apply_clock
 from embershard.ps.coordination.dedup import MAX_WORKERS
 from embershard.ps.memory import MemoryBudget
 from embershard.ps.table.tables import CheckedGradients
@@ -51,7 +51,7 @@ class Member:
     epoch: int
     clock: int  # the next that it will push
     lease_ms: int
-    heard: float  # when a request of it arrived last
+    last_seen: float  # when a request of it arrived last
     run: int  # that it takes part in
     paused: bool = False
     lost: bool = False  # its lease ran out, or a later run began
@@ -64,7 +64,7 @@ class Member:
     @property
     def end(self) -> float:
         """When its lease runs out."""
-        return self.heard + self.lease_ms / 1000
+        return self.last_seen + self.lease_ms / 1000
 
 
 class Updates:
@@ -100,12 +100,12 @@ class Clock:
         self.failed: UpdateFailed | None = None  # the first update of this job that was not applied in full
         self.job = 0  # counts the jobs that this shard has served
         self.run = 0  # the highest that was named
-        self.moves = 0  # grows with whatever may let a request be answered that had to wait
+        self.generation = 0  # grows with whatever may let a request be answered that had to wait
         self.now = -math.inf
         # when anything of a worker's incarnation arrived last, a part of a request included
         self.last_sign: Callable[[int, int], float] = lambda worker, epoch: -math.inf
         self._pushes = PendingUpdates(MemoryBudget() if budget is None else budget)
-        self._gone: dict[int, Member] = {}  # who take part no more
+        self._left: dict[int, Member] = {}  # who take part no more
         self._epochs: dict[int, int] = {}  # the newest of each worker that ever joined
         self._joined: set[int] = set()
         self.workers = 1  # that are expected
@@ -120,7 +120,7 @@ class Clock:
         self._enter_run(request)
         _check_mode(request, self)
         self._epochs[worker] = epoch
-        member, gone = self.members.get(worker), self._gone.get(worker)
+        member, gone = self.members.get(worker), self._left.get(worker)
         if gone is not None and (gone.epoch, gone.run) != (epoch, self.run):
             gone = None
         if member is not None and member.epoch != epoch:
@@ -140,13 +140,13 @@ class Clock:
             return Joined(False, first, self.started, self._workers_here())
         if member is None:
             member = self.members[worker] = Member(worker, epoch, request.clock, request.lease_ms, now, self.run)
-        member.clock, member.heard = max(member.clock, request.clock), max(member.heard, now)
+        member.clock, member.last_seen = max(member.clock, request.clock), max(member.last_seen, now)
         member.lease_ms, member.paused = request.lease_ms, False
-        self._gone.pop(worker, None)
+        self._left.pop(worker, None)
         self._joined.add(worker)
         self.started = self.started or len(self._joined) >= self.workers
         self._next_end = min(self._next_end, member.end)
-        self.moves += 1
+        self.generation += 1
         self._close()
         return Joined(True, self.open, self.started, self._workers_here())
 
@@ -159,7 +159,7 @@ class Clock:
         if request.pause:
             member.paused = True
             self._pushes.drop(member.sender)
-            self.moves += 1
+            self.generation += 1
         else:
             self._remove(member)
         self._close()
@@ -183,9 +183,9 @@ class Clock:
         """
         member = self.members.get(worker)
         if member is not None and member.epoch == epoch:
-            member.heard = max(member.heard, now)
+            member.last_seen = max(member.last_seen, now)
             return member
-        gone = self._gone.get(worker)
+        gone = self._left.get(worker)
         if gone is not None and gone.lost and gone.epoch == epoch:
             raise LeaseLost(worker=worker, lease_ms=gone.lease_ms)
         return None
@@ -256,7 +256,7 @@ class Clock:
         """The error of a request that waits for these members, or for those that have not joined yet."""
         waited = sorted(members, key=lambda member: member.worker)
         names = [str(member.worker) for member in waited]
-        seconds = max((self.now - member.heard for member in waited), default=0.0)
+        seconds = max((self.now - member.last_seen for member in waited), default=0.0)
         if self.members and not self.started:
             names += [f"{worker} (not here yet)" for worker in range(self.workers) if worker not in self._joined]
             seconds = max(seconds, self.now - self._began)
@@ -271,7 +271,7 @@ class Clock:
             return
         for member in list(self.members.values()):
             if member.end < self.now:
-                member.heard = max(member.heard, self.last_sign(member.worker, member.epoch))
+                member.last_seen = max(member.last_seen, self.last_sign(member.worker, member.epoch))
             if member.end >= self.now:
                 continue
             self.expired += 1
@@ -282,7 +282,7 @@ class Clock:
     def extend_leases(self, seconds: float) -> None:
         """For so long nobody could be heard."""
         for member in self.members.values():
-            member.heard += seconds
+            member.last_seen += seconds
 
     def status(self) -> tuple[MemberStatus, ...]:
         """The members in order; may be read by any thread."""
@@ -304,12 +304,12 @@ class Clock:
         self.failed = None
         self._joined.clear()
         self._next_end = math.inf
-        for gone in self._gone.values():
+        for gone in self._left.values():
             gone.clock = 0
 
     def _enter_run(self, request: Join) -> None:
         """Have a later run end the one that goes on, as if all its leases ended now. StaleRun for an earlier one."""
-        gone = self._gone.get(request.worker)
+        gone = self._left.get(request.worker)
         run = request.run or (gone.run if gone is not None and gone.epoch == request.epoch else self.run)
         if run < self.run:
             raise StaleRun(worker=request.worker, got=run, want=self.run, by="")
@@ -321,9 +321,9 @@ class Clock:
 
     def _remove(self, member: Member, *, lost: bool = False) -> None:
         member.lost = lost
-        self._gone[member.worker] = self.members.pop(member.worker)
+        self._left[member.worker] = self.members.pop(member.worker)
         self._pushes.drop(member.sender)
-        self.moves += 1
+        self.generation += 1
 
     def _close(self) -> None:
         """Close the clocks for which nobody is waited any more, and apply what was gathered of them."""
@@ -334,13 +334,13 @@ class Clock:
         if end <= self.open:
             return
         self.open = end
-        self.moves += 1
-        for clock, shares in self._pushes.take(before=end):
+        self.generation += 1
+        for clock, pushes in self._pushes.take(before=end):
             try:
-                apply_shares(shares)
+                apply_clock(pushes)
             except Exception as error:  # not for the request that closes the clock: it has a reply of its own
                 self._note_failure(clock, error)
-            self.updates.count(share.version for share in shares)  # changes are of the version before it
+            self.updates.count(push.version for push in pushes)  # changes are of the version before it
 
     def _note_failure(self, clock: int, error: Exception) -> None:
         """Keep the error for whoever waits for this clock or a later one; all of its pushes were acknowledged."""

@@ -13,7 +13,7 @@ MAX_SPLITS = 2**31 - 1
 
 
 @dataclass(slots=True)
-class _Hand:
+class _Assignment:
     """What a worker works on, until its lease runs out."""
 
     member: Member
@@ -31,7 +31,7 @@ class Splits:
         self._data_epoch, self._num_splits = data_epoch, num_splits
         self._next = 0  # the first that was never dealt
         self._back: deque[int] = deque()  # those whose worker was lost
-        self._hands: dict[int, _Hand] = {}
+        self._assignments: dict[int, _Assignment] = {}
         self._returned = 0
 
     def take(self, request: TakeSplit, now: float) -> Split:
@@ -46,34 +46,34 @@ class Splits:
             return Split(-1, 0)
         if request.data_epoch > self._data_epoch:
             self._begin(request.data_epoch, request.num_splits)
-            self._clock.moves += 1
+            self._clock.generation += 1
         if request.num_splits != self._num_splits:
             what = f"num_splits of pass {request.data_epoch}"
             raise ModeMismatch(worker=request.worker, what=what, got=request.num_splits, want=self._num_splits)
         self._take_back()
-        hand = self._hands.get(member.worker)
-        if hand is not None and hand.split != request.done:
-            return Split(hand.split, self._returned)
-        if hand is not None:
-            del self._hands[member.worker]
-            self._clock.moves += 1
+        assigned = self._assignments.get(member.worker)
+        if assigned is not None and assigned.split != request.done:
+            return Split(assigned.split, self._returned)
+        if assigned is not None:
+            del self._assignments[member.worker]
+            self._clock.generation += 1
         if self._back:
             split = self._back.popleft()
             self._returned += 1
         elif self._next < self._num_splits:
             split = self._next
             self._next += 1
-        elif self._hands:
-            raise self._clock.waits_for(self._clock.members[worker] for worker in self._hands)
+        elif self._assignments:
+            raise self._clock.waits_for(self._clock.members[worker] for worker in self._assignments)
         else:
             return Split(-1, self._returned)
-        self._hands[member.worker] = _Hand(member, split)
+        self._assignments[member.worker] = _Assignment(member, split)
         return Split(split, self._returned)
 
     def _take_back(self) -> None:
         """What members had that are gone."""
-        for worker, hand in list(self._hands.items()):
+        for worker, assigned in list(self._assignments.items()):
             # one whose lease ran out is another member when it joins again: it has dropped a part of its work
-            if self._clock.members.get(worker) is not hand.member:
-                self._back.append(hand.split)
-                del self._hands[worker]
+            if self._clock.members.get(worker) is not assigned.member:
+                self._back.append(assigned.split)
+                del self._assignments[worker]

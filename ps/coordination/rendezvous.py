@@ -96,7 +96,7 @@ class RendezvousRegistry:
         workers = tuple(sorted(meeting.payloads))
         meeting.met = RendezvousResult(workers, tuple(meeting.payloads[worker] for worker in workers))
         self.last = name
-        self._clock.moves += 1
+        self._clock.generation += 1
 
     def _forget(self) -> None:
         """Let go of what nobody will ask for again: of meetings that were held, and of those whose workers are gone."""

@@ -21,7 +21,7 @@ _BITS = types.Array(types.int32, 2, "C", readonly=True)
 _IDS = types.Array(types.int64, 1, "C", readonly=True)
 
 
-class Changes:
+class ChangeTracker:
     """When each element of the rows that are watched changed last.
 
     version: the updates that the shard has applied. The messages of one push are applied under the version before it,

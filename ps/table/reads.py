@@ -13,8 +13,8 @@ from embershard.proto.arrays import Bytes, Floats, Ids
 from embershard.proto.codec.payload import encode_elements
 from embershard.proto.codec.values.registry import BUILTIN, ValuesCodec
 from embershard.proto.errors import MessageTooLarge
-from embershard.proto.messages import DELTA
-from embershard.ps.table.changes import Changes
+from embershard.proto.messages import DELTA, Bytes, Floats, Ids
+from embershard.ps.table.changes import ChangeTracker
 from embershard.ps.table.table import Table
 
 
@@ -77,7 +77,7 @@ class CheckedRead(NamedTuple):
         """The elements that changed since; None where it is not known, or no less than all rows."""
         changes = self.table.changes
         if changes is None:
-            changes = self.table.changes = Changes(self.table.spec.dim, version)
+            changes = self.table.changes = ChangeTracker(self.table.spec.dim, version)
         watched = changes.watch(self.ids, self.table.budget.left)
         self.table.charge()
         if not watched or since == 0:

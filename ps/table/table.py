@@ -20,7 +20,7 @@ from embershard.proto.spec import TableSpec
 from embershard.ps.memory import Charge, MemoryBudget
 from embershard.ps.table import kernels
 from embershard.ps.table.arena import Arena
-from embershard.ps.table.changes import Changes
+from embershard.ps.table.changes import ChangeTracker
 from embershard.ps.table.frozen import CopyOnWriteRows
 from embershard.ps.table.frozen_kernels import restore_records
 from embershard.ps.table.hash_index import HEADER, NUM_ENTRIES, NUM_PAGES, NUM_ROWS, PAGE_CELLS, HashIndex
@@ -77,7 +77,7 @@ class Table:
         self._index_key = np.uint64(secrets.randbits(64))
         self._counters = np.array([0, 1, 1])  # page 0 and the directory entry that leads to it
         self._frozen: CopyOnWriteRows | None = None  # while a snapshot reads
-        self.changes: Changes | None = None  # once somebody wants to know
+        self.changes: ChangeTracker | None = None  # once somebody wants to know
         self._reserve_first()
         self.budget.check(spec.name, self.nbytes)
         self.charge()

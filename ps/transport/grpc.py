@@ -56,7 +56,7 @@ class ShardService:
             remaining = context.time_remaining()
             deadline = time.monotonic() + (_NO_DEADLINE if remaining is None else remaining)
             answer = self._dispatch.submit(
-                kind, lambda: loads(kind, data), dumps, num_bytes=len(data), deadline=deadline, peer=context.peer()
+                kind, lambda: loads(kind, data), dumps, num_bytes=len(data), deadline=deadline
             )
             try:
                 return await asyncio.wrap_future(answer)

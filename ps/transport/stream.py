@@ -100,7 +100,7 @@ class StreamServer:
         self._unsent_bytes = 0  # what these hold of it, or more
         self._pressed = False  # whether somebody was turned away since the last sweep
         self._sweeper = self.loop.call_later(SWEEP_SECONDS, self._sweep)
-        dispatch.listen(self._last_sign)
+        dispatch.set_activity_probe(self._last_sign)
 
     def protocol(self) -> Connection:
         """A new connection's protocol, as loop.create_server wants it."""

@@ -62,11 +62,11 @@ def _one_at_a_time(shard: Shard, moved: threading.Condition) -> Callable[[Reques
 
     def handle(request: Request) -> Reply:
         with moved:
-            before = shard.moves
+            before = shard.generation
             try:
-                return shard.handle(_kept(request) if shard.gathers else request)
+                return shard.handle(_kept(request) if shard.is_synchronous else request)
             finally:
-                if shard.moves != before:
+                if shard.generation != before:
                     moved.notify_all()
 
     return handle

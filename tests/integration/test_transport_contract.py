@@ -326,6 +326,9 @@ def test_an_error_arrives_as_the_type_that_the_shard_raised_with_its_fields(tran
     number, reference = fresh(), local_transport()
     outcomes = [(outcome(transport, request), outcome(reference, request)) for request in refused(number)]
     for got, want in outcomes:
+        for _, fields in (got, want):
+            if isinstance(fields, dict):
+                fields.pop("by", None)  # when and from where: another for each
         assert got == want
     assert len({want[0] for _, want in outcomes if issubclass(want[0], EmbershardError)}) == 8
 

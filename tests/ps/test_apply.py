@@ -147,7 +147,7 @@ class Clock:
     """What parked work waits for."""
 
     def __init__(self) -> None:
-        self.moves = 0
+        self.generation = 0
         self.times: list[float] = []
         self.excused = 0.0
 
@@ -158,14 +158,14 @@ class Clock:
         self.excused += seconds
 
     def move(self) -> bytes:
-        self.moves += 1
+        self.generation += 1
         return b"moved"
 
     def after(self, moves: int) -> Callable[[], bytes]:
         """Work that can be done once the clock has moved so often."""
 
         def work() -> bytes:
-            if self.moves < moves:
+            if self.generation < moves:
                 raise AHEAD
             return b"after %d" % moves
 

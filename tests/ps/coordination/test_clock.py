@@ -675,7 +675,7 @@ class TestLeases:
     def test_a_worker_of_whom_a_part_of_a_request_has_arrived_is_not_given_up(self, job: Job):
         job.together(2)
         signs = {0: job.now + 5, 1: job.now - 5}
-        job.shard.listen(lambda worker, epoch: signs[worker])
+        job.shard.set_activity_probe(lambda worker, epoch: signs[worker])
         job.wait(LEASE + 1)
         assert [(m.worker, m.lease_seconds) for m in job.status.members] == [(0, LEASE - 6)]
 

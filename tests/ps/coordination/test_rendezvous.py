@@ -50,10 +50,10 @@ class Workers:
 
     def waits(self, worker: int, name: str = "m", **fields: object) -> str:
         """For whom it is said to wait."""
-        moves = self.shard.moves
+        moves = self.shard.generation
         with pytest.raises(ClockAhead) as caught:
             self.meet(worker, name, **fields)
-        assert self.shard.moves == moves  # or it would be tried again for ever
+        assert self.shard.generation == moves  # or it would be tried again for ever
         return str(caught.value.fields["workers"])
 
     def live(self, *workers: int) -> None:
@@ -73,9 +73,9 @@ def workers() -> Workers:
 def test_those_who_meet_wait_for_all_and_read_what_each_put_down_in_order(workers: Workers):
     assert workers.waits(2) == "0, 1"
     assert workers.waits(0) == "1"
-    moves = workers.shard.moves
+    moves = workers.shard.generation
     assert list(workers.meet(1).items()) == [(0, [0, 0]), (1, [1, 1]), (2, [2, 2])]
-    assert workers.shard.moves > moves
+    assert workers.shard.generation > moves
     assert workers.meet(0) == workers.meet(2) == {0: [0, 0], 1: [1, 1], 2: [2, 2]}
 
 
@@ -98,9 +98,9 @@ def test_a_lost_reply_is_given_again_while_the_others_meet_on(workers: Workers):
 
 def test_a_worker_that_leaves_or_is_given_up_is_not_waited_for(workers: Workers):
     workers.waits(0)
-    moves = workers.shard.moves
+    moves = workers.shard.generation
     workers.leave(1)
-    assert workers.shard.moves > moves  # who waits is asked again
+    assert workers.shard.generation > moves  # who waits is asked again
     assert workers.waits(0) == "2"
     workers.live(0)
     assert workers.meet(0) == {0: [0, 0]}
@@ -141,9 +141,9 @@ def test_nobody_meets_before_all_expected_workers_are_here():
     workers = Workers(0)
     workers.join(0, workers=2)
     assert workers.waits(0) == "1 (not here yet)"
-    moves = workers.shard.moves
+    moves = workers.shard.generation
     workers.join(1, workers=2)
-    assert workers.shard.moves > moves
+    assert workers.shard.generation > moves
     workers.waits(0)
     assert len(workers.meet(1)) == 2
 

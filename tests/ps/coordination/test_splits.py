@@ -70,11 +70,11 @@ def test_a_pass_ends_when_every_part_is_finished(queue: Queue):
         queue.take(0, done)
     queue.take(1)
     assert queue.waits(0, 2) == "1"
-    moves = queue.shard.moves
+    moves = queue.shard.generation
     assert queue.waits(0, 2) == "1"
-    assert queue.shard.moves == moves  # or it would be tried again for ever
+    assert queue.shard.generation == moves  # or it would be tried again for ever
     assert queue.take(1, 3) == Split(-1, 0)
-    assert queue.shard.moves > moves
+    assert queue.shard.generation > moves
     assert queue.take(0, 2) == queue.take(1, 3) == Split(-1, 0)
 
 
@@ -129,9 +129,9 @@ def test_who_waits_for_the_end_of_a_pass_hears_that_the_next_one_has_begun(queue
     queue.take(0)
     queue.take(1)
     assert queue.waits(0, 0) == "1"
-    moves = queue.shard.moves
+    moves = queue.shard.generation
     assert queue.take(1, data_epoch=1) == Split(0, 0)
-    assert queue.shard.moves > moves  # who waits is asked again
+    assert queue.shard.generation > moves  # who waits is asked again
     assert queue.take(0, 0) == Split(-1, 0)
 
 

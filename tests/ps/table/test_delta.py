@@ -12,7 +12,7 @@ from embershard.proto.routing import Placement
 from embershard.ps.restore import Contents
 from embershard.ps.shard import Shard
 from embershard.ps.table import changes
-from embershard.ps.table.changes import Changes
+from embershard.ps.table.changes import ChangeTracker
 from embershard.ps.table.optimizers import OptimizerRegistry
 
 DIM = 16
@@ -185,7 +185,7 @@ def test_after_a_restore_all_rows_come():
 
 def test_versions_beyond_32_bits_are_not_told_apart():
     version = 5
-    watched = Changes(2, lambda: version)
+    watched = ChangeTracker(2, lambda: version)
     ids, rows = np.array([1, 2]), np.zeros((2, 2), np.float32)
     watched.watch(ids)
     watched.record(ids, rows, rows + 1)
