@@ -1,9 +1,12 @@
 """What all tests need."""
 
 import asyncio
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as make does; before torch is imported
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.transport.stream import StreamServer
 from embershard.worker.client.client import Client
 from embershard.worker.session.session import Session
+from harness import warm_start
 
 # A shell that runs the tests in the background has them, and every process they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -26,6 +30,18 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # An example that took long says how busy the machine is, not that a claim is false.
 settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
+
+warm_start.install()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test about starting starts interpreters; for others, the fixtures of modules included, processes start warm."""
+    warm_start.WarmPopen.cold = item.get_closest_marker("cold_start") is not None
+
+
+def pytest_sessionfinish() -> None:
+    """Nothing outlives the tests, however they end."""
+    warm_start.kill_all()
 
 
 @pytest.fixture(autouse=True)

@@ -46,6 +46,7 @@ from embershard.proto.spec import SGD, Constant, TableSpec
 from embershard.proto.transport.grpc import GrpcTransport
 from embershard.worker.client import connections as links
 from embershard.worker.client.client import Client
+from harness.processes import EMBERSHARD, run_command
 
 JOB = """\
 model: {name: fm}
@@ -60,6 +61,7 @@ embedding: {optimizer: {name: sgd, lr: 0.1}}
 train: {batch_size: 64, samples: 1_000_000_000}
 """
 LINES = b"label,a,b\n1,x,2\n0,y,3\n1,x,4\n"
+CUT_GZIP = gzip.compress(LINES, mtime=0)[:30]  # no time in it: it is part of a test's name
 MEETING = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "EMBERSHARD_DATA")
 
 Run = Callable[..., tuple[int, str]]
@@ -187,7 +189,7 @@ class TestOutput:
     def test_a_run_whose_output_nobody_reads_ends_and_says_so(self, run: Run, shards: LocalShards, tmp_path: Path):
         words = ["worker", "clicks.yaml", "--ps", shards.addresses[0], "--set", "prefix=unread/"]
         process = subprocess.Popen(
-            [sys.executable, "-m", "embershard.cli", *words],
+            [*EMBERSHARD, *words],
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -236,7 +238,11 @@ class TestDataFiles:
             ("text.csv", LINES + b"1,\xff,1\n", "text.csv:5: not UTF-8 text"),
             ("binary.csv", b"\x1b[2J\xff\xfe\x00\n", "binary.csv:1: not UTF-8 text"),
             ("control.csv", b"\x1b[2J,b\r,c\n1,2,3\n", "control.csv:1: no column 'label'"),
-            ("cut.csv.gz", gzip.compress(LINES)[:30], "cut.csv.gz: after 0 bytes of text: the gzip file is cut"),
+            (
+                "cut.csv.gz",
+                CUT_GZIP,
+                "cut.csv.gz: after 0 bytes of text: the gzip file is cut",
+            ),
             ("plain.csv.gz", LINES, "plain.csv.gz: it is named .gz but is not gzipped"),
         ],
     )
@@ -448,9 +454,7 @@ def test_more_workers_than_samples_are_refused(tmp_path: Path):
     (tmp_path / "train.csv").write_bytes(LINES[:16])  # one sample
     (tmp_path / "job.yaml").write_text(JOB)
     words = ["train", "job.yaml", "--output", "out", "--workers", "2", "--shards", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "embershard.cli", *words], cwd=tmp_path, capture_output=True, text=True, timeout=250
-    )
+    done = run_command(*words, cwd=tmp_path)
     assert done.returncode == 1
     assert "train.csv: 1 samples cannot be split over 2 workers; start fewer workers" in done.stderr
     assert "Traceback" not in done.stderr
@@ -463,9 +467,7 @@ def test_a_worker_without_a_batch_for_batch_norm_ends_the_others(tmp_path: Path,
     (tmp_path / "job.yaml").write_text(JOB.replace("{name: fm}", "{name: deepfm, batch_norm: true, hidden: [4]}"))
     words = ["train", "job.yaml", "--output", "out", "--workers", "2", "--set", f"strategy={strategy}"]
     words += ["--set", "train.steps=4"]  # it would look for a batch in one epoch after the other
-    done = subprocess.run(
-        [sys.executable, "-m", "embershard.cli", *words], cwd=tmp_path, capture_output=True, text=True, timeout=250
-    )
+    done = run_command(*words, cwd=tmp_path)
     assert done.returncode == 1
     assert "train.batch_size: epoch 1 has no batch of 2 samples or more for worker 1 of 2; use larger" in done.stderr
     assert "Traceback" not in done.stderr

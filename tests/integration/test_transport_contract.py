@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -64,6 +63,7 @@ from embershard.proto.transport.addresses import transport_for
 from embershard.proto.transport.local import LocalTransport
 from embershard.proto.transport.transport import Transport, Unreachable
 from embershard.worker.client.client import Client
+from harness.processes import EMBERSHARD
 
 pytestmark = pytest.mark.integration
 
@@ -100,7 +100,7 @@ class Served:
 
 @contextmanager
 def serving(listen: str = "127.0.0.1:0", rpc: str = "127.0.0.1:0") -> Iterator[Served]:
-    command = [sys.executable, "-m", "embershard.cli", "ps", "--shard", "0", "--of", "1"]
+    command = [*EMBERSHARD, "ps", "--shard", "0", "--of", "1"]
     popen = subprocess.Popen(
         [*command, "--listen", listen, "--rpc", rpc],
         stdout=subprocess.PIPE,
