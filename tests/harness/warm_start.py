@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 TESTS = Path(__file__).resolve().parents[1]
-MODULES = ("embershard.cli", "embershard.worker.training.loader")
+MODULES = ("embershard.cli", "embershard.worker.training.loader", "embershard.benchmark.child")
 WITH_CHILDREN = frozenset({"train", "up", "worker", "compare", "bench"})  # commands that start processes themselves
 # what a shard, a worker and the commands around them import, but for pyarrow, which starts a thread
 IMPORTS = (

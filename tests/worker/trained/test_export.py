@@ -40,6 +40,7 @@ from embershard.worker.trained.onnx import dense_part, export_onnx
 from embershard.worker.trained.quantise import int8_tensors, load_int8, quantise
 from embershard.worker.trained.reading import NotTrained, OnlyInWorkers, ReadOnlySession, trained
 from embershard.worker.training.trainer import Trainer
+from harness.job import make_job
 
 F, PER_FIELD, D = 3, 20, 2
 IDS = F * PER_FIELD
@@ -55,13 +56,10 @@ def dataset(num_ids: int | None = IDS) -> RowsDataset:
 
 
 def job(name: str = "deepfm", **model: object) -> Job:
-    return Job.model_validate(
-        {
-            "model": {"name": name, **({"hidden": [16, 8]} if name == "deepfm" else {}), **model},
-            "data": {"reader": "ctr_csv", "train": "t.csv"},
-            "embedding": {"dim": 4, "optimizer": {"name": "adagrad", "lr": 0.1}},
-            "train": {"batch_size": 50, "epochs": 1, "linear": "torch"},
-        }
+    return make_job(
+        model={"name": name, **({"hidden": [16, 8]} if name == "deepfm" else {}), **model},
+        embedding={"dim": 4, "optimizer": {"name": "adagrad", "lr": 0.1}},
+        train={"epochs": 1, "linear": "torch"},
     )
 
 
