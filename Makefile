@@ -15,7 +15,7 @@ GPU_PYTHON_VERSION ?= 3.12
 GPU_PLATFORMS ?= $(foreach name,_2_28 _2_27 _2_17 2014 1,manylinux$(name)_x86_64)
 GPU_HAS ?= torch numpy
 
-.PHONY: help setup demo test test-pythons unit fuzz lint proto build clean peers-env \
+.PHONY: help setup demo test test-pythons unit integration test-long fuzz lint proto build clean peers-env \
         bar-ncf bar-ctr bar-modes bar-equal bar-sync bar-wrap bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-cache \
         bench-loader bar-snapshot bench-moment bench-startup bench-wire bar-scale bar-link bar-leak bar-workers bench-cluster bar-peers \
         bar-codecs bar-codec-quality bar-conservation bar-bandwidth bench-ages bar-way coverage gpu gpu-wheels gpu-rehearsal
@@ -38,8 +38,13 @@ $(VENV)/.outside: $(VENV)/.ready
 demo: setup  ## two shards and two workers train DLRM on a click stream
 	$(BIN)/embershard train examples/demo.yaml
 
-test: setup lint unit  ## everything that CI runs
-	$(BIN)/python -m pytest -m integration
+test: setup  ## everything that CI runs, and the seconds that each part took
+	@for part in lint unit integration; do \
+		start=$$(date +%s); \
+		$(MAKE) --no-print-directory $$part || exit; \
+		times="$$times$$part $$(($$(date +%s) - start)) s, "; \
+	done; \
+	echo "$${times%, }"
 
 test-pythons:  ## make test with each of PYTHONS (3.11 to 3.13) that is installed, in .venv-<version>
 	@for python in $(PYTHONS); do \
@@ -48,7 +53,13 @@ test-pythons:  ## make test with each of PYTHONS (3.11 to 3.13) that is installe
 	done
 
 unit: setup  ## the tests that start no processes
-	$(BIN)/python -m pytest -m 'not integration' -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m 'not integration and not long' -n 2 --dist loadfile
+
+integration: setup  ## the tests that start processes
+	$(BIN)/python -m pytest -m 'integration and not long' -n 2 --dist loadfile $$(grep -rl mark.integration tests --include='test_*.py')
+
+test-long: setup  ## the tests that take minutes each
+	$(BIN)/python -m pytest -m long
 
 fuzz: setup  ## a million hostile frames and payloads for their readers (a quarter of an hour)
 	EMBERSHARD_FUZZ_FRAMES=1000000 $(BIN)/python -m pytest tests/fuzz --timeout 3600

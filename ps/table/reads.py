@@ -13,7 +13,7 @@ from embershard.proto.arrays import Bytes, Floats, Ids
 from embershard.proto.codec.payload import encode_elements
 from embershard.proto.codec.values.registry import BUILTIN, ValuesCodec
 from embershard.proto.errors import MessageTooLarge
-from embershard.proto.messages import DELTA, Bytes, Floats, Ids
+from embershard.proto.messages import DELTA
 from embershard.ps.table.changes import ChangeTracker
 from embershard.ps.table.table import Table
 

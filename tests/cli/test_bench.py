@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import time
 import uuid
 from pathlib import Path
 
@@ -23,6 +21,8 @@ from embershard.benchmark.settings import Lap, Order, PullPush
 from embershard.benchmark.sweep import Axis, Sweep, plan
 from embershard.cli import app as cli
 from embershard.cli import bench
+from harness.eventually import eventually
+from harness.processes import EMBERSHARD
 
 SMALL = ("--transport", "local", "--rows", "1000", "--dim", "4", "--warmup", "1", "--steps", "3", "--rounds", "2")
 
@@ -147,13 +147,13 @@ def test_a_worker_that_cannot_go_on_ends_the_bench_with_its_last_lines():
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_no_process_is_left_behind(number: int, code: int):
     mark = uuid.uuid4().hex
-    command = [sys.executable, "-m", "embershard.cli", "bench", "ps", "--workers", "2", "--steps", "1000000"]
+    command = [*EMBERSHARD, "bench", "ps", "--workers", "2", "--steps", "1000000"]
     started = subprocess.Popen(command, env={**os.environ, "BENCH_MARK": mark}, stderr=subprocess.DEVNULL)
     try:
-        wait_for(lambda: len(family(mark)) >= 5, 250)  # the command, two shards, two workers
+        assert eventually(lambda: len(family(mark)) >= 5)  # the command, two shards, two workers
         started.send_signal(number)
         assert started.wait(250) == code
-        wait_for(lambda: not family(mark), 250)
+        assert eventually(lambda: not family(mark))
     finally:
         for process in family(mark):
             process.kill()
@@ -169,10 +169,3 @@ def family(mark: str) -> list[psutil.Process]:
         except psutil.Error:
             pass
     return found
-
-
-def wait_for(condition, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.1)

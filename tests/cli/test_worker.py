@@ -17,16 +17,11 @@ from embershard.cli.worker import WorkerRanks, _check_mode, _has_own_gpu
 from embershard.proto.errors import JobError
 from embershard.proto.messages import Compress, TableCodecs
 from embershard.worker.job.job import Job
+from harness.job import make_job
 
 
 def job(**fields: object) -> Job:
-    values: dict[str, object] = {
-        "model": {"name": "lr"},
-        "data": {"reader": "clicks"},
-        "embedding": {"optimizer": {"name": "sgd", "lr": 1.0}},
-        "train": {"batch_size": 8, "samples": 80},
-    }
-    return Job.model_validate({**values, **fields})
+    return make_job(**{"data": {"reader": "clicks"}, "train": {"batch_size": 8, "samples": 80}, **fields})
 
 
 def place(workers: int) -> WorkerRanks:

@@ -6,8 +6,7 @@ import os
 import signal
 import socket
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from embershard.proto import spec
 from embershard.proto.errors import ShardFailed
 from embershard.proto.messages import METHODS, SERVICE, Declare, Declared, Greeting, Hello, Reply, Request
 from embershard.proto.protobuf import dumps, loads
+from harness.eventually import eventually
 
 pytestmark = pytest.mark.integration
 SOON = RestartPolicy(first_pause=timedelta(seconds=0.01), max_quick_deaths=3)
@@ -29,15 +29,6 @@ def ask(address: str, request: Request) -> Reply:
     with grpc.insecure_channel(address) as channel:
         data = channel.unary_unary(f"/{SERVICE}/{name}")(dumps(request), timeout=250, wait_for_ready=True)
         return loads(reply, data)
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 250
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def alive(pids: Sequence[int]) -> list[int]:

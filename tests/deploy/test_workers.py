@@ -9,6 +9,7 @@ import pytest
 
 from embershard.deploy import workers
 from embershard.deploy.workers import LocalWorkers, WorkerFailed
+from harness.raises import raises
 
 pytestmark = pytest.mark.integration
 
@@ -62,7 +63,7 @@ def test_elastic_training_goes_on_without_a_worker_that_a_signal_ended(tmp_path:
 
 
 def test_other_training_ends_with_the_first_worker_that_is_lost(tmp_path: Path) -> None:
-    with Scripts(tmp_path, WORK, KILL) as running, pytest.raises(WorkerFailed, match=r"worker 1 ended \(SIGKILL\)"):
+    with Scripts(tmp_path, WORK, KILL) as running, raises(WorkerFailed, worker=1, how="SIGKILL"):
         running.wait()
 
 
@@ -70,7 +71,7 @@ def test_an_error_of_a_workers_own_ends_all(tmp_path: Path) -> None:
     error = "print('it broke', file=sys.stderr); sys.exit(1)"
     with (
         Scripts(tmp_path, "time.sleep(60)", error, elastic=True) as running,
-        pytest.raises(WorkerFailed, match=r"worker 1 ended \(exit code 1\); its last lines .*\nit broke"),
+        raises(WorkerFailed, worker=1, how="exit code 1", lines="it broke"),
     ):
         running.wait()
     assert all(not Path(f"/proc/{pid}").exists() for pid in running.pids)
@@ -79,12 +80,12 @@ def test_an_error_of_a_workers_own_ends_all(tmp_path: Path) -> None:
 def test_whom_the_others_lost_is_named_also_where_it_ends_after_them(tmp_path: Path) -> None:
     lost = "print('worker 0 of 2 lost another worker: gone', file=sys.stderr); sys.exit(1)"
     error = "await_starts(0, 1); time.sleep(0.5); print('it broke', file=sys.stderr); sys.exit(1)"
-    with Scripts(tmp_path, lost, error) as running, pytest.raises(WorkerFailed, match=r"(?s)worker 1 .*it broke"):
+    with Scripts(tmp_path, lost, error) as running, raises(WorkerFailed, worker=1, lines="it broke"):
         running.wait()
 
 
 def test_it_fails_when_nobody_is_left(tmp_path: Path) -> None:
-    with Scripts(tmp_path, KILL, KILL, elastic=True) as running, pytest.raises(WorkerFailed, match="SIGKILL"):
+    with Scripts(tmp_path, KILL, KILL, elastic=True) as running, raises(WorkerFailed, how="SIGKILL"):
         running.wait()
     assert len(running.lost) == 2
 

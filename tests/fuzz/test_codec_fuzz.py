@@ -18,7 +18,7 @@ from embershard.proto.codec.payload import MAX_AGE, decode, decode_elements, enc
 from embershard.proto.codec.values.registry import BUILTIN
 from embershard.proto.errors import DamagedPayload
 
-CASES = int(os.environ.get("EMBERSHARD_FUZZ_FRAMES", "10000"))
+CASES = int(os.environ.get("EMBERSHARD_FUZZ_FRAMES", "3000"))
 VALUES = list(BUILTIN.values())
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-COMMAND = (sys.executable, "-m", "embershard.cli")
+from harness.processes import EMBERSHARD
 
 
 @pytest.fixture
@@ -22,7 +21,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     def begin(text: str, *words: str, command: str = "train") -> subprocess.Popen[str]:
         job = tmp_path / "job.yaml"
         job.write_text(text)
-        line = [*COMMAND, command, str(job), "--output", str(tmp_path / "out"), *words]
+        line = [*EMBERSHARD, command, str(job), "--output", str(tmp_path / "out"), *words]
         environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
         process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
         started.append(process)

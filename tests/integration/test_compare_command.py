@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,10 +12,11 @@ import psutil
 import pytest
 
 from embershard.compare.results import read_results
+from harness.eventually import PATIENCE, eventually
+from harness.processes import EMBERSHARD
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
-PATIENCE = 250.0  # seconds, on a machine that does much else
 JOB = """\
 model: {name: dlrm, bottom: [8], hidden: [8]}
 data: {reader: clicks, eval_samples: 1000, loader_processes: 0}
@@ -37,17 +36,10 @@ def family(mark: str) -> list[psutil.Process]:
     return found
 
 
-def wait_for(condition) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.1)
-
-
 @pytest.fixture
 def words(tmp_path: Path) -> Iterator[list[str]]:
     (tmp_path / "job.yaml").write_text(JOB)
-    command = [sys.executable, "-m", "embershard.cli", "compare", str(tmp_path / "job.yaml"), "--seeds", "2"]
+    command = [*EMBERSHARD, "compare", str(tmp_path / "job.yaml"), "--seeds", "2"]
     yield [*command, "--output", str(tmp_path / "out")]
     for process in family(str(tmp_path)):
         process.kill()
@@ -62,11 +54,11 @@ def test_a_killed_comparison_goes_on_where_it_was(words: list[str], tmp_path: Pa
     words += ["--arms", "none,fp16s"]
     killed = subprocess.Popen(words, stdout=subprocess.DEVNULL)
     try:
-        wait_for(lambda: lines(tmp_path) and len(family(str(tmp_path))) > 1)
+        assert eventually(lambda: lines(tmp_path) and len(family(str(tmp_path))) > 1)
     finally:
         killed.kill()
         killed.wait()
-    wait_for(lambda: not family(str(tmp_path)))  # its run, shards and workers end with it
+    assert eventually(lambda: not family(str(tmp_path)))  # its run, shards and workers end with it
     there = len(lines(tmp_path))
     done = subprocess.run(words, capture_output=True, text=True, timeout=2 * PATIENCE, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -91,7 +83,7 @@ def test_ctrl_c_ends_everything_and_says_how_to_go_on(words: list[str], tmp_path
     words += ["--arms", "strategy=ps,local", "--set", "train.samples=1_000_000_000"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     log = tmp_path / "out" / "runs" / "quality-strategy_ps-seed0-unlimited" / "log.jsonl"
-    wait_for(log.exists)
+    assert eventually(log.exists)
     process.send_signal(signal.SIGINT)
     text, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, text

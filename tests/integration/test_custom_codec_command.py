@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from harness.processes import run_command
 
 pytestmark = pytest.mark.integration
 
@@ -34,8 +35,7 @@ def half(rows, key):
 def train(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     (folder / "job.yaml").write_text(JOB)
     (folder / "mine.py").write_text(MODULE)
-    command = [sys.executable, "-m", "embershard.cli", "train", "job.yaml", "--output", "out", "--shards", "1", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)
+    return run_command("train", "job.yaml", "--output", "out", "--shards", "1", *words, cwd=folder)
 
 
 def test_a_module_named_once_reaches_shards_and_workers(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ import contextlib
 import json
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +13,8 @@ import pytest
 
 from embershard.deploy.supervisor import LocalShards
 from embershard.worker.client.client import Client
+from harness.eventually import PATIENCE, eventually
+from harness.processes import EMBERSHARD, run_command
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -24,20 +24,11 @@ data: {reader: clicks, eval_samples: 3000, loader_processes: 0}
 embedding: {dim: 4, optimizer: {name: adagrad, lr: 0.05}}
 train: {batch_size: 256, samples: 5_000}
 """
-COMMAND = (sys.executable, "-m", "embershard.cli")
-PATIENCE = 250.0  # seconds, on a machine that does much else
-
-
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=PATIENCE)
 
 
 def await_clock(addresses: Sequence[str], clock: int) -> None:
     with contextlib.closing(Client.connect(addresses)) as client:
-        end = time.monotonic() + PATIENCE
-        while client.status()[0].clock < clock:
-            assert time.monotonic() < end, "nobody trains"
-            time.sleep(0.1)
+        assert eventually(lambda: client.status()[0].clock >= clock), "nobody trains"
 
 
 @pytest.fixture
@@ -50,14 +41,14 @@ def job(tmp_path: Path) -> Path:
 def test_it_scores_what_a_run_has_left_on_the_shards_and_creates_nothing(job: Path, tmp_path: Path) -> None:
     with LocalShards(2) as shards:
         ps = ",".join(shards.addresses)
-        early = run("evaluate", str(job), "--ps", ps)
+        early = run_command("evaluate", str(job), "--ps", ps)
         assert early.returncode == 1
         assert "no table 'embedding" in early.stderr
         with contextlib.closing(Client.connect(shards.addresses)) as client:
             assert not any(status.tables for status in client.status())
-        trained = run("train", str(job), "--ps", ps, "--output", str(tmp_path / "out"))
+        trained = run_command("train", str(job), "--ps", ps, "--output", str(tmp_path / "out"))
         assert trained.returncode == 0, trained.stderr
-        found = run("evaluate", str(job), "--ps", ps)
+        found = run_command("evaluate", str(job), "--ps", ps)
         assert found.returncode == 0, found.stderr
     records = [json.loads(line) for line in (tmp_path / "out/log.jsonl").read_text().splitlines()]
     result = next(record for record in records if record["record"] == "result")
@@ -70,13 +61,13 @@ def test_workers_train_on_while_it_scores(job: Path, tmp_path: Path) -> None:
     forever = [str(job), "--output", str(tmp_path / "out"), "--set", "train.samples=1_000_000_000"]
     with LocalShards(1) as shards, (tmp_path / "said").open("w") as said:
         ps = ["--ps", shards.addresses[0]]
-        words = [*COMMAND, "train", *forever, *ps, "--set", "train.staleness=0", "--workers", "2"]
+        words = [*EMBERSHARD, "train", *forever, *ps, "--set", "train.staleness=0", "--workers", "2"]
         trainer = subprocess.Popen(words, stdout=said, stderr=said)
         evaluator = None
         try:
             await_clock(shards.addresses, 3)
             evaluator = subprocess.Popen(
-                [*COMMAND, "evaluate", str(job), *ps, "--every", "0.1"], stdout=subprocess.PIPE, text=True
+                [*EMBERSHARD, "evaluate", str(job), *ps, "--every", "0.1"], stdout=subprocess.PIPE, text=True
             )
             assert evaluator.stdout is not None
             first, *_ = scores = [json.loads(evaluator.stdout.readline())]

@@ -17,7 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+from harness.eventually import PATIENCE, eventually
+from harness.processes import EMBERSHARD, words
+
+pytestmark = [pytest.mark.integration, pytest.mark.cold_start, pytest.mark.timeout(600)]
 
 JOB = """\
 model: {name: lr}
@@ -41,7 +44,6 @@ main()
 """
 
 Start = Callable[..., "Terminal"]
-PATIENCE = 250.0  # seconds, on a machine that does much else
 
 
 class Terminal:
@@ -57,8 +59,6 @@ class Terminal:
             text=True,
             env={**os.environ, MARK: self._mark},
             start_new_session=True,
-            # as from a terminal, even where the tests run in the background
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def interrupt(self, *, group: bool = True) -> None:
@@ -90,7 +90,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started: list[Terminal] = []
 
     def begin(*words: str, program: str = "") -> Terminal:
-        what = ["-c", program] if program else ["-m", "embershard.cli", *words]
+        what = ["-c", program] if program else [*EMBERSHARD[1:], *words]
         started.append(Terminal([sys.executable, *what], tmp_path))
         return started[-1]
 
@@ -105,15 +105,6 @@ def test_ctrl_c_during_the_imports_shows_no_traceback(start: Start):
     assert start(program=DURING_IMPORTS).end() == (130, "")
 
 
-def eventually(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
-
-
 def started(terminal: Terminal, count: int) -> list[psutil.Process]:
     """So many processes that a command started, once they are there."""
     found: list[psutil.Process] = []
@@ -126,13 +117,6 @@ def started(terminal: Terminal, count: int) -> list[psutil.Process]:
 
     assert eventually(all_there)
     return found
-
-
-def words(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:  # it has ended meanwhile
-        return []
 
 
 @pytest.mark.parametrize(

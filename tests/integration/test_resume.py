@@ -7,7 +7,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -25,6 +24,8 @@ from embershard.worker.checkpoint.snapshots import read_manifest, read_table
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.job.load import load_job
 from embershard.worker.training.trainer import Trainer
+from harness.eventually import eventually
+from harness.processes import EMBERSHARD
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -38,7 +39,6 @@ checkpoint: {folder: checkpoints, every: 20}
 workers: 1
 shards: 1
 """
-COMMAND = (sys.executable, "-m", "embershard.cli", "train", "job.yaml")
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -51,7 +51,7 @@ def start() -> Iterator[Start]:
         folder.mkdir(exist_ok=True)
         (folder / "job.yaml").write_text(job)
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        line = [*COMMAND, "--output", "out", *words]
+        line = [*EMBERSHARD, "train", "job.yaml", "--output", "out", *words]
         process = subprocess.Popen(
             line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
         )
@@ -79,11 +79,8 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def kill_after(process: subprocess.Popen[str], checkpoint: Path) -> None:
-    deadline = time.monotonic() + 250
-    while not (checkpoint / "checkpoint.json").exists():
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.01)
+    assert eventually(lambda: (checkpoint / "checkpoint.json").exists() or process.poll() is not None)
+    assert process.poll() is None, process.communicate()[0]
     kill_all(process)
 
 

@@ -7,9 +7,7 @@ import os
 import signal
 import socket
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,13 +39,13 @@ from embershard.proto.messages import (
 )
 from embershard.proto.protobuf import dumps, loads
 from embershard.proto.routing import Placement, make_route
+from harness.eventually import PATIENCE, eventually
+from harness.processes import EMBERSHARD, run_command
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
-EMBERSHARD = (sys.executable, "-m", "embershard.cli")
 TABLE = spec.TableSpec(name="items", dim=4, optimizer=spec.SGD(lr=1.0), initializer=spec.Constant(value=0.0))
 SLOW = spec.TableSpec(name="items", dim=4, optimizer=spec.Custom(function="slow_rows:step", lr=1.0))
-PATIENCE = 250.0  # seconds, on a machine that does much else
 # about 0.1 s for a row on any machine of today, without the GIL
 SLOW_ROWS = """
 from embershard.ps.table.optimizers import row_optimizer
@@ -71,8 +69,6 @@ class Command:
             stderr=subprocess.PIPE,
             text=True,
             cwd=cwd,
-            # as from a terminal, even where the tests run in the background
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def line(self) -> str:
@@ -161,15 +157,6 @@ def status_of_shard(peer: Peer) -> ShardStatus:
     return status
 
 
-def eventually(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + PATIENCE
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
-
-
 def children_of(pid: int) -> list[int]:
     """Shards that name `pid` as their parent, whoever is their parent now."""
     found = []
@@ -207,6 +194,7 @@ def test_two_shards_hold_a_table_together():
             assert rows.tables[0].tolist() == [-1.0] * 4 * len(ids)
 
 
+@pytest.mark.cold_start
 def test_a_served_shard_is_healthy_and_loads_no_torch():
     with shard() as (running, peer):
         checked = health_pb2_grpc.HealthStub(peer.channel).Check(
@@ -328,6 +316,7 @@ def start_up(running: Command, shards: int) -> tuple[list[str], list[int]]:
     return [words[4] for words in lines], [int(words[6].rstrip(")")) for words in lines]
 
 
+@pytest.mark.cold_start
 def test_up_restarts_and_reports_a_dead_shard_and_ends_with_ctrl_c():
     with command("up", "--shards", "2", "--base-port", "0") as running:
         addresses, pids = start_up(running, 2)
@@ -354,6 +343,7 @@ def test_shards_end_with_a_supervisor_that_was_killed():
         assert eventually(lambda: not children_of(running.popen.pid))
 
 
+@pytest.mark.cold_start
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_ctrl_c_while_starting_leaves_nothing_behind(count: int):
     with command("up", "--shards", "2", "--base-port", "0") as running:
@@ -398,13 +388,8 @@ def test_status_shows_shards_and_what_is_down():
 
 
 def status_of(peer: Peer, *options: str, also: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*EMBERSHARD, "status", ",".join(filter(None, (peer.address, also))), *options],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env={**os.environ, "COLUMNS": "120"},
-    )
+    addresses = ",".join(filter(None, (peer.address, also)))
+    return run_command("status", addresses, *options, env={**os.environ, "COLUMNS": "120"})
 
 
 def test_status_watch_prints_an_object_a_line_as_json():

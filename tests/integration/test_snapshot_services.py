@@ -24,6 +24,7 @@ from embershard.proto.errors import EmbershardError, ShardRestarted, ShardUnavai
 from embershard.proto.routing import make_route
 from embershard.worker.checkpoint.snapshots import list_snapshots, read_manifest, restore_snapshot, take_snapshot
 from embershard.worker.client.client import Client
+from harness.processes import EMBERSHARD, run_command
 
 pytestmark = pytest.mark.integration
 
@@ -32,16 +33,10 @@ IDS = np.arange(200_000)  # 27 MB
 TIMEOUT = timedelta(seconds=100)
 
 
-def embershard(*arguments: str) -> tuple[int, str]:
+def run(*arguments: str) -> tuple[int, str]:
     """Exit code, and all output."""
-    done = subprocess.run(
-        [sys.executable, "-m", "embershard.cli", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=250,
-    )
-    return done.returncode, done.stdout
+    done = run_command(*arguments)
+    return done.returncode, done.stdout + done.stderr
 
 
 def push(client: Client, ids: np.ndarray = IDS, value: float = 1.0) -> None:
@@ -103,22 +98,22 @@ def test_the_commands_take_show_and_restore_a_snapshot_while_a_worker_pushes(
 ):
     addresses, folder = ",".join(shards.addresses), str(tmp_path / "snaps")
     with pushing(shards):
-        code, said = embershard("snapshot", addresses, folder, "--name", "one")
+        code, said = run("snapshot", addresses, folder, "--name", "one")
         assert (code, said.startswith(f"{folder}/one: 200,000 rows")) == (0, True), said
         by_grpc = ",".join(f"grpc://{address}" for address in shards.addresses)
-        code, said = embershard("snapshot", by_grpc, folder, "--name", "two", "--keep", "1")
+        code, said = run("snapshot", by_grpc, folder, "--name", "two", "--keep", "1")
         assert code == 0, said
-    code, said = embershard("inspect", folder, "--verify")
+    code, said = run("inspect", folder, "--verify")
     assert code == 0, said
     assert "snapshots: two\n" in said
     assert "items adagrad    16    16 200,000" in said
     with LocalShards(1) as others:
         where = ",".join(others.addresses)
-        code, said = embershard("restore", folder, where)
+        code, said = run("restore", folder, where)
         assert (code, "two: 200,000 rows of 1 tables, from 2 shards onto 1" in said) == (0, True), said
         with client_of(others) as other:
             assert np.array_equal(rows(other)[1::50], rows(client)[1::50])  # those that nobody pushed since
-        code, said = embershard("restore", folder, where)
+        code, said = run("restore", folder, where)
         assert code == 1
         assert "holds tables already (items)" in said
 
@@ -128,7 +123,7 @@ def test_the_killed_coordinator_leaves_the_snapshot_before_and_shards_that_take_
 ):
     folder = str(tmp_path)
     take_snapshot(client, folder, "before")
-    command = [sys.executable, "-m", "embershard.cli", "snapshot", ",".join(shards.addresses), folder, "--name", "x"]
+    command = [*EMBERSHARD, "snapshot", ",".join(shards.addresses), folder, "--name", "x"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as coordinator:
         while not list(tmp_path.glob("x/shard-*/*")):  # it has begun
             time.sleep(0.001)
@@ -191,7 +186,7 @@ def test_a_full_file_system_is_named(client: Client, tmp_path: Path):
 
 @pytest.mark.parametrize("folder", ["/proc/snapshots", "/dev/null/snapshots"])
 def test_a_folder_that_cannot_be_written_is_named(folder: str, shards: LocalShards):
-    code, said = embershard("snapshot", ",".join(shards.addresses), folder)
+    code, said = run("snapshot", ",".join(shards.addresses), folder)
     assert code == 1
     assert f"cannot write {folder}" in said
     assert "Traceback" not in said

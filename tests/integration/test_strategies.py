@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 import embershard as es
@@ -20,13 +19,15 @@ from embershard.deploy.supervisor import LocalShards
 from embershard.proto.errors import WorkerLost
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.shuffle import permutation
+from harness.eventually import PATIENCE
+from harness.processes import EMBERSHARD, descendants
 
 sys.path.insert(0, str(Path(__file__).parent))
 from strategy_peer import DATA_SEED, SAMPLES, job, train
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
-PATIENCE = 250.0  # seconds, on a machine that does much else
+Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
@@ -111,24 +112,6 @@ shards: 2
 """
 
 
-@pytest.fixture
-def train_command(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    (tmp_path / "job.yaml").write_text(JOB)
-    started: list[subprocess.Popen[str]] = []
-
-    def begin(*words: str) -> subprocess.Popen[str]:
-        line = [sys.executable, "-m", "embershard.cli", "train", str(tmp_path / "job.yaml"), *words]
-        line += ["--output", str(tmp_path / "out")]
-        process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        started.append(process)
-        return process
-
-    yield begin
-    for process in started:
-        process.kill()
-        process.wait()
-
-
 @pytest.mark.parametrize(
     ("sets", "want"),
     [
@@ -139,30 +122,28 @@ def train_command(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str
     ],
     ids=str,
 )
-def test_one_job_trains_in_every_strategy(
-    train_command: Callable[..., subprocess.Popen[str]], sets: list[str], want: str
-) -> None:
-    process = train_command(*(word for assignment in sets for word in ("--set", assignment)))
+def test_one_job_trains_in_every_strategy(start: Start, sets: list[str], want: str) -> None:
+    process = start(JOB, *(word for assignment in sets for word in ("--set", assignment)))
     text, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, text
     assert want in text
     assert "valid AUC" in text
 
 
-def test_shards_are_refused_where_a_strategy_has_none(train_command: Callable[..., subprocess.Popen[str]]) -> None:
-    process = train_command("--set", "strategy=ddp", "--ps", "127.0.0.1:7700")
+def test_shards_are_refused_where_a_strategy_has_none(start: Start) -> None:
+    process = start(JOB, "--set", "strategy=ddp", "--ps", "127.0.0.1:7700")
     text, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2
     assert "strategy ddp has no shards: --ps" in " ".join(text.split())
 
 
-def test_a_lost_worker_ends_the_others_of_ddp(train_command: Callable[..., subprocess.Popen[str]]) -> None:
-    process = train_command("--set", "strategy=ddp", "--set", "train.samples=1_000_000_000")
+def test_a_lost_worker_ends_the_others_of_ddp(start: Start) -> None:
+    process = start(JOB, "--set", "strategy=ddp", "--set", "train.samples=1_000_000_000")
     assert process.stdout is not None
     for line in process.stdout:
         if "samples/s" in line:
             break
-    victim = psutil.Process(process.pid).children()[1]
+    victim = descendants(process.pid)[1]
     number = victim.environ()["RANK"]
     victim.kill()
     text, _ = process.communicate(timeout=PATIENCE)
@@ -173,7 +154,7 @@ def test_a_lost_worker_ends_the_others_of_ddp(train_command: Callable[..., subpr
 def test_a_worker_of_ddp_says_by_itself_that_it_lost_another(tmp_path: Path) -> None:
     # a supervisor would end it, perhaps before it has said so
     (tmp_path / "job.yaml").write_text(JOB)
-    command = [sys.executable, "-m", "embershard.cli", "worker", str(tmp_path / "job.yaml"), "--set", "strategy=ddp"]
+    command = [*EMBERSHARD, "worker", str(tmp_path / "job.yaml"), "--set", "strategy=ddp"]
     command += ["--set", "train.samples=1_000_000_000"]
     with meeting_of_two() as meeting:
         first, second = workers = [

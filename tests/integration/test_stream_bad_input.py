@@ -7,10 +7,9 @@ import resource
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from zlib import crc32
@@ -29,6 +28,8 @@ from embershard.proto.spec import SGD, Constant, TableSpec
 from embershard.proto.transport.stream import StreamTransport
 from embershard.proto.wire import Feature
 from embershard.worker.client.client import Client
+from harness.eventually import eventually
+from harness.processes import EMBERSHARD
 
 pytestmark = pytest.mark.integration
 
@@ -41,12 +42,12 @@ class Served:
     """A shard's process, and a client that others must not hold up."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "embershard.cli", "ps", "--shard", "0", "--of", "1", "--listen", "127.0.0.1:0"]
+        command = [*EMBERSHARD, "ps", "--shard", "0", "--of", "1", "--listen", "127.0.0.1:0"]
         self.popen = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         assert self.popen.stdout is not None
         self.address: str = json.loads(self.popen.stdout.readline())["address"]
         self.process = psutil.Process(self.popen.pid)
-        self.client = Client([StreamTransport(self.address)], timeout=timedelta(seconds=20))
+        self.client = Client([StreamTransport(self.address)], timeout=timedelta(seconds=100))
         self.client.declare(TABLE)
         self.route = make_route(np.arange(10), TABLE.space_key, self.client.placement)
         self.pushed = 0
@@ -99,15 +100,6 @@ def peers() -> Iterator[list[socket.socket]]:
     yield found
     for sock in found:
         sock.close()
-
-
-def eventually(claim: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 20
-    while not claim():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def begun(bulk_bytes: int) -> bytes:

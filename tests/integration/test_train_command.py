@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,8 @@ import psutil
 import pytest
 
 from embershard.deploy.supervisor import LocalShards
+from harness.eventually import PATIENCE
+from harness.processes import EMBERSHARD, all_end, descendants
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -28,8 +29,6 @@ workers: 2
 """
 FOREVER = JOB.replace("10_000", "10_000_000_000").replace("evaluate: {every: 5000}\n", "")
 ALONE = ("--workers", "1", "--shards", "1")  # where it makes no difference: starting costs seconds
-COMMAND = (sys.executable, "-m", "embershard.cli")
-PATIENCE = 250.0  # seconds, on a machine that does much else
 
 
 def children(process: subprocess.Popen[str], word: str) -> list[psutil.Process]:
@@ -45,25 +44,8 @@ def until_training(process: subprocess.Popen[str]) -> None:
     raise AssertionError("it ended before it trained")
 
 
-def all_gone(processes: list[psutil.Process]) -> bool:
-    """Soon: a loader ends when it sees that its worker has."""
-    end = time.monotonic() + PATIENCE
-    while any(map(lives, processes)):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def family(process: subprocess.Popen[str], size: int = 4) -> list[psutil.Process]:
-    found = psutil.Process(process.pid).children(recursive=True)
+    found = descendants(process.pid)
     assert len(found) == size  # shards and workers
     return found
 
@@ -107,7 +89,7 @@ def test_an_interrupt_ends_everything(
     text, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == code, text
     assert "Traceback" not in text
-    assert all_gone(everyone)
+    assert all_end(everyone)
 
 
 def test_nothing_outlives_a_killed_command(start: Callable[..., subprocess.Popen[str]]) -> None:
@@ -115,7 +97,7 @@ def test_nothing_outlives_a_killed_command(start: Callable[..., subprocess.Popen
     until_training(process)
     everyone = family(process, 3)
     process.kill()
-    assert all_gone(everyone)
+    assert all_end(everyone)
 
 
 def test_a_loader_that_dies_ends_the_job_and_is_named(start: Callable[..., subprocess.Popen[str]]) -> None:
@@ -128,7 +110,7 @@ def test_a_loader_that_dies_ends_the_job_and_is_named(start: Callable[..., subpr
     assert process.returncode == 1
     assert f"the data loader of worker 0 (process {loader.pid}) was ended by SIGKILL" in text
     assert "Traceback" not in text
-    assert all_gone(everyone)
+    assert all_end(everyone)
 
 
 def test_a_profile_says_where_the_time_of_a_step_goes(
@@ -159,7 +141,7 @@ def test_a_worker_that_dies_ends_a_job_that_all_reduces_and_is_named(
     text, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert f"error: worker {number} ended (SIGKILL)" in text
-    assert all_gone(everyone)
+    assert all_end(everyone)
 
 
 def test_a_worker_with_an_error_is_heard(start: Callable[..., subprocess.Popen[str]]) -> None:
@@ -180,10 +162,9 @@ def test_running_shards_are_used_and_left_running(start: Callable[..., subproces
         assert shards.failure is None
         # torchrun gives each worker its place; --no-python runs the command as it is
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        torchrun += ["--no-python", *COMMAND, "worker", str(tmp_path / "job.yaml"), "--ps", ",".join(shards.addresses)]
-        done = subprocess.run(
-            [*torchrun, "--set", "prefix=second/"], capture_output=True, text=True, timeout=PATIENCE, check=False
-        )
+        torchrun += ["--no-python", *EMBERSHARD, "worker", str(tmp_path / "job.yaml"), "--set", "prefix=second/"]
+        torchrun += ["--ps", ",".join(shards.addresses)]
+        done = subprocess.run(torchrun, capture_output=True, text=True, timeout=PATIENCE, check=False)
         assert done.returncode == 0, done.stderr
         assert "2 workers on cpu, 2 shards" in done.stdout
         assert "table second/embedding" in done.stdout

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import signal
 import socket
 import sys
@@ -21,6 +22,7 @@ import embershard as es
 from embershard.deploy.supervisor import LocalShards, RestartPolicy
 from embershard.proto.errors import ShardRestarted, ShardUnavailable, UnknownOptimizer
 from embershard.worker.session.session import Session
+from harness.raises import raises
 
 pytestmark = pytest.mark.integration
 
@@ -129,10 +131,8 @@ def test_a_user_defined_row_optimizer_trains_in_shards_started_with_it(
 ) -> None:
     optimizer = es.Custom(function="signum:signum", lr=0.01, settings={"beta": 0.9})
     model = Model()
-    with (
-        es.connect(shards.addresses) as session,
-        pytest.raises(UnknownOptimizer, match=r"shard . at 127.*--import MODULE"),
-    ):
+    told = {"shard": re.compile("shard . at 127"), "optimizer": "signum:signum"}
+    with es.connect(shards.addresses) as session, raises(UnknownOptimizer, **told):
         es.wrap(Model(), session, optimizer=optimizer, prefix="custom/")
     monkeypatch.setattr(sys, "path", [*sys.path, str(BENCH)])
     with LocalShards(1, imports=["signum"]) as own, es.connect(own.addresses) as session:
@@ -162,7 +162,7 @@ def test_a_killed_shard_is_named_by_the_deadline() -> None:
         model = es.wrap(Model(), session, optimizer=es.SGD(lr=0.3))
         train(model, session, 3)
         os.kill(running.pids[1], signal.SIGKILL)
-        with pytest.raises(ShardUnavailable, match=f"shard 1 at {running.addresses[1]}: no answer within 5.0 s"):
+        with raises(ShardUnavailable, shard=f"shard 1 at {running.addresses[1]}", seconds=5.0):
             train(model, session, 1)
 
 
@@ -176,7 +176,7 @@ def test_a_shard_that_was_restarted_without_its_rows_ends_the_training() -> None
         model = es.wrap(Model(), session, optimizer=es.SGD(lr=0.3))
         train(model, session, 3)
         os.kill(running.pids[0], signal.SIGKILL)
-        with pytest.raises(ShardRestarted, match=r"shard 0 at .* was restarted .* are lost"):
+        with raises(ShardRestarted, shard=f"shard 0 at {running.addresses[0]}"):
             train(model, session, 1000)
-        with pytest.raises(ShardRestarted, match="shard 0"):  # and it stays so
+        with raises(ShardRestarted, shard=re.compile("shard 0")):  # and it stays so
             train(model, session, 1)

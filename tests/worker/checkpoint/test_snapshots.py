@@ -53,6 +53,7 @@ from embershard.worker.client.connections import Outcome, ShardConnections
 from embershard.worker.client.membership import Terms
 from embershard.worker.compression.settings import Compression
 from embershard.worker.nn.wrap import wrap
+from harness.raises import raises
 
 TABLE = spec.TableSpec(name="items", dim=4, optimizer=spec.Adam(lr=0.1))
 IDS = np.arange(2000)
@@ -150,7 +151,7 @@ def test_its_rows_are_read_without_shards(url: str):
     assert np.array_equal(ids[order], IDS)
     assert np.array_equal(weights[order], rows(client))
     assert state.shape == (2000, 9)  # two moments of Adam, and its step
-    with pytest.raises(UnknownTable, match="items"):
+    with raises(UnknownTable, table="users", known="items"):
         list(read_table(url, "users"))
 
 
@@ -185,7 +186,7 @@ def test_old_ones_and_leftovers_go_and_nothing_else_does(url: str):
 def test_a_name_is_given_once(tmp_path: Path):
     client = trained()
     take_snapshot(client, str(tmp_path), "one")
-    with pytest.raises(SnapshotExists, match=f"{tmp_path}/one"):
+    with raises(SnapshotExists, path=f"{tmp_path}/one"):
         take_snapshot(client, str(tmp_path), "one")
     with pytest.raises(BadSnapshotName):
         take_snapshot(client, str(tmp_path), "../two")

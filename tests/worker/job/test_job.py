@@ -1,12 +1,8 @@
-"""Job files: what a good one gives, and that every mistake is named with its line and field."""
+"""What job files give."""
 
 from __future__ import annotations
 
-import errno
 import inspect
-import json
-import os
-import re
 import shutil
 import subprocess
 import sys
@@ -15,51 +11,16 @@ from pathlib import Path
 import pytest
 
 from embershard.proto import spec
+from embershard.proto.codec.name import CodecName
 from embershard.worker.data.batch import Schema
-from embershard.worker.data.text import Layout
+from embershard.worker.job import checks
+from embershard.worker.job.checks import compression_advice
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import JobFileError, load_job
 from embershard.worker.job.yaml import Mistake
 from embershard.worker.models.registry import MODELS
-
-GOOD = """\
-model:
-  name: deepfm
-  hidden: [8, 4]
-data:
-  reader: ctr_csv
-  root: data
-  train: train.csv
-  valid: valid.csv
-embedding:
-  dim: 4
-  optimizer: {name: adam, lr: 1e-3, weight_decay: 0.05}
-  initializer: {name: normal, std: 1e-4}
-train:
-  batch_size: 32
-  epochs: 3
-  lr_schedule: {name: plateau, factor: 0.1}
-  early_stop: {patience: 2}
-"""
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "data").mkdir()
-    for name in ("train.csv", "valid.csv", "p.train.pairs"):
-        (tmp_path / "data" / name).write_text("label,a\n1,2\n")
-    return tmp_path
-
-
-def load(folder: Path, text: str = GOOD, *overrides: str) -> Job:
-    (folder / "job.yaml").write_text(text)
-    return load_job(folder / "job.yaml", overrides)
-
-
-def mistakes(folder: Path, text: str, *overrides: str) -> list[str]:
-    with pytest.raises(JobFileError) as caught:
-        load(folder, text, *overrides)
-    return str(caught.value).replace(f"{folder}/", "").splitlines()
+from embershard.worker.session import local_steps
+from harness.job_files import CODECS, GOOD, MODES, NCF, SPLITS, load, mistakes, write
 
 
 def test_a_good_file_gives_the_job(folder: Path) -> None:
@@ -85,173 +46,10 @@ def test_overrides_win_and_are_checked_like_the_file(folder: Path) -> None:
     ]
 
 
-def test_an_unknown_schedule_is_refused_in_one_line_with_all_that_there_are(folder: Path) -> None:
-    assert mistakes(folder, GOOD, "train.lr_schedule.name=nope") == [
-        "--set train.lr_schedule.name=nope: train.lr_schedule.name: "
-        "input should be 'constant', 'linear', 'cosine', 'step', 'plateau' or 'torch', got 'nope'"
-    ]
-
-
 def test_an_override_of_the_budget_takes_the_place_of_the_files(folder: Path) -> None:
     job = load(folder, GOOD, "train.steps=20")
     assert job.train.budget == ("steps", 20)
     assert "exactly one" in mistakes(folder, GOOD, "train.steps=20", "train.epochs=2")[0]
-
-
-def test_all_mistakes_are_named_at_once_each_with_line_and_field(folder: Path) -> None:
-    text = GOOD.replace("hidden: [8, 4]", "hiden: [8, 4]").replace("dim: 4", "dim: four")
-    text = text.replace("lr: 1e-3", "lr: -1").replace("  batch_size: 32\n", "").replace("name: normal", "name: norml")
-    found = mistakes(folder, text + "workrs: 2\n")
-    assert found == [
-        "job.yaml:3: model.hiden: unknown field; did you mean hidden?",
-        "job.yaml:10: embedding.dim: input should be a valid integer, unable to parse string as an integer, got 'four'",
-        "job.yaml:11: embedding.optimizer.lr: must be >= 0, got -1.0",
-        "job.yaml:12: embedding.initializer.name: unknown 'norml'; did you mean normal?",
-        "job.yaml:13: train.batch_size: is missing",
-        "job.yaml:17: workrs: unknown field; did you mean workers?",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "want"),
-    [
-        ("model: [", "job.yaml:1: not YAML: while parsing a flow node expected the node content"),
-        ("- 1\n", "job.yaml:1: a job is a mapping of sections (model, data, train, ...)"),
-        ("", "job.yaml:1: a job is a mapping of sections (model, data, train, ...)"),
-        ("a: 1\na: 2\n", "job.yaml:2: a: given twice"),
-        ("a: &x 1\nb: *x\n", "job.yaml:2: the alias *x: write its value out"),
-        ("? [1]\n: 2\n", "job.yaml:1: a key must be a word"),
-        ("a: !!python/object/apply:os.system [ls]\n", "job.yaml:1: a: unknown field"),
-    ],
-)
-def test_what_is_no_mapping_of_sections_is_refused(folder: Path, text: str, want: str) -> None:
-    assert any(line.startswith(want) for line in mistakes(folder, text)), mistakes(folder, text)
-
-
-def test_a_missing_section_or_choice_is_named(folder: Path) -> None:
-    assert mistakes(
-        folder, "model: {factors: 8}\ndata: 3\ntrain: {batch_size: 1}\nembedding: {optimizer: {lr: 1}}\n"
-    ) == [
-        "job.yaml:1: model.name: is missing",
-        "job.yaml:2: data: is a section of fields, got 3",
-        "job.yaml:4: embedding.optimizer.name: is missing",
-    ]
-
-
-def changed(*replacements: tuple[str, str]) -> str:
-    text = GOOD
-    for old, new in replacements:
-        assert old in text
-        text = text.replace(old, new)
-    return text
-
-
-CONTRADICTIONS = [
-    (
-        changed(("name: deepfm\n  hidden: [8, 4]", "name: gmf"), ("  dim: 4\n", "")),
-        ["job.yaml:2: model.name: gmf needs a user and an item per sample, but data.reader ctr_csv reads features"],
-    ),
-    (
-        changed(("name: deepfm\n  hidden: [8, 4]", "name: lr")),
-        ["job.yaml:9: embedding.dim: has no meaning for lr (it has only weights); remove it"],
-    ),
-    (
-        changed(("name: deepfm\n  hidden: [8, 4]", "name: persia_dnn")),
-        ["job.yaml:2: model.name: persia_dnn needs dense features, but data.reader ctr_csv has none here"],
-    ),
-    (changed(("  epochs: 3\n", "")), ["job.yaml:13: train: give exactly one of epochs, steps and samples"]),
-    (
-        changed(("epochs: 3", "epochs: 3\n  steps: 4")),
-        ["job.yaml:13: train: give exactly one of epochs, steps and samples"],
-    ),
-    (
-        changed(("epochs: 3", "steps: 3"), ("factor: 0.1", "warmup_steps: 3")),
-        ["job.yaml:16: train.lr_schedule.warmup_steps: must be below train.steps, which is 3"],
-    ),
-    (
-        changed(("factor: 0.1", "end: 0.1")),
-        ["job.yaml:16: train.lr_schedule.end: has no meaning for plateau; remove it"],
-    ),
-    (
-        changed(("name: plateau", "name: step")),
-        ["job.yaml:16: train.lr_schedule.every: must say after how many steps the rate falls"],
-    ),
-    (GOOD + "evaluate: {every: 4}\n", ["job.yaml:18: evaluate.every: must be at most train.epochs, which is 3"]),
-    (
-        GOOD + "evaluate: {metric: hr@10}\n",
-        [
-            "job.yaml:18: evaluate.metric: 'hr@10' is not computed on data.reader ctr_csv; "
-            "it has auc, logloss, ne, calibration"
-        ],
-    ),
-    (
-        GOOD + "evaluate: {top_k: 5}\n",
-        ["job.yaml:18: evaluate.top_k: has no meaning for data.reader ctr_csv; remove it"],
-    ),
-    (
-        changed(("  valid: valid.csv\n", "")),
-        [
-            "job.yaml:15: train.lr_schedule: needs something to evaluate on: name a file in data.valid or data.test",
-            "job.yaml:16: train.early_stop: needs something to evaluate on: name a file in data.valid or data.test",
-        ],
-    ),
-    (
-        changed(("epochs: 3", "samples: 3")) + "workers: 4\n",
-        ["job.yaml:18: workers: 4 workers cannot share 3 samples"],
-    ),
-    (
-        changed(("hidden: [8, 4]", "batch_norm: true"), ("batch_size: 32", "batch_size: 1")),
-        ["job.yaml:14: train.batch_size: batch norm needs at least 2 samples"],
-    ),
-    (
-        changed(("valid: valid.csv", "valid: walid.csv")),
-        ["job.yaml:8: data.valid: no file data/walid.csv; check data.root (or pass --data), or the name"],
-    ),
-    (
-        changed(("train: train.csv", "train: train.csv\n  stream: true"), ("plateau, factor: 0.1", "cosine")),
-        [
-            "job.yaml:17: train.lr_schedule.name: cosine needs the number of steps, which streamed text does not tell: "
-            "give train.steps in place of train.epochs"
-        ],
-    ),
-]
-
-
-@pytest.mark.parametrize(("text", "want"), CONTRADICTIONS)
-def test_contradictory_fields_are_refused(folder: Path, text: str, want: list[str]) -> None:
-    assert mistakes(folder, text) == want
-
-
-def test_a_missing_or_binary_file_is_named(folder: Path) -> None:
-    with pytest.raises(JobFileError, match=r"no\.yaml: cannot be read: No such file"):
-        load_job(folder / "no.yaml")
-    (folder / "job.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(JobFileError, match="not UTF-8"):
-        load_job(folder / "job.yaml")
-
-
-@pytest.mark.parametrize("code", [errno.EACCES, errno.ENAMETOOLONG, errno.ESTALE])
-def test_data_that_cannot_be_looked_at_is_named_with_its_line(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    stat = Path.stat
-
-    def fails(path: Path, **options: bool) -> os.stat_result:
-        if path.name == "valid.csv":
-            raise OSError(code, os.strerror(code))
-        return stat(path, **options)
-
-    monkeypatch.setattr(Path, "stat", fails)
-    assert mistakes(folder, GOOD) == [
-        f"job.yaml:8: data.valid: data/valid.csv cannot be read: {os.strerror(code)}; "
-        "check data.root (or pass --data), or the name"
-    ]
-
-
-def test_a_name_that_no_file_can_have_is_named_with_its_line(folder: Path) -> None:
-    for name in ('"a\\0b"', "x" * 300):
-        (mistake,) = mistakes(folder, changed(("valid: valid.csv", f"valid: {name}")))
-        assert mistake.startswith("job.yaml:8: data.valid: ")
 
 
 @pytest.mark.parametrize("name", ["elsewhere", "data #2", "a: b", "{x", "12 "])  # a path is no YAML
@@ -259,12 +57,6 @@ def test_the_data_root_can_be_replaced(folder: Path, name: str) -> None:
     shutil.move(folder / "data", folder / name)
     (folder / "job.yaml").write_text(GOOD)
     assert load_job(folder / "job.yaml", data_root=folder / name).data.root == folder / name
-
-
-def test_a_data_root_where_there_is_no_section_is_named(folder: Path) -> None:
-    (folder / "job.yaml").write_text(GOOD.replace("data:\n", "data: 3\nold:\n"))
-    with pytest.raises(JobFileError, match=r"--data .*nowhere: data\.root: data holds no fields, but 3"):
-        load_job(folder / "job.yaml", data_root=folder / "nowhere")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -282,17 +74,15 @@ def test_every_model_can_be_built_from_a_job(name: str) -> None:
     assert job.embedding.optimizer.build() == spec.Custom(function="module:function", lr=1.0, settings={"decay": 0.5})
 
 
-def write(folder: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        (folder / name).write_text(text)
-
-
 CRITEO = "1\t" + "\t".join(["3"] * 13 + ["0a1b2c3d"] * 26) + "\n"
+
+
 ADULT = (
     "39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, Not-in-family, White, Male, 2174, 0, 40, "
     "United-States, <=50K\n"
 )
-NCF = {"p.train.pairs": "0\t1\n1\t2\n", "p.test.rating": "0\t2\t1\t0\n", "p.test.negative": "(0,2)\t3\n"}
+
+
 READERS: list[tuple[str, dict[str, str], tuple[str, ...], int | None]] = [
     ("reader: ncf, prefix: p, negatives: 0", NCF, ("user", "item"), 2),
     ("reader: lists, train: a, test: b", {"a": "0 1 2\n", "b": "0 3\n"}, ("user", "item"), 2),
@@ -332,15 +122,6 @@ def test_parquet_can_be_opened_from_a_job(folder: Path) -> None:
     assert (data.schema.num_ids, data.num_samples("train")) == (5, 2)
 
 
-@pytest.mark.parametrize("text", ["§", "", "::", '"', "\r", "\n"])
-def test_a_delimiter_that_parsers_do_not_take_is_refused(folder: Path, text: str) -> None:
-    reason = f"must be one ASCII character, no quote or line end, got {text!r}"
-    given = GOOD.replace("  root: data\n", f"  root: data\n  delimiter: {json.dumps(text)}\n")
-    assert mistakes(folder, given) == [f"job.yaml:7: data.delimiter: {reason}"]
-    with pytest.raises(ValueError, match=re.escape(f"delimiter {reason}")):
-        Layout(columns={"label": "label"}, delimiter=text)
-
-
 def test_one_file_is_a_list_of_one(folder: Path) -> None:
     for reader in ("parquet", "criteo"):
         text = GOOD.replace("ctr_csv", reader).replace("valid: valid.csv", "valid: [train.csv, valid.csv]")
@@ -349,26 +130,6 @@ def test_one_file_is_a_list_of_one(folder: Path) -> None:
             "valid": (Path("train.csv"), Path("valid.csv")),
         }
     assert "data.train: is missing" in mistakes(folder, text.replace("  train: train.csv\n", ""))[0]
-
-
-@pytest.mark.parametrize(
-    ("section", "want"),
-    [
-        ("reader: clicks", "train.epochs: the data has no end: give data.samples, or train.samples instead"),
-        ("reader: ncf, prefix: p", "model.name: two_tower learns from positives alone: set data.negatives to 0"),
-        ("reader: ctr_csv, train: train.csv, num_ids: 3", "data.num_ids: has no meaning for hashed ids; remove it"),
-        ("reader: ctr_csv, train: train.csv, ids: global, stream: true", "data.num_ids: must be given"),
-        ("reader: ctr_csv, train: train.csv, halve_valid_by: a", "data.halve_valid_by: makes a test split"),
-        ("reader: ctr_csv, train: train.csv, skip: [a], numeric: [a]", "data.numeric: column 'a' is named twice"),
-        ("reader: parquet, train: []", "data.train: tuple should have at least 1 item"),
-    ],
-)
-def test_contradictions_of_the_data_are_refused(folder: Path, section: str, want: str) -> None:
-    write(folder, {"data/" + name: text for name, text in NCF.items()})
-    model = "two_tower" if "ncf" in section else "fm"
-    text = f"model: {{name: {model}}}\ndata: {{root: data, {section}}}\n"
-    text += "embedding: {optimizer: {name: sgd, lr: 1}}\ntrain: {batch_size: 2, epochs: 1}\n"
-    assert any(want in line for line in mistakes(folder, text)), mistakes(folder, text)
 
 
 def test_a_schedule_over_streamed_text_takes_steps_or_a_shape_without_an_end(folder: Path) -> None:
@@ -422,3 +183,202 @@ def test_prefetch_is_a_staleness_or_off(folder: Path) -> None:
     for wrong, why in (("-1", "greater than or equal to 0"), ("true", "a valid integer")):
         (line,) = mistakes(folder, GOOD, f"train.prefetch={wrong}")
         assert line.startswith(f"--set train.prefetch={wrong}: train.prefetch: input should be {why}")
+
+
+@pytest.mark.parametrize(
+    ("word", "bound", "local_steps"), [("0", 0, None), ("4", 4, None), ("off", None, None), ("local(8)", None, 8)]
+)
+def test_staleness_is_a_number_off_or_local(
+    folder: Path, word: str, bound: int | None, local_steps: int | None
+) -> None:
+    train = load(folder, MODES, f"train.staleness={word}").train
+    assert (train.bound, train.local_steps, train.prefetch) == (bound, local_steps, 0)
+
+
+def test_hybrid_is_ps_with_dense_weights_in_the_workers(folder: Path) -> None:
+    assert load(folder, MODES).dense_mode == load(folder, MODES, "dense.mode=ps").dense_mode == "ps"
+    assert load(folder, MODES, "strategy=hybrid").dense_mode == "ddp"
+    assert load(folder, MODES, "strategy=hybrid", "dense.mode=fsdp").dense_mode == "fsdp"
+    assert load(folder, MODES, "dense.mode=ddp").all_reduces
+    assert not load(folder, MODES).all_reduces
+
+
+OF_SHARDS = """\
+model: {name: lr}
+data: {reader: ctr_csv, train: train.csv, ids: global, splits: 4}
+embedding: {optimizer: {name: adagrad, lr: 0.1}, cache: {rows: 9}}
+dense: {mode: ddp}
+train: {batch_size: 8, epochs: 1, staleness: 4, lease: 3, staleness_aware_lr: true, prefetch: 2, restart_workers: 1}
+compression: {push: int8}
+network: {bandwidth: 100mbit}
+workers: 2
+shards: 3
+"""
+
+
+@pytest.mark.parametrize("strategy", ["local", "ddp"])
+def test_an_override_of_the_strategy_sets_aside_what_the_file_says_of_shards(folder: Path, strategy: str) -> None:
+    job = load(folder, OF_SHARDS, f"strategy={strategy}")
+    assert not job.has_shards
+    assert job.workers == (2 if strategy == "ddp" else 1)
+    assert not job.model_fields_set & {"shards", "compression"}
+    assert not job.train.model_fields_set & {"staleness", "lease", "staleness_aware_lr", "prefetch", "restart_workers"}
+    assert job.data.splits is None
+    assert "mode" not in job.dense.model_fields_set
+    assert job.embedding.cache is None
+    assert job.network.bandwidth == "unlimited"
+    assert job.loader_processes(1) == 0
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "rmsprop", "adam", "adamw"])
+def test_dense_weights_in_workers_take_the_optimizers_of_torch(folder: Path, name: str) -> None:
+    job = load(folder, MODES, "dense.mode=ddp", f"dense.optimizer={{name: {name}, lr: 0.1}}")
+    assert job.dense.optimizer is not None
+    assert job.dense.optimizer.name == name
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam", "adamw"])
+def test_tables_in_workers_take_the_optimizers_of_torch_for_sparse_gradients(folder: Path, name: str) -> None:
+    job = load(folder, MODES, "strategy=ddp", f"embedding.optimizer={{name: {name}, lr: 0.1}}")
+    assert job.embedding.optimizer.name == name
+
+
+def test_without_shards_a_job_may_say_that_nothing_is_stale(folder: Path) -> None:
+    nothing = ("train.staleness=0", "train.prefetch=0", "train.staleness_aware_lr=false")
+    assert not load(folder, MODES, "strategy=ddp", *nothing).has_shards
+    assert not load(folder, MODES, "strategy=ddp", "dense.mode=ddp").has_shards  # as it does anyway
+
+
+def test_local_steps_are_promised_for_what_trains_copies() -> None:
+    assert set(checks.LOCAL_OPTIMIZERS) == set(local_steps.LOCAL_OPTIMIZERS)
+
+
+@pytest.mark.parametrize("staleness", ["4", "off"])
+def test_learning_rates_are_damped_where_pushes_may_be_stale(folder: Path, staleness: str) -> None:
+    assert load(folder, MODES, f"train.staleness={staleness}", "train.staleness_aware_lr=true").train.staleness_aware_lr
+
+
+def test_a_cache_within_the_bound_is_taken(folder: Path) -> None:
+    assert load(
+        folder, MODES, "train.staleness=4", "train.prefetch=1", "embedding.cache={staleness: 3}"
+    ).embedding.cache
+
+
+def test_dense_weights_in_workers_take_adagrad_for_rowwise_adagrad(folder: Path) -> None:
+    assert load(folder, MODES, "dense.mode=ddp", "embedding.optimizer.name=rowwise_adagrad").all_reduces
+
+
+def test_dense_weights_in_workers_need_nothing_of_the_optimizer_of_rows_beside_their_own(folder: Path) -> None:
+    rows, dense = "embedding.optimizer={name: ftrl, lr: 1}", "dense.optimizer={name: adam, lr: 1}"
+    assert load(folder, MODES, "dense.mode=ddp", rows, dense).all_reduces
+
+
+def test_an_epoch_is_dealt_in_eight_splits_for_each_worker_or_as_many_as_the_job_says(folder: Path) -> None:
+    assert load(folder, SPLITS).num_splits(3) == 24
+    assert load(folder, SPLITS, "data.splits=5").num_splits(3) == 5
+    assert load(folder, SPLITS, "data.splits=null").num_splits(3) == 0
+    assert load(folder, SPLITS).num_splits(1) == 0  # who is alone has all of it
+    assert load(folder, SPLITS).elastic(3)
+    assert not load(folder, SPLITS).elastic(1)
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ("data.splits=3",),
+        ("workers=2", "train.restart_workers=1"),
+        ("workers=1",),
+        ("dense.mode=ddp", "data.splits=null"),
+        ("data.splits=null", "train.steps=10"),
+    ],
+    ids=" ".join,
+)
+def test_what_is_no_contradiction_is_taken(folder: Path, sets: tuple[str, ...]) -> None:
+    load(folder, SPLITS, *sets)
+
+
+def test_a_job_without_the_section_compresses_nothing(folder: Path) -> None:
+    assert load(folder, CODECS).compression is None
+    assert load(folder, CODECS, "compression=off").compression is None
+
+
+def test_a_text_is_the_codec_of_every_step(folder: Path) -> None:
+    section = load(folder, CODECS, "compression={push: topk:0.01+fp16s, pull: fp16s}").compression
+    assert section is not None
+    assert section.push is not None
+    assert section.pull is not None
+    assert [str(section.push.schedule.codec(step)) for step in (0, 10**6)] == ["topk:0.01+fp16s"] * 2
+    assert str(section.pull.schedule.codec(0)) == "fp16s"
+
+
+def test_a_schedule_changes_the_codec_at_its_steps(folder: Path) -> None:
+    section = load(folder, CODECS, "compression={dense: {push: {at: {0: off, 1000: topk:0.01}}}}").compression
+    assert section is not None
+    assert section.dense.push is not None
+    schedule = section.dense.push.schedule
+    assert [str(schedule.codec(step)) for step in (0, 999, 1000, 2000)] == ["none", "none", "topk:0.01", "topk:0.01"]
+
+
+def test_auto_is_a_section_that_measures(folder: Path) -> None:
+    section = load(folder, CODECS, "compression=auto").compression
+    assert section is not None
+    assert (section.auto, section.allow) == (True, ())
+    section = load(
+        folder, CODECS, "compression={auto: true, allow: [topk:0.01], tables: {linear: {push: none}}}"
+    ).compression
+    assert section is not None
+    assert section.allow == ("topk:0.01",)
+
+
+@pytest.mark.parametrize(
+    "text", ["compression:\n  push:\n", "compression: {push: null}\n", "compression:\n  push: off\n"]
+)
+def test_a_direction_without_a_value_is_not_given(folder: Path, text: str) -> None:
+    section = load(folder, CODECS + text).compression
+    assert section is not None
+    assert section.settings(0).of("rows", dense=False).push.is_plain
+
+
+def test_a_direction_of_the_file_is_taken_back_by_null_and_not_by_nothing(folder: Path) -> None:
+    text = CODECS + "compression:\n  push: int8\n  pull: bf16\n"
+    section = load(folder, text, "compression.push=null").compression
+    assert section is not None
+    assert section.settings(0).of("rows", dense=False) == (CodecName(), CodecName.parse("bf16"))
+    (line,) = mistakes(folder, text, "compression.push=")
+    assert line == "--set compression.push=: compression.push: has no value; null takes it as not given"
+
+
+@pytest.mark.parametrize("text", ["compression=auto", "compression={push: int8, dense: {push: {at: {0: dgc:0.01}}}}"])
+def test_a_checkpoints_manifest_gives_the_section_back(folder: Path, text: str) -> None:
+    job = load(folder, CODECS, text)
+    assert Job.model_validate(job.model_dump(mode="json")).compression == job.compression
+
+
+def test_tables_of_groups_have_their_own_momentum_and_advice(folder: Path) -> None:
+    groups = [
+        "embedding.optimizer={name: sgd, lr: 1, momentum: 0.9}",
+        "compression={tables: {linear: {push: dgc:0.1}}}",
+    ]
+    assert mistakes(folder, CODECS, *groups)
+    own = load(folder, CODECS, *groups, "embedding.groups=[{match: linear, optimizer: {name: adam, lr: 1}}]")
+    assert compression_advice(own) == []  # it comes from the worker, who knows the tables
+
+
+def test_a_pattern_of_all_dense_tables_is_one_of_dense_weights(folder: Path) -> None:
+    section = load(folder, CODECS, "compression={tables: {'dense*': {push: powersgd:4, pull: delta}}}").compression
+    assert section is not None
+    assert [dense for *_, dense, _ in section.choices()] == [True, True]
+
+
+def test_another_strategy_sets_the_section_aside(folder: Path) -> None:
+    assert load(folder, CODECS + "compression: {push: int8}\n", "strategy=local").compression is None
+
+
+def test_a_poor_choice_in_front_of_an_optimizer_gives_a_line_of_advice(folder: Path) -> None:
+    adam = "embedding.optimizer={name: adam, lr: 0.1}"
+    assert compression_advice(load(folder, CODECS)) == []
+    assert compression_advice(load(folder, CODECS, adam, "compression={push: int8, pull: int8}")) == []
+    (line,) = compression_advice(load(folder, CODECS, adam, "compression={push: topk:0.01}"))
+    assert line.startswith("compression.push: topk:0.01 in front of adam changes the size of its steps")
+    (line,) = compression_advice(load(folder, CODECS, "compression={dense: {push: int8}}"))
+    assert line.startswith("compression.dense.push: in front of sgd topk:0.01+fp16s sends far less than int8")

@@ -17,6 +17,7 @@ from embershard.worker.session.session import Session
 from embershard.worker.strategy.torch_only import TorchStrategy
 from embershard.worker.training.build import choose_strategy
 from embershard.worker.training.trainer import Trainer
+from harness.job import make_job
 
 F, PER_FIELD, D = 3, 20, 2
 
@@ -36,19 +37,17 @@ def dataset(num_ids: int | None = F * PER_FIELD) -> RowsDataset:
 
 
 def job(strategy: str = "local", name: str = "lr", **embedding: object) -> Job:
-    return Job.model_validate(
-        {
-            "strategy": strategy,
-            "model": {"name": name},
-            "data": {"reader": "ctr_csv", "train": "t.csv", "ids": "global"},
-            "embedding": {
-                "optimizer": {"name": "adagrad", "lr": 0.1},
-                "initializer": {"name": "constant", "value": 0.01},
-                **embedding,
-            },
-            "dense": {"optimizer": {"name": "adam", "lr": 0.01}},
-            "train": {"batch_size": 100, "seed": 5, "epochs": 3, "lr_schedule": {"name": "linear", "warmup_steps": 4}},
-        }
+    return make_job(
+        strategy,
+        model={"name": name},
+        data={"ids": "global"},
+        embedding={
+            "optimizer": {"name": "adagrad", "lr": 0.1},
+            "initializer": {"name": "constant", "value": 0.01},
+            **embedding,
+        },
+        dense={"optimizer": {"name": "adam", "lr": 0.01}},
+        train={"batch_size": 100, "seed": 5, "epochs": 3, "lr_schedule": {"name": "linear", "warmup_steps": 4}},
     )
 
 

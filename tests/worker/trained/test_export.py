@@ -32,6 +32,8 @@ from embershard.worker.trained.onnx import dense_part, export_onnx
 from embershard.worker.trained.quantise import int8_tensors, load_int8, quantise
 from embershard.worker.trained.reading import NotTrained, OnlyInWorkers, ReadOnlySession, trained
 from embershard.worker.training.trainer import Trainer
+from harness.job import make_job
+from harness.raises import raises
 
 F, PER_FIELD, D = 3, 20, 2
 IDS = F * PER_FIELD
@@ -47,13 +49,10 @@ def dataset(num_ids: int | None = IDS) -> RowsDataset:
 
 
 def job(name: str = "deepfm", **model: object) -> Job:
-    return Job.model_validate(
-        {
-            "model": {"name": name, **({"hidden": [16, 8]} if name == "deepfm" else {}), **model},
-            "data": {"reader": "ctr_csv", "train": "t.csv"},
-            "embedding": {"dim": 4, "optimizer": {"name": "adagrad", "lr": 0.1}},
-            "train": {"batch_size": 50, "epochs": 1, "linear": "torch"},
-        }
+    return make_job(
+        model={"name": name, **({"hidden": [16, 8]} if name == "deepfm" else {}), **model},
+        embedding={"dim": 4, "optimizer": {"name": "adagrad", "lr": 0.1}},
+        train={"epochs": 1, "linear": "torch"},
     )
 
 
@@ -194,14 +193,14 @@ def test_a_full_disk_leaves_the_export_before_as_it_was(tmp_path: Path, monkeypa
 
 def test_shards_without_the_tables_are_refused_and_left_as_they_are(make_session: MakeSession) -> None:
     session = make_session(2)
-    with pytest.raises(NotTrained, match=r"no table 'embedding' of this job in the source \(it has: none\)"):
+    with raises(NotTrained, table="embedding", known="none"):
         trained(job(), dataset().schema, ReadOnlySession(session.client), None)
     assert not any(status.tables for status in session.client.status())
 
 
 def test_shards_of_another_job_are_refused(run: Run) -> None:
     other = run.job.model_copy(update={"embedding": run.job.embedding.model_copy(update={"dim": 8})})
-    with pytest.raises(TableMismatch, match="dim: 4, not 8"):
+    with raises(TableMismatch, difference="dim: 4, not 8"):
         trained(other, run.data.schema, ReadOnlySession(run.session.client), None)
 
 
@@ -218,7 +217,7 @@ def test_shards_without_the_dense_weights_of_a_job_are_refused_and_left_as_they_
     hybrid = Job.model_validate({**job().model_dump(exclude_unset=True), "dense": {"mode": "ddp"}})
     Trainer(hybrid, data, session, WorkerGroup()).run()
     before = [status.tables for status in session.client.status()]
-    with pytest.raises(NotTrained, match=r"no table 'dense' of this job in the source \(it has: embedding, linear\)"):
+    with raises(NotTrained, table="dense", known="embedding, linear"):
         trained(job(), data.schema, ReadOnlySession(session.client), None)
     assert [status.tables for status in session.client.status()] == before
 

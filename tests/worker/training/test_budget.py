@@ -13,6 +13,7 @@ from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import RowsDataset, Samples, Schema
 from embershard.worker.job.job import Job
 from embershard.worker.training.budget import Position, TrainingPlan, steps_of
+from harness.job import make_job
 
 SAMPLES = 700  # 14 batches
 
@@ -25,15 +26,8 @@ def dataset(samples: int = SAMPLES) -> RowsDataset:
 
 def job(**train: object) -> Job:
     evaluate, save = train.pop("evaluate", None), train.pop("save", None)
-    values: dict[str, object] = {
-        "model": {"name": "lr"},
-        "data": {"reader": "ctr_csv", "train": "t.csv"},
-        "embedding": {"optimizer": {"name": "sgd", "lr": 0.1}},
-        "train": {"batch_size": 50, **train},
-        "evaluate": {"every": evaluate},
-        "checkpoint": {"folder": "x", "every": save},
-    }
-    return Job.model_validate(values)
+    checkpoint = {"folder": "x", "every": save}
+    return make_job(train=train, evaluate={"every": evaluate}, checkpoint=checkpoint)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from embershard.worker.patterns import choose, freeze, matches
 from embershard.worker.reporting.records import Evaluation, Interval, RunPlan, RunResult
 from embershard.worker.session.session import Session
 from embershard.worker.training.trainer import Trainer
+from harness.job import make_job
 
 MakeSession = Callable[..., Session]
 F, PER_FIELD, D = 3, 20, 2
@@ -45,14 +46,9 @@ def job(train: dict[str, object] | None = None, **sections: object) -> Job:
     given: dict[str, object] = {"epochs": 4, **(train or {})}
     if {"steps", "samples"} & set(given):
         del given["epochs"]
-    return Job.model_validate(
-        {
-            "model": {"name": "deepfm", "hidden": [16, 8]},
-            "data": {"reader": "ctr_csv", "train": "t.csv"},
-            "embedding": embedding,
-            **sections,
-            "train": {"batch_size": 50, "seed": 5, "linear": "torch", **given},
-        }
+    model = {"name": "deepfm", "hidden": [16, 8]}
+    return make_job(
+        **{"model": model, "embedding": embedding, **sections, "train": {"seed": 5, "linear": "torch", **given}}
     )
 
 

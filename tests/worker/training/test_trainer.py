@@ -26,6 +26,7 @@ from embershard.worker.training.loader import LoaderProcess
 from embershard.worker.training.saver import Saver
 from embershard.worker.training.step import NonFiniteLoss
 from embershard.worker.training.trainer import Trainer
+from harness.job import make_job
 
 F, PER_FIELD, D = 3, 20, 2
 MakeSession = Callable[..., Session]
@@ -53,18 +54,9 @@ def job(name: str = "fm", **sections: dict[str, object]) -> Job:
         "seed": 5,
         **({} if {"steps", "samples"} & set(sections.get("train", {})) else {"epochs": 2}),
     }
-    return Job.model_validate(
-        {
-            "model": {"name": name, **sections.pop("model", {})},
-            "data": {"reader": "ctr_csv", "train": "t.csv"},
-            "embedding": {
-                "optimizer": {"name": "adagrad", "lr": 0.1},
-                "initializer": {"name": "normal", "std": 0.01},
-            },
-            **sections,
-            "train": {**train, **sections.get("train", {})},
-        }
-    )
+    embedding = {"optimizer": {"name": "adagrad", "lr": 0.1}, "initializer": {"name": "normal", "std": 0.01}}
+    model, own = {"name": name, **sections.pop("model", {})}, sections.pop("train", {})
+    return make_job(**{"model": model, "embedding": embedding, **sections, "train": {**train, **own}})
 
 
 @dataclasses.dataclass

@@ -1,18 +1,16 @@
-"""What is held back where a shard drops the first messages of a push with its last one: nothing is lost or doubled."""
+"""A worker that trains on two shards, one of which loses a lease, refuses or falls silent at a message of one push."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from datetime import timedelta
 
 import numpy as np
 import pytest
 
 import embershard as es
-from embershard.proto.codec.name import CodecName
-from embershard.proto.errors import InvalidRequest, ShardUnavailable
+from embershard.proto.errors import InvalidRequest
 from embershard.proto.messages import Push, Reply, Request
 from embershard.proto.routing import Placement, make_route
 from embershard.proto.transport.local import LocalTransport
@@ -32,7 +30,7 @@ class Faulty:
 
     def __init__(self, number: int) -> None:
         self.shard = Shard(number, Placement.even(2), OptimizerRegistry(), max_message_bytes=2**13)
-        self.at_last = self.at_first = self.after_first = self.after_last = _nothing
+        self.at_last = self.at_first = self.after_first = self.after_last = nothing
         self.late = 0.0  # seconds that have passed for this shard alone
         self.taken: list[Push] = []
 
@@ -40,17 +38,17 @@ class Faulty:
         if not isinstance(request, Push) or request.clock != FAULTY_CLOCK:
             return self._handle(request)
         is_first = not any(push.clock == FAULTY_CLOCK for push in self.taken)
-        (self.at_last if request.last else self.at_first if is_first else _nothing)(self)
+        (self.at_last if request.last else self.at_first if is_first else nothing)(self)
         reply = self._handle(request)
         self.taken.append(request)
-        (self.after_last if request.last else self.after_first if is_first else _nothing)(self)
+        (self.after_last if request.last else self.after_first if is_first else nothing)(self)
         return reply
 
     def _handle(self, request: Request) -> Reply:
         return self.shard.handle(request, time.monotonic() + self.late)
 
 
-def _nothing(faulty: Faulty) -> None:
+def nothing(faulty: Faulty) -> None:
     pass
 
 
@@ -123,92 +121,3 @@ class Training:
         total, held = -rows[route.index].astype(np.float64), self.client.compressor.held("t")
         total[held.ids] += held.rows.astype(np.float64) * held.rates[:, None]
         assert np.linalg.norm(total - self.pushed) <= 1e-5 * np.linalg.norm(self.pushed)
-
-
-MakeTraining = Callable[..., Training]
-
-
-@pytest.fixture(params=["topk:0.2", "rows:0.3+int8", "dgc:0.2+fp16s"])
-def make_training(request: pytest.FixtureRequest) -> Iterator[MakeTraining]:
-    with ExitStack() as stack:
-
-        def make(staleness: int, timeout: timedelta = timedelta(seconds=60)) -> Training:
-            training = Training(request.param, staleness, timeout)
-            stack.callback(training.client.close)
-            return training
-
-        yield make
-
-
-@pytest.mark.parametrize("staleness", [0, 3])
-def test_a_lease_that_ends_within_a_push_gives_back_what_was_gathered_and_not_what_was_applied(
-    make_training: MakeTraining, staleness: int
-) -> None:
-    training = make_training(staleness)
-    training.faulty.at_last = Once(lose_lease)
-    training.run()
-    assert training.member.lost_leases == 1
-    assert [push.last for push in training.faulty.taken] == [False] * len(training.faulty.taken) != []
-
-
-@pytest.mark.parametrize("staleness", [0, 3])
-@pytest.mark.parametrize("moment", ["at_first", "at_last"])
-def test_a_message_that_is_refused_gives_back_what_was_gathered_and_not_what_was_applied(
-    make_training: MakeTraining, moment: str, staleness: int
-) -> None:
-    training = make_training(staleness)
-    setattr(training.faulty, moment, Once(refuse))
-    training.run(InvalidRequest)
-
-
-def test_an_acknowledgement_that_comes_after_the_lease_counts_for_nothing(make_training: MakeTraining) -> None:
-    training = make_training(0)
-    training.faulty.after_first = Once(lose_lease, be_silent)
-    training.run()
-    assert training.member.lost_leases == 1
-
-
-def test_a_push_that_was_complete_before_the_lease_ended_is_not_given_back(make_training: MakeTraining) -> None:
-    training = make_training(0)
-    training.faulty.after_last = Once(lose_lease, be_silent)
-    training.run()
-
-
-def test_what_was_gathered_is_remembered_while_the_last_message_waits(make_training: MakeTraining) -> None:
-    training = make_training(0, timedelta(seconds=1))
-    training.faulty.at_last = be_silent
-    while training.clock < FAULTY_CLOCK:
-        training.step()
-    with pytest.raises(ShardUnavailable):
-        training.step()
-    training.faulty.at_last = _nothing
-    lose_lease(training.faulty)
-    training.run()
-    assert training.member.lost_leases == 1
-
-
-def test_a_push_whose_worker_joined_again_meanwhile_is_dropped_without_an_error(make_training: MakeTraining) -> None:
-    training = make_training(0)
-
-    def join_again(faulty: Faulty) -> None:  # as a thread does that finds the lease lost
-        training.member.rejoin(0)
-
-    training.faulty.at_last = Once(lose_lease, join_again)
-    training.run()
-    assert training.member.lost_leases == 1
-
-
-def test_what_was_held_is_held_again_where_the_push_that_drains_it_is_lost(make_training: MakeTraining) -> None:
-    training = make_training(0)
-    while training.clock < FAULTY_CLOCK:
-        training.step()
-    compressor = training.client.compressor
-    compressor.choose("t", push=CodecName.parse("none"))
-    training.faulty.at_last = Once(lose_lease)
-    training.step()
-    assert training.member.lost_leases == 1
-    assert len(compressor.held("t").ids)
-    training.check()
-    training.step()
-    assert not len(compressor.held("t").ids)
-    training.check()

@@ -1,0 +1,43 @@
+"""The `embershard` command as a process of its own, what it starts, and the end of all of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import psutil
+
+from harness import warm_start
+from harness.eventually import PATIENCE, eventually
+
+EMBERSHARD = (sys.executable, "-m", "embershard.cli")
+
+
+def run_command(*words: str, **options: object) -> subprocess.CompletedProcess[str]:
+    """The command, run to its end."""
+    return subprocess.run([*EMBERSHARD, *words], capture_output=True, text=True, timeout=PATIENCE, **options)
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """All that a process and its children have started, but for what the tests' warm starts need."""
+    return [child for child in psutil.Process(pid).children(recursive=True) if warm_start.NAME not in words(child)]
+
+
+def words(process: psutil.Process) -> list[str]:
+    """A process's command line; empty where it has ended meanwhile."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def all_end(processes: list[psutil.Process]) -> bool:
+    """Soon: a loader ends when it sees that its worker has."""
+    return eventually(lambda: not any(map(lives, processes)))
