@@ -52,7 +52,7 @@ def main() -> None:
     """Run all; exit 1 where one fails, once all have run."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--samples", type=int, default=400_000)
+    parser.add_argument("--samples", type=int, default=250_000)
     options = parser.parse_args()
     failures, want = [], None
     for name, settings in jobs(options.device, torch.cuda.device_count()).items():
