@@ -80,35 +80,36 @@ def _reachable(runs: Sequence[ArmRun]) -> dict[str, float]:
 def _notes(plan: ComparisonPlan, runs: Sequence[ArmRun], judged: str, deciding: str) -> Iterator[str]:
     for arm, _ in plan.arms.values():
         if arm.added:
-            yield f"The arm {arm.label} was added: a codec that beats float32 alone has proved little."
+            yield f"The arm {arm.label} was added: to beat float32 alone proves little."
     if len(plan.experiment.seeds) == 1:
-        yield "One seed: nothing here has an interval, and any difference may be chance."
+        yield "One seed gives no intervals: any difference may be chance."
     limited = [bandwidth.label for bandwidth in plan.bandwidths if bandwidth.bits_per_second is not None]
     if limited and not plan.full:
         yield (
-            f"Quality is that of whole runs without limit. Speeds at {', '.join(limited)} are those of runs of "
-            f"{plan.experiment.speed_steps} steps, at a constant learning rate and, of dgc, at its last density."
+            f"Quality comes from whole runs without limit. Speeds at {', '.join(limited)} come from runs of "
+            f"{plan.experiment.speed_steps} steps, at a constant learning rate and with dgc at its last density."
         )
     yield f"Speeds leave out the first {SKIPPED_SHARE:.0%} of a run's steps."
     apart = [label for label, (_, job) in plan.arms.items() if not can_be_limited(job)]
     if apart and limited:
         yield (
-            f"{', '.join(apart)}: dense weights are all-reduced past the links to the shards, so a limit would not "
-            f"hold for all of it; it was measured without one only."
+            f"{', '.join(apart)}: torch all-reduces the dense weights past the links to the shards, so this was "
+            f"measured without limit only."
         )
     if limited and plan.experiment.link == "network namespace":
         yield "All workers share one link, which has the bandwidth times the number of workers."
     if len(plan.experiment.multiples) > 1:
+        tried = ", ".join(f"{multiple:g}" for multiple in plan.experiment.multiples)
         yield (
-            f"Learning rates: each arm's own is the best of {', '.join(f'{m:g}' for m in plan.experiment.multiples)} "
-            f"times the job's, by the split {deciding}, with the seed {plan.tuning_seed}, which is in no other figure."
+            f"Each arm's own learning rate is the best of {tried} times the job's on the split {deciding}, with "
+            f"the seed {plan.tuning_seed}, which is in no other figure."
         )
     if judged and judged == deciding:
-        yield f"The data has no split but {judged}: the best evaluation of a run is chosen on the split that is judged."
+        yield f"The data has no split but {judged}, so a run's best evaluation is chosen on the split that is judged."
     for label in plan.arms:
         skipped = sum(run.skipped_rows for run in runs if run.arm == label)
         if skipped:
-            yield f"{label}: {skipped:,} gradient rows held NaN or Inf, and were not applied."
+            yield f"{label}: {skipped:,} gradient rows held NaN or Inf and were not applied."
     failed = [run for run in runs if not run.ok]
     if failed:
         yield (

@@ -136,10 +136,10 @@ def _curve_notes(results: Results) -> Iterable[str]:
     if not results.full and any(link.bits_per_second is not None for link in results.bandwidths):
         yield (
             "Wall time on a limited link is samples over the arm's speed there: quality was measured once, without "
-            "limit, for a link changes when a step ends, not what it computes."
+            "limit, because a link changes when a step ends, not what it computes."
         )
         if any("dgc:" in setting for arm in results.arms for setting in arm.settings):
-            yield "Of dgc that is the speed at its last density: its warm-up, which sends more, would take longer."
+            yield "For dgc this is the speed at its last density; its warm-up, which sends more, would take longer."
     if len(results.multiples) > 1:
         yield "Curves, bytes and times are those of the job's own learning rates."
     if any(run.stopped_early for run in results.runs):
@@ -148,16 +148,16 @@ def _curve_notes(results: Results) -> Iterable[str]:
 
 def _reproduce(results: Results) -> list[PageBlock]:
     blocks: list[PageBlock] = [
-        Prose(text="The whole comparison; started again in its folder, it goes on where it was stopped:"),
+        Prose(text="This command makes the whole comparison. Started again, it continues where it stopped:"),
         Code(title="The command", text=shlex.join(results.command)),
     ]
     if results.runs:
         run = results.runs[0]
         blocks += [
-            Prose(text=f"One run alone, here the first one (`{run.key.replace('`', '')}`):"),
+            Prose(text=f"This command makes one run, here the first one (`{run.key.replace('`', '')}`):"),
             Code(title="One run", text=shlex.join(["embershard", "train", results.job_file, *run.words])),
         ]
-    return [*blocks, Prose(text=f"`{FILE_NAME}` holds every run with its own words, its curve and its figures.")]
+    return [*blocks, Prose(text=f"`{FILE_NAME}` holds every run with its command line, its curve and its figures.")]
 
 
 def _job(results: Results) -> str:

@@ -158,7 +158,7 @@ def speed_table(results: Results) -> ReportTable:
             if beside:
                 cells += _over(results.speed_of(arm.label, beside, link.label) if arm.label != beside else None)
             rows.append(cells)
-    part = f"The first {results.skipped_share:.0%} of each run are left out. " if results.skipped_share else ""
+    part = f"The first {results.skipped_share:.0%} of each run is left out. " if results.skipped_share else ""
     return ReportTable(
         title="Samples per second",
         columns=columns,
@@ -196,7 +196,7 @@ def bytes_table(results: Results) -> ReportTable:
         columns=["arm", "direction", "part", "counted", "without codec", "predicted", "prediction off by", "fewer"],
         rows=rows,
         words=("direction", "part"),
-        note="Of one worker's step with all shards. Predicted: what the codec should need, computed before anything "
+        note="Bytes of one worker's step with all shards. Predicted: computed from the codec's sizes before anything "
         f"was sent. Fewer: the bytes of {results.baseline} over these; below 1x it is more.",
     )
 
@@ -336,7 +336,7 @@ def failures_table(results: Results) -> ReportTable | None:
     ]
     if not rows:
         return None
-    columns = ["arm", "seed", "link", "kind", "attempts", "what it said last", "its logs"]
+    columns = ["arm", "seed", "link", "kind", "attempts", "last output", "its logs"]
     note = "They are in no figure."
     return ReportTable(title="Runs that failed twice", columns=columns, rows=rows, words=columns, note=note)
 
