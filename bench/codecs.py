@@ -28,7 +28,7 @@ import torch
 
 import embershard as es
 from embershard.proto import protobuf
-from embershard.proto.codec.lossless.ids import decode_ids, encode_ids
+from embershard.proto.codec.ids import decode_ids, encode_ids
 from embershard.proto.codec.name import BUILTIN_VALUES
 from embershard.proto.codec.payload import decode, encode_elements
 from embershard.proto.codec.select import Threshold, count_of, random_positions

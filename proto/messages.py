@@ -101,7 +101,7 @@ class TableIds:
     route: int = 0
     codec: str = ""
     since: int = 0
-    packed: Bytes | None = None  # (N,) what proto/codec/lossless/ids.py makes of `ids`
+    packed: Bytes | None = None  # (N,) what proto/codec/ids.py makes of `ids`
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class TableGradients:
     lr_scale: float = 1.0
     route: int = 0
     codec: str = ""
-    packed: Bytes | None = None  # (N,) what proto/codec/lossless/ids.py makes of `ids`
+    packed: Bytes | None = None  # (N,) what proto/codec/ids.py makes of `ids`
     held: bool = False
     unique: bool = True
 

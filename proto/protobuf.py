@@ -19,7 +19,7 @@ from google.protobuf.message import Message as Protobuf
 
 from embershard.proto import embershard_pb2 as pb
 from embershard.proto.arrays import MAX_MESSAGE_BYTES, Array, Bytes, Floats, Ids
-from embershard.proto.codec.lossless.ids import decode_ids
+from embershard.proto.codec.ids import decode_ids
 from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import InvalidRequest
 from embershard.proto.messages import (

@@ -118,7 +118,7 @@ def make_routes(inputs: Sequence[tuple[Ids, int]], placement: Placement) -> list
 
 
 def ascending(route: Route) -> Route:
-    """The same route, each shard's ids in ascending order: so they take fewer bytes (proto/codec/lossless/ids.py)."""
+    """The same route, each shard's ids in ascending order: so they take fewer bytes (proto/codec/ids.py)."""
     if route.ids.size and int(route.ids.max()) - int(route.ids.min()) < _NARROW:
         ids, index = _ascend(route.ids, route.splits, route.index)
         return Route(ids, route.splits, index)

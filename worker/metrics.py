@@ -13,8 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from embershard.worker.data.batch import Users
-
 Floats = npt.NDArray[np.floating]
 Array = torch.Tensor | npt.NDArray[np.generic]
 
@@ -87,6 +85,17 @@ def ndcg_one(ranks: npt.NDArray[np.int64], k: int) -> float:
     if not len(ranks):
         return math.nan
     return float(np.mean(np.where(ranks < k, math.log(2) / np.log(ranks + 2.0), 0.0)))
+
+
+@dataclass(frozen=True, slots=True)
+class Users:
+    """Users to rank all items for; the pairs index a score matrix: `scores[seen_user, seen_item] = -inf`."""
+
+    ids: torch.Tensor  # (B,) int64
+    seen_user: npt.NDArray[np.int64]  # (S,) row of the score matrix
+    seen_item: npt.NDArray[np.int64]  # (S,) column: an item of the user's train set
+    relevant_user: npt.NDArray[np.int64]  # (R,) row, ascending
+    relevant_item: npt.NDArray[np.int64]  # (R,) column: an item to be found
 
 
 @dataclass(eq=False)

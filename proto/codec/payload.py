@@ -14,10 +14,10 @@ from numba import types
 
 from embershard.proto.arrays import MAX_MESSAGE_BYTES, Bytes, Floats, Ids
 from embershard.proto.codec.flat import decode_flat, encode_flat, flat_nbytes
-from embershard.proto.codec.lossless.integers import damaged, decode_integers, encode_integers, read_varint
-from embershard.proto.codec.lossless.positions import decode_positions, encode_drawn, encode_positions
+from embershard.proto.codec.integers import damaged, decode_integers, encode_integers, read_varint
 from embershard.proto.codec.low_rank import LOW_RANK, decode_low_rank
 from embershard.proto.codec.name import BUILTIN_VALUES
+from embershard.proto.codec.positions import decode_positions, encode_drawn, encode_positions
 from embershard.proto.codec.values.registry import ValuesCodec, find_values
 from embershard.proto.compiled.jit import compiled
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from embershard.proto.codec.flat import flat_nbytes
-from embershard.proto.codec.lossless.integers import best_rice
+from embershard.proto.codec.integers import best_rice
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.select import count_of
 from embershard.proto.codec.values.registry import ValuesCodec, find_values

@@ -13,21 +13,23 @@ import sys
 import termios
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import count
 from typing import cast
 
 import numpy as np
 
-from embershard.proto.arrays import MAX_MESSAGE_BYTES, Array
+from embershard.proto.arrays import MAX_MESSAGE_BYTES, Array, Bytes, Floats
 from embershard.proto.errors import EmbershardError, NotAShard, WrongVersion, from_wire
-from embershard.proto.messages import ERROR_KIND, KIND_OF, METHODS, Request, arrays
+from embershard.proto.messages import ERROR_KIND, KIND_OF, METHODS, Reply, Request, Rows, arrays
 from embershard.proto.protobuf import head_bytes, read
 from embershard.proto.timing import span
 from embershard.proto.transport.emulated_link import EmulatedLink
 from embershard.proto.transport.io_thread import connect_beside, io_loop, runs_here
-from embershard.proto.transport.stream_call import StreamCall
 from embershard.proto.transport.transport import TransportClosed, Unreachable
 from embershard.proto.wire import (
     HELLO_BYTES,
@@ -39,6 +41,68 @@ from embershard.proto.wire import (
     encode,
     read_server_hello,
 )
+
+# A call ends at its deadline on the I/O thread. This much later we stop believing that there is one: a call given up
+# while it lives might have its arrays written after its end.
+_GRACE_SECONDS = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class StreamCall:
+    """A request under way, and its reply."""
+
+    request: type[Request]
+    head: bytes
+    bulk: list[memoryview]
+    into: Sequence[Array]
+    seconds: float
+    started: float = field(default_factory=time.monotonic)
+    number: int = 0
+    num_bytes: int = 0  # of its frames
+    end: int = 0  # of its bytes among those sent on its connection
+    gone: int = 0  # bytes of its connection that had arrived before it was sent
+    places: Sequence[memoryview] | None = None  # where its reply arrives
+    timer: asyncio.TimerHandle | None = None
+    answer: Future[Reply] = field(default_factory=Future)
+
+    def result(self) -> Reply:
+        """The reply; see Pending."""
+        try:
+            return self.answer.result(self.seconds + _GRACE_SECONDS)
+        except FutureTimeout:
+            raise Unreachable("no answer") from None
+
+    def fail(self, error: Exception) -> None:
+        """End with an error, unless it has ended."""
+        if self.timer is not None:
+            self.timer.cancel()
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+    def place(self, lengths: Sequence[int]) -> Sequence[memoryview]:
+        """Where the arrays of its reply go: to the caller's own, as far as they fit."""
+        if len(lengths) != len(self.into):
+            self.into = [np.empty(length, np.uint8) for length in lengths]
+        return [
+            (array if array.nbytes == length else np.empty(length, np.uint8)).data
+            for array, length in zip(self.into, lengths, strict=True)
+        ]
+
+    def finish(self, reply: Reply) -> None:
+        """End with the reply, whose rows are the caller's own arrays where they came there, unless it has ended."""
+        if isinstance(reply, Rows):
+            reply = replace(reply, tables=tuple(map(_same, self.into, reply.tables)))
+        if self.timer is not None:
+            self.timer.cancel()
+        if not self.answer.done():
+            self.answer.set_result(reply)
+
+
+def _same(array: Array, received: Floats | Bytes) -> Floats | Bytes:
+    """The caller's own array, where it is what was received into, see place."""
+    same = array.nbytes == received.nbytes and array.dtype == received.dtype
+    return cast("Floats | Bytes", array) if same else received
+
 
 CONNECT_SECONDS = 5.0  # for a connection and its hello; a call waits no longer than its own deadline
 _SOCKET_BYTES = 4 * 2**20  # a message of some MiB passes a Unix socket without waiting for its reader at each 200 KiB

@@ -10,11 +10,11 @@ import tracemalloc
 import numpy as np
 
 from embershard.proto.codec.flat import flat_nbytes
-from embershard.proto.codec.lossless.ids import decode_ids, encode_even_ids, encode_ids
-from embershard.proto.codec.lossless.integers import decode_integers, encode_integers, read_varint
-from embershard.proto.codec.lossless.positions import decode_positions, encode_drawn, encode_positions
+from embershard.proto.codec.ids import decode_ids, encode_even_ids, encode_ids
+from embershard.proto.codec.integers import decode_integers, encode_integers, read_varint
 from embershard.proto.codec.low_rank import Factors, PlainRun, encode_low_rank
 from embershard.proto.codec.payload import MAX_AGE, decode, decode_elements, encode_elements, encode_rows
+from embershard.proto.codec.positions import decode_positions, encode_drawn, encode_positions
 from embershard.proto.codec.values.registry import BUILTIN
 from embershard.proto.errors import DamagedPayload
 

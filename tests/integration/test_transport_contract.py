@@ -23,7 +23,7 @@ from standing_still import standing_still
 from embershard.local_shards import InProcessShards
 from embershard.proto import spec
 from embershard.proto.arrays import MAX_MESSAGE_BYTES
-from embershard.proto.codec.lossless.ids import encode_ids
+from embershard.proto.codec.ids import encode_ids
 from embershard.proto.codec.payload import encode_rows
 from embershard.proto.codec.values.registry import find_values
 from embershard.proto.errors import ClockAhead, DamagedPayload, EmbershardError, NotAShard, UnknownTable

@@ -5,7 +5,7 @@ import pytest
 
 from embershard.proto import embershard_pb2 as pb
 from embershard.proto import messages as m
-from embershard.proto.codec.lossless.ids import encode_ids
+from embershard.proto.codec.ids import encode_ids
 from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import DamagedPayload, InvalidRequest
 from embershard.proto.messages import TableCodecs

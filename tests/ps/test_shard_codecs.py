@@ -12,7 +12,7 @@ import pytest
 from half_codec import HALF_CODEC
 
 from embershard.proto import spec
-from embershard.proto.codec.lossless.ids import encode_ids
+from embershard.proto.codec.ids import encode_ids
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import encode_elements, encode_rows
 from embershard.proto.codec.user_defined import CodecRegistry

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from embershard.proto.arrays import Bytes, Floats, Ids
-from embershard.proto.codec.lossless.ids import encode_even_ids, encode_ids
+from embershard.proto.codec.ids import encode_even_ids, encode_ids
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import decode, encode_rows
 from embershard.proto.codec.values.registry import ValuesCodec

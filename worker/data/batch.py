@@ -12,6 +12,7 @@ import torch
 
 from embershard.proto.errors import JobError
 from embershard.worker.data.shuffle import Positions, batches, check_enough, check_share, permutation
+from embershard.worker.metrics import Users
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,17 +163,6 @@ class Dataset(Protocol):
 
     def evaluate(self, split: str, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
         """This worker's share of a split, in a fixed order; it may be empty. JobError for an unknown split."""
-
-
-@dataclass(frozen=True, slots=True)
-class Users:
-    """Users to rank all items for; the pairs index a score matrix: `scores[seen_user, seen_item] = -inf`."""
-
-    ids: torch.Tensor  # (B,) int64
-    seen_user: npt.NDArray[np.int64]  # (S,) row of the score matrix
-    seen_item: npt.NDArray[np.int64]  # (S,) column: an item of the user's train set
-    relevant_user: npt.NDArray[np.int64]  # (R,) row, ascending
-    relevant_item: npt.NDArray[np.int64]  # (R,) column: an item to be found
 
 
 class RankingDataset(Protocol):

@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import Literal, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -27,9 +27,6 @@ from embershard.worker.session.dense import BLOCK, DenseWeights, layout_seed
 from embershard.worker.session.inputs import WrappedModel
 from embershard.worker.session.session import Session
 from embershard.worker.session.tables import RemoteTable
-
-if TYPE_CHECKING:
-    from embershard.worker.job.training import DenseMode
 
 T = TypeVar("T")
 Values = Callable[[], Iterable[tuple[Ids, Floats]]]
@@ -64,7 +61,7 @@ def wrap(
     *,
     optimizer: Optimizer | Mapping[str, Optimizer],
     dense_optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
-    dense: DenseMode = "ps",
+    dense: Literal["ps", "ddp", "fsdp"] = "ps",
     initializer: Initializer | Mapping[str, Initializer | None] | None = None,
     id_space: Mapping[str, str] | None = None,
     seed: int = 0,

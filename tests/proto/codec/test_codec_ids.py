@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embershard.proto.codec.lossless.ids import decode_ids, encode_even_ids, encode_ids
+from embershard.proto.codec.ids import decode_ids, encode_even_ids, encode_ids
 from embershard.proto.errors import DamagedPayload
 from embershard.proto.routing import even_ids
 

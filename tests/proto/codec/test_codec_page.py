@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from embershard.proto.arrays import MAX_MESSAGE_BYTES
-from embershard.proto.codec.lossless.ids import decode_ids, encode_even_ids, encode_ids
-from embershard.proto.codec.lossless.integers import MAX_RICE, RAW, VARINT, decode_integers, encode_integers
-from embershard.proto.codec.lossless.positions import DRAWN, EVERY, decode_positions, encode_positions
+from embershard.proto.codec.ids import decode_ids, encode_even_ids, encode_ids
+from embershard.proto.codec.integers import MAX_RICE, RAW, VARINT, decode_integers, encode_integers
 from embershard.proto.codec.low_rank import MAX_PIECES, Factors, encode_low_rank
 from embershard.proto.codec.name import MAX_RANK, CodecName
 from embershard.proto.codec.payload import CUSTOM, MAX_AGE, decode, encode_elements, encode_rows
+from embershard.proto.codec.positions import DRAWN, EVERY, decode_positions, encode_positions
 from embershard.proto.codec.predict import predict_bytes
 from embershard.proto.codec.select import random_positions
 from embershard.proto.codec.values.registry import BUILTIN

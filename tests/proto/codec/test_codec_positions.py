@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embershard.proto.codec.lossless.integers import (
+from embershard.proto.codec.integers import (
     MAX_RICE,
     RAW,
     VARINT,
@@ -14,7 +14,7 @@ from embershard.proto.codec.lossless.integers import (
     read_varint,
     varint,
 )
-from embershard.proto.codec.lossless.positions import EVERY, decode_positions, encode_drawn, encode_positions
+from embershard.proto.codec.positions import EVERY, decode_positions, encode_drawn, encode_positions
 from embershard.proto.codec.select import random_positions
 from embershard.proto.errors import DamagedPayload
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from embershard.proto.errors import JobError
-from embershard.worker.data.batch import Batch, Evaluation, Schema, Users
+from embershard.worker.data.batch import Batch, Evaluation, Schema
 from embershard.worker.data.files import read_blocks
 from embershard.worker.data.readers.interactions import (
     Interactions,
@@ -21,6 +21,7 @@ from embershard.worker.data.readers.interactions import (
     pair_batch,
 )
 from embershard.worker.data.shuffle import batches, check_enough, check_share, permutation
+from embershard.worker.metrics import Users
 
 
 class InteractionLists:

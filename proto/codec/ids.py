@@ -6,7 +6,7 @@ import numpy as np
 from numba import types
 
 from embershard.proto.arrays import Bytes, Ids
-from embershard.proto.codec.lossless.integers import (
+from embershard.proto.codec.integers import (
     Words,
     damaged,
     decode_integers,
@@ -14,7 +14,7 @@ from embershard.proto.codec.lossless.integers import (
     read_varint,
     varint,
 )
-from embershard.proto.codec.lossless.positions import decode_positions, encode_positions
+from embershard.proto.codec.positions import decode_positions, encode_positions
 from embershard.proto.compiled.jit import compiled
 from embershard.proto.routing import MAX_EVEN, even_ids_at
 

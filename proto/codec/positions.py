@@ -9,7 +9,7 @@ import numpy as np
 from numba import types
 
 from embershard.proto.arrays import Bytes, Ids
-from embershard.proto.codec.lossless.integers import (
+from embershard.proto.codec.integers import (
     Words,
     damaged,
     decode_integers,
