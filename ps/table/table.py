@@ -76,6 +76,7 @@ class Table:
         self._charge = Charge(self.budget)
         self._index_key = np.uint64(secrets.randbits(64))
         self._counters = np.array([0, 1, 1])  # page 0 and the directory entry that leads to it
+        self._reserved_rows = 0  # that an earlier call had addresses and huge pages for
         self._frozen: CopyOnWriteRows | None = None  # while a snapshot reads
         self.changes: ChangeTracker | None = None  # once somebody wants to know
         self._reserve_first()
@@ -116,7 +117,9 @@ class Table:
 
     def charge(self) -> None:
         """Count what is in use now in the budget."""
-        self._charge.set(self.nbytes)
+        nbytes = self.nbytes
+        if nbytes != self._charge.nbytes:
+            self._charge.set(nbytes)
 
     def gather(self, ids: Ids, out: Floats | None = None) -> Floats:
         """Weights of ids ((U,) int64), first values where an id has no row; (U, dim) float32, into `out` if given."""
@@ -228,7 +231,7 @@ class Table:
 
         TableFull, NoAddressSpace.
         """
-        if self.growth(len(ids)) > self.budget.left:  # all of them new: the quick answer, which is enough almost always
+        if self.growth(len(ids)) > self.budget.limit - self.budget.used:  # quick: as if all were new
             self.budget.check(self.spec.name, self.growth(self.count_missing(ids)))
         self.reserve(len(ids))
         frozen = self._frozen
@@ -249,9 +252,12 @@ class Table:
     def reserve(self, new_rows: int) -> None:
         """Have address space for so many more rows; NoAddressSpace where the system, or a table, has no more."""
         num_rows, capacity = self.num_rows + new_rows, self.capacity
+        if num_rows <= self._reserved_rows:
+            return
         self._records.use_huge_pages(num_rows * self._stride * 4)
         self._cells.use_huge_pages((int(self._counters[NUM_PAGES]) + new_rows // _PAGE_ROWS) * PAGE_CELLS * 8)
         if num_rows <= capacity:
+            self._reserved_rows = num_rows
             return
         if num_rows > MAX_ROWS:
             raise self._no_address_space(new_rows, f"a table has at most {MAX_ROWS} rows")

@@ -46,9 +46,8 @@ from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.reads import PLAIN, CheckedRead, Stopwatch
 from embershard.ps.table.table import Table
 
-MAX_TABLES = (
-    20_000  # of a shard: each has an index of its own, and three ranges of addresses of the 65,530 of a process
-)
+# of a shard: each has an index of its own, and three ranges of addresses of the 65,530 of a process
+MAX_TABLES = 20_000
 DECLARES_PER_SECOND = 1000  # that make a table; a job declares its tables once
 _DECLARE_RETRY_MS = 100
 _NAMES_SHOWN = 20  # of the known tables, in an error that must fit gRPC's metadata
@@ -288,7 +287,7 @@ def check_room(
     for part in parts:
         wanted[part.table] = wanted.get(part.table, 0) + len(part.ids)
     asked = kept_bytes + sum(table.growth(count) for table, count in wanted.items())
-    if asked > budget.left:  # as if all ids were new; now as they are
+    if asked > budget.limit - budget.used:  # as if all ids were new; now as they are
         wanted = dict.fromkeys(wanted, 0)
         for part in (*waiting_parts(), *parts):
             wanted[part.table] += part.table.count_missing(part.ids)
