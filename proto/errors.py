@@ -1,19 +1,20 @@
 """Errors with fields, one message built here, and one wire status.
 
 A shard raises these; a transport moves them as (status, name, fields) and the client raises the same type again.
-The tree, by what they are about; only InvalidRequest has subclasses:
+The tree, by what they are about; only InvalidRequest and ShardBusy have subclasses:
 
     EmbershardError
-        requests      InvalidRequest (WrongDim, MessageTooLarge, BadAddress, DamagedPayload, BadSnapshotName),
-                      NonFiniteValue
+        requests      InvalidRequest (WrongDim, MessageTooLarge, BadAddress, DamagedPayload, BadSnapshotName,
+                      FutureEpoch), NonFiniteValue
         connections   BadFrame, WrongVersion, NotAShard, WrongShards, ShardUnavailable, ShardRestarted, ClientClosed,
                       CannotListen
-        shards        ShardBusy, ShuttingDown, ShardFailed, InternalError
-        tables        UnknownTable, UnknownRoute, TableFull, TableMismatch, TableLoading, WrongPlacement
+        shards        ShardBusy (TooManyDeclares), ShuttingDown, ShardFailed, InternalError
+        tables        UnknownTable, UnknownRoute, TableFull, TableMismatch, TableLoading, WrongPlacement,
+                      TooManyTables, NoAddressSpace
         optimizers    UnknownOptimizer, BadOptimizer, BadLearningRate, OtherOptimizer
         codecs        UnknownCodec, BadCodec
         workers       StaleWorker, ClockAhead, LeaseLost, StaleRun, RendezvousOver, ModeMismatch, MemoryLost,
-                      WorkerLost, WorkersApart
+                      WorkerLost, WorkersApart, UpdateFailed
         snapshots     SnapshotNotWritten, SnapshotRunning, SnapshotUnknown, SnapshotTooLate, SnapshotTimeout,
                       SnapshotExists, SnapshotScattered, SnapshotNotFound, SnapshotUnreadable, SnapshotDamaged,
                       SnapshotTooNew, TablesInTheWay

@@ -61,7 +61,9 @@ def test_the_tree_in_the_docstring_names_every_error_of_the_module() -> None:
     assert sorted(re.findall(r"[A-Z]\w+", tree)) == sorted(here.keys() - {"EmbershardError"})
     below = re.search(r"InvalidRequest \(([^)]*)\)", tree)
     assert below is not None
-    assert set(below[1].split(", ")) == {name for name, cls in here.items() if cls.__base__ is errors.InvalidRequest}
+    assert set(re.split(r",\s+", below[1])) == {
+        name for name, cls in here.items() if cls.__base__ is errors.InvalidRequest
+    }
 
 
 def test_a_second_error_of_one_name_is_refused() -> None:

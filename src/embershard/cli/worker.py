@@ -21,6 +21,7 @@ import typer
 from embershard.proto.compiled.jit import compile_missing
 from embershard.proto.errors import JobError
 from embershard.proto.timing import Recorder
+from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from embershard.worker.client.worker_group import JOIN_TIMEOUT, ShardGroup, WorkerGroup
 from embershard.worker.job.job import Job
@@ -153,6 +154,8 @@ def _train(
         loader = _loader(job, base, place, checkpoint)  # it starts while we connect
         if loader is not None:
             stack.enter_context(loader)
+        _log_compilation()
+        compile_missing()  # before others wait for this worker, and after the mistakes that it can find by itself
         session = stack.enter_context(_connect(job, ps, place, imports)) if ps is not None else None
         if session is not None and checkpoint is not None:
             check_restored(session.client, checkpoint)
@@ -171,6 +174,8 @@ def _train(
 def _check_mode(job: Job, ps: str | None, world_size: int) -> None:
     if job.has_shards and ps is None:
         raise typer.BadParameter(f"strategy {job.strategy} has shards: name them with --ps")
+    if ps is not None and ps != "-":
+        parse_addresses(ps)  # before kernels are compiled
     if not job.has_shards and ps is not None:
         raise typer.BadParameter(f"strategy {job.strategy} has no shards: --ps has no meaning with it")
     if job.strategy in ("local", "dp") and world_size > 1:
@@ -178,9 +183,7 @@ def _check_mode(job: Job, ps: str | None, world_size: int) -> None:
 
 
 def _prepare(job: Job, place: WorkerRanks) -> None:
-    """Settings of this process, and its kernels: nobody may wait for a worker that compiles."""
-    _log_compilation()
-    compile_missing()
+    """Make the settings of this process."""
     keep_freed_memory()
     torch.set_num_threads(job.worker_threads(place.local_world_size))
     if job.train.device != "cpu" and torch.cuda.is_available():

@@ -51,7 +51,7 @@ class TestCompiled:
             import renamed  # type: ignore[import-not-found]
 
             pair = numba.types.NamedTuple((numba.int64,), getattr(renamed, name))
-            assert jit.compiled(numba.int64(pair))(renamed.of).stats.cache_misses.total() == 1
+            assert jit.load(jit.compiled(numba.int64(pair))(renamed.of)).stats.cache_misses.total() == 1
 
     def test_a_call_with_another_signature_is_not_compiled_at_run_time(self):
         half = jit.compiled(numba.int64(numba.int64))(lambda x: x // 2)

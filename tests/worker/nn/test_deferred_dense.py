@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -115,6 +116,14 @@ def pulls(heard: list[Request]) -> int:
     found = sum(isinstance(request, Pull) for request in heard)
     heard.clear()
     return found
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process of its own: other tests of this one may have compiled functions."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    monkeypatch.setattr(torch.jit._state, "_python_cu", torch.jit.CompilationUnit())
 
 
 @pytest.mark.parametrize("grad", [True, False])
