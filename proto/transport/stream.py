@@ -230,7 +230,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._transport.abort()
 
     def send(self, call: StreamCall) -> None:
-        """Write a request."""
+        """Write a call's request to the connection."""
         kind, timeout_ms = KIND_OF[call.request], min(max(1, int(call.seconds * 1000)), 2**32 - 1)
         try:
             with span("send"):

@@ -40,7 +40,7 @@ class StreamCall:
     answer: Future[Reply] = field(default_factory=Future)
 
     def result(self) -> Reply:
-        """The reply; see Pending."""
+        """Wait for the reply and return it; see PendingReply."""
         try:
             return self.answer.result(self.seconds + _GRACE_SECONDS)
         except FutureTimeout:
