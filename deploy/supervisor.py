@@ -107,7 +107,7 @@ class _Process:
         return self._ended_at - self._served_since if self.address else 0.0
 
     def last_lines(self) -> str:
-        """What it logged last, indented."""
+        """Return the last lines that the process logged, indented, as one text."""
         return "\n".join(f"    {line}" for line in self.tail) or "    (none)"
 
     def _read_stdout(self, stream: IO[str]) -> None:

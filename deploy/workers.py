@@ -67,7 +67,7 @@ class LocalWorkers:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Process ids, by worker."""
+        """Return the process ids, in the order of the workers."""
         return tuple(process.pid for process in self._processes)
 
     def __enter__(self) -> Self:

@@ -75,7 +75,7 @@ class EmbershardError(Exception):
 
     @property
     def message(self) -> str:
-        """What happened, where, and what to do."""
+        """Build the error's text: what happened, where, and what to do."""
         text = self.template.format_map(self.fields)
         return f"{self.shard}: {text}" if self.shard else text
 

@@ -29,7 +29,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """A shard describes itself."""
+    """A shard's description of itself: its number, its placement and its version."""
 
     shard: int
     num_shards: int
@@ -59,7 +59,7 @@ class Declared:
 
 @dataclass(frozen=True, slots=True)
 class PushToken:
-    """What makes a push or a load apply once (RIFL, Lee et al. 2015): see embershard.proto."""
+    """The number by which a shard applies a push or a load once (RIFL, Lee et al. 2015): see embershard.proto."""
 
     worker: int
     epoch: int
@@ -83,7 +83,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Rows assigned."""
+    """The reply to a load: how many rows were assigned."""
 
     rows: int
 
@@ -175,7 +175,7 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """What became of a push."""
+    """The reply to a push: how many rows were updated, and whether it was a repeat."""
 
     duplicate: bool
     applied: int
@@ -230,7 +230,7 @@ class LeaveAck:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Renew the lease."""
+    """The request that renews a worker's lease."""
 
     worker: int
     epoch: int
@@ -238,7 +238,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAck:
-    """The lease is renewed."""
+    """The reply to a heartbeat: the lease is renewed."""
 
     clock: int
     members: tuple[int, ...]

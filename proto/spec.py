@@ -1,4 +1,4 @@
-"""What a table is: frozen, validated data that worker and shard agree on."""
+"""Describe a table: frozen, validated data that worker and shard agree on."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Initializer(_Params):
 
 @dataclass(frozen=True, kw_only=True)
 class Constant(Initializer):
-    """Every float is `value`."""
+    """Start every float of a row at `value`."""
 
     kind = "constant"
     value: float = 0.0
@@ -59,7 +59,7 @@ class Constant(Initializer):
 
 @dataclass(frozen=True, kw_only=True)
 class Uniform(Initializer):
-    """Uniform in [low, high)."""
+    """Draw the first values of a row uniformly from [low, high)."""
 
     kind = "uniform"
     low: float = -0.05
@@ -233,7 +233,7 @@ class Custom(Optimizer):
 
     @property
     def name(self) -> str:
-        """The function's address, `module:function`."""
+        """The address of the function, `module:function`."""
         return self.function
 
     def params(self) -> dict[str, float]:

@@ -9,7 +9,7 @@ from embershard.proto.errors import BadModule, EmbershardError
 
 
 def members_of(module: str) -> Mapping[str, object]:
-    """What a module holds, by name. BadModule where it cannot be imported."""
+    """Import a module and return its members by name. BadModule where it cannot be imported."""
     try:
         return vars(importlib.import_module(module))
     except EmbershardError:  # it says by itself what is wrong

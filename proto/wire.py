@@ -40,13 +40,13 @@ PREFIX_BYTES = _PREFIX.size  # 32
 
 
 class Feature(enum.IntFlag):
-    """What two sides may agree on beside the version."""
+    """Features that the two sides of a connection agree on beside the version."""
 
     CHECKSUM = 1  # the buffers have a checksum too
 
 
 class Agreed(NamedTuple):
-    """What both sides of a connection speak."""
+    """The version and the features that both sides of a connection speak."""
 
     version: int
     features: Feature
@@ -107,7 +107,7 @@ def server_hello(hello: bytes, supported: Feature) -> tuple[bytes, Agreed | None
 
 
 def read_server_hello(answer: bytes) -> Agreed:
-    """What the server agreed on.
+    """Read which version and features the server agreed on.
 
     WrongVersion without a common version; BadFrame where the answer (HELLO_BYTES) is not a shard's, or agrees on
     features that this side does not know.

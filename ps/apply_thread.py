@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class Watched(Protocol):
-    """What parked requests wait for, and what goes by the time."""
+    """The state that parked requests wait for, and the work that is due at a time."""
 
     @property
     def generation(self) -> int:

@@ -1,4 +1,4 @@
-"""What a shard was told of how its tables are to travel; its workers read it and switch (worker/compression)."""
+"""Keep the codecs of a shard's tables as they were set; workers read them and switch (worker/compression)."""
 
 from __future__ import annotations
 

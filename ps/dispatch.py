@@ -42,7 +42,7 @@ class Dispatch:
         )
 
     def set_activity_probe(self, last_sign: Callable[[int, int], float]) -> None:
-        """See Shard.set_activity_probe."""
+        """Tell the shard when bytes of a worker arrived last; see Shard.set_activity_probe."""
         self._shard.set_activity_probe(last_sign)
 
     def submit(
@@ -55,7 +55,7 @@ class Dispatch:
         deadline: float,
         peer: str = "",
     ) -> Future[T]:
-        """What `write` makes of the reply to the request that `read` gives, or the EmbershardError in its place.
+        """Queue the request that `read` gives; the future has `write` of its reply, or an EmbershardError.
 
         `num_bytes` is what the request holds while it waits; `deadline`, on time.monotonic()'s clock, is when nobody
         waits for the reply any more: its future is cancelled then.

@@ -1,4 +1,4 @@
-"""What belongs to a shard of a snapshot, read by a thread of its own into new tables, and put in place at once."""
+"""Restore a shard: read its rows of a snapshot in a thread into new tables, and put these in place at once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a shard gets back. Pushes are known again only where each shard has the ids that it had."""
+    """Tables and windows of pushes to restore. The latter only where each shard has the ids that it had."""
 
     tables: list[Table] = field(default_factory=list)
     workers: list[WorkerWindow] = field(default_factory=list)

@@ -43,7 +43,7 @@ _log = logging.getLogger("embershard.ps")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """What one shard's process is started with.
+    """The options that one shard's process is started with.
 
     `listen` is "host:port" (port 0: any free one), or "unix:/path". `imports` are modules with row optimizers
     and codecs. `memory` bytes are what the tables may take, by default 80 % of the machine's. More than `connections`

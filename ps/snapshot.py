@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ShardImage:
-    """What a shard is between two requests."""
+    """The state of a shard between two requests, frozen."""
 
     shard: int
     num_shards: int

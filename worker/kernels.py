@@ -33,7 +33,7 @@ class IdIndex:
 
     @property
     def ids(self) -> Ids:
-        """(len,) int64, by number."""
+        """The ids by their number: (len,) int64."""
         return self._ids[: self._count]
 
     def numbers(self, ids: Ids) -> Ids:

@@ -15,7 +15,7 @@ NEXT_KEY = 0x9E3779B97F4A7C15  # equal keys would make both parts round alike
 
 
 def flat_nbytes(size: int, values: ValuesCodec) -> int:
-    """Bytes of `size` floats."""
+    """Return the bytes that `size` floats take in this form."""
     rows, rest = divmod(size, ROW)
     return (values.nbytes(rows, ROW) if rows else 0) + (values.nbytes(1, rest) if rest else 0)
 

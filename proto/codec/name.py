@@ -19,7 +19,7 @@ _KNOWN = (
 
 @dataclass(frozen=True, kw_only=True)
 class CodecName:
-    """What of a table's rows or gradients is sent (`select`, `number`), and in which form (`values`).
+    """A codec, parsed: which rows or elements of a table are sent (`select`, `number`), and in which form (`values`).
 
     `select`: all; topk (elements), rows (whole rows by L2 norm), randomk (elements) or dgc, of which `number` is the
     ratio sent, in (0, 1]; powersgd, of which it is the rank; delta, what changed since the last pull. `values`: none
@@ -62,7 +62,7 @@ class CodecName:
 
     @property
     def is_lossless(self) -> bool:
-        """What is pulled with it has the bits that the shard keeps."""
+        """Whether a pull with it gives the bits that the shard keeps."""
         return self.is_plain or self.select == "delta"
 
     @property
@@ -72,7 +72,7 @@ class CodecName:
 
     @property
     def has_feedback(self) -> bool:
-        """What is not sent now stays in a residual on the worker."""
+        """Whether gradients that are not sent now stay in a residual on the worker."""
         return self.select not in ("all", "delta") or self.values == "onebit"
 
     @property

@@ -31,7 +31,7 @@ _ALIGNMENT = 8  # bytes
 
 
 class Decoded(NamedTuple):
-    """What a payload says about the ids of its message."""
+    """A decoded payload: rows, and to which of the message's ids they belong."""
 
     positions: Ids | None  # (R,) int64 ascending, which of the ids; None: all
     rows: Floats  # (R, dim) float32

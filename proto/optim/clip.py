@@ -1,4 +1,4 @@
-"""What becomes of a row's gradient before an optimizer sees it: parts of compiled loops."""
+"""Check, clip and decay a row's gradient before its optimizer runs: parts of compiled loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a row optimizer is: a function over (row, state, grad, hyper), its state and its settings."""
+"""Declare a row optimizer: a function over (row, state, grad, hyper), its state and its settings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RowOptimizer:
 
     @property
     def name(self) -> str:
-        """`module:function`."""
+        """The address of the function, `module:function`."""
         return f"{self.function.__module__}:{self.function.__name__}"
 
     def params(self, optimizer: spec.Optimizer) -> dict[str, float]:

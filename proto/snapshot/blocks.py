@@ -27,7 +27,7 @@ def rows_per_file(dim: int, num_state: int) -> int:
 
 
 def block_header(arrays: Mapping[str, npt.NDArray[np.generic]], about: Mapping[str, str]) -> bytes:
-    """What stands before the arrays in a safetensors file; they follow one behind the other, little endian, C order.
+    """Write the head of a safetensors file; its arrays follow in this order, little endian, C order.
 
     Written here, since the library wants all of a file in memory once more.
     """

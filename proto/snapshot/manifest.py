@@ -1,4 +1,4 @@
-"""What a snapshot says of itself, as msgpack: docs/snapshots.md has the format field by field.
+"""Read and write a snapshot's manifest, as msgpack: docs/snapshots.md has the format field by field.
 
 `seal` wraps what is said in an envelope with its sha256, so that a reader knows damage, other people's files and newer
 versions before it looks inside.
@@ -68,7 +68,7 @@ class WorkerWindow:
 
 @dataclass(frozen=True, slots=True)
 class ShardPart:
-    """What one shard wrote. `clock` is its first clock that was not closed."""
+    """The tables and files that one shard wrote. `clock` is its first clock that was not closed."""
 
     shard: int
     num_shards: int
@@ -109,7 +109,7 @@ class Manifest:
 
     @property
     def rows(self) -> int:
-        """Rows of all tables."""
+        """The number of rows of all tables."""
         return sum(table.rows for table in self.tables.values())
 
     @property
@@ -126,7 +126,7 @@ def check_name(name: str) -> str:
 
 
 def pack_part(part: ShardPart) -> bytes:
-    """A shard's part, sealed."""
+    """Serialise a shard's part, with its checksum."""
     return _seal(_plain_part(part))
 
 

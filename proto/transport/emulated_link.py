@@ -107,7 +107,7 @@ class EmulatedLink:
         self._behind = False  # whether what is read next was there before
 
     def join(self, transport: asyncio.Transport) -> None:
-        """A connection begins."""
+        """Add a connection, which shares this link's rate."""
         self._lanes[transport] = _Lane(transport)
         if self._reading is not None:
             transport.pause_reading()

@@ -34,7 +34,7 @@ class LocalTransport:
         return _Answer(self, request, timeout)
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: calls in this process are answered at once."""
 
     def _try(self, request: Request) -> Reply | EmbershardError:
         try:

@@ -66,7 +66,7 @@ class StreamCall:
     answer: Future[Reply] = field(default_factory=Future)
 
     def result(self) -> Reply:
-        """The reply; see Pending."""
+        """Wait for the reply and return it; see PendingReply."""
         try:
             return self.answer.result(self.seconds + _GRACE_SECONDS)
         except FutureTimeout:
@@ -294,7 +294,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._transport.abort()
 
     def send(self, call: StreamCall) -> None:
-        """Write a request."""
+        """Write a call's request to the connection."""
         kind, timeout_ms = KIND_OF[call.request], min(max(1, int(call.seconds * 1000)), 2**32 - 1)
         try:
             with span("send"):

@@ -80,7 +80,7 @@ class _Call:
         self._answer: Future[Reply] = Future()
 
     def result(self) -> Reply:
-        """The reply; see Pending."""
+        """Wait for the reply and return it; see PendingReply."""
         try:
             return self._answer.result(max(0.0, self.deadline.seconds))
         except FutureTimeout:

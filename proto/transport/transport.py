@@ -1,4 +1,4 @@
-"""What moves a request to one shard and its reply back.
+"""Transports: each moves a request to one shard and its reply back.
 
 A transport knows nothing of routing, retries or tokens: it sends one message and waits for one reply. Its
 implementations are in transports/: `stream`, `grpc`, `rpc` and `local` (docs/transports.md).
@@ -35,7 +35,7 @@ class PendingReply(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """What the call has moved until now, both ways."""
+        """The bytes that the call has moved until now, both ways."""
         ...
 
     def result(self) -> Reply:

@@ -44,7 +44,7 @@ class Sender(NamedTuple):
 
 @dataclass(slots=True)
 class ClockPush:
-    """What one worker has pushed of a clock; it counts once it is `complete`."""
+    """The gradients that one worker has pushed of a clock; they count once the push is `complete`."""
 
     messages: list[tuple[list[CheckedGradients], bool]] = field(
         default_factory=list
@@ -83,7 +83,7 @@ class PendingUpdates:
         return Pushed(duplicate=False, applied=sum(len(part.ids) for part in parts) - skipped, skipped=skipped)
 
     def parts(self) -> Iterator[CheckedGradients]:
-        """All that is kept."""
+        """Iterate over the gradients of all clocks and workers that are kept."""
         for pushes in self._clocks.values():
             for push in pushes.values():
                 for parts, _ in push.messages:

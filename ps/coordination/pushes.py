@@ -14,7 +14,7 @@ from embershard.ps.table.tables import CheckedGradients, Tables, check_room
 
 
 class Pushes:
-    """What was pushed, by whom, and the counters of it; `max_bytes` is what one push may unpack to."""
+    """Check and apply pushes, each once, and count them. `max_bytes` is the largest size of an unpacked push."""
 
     def __init__(self, tables: Tables, clock: Clock, max_bytes: int) -> None:
         self.dedup = Dedup()

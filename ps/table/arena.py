@@ -75,7 +75,7 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of address space."""
+        """The bytes of address space that are mapped."""
         return self._mapping.nbytes
 
     def array(self, dtype: type[S]) -> npt.NDArray[S]:

@@ -30,7 +30,7 @@ _SLICE_IDS = 2**15  # ids looked at under the lock: as many rows far apart
 
 
 class RowBlock(NamedTuple):
-    """Some rows."""
+    """Some rows of a frozen table, with their ids and states."""
 
     ids: Ids  # (n,)
     rows: Floats  # (n, dim)
@@ -64,7 +64,7 @@ class CopyOnWriteRows:
 
     @property
     def num_kept(self) -> int:
-        """Rows that were copied."""
+        """The number of rows that were copied before a change."""
         return int(self._count[0])
 
     def keep(self, ids: Ids) -> bool:

@@ -96,7 +96,7 @@ def open_store(store: HashIndex) -> HashIndex:
 
 @inlined
 def page_of(store: HashIndex, h: np.uint64) -> np.uint64:
-    """Page of a hash."""
+    """Return the page that a hash belongs to."""
     entry = store.root[h >> _BUCKET_SHIFT]
     return _U(store.directory[(entry >> _8) + ((h & _WORD) >> (_32 - (entry & _BYTE)))])
 

@@ -1,4 +1,4 @@
-"""What a pull reads of one table, in the form that was wanted: float32, by a values codec, or what changed since."""
+"""Read the rows of a pull in the form that was wanted: float32, by a values codec, or the changes since a version."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class CheckedRead(NamedTuple):
 def read_all(
     reads: Sequence[CheckedRead], version: Callable[[], int], coding: Stopwatch, limit: int
 ) -> tuple[tuple[Floats | Bytes, ...], tuple[str, ...]]:
-    """What Rows says: the rows of every table, and their codecs, () where they have none.
+    """Read the rows of every table for a Rows reply, and their codecs, () where they have none.
 
     MessageTooLarge, before memory is taken, where they are over `limit` bytes: ids are small, their rows are not.
     """

@@ -103,7 +103,7 @@ class ReferenceTable:
 
     @property
     def num_rows(self) -> int:
-        """Rows that exist."""
+        """The number of rows that exist."""
         return len(self._rows)
 
     def gather(self, ids: Ids) -> Floats:
@@ -115,7 +115,7 @@ class ReferenceTable:
         return out
 
     def apply(self, ids: Ids, gradients: Floats, lr_scale: float = 1.0, ages: Floats | None = None) -> tuple[int, int]:
-        """Rows updated, rows skipped."""
+        """Apply gradients; return the numbers of rows updated and skipped."""
         hyper = np.array([*self._params.values(), 1.0])
         hyper[0] *= lr_scale
         skipped = 0

@@ -50,7 +50,7 @@ _ADD_ADDRESS = address_of(_add)
 
 
 class Applied(NamedTuple):
-    """What a push did: rows updated, and rows left alone because their gradient was not finite."""
+    """The result of a push: rows updated, and rows skipped because their gradient was not finite."""
 
     rows: int
     skipped: int
@@ -85,7 +85,7 @@ class Table:
 
     @property
     def num_rows(self) -> int:
-        """Rows that exist."""
+        """The number of rows that exist."""
         return int(self._counters[NUM_ROWS])
 
     @property

@@ -75,7 +75,7 @@ class CheckedGradients(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays."""
+        """The bytes of all of its arrays."""
         return self.ids.nbytes + self.gradients.nbytes + (0 if self.ages is None else self.ages.nbytes)
 
 
@@ -121,7 +121,7 @@ class Tables:
         return tuple(map(_table_status, tuple(self._entries.values())))
 
     def names(self) -> list[str]:
-        """Of all tables."""
+        """Return the names of all tables."""
         return list(self._entries)
 
     def opened(self) -> tuple[Table, ...]:
@@ -221,7 +221,7 @@ class Tables:
             )
 
     def check_read(self, part: TableIds) -> CheckedRead:
-        """What is to be read of a table; UnknownCodec where it is wanted in a form that this shard cannot write."""
+        """Check a read of a table; UnknownCodec where it is wanted in a form that this shard cannot write."""
         entry = self.open_entry(part.table)
         self.check_ids(entry, part.ids)
         if part.codec == DELTA:

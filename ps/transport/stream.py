@@ -161,7 +161,7 @@ class _Pace:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One peer."""
+    """The shard's side of one connection: reads frames and writes replies."""
 
     def __init__(self, server: StreamServer) -> None:
         self.sender: tuple[int, int] | None = None  # the worker and its epoch, once a request has said so
@@ -182,7 +182,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A peer has come."""
+        """Accept a connection, or drop it where there are too many."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop has classes of its own
         self._peer = _peer_of(transport)
         if self._server.open_connections >= self._server.max_connections:
@@ -221,7 +221,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
-        """It read them."""
+        """Read requests again: the peer has read its replies."""
         self._full = False
         self._transport.resume_reading()
 
@@ -239,7 +239,7 @@ class Connection(asyncio.BufferedProtocol):
             self.drop(f"it has not read {unsent} bytes of replies for {patience:.0f} s")
 
     def drop(self, reason: str) -> None:
-        """End the connection."""
+        """End the connection and log the reason."""
         if reason:
             _log.warning("dropping the connection of %s: %s", self._peer, reason)
         self._transport.abort()

@@ -90,7 +90,7 @@ class CheckpointFolderInUse(EmbershardError):
 
 
 class CheckpointManifest(BaseModel):
-    """What checkpoint.json holds."""
+    """The contents of checkpoint.json: job, step and checksums."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -113,7 +113,7 @@ class Checkpoint:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """The folder or URL that the checkpoint is in."""
         return self._storage.url
 
     @property
@@ -150,15 +150,15 @@ class Checkpoint:
         return [name for name in names if re.fullmatch(r"worker-\d{1,9}", name)]
 
     def shared(self) -> State:
-        """What is the same for all workers. BadCheckpoint where it is damaged."""
+        """Read the state that all workers share. BadCheckpoint where it is damaged."""
         return self._read("shared")
 
     def worker(self, rank: int) -> State | None:
-        """What a worker has of its own; None for one that was not there. BadCheckpoint where it is damaged."""
+        """Read one worker's own state; None for one that was not there. BadCheckpoint where it is damaged."""
         return self._read(f"worker-{rank}") if f"worker-{rank}" in self._workers else None
 
     def first_worker(self) -> State:
-        """What the first worker that was there has of its own. BadCheckpoint where it is damaged."""
+        """Read the state of the first worker that was there. BadCheckpoint where it is damaged."""
         return self._read(min(self._workers, default="worker-0", key=lambda name: int(name.removeprefix("worker-"))))
 
     def check_job(self, job: Job) -> None:
@@ -230,7 +230,7 @@ class CheckpointFolder:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """The folder or URL that the checkpoints are in."""
         return self._storage.url
 
     def check(self, *, resumed: bool) -> None:

@@ -113,7 +113,7 @@ def open_snapshot(url: str, name: str = "") -> StoredSnapshot:
 
 
 def read_manifest(url: str, name: str = "") -> Manifest:
-    """What a snapshot says of itself; see `open_snapshot`."""
+    """Read a snapshot's manifest; see `open_snapshot`."""
     return open_snapshot(url, name).manifest
 
 

@@ -26,10 +26,10 @@ class Stateful(Protocol):
     """A part of a run that a checkpoint holds; torch's modules, optimizers and scalers are such."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What `load_state_dict` needs to go on: data and tensors."""
+        """Return the state that `load_state_dict` restores: data and tensors."""
 
     def load_state_dict(self, state: dict[str, Any], /) -> object:
-        """Go on from there."""
+        """Restore the state that `state_dict` returned."""
 
 
 def is_stateful(thing: object) -> TypeGuard[Stateful]:

@@ -1,4 +1,4 @@
-"""What travels between a worker and its shards, by direction, part and table, and what it would be without codecs.
+"""Count the bytes between a worker and its shards by direction, part and table, and their size without codecs.
 
 Direction `push`: gradients to the shards; `pull`: rows from them, and the ids that ask for them; `other`: everything
 else (declarations, first values, meetings, leases), and what was lost on the way or sent twice. Parts: `ids`; `rows`,
@@ -29,7 +29,7 @@ _OTHER: Direction = "other"
 
 
 class BytePart(NamedTuple):
-    """What is counted by itself; the table of frames and heads is ""."""
+    """A part of the traffic that is counted by itself; the table of frames and heads is ""."""
 
     direction: Direction
     kind: Kind
@@ -48,7 +48,7 @@ class ByteCount(NamedTuple):
     held: int = 0
 
     def plus(self, other: ByteCount) -> ByteCount:
-        """Both."""
+        """Return the sum of both counts."""
         return ByteCount(*(mine + its for mine, its in zip(self, other, strict=True)))
 
     def minus(self, other: ByteCount) -> ByteCount:

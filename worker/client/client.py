@@ -95,7 +95,7 @@ class Client:
 
     @property
     def num_shards(self) -> int:
-        """Shards of the placement."""
+        """The number of shards that rows are placed on."""
         return self.placement.num_shards
 
     def packs_ids(self, table: str) -> bool:

@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What the workers of a job agree on.
+    """The terms that all workers of a job agree on: staleness, lease, number of workers.
 
     `staleness` 0: the pushes of a clock are gathered and applied once; k: a worker is at most k clocks ahead; None: no
     bound. With `staleness_aware_lr` the learning rate of a push is divided by the updates that its rows had missed
@@ -227,7 +227,7 @@ class Membership:
         )  # fmt: skip
 
     def call_with_rejoin(self, ask: Callable[[], dict[int, Outcome]]) -> dict[int, Outcome]:
-        """What `ask` gives, to a member: where the lease was lost it joins again and asks again."""
+        """Call `ask`; where the lease was lost, join again and call it again."""
         for _ in range(_TRIES):
             lost_leases = self.lost_leases
             outcomes = ask()

@@ -1,4 +1,4 @@
-"""What the codecs were expected to send, of the rows and messages that there were: to be held against what was counted.
+"""Predict the bytes that codecs send for given rows and messages, to compare with the counted ones.
 
 And the bandwidth at which a codec breaks even.
 """

@@ -34,7 +34,7 @@ NOT_READ = np.iinfo(np.int64).max  # the version of a shard from which nothing w
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """What one step pushes.
+    """The gradients that one step pushes.
 
     `weight` is what a member's gradients count among those of its clock: its number of samples. `versions` are the
     lowest of the rows that they were computed on. A `difference` is added to the rows, past their optimizer.

@@ -77,7 +77,7 @@ class WorkerGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker decides."""
+        """Whether this worker is the first one present, which decides for all."""
         return self.present[:1] == (self.rank,)
 
     @property
@@ -109,7 +109,7 @@ class WorkerGroup:
         resume(self.highest(clock))
 
     def retry_on_membership_change(self, work: Callable[[], T]) -> T:
-        """What `work` gives, in which the workers meet; done again by those who are left where one was lost in it."""
+        """Return `work()`, in which the workers synchronise; repeat it without those that were lost in it."""
         for _ in range(self.world_size):
             try:
                 return work()
@@ -154,13 +154,13 @@ class WorkerGroup:
         return self.sum(float(flag)) > 0
 
     def broadcast_json(self, value: T) -> T:
-        """What the first worker says, on all of them: data that JSON knows."""
+        """Return the first worker's `value` on all workers; it must be data that JSON has."""
         said = json.dumps(value).encode() if self.is_first else b""
         told: T = json.loads(self._all_gather_bytes(np.frombuffer(said, np.uint8))[min(self.present)].tobytes())
         return told
 
     def decide(self, *flags: bool) -> tuple[bool, ...]:
-        """The first worker's flags."""
+        """Return the first worker's flags on all workers."""
         return tuple(self.broadcast_json(list(flags)))
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -178,7 +178,7 @@ class WorkerGroup:
             tensor.detach().copy_(torch.from_numpy(values.copy()).view(tensor.dtype).reshape(tensor.shape))
 
     def leave(self) -> None:
-        """End the group."""
+        """Leave the group at the end of the job."""
 
     def __enter__(self) -> Self:
         return self
@@ -217,7 +217,7 @@ class TorchGroup(WorkerGroup):
         return cls(rank, world_size)
 
     def leave(self) -> None:
-        """End the group."""
+        """Leave the group at the end of the job."""
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""What each table's two directions use now, and the parts of messages that are made so."""
+"""Encode and decode a worker's messages: the codecs that each table uses now, in both directions."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Compressor:
         self._tables[table].lay_out(layout)
 
     def layout(self, table: str) -> DenseLayout:
-        """What the blocks of a dense table are."""
+        """Return which parameters the blocks of a dense table hold."""
         return self._tables[table].layout
 
     def check(self, table: str, push: CodecName | None = None, pull: CodecName | None = None) -> Directions:
@@ -102,11 +102,11 @@ class Compressor:
         self._use(table, self.check(table, push, pull))
 
     def directions(self) -> dict[str, Directions]:
-        """What every table uses now."""
+        """Return the codecs that every table uses now."""
         return {name: way.directions for name, way in self._tables.items()}
 
     def held(self, table: str) -> ResidualRows:
-        """What is held back of a table's gradients, each row with its age and the rate by which it counts."""
+        """Return the residuals of a table, each row with its age and the rate by which it counts."""
         return self._tables[table].held()
 
     def rows_held_back(self) -> dict[str, int]:
@@ -119,7 +119,7 @@ class Compressor:
         return self._tables[table].is_dense
 
     def pull_codec(self, table: str) -> CodecName:
-        """How its rows come."""
+        """Return the codec that a table's rows are pulled with."""
         return self.coded_pulls.get(table, PLAIN)
 
     def packs(self, table: str) -> bool:
@@ -131,7 +131,7 @@ class Compressor:
         return self._tables[table].packed_ids(ids)
 
     def sent(self, table: str) -> SentAverages:
-        """What the messages with some of a table's gradients held in the mean."""
+        """Return the average rows and age of the messages that sent some of a table's gradients."""
         return self._tables[table].sent
 
     def begin(self, gradients: Sequence[tuple[str, Route, Floats]], lr_scale: LrScale) -> None:
@@ -142,7 +142,7 @@ class Compressor:
                     self._tables[table].begin(route, rows, rate_of(lr_scale, table), self.workers)
 
     def pack(self, part: TableGradients, shard: int, start: int) -> list[TableGradients]:
-        """What is sent for a part of a push, whose first row is that of number `start` among those of its shard."""
+        """Encode a part of a push, which starts at row `start` of those for its shard."""
         way = self._tables[part.table]
         with span("encode"):
             parts, skipped = way.pack(part, shard, self._key(way, shard, start))
@@ -151,7 +151,7 @@ class Compressor:
         return parts
 
     def drain(self, shard: int, lr_scale: LrScale, limit: int) -> list[TableGradients]:
-        """What is held for a shard of tables whose codec holds nothing back, in parts of at most `limit` bytes.
+        """Return the residuals of tables whose codec keeps none, in parts of at most `limit` bytes for a shard.
 
         It is not held any longer.
         """
@@ -174,7 +174,7 @@ class Compressor:
             self._tables[table].forget(route)
 
     def state_dict(self) -> Mapping[str, object]:
-        """What every table goes on with, to the bit."""
+        """Return the state of every table, by which a resumed run has the same bits."""
         counts = {"share": self.share, "differences": self.differences}
         return {name: {**way.state_dict(), **counts} for name, way in self._tables.items()}
 

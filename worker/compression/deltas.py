@@ -1,4 +1,4 @@
-"""What this worker holds of tables that are pulled by what changed: the rows of its last pull, and their versions."""
+"""Keep the rows and versions of the last pull of tables with the codec `delta`, to which changes are applied."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Versions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What the places of a table's rows hold as a pull begins, and how far the pull has come."""
+    """The rows that a delta pull starts from, their versions, and those of its replies."""
 
     versions: Versions  # (num_shards,) of the rows that are there; 0: none
     read: Versions  # (num_shards,) the lowest of the replies
@@ -46,7 +46,7 @@ class Deltas:
         return Base(versions, np.full(self._num_shards, np.iinfo(np.int64).max, np.int64))
 
     def end(self, table: str, route: Route, out: Floats, base: Base) -> None:
-        """Hold what was pulled."""
+        """Keep the pulled rows as the next base."""
         self.tables[table] = _Held(route.ids, out.copy(), base.read)
 
     def forget(self, table: str) -> None:

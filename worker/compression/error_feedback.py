@@ -49,21 +49,21 @@ class EncodeOptions(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """What is sent of a share, and what gave way to what is held of it; both with rows as of `share.rate`."""
+    """The encoded part of a push, and the residual rows evicted for it; both with rows as of `share.rate`."""
 
     payload: Bytes
     gone: ResidualRows
 
 
 class SentAverages(NamedTuple):
-    """What messages held in the mean; None where it is not known, or no matter."""
+    """Averages over sent messages; None where one is not known or has no meaning."""
 
     rows: float | None = None  # of which something was sent
     age: float | None = None  # of these
 
 
 class Feedback:
-    """What is held back of one table's gradients for one shard: at most `capacity` rows (None: all)."""
+    """Error feedback of one table for one shard: keeps at most `capacity` rows of residuals (None: all)."""
 
     def __init__(self, dim: int, capacity: int | None) -> None:
         self.residuals = Residuals(dim, capacity)
@@ -78,7 +78,7 @@ class Feedback:
         return float(np.float32(rate)) > self._rate * _LOWEST_RATE  # residuals count by float32
 
     def pack(self, share: ShardGradients, how: EncodeOptions) -> Packed:
-        """What to send of a share, with what was held of its ids; the rest is held."""
+        """Encode the gradients together with the residuals of their ids; keep what is not sent."""
         self._rate = share.rate
         self.residuals = self.residuals.with_momentum(how.momentum > 0)
         slots = self.residuals.find(share.ids)
@@ -119,7 +119,7 @@ class Feedback:
             self.residuals.restore_residual(ResidualRows(share.ids, share.rows, ages, rates), share.rate)
 
     def state_dict(self) -> Mapping[str, object]:
-        """What is held, and what the next push goes by."""
+        """Return the residuals and the threshold of the next push."""
         threshold = [self._threshold.bits, self._threshold.calls]
         return {"residuals": self.residuals.state_dict(), "threshold": threshold, "rate": self._rate}
 

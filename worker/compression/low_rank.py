@@ -25,7 +25,7 @@ class ParameterSlice(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements of the parameter."""
         return int(np.prod(self.shape, dtype=np.int64))
 
     @property
@@ -100,11 +100,11 @@ class LowRank:
                 matrix.left, matrix.right = left, right
 
     def payload(self, ids: Ids, values: ValuesCodec, key: int | None) -> Bytes:
-        """What is sent for some of the ids of this push, in any order."""
+        """Encode the factors for some of the ids of this push, in any order."""
         return encode_low_rank(list(self._pieces(self._blocks(ids))), values, key)
 
     def state_dict(self) -> Mapping[str, object]:
-        """What a resumed run goes on with, to the bit."""
+        """Return the factors, by which a resumed run has the same bits."""
         return {"rank": self.rank, "rights": {str(number): matrix.right for number, matrix in self._matrices.items()}}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:

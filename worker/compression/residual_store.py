@@ -33,7 +33,7 @@ class ResidualRows(NamedTuple):
     rates: Floats  # (R,) factors on the learning rate
 
     def some(self, which: slice | npt.NDArray[np.bool_]) -> ResidualRows:
-        """Some of the rows."""
+        """Return the chosen rows, as residuals."""
         return ResidualRows(self.ids[which], self.rows[which], self.ages[which], self.rates[which])
 
     def scaled(self, rate: float) -> ResidualRows:
@@ -87,7 +87,7 @@ class ResidualMemory(NamedTuple):
 
 
 def nothing_held(dim: int) -> ResidualRows:
-    """No rows."""
+    """Return residuals without any row."""
     none = np.empty(0, np.float32)
     return ResidualRows(np.empty(0, np.int64), np.empty((0, dim), np.float32), none, none)
 

@@ -1,4 +1,4 @@
-"""What was not sent of each id's gradients: rows that wait for a later push, as many as fit.
+"""Keep the gradients of each id that were not sent yet: rows that wait for a later push, as many as fit.
 
 A row is held with its age (the pushes that it is of), the factor on the learning rate by which its gradients count, and
 for dgc its momentum. Where there is no room for another row, one that was not met for long gives way, and is sent.

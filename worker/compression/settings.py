@@ -1,4 +1,4 @@
-"""What of a session's tables travels how: data, without a word on how it is done."""
+"""Settings: which codec each of a session's tables uses, as data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ADAPTIVE = frozenset({"adagrad", "rowwise_adagrad", "adam", "adamw", "ftrl", "rm
 
 
 def advice(optimizer: str, push: CodecName) -> str:
-    """What speaks against a codec in front of an optimizer, by name (docs/compression.md); "": nothing."""
+    """Return why a codec suits an optimizer badly, by name (docs/compression.md); "" where it suits it."""
     if optimizer in ADAPTIVE and push.has_feedback:
         return (
             f"{push} in front of {optimizer} changes the size of its steps, for gradients that waited are divided by "

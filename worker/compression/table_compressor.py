@@ -103,7 +103,7 @@ class TableCompressor:
             self._clip = self._clipping(rows, workers)
 
     def pack(self, part: TableGradients, shard: int, key: int) -> tuple[list[TableGradients], int]:
-        """What is sent for a part of the push, and how many of its rows are left out as they are not finite."""
+        """Encode a part of a push; also return how many of its rows were skipped because they are not finite."""
         codec, rows = self.directions.push, cast(Floats, part.gradients)
         values, rate = self._find(codec.values), part.lr_scale
         if not codec.has_feedback:
@@ -135,7 +135,7 @@ class TableCompressor:
         )
 
     def drain(self, shard: int, rate: float, limit: int) -> list[TableGradients]:
-        """What is held for a shard and will not be sent else, in parts of at most `limit` bytes; it is held no more."""
+        """Take out the residuals for a shard that would not be sent otherwise, in parts of at most `limit` bytes."""
         held = self._held.get(shard)
         if held is None or not held.takes(rate):
             return []
@@ -151,12 +151,12 @@ class TableCompressor:
             feedback.residuals.forget(route.ids[route.slice_of(shard)])
 
     def held(self) -> ResidualRows:
-        """What is held back, each row with its age and the rate by which it counts."""
+        """Return the residuals, each row with its age and the rate by which it counts."""
         parts = [feedback.residuals.held() for feedback in self._held.values()]
         return ResidualRows(*map(np.concatenate, zip(nothing_held(self.spec.dim), *parts, strict=True)))
 
     def state_dict(self) -> Mapping[str, object]:
-        """What it goes on with, to the bit, while no push is on its way."""
+        """Return the state by which a resumed run has the same bits. No push may be on its way."""
         return {
             "pushes": self.pushes,
             "warm": self._warm,

@@ -1,4 +1,4 @@
-"""What a reader gives to a trainer: batches, the schema of their ids, and the Dataset protocol."""
+"""Batches, the schema of their ids, and the Dataset protocol that every reader implements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from embershard.worker.metrics import Users
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Samples as arrays."""
+    """Samples as arrays: ids, dense features and labels."""
 
     ids: npt.NDArray[np.int64]  # (N, F)
     dense: npt.NDArray[np.float32] | None  # (N, D)
@@ -27,7 +27,7 @@ class Samples:
         return len(self.labels)
 
     def take(self, which: Positions | npt.NDArray[np.bool_] | slice) -> Samples:
-        """The chosen samples."""
+        """Return the chosen samples, as arrays."""
         return Samples(self.ids[which], None if self.dense is None else self.dense[which], self.labels[which])
 
     def batch(self) -> Batch:
@@ -69,11 +69,11 @@ class RowsDataset:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Every split but train."""
+        """The names of all splits but train."""
         return tuple(name for name in self._rows if name != "train")
 
     def num_samples(self, split: str) -> int | None:
-        """Samples of a split."""
+        """Return the number of samples of a split."""
         return len(self._split(split))
 
     def train(self, epoch: int, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
@@ -133,7 +133,7 @@ class Schema:
 
 
 class Dataset(Protocol):
-    """What every reader is. Errors in its files are JobError with `where` = file:line.
+    """The interface of every reader. Errors in its files are JobError with `where` = file:line.
 
     Samples are numbered in an epoch's order and worker r of W takes r, r + W, r + 2W, ...: the shares are disjoint,
     cover everything, differ by at most one sample, and batch k of all workers together is the batch k of one worker
@@ -150,7 +150,7 @@ class Dataset(Protocol):
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Names that `evaluate` takes."""
+        """The names that `evaluate` takes."""
 
     def num_samples(self, split: str) -> int | None:
         """Samples of "train" (in one epoch) or of an evaluation split; None where only reading tells."""

@@ -110,7 +110,7 @@ def count_lines(path: Path, end: int) -> int:
 
 
 def read_text(path: Path) -> bytes:
-    """A whole small file."""
+    """Read the whole of a small file."""
     return b"".join(block.text for block in read_blocks(path))
 
 

@@ -19,7 +19,7 @@ class BlockSource(Protocol):
 
     @property
     def where(self) -> str:
-        """The files, for errors."""
+        """The files that errors should name."""
 
     def check(self) -> None:
         """Look at every file, without reading all of it. JobError where one has no rows, or none of this layout."""
@@ -64,7 +64,7 @@ class StreamDataset:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Every split but train."""
+        """The names of all splits but train."""
         return tuple(name for name in self._sources if name != "train")
 
     def num_samples(self, split: str) -> int | None:

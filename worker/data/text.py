@@ -135,7 +135,7 @@ def without_lines(block: Block, lines: int) -> Block:
 
 
 def plausible(table: pa.Table, layout: Layout) -> str | None:
-    """What is wrong with typed columns: a label that is not 0 or 1, a negative or missing id, an infinite number."""
+    """Return what is wrong with typed columns (a label not 0 or 1, a negative or missing id, an infinite number)."""
     if not table.num_rows:
         return None
     for name in layout.names("label"):
@@ -244,7 +244,7 @@ class TextSource:
 
     @property
     def where(self) -> str:
-        """The first file."""
+        """The first file, for errors that name none."""
         return str(self.paths[0])
 
     def check(self) -> None:
@@ -253,16 +253,16 @@ class TextSource:
             next(read_tables(path, self.layout, skip_lines=int(self.has_header), block_bytes=_LOOK_BYTES))
 
     def num_rows(self) -> int | None:
-        """Not known."""
+        """None: the number of rows is not known before reading."""
         return None
 
     def load(self) -> Samples:
-        """Everything."""
+        """Read all samples of the files."""
         tables = (read_tables(path, self.layout, skip_lines=int(self.has_header)) for path in self.paths)
         return Samples.concat([self.to_rows(table, self.layout) for part in tables for table in part])
 
     def blocks(self, rank: int, world_size: int, shuffle: np.random.Generator | None) -> Iterator[Samples]:
-        """This worker's blocks."""
+        """Iterate over this worker's blocks of samples."""
         gzipped = [path for path in self.paths if check_readable(path)]
         ranges = self._ranges([path for path in self.paths if path not in gzipped], world_size)
         if shuffle is not None:

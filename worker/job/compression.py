@@ -50,7 +50,7 @@ class CodecsSection(Section):
 
     @property
     def codecs(self) -> list[CodecName]:
-        """All of them."""
+        """All codecs of the schedule, in its order."""
         return list(self.schedule.at.values())
 
 

@@ -77,7 +77,7 @@ class DataSection(Section):
 
     @property
     def judged_on(self) -> tuple[str, ...]:
-        """What can be evaluated on."""
+        """The splits that can be evaluated."""
         return tuple(field for field in ("valid", "test") if getattr(self, field, None))
 
     @property
@@ -113,7 +113,7 @@ class DataSection(Section):
         raise NotImplementedError
 
     def paths(self, folder: Path) -> dict[str, tuple[Path, ...]]:
-        """Split -> its files."""
+        """Return the files of each split."""
         return {split: tuple(folder / self.root / path for path in paths) for split, paths in self.files().items()}
 
 
@@ -128,7 +128,7 @@ class NcfFilesSection(DataSection):
 
     @property
     def judged_on(self) -> tuple[str, ...]:
-        """What can be evaluated on."""
+        """The splits that can be evaluated."""
         return ("test",)
 
     @property
@@ -141,7 +141,7 @@ class NcfFilesSection(DataSection):
         return {"prefix": tuple(Path(f"{self.prefix}.{e}") for e in ("train.pairs", "test.rating", "test.negative"))}
 
     def open(self, folder: Path, seed: int) -> Dataset:
-        """The reader."""
+        """Open the reader that this section describes."""
         from embershard.worker.data.readers.movielens import NcfData
 
         return NcfData(folder / self.root / self.prefix, negatives=self.negatives, seed=seed)
@@ -163,7 +163,7 @@ class ListsSection(DataSection):
         return False
 
     def open(self, folder: Path, seed: int) -> Dataset:
-        """The reader."""
+        """Open the reader that this section describes."""
         from embershard.worker.data.readers.gowalla import InteractionLists
 
         train, test = (folder / self.root / path for path in (self.train, self.test))
@@ -186,7 +186,7 @@ class _ColumnsSection(DataSection):
 
     @property
     def hashed(self) -> bool:
-        """Whether ids are hashes."""
+        """Whether ids are hashes of feature and value."""
         return self.ids == "hashed"
 
     def problem(self) -> tuple[str, str] | None:
@@ -201,7 +201,7 @@ class _ColumnsSection(DataSection):
         return None
 
     def columns(self) -> Columns:
-        """Which column is what."""
+        """Return the role of each column."""
         from embershard.worker.data.columns import Columns
 
         return Columns(
@@ -227,7 +227,7 @@ class CtrCsvSection(_ColumnsSection):
 
     @property
     def judged_on(self) -> tuple[str, ...]:
-        """What can be evaluated on."""
+        """The splits that can be evaluated."""
         return ("valid", "test") if self.halve_valid_by else super().judged_on
 
     @property
@@ -246,7 +246,7 @@ class CtrCsvSection(_ColumnsSection):
         return super().problem()
 
     def open(self, folder: Path, seed: int) -> Dataset:
-        """The reader."""
+        """Open the reader that this section describes."""
         from embershard.worker.data.readers.ctr_csv import CtrCsv, CtrCsvStream
 
         files = {split: paths[0] for split, paths in self.paths(folder).items()}
@@ -277,7 +277,7 @@ class ParquetSection(_ColumnsSection):
         return super().problem()
 
     def open(self, folder: Path, seed: int) -> Dataset:
-        """The reader."""
+        """Open the reader that this section describes."""
         from embershard.worker.data.readers.parquet import ParquetData
 
         return ParquetData(self.paths(folder), self.columns(), num_ids=self.num_ids, seed=seed)
@@ -299,7 +299,7 @@ class CriteoSection(DataSection):
 
     @property
     def hashed(self) -> bool:
-        """Whether ids are hashes."""
+        """Whether ids are hashes of feature and value."""
         return True
 
     @property
@@ -308,14 +308,14 @@ class CriteoSection(DataSection):
         return self.stream
 
     def open(self, folder: Path, seed: int) -> Dataset:
-        """The reader."""
+        """Open the reader that this section describes."""
         from embershard.worker.data.readers.criteo import CriteoTsv, CriteoTsvStream
 
         return (CriteoTsvStream if self.stream else CriteoTsv)(self.paths(folder), seed=seed)
 
 
 class AdultSection(DataSection):
-    """The Adult census files."""
+    """Reads the files of the Adult census data."""
 
     reader: Literal["adult"]
     train: Path
@@ -329,7 +329,7 @@ class AdultSection(DataSection):
         return True
 
     def open(self, folder: Path, seed: int) -> Dataset:
-        """The reader."""
+        """Open the reader that this section describes."""
         from embershard.worker.data.readers.adult import Adult
 
         paths = {split: found[0] for split, found in self.paths(folder).items()}
@@ -350,7 +350,7 @@ class ClicksSection(DataSection):
 
     @property
     def judged_on(self) -> tuple[str, ...]:
-        """What can be evaluated on."""
+        """The splits that can be evaluated."""
         return ("valid", "test")
 
     @property
@@ -364,7 +364,7 @@ class ClicksSection(DataSection):
         return True
 
     def open(self, folder: Path, seed: int) -> Dataset:
-        """The reader."""
+        """Open the reader that this section describes."""
         from embershard.worker.data.readers.clicks import ClickStream
 
         return ClickStream(samples=self.samples, eval_samples=self.eval_samples, seed=seed)

@@ -86,7 +86,7 @@ class Job(Section):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What an evaluation computes."""
+        """The metrics that an evaluation computes."""
         return tuple(name.format(k=self.top_k) for name in METRICS[self.data.evaluation])
 
     def worker_threads(self, local_workers: int) -> int:
@@ -108,5 +108,5 @@ class Job(Section):
 
     @property
     def metric(self) -> str:
-        """What decides which evaluation is the best."""
+        """The metric that decides which evaluation is the best."""
         return self.evaluate.metric or self.metrics[0]

@@ -82,7 +82,7 @@ class ShallowSection(ModelSection):
 
 
 class DeepSection(ModelSection):
-    """Wide&Deep and DeepFM."""
+    """The models Wide&Deep and DeepFM: MLP sizes and batch norm."""
 
     name: Literal["wide_deep", "deepfm"]
     hidden: tuple[Count, ...] = (400, 400, 400)
@@ -91,7 +91,7 @@ class DeepSection(ModelSection):
 
 
 class DcnSection(ModelSection):
-    """DCN-V2."""
+    """The model DCN-V2: cross layers and MLP sizes."""
 
     name: Literal["dcn_v2"]
     cross_layers: Count = 3

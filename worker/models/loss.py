@@ -1,4 +1,4 @@
-"""What a training step minimises: a loss of one batch."""
+"""Losses that a training step minimises, each of one batch."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class InBatchSoftmax:
         self._frequency = FrequencyEstimator()
 
     def state_dict(self) -> Mapping[str, object]:
-        """What it has learnt."""
+        """Return the estimated frequencies of the items."""
         return self._frequency.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the state that `state_dict` returned."""
         self._frequency.load_state_dict(state)
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:

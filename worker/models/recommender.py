@@ -1,4 +1,4 @@
-"""What every model here is: logits from ids and dense features, in plain torch, without a word of parameter servers."""
+"""The base of every model here: logits from ids and dense features, in plain torch, without a parameter server."""
 
 from __future__ import annotations
 

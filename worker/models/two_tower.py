@@ -104,11 +104,11 @@ class FrequencyEstimator:
         return -interval.clamp(min=1.0).log()
 
     def state_dict(self) -> Mapping[str, object]:
-        """What it has learnt."""
+        """Return the estimates and the step."""
         return {"last": self._last, "interval": self._interval, "step": self._step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the state that `state_dict` returned."""
         self._last, self._interval, self._step = state["last"], state["interval"], state["step"]
 
 

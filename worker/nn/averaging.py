@@ -76,7 +76,7 @@ class WeightAverage:
         return {"steps": self.steps, "pending": self._pending, "values": list(self.values)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the average that `state_dict` returned."""
         self.steps, self._pending = state["steps"], state["pending"]
         self.values = [value.to(parameter) for value, parameter in zip(state["values"], self._parameters, strict=False)]
 

@@ -60,12 +60,12 @@ class _RemoteRows(nn.Module):
 
     @property
     def spec(self) -> TableSpec:
-        """The table's."""
+        """The specification of the table that is read."""
         return self.table.spec
 
     @property
     def device(self) -> torch.device:
-        """Where rows go."""
+        """The device that looked-up rows are put on."""
         return self._anchor.device
 
     def _read(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # a job file is checked without torch, unless it names a sche
 
 
 class LearningRates:
-    """What a schedule makes of the rates that the optimizers' groups begin with.
+    """Apply a learning-rate schedule to the rates of the optimizers' groups.
 
     With `scheduler` ("StepLR" of torch.optim.lr_scheduler, say) and its `arguments` it is that one which moves them,
     once per step after the warm-up. ValueError as `make_scheduler` says.

@@ -96,7 +96,7 @@ class ShardOptimizer(torch.optim.Optimizer):
         self.session.skip()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
+        """Drop all gradients, those of rows included."""
         self.session.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class _Rows(Sequence[Tensor]):
 
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """What backward left for an optimizer's parameters, to be changed in place; of sparse ones their values."""
+    """Return the gradients of an optimizer's parameters, to be changed in place; of sparse ones the values."""
     found = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -57,22 +57,22 @@ class JsonLog:
         self._write(record, {**dataclasses.asdict(plan), "python": platform.python_version(), "versions": versions})
 
     def trained(self, interval: Interval) -> None:
-        """One `train` line."""
+        """Write one `train` line to the log."""
         self._write("train", dataclasses.asdict(interval))
 
     def evaluating(self) -> None:
-        """Nothing yet."""
+        """Do nothing: the log has a line once an evaluation is done."""
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        """One `eval` line."""
+        """Write one `eval` line to the log."""
         self._write("eval", dataclasses.asdict(evaluation))
 
     def finished(self, result: RunResult) -> None:
-        """One `result` line."""
+        """Write one `result` line to the log."""
         self._write("result", dataclasses.asdict(result))
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file of the log."""
         self._file.close()
 
     def _write(self, record: str, fields: dict[str, object]) -> None:
@@ -123,7 +123,7 @@ class TensorBoardLog:
             self._add("train/cached_share", interval.cached_share, interval.samples)
 
     def evaluating(self) -> None:
-        """Nothing yet."""
+        """Do nothing: events are written once an evaluation is done."""
 
     def evaluated(self, evaluation: Evaluation) -> None:
         """Every figure of every split."""
@@ -133,10 +133,10 @@ class TensorBoardLog:
         self._writer.flush()
 
     def finished(self, result: RunResult) -> None:
-        """Everything is written already."""
+        """Do nothing: everything is written already."""
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file of the events."""
         if "_writer" in self.__dict__:
             self._writer.close()
 

@@ -32,7 +32,7 @@ class Profile(Recorder):
         self._torch: torch.profiler.profile | None = None  # while it traces
 
     def end(self) -> None:
-        """A step ends."""
+        """End a step; start or end the trace where it is due."""
         self._seen += 1
         if self._seen > WARM_UP_STEPS + TRACED_STEPS:
             super().end()

@@ -1,4 +1,4 @@
-"""What a training run reports: the facts that the log, TensorBoard and the terminal all show."""
+"""Facts that a training run reports: the log, TensorBoard and the terminal all show them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Figures = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """What is about to run."""
+    """A description of the run that is about to start."""
 
     job: Mapping[str, object]  # the job file's fields, defaults filled in; JSON values only
     name: str  # of the job, for people
@@ -43,7 +43,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """One evaluation."""
+    """The figures of one evaluation, and when it was made."""
 
     step: int
     epoch: int
@@ -56,7 +56,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """What a step of the first worker moves, one part of it: worker/client/byte_counts.py."""
+    """The bytes of a step of the first worker, one part of them: worker/client/byte_counts.py."""
 
     direction: str  # push, pull, other
     part: str  # ids, rows, dense, held, other
@@ -78,7 +78,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What was reached. `figures` are those of the best evaluation."""
+    """The result of a run. `figures` are those of the best evaluation."""
 
     metric: str
     split: str | None
@@ -108,16 +108,16 @@ class Observer(Protocol):
     """Someone whom the first worker tells how it goes."""
 
     def started(self, plan: RunPlan) -> None:
-        """The run begins."""
+        """Take note that the run begins."""
 
     def trained(self, interval: Interval) -> None:
-        """Some steps were made."""
+        """Take note of the steps since the last call."""
 
     def evaluating(self) -> None:
-        """An evaluation begins."""
+        """Take note that an evaluation begins."""
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        """An evaluation is done."""
+        """Take note of an evaluation's figures."""
 
     def finished(self, result: RunResult) -> None:
         """The run is over, and well."""

@@ -1,4 +1,4 @@
-"""What is told of a run: the plan, how it goes, and what was reached. The first worker that lives tells it."""
+"""Report a run: its plan, its progress and its result. The first worker that is alive reports."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ class Report:
         self._best: Evaluation | None = None
 
     def state_dict(self) -> Mapping[str, object]:
-        """The best evaluation."""
+        """Return the best evaluation, for a checkpoint."""
         return {"best": None if self._best is None else dataclasses.asdict(self._best)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the best evaluation from a checkpoint."""
         self._best = None if state["best"] is None else Evaluation(**state["best"])
 
     @property
     def split(self) -> str | None:
-        """The split that decides."""
+        """The split whose figures decide."""
         splits = self._dataset.splits
         return "valid" if "valid" in splits else splits[0] if splits else None
 
@@ -81,14 +81,14 @@ class Report:
             self._open(self._plan)
 
     def trained(self, step: int, epoch: int, lr_scale: float) -> None:
-        """Some steps were made."""
+        """Report the steps since the last report."""
         if self._meter.has_news:
             interval = self._meter.interval(step, epoch, lr_scale)
             for observer in self._told(self._group.reports):
                 observer.trained(interval)
 
     def evaluating(self) -> None:
-        """An evaluation begins."""
+        """Report that an evaluation begins."""
         for observer in self._told(self._group.reports):
             observer.evaluating()
 

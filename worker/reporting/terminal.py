@@ -40,7 +40,7 @@ class Terminal:
         self._next_line = 0.0
 
     def started(self, plan: RunPlan) -> None:
-        """What begins, and the bar."""
+        """Print the plan and start the progress bar."""
         self._split = plan.split
         if plan.reporter is None:
             self._print(
@@ -86,7 +86,7 @@ class Terminal:
             self._bar.update(self._task, description="evaluating", refresh=True)
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        """A line of figures."""
+        """Print a line with the figures of an evaluation."""
         shown = evaluation.figures.get(self._split or "", {})
         self._figures = "".join(f"  {_label(name)} {value:.4f}" for name, value in list(shown.items())[:1])
         parts = [f"{split}: {_figures(figures)}" for split, figures in evaluation.figures.items()]
@@ -99,7 +99,7 @@ class Terminal:
         self._console.print(result_table(result))
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the progress bar, if there is one."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -109,7 +109,7 @@ class Terminal:
 
 
 def result_table(result: RunResult) -> Table:
-    """What was reached, in how long, and where the time went."""
+    """Return a table of the result: figures, times, and where the time went."""
     table = Table(title="result", show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column()

@@ -22,7 +22,7 @@ class Waiting(Protocol):
 
     @property
     def stats(self) -> ClientStats:
-        """Counters since the start."""
+        """Counters since the session began."""
 
 
 class Throughput:
@@ -54,7 +54,7 @@ class Throughput:
         self._workers, self._met_at = len(counts), self.samples
 
     def state_dict(self) -> Mapping[str, float]:
-        """What was counted, while training stands still."""
+        """Return the counters, for a checkpoint. Call it while no step runs."""
         return {
             "all_samples": self.all_samples,
             "trained": self.trained,
@@ -72,7 +72,7 @@ class Throughput:
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
+        """Seconds since the run began."""
         return time.perf_counter() - self._start
 
     @property
@@ -106,7 +106,7 @@ class Throughput:
         self._look(step)
 
     def bytes_per_step(self, expected: Mapping[BytePart, float]) -> list[StepBytes]:
-        """What this worker has moved while it trained, by direction and part, the tables together."""
+        """Return the bytes per training step of this worker, by direction and part, over all tables."""
         steps = max(1, self._steps)
         groups: dict[tuple[str, str], list[BytePart]] = {}
         for part in sorted(self.moved):
@@ -134,7 +134,7 @@ class Throughput:
         return time.perf_counter() - self._mark >= INTERVAL_SECONDS
 
     def interval(self, step: int, epoch: int, lr_scale: float) -> Interval:
-        """What happened since the last one."""
+        """Return the figures of the time since the last call."""
         self._look(step)
         result = Interval(
             step=step,

@@ -88,6 +88,6 @@ class Switching:
 
 
 def settings_of(client: Client) -> Compressed:
-    """What the shards were told last: all of them, unless somebody was cut off half-way."""
+    """Return the codecs that were set last on the shards: the newest, where some shards have older ones."""
     replies = [reply for reply in client.ask_all(Compress()) if isinstance(reply, Compressed)]
     return max(replies, key=lambda reply: reply.revision)

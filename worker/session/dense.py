@@ -100,7 +100,7 @@ class DenseWeights:
 
     @property
     def layout(self) -> DenseLayout:
-        """Where the parameters lie."""
+        """Which parameters the blocks of the table hold."""
         return DenseLayout(
             self.ids, [ParameterSlice(place.start, tuple(place.parameter.shape)) for place in self._slices]
         )
@@ -169,7 +169,7 @@ class DenseWeights:
         return RowGradients(self.spec, route, rows)
 
     def clear(self) -> None:
-        """Drop the gradients."""
+        """Drop the gradients of the dense weights."""
         for place in self._slices:
             place.parameter.grad = None
 

@@ -1,4 +1,4 @@
-"""What autograd left for the tables: collected per read, one row per id when it is pushed."""
+"""Collect the gradients that autograd computes for the tables, and sum them to one row per id for a push."""
 
 from __future__ import annotations
 

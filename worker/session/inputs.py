@@ -22,7 +22,7 @@ class EmbeddingModule(Protocol):
 
     @property
     def spec(self) -> TableSpec:
-        """The table's."""
+        """The specification of the table that is read."""
 
     @property
     def device(self) -> torch.device | None:

@@ -82,7 +82,7 @@ class _LocalTable:
         return len(numbers) - int(np.count_nonzero(changed))
 
     def end_round(self) -> tuple[Ids, Floats]:
-        """What changed since the rows were pulled: ids and differences; the rows are to be pulled again."""
+        """Return the changes since the rows were pulled, ids and differences; mark the rows to be pulled again."""
         numbers = np.flatnonzero(self.trained)
         ids, differences = self.index.ids[numbers], self.rows[numbers] - self.base[numbers]
         self.is_fresh[:] = self.trained[:] = False

@@ -84,7 +84,7 @@ class RowCache:
 
 @dataclass(slots=True)
 class CacheCounts:
-    """What a session's caches did."""
+    """Counters of a session's row caches: hits, lookups."""
 
     hits: int = 0  # rows
     lookups: int = 0

@@ -101,7 +101,7 @@ class Session:
 
     @property
     def placement(self) -> Placement:
-        """Where ids live."""
+        """The placement: which shard holds which ids."""
         return self.client.placement
 
     @property
@@ -111,7 +111,7 @@ class Session:
 
     @property
     def tables(self) -> tuple[RemoteTable, ...]:
-        """What this session declared, dense weights included."""
+        """The tables that this session declared, dense weights included."""
         return tuple(self.registry.tables.values())
 
     @property
@@ -291,7 +291,7 @@ class Session:
         self._collected.append(gradients)
 
     def gradients(self) -> list[RowGradients]:
-        """What backward left for the tables until now, one part per table, to be changed in place if need be.
+        """Return the gradients of the tables since the last step, one part per table; you may change them in place.
 
         Gradients of an id that was read several times are summed. They are on the device of the module that read.
         """

@@ -45,7 +45,7 @@ class TableSession(Protocol):
         ...
 
     def read(self, spec: TableSpec, ids: torch.Tensor, device: torch.device) -> LookupResult:
-        """Rows for a forward."""
+        """Return the rows of `ids` for a forward."""
         ...
 
     def pull(self, lookups: Sequence[Lookup]) -> LookupResults:
@@ -53,7 +53,7 @@ class TableSession(Protocol):
         ...
 
     def load(self, table: str, route: Route, rows: Floats, *, keep_state: bool = False) -> None:
-        """Assign rows."""
+        """Assign rows on the shards, past the optimizer."""
         ...
 
     def collect(self, gradients: RowGradients) -> None:

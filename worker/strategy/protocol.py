@@ -1,4 +1,4 @@
-"""What the Trainer needs of a strategy: where a job's weights are, and how they change with a step."""
+"""The interface between the Trainer and a strategy: where a job's weights are, and how a step changes them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Strategy(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """What a training step calls: the model, or what torch wrapped around it."""
+        """The module that a training step calls: the model, or torch's wrapper around it."""
 
     @property
     def num_shards(self) -> int:
@@ -56,14 +56,14 @@ class Strategy(Protocol):
         """Counters since the start; `wait_seconds` is what the training thread waited, for shards or other workers."""
 
     def predicted(self, moved: ByteCounts) -> Mapping[BytePart, float]:
-        """What was expected of what was moved: worker/client/predicted_bytes.py."""
+        """Return the bytes that were expected for what was moved: worker/client/predicted_bytes.py."""
 
     def turns(self, batches: Iterator[EpochBatch]) -> Iterator[StepBatch]:
         """The batches, with all that their step needs under way; its end is the end of all that is in flight."""
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """What backward left, dense and by row, is on their parameters; their groups' "lr" are the rates of a step."""
+        """The optimizers, whose parameters have all gradients, dense and by row; a step uses their groups' "lr"."""
 
     def step(self, weight: float) -> None:
         """Change the weights by what backward left, which counts by `weight` among that of the workers; clear it."""
@@ -80,7 +80,7 @@ class Strategy(Protocol):
 
     @property
     def held(self) -> TorchWeights | None:
-        """What the workers hold and no shard does, alike on all of them: for a checkpoint."""
+        """The weights that workers hold and no shard does, equal on all workers: for a checkpoint."""
 
     @property
     def clock(self) -> int:

@@ -95,12 +95,12 @@ class ShardStrategy:
 
     @property
     def num_shards(self) -> int:
-        """Shards that hold rows."""
+        """The number of shards that hold rows."""
         return self.session.client.num_shards
 
     @property
     def stats(self) -> ClientStats:
-        """Counters since the start."""
+        """Counters since the session began."""
         stats = self.session.stats
         if self._together is not None:
             stats = replace(stats, wait_seconds=stats.wait_seconds + self._together.waited)
@@ -152,7 +152,7 @@ class ShardStrategy:
 
     @property
     def clock(self) -> int:
-        """Of the next push."""
+        """The clock of the next push."""
         return self.session.clock
 
     def rest(self) -> None:
@@ -173,7 +173,7 @@ class ShardStrategy:
             self._dense.gather()
 
     def exact(self) -> AbstractContextManager[None]:
-        """Past the tables' codecs."""
+        """Return a context in which reads bypass the tables' codecs."""
         return self.session.exact()
 
     def expired_leases(self) -> int:
@@ -181,7 +181,7 @@ class ShardStrategy:
         return self._counted.expired_leases()
 
     def staleness_seen(self) -> tuple[int, ...]:
-        """On all shards."""
+        """Return the histogram of staleness, summed over all shards."""
         return self._counted.staleness_seen()
 
     def table_rows(self) -> dict[str, int]:

@@ -108,7 +108,7 @@ class TorchStrategy:
 
     @property
     def stats(self) -> ClientStats:
-        """What was waited for the other workers, and the rows that were left out."""
+        """Counters: seconds of waiting for other workers, and rows that were skipped."""
         waited = 0.0 if self._together is None else self._together.waited
         return ClientStats(wait_seconds=waited, skipped_rows=sum(lazy.skipped for lazy in self._lazy))
 
@@ -117,12 +117,12 @@ class TorchStrategy:
         return {}
 
     def turns(self, batches: Iterator[EpochBatch]) -> Iterator[StepBatch]:
-        """The batches."""
+        """Iterate over the batches of this worker's steps."""
         turns = (StepBatch(epoch, batch, len(batch)) for epoch, batch in batches)
         return turns if self._together is None else self._together.turns(turns)
 
     def step(self, weight: float) -> None:
-        """Change the weights."""
+        """Apply the optimizers to the weights."""
         for lazy in self._lazy:
             lazy.without_zeros = self._together is not None and self._together.accompanied
         for optimizer in self.optimizers:
@@ -130,7 +130,7 @@ class TorchStrategy:
             optimizer.zero_grad()
 
     def skip(self) -> None:
-        """Drop the gradients."""
+        """Drop the gradients of this step."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
@@ -138,13 +138,13 @@ class TorchStrategy:
         """Nobody waits for a worker between its steps."""
 
     def resume(self, clock: int) -> None:
-        """Nothing was let go."""
+        """Do nothing: a pause released nothing."""
 
     def refresh(self) -> None:
         """All workers hold the same weights."""
 
     def exact(self) -> AbstractContextManager[None]:
-        """No codec rounds them."""
+        """Return an empty context: no codec rounds these weights."""
         return nullcontext()
 
     def others(self) -> AbstractContextManager[None]:
@@ -153,17 +153,17 @@ class TorchStrategy:
 
     @property
     def held(self) -> TorchWeights:
-        """All weights."""
+        """All weights of the model, with their optimizers."""
         return TorchWeights(self.model, self.optimizers)
 
     def expired_leases(self) -> int:
-        """There are none."""
+        """Return 0: there are no leases without shards."""
         return 0
 
     def staleness_seen(self) -> tuple[int, ...]:
-        """Nothing is pushed."""
+        """Return an empty histogram: nothing is pushed."""
         return ()
 
     def table_rows(self) -> dict[str, int]:
-        """Table -> its rows."""
+        """Return the number of rows of each table."""
         return {self._prefix + name: table.num_embeddings for name, table in self._tables.items()}

@@ -31,7 +31,7 @@ _NEEDS = ("onnx", "onnxscript")
 
 
 class ExportNotInstalled(EmbershardError):
-    """ONNX without its packages."""
+    """A package that the ONNX export needs is not installed."""
 
     status = Status.FAILED_PRECONDITION
     template = "--onnx needs {packages}: pip install 'embershard[export]'"

@@ -41,7 +41,7 @@ _TRIES = 3  # the fastest counts: others were disturbed
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What a direction was seen to give: bytes per second beyond the round trip."""
+    """The measured speed of one direction: bytes per second beyond the round trip."""
 
     bytes_per_second: float
 
@@ -83,7 +83,7 @@ class Cost:
 
 
 def best(costs: Sequence[Cost], link: Link) -> tuple[Cost | None, str]:
-    """What saves the most time, if anything does, and why."""
+    """Return the codec that saves the most time, None where none does, and the reason."""
     paying = [cost for cost in costs if cost.pays(link)]
     speed = _speed(link.bytes_per_second)
     if not paying:
@@ -103,7 +103,7 @@ def best(costs: Sequence[Cost], link: Link) -> tuple[Cost | None, str]:
 def candidates(
     spec: TableSpec, direction: Direction, *, dense: bool, allow: Sequence[CodecName] = (), momentum: float = 0.0
 ) -> list[CodecName]:
-    """What may be chosen for a table: quantisation, and of what the user allows that which suits its optimizer.
+    """Return the codecs that may be tried for a table: quantisation, and allowed ones that suit its optimizer.
 
     `momentum` is that which dgc would have.
 
@@ -167,7 +167,7 @@ class CodecTuner:
 
     @property
     def done(self) -> bool:
-        """Whether it has decided."""
+        """Whether the tuner has decided which codecs to use."""
         return self._nothing_chosen if self._trial is None else self._trial.left_on is not None
 
     def before_step(self, step: int) -> None:
@@ -302,7 +302,7 @@ class Trial:
         self._starts = [time.perf_counter()]
 
     def state_dict(self) -> Mapping[str, object]:
-        """What was decided, and of which codecs."""
+        """Return the decision and its codecs, for a checkpoint."""
         return {"left_on": self.left_on, "wanted": self._texts()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:

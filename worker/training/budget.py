@@ -71,7 +71,7 @@ class TrainingPlan:
 
     @property
     def word(self) -> dict[str, int]:
-        """What the others go by, where this worker is the first."""
+        """Return the first worker's progress, which the other workers take over."""
         return {"begun": self._begun, "epoch": self._next_epoch}
 
     def follow(self, word: Mapping[str, int], *, late: bool) -> None:

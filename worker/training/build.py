@@ -1,4 +1,4 @@
-"""What a job says of its training step, put together."""
+"""Build a job's training step from its file."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class LoaderLost(EmbershardError):
 
 
 class DataShare(BaseModel):
-    """What one worker reads: a reader, and this worker's share of its train split."""
+    """The data of one worker: a reader, and this worker's share of its train split."""
 
     data: AnyData
     folder: Path  # where the section's relative paths start

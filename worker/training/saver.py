@@ -47,11 +47,11 @@ class Fields:
         self._owner, self._names = owner, names
 
     def state_dict(self) -> Mapping[str, object]:
-        """Their values."""
+        """Return the values of the fields."""
         return {name: getattr(self._owner, name) for name in self._names}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Set them."""
+        """Set the fields to these values."""
         for name in self._names:
             setattr(self._owner, name, state[name])
 
@@ -63,7 +63,7 @@ class RandomNumbers:
         self._device = device
 
     def state_dict(self) -> Mapping[str, object]:
-        """Where they are."""
+        """Return the states of all random number generators."""
         _, keys, *numpy = np.random.get_state(legacy=True)
         version, words, gauss = random.getstate()
         state: dict[str, object] = {
@@ -76,7 +76,7 @@ class RandomNumbers:
         return state
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Put them there."""
+        """Restore the states of all random number generators."""
         match state:
             case {
                 "torch": torch.Tensor() as cpu,
@@ -94,7 +94,7 @@ class RandomNumbers:
 
 
 class Buffers:
-    """What a model keeps beside its weights, as the running statistics of batch norm: every worker has its own."""
+    """The buffers of a model, such as the running statistics of batch norm; every worker has its own."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

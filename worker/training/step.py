@@ -30,7 +30,7 @@ _CPU = torch.device("cpu")
 
 
 class NonFiniteLoss(EmbershardError):
-    """Training diverged."""
+    """Training diverged: the loss or a gradient is NaN or Inf."""
 
     template = (
         "worker {worker}: the {what} of step {step} is {value}{after}; "
@@ -65,7 +65,7 @@ class StepSettings:
 
 
 class Updater(Protocol):
-    """What changes the weights: a Strategy."""
+    """The part of a Strategy that changes the weights."""
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
@@ -160,7 +160,7 @@ class TrainStep:
         return {**counts, "scaler": scaler, "average": average, "objective": objective}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the state that `state_dict` returned."""
         self.steps, self.skipped = state["steps"], state["skipped"]
         if self._scaler is not None and state["scaler"]:
             self._scaler.load_state_dict(state["scaler"])

@@ -1,4 +1,4 @@
-"""What the codecs' kernels share: their array types, and a float32 seen as its bits."""
+"""Array types of the codecs' kernels, and the bits of a float32."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class ValuesCodec(Protocol):
 
     @property
     def code(self) -> int:
-        """Byte in a payload."""
+        """The byte that names this form in a payload."""
 
     def nbytes(self, rows: int, dim: int) -> int:
         """Exact bytes of (rows, dim) floats."""
@@ -39,7 +39,7 @@ class ValuesCodec(Protocol):
 
 
 class Plain:
-    """float32 as they are."""
+    """The form `none`: float32 values as they are."""
 
     name = "none"
     code = 0

@@ -1,1 +1,1 @@
-"""What `embershard bench` measures: shards, workers that pull and push or train, and what that cost."""
+"""Benchmarks of `embershard bench`: shards, workers that pull and push or train, and their costs."""

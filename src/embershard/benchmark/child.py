@@ -16,10 +16,10 @@ from embershard.proto.errors import EmbershardError
 
 
 class Worker(Protocol):
-    """What is measured."""
+    """The work that a bench measures in one process."""
 
     def run(self, steps: int) -> Lap:
-        """Measure some steps."""
+        """Make `steps` steps and return their times."""
 
 
 def make_worker(order: Order) -> Worker:

@@ -93,7 +93,7 @@ class TorchWorker:
         self._batches = make_batches(settings, 0)
 
     def run(self, steps: int) -> Lap:
-        """Measure some steps."""
+        """Make `steps` steps and return their times."""
         ends: list[float] = []
         cpu, start = time.process_time(), time.monotonic()
         for ids, dense, labels in islice(self._batches, steps):

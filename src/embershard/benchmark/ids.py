@@ -19,7 +19,7 @@ class ZipfIds:
         self._rows, self._step = rows, spread_step(rows)
 
     def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Ids:
-        """Ids, int64."""
+        """Draw ids (int64) of this shape."""
         at = np.searchsorted(self._until, rng.random(shape), side="right").clip(max=len(self._starts) - 1)
         ranks = self._starts[at] + (rng.random(shape) * self._widths[at]).astype(np.int64)
         return np.asarray(ranks * self._step % self._rows, np.int64)

@@ -47,13 +47,13 @@ class Round:
 
     @property
     def steps(self) -> int:
-        """Steps of all workers."""
+        """The number of steps of all workers."""
         return sum(len(lap.ends) for lap in self.laps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchResult(Generic[S]):
-    """What a bench found; speeds and costs are medians over rounds."""
+    """The result of a bench; speeds and costs are medians over rounds."""
 
     bench: str
     settings: S

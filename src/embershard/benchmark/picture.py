@@ -19,7 +19,7 @@ _WORKER, _SHARDS, _GREY = "#2b6cb0", "#dd6b20", "#718096"
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """Whether matplotlib is installed, which pictures need."""
     return find_spec("matplotlib") is not None
 
 

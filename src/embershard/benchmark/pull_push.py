@@ -41,7 +41,7 @@ class PullPushWorker:
         self._clock = 0
 
     def run(self, steps: int) -> Lap:
-        """Measure some steps."""
+        """Make `steps` steps and return their times."""
         before = self._client.stats
         parts: dict[str, list[float]] = {"route": [], "pull": [], "push": []}
         rows, ends = 0, []

@@ -1,4 +1,4 @@
-"""What is measured, as data: the same settings give the same ids in every run."""
+"""Settings of the benches, as data: the same settings give the same ids in every run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TransportName(StrEnum):
 
 
 class Setup(BaseModel):
-    """What every bench has: shards, workers, ids, and how often it measures."""
+    """Settings that every bench has: shards, workers, ids, and how often it measures."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -97,7 +97,7 @@ AnyWork = Annotated[PullPush | Train | TorchTrain, Field(discriminator="work")]
 
 
 class Order(BaseModel):
-    """What one worker process is told at its start."""
+    """The settings that one worker process gets at its start."""
 
     settings: AnyWork
     addresses: tuple[str, ...]
@@ -105,7 +105,7 @@ class Order(BaseModel):
 
 
 class Lap(BaseModel):
-    """What one worker process says of one round."""
+    """The times that one worker process reports of one round."""
 
     start: float  # time.monotonic(), which all processes of a machine share
     ends: list[float]  # of every step

@@ -62,7 +62,7 @@ Plan = Mapping[str, Sequence[PullPush | Train]]
 
 
 def plan(sweep: Sweep) -> Plan:
-    """What is measured, by the curve that it is a point of.
+    """Return the measurements of a sweep, by the curve that each is a point of.
 
     `rows`: pull and push of resident rows, one shard, uniform ids. `messages`: the same over shards and ids per step,
     by TCP: what a message and what a row cost. `shards`, `workers` and `batch`: training.

@@ -41,11 +41,11 @@ class LazyCommands(TyperGroup):
     """Commands that are imported when they are called: neither a shard nor a help page waits for torch."""
 
     def list_commands(self, ctx: object) -> list[str]:
-        """All names."""
+        """Return the names of all commands."""
         return list(COMMANDS)
 
     def get_command(self, ctx: object, cmd_name: str) -> TyperCommand | None:
-        """What the list of commands shows of one; None if there is none of that name."""
+        """Return the command with its help for the list of commands; None if there is none of that name."""
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
 
     def resolve_command(self, ctx, args):  # type: ignore[no-untyped-def]  # the types are of a click that typer hides

@@ -33,7 +33,7 @@ NEEDED = ("scipy", "jinja2", "matplotlib")
 
 
 class NoReport(EmbershardError):
-    """A package is missing."""
+    """A package that a comparison needs is not installed."""
 
     template = "a comparison needs {package}: pip install 'embershard[compare]'"
 

@@ -32,12 +32,12 @@ class Answer:
 
     @property
     def remedy(self) -> str:
-        """What to do: nothing where all is well, unless the finding itself says something."""
+        """Return the remedy: empty where all is well, unless the finding itself has one."""
         general = "" if self.finding.level is Level.OK else self.check.remedy
         return self.finding.remedy or general
 
     def as_json(self) -> dict[str, str]:
-        """For --json."""
+        """Return the answer as a dict for --json."""
         return {
             "subject": self.subject,
             "check": self.check.name,

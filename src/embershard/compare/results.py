@@ -231,7 +231,7 @@ class RunConditions(Record):
 
 
 class Results(Record):
-    """A whole comparison."""
+    """The results of a whole comparison, as JSON."""
 
     format: int = FORMAT
     name: str  # of the job, for people: "deepfm on ctr_csv"

@@ -27,7 +27,7 @@ def bytes_text(count: float) -> str:
 
 
 def bits_text(per_second: float, significant: int = 3) -> str:
-    """Write a bandwidth."""
+    """Format a bandwidth, in bits per second."""
     for unit, size in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
         if per_second >= 0.9995 * size:
             return f"{digits(per_second / size, significant).removesuffix('.00').removesuffix('.0')} {unit}"
@@ -45,7 +45,7 @@ def milliseconds(value: float) -> str:
 
 
 def seconds_text(value: float) -> str:
-    """Write a duration."""
+    """Format a duration, given in seconds."""
     if value < 60:
         return f"{digits(value)} s"
     minutes = round(value / 60)
@@ -61,7 +61,7 @@ def count_text(value: float) -> str:
 
 
 def ratio_text(ratio: float) -> str:
-    """Write a ratio."""
+    """Format a ratio, with an x."""
     return f"{_ratio(ratio)}x"
 
 
@@ -70,12 +70,12 @@ def _ratio(ratio: float) -> str:
 
 
 def rate_text(per_second: float) -> str:
-    """Write samples per second."""
+    """Format a number of samples per second."""
     return f"{per_second:,.0f}/s"
 
 
 def plain(value: float, decimals: int) -> str:
-    """Write a metric."""
+    """Format a metric with so many decimals."""
     return f"{value:.{decimals}f}"
 
 

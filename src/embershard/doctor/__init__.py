@@ -1,1 +1,1 @@
-"""What `embershard doctor` looks at: small checks by subject, each with its remedy."""
+"""The checks of `embershard doctor`, by subject, each with its remedy."""

@@ -1,4 +1,4 @@
-"""What the doctor is asked about, gathered once: every check reads it, none changes it."""
+"""Gather the facts that the doctor's checks read, once: every check reads them, none changes them."""
 
 from __future__ import annotations
 

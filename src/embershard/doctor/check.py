@@ -30,7 +30,7 @@ class Finding:
 
 
 def ok(text: str, remedy: str = "") -> Finding:
-    """Nothing is wrong."""
+    """Report that nothing is wrong."""
     return Finding(Level.OK, text, remedy)
 
 
@@ -40,7 +40,7 @@ def warn(text: str, remedy: str = "") -> Finding:
 
 
 def fail(text: str, remedy: str = "") -> Finding:
-    """It does not run."""
+    """Report that something does not work."""
     return Finding(Level.FAIL, text, remedy)
 
 
@@ -83,7 +83,7 @@ _SHOWN = 4
 
 
 def size(num_bytes: int) -> str:
-    """Bytes for people."""
+    """Format a number of bytes for people."""
     value, unit = float(num_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1000:

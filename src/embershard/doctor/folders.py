@@ -21,7 +21,7 @@ _NO_SPACE = 2**26
     remedy="correct what is named, line by line; --data names the folder of the data",
 )
 def job_file(case: Case) -> Finding | None:
-    """What load_job says."""
+    """Check that load_job accepts the file."""
     if case.job_mistake:
         return fail(case.job_mistake)
     return ok(f"{case.job.model.name} on {case.job.data.reader}") if case.job is not None else None
@@ -64,7 +64,7 @@ def checkpoint_folder(case: Case) -> Finding | None:
     remedy="set TMPDIR to a folder that can be written, or make space",
 )
 def temporary_folder(_: Case) -> Finding:
-    """What tempfile would use."""
+    """Check the folder that tempfile would use."""
     try:
         return _folder(Path(tempfile.gettempdir()), 0)
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""What one shard says of itself, asked in every way that it can be reached; all shards at once, by one deadline."""
+"""Probe shards: ask each in every way that it can be reached, all at once, by one deadline."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Probe:
 
     @property
     def bare(self) -> str:
-        """host:port or unix:/path."""
+        """The address without its scheme: host:port or unix:/path."""
         return self.address.removeprefix("grpc+").rpartition("://")[2]
 
 

@@ -1,4 +1,4 @@
-"""What a run left in its folder, as far as it can be read: log.jsonl and profile.json."""
+"""Read what is readable of a run's folder: log.jsonl and profile.json."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ _COMPUTATION = ("forward", "backward")
     "`leases` say what helps",
 )
 def ended(case: Case) -> Finding | None:
-    """The log's last word."""
+    """Check how the run's log ends."""
     run = case.run
     if run is None:
         return None
@@ -77,7 +77,7 @@ def ended(case: Case) -> Finding | None:
     remedy="run once with --profile, then do what stands beside the part that is named (below)",
 )
 def step(case: Case) -> Finding | None:
-    """The split of profile.json."""
+    """Check which part of a step takes longest, by profile.json."""
     run = case.run
     if run is None or run.mistake:
         return None
@@ -104,7 +104,7 @@ def step(case: Case) -> Finding | None:
     "count",
 )
 def even_steps(case: Case) -> Finding | None:
-    """p99 against the median."""
+    """Compare the p99 of a step's time with its median."""
     profile = case.run.profile if case.run is not None else None
     p50, p99 = number(profile, "step", "p50_ms"), number(profile, "step", "p99_ms")
     if not p50 or p99 is None:

@@ -26,7 +26,7 @@ _GREET_TIMEOUT = timedelta(seconds=2)
     remedy="write host:port,host:port with a port of 1..65535, or unix:/path; docs/transports.md",
 )
 def addresses(case: Case) -> Finding | None:
-    """What parse_addresses says."""
+    """Check that parse_addresses accepts the addresses."""
     if case.address_mistake:
         return fail(case.address_mistake)
     return ok(f"{len(case.probes)} named") if case.probes else None
@@ -38,7 +38,7 @@ def addresses(case: Case) -> Finding | None:
     remedy="check the spelling, DNS and /etc/hosts, or write the IP address",
 )
 def names(case: Case) -> Finding | None:
-    """getaddrinfo of every host."""
+    """Check that the name of every host resolves."""
     return _each(case.probes, lambda probe: probe.resolve_problem, "resolved")
 
 
@@ -70,7 +70,7 @@ def stream(case: Case) -> Finding | None:
     remedy="see the shard's log; a proxy between has to pass HTTP/2",
 )
 def grpc(case: Case) -> Finding | None:
-    """A Hello over gRPC."""
+    """Check that every shard answers over gRPC."""
     return _answers(case.probes, lambda probe: probe.grpc_problem)
 
 
@@ -112,7 +112,7 @@ def unix_sockets(case: Case) -> Finding | None:
     remedy="install one version everywhere, and start the shards again",
 )
 def versions(case: Case) -> Finding | None:
-    """Their versions, and ours."""
+    """Compare the shards' versions with this one."""
     mine = metadata.version("embershard")
     found = [(probe, probe.greeting.version) for probe in case.probes if probe.greeting is not None]
     if not found:
@@ -127,7 +127,7 @@ def versions(case: Case) -> Finding | None:
     remedy="name every shard of one job, each once; start all with the same --of and each with its own --shard",
 )
 def placement(case: Case) -> Finding | None:
-    """What a worker would find when it connects."""
+    """Check that the shards agree on a placement that a worker could connect to."""
     silent = [probe.name for probe in case.probes if probe.greeting is None]
     if len(silent) == len(case.probes) or any(probe.is_rpc for probe in case.probes):
         return None

@@ -143,7 +143,7 @@ class ClickStream:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Valid and test."""
+        """The splits that can be evaluated: valid and test."""
         return ("valid", "test")
 
     def num_samples(self, split: str) -> int | None:

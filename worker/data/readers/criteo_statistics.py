@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Categorical(NamedTuple):
-    """A column of ids."""
+    """Statistics of a column of ids: cardinality and skew."""
 
     cardinality: int
     s: float

@@ -72,7 +72,7 @@ class InteractionLists:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Only test."""
+        """The split that can be evaluated: test."""
         return ("test",)
 
     @property

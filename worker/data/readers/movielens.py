@@ -52,7 +52,7 @@ class NcfData:
 
     @property
     def schema(self) -> Schema:
-        """Features user and item."""
+        """The schema: two features, user and item."""
         return Schema(("user", "item"), 0, self.train_set.num_users + self.train_set.num_items)
 
     @property
@@ -62,7 +62,7 @@ class NcfData:
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """Only test."""
+        """The split that can be evaluated: test."""
         return ("test",)
 
     def num_samples(self, split: str) -> int | None:

@@ -54,7 +54,7 @@ class ParquetData(StreamDataset):
 
 @dataclass(frozen=True, kw_only=True)
 class ParquetSource:
-    """Files of one split."""
+    """The Parquet files of one split."""
 
     paths: Sequence[Path]
     layout: Layout
@@ -62,7 +62,7 @@ class ParquetSource:
 
     @property
     def where(self) -> str:
-        """The first file."""
+        """The first file, for errors that name none."""
         return str(self.paths[0])
 
     def check(self) -> None:
@@ -70,7 +70,7 @@ class ParquetSource:
         self.num_rows()
 
     def num_rows(self) -> int | None:
-        """From the files' footers."""
+        """The number of rows, from the files' footers."""
         return sum(rows for _, _, rows in self._groups)
 
     def blocks(self, rank: int, world_size: int, shuffle: np.random.Generator | None) -> Iterator[Samples]:

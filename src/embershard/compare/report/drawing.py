@@ -143,7 +143,7 @@ class Series:
 
     @property
     def color(self) -> str:
-        """Its colour, as drawn."""
+        """The colour in which the series is drawn."""
         return _palette()[f"s{self.style % _COLORS}"]
 
     def line(self, points: Sequence[tuple[float, float]], *, marked: bool = False, hint: str = "") -> Line2D:

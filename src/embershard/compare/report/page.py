@@ -12,7 +12,7 @@ from embershard.compare.results import ArmOutcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prose:
-    """A paragraph."""
+    """A paragraph of the report."""
 
     text: str
     kind: Literal["prose"] = "prose"
@@ -76,7 +76,7 @@ class PageSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A whole report."""
+    """A whole report: title, summary and blocks."""
 
     title: str
     about: str  # a line: the job, its size, the machine

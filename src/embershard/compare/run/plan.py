@@ -75,7 +75,7 @@ def _short(value: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One run to make."""
+    """One run that a comparison makes."""
 
     kind: RunKind
     arm: str

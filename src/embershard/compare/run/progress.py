@@ -47,7 +47,7 @@ class Show:
         self._done = 0
 
     def say(self, text: str) -> None:
-        """Print a line."""
+        """Print a line above the progress bar."""
         self._console.print(text, markup=False, soft_wrap=True)
 
     def begin(self, tasks: Sequence[Task], runs: Mapping[str, ArmRun], done: int) -> None:
@@ -85,7 +85,7 @@ class Show:
         self.say("; ".join(words))
 
     def close(self) -> None:
-        """Remove the bar."""
+        """Remove the progress bar, if there is one."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
