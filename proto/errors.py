@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import enum
 import json
+import sys
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -66,7 +67,7 @@ class EmbershardError(Exception):
 
     def __init_subclass__(cls) -> None:
         other = _REGISTRY.setdefault(cls.__name__, cls)
-        if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):  # a reload defines it again
+        if (_module_of(other), other.__qualname__) != (_module_of(cls), cls.__qualname__):  # a reload defines it again
             raise TypeError(
                 f"{cls.__module__}.{cls.__qualname__}: {other.__module__} has an error of this name already, and an "
                 "error is found by its name when it crosses a process or the wire; choose another name"
@@ -88,6 +89,12 @@ class EmbershardError(Exception):
 
 def _rebuild(name: str, fields: dict[str, Field], shard: str) -> EmbershardError:
     return _REGISTRY.get(name, InternalError)(shard=shard, **fields)
+
+
+def _module_of(cls: type) -> str:
+    """The module of a class, by its own name where it runs as a program (`python -m`)."""
+    spec = getattr(sys.modules.get(cls.__module__), "__spec__", None)
+    return cls.__module__ if spec is None else str(spec.name)
 
 
 class InvalidRequest(EmbershardError):

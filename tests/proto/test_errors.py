@@ -3,6 +3,9 @@ import pickle
 import pkgutil
 import re
 import string
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -84,3 +87,11 @@ def test_users_find_every_error_that_crosses_the_wire_in_one_place() -> None:
     known = [cls for cls in every_error() if cls.__module__.startswith("embershard.proto.")]
     assert len(known) > 50
     assert [cls for cls in known if getattr(es.errors, cls.__name__, None) is not cls] == []
+
+
+def test_a_module_with_an_error_runs_as_a_program_where_it_is_imported_too(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from embershard.proto.errors import EmbershardError\nclass OnlyHere(EmbershardError): pass\n"
+    )
+    program = "import runpy, own; runpy.run_module('own', run_name='__main__', alter_sys=True)"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
