@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
 
-import yaml
+from ruamel.yaml import YAML
 from scipy import stats
 
 import bar_ctr
@@ -52,7 +52,7 @@ class Mode:
 
     def settings(self, name: str) -> list[str]:
         """Words for `embershard train` on an example."""
-        job = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
+        job = YAML(typ="safe").load(EXAMPLES / f"{name}.yaml")
         sets = {"train.staleness": self.staleness, "dense.mode": self.dense}
         if self.staleness == "0":
             sets["train.batch_size"] = job["train"]["batch_size"] // job["workers"]

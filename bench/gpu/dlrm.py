@@ -23,8 +23,7 @@ from embershard.benchmark import dlrm
 from embershard.benchmark.dlrm import Batch, make_batches
 from embershard.benchmark.settings import Train
 from embershard.proto.timing import PartTimes, Recorder, TimeSplit, span, step_ends
-from embershard.worker.device import pinned, to_device
-from embershard.worker.memory import keep_freed_memory
+from embershard.worker.device import keep_freed_memory, pinned, to_device
 
 POOL = 8  # batches
 PROFILED = 5  # steps

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -61,3 +64,31 @@ def test_a_bag_on_a_gpu_takes_ids_offsets_and_weights_of_the_host(gpu: torch.dev
         want = bag(ids, offsets, weights)
         found = bag.to(gpu)(ids, offsets, weights)
     torch.testing.assert_close(found.cpu(), want)
+
+
+STEPS = """
+import resource, sys, torch
+from embershard.worker.device import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def step():
+    return [torch.ones(2**21) for _ in range(8)]  # 8 MiB each
+for _ in range(3):
+    step()
+before = faults()
+for _ in range(10):
+    step()
+print(faults() - before)
+"""
+
+
+@pytest.mark.cold_start  # with a heap of its own
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
+def test_kept_memory_has_no_page_faults_in_the_next_step() -> None:
+    def faults(choice: str) -> int:
+        command = [sys.executable, "-c", STEPS, choice]
+        return int(subprocess.run(command, check=True, capture_output=True, timeout=250).stdout)
+
+    assert 20 * faults("keep") < faults("return")

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from embershard.proto.codec.name import CodecName
 from embershard.worker.compression.settings import CodecSchedule, Compression
-from embershard.worker.job.sections import Count, Section
+from embershard.worker.job.sections import Count, Section, is_off
 
 if TYPE_CHECKING:
     pass
@@ -19,7 +19,7 @@ DENSE = "dense"  # what the tables of dense weights are called, or begin with
 
 
 def _codec_text(value: object) -> object:
-    if value is False:  # `off`, which YAML reads as false
+    if is_off(value):
         return "none"
     if not isinstance(value, str):
         raise ValueError(f"must be the text of a codec, as int8 or topk:0.01, got {value!r}")
@@ -129,7 +129,7 @@ def of_dense(pattern: str) -> bool:
 
 
 def _compression(value: object) -> object:
-    if value is False:  # `off`, which YAML reads as false
+    if is_off(value):
         return None
     return {"auto": True} if value == "auto" else value
 

@@ -22,6 +22,11 @@ Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
+def is_off(value: object) -> bool:
+    """Whether a field says `off`, which YAML 1.1 reads as false."""
+    return value is False or value == "off"
+
+
 class Section(BaseModel):
     """A part of a job: frozen, and without fields that it does not know."""
 

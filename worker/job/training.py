@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_v
 
 from embershard.proto import spec
 from embershard.proto.transport.emulated_link import UNLIMITED, parse_bandwidth
-from embershard.worker.job.sections import AnyInitializer, AnyOptimizer, Count, Section
+from embershard.worker.job.sections import AnyInitializer, AnyOptimizer, Count, Section, is_off
 from embershard.worker.nn.lr_schedule import Shape
 
 if TYPE_CHECKING:
@@ -163,9 +163,9 @@ class EarlyStopSection(Section):
 BUDGETS = frozenset({"train.epochs", "train.steps", "train.samples"})  # a job has one
 
 
-# None is `off`, which YAML reads as false; False must not become the number 0
+# None is `off`; False must not become the number 0
 Staleness = Annotated[
-    Annotated[int, Field(ge=0, strict=True)] | None, BeforeValidator(lambda value: None if value is False else value)
+    Annotated[int, Field(ge=0, strict=True)] | None, BeforeValidator(lambda value: None if is_off(value) else value)
 ]
 
 
@@ -173,7 +173,7 @@ _LOCAL = re.compile(r"local\(([1-9]\d{0,6})\)")
 
 
 def _consistency(value: object) -> int | str | None:
-    if value is None or value is False:  # `off`, which YAML reads as false
+    if value is None or is_off(value):
         return None
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
@@ -197,10 +197,9 @@ class StepSection(Section):
     for all but the embeddings.
     """
 
-    # YAML reads off as false
-    amp: Annotated[
-        Literal["off", "bf16", "fp16"], BeforeValidator(lambda value: "off" if value is False else value)
-    ] = "off"
+    amp: Annotated[Literal["off", "bf16", "fp16"], BeforeValidator(lambda value: "off" if is_off(value) else value)] = (
+        "off"
+    )
     accumulate: Count = 1
     clip_norm: Annotated[float, Field(gt=0.0)] | None = None
     non_finite: Literal["stop", "skip"] = "stop"

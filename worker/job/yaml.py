@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import ConstructorError, RoundTripConstructor
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.events import AliasEvent
 
-Scalar = str | int | float | bool | None
-Value = Scalar | list["Value"] | dict[str, "Value"]
 Path = tuple[str | int, ...]
 
 
@@ -24,41 +26,48 @@ class Mistake:
         return f"{self.where}: {self.field}: {self.reason}" if self.field else f"{self.where}: {self.reason}"
 
 
+class _Constructor(RoundTripConstructor):
+    """Sections that know the lines of their fields, which words name."""
+
+    def check_mapping_key(self, node: Any, key_node: Any, mapping: Any, key: Any, value: Any) -> bool:
+        if not isinstance(key, str | int):  # a number: a step of a schedule
+            raise ConstructorError(None, None, "a key must be a word", key_node.start_mark)
+        return bool(super().check_mapping_key(node, key_node, mapping, key, value))
+
+
+for _tag in ("timestamp", "str", "value"):  # as written; value: the sign =
+    _Constructor.add_constructor(f"tag:yaml.org,2002:{_tag}", RoundTripConstructor.construct_scalar)
+
+
 @dataclass
 class JobSource:
     """The values of a job file and where each one stands."""
 
     name: str
-    values: dict[str, Value] = field(default_factory=dict)
-    places: dict[Path, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)  # as ruamel.yaml gives them: `lc` has the lines
+    overrides: dict[Path, str] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
 
     @classmethod
     def parse(cls, text: str, name: str) -> JobSource:
-        """The YAML text of the file `name`; what is not YAML, or says a key twice, is among the mistakes."""
+        """The YAML text of the file `name`; what is not YAML is among the mistakes."""
         source = cls(name)
         try:
             # aliases can nest without bound, and no job needs them
-            aliases = [event for event in yaml.parse(text, yaml.SafeLoader) if isinstance(event, yaml.AliasEvent)]
-            node = None if aliases else yaml.compose(text, yaml.SafeLoader)
-        except yaml.YAMLError as error:
+            for event in _yaml().parse(text):
+                if isinstance(event, AliasEvent):
+                    source._add(event.start_mark.line, f"the alias *{event.anchor}: write its value out")
+            values = {} if source.mistakes else _yaml().load(text)
+        except YAMLError as error:
             mark = getattr(error, "problem_mark", None)
             said = [part for name in ("context", "problem") if (part := getattr(error, name, None))]
             reason = " ".join(map(str, said or str(error).split()))
-            source._add(mark.line + 1 if mark else 1, (), f"not YAML: {reason}")
+            source._add(mark.line if mark else 0, f"not YAML: {reason}")
             return source
-        for alias in aliases:
-            source._add(
-                alias.start_mark.line + 1 if alias.start_mark else 1,
-                (),
-                f"the alias *{alias.anchor}: write its value out",
-            )
-        if aliases:
-            return source
-        if not isinstance(node, yaml.MappingNode):
-            source._add(1, (), "a job is a mapping of sections (model, data, train, ...)")
+        if isinstance(values, dict):
+            source.values = values
         else:
-            source.values = source._mapping(node, ())
+            source._add(0, "a job is a mapping of sections (model, data, train, ...)")
         return source
 
     def override(self, assignments: Sequence[str], choices: Sequence[frozenset[str]] = ()) -> None:
@@ -81,16 +90,14 @@ class JobSource:
                 self.mistakes.append(Mistake(where, key, "has no value; null takes it as not given"))
                 continue
             try:
-                value: Value = yaml.safe_load(text)
-            except yaml.YAMLError:
+                self.put(parts, _yaml().load(text), where)
+            except YAMLError:
                 self.mistakes.append(Mistake(where, key, f"{text!r} is not YAML"))
-                continue
-            self.put(parts, value, where)
 
     def drop(self, key: str) -> None:
         """Take a field (section.field) as not given."""
         parts = key.split(".")
-        section: Value = self.values
+        section: Any = self.values
         for part in parts[:-1]:
             section = section.get(part) if isinstance(section, dict) else None
         if isinstance(section, dict):
@@ -98,63 +105,40 @@ class JobSource:
 
     def where(self, path: Path) -> str:
         """file:line (or the override) of a field, or of the section that it is missing from."""
-        while path and path not in self.places:
-            path = path[:-1]
-        return self.places.get(path, f"{self.name}:1")
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.overrides:
+                return self.overrides[path[:end]]
+        line = 0
+        value: Any = self.values
+        for part in path:
+            lines = value.lc.data if hasattr(value, "lc") else None  # {field: (line, ...)}
+            if not lines or part not in lines:
+                break
+            line = lines[part][0]
+            value = value.get(part) if isinstance(value, dict) else value[part]
+        return f"{self.name}:{line + 1}"
 
-    def put(self, parts: Sequence[str], value: Value, where: str) -> None:
+    def put(self, parts: Sequence[str], value: object, where: str) -> None:
         """Give a field, behind its sections, a value; `where` is what a mistake with it is said of."""
-        section: Value = self.values
+        section = self.values
         for depth, part in enumerate(parts[:-1]):
-            assert isinstance(section, dict)
-            below = section.setdefault(part, {})
-            self.places.setdefault(tuple(parts[: depth + 1]), where)
-            if not isinstance(below, dict):
-                reason = f"{'.'.join(parts[: depth + 1])} holds no fields, but {below!r}"
+            if part not in section:
+                section[part] = {}
+                self.overrides[tuple(parts[: depth + 1])] = where
+            section = section[part]
+            if not isinstance(section, dict):
+                reason = f"{'.'.join(parts[: depth + 1])} holds no fields, but {section!r}"
                 self.mistakes.append(Mistake(where, ".".join(parts), reason))
                 return
-            section = below
-        assert isinstance(section, dict)
         section[parts[-1]] = value
-        self.places = {path: at for path, at in self.places.items() if path[: len(parts)] != tuple(parts)}
-        self.places[tuple(parts)] = where
+        self.overrides = {path: at for path, at in self.overrides.items() if path[: len(parts)] != tuple(parts)}
+        self.overrides[tuple(parts)] = where
 
-    def _value(self, node: yaml.Node, path: Path) -> Value:
-        self.places.setdefault(path, f"{self.name}:{node.start_mark.line + 1}")
-        if isinstance(node, yaml.MappingNode):
-            return self._mapping(node, path)
-        if isinstance(node, yaml.SequenceNode):
-            return [self._value(item, (*path, i)) for i, item in enumerate(node.value)]
-        scalar: Scalar = _scalar(node)
-        return scalar
-
-    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Value]:
-        values: dict[str, Value] = {}
-        for key_node, value_node in node.value:
-            line = key_node.start_mark.line + 1
-            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
-            if key is None:
-                self._add(line, path, "a key must be a word")
-            elif key in values:
-                self._add(line, (*path, key), "given twice")
-            else:
-                self.places[(*path, key)] = f"{self.name}:{line}"
-                values[key] = self._value(value_node, (*path, key))
-        return values
-
-    def _add(self, line: int, path: Path, reason: str) -> None:
-        self.mistakes.append(Mistake(f"{self.name}:{line}", ".".join(map(str, path)), reason))
+    def _add(self, line: int, reason: str) -> None:
+        self.mistakes.append(Mistake(f"{self.name}:{line + 1}", "", reason))
 
 
-def _scalar(node: yaml.Node) -> Scalar:
-    constructor = yaml.constructor.SafeConstructor()
-    try:
-        value = constructor.construct_object(node)
-    except yaml.YAMLError:
-        return str(node.value)
-    return value if isinstance(value, str | int | float | bool | None) else str(node.value)  # a date, say: as written
-
-
-def as_mapping(value: Value) -> Mapping[str, Value]:
-    """A value's fields, none where it is no section."""
-    return value if isinstance(value, dict) else {}
+def _yaml() -> YAML:
+    yaml = YAML()
+    yaml.Constructor = _Constructor
+    return yaml

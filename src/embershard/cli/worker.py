@@ -24,9 +24,9 @@ from embershard.proto.timing import Recorder
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from embershard.worker.client.worker_group import JOIN_TIMEOUT, ShardGroup, WorkerGroup
+from embershard.worker.device import keep_freed_memory
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import load_job
-from embershard.worker.memory import keep_freed_memory
 from embershard.worker.reporting.log import JsonLog, TensorBoardLog
 from embershard.worker.reporting.profile import Profile
 from embershard.worker.reporting.records import Observer

@@ -20,7 +20,7 @@ from embershard.worker.job.load import JobFileError, load_job
 from embershard.worker.job.yaml import Mistake
 from embershard.worker.models.registry import MODELS
 from embershard.worker.session import local_steps
-from harness.job_files import CODECS, GOOD, MODES, NCF, SPLITS, load, mistakes, write
+from harness.job_files import CODECS, GOOD, MODES, NCF, SPLITS, changed, load, mistakes, write
 
 
 def test_a_good_file_gives_the_job(folder: Path) -> None:
@@ -183,6 +183,24 @@ def test_prefetch_is_a_staleness_or_off(folder: Path) -> None:
     for wrong, why in (("-1", "greater than or equal to 0"), ("true", "a valid integer")):
         (line,) = mistakes(folder, GOOD, f"train.prefetch={wrong}")
         assert line.startswith(f"--set train.prefetch={wrong}: train.prefetch: input should be {why}")
+
+
+@pytest.mark.parametrize("word", ["off", "false"])
+def test_off_may_be_written_as_false(folder: Path, word: str) -> None:
+    text = CODECS.replace("train: {", f"train: {{staleness: {word}, prefetch: {word}, amp: {word}, ")
+    job = load(folder, text + f"compression: {word}\n")
+    assert (job.train.bound, job.train.prefetch, job.train.amp, job.compression) == (None, None, "off", None)
+    compression = load(folder, text, f"compression={{push: {word}}}").compression
+    assert compression is not None
+    assert [str(codec) for _, codecs in compression.given() for codec in codecs.codecs] == ["none"]
+
+
+@pytest.mark.parametrize("name", ["off", "1:30", "2024-01-01", "2024-13-45", "=", "!!str 3"])
+def test_a_name_stays_as_it_is_written(folder: Path, name: str) -> None:
+    want = Path(name.removeprefix("!!str "))
+    shutil.move(folder / "data", folder / want)
+    assert load(folder, changed(("root: data", f"root: {name}"))).data.root == want
+    assert load(folder, GOOD, f"data.root={name}").data.root == want
 
 
 @pytest.mark.parametrize(

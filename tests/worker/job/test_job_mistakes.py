@@ -43,9 +43,9 @@ def test_all_mistakes_are_named_at_once_each_with_line_and_field(folder: Path) -
         ("model: [", "job.yaml:1: not YAML: while parsing a flow node expected the node content"),
         ("- 1\n", "job.yaml:1: a job is a mapping of sections (model, data, train, ...)"),
         ("", "job.yaml:1: a job is a mapping of sections (model, data, train, ...)"),
-        ("a: 1\na: 2\n", "job.yaml:2: a: given twice"),
+        ("a: 1\na: 2\n", 'job.yaml:2: not YAML: while constructing a mapping found duplicate key "a"'),
         ("a: &x 1\nb: *x\n", "job.yaml:2: the alias *x: write its value out"),
-        ("? [1]\n: 2\n", "job.yaml:1: a key must be a word"),
+        ("a: 1\n? [1]\n: 2\n", "job.yaml:2: not YAML: a key must be a word"),
         ("a: !!python/object/apply:os.system [ls]\n", "job.yaml:1: a: unknown field"),
     ],
 )

@@ -6,11 +6,12 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator
+from io import StringIO
 from pathlib import Path
 
-import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
+from ruamel.yaml import YAML
 
 from embershard.compare.report.charts import byte_picture, quality_pictures, speed_pictures, step_pictures
 from embershard.compare.report.drawing import Picture, picture_style
@@ -161,7 +162,10 @@ def _reproduce(results: Results) -> list[PageBlock]:
 
 
 def _job(results: Results) -> str:
-    return yaml.safe_dump(_plain(results.job), sort_keys=False, allow_unicode=True, width=100)
+    yaml, text = YAML(), StringIO()
+    yaml.width = 100
+    yaml.dump(_plain(results.job), text)
+    return text.getvalue()
 
 
 def _plain(value: object) -> object:
