@@ -14,7 +14,7 @@ The tree, by what they are about; only InvalidRequest and ShardBusy have subclas
         optimizers    UnknownOptimizer, BadOptimizer, BadLearningRate, OtherOptimizer
         codecs        UnknownCodec, BadCodec
         workers       StaleWorker, ClockAhead, LeaseLost, StaleRun, RendezvousOver, ModeMismatch, MemoryLost,
-                      WorkerLost, WorkersApart, UpdateFailed
+                      OtherLineage, RowsLost, WorkerLost, WorkersApart, UpdateFailed
         snapshots     SnapshotNotWritten, SnapshotRunning, SnapshotUnknown, SnapshotTooLate, SnapshotTimeout,
                       SnapshotExists, SnapshotScattered, SnapshotNotFound, SnapshotUnreadable, SnapshotDamaged,
                       SnapshotTooNew, TablesInTheWay
@@ -330,7 +330,27 @@ class MemoryLost(EmbershardError):
     status = Status.FAILED_PRECONDITION
     template = (
         "worker {worker} had pushes acknowledged (all below {first_incomplete}) that this shard does not know: it was "
-        "restarted, and the rows and optimizer states that it held in memory are lost; start the training again"
+        "restarted, and the rows and optimizer states that it held in memory are lost; restore the last checkpoint "
+        "(embershard train ... --ps ... --resume latest), or restart all shards and start the training again"
+    )
+
+
+class OtherLineage(EmbershardError):
+    """A declaration for shards of a lineage that is not this shard's; the client compares all shards then."""
+
+    status = Status.FAILED_PRECONDITION
+    template = "the worker's shards have lineage {want}, this shard has {got}: its rows do not belong to the others'"
+
+
+class RowsLost(EmbershardError):
+    """Shards of which one has lost its rows, so that they are no longer of one job (client)."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "{lost} lost the rows that belong to those of {kept}: it was restarted {minutes:.0f} minutes ago, or a restore "
+        "has not ended. A job would train on old and new rows mixed, so it does not start. Restore the last checkpoint "
+        "(embershard train ... --ps ... --resume latest), or a snapshot (embershard restore ... --replace), or restart "
+        "all shards to begin anew"
     )
 
 

@@ -37,16 +37,22 @@ class Greeting:
     version: str
     instance: str
     max_message_bytes: int = MAX_MESSAGE_BYTES
+    lineage: int = 0  # the same on all shards whose rows belong together; 0: none yet
 
 
 @dataclass(frozen=True, slots=True)
 class Declare:
-    """Make sure that a table exists; with `load`, its creator loads the first values; a `dense` one is of layers."""
+    """Make sure that a table exists; with `load`, its creator loads the first values; a `dense` one is of layers.
+
+    A shard of another `lineage` refuses (0: it does not compare). `begins_lineage`: see embershard.proto.
+    """
 
     spec: TableSpec
     worker: int = 0
     load: bool = False
     dense: bool = False
+    lineage: int = 0
+    begins_lineage: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,7 @@ class Declared:
 
     created: bool
     loading: bool
+    lineage: int = 0  # that the shard has now
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,6 +440,7 @@ class ShardStatus:
     failed_update: str = ""  # the first error of this job's updates, empty without one
     used_bytes: int = 0  # of the memory budget: rows, index, copies for a snapshot, updates that wait
     budget_bytes: int = 0
+    lineage: int = 0  # as in Greeting
 
 
 Request = (

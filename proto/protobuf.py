@@ -141,11 +141,18 @@ def _codec_text(codec: CodecName) -> str:
 
 
 def _pack_declare(m: Declare) -> pb.DeclareRequest:
-    return pb.DeclareRequest(spec=_pack_spec(m.spec), worker=m.worker, load=m.load, dense=m.dense)
+    return pb.DeclareRequest(
+        spec=_pack_spec(m.spec),
+        worker=m.worker,
+        load=m.load,
+        dense=m.dense,
+        lineage=m.lineage,
+        begins_lineage=m.begins_lineage,
+    )
 
 
 def _unpack_declare(p: pb.DeclareRequest, _: Sequence[Buffer]) -> Declare:
-    return Declare(_unpack_spec(p.spec), p.worker, p.load, p.dense)
+    return Declare(_unpack_spec(p.spec), p.worker, p.load, p.dense, p.lineage, p.begins_lineage)
 
 
 def _pack_load(m: Load) -> pb.LoadRequest:

@@ -51,6 +51,7 @@ class Contents:
 
     tables: list[Table] = field(default_factory=list)
     workers: list[WorkerWindow] = field(default_factory=list)
+    lineage: int = 0
 
 
 class Restores:
@@ -177,7 +178,7 @@ class SnapshotReader:
 
         storage = Storage(self.request.url)
         manifest = self._manifest(storage)
-        contents = Contents()
+        contents = Contents(lineage=self.request.id)
         for blocks in manifest.tables.values():
             contents.tables.append(self._read_table(storage, blocks))
         if manifest.num_shards == self._placement.num_shards:

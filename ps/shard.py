@@ -15,10 +15,11 @@ from pathlib import Path
 
 from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.codec.user_defined import CodecRegistry
-from embershard.proto.errors import ClockAhead, InvalidRequest, StaleRun, StaleWorker, WrongPlacement
+from embershard.proto.errors import ClockAhead, InvalidRequest, OtherLineage, StaleRun, StaleWorker, WrongPlacement
 from embershard.proto.messages import (
     Compress,
     Declare,
+    Declared,
     GetStatus,
     Greeting,
     Heartbeat,
@@ -182,6 +183,7 @@ class Shard:
             used_bytes=self._budget.used,
             budget_bytes=self._budget.limit,
             failed_update="" if self._clock.failed is None else self._clock.failed.message,
+            lineage=self.greeting.lineage,
         )
 
     def _answer(self, request: Request, now: float) -> Reply:
@@ -199,7 +201,7 @@ class Shard:
                 self._check_placement(request.placement_epoch)
                 return self._pushes.load(request, now)
             case Declare():
-                return self._tables.declare(request, now)
+                return self._declare(request, now)
             case Hello():
                 return self.greeting
             case GetStatus():
@@ -223,6 +225,24 @@ class Shard:
             case _:
                 raise InvalidRequest(reason=f"this shard cannot {type(request).__name__} yet")
 
+    def _declare(self, request: Declare, now: float) -> Declared:
+        lineage = self._lineage_after(request)
+        reply = self._tables.declare(request, now)
+        if lineage != self.greeting.lineage:
+            self.greeting = replace(self.greeting, lineage=lineage)
+        return replace(reply, lineage=lineage)
+
+    def _lineage_after(self, request: Declare) -> int:
+        """The lineage once a table is declared; OtherLineage. Shard 0 keeps what it has: the others take that of it."""
+        own, first = self.greeting.lineage, self.greeting.shard == 0
+        if request.lineage in (0, own):
+            return own
+        if request.begins_lineage and (not own or (not first and not self._tables.have_rows())):
+            return request.lineage
+        if request.begins_lineage and first:
+            return own
+        raise OtherLineage(got=own, want=request.lineage)
+
     def _moment(self) -> ShardImage:
         """What a snapshot holds; TableLoading while a table has not all of its first values."""
         return ShardImage(
@@ -237,6 +257,7 @@ class Shard:
     def _install(self, contents: Contents) -> None:
         """Put what was restored in place of what is here."""
         self._tables.replace(contents.tables)
+        self.greeting = replace(self.greeting, lineage=contents.lineage)
         self._pushes.begin_again(Dedup.of(contents.workers))
         self._compression.forget()
         self._clock.failed = None  # the rows that it left half changed are gone

@@ -20,7 +20,7 @@ FLOORS = (
     {"proto/codec"},
     {"proto/spec"},
     {"proto/messages", "proto/optim", "proto/snapshot"},
-    {"proto/protobuf"},
+    {"proto/protobuf", "proto/lineage"},
     {"proto/transport"},
     {"deploy"},
 )

@@ -124,6 +124,10 @@ class Tables:
         """Return the names of all tables."""
         return list(self._entries)
 
+    def have_rows(self) -> bool:
+        """Whether any table has a row."""
+        return any(entry.table.num_rows for entry in self._entries.values())
+
     def opened(self) -> tuple[Table, ...]:
         """All tables; TableLoading while one has not all of its first values."""
         return tuple(self.open_entry(name).table for name in self._entries)

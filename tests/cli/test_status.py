@@ -56,6 +56,17 @@ def test_without_a_bound_nobody_is_waited_for():
     assert "staleness off worker clock lease state 0 9 1.0 s trains 1 3 1.0 s trains" in page
 
 
+def test_a_shard_that_lost_its_rows_is_named_with_the_time_of_its_start():
+    rows = TableStatus("t", 4, 10, 2**20, "adam", False)
+    kept = replace(STATUS, instance="a", lineage=7, uptime_seconds=900.0, tables=(rows,))
+    empty = replace(STATUS, instance="b", shard=1, uptime_seconds=200.0)
+    assert "lost" not in shown(kept, replace(kept, instance="b"))
+    assert "lost" not in shown(empty, replace(empty, instance="a"))
+    assert "0/1 h:1 serving" in shown(kept, empty)
+    assert "1/1 h:1 rows lost" in shown(kept, empty)
+    assert "h:1: shard 1 lost its rows 3 minutes ago" in shown(kept, empty)
+
+
 def test_the_histogram_of_staleness_is_that_of_all_shards():
     seen = [0] * 32
     seen[0], seen[1], seen[5], seen[31] = 4, 2, 1, 1

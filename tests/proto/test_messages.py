@@ -28,8 +28,8 @@ def with_codec(kind: str) -> pb.TableSpec:
 
 EXAMPLES: list[m.Message] = [
     m.Hello(3),
-    m.Greeting(1, 2, 5, "0.1", "abc"),
-    m.Declare(SPEC, 1, True),
+    m.Greeting(1, 2, 5, "0.1", "abc", lineage=2**64 - 1),
+    m.Declare(SPEC, 1, True, lineage=7, begins_lineage=True),
     m.Declare(TableSpec(name="u", dim=1, optimizer=Custom(function="a:b", lr=0.1, settings={"z": 1.0, "a": 2.0}))),
     m.Declare(
         TableSpec(
@@ -40,7 +40,7 @@ EXAMPLES: list[m.Message] = [
             pull_codec=CodecName.parse("mine:half"),
         )
     ),
-    m.Declared(True, False),
+    m.Declared(True, False, 2**63),
     m.Load("t", 1, IDS, ROWS, 2, False, True, m.PushToken(2, 2**63, 5, 4)),
     m.Load("t", 1, IDS, ROWS, 2),
     m.Loaded(3),

@@ -153,8 +153,10 @@ def begin_snapshot(
     of these workers: the one after its last push), and 0 otherwise. When this returns, each shard holds the moment, or
     waits for the clock: what this worker pushes from now on is not in the snapshot.
 
-    `wait_timeout`: without a row more for so long, it is given up. SnapshotExists, SnapshotNotWritten, SnapshotTooLate.
+    `wait_timeout`: without a row more for so long, it is given up. SnapshotExists, SnapshotNotWritten, SnapshotTooLate,
+    RowsLost.
     """
+    client.lineage.check()  # before a half would take the place of the latest whole one
     name = check_name(name or time.strftime("%Y%m%d-%H%M%S"))
     storage = Storage(url)
     storage.make_folder(name)

@@ -12,7 +12,7 @@ import numpy as np
 
 from embershard.proto.arrays import MAX_MESSAGE_BYTES, Floats
 from embershard.proto.errors import ClockAhead, LeaseLost, UnknownTable, WrongDim
-from embershard.proto.messages import Declare, Declared, GetStatus, Load, Pull, Push, Pushed, Request, ShardStatus
+from embershard.proto.messages import Declare, GetStatus, Load, Pull, Push, Pushed, Request, ShardStatus
 from embershard.proto.routing import Placement, Route
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import span
@@ -22,6 +22,7 @@ from embershard.proto.transport.io_thread import io_loop
 from embershard.proto.transport.transport import Deadline, Transport
 from embershard.worker.client.byte_counts import ByteCounter
 from embershard.worker.client.connections import ClientStats, Outcome, Places, ShardConnections, handshake
+from embershard.worker.client.lineage import Lineage
 from embershard.worker.client.load import load_rows
 from embershard.worker.client.membership import Membership, Terms
 from embershard.worker.client.pull import Puller
@@ -54,6 +55,7 @@ class Client:
         self.placement = Placement.even(len(greetings), greetings[0].placement_epoch)
         # bytes of a message to each shard; replies are read up to our own limit, whatever the shard would take
         self.limits = [min(greeting.max_message_bytes, MAX_MESSAGE_BYTES) for greeting in greetings]
+        self.lineage = Lineage(self.connections, worker)
         self._specs: dict[str, TableSpec] = {}
         self.membership: Membership | None = None
         self.compressor = Compressor(worker, self.placement)
@@ -129,7 +131,8 @@ class Client:
         return 0 if self.membership is None else self.membership.lost_leases
 
     def join(self, terms: Terms, clock: int = 0) -> Membership:
-        """Become a member of the job: from here on pulls wait, and pushes count, by its clock."""
+        """Become a member of the job: from here on pulls wait, and pushes count, by its clock. RowsLost."""
+        self.lineage.check()
         self.membership = Membership(
             self.connections, terms, worker=self.worker, epoch=self.epoch, timeout=self.timeout
         )
@@ -143,14 +146,14 @@ class Client:
 
         With `load` the caller must `load` those shards, to the last message; until then others wait. A `dense` table
         holds the weights of layers, which more codecs serve. TableMismatch where the table exists with other settings,
-        UnknownOptimizer and UnknownCodec where a shard, or this process, was not started with what it needs, ValueError
-        for a codec that cannot serve it.
+        RowsLost where a shard lost the rows of this job, UnknownOptimizer and UnknownCodec where a shard, or this
+        process, was not started with what it needs, ValueError for a codec that cannot serve it.
         """
         spec = self.compressor.with_codecs(spec, dense=dense)
-        replies = self.ask_all(Declare(spec, self.worker, load, dense))
+        replies = self.lineage.declare(Declare(spec, self.worker, load, dense))
         self.compressor.add(spec, dense=dense)
         self._specs[spec.name] = spec
-        return frozenset(s for s, reply in enumerate(replies) if isinstance(reply, Declared) and reply.created)
+        return frozenset(s for s, reply in enumerate(replies) if reply.created)
 
     def load(
         self,

@@ -20,6 +20,7 @@ from rich.table import Table
 from embershard.cli.up import DEFAULT_PORT
 from embershard.doctor.check import size
 from embershard.proto.errors import EmbershardError
+from embershard.proto.lineage import shards_without_rows
 from embershard.proto.messages import GetStatus, Hello, Request, ShardStatus
 from embershard.proto.transport.addresses import parse_addresses, transport_for
 from embershard.proto.transport.transport import Transport, Unreachable
@@ -137,21 +138,26 @@ def _view(seen: Sequence[Seen]) -> Group:
         if one.status is not None and one.status.failed_update
     ]
     statuses = [one.status for one in seen if one.status is not None]
-    return Group(_shards(seen), *_tables(seen), *_workers(statuses), *_staleness(statuses), *problems)
+    lost = shards_without_rows(statuses)
+    problems += [
+        f"[red]{escape(one.address)}[/]: {_loss(one.status)}"
+        for one in seen
+        if one.status is not None and one.status in lost
+    ]
+    return Group(_shards(seen, lost), *_tables(seen), *_workers(statuses), *_staleness(statuses), *problems)
 
 
-def _shards(seen: Sequence[Seen]) -> Table:
+def _shards(seen: Sequence[Seen], lost: Sequence[ShardStatus]) -> Table:
     view = _table_of(("shard", "address", "health"), ("rows", "tables", "used", "left", "req/s", "memory", "up"))
     for one in seen:
         now = one.status
         if now is None:
             view.add_row("?", escape(one.address), "[red]down[/]")
             continue
-        loading = any(table.loading for table in now.tables)
         view.add_row(
             f"{now.shard}/{now.num_shards}",
             escape(one.address),
-            "[yellow]loading[/]" if loading else "[green]serving[/]",
+            _health(now, has_lost_rows=now in lost),
             f"{sum(table.rows for table in now.tables):,}",
             str(len(now.tables)),
             size(now.used_bytes),
@@ -161,6 +167,20 @@ def _shards(seen: Sequence[Seen]) -> Table:
             str(timedelta(seconds=int(now.uptime_seconds))),
         )
     return view
+
+
+def _loss(status: ShardStatus) -> str:
+    minutes = int(status.uptime_seconds / 60)
+    return (
+        f"shard {status.shard} lost its rows {minutes} minute{'' if minutes == 1 else 's'} ago; restore a checkpoint "
+        "onto all shards, or restart all of them"
+    )
+
+
+def _health(status: ShardStatus, *, has_lost_rows: bool) -> str:
+    if has_lost_rows:
+        return "[red]rows lost[/]"
+    return "[yellow]loading[/]" if any(table.loading for table in status.tables) else "[green]serving[/]"
 
 
 def _tables(seen: Sequence[Seen]) -> list[Table]:

@@ -195,7 +195,8 @@ def _meet_shards(ps: str, checkpoint: Checkpoint | None, replace: bool) -> None:
     """Wait for the shards here, since a worker says only in its log that it waits; restore them from a checkpoint.
 
     Tables like the checkpoint's are replaced: after one shard died, the others of the job still hold them.
-    TablesInTheWay where the shards hold tables of another name, dim or optimizer, unless `replace` is true.
+    TablesInTheWay where the shards hold tables of another name, dim or optimizer, unless `replace` is true. RowsLost
+    where one shard lost its rows, and no checkpoint gives them back.
     """
     from embershard.worker.client.client import Client
 
@@ -208,3 +209,5 @@ def _meet_shards(ps: str, checkpoint: Checkpoint | None, replace: bool) -> None:
             tables = read_manifest(checkpoint.url, SNAPSHOT).tables
             own = {(name, table.spec.dim, table.spec.optimizer.name) for name, table in tables.items()}
             restore_snapshot(client, checkpoint.url, SNAPSHOT, replace_tables=replace or held <= own)
+        else:
+            client.lineage.check()

@@ -157,4 +157,5 @@ def test_a_refused_call_is_left_to_other(make_session: Callable[..., Session]) -
         client.pull([("none", route)])
     stats = client.stats
     assert stats.sent_bytes == 40
-    assert stats.volume == {BytePart("other", "other"): ByteCount(40, 40, 1)}  # of Declare, which took no bytes
+    # of Hello and Declare, which took no bytes
+    assert stats.volume == {BytePart("other", "other"): ByteCount(40, 40, 2)}

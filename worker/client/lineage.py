@@ -1,0 +1,69 @@
+"""Declare tables on shards whose rows belong together, and refuse those of which one has lost its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from embershard.proto.errors import OtherLineage, RowsLost
+from embershard.proto.lineage import new_lineage, shards_without_rows
+from embershard.proto.messages import Declare, Declared, GetStatus, Greeting, Hello, ShardStatus
+from embershard.worker.client.connections import ShardConnections, raise_first
+
+
+class Lineage:
+    """The lineage of all shards, as one client knows it."""
+
+    def __init__(self, connections: ShardConnections, worker: int) -> None:
+        self._connections, self._worker = connections, worker
+        self._common = 0  # that all shards have; 0: not known, or they have none yet
+
+    def check(self) -> None:
+        """Compare the shards; RowsLost where one does not have the rows that belong to those of the others."""
+        # twice: another worker may have given the shards a lineage while they were asked one after the other
+        for _ in range(2):
+            greetings = self._connections.call_all(Hello(self._worker))
+            lineages = {greeting.lineage for greeting in greetings if isinstance(greeting, Greeting)}
+            self._common = min(lineages) if len(lineages) == 1 else 0
+            if len(lineages) == 1:
+                return
+            replies = self._connections.call_all(GetStatus())
+            statuses = [reply for reply in replies if isinstance(reply, ShardStatus)]
+            lost = shards_without_rows(statuses)
+            if not lost:  # nothing was trained yet
+                return
+        indices = {status.shard for status in lost}
+        raise RowsLost(
+            lost=self._names(sorted(indices)),
+            kept=self._names(status.shard for status in statuses if status.shard not in indices),
+            minutes=min(status.uptime_seconds for status in lost) / 60,
+        )
+
+    def declare(self, request: Declare) -> list[Declared]:
+        """Declare a table on all shards; the replies by index. Their first table gives them a lineage. RowsLost."""
+        if not self._common:
+            self.check()
+        try:
+            return self._declare(request)
+        except OtherLineage:  # they were restored since, or one was restarted
+            self.check()
+            return self._declare(request)
+
+    def _declare(self, request: Declare) -> list[Declared]:
+        if self._common:
+            return self._call(range(len(self._connections)), replace(request, lineage=self._common))
+        # first shard 0: its lineage is that of all, also where several workers begin at once
+        request = replace(request, lineage=new_lineage(), begins_lineage=True)
+        first = self._call([0], request)
+        request = replace(request, lineage=first[0].lineage)
+        replies = first + self._call(range(1, len(self._connections)), request)
+        self._common = request.lineage
+        return replies
+
+    def _call(self, shards: Iterable[int], request: Declare) -> list[Declared]:
+        outcomes = self._connections.call(dict.fromkeys(shards, request))
+        raise_first(outcomes)
+        return [reply for _, reply in sorted(outcomes.items()) if isinstance(reply, Declared)]
+
+    def _names(self, shards: Iterable[int]) -> str:
+        return ", ".join(self._connections[shard].name for shard in shards)
