@@ -35,7 +35,7 @@ FLOORS_OF_PS = (
     {"ps/server"},
 )
 FLOORS_OF_WORKER = (
-    {"worker/device", "worker/kernels", "worker/memory", "worker/metrics", "worker/patterns"},
+    {"worker/device", "worker/kernels", "worker/metrics", "worker/patterns"},
     {"worker/compression"},
     {"worker/client"},
     {"worker/session"},
