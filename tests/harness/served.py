@@ -1,9 +1,16 @@
-"""A shard in this process that serves the stream transport."""
+"""A shard that serves, in this process or in one of its own."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
+import subprocess
 import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import uvloop
 
@@ -13,29 +20,71 @@ from embershard.ps.dispatch import Dispatch
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.transport.stream import StreamServer
+from harness.processes import EMBERSHARD
+
+T = TypeVar("T")
 
 
 class ServedShard:
-    """A shard on a loop and a thread of its own."""
+    """A shard that serves the stream transport over TCP, on a loop and a thread of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, foreign: str = "") -> None:
         self.loop = uvloop.new_event_loop()
+        self.loop.set_exception_handler(lambda _, context: self.defects.append(context))
+        self.defects: list[dict[str, Any]] = []
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
-        self.address = asyncio.run_coroutine_threadsafe(self._start(), self.loop).result(20)
+        self.dispatch = Dispatch(Shard(0, Placement.even(1), OptimizerRegistry()), ApplyThread())
+        sock = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.address = f"tcp://127.0.0.1:{sock.getsockname()[1]}"
+        self.stream = self.on_loop(lambda: StreamServer(self.dispatch, foreign))
+        self._listener = self.run(self.loop.create_server(self.stream.protocol, sock=sock))
 
-    async def _start(self) -> str:
-        self._server = StreamServer(Dispatch(Shard(0, Placement.even(1), OptimizerRegistry()), ApplyThread()))
-        self._listener = await self.loop.create_server(self._server.protocol, "127.0.0.1", 0)
-        return f"tcp://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(20)
 
-    async def _stop(self) -> None:
-        self._listener.close()
-        await self._server.close(0.0)
-        await asyncio.sleep(0.01)
+    def on_loop(self, work: Callable[[], T]) -> T:
+        async def call() -> T:
+            return work()
+
+        return self.run(call())
+
+    @property
+    def connections(self) -> int:
+        return len(self.stream.connections)
+
+    def unsent_bytes(self) -> int:
+        return self.on_loop(lambda: sum(c.unsent_bytes for c in self.stream.connections))
 
     def stop(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._stop(), self.loop).result(20)
+        self.on_loop(self._listener.close)
+        self.run(self.stream.close(0.0))
+        self.run(asyncio.sleep(0.01))
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(20)
         self.loop.close()
+        assert not self.defects
+
+
+@dataclass
+class ShardProcess:
+    """`embershard ps`, and what it says when it serves."""
+
+    popen: subprocess.Popen[str]
+    ready: dict[str, str]
+
+    @property
+    def address(self) -> str:
+        return self.ready["address"]
+
+
+@contextmanager
+def shard_process(*options: str, listen: str = "127.0.0.1:0", shard: int = 0, of: int = 1) -> Iterator[ShardProcess]:
+    """One of `of` shards, as a process that is killed at the end."""
+    command = [*EMBERSHARD, "ps", "--shard", str(shard), "--of", str(of), "--listen", listen, *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as popen:
+        try:
+            assert popen.stdout is not None
+            yield ShardProcess(popen, json.loads(popen.stdout.readline()))
+        finally:
+            popen.kill()

@@ -11,39 +11,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import embershard.cli
 from embershard.deploy.supervisor import LocalShards
 from embershard.proto.errors import (
-    EmbershardError,
-    InvalidRequest,
     NotAShard,
     ShardUnavailable,
-    TableMismatch,
-    UnknownTable,
-    WrongDim,
-    WrongPlacement,
     WrongShards,
 )
-from embershard.proto.messages import (
-    Declare,
-    Pull,
-    Push,
-    Pushed,
-    PushToken,
-    Request,
-    Rows,
-    TableGradients,
-    TableIds,
-)
-from embershard.proto.spec import SGD, Constant, TableSpec
-from embershard.proto.transport.grpc import GrpcTransport
 from embershard.worker.client import connections as links
 from embershard.worker.client.client import Client
 from harness.processes import EMBERSHARD, run_command
@@ -262,66 +242,6 @@ class TestDataFiles:
         (tmp_path / name).write_bytes(gzip.compress(LINES))
         code, err = run("worker", "job.yaml", "--ps", shards.addresses[0], "--set", f"data.train={name}")
         assert code == 0, err
-
-
-def ids(*values: int) -> np.ndarray:
-    return np.array(values, np.int64)
-
-
-def push(seq: int, gradients: np.ndarray, table: str = "items", epoch: int = 1, read: tuple[int, ...] = (1, 2)) -> Push:
-    return Push(PushToken(9, 1, seq, 1), 0, epoch, (TableGradients(table, ids(*read), gradients),))
-
-
-ITEMS = TableSpec(name="items", dim=3, optimizer=SGD(lr=1.0), initializer=Constant(value=0.0))
-WIDER = TableSpec(name="items", dim=4, optimizer=SGD(lr=1.0), initializer=Constant(value=0.0))
-ONES = np.ones((2, 3), np.float32)
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize(
-    ("request_", "error", "fields"),
-    [
-        (Pull(1, (TableIds("item", ids(1)),)), UnknownTable, {"table": "item", "known": re.compile("items")}),
-        (push(9, ONES, table="item"), UnknownTable, {"table": "item"}),
-        (Declare(WIDER), TableMismatch, {"difference": "dim: 3, not 4"}),
-        (push(9, np.ones((2, 4), np.float32)), WrongDim, {"got": 8, "ids": 2, "dim": 3, "want": 6}),
-        (push(9, np.ones((1, 3), np.float32)), WrongDim, {"got": 3, "ids": 2, "dim": 3, "want": 6}),
-        (push(9, ONES, epoch=7), WrongPlacement, {"got": 7, "want": 1}),
-        (Pull(7, (TableIds("items", ids(1)),)), WrongPlacement, {"got": 7, "want": 1}),
-        (push(0, ONES), InvalidRequest, {"reason": re.compile("pushes count from 1")}),
-    ],
-    ids=["pull: table", "push: table", "declare", "dim", "count", "push: epoch", "pull: epoch", "token"],
-)
-def test_a_refused_request_changes_nothing_and_the_next_is_served(
-    shards: LocalShards, request_: Request, error: type[EmbershardError], fields: dict[str, object]
-):
-    with closing(GrpcTransport(shards.addresses[0])) as transport:
-
-        def ask(request: Request) -> object:
-            return transport.submit(request, timedelta(seconds=20)).result()
-
-        ask(Declare(ITEMS))
-        before = ask(Pull(1, (TableIds("items", ids(1, 2)),)))
-        with raises(error, **fields):
-            ask(request_)
-        after = ask(Pull(1, (TableIds("items", ids(1, 2)),)))
-        assert isinstance(before, Rows)
-        assert isinstance(after, Rows)
-        assert after.tables[0].tolist() == before.tables[0].tolist()
-
-
-@pytest.mark.integration
-def test_gradients_with_nan_or_inf_are_counted_and_the_rest_is_applied(shards: LocalShards):
-    gradients = np.ones((3, 3), np.float32)
-    gradients[0, 1], gradients[2, 2] = np.nan, -np.inf
-    with closing(GrpcTransport(shards.addresses[0])) as transport:
-        second = timedelta(seconds=20)
-        transport.submit(Declare(ITEMS), second).result()
-        pushed = transport.submit(push(5, gradients, read=(101, 102, 103)), second).result()
-        assert pushed == Pushed(duplicate=False, applied=1, skipped=2)
-        rows = transport.submit(Pull(1, (TableIds("items", ids(101, 102, 103)),)), second).result()
-        assert isinstance(rows, Rows)
-        assert rows.tables[0].reshape(3, 3).tolist() == [[0.0] * 3, [-1.0] * 3, [0.0] * 3]
 
 
 def silent(connection: socket.socket) -> None:

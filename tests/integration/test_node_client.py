@@ -4,11 +4,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
+from harness.served import shard_process
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.integration
@@ -20,14 +21,7 @@ pytestmark = pytest.mark.integration
 )
 def test_a_node_client_trains_on_two_shards() -> None:
     with ExitStack() as stack:
-        addresses = []
-        for shard in range(2):
-            command = [sys.executable, "-m", "embershard.cli", "ps", "--shard", str(shard), "--of", "2"]
-            process = subprocess.Popen([*command, "--listen", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True)
-            stack.callback(process.communicate, timeout=60)
-            stack.callback(process.kill)
-            assert process.stdout is not None
-            addresses.append(json.loads(process.stdout.readline())["address"])
+        addresses = [stack.enter_context(shard_process(shard=shard, of=2)).address for shard in range(2)]
         done = subprocess.run(
             ["node", str(ROOT / "examples" / "client.js"), *addresses],
             env={**os.environ, "NODE_PATH": os.environ["EMBERSHARD_NODE_MODULES"]},

@@ -3,15 +3,12 @@ and about one in a process of its own that serves all transports at once."""
 
 from __future__ import annotations
 
-import json
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
@@ -62,8 +59,8 @@ from embershard.proto.transport.addresses import transport_for
 from embershard.proto.transport.local import LocalTransport
 from embershard.proto.transport.transport import Transport, Unreachable
 from embershard.worker.client.client import Client
-from harness.processes import EMBERSHARD
 from harness.raises import raises
+from harness.served import ShardProcess, shard_process
 
 pytestmark = pytest.mark.integration
 
@@ -87,37 +84,9 @@ def fresh() -> int:
     return next(_numbers)
 
 
-@dataclass
-class Served:
-    """A shard's process."""
-
-    popen: subprocess.Popen[str]
-    ready: dict[str, str]
-
-    def stopped(self) -> AbstractContextManager[None]:
-        return standing_still(self.popen.pid)
-
-
-@contextmanager
-def serving(listen: str = "127.0.0.1:0", rpc: str = "127.0.0.1:0") -> Iterator[Served]:
-    command = [*EMBERSHARD, "ps", "--shard", "0", "--of", "1"]
-    popen = subprocess.Popen(
-        [*command, "--listen", listen, "--rpc", rpc],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        assert popen.stdout is not None
-        yield Served(popen, json.loads(popen.stdout.readline()))
-    finally:
-        popen.kill()
-        popen.communicate(timeout=60)
-
-
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving() as process:
+def served() -> Iterator[ShardProcess]:
+    with shard_process("--rpc", "127.0.0.1:0") as process:
         yield process
 
 
@@ -141,7 +110,7 @@ def connect() -> Iterator[Callable[[str], Transport]]:
 
 
 @pytest.fixture
-def transport(request: pytest.FixtureRequest, served: Served, connect: Callable[[str], Transport]) -> Transport:
+def transport(request: pytest.FixtureRequest, served: ShardProcess, connect: Callable[[str], Transport]) -> Transport:
     """The transport of a test's parameter, with a shard behind it."""
     return local_transport() if request.param == "local" else connect(ADDRESSES[request.param](served.ready))
 
@@ -387,9 +356,9 @@ def test_bytes_are_counted_both_ways(transport: Transport):
 
 
 @over_remote
-def test_a_call_to_a_shard_that_stands_still_ends_at_its_deadline(transport: Transport, served: Served):
+def test_a_call_to_a_shard_that_stands_still_ends_at_its_deadline(transport: Transport, served: ShardProcess):
     ask(transport, Hello())
-    with served.stopped():
+    with standing_still(served.popen.pid):
         for request in (Hello(), Pull(1, (TableIds("t", np.arange(10, dtype=np.int64)),))):
             with pytest.raises(Unreachable):
                 ask(transport, request, timedelta(seconds=0.2))
@@ -397,16 +366,16 @@ def test_a_call_to_a_shard_that_stands_still_ends_at_its_deadline(transport: Tra
 
 
 @over_remote
-def test_a_first_call_to_a_shard_that_stands_still_ends_at_its_deadline(transport: Transport, served: Served):
-    with served.stopped(), pytest.raises(Unreachable):
+def test_a_first_call_to_a_shard_that_stands_still_ends_at_its_deadline(transport: Transport, served: ShardProcess):
+    with standing_still(served.popen.pid), pytest.raises(Unreachable):
         ask(transport, Hello(), timedelta(seconds=0.2))
     assert isinstance(eventually(transport, Hello()), Greeting)
 
 
 @over_remote
-def test_closing_ends_a_call_that_is_under_way(transport: Transport, served: Served):
+def test_closing_ends_a_call_that_is_under_way(transport: Transport, served: ShardProcess):
     ask(transport, Hello())
-    with served.stopped():
+    with standing_still(served.popen.pid):
         call = transport.submit(Hello(), timedelta(minutes=5))
         threading.Timer(0.1, transport.close).start()
         with pytest.raises(Unreachable):
@@ -531,10 +500,10 @@ def restarted() -> Iterator[tuple[dict[str, Transport], dict[str, str]]]:
 
 
 def restart(listen: str, rpc: str) -> Iterator[tuple[dict[str, Transport], dict[str, str]]]:
-    with serving(listen, rpc) as first:
+    with shard_process("--rpc", rpc, listen=listen) as first:
         transports = {name: transport_for(address(first.ready)) for name, address in ADDRESSES.items()}
         greetings = {name: ask(transport, Hello()) for name, transport in transports.items()}
-    with serving(listen, rpc):
+    with shard_process("--rpc", rpc, listen=listen):
         yield transports, {name: g.instance for name, g in greetings.items() if isinstance(g, Greeting)}
         for transport in transports.values():
             transport.close()

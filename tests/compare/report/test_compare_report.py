@@ -74,6 +74,16 @@ def default(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def one_seed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a report without intervals, in which an earlier one had left a picture."""
+    folder = tmp_path_factory.mktemp("report")
+    (folder / "pictures").mkdir()
+    (folder / "pictures" / "auc-of-an-earlier-report.svg").write_text("<svg/>")
+    write_report(fake_results((NONE, INT8), seeds=(1,)), folder)
+    return folder
+
+
 def test_the_report_is_the_golden_one(tmp_path: Path):
     """Where a change of the report is meant, copy the new file over the golden one and read the difference."""
     _, markdown = written(golden_results(), tmp_path)
@@ -196,8 +206,8 @@ def test_small_parts_of_a_step_are_drawn_as_other_and_tabled_by_name():
     assert "'encode'" in str(page_of(results))
 
 
-def test_one_seed_has_neither_intervals_nor_bands(default: Path, tmp_path: Path):
-    html, markdown = written(fake_results((NONE, INT8), seeds=(1,)), tmp_path)
+def test_one_seed_has_neither_intervals_nor_bands(default: Path, one_seed: Path):
+    html, markdown = ((one_seed / name).read_text() for name in ("report.html", "report.md"))
     assert not re.search(r"\d \\?\[[+-]?\d", html + markdown)
     assert "One seed: the curves have no bands." in html
     assert "one seed, hence no bands" in html
@@ -368,17 +378,9 @@ def check_tables(markdown: str) -> None:
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
 
 
-def test_tables_of_the_markdown_have_equal_rows(tmp_path: Path):
-    arm = replace(INT8, label="push=a|b/pull=c")
-    check_tables(written(fake_results((NONE, FP16S, arm), failed=[(arm.label, 1)]), tmp_path)[1])
-
-
-def test_pictures_of_the_markdown_are_there_and_no_others(tmp_path: Path):
-    (tmp_path / "pictures").mkdir()
-    (tmp_path / "pictures" / "auc-of-an-earlier-report.svg").write_text("<svg/>")
-    _, markdown = written(fake_results((NONE, INT8), seeds=(1, 2)), tmp_path)
-    named = set(re.findall(r"\]\(pictures/([\w.-]+\.svg)\)", markdown))
-    assert named == {path.name for path in (tmp_path / "pictures").iterdir()}
+def test_pictures_of_the_markdown_are_there_and_no_others(one_seed: Path):
+    named = set(re.findall(r"\]\(pictures/([\w.-]+\.svg)\)", (one_seed / "report.md").read_text()))
+    assert named == {path.name for path in (one_seed / "pictures").iterdir()}
 
 
 def test_equal_results_give_equal_bytes(default: Path, tmp_path: Path):
@@ -452,12 +454,18 @@ frame.srcdoc = PAGE
 """
 
 
+@pytest.fixture(scope="module")
+def wide_page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A report with long names."""
+    arm = replace(INT8, label="push=dgc:0.001+fp16s/pull=int8", meaning="a codec per direction, with a long name")
+    results = fake_results((NONE, FP16S, arm, TOPK, SLOW), failed=[("fp16s", 1)], error="x" * 300)
+    return written(results, tmp_path_factory.mktemp("report"))[0]
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 @pytest.mark.parametrize("width", [390, 1440])
-def test_nothing_is_wider_than_the_screen(tmp_path: Path, width: int):
-    arm = replace(INT8, label="push=dgc:0.001+fp16s/pull=int8", meaning="a codec per direction, with a long name")
-    html, _ = written(fake_results((NONE, FP16S, arm, TOPK, SLOW), failed=[("fp16s", 1)], error="x" * 300), tmp_path)
-    page = json.dumps(html).replace("</", "<\\/").replace("<!--", "<\\!--")
+def test_nothing_is_wider_than_the_screen(tmp_path: Path, wide_page: str, width: int):
+    page = json.dumps(wide_page).replace("</", "<\\/").replace("<!--", "<\\!--")
     script = MEASURE.replace("WIDTH", str(width)).replace("PAGE", page)
     frame = tmp_path / "frame.html"
     frame.write_text(f'<body style="margin:0"><iframe style="border:0;width:{width}px;height:900px"></iframe>{script}')
