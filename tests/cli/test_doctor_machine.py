@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numba
+import psutil
 import pytest
 import torch
 from doctor_cases import FAIL, GREETING, JOB, NOBODY, OK, STATUS, TABLE, WARN, case, finds, found, job, probe
@@ -111,6 +112,12 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def has_memory(monkeypatch: pytest.MonkeyPatch, *, available: int = 2**23, swap_used: int = 0) -> None:
+    """Have psutil report this memory, of 8,000 KiB, and this use of 1,000 KiB of swap; in bytes."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=8000 * 1024, available=available))
+    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(total=1000 * 1024, used=swap_used))
+
+
 def write(folder: Path, files: Mapping[str, str]) -> None:
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -120,15 +127,15 @@ def write(folder: Path, files: Mapping[str, str]) -> None:
 @pytest.mark.parametrize(
     ("free_kib", "level"), [(64 * 2**20, OK), (3 * 2**20, WARN), (2**19, WARN), (2**16, FAIL)], ids=str
 )
-def test_free_memory_is_held_against_the_tables_here(system: Path, free_kib: int, level: Level):
-    write(system, {"proc/meminfo": f"MemTotal: 1 kB\nMemAvailable: {free_kib} kB"})
+@pytest.mark.usefixtures("system")
+def test_free_memory_is_held_against_the_tables_here(monkeypatch: pytest.MonkeyPatch, free_kib: int, level: Level):
+    has_memory(monkeypatch, available=free_kib * 1024)
     big = replace(STATUS, tables=(replace(TABLE, bytes=100 * 2**30),))
     assert found(machine.memory, case(big))[0] is (level if free_kib < 2**26 else OK)
 
 
-def test_memory_of_a_system_that_does_not_tell_is_left_out(system: Path):
-    assert machine.memory.run(NOBODY) is None
-    assert machine.swap.run(NOBODY) is None
+@pytest.mark.usefixtures("system")
+def test_huge_pages_of_a_system_that_does_not_tell_are_left_out():
     assert machine.huge_pages.run(NOBODY) is None
 
 
@@ -152,9 +159,10 @@ VERSION_1 = {
 
 
 @pytest.mark.parametrize("files", [VERSION_2, VERSION_1], ids=["cgroup 2", "cgroup 1"])
-def test_the_limits_of_a_container_are_seen(system: Path, files: Mapping[str, str]):
+def test_the_limits_of_a_container_are_seen(system: Path, monkeypatch: pytest.MonkeyPatch, files: Mapping[str, str]):
+    has_memory(monkeypatch, available=2**40)
     finds(machine.container, NOBODY, OK, "no limit")
-    write(system, {**files, "proc/meminfo": f"MemAvailable: {2**30} kB"})
+    write(system, files)
     finds(machine.container, NOBODY, WARN, f"0.5 of {os.cpu_count()} cores, 1.0 GiB of memory, 768 MiB left")
     finds(machine.memory, NOBODY, WARN, "768 MiB free")
     assert machine.usable_cores() == 0.5
@@ -189,9 +197,9 @@ def test_huge_pages_that_are_off_are_a_warning(system: Path, mode: str, level: L
     assert found(machine.huge_pages)[0] is level
 
 
-@pytest.mark.parametrize(("free", "level"), [(900, OK), (100, WARN)])
-def test_swap_in_use_is_a_warning(system: Path, free: int, level: Level):
-    write(system, {"proc/meminfo": f"MemTotal: 8000 kB\nSwapTotal: 1000 kB\nSwapFree: {free} kB"})
+@pytest.mark.parametrize(("used_kib", "level"), [(100, OK), (900, WARN)])
+def test_swap_in_use_is_a_warning(monkeypatch: pytest.MonkeyPatch, used_kib: int, level: Level):
+    has_memory(monkeypatch, swap_used=used_kib * 1024)
     assert found(machine.swap)[0] is level
 
 

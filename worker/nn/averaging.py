@@ -1,6 +1,6 @@
 """An average of the dense weights over the steps, to evaluate with: smoother than the last ones, and often better.
 
-Polyak & Juditsky 1992; the exponential form is that of torch.optim.swa_utils.get_ema_multi_avg_fn.
+Polyak & Juditsky 1992; torch.optim.swa_utils computes it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 Share = Callable[[Sequence[Tensor]], None]
 
@@ -20,35 +21,30 @@ class WeightAverage:
 
     It begins with the weights after the first step. `read` brings parameters up to date that live on shards: a worker
     sees what a step made of them in the next forward, and they are taken in there. Table rows are not averaged.
-    ValueError unless the decay is within [0, 1).
     """
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], *, decay: float = 0.999, read: Callable[[], None] | None = None
     ) -> None:
-        if not 0.0 <= decay < 1.0:
-            raise ValueError(f"average: decay must be at least 0 and below 1, got {decay}")
-        self.decay = decay
+        self._update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self.steps = 0  # taken in
         self._parameters = list(parameters)
         self._read = read
         self._pending = False
-        self.values: Sequence[Tensor] = ()
+        self.values: list[Tensor] = []
 
     def stepped(self) -> None:
         """The weights have changed; what they are now is taken in by the next `observe`."""
         self._pending = True
 
-    @torch.no_grad()
     def observe(self) -> None:
         """Take the parameters in, once per step; they must be up to date."""
         if not self._pending:
             return
-        if self.steps == 0:
+        if not self.values:
             self.values = [parameter.detach().clone() for parameter in self._parameters]
         else:
-            for value, parameter in zip(self.values, self._parameters, strict=True):
-                value.lerp_(parameter, 1.0 - self.decay)
+            self._update(self.values, self._parameters, self.steps)
         self.steps += 1
         self._pending = False
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
+import psutil
+
 from embershard.doctor.case import Case
 from embershard.doctor.check import Finding, check, fail, ok, size, warn
 
@@ -62,11 +64,10 @@ def open_files(case: Case) -> Finding:
     asks="whether memory is free, beside the tables of the shards on this machine",
     remedy="start the shards on more machines, or end what else uses the memory",
 )
-def memory(case: Case) -> Finding | None:
+def memory(case: Case) -> Finding:
     """Free memory against what the tables here hold: they grow, and a snapshot is written beside them."""
-    free = _free_memory()
-    if free is None:
-        return None
+    free, limit = psutil.virtual_memory().available, memory_limit()
+    free = min(free, limit[1]) if limit else free
     tables = sum(table.bytes for probe, status in case.statuses if probe.here for table in status.tables)
     text = f"{size(free)} free" + (f", tables here hold {size(tables)}" if tables else "")
     if free < _NO_MEMORY:
@@ -126,14 +127,11 @@ def huge_pages(_: Case) -> Finding | None:
     asks="whether rows may have been swapped out: one that is on disk takes a thousand times as long",
     remedy="free memory, then `swapoff -a && swapon -a`, or run shards where swap is off",
 )
-def swap(_: Case) -> Finding | None:
+def swap(_: Case) -> Finding:
     """Swap that is in use."""
-    values = _meminfo()
-    if "SwapTotal" not in values:
-        return None
-    used = values["SwapTotal"] - values.get("SwapFree", 0)
-    text = f"{size(used)} of {size(values['SwapTotal'])} in use" if values["SwapTotal"] else "there is none"
-    return warn(text) if used > values.get("MemTotal", 0) // 20 else ok(text)
+    found = psutil.swap_memory()
+    text = f"{size(found.used)} of {size(found.total)} in use" if found.total else "there is none"
+    return warn(text) if found.used > psutil.virtual_memory().total // 20 else ok(text)
 
 
 @check(
@@ -151,19 +149,6 @@ def shared_memory(_: Case) -> Finding | None:
 
 
 CHECKS = (system_time, open_files, memory, container, address_space, huge_pages, swap, shared_memory)
-
-
-def _free_memory() -> int | None:
-    """Bytes that processes can still have, here and in this container; None where the system does not tell."""
-    free = _meminfo().get("MemAvailable")
-    limit = memory_limit()
-    return min((part for part in (free, limit[1] if limit else None) if part is not None), default=None)
-
-
-def _meminfo() -> dict[str, int]:
-    """/proc/meminfo in bytes; empty where there is none."""
-    lines = [line.replace(":", "").split() for line in _read(PROC / "meminfo").splitlines()]
-    return {words[0]: int(words[1]) * 1024 for words in lines if len(words) == 3 and words[1].isdigit()}
 
 
 def _read(file: Path) -> str:
