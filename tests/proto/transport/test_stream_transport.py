@@ -300,7 +300,7 @@ def test_rows_of_a_wrong_size_do_not_reach_the_callers_memory(connect: Connect, 
 def test_a_client_says_what_is_wrong_with_rows_of_a_wrong_size(connect: Connect, got: Rows, error: type[Exception]):
     def script(sock: socket.socket) -> None:
         talk = Talk(sock)
-        for reply in (GREETING, Declared(created=True, loading=False), got):
+        for reply in (GREETING, GREETING, Declared(created=True, loading=False), got):
             talk.answer(reply)
         talk.ended()
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import embershard as es
-from embershard.proto.errors import OtherLineage, RowsLost
-from embershard.proto.messages import Declare, Request
+from embershard.proto.errors import InvalidRequest, OtherLineage, RowsLost
+from embershard.proto.messages import Declare, Hello, Request, Restore
 from embershard.proto.routing import Placement, make_route
 from embershard.proto.spec import TableSpec
 from embershard.proto.transport.local import LocalTransport
@@ -126,11 +126,16 @@ def test_a_client_of_before_a_restore_goes_on_declaring(job: Job, tmp_path: Path
 
 def test_a_restore_that_reached_one_shard_alone_is_noticed(job: Job, tmp_path: Path) -> None:
     take_snapshot(trained(job), str(tmp_path))
-    old, job.shards[1] = job.shards[1], empty(1)
-    restore_snapshot(job.client(), str(tmp_path), replace_tables=True)
-    job.shards[1] = old
+
+    def refuse(index: int, request: Request) -> None:
+        if index == 1 and isinstance(request, Restore) and request.step == "install":
+            raise InvalidRequest(reason="not today")
+
+    fresh = Job(before=refuse)
+    with pytest.raises(InvalidRequest):
+        restore_snapshot(fresh.client(), str(tmp_path))
     with pytest.raises(RowsLost):
-        job.client(worker=1).declare(SPEC)
+        fresh.client(worker=1).declare(SPEC)
 
 
 def test_a_second_job_with_other_tables_shares_the_shards(job: Job) -> None:
@@ -186,6 +191,22 @@ def test_a_worker_that_comes_while_the_first_begins_is_not_refused(job: Job) -> 
     job.before = come
     first.declare(SPEC)
     assert job.lineages[0] == job.lineages[1] != 0
+
+
+def test_answers_of_before_and_after_the_first_push_are_not_taken_for_a_loss(job: Job) -> None:
+    trained(job)
+    there, hellos = job.shards[1], 0
+
+    def answer_early(index: int, request: Request) -> None:
+        nonlocal hellos
+        if index == 1:
+            hellos += isinstance(request, Hello)
+            job.shards[1] = empty(1) if hellos == 1 else there  # as it was before the job began
+
+    client = job.client(worker=1)
+    job.before = answer_early
+    client.declare(SPEC)
+    assert hellos == 2
 
 
 def test_clients_without_a_lineage_share_the_shards_with_those_that_have_one(job: Job) -> None:
