@@ -16,8 +16,8 @@ from embershard.proto.arrays import Array, Bytes, Floats
 from embershard.proto.messages import Reply, Request, Rows
 from embershard.proto.transport.transport import Unreachable
 
-# A call ends at its deadline on the I/O thread. This much later we stop believing that there is one: a call given up
-# while it lives might have its arrays written after its end.
+# A call ends at its deadline on the I/O thread. This much later we take the thread for dead: while it is alive,
+# it might write into the arrays of a call that timed out here.
 _GRACE_SECONDS = 10.0
 
 

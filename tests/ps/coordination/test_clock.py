@@ -1,4 +1,4 @@
-"""The clock of a job on one shard: who is waited for, what its pushes become, and who is given up."""
+"""The clock of a job on one shard: who is waited for, what its pushes become, and who is evicted."""
 
 from __future__ import annotations
 
@@ -390,7 +390,7 @@ class TestWaiting:
         job.push(0, 0)
         job.push(1, 0)
         job.wait(2.0)
-        with pytest.raises(ClockAhead, match=r"worker 2 \(not here yet\), of whom it heard 2\.0 s ago"):
+        with pytest.raises(ClockAhead, match=r"worker 2 \(not here yet\) \(last heartbeat 2\.0 s ago\)"):
             job.pull(1, after=1)
         assert job.join(2, workers=3) == Joined(True, 0, True, (0, 1, 2))
         job.push(2, 0, 4.0)

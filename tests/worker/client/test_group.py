@@ -103,7 +103,7 @@ def test_a_rank_that_does_not_come_or_comes_twice_is_named(monkeypatch: pytest.M
     store = torch.distributed.TCPStore("127.0.0.1", 0, 3, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
-    with pytest.raises(WorkersApart, match=r"worker 1 of 3 .*: worker 0, 2 did not come in time; give all workers"):
+    with pytest.raises(WorkersApart, match=r"worker 1 of 3 .*: worker 0, 2 did not come in time\. Give all workers"):
         WorkerGroup.join(1, 3, timedelta(seconds=1))
     with pytest.raises(WorkersApart, match="another process is worker 1 already"):
         WorkerGroup.join(1, 3, timedelta(seconds=1))
@@ -221,7 +221,7 @@ def join() -> Iterator[Callable[..., ShardGroup]]:
     def make(rank: int, workers: int, *, lease: float = 60.0) -> ShardGroup:
         client = Client(shards.transports(), worker=rank)
         clients.append(client)
-        client.join(Terms(workers=workers, lease=timedelta(seconds=lease), patience=timedelta(seconds=60)))
+        client.join(Terms(workers=workers, lease=timedelta(seconds=lease), wait_timeout=timedelta(seconds=60)))
         return ShardGroup(client, rank, workers)
 
     yield make
@@ -276,7 +276,7 @@ def test_the_first_that_lives_stands_in_for_who_reported_until_all_have_met(join
     die(groups[0])
     for group in groups[1:]:
         while 0 in group._membership.members:
-            group._membership._beat(timedelta(seconds=60))
+            group._membership._heartbeat(timedelta(seconds=60))
     assert [group.reports for group in groups[1:]] == [True, False]
     assert not groups[1].is_first  # as they agreed when they met
 
@@ -358,14 +358,16 @@ class RendezvousRegistry:
     def status(self) -> list[SimpleNamespace]:
         return [SimpleNamespace(rendezvous=f"{self._segment}/on/4" if self._segment else "")]
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         self.calls.append(("rest",))
 
     def resume(self) -> None:
         self.calls.append(("resume",))
 
-    def meet(self, name: str, said: bytes, *, among: object, patience: timedelta | None) -> dict[int, bytes]:
-        self.calls.append((name, said, among, patience))
+    def rendezvous(
+        self, name: str, said: bytes, *, participants: object, wait_timeout: timedelta | None
+    ) -> dict[int, bytes]:
+        self.calls.append((name, said, participants, wait_timeout))
         if self._segment == self._last:
             return {0: b"", 1: b"", 2: b'{"plateaus": 4}', 4: b'{"plateaus": 5}'}
         self._segment += 1
