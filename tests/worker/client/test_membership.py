@@ -1,4 +1,4 @@
-"""A worker's place among others: joining, keeping and losing a lease, resting, meeting. Shards' time is the test's."""
+"""A worker's place among others: joining, leases, pausing, rendezvous. Shards' time is the test's."""
 
 import logging
 import threading
