@@ -129,7 +129,7 @@ bar-way: setup  ## files entered and requests sent by a forward, and by a backwa
 bench-moment: setup  ## how a shard holds a moment, against fork
 	$(BIN)/python bench/moment.py
 
-bar-workers: setup  ## a worker that is killed, in every mode, and one that stands still (20 minutes)
+bar-workers: setup  ## a worker that is killed, in every mode, and one that is unresponsive (20 minutes)
 	$(BIN)/python bench/bar_workers.py
 
 bench-startup: setup  ## from a command to a serving shard, an imported worker, a job's first step (ARGS="--tree DIR --tree DIR")

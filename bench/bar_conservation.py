@@ -8,7 +8,7 @@ with each codec. Rows begin at 0 and SGD has rate 1, so that minus a row is the 
 
 dgc has momentum 0 here: with it, the sum of what is sent is not that of the gradients by design. Codecs that hold
 nothing back (fp16s, bf16, int8) are held to the payloads that they made, which are what arrives. The learning rate
-changes on the way, and some residuals give way to others.
+changes on the way, and some residuals are evicted by others.
 
 Then kill -9: of a worker, at a random moment, whose acknowledged pushes must be applied once, and at most the one that
 was under way beside them; and of a shard, after which the other one's rows must still add up (its own are gone, and the
@@ -55,7 +55,7 @@ BLOCKS, BLOCK = 24, 1024
 ROWS = ["none", "fp16s", "bf16", "int8", "topk:0.01", "topk:0.05+fp16s", "rows:0.1", "rows:0.1+int8", "randomk:0.05",
         "dgc:0.01", "dgc:0.01+fp16s"]  # fmt: skip
 DENSE = ["none", "int8", "topk:0.001", "dgc:0.001+fp16s", "randomk:0.01", "onebit", "powersgd:2", "powersgd:2+fp16s"]
-RESIDUAL_ROWS = 600  # fewer than there are ids: some give way
+RESIDUAL_ROWS = 600  # fewer than there are ids: some are evicted
 TIMEOUT = timedelta(seconds=20)
 Sums = npt.NDArray[np.float64]
 

@@ -43,7 +43,7 @@ from embershard.worker.client.client import Client
 from timing import finish, machine, print_table
 
 DIM, BATCH, SETTLE_SECONDS = 16, 8192, 3.0
-STALL_MS = 50.0  # for which a shard may stand still at the snapshot's moment
+STALL_MS = 50.0  # for which a shard may pause at the snapshot's moment
 SAMPLE = 200_000  # ids whose pulls are compared
 TABLE = es.TableSpec(name="rows", dim=DIM, optimizer=es.Adagrad(lr=0.05), initializer=es.Uniform())
 ALIKE = es.TableSpec(name="alike", dim=DIM, optimizer=es.Adagrad(lr=0.05), initializer=es.Constant(value=0.0))
@@ -327,7 +327,7 @@ def main() -> None:
         killed, wrong = survive_kills(args.kills, args.kill_rows, f"{place}/killed") if args.kills else ({}, [])
     failures += wrong
     if float(str(stall["shard_stall_ms"])) > STALL_MS:
-        failures.append(f"a shard stood still for {stall['shard_stall_ms']} ms, the bar is {STALL_MS:.0f}")
+        failures.append(f"a shard paused for {stall['shard_stall_ms']} ms, the bar is {STALL_MS:.0f}")
     result = {"rows": args.rows, "dim": DIM, "batch": BATCH, **stall, **restores, **killed}
     finish({"bench": "bar_snapshot", **result, "failures": failures}, failures)
 

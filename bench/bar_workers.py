@@ -1,10 +1,10 @@
-"""Workers that are lost, and workers that stand still: what this costs the others, and the model.
+"""Workers that are lost or unresponsive: the cost for the others, and for the model.
 
 Killed: DeepFM on Frappe with a small tower (hidden [64, 64], batches of 1024, 10 epochs, so that it fits 2 cores), four
 workers, epochs dealt out in splits, a lease of 2 s; one worker is killed (-9) while it trains in the second epoch. In
 each mode (staleness 0, 4 and off, dense weights on the shards) training has to go on, the shards without a push for no
-longer than the lease and 2 s (a meeting at the end of an epoch waits for the lease too), the part of the data that it
-had has to be dealt again, and the test AUC to be at most 0.003 below that of the same mode undisturbed, in the mean of
+longer than the lease and 2 s (the rendezvous at the end of an epoch waits for the lease too), its part of the data
+has to be dealt again, and the test AUC to be at most 0.003 below that of the same mode undisturbed, in the mean of
 three seeds: asynchronous runs of one seed lie up to 0.004 apart. With dense weights all-reduced (ddp) the others cannot
 go on: there the command has to end with an error that names the worker, within 30 s.
 

@@ -33,7 +33,7 @@ class RestartPolicy:
     """When a shard that died is started again.
 
     The pause doubles from `first_pause` with every quick death, up to `longest_pause`. A death is quick if the shard
-    served for less than `quick`; after `max_quick_deaths` of them in a row it is given up.
+    served for less than `quick`; after `max_quick_deaths` of them in a row it is not restarted.
     """
 
     first_pause: timedelta = timedelta(seconds=0.5)
@@ -275,7 +275,7 @@ class LocalShards:
         raise ShardFailed(what=f"shard {index} ended with {how} before it served", log=process.last_lines())
 
     def _watch(self, index: int) -> None:
-        """Restart one shard whenever it dies, until it is given up or all are ended."""
+        """Restart one shard whenever it dies, until it dies too often or all are ended."""
         policy, quick_deaths = self._restart, 0
         while True:
             process = self._processes[index]
@@ -288,7 +288,7 @@ class LocalShards:
                 return
             quick_deaths = quick_deaths + 1 if process.lived() < policy.quick.total_seconds() else 1
             if policy.gives_up(quick_deaths):
-                self._give_up(f"{what}, given up after {quick_deaths} deaths in quick succession", process)
+                self._give_up(f"{what}, not restarted after {quick_deaths} deaths in quick succession", process)
                 return
             pause = policy.pause(quick_deaths).total_seconds()
             self._report(

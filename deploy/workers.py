@@ -1,4 +1,4 @@
-"""Workers on this machine as child processes, meeting over loopback by torchrun's variables."""
+"""Workers on this machine as child processes, connected over loopback by torchrun's variables."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LocalWorkers:
         self._logs = logs
         self._elastic, self._restarts, self._say = elastic, restarts, say
         self._meeting: dict[str, str] = {}
-        self._port: socket.socket | None = None  # keeps others from the port where they meet
+        self._port: socket.socket | None = None  # keeps other programs from the port that they connect on
         self._files: list[IO[bytes]] = []
         self._addresses: bytes | None = None  # a line for the workers' stdin, once the shards serve
         self._starts: list[int] = []  # where this run begins in each log

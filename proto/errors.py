@@ -221,12 +221,12 @@ class ClockAhead(EmbershardError):
 
 
 class LeaseLost(EmbershardError):
-    """A member that was not heard of for as long as its lease; the client joins again, unless its steps are tied."""
+    """A member without a request within its lease was evicted; the client joins again, unless its steps are tied."""
 
     status = Status.ABORTED
     template = (
-        "worker {worker} is no member any more: it was not heard of within its lease of {lease_ms} ms, and the others "
-        "went on without it; what it computed since then is not applied"
+        "worker {worker} was evicted: no request of it arrived within its lease of {lease_ms} ms. What it computed "
+        "since then is not applied. Raise the lease if this worker was only slow."
     )
 
 
@@ -378,12 +378,12 @@ class WorkerLost(EmbershardError):
 
 
 class WorkersApart(EmbershardError):
-    """Workers that could not meet at the start of a job."""
+    """Workers that could not connect to each other at the start of a job."""
 
     status = Status.UNAVAILABLE
     template = (
-        "worker {worker} of {world_size} cannot meet the others at MASTER_ADDR={address} MASTER_PORT={port}: {reason}; "
-        "give all workers the same place, each its own rank, and check that all of them run"
+        "worker {worker} of {world_size} cannot reach the others at MASTER_ADDR={address} MASTER_PORT={port}: "
+        "{reason}. Give all workers the same address, each its own rank, and check that all of them run"
     )
 
 
@@ -496,10 +496,10 @@ class SnapshotTooLate(EmbershardError):
 
 
 class SnapshotTimeout(EmbershardError):
-    """A snapshot, or a restore, that does not go on."""
+    """A snapshot or a restore made no progress in time."""
 
     status = Status.DEADLINE_EXCEEDED
-    template = "{what} {name!r} has not moved for {seconds:.0f} s ({where}); it was given up. {remedy}"
+    template = "{what} {name!r} timed out: no progress for {seconds:.0f} s ({where}). {remedy}"
 
 
 class SnapshotExists(EmbershardError):

@@ -23,7 +23,7 @@ QUEUE_REQUESTS = 1024
 _MIN_RETRY_MS, _MAX_RETRY_MS = 5, 1000
 _SMOOTHING = 0.1  # weight of the newest request in the mean duration
 _TICK_SECONDS = 0.25  # between looks at the time, while nothing else happens
-# After a longer time between two looks, members are excused for the rest of it: this process stood still, perhaps with
+# After a longer time between two looks, leases are extended by the rest of it: this process was stopped, perhaps with
 # their requests in its sockets.
 _STEP_SECONDS = 1.0
 
@@ -43,7 +43,7 @@ class Watched(Protocol):
         ...
 
     def extend_leases(self, seconds: float) -> None:
-        """For so long nobody could be heard."""
+        """Extend all leases by `seconds`, in which this process received nothing."""
         ...
 
 
@@ -160,10 +160,10 @@ class ApplyThread:
     def _now(self) -> float:
         """The time."""
         now = time.monotonic()
-        stood_still = now - self._looked - _STEP_SECONDS
+        stopped = now - self._looked - _STEP_SECONDS
         self._looked = now
-        if stood_still > 0 and self._watched is not None:
-            self._watched.extend_leases(stood_still)
+        if stopped > 0 and self._watched is not None:
+            self._watched.extend_leases(stopped)
         return now
 
     def _pass_time(self, now: float) -> None:

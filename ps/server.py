@@ -74,7 +74,7 @@ class ServerOptions:
 
 
 def serve(options: ServerOptions) -> int:
-    """Run the shard until SIGTERM or SIGINT; its exit code: 0, 130 after SIGINT, 1 where accepted work was given up.
+    """Run the shard until SIGTERM or SIGINT; its exit code: 0, 130 after SIGINT, 1 where accepted work was dropped.
 
     CannotListen where the address is not to be had.
     """
@@ -136,7 +136,11 @@ async def _serve(shard: Shard, address: Address, options: ServerOptions) -> int:
     if address.path:
         Path(address.path).unlink(missing_ok=True)
     if not done:
-        _log.error("gave up %d queued bytes after %.0f s", apply.queued_bytes, GRACE_SECONDS)
+        _log.error(
+            "dropped %d queued bytes: they were not applied within %.0f s of the stop",
+            apply.queued_bytes,
+            GRACE_SECONDS,
+        )
         return 1
     _log.info("done: everything accepted was applied")
     return 130 if signum == signal.SIGINT else 0

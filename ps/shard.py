@@ -90,7 +90,7 @@ class Shard:
         self._compression = CompressionSettings(self._tables, self._tables.check_codec)
         self._clock = Clock(self._budget)
         self._pushes = Pushes(self._tables, self._clock, max_message_bytes)
-        self._meetings = RendezvousRegistry(self._clock, max_message_bytes)
+        self._rendezvous = RendezvousRegistry(self._clock, max_message_bytes)
         self._splits = Splits(self._clock)
         self._snapshots = Snapshots(self._moment, lambda: bool(self._clock.pending.waiting_ids))
         self._restores = Restores(index, placement, optimizers, self._tables.names, self._install, self._budget)
@@ -149,12 +149,12 @@ class Shard:
     def set_activity_probe(self, last_sign: Callable[[int, int], float]) -> None:
         """Ask when anything of a worker (number, epoch) arrived last, before its lease ends.
 
-        A request takes long on a slow link, and keeps the beats behind it back.
+        A request that takes long on a slow link delays the heartbeats behind it.
         """
         self._clock.last_sign = last_sign
 
     def extend_leases(self, seconds: float) -> None:
-        """For so long nobody could be heard: the process stood still."""
+        """Extend all leases by `seconds`, in which this process received nothing."""
         self._clock.extend_leases(seconds)
 
     def status(self) -> ShardStatus:
@@ -179,7 +179,7 @@ class Shard:
             members=self._clock.status(),
             staleness_seen=tuple(self._clock.updates.seen),
             expired_leases=self._clock.expired,
-            rendezvous=self._meetings.last,
+            rendezvous=self._rendezvous.last,
             used_bytes=self._budget.used,
             budget_bytes=self._budget.limit,
             failed_update="" if self._clock.failed is None else self._clock.failed.message,
@@ -211,9 +211,9 @@ class Shard:
             case Leave():
                 return self._clock.leave(request, now)
             case Heartbeat():
-                return self._clock.beat(request, now)
+                return self._clock.heartbeat(request, now)
             case Rendezvous():
-                return self._meetings.meet(request, now)
+                return self._rendezvous.join(request, now)
             case TakeSplit():
                 return self._splits.take(request, now)
             case Snapshot():
@@ -270,7 +270,7 @@ class Shard:
             return self._clock.join(request, now)
         finally:
             if self._clock.job != job:  # what the last one left behind
-                self._meetings = RendezvousRegistry(self._clock, self.greeting.max_message_bytes)
+                self._rendezvous = RendezvousRegistry(self._clock, self.greeting.max_message_bytes)
                 self._splits = Splits(self._clock)
                 self._compression.forget()
 

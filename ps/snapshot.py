@@ -97,7 +97,7 @@ class Snapshots:
             self._writer.cancel()
         if request.at_clock and request.at_clock < clock:
             raise SnapshotTooLate(clock=request.at_clock, now=clock)
-        self._asked = request  # one that waited for a clock gives way: nothing was done for it yet
+        self._asked = request  # replaces one that waited for a clock: nothing was done for it yet
         if request.at_clock <= clock and not self._pushes_wait():
             self._asked = None
             self._take(request)

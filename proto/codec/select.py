@@ -22,7 +22,7 @@ FEWEST, MOST = 0.8, 1.25  # of the wanted count: where a threshold fits no more
 _AIM = 1.1  # of the wanted count: what is over it is trimmed, what is missing would be missing
 _SAMPLE = 0.01
 _SAMPLE_LARGE = 256  # elements over the threshold that a sample should hold: it is off by 6 % then
-_ROOM = 2.0  # of the wanted count: where looking for more than fits is given up
+_ROOM = 2.0  # of the wanted count: where the search stops, with more than fits
 
 _BLOCK = 32  # elements that are looked at together: of the usual ratios most blocks have none to be sent
 

@@ -91,7 +91,7 @@ class GrpcTransport:
                 raise wrong_version(version)
 
     def close(self) -> None:
-        """Give up what is under way and close the connection."""
+        """Cancel the calls in flight and close the connection."""
         self._channel.close()
 
 

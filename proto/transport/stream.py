@@ -147,7 +147,7 @@ class StreamTransport:
         return call
 
     def close(self) -> None:
-        """Give up what is under way and close the connection."""
+        """Cancel the calls in flight and close the connection."""
         self.closed = True
         self._loop.call_soon_threadsafe(self._close)
 

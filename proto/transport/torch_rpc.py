@@ -127,7 +127,7 @@ class RpcTransport:
         return under_way
 
     def close(self) -> None:
-        """Give up what is under way and forget the shard."""
+        """Cancel the calls in flight and forget the shard."""
         with self._lock:
             self._closed = True
             shard, self._shard = self._shard, None

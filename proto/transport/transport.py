@@ -1,7 +1,7 @@
 """Transports: each moves a request to one shard and its reply back.
 
 A transport knows nothing of routing, retries or tokens: it sends one message and waits for one reply. Its
-implementations are in transports/: `stream`, `grpc`, `rpc` and `local` (docs/transports.md).
+implementations are beside it: `stream`, `grpc`, `rpc` and `local` (docs/transports.md).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel the calls in flight."""
         ...
 
 

@@ -165,7 +165,7 @@ class Clock:
         self._close()
         return LeaveAck()
 
-    def beat(self, request: Heartbeat, now: float) -> HeartbeatAck:
+    def heartbeat(self, request: Heartbeat, now: float) -> HeartbeatAck:
         """Renew a lease."""
         self.member(request.worker, request.epoch, now)
         return HeartbeatAck(self.open, self._workers_here())
@@ -265,7 +265,7 @@ class Clock:
         return ClockAhead(clock=self.open, workers=workers, seconds=max(0.0, seconds))
 
     def expire(self, now: float) -> None:
-        """Drop the members that were not heard of within their lease."""
+        """Evict the members without a request within their lease."""
         self.now = max(self.now, now)
         if self.now <= self._next_end:
             return
@@ -280,7 +280,7 @@ class Clock:
         self._close()
 
     def extend_leases(self, seconds: float) -> None:
-        """For so long nobody could be heard."""
+        """Extend all leases by `seconds`, in which this process received nothing."""
         for member in self.members.values():
             member.last_seen += seconds
 

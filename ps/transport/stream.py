@@ -95,7 +95,7 @@ class StreamServer:
         self.connections: set[Connection] = set()
         self.max_connections, self.open_connections = max_connections, 0  # those passed on included
         self.receiving_bytes = 0
-        self.made_bytes = 0  # replies with rows, or with what workers say in a meeting; counted by the apply thread
+        self.made_bytes = 0  # replies with rows, or with payloads of a rendezvous; counted by the apply thread
         self._sent_bytes = 0  # of these, what was given to transports
         self._unsent_bytes = 0  # what these hold of it, or more
         self._pressed = False  # whether somebody was turned away since the last sweep
@@ -140,9 +140,9 @@ class StreamServer:
 
     def _sweep(self) -> None:
         now = time.monotonic()
-        patience, self._pressed = PRESSED_SECONDS if self._pressed else STALL_SECONDS, False
+        wait_timeout, self._pressed = PRESSED_SECONDS if self._pressed else STALL_SECONDS, False
         for connection in list(self.connections):
-            connection.check(now, patience)
+            connection.check(now, wait_timeout)
         self._unsent_bytes = sum(connection.unsent_bytes for connection in self.connections)
         self._sweeper = self.loop.call_later(SWEEP_SECONDS, self._sweep)
 
@@ -225,7 +225,7 @@ class Connection(asyncio.BufferedProtocol):
         self._full = False
         self._transport.resume_reading()
 
-    def check(self, now: float, patience: float) -> None:
+    def check(self, now: float, wait_timeout: float) -> None:
         """Drop a peer that is silent, or too slow, where it must not be; between calls it may be silent."""
         if self._reader is None:
             if now - self._began > HELLO_SECONDS:
@@ -233,10 +233,10 @@ class Connection(asyncio.BufferedProtocol):
             return
         unsent = self.unsent_bytes
         arriving = self._reader.in_frame and not self._full  # what we leave unread is not its fault
-        if self._receives.behind(now, arriving, self._received) > patience:
-            self.drop(f"its frames come slower than {STALL_RATE >> 10} KiB/s, for {patience:.0f} s")
-        elif self._reads.behind(now, unsent > 0, self._written - unsent) > patience:
-            self.drop(f"it has not read {unsent} bytes of replies for {patience:.0f} s")
+        if self._receives.behind(now, arriving, self._received) > wait_timeout:
+            self.drop(f"its frames come slower than {STALL_RATE >> 10} KiB/s, for {wait_timeout:.0f} s")
+        elif self._reads.behind(now, unsent > 0, self._written - unsent) > wait_timeout:
+            self.drop(f"it has not read {unsent} bytes of replies for {wait_timeout:.0f} s")
 
     def drop(self, reason: str) -> None:
         """End the connection and log the reason."""

@@ -178,7 +178,7 @@ def test_the_workers_of_a_job_are_seen_from_outside(two_placements: tuple[LocalS
         quick.step()
         about = open_case(everybody, None, None, None)
         finds(clocks.waited_for, about, WARN, "worker 1 (its lease has")
-        finds(clocks.clock, about, OK, "0 (synchronous), standing still")
+        finds(clocks.clock, about, OK, "0 (synchronous), not advancing")
         slow.step()
         finds(clocks.waited_for, open_case(everybody, None, None, None), OK, "nobody")
     finds(clocks.clock, open_case(everybody, None, None, None), OK, "no worker is a member")

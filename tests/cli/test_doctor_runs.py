@@ -107,7 +107,7 @@ def test_steps_that_differ_much_are_a_warning(tmp_path: Path):
 def test_a_run_that_did_not_end_is_a_warning(tmp_path: Path):
     finds(runs.ended, a_run(tmp_path), OK, "20 steps, 100 samples/s")
     finds(runs.ended, a_run(tmp_path, result=False), WARN, "after step 19")
-    finds(runs.ended, a_run(tmp_path, expired_leases=2), WARN, "2 times a worker was given up")
+    finds(runs.ended, a_run(tmp_path, expired_leases=2), WARN, "2 times a worker was evicted")
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def test_shards_without_members_have_no_clock_to_check():
 
 def test_a_shard_whose_clock_is_behind_is_named():
     ahead, behind = serving(20, member(0, 20)), serving(3, member(0, 3))
-    finds(clocks.clock, case(ahead, ahead), OK, "20 (synchronous), standing still")
+    finds(clocks.clock, case(ahead, ahead), OK, "20 (synchronous), not advancing")
     finds(clocks.clock, Case(probes=[probe(ahead, serving(18, member(0, 18)))]), OK, "moving")
     finds(clocks.clock, case(ahead, behind), WARN, "3 to 20")
 

@@ -131,7 +131,7 @@ def test_a_shard_that_dies_again_and_again_is_given_up():
         assert shards.failure is None
         os.kill(shards.pids[0], signal.SIGKILL)
         assert shards.wait(timedelta(seconds=250)) is shards.failure
-        assert "given up after 2 deaths" in str(shards.failure)
+        assert "not restarted after 2 deaths" in str(shards.failure)
 
 
 def test_without_restart_a_death_is_the_failure():

@@ -348,7 +348,7 @@ class TestWorkersThatDoNotMeet:
     def test_without_an_address_the_variable_is_named(self, run: Run, shards: LocalShards):
         code, err = self.join(run, shards, "--rank", "1", "--world-size", "2", "--set", "strategy=hybrid")
         assert code == 1
-        says(err, "worker 1 of 2 cannot meet the others at MASTER_ADDR=(not set)")
+        says(err, "worker 1 of 2 cannot reach the others at MASTER_ADDR=(not set)")
 
     @pytest.mark.parametrize(
         ("host", "port"), [("127.0.0.1", "1"), ("no.such.host.invalid", "29500"), ("127.0.0.1", "x")]
@@ -362,7 +362,7 @@ class TestWorkersThatDoNotMeet:
         monkeypatch.setenv("WORLD_SIZE", "2")
         code, err = self.join(run, shards, "--set", "strategy=hybrid")
         assert code == 1
-        says(err, f"worker 1 of 2 cannot meet the others at MASTER_ADDR={host} MASTER_PORT={port}")
+        says(err, f"worker 1 of 2 cannot reach the others at MASTER_ADDR={host} MASTER_PORT={port}")
 
     def test_a_rank_outside_of_the_world_is_wrong_usage(self, run: Run, shards: LocalShards):
         code, err = self.join(run, shards, "--rank", "2", "--world-size", "2")

@@ -47,7 +47,7 @@ from embershard.worker.client.client import Client
 
 R = TypeVar("R", Snapshotted, Restored)
 
-WAIT_TIMEOUT = timedelta(seconds=120)  # without a row more, a snapshot or a restore is given up
+WAIT_TIMEOUT = timedelta(seconds=120)  # without a row more, a snapshot or a restore times out
 _CANCEL_TIMEOUT = timedelta(seconds=10)  # a storage that hangs holds nobody longer
 _PAUSES = (0.005, 0.25)  # seconds between two looks at the shards: the first, and the longest
 _MARGIN = 2  # clocks ahead of a synchronous job at which its snapshot is asked for; doubled where that is too late
@@ -153,7 +153,7 @@ def begin_snapshot(
     of these workers: the one after its last push), and 0 otherwise. When this returns, each shard holds the moment, or
     waits for the clock: what this worker pushes from now on is not in the snapshot.
 
-    `wait_timeout`: without a row more for so long, it is given up. SnapshotExists, SnapshotNotWritten, SnapshotTooLate,
+    `wait_timeout`: without a row more for so long, it times out. SnapshotExists, SnapshotNotWritten, SnapshotTooLate,
     RowsLost.
     """
     client.lineage.check()  # before a half would take the place of the latest whole one

@@ -1,7 +1,7 @@
 """Count the bytes between a worker and its shards by direction, part and table, and their size without codecs.
 
 Direction `push`: gradients to the shards; `pull`: rows from them, and the ids that ask for them; `other`: everything
-else (declarations, first values, meetings, leases), and what was lost on the way or sent twice. Parts: `ids`; `rows`,
+else (declarations, first values, rendezvous, leases), and what was lost on the way or sent twice. Parts: `ids`; `rows`,
 or gradients, of embedding tables; `dense`, those of dense weights; `held`: rows that a codec had held back and that
 were sent whole in the end, with their ids; `other`: frames and heads, of replies too.
 """

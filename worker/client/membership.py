@@ -1,7 +1,7 @@
-"""A worker's place among the workers of a job: it joins their clock, keeps its lease, and meets them on shard 0.
+"""A worker's place among the workers of a job: it joins their clock, keeps its lease, and waits for them on shard 0.
 
-docs/design.md says how the clock closes. A member whose lease ran out was given up by the others: its next request is
-refused, it joins again at a later clock, and what it computed in between is dropped.
+docs/consistency.md says how the clock closes. A member whose lease ran out was evicted: its next request is refused,
+it joins again at a later clock, and what it computed in between is dropped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from embershard.proto.messages import (
 from embershard.proto.transport.transport import Deadline
 from embershard.worker.client.connections import Outcome, ShardConnections
 
-_BEATS = 4  # of a lease
+_HEARTBEATS = 4  # of a lease
 _MARGIN = 2  # clocks beyond the shards' own at which a late worker joins; doubled while they run away from it
 _SAID_AFTER = timedelta(seconds=10)  # waiting for another worker for longer is said, once
 _TRIES = 3  # a lease that is lost so often in a row is too short for this machine
@@ -48,9 +48,9 @@ class Terms:
 
     `staleness` 0: the pushes of a clock are gathered and applied once; k: a worker is at most k clocks ahead; None: no
     bound. With `staleness_aware_lr` the learning rate of a push is divided by the updates that its rows had missed
-    (Zhang et al. 2016). A worker that is not heard of for `lease` is given up by the others. `patience` ends a wait
-    for workers that keep their lease and do not come. A higher `run` than any before on these shards begins anew there,
-    whoever still trains: give all workers of a run the same. With 0 a worker takes part in the run that goes on.
+    (Zhang et al. 2016). A worker without a heartbeat for `lease` is evicted. `wait_timeout` ends a wait for workers
+    that keep their lease and do not come. A higher `run` than any before on these shards starts a new job there,
+    whoever still trains: give all workers of a run the same. With 0 a worker takes part in the current run.
     ValueError names what is out of range.
     """
 
@@ -58,7 +58,7 @@ class Terms:
     staleness: int | None = None
     lease: timedelta = timedelta(seconds=10)
     staleness_aware_lr: bool = False
-    patience: timedelta = timedelta(minutes=30)
+    wait_timeout: timedelta = timedelta(minutes=30)
     run: int = 0
 
     def __post_init__(self) -> None:
@@ -70,15 +70,16 @@ class Terms:
             raise ValueError("staleness_aware_lr has no meaning at staleness 0, where no push misses an update")
         if not 0 <= self.run < 2**63:
             raise ValueError(f"run must be in 0..2**63-1, got {self.run}")
-        for name, value in (("lease", self.lease), ("patience", self.patience)):
+        for name, value in (("lease", self.lease), ("wait_timeout", self.wait_timeout)):
             if not timedelta(0) < value < timedelta(days=40):
                 raise ValueError(f"{name} must be above zero and below 40 days, got {value}")
 
 
 class Membership:
-    """One worker of a job. Every method may be called from any thread; from `join` to `leave` a thread beats.
+    """One worker of a job. Every method may be called from any thread; from `join` to `leave` a thread
+    sends heartbeats.
 
-    Waits for other workers last as long as these keep their lease, at most `terms.patience`: then WorkerLost.
+    Waits for other workers last as long as these keep their lease, at most `terms.wait_timeout`: then WorkerLost.
     """
 
     def __init__(
@@ -106,46 +107,48 @@ class Membership:
         with self._lock:
             self._join(clock)
         self._connections.heartbeat = Heartbeat(self.worker, self._epoch)
-        beat = threading.Thread(
-            target=_beat,
-            args=(weakref.ref(self), self._ended, self.terms.lease.total_seconds() / _BEATS),
-            name="embershard beat",
+        thread = threading.Thread(
+            target=_send_heartbeats,
+            args=(weakref.ref(self), self._ended, self.terms.lease.total_seconds() / _HEARTBEATS),
+            name="embershard heartbeat",
             daemon=True,
         )
-        beat.start()
+        thread.start()
         return self.first
 
-    def rest(self) -> None:
-        """Let the others' clock go on without this worker; meetings still expect it."""
+    def pause(self) -> None:
+        """Let the others' clock advance without this worker; a rendezvous still waits for it."""
         self.paused = True
         self._ask_all(Leave(self.worker, self._epoch, pause=True))
 
     def resume(self, clock: int = 0) -> int:
-        """End a rest: push again from `clock` on, or as soon after it as all shards agree; the clock."""
+        """End a pause: push again from `clock` on, or as soon after it as all shards agree; the clock."""
         with self._lock:
             self.paused = False
             return self._join(max(clock, self._next))
 
-    def meet(
+    def rendezvous(
         self,
         name: str,
         payload: bytes = b"",
         *,
-        listen: bool = True,
-        among: Sequence[int] = (),
-        patience: timedelta | None = None,
+        want_payloads: bool = True,
+        participants: Sequence[int] = (),
+        wait_timeout: timedelta | None = None,
     ) -> dict[int, bytes]:
-        """Wait until every live member has come to the meeting `name`; who came, with their payloads, by worker.
+        """Wait until every live member has joined the rendezvous `name`; return their payloads, by worker.
 
-        Without `listen` the payloads (at most 16 MiB each) are not sent here, and are empty. `among` says who is
-        expected; default: all members. No two meetings of a job have one name. `patience` is that of the terms, unless
-        it is given.
+        Without `want_payloads` the payloads (at most 16 MiB each) are not sent here, and are empty. `participants` are
+        the expected workers, by default all members. A name is used once in a job. `wait_timeout` replaces that of the
+        terms.
         """
         data = np.frombuffer(payload, np.uint8)
-        met = self._ask_first(Rendezvous(self.worker, self._epoch, name, data, listen, tuple(among)), patience)
+        met = self._ask_first(
+            Rendezvous(self.worker, self._epoch, name, data, want_payloads, tuple(participants)), wait_timeout
+        )
         assert isinstance(met, RendezvousResult)
-        self.members = tuple(sorted({*self.members, *met.workers}))  # who has come lives; a beat may not know of it yet
-        payloads = [part.tobytes() for part in met.payloads] if listen else [b""] * len(met.workers)
+        self.members = tuple(sorted({*self.members, *met.workers}))  # a heartbeat may not know of all of them yet
+        payloads = [part.tobytes() for part in met.payloads] if want_payloads else [b""] * len(met.workers)
         return dict(zip(met.workers, payloads, strict=True))
 
     def take_split(self, data_epoch: int, num_splits: int, done: int = -1) -> Split:
@@ -176,13 +179,14 @@ class Membership:
         self,
         requests: Mapping[int, Request],
         into: Mapping[int, Sequence[Array]] | None = None,
-        patience: timedelta | None = None,
+        wait_timeout: timedelta | None = None,
     ) -> dict[int, Outcome]:
         """Call shards that may wait for other workers before they answer; WorkerLost at the end of the wait."""
         outcomes: dict[int, Outcome] = {}
         waiting = dict(requests)
         ahead: dict[int, ClockAhead] = {}
-        over, deadline = Deadline(self.terms.patience if patience is None else patience), Deadline(self._timeout)
+        over = Deadline(self.terms.wait_timeout if wait_timeout is None else wait_timeout)
+        deadline = Deadline(self._timeout)
         first, said = True, False
         while waiting:
             left = min(deadline.remaining, over.remaining)
@@ -221,8 +225,8 @@ class Membership:
             if self.paused:
                 self._ask_all(Leave(self.worker, self._epoch, pause=True))
         _log.warning(
-            "worker %d was not heard of for its lease of %s, and the others went on without it: it joined again at "
-            "clock %d and drops what it computed since",
+            "worker %d was evicted: no request of it arrived within its lease of %s. It joined again at clock %d and "
+            "drops what it computed in between",
             self.worker, self.terms.lease, self.first,
         )  # fmt: skip
 
@@ -237,7 +241,7 @@ class Membership:
         return outcomes
 
     def leave(self) -> None:
-        """Stop being waited for, and stop beating; a shard that does not answer is left to the lease."""
+        """Leave the job and stop sending heartbeats; a shard that does not answer is left to the lease."""
         if not self._ended.is_set():
             self._ended.set()
             self._connections.heartbeat = None
@@ -262,9 +266,9 @@ class Membership:
                 raise WorkerLost(worker=self.worker, world_size=terms.workers, reason=reason)
             clock, margin = max(reply.clock for reply in replies) + margin, 2 * margin
 
-    def _ask_first(self, request: Request, patience: timedelta | None = None) -> Reply:
+    def _ask_first(self, request: Request, wait_timeout: timedelta | None = None) -> Reply:
         """The reply of shard 0, from a member."""
-        outcome = self.call_with_rejoin(lambda: self.wait({0: request}, patience=patience))[0]
+        outcome = self.call_with_rejoin(lambda: self.wait({0: request}, wait_timeout=wait_timeout))[0]
         if isinstance(outcome, EmbershardError):
             raise outcome
         return outcome
@@ -282,15 +286,15 @@ class Membership:
         outcomes = self._connections.call(dict.fromkeys(shards, request), timeout=timeout, counted=False)
         return [outcomes[shard] for shard in shards]
 
-    def _beat(self, timeout: timedelta) -> None:
-        """Renew the lease on every shard; one that does not answer must not keep the others waiting."""
+    def _heartbeat(self, timeout: timedelta) -> None:
+        """Renew the lease on every shard; one that does not answer must not delay the others."""
         first = self._call_all(Heartbeat(self.worker, self._epoch), timeout)[0]
         if isinstance(first, HeartbeatAck):
             self.members = first.members
 
 
-def _beat(membership: weakref.ref[Membership], ended: threading.Event, seconds: float) -> None:
-    """Until it ends, or its session was forgotten without being closed."""
+def _send_heartbeats(membership: weakref.ref[Membership], ended: threading.Event, seconds: float) -> None:
+    """Renew the lease until it ends, or its session was collected without being closed."""
     while not ended.wait(seconds) and (member := membership()) is not None:
-        member._beat(timedelta(seconds=seconds))
+        member._heartbeat(timedelta(seconds=seconds))
         del member

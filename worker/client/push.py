@@ -114,7 +114,7 @@ class PushQueue:
         return parts
 
     def next_token(self, shard: int) -> PushToken:
-        """The token of the next push or load to a shard. A load is answered, or given up, before the one after it."""
+        """The token of the next push or load to a shard. A load is answered, or timed out, before the one after it."""
         waiting, seq = self._waiting[shard], self._next_seq[shard]
         self._next_seq[shard] += 1
         # pushes leave in order: the head is the first that is not acknowledged
@@ -207,7 +207,7 @@ def _part(update: Update, chunk: Chunk, shard: int) -> TableGradients:
 
 
 def _fit(parts: list[TableGradients], limit: int, dims: Mapping[str, int]) -> list[tuple[TableGradients, ...]]:
-    """Messages of parts that each fit, at most `limit` bytes also where they are decoded: what gave way adds rows."""
+    """Messages of parts that each fit, at most `limit` bytes also when decoded: evicted residuals add rows."""
     messages: list[tuple[TableGradients, ...]] = []
     room = 0
     for part in parts:

@@ -33,11 +33,11 @@ SharedState = Mapping[str, Any]  # data that JSON knows
 
 # at the start a worker waits for the others' processes, which a cluster may start minutes apart
 JOIN_TIMEOUT = timedelta(minutes=5)
-# a meeting waits for the slowest worker: as long as its rest of an epoch, not as long as a call
-MEETING_TIMEOUT = timedelta(minutes=30)
-MEETING_BYTES = 16 << 20  # what all of them can put down at once
+# a rendezvous waits for the slowest worker: for the rest of its epoch, not as long as a call
+RENDEZVOUS_TIMEOUT = timedelta(minutes=30)
+RENDEZVOUS_BYTES = 16 << 20  # what all of them can put down at once
 _NCCL = "embershard/nccl"  # of torch's store: how many workers could use it
-_TRIES = 10  # to catch up with workers that meet again and again meanwhile
+_TRIES = 10  # to catch up with workers that go on to the next rendezvous meanwhile
 
 
 class MembershipChanged(Exception):
@@ -58,18 +58,18 @@ class WorkerGroup:
             raise ValueError(f"rank must be in 0..world_size-1, got rank {rank} of {world_size}")
         self.rank = rank
         self.world_size = world_size  # at the start of the job
-        self.present: tuple[int, ...] = tuple(range(world_size))  # who was there when all met last
+        self.present: tuple[int, ...] = tuple(range(world_size))  # who was there at the last rendezvous
         self.late = False  # whether the others had begun without it
         self.over = False  # whether they have come to the end of the job without it
-        self._piece = MEETING_BYTES // world_size
+        self._piece = RENDEZVOUS_BYTES // world_size
 
     @classmethod
     def join(cls, rank: int, world_size: int, timeout: timedelta = JOIN_TIMEOUT, *, nccl: bool = False) -> WorkerGroup:
-        """Meet the other workers at MASTER_ADDR and MASTER_PORT, which torch reads from the environment.
+        """Connect to the other workers at MASTER_ADDR and MASTER_PORT, which torch reads from the environment.
 
         Where all of them say `nccl`, what torch does with tensors of GPUs goes by it, for which each worker needs a GPU
-        of its own; their meetings go by gloo in any case. WorkersApart where that is no place to meet, or somebody did
-        not come, or a rank came twice, by `timeout`.
+        of its own; a rendezvous goes by gloo in any case. WorkersApart where the address cannot be reached, a worker
+        did not come, or a rank came twice, by `timeout`.
         """
         if world_size == 1:
             return WorkerGroup(rank, world_size)
@@ -119,7 +119,7 @@ class WorkerGroup:
 
     def barrier(self) -> None:
         """Wait until every worker is here."""
-        self._all_gather_bytes(np.empty(0, np.uint8), listen=False)
+        self._all_gather_bytes(np.empty(0, np.uint8), want_payloads=False)
 
     def collect(self, values: npt.NDArray[Scalar]) -> dict[int, npt.NDArray[Scalar]]:
         """Everyone's values (N_w,), small ones, by worker."""
@@ -136,7 +136,9 @@ class WorkerGroup:
         longest = max(int(size[0]) for size in self.collect(np.array([data.nbytes])).values())
         parts: dict[int, list[Bytes]] = {worker: [np.empty(0, np.uint8)] for worker in self.present}
         for start in range(0, longest, self._piece):
-            for worker, part in self._all_gather_bytes(data[start : start + self._piece], listen=self.is_first).items():
+            for worker, part in self._all_gather_bytes(
+                data[start : start + self._piece], want_payloads=self.is_first
+            ).items():
                 parts[worker].append(part)
         return [np.concatenate(part).view(values.dtype) for part in parts.values()] if self.is_first else []
 
@@ -188,24 +190,24 @@ class WorkerGroup:
     ) -> None:
         self.leave()
 
-    def _all_gather_bytes(self, data: Bytes, *, listen: bool = True) -> dict[int, Bytes]:
-        """What those present put down, by worker, in order; without `listen` it may be anything."""
+    def _all_gather_bytes(self, data: Bytes, *, want_payloads: bool = True) -> dict[int, Bytes]:
+        """What those present put down, by worker, in order; without `want_payloads` it may be anything."""
         return {self.rank: data}
 
 
 class TorchGroup(WorkerGroup):
-    """Workers that meet over torch.distributed with gloo: all of them, to the end of the job."""
+    """Synchronise all workers over torch.distributed with gloo, to the end of the job."""
 
     @classmethod
     def join(cls, rank: int, world_size: int, timeout: timedelta = JOIN_TIMEOUT, *, nccl: bool = False) -> TorchGroup:
-        """Meet the others; see WorkerGroup.join."""
+        """Connect to the other workers; see WorkerGroup.join."""
         try:
             deadline = Deadline(timeout)
             store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
             all_nccl = _await_all(store, rank, world_size, deadline, nccl=nccl)
             WorkerGroup.met = True
             backend = "cpu:gloo,cuda:nccl" if all_nccl else "gloo"
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=MEETING_TIMEOUT)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=RENDEZVOUS_TIMEOUT)
         except (RuntimeError, ValueError) as error:  # torch's words for everything here
             raise WorkersApart(
                 worker=rank,
@@ -221,7 +223,7 @@ class TorchGroup(WorkerGroup):
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _all_gather_bytes(self, data: Bytes, *, listen: bool = True) -> dict[int, Bytes]:
+    def _all_gather_bytes(self, data: Bytes, *, want_payloads: bool = True) -> dict[int, Bytes]:
         sizes = [int(size) for size in self._all(torch.tensor([len(data)]))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(data)] = torch.from_numpy(data.copy())
@@ -236,7 +238,7 @@ class TorchGroup(WorkerGroup):
 
     @contextmanager
     def _others(self) -> Iterator[None]:
-        """WorkerLost where what is done together fails: it does when somebody is gone, or late by MEETING_TIMEOUT."""
+        """Raise WorkerLost where a collective call fails: a worker is gone, or late by RENDEZVOUS_TIMEOUT."""
         try:
             yield
         except RuntimeError as error:
@@ -244,9 +246,9 @@ class TorchGroup(WorkerGroup):
 
 
 class ShardGroup(WorkerGroup):
-    """Workers that meet on shard 0: whoever is a member of the job, as far as they live.
+    """Synchronise the workers on shard 0: all live members of the job.
 
-    Meetings have names, which tell one who joins late where the job is: "s/on" begins segment s, "s/end" is its end,
+    The names of rendezvous tell a late worker where the job is: "s/on" begins segment s, "s/end" is its end,
     "s/over" that of the job, and those that follow have a number behind that. All members are expected at an end; at
     what follows, those who were there: the others cannot know of it.
     """
@@ -261,7 +263,7 @@ class ShardGroup(WorkerGroup):
 
     @property
     def reports(self) -> bool:
-        """Whether this worker reports: the first that lives, of those who met last."""
+        """Whether this worker reports: the first live one of those at the last rendezvous."""
         live = [worker for worker in self.present if worker == self.rank or worker in self._membership.members]
         return live[:1] == [self.rank]
 
@@ -276,7 +278,7 @@ class ShardGroup(WorkerGroup):
             with suppress(RendezvousOver):
                 if not self.late:
                     return segment, self._begin(segment, shared_state, ())
-                self._membership.rest()  # nobody waits for it meanwhile
+                self._membership.pause()  # no worker waits for it meanwhile
                 said = self._begin(segment, shared_state, (), late=True)
                 self._membership.resume()
                 return segment, said
@@ -297,21 +299,21 @@ class ShardGroup(WorkerGroup):
             raise Evicted from None
 
     def _begin(
-        self, segment: int, shared_state: SharedState, among: Sequence[int], *, late: bool = False
+        self, segment: int, shared_state: SharedState, participants: Sequence[int], *, late: bool = False
     ) -> SharedState:
         said = b"" if late else json.dumps(shared_state).encode()
         self._name, self._number = f"{segment}/on", 0
-        patience = self._join_timeout if not (late or among) else None  # the start of the job
-        met = self._membership.meet(self._name, said, among=among, patience=patience)
+        wait_timeout = self._join_timeout if not (late or participants) else None  # the start of the job
+        met = self._membership.rendezvous(self._name, said, participants=participants, wait_timeout=wait_timeout)
         self.present = tuple(met)
         told: SharedState = next((json.loads(words) for words in met.values() if words), shared_state)
         return told
 
     def _come(
-        self, name: str, data: bytes = b"", *, listen: bool = False, among: Sequence[int] = ()
+        self, name: str, data: bytes = b"", *, want_payloads: bool = False, participants: Sequence[int] = ()
     ) -> dict[int, bytes]:
         try:
-            met = self._membership.meet(name, data, listen=listen, among=among)
+            met = self._membership.rendezvous(name, data, want_payloads=want_payloads, participants=participants)
         except RendezvousOver:
             met = {}
         if self.rank not in met:
@@ -319,9 +321,11 @@ class ShardGroup(WorkerGroup):
             raise Evicted
         return met
 
-    def _all_gather_bytes(self, data: Bytes, *, listen: bool = True) -> dict[int, Bytes]:
+    def _all_gather_bytes(self, data: Bytes, *, want_payloads: bool = True) -> dict[int, Bytes]:
         self._number += 1
-        met = self._come(f"{self._name}/{self._number}", data.tobytes(), listen=listen, among=self.present)
+        met = self._come(
+            f"{self._name}/{self._number}", data.tobytes(), want_payloads=want_payloads, participants=self.present
+        )
         left = tuple(worker for worker in self.present if worker in met)
         if left != self.present:
             self.present = left
@@ -339,7 +343,7 @@ class _Store(Protocol):
 def _await_all(store: _Store, rank: int, world_size: int, deadline: Deadline, *, nccl: bool) -> bool:
     """Wait until every rank is there, once, and say whether all of them want nccl.
 
-    gloo itself would wait as long as a meeting, and not say for whom.
+    gloo itself would wait as long as a rendezvous, and not say for whom.
     """
     store.add(_NCCL, int(nccl))  # first: who is there has said it
     keys = [f"embershard/worker/{number}" for number in range(world_size)]

@@ -185,7 +185,7 @@ def _vacant(store: ResidualMemory) -> int:
 
 @called
 def _victim(store: ResidualMemory) -> int:
-    """The next slot to give way: not of this push, and not met since the hand came by last; -1 where none is."""
+    """The next slot to evict: not of this push, and not used since the clock hand passed it; -1 where none is."""
     last, recent, numbers = store.last, store.recent, store.numbers
     top = numbers[TOP]
     for _ in range(2 * top):
@@ -253,7 +253,7 @@ def keep(
     capacity: int,
     gone: ResidualRows,
 ) -> int:
-    """Hold rows, see Residuals.keep; how many had to give way."""
+    """Hold rows, see Residuals.keep; return how many were evicted."""
     rows, ages, momenta = pushed
     count = 0
     for i in range(ids.size):

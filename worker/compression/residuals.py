@@ -1,7 +1,7 @@
 """Keep the gradients of each id that were not sent yet: rows that wait for a later push, as many as fit.
 
 A row is held with its age (the pushes that it is of), the factor on the learning rate by which its gradients count, and
-for dgc its momentum. Where there is no room for another row, one that was not met for long gives way, and is sent.
+for dgc its momentum. Where there is no room for another row, one that was not used for long is evicted and sent.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Residuals:
     def keep(
         self, ids: Ids, slots: Ids, rows: Floats, ages: Floats, rate: float, momenta: Floats | None = None
     ) -> ResidualRows:
-        """Hold these rows ((U, dim)) in place of what `slots`, from `find`, held; what had to give way, with its rates.
+        """Hold these rows ((U, dim)) in place of what `slots`, from `find`, held; the evicted rows, with their rates.
 
         A row of zeros takes no room. One that overflowed is not held: what was sent of it is not finite either, and the
         shard that skips it counts it.
@@ -100,7 +100,7 @@ class Residuals:
         return other
 
     def state_dict(self) -> Mapping[str, object]:
-        """All of it, so that what comes later gives way to the same rows."""
+        """All of it, so that the same rows are evicted later."""
         store = self._store
         top, num_free, hand, _ = map(int, store.numbers)
         state: dict[str, object] = {name: getattr(store, name)[:top].copy() for name in _SAVED}

@@ -214,7 +214,7 @@ class TrainSection(StepSection):
     `staleness` says what the workers see of each other (docs/training.md): 0 is synchronous, a number bounds by how
     many clocks one may be ahead of what it sees, `off` does not, and with local(k) each trains k steps on copies of
     its own and pushes the difference. `staleness_aware_lr` divides a push's learning rate by the updates that its rows
-    had missed. A worker that is not heard of for `lease` seconds is not waited for. `embershard train` starts up to
+    had missed. A worker without a heartbeat for `lease` seconds is evicted. `embershard train` starts up to
     `restart_workers` workers again that were killed by a signal.
 
     With `prefetch` the rows of coming batches are pulled while this one computes. Its number is the staleness: a batch

@@ -96,7 +96,7 @@ class RunResult:
     wait_share: float  # of all workers' training time
     skipped_rows: int  # gradient rows that held NaN or Inf
     skipped_steps: int = 0  # of all workers, left out for a NaN or Inf
-    expired_leases: int = 0  # times that a worker was given up
+    expired_leases: int = 0  # times that a worker was evicted
     returned_splits: int = 0  # parts of an epoch that were dealt again, since the worker that had them was lost
     staleness_seen: Sequence[int] = ()  # pushes by the updates that their rows had missed; the last: so many or more
     table_rows: Mapping[str, int] = field(default_factory=dict)

@@ -131,7 +131,7 @@ def result_table(result: RunResult) -> Table:
     if result.skipped_steps:
         table.add_row("left out", f"{result.skipped_steps:,} steps with NaN or Inf")
     if result.expired_leases:
-        table.add_row("workers given up", f"{result.expired_leases:,} time{'s' * (result.expired_leases > 1)}")
+        table.add_row("workers evicted", f"{result.expired_leases:,} time{'s' * (result.expired_leases > 1)}")
     if result.returned_splits:
         dealt = f"{result.returned_splits:,} split{'s' * (result.returned_splits > 1)}"
         table.add_row("dealt again", f"{dealt} of the data, since their worker was lost")

@@ -102,7 +102,7 @@ class Throughput:
         self._steps_at, self._moved_at = step, stats.volume
 
     def pause(self, step: int) -> None:
-        """Training stands still behind a step."""
+        """Whether training pauses after a step."""
         self._look(step)
 
     def bytes_per_step(self, expected: Mapping[BytePart, float]) -> list[StepBytes]:

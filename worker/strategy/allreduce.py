@@ -54,7 +54,7 @@ class SynchronousSteps:
         if self._share > 0:
             gradients.mul_(self._share)
         else:
-            gradients.zero_()  # what keeps company may hold NaN
+            gradients.zero_()  # a batch of weight 0 may have NaN
         summed: torch.futures.Future[list[torch.Tensor]] = dist.all_reduce(gradients, async_op=True).get_future()
         return summed.then(lambda done: done.value()[0])
 

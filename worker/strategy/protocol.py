@@ -86,7 +86,7 @@ class Strategy(Protocol):
     def clock(self) -> int:
         """Of this worker's next step, as the shards count."""
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Training pauses: the other workers' clock does not wait for this one."""
 
     def resume(self, clock: int) -> None:
@@ -99,7 +99,7 @@ class Strategy(Protocol):
         """Inside, forwards read the weights themselves, where training reads them rounded by a codec."""
 
     def expired_leases(self) -> int:
-        """Times that a worker was given up by the others since this one started."""
+        """Return how often a worker was evicted since this one started."""
 
     def staleness_seen(self) -> tuple[int, ...]:
         """Pushes since the start by the updates that their rows had missed: 0, 1, ...; the last: so many or more."""

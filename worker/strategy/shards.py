@@ -35,7 +35,7 @@ class ShardCounters:
         self._before = {status.instance: status for status in client.status()}
 
     def expired_leases(self) -> int:
-        """Times that a worker was given up, as the first shard counts them."""
+        """Return how often a worker was evicted, as the first shard counts."""
         now = self._client.status()[0]
         before = self._before.get(now.instance)
         return now.expired_leases - (before.expired_leases if before else 0)
@@ -155,11 +155,11 @@ class ShardStrategy:
         """The clock of the next push."""
         return self.session.clock
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Let the others' clock go on without this worker."""
         self.session.flush()
         if self.session.membership is not None:
-            self.session.membership.rest()
+            self.session.membership.pause()
 
     def resume(self, clock: int) -> None:
         """Push from `clock` on, or as soon after it as the shards agree."""

@@ -117,7 +117,7 @@ class TrainStep:
         """
         if not self._turns and self._may_skip:
             self._buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
-        # what only keeps company must not bring a NaN along that was left out before
+        # a batch of weight 0 must not add a NaN that was left out before
         batch = turn.batch if turn.samples or self._sound is None else self._sound
         with span("forward"), self._autocast():
             loss = self._objective(self._module, to_device(batch, self._device))

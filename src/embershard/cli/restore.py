@@ -25,7 +25,7 @@ def restore(
         bool, typer.Option("--replace", help="Do so even where shards hold tables; what they hold is lost then.")
     ] = False,
     wait_timeout: Annotated[
-        float, typer.Option(help="Give up after so many seconds in which nothing was read.", min=0.1)
+        float, typer.Option(help="Time out after so many seconds in which nothing was read.", min=0.1)
     ] = WAIT_TIMEOUT.total_seconds(),
 ) -> None:
     """Give running shards, of any number, the rows and optimizer states of a snapshot."""

@@ -32,7 +32,7 @@ def snapshot(
     ] = None,
     keep: Annotated[int, typer.Option(help="Remove all snapshots of the folder but the last so many.", min=0)] = 0,
     wait_timeout: Annotated[
-        float, typer.Option(help="Give up after so many seconds in which nothing was written.", min=0.1)
+        float, typer.Option(help="Time out after so many seconds in which nothing was written.", min=0.1)
     ] = WAIT_TIMEOUT.total_seconds(),
 ) -> None:
     """Take a snapshot of all shards, rows and optimizer states, while they go on serving."""
@@ -41,6 +41,6 @@ def snapshot(
         taken = take_snapshot(client, folder, name, at_clock=at_clock, keep=keep, wait_timeout=wait)
     typer.echo(
         f"{taken.url}/{taken.name}: {taken.rows:,} rows, {taken.bytes / 1e6:,.1f} MB in {taken.files} files of "
-        f"{client.num_shards} shards, clock {taken.clock}; {taken.seconds:.1f} s, the shards stood still for "
+        f"{client.num_shards} shards, clock {taken.clock}; {taken.seconds:.1f} s, the shards paused for "
         f"{taken.stall_ms:.1f} ms"
     )

@@ -200,7 +200,7 @@ def _tables(seen: Sequence[Seen]) -> list[Table]:
 
 
 def _workers(statuses: Sequence[ShardStatus]) -> list[Table]:
-    """Who trains, as the shard sees it that heard of them least; nothing where nobody is a member."""
+    """A table of the members by the shard with the oldest heartbeats; nothing where there is no member."""
     members = sorted((member for status in statuses for member in status.members), key=lambda m: m.worker)
     if not members:
         return []

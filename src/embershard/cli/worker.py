@@ -92,7 +92,7 @@ def worker(
 ) -> None:
     """Train as one worker of a job; its place among the workers comes from torchrun's variables.
 
-    Several workers meet at MASTER_ADDR and MASTER_PORT. Without any variable it is the only worker.
+    Several workers connect at MASTER_ADDR and MASTER_PORT. Without any variable it is the only worker.
     """
     if parent_pid:
         threading.Thread(target=_end_with, args=(parent_pid,), name="parent", daemon=True).start()
@@ -107,9 +107,9 @@ def worker(
     folder = output or settings.output
     if profile and folder is None:
         raise typer.BadParameter("--profile writes files: name a folder with --output, or in the job")
-    meeting = timedelta(seconds=meet_within)
+    join_timeout = timedelta(seconds=meet_within)
     own = rank if local_rank is None else local_rank
-    place = WorkerRanks(rank, world_size, own, local_world_size or world_size, meeting, run)
+    place = WorkerRanks(rank, world_size, own, local_world_size or world_size, join_timeout, run)
     _prepare(settings, place)
     profile = profile and rank == 0
     _train(
@@ -231,7 +231,7 @@ def _connect(job: Job, ps: str, place: WorkerRanks, imports: Sequence[str]) -> S
 
 
 def _join(job: Job, session: Session | None, place: WorkerRanks) -> WorkerGroup:
-    """Meet the other workers: on the shards, or, where torch all-reduces, by torch.distributed."""
+    """Join the other workers: on the shards, or, where torch all-reduces, by torch.distributed."""
     if job.all_reduces:
         return WorkerGroup.join(place.rank, place.world_size, place.meet_within, nccl=_has_own_gpu(job, place))
     if session is not None and session.membership is not None:

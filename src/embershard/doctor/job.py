@@ -26,7 +26,7 @@ def clock(case: Case) -> Finding | None:
     text = f"{min(clocks):,}" if min(clocks) == max(clocks) else f"{min(clocks):,} to {max(clocks):,}"
     bound = case.statuses[0][1].staleness
     mode = "synchronous" if bound == 0 else f"bound {bound}" if bound > 0 else "no bound"
-    text += f" ({mode}), {'moving' if moved else 'standing still at two looks'}"
+    text += f" ({mode}), {'moving' if moved else 'not advancing between two looks'}"
     # one answer is a little older than another, and a clock closes on all shards within one step
     far = max(clocks) - min(clocks) > 2 + moved
     return warn(f"{text}; {_behind(case)} is behind") if far else ok(text)

@@ -25,7 +25,7 @@ _MODEL = "this is the model: more train.threads, train.linear onednn, mixed prec
 _TROUBLES = {  # fields of a result that are 0 where all went well
     "skipped_rows": "gradient rows held NaN or Inf",
     "skipped_steps": "steps were left out for a NaN or Inf",
-    "expired_leases": "times a worker was given up by the others",
+    "expired_leases": "times a worker was evicted",
     "returned_splits": "parts of the data were dealt again",
 }
 

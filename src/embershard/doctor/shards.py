@@ -16,7 +16,7 @@ from embershard.proto.transport.transport import Deadline
 from embershard.worker.client.connections import handshake
 
 _SLOW_CALL_SECONDS = 0.002
-_MANY_BYTES = 2**16  # a meeting of workers, which a shard holds back too, has some hundred
+_MANY_BYTES = 2**16  # a rendezvous of workers, which a shard parks too, has some hundred
 _GREET_TIMEOUT = timedelta(seconds=2)
 
 

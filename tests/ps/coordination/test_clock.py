@@ -1,4 +1,4 @@
-"""The clock of a job on one shard: who is waited for, what its pushes become, and who is given up."""
+"""The clock of a job on one shard: who is waited for, what its pushes become, and who is evicted."""
 
 from __future__ import annotations
 

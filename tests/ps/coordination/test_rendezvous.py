@@ -1,4 +1,4 @@
-"""Meetings of the workers of a job on a shard."""
+"""Rendezvous of the workers of a job on a shard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from embershard.proto.errors import (
 )
 from embershard.proto.messages import Heartbeat, Join, Leave, Rendezvous, RendezvousResult
 from embershard.proto.routing import Placement
-from embershard.ps.coordination import rendezvous as meeting
+from embershard.ps.coordination import rendezvous as module
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 
@@ -156,7 +156,7 @@ def test_a_stranger_does_not_meet(workers: Workers):
 @pytest.mark.parametrize(
     ("ask", "error"),
     [
-        (lambda w: w.meet(0, size=meeting.MAX_PAYLOAD_BYTES + 1), MessageTooLarge),
+        (lambda w: w.meet(0, size=module.MAX_PAYLOAD_BYTES + 1), MessageTooLarge),
         (lambda w: w.meet(0, ""), InvalidRequest),
         (lambda w: w.meet(0, "n" * 201), InvalidRequest),
     ],
@@ -175,16 +175,16 @@ def test_who_listens_to_more_than_a_message_holds_is_told():
     assert workers.meet(0, want_payloads=False) == {}
 
 
-def test_meetings_are_forgotten_once_all_were_answered(workers: Workers):
-    for number in range(3 * meeting.KEPT):
+def test_rendezvous_are_forgotten_once_all_were_answered(workers: Workers):
+    for number in range(3 * module.KEPT):
         for worker in range(3):
             workers.waits(worker, f"m{number}") if worker < 2 else workers.meet(worker, f"m{number}")
         if number > 0:
             workers.meet(0, f"m{number}")
             workers.meet(1, f"m{number}")
-    held = workers.shard._meetings._meetings
-    assert list(held)[:2] == ["m0", f"m{2 * meeting.KEPT}"]  # of the first, two were not told yet
-    assert len(held) == 1 + meeting.KEPT
+    held = workers.shard._rendezvous._by_name
+    assert list(held)[:2] == ["m0", f"m{2 * module.KEPT}"]  # of the first, two were not told yet
+    assert len(held) == 1 + module.KEPT
     with pytest.raises(RendezvousOver, match="'m1'"):
         workers.meet(2, "m1")
     assert len(workers.meet(0, "m0")) == 3
@@ -192,7 +192,7 @@ def test_meetings_are_forgotten_once_all_were_answered(workers: Workers):
 
 def test_a_meeting_that_is_waited_for_outlives_those_that_others_hold(workers: Workers):
     workers.waits(0, "long")
-    for number in range(3 * meeting.KEPT):
+    for number in range(3 * module.KEPT):
         workers.waits(1, f"m{number}", participants=(1, 2))
         for worker in (2, 1):
             workers.meet(worker, f"m{number}", participants=(1, 2))
@@ -200,39 +200,39 @@ def test_a_meeting_that_is_waited_for_outlives_those_that_others_hold(workers: W
     assert sorted(workers.meet(2, "long")) == [0, 1, 2]
 
 
-def test_meetings_of_workers_that_are_gone_are_forgotten(workers: Workers):
-    for number in range(3 * meeting.KEPT):
+def test_rendezvous_of_workers_that_are_gone_are_forgotten(workers: Workers):
+    for number in range(3 * module.KEPT):
         workers.waits(2, f"m{number}")
     workers.leave(2)
     workers.waits(0)
     workers.meet(1)
-    assert len(workers.shard._meetings._meetings) == 1 + meeting.KEPT
+    assert len(workers.shard._rendezvous._by_name) == 1 + module.KEPT
     assert workers.waits(0, "m0") == "1"  # it never was
 
 
 def test_the_names_that_are_remembered_are_the_last_ones(workers: Workers, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(meeting, "KEPT", 0)
-    monkeypatch.setattr(meeting, "KEPT_NAMES", 2)
+    monkeypatch.setattr(module, "KEPT", 0)
+    monkeypatch.setattr(module, "KEPT_NAMES", 2)
     for number in range(5):
         workers.waits(0, f"m{number}", participants=(0, 1))
         for worker in (1, 0):
             workers.meet(worker, f"m{number}", participants=(0, 1))
-    assert list(workers.shard._meetings._over) == ["m3", "m4"]
+    assert list(workers.shard._rendezvous._over) == ["m3", "m4"]
 
 
-def test_large_meetings_are_forgotten_sooner(workers: Workers, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(meeting, "KEPT_BYTES", 7)
+def test_large_rendezvous_are_forgotten_sooner(workers: Workers, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "KEPT_BYTES", 7)
     for name in "abc":
         for worker in (0, 1, 2, 0, 1):
             workers.waits(
                 worker, name
             ) if worker < 2 and name not in workers.shard.status().rendezvous else workers.meet(worker, name)
-    assert list(workers.shard._meetings._meetings) == ["c"]
+    assert list(workers.shard._rendezvous._by_name) == ["c"]
 
 
 def test_what_waits_is_bounded(workers: Workers, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(meeting, "MAX_BYTES", 3)
-    monkeypatch.setattr(meeting, "MAX_OPEN", 2)
+    monkeypatch.setattr(module, "MAX_BYTES", 3)
+    monkeypatch.setattr(module, "MAX_OPEN", 2)
     workers.waits(0, "a")
     workers.waits(0, "b", size=1)
     workers.waits(0, "a")  # again is not more

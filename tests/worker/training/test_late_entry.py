@@ -174,15 +174,15 @@ def test_the_clock_waits_for_nobody_while_the_workers_meet(
     train: Callable[..., tuple[RunResult, Notes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = Others((0, {}))
-    monkeypatch.setattr(ShardStrategy, "rest", lambda strategy: group.calls.append(("rest", 0)))
+    monkeypatch.setattr(ShardStrategy, "pause", lambda strategy: group.calls.append(("pause", 0)))
     monkeypatch.setattr(ShardStrategy, "resume", lambda strategy, clock: group.calls.append(("resume", clock)))
     train(group, clock=9)
     pauses = [
         call
         for segment in range(EPOCHS)
-        for call in (("rest", 0), ("assemble", segment), ("dismiss", 9), ("resume", 9))
+        for call in (("pause", 0), ("assemble", segment), ("dismiss", 9), ("resume", 9))
     ]
-    assert group.calls == [("enter", 0), *pauses, ("rest", 0), ("end", EPOCHS)]
+    assert group.calls == [("enter", 0), *pauses, ("pause", 0), ("end", EPOCHS)]
 
 
 def test_workers_that_have_nothing_to_do_together_meet_at_the_end_alone(
