@@ -16,7 +16,7 @@ ROWS, DIM, STEPS = 50, 7, 20
 @pytest.mark.parametrize("kind", spec.OPTIMIZERS)
 def test_rows_and_their_state_change_as_on_a_shard(kind: str) -> None:
     optimizer = spec.Optimizer.of(kind, {"lr": 0.1, "weight_decay": 0.02})
-    table = Table(spec.TableSpec(name="t", dim=DIM, optimizer=optimizer), OptimizerRegistry().find(optimizer), 1 << 26)
+    table = Table(spec.TableSpec(name="t", dim=DIM, optimizer=optimizer), OptimizerRegistry().find(optimizer))
     formula = Formula(optimizer)
     rows = table.gather(np.arange(ROWS))
     state = np.tile(formula.initial(DIM), (ROWS, 1))
