@@ -180,7 +180,7 @@ def test_a_schedule_switches_at_its_steps(make_shards: MakeShards, caplog: pytes
     module = es.Embedding(session.table(SPEC))
     codecs.begin(0)
     for step in range(4):
-        codecs.follow(step)
+        codecs.before_step(step)
         module(IDS).sum().backward()
         session.step()
     assert listener.codecs() == [("bf16", ""), ("bf16", ""), ("bf16", "packed"), ("", "packed")]
@@ -194,7 +194,7 @@ def test_a_schedule_leaves_alone_what_was_switched_by_hand(make_shards: MakeShar
     session.table(es.TableSpec(name="u", dim=1, optimizer=es.SGD(lr=1.0)))
     codecs.begin(0)
     session.compress("t", push="bf16")
-    codecs.follow(2)
+    codecs.before_step(2)
     assert {name: str(used.push) for name, used in session.client.compressor.directions().items()} == {
         "t": "bf16",
         "u": "int8",
