@@ -18,7 +18,7 @@ from embershard.proto.codec.positions import decode_positions, encode_drawn, enc
 from embershard.proto.codec.values.registry import BUILTIN
 from embershard.proto.errors import DamagedPayload
 
-CASES = int(os.environ.get("EMBERSHARD_FUZZ_FRAMES", "3000"))
+CASES = int(os.environ.get("EMBERSHARD_FUZZ_FRAMES", "1000"))
 VALUES = list(BUILTIN.values())
 
 

@@ -17,7 +17,7 @@ from embershard.proto import wire
 from embershard.proto.errors import BadFrame, WrongVersion
 from embershard.proto.wire import Feature, Frame, FrameReader, Header
 
-CASES = int(os.environ.get("EMBERSHARD_FUZZ_FRAMES", "3000"))
+CASES = int(os.environ.get("EMBERSHARD_FUZZ_FRAMES", "1000"))
 LIMIT = 2048  # small limits are reached often
 HEAD = 512
 BUFFERS = 16

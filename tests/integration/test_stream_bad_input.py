@@ -105,7 +105,7 @@ def test_peers_that_ask_and_do_not_read_have_no_rows_made(served: Served, connec
     """40 peers ask for 62 GiB."""
     for _ in range(40):
         peer = connect(receive_bytes=4096)
-        peer.sock.settimeout(0.2)
+        peer.sock.settimeout(0.05)
         peer.ask_all([PULL] * 50)
     before = served.client.status()[0].requests
     served.works()

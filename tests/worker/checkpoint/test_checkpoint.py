@@ -198,7 +198,9 @@ def test_workers_whose_epochs_differ_in_length_go_on_in_the_same_segments(
         assert list(pool.map(lambda rank: work(rank, 2, found, **after), range(3))) == steps
 
 
-@pytest.mark.parametrize("optimizer", ["adagrad", "adam", "sgd"])
+@pytest.mark.parametrize(
+    "optimizer", ["adam", *(pytest.param(name, marks=pytest.mark.long) for name in ("adagrad", "sgd"))]
+)
 def test_a_run_without_shards_resumes_to_the_same_bits(tmp_path: Path, optimizer: str) -> None:
     trained = job(
         tmp_path,

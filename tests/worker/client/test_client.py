@@ -112,7 +112,7 @@ def test_a_pull_sees_what_was_pushed_whatever_the_number_of_shards(make_shards: 
     np.testing.assert_array_equal(rows_of(client, 5, 39, 1000), [[-5.0] * 3, [-39.0] * 3, [0.0] * 3])
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
 def test_lost_requests_and_lost_replies_leave_every_push_applied_once(make_shards: Shards, seed: int) -> None:
     client, wires = wired(make_shards(3))
     client.declare(SPEC)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from bag_model import BagModel
 from torch import nn
 
 import embershard as es
@@ -23,6 +22,7 @@ from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
 from embershard.worker.compression.error_feedback import EncodeOptions, Feedback, ShardGradients
 from embershard.worker.session.session import Session
+from harness.models import BagModel
 
 NUM_IDS, DIM = 400, 32
 

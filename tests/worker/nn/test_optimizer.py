@@ -16,9 +16,11 @@ from embershard.proto.errors import BadLearningRate
 from embershard.worker.nn.lr_schedule import LearningRates, Schedule, check_scheduler
 from embershard.worker.nn.optimizer import gradients
 from embershard.worker.session.session import Session
+from harness.models import random_pairs
 
 MakeSession = Callable[..., Session]
 IDS = torch.arange(12)
+BATCHES = random_pairs(6, 8, 12, seed=1)
 
 
 class Net(nn.Module):
@@ -34,11 +36,6 @@ class Net(nn.Module):
         users = self.users(x[:, 0]) + 0.5 * self.users(x[:, 2])
         logits: torch.Tensor = self.output(self.tower(torch.cat([users, self.items(x[:, 1])], 1)))
         return logits.squeeze(1)
-
-
-def batches(count: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [(torch.randint(12, (8, 3), generator=generator), torch.rand(8, generator=generator)) for _ in range(count)]
 
 
 def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -96,7 +93,7 @@ def test_a_scheduler_of_torch_gives_the_weights_of_the_unwrapped_twin(
     ]
     for model, optimizer in zip((plain, wrapped), optimizers, strict=True):
         scheduler = schedule(optimizer)
-        for batch in batches():
+        for batch in BATCHES:
             optimizer.zero_grad()
             loss_of(model, batch).backward()
             optimizer.step()
@@ -111,7 +108,7 @@ def test_a_rate_that_is_none_is_refused_before_anything_is_pushed(make_session: 
     scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: rate if step else 1.0)
     optimizer.step()
     scheduler.step()
-    loss_of(wrapped, batches()[0]).backward()
+    loss_of(wrapped, BATCHES[0]).backward()
     with pytest.raises(BadLearningRate, match=r"group 'users, items' became .* at step 1.*correct the schedule"):
         optimizer.step()
     assert (session.clock, session.stats.pushed_rows) == (1, 0)
@@ -121,7 +118,7 @@ def test_a_rate_of_zero_moves_nothing_and_cannot_be_raised(make_session: MakeSes
     _, wrapped, session = twins(make_session, lr=0.0)
     optimizer = es.ShardOptimizer(session)
     before = weights(wrapped, session)
-    loss_of(wrapped, batches()[0]).backward()
+    loss_of(wrapped, BATCHES[0]).backward()
     optimizer.step()
     torch.testing.assert_close(weights(wrapped, session), before, rtol=0, atol=0)
     optimizer.param_groups[0]["lr"] = 0.1
@@ -156,7 +153,7 @@ def test_clipping_by_torch_is_that_of_the_unwrapped_twin(make_session: MakeSessi
     plain, wrapped, session = twins(make_session)
     optimizer = es.ShardOptimizer(session)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for batch in batches(3):
+    for batch in BATCHES[:3]:
         loss_of(plain, batch).backward()
         expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
         theirs.step()
@@ -170,8 +167,8 @@ def test_clipping_by_torch_is_that_of_the_unwrapped_twin(make_session: MakeSessi
 
 def test_gradients_are_one_per_table_with_equal_ids_summed(make_session: MakeSession) -> None:
     plain, wrapped, session = twins(make_session)
-    loss_of(plain, batches()[0]).backward()
-    loss_of(wrapped, batches()[0]).backward()
+    loss_of(plain, BATCHES[0]).backward()
+    loss_of(wrapped, BATCHES[0]).backward()
     optimizer = es.ShardOptimizer(session)
     users, items = optimizer.param_groups[0]["params"]
     assert plain.users.weight.grad is not None
@@ -188,7 +185,7 @@ def test_gradscaler_trains_to_the_weights_of_the_twin_without_one(make_session: 
     plain, wrapped, session = twins(make_session)
     theirs, ours = torch.optim.SGD(plain.parameters(), lr=0.1), es.ShardOptimizer(session)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for batch in batches(3):
+    for batch in BATCHES[:3]:
         theirs.zero_grad()
         loss_of(plain, batch).backward()
         theirs.step()
@@ -206,7 +203,7 @@ def test_a_step_that_gradscaler_leaves_out_pushes_nothing_and_the_clock_moves(ma
     optimizer = es.ShardOptimizer(session)
     before = weights(wrapped, session)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
-    scaler.scale(100 * loss_of(wrapped, batches()[0])).backward()
+    scaler.scale(100 * loss_of(wrapped, BATCHES[0])).backward()
     scaler.step(optimizer)
     scaler.update()
     assert (session.clock, session.stats.pushed_rows, optimizer.skipped_steps) == (1, 0, 1)
@@ -221,7 +218,7 @@ def test_a_closure_is_called_with_gradients_on(make_session: MakeSession) -> Non
     for model, optimizer in ((plain, theirs), (wrapped, ours)):
 
         def closure(model: nn.Module = model) -> float:
-            loss = loss_of(model, batches()[0])
+            loss = loss_of(model, BATCHES[0])
             loss.backward()
             return loss.item()
 
@@ -255,7 +252,7 @@ def test_it_steps_inside_prefetch(make_session: MakeSession) -> None:
     wrapped = es.wrap(copy.deepcopy(plain), session, optimizer=es.SGD(lr=0.1))
     ours, theirs = es.ShardOptimizer(session), torch.optim.SGD(plain.parameters(), lr=0.1)
     schedules = [lr_scheduler.ExponentialLR(o, 0.8) for o in (ours, theirs)]
-    for batch in session.prefetch(batches()):
+    for batch in session.prefetch(BATCHES):
         for model, optimizer, schedule in ((wrapped, ours, schedules[0]), (plain, theirs, schedules[1])):
             loss_of(model, batch).backward()
             optimizer.step()

@@ -10,8 +10,10 @@ from torch.nn.utils import parametrize
 import embershard as es
 from embershard.worker.nn.wrap import OtherParameters
 from embershard.worker.session.session import Session
+from harness.models import random_pairs
 
 MakeSession = Callable[..., Session]
+BATCHES = random_pairs(8, 16, 40, seed=7)
 
 
 class Net(nn.Module):
@@ -31,16 +33,9 @@ class Net(nn.Module):
         return out
 
 
-def batches(count: int = 8) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(7)
-    return [
-        (torch.randint(40, (16, 3), generator=generator), torch.rand(16, generator=generator)) for _ in range(count)
-    ]
-
-
 def losses(model: nn.Module, step: Callable[[], object]) -> list[float]:
     curve = []
-    for x, y in batches():
+    for x, y in BATCHES:
         loss = (model(x) - y).pow(2).mean()
         loss.backward()
         step()
@@ -78,7 +73,7 @@ def test_a_wrapped_model_has_the_loss_curve_of_the_unwrapped_one(
     torch.testing.assert_close(losses(model, session.step), expected, rtol=1e-4, atol=1e-6)
     model.eval()
     reference.eval()
-    torch.testing.assert_close(model(batches()[0][0]), reference(batches()[0][0]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(BATCHES[0][0]), reference(BATCHES[0][0]), rtol=1e-4, atol=1e-5)
 
 
 def test_weights_are_bit_identical_whatever_the_number_of_shards(make_session: MakeSession) -> None:
@@ -89,7 +84,7 @@ def test_weights_are_bit_identical_whatever_the_number_of_shards(make_session: M
         model = es.wrap(copy.deepcopy(start), session, optimizer=es.SGD(lr=0.05, momentum=0.9))
         losses(model, session.step)
         session.refresh()
-        model(batches()[0][0])
+        model(BATCHES[0][0])
         rows = model.users.table.pull(torch.arange(40))
         results.append([rows, *(p.detach().clone() for p in model.parameters())])
     for other in results[1:]:
@@ -337,7 +332,7 @@ def test_embedding_inputs_that_name_no_embedding_are_refused(make_session: MakeS
 
     model = es.wrap(Wrong(), make_session(1), optimizer=es.SGD(lr=0.1))
     with pytest.raises(ValueError, match="embedding_inputs names 'nope', which is no embedding"):
-        model(batches()[0][0])
+        model(BATCHES[0][0])
 
 
 @pytest.mark.cuda
@@ -348,7 +343,7 @@ def test_training_on_a_gpu_follows_the_cpu(make_session: MakeSession, gpu: torch
         session = make_session(2)
         model = es.wrap(copy.deepcopy(start), session, optimizer=es.SGD(lr=0.05)).to(device)
         curve = []
-        for x, y in batches():
+        for x, y in BATCHES:
             loss = (model(x.to(device)) - y.to(device)).pow(2).mean()
             loss.backward()
             session.step()

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from bag_model import BagModel
 from torch import nn
 
 import embershard as es
@@ -19,6 +18,7 @@ from embershard.worker.session.session import Session
 from embershard.worker.trained.live_evaluation import LiveEvaluator
 from embershard.worker.trained.reading import NotTrained
 from embershard.worker.training.trainer import Trainer
+from harness.models import BagModel
 
 NUM_IDS = 50
 IDS = torch.arange(NUM_IDS)

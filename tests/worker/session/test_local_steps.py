@@ -18,6 +18,7 @@ from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
 from embershard.worker.kernels import IdIndex
 from embershard.worker.session.session import Session
+from harness.models import SumModel
 
 Shards = Callable[..., list[Shard]]
 PATIENCE = 20.0  # seconds until a test that waits in vain fails
@@ -67,22 +68,9 @@ def make_job(make_shards: Shards) -> Iterator[Callable[[], Job]]:
             session.close()
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows, self.head = nn.Embedding(ROWS, 4), nn.Linear(4, 1)
-
-    def embedding_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"rows": ids}
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.rows(ids).sum(1))
-        return out.squeeze(1)
-
-
 def build() -> nn.Module:
     torch.manual_seed(0)
-    return Net()
+    return SumModel(ROWS)
 
 
 def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

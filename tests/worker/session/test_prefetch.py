@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -25,10 +26,12 @@ from embershard.ps.shard import Shard
 from embershard.worker.client.client import Client
 from embershard.worker.kernels import overlap
 from embershard.worker.session.session import Session
+from harness.models import skewed_pairs
 
 Shards = Callable[..., list[Shard]]
 PATIENCE = 20.0  # seconds until a test that waits in vain fails
 ROWS = 60
+pairs = partial(skewed_pairs, num_rows=ROWS)
 
 
 class Wire:
@@ -121,13 +124,6 @@ class Partly(Net):
         return {"users": ids[:, 1], "items": ids}
 
 
-def batches(count: int = 8, size: int = 6) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(3)
-    # squares: some ids are in every batch, others in few
-    ids = (torch.rand(count, size, 3, generator=generator).square() * ROWS).long()
-    return [(ids[t], torch.rand(size, generator=generator)) for t in range(count)]
-
-
 def weights(model: nn.Module) -> list[torch.Tensor]:
     """Every weight as the shards have it."""
     modules = [m for m in model.modules() if isinstance(m, es.Embedding | es.EmbeddingBag)]
@@ -176,7 +172,7 @@ def test_at_staleness_0_the_weights_have_the_bits_of_a_loop_without_prefetch(
         wired = Wired(make_shards(shards))
         model = wrapped(lambda: kind(max_norm), wired.session, optimizer)
         wired.hold(sleepy(1), sleepy(2))
-        loader: Iterable[tuple[torch.Tensor, torch.Tensor]] = batches()
+        loader: Iterable[tuple[torch.Tensor, torch.Tensor]] = pairs()
         if prefetched:
             inputs = None if kind is not Net else (lambda batch: {"wide": batch[0]})
             loader = wired.session.prefetch(loader, inputs=inputs)
@@ -189,11 +185,11 @@ def test_at_staleness_0_the_weights_have_the_bits_of_a_loop_without_prefetch(
 def test_what_was_pulled_ahead_is_found_by_views_and_copies_of_the_ids(make_shards: Shards) -> None:
     wired = Wired(make_shards(2))
     session, model = wired.session, wrapped(Announcing, wired.session, es.SGD(lr=0.1))
-    train(model, session, ((ids.clone(), target) for ids, target in session.prefetch(batches())))
+    train(model, session, ((ids.clone(), target) for ids, target in session.prefetch(pairs())))
     assert session.missed_reads == 0
     # with staleness above 0 a batch is one pull and one push per shard
     wired.heard.clear()
-    train(model, session, session.prefetch(batches(), staleness=1))
+    train(model, session, session.prefetch(pairs(), staleness=1))
     kinds = [type(request) for said, request in wired.heard if said == "sent"]
     assert (kinds.count(Pull), kinds.count(Push)) == (8 * 2, 8 * 2)
 
@@ -317,7 +313,7 @@ def test_a_push_carries_the_gradients_the_clock_and_the_rate_of_its_step(make_sh
                 seen[request.clock] = [(p.table, p.lr_scale, p.ids.copy(), p.gradients.copy()) for p in request.tables]
 
         wired.hold(note)
-        loader = batches()
+        loader = pairs()
         train(model, wired.session, wired.session.prefetch(loader, staleness=2) if prefetched else loader)
         pushed.append(seen)
     assert pushed[0].keys() == pushed[1].keys()
@@ -417,7 +413,7 @@ def compare_loops(make_shards: Shards, acts: list[Act], max_norm: float | None, 
         session, model = wired.session, wrapped(lambda: Announcing(max_norm), wired.session, es.Adagrad(lr=0.3))
         if prefetched:
             wired.hold(sleepy(seed), sleepy(seed + 1))
-        loader: Iterable[tuple[torch.Tensor, torch.Tensor]] = copy.deepcopy(batches(len(acts)))
+        loader: Iterable[tuple[torch.Tensor, torch.Tensor]] = copy.deepcopy(pairs(len(acts)))
         for act, (ids, target) in zip(
             itertools.chain(acts, [skip]), session.prefetch(loader) if prefetched else loader, strict=False
         ):
@@ -432,7 +428,7 @@ def compare_loops(make_shards: Shards, acts: list[Act], max_norm: float | None, 
 def test_a_loader_may_be_shorter_than_the_staleness(make_shards: Shards, count: int, staleness: int) -> None:
     wired = Wired(make_shards(2))
     model = wrapped(Announcing, wired.session, es.SGD(lr=0.1))
-    assert len(train(model, wired.session, wired.session.prefetch(batches(count), staleness=staleness))) == count
+    assert len(train(model, wired.session, wired.session.prefetch(pairs(count), staleness=staleness))) == count
     assert wired.session.clock == count
 
 
@@ -448,7 +444,7 @@ def test_the_error_of_a_push_is_raised_by_the_loop(make_shards: Shards, clock: i
     model = wrapped(Announcing, wired.session, es.SGD(lr=0.1))
     wired.hold(lambda r: failing(r, clock))
     with pytest.raises(InvalidRequest, match="told to"):
-        train(model, wired.session, wired.session.prefetch(batches(8), staleness=staleness))
+        train(model, wired.session, wired.session.prefetch(pairs(8), staleness=staleness))
     assert clock < wired.session.clock <= clock + 2 + staleness
     wired.session.flush()  # raised once
 
@@ -459,7 +455,7 @@ def test_the_error_of_a_push_in_a_loop_that_was_left_is_raised_by_the_next_use(
     wired = Wired(make_shards(2))
     session, model = wired.session, wrapped(Announcing, wired.session, es.SGD(lr=0.1))
     wired.hold(lambda r: failing(r, 2))
-    for ids, _ in session.prefetch(batches(), staleness=1):
+    for ids, _ in session.prefetch(pairs(), staleness=1):
         model(ids).sum().backward()
         session.step()
         if session.clock == 3:
@@ -467,7 +463,7 @@ def test_the_error_of_a_push_in_a_loop_that_was_left_is_raised_by_the_next_use(
     assert "a push failed as the loop was left" in caplog.text
     with pytest.raises(InvalidRequest, match="told to"):
         session.flush()
-    train(model, session, session.prefetch(batches()))
+    train(model, session, session.prefetch(pairs()))
 
 
 def test_the_error_of_a_pull_is_raised_where_its_batch_would_come(make_shards: Shards) -> None:
@@ -486,7 +482,7 @@ def test_the_error_of_a_pull_is_raised_where_its_batch_would_come(make_shards: S
 
 def test_the_error_of_a_loader_has_its_own_traceback_after_the_batches_before_it(make_shards: Shards) -> None:
     def reading() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        yield from batches(3)
+        yield from pairs(3)
         raise KeyError("a broken line")
 
     wired = Wired(make_shards(2))
@@ -506,7 +502,7 @@ def test_a_push_names_no_ids_of_a_pull_that_is_on_its_way(make_shards: Shards) -
             wired.wait("answered", pushes(0))
 
     wired.hold(before=behind_the_first_push)
-    train(model, session, session.prefetch(batches(3), staleness=1))
+    train(model, session, session.prefetch(pairs(3), staleness=1))
     assert sum(said == "sent" and pushes(0)(r) for said, r in wired.heard) == 1
 
 
@@ -514,7 +510,7 @@ def test_a_loop_that_is_left_waits_for_its_pushes_and_the_session_goes_on(make_s
     wired = Wired(make_shards(2))
     session, model = wired.session, wrapped(Announcing, wired.session, es.SGD(lr=0.1))
     wired.hold(after=lambda _: time.sleep(0.002))
-    for ids, _ in session.prefetch(itertools.cycle(batches()), staleness=2):
+    for ids, _ in session.prefetch(itertools.cycle(pairs()), staleness=2):
         model(ids).sum().backward()
         session.step()
         if session.clock == 5:
@@ -522,7 +518,7 @@ def test_a_loop_that_is_left_waits_for_its_pushes_and_the_session_goes_on(make_s
     sent, answered = ([r.clock for said, r in wired.heard if said == what and isinstance(r, Push)] for what in SAID)
     assert sorted(sent) == sorted(answered)
     assert max(sent) == 4
-    train(model, session, batches(2))
+    train(model, session, pairs(2))
     assert session.clock == 7
 
 
@@ -605,18 +601,18 @@ def test_where_nothing_says_what_a_batch_reads_the_remedy_is_named(make_shards: 
     with pytest.raises(ValueError, match="2 wrapped models"):
         session.prefetch([])
     with pytest.raises(ValueError, match="inputs names 'nope', which is no embedding"):
-        next(session.prefetch(batches(), inputs=lambda batch: {"nope": batch[0]}))
+        next(session.prefetch(pairs(), inputs=lambda batch: {"nope": batch[0]}))
 
 
 def test_inputs_name_modules_of_one_model_and_tables_of_several(make_shards: Shards) -> None:
     session = Wired(make_shards(2)).session
     first = wrapped(Net, session, es.SGD(lr=0.1))
     everything = lambda ids: {"users": ids[:, 0], "items": ids, "wide": ids}  # noqa: E731
-    train(first, session, session.prefetch(batches(), inputs=lambda batch: everything(batch[0])))
+    train(first, session, session.prefetch(pairs(), inputs=lambda batch: everything(batch[0])))
     assert session.missed_reads == 0
     second = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1), prefix="second/")
     tables = lambda ids: {f"second/{name}": part for name, part in everything(ids).items()}  # noqa: E731
-    train(second, session, session.prefetch(batches(), inputs=lambda batch: tables(batch[0])))
+    train(second, session, session.prefetch(pairs(), inputs=lambda batch: tables(batch[0])))
     assert session.missed_reads == 0
 
 
@@ -639,7 +635,7 @@ def test_rows_pulled_ahead_go_to_the_gpu(make_shards: Shards, staleness: int, gp
     for prefetched in (False, True):
         wired = Wired(make_shards(2))
         model = wrapped(Announcing, wired.session, es.SGD(lr=0.0 if staleness else 0.1)).to(gpu)
-        loader: Iterable[tuple[torch.Tensor, torch.Tensor]] = [(ids, target.to(gpu)) for ids, target in batches()]
+        loader: Iterable[tuple[torch.Tensor, torch.Tensor]] = [(ids, target.to(gpu)) for ids, target in pairs()]
         if prefetched:
             loader = wired.session.prefetch(loader, staleness=staleness)
         curves.append(train(model, wired.session, loader))

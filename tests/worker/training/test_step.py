@@ -614,10 +614,11 @@ def test_without_gradients_nothing_is_computed_again(make_session: MakeSession) 
 # torch.compile
 
 
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
 def test_a_compiled_model_trains_to_the_same_weights(
-    make_session: MakeSession, monkeypatch: pytest.MonkeyPatch
+    make_session: MakeSession, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    graphs = CompileCounterWithBackend("aot_eager")  # the same graphs, in seconds
+    graphs = CompileCounterWithBackend(backend)  # the same graphs as inductor has, in seconds
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=graphs))
     results = []
     for compiled in (False, True):

@@ -98,7 +98,7 @@ FEATURES: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("strategy", ["ps", "local"])
+@pytest.mark.parametrize("strategy", ["ps", pytest.param("local", marks=pytest.mark.long)])
 @pytest.mark.parametrize("train", FEATURES, ids=lambda train: "-".join(train))
 def test_every_feature_of_a_step_learns(make_session: MakeSession, train: dict[str, object], strategy: str) -> None:
     result = run(job(train, strategy=strategy), make_session() if strategy == "ps" else None)
@@ -106,11 +106,12 @@ def test_every_feature_of_a_step_learns(make_session: MakeSession, train: dict[s
     assert result.skipped_steps == 0
 
 
-def test_all_of_them_learn_together(make_session: MakeSession) -> None:
+@pytest.mark.parametrize("strategy", ["ps", "local"])
+def test_all_of_them_learn_together(make_session: MakeSession, strategy: str) -> None:
     train: dict[str, object] = {"epochs": 8}
     for feature in FEATURES:
         train |= {key: value for key, value in feature.items() if key != "epochs"}
-    result = run(job({**train, "accumulate": 2}), make_session())
+    result = run(job({**train, "accumulate": 2}, strategy=strategy), make_session() if strategy == "ps" else None)
     assert result.figures["valid"]["auc"] > 0.8
     assert result.steps == 8 * 10
 

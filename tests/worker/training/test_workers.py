@@ -16,6 +16,7 @@ from embershard.ps.shard import Shard
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
 from embershard.worker.session.session import Session
+from harness.models import SumModel, skewed_pairs
 
 Shards = Callable[..., list[Shard]]
 PATIENCE = 20.0  # seconds until a test that waits in vain fails
@@ -86,31 +87,10 @@ def make_workers(make_shards: Shards) -> Iterator[MakeWorkers]:
             session.close()
 
 
-class Net(nn.Module):
-    """A table read by row, and dense weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows, self.head = nn.Embedding(ROWS, 4), nn.Linear(4, 1)
-
-    def embedding_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"rows": ids}
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.rows(ids).sum(1))
-        return out.squeeze(1)
-
-
-def joint_batches(steps: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(3)
-    ids = (torch.rand(steps, size, 3, generator=generator).square() * ROWS).long()
-    return [(ids[t], torch.rand(size, generator=generator)) for t in range(steps)]
-
-
 def wrapped(session: Session, optimizer: es.SGD | es.Adagrad | es.Adam) -> nn.Module:
     with SEED:
         torch.manual_seed(0)
-        model = Net()
+        model = SumModel(ROWS)
     return es.wrap(model, session, optimizer=optimizer)
 
 
@@ -144,7 +124,7 @@ def in_one(
 def test_synchronous_workers_train_as_one_on_the_joint_batch(
     make_workers: MakeWorkers, workers: int, prefetch: int | None, optimizer: es.SGD | es.Adam
 ) -> None:
-    data = joint_batches(6, 12)
+    data = skewed_pairs(6, 12, ROWS)
     sizes = {1: [12], 2: [9, 3], 4: [1, 5, 4, 2]}[workers]  # a sample counts alike wherever it is
     job = make_workers(workers, 0)
     found: dict[int, list[torch.Tensor]] = {}
@@ -162,7 +142,7 @@ def test_synchronous_workers_train_as_one_on_the_joint_batch(
 
 
 def test_one_synchronous_member_has_the_bits_of_a_worker_for_itself(make_workers: MakeWorkers) -> None:
-    data = joint_batches(6, 12)
+    data = skewed_pairs(6, 12, ROWS)
     job = make_workers(1, 0)
     model = wrapped(job.sessions[0], es.Adagrad(lr=0.1))
     train(model, job.sessions[0], data)
@@ -227,7 +207,7 @@ def test_a_pull_waits_for_as_many_clocks_as_the_staleness_wants(
     session = job.sessions[0]
     model = wrapped(session, es.SGD(lr=0.1))
     job.heard.clear()
-    train(model, session, joint_batches(4, 6), (staleness or 0) if prefetched else None)
+    train(model, session, skewed_pairs(4, 6, ROWS), (staleness or 0) if prefetched else None)
     pulls = [r for r in job.heard if isinstance(r, Pull) and any(part.table == "rows" for part in r.tables)]
     assert [pull.required_clock for pull in pulls[::2]] == bound == [pull.required_clock for pull in pulls[1::2]]
 
@@ -237,7 +217,7 @@ def test_prefetch_among_workers_pulls_the_rows_of_a_batch_at_once(make_workers: 
     session = job.sessions[0]
     model = wrapped(session, es.SGD(lr=0.1))
     job.heard.clear()
-    train(model, session, joint_batches(5, 6), 0)
+    train(model, session, skewed_pairs(5, 6, ROWS), 0)
     assert [type(r) for r in job.heard] == [Pull, Push] * 5
     assert session.missed_reads == 0
 
@@ -248,7 +228,7 @@ def test_prefetch_counts_clocks_not_batches(make_workers: MakeWorkers) -> None:
 
     def work(number: int, session: Session) -> None:
         model = wrapped(session, es.SGD(lr=0.1))
-        for batch, (ids, target) in enumerate(session.prefetch(joint_batches(12, 6)), start=1):
+        for batch, (ids, target) in enumerate(session.prefetch(skewed_pairs(12, 6, ROWS)), start=1):
             (model(ids) - target).square().mean().backward()
             if batch % 4 == 0:
                 session.step()
@@ -299,7 +279,7 @@ def test_rows_for_a_cache_are_pulled_so_fresh_that_its_copies_hold_the_bound(mak
     for prefetched in (None, 1):
         job.heard.clear()
         before = session.clock
-        train(model, session, joint_batches(6, 6), prefetched)
+        train(model, session, skewed_pairs(6, 6, ROWS), prefetched)
         pulls = [r for r in job.heard if isinstance(r, Pull) and any(part.table == "dense" for part in r.tables)]
         after = sorted(pull.required_clock for pull in pulls)
         assert after == sorted([max(0, before + clock - 1) for clock in range(6)] * 2)

@@ -1,0 +1,54 @@
+"""Models that tests train, and batches for them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class BagModel(nn.Module):
+    """Bags of ids, and one layer over them, or with `hidden` units two."""
+
+    def __init__(self, num_ids: int, dim: int, hidden: int = 0) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(num_ids, dim, mode="sum")
+        layers = [nn.Linear(dim, hidden), nn.ReLU(), nn.Linear(hidden, 1)] if hidden else [nn.Linear(dim, 1)]
+        self.top = nn.Sequential(*layers)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.top(self.bag(ids)).squeeze(1)
+
+    def embedding_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"bag": ids}
+
+
+class SumModel(nn.Module):
+    """A table read by row, and one layer over the sum of a sample's rows."""
+
+    def __init__(self, num_rows: int, dim: int = 4) -> None:
+        super().__init__()
+        self.rows, self.head = nn.Embedding(num_rows, dim), nn.Linear(dim, 1)
+
+    def embedding_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"rows": ids}
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.rows(ids).sum(1))
+        return out.squeeze(1)
+
+
+def random_pairs(count: int, size: int, num_rows: int, *, seed: int) -> Pairs:
+    """Batches of three ids per sample, each id as likely, and targets of 0 to 1."""
+    made = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randint(num_rows, (size, 3), generator=made), torch.rand(size, generator=made)) for _ in range(count)
+    ]
+
+
+def skewed_pairs(count: int = 8, size: int = 6, num_rows: int = 40, *, seed: int = 3) -> Pairs:
+    """The same with small ids in every batch, and large ones in few."""
+    made = torch.Generator().manual_seed(seed)
+    ids = (torch.rand(count, size, 3, generator=made).square() * num_rows).long()
+    return [(ids[t], torch.rand(size, generator=made)) for t in range(count)]
