@@ -172,7 +172,7 @@ def work(addresses: str, rank: int, workers: int, out: Path) -> None:
         workers=workers,
         staleness=0,
         timeout=timedelta(seconds=60),
-        patience=timedelta(minutes=2),
+        wait_timeout=timedelta(minutes=2),
     ) as session:
         for number, case in enumerate(cases()):
             model = es.wrap(case.build(), session, optimizer=case.optimizer, prefix=f"{number}/")

@@ -89,7 +89,7 @@ class Shard:
         self._compression = CompressionSettings(self._tables, self._tables.check_codec)
         self._clock = Clock(self._budget)
         self._pushes = Pushes(self._tables, self._clock, max_message_bytes)
-        self._meetings = RendezvousRegistry(self._clock, max_message_bytes)
+        self._rendezvous = RendezvousRegistry(self._clock, max_message_bytes)
         self._splits = Splits(self._clock)
         self._snapshots = Snapshots(self._moment, lambda: bool(self._clock.pending.waiting_ids))
         self._restores = Restores(index, placement, optimizers, self._tables.names, self._install, self._budget)
@@ -178,7 +178,7 @@ class Shard:
             members=self._clock.status(),
             staleness_seen=tuple(self._clock.updates.seen),
             expired_leases=self._clock.expired,
-            rendezvous=self._meetings.last,
+            rendezvous=self._rendezvous.last,
             used_bytes=self._budget.used,
             budget_bytes=self._budget.limit,
             failed_update="" if self._clock.failed is None else self._clock.failed.message,
@@ -211,7 +211,7 @@ class Shard:
             case Heartbeat():
                 return self._clock.beat(request, now)
             case Rendezvous():
-                return self._meetings.meet(request, now)
+                return self._rendezvous.rendezvous(request, now)
             case TakeSplit():
                 return self._splits.take(request, now)
             case Snapshot():
@@ -249,7 +249,7 @@ class Shard:
             return self._clock.join(request, now)
         finally:
             if self._clock.job != job:  # what the last one left behind
-                self._meetings = RendezvousRegistry(self._clock, self.greeting.max_message_bytes)
+                self._rendezvous = RendezvousRegistry(self._clock, self.greeting.max_message_bytes)
                 self._splits = Splits(self._clock)
                 self._compression.forget()
 

@@ -41,10 +41,10 @@ class RendezvousRegistry:
         self.last = ""  # the last one that was held
         self._clock = clock
         self._max_message_bytes = max_message_bytes
-        self._meetings: dict[str, _Meeting] = {}  # in the order of their begin
+        self._rendezvous: dict[str, _Meeting] = {}  # in the order of their begin
         self._over: dict[str, None] = {}  # the names of those that are forgotten, the oldest first
 
-    def meet(self, request: Rendezvous, now: float) -> RendezvousResult:
+    def rendezvous(self, request: Rendezvous, now: float) -> RendezvousResult:
         """Who came. ClockAhead while a live member is expected that has not come.
 
         A worker that comes again, as after a lost reply, and one that comes after the others are through, read what
@@ -75,13 +75,13 @@ class RendezvousRegistry:
             raise MessageTooLarge(got=size, limit=MAX_PAYLOAD_BYTES)
         if name in self._over:
             raise RendezvousOver(name=name)
-        if name not in self._meetings and len(self._meetings) >= MAX_OPEN:
+        if name not in self._rendezvous and len(self._rendezvous) >= MAX_OPEN:
             raise ShardBusy(queued_bytes=self._nbytes, retry_after_ms=_RETRY_MS)
-        return self._meetings.setdefault(name, _Meeting())
+        return self._rendezvous.setdefault(name, _Meeting())
 
     @property
     def _nbytes(self) -> int:
-        return sum(meeting.nbytes for meeting in self._meetings.values())
+        return sum(meeting.nbytes for meeting in self._rendezvous.values())
 
     def _check_room(self, meeting: _Meeting, request: Rendezvous) -> None:
         if request.worker not in meeting.payloads and self._nbytes + request.payload.nbytes > MAX_BYTES:
@@ -103,13 +103,13 @@ class RendezvousRegistry:
         live = self._clock.members.keys()
         done = [
             name
-            for name, meeting in self._meetings.items()
+            for name, meeting in self._rendezvous.items()
             if not (meeting.payloads.keys() - meeting.answered if meeting.met else meeting.payloads.keys()) & live
         ]
-        nbytes = sum(self._meetings[name].nbytes for name in done)
+        nbytes = sum(self._rendezvous[name].nbytes for name in done)
         while done and (len(done) > KEPT or nbytes > KEPT_BYTES):
             name = done.pop(0)
-            meeting = self._meetings.pop(name)
+            meeting = self._rendezvous.pop(name)
             nbytes -= meeting.nbytes
             if meeting.met is not None:
                 self._over[name] = None

@@ -29,7 +29,7 @@ def test_that_nobody_serves_at_an_address_is_said_while_it_waits_and_no_worker_s
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
-    monkeypatch.setattr(links, "_PATIENCE", timedelta(0))
+    monkeypatch.setattr(links, "_SILENT_WAIT", timedelta(0))
     connect = Client.connect
     monkeypatch.setattr(Client, "connect", lambda addresses: connect(addresses, timeout=timedelta(seconds=0.2)))
     monkeypatch.setattr(command, "LocalWorkers", None)

@@ -65,7 +65,7 @@ def main(ps: str, rank: int, workers: int, staleness: int, out: Path, lease: tim
     share = slice(0, first) if rank == 0 else slice(first + 4 * (rank - 1), first + 4 * rank)
     settings = {"workers": workers, "staleness": staleness, "lease": lease}
     with es.connect(
-        ps, worker=rank, timeout=timedelta(seconds=60), patience=timedelta(minutes=1), **settings
+        ps, worker=rank, timeout=timedelta(seconds=60), wait_timeout=timedelta(minutes=1), **settings
     ) as session:
         model = es.wrap(build(), session, optimizer=es.Adam(lr=0.01))
         print("begins", flush=True)

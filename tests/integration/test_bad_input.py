@@ -404,7 +404,7 @@ def test_two_shards_with_the_same_index_are_both_named(shards: LocalShards):
 def test_a_shard_that_is_down_at_the_start_is_waited_for_aloud(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(links, "_PATIENCE", timedelta(seconds=0.3))
+    monkeypatch.setattr(links, "_SILENT_WAIT", timedelta(seconds=0.3))
     with raises(ShardUnavailable, address="127.0.0.1:1", seconds=3.0, reason=re.compile("Connection refused")):
         Client.connect(["127.0.0.1:1"], timeout=timedelta(seconds=3))
     assert [

@@ -48,7 +48,7 @@ class Terms:
 
     `staleness` 0: the pushes of a clock are gathered and applied once; k: a worker is at most k clocks ahead; None: no
     bound. With `staleness_aware_lr` the learning rate of a push is divided by the updates that its rows had missed
-    (Zhang et al. 2016). A worker that is not heard of for `lease` is given up by the others. `patience` ends a wait
+    (Zhang et al. 2016). A worker that is not heard of for `lease` is given up by the others. `wait_timeout` ends a wait
     for workers that keep their lease and do not come. A higher `run` than any before on these shards begins anew there,
     whoever still trains: give all workers of a run the same. With 0 a worker takes part in the run that goes on.
     ValueError names what is out of range.
@@ -58,7 +58,7 @@ class Terms:
     staleness: int | None = None
     lease: timedelta = timedelta(seconds=10)
     staleness_aware_lr: bool = False
-    patience: timedelta = timedelta(minutes=30)
+    wait_timeout: timedelta = timedelta(minutes=30)
     run: int = 0
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class Terms:
             raise ValueError("staleness_aware_lr has no meaning at staleness 0, where no push misses an update")
         if not 0 <= self.run < 2**63:
             raise ValueError(f"run must be in 0..2**63-1, got {self.run}")
-        for name, value in (("lease", self.lease), ("patience", self.patience)):
+        for name, value in (("lease", self.lease), ("wait_timeout", self.wait_timeout)):
             if not timedelta(0) < value < timedelta(days=40):
                 raise ValueError(f"{name} must be above zero and below 40 days, got {value}")
 
@@ -78,7 +78,7 @@ class Terms:
 class Membership:
     """One worker of a job. Every method may be called from any thread; from `join` to `leave` a thread beats.
 
-    Waits for other workers last as long as these keep their lease, at most `terms.patience`: then WorkerLost.
+    Waits for other workers last as long as these keep their lease, at most `terms.wait_timeout`: then WorkerLost.
     """
 
     def __init__(
@@ -115,37 +115,39 @@ class Membership:
         beat.start()
         return self.first
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Let the others' clock go on without this worker; meetings still expect it."""
         self.paused = True
         self._ask_all(Leave(self.worker, self._epoch, pause=True))
 
     def resume(self, clock: int = 0) -> int:
-        """End a rest: push again from `clock` on, or as soon after it as all shards agree; the clock."""
+        """End a pause: push again from `clock` on, or as soon after it as all shards agree; the clock."""
         with self._lock:
             self.paused = False
             return self._join(max(clock, self._next))
 
-    def meet(
+    def rendezvous(
         self,
         name: str,
         payload: bytes = b"",
         *,
-        listen: bool = True,
-        among: Sequence[int] = (),
-        patience: timedelta | None = None,
+        want_payloads: bool = True,
+        participants: Sequence[int] = (),
+        wait_timeout: timedelta | None = None,
     ) -> dict[int, bytes]:
         """Wait until every live member has come to the meeting `name`; who came, with their payloads, by worker.
 
-        Without `listen` the payloads (at most 16 MiB each) are not sent here, and are empty. `among` says who is
-        expected; default: all members. No two meetings of a job have one name. `patience` is that of the terms, unless
-        it is given.
+        Without `want_payloads` the payloads (at most 16 MiB each) are not sent here, and are empty. `participants` says
+        who is expected; default: all members. No two meetings of a job have one name. `wait_timeout` is that of the
+        terms, unless it is given.
         """
         data = np.frombuffer(payload, np.uint8)
-        met = self._ask_first(Rendezvous(self.worker, self._epoch, name, data, listen, tuple(among)), patience)
+        met = self._ask_first(
+            Rendezvous(self.worker, self._epoch, name, data, want_payloads, tuple(participants)), wait_timeout
+        )
         assert isinstance(met, RendezvousResult)
         self.members = tuple(sorted({*self.members, *met.workers}))  # who has come lives; a beat may not know of it yet
-        payloads = [part.tobytes() for part in met.payloads] if listen else [b""] * len(met.workers)
+        payloads = [part.tobytes() for part in met.payloads] if want_payloads else [b""] * len(met.workers)
         return dict(zip(met.workers, payloads, strict=True))
 
     def take_split(self, data_epoch: int, num_splits: int, done: int = -1) -> Split:
@@ -176,13 +178,16 @@ class Membership:
         self,
         requests: Mapping[int, Request],
         into: Mapping[int, Sequence[Array]] | None = None,
-        patience: timedelta | None = None,
+        wait_timeout: timedelta | None = None,
     ) -> dict[int, Outcome]:
         """Call shards that may wait for other workers before they answer; WorkerLost at the end of the wait."""
         outcomes: dict[int, Outcome] = {}
         waiting = dict(requests)
         ahead: dict[int, ClockAhead] = {}
-        over, deadline = Deadline(self.terms.patience if patience is None else patience), Deadline(self._timeout)
+        over, deadline = (
+            Deadline(self.terms.wait_timeout if wait_timeout is None else wait_timeout),
+            Deadline(self._timeout),
+        )
         first, said = True, False
         while waiting:
             left = min(deadline.remaining, over.remaining)
@@ -262,9 +267,9 @@ class Membership:
                 raise WorkerLost(worker=self.worker, world_size=terms.workers, reason=reason)
             clock, margin = max(reply.clock for reply in replies) + margin, 2 * margin
 
-    def _ask_first(self, request: Request, patience: timedelta | None = None) -> Reply:
+    def _ask_first(self, request: Request, wait_timeout: timedelta | None = None) -> Reply:
         """The reply of shard 0, from a member."""
-        outcome = self.call_with_rejoin(lambda: self.wait({0: request}, patience=patience))[0]
+        outcome = self.call_with_rejoin(lambda: self.wait({0: request}, wait_timeout=wait_timeout))[0]
         if isinstance(outcome, EmbershardError):
             raise outcome
         return outcome

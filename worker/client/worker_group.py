@@ -119,7 +119,7 @@ class WorkerGroup:
 
     def barrier(self) -> None:
         """Wait until every worker is here."""
-        self._all_gather_bytes(np.empty(0, np.uint8), listen=False)
+        self._all_gather_bytes(np.empty(0, np.uint8), want_payloads=False)
 
     def collect(self, values: npt.NDArray[Scalar]) -> dict[int, npt.NDArray[Scalar]]:
         """Everyone's values (N_w,), small ones, by worker."""
@@ -136,7 +136,9 @@ class WorkerGroup:
         longest = max(int(size[0]) for size in self.collect(np.array([data.nbytes])).values())
         parts: dict[int, list[Bytes]] = {worker: [np.empty(0, np.uint8)] for worker in self.present}
         for start in range(0, longest, self._piece):
-            for worker, part in self._all_gather_bytes(data[start : start + self._piece], listen=self.is_first).items():
+            for worker, part in self._all_gather_bytes(
+                data[start : start + self._piece], want_payloads=self.is_first
+            ).items():
                 parts[worker].append(part)
         return [np.concatenate(part).view(values.dtype) for part in parts.values()] if self.is_first else []
 
@@ -188,8 +190,8 @@ class WorkerGroup:
     ) -> None:
         self.leave()
 
-    def _all_gather_bytes(self, data: Bytes, *, listen: bool = True) -> dict[int, Bytes]:
-        """What those present put down, by worker, in order; without `listen` it may be anything."""
+    def _all_gather_bytes(self, data: Bytes, *, want_payloads: bool = True) -> dict[int, Bytes]:
+        """What those present put down, by worker, in order; without `want_payloads` it may be anything."""
         return {self.rank: data}
 
 
@@ -221,7 +223,7 @@ class TorchGroup(WorkerGroup):
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _all_gather_bytes(self, data: Bytes, *, listen: bool = True) -> dict[int, Bytes]:
+    def _all_gather_bytes(self, data: Bytes, *, want_payloads: bool = True) -> dict[int, Bytes]:
         sizes = [int(size) for size in self._all(torch.tensor([len(data)]))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(data)] = torch.from_numpy(data.copy())
@@ -276,7 +278,7 @@ class ShardGroup(WorkerGroup):
             with suppress(RendezvousOver):
                 if not self.late:
                     return segment, self._begin(segment, shared_state, ())
-                self._membership.rest()  # nobody waits for it meanwhile
+                self._membership.pause()  # nobody waits for it meanwhile
                 said = self._begin(segment, shared_state, (), late=True)
                 self._membership.resume()
                 return segment, said
@@ -297,21 +299,21 @@ class ShardGroup(WorkerGroup):
             raise Evicted from None
 
     def _begin(
-        self, segment: int, shared_state: SharedState, among: Sequence[int], *, late: bool = False
+        self, segment: int, shared_state: SharedState, participants: Sequence[int], *, late: bool = False
     ) -> SharedState:
         said = b"" if late else json.dumps(shared_state).encode()
         self._name, self._number = f"{segment}/on", 0
-        patience = self._join_timeout if not (late or among) else None  # the start of the job
-        met = self._membership.meet(self._name, said, among=among, patience=patience)
+        wait_timeout = self._join_timeout if not (late or participants) else None  # the start of the job
+        met = self._membership.rendezvous(self._name, said, participants=participants, wait_timeout=wait_timeout)
         self.present = tuple(met)
         told: SharedState = next((json.loads(words) for words in met.values() if words), shared_state)
         return told
 
     def _come(
-        self, name: str, data: bytes = b"", *, listen: bool = False, among: Sequence[int] = ()
+        self, name: str, data: bytes = b"", *, want_payloads: bool = False, participants: Sequence[int] = ()
     ) -> dict[int, bytes]:
         try:
-            met = self._membership.meet(name, data, listen=listen, among=among)
+            met = self._membership.rendezvous(name, data, want_payloads=want_payloads, participants=participants)
         except RendezvousOver:
             met = {}
         if self.rank not in met:
@@ -319,9 +321,11 @@ class ShardGroup(WorkerGroup):
             raise Evicted
         return met
 
-    def _all_gather_bytes(self, data: Bytes, *, listen: bool = True) -> dict[int, Bytes]:
+    def _all_gather_bytes(self, data: Bytes, *, want_payloads: bool = True) -> dict[int, Bytes]:
         self._number += 1
-        met = self._come(f"{self._name}/{self._number}", data.tobytes(), listen=listen, among=self.present)
+        met = self._come(
+            f"{self._name}/{self._number}", data.tobytes(), want_payloads=want_payloads, participants=self.present
+        )
         left = tuple(worker for worker in self.present if worker in met)
         if left != self.present:
             self.present = left

@@ -40,7 +40,7 @@ class SplitQueue:
             if not ahead:
                 self._session.flush()
             if bounded:
-                member.rest()
+                member.pause()
             if done >= 0 and member.lost_leases != lost_leases:
                 done = -1  # steps of it were dropped, maybe not by the shard that deals: it is this worker's once more
             split = member.take_split(epoch, self.num_splits, done)

@@ -584,7 +584,7 @@ def connect(
     staleness: int | None = None,
     lease: timedelta = Terms.lease,
     staleness_aware_lr: bool = False,
-    patience: timedelta = Terms.patience,
+    wait_timeout: timedelta = Terms.wait_timeout,
     run: int = 0,
     local_steps: int | None = None,
     bandwidth: str = UNLIMITED,
@@ -606,7 +606,7 @@ def connect(
         staleness=staleness,
         lease=lease,
         staleness_aware_lr=staleness_aware_lr,
-        patience=patience,
+        wait_timeout=wait_timeout,
         run=run,
     )
     if local_steps is not None and (local_steps < 1 or staleness_aware_lr):

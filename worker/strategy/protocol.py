@@ -86,7 +86,7 @@ class Strategy(Protocol):
     def clock(self) -> int:
         """Of this worker's next step, as the shards count."""
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Training pauses: the other workers' clock does not wait for this one."""
 
     def resume(self, clock: int) -> None:

@@ -155,11 +155,11 @@ class ShardStrategy:
         """Of the next push."""
         return self.session.clock
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Let the others' clock go on without this worker."""
         self.session.flush()
         if self.session.membership is not None:
-            self.session.membership.rest()
+            self.session.membership.pause()
 
     def resume(self, clock: int) -> None:
         """Push from `clock` on, or as soon after it as the shards agree."""

@@ -134,7 +134,7 @@ class TorchStrategy:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Nobody waits for a worker between its steps."""
 
     def resume(self, clock: int) -> None:

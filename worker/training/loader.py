@@ -35,7 +35,7 @@ from embershard.proto.errors import EmbershardError, from_wire, to_wire
 from embershard.worker.data.batch import Batch
 from embershard.worker.job.data import AnyData
 
-PATIENCE = timedelta(minutes=10)  # for one batch; a reader in this process has no limit
+WAIT_TIMEOUT = timedelta(minutes=10)  # for one batch; a reader in this process has no limit
 _NEWS = timedelta(seconds=1)  # between two words of a loader that leaves batches out
 _PIPE_BYTES = 1 << 20  # what Linux gives to everyone; the default holds a quarter of a batch
 _F_SETPIPE_SZ = 1031
@@ -75,8 +75,8 @@ class LoaderProcess:
     A context manager that leaves no process behind. Not safe for several threads at once.
     """
 
-    def __init__(self, share: DataShare, *, patience: timedelta = PATIENCE) -> None:
-        self._share, self._patience = share, patience
+    def __init__(self, share: DataShare, *, wait_timeout: timedelta = WAIT_TIMEOUT) -> None:
+        self._share, self._wait_timeout = share, wait_timeout
         self._process: subprocess.Popen[bytes] | None = None
         self._epoch = share.epoch
 
@@ -156,8 +156,8 @@ class LoaderProcess:
         poll.register(pipe, select.POLLIN)
         rest = into.data
         while rest:
-            if not poll.poll(self._patience.total_seconds() * 1e3):
-                raise self._lost(f"made no batch within {self._patience.total_seconds():.0f} s")
+            if not poll.poll(self._wait_timeout.total_seconds() * 1e3):
+                raise self._lost(f"made no batch within {self._wait_timeout.total_seconds():.0f} s")
             received = os.readv(pipe, [rest])
             if not received:
                 raise self._lost(self._end())

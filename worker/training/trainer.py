@@ -121,7 +121,7 @@ class Trainer:
                 self._train(segment.parts)
                 now = self._pause(segment, number) if pauses else now
             number += bool(pauses)
-        self.strategy.rest()
+        self.strategy.pause()
         return self._report.finished(
             now,
             step=self._learn.steps,
@@ -170,7 +170,7 @@ class Trainer:
 
     def _pause(self, segment: Segment, number: int) -> int:
         """Do with all workers what is due after a segment, while nobody's clock waits; the next segment's number."""
-        self.strategy.rest()
+        self.strategy.pause()
         try:
             self._group.end_segment(number)
             self._meter.agree(self._group)

@@ -182,7 +182,7 @@ def test_meetings_are_forgotten_once_all_were_answered(workers: Workers):
         if number > 0:
             workers.meet(0, f"m{number}")
             workers.meet(1, f"m{number}")
-    held = workers.shard._meetings._meetings
+    held = workers.shard._rendezvous._rendezvous
     assert list(held)[:2] == ["m0", f"m{2 * meeting.KEPT}"]  # of the first, two were not told yet
     assert len(held) == 1 + meeting.KEPT
     with pytest.raises(RendezvousOver, match="'m1'"):
@@ -206,7 +206,7 @@ def test_meetings_of_workers_that_are_gone_are_forgotten(workers: Workers):
     workers.leave(2)
     workers.waits(0)
     workers.meet(1)
-    assert len(workers.shard._meetings._meetings) == 1 + meeting.KEPT
+    assert len(workers.shard._rendezvous._rendezvous) == 1 + meeting.KEPT
     assert workers.waits(0, "m0") == "1"  # it never was
 
 
@@ -217,7 +217,7 @@ def test_the_names_that_are_remembered_are_the_last_ones(workers: Workers, monke
         workers.waits(0, f"m{number}", participants=(0, 1))
         for worker in (1, 0):
             workers.meet(worker, f"m{number}", participants=(0, 1))
-    assert list(workers.shard._meetings._over) == ["m3", "m4"]
+    assert list(workers.shard._rendezvous._over) == ["m3", "m4"]
 
 
 def test_large_meetings_are_forgotten_sooner(workers: Workers, monkeypatch: pytest.MonkeyPatch):
@@ -227,7 +227,7 @@ def test_large_meetings_are_forgotten_sooner(workers: Workers, monkeypatch: pyte
             workers.waits(
                 worker, name
             ) if worker < 2 and name not in workers.shard.status().rendezvous else workers.meet(worker, name)
-    assert list(workers.shard._meetings._meetings) == ["c"]
+    assert list(workers.shard._rendezvous._rendezvous) == ["c"]
 
 
 def test_what_waits_is_bounded(workers: Workers, monkeypatch: pytest.MonkeyPatch):

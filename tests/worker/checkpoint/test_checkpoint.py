@@ -185,8 +185,8 @@ def test_workers_whose_epochs_differ_in_length_go_on_in_the_same_segments(
         batches = {"batch_size": 233}  # of shares of 234, 233 and 233 samples: 2, 1 and 1
         trained = job(tmp_path, model={"name": "fm"}, train={**batches, **train}, evaluate=every)
         client = Client(shards.transports(), worker=rank)
-        lease = patience = timedelta(seconds=60)
-        client.join(Terms(workers=3, staleness=None, lease=lease, patience=patience, run=run))
+        lease = wait_timeout = timedelta(seconds=60)
+        client.join(Terms(workers=3, staleness=None, lease=lease, wait_timeout=wait_timeout, run=run))
         group = ShardGroup(client, rank, 3)
         result = Trainer(trained, dataset(), Session(client), group, resume=resume).run()
         client.close()

@@ -152,10 +152,10 @@ def test_what_all_of_them_put_down_at_once_is_bounded(monkeypatch: pytest.Monkey
         """All others put down what this one does."""
 
         def _all_gather_bytes(
-            self, data: npt.NDArray[np.uint8], *, listen: bool = True
+            self, data: npt.NDArray[np.uint8], *, want_payloads: bool = True
         ) -> dict[int, npt.NDArray[np.uint8]]:
             sizes.append(len(data))
-            listened.append(listen)
+            listened.append(want_payloads)
             return {worker: data for worker in self.present}
 
     sizes: list[int] = []
@@ -221,7 +221,7 @@ def join() -> Iterator[Callable[..., ShardGroup]]:
     def make(rank: int, workers: int, *, lease: float = 60.0) -> ShardGroup:
         client = Client(shards.transports(), worker=rank)
         clients.append(client)
-        client.join(Terms(workers=workers, lease=timedelta(seconds=lease), patience=timedelta(seconds=60)))
+        client.join(Terms(workers=workers, lease=timedelta(seconds=lease), wait_timeout=timedelta(seconds=60)))
         return ShardGroup(client, rank, workers)
 
     yield make
@@ -358,14 +358,16 @@ class RendezvousRegistry:
     def status(self) -> list[SimpleNamespace]:
         return [SimpleNamespace(rendezvous=f"{self._segment}/on/4" if self._segment else "")]
 
-    def rest(self) -> None:
-        self.calls.append(("rest",))
+    def pause(self) -> None:
+        self.calls.append(("pause",))
 
     def resume(self) -> None:
         self.calls.append(("resume",))
 
-    def meet(self, name: str, said: bytes, *, among: object, patience: timedelta | None) -> dict[int, bytes]:
-        self.calls.append((name, said, among, patience))
+    def rendezvous(
+        self, name: str, said: bytes, *, participants: object, wait_timeout: timedelta | None
+    ) -> dict[int, bytes]:
+        self.calls.append((name, said, participants, wait_timeout))
         if self._segment == self._last:
             return {0: b"", 1: b"", 2: b'{"plateaus": 4}', 4: b'{"plateaus": 5}'}
         self._segment += 1
@@ -387,7 +389,7 @@ def test_who_comes_late_catches_up_with_workers_that_meet_meanwhile() -> None:
     assert group.present == (0, 1, 2, 4)
     # it says nothing of its own, waits as long as a segment takes, and no clock waits for it until it is there
     met = [(f"{segment}/on", b"", (), None) for segment in (3, 4, 5)]
-    assert shards.calls == [("rest",), met[0], ("rest",), met[1], ("rest",), met[2], ("resume",)]
+    assert shards.calls == [("pause",), met[0], ("pause",), met[1], ("pause",), met[2], ("resume",)]
 
 
 def test_who_cannot_catch_up_with_the_others_says_so() -> None:
@@ -433,14 +435,14 @@ def test_who_misses_the_beginning_of_a_segment_enters_again(
     group = join(0, 1)
     group.join_segment({})
     group.end_segment(0)
-    meet = group._membership.meet
+    rendezvous = group._membership.rendezvous
 
     def begun(name: str, *said: object, **how: object) -> dict[int, bytes]:
         if name == "1/on":  # the others are beyond it
             raise RendezvousOver(name=name)
-        return meet(name, *said, **how)  # type: ignore[arg-type]
+        return rendezvous(name, *said, **how)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(group._membership, "meet", begun)
+    monkeypatch.setattr(group._membership, "rendezvous", begun)
     with pytest.raises(Evicted):
         group.begin_segment(0, lambda clock: None, 3, {})
 

@@ -259,14 +259,14 @@ def test_a_push_that_was_under_way_when_the_lease_was_lost_is_not_sent(make_job:
 def test_a_rest_outlives_a_lost_lease(make_job: MakeJob) -> None:
     job, terms = make_job(1), Terms(workers=2, staleness=0, lease=LONG)
     lost, other = job.worker(0, terms), job.worker(1, terms)
-    lost.membership.rest()
+    lost.membership.pause()
     job.pass_time(2 * HOURS, other)
-    other.membership.rest()
+    other.membership.pause()
     came: dict[int, dict[int, bytes]] = {}
 
     def meet(session: Session) -> None:
         member = session.membership
-        came[member.worker] = member.meet("m", f"worker {member.worker}".encode())
+        came[member.worker] = member.rendezvous("m", f"worker {member.worker}".encode())
 
     threads = [threading.Thread(target=meet, args=(session,)) for session in (lost, other)]
     for thread in threads:
@@ -281,7 +281,7 @@ def test_a_rest_outlives_a_lost_lease(make_job: MakeJob) -> None:
 def test_a_resting_worker_is_not_waited_for_and_resumes_where_it_is_told(make_job: MakeJob) -> None:
     job, terms = make_job(), Terms(workers=2, staleness=0, lease=LONG)
     paused, other = job.worker(0, terms), job.worker(1, terms)
-    paused.membership.rest()
+    paused.membership.pause()
     for _ in range(4):
         step(other, [1])
     assert [status.clock for status in job.shards[0].status().members] == [0, 4]
@@ -295,7 +295,7 @@ def test_a_resting_worker_reads_without_waiting_for_its_clock(make_job: MakeJob)
     worker = make_job().worker(0, Terms(workers=1, staleness=0, lease=LONG))
     worker.membership.resume(6)
     assert worker.membership.required_clock(6) == 6  # to which nobody may ever come
-    worker.membership.rest()
+    worker.membership.pause()
     assert worker.membership.required_clock(6) == 0
 
 
@@ -306,7 +306,7 @@ def test_meetings_bring_the_payloads_of_all(make_job: MakeJob) -> None:
 
     def meet(session: Session) -> None:
         member = session.membership
-        came[member.worker] = member.meet("sum", bytes([member.worker]), listen=member.worker == 0)
+        came[member.worker] = member.rendezvous("sum", bytes([member.worker]), want_payloads=member.worker == 0)
 
     threads = [threading.Thread(target=meet, args=(session,)) for session in sessions]
     for thread in threads:
@@ -339,7 +339,7 @@ def test_patience_ends_a_wait_and_names_whom_it_was_for(
     make_job: MakeJob, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(membership_module, "_SAID_AFTER", timedelta(seconds=0.05))
-    terms = Terms(workers=2, staleness=0, lease=LONG, patience=timedelta(seconds=1))
+    terms = Terms(workers=2, staleness=0, lease=LONG, wait_timeout=timedelta(seconds=1))
     job = make_job()
     here, _ = job.worker(0, terms), job.worker(1, terms)
     step(here, [1])
@@ -424,7 +424,7 @@ def test_a_lease_that_is_lost_again_and_again_is_an_error(make_job: MakeJob) -> 
         ({"workers": 0}, "workers"),
         ({"staleness": -1}, "staleness"),
         ({"lease": timedelta(0)}, "lease"),
-        ({"patience": timedelta(days=-1)}, "patience"),
+        ({"wait_timeout": timedelta(days=-1)}, "wait_timeout"),
         ({"staleness": 0, "staleness_aware_lr": True}, "staleness_aware_lr"),
         ({"run": -1}, "run"),
     ],
@@ -623,10 +623,10 @@ class Far:
 def test_a_wait_for_others_outlasts_the_timeout_on_a_slow_link() -> None:
     shard = Scripted(0, 1, lambda join: Joined(True, 0, True, (0, 1)))
     client = Client([Far(shard)], timeout=timedelta(seconds=0.8))
-    member = client.join(Terms(workers=2, staleness=0, lease=LONG, patience=timedelta(seconds=2)))
+    member = client.join(Terms(workers=2, staleness=0, lease=LONG, wait_timeout=timedelta(seconds=2)))
     start = time.monotonic()
     with pytest.raises(WorkerLost, match="waiting at clock"):
-        member.meet("never")
+        member.rendezvous("never")
     assert 1.9 < time.monotonic() - start < 4
     member.leave()
 
@@ -646,8 +646,8 @@ def test_what_was_answered_as_the_patience_ended_counts(monkeypatch: pytest.Monk
         return reply
 
     client = Client([LocalTransport(handle, "scripted")])
-    member = client.join(Terms(workers=2, staleness=0, lease=LONG, patience=timedelta(seconds=0.5)))
-    assert list(member.meet("late", listen=False)) == [0, 1]
+    member = client.join(Terms(workers=2, staleness=0, lease=LONG, wait_timeout=timedelta(seconds=0.5)))
+    assert list(member.rendezvous("late", want_payloads=False)) == [0, 1]
     member.leave()
 
 
@@ -656,6 +656,6 @@ def test_a_member_says_who_it_is_before_what_it_sends_again() -> None:
     client = Client([LocalTransport(shard.handle, "scripted")])
     member = client.join(Terms(lease=LONG))
     next(iter(client.connections)).suspect = True  # its connection broke
-    member.rest()
+    member.pause()
     assert [type(request) for request in shard.heard[-3:]] == [Hello, Heartbeat, Leave]
     member.leave()

@@ -288,7 +288,7 @@ def test_topk_is_that_of_the_paper_under_a_schedule(make_shards: Shards) -> None
 @pytest.mark.parametrize("codec", ["topk:0.1", "rows:0.3", "dgc:0.1+fp16s"])
 def test_workers_that_step_together_lose_nothing(codec: str) -> None:
     shards = InProcessShards(2)
-    terms = Terms(workers=2, staleness=0, patience=timedelta(seconds=20))
+    terms = Terms(workers=2, staleness=0, wait_timeout=timedelta(seconds=20))
     clients = [Client(shards.transports(), worker=rank) for rank in range(2)]
 
     def work(client: Client) -> None:

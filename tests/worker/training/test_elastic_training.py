@@ -67,8 +67,8 @@ class Cluster:
     def run(self, rank: int, *, dies: bool = False, idle: bool = False) -> tuple[RunResult | None, Notes]:
         """One worker's run; None where it was killed."""
         client = Client(self.shards.transports(), worker=rank)
-        lease, patience = timedelta(seconds=60), timedelta(seconds=60)
-        terms = Terms(workers=WORKERS, staleness=self.staleness, lease=lease, patience=patience)
+        lease, wait_timeout = timedelta(seconds=60), timedelta(seconds=60)
+        terms = Terms(workers=WORKERS, staleness=self.staleness, lease=lease, wait_timeout=wait_timeout)
         member, notes = client.join(terms), Notes()
 
         def die() -> None:

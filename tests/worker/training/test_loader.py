@@ -108,7 +108,7 @@ def test_a_killed_loader_is_named(tmp_path: Path) -> None:
 
 def test_a_loader_without_an_answer_is_given_up(tmp_path: Path) -> None:
     with (
-        LoaderProcess(share(CLICKS, tmp_path), patience=timedelta(seconds=0.01)) as loader,
+        LoaderProcess(share(CLICKS, tmp_path), wait_timeout=timedelta(seconds=0.01)) as loader,
         pytest.raises(LoaderLost, match="made no batch within 0"),
     ):
         next(loader.train(0))
@@ -129,7 +129,7 @@ class Slow:
 def test_a_loader_that_leaves_many_batches_out_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("embershard.worker.training.loader._NEWS", timedelta(seconds=0.2))
     deep = DataShare.model_construct(**{**dict(share(CLICKS, tmp_path, 5)), "data": Slow(), "skip": 40})
-    (out, into), loader = os.pipe(), LoaderProcess(deep, patience=timedelta(seconds=2))
+    (out, into), loader = os.pipe(), LoaderProcess(deep, wait_timeout=timedelta(seconds=2))
 
     def sends() -> None:
         with suppress(BrokenPipeError), open(into, "wb") as pipe:

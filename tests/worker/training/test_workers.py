@@ -75,7 +75,7 @@ def make_workers(make_shards: Shards) -> Iterator[MakeWorkers]:
             workers=workers,
             staleness=staleness,
             staleness_aware_lr=staleness_aware_lr,
-            patience=timedelta(seconds=PATIENCE),
+            wait_timeout=timedelta(seconds=PATIENCE),
         )
         made.append(Workers(make_shards(shards), terms))
         return made[-1]
