@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
+from test_trainer import Notes, dataset, job
 
 from embershard.local_shards import InProcessShards
 from embershard.proto.errors import StaleWorker
@@ -23,9 +22,6 @@ from embershard.worker.job.job import Job
 from embershard.worker.reporting.records import RunResult
 from embershard.worker.session.session import Session
 from embershard.worker.training.trainer import Trainer
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_trainer import Notes, dataset, job
 
 WORKERS, SAMPLES, EPOCHS = 3, 1500, 3
 
