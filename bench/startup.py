@@ -2,7 +2,7 @@
 
 shard       `embershard ps` until it serves, with kernels that were compiled before, against the interpreter with grpc
             and numpy alone, the least that a shard over gRPC could take
-worker      the imports of `embershard worker`, against those of torch alone
+worker      `embershard worker` until it has imported everything and finds no job file, against the imports of torch
 first step  `embershard train` with two shards and two workers until both workers have taken one step
 cold        two shards started at once with an empty cache of compiled kernels: until both serve, how many functions
             each compiled, and how many of the two compiled any
@@ -43,7 +43,7 @@ shards: 2
 FIRST_LINES = {
     "shard": [*SHARD, "--shard", "0", "--of", "1"],
     "grpc": ["-c", "import grpc.aio, numpy" + READY],
-    "worker": ["-c", "import embershard.cli.worker" + READY],
+    "worker": ["-m", "embershard.cli", "worker", "no-such-job.yaml"],  # as users start it: the collector rests
     "torch": ["-c", "import torch" + READY],
 }
 RATIOS = {"shard": "grpc", "worker": "torch"}
@@ -110,7 +110,7 @@ def start(words: Sequence[str], environment: Mapping[str, str]) -> Start:
     process = subprocess.Popen(
         [sys.executable, *words],
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
         text=True,
         env=environment,
@@ -120,7 +120,7 @@ def start(words: Sequence[str], environment: Mapping[str, str]) -> Start:
     try:
         for line in process.stdout:
             compiled += "[cache] data saved" in line
-            if line.startswith("ready") or '"serving"' in line:
+            if line.startswith(("ready", "error: ")) or '"serving"' in line:
                 return Start(time.perf_counter() - begun, cpu_seconds(process.pid), compiled)
     finally:
         process.kill()

@@ -73,6 +73,23 @@ def test_the_first_worker_prints_how_tables_travel_from_here_on(
     assert capsys.readouterr().out == (line if rank == 0 else "")
 
 
+def test_what_the_readers_have_compiled_is_loaded_without_scipy() -> None:
+    code = """
+import sys
+from embershard.proto.compiled import jit
+from embershard.worker.data import columns
+from embershard.worker.data.readers import clicks, interactions
+jit.compile_missing()
+before = set(sys.modules)
+for function in (clicks._draw_samples, columns._hash_texts, columns._hash_numbers, interactions._sample_negatives):
+    jit.load(function)
+print(len({"scipy.linalg", "numba.np.arraymath"} & (set(sys.modules) - before)))
+"""
+    for _ in range(2):  # the first may compile, which imports scipy
+        run = subprocess.run([sys.executable, "-c", code], check=True, timeout=250, capture_output=True, text=True)
+    assert run.stdout == "0\n"
+
+
 def test_a_worker_starts_without_what_only_other_modes_need() -> None:
     code = """
 import sys

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,16 +9,19 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from numba import njit, uint64
+from numba import types, uint64
 
 from embershard.proto.arrays import Ids
+from embershard.proto.compiled.jit import compiled
 from embershard.proto.errors import JobError
 from embershard.proto.routing import mix64
 from embershard.worker.data.batch import Samples, Schema
 from embershard.worker.data.text import Kind, Layout, column
 
 _FNV_OFFSET, _FNV_PRIME = 0xCBF29CE484222325, 0x100000001B3
-_jit: Callable[..., Callable[..., Callable[..., None]]] = njit
+# np.frombuffer gives arrays that cannot be written
+_INTS = types.Array(types.int64, 1, "C", readonly=True)
+_BYTES = types.Array(types.uint8, 1, "C", readonly=True)
 
 
 def hash_texts(feature: str, texts: pa.Array | pa.ChunkedArray) -> Ids:
@@ -49,7 +51,7 @@ def feature_key(feature: str) -> int:
     return h
 
 
-@_jit(cache=True, nogil=True)
+@compiled(types.void(_INTS, _BYTES, types.uint64, types.int64[::1]))
 def _hash_texts(starts: Ids, data: npt.NDArray[np.uint8], key: np.uint64, out: Ids) -> None:
     prime = uint64(_FNV_PRIME)
     for i in range(len(out)):
@@ -59,7 +61,7 @@ def _hash_texts(starts: Ids, data: npt.NDArray[np.uint8], key: np.uint64, out: I
         out[i] = np.int64(mix64(h, key) >> uint64(2))
 
 
-@_jit(cache=True, nogil=True)
+@compiled(types.void(_INTS, types.uint64, types.int64[::1]))
 def _hash_numbers(values: Ids, key: np.uint64, out: Ids) -> None:
     for i in range(len(values)):
         out[i] = np.int64(mix64(np.uint64(values[i]), key) >> uint64(2))

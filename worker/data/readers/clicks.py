@@ -9,15 +9,16 @@ Sample i of a split (and epoch) is a function of (seed, split, epoch, i) alone: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd, sqrt
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit, uint64
+from numba import from_dtype, types, uint64
 
+from embershard.proto.compiled.jit import compiled
 from embershard.proto.errors import JobError
 from embershard.proto.routing import mix64
 from embershard.worker.data.batch import Batch, Evaluation, Schema
@@ -103,7 +104,18 @@ _CALIBRATION = 1 << 16  # samples that set the bias and the strengths
 _Column = np.dtype([("offset", "<i8"), ("cardinality", "<i8"), ("step", "<i8"), ("first", "<i4"), ("shift", "<i4")])
 _Slot = np.dtype([("threshold", "<u4"), ("alias", "<i4")])
 _Bin = np.dtype([("rank", "<i8"), ("width", "<u4"), ("effect", "<f4")])
-_jit: Callable[..., Callable[..., Callable[..., None]]] = njit
+_TABLES = types.Tuple(
+    (
+        *(types.Array(from_dtype(kind), 1, "C") for kind in (_Column, _Slot, _Bin)),
+        types.int64[:, ::1],
+        types.float32[:, :, :, ::1],
+        types.float64[:, ::1],
+    )
+)
+_DRAW_SAMPLES = types.void(
+    *(types.uint64, types.int64, types.int64, _TABLES, types.float64[::1]),
+    *(types.int64[:, ::1], types.float32[:, ::1], types.float32[::1], types.float32[::1]),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +209,9 @@ class ClickStream:
         labels, logits = np.empty(count, np.float32), np.empty(count, np.float32)
         p = self._plan
         tables = (p.columns, p.slots, p.bins, p.pairs, p.latent, p.dense)
-        _draw_samples(np.uint64(key), first, stride, tables, self._weights, ids, dense, labels, logits)
-        return ids, dense, labels, logits
+        out = (ids, dense, labels, logits)
+        _draw_samples(np.uint64(key), first, stride, tables, self._weights, *out)  # type: ignore[no-untyped-call]
+        return out
 
     def _calibrate(self) -> None:
         """Scale each part of the logit to its strength and set the bias for the CTR, on samples of no split."""
@@ -252,7 +265,7 @@ def _make_plan(seed: int) -> _Plan:
     return _Plan(columns, np.concatenate(slots), np.concatenate(bins), np.array(PAIRS), latent, dense)
 
 
-@_jit(cache=True, nogil=True)
+@compiled(_DRAW_SAMPLES)
 def _draw_samples(key, first, stride, tables, weights, ids, dense, labels, logits):  # type: ignore[no-untyped-def]
     """Fill ids (N, 26), dense (N, 13), labels (N,) and logits (N,) of samples first, first + stride, ..."""
     columns, slots, bins, pairs, latent, numeric = tables

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit
+from numba import types
 
+from embershard.proto.compiled.jit import compiled
 from embershard.proto.errors import JobError
 from embershard.proto.routing import mix64
 from embershard.worker.data.batch import Batch
@@ -46,7 +46,8 @@ def list_batch(data: Interactions, users: Ints, pairs: Ints, negatives: int, key
 
 Ints = npt.NDArray[np.int64]
 MAX_COUNT = 1 << 28  # users or items: an array of that length still fits, and user * num_items + item stays below 2**63
-_jit: Callable[..., Callable[..., Callable[..., None]]] = njit
+_INTS = types.int64[::1]
+_SAMPLE_NEGATIVES = types.void(_INTS, _INTS, types.uint64, _INTS, _INTS, types.uint64, _INTS)
 
 
 def check_numbering(where: str, num_users: int, num_items: int) -> None:
@@ -106,7 +107,7 @@ class Interactions:
         return out
 
 
-@_jit(cache=True, nogil=True)
+@compiled(_SAMPLE_NEGATIVES)
 def _sample_negatives(
     starts: Ints, items: Ints, num_items: np.uint64, users: Ints, draws: Ints, key: np.uint64, out: Ints
 ) -> None:
