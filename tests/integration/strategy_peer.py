@@ -19,7 +19,8 @@ import torch
 from embershard.worker.client.worker_group import ShardGroup, WorkerGroup
 from embershard.worker.data.batch import RowsDataset, Samples, Schema
 from embershard.worker.job.job import Job
-from embershard.worker.session.session import Session, connect
+from embershard.worker.session.connect import connect
+from embershard.worker.session.session import Session
 from embershard.worker.strategy.torch_only import TorchStrategy
 from embershard.worker.training.trainer import Trainer
 

@@ -17,7 +17,7 @@ from embershard.proto.spec import Adagrad
 from embershard.proto.timing import Recorder, TimeSplit, span, step_ends
 from embershard.worker.models.dlrm import DLRM
 from embershard.worker.nn.wrap import wrap
-from embershard.worker.session.session import connect
+from embershard.worker.session.connect import connect
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # ids (B, F) int64, dense (B, D), labels (B,)
 LR = 0.01

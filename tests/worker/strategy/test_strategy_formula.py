@@ -58,7 +58,7 @@ def test_a_step_has_the_bits_that_it_has_on_a_shard(spec: Optimizer) -> None:
     ours = dense_optimizer(spec, weights, RowFormulaOptimizer)
     tables = []
     for weight in weights:
-        table = Table(TableSpec(name="t", dim=weight.numel(), optimizer=spec), OptimizerRegistry().find(spec), 1 << 26)
+        table = Table(TableSpec(name="t", dim=weight.numel(), optimizer=spec), OptimizerRegistry().find(spec))
         table.load(np.zeros(1, np.int64), weight.detach().numpy().reshape(1, -1))
         tables.append(table)
     for number in range(STEPS):
