@@ -88,7 +88,7 @@ def train_ps(a: argparse.Namespace) -> None:
 
     import embershard as es
     from embershard.proto.routing import make_route
-    from embershard.proto.timing import step_ends, steps_begin
+    from embershard.proto.timing import begin_step, end_step
 
     def values() -> Iterator[tuple[Any, Any]]:
         draw = np.random.default_rng(0)
@@ -102,7 +102,7 @@ def train_ps(a: argparse.Namespace) -> None:
         gradients = C.ps_grad()
         out = np.zeros((C.PS_DRAW, C.PS_DIM), np.float32)
         meter = make_meter(a)
-        steps_begin()
+        begin_step()
         for step, ids in enumerate(C.ps_ids(a.steps)):
             meter.begin_step(step)
             t0 = time.time()
@@ -113,7 +113,7 @@ def train_ps(a: argparse.Namespace) -> None:
             t2 = time.time()
             client.push([(name, route, gradients[:unique])], clock=step)
             meter.end_step(step, unique, parts=milliseconds(t0, t1, t2, time.time()))
-            step_ends()
+            end_step()
         meter.finish()
 
 
@@ -124,7 +124,7 @@ def train_dlrm(a: argparse.Namespace) -> None:
     from torch import nn
 
     import embershard as es
-    from embershard.proto.timing import step_ends, steps_begin
+    from embershard.proto.timing import begin_step, end_step
     from embershard.worker.device import keep_freed_memory
     from embershard.worker.nn.onednn import use_onednn
 
@@ -153,7 +153,7 @@ def train_dlrm(a: argparse.Namespace) -> None:
         meter = make_meter(a)
         loop: Iterable[Any] = batches if a.staleness < 0 else session.prefetch(batches, staleness=a.staleness)
         loop = iter(loop)
-        steps_begin()
+        begin_step()
         for step in range(a.steps):
             meter.begin_step(step)
             ids, dense, labels = next(loop)
@@ -163,7 +163,7 @@ def train_dlrm(a: argparse.Namespace) -> None:
             if step == a.steps - 1:
                 session.flush()
             meter.end_step(step, 0, loss.item())
-            step_ends()
+            end_step()
         meter.finish()
         assert session.missed_reads == 0
 

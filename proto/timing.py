@@ -38,21 +38,21 @@ def span(name: str) -> AbstractContextManager[None]:
     return _NO_SPAN if recorder is None else _Span(recorder, name)
 
 
-def set_apart(part: str, seconds: float) -> None:
+def charge_to(part: str, seconds: float) -> None:
     """Count so much of the innermost open span of this thread as another part, as far as it is its own time."""
     recorder = _recorder
     outer: _Span | None = None if recorder is None else getattr(recorder.local, "top", None)
     if outer is not None and seconds > 0:
-        outer.set_apart(part, seconds)
+        outer.charge_to(part, seconds)
 
 
-def steps_begin() -> None:
+def begin_step() -> None:
     """Training goes on; what came since the last step (an evaluation, say) does not count."""
     if _recorder is not None:
         _recorder.begin()
 
 
-def step_ends() -> None:
+def end_step() -> None:
     """A training step is done, and the next one begins."""
     if _recorder is not None:
         _recorder.end()
@@ -205,7 +205,7 @@ class _Span:
             self._range.__enter__()
         self._start = time.perf_counter()
 
-    def set_apart(self, part: str, seconds: float) -> None:
+    def charge_to(self, part: str, seconds: float) -> None:
         own = min(seconds, time.perf_counter() - self._start - self._inner)
         self._inner += own
         self._recorder.add(part, own)

@@ -22,7 +22,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from embershard.benchmark import dlrm
 from embershard.benchmark.dlrm import Batch, make_batches
 from embershard.benchmark.settings import Train
-from embershard.proto.timing import PartTimes, Recorder, TimeSplit, span, step_ends
+from embershard.proto.timing import PartTimes, Recorder, TimeSplit, end_step, span
 from embershard.worker.device import keep_freed_memory, pinned, to_device
 
 POOL = 8  # batches
@@ -48,7 +48,7 @@ def train(program: Program, batches: Iterable[Batch], device: torch.device, cloc
         program.step()
         if clock is not None:
             clock.mark("update")
-        step_ends()
+        end_step()
         steps += 1
     program.finish()
     if not loss.isfinite():  # which waits for a GPU

@@ -22,7 +22,7 @@ from embershard.proto.spec import Adagrad
 from embershard.proto.timing import span
 from embershard.worker.device import to_device, to_host
 from embershard.worker.nn.wrap import wrap
-from embershard.worker.session.session import connect
+from embershard.worker.session.connect import connect
 
 
 class Program(Protocol):

@@ -31,5 +31,5 @@ from embershard.worker.nn.embedding import Embedding as Embedding
 from embershard.worker.nn.embedding import EmbeddingBag as EmbeddingBag
 from embershard.worker.nn.optimizer import ShardOptimizer as ShardOptimizer
 from embershard.worker.nn.wrap import wrap as wrap
+from embershard.worker.session.connect import connect as connect
 from embershard.worker.session.session import Session as Session
-from embershard.worker.session.session import connect as connect

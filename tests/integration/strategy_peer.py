@@ -19,7 +19,8 @@ import torch
 from embershard.worker.client.worker_group import ShardGroup, WorkerGroup
 from embershard.worker.data.batch import RowsDataset, Samples, Schema
 from embershard.worker.job.job import Job
-from embershard.worker.session.session import Session, connect
+from embershard.worker.session.connect import connect
+from embershard.worker.session.session import Session
 from embershard.worker.strategy.torch_only import TorchStrategy
 from embershard.worker.training.trainer import Trainer
 
@@ -82,10 +83,10 @@ def train(job: Job, session: Session | None, group: WorkerGroup, *, nan_at: int 
         session.read_dense()
     strategy = trainer.strategy
     weights: object = dict(trainer.model.named_parameters())
-    if strategy.held is not None:
-        state = strategy.held.state_dict()
-        strategy.held.load_state_dict(state)
-        torch.testing.assert_close(strategy.held.state_dict(), state, rtol=0, atol=0)  # sharded or not
+    if strategy.local_weights is not None:
+        state = strategy.local_weights.state_dict()
+        strategy.local_weights.load_state_dict(state)
+        torch.testing.assert_close(strategy.local_weights.state_dict(), state, rtol=0, atol=0)  # sharded or not
         weights = state["weights"]
     assert isinstance(weights, Mapping)
     found |= {name: weight.detach().numpy() for name, weight in weights.items()}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from embershard.proto import timing as spans
-from embershard.proto.timing import Recorder, set_apart, span
+from embershard.proto.timing import Recorder, charge_to, span
 
 
 @pytest.fixture
@@ -52,17 +52,17 @@ def test_time_is_set_apart_from_a_span_as_far_as_it_is_its_own(clock: list[float
     with Recorder() as recorder:
         with span("wait"):
             clock[0] += 0.005
-            set_apart("shards", 0.002)
+            charge_to("shards", 0.002)
         with span("wait"):
             clock[0] += 0.001
             with span("encode"):
                 clock[0] += 0.010
-            set_apart("shards", 0.008)
-        set_apart("shards", 0.1)  # no span is open
+            charge_to("shards", 0.008)
+        charge_to("shards", 0.1)  # no span is open
         recorder.end()
     parts = {name: part.mean_ms for name, part in recorder.split().parts.items()}
     assert parts == pytest.approx({"wait": 3, "shards": 3, "encode": 10, "other": 0}, abs=1e-9)
-    set_apart("shards", 0.002)  # nobody looks
+    charge_to("shards", 0.002)  # nobody looks
 
 
 def test_a_part_is_summed_within_a_step_and_ranked_over_steps(clock: list[float]) -> None:

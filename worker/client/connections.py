@@ -27,7 +27,7 @@ from embershard.proto.errors import (
     WrongShards,
 )
 from embershard.proto.messages import PUT_BACK_SECONDS, Greeting, Hello, Pushed, Reply, Request, Rows
-from embershard.proto.timing import set_apart, span
+from embershard.proto.timing import charge_to, span
 from embershard.proto.transport.transport import Deadline, PendingReply, Transport, TransportClosed, Unreachable
 from embershard.worker.client.byte_counts import ByteCounter, ByteCounts
 
@@ -206,7 +206,7 @@ class ShardConnections:
                 answers = [reply for reply in outcomes.values() if isinstance(reply, Rows | Pushed)]
                 # shards work side by side, but for those of this process: the slowest is waited for
                 if coding := max((reply.coding_seconds for reply in answers), default=0.0):
-                    set_apart("shards", coding)
+                    charge_to("shards", coding)
             self.settings_revision = max([self.settings_revision, *(reply.settings for reply in answers)])
             if counted and (watch := self.watch) is not None:
                 watch(requests, outcomes, time.perf_counter() - start)

@@ -18,7 +18,7 @@ from embershard.worker.client.chunks import Chunk, split_into_messages
 from embershard.worker.client.connections import Outcome, Places, ShardConnections, with_shard_name
 from embershard.worker.client.push import Versions
 from embershard.worker.compression.compressor import Compressor
-from embershard.worker.compression.deltas import Base, Deltas, apply_delta
+from embershard.worker.compression.deltas import CachedPull, Deltas, apply_delta
 
 Reads = Sequence[tuple[str, Route]]
 _KeptRoute = tuple[Route, tuple[str, int], int]  # ids that a pull leaves with a shard: of a table, under a number
@@ -97,7 +97,7 @@ class Puller:
             if base is not None:
                 self._deltas.end(table, route, rows, base)
 
-    def _begin(self, table: str, route: Route, rows: Floats, codec: CodecName | None) -> Base | None:
+    def _begin(self, table: str, route: Route, rows: Floats, codec: CodecName | None) -> CachedPull | None:
         """Fill the places with the rows of the last pull, where only what changed since is to be pulled."""
         if codec is not None and codec.select == DELTA:
             return self._deltas.begin(table, route, rows)
@@ -111,7 +111,7 @@ class Puller:
         reads: Reads,
         chunks: list[Chunk],
         codecs: Sequence[CodecName | None],
-        bases: Sequence[Base | None],
+        bases: Sequence[CachedPull | None],
         kept_routes: list[_KeptRoute] | None,
         required_clock: int,
     ) -> Pull:

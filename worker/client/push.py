@@ -72,7 +72,7 @@ class PushQueue:
         """Cut an update into messages; with `to_all` a shard without rows is sent one too, which ends the clock."""
         parts = [(table, route) for table, route, _ in update.gradients]
         dims = {table: rows.shape[1] for table, _, rows in update.gradients}
-        self._compressor.beside = []
+        self._compressor.also_changed = []
         if self._compressor.coded_pushes:
             self._compressor.begin(update.gradients, update.lr_scale)
         # by what they would take as float32, with ids and ages: a payload fits, too

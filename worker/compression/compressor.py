@@ -43,7 +43,7 @@ class Compressor:
         self.share = 1.0  # of what is pushed of a clock: what a push of this worker counts
         self.differences = False  # whether pushes are of differences of weights, as those of local steps
         self.skipped_rows = 0  # gradient rows that held NaN or Inf, and were not sent
-        self.beside: list[tuple[str, Ids]] = []  # rows that the last push changed beside those that it was made of
+        self.also_changed: list[tuple[str, Ids]] = []  # rows that the last push changed beside its own
         self._worker, self._placement = worker, placement
         self._tables: dict[str, TableCompressor] = {}
         self.has_feedback = False  # whether any table ever held something back
@@ -147,7 +147,7 @@ class Compressor:
         with span("encode"):
             parts, skipped = way.pack(part, shard, self._key(way, shard, start))
         self.skipped_rows += skipped
-        self.beside += [(other.table, other.ids) for other in parts[1:]]
+        self.also_changed += [(other.table, other.ids) for other in parts[1:]]
         return parts
 
     def drain(self, shard: int, lr_scale: LrScale, limit: int) -> list[TableGradients]:
@@ -158,7 +158,7 @@ class Compressor:
         ways = [way for way in self._tables.values() if way.drains]
         with span("encode"):
             parts = [part for way in ways for part in way.drain(shard, rate_of(lr_scale, way.spec.name), limit)]
-        self.beside += [(part.table, part.ids) for part in parts]
+        self.also_changed += [(part.table, part.ids) for part in parts]
         return parts
 
     def restore_residual(self, parts: Sequence[TableGradients], shard: int) -> None:

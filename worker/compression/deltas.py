@@ -15,7 +15,7 @@ Versions = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class CachedPull:
     """The rows that a delta pull starts from, their versions, and those of its replies."""
 
     versions: Versions  # (num_shards,) of the rows that are there; 0: none
@@ -36,16 +36,16 @@ class Deltas:
         self._num_shards = num_shards
         self.tables: dict[str, _Held] = {}
 
-    def begin(self, table: str, route: Route, out: Floats) -> Base:
+    def begin(self, table: str, route: Route, out: Floats) -> CachedPull:
         """Fill `out` ((U, dim), in route order) with what is held of these very ids."""
         held = self.tables.get(table)
         versions = np.zeros(self._num_shards, np.int64)
         if held is not None and held.ids is route.ids:
             out[...] = held.rows
             versions = held.versions
-        return Base(versions, np.full(self._num_shards, np.iinfo(np.int64).max, np.int64))
+        return CachedPull(versions, np.full(self._num_shards, np.iinfo(np.int64).max, np.int64))
 
-    def end(self, table: str, route: Route, out: Floats, base: Base) -> None:
+    def end(self, table: str, route: Route, out: Floats, base: CachedPull) -> None:
         """Keep the pulled rows as the next base."""
         self.tables[table] = _Held(route.ids, out.copy(), base.read)
 

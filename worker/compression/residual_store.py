@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numba
 import numpy as np
 import numpy.typing as npt
 from numba import types
@@ -13,9 +14,17 @@ from embershard.proto.compiled.jit import called, compiled, inlined
 from embershard.proto.routing import mix64
 
 Marks = npt.NDArray[np.uint8]
+Counters = npt.NDArray[np.void]
 
 _SMALLEST = 256  # slots
-TOP, NUM_FREE, HAND, NOW = range(4)  # of ResidualMemory.numbers
+COUNTERS = np.dtype(
+    [
+        ("top", np.int64),  # slots in use or free
+        ("num_free", np.int64),
+        ("clock_hand", np.int64),  # the slot at which the next search for one to give way begins
+        ("now", np.int64),  # the number of this push
+    ]
+)
 _FREE = -1  # a cell without a slot
 
 _LARGEST = np.finfo(np.float32).max
@@ -54,9 +63,9 @@ class ResidualMemory(NamedTuple):
     rates: Floats  # (S,)
     last: Ids  # (S,) when a slot was met last, -1 for one that holds nothing
     recent: Marks  # (S,) whether it was met since the hand came by
-    free: Ids  # (S,) slots below the top that hold nothing, as many as `numbers` says
+    free: Ids  # (S,) slots below the top that hold nothing, `num_free` of them
     cells: Ids  # open addressing, at most half full: the slot of an id
-    numbers: Ids  # (4,) slots in use or free, free ones, the hand, this push
+    counters: Counters  # (1,) of COUNTERS
 
     @classmethod
     def made(cls, size: int, dim: int, momentum: int) -> ResidualMemory:
@@ -72,12 +81,16 @@ class ResidualMemory(NamedTuple):
             recent=np.zeros(size, np.uint8),
             free=np.zeros(size, np.int64),
             cells=np.full(2 * size, _FREE, np.int64),
-            numbers=np.array([0, 0, 0, 1], np.int64),
+            counters=np.array([(0, 0, 0, 1)], COUNTERS),
         )
 
     def live(self) -> Ids:
         """The slots that hold a row."""
-        return np.delete(np.arange(int(self.numbers[TOP])), self.free[: int(self.numbers[NUM_FREE])])
+        return np.delete(np.arange(self.count("top")), self.free[: self.count("num_free")])
+
+    def count(self, name: str) -> int:
+        """One of the counters."""
+        return int(self.counters[0][name])
 
     def link(self) -> None:
         """Lead from every id that is held to its slot."""
@@ -98,7 +111,7 @@ _ROWS = types.Array(types.float32, 2, "C", readonly=True)
 _MEMORY = types.NamedTuple(
     (
         types.int64[::1], types.float32[:, ::1], types.float32[:, ::1], types.float32[::1], types.float32[::1],
-        types.int64[::1], types.uint8[::1], types.int64[::1], types.int64[::1], types.int64[::1],
+        types.int64[::1], types.uint8[::1], types.int64[::1], types.int64[::1], numba.from_dtype(COUNTERS)[::1],
     ),
     ResidualMemory,
 )  # fmt: skip
@@ -166,32 +179,33 @@ def _release(slot: int, store: ResidualMemory) -> None:
     """Hold nothing in a slot any more."""
     _unlink(store.ids[slot], store)
     store.last[slot] = -1
-    store.free[store.numbers[NUM_FREE]] = slot
-    store.numbers[NUM_FREE] += 1
+    counters = store.counters[0]
+    store.free[counters["num_free"]] = slot
+    counters["num_free"] += 1
 
 
 @inlined
 def _vacant(store: ResidualMemory) -> int:
     """A slot that holds nothing."""
-    numbers = store.numbers
-    if numbers[NUM_FREE] > 0:
-        numbers[NUM_FREE] -= 1
-        slot: int = store.free[numbers[NUM_FREE]]
+    counters = store.counters[0]
+    if counters["num_free"] > 0:
+        counters["num_free"] -= 1
+        slot: int = store.free[counters["num_free"]]
         return slot
-    numbers[TOP] += 1
-    top: int = numbers[TOP] - 1
+    counters["top"] += 1
+    top: int = counters["top"] - 1
     return top
 
 
 @called
-def _victim(store: ResidualMemory) -> int:
+def _evict_clock_hand(store: ResidualMemory) -> int:
     """The next slot to evict: not of this push, and not used since the clock hand passed it; -1 where none is."""
-    last, recent, numbers = store.last, store.recent, store.numbers
-    top = numbers[TOP]
+    last, recent, counters = store.last, store.recent, store.counters[0]
+    top = counters["top"]
     for _ in range(2 * top):
-        slot: int = numbers[HAND]
-        numbers[HAND] = slot + 1 if slot + 1 < top else 0
-        if last[slot] == numbers[NOW] or last[slot] < 0:
+        slot: int = counters["clock_hand"]
+        counters["clock_hand"] = slot + 1 if slot + 1 < top else 0
+        if last[slot] == counters["now"] or last[slot] < 0:
             continue
         if recent[slot] == 0:
             return slot
@@ -204,7 +218,7 @@ def _take(slot: int, id_: np.int64, store: ResidualMemory) -> None:
     """Let an id have a slot."""
     store.ids[slot] = id_
     store.cells[_cell_of(id_, store)] = slot
-    store.last[slot] = store.numbers[NOW]
+    store.last[slot] = store.counters[0]["now"]
     store.recent[slot] = 0
 
 
@@ -215,7 +229,7 @@ def find(ids: Ids, store: ResidualMemory, slots: Ids) -> None:
         slot = store.cells[_cell_of(ids[i], store)]
         slots[i] = slot
         if slot >= 0:
-            store.last[slot] = store.numbers[NOW]
+            store.last[slot] = store.counters[0]["now"]
 
 
 @compiled(types.void(_IDS, _IDS, types.int64[::1]))
@@ -264,11 +278,11 @@ def keep(
             continue
         if slot >= 0:
             store.recent[slot] = 1
-        elif store.numbers[TOP] - store.numbers[NUM_FREE] < capacity:
+        elif store.counters[0]["top"] - store.counters[0]["num_free"] < capacity:
             slot = _vacant(store)
             _take(slot, ids[i], store)
         else:
-            slot = _victim(store)
+            slot = _evict_clock_hand(store)
             if slot < 0:  # a push of more rows than there is room for
                 _give(ids[i], rows, i, ages[i], rate, gone, count)
                 count += 1

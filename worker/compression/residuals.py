@@ -12,7 +12,7 @@ import numpy as np
 
 from embershard.proto.arrays import Floats, Ids
 from embershard.worker.compression import residual_store as held_rows
-from embershard.worker.compression.residual_store import NOW, NUM_FREE, TOP, ResidualMemory, ResidualRows
+from embershard.worker.compression.residual_store import ResidualMemory, ResidualRows
 
 _BY_SLOT = ResidualMemory._fields[:8]
 _SAVED = ("ids", "rows", "momenta", "ages", "rates", "recent")
@@ -27,12 +27,11 @@ class Residuals:
 
     def __len__(self) -> int:
         """Rows held."""
-        numbers = self._store.numbers
-        return int(numbers[TOP] - numbers[NUM_FREE])
+        return self._store.count("top") - self._store.count("num_free")
 
     def find(self, ids: Ids) -> Ids:
         """The slot of each id ((U,) int64, unique), -1 where it has none; they stay with their ids until `keep`."""
-        self._store.numbers[NOW] += 1
+        self._store.counters["now"] += 1
         slots = np.empty(len(ids), np.int64)
         held_rows.find(ids, self._store, slots)
         return slots
@@ -52,7 +51,7 @@ class Residuals:
         momenta = np.zeros((len(ids), self.dim if self.momentum else 0), np.float32) if momenta is None else momenta
         capacity = np.iinfo(np.int64).max if self.capacity is None else self.capacity
         new = int(np.count_nonzero(slots < 0))
-        self._reserve(int(self._store.numbers[TOP]) + new)
+        self._reserve(self._store.count("top") + new)
         most = min(len(ids), max(0, len(self) + new - capacity))
         gone = ResidualRows(
             np.empty(most, np.int64), np.empty((most, self.dim), np.float32),
@@ -102,9 +101,8 @@ class Residuals:
     def state_dict(self) -> Mapping[str, object]:
         """All of it, so that the same rows are evicted later."""
         store = self._store
-        top, num_free, hand, _ = map(int, store.numbers)
-        state: dict[str, object] = {name: getattr(store, name)[:top].copy() for name in _SAVED}
-        return state | {"free": store.free[:num_free].copy(), "hand": hand}
+        state: dict[str, object] = {name: getattr(store, name)[: store.count("top")].copy() for name in _SAVED}
+        return state | {"free": store.free[: store.count("num_free")].copy(), "hand": store.count("clock_hand")}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Hold what a state of the same dim holds, and nothing else. ValueError where it is another's."""
@@ -117,7 +115,7 @@ class Residuals:
         for name, array in saved.items():
             getattr(self._store, name)[: len(array)] = array
         self._store.last[free] = -1
-        self._store.numbers[:] = top, len(free), int(str(state["hand"])), 1
+        self._store.counters[0] = top, len(free), int(str(state["hand"])), 1
         self._store.link()
 
     def _made(self, size: int) -> ResidualMemory:
@@ -127,11 +125,11 @@ class Residuals:
         """Have room for `size` slots, as far as the capacity goes."""
         before = self._store
         if self.capacity is not None:
-            size = min(size, max(self.capacity, int(before.numbers[TOP])))
+            size = min(size, max(self.capacity, before.count("top")))
         if size <= len(before.ids):
             return
         self._store = self._made(size)
         for name in _BY_SLOT:
             getattr(self._store, name)[: len(before.ids)] = getattr(before, name)
-        self._store.numbers[:] = before.numbers
+        self._store.counters[:] = before.counters
         self._store.link()

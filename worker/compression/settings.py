@@ -143,7 +143,7 @@ def check_momentum(spec: TableSpec, push: CodecName, momentum: float) -> None:
         )
 
 
-def heeds_ages(spec: TableSpec) -> bool:
+def uses_row_age(spec: TableSpec) -> bool:
     """Whether a table's optimizer takes a row of several pushes for something else than one large gradient."""
     return spec.optimizer.name != "sgd" or spec.optimizer.params().get("weight_decay", 0.0) > 0
 

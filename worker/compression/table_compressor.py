@@ -21,7 +21,7 @@ from embershard.worker.compression.error_feedback import EncodeOptions, Feedback
 from embershard.worker.compression.low_rank import DenseLayout, LowRank
 from embershard.worker.compression.residual_store import ResidualRows, nothing_held
 from embershard.worker.compression.residuals import Residuals
-from embershard.worker.compression.settings import Compression, Directions, heeds_ages, warmup_density
+from embershard.worker.compression.settings import Compression, Directions, uses_row_age, warmup_density
 
 Find = Callable[[str], ValuesCodec]
 
@@ -35,7 +35,7 @@ class TableCompressor:
         self.layout = DenseLayout(np.empty(0, np.int64), ())  # of dense weights
         self.directions = Directions()
         self.pushes = 0  # goes into the keys of random numbers
-        self._even_order: Ids | None = None  # in which the layout's ids ascend, where they are even_ids
+        self._block_order: Ids | None = None  # in which the layout's ids ascend, where they are even_ids
         self._even: dict[int, tuple[Ids, Bytes]] = {}  # first id -> those of a shard, and their bytes
         self._placement, self._find = placement, find
         self._capacity: int | None = None  # rows held back for one shard
@@ -55,12 +55,12 @@ class TableCompressor:
         """Take the blocks for these."""
         self.layout = layout
         is_even = np.array_equal(layout.ids, even_ids(len(layout.ids), self.spec.space_key))
-        self._even_order = np.argsort(layout.ids) if is_even and len(layout.ids) else None
+        self._block_order = np.argsort(layout.ids) if is_even and len(layout.ids) else None
         self._even.clear()
 
     def packed_ids(self, ids: Ids) -> Bytes | None:
         """The bytes of ids that ascend, or are blocks in their order; None for others, and where nothing is gained."""
-        known, order = self.layout.ids, self._even_order
+        known, order = self.layout.ids, self._block_order
         if order is None or len(ids) < 3:  # whose key, and number, take 16 bytes
             return packed_ids(ids)
         before, packed = self._even.get(int(ids[0]), (None, None))
@@ -80,7 +80,7 @@ class TableCompressor:
         rows = sum(feedback.sent_rows for feedback in self._held.values())
         if not rows:
             return SentAverages()
-        aged = heeds_ages(self.spec) or self.directions.push.select == "rows"
+        aged = uses_row_age(self.spec) or self.directions.push.select == "rows"
         return SentAverages(
             rows / pushes, sum(feedback.sent_ages for feedback in self._held.values()) / rows if aged else None
         )
@@ -223,9 +223,11 @@ class TableCompressor:
 
     def _how(self, codec: CodecName, values: ValuesCodec, key: int) -> EncodeOptions:
         if codec.select != "dgc":
-            return EncodeOptions(codec, values, codec.number, key, low_rank=self._low_rank, ages=heeds_ages(self.spec))
+            return EncodeOptions(
+                codec, values, codec.number, key, low_rank=self._low_rank, ages=uses_row_age(self.spec)
+            )
         density = warmup_density(codec.number, self._warm - 1, self._settings.warmup_steps)
-        return EncodeOptions(codec, values, density, key, self._settings.momentum, ages=heeds_ages(self.spec))
+        return EncodeOptions(codec, values, density, key, self._settings.momentum, ages=uses_row_age(self.spec))
 
     def _clipping(self, rows: Floats, workers: int) -> float:
         """The factor by which dgc bounds the norm of one worker's gradient (Lin et al. 2018, section 3.2)."""

@@ -13,7 +13,7 @@ from embershard.worker.models.recommender import Recommender
 from embershard.worker.models.two_tower import FrequencyEstimator, TwoTower, candidates, sampled_softmax
 
 
-class Objective(Protocol):
+class Loss(Protocol):
     """The mean loss of a batch, with a graph to the model's weights."""
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -47,6 +47,6 @@ class InBatchSoftmax:
         return sampled_softmax(logits, items.to(logits.device), log_q.to(logits.device))
 
 
-def objective_of(model: Recommender) -> Objective:
+def loss_of(model: Recommender) -> Loss:
     """The loss that a model is made for."""
     return InBatchSoftmax() if isinstance(model, TwoTower) else binary_cross_entropy

@@ -45,7 +45,7 @@ class ShardOptimizer(torch.optim.Optimizer):
             if table.spec.name not in dense:
                 embeddings.setdefault(table.spec.optimizer, []).append(table.spec.name)
         groups: list[dict[str, Any]] = [
-            {"params": _Rows(session, names), "lr": optimizer.lr, "name": "embedding", "tables": names}
+            {"params": _GradientStandIns(session, names), "lr": optimizer.lr, "name": "embedding", "tables": names}
             for optimizer, names in embeddings.items()
         ]
         for name, weights in dense.items():
@@ -128,7 +128,7 @@ class ShardOptimizer(torch.optim.Optimizer):
         return scales
 
 
-class _Rows(Sequence[Tensor]):
+class _GradientStandIns(Sequence[Tensor]):
     """One stand-in, without memory, for the rows of each table that have a gradient now."""
 
     def __init__(self, session: Session, tables: Sequence[str]) -> None:

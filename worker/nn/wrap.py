@@ -139,7 +139,7 @@ class _Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class _Moved:
+class _WrapResult:
     """A model whose embeddings were replaced."""
 
     model: nn.Module
@@ -147,11 +147,11 @@ class _Moved:
     weights: list[tuple[str, weakref.ref[nn.Parameter]]]  # what they were before
 
 
-def _move_tables(model: nn.Module, session: Session, settings: _Settings, id_space: Mapping[str, str]) -> _Moved:
+def _move_tables(model: nn.Module, session: Session, settings: _Settings, id_space: Mapping[str, str]) -> _WrapResult:
     groups = _groups(model)
-    _check(model, groups, id_space)
+    _validate(model, groups, id_space)
     names = _table_names(groups, settings.prefix)
-    _check_new(session, names)
+    _validate_names(session, names)
     modules = [group.names[0] for group in groups]
     optimizer_of = choose(modules, settings.optimizers, "optimizer")
     initializer_of = choose(modules, settings.initializers, "initializer")
@@ -176,10 +176,10 @@ def _move_tables(model: nn.Module, session: Session, settings: _Settings, id_spa
                 parent._modules[key] = replaced[child]
     # the caller holds the model itself, an embedding at its root included
     weights = [(group.names[0], weakref.ref(group.weight)) for group in groups if group.names[0]]
-    return _Moved(replaced.get(model, model), tables, weights)
+    return _WrapResult(replaced.get(model, model), tables, weights)
 
 
-def _check_new(session: Session, names: Iterable[str]) -> None:
+def _validate_names(session: Session, names: Iterable[str]) -> None:
     """Between workers a table is shared by its name; within one session that would mix two models without a word."""
     if taken := sorted(session.table_names.intersection(names)):
         raise ValueError(
@@ -213,7 +213,7 @@ def _groups(model: nn.Module) -> list[_Group]:
     return list(groups.values())
 
 
-def _check(model: nn.Module, groups: list[_Group], id_space: Mapping[str, str]) -> None:
+def _validate(model: nn.Module, groups: list[_Group], id_space: Mapping[str, str]) -> None:
     """ValueError for what cannot be wrapped, before anything is declared."""
     tables = {id(group.weight): group.names[0] for group in groups}
     for name, module in model.named_modules():
@@ -252,7 +252,7 @@ def _table_names(groups: list[_Group], prefix: str) -> list[str]:
     return names
 
 
-def _dense_name(moved: _Moved, prefix: str) -> str:
+def _dense_name(moved: _WrapResult, prefix: str) -> str:
     name = f"{prefix}dense"
     taken = any(module.table.spec.name == name for module in moved.tables.values())
     return f"{name}.blocks" if taken else name
@@ -341,7 +341,7 @@ def _dense(model: nn.Module, session: Session, rules: Mapping[str, Optimizer], n
 def _dense_table(
     session: Session, named: list[tuple[str, nn.Parameter]], optimizer: Optimizer, name: str
 ) -> DenseWeights:
-    _check_new(session, [name])
+    _validate_names(session, [name])
     # every worker must cut its parameters alike: the seed, which nothing else uses here, says how
     spec = TableSpec(
         name=name, dim=BLOCK, optimizer=optimizer, initializer=Constant(), id_space=name, seed=layout_seed(named)

@@ -84,12 +84,12 @@ class Report:
         """Report the steps since the last report."""
         if self._meter.has_news:
             interval = self._meter.interval(step, epoch, lr_scale)
-            for observer in self._told(self._group.reports):
+            for observer in self._active_observers(self._group.reports):
                 observer.trained(interval)
 
     def evaluating(self) -> None:
         """Report that an evaluation begins."""
-        for observer in self._told(self._group.reports):
+        for observer in self._active_observers(self._group.reports):
             observer.evaluating()
 
     def evaluated(
@@ -107,7 +107,7 @@ class Report:
         )
         if improved or self._best is None:
             self._best = evaluation
-        for observer in self._told(self._group.is_first):  # as all of them agree
+        for observer in self._active_observers(self._group.is_first):  # as all of them agree
             observer.evaluated(evaluation)
 
     def finished(
@@ -151,7 +151,7 @@ class Report:
             bytes=meter.bytes_per_step(self._strategy.predicted(meter.moved)),
             step=_step_times(),
         )
-        for observer in self._told(self._group.is_first):
+        for observer in self._active_observers(self._group.is_first):
             observer.finished(result)
         return result
 
@@ -165,7 +165,7 @@ class Report:
         except Evicted:
             return [mine]
 
-    def _told(self, by_this: bool) -> Sequence[Observer]:
+    def _active_observers(self, by_this: bool) -> Sequence[Observer]:
         """Whom to tell, if it is this worker that does."""
         if not by_this:
             return ()

@@ -26,8 +26,7 @@ from embershard.worker.client.chunks import select
 from embershard.worker.client.client import Client
 from embershard.worker.client.push import Gradients, LrScale, Versions
 from embershard.worker.compression.compressor import rate_of
-from embershard.worker.kernels import IdIndex
-from embershard.worker.session.row_optimizer import Formula
+from embershard.worker.kernels import IdIndex, LocalRowOptimizer
 
 # those of the shards whose rows may also change by another way: an FTRL row is a function of its state
 LOCAL_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "rmsprop", "adam", "adamw")
@@ -47,7 +46,7 @@ class _LocalTable:
 
     def __init__(self, spec: TableSpec) -> None:
         self.spec = spec
-        self.formula = Formula(spec.optimizer)
+        self.formula = LocalRowOptimizer(spec.optimizer)
         self.index = IdIndex()
         self.rows = np.empty((0, spec.dim), np.float32)
         self.base = np.empty((0, spec.dim), np.float32)  # the rows as they were pulled

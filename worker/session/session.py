@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from itertools import count
 from types import TracebackType
@@ -18,16 +17,12 @@ import torch
 
 from embershard.proto.arrays import Floats
 from embershard.proto.codec.name import CodecName
-from embershard.proto.codec.user_defined import CodecRegistry
-from embershard.proto.messages import READ_ONLY_WORKER
 from embershard.proto.routing import Placement, Route
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import span
-from embershard.proto.transport.addresses import parse_addresses
-from embershard.proto.transport.emulated_link import UNLIMITED, parse_bandwidth
-from embershard.worker.client.client import DEFAULT_TIMEOUT, Client, LrScale
+from embershard.worker.client.client import Client, LrScale
 from embershard.worker.client.connections import ClientStats
-from embershard.worker.client.membership import Membership, Terms
+from embershard.worker.client.membership import Membership
 from embershard.worker.client.push import NOT_READ
 from embershard.worker.compression.settings import Compression, codec_of
 from embershard.worker.session.codec_switch import Switching
@@ -356,7 +351,7 @@ class Session:
         try:
             send()
         finally:
-            prefetcher.mark_changed(self.client.compressor.beside)
+            prefetcher.mark_changed(self.client.compressor.also_changed)
 
     def _pull(
         self, lookups: Sequence[Lookup], dense: Sequence[DenseWeights] = (), *, cached: bool = False
@@ -573,58 +568,3 @@ class Session:
         raise TypeError("a session holds connections and cannot be copied; copy the model before wrapping it")
 
     __reduce__ = __deepcopy__  # type: ignore[assignment]
-
-
-def connect(
-    addresses: str | Sequence[str],
-    *,
-    worker: int = 0,
-    timeout: timedelta = DEFAULT_TIMEOUT,
-    workers: int = 1,
-    staleness: int | None = None,
-    lease: timedelta = Terms.lease,
-    staleness_aware_lr: bool = False,
-    wait_timeout: timedelta = Terms.wait_timeout,
-    run: int = 0,
-    local_steps: int | None = None,
-    bandwidth: str = UNLIMITED,
-    compression: Compression | None = None,
-    imports: Sequence[str] = (),
-) -> Session:
-    """A session with the shards at `addresses` ("host:port,host:port" or a list), in any order.
-
-    Waits for shards that start later; every later call, too, ends by `timeout`. BadAddress where one cannot be.
-
-    With several `workers`, or a `staleness`, this one (`worker` is its number) joins the clock of the job on the terms
-    that membership.Terms describes, the same for all workers; ModeMismatch where they differ, StaleRun where its `run`
-    is. With `local_steps` it trains on copies of its own and pushes what so many steps have changed (local_steps.py). A
-    `bandwidth`, as "100mbit", emulates a slower link to the shards (bandwidth.py); ValueError where it is none.
-    `compression` says how tables travel; `imports` names modules of codecs, BadModule or BadCodec where one fails.
-    """
-    terms = Terms(
-        workers=workers,
-        staleness=staleness,
-        lease=lease,
-        staleness_aware_lr=staleness_aware_lr,
-        wait_timeout=wait_timeout,
-        run=run,
-    )
-    if local_steps is not None and (local_steps < 1 or staleness_aware_lr):
-        raise ValueError(
-            "staleness_aware_lr has no meaning with local_steps, which push no gradients"
-            if staleness_aware_lr
-            else f"local_steps must be at least 1, got {local_steps}"
-        )
-    bits, codecs = parse_bandwidth(bandwidth), CodecRegistry(imports)
-    client = Client.connect(parse_addresses(addresses), worker=worker, timeout=timeout, bandwidth=bits)
-    client.compressor.find = codecs.find
-    try:
-        if workers > 1 or staleness is not None or staleness_aware_lr:
-            client.join(terms)
-        session = Session(client, local_steps=local_steps, compression=compression)
-        if client.membership is None and worker != READ_ONLY_WORKER:
-            session.switching.begin()
-        return session
-    except BaseException:
-        client.close()
-        raise

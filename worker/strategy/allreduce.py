@@ -26,18 +26,18 @@ class SynchronousSteps:
     """
 
     @classmethod
-    def join(cls, company: Callable[[bool], None] = lambda _: None) -> SynchronousSteps | None:
+    def join(cls, set_idle: Callable[[bool], None] = lambda _: None) -> SynchronousSteps | None:
         """With the workers of torch's process group; None without any others."""
         alone = not dist.is_initialized() or dist.get_world_size() == 1
-        return None if alone else cls(company)
+        return None if alone else cls(set_idle)
 
-    def __init__(self, company: Callable[[bool], None]) -> None:
+    def __init__(self, set_idle: Callable[[bool], None]) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.waited = 0.0  # seconds, for the others
-        self.accompanied = False  # whether somebody has come to the end of its data before the others
+        self.any_idle = False  # whether somebody has come to the end of its data before the others
         self._share = 0.0  # of a turn's samples: this worker's
         self._weighs = False
-        self._company = company  # told whether the next turn is one without data of its own
+        self._set_idle = set_idle  # told whether the next turn is one without data of its own
 
     def weigh_gradients_of(self, module: DistributedDataParallel) -> None:
         """Multiply its gradients by each worker's share of the samples, and add them up: a sum as on the shards.
@@ -58,7 +58,7 @@ class SynchronousSteps:
         summed: torch.futures.Future[list[torch.Tensor]] = dist.all_reduce(gradients, async_op=True).get_future()
         return summed.then(lambda done: done.value()[0])
 
-    def turns(self, turns: Iterator[StepBatch]) -> Iterator[StepBatch]:
+    def batches(self, turns: Iterator[StepBatch]) -> Iterator[StepBatch]:
         """As many turns for all workers; the mean of a step's gradients is that over the samples of all of them."""
         last: StepBatch | None = None
         while True:
@@ -67,8 +67,8 @@ class SynchronousSteps:
             total, idle_workers = self._reduce([samples, idle], dist.ReduceOp.SUM)
             if total == 0:
                 return
-            self.accompanied = idle_workers > 0
-            self._company(turn is None)
+            self.any_idle = idle_workers > 0
+            self._set_idle(turn is None)
             if turn is None and last is not None:
                 turn = replace(last, samples=0, weight=0.0)
             if turn is None:
@@ -88,13 +88,13 @@ class SynchronousSteps:
     def _reduce(self, values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         numbers = torch.tensor(values, dtype=torch.float64)
         start = time.perf_counter()
-        with self.others():
+        with self.collective_errors():
             dist.all_reduce(numbers, operation)
         self.waited += time.perf_counter() - start
         return [float(number) for number in numbers]
 
     @contextmanager
-    def others(self) -> Iterator[None]:
+    def collective_errors(self) -> Iterator[None]:
         """WorkerLost where a collective fails: it does when somebody is gone, or late by the group's timeout."""
         try:
             yield

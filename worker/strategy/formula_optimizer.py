@@ -18,7 +18,7 @@ from embershard.proto.compiled.jit import compiled
 from embershard.proto.optim import clip as gradients_module
 from embershard.proto.optim.clip import is_finite
 from embershard.proto.spec import Optimizer
-from embershard.worker.session.row_optimizer import Formula
+from embershard.worker.kernels import LocalRowOptimizer
 
 # what torch.optim calls the state that a row function keeps per element, in its order
 _NAMES = {
@@ -65,7 +65,7 @@ class RowFormulaOptimizer(torch.optim.Optimizer):
 
     def _prepare(self) -> None:
         name = self._spec.name
-        self._formula = Formula(self._spec)
+        self._formula = LocalRowOptimizer(self._spec)
         self._initial = dict(zip(_NAMES[name], self._formula.initial(1).tolist(), strict=False))
         self._counts = name in ("adam", "adamw")  # the last float of a row's state is the number of its steps
         self._has_step = name != "sgd"  # in torch, also where no formula reads it

@@ -58,7 +58,7 @@ class Strategy(Protocol):
     def predicted(self, moved: ByteCounts) -> Mapping[BytePart, float]:
         """Return the bytes that were expected for what was moved: worker/client/predicted_bytes.py."""
 
-    def turns(self, batches: Iterator[EpochBatch]) -> Iterator[StepBatch]:
+    def batches(self, batches: Iterator[EpochBatch]) -> Iterator[StepBatch]:
         """The batches, with all that their step needs under way; its end is the end of all that is in flight."""
 
     @property
@@ -75,11 +75,11 @@ class Strategy(Protocol):
     def agree(self) -> Callable[[float], float] | None:
         """The largest of all workers' norms, where they make every step together; else None."""
 
-    def others(self) -> AbstractContextManager[None]:
+    def collective_errors(self) -> AbstractContextManager[None]:
         """WorkerLost where something fails inside that workers do together by torch."""
 
     @property
-    def held(self) -> TorchWeights | None:
+    def local_weights(self) -> TorchWeights | None:
         """The weights that workers hold and no shard does, equal on all workers: for a checkpoint."""
 
     @property

@@ -86,7 +86,7 @@ class ShardStrategy:
             self._dense = ReplicatedDense(wrapped, job.dense_mode, dense_specs(job), device)
             self.module = self._dense.module
             self.optimizers += self._dense.optimizers
-            self._together = SynchronousSteps.join(self._keep_company)
+            self._together = SynchronousSteps.join(self._set_idle)
             if self._together is not None and job.train.accumulate == 1:
                 self._dense.add_up_by(self._together)
         self._ahead = job.train.prefetch
@@ -112,7 +112,7 @@ class ShardStrategy:
         """By the codecs in use now."""
         return predict_volumes(moved, self.session.client)
 
-    def turns(self, batches: Iterator[EpochBatch]) -> Iterator[StepBatch]:
+    def batches(self, batches: Iterator[EpochBatch]) -> Iterator[StepBatch]:
         """The batches, with their rows pulled ahead; its end is the end of all that is in flight."""
         self.session.reset_read_versions()  # an evaluation's
         if self._ahead is not None:
@@ -121,7 +121,7 @@ class ShardStrategy:
                 batches, staleness=self._ahead, inputs=lambda item: self.model.embedding_inputs(item[1].ids)
             )
         turns = (StepBatch(epoch, batch, len(batch), weight=len(batch)) for epoch, batch in batches)
-        return turns if self._together is None else self._together.turns(turns)
+        return turns if self._together is None else self._together.batches(turns)
 
     def step(self, weight: float) -> None:
         """Push what backward left, and change the weights that are here."""
@@ -141,12 +141,12 @@ class ShardStrategy:
         """The largest of all workers' norms, where they make every step together."""
         return None if self._together is None else self._together.agree
 
-    def others(self) -> AbstractContextManager[None]:
+    def collective_errors(self) -> AbstractContextManager[None]:
         """WorkerLost where a collective fails."""
-        return nullcontext() if self._together is None else self._together.others()
+        return nullcontext() if self._together is None else self._together.collective_errors()
 
     @property
-    def held(self) -> TorchWeights | None:
+    def local_weights(self) -> TorchWeights | None:
         """The dense weights, where they are in the workers."""
         return None if self._dense is None else TorchWeights(self.model, self._dense.optimizers)
 
@@ -188,7 +188,7 @@ class ShardStrategy:
         """Table -> rows on all shards."""
         return self._counted.table_rows()
 
-    def _keep_company(self, keeps: bool) -> None:
+    def _set_idle(self, idle: bool) -> None:
         # gradients of zero would move rows under momentum, Adam or weight decay
         for module in self._trained:
-            module.frozen = keeps
+            module.frozen = idle

@@ -116,15 +116,15 @@ class TorchStrategy:
         """Nothing: no shard is asked."""
         return {}
 
-    def turns(self, batches: Iterator[EpochBatch]) -> Iterator[StepBatch]:
+    def batches(self, batches: Iterator[EpochBatch]) -> Iterator[StepBatch]:
         """Iterate over the batches of this worker's steps."""
         turns = (StepBatch(epoch, batch, len(batch)) for epoch, batch in batches)
-        return turns if self._together is None else self._together.turns(turns)
+        return turns if self._together is None else self._together.batches(turns)
 
     def step(self, weight: float) -> None:
         """Apply the optimizers to the weights."""
         for lazy in self._lazy:
-            lazy.without_zeros = self._together is not None and self._together.accompanied
+            lazy.without_zeros = self._together is not None and self._together.any_idle
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -147,12 +147,12 @@ class TorchStrategy:
         """Return an empty context: no codec rounds these weights."""
         return nullcontext()
 
-    def others(self) -> AbstractContextManager[None]:
+    def collective_errors(self) -> AbstractContextManager[None]:
         """WorkerLost where a collective fails."""
-        return nullcontext() if self._together is None else self._together.others()
+        return nullcontext() if self._together is None else self._together.collective_errors()
 
     @property
-    def held(self) -> TorchWeights:
+    def local_weights(self) -> TorchWeights:
         """All weights of the model, with their optimizers."""
         return TorchWeights(self.model, self.optimizers)
 

@@ -67,7 +67,7 @@ def trained(job: Job, schema: Schema, session: ReadOnlySession | None, checkpoin
     model = job.model.build(schema, job.dim, "meta")
     check_names(job, model)
     strategy = choose_strategy(job, model, session, torch.device("cpu"))
-    held, buffers = strategy.held, Buffers(strategy.model)
+    held, buffers = strategy.local_weights, Buffers(strategy.model)
     if checkpoint is not None:
         load_parts(checkpoint, checkpoint.shared(), {"held": held} if held is not None else {})
         load_parts(checkpoint, checkpoint.first_worker(), {"buffers": buffers})

@@ -70,19 +70,19 @@ class TrainingPlan:
         self._stream = self._batches_from(0)
 
     @property
-    def word(self) -> dict[str, int]:
+    def shared_state(self) -> dict[str, int]:
         """Return the first worker's progress, which the other workers take over."""
         return {"begun": self._begun, "epoch": self._next_epoch}
 
-    def follow(self, word: Mapping[str, int], *, late: bool) -> None:
+    def follow(self, shared_state: Mapping[str, int], *, late: bool) -> None:
         """Have the first worker's segments: that of a checkpoint may have been given other numbers of batches.
 
         One that is `late` leaves out what is left of the epochs before the one that the first one is in. One that is
         ahead goes back where the workers make their steps together, for which each needs batches.
         """
-        self._begun = word["begun"]
+        self._begun = shared_state["begun"]
         if late:
-            self._move_on(word["epoch"])
+            self._move_on(shared_state["epoch"])
         if self._together and self._unit == "epochs" and self.position.epoch > self._begun:
             self._go_to(self._begun)
 
@@ -100,7 +100,7 @@ class TrainingPlan:
             shares = chain.from_iterable(map(self._batches, epochs)) if in_epochs else islice(self._stream, end - start)
             last = end == self._parts(self._length)
             yield Segment(
-                iter([shares]) if self._splits is None else chain.from_iterable(map(self._dealt, range(start, end))),
+                iter([shares]) if self._splits is None else chain.from_iterable(map(self._assigned, range(start, end))),
                 evaluation=end % evaluate == 0 or last,
                 checkpoint=end % save == 0 or last,
                 last=last,
@@ -181,7 +181,7 @@ class TrainingPlan:
             return None
         return self._parts(self._length) * self._batch_size * self._group.world_size
 
-    def _dealt(self, epoch: int) -> Iterator[Iterator[EpochBatch]]:
+    def _assigned(self, epoch: int) -> Iterator[Iterator[EpochBatch]]:
         """The splits of an epoch that this worker is given."""
         assert self._splits is not None
         for split in self._splits.deal(epoch):

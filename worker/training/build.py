@@ -7,7 +7,7 @@ from torch import nn
 
 from embershard.proto.errors import JobError
 from embershard.worker.job.job import Job
-from embershard.worker.models.loss import objective_of
+from embershard.worker.models.loss import loss_of
 from embershard.worker.models.recommender import Recommender
 from embershard.worker.nn.activations import checkpoint_activations
 from embershard.worker.nn.averaging import WeightAverage
@@ -62,7 +62,7 @@ def step_of(job: Job, strategy: Strategy, session: Session | None, device: torch
     )
     return TrainStep(
         strategy.module,
-        objective_of(model),
+        loss_of(model),
         strategy,
         settings,
         device=device,

@@ -40,7 +40,7 @@ class NotRestored(EmbershardError):
     )
 
 
-class Fields:
+class Attributes:
     """Some attributes of an object: numbers, texts, and lists and dicts of them."""
 
     def __init__(self, owner: object, *names: str) -> None:

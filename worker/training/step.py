@@ -81,14 +81,14 @@ class Updater(Protocol):
 class TrainStep:
     """Forward, loss, backward, and with every `accumulate`-th batch the updater's step.
 
-    `objective(module, batch)` is the mean loss of a batch. `agree` makes one norm of the workers' norms, their maximum,
+    `loss(module, batch)` gives the mean loss of a batch. `agree` makes one norm of the workers' norms, their maximum,
     where dense weights are all-reduced: all workers then clip by it, and leave a step out together, when it is inf.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        objective: Callable[[nn.Module, Batch], Tensor],
+        loss: Callable[[nn.Module, Batch], Tensor],
         updater: Updater,
         settings: StepSettings = StepSettings(),
         *,
@@ -97,7 +97,7 @@ class TrainStep:
         agree: Callable[[float], float] | None = None,
         worker: int = 0,
     ) -> None:
-        self._module, self._objective, self._updater, self._settings = module, objective, updater, settings
+        self._module, self._loss, self._updater, self._settings = module, loss, updater, settings
         self._device, self._average, self._agree, self._worker = device, average, agree, worker
         self._scaler = torch.amp.GradScaler(device.type) if settings.amp == "fp16" else None
         self.steps = 0  # those that were left out included
@@ -108,7 +108,7 @@ class TrainStep:
         self._bad_loss = False
         self._may_skip = settings.non_finite == "skip" or self._scaler is not None
         self._buffers: list[tuple[Tensor, Tensor]] = []  # as they were before the step
-        self._sound: Batch | None = None  # the last one whose step was made
+        self._last_good_batch: Batch | None = None  # the last one whose step was made
 
     def __call__(self, turn: StepBatch) -> float:
         """The loss of a batch, after all that is to be done with it; accumulated batches weigh by their samples.
@@ -118,9 +118,9 @@ class TrainStep:
         if not self._turns and self._may_skip:
             self._buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
         # a batch of weight 0 must not add a NaN that was left out before
-        batch = turn.batch if turn.samples or self._sound is None else self._sound
+        batch = turn.batch if turn.samples or self._last_good_batch is None else self._last_good_batch
         with span("forward"), self._autocast():
-            loss = self._objective(self._module, to_device(batch, self._device))
+            loss = self._loss(self._module, to_device(batch, self._device))
         if self._average is not None:
             self._average.observe()
         self._turns.append(turn)
@@ -152,12 +152,12 @@ class TrainStep:
             self._step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, the scale of the loss, the average of the weights, and what the objective has learnt."""
+        """Counters, the scale of the loss, the average of the weights, and what the loss has learnt."""
         scaler = self._scaler.state_dict() if self._scaler is not None else {}
         average = self._average.state_dict() if self._average is not None else {}
-        objective: Mapping[str, Any] = self._objective.state_dict() if is_stateful(self._objective) else {}
+        learnt: Mapping[str, Any] = self._loss.state_dict() if is_stateful(self._loss) else {}
         counts = {"steps": self.steps, "skipped": self.skipped}
-        return {**counts, "scaler": scaler, "average": average, "objective": objective}
+        return {**counts, "scaler": scaler, "average": average, "objective": learnt}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
@@ -166,8 +166,8 @@ class TrainStep:
             self._scaler.load_state_dict(state["scaler"])
         if self._average is not None and state["average"]:
             self._average.load_state_dict(state["average"])
-        if is_stateful(self._objective):
-            self._objective.load_state_dict(state["objective"])
+        if is_stateful(self._loss):
+            self._loss.load_state_dict(state["objective"])
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self._settings.amp == "off":
@@ -193,7 +193,7 @@ class TrainStep:
                 gradient.mul_(factor)
         has_gradients = self._scaler is None or bool(self._gradients())
         self._updater.step(sum(turn.weight for turn in turns))
-        self._sound = next((turn.batch for turn in reversed(turns) if turn.samples), self._sound)
+        self._last_good_batch = next((turn.batch for turn in reversed(turns) if turn.samples), self._last_good_batch)
         self._skipped_in_a_row = 0
         if self._scaler is not None:
             # where nothing had a gradient it has not looked for overflows, and would not go on

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from embershard.proto.errors import JobError
-from embershard.proto.timing import span, step_ends, steps_begin
+from embershard.proto.timing import begin_step, end_step, span
 from embershard.worker.checkpoint.checkpoint import Checkpoint
 from embershard.worker.checkpoint.tensors import Stateful
 from embershard.worker.client.worker_group import Evicted, WorkerGroup
@@ -30,7 +30,7 @@ from embershard.worker.training.build import check_names, choose_strategy, rates
 from embershard.worker.training.codecs import JobCodecs
 from embershard.worker.training.evaluate import Best, Evaluator
 from embershard.worker.training.loader import LoaderProcess
-from embershard.worker.training.saver import LOCAL_STEPS, RANDOM, TRIAL, Buffers, Fields, RandomNumbers, Saver
+from embershard.worker.training.saver import LOCAL_STEPS, RANDOM, TRIAL, Attributes, Buffers, RandomNumbers, Saver
 
 
 class Trainer:
@@ -99,11 +99,11 @@ class Trainer:
 
     def run(self) -> RunResult:
         """Train and evaluate in turn. NonFiniteLoss, or an error of shards, of other workers or the data, ends it."""
-        with self.strategy.others():
+        with self.strategy.collective_errors():
             return self._run()
 
     def _run(self) -> RunResult:
-        now = self._enter()
+        now = self._join()
         if self._group.late:
             self._saver.forget_held()
         self._report.started(
@@ -119,7 +119,7 @@ class Trainer:
             pauses = (segment.evaluation and self._dataset.splits) or (segment.checkpoint and self._saver.saves)
             if number == now:  # else the others are beyond it
                 self._train(segment.parts)
-                now = self._pause(segment, number) if pauses else now
+                now = self._synchronise(segment, number) if pauses else now
             number += bool(pauses)
         self.strategy.pause()
         return self._report.finished(
@@ -134,8 +134,8 @@ class Trainer:
     def _train(self, parts: Iterator[Iterator[EpochBatch]]) -> None:
         self._meter.resume(self._learn.steps)
         for part in parts:
-            steps_begin()
-            for turn in self.strategy.turns(_timed(part)):
+            begin_step()
+            for turn in self.strategy.batches(_timed(part)):
                 self._epoch = turn.epoch + 1
                 self._rates.set(self._learn.steps)
                 self._codecs.before_step(self._learn.steps)
@@ -143,32 +143,32 @@ class Trainer:
                 self._meter.add(turn.samples, loss)
                 if self._meter.due():
                     self._report.trained(self._learn.steps, self._epoch, self._rates.scale)
-                step_ends()
+                end_step()
             self._learn.finish()
         self._report.trained(self._learn.steps, self._epoch, self._rates.scale)
         self._meter.pause(self._learn.steps)
 
-    def _enter(self) -> int:
+    def _join(self) -> int:
         """Take part with the other workers from here on; the number of the pauses that they have made."""
-        number, word = self._group.join_segment(self._word())
-        self._budget.follow(word["budget"], late=self._group.late)
+        number, shared_state = self._group.join_segment(self._shared_state())
+        self._budget.follow(shared_state["budget"], late=self._group.late)
         if self._group.late:
             # about as many as each of them made: with local(k), whose clocks are rounds, k of them in each
-            since = max(0, self.strategy.clock - int(word["clock"])) * (self._job.train.local_steps or 1)
-            self._learn.steps = max(self._learn.steps, int(word["steps"]) + since)
-            self._stopped = bool(word["stopped"]) or self._group.over
-            self._meter.began = float(word["began"])
+            since = max(0, self.strategy.clock - int(shared_state["clock"])) * (self._job.train.local_steps or 1)
+            self._learn.steps = max(self._learn.steps, int(shared_state["steps"]) + since)
+            self._stopped = bool(shared_state["stopped"]) or self._group.over
+            self._meter.began = float(shared_state["began"])
             for name, part in self._common.items():
-                part.load_state_dict(word[name])
+                part.load_state_dict(shared_state[name])
         return number
 
-    def _word(self) -> dict[str, Any]:
+    def _shared_state(self) -> dict[str, Any]:
         """What the others go by; the most of it those that join late."""
         common = {name: part.state_dict() for name, part in self._common.items()}
-        at = {"steps": self._learn.steps, "clock": self.strategy.clock, "budget": self._budget.word}
+        at = {"steps": self._learn.steps, "clock": self.strategy.clock, "budget": self._budget.shared_state}
         return {"stopped": self._stopped, "began": self._meter.began, **at, **common}
 
-    def _pause(self, segment: Segment, number: int) -> int:
+    def _synchronise(self, segment: Segment, number: int) -> int:
         """Do with all workers what is due after a segment, while nobody's clock waits; the next segment's number."""
         self.strategy.pause()
         try:
@@ -176,18 +176,18 @@ class Trainer:
             self._meter.agree(self._group)
             self._epoch = self._group.highest(self._epoch)  # one that came late may have had no batch of it
             if segment.evaluation and self._dataset.splits:
-                self._stopped = self._judge()
+                self._stopped = self._evaluate()
             if segment.checkpoint or self._stopped:
                 self.strategy.refresh()  # copies of rows are no part of a checkpoint
                 self._group.retry_on_membership_change(
                     lambda: self._saver.save(self._learn.steps, wait=segment.last or self._stopped)
                 )
-            self._group.begin_segment(number, self.strategy.resume, self.strategy.clock, self._word())
+            self._group.begin_segment(number, self.strategy.resume, self.strategy.clock, self._shared_state())
         except Evicted:
-            return self._enter()
+            return self._join()
         return number + 1
 
-    def _judge(self) -> bool:
+    def _evaluate(self) -> bool:
         """Evaluate; whether to stop."""
         self._report.evaluating()
         start = time.perf_counter()
@@ -201,19 +201,19 @@ class Trainer:
         return early_stop is not None and self._best.worse_in_a_row >= early_stop.patience
 
     def _make_saver(self, session: Session | None, output: Path | None, source: Checkpoint | None) -> Saver:
-        schedule = Fields(self._rates.schedule, "plateaus", "worse_in_a_row")
-        best = Fields(self._best, "value", "worse_in_a_row")
+        schedule = Attributes(self._rates.schedule, "plateaus", "worse_in_a_row")
+        best = Attributes(self._best, "value", "worse_in_a_row")
         self._common: dict[str, Stateful] = {"schedule": schedule, "best": best, "report": self._report}
         shared = dict(self._common)
-        if self.strategy.held is not None:
-            shared["held"] = self.strategy.held
+        if self.strategy.local_weights is not None:
+            shared["held"] = self.strategy.local_weights
         own: dict[str, Stateful] = {
             RANDOM: RandomNumbers(self.device),
             "buffers": Buffers(self.model),
             "budget": self._budget,
             "step": self._learn,
             "meter": self._meter,
-            "epoch": Fields(self, "_epoch"),
+            "epoch": Attributes(self, "_epoch"),
         }
         if session is not None and session.local_steps is not None:
             own[LOCAL_STEPS] = session.local_steps

@@ -14,10 +14,10 @@ from embershard.benchmark.ids import ZipfIds
 from embershard.benchmark.settings import FIELDS, NUM_DENSE, POOL, Lap, Train, TransportName
 from embershard.local_shards import local
 from embershard.proto.spec import Adagrad
-from embershard.proto.timing import Recorder, TimeSplit, span, step_ends
+from embershard.proto.timing import Recorder, TimeSplit, end_step, span
 from embershard.worker.models.dlrm import DLRM
 from embershard.worker.nn.wrap import wrap
-from embershard.worker.session.session import connect
+from embershard.worker.session.connect import connect
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # ids (B, F) int64, dense (B, D), labels (B,)
 LR = 0.01
@@ -64,7 +64,7 @@ class TrainWorker:
                 with span("backward"):
                     loss.backward()  # type: ignore[no-untyped-call]
                 self._session.step()
-                step_ends()
+                end_step()
                 ends.append(time.monotonic())
         ends[-1] = time.monotonic()
         after = self._session.stats

@@ -14,7 +14,7 @@ from embershard.cli.signals import ended_by_signals
 from embershard.proto.messages import READ_ONLY_WORKER
 from embershard.worker.job.load import load_job
 from embershard.worker.reporting.log import finite
-from embershard.worker.session.session import connect
+from embershard.worker.session.connect import connect
 from embershard.worker.trained.live_evaluation import LiveEvaluator
 
 

@@ -10,7 +10,7 @@ import typer
 from embershard.proto.errors import JobError
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.job.load import load_job
-from embershard.worker.session.session import connect
+from embershard.worker.session.connect import connect
 from embershard.worker.trained.import_weights import import_state
 
 

@@ -31,7 +31,8 @@ from embershard.worker.reporting.log import JsonLog, TensorBoardLog
 from embershard.worker.reporting.profile import Profile
 from embershard.worker.reporting.records import Observer
 from embershard.worker.reporting.terminal import Terminal
-from embershard.worker.session.session import Session, connect
+from embershard.worker.session.connect import connect
+from embershard.worker.session.session import Session
 from embershard.worker.training.budget import Position
 from embershard.worker.training.loader import DataShare, LoaderProcess
 from embershard.worker.training.saver import check_restored, position_of

@@ -25,7 +25,7 @@ from embershard.proto.transport.stream import StreamTransport
 from embershard.proto.transport.transport import Unreachable
 from embershard.worker.client.client import Client
 from embershard.worker.job.load import JobFileError, load_job
-from embershard.worker.session.session import connect
+from embershard.worker.session.connect import connect
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,6 @@ from embershard.ps.coordination import clock as clock_module
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table
-from harness.raises import raises
 
 DIM = 2
 LEASE = 10.0

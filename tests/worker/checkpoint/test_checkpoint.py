@@ -38,7 +38,7 @@ from embershard.worker.client.worker_group import ShardGroup, WorkerGroup
 from embershard.worker.data.batch import Batch, RowsDataset, Samples, Schema
 from embershard.worker.job.job import Job
 from embershard.worker.job.training import CheckpointSection
-from embershard.worker.models.loss import InBatchSoftmax, objective_of
+from embershard.worker.models.loss import InBatchSoftmax, loss_of
 from embershard.worker.reporting.records import RunResult
 from embershard.worker.session.session import Session
 from embershard.worker.trained.reading import trained as put_together
@@ -239,7 +239,7 @@ def test_another_number_of_shards_resumes_to_rounding_and_more_steps(make_sessio
 def test_what_an_objective_has_learnt_is_kept(tmp_path: Path) -> None:
     batch = Batch(torch.tensor([[0, 30, 31], [1, 32, 33]]), None, torch.ones(2))
     model = job(tmp_path, model={"name": "two_tower"}).model.build(Schema(("user", "item"), 0, 60), 4, None)
-    one, other = objective_of(model), objective_of(model)
+    one, other = loss_of(model), loss_of(model)
     assert isinstance(one, InBatchSoftmax)
     assert isinstance(other, InBatchSoftmax)
     for _ in range(3):

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from embershard.proto.timing import span, step_ends, steps_begin
+from embershard.proto.timing import begin_step, end_step, span
 from embershard.worker.reporting.profile import TRACED_STEPS, WARM_UP_STEPS, Profile
 
 
 def train(steps: int) -> None:
-    steps_begin()
+    begin_step()
     for _ in range(steps):
         with span("forward"), span("wait"):
             pass
         with span("backward"):
             pass
-        step_ends()
+        end_step()
 
 
 def test_a_profile_splits_the_steps_behind_warm_up_and_trace(tmp_path: Path) -> None:

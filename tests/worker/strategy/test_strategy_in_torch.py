@@ -115,11 +115,11 @@ def test_what_workers_hold_can_be_saved_and_restored() -> None:
     for strategy in (one, other):
         strategy.module(batch.ids, batch.dense).sum().backward()
         strategy.step(1.0)
-    other.held.load_state_dict(one.held.state_dict())
+    other.local_weights.load_state_dict(one.local_weights.state_dict())
     for strategy in (one, other):  # the optimizers' states, too
         strategy.module(batch.ids, batch.dense).sum().backward()
         strategy.step(1.0)
     for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(a, b)
     with pytest.raises(ValueError, match="other weights"):
-        choose(job()).held.load_state_dict(one.held.state_dict())
+        choose(job()).local_weights.load_state_dict(one.local_weights.state_dict())

@@ -21,9 +21,9 @@ class Pair(SynchronousSteps):
     """The first of two workers; the other one has batches of the given sizes."""
 
     def __init__(self, other: list[int]) -> None:
-        self.company: list[bool] = []
+        self.idle: list[bool] = []
         with patch.object(dist, "get_rank", return_value=0), patch.object(dist, "get_world_size", return_value=2):
-            super().__init__(self.company.append)
+            super().__init__(self.idle.append)
         self._other = iter(other)
 
     def _reduce(self, values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
@@ -41,7 +41,7 @@ def turns(*samples: int) -> Iterator[StepBatch]:
 
 
 def test_a_batch_counts_by_its_share_of_the_step() -> None:
-    made = list(Pair([4, 4, 1]).turns(turns(4, 4, 3)))
+    made = list(Pair([4, 4, 1]).batches(turns(4, 4, 3)))
     assert [turn.samples for turn in made] == [4, 4, 3]
     assert [turn.loss_scale for turn in made] == [1.0, 1.0, 1.5]  # mean of two, of 3 and 1 samples
     assert [turn.weight for turn in made] == [1.0, 1.0, 1.0]
@@ -50,14 +50,14 @@ def test_a_batch_counts_by_its_share_of_the_step() -> None:
 
 def test_a_worker_without_data_keeps_the_other_company_until_it_is_done() -> None:
     pair = Pair([4, 4, 2])
-    made = list(pair.turns(turns(4)))
+    made = list(pair.batches(turns(4)))
     assert [(turn.samples, turn.loss_scale) for turn in made] == [(4, 1.0), (0, 0.0), (0, 0.0)]
     assert [len(turn.batch) for turn in made] == [4, 4, 4]
     assert [turn.joint for turn in made] == [8, 4, 2]
-    assert pair.company == [False, True, True]
-    assert pair.accompanied  # the one without data is no other's affair alone: its rows are those of all
+    assert pair.idle == [False, True, True]
+    assert pair.any_idle  # the one without data is no other's affair alone: its rows are those of all
     longer = Pair([4])
-    assert [(turn.samples, longer.accompanied) for turn in longer.turns(turns(4, 4))] == [(4, False), (4, True)]
+    assert [(turn.samples, longer.any_idle) for turn in longer.batches(turns(4, 4))] == [(4, False), (4, True)]
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_gradients_are_weighed_by_the_workers_samples_where_losses_are_not_scale
     pair = Pair([4, 1, 2])
     pair.weigh_gradients_of(parallel)
     found = []
-    for turn in pair.turns(turns(4, 3)):
+    for turn in pair.batches(turns(4, 3)):
         parallel(torch.full((1, 1), 10.0 if turn.samples else float("nan"))).sum().backward()
         found.append((turn.samples, turn.loss_scale, turn.weight, turn.joint, float(layer.weight.grad)))
         layer.zero_grad()
@@ -84,7 +84,7 @@ def test_gradients_are_weighed_by_the_workers_samples_where_losses_are_not_scale
 
 def test_a_worker_that_never_had_a_batch_is_named() -> None:
     with pytest.raises(JobError, match="worker 0 has no batch to begin with; use fewer workers or smaller batches"):
-        list(Pair([4]).turns(turns()))
+        list(Pair([4]).batches(turns()))
 
 
 def test_workers_agree_on_the_largest_norm() -> None:
@@ -92,7 +92,7 @@ def test_workers_agree_on_the_largest_norm() -> None:
 
 
 def test_nobody_has_data() -> None:
-    assert list(Pair([0]).turns(turns())) == []
+    assert list(Pair([0]).batches(turns())) == []
 
 
 @pytest.mark.parametrize(
@@ -104,10 +104,10 @@ def test_nobody_has_data() -> None:
     ],
 )
 def test_a_failed_collective_says_that_a_worker_is_lost(error: RuntimeError) -> None:
-    with pytest.raises(WorkerLost), Pair([]).others():
+    with pytest.raises(WorkerLost), Pair([]).collective_errors():
         raise error
 
 
 def test_another_error_stays_what_it_is() -> None:
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), Pair([]).others():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), Pair([]).collective_errors():
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")

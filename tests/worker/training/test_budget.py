@@ -107,7 +107,7 @@ def test_who_comes_late_to_a_run_of_steps_begins_with_the_epoch_of_the_others(
     for part in next(segments).parts:  # it is in epoch 1 then
         list(part)
     epochs.clear()
-    other.follow(one.word, late=late)
+    other.follow(one.shared_state, late=late)
     assert sum(1 for part in next(segments).parts for _ in part) == 20
     assert epochs == (want if want[0] > 1 else want[1:])
     assert other.state_dict()["epoch"] == want[1]

@@ -139,8 +139,8 @@ def test_steps_that_are_left_out_are_told(make_session: MakeSession, monkeypatch
         calls.append(1)
         return objective(model, batch) * (float("nan") if len(calls) % 4 == 0 else 1.0)
 
-    objective = trainer._learn._objective
-    monkeypatch.setattr(trainer._learn, "_objective", poisoned)
+    objective = trainer._learn._loss
+    monkeypatch.setattr(trainer._learn, "_loss", poisoned)
     result = trainer.run()
     assert (result.steps, result.skipped_steps) == (12, 3)
 

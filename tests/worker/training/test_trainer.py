@@ -18,7 +18,7 @@ from embershard.worker.client.worker_group import MembershipChanged, WorkerGroup
 from embershard.worker.data.batch import Batch, RowsDataset, Samples, Schema, Users
 from embershard.worker.data.readers.movielens import NcfData
 from embershard.worker.job.job import Job
-from embershard.worker.models.loss import InBatchSoftmax, binary_cross_entropy, objective_of
+from embershard.worker.models.loss import InBatchSoftmax, binary_cross_entropy, loss_of
 from embershard.worker.reporting.records import Evaluation, Interval, RunPlan, RunResult
 from embershard.worker.session.session import Session
 from embershard.worker.training.evaluate import Evaluator
@@ -360,8 +360,8 @@ def test_two_towers_learn_to_rank_all_items(make_session: MakeSession) -> None:
 
 def test_each_model_has_its_loss(make_session: MakeSession) -> None:
     data = dataset()
-    assert objective_of(job("lr").model.build(data.schema, 4, None)) is binary_cross_entropy
-    assert isinstance(objective_of(job("two_tower").model.build(data.schema, 4, None)), InBatchSoftmax)
+    assert loss_of(job("lr").model.build(data.schema, 4, None)) is binary_cross_entropy
+    assert isinstance(loss_of(job("two_tower").model.build(data.schema, 4, None)), InBatchSoftmax)
 
 
 def test_evaluation_leaves_the_model_training_and_scores_what_others_pushed(make_session: MakeSession) -> None:

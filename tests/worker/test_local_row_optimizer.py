@@ -8,7 +8,7 @@ import pytest
 from embershard.proto import spec
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table
-from embershard.worker.session.row_optimizer import Formula
+from embershard.worker.kernels import LocalRowOptimizer
 
 ROWS, DIM, STEPS = 50, 7, 20
 
@@ -17,7 +17,7 @@ ROWS, DIM, STEPS = 50, 7, 20
 def test_rows_and_their_state_change_as_on_a_shard(kind: str) -> None:
     optimizer = spec.Optimizer.of(kind, {"lr": 0.1, "weight_decay": 0.02})
     table = Table(spec.TableSpec(name="t", dim=DIM, optimizer=optimizer), OptimizerRegistry().find(optimizer))
-    formula = Formula(optimizer)
+    formula = LocalRowOptimizer(optimizer)
     rows = table.gather(np.arange(ROWS))
     state = np.tile(formula.initial(DIM), (ROWS, 1))
     rng = np.random.default_rng(0)
