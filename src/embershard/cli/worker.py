@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -155,8 +155,8 @@ def _train(
         loader = _loader(job, base, place, checkpoint)  # it starts while we connect
         if loader is not None:
             stack.enter_context(loader)
-        _log_compilation()
-        compile_missing()  # before others wait for this worker, and after the mistakes that it can find by itself
+        with _compilation_shown():
+            compile_missing()  # before others wait for this worker, and after the mistakes that it can find by itself
         session = stack.enter_context(_connect(job, ps, place, imports)) if ps is not None else None
         if session is not None and checkpoint is not None:
             check_restored(session.client, checkpoint)
@@ -240,13 +240,18 @@ def _join(job: Job, session: Session | None, place: WorkerRanks) -> WorkerGroup:
     return WorkerGroup(place.rank, place.world_size)
 
 
-def _log_compilation() -> None:
+@contextlib.contextmanager
+def _compilation_shown() -> Iterator[None]:
     """Show on stderr, which is the worker's log under `train`, that kernels are compiled."""
     log, handler = logging.getLogger(compile_missing.__module__), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
 
 
 def _has_own_gpu(job: Job, place: WorkerRanks) -> bool:

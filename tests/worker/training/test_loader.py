@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Batch
 from embershard.worker.job.data import AnyData, ClicksSection, CtrCsvSection, ListsSection
 from embershard.worker.training.loader import DataShare, LoaderLost, LoaderProcess, send_batches
+from harness.eventually import eventually
 from harness.processes import descendants
 
 pytestmark = pytest.mark.integration
@@ -45,6 +47,13 @@ def pairs(folder: Path) -> ListsSection:
     return ListsSection(reader="lists", train=Path("train.txt"), test=Path("test.txt"))
 
 
+def only_child() -> psutil.Process:
+    """The process that this one has started, once it is there: a warm start takes a moment to hand it over."""
+    assert eventually(lambda: len(descendants(os.getpid())) == 1)
+    (process,) = descendants(os.getpid())
+    return process
+
+
 @pytest.mark.parametrize("section", [lambda folder: CLICKS, pairs], ids=["with dense features", "without"])
 def test_the_loader_gives_the_readers_batches_in_their_order(
     section: Callable[[Path], AnyData], tmp_path: Path
@@ -65,7 +74,7 @@ def test_the_loader_gives_the_splits_that_it_is_asked_for(tmp_path: Path) -> Non
     reader = CLICKS.open(tmp_path, seed=3)
     dealt = {"splits": 4, "skip": 1}  # what a run without splits had read of epoch 0
     with LoaderProcess(share(CLICKS, tmp_path, 50).model_copy(update=dealt)) as loader:
-        (process,) = descendants(os.getpid())
+        process = only_child()
         for epoch, split in ((0, 2), (0, 0), (3, 1)):
             expected = list(reader.train(epoch, split, 4, 50))
             batches = list(loader.train(epoch, split))
@@ -97,7 +106,7 @@ def test_a_mistake_in_the_data_is_the_readers_error_behind_the_batches_before_it
 
 def test_a_killed_loader_is_named(tmp_path: Path) -> None:
     with LoaderProcess(share(CLICKS, tmp_path)) as loader:
-        (process,) = descendants(os.getpid())
+        process = only_child()
         batches = loader.train(0)
         next(batches)
         process.send_signal(signal.SIGKILL)
@@ -147,11 +156,11 @@ def test_a_loader_that_leaves_many_batches_out_is_waited_for(monkeypatch: pytest
 
 def test_the_loader_ends_with_its_reader_and_when_nobody_reads(tmp_path: Path) -> None:
     with LoaderProcess(share(CLICKS, tmp_path)):
-        (process,) = descendants(os.getpid())
+        process = only_child()
     assert not process.is_running()
 
     with LoaderProcess(share(CLICKS, tmp_path)) as loader:
-        (process,) = descendants(os.getpid())
+        process = only_child()
         next(loader.train(0))
         assert loader._process is not None
         assert loader._process.stdout is not None
