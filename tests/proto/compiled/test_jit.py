@@ -83,10 +83,10 @@ class TestCompiled:
 KERNELS = """
 import importlib, logging, pkgutil, sys
 logging.basicConfig(level=logging.INFO)
-import embershard.proto.codec, embershard.proto.codec.lossless, embershard.proto.codec.values
+import embershard.proto.codec, embershard.proto.codec.values
 from embershard.proto.compiled import intrinsics, jit
 
-for folder in (embershard.proto.codec.lossless, embershard.proto.codec.values):
+for folder in (embershard.proto.codec, embershard.proto.codec.values):
     for found in pkgutil.iter_modules(folder.__path__, folder.__name__ + "."):
         importlib.import_module(found.name)
 jit.compile_missing()
