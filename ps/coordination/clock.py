@@ -166,7 +166,7 @@ class Clock:
         return LeaveAck()
 
     def heartbeat(self, request: Heartbeat, now: float) -> HeartbeatAck:
-        """Renew a lease."""
+        """Renew the worker's lease; return the open clock and the live members."""
         self.member(request.worker, request.epoch, now)
         return HeartbeatAck(self.open, self._workers_here())
 

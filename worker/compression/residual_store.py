@@ -89,7 +89,7 @@ class ResidualMemory(NamedTuple):
         return np.delete(np.arange(self.count("top")), self.free[: self.count("num_free")])
 
     def count(self, name: str) -> int:
-        """One of the counters."""
+        """Return one counter of the store: top, num_free, clock_hand or now."""
         return int(self.counters[0][name])
 
     def link(self) -> None:
