@@ -18,7 +18,7 @@ GPU_HAS ?= torch numpy
 .PHONY: help setup demo test test-pythons unit integration test-long fuzz lint proto build clean peers-env \
         bar-ncf bar-ctr bar-modes bar-equal bar-sync bar-wrap bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-cache \
         bench-loader bar-snapshot bench-moment bench-startup bench-wire bar-scale bar-link bar-leak bar-workers bench-cluster bar-peers \
-        bar-codecs bar-codec-quality bar-conservation bar-bandwidth bench-ages bar-way coverage gpu gpu-wheels gpu-rehearsal
+        bar-codecs bar-codec-quality bar-conservation bar-bandwidth bench-ages bar-way coverage bench-mutants gpu gpu-wheels gpu-rehearsal
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -69,6 +69,9 @@ coverage: setup  ## line and branch coverage of all tests, by folder
 	$(BIN)/python -m pytest -m 'not integration' -n 2 --dist loadfile --cov --cov-report=
 	$(BIN)/python -m pytest -m integration --cov --cov-append --cov-report=
 	$(BIN)/python bench/coverage_by_folder.py
+
+bench-mutants: setup  ## whether two states of the code find the same 100 small mistakes (ARGS="--before DIR COVERAGE --after DIR COVERAGE")
+	$(BIN)/python bench/mutants.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
