@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as make does; before torch is imported
 
@@ -29,22 +28,22 @@ settings.load_profile("tests")
 warm_start.install()
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item):
     """A test about starting starts interpreters; for others, the fixtures of modules included, processes start warm."""
     warm_start.WarmPopen.cold = item.get_closest_marker("cold_start") is not None
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish():
     """Nothing outlives the tests, however they end."""
     warm_start.kill_all()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption("--gpu-rehearsal", action="store_true", help="run the tests marked cuda on the CPU")
 
 
 @pytest.fixture
-def gpu(request: pytest.FixtureRequest) -> torch.device:
+def gpu(request):
     """Where a test marked cuda computes; in a rehearsal it is the CPU, so that its own lines have run somewhere."""
     if request.config.getoption("--gpu-rehearsal"):
         return torch.device("cpu")
@@ -54,22 +53,22 @@ def gpu(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
+def _one_thread():
     torch.set_num_threads(1)
     torch.manual_seed(0)
 
 
 @pytest.fixture
-def make_shards() -> Callable[..., list[Shard]]:
+def make_shards():
     """n fresh shards of one placement."""
     return lambda n, **settings: [Shard(i, Placement.even(n), OptimizerRegistry(), **settings) for i in range(n)]
 
 
 @pytest.fixture
-def make_session(make_shards: Callable[..., list[Shard]]) -> Callable[..., Session]:
+def make_session(make_shards):
     """A session with n fresh shards in this process, or with given ones."""
 
-    def make(n: int = 2, shards: list[Shard] | None = None, worker: int = 0) -> Session:
+    def make(n=2, shards=None, worker=0):
         transports = [LocalTransport(s.handle, f"local/{i}") for i, s in enumerate(shards or make_shards(n))]
         return Session(Client(transports, worker=worker))
 
@@ -77,7 +76,7 @@ def make_session(make_shards: Callable[..., list[Shard]]) -> Callable[..., Sessi
 
 
 @pytest.fixture
-def stream_shard() -> Iterator[str]:
+def stream_shard():
     """The address of a shard in this process that serves the stream transport."""
     shard = ServedShard()
     yield shard.address

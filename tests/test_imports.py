@@ -90,7 +90,7 @@ def imported_parts(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("floors", [FLOORS, FLOORS_OF_PS, FLOORS_OF_WORKER], ids=["proto", "ps", "worker"])
-def test_a_part_imports_only_those_below_it(floors: tuple[set[str], ...]) -> None:
+def test_a_part_imports_only_those_below_it(floors):
     """`worker -> proto <- ps`, and within each no import goes up or round."""
     below = set().union(*FLOORS) - {"deploy"} if floors is not FLOORS else set()
     for floor in floors:
@@ -100,7 +100,7 @@ def test_a_part_imports_only_those_below_it(floors: tuple[set[str], ...]) -> Non
         below |= floor
 
 
-def test_every_file_stands_on_a_floor_and_no_folder_is_crowded() -> None:
+def test_every_file_stands_on_a_floor_and_no_folder_is_crowded():
     parts = [part_of(path) for folder in FOLDERS for path in sources(folder)]
     assert set(parts) == set().union(*FLOORS, *FLOORS_OF_PS, *FLOORS_OF_WORKER)
     files = Counter(path.parent for folder in FOLDERS for path in sources(folder))
@@ -108,7 +108,7 @@ def test_every_file_stands_on_a_floor_and_no_folder_is_crowded() -> None:
     assert files[ROOT / "worker"] <= MOST_FILES_OF_WORKER
 
 
-def test_only_the_command_line_imports_itself() -> None:
+def test_only_the_command_line_imports_itself():
     for path in sorted(PACKAGE.rglob("*.py")):
         if path.relative_to(PACKAGE).parts[0] not in ("cli", *FOLDERS):
             for name in imported(ast.parse(path.read_text())):
@@ -116,7 +116,7 @@ def test_only_the_command_line_imports_itself() -> None:
 
 
 @pytest.mark.parametrize("folder", ["proto", "ps", "deploy"])
-def test_a_shard_needs_no_trainer_library(folder: str) -> None:
+def test_a_shard_needs_no_trainer_library(folder):
     for path in sources(folder):
         if path.name in ASKED_FOR:
             continue
@@ -125,7 +125,7 @@ def test_a_shard_needs_no_trainer_library(folder: str) -> None:
 
 
 @pytest.mark.parametrize("folder", [*FOLDERS, "src"])
-def test_nothing_executes_what_it_receives(folder: str) -> None:
+def test_nothing_executes_what_it_receives(folder):
     for path in sources(folder):
         tree = ast.parse(path.read_text())
         assert not {"pickle", "marshal", "shelve"} & {name.split(".")[0] for name in imported(tree)}, path

@@ -18,7 +18,7 @@ def places_of_classes() -> dict[str, list[str]]:
     return found
 
 
-def test_a_class_name_stands_for_one_class() -> None:
+def test_a_class_name_stands_for_one_class():
     found = places_of_classes()
     assert len(found) > 300
     assert {name: places for name, places in found.items() if len(places) > 1} == {}

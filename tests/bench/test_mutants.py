@@ -42,7 +42,7 @@ def sites():  # type: ignore[no-untyped-def]
     return mutants, {key.text: site for key, site in mutants.sites_of("ps/table.py", SOURCE)}
 
 
-def test_statements_of_functions_are_found_but_for_compiled_ones(sites) -> None:  # type: ignore[no-untyped-def]
+def test_statements_of_functions_are_found_but_for_compiled_ones(sites):  # type: ignore[no-untyped-def]
     _, found = sites
     assert list(found) == [
         "if rows < LIMIT and not ( self.closed ):",
@@ -58,10 +58,7 @@ def test_statements_of_functions_are_found_but_for_compiled_ones(sites) -> None:
 @pytest.mark.parametrize(
     ("text", "changes"),
     [
-        (
-            "if rows < LIMIT and not ( self.closed ):",
-            {"and, or", "comparison", "not", "negated condition"},
-        ),
+        ("if rows < LIMIT and not ( self.closed ):", {"and, or", "comparison", "not", "negated condition"}),
         ("self.count = rows + 1", {"operator", "constant", "left out"}),
         ("elif rows is None:", {"comparison", "negated condition"}),
         ("self.clear()", {"left out"}),
@@ -70,7 +67,7 @@ def test_statements_of_functions_are_found_but_for_compiled_ones(sites) -> None:
         ("return rows", {"return None"}),
     ],
 )
-def test_a_change_leaves_all_other_statements_on_their_lines(sites, text: str, changes: set[str]) -> None:  # type: ignore[no-untyped-def]
+def test_a_change_leaves_all_other_statements_on_their_lines(sites, text, changes):  # type: ignore[no-untyped-def]
     mutants, found = sites
     lines = SOURCE.splitlines()
     site = found[text]

@@ -25,7 +25,7 @@ print(json.dumps({"peer": "own", "layer": type(Dense().layer).__name__, "folder"
 
 
 @pytest.fixture
-def peers(tmp_path: Path) -> Path:
+def peers(tmp_path):
     folder = tmp_path / "given" / "peers"
     folder.mkdir(parents=True)
     (folder / "dlrm_torch.py").write_text(DENSE)
@@ -42,12 +42,12 @@ def run(program: str, cwd: Path, folder: str) -> dict[str, str]:
     return dict(json.loads(said.stdout))
 
 
-def test_a_relative_folder_of_peers_is_found_from_where_programs_run(peers: Path) -> None:
+def test_a_relative_folder_of_peers_is_found_from_where_programs_run(peers):
     said = run("Program('own', 'own.py')", peers.parent, "peers")
     assert said["folder"] == str(peers)
     assert said["layer"] == "Linear"
 
 
-def test_a_program_on_torch_gets_the_linear_layers_of_use_onednn(peers: Path) -> None:
+def test_a_program_on_torch_gets_the_linear_layers_of_use_onednn(peers):
     said = run("Program('own', 'own.py').with_onednn", peers.parent, "peers")
     assert said["layer"] == "OneDnnLinear"

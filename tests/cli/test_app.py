@@ -40,7 +40,7 @@ def test_a_shard_imports_no_trainer():
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_every_command_has_a_help_page(name: str):
+def test_every_command_has_a_help_page(name):
     done = CliRunner().invoke(cli.app, [name, "--help"])
     assert done.exit_code == 0, done.output
     assert f"{name} [OPTIONS]" in done.output
@@ -54,15 +54,10 @@ def test_an_unknown_command_is_wrong_usage():
 
 @pytest.mark.parametrize(
     ("raised", "code", "words"),
-    [
-        (UnknownTable(table="t", known="none"), 1, "error: no table 't' here"),
-        (KeyboardInterrupt(), 130, ""),
-    ],
+    [(UnknownTable(table="t", known="none"), 1, "error: no table 't' here"), (KeyboardInterrupt(), 130, "")],
 )
-def test_errors_are_messages_and_exit_codes(
-    raised: BaseException, code: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    def fail() -> None:
+def test_errors_are_messages_and_exit_codes(raised, code, words, monkeypatch, capsys):
+    def fail():
         raise raised
 
     monkeypatch.setattr(cli, "app", fail)

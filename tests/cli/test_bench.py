@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import uuid
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -43,7 +42,7 @@ def test_ids_are_the_same_for_the_same_seed_and_others_for_another():
 
 @pytest.mark.parametrize("rows", [1, 2, 4097, 3_000_000])
 @pytest.mark.parametrize("skew", [0.0, 0.9, 1.0, 1.2, 10.0])
-def test_ids_stay_within_the_id_space(rows: int, skew: float):
+def test_ids_stay_within_the_id_space(rows, skew):
     ids = draw(0, rows, skew)
     assert ids.min() >= 0
     assert ids.max() < rows
@@ -86,7 +85,7 @@ def test_each_curve_of_a_sweep_changes_its_own_setting_only():
         (["scale", "--workers", "1,9999"], "--workers: Input should be less than or equal to 1024; got 9999"),
     ],
 )
-def test_wrong_options_say_what_is_wrong(words: list[str], said: str, monkeypatch: pytest.MonkeyPatch):
+def test_wrong_options_say_what_is_wrong(words, said, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     code, output = run(*words)
     assert code == 2
@@ -94,7 +93,7 @@ def test_wrong_options_say_what_is_wrong(words: list[str], said: str, monkeypatc
 
 
 @pytest.mark.integration
-def test_ps_writes_what_it_measured(tmp_path: Path):
+def test_ps_writes_what_it_measured(tmp_path):
     code, output = run("ps", *SMALL, "--ids", "500", "--skew", "0", "--fill", "--output", str(tmp_path))
     assert code == 0, output
     found = json.loads((tmp_path / "ps.json").read_text())
@@ -114,7 +113,7 @@ def test_ps_writes_what_it_measured(tmp_path: Path):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("transport", ["stream", "tcp", "grpc", "rpc"])
-def test_shards_that_it_starts_are_reached_by_any_transport(transport: str, tmp_path: Path):
+def test_shards_that_it_starts_are_reached_by_any_transport(transport, tmp_path):
     words = (*SMALL, "--transport", transport, "--shards", "1", "--ids", "50", "--output", str(tmp_path))
     code, output = run("ps", *words)
     assert code == 0, output
@@ -123,7 +122,7 @@ def test_shards_that_it_starts_are_reached_by_any_transport(transport: str, tmp_
 
 @pytest.mark.integration
 @pytest.mark.parametrize("prefetch", ["off", "1"])
-def test_train_compares_itself_with_torch(prefetch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_train_compares_itself_with_torch(prefetch, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "can_draw", lambda: False)
     words = ("--batch", "16", "--prefetch", prefetch, "--output", str(tmp_path))
     code, output = run("train", *SMALL, *words)
@@ -145,7 +144,7 @@ def test_a_worker_that_cannot_go_on_ends_the_bench_with_its_last_lines():
 
 @pytest.mark.integration
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_no_process_is_left_behind(number: int, code: int):
+def test_no_process_is_left_behind(number, code):
     mark = uuid.uuid4().hex
     command = [*EMBERSHARD, "bench", "ps", "--workers", "2", "--steps", "1000000"]
     started = subprocess.Popen(command, env={**os.environ, "BENCH_MARK": mark}, stderr=subprocess.DEVNULL)

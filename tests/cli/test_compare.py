@@ -26,7 +26,7 @@ train: {batch_size: 256, samples: 10_000}
 
 
 @pytest.fixture(autouse=True)
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def job(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "400")
     path = tmp_path / "job.yaml"
@@ -35,7 +35,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> None:
+def failing(monkeypatch):
     """Every run fails at once."""
     monkeypatch.setattr(runs, "COMMAND", (sys.executable, "-c", "import sys; sys.exit('out of luck')"))
 
@@ -64,7 +64,7 @@ def run(*words: str) -> tuple[int, str]:
         ([], "Missing option '--arms'"),
     ],
 )
-def test_wrong_words_say_what_is_wrong(words: list[str], said: str, tmp_path: Path):
+def test_wrong_words_say_what_is_wrong(words, said, tmp_path):
     code, output = run("job.yaml", *words)
     assert code == 2
     assert said in output
@@ -77,12 +77,12 @@ def test_a_job_that_does_not_exist_is_named():
     assert output.startswith("none.yaml: cannot be read: No such file or directory")
 
 
-def test_mistakes_of_the_job_are_named_with_their_lines(job: Path):
+def test_mistakes_of_the_job_are_named_with_their_lines(job):
     job.write_text(JOB.replace("hidden", "hiden"))
     assert run("job.yaml", "--arms", "none,int8")[1].startswith("job.yaml:1: model.hiden: unknown field")
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     code, output = run("job.yaml", "--arms", "none,int8", "--output", "file/out")
     assert code == 1
@@ -90,7 +90,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("failing")
-def test_a_folder_of_another_comparison_is_refused_with_the_difference(tmp_path: Path):
+def test_a_folder_of_another_comparison_is_refused_with_the_difference(tmp_path):
     run("job.yaml", "--arms", "none,int8", "--output", "out", "--seeds", "1")
     kept = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.json*")}
     code, output = run("job.yaml", "--arms", "none,int8", "--set", "shards=3", "--output", "out")
@@ -102,7 +102,7 @@ def test_a_folder_of_another_comparison_is_refused_with_the_difference(tmp_path:
 
 
 @pytest.mark.usefixtures("failing")
-def test_a_report_of_a_folder_without_its_runs_is_refused_and_nothing_is_made(tmp_path: Path):
+def test_a_report_of_a_folder_without_its_runs_is_refused_and_nothing_is_made(tmp_path):
     code, output = run("job.yaml", "--arms", "none,int8", "--output", "typo", "--report-only")
     assert code == 1
     assert output.startswith("there are no runs in typo that this command can report; check --output and --arms")
@@ -115,7 +115,7 @@ def test_a_report_of_a_folder_without_its_runs_is_refused_and_nothing_is_made(tm
     assert kept == {path: path.read_bytes() for path in (tmp_path / "out").rglob("*.*")}
 
 
-def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path: Path):
+def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path):
     (tmp_path / "precious.txt").write_text("mine")
     code, output = run("job.yaml", "--arms", "none,int8", "--output", str(tmp_path))
     assert code == 1
@@ -123,7 +123,7 @@ def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path: Path):
     assert not (tmp_path / "experiment.json").exists()
 
 
-def test_namespaces_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch):
+def test_namespaces_are_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(namespace.os, "geteuid", lambda: 1000)
     monkeypatch.setattr(namespace.shutil, "which", lambda tool: f"/usr/sbin/{tool}")
     code, output = run("job.yaml", "--arms", "none,int8", "--netns")
@@ -133,13 +133,13 @@ def test_namespaces_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch)
     assert "there is no `ip`; install iproute2" in run("job.yaml", "--arms", "none,int8", "--netns")[1]
 
 
-def test_a_missing_package_is_named_before_anything_runs(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_package_is_named_before_anything_runs(monkeypatch):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     assert "pip install 'embershard[compare]'" in run("job.yaml", "--arms", "none,int8")[1]
 
 
 @pytest.mark.usefixtures("failing")
-def test_the_command_of_a_report_makes_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_command_of_a_report_makes_the_runs(tmp_path, monkeypatch):
     words = ["job.yaml", "--arms", "none,int8", "--output", "out", "--seeds", "1"]
     run(*words)
     monkeypatch.setattr(command.sys, "argv", ["embershard", "compare", *words, "--report-only"])
@@ -148,7 +148,7 @@ def test_the_command_of_a_report_makes_the_runs(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("failing")
-def test_failed_runs_end_it_with_exit_code_1_and_the_first_one_is_named(tmp_path: Path):
+def test_failed_runs_end_it_with_exit_code_1_and_the_first_one_is_named(tmp_path):
     words = ("job.yaml", "--arms", "none,fp16s", "--seeds", "1", "--output", "out")
     log = "out/runs/quality-none-seed0-unlimited/said.txt"
     for more in ((), ("--report-only",)):
@@ -160,8 +160,8 @@ def test_failed_runs_end_it_with_exit_code_1_and_the_first_one_is_named(tmp_path
 
 
 @pytest.mark.usefixtures("failing")
-def test_a_report_that_a_full_disk_does_not_take_names_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def full(*_: object) -> None:
+def test_a_report_that_a_full_disk_does_not_take_names_its_folder(tmp_path, monkeypatch):
+    def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as write does, without the file's name
 
     monkeypatch.setattr(command, "write_results", full)

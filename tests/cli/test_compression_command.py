@@ -16,7 +16,7 @@ from embershard.worker.session.session import Session
 
 
 @pytest.fixture
-def shards(monkeypatch: pytest.MonkeyPatch) -> InProcessShards:
+def shards(monkeypatch):
     shards = InProcessShards(2)
     monkeypatch.setattr(command.Client, "connect", lambda _, timeout: Client(shards.transports(), timeout=timeout))
     session = Session(Client(shards.transports()))
@@ -36,12 +36,12 @@ def shown() -> dict[str, object]:
     return json.loads(run("show", "--json").stdout)
 
 
-def test_nothing_was_told_at_first(shards: InProcessShards) -> None:
+def test_nothing_was_told_at_first(shards):
     plain = {"push": "none", "pull": "none", "told": None}
     assert shown() == {"revision": 0, "tables": {"embedding": plain, "embedding.more": plain}}
 
 
-def test_a_table_is_switched_under_a_new_revision(shards: InProcessShards) -> None:
+def test_a_table_is_switched_under_a_new_revision(shards):
     assert run("set", "embedding.more", "push=int8", "pull=fp16s").stdout == (
         "table embedding.more: push=int8 pull=fp16s (revision 1); workers switch before their next step\n"
     )
@@ -52,22 +52,22 @@ def test_a_table_is_switched_under_a_new_revision(shards: InProcessShards) -> No
     assert "told (revision 2)" in run("show").stdout
 
 
-def test_a_pattern_switches_all_that_it_fits(shards: InProcessShards) -> None:
+def test_a_pattern_switches_all_that_it_fits(shards):
     out = run("set", "embedding", "push=topk:0.010").stdout
     assert "table embedding: push=topk:0.01 (revision 1)" in out
     assert "table embedding.more: push=topk:0.01 (revision 1)" in out
 
 
-def test_a_poor_choice_is_said(shards: InProcessShards) -> None:
+def test_a_poor_choice_is_said(shards):
     assert "topk:0.01 in front of adam changes" in run("set", "embedding.more", "push=topk:0.01").stdout
 
 
-def test_a_table_that_is_not_there_is_refused(shards: InProcessShards) -> None:
+def test_a_table_that_is_not_there_is_refused(shards):
     with pytest.raises(UnknownTable, match=r"wide.*embedding, embedding.more"):
         run("set", "wide", "push=int8")
 
 
-def test_what_one_table_cannot_have_is_refused_for_all(shards: InProcessShards) -> None:
+def test_what_one_table_cannot_have_is_refused_for_all(shards):
     with pytest.raises(InvalidRequest, match="codec 'onebit' on the push of rows"):
         run("set", "emb*", "push=onebit")
     assert shown()["revision"] == 0
@@ -84,7 +84,7 @@ def test_what_one_table_cannot_have_is_refused_for_all(shards: InProcessShards) 
         (["push=gzip"], "there is no 'gzip'"),
     ],
 )
-def test_what_is_no_codec_is_refused(shards: InProcessShards, words: list[str], want: str) -> None:
+def test_what_is_no_codec_is_refused(shards, words, want):
     result = run("set", "embedding", *words)
     assert result.exit_code == 2
     assert want in " ".join(result.stderr.replace("│", " ").split())

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 
 import pytest
 from doctor_cases import FAIL, NOBODY, OK, ROOT, WARN, finds
@@ -20,8 +19,8 @@ from embershard.cli import doctor as command
 from embershard.deploy.supervisor import LocalShards
 from embershard.doctor import job as clocks
 from embershard.doctor import runs, shards
-from embershard.doctor.case import Case, open_case
-from embershard.doctor.check import Finding, check, ok
+from embershard.doctor.case import open_case
+from embershard.doctor.check import check, ok
 from embershard.doctor.checks import SUBJECTS
 from embershard.proto.spec import SGD, TableSpec
 
@@ -50,7 +49,7 @@ def test_a_check_that_hangs_fails_at_its_deadline():
 
 
 def test_a_check_that_breaks_says_so():
-    def broken(_: Case) -> Finding:
+    def broken(_):
         raise ZeroDivisionError("by zero")
 
     finds(check("broken", asks="", remedy="")(broken), NOBODY, WARN, "could not be checked: ZeroDivisionError: by zero")
@@ -68,7 +67,7 @@ def run(*words: str) -> tuple[int, dict[str, dict[str, str]]]:
 
 
 @pytest.fixture(autouse=True)
-def no_shards_of_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_shards_of_up(monkeypatch):
     """Whatever runs on this machine at the default port is not asked."""
     monkeypatch.setattr(command, "shards_of_up", lambda: [])
 
@@ -78,7 +77,7 @@ def test_without_shards_and_run_the_machine_is_checked():
     assert {answer["subject"] for answer in answers.values()} == {"installation", "machine", "computing", "files"}
 
 
-def test_what_a_server_says_does_not_steer_the_terminal(monkeypatch: pytest.MonkeyPatch):
+def test_what_a_server_says_does_not_steer_the_terminal(monkeypatch):
     rude = check("rude", asks="", remedy="")(lambda _: ok("\x1b[2J[red]\nline", "\x07do"))
     monkeypatch.setattr(command, "SUBJECTS", {"rudeness": [rude]})
     done = CliRunner().invoke(cli.app, ["doctor"])
@@ -88,7 +87,7 @@ def test_what_a_server_says_does_not_steer_the_terminal(monkeypatch: pytest.Monk
     assert "\x07" not in done.output
 
 
-def test_a_failure_is_shown_with_its_remedy_and_ends_with_1(monkeypatch: pytest.MonkeyPatch):
+def test_a_failure_is_shown_with_its_remedy_and_ends_with_1(monkeypatch):
     monkeypatch.setattr(command, "SUBJECTS", {"shards": [shards.addresses]})
     done = CliRunner().invoke(cli.app, ["doctor", "nonsense"])
     assert done.exit_code == 1
@@ -116,13 +115,13 @@ def test_low_limits_are_found_where_they_are():
 
 
 @pytest.fixture(scope="module")
-def two_placements() -> Iterator[tuple[LocalShards, LocalShards]]:
+def two_placements():
     with LocalShards(2) as one, LocalShards(1) as other:
         yield one, other
 
 
 @pytest.mark.integration
-def test_shards_that_serve_are_found_well(two_placements: tuple[LocalShards, LocalShards]):
+def test_shards_that_serve_are_found_well(two_placements):
     one, _ = two_placements
     _, answers = run(",".join(one.addresses))
     shown = {name: answer["level"] for name, answer in answers.items() if answer["subject"] == "shards"}
@@ -133,7 +132,7 @@ def test_shards_that_serve_are_found_well(two_placements: tuple[LocalShards, Loc
 
 @pytest.mark.integration
 @pytest.mark.parametrize("scheme", ["tcp://", "grpc://"])
-def test_transports_are_those_of_the_addresses(scheme: str, two_placements: tuple[LocalShards, LocalShards]):
+def test_transports_are_those_of_the_addresses(scheme, two_placements):
     about = open_case(f"{scheme}{two_placements[1].addresses[0]}", None, None, None)
     finds(shards.stream, about, OK, "1 answered")
     finds(shards.placement, about, OK, "all of 1 shards")
@@ -141,7 +140,7 @@ def test_transports_are_those_of_the_addresses(scheme: str, two_placements: tupl
 
 
 @pytest.mark.integration
-def test_shards_of_two_jobs_are_not_one_placement(two_placements: tuple[LocalShards, LocalShards]):
+def test_shards_of_two_jobs_are_not_one_placement(two_placements):
     one, other = two_placements
     finds(
         shards.placement,
@@ -155,7 +154,7 @@ def test_shards_of_two_jobs_are_not_one_placement(two_placements: tuple[LocalSha
 
 
 @pytest.mark.integration
-def test_a_shard_that_is_stopped_is_found_silent(two_placements: tuple[LocalShards, LocalShards]):
+def test_a_shard_that_is_stopped_is_found_silent(two_placements):
     one, _ = two_placements
     with standing_still(one.pids[1]):
         about = open_case(",".join(one.addresses), None, None, None)
@@ -164,7 +163,7 @@ def test_a_shard_that_is_stopped_is_found_silent(two_placements: tuple[LocalShar
 
 
 @pytest.mark.integration
-def test_the_workers_of_a_job_are_seen_from_outside(two_placements: tuple[LocalShards, LocalShards]):
+def test_the_workers_of_a_job_are_seen_from_outside(two_placements):
     one, _ = two_placements
     everybody = ",".join(one.addresses)
     spec = TableSpec(name="seen", dim=2, optimizer=SGD(lr=1.0))

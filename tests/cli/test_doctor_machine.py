@@ -24,7 +24,6 @@ from numba.core import caching
 
 from embershard.doctor import compute, folders, installation, machine
 from embershard.doctor.case import Case, open_case
-from embershard.doctor.check import Check, Level
 from embershard.proto.compiled import jit
 from embershard.proto.messages import MemberStatus
 from embershard.worker.nn import onednn
@@ -33,16 +32,16 @@ from embershard.worker.nn import onednn
 
 
 @pytest.mark.parametrize(("version", "level"), [("3.10.14", FAIL), ("3.11.0", OK), ("3.99.0", WARN)])
-def test_python_is_held_against_what_the_package_says(version: str, level: Level, monkeypatch: pytest.MonkeyPatch):
+def test_python_is_held_against_what_the_package_says(version, level, monkeypatch):
     monkeypatch.setattr(installation.platform, "python_version", lambda: version)
     assert found(installation.python)[0] is level
 
 
-def test_missing_and_old_packages_are_named(monkeypatch: pytest.MonkeyPatch):
+def test_missing_and_old_packages_are_named(monkeypatch):
     assert found(installation.packages)[0] is OK
     true = metadata.version
 
-    def version(name: str) -> str:
+    def version(name):
         if name == "uvloop":
             raise metadata.PackageNotFoundError
         return "1.99.1rc1" if name == "numpy" else true(name)
@@ -53,13 +52,13 @@ def test_missing_and_old_packages_are_named(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(("one", "name"), [(installation.torch, "torch"), (installation.uvloop, "uvloop")])
-def test_what_cannot_be_imported_fails(one: Check, name: str, monkeypatch: pytest.MonkeyPatch):
+def test_what_cannot_be_imported_fails(one, name, monkeypatch):
     assert found(one)[0] is OK
     monkeypatch.setitem(sys.modules, name, None)
     assert found(one)[0] is FAIL
 
 
-def test_kernels_that_are_kept_nowhere_are_a_warning(monkeypatch: pytest.MonkeyPatch):
+def test_kernels_that_are_kept_nowhere_are_a_warning(monkeypatch):
     assert found(installation.kernels)[0] is OK
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
     nowhere = jit.compiled(numba.float64(numba.float64))(lambda x: x / 2)
@@ -67,7 +66,7 @@ def test_kernels_that_are_kept_nowhere_are_a_warning(monkeypatch: pytest.MonkeyP
     finds(installation.kernels, NOBODY, WARN, "compiles")
 
 
-def test_a_compiler_is_optional(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_compiler_is_optional(monkeypatch, tmp_path):
     (tmp_path / "g++").write_text("#!/bin/sh\n")
     (tmp_path / "g++").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -80,7 +79,7 @@ def test_a_compiler_is_optional(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 # ---- the machine
 
 
-def test_a_clock_before_the_installation_is_wrong(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_clock_before_the_installation_is_wrong(monkeypatch, tmp_path):
     assert found(machine.system_time)[0] is OK
     later = tmp_path / "later.py"
     later.touch()
@@ -89,12 +88,12 @@ def test_a_clock_before_the_installation_is_wrong(monkeypatch: pytest.MonkeyPatc
     finds(machine.system_time, NOBODY, FAIL, "before embershard was installed")
 
 
-def test_a_clock_far_in_the_future_is_wrong(monkeypatch: pytest.MonkeyPatch):
+def test_a_clock_far_in_the_future_is_wrong(monkeypatch):
     monkeypatch.setattr(machine, "_LAST_SANE_YEAR", 2020)
     finds(machine.system_time, NOBODY, FAIL, "the year")
 
 
-def test_open_files_must_do_for_all_peers(monkeypatch: pytest.MonkeyPatch):
+def test_open_files_must_do_for_all_peers(monkeypatch):
     many = Case(probes=[probe(stream_greeting=replace(GREETING, num_shards=64))])
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     assert found(machine.open_files, many)[0] is OK
@@ -103,7 +102,7 @@ def test_open_files_must_do_for_all_peers(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
-def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def system(tmp_path, monkeypatch):
     """A /proc, /sys and cgroup file system without any file."""
     monkeypatch.setattr(machine, "PROC", tmp_path / "proc")
     monkeypatch.setattr(machine, "SYS", tmp_path / "sys")
@@ -128,7 +127,7 @@ def write(folder: Path, files: Mapping[str, str]) -> None:
     ("free_kib", "level"), [(64 * 2**20, OK), (3 * 2**20, WARN), (2**19, WARN), (2**16, FAIL)], ids=str
 )
 @pytest.mark.usefixtures("system")
-def test_free_memory_is_held_against_the_tables_here(monkeypatch: pytest.MonkeyPatch, free_kib: int, level: Level):
+def test_free_memory_is_held_against_the_tables_here(monkeypatch, free_kib, level):
     has_memory(monkeypatch, available=free_kib * 1024)
     big = replace(STATUS, tables=(replace(TABLE, bytes=100 * 2**30),))
     assert found(machine.memory, case(big))[0] is (level if free_kib < 2**26 else OK)
@@ -159,7 +158,7 @@ VERSION_1 = {
 
 
 @pytest.mark.parametrize("files", [VERSION_2, VERSION_1], ids=["cgroup 2", "cgroup 1"])
-def test_the_limits_of_a_container_are_seen(system: Path, monkeypatch: pytest.MonkeyPatch, files: Mapping[str, str]):
+def test_the_limits_of_a_container_are_seen(system, monkeypatch, files):
     has_memory(monkeypatch, available=2**40)
     finds(machine.container, NOBODY, OK, "no limit")
     write(system, files)
@@ -176,12 +175,12 @@ def test_the_limits_of_a_container_are_seen(system: Path, monkeypatch: pytest.Mo
         {"proc/self/cgroup": "1:cpu:/", "cgroup/cpu/cpu.cfs_quota_us": "-1", "cgroup/cpu/cpu.cfs_period_us": "100000"},
     ],
 )
-def test_what_is_no_limit_is_none(system: Path, files: Mapping[str, str]):
+def test_what_is_no_limit_is_none(system, files):
     write(system, files)
     assert (machine.cpu_quota(), machine.memory_limit()) == (None, None)
 
 
-def test_room_for_tables_to_grow_is_looked_at(system: Path, monkeypatch: pytest.MonkeyPatch):
+def test_room_for_tables_to_grow_is_looked_at(system, monkeypatch):
     write(system, {"proc/sys/vm/overcommit_memory": "0"})
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert found(machine.address_space)[0] is OK
@@ -192,18 +191,18 @@ def test_room_for_tables_to_grow_is_looked_at(system: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("mode", "level"), [("always [madvise] never", OK), ("always madvise [never]", WARN)])
-def test_huge_pages_that_are_off_are_a_warning(system: Path, mode: str, level: Level):
+def test_huge_pages_that_are_off_are_a_warning(system, mode, level):
     write(system, {"sys/kernel/mm/transparent_hugepage/enabled": mode})
     assert found(machine.huge_pages)[0] is level
 
 
 @pytest.mark.parametrize(("used_kib", "level"), [(100, OK), (900, WARN)])
-def test_swap_in_use_is_a_warning(monkeypatch: pytest.MonkeyPatch, used_kib: int, level: Level):
+def test_swap_in_use_is_a_warning(monkeypatch, used_kib, level):
     has_memory(monkeypatch, swap_used=used_kib * 1024)
     assert found(machine.swap)[0] is level
 
 
-def test_a_containers_shared_memory_is_too_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_containers_shared_memory_is_too_small(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**26))
     finds(machine.shared_memory, NOBODY, WARN, "64.0 MiB free")
@@ -214,7 +213,7 @@ def test_a_containers_shared_memory_is_too_small(monkeypatch: pytest.MonkeyPatch
 # ---- what computes
 
 
-def test_threads_beyond_the_cores_are_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_threads_beyond_the_cores_are_a_warning(monkeypatch, tmp_path):
     monkeypatch.setattr(compute, "usable_cores", lambda: 4.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
@@ -234,7 +233,7 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> 
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
 
-def test_no_gpu_is_fine_unless_the_job_wants_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_no_gpu_is_fine_unless_the_job_wants_one(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("PATH", str(tmp_path))
     finds(compute.gpu, NOBODY, OK, "training runs on the CPU")
@@ -254,9 +253,7 @@ def test_no_gpu_is_fine_unless_the_job_wants_one(monkeypatch: pytest.MonkeyPatch
         ("exec sleep 60", "12.4", "nvidia-smi does not answer"),
     ],
 )
-def test_a_gpu_that_torch_does_not_see_is_a_warning(
-    script: str, cuda: str | None, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_gpu_that_torch_does_not_see_is_a_warning(script, cuda, words, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(compute, "_NVIDIA_SMI_SECONDS", 0.2 if "sleep" in script else 2.5)
@@ -265,9 +262,7 @@ def test_a_gpu_that_torch_does_not_see_is_a_warning(
 
 
 @pytest.mark.parametrize(("hardware", "level"), [(True, OK), (False, WARN)])
-def test_bf16_of_a_gpu_is_not_what_torch_emulates(
-    hardware: bool, level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_bf16_of_a_gpu_is_not_what_torch_emulates(hardware, level, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(
         torch.cuda, "is_bf16_supported", lambda including_emulation=True: hardware or including_emulation
@@ -278,9 +273,7 @@ def test_bf16_of_a_gpu_is_not_what_torch_emulates(
 @pytest.mark.parametrize(
     ("has", "words"), [({"avx2": True}, "only by conversion"), ({"amx_bf16": True}, "in hardware")]
 )
-def test_bf16_is_what_the_processor_has(
-    has: dict[str, bool], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_bf16_is_what_the_processor_has(has, words, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
     finds(compute.bf16, NOBODY, OK, words)
@@ -288,7 +281,7 @@ def test_bf16_is_what_the_processor_has(
     finds(compute.bf16, job(tmp_path, "train.amp=bf16"), level, words)
 
 
-def test_the_slower_library_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_the_slower_library_is_a_warning(monkeypatch, tmp_path):
     monkeypatch.setattr(onednn, "onednn_is_faster", lambda: False)
     finds(compute.matrix_products, NOBODY, OK, "MKL")
     monkeypatch.setattr(onednn, "onednn_is_faster", lambda: True)
@@ -299,13 +292,13 @@ def test_the_slower_library_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_pa
 # ---- files
 
 
-def test_a_job_with_mistakes_fails(tmp_path: Path):
+def test_a_job_with_mistakes_fails(tmp_path):
     (tmp_path / "job.yaml").write_text(JOB.replace("lr: 0.1", "lr: much"))
     finds(folders.job_file, open_case("", tmp_path / "job.yaml", None, None), FAIL, "job.yaml:4")
     finds(folders.job_file, job(tmp_path), OK, "lr on clicks")
 
 
-def test_a_folder_that_cannot_be_written_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_folder_that_cannot_be_written_fails(tmp_path, monkeypatch):
     finds(folders.run_folder, job(tmp_path, f"output={tmp_path}/new/run"), OK, f"to be made in {tmp_path}")
     finds(folders.run_folder, job(tmp_path, "output=/proc/run"), FAIL, "cannot be written")
     monkeypatch.setattr(tempfile, "gettempdir", lambda: "/proc")
@@ -313,12 +306,12 @@ def test_a_folder_that_cannot_be_written_fails(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("free", "level"), [(2**25, FAIL), (2**28, WARN), (2**34, OK)])
-def test_a_disk_without_space_is_seen(free: int, level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_disk_without_space_is_seen(free, level, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     assert found(folders.run_folder, job(tmp_path, f"output={tmp_path}"))[0] is level
 
 
-def test_checkpoints_need_space_for_what_the_tables_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_checkpoints_need_space_for_what_the_tables_hold(tmp_path, monkeypatch):
     assert folders.checkpoint_folder.run(job(tmp_path)) is None
     about = replace(job(tmp_path, f"checkpoint.folder={tmp_path}"), probes=[probe()])
     assert found(folders.checkpoint_folder, about)[0] is OK

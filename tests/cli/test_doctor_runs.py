@@ -71,7 +71,7 @@ def a_run(
 
 
 @pytest.mark.parametrize("name", runs.PARTS)
-def test_the_part_that_dominates_a_step_comes_with_what_to_try(name: str, tmp_path: Path):
+def test_the_part_that_dominates_a_step_comes_with_what_to_try(name, tmp_path):
     about = a_run(tmp_path, {"other": 0.1, "route": 0.1, name: 0.7})
     finding = runs.step.run(about)
     assert finding is not None
@@ -80,7 +80,7 @@ def test_the_part_that_dominates_a_step_comes_with_what_to_try(name: str, tmp_pa
     assert finding.level is (OK if name in ("forward", "backward") else WARN)
 
 
-def test_waiting_for_a_batch_is_told_from_waiting_for_shards(tmp_path: Path):
+def test_waiting_for_a_batch_is_told_from_waiting_for_shards(tmp_path):
     about = a_run(tmp_path, {"wait": 0.7, "forward": 0.3}, overlapped={"wait": 0.1, "data": 0.8})
     finding = runs.step.run(about)
     assert finding is not None
@@ -94,17 +94,17 @@ def test_every_part_that_a_step_has_is_known():
     assert named == set(runs.PARTS) - {"other"}
 
 
-def test_a_run_without_profile_says_how_to_get_one(tmp_path: Path):
+def test_a_run_without_profile_says_how_to_get_one(tmp_path):
     finding = runs.step.run(a_run(tmp_path))
     assert finding == Finding(OK, "not known: there is no profile.json", "run it with --profile")
 
 
-def test_steps_that_differ_much_are_a_warning(tmp_path: Path):
+def test_steps_that_differ_much_are_a_warning(tmp_path):
     finds(runs.even_steps, a_run(tmp_path, {"forward": 0.9}), OK, "p50 100.0 ms")
     finds(runs.even_steps, a_run(tmp_path, {"forward": 0.9}, p99=900.0), WARN, "p99 900.0 ms")
 
 
-def test_a_run_that_did_not_end_is_a_warning(tmp_path: Path):
+def test_a_run_that_did_not_end_is_a_warning(tmp_path):
     finds(runs.ended, a_run(tmp_path), OK, "20 steps, 100 samples/s")
     finds(runs.ended, a_run(tmp_path, result=False), WARN, "after step 19")
     finds(runs.ended, a_run(tmp_path, expired_leases=2), WARN, "2 times a worker was evicted")
@@ -114,13 +114,13 @@ def test_a_run_that_did_not_end_is_a_warning(tmp_path: Path):
     ("text", "words"),
     [(None, "No such file"), ("", "no `config` line"), ('[]\n{"a"\n\x00\x1b[2J\n', "no `config` line")],
 )
-def test_a_folder_without_a_run_fails(text: str | None, words: str, tmp_path: Path):
+def test_a_folder_without_a_run_fails(text, words, tmp_path):
     if text is not None:
         (tmp_path / "log.jsonl").write_text(text)
     finds(runs.ended, Case(run=read_run(tmp_path)), FAIL, words)
 
 
-def test_damaged_lines_of_a_log_are_counted(tmp_path: Path):
+def test_damaged_lines_of_a_log_are_counted(tmp_path):
     a_run(tmp_path)
     with (tmp_path / "log.jsonl").open("a") as file:
         file.write('{"record":"train","samples_per')
@@ -128,7 +128,7 @@ def test_damaged_lines_of_a_log_are_counted(tmp_path: Path):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"parts": 1, "step": []}', '{"parts": {"wait": {"share": "much"}}}'])
-def test_a_damaged_profile_breaks_nothing(text: str, tmp_path: Path):
+def test_a_damaged_profile_breaks_nothing(text, tmp_path):
     a_run(tmp_path)
     (tmp_path / "profile.json").write_text(text)
     about = Case(run=read_run(tmp_path))
@@ -137,7 +137,7 @@ def test_a_damaged_profile_breaks_nothing(text: str, tmp_path: Path):
         assert finding is None or "could not be checked" not in finding.text
 
 
-def test_why_workers_wait_is_said(tmp_path: Path):
+def test_why_workers_wait_is_said(tmp_path):
     finds(runs.waiting, a_run(tmp_path, wait_share=0.05), OK, "5% of the training time")
     asynchronous = {"prefetch": 2, "staleness": None}
     assert found(runs.waiting, a_run(tmp_path, wait_share=0.6, train=asynchronous)) == (
@@ -153,7 +153,7 @@ def test_why_workers_wait_is_said(tmp_path: Path):
     finds(runs.waiting, replace(about, probes=busy), WARN, "the shards are busy: shard 0 at h:1")
 
 
-def test_a_run_that_slows_down_is_a_warning(tmp_path: Path):
+def test_a_run_that_slows_down_is_a_warning(tmp_path):
     finds(runs.speed_over_time, a_run(tmp_path), OK, "100 samples/s at first")
     slow = a_run(tmp_path, speeds=(*[100.0] * 10, *[20.0] * 10))
     finds(runs.speed_over_time, slow, WARN, "100 samples/s at first, 20 at last")
@@ -164,8 +164,8 @@ def moved(direction: str, part: str, wire: float, raw: float) -> dict[str, objec
     return {"direction": direction, "part": part, "wire": wire, "raw": raw, "predicted": None}
 
 
-def test_rows_without_room_in_the_residuals_are_a_warning(tmp_path: Path):
-    def finding(*parts: dict[str, object]) -> Case:
+def test_rows_without_room_in_the_residuals_are_a_warning(tmp_path):
+    def finding(*parts):
         case = a_run(tmp_path)
         assert case.run is not None
         return replace(case, run=replace(case.run, result={**(case.run.result or {}), "bytes": list(parts)}))
@@ -183,7 +183,7 @@ def test_rows_without_room_in_the_residuals_are_a_warning(tmp_path: Path):
     finds(runs.compression, finding(pull, moved("push", "rows", 200.0, 100.0)), WARN, "push 2.00 times more bytes")
 
 
-def test_long_evaluations_and_a_cache_without_hits_are_warnings(tmp_path: Path):
+def test_long_evaluations_and_a_cache_without_hits_are_warnings(tmp_path):
     finds(runs.evaluation, a_run(tmp_path), OK, "1.0 of 21.0 s in 1 evaluations")
     finds(runs.evaluation, a_run(tmp_path, evaluating=15.0), WARN, "15.0 of 21.0 s")
     assert runs.cache.run(a_run(tmp_path)) is None

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from doctor_cases import FAIL, GREETING, NOBODY, OK, STATUS, TABLE, WARN, case, finds, job, probe
@@ -26,7 +25,7 @@ def listener(answer: bytes = b"") -> Iterator[str]:
     """The address of a port that says `answer` to whatever connects; nothing at all if it is empty."""
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
 
-        def serve() -> None:
+        def serve():
             while True:
                 try:
                     connection, _ = server.accept()
@@ -52,7 +51,7 @@ def test_a_port_where_nothing_listens_fails():
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-OpenSSH_9.6\r\n"])
-def test_another_service_on_the_port_fails(answer: bytes):
+def test_another_service_on_the_port_fails(answer):
     with listener(answer) as address:
         about = open_case(address, None, None, None)
     finds(shards.ports, about, OK, "1 reachable")
@@ -79,7 +78,7 @@ def test_a_silent_service_does_not_hold_the_doctor_up():
         (",", "name every"),
     ],
 )
-def test_what_is_no_address_fails(text: str, words: str):
+def test_what_is_no_address_fails(text, words):
     finds(shards.addresses, open_case(text, None, None, None), FAIL, words)
 
 
@@ -89,14 +88,14 @@ def test_a_name_without_address_fails():
     assert shards.ports.run(about) is None
 
 
-def test_a_socket_that_is_none_fails(tmp_path: Path):
+def test_a_socket_that_is_none_fails(tmp_path):
     finds(shards.names, open_case(f"unix:{tmp_path}/s", None, None, None), FAIL, "is no socket")
 
 
-def test_a_name_server_that_hangs_does_not_hold_the_doctor_up(monkeypatch: pytest.MonkeyPatch):
+def test_a_name_server_that_hangs_does_not_hold_the_doctor_up(monkeypatch):
     release = threading.Event()
 
-    def hang(*_: object, **__: object) -> None:
+    def hang(*_, **__):
         release.wait(60)
         raise socket.gaierror
 
@@ -173,7 +172,7 @@ def test_a_shard_whose_clock_is_behind_is_named():
     finds(clocks.clock, case(ahead, behind), WARN, "3 to 20")
 
 
-def test_members_that_are_missing_are_named(tmp_path: Path):
+def test_members_that_are_missing_are_named(tmp_path):
     both, one = serving(1, member(0, 1), member(1, 1, paused=True)), serving(1, member(0, 1))
     finds(clocks.members, case(both, both), OK, "workers 0, 1; paused: 1")
     finds(clocks.members, case(both, one), WARN, "not members on every shard: workers 1")
@@ -191,7 +190,7 @@ def test_the_worker_that_the_others_wait_for_is_named():
     finds(clocks.waited_for, Case(probes=[probe(lagging, before=moved)]), OK, "at this moment: workers 1")
 
 
-def test_leases_that_end_are_a_warning(tmp_path: Path):
+def test_leases_that_end_are_a_warning(tmp_path):
     finds(clocks.leases, case(serving(1, member(0, 1))), OK, "the shortest has 8.0 s left")
     finds(clocks.leases, case(serving(1, expired_leases=2)), WARN, "2 expired")
     about = replace(job(tmp_path, "train.lease=10"), probes=[probe(serving(1, member(0, 1, 2.0)))])
@@ -208,7 +207,7 @@ def test_rows_that_miss_many_updates_are_a_warning():
     finds(clocks.staleness_seen, case(replace(late, staleness=16)), OK, "mean 31.0")
 
 
-def test_a_job_of_another_mode_than_the_shards_fails(tmp_path: Path):
+def test_a_job_of_another_mode_than_the_shards_fails(tmp_path):
     probes = [probe(serving(1, member(0, 1)))]
     finds(clocks.job_and_workers, replace(job(tmp_path, "train.staleness=0"), probes=probes), OK, "staleness 0")
     finds(clocks.job_and_workers, replace(job(tmp_path), probes=probes), FAIL, "is off, the shards serve 0")

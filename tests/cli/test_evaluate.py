@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner
 
 from embershard.cli import evaluate as command
@@ -30,14 +28,14 @@ class Blind:
         return 7, {"valid": {"auc": math.nan, "logloss": 0.5}}
 
 
-def test_a_figure_that_is_not_defined_is_null(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_figure_that_is_not_defined_is_null(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "LiveEvaluator", Blind)
     monkeypatch.setattr(command, "connect", lambda *_, **__: contextlib.nullcontext())
     (tmp_path / "job.yaml").write_text(JOB)
     done = CliRunner().invoke(app, ["evaluate", str(tmp_path / "job.yaml"), "--ps", "127.0.0.1:1"])
     assert done.exit_code == 0, done.output
 
-    def refuse(text: str) -> None:
+    def refuse(text):
         raise AssertionError(f"{text} is no JSON")
 
     line = json.loads(done.output, parse_constant=refuse)

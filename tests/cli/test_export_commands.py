@@ -32,7 +32,7 @@ train: {batch_size: 50, epochs: 2}
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Path:
+def job(tmp_path):
     """A job file with its data."""
     torch.set_num_threads(1)
     draw = random.Random(0)
@@ -58,7 +58,7 @@ def embershard(*words: object) -> Result:
     return result
 
 
-def test_a_checkpoint_is_exported_whole(job: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_is_exported_whole(job, tmp_path):
     pytest.importorskip("onnxscript")
     with local(2) as session:
         train(job, session=session)
@@ -77,14 +77,14 @@ def test_a_checkpoint_is_exported_whole(job: Path, tmp_path: Path) -> None:
     assert int(model.get_buffer("deep.1.num_batches_tracked")) == 12  # batch norm's, which are the worker's
 
 
-def test_a_run_without_shards_is_exported_too(job: Path, tmp_path: Path) -> None:
+def test_a_run_without_shards_is_exported_too(job, tmp_path):
     train(job, "strategy=local")
     result = embershard("export", tmp_path / "checkpoints", job, tmp_path / "out", "--set", "strategy=local", "--int8")
     assert result.exit_code == 0, result.output
     assert load_file(tmp_path / "out" / "model.safetensors")["embedding.weight"].shape == (20, 4)
 
 
-def test_a_plain_export_leaves_no_dense_part_of_the_one_before(job: Path, tmp_path: Path) -> None:
+def test_a_plain_export_leaves_no_dense_part_of_the_one_before(job, tmp_path):
     train(job, "strategy=local")
     out = tmp_path / "out"
     embershard("export", tmp_path / "checkpoints", job, out, "--set", "strategy=local", "--int8")
@@ -94,7 +94,7 @@ def test_a_plain_export_leaves_no_dense_part_of_the_one_before(job: Path, tmp_pa
     assert {path.name for path in out.iterdir()} == {"model.safetensors", "export.json", "mine.txt"}
 
 
-def test_what_cannot_be_removed_of_an_earlier_export_is_named(job: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_removed_of_an_earlier_export_is_named(job, tmp_path):
     train(job, "strategy=local")
     out = tmp_path / "out"
     (out / "dense.onnx").mkdir(parents=True)
@@ -102,7 +102,7 @@ def test_what_cannot_be_removed_of_an_earlier_export_is_named(job: Path, tmp_pat
         embershard("export", tmp_path / "checkpoints", job, out, "--set", "strategy=local")
 
 
-def test_what_was_exported_is_imported(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_exported_is_imported(job, tmp_path, monkeypatch):
     with local(2) as session:
         train(job, session=session)
     embershard("export", tmp_path / "checkpoints", job, tmp_path / "out")
@@ -116,7 +116,7 @@ def test_what_was_exported_is_imported(job: Path, tmp_path: Path, monkeypatch: p
     assert torch.equal(table.pull(torch.arange(20)), weight)
 
 
-def test_sources_that_are_none_are_named(job: Path, tmp_path: Path) -> None:
+def test_sources_that_are_none_are_named(job, tmp_path):
     with pytest.raises(BadAddress, match="'nowhere' is not the address of a shard"):
         embershard("export", "nowhere", job, tmp_path / "out")
     (tmp_path / "empty").mkdir()
@@ -128,7 +128,7 @@ def test_sources_that_are_none_are_named(job: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_onnx_without_its_packages_says_what_to_install(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onnx_without_its_packages_says_what_to_install(job, monkeypatch):
     monkeypatch.setattr("embershard.worker.trained.onnx.find_spec", lambda name: None)
     with pytest.raises(ExportNotInstalled, match=r"needs onnx and onnxscript: pip install 'embershard\[export\]'"):
         embershard("export", "127.0.0.1:7700", job, "out", "--onnx")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import typer
 
@@ -16,12 +14,12 @@ from embershard.ps.memory import physical_memory
     ("text", "size"),
     [("1048576", 2**20), ("4GiB", 4 * 2**30), ("500MB", 500 * 10**6), (" 1.5 gib ", 3 * 2**29), ("2TB", 2 * 10**12)],
 )
-def test_a_size_has_a_unit_of_1000_or_of_1024(text: str, size: int):
+def test_a_size_has_a_unit_of_1000_or_of_1024(text, size):
     assert memory_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "4 giga", "nan", "10", "1e9", "99999999999TiB"])
-def test_what_is_no_size_is_refused(text: str):
+def test_what_is_no_size_is_refused(text):
     with pytest.raises(typer.BadParameter):
         memory_bytes(text)
 
@@ -37,9 +35,7 @@ def test_what_is_no_size_is_refused(text: str):
     ],
     ids=["v2", "v2 nested", "v1", "v1 without", "none"],
 )
-def test_a_part_is_of_the_containers_limit_or_else_of_the_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, membership: str, files: dict[str, str], limit: int | None
-):
+def test_a_part_is_of_the_containers_limit_or_else_of_the_machine(tmp_path, monkeypatch, membership, files, limit):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,7 @@ from typer.testing import CliRunner
 from embershard.cli import app as cli
 from embershard.cli import train as command
 from embershard.deploy.workers import WorkerFailed
-from embershard.proto.errors import CannotWrite, EmbershardError, ShardUnavailable
+from embershard.proto.errors import CannotWrite, ShardUnavailable
 from embershard.worker.client import connections as links
 from embershard.worker.client.client import Client
 
@@ -25,9 +24,7 @@ train: {batch_size: 64, samples: 1_000}
 """
 
 
-def test_that_nobody_serves_at_an_address_is_said_while_it_waits_and_no_worker_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_that_nobody_serves_at_an_address_is_said_while_it_waits_and_no_worker_starts(tmp_path, monkeypatch, caplog):
     (tmp_path / "job.yaml").write_text(JOB)
     monkeypatch.setattr(links, "_SILENT_WAIT", timedelta(0))
     connect = Client.connect
@@ -43,12 +40,10 @@ def test_that_nobody_serves_at_an_address_is_said_while_it_waits_and_no_worker_s
 
 
 @pytest.mark.parametrize(("free", "named"), [(0, CannotWrite), (2**30, WorkerFailed)])
-def test_a_run_that_ended_on_a_full_disk_names_it_on_the_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, named: type[EmbershardError]
-) -> None:
+def test_a_run_that_ended_on_a_full_disk_names_it_on_the_terminal(tmp_path, monkeypatch, free, named):
     (tmp_path / "job.yaml").write_text(JOB)
 
-    def run(*_: object, **__: object) -> None:
+    def run(*_, **__):
         raise WorkerFailed(worker=0, how="exit code 1", log="worker-0.log", lines="(nothing)")
 
     monkeypatch.setattr(command, "_run", run)

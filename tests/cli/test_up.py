@@ -10,9 +10,7 @@ from embershard.cli.app import app
 
 
 @pytest.mark.parametrize(("port", "shards"), [(65535, 2), (65000, 537)])
-def test_a_base_port_without_room_for_the_shards_is_wrong_usage(
-    port: int, shards: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_base_port_without_room_for_the_shards_is_wrong_usage(port, shards, monkeypatch):
     monkeypatch.setattr(command, "signal", None)  # whoever comes so far would change this process
     done = CliRunner().invoke(app, ["up", "--base-port", str(port), "--shards", str(shards)])
     assert done.exit_code == 2, done.output

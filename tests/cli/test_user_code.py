@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 
 import pytest
 from half_codec import HALF_CODEC
@@ -38,7 +37,7 @@ class Started(Exception):
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def folder(tmp_path, monkeypatch):
     """A job and some modules here; nothing can be started."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -49,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     importlib.invalidate_caches()
     (tmp_path / "job.yaml").write_text(JOB)
 
-    def start(*_: object, **__: object) -> None:
+    def start(*_, **__):
         raise Started
 
     monkeypatch.setattr(train_command, "LocalShards", start)
@@ -75,7 +74,7 @@ def said(*words: str) -> str:
         (["none,mine_codec:half", "--import", "mine_codec"], "started"),
     ],
 )
-def test_a_comparison_looks_for_user_code_before_its_first_run(arms: list[str], message: str, tmp_path: Path):
+def test_a_comparison_looks_for_user_code_before_its_first_run(arms, message, tmp_path):
     text = said("compare", "job.yaml", "--output", "out", "--arms", *arms)
     assert text.startswith(message)
     assert (tmp_path / "out").exists() is (message == "started")
@@ -97,19 +96,19 @@ def test_a_comparison_looks_for_user_code_before_its_first_run(arms: list[str], 
         ),
     ],
 )
-def test_training_looks_for_user_code_before_its_shards_start(words: list[str], message: str, tmp_path: Path):
+def test_training_looks_for_user_code_before_its_shards_start(words, message, tmp_path):
     text = said("train", "job.yaml", "--output", "out", *words)
     assert text.startswith(message)
     assert (tmp_path / "out").exists() is (message == "started")
 
 
-def test_an_optimizer_of_shards_that_run_already_is_theirs(monkeypatch: pytest.MonkeyPatch):
+def test_an_optimizer_of_shards_that_run_already_is_theirs(monkeypatch):
     monkeypatch.setattr(train_command, "_meet_shards", lambda ps, checkpoint, replace: None)
     monkeypatch.setattr(train_command, "LocalWorkers", train_command.LocalShards)
     words = ["train", "job.yaml", "--output", "out", "--set", f"embedding.optimizer={CUSTOM}"]
     assert said(*words, "--ps", "127.0.0.1:7700,127.0.0.1:7701") == "started"
 
 
-def test_a_module_that_is_gone_does_not_keep_a_report_from_being_written(tmp_path: Path):
+def test_a_module_that_is_gone_does_not_keep_a_report_from_being_written(tmp_path):
     words = ["compare", "job.yaml", "--output", "out", "--arms", "none,mine_none:half", "--report-only"]
     assert said(*words).startswith("there are no runs in out")

@@ -29,9 +29,7 @@ def place(workers: int) -> WorkerRanks:
 
 
 @pytest.mark.parametrize(("gpus", "workers", "own"), [(0, 1, False), (0, 2, False), (1, 1, True), (1, 2, False)])
-def test_nccl_is_for_workers_with_a_gpu_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, workers: int, own: bool
-) -> None:
+def test_nccl_is_for_workers_with_a_gpu_of_their_own(monkeypatch, gpus, workers, own):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert _has_own_gpu(job(strategy="hybrid"), place(workers)) is own
@@ -39,7 +37,7 @@ def test_nccl_is_for_workers_with_a_gpu_of_their_own(
     assert not _has_own_gpu(on_cpu, place(workers))
 
 
-def test_fsdp_over_gpus_that_are_shared_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsdp_over_gpus_that_are_shared_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(JobError, match=r"dense\.mode: 2 workers share 1 GPUs, and fsdp needs one for each"):
@@ -54,15 +52,13 @@ def test_fsdp_over_gpus_that_are_shared_is_refused(monkeypatch: pytest.MonkeyPat
         ("local", None, 2, "strategy local trains in one process, not in 2; use ddp"),
     ],
 )
-def test_a_worker_in_the_wrong_place_is_refused(strategy: str, ps: str | None, workers: int, why: str) -> None:
+def test_a_worker_in_the_wrong_place_is_refused(strategy, ps, workers, why):
     with pytest.raises(typer.BadParameter, match=why):
         _check_mode(job(strategy=strategy), ps, workers)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_worker_prints_how_tables_travel_from_here_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int
-) -> None:
+def test_the_first_worker_prints_how_tables_travel_from_here_on(monkeypatch, capsys, rank):
     monkeypatch.setattr(command, "connect", lambda ps, **settings: es.local())
     with command._connect(job(), "127.0.0.1:1", replace(place(2), rank=rank), ()) as session:
         module = es.Embedding(session.table(es.TableSpec(name="t", dim=2, optimizer=es.SGD(lr=1.0))))
@@ -73,7 +69,7 @@ def test_the_first_worker_prints_how_tables_travel_from_here_on(
     assert capsys.readouterr().out == (line if rank == 0 else "")
 
 
-def test_what_the_readers_have_compiled_is_loaded_without_scipy() -> None:
+def test_what_the_readers_have_compiled_is_loaded_without_scipy():
     code = """
 import sys
 from embershard.proto.compiled import jit
@@ -90,7 +86,7 @@ print(len({"scipy.linalg", "numba.np.arraymath"} & (set(sys.modules) - before)))
     assert run.stdout == "0\n"
 
 
-def test_a_worker_starts_without_what_only_other_modes_need() -> None:
+def test_a_worker_starts_without_what_only_other_modes_need():
     code = """
 import sys
 import embershard.cli.worker, embershard.worker.training.trainer

@@ -46,7 +46,7 @@ def test_a_shard_is_given_up_after_the_last_quick_death():
 
 
 @pytest.mark.parametrize("arguments", [{"num_shards": 0}, {"num_shards": 2, "base_port": 65535}])
-def test_arguments_without_sense_are_refused(arguments: dict[str, int]):
+def test_arguments_without_sense_are_refused(arguments):
     with pytest.raises(ValueError, match="must"):
         LocalShards(**arguments)
 
@@ -61,7 +61,7 @@ def test_shards_serve_inside_and_are_gone_outside():
     assert alive(pids) == []
 
 
-def test_a_shard_finds_the_modules_that_its_parent_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_shard_finds_the_modules_that_its_parent_finds(tmp_path, monkeypatch):
     (tmp_path / "their_rows.py").write_text(
         "from embershard.ps.table.optimizers import row_optimizer\n\n"
         "print('a module may print')\n\n"
@@ -93,7 +93,7 @@ def test_a_port_in_use_is_an_error_that_names_it():
             pass
 
 
-def test_a_shard_that_hangs_at_its_start_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_shard_that_hangs_at_its_start_is_killed(tmp_path, monkeypatch):
     (tmp_path / "sleepy_rows.py").write_text("import time\ntime.sleep(60)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     shards = LocalShards(1, imports=["sleepy_rows"], start_timeout=timedelta(seconds=1))

@@ -143,7 +143,7 @@ def read(payload: np.ndarray, num_ids: int, dim: int) -> bool:
     return True
 
 
-def test_mutated_payloads_give_rows_or_are_damaged() -> None:
+def test_mutated_payloads_give_rows_or_are_damaged():
     given = 0
     for case in range(CASES):
         rng = random.Random(case)
@@ -156,7 +156,7 @@ def test_mutated_payloads_give_rows_or_are_damaged() -> None:
     assert CASES // 10 < given < CASES * 9 // 10, "the mutations reach the checks, and what is behind them"
 
 
-def test_random_payloads_give_rows_or_are_damaged() -> None:
+def test_random_payloads_give_rows_or_are_damaged():
     for case in range(CASES):
         rng = random.Random(case)
         num_ids, dim = shape(rng)
@@ -167,7 +167,7 @@ def test_random_payloads_give_rows_or_are_damaged() -> None:
             raise AssertionError(f"case {case}: {num_ids} rows of dim {dim}: {payload.tobytes().hex()}") from error
 
 
-def test_mutated_ids_give_ids_or_are_damaged() -> None:
+def test_mutated_ids_give_ids_or_are_damaged():
     given = 0
     for case in range(CASES):
         rng = random.Random(case)
@@ -191,7 +191,7 @@ def test_mutated_ids_give_ids_or_are_damaged() -> None:
     assert CASES // 10 < given < CASES * 9 // 10
 
 
-def test_mutated_integers_and_positions_are_read_within_their_bytes() -> None:
+def test_mutated_integers_and_positions_are_read_within_their_bytes():
     for case in range(CASES):
         rng = random.Random(case)
         limit = rng.choice([0, 1, 100, 10_000])
@@ -217,7 +217,7 @@ def test_mutated_integers_and_positions_are_read_within_their_bytes() -> None:
             raise AssertionError(f"case {case}: {count} integers: {data.tobytes().hex()}") from error
 
 
-def test_no_payload_takes_more_memory_than_its_message_accounts_for() -> None:
+def test_no_payload_takes_more_memory_than_its_message_accounts_for():
     for case in range(CASES // 10):
         rng = random.Random(case)
         num_ids, dim = rng.choice([(2000, 16), (30_000, 1), (1, 30_000)])

@@ -27,7 +27,7 @@ FIELDS = [(0, 4), (4, 1), (5, 1), (6, 2), (8, 4), (12, 4), (16, 4), (20, 4), (24
 
 
 @pytest.fixture(autouse=True)
-def _small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_limits(monkeypatch):
     monkeypatch.setattr(wire, "MAX_HEAD_BYTES", HEAD)
     monkeypatch.setattr(wire, "MAX_BUFFERS", BUFFERS)
     monkeypatch.setattr(wire, "SCRATCH_BYTES", 32)  # set anew for each reader, and put back after the test
@@ -107,7 +107,7 @@ def mutated(rng: random.Random, data: bytearray) -> bytes:
     return bytes(data)
 
 
-def test_mutated_frames_give_frames_within_limits_or_a_bad_frame() -> None:
+def test_mutated_frames_give_frames_within_limits_or_a_bad_frame():
     done = refused = handed_over = case = 0
     while done < CASES:
         rng = random.Random(case)
@@ -126,7 +126,7 @@ def test_mutated_frames_give_frames_within_limits_or_a_bad_frame() -> None:
     assert handed_over > case // 10, "and what is behind them"
 
 
-def test_random_bytes_are_refused_as_soon_as_a_prefix_is_there() -> None:
+def test_random_bytes_are_refused_as_soon_as_a_prefix_is_there():
     for case in range(CASES):
         rng = random.Random(case)
         data = rng.randbytes(rng.randint(32, 400))
@@ -134,7 +134,7 @@ def test_random_bytes_are_refused_as_soon_as_a_prefix_is_there() -> None:
             list(Receiver(rng, False).frames(data))
 
 
-def test_one_flipped_byte_is_noticed_wherever_there_is_a_checksum() -> None:
+def test_one_flipped_byte_is_noticed_wherever_there_is_a_checksum():
     """Without one, it changes the bytes of its own buffer and nothing else."""
     for case in range(CASES // 3):
         rng = random.Random(case)
@@ -165,7 +165,7 @@ def test_one_flipped_byte_is_noticed_wherever_there_is_a_checksum() -> None:
             assert (bulk == frame[start:]) == (noticed or i != which), f"case {case}"
 
 
-def test_any_hello_gives_an_answer_or_a_typed_error() -> None:
+def test_any_hello_gives_an_answer_or_a_typed_error():
     for case in range(CASES):
         rng = random.Random(case)
         hello = bytearray(wire.client_hello(Feature.CHECKSUM))
@@ -180,7 +180,7 @@ def test_any_hello_gives_an_answer_or_a_typed_error() -> None:
             pass
 
 
-def test_an_announced_head_takes_no_memory_before_the_scratch_is_full_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_announced_head_takes_no_memory_before_the_scratch_is_full_of_it(monkeypatch):
     monkeypatch.setattr(wire, "SCRATCH_BYTES", 2**17)
     monkeypatch.setattr(wire, "MAX_HEAD_BYTES", 2**20)
     start = b"".join(wire.encode(4, 1, 0, b"h" * 2**20, [], checksum=False))

@@ -44,7 +44,7 @@ class ServedShard:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(20)
 
     def on_loop(self, work: Callable[[], T]) -> T:
-        async def call() -> T:
+        async def call():
             return work()
 
         return self.run(call())

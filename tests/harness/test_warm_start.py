@@ -31,9 +31,7 @@ sys.exit(3)
 
 
 @pytest.mark.parametrize("new_session", [False, True])
-def test_a_script_sees_the_same_as_one_that_starts_cold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_session: bool
-) -> None:
+def test_a_script_sees_the_same_as_one_that_starts_cold(tmp_path, monkeypatch, new_session):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     monkeypatch.setattr(warm_start, "TESTS", tmp_path)  # scripts there start warm
@@ -59,7 +57,7 @@ def shard_options() -> list[str]:
     return [*EMBERSHARD, "ps", "--shard", "0", "--of", "1", "--listen", "127.0.0.1:0"]
 
 
-def test_others_see_its_words_its_environment_and_its_parent() -> None:
+def test_others_see_its_words_its_environment_and_its_parent():
     words = shard_options()
     with subprocess.Popen(words, env={**os.environ, "MARK": "there"}, stdout=subprocess.PIPE) as process:
         try:
@@ -77,7 +75,7 @@ def test_others_see_its_words_its_environment_and_its_parent() -> None:
         assert process.wait(250) == 0
 
 
-def test_what_it_starts_is_its_own_child_and_ends_with_it() -> None:
+def test_what_it_starts_is_its_own_child_and_ends_with_it():
     up = [*EMBERSHARD, "up", "--shards", "2", "--base-port", "0"]
     with subprocess.Popen(up, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
@@ -92,7 +90,7 @@ def test_what_it_starts_is_its_own_child_and_ends_with_it() -> None:
     assert all_end([*shards, *templates])
 
 
-def test_all_that_still_run_can_be_ended() -> None:
+def test_all_that_still_run_can_be_ended():
     process = subprocess.Popen(shard_options(), stdout=subprocess.PIPE)
     with process:
         warm_start.kill_all()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -14,11 +12,11 @@ from harness.processes import EMBERSHARD
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start(tmp_path):
     """Starts the command with a job file; whatever it leaves behind is ended, and counts as a failure."""
     started: list[subprocess.Popen[str]] = []
 
-    def begin(text: str, *words: str, command: str = "train") -> subprocess.Popen[str]:
+    def begin(text, *words, command="train"):
         job = tmp_path / "job.yaml"
         job.write_text(text)
         line = [*EMBERSHARD, command, str(job), "--output", str(tmp_path / "out"), *words]

@@ -19,11 +19,7 @@ import pytest
 
 import embershard.cli
 from embershard.deploy.supervisor import LocalShards
-from embershard.proto.errors import (
-    NotAShard,
-    ShardUnavailable,
-    WrongShards,
-)
+from embershard.proto.errors import NotAShard, ShardUnavailable, WrongShards
 from embershard.worker.client import connections as links
 from embershard.worker.client.client import Client
 from harness.processes import EMBERSHARD, run_command
@@ -49,7 +45,7 @@ Run = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(tmp_path, monkeypatch, capsys):
     """The command line, in this process: exit code and stderr. Good data and good job files lie in its folder."""
     for name in MEETING:
         monkeypatch.delenv(name, raising=False)
@@ -59,7 +55,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     (tmp_path / "job.yaml").write_text(JOB)
     (tmp_path / "clicks.yaml").write_text(CLICKS)
 
-    def call(*words: str) -> tuple[int, str]:
+    def call(*words):
         monkeypatch.setattr(sys, "argv", ["embershard", *words])
         code = 0
         try:
@@ -93,14 +89,14 @@ class TestJobFiles:
         ],
         ids=["missing", "empty", "binary", "zero byte", "cut"],
     )
-    def test_a_file_that_is_no_job_is_named(self, run: Run, tmp_path: Path, content: bytes | None, words: str):
+    def test_a_file_that_is_no_job_is_named(self, run, tmp_path, content, words):
         if content is not None:
             (tmp_path / "bad.yaml").write_bytes(content)
         code, err = run("train", "bad.yaml")
         assert code == 1
         says(err, words)
 
-    def test_a_folder_is_no_job(self, run: Run, tmp_path: Path):
+    def test_a_folder_is_no_job(self, run, tmp_path):
         code, err = run("train", str(tmp_path))
         assert code == 1
         says(err, "cannot be read: Is a directory")
@@ -117,12 +113,12 @@ class TestJobFiles:
             ("train.lr_schedule={name: constant, every: 3}", "every: has no meaning for constant; remove it"),
         ],
     )
-    def test_an_override_without_sense_is_named(self, run: Run, override: str, words: str):
+    def test_an_override_without_sense_is_named(self, run, override, words):
         code, err = run("train", "job.yaml", "--set", override)
         assert code == 1
         says(err, words)
 
-    def test_options_that_contradict_each_other_are_wrong_usage(self, run: Run):
+    def test_options_that_contradict_each_other_are_wrong_usage(self, run):
         code, err = run("train", "job.yaml", "--ps", "127.0.0.1:7700", "--shards", "2")
         assert code == 2
         assert "--shards has no meaning" in err
@@ -143,7 +139,7 @@ class TestJobFiles:
         ("127.0.0.1:7700,127.0.0.1:7700", "named twice"),
     ],
 )
-def test_text_that_is_no_address_is_refused_at_once(run: Run, command: str, address: str, words: str):
+def test_text_that_is_no_address_is_refused_at_once(run, command, address, words):
     code, err = run(command, address) if command == "status" else run(command, "job.yaml", "--ps", address)
     assert code == 1
     says(err, words)  # and not that nobody answers
@@ -151,32 +147,24 @@ def test_text_that_is_no_address_is_refused_at_once(run: Run, command: str, addr
 
 class TestOutput:
     @pytest.mark.parametrize("command", ["train", "worker"])
-    def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(
-        self, run: Run, tmp_path: Path, command: str
-    ):
+    def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(self, run, tmp_path, command):
         folder = tmp_path / "train.csv" / "logs"  # below a file: refused to root, too
         words = ("--ps", "127.0.0.1:1") if command == "worker" else ()
         code, err = run(command, "job.yaml", "--output", str(folder), *words)
         assert code == 1
         says(err, f"cannot write to {folder}: Not a directory; choose another folder with --output")
 
-    def test_a_current_folder_that_cannot_be_written_is_refused(
-        self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ):
+    def test_a_current_folder_that_cannot_be_written_is_refused(self, run, tmp_path, monkeypatch):
         monkeypatch.chdir("/proc")  # read-only, to root, too
         code, err = run("train", str(tmp_path / "job.yaml"))
         assert code == 1
         says(err, "cannot write to runs/job-", "choose another folder with --output")
 
     @pytest.mark.integration
-    def test_a_run_whose_output_nobody_reads_ends_and_says_so(self, run: Run, shards: LocalShards, tmp_path: Path):
+    def test_a_run_whose_output_nobody_reads_ends_and_says_so(self, run, shards, tmp_path):
         words = ["worker", "clicks.yaml", "--ps", shards.addresses[0], "--set", "prefix=unread/"]
         process = subprocess.Popen(
-            [*EMBERSHARD, *words],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            [*EMBERSHARD, *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         try:
             assert process.stdout is not None
@@ -189,7 +177,7 @@ class TestOutput:
             process.kill()
             process.wait()
 
-    def test_a_full_disk_is_an_error_and_not_a_defect(self, run: Run):
+    def test_a_full_disk_is_an_error_and_not_a_defect(self, run):
         if not Path("/dev/full").exists():
             pytest.skip("no /dev/full here")
         program = "from embershard.cli import main; main()"
@@ -202,7 +190,7 @@ class TestOutput:
 
 
 @pytest.fixture(scope="module")
-def shards() -> Iterator[LocalShards]:
+def shards():
     """One shard, of one, as a process."""
     with LocalShards(1) as running:
         yield running
@@ -221,17 +209,11 @@ class TestDataFiles:
             ("text.csv", LINES + b"1,\xff,1\n", "text.csv:5: not UTF-8 text"),
             ("binary.csv", b"\x1b[2J\xff\xfe\x00\n", "binary.csv:1: not UTF-8 text"),
             ("control.csv", b"\x1b[2J,b\r,c\n1,2,3\n", "control.csv:1: no column 'label'"),
-            (
-                "cut.csv.gz",
-                CUT_GZIP,
-                "cut.csv.gz: after 0 bytes of text: the gzip file is cut",
-            ),
+            ("cut.csv.gz", CUT_GZIP, "cut.csv.gz: after 0 bytes of text: the gzip file is cut"),
             ("plain.csv.gz", LINES, "plain.csv.gz: it is named .gz but is not gzipped"),
         ],
     )
-    def test_a_file_that_cannot_be_trained_on_is_named_with_its_line(
-        self, run: Run, shards: LocalShards, tmp_path: Path, name: str, content: bytes | None, words: str
-    ):
+    def test_a_file_that_cannot_be_trained_on_is_named_with_its_line(self, run, shards, tmp_path, name, content, words):
         if content is not None:
             (tmp_path / name).write_bytes(content)
         code, err = run("worker", "job.yaml", "--ps", shards.addresses[0], "--set", f"data.train={name}")
@@ -240,7 +222,7 @@ class TestDataFiles:
         assert "\x1b" not in err
 
     @pytest.mark.parametrize("name", ["zipped.csv.gz", "zipped.csv"])
-    def test_a_gzipped_file_is_read_whatever_its_name(self, run: Run, shards: LocalShards, tmp_path: Path, name: str):
+    def test_a_gzipped_file_is_read_whatever_its_name(self, run, shards, tmp_path, name):
         (tmp_path / name).write_bytes(gzip.compress(LINES))
         code, err = run("worker", "job.yaml", "--ps", shards.addresses[0], "--set", f"data.train={name}")
         assert code == 0, err
@@ -267,7 +249,7 @@ def listener(talk: Callable[[socket.socket], None]) -> Iterator[str]:
     """The address of a server that talks in its own way to whoever connects."""
     server = socket.create_server(("127.0.0.1", 0))
 
-    def accept() -> None:
+    def accept():
         while True:
             try:
                 connection, _ = server.accept()
@@ -275,7 +257,7 @@ def listener(talk: Callable[[socket.socket], None]) -> Iterator[str]:
                 return
             threading.Thread(target=serve, args=(connection,), daemon=True).start()
 
-    def serve(connection: socket.socket) -> None:
+    def serve(connection):
         try:
             with connection:
                 connection.settimeout(20)
@@ -292,7 +274,7 @@ def listener(talk: Callable[[socket.socket], None]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("talk", [web, random_bytes])
-def test_an_address_where_something_else_answers_is_named_at_once(talk: Callable[[socket.socket], None]):
+def test_an_address_where_something_else_answers_is_named_at_once(talk):
     with listener(talk) as address:
         start = time.monotonic()
         with raises(NotAShard, address=address):
@@ -308,13 +290,13 @@ def test_an_address_that_takes_connections_and_says_nothing_is_named_at_the_dead
 
 
 @pytest.mark.integration
-def test_one_address_of_something_else_among_shards_is_the_one_that_is_named(shards: LocalShards):
+def test_one_address_of_something_else_among_shards_is_the_one_that_is_named(shards):
     with listener(web) as address, raises(NotAShard, address=address):
         Client.connect([shards.addresses[0], address], timeout=timedelta(seconds=30))
 
 
 @pytest.mark.integration
-def test_two_shards_with_the_same_index_are_both_named(shards: LocalShards):
+def test_two_shards_with_the_same_index_are_both_named(shards):
     with LocalShards(1) as others:
         first, second = shards.addresses[0], others.addresses[0]
         with pytest.raises(WrongShards, match="start each with its own --shard") as caught:
@@ -323,9 +305,7 @@ def test_two_shards_with_the_same_index_are_both_named(shards: LocalShards):
         assert second in str(caught.value)
 
 
-def test_a_shard_that_is_down_at_the_start_is_waited_for_aloud(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_shard_that_is_down_at_the_start_is_waited_for_aloud(caplog, monkeypatch):
     monkeypatch.setattr(links, "_SILENT_WAIT", timedelta(seconds=0.3))
     with raises(ShardUnavailable, address="127.0.0.1:1", seconds=3.0, reason=re.compile("Connection refused")):
         Client.connect(["127.0.0.1:1"], timeout=timedelta(seconds=3))
@@ -341,13 +321,13 @@ class TestWorkersThatDoNotMeet:
     def join(self, run: Run, shards: LocalShards, *words: str) -> tuple[int, str]:
         return run("worker", "job.yaml", "--ps", shards.addresses[0], "--meet-within", "1", *words)
 
-    def test_who_did_not_come_is_named(self, run: Run, shards: LocalShards):
+    def test_who_did_not_come_is_named(self, run, shards):
         code, err = self.join(run, shards, "--rank", "1", "--world-size", "2")
         assert code == 1
         says(err, "worker 1 of 2 lost another worker: ")
         says(err, "for worker 0 (not here yet)")
 
-    def test_without_an_address_the_variable_is_named(self, run: Run, shards: LocalShards):
+    def test_without_an_address_the_variable_is_named(self, run, shards):
         code, err = self.join(run, shards, "--rank", "1", "--world-size", "2", "--set", "strategy=hybrid")
         assert code == 1
         says(err, "worker 1 of 2 cannot reach the others at MASTER_ADDR=(not set)")
@@ -355,9 +335,7 @@ class TestWorkersThatDoNotMeet:
     @pytest.mark.parametrize(
         ("host", "port"), [("127.0.0.1", "1"), ("no.such.host.invalid", "29500"), ("127.0.0.1", "x")]
     )
-    def test_a_wrong_address_ends_by_the_deadline(
-        self, run: Run, shards: LocalShards, monkeypatch: pytest.MonkeyPatch, host: str, port: str
-    ):
+    def test_a_wrong_address_ends_by_the_deadline(self, run, shards, monkeypatch, host, port):
         monkeypatch.setenv("MASTER_ADDR", host)
         monkeypatch.setenv("MASTER_PORT", port)
         monkeypatch.setenv("RANK", "1")
@@ -366,14 +344,14 @@ class TestWorkersThatDoNotMeet:
         assert code == 1
         says(err, f"worker 1 of 2 cannot reach the others at MASTER_ADDR={host} MASTER_PORT={port}")
 
-    def test_a_rank_outside_of_the_world_is_wrong_usage(self, run: Run, shards: LocalShards):
+    def test_a_rank_outside_of_the_world_is_wrong_usage(self, run, shards):
         code, err = self.join(run, shards, "--rank", "2", "--world-size", "2")
         assert code == 2
         assert "rank 2 of 2 does not exist" in err
 
 
 @pytest.mark.integration
-def test_more_workers_than_samples_are_refused(tmp_path: Path):
+def test_more_workers_than_samples_are_refused(tmp_path):
     (tmp_path / "train.csv").write_bytes(LINES[:16])  # one sample
     (tmp_path / "job.yaml").write_text(JOB)
     words = ["train", "job.yaml", "--output", "out", "--workers", "2", "--shards", "1"]
@@ -385,7 +363,7 @@ def test_more_workers_than_samples_are_refused(tmp_path: Path):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("strategy", ["ps", "hybrid"])
-def test_a_worker_without_a_batch_for_batch_norm_ends_the_others(tmp_path: Path, strategy: str):
+def test_a_worker_without_a_batch_for_batch_norm_ends_the_others(tmp_path, strategy):
     (tmp_path / "train.csv").write_bytes(LINES)  # one of two workers has one sample
     (tmp_path / "job.yaml").write_text(JOB.replace("{name: fm}", "{name: deepfm, batch_norm: true, hidden: [4]}"))
     words = ["train", "job.yaml", "--output", "out", "--workers", "2", "--set", f"strategy={strategy}"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -37,7 +36,7 @@ def family(mark: str) -> list[psutil.Process]:
 
 
 @pytest.fixture
-def words(tmp_path: Path) -> Iterator[list[str]]:
+def words(tmp_path):
     (tmp_path / "job.yaml").write_text(JOB)
     command = [*EMBERSHARD, "compare", str(tmp_path / "job.yaml"), "--seeds", "2"]
     yield [*command, "--output", str(tmp_path / "out")]
@@ -50,7 +49,7 @@ def lines(tmp_path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_a_killed_comparison_goes_on_where_it_was(words: list[str], tmp_path: Path):
+def test_a_killed_comparison_goes_on_where_it_was(words, tmp_path):
     words += ["--arms", "none,fp16s"]
     killed = subprocess.Popen(words, stdout=subprocess.DEVNULL)
     try:
@@ -79,7 +78,7 @@ def test_a_killed_comparison_goes_on_where_it_was(words: list[str], tmp_path: Pa
     assert not family(str(tmp_path))
 
 
-def test_ctrl_c_ends_everything_and_says_how_to_go_on(words: list[str], tmp_path: Path):
+def test_ctrl_c_ends_everything_and_says_how_to_go_on(words, tmp_path):
     words += ["--arms", "strategy=ps,local", "--set", "train.samples=1_000_000_000"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     log = tmp_path / "out" / "runs" / "quality-strategy_ps-seed0-unlimited" / "log.jsonl"

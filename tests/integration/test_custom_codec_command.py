@@ -38,14 +38,14 @@ def train(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return run_command("train", "job.yaml", "--output", "out", "--shards", "1", *words, cwd=folder)
 
 
-def test_a_module_named_once_reaches_shards_and_workers(tmp_path: Path) -> None:
+def test_a_module_named_once_reaches_shards_and_workers(tmp_path):
     done = train(tmp_path, "--import", "mine")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "False-4.written").exists()  # a push, which has a key
     assert (tmp_path / "True-4.written").exists()  # a pull
 
 
-def test_without_it_the_job_ends_and_says_what_is_missing(tmp_path: Path) -> None:
+def test_without_it_the_job_ends_and_says_what_is_missing(tmp_path):
     done = train(tmp_path)
     assert done.returncode != 0
     assert "no codec 'mine:half'" in done.stdout + done.stderr

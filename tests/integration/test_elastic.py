@@ -61,7 +61,7 @@ def records(folder: Path, name: str = "out") -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("staleness", ["off", "0"])
-def test_the_next_worker_reports_where_the_first_is_killed(start: Start, tmp_path: Path, staleness: str) -> None:
+def test_the_next_worker_reports_where_the_first_is_killed(start, tmp_path, staleness):
     said = kill_after_the_first_epoch(start(JOB, *SPLITS, "--set", f"train.staleness={staleness}"), 0)
     assert "worker 0 ended (SIGKILL); training goes on with the others" in said
     assert "worker 1 reports from here on" in said
@@ -82,7 +82,7 @@ def test_the_next_worker_reports_where_the_first_is_killed(start: Start, tmp_pat
     assert result["samples"] >= 2 * EPOCH  # what the lost one trained on since the last evaluation is not known
 
 
-def test_workers_with_equal_shares_end_without_the_one_that_is_killed(start: Start, tmp_path: Path) -> None:
+def test_workers_with_equal_shares_end_without_the_one_that_is_killed(start, tmp_path):
     said = kill_after_the_first_epoch(start(JOB, "--set", "train.staleness=2"), 2)
     assert "worker 2 ended (SIGKILL); training goes on with the others" in said
     log = records(tmp_path)
@@ -91,7 +91,7 @@ def test_workers_with_equal_shares_end_without_the_one_that_is_killed(start: Sta
 
 
 @pytest.mark.cold_start  # so that a lease of 2 s ends meanwhile
-def test_a_worker_that_is_started_again_joins_late(start: Start, tmp_path: Path) -> None:
+def test_a_worker_that_is_started_again_joins_late(start, tmp_path):
     words = ("--set", "train.restart_workers=1", "--set", "train.epochs=6", "--set", "train.staleness=0")
     said = kill_after_the_first_epoch(start(JOB, *SPLITS, *words), 0)
     assert "worker 0 ended (SIGKILL) and was started again" in said
@@ -101,7 +101,7 @@ def test_a_worker_that_is_started_again_joins_late(start: Start, tmp_path: Path)
     assert (tmp_path / "out" / "worker-0.log").read_text().count("Traceback") == 0
 
 
-def test_a_whole_job_that_is_killed_and_started_again_makes_all_its_steps(start: Start, tmp_path: Path) -> None:
+def test_a_whole_job_that_is_killed_and_started_again_makes_all_its_steps(start, tmp_path):
     samples = EPOCH // 2
     with LocalShards(2) as shards:
         # the leases of the killed workers outlive the test

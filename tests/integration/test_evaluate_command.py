@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -32,13 +31,13 @@ def await_clock(addresses: Sequence[str], clock: int) -> None:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Path:
+def job(tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(JOB)
     return path
 
 
-def test_it_scores_what_a_run_has_left_on_the_shards_and_creates_nothing(job: Path, tmp_path: Path) -> None:
+def test_it_scores_what_a_run_has_left_on_the_shards_and_creates_nothing(job, tmp_path):
     with LocalShards(2) as shards:
         ps = ",".join(shards.addresses)
         early = run_command("evaluate", str(job), "--ps", ps)
@@ -57,7 +56,7 @@ def test_it_scores_what_a_run_has_left_on_the_shards_and_creates_nothing(job: Pa
         assert figures[split] == pytest.approx(its, rel=1e-6)
 
 
-def test_workers_train_on_while_it_scores(job: Path, tmp_path: Path) -> None:
+def test_workers_train_on_while_it_scores(job, tmp_path):
     forever = [str(job), "--output", str(tmp_path / "out"), "--set", "train.samples=1_000_000_000"]
     with LocalShards(1) as shards, (tmp_path / "said").open("w") as said:
         ps = ["--ps", shards.addresses[0]]

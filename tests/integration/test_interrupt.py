@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -84,12 +84,12 @@ class Terminal:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path):
     """Starts `embershard` with some words, or any other line; nothing outlives the test."""
     (tmp_path / "job.yaml").write_text(JOB)
     started: list[Terminal] = []
 
-    def begin(*words: str, program: str = "") -> Terminal:
+    def begin(*words, program=""):
         what = ["-c", program] if program else [*EMBERSHARD[1:], *words]
         started.append(Terminal([sys.executable, *what], tmp_path))
         return started[-1]
@@ -101,7 +101,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         terminal.popen.communicate()
 
 
-def test_ctrl_c_during_the_imports_shows_no_traceback(start: Start):
+def test_ctrl_c_during_the_imports_shows_no_traceback(start):
     assert start(program=DURING_IMPORTS).end() == (130, "")
 
 
@@ -109,7 +109,7 @@ def started(terminal: Terminal, count: int) -> list[psutil.Process]:
     """So many processes that a command started, once they are there."""
     found: list[psutil.Process] = []
 
-    def all_there() -> bool:
+    def all_there():
         assert terminal.popen.poll() is None
         # by their words: one that is still a copy of its parent would hold the parent up
         found[:] = [process for process in terminal.family() if "--parent-pid" in words(process)]
@@ -124,7 +124,7 @@ def started(terminal: Terminal, count: int) -> list[psutil.Process]:
     [(0, True), (1, False), (2, True)],
     ids=["at once", "a shard, sent to the parent alone", "a worker"],
 )
-def test_ctrl_c_while_a_job_starts_leaves_nothing_behind(start: Start, tmp_path: Path, count: int, group: bool):
+def test_ctrl_c_while_a_job_starts_leaves_nothing_behind(start, tmp_path, count, group):
     terminal = start("train", "job.yaml", "--output", "out", "--shards", "1")
     assert eventually((tmp_path / "out").exists)  # the job was read, and comes next
     started(terminal, count)
@@ -150,7 +150,7 @@ def asked_to_end(process: psutil.Process) -> bool:
     return bool(int(pending, 16) & 1 << (signal.SIGTERM - 1))
 
 
-def test_a_second_ctrl_c_does_not_wait_for_shards_and_leaves_none(start: Start):
+def test_a_second_ctrl_c_does_not_wait_for_shards_and_leaves_none(start):
     terminal = start("up", "--shards", "2", "--base-port", "0")
     assert terminal.popen.stdout is not None
     while "Ctrl-C ends them" not in terminal.popen.stdout.readline():
@@ -169,7 +169,7 @@ def test_a_second_ctrl_c_does_not_wait_for_shards_and_leaves_none(start: Start):
     assert not terminal.family()
 
 
-def test_ctrl_c_again_and_again_ends_a_job_whose_processes_do_not_answer(start: Start):
+def test_ctrl_c_again_and_again_ends_a_job_whose_processes_do_not_answer(start):
     terminal = start("train", "job.yaml", "--output", "out", "--workers", "2", "--shards", "1")
     shard, *workers = sorted(started(terminal, 3), key=lambda process: "worker" in words(process))
     assert eventually(lambda: all(map(imports_torch, workers)))  # the parent knows them all by now

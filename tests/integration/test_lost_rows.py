@@ -7,7 +7,6 @@ import os
 import re
 import signal
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -51,7 +50,7 @@ def trained_rows(model: nn.Module) -> int:
     return int((model[0].table.pull(IDS) != 0).any(1).sum())  # type: ignore[index, union-attr, operator]
 
 
-def test_a_job_does_not_go_on_with_a_shard_that_lost_its_rows_until_they_are_restored(tmp_path: Path) -> None:
+def test_a_job_does_not_go_on_with_a_shard_that_lost_its_rows_until_they_are_restored(tmp_path):
     policy = RestartPolicy(first_pause=timedelta(seconds=0.1))
     with LocalShards(2, restart=policy) as shards:
         where = ",".join(shards.addresses)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.integration
     shutil.which("node") is None or not os.environ.get("EMBERSHARD_NODE_MODULES"),
     reason="needs node, and in EMBERSHARD_NODE_MODULES the folder with @grpc/grpc-js, @grpc/proto-loader and blakejs",
 )
-def test_a_node_client_trains_on_two_shards() -> None:
+def test_a_node_client_trains_on_two_shards():
     with ExitStack() as stack:
         addresses = [stack.enter_context(shard_process(shard=shard, of=2)).address for shard in range(2)]
         done = subprocess.run(

@@ -8,7 +8,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -43,11 +43,11 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
+def start():
     """Starts a job in a folder; nothing outlives the test."""
     started: list[subprocess.Popen[str]] = []
 
-    def begin(folder: Path, *words: str, job: str = JOB) -> subprocess.Popen[str]:
+    def begin(folder, *words, job=JOB):
         folder.mkdir(exist_ok=True)
         (folder / "job.yaml").write_text(job)
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -114,7 +114,7 @@ def uninterrupted(folder: Path) -> Path:
     return folder / "step-000000160"
 
 
-def test_a_run_that_was_killed_ends_with_the_bits_of_one_that_was_not(start: Start, tmp_path: Path) -> None:
+def test_a_run_that_was_killed_ends_with_the_bits_of_one_that_was_not(start, tmp_path):
     kill_after(start(tmp_path), tmp_path / "checkpoints" / "step-000000040")
     records = (tmp_path / "out" / "log.jsonl").read_text().splitlines()
     assert not any(json.loads(line)["record"] == "result" for line in records)
@@ -145,9 +145,7 @@ def test_a_run_that_was_killed_ends_with_the_bits_of_one_that_was_not(start: Sta
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_synchronous_workers_with_dense_weights_of_their_own_resume_to_the_same_bits(
-    start: Start, tmp_path: Path, mode: str
-) -> None:
+def test_synchronous_workers_with_dense_weights_of_their_own_resume_to_the_same_bits(start, tmp_path, mode):
     own = ("--workers", "2", "--set", f"dense.mode={mode}", "--set", "train.staleness=0", "--set", "checkpoint.keep=9")
     short = ("--set", "train.steps=40", "--set", "data.loader_processes=0")
     code, text = end(start(tmp_path, *own, *short))
@@ -161,9 +159,7 @@ def test_synchronous_workers_with_dense_weights_of_their_own_resume_to_the_same_
     assert same(*weights)
 
 
-def test_after_a_shard_died_resuming_restores_the_checkpoint_onto_the_running_shards(
-    start: Start, tmp_path: Path
-) -> None:
+def test_after_a_shard_died_resuming_restores_the_checkpoint_onto_the_running_shards(start, tmp_path):
     policy = RestartPolicy(first_pause=timedelta(seconds=0.1))
     with LocalShards(2, restart=policy) as shards:
         ps = ("--ps", ",".join(shards.addresses))
@@ -186,7 +182,7 @@ def test_after_a_shard_died_resuming_restores_the_checkpoint_onto_the_running_sh
         assert "resumed at step" in text
 
 
-def test_resuming_asks_before_the_tables_of_another_job_are_lost(start: Start, tmp_path: Path) -> None:
+def test_resuming_asks_before_the_tables_of_another_job_are_lost(start, tmp_path):
     code, text = end(start(tmp_path, "--set", "train.steps=40"))
     assert code == 0, text
     resume = ("--set", "train.steps=60", "--resume", "checkpoints/step-000000020")

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -42,7 +41,7 @@ def process(*command: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture(scope="module")
-def addresses() -> Iterator[str]:
+def addresses():
     """Two shards over rpc."""
     with ExitStack() as stack:
         shards = []
@@ -82,7 +81,7 @@ def test_a_worker_does_not_leave_loopback_unless_told():
         ("On WorkerInfo(id=0, name=x):\nRuntimeError('no shard is served by this process')", NotAShard),
     ],
 )
-def test_what_torch_says_has_a_meaning(said: str, means: type[Exception]):
+def test_what_torch_says_has_a_meaning(said, means):
     failed: torch.futures.Future[Any] = torch.futures.Future()
     failed.set_exception(RuntimeError(said))
     outcome = _outcome(failed, "rpc://here")
@@ -101,7 +100,7 @@ while True:
 """
 
 
-def test_a_worker_that_is_killed_holds_up_nobody(addresses: str):
+def test_a_worker_that_is_killed_holds_up_nobody(addresses):
     with process("-c", PUSHING, addresses) as worker:
         assert cast(Any, worker.stdout).readline() == "ready\n"
     with es.connect(addresses, timeout=SECONDS) as session, process("-c", PUSHING, addresses) as late:
@@ -121,12 +120,12 @@ rpc.shutdown()
 """
 
 
-def test_the_address_that_says_what_it_means_is_taken(addresses: str):
+def test_the_address_that_says_what_it_means_is_taken(addresses):
     with es.connect(addresses.replace("rpc://", "rpc-executes-pickles://"), timeout=SECONDS) as session:
         assert [status.shard for status in session.client.status()] == [0, 1]
 
 
-def test_a_user_with_an_rpc_group_of_their_own_keeps_it(addresses: str, tmp_path: Path):
+def test_a_user_with_an_rpc_group_of_their_own_keeps_it(addresses, tmp_path):
     with process("-c", OWN_GROUP, addresses, str(tmp_path / "store")) as worker:
         out, err = worker.communicate(timeout=250)
     assert (worker.returncode, out) == (0, "48.0 2\n"), err

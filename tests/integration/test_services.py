@@ -64,11 +64,7 @@ class Command:
 
     def __init__(self, *arguments: str, cwd: Path | None = None) -> None:
         self.popen = subprocess.Popen(
-            [*EMBERSHARD, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=cwd,
+            [*EMBERSHARD, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd
         )
 
     def line(self) -> str:
@@ -172,7 +168,7 @@ def children_of(pid: int) -> list[int]:
 
 
 @pytest.fixture
-def slow_rows(tmp_path: Path) -> Path:
+def slow_rows(tmp_path):
     (tmp_path / "slow_rows.py").write_text(SLOW_ROWS)
     return tmp_path
 
@@ -207,7 +203,7 @@ def test_a_served_shard_is_healthy_and_loads_no_torch():
         assert "arrow" not in mapped
 
 
-def test_a_shard_serves_at_a_unix_socket(tmp_path: Path):
+def test_a_shard_serves_at_a_unix_socket(tmp_path):
     with shard("--listen", f"unix:{tmp_path}/shard.sock") as (running, peer):
         assert isinstance(peer.ask(Hello()), Greeting)
         assert running.end()[0] == 0
@@ -215,18 +211,18 @@ def test_a_shard_serves_at_a_unix_socket(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_signal_finishes_what_was_accepted(slow_rows: Path, signum: int, code: int):
+def test_a_signal_finishes_what_was_accepted(slow_rows, signum, code):
     with shard("--import", "slow_rows", cwd=slow_rows) as (running, peer):
         peer.ask(Declare(SLOW))
         one = np.arange(1, dtype=np.int64)
         size = len(dumps(push(1, one)))
         answers: list[Call] = []
 
-        def all_accepted() -> bool:
+        def all_accepted():
             status = status_of_shard(peer)
             return status.queued_bytes + status.pushed_rows * size >= len(answers) * size
 
-        def some_wait() -> bool:
+        def some_wait():
             answers.extend(peer.submit(push(len(answers) + n, one)) for n in range(1, 11))
             assert eventually(all_accepted)
             return status_of_shard(peer).queued_bytes >= 3 * size
@@ -250,7 +246,7 @@ def test_those_who_watch_its_health_see_the_end_and_do_not_delay_it():
         assert running.wait()[0] == 0
 
 
-def test_a_second_signal_ends_at_once(slow_rows: Path):
+def test_a_second_signal_ends_at_once(slow_rows):
     with shard("--import", "slow_rows", cwd=slow_rows) as (running, peer):
         peer.ask(Declare(SLOW))
         call = peer.submit(push(1, np.arange(100, dtype=np.int64)))  # ten seconds
@@ -262,7 +258,7 @@ def test_a_second_signal_ends_at_once(slow_rows: Path):
             call.result()
 
 
-def test_a_full_queue_is_busy_and_the_shard_stays_healthy(slow_rows: Path):
+def test_a_full_queue_is_busy_and_the_shard_stays_healthy(slow_rows):
     with shard("--import", "slow_rows", "--queue-bytes", "1", cwd=slow_rows) as (_, peer):
         peer.ask(Declare(SLOW))
         first = peer.submit(push(1, np.arange(15, dtype=np.int64)))
@@ -294,7 +290,7 @@ def test_a_port_in_use_is_named_and_the_exit_code_is_not_0():
     ],
     ids=["open address", "index", "import"],
 )
-def test_a_shard_that_cannot_start_says_why(arguments: tuple[str, ...], code: int, words: str):
+def test_a_shard_that_cannot_start_says_why(arguments, code, words):
     with command("ps", *arguments) as running:
         got, err = running.wait()
         assert got == code
@@ -345,7 +341,7 @@ def test_shards_end_with_a_supervisor_that_was_killed():
 
 @pytest.mark.cold_start
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_ctrl_c_while_starting_leaves_nothing_behind(count: int):
+def test_ctrl_c_while_starting_leaves_nothing_behind(count):
     with command("up", "--shards", "2", "--base-port", "0") as running:
         pid = running.popen.pid
         assert eventually(lambda: catches(pid, signal.SIGTERM) and len(children_of(pid)) >= count)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -62,7 +61,7 @@ def pushing(local: LocalShards) -> Iterator[None]:
     """A worker that pushes all the while."""
     stop, failed = threading.Event(), []
 
-    def work() -> None:
+    def work():
         try:
             with closing(Client.connect(local.addresses, worker=1, timeout=TIMEOUT)) as client:
                 while not stop.is_set():
@@ -81,21 +80,19 @@ def pushing(local: LocalShards) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def shards() -> Iterator[LocalShards]:
+def shards():
     with LocalShards(2) as local:
         yield local
 
 
 @pytest.fixture
-def client(shards: LocalShards) -> Iterator[Client]:
+def client(shards):
     with client_of(shards) as client:
         push(client)
         yield client
 
 
-def test_the_commands_take_show_and_restore_a_snapshot_while_a_worker_pushes(
-    shards: LocalShards, client: Client, tmp_path: Path
-):
+def test_the_commands_take_show_and_restore_a_snapshot_while_a_worker_pushes(shards, client, tmp_path):
     addresses, folder = ",".join(shards.addresses), str(tmp_path / "snaps")
     with pushing(shards):
         code, said = run("snapshot", addresses, folder, "--name", "one")
@@ -118,9 +115,7 @@ def test_the_commands_take_show_and_restore_a_snapshot_while_a_worker_pushes(
         assert "holds tables already (items)" in said
 
 
-def test_the_killed_coordinator_leaves_the_snapshot_before_and_shards_that_take_the_next(
-    shards: LocalShards, client: Client, tmp_path: Path
-):
+def test_the_killed_coordinator_leaves_the_snapshot_before_and_shards_that_take_the_next(shards, client, tmp_path):
     folder = str(tmp_path)
     take_snapshot(client, folder, "before")
     command = [*EMBERSHARD, "snapshot", ",".join(shards.addresses), folder, "--name", "x"]
@@ -134,7 +129,7 @@ def test_the_killed_coordinator_leaves_the_snapshot_before_and_shards_that_take_
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.1])
-def test_a_killed_shard_leaves_the_snapshot_before(delay: float, tmp_path: Path):
+def test_a_killed_shard_leaves_the_snapshot_before(delay, tmp_path):
     folder = str(tmp_path)
     soon = timedelta(seconds=5)
     with LocalShards(2) as local, client_of(local) as client, client_of(local, soon) as hasty:
@@ -156,7 +151,7 @@ def test_a_killed_shard_leaves_the_snapshot_before(delay: float, tmp_path: Path)
     assert np.array_equal(rows(fresh), then)
 
 
-def test_a_full_disk_is_named_and_the_snapshot_before_stays(shards: LocalShards, client: Client, tmp_path: Path):
+def test_a_full_disk_is_named_and_the_snapshot_before_stays(shards, client, tmp_path):
     folder = str(tmp_path)
     take_snapshot(client, folder, "before")
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
@@ -172,7 +167,7 @@ def test_a_full_disk_is_named_and_the_snapshot_before_stays(shards: LocalShards,
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounting needs root on Linux")
-def test_a_full_file_system_is_named(client: Client, tmp_path: Path):
+def test_a_full_file_system_is_named(client, tmp_path):
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(tmp_path)], capture_output=True)
     if mounted.returncode:
         pytest.skip(f"no tmpfs here: {mounted.stderr.decode()}")
@@ -185,7 +180,7 @@ def test_a_full_file_system_is_named(client: Client, tmp_path: Path):
 
 
 @pytest.mark.parametrize("folder", ["/proc/snapshots", "/dev/null/snapshots"])
-def test_a_folder_that_cannot_be_written_is_named(folder: str, shards: LocalShards):
+def test_a_folder_that_cannot_be_written_is_named(folder, shards):
     code, said = run("snapshot", ",".join(shards.addresses), folder)
     assert code == 1
     assert f"cannot write {folder}" in said

@@ -31,7 +31,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def shards() -> Iterator[str]:
+def shards():
     with LocalShards(2) as running:
         yield ",".join(running.addresses)
 
@@ -78,19 +78,19 @@ def assert_equal_but_for_rounding(found: dict[str, np.ndarray], want: dict[str, 
         np.testing.assert_allclose(found[name], values, rtol=1e-4, atol=2e-5, err_msg=name)
 
 
-def test_two_workers_of_ddp_are_one_process(tmp_path: Path) -> None:
+def test_two_workers_of_ddp_are_one_process(tmp_path):
     want = train(job("local", "", workers=1), None, WorkerGroup())
     assert_equal_but_for_rounding(run_two("ddp", "", "", tmp_path / "found.npz"), want)
 
 
 @pytest.mark.parametrize(("strategy", "mode"), [("ps", "ps"), ("hybrid", "ddp"), ("ps", "fsdp")])
-def test_two_synchronous_workers_are_one_process(shards: str, tmp_path: Path, strategy: str, mode: str) -> None:
+def test_two_synchronous_workers_are_one_process(shards, tmp_path, strategy, mode):
     with es.local() as session:
         want = train(job("ps", "ps", workers=1), session, WorkerGroup())
     assert_equal_but_for_rounding(run_two(strategy, mode, shards, tmp_path / "found.npz"), want)
 
 
-def test_dense_weights_on_shards_and_in_two_workers_have_the_same_bits(tmp_path: Path) -> None:
+def test_dense_weights_on_shards_and_in_two_workers_have_the_same_bits(tmp_path):
     found = []
     for strategy, mode in (("ps", "ps"), ("hybrid", "ddp")):
         with LocalShards(2) as running:
@@ -122,7 +122,7 @@ shards: 2
     ],
     ids=str,
 )
-def test_one_job_trains_in_every_strategy(start: Start, sets: list[str], want: str) -> None:
+def test_one_job_trains_in_every_strategy(start, sets, want):
     process = start(JOB, *(word for assignment in sets for word in ("--set", assignment)))
     text, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, text
@@ -130,14 +130,14 @@ def test_one_job_trains_in_every_strategy(start: Start, sets: list[str], want: s
     assert "valid AUC" in text
 
 
-def test_shards_are_refused_where_a_strategy_has_none(start: Start) -> None:
+def test_shards_are_refused_where_a_strategy_has_none(start):
     process = start(JOB, "--set", "strategy=ddp", "--ps", "127.0.0.1:7700")
     text, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2
     assert "strategy ddp has no shards: --ps" in " ".join(text.split())
 
 
-def test_a_lost_worker_ends_the_others_of_ddp(start: Start) -> None:
+def test_a_lost_worker_ends_the_others_of_ddp(start):
     process = start(JOB, "--set", "strategy=ddp", "--set", "train.samples=1_000_000_000")
     assert process.stdout is not None
     for line in process.stdout:
@@ -151,7 +151,7 @@ def test_a_lost_worker_ends_the_others_of_ddp(start: Start) -> None:
     assert f"worker {number} ended (SIGKILL)" in text
 
 
-def test_a_worker_of_ddp_says_by_itself_that_it_lost_another(tmp_path: Path) -> None:
+def test_a_worker_of_ddp_says_by_itself_that_it_lost_another(tmp_path):
     # a supervisor would end it, perhaps before it has said so
     (tmp_path / "job.yaml").write_text(JOB)
     command = [*EMBERSHARD, "worker", str(tmp_path / "job.yaml"), "--set", "strategy=ddp"]
@@ -181,22 +181,20 @@ def test_a_worker_of_ddp_says_by_itself_that_it_lost_another(tmp_path: Path) -> 
                 worker.wait()
 
 
-def test_two_workers_of_ddp_accumulate_and_clip_as_one_process(tmp_path: Path) -> None:
+def test_two_workers_of_ddp_accumulate_and_clip_as_one_process(tmp_path):
     fields = {"accumulate": 2, "clip_norm": 0.05, "non_finite": "skip"}
     want = train(job("local", "", workers=1, **fields), None, WorkerGroup())
     assert_equal_but_for_rounding(run_two("ddp", "", "", tmp_path / "found.npz", **fields), want)
 
 
 @pytest.mark.parametrize(("strategy", "mode"), [("ps", "ps"), ("hybrid", "ddp")])
-def test_two_synchronous_workers_accumulate_as_one_process(
-    shards: str, tmp_path: Path, strategy: str, mode: str
-) -> None:
+def test_two_synchronous_workers_accumulate_as_one_process(shards, tmp_path, strategy, mode):
     with es.local() as session:
         want = train(job("ps", "ps", workers=1, accumulate=3), session, WorkerGroup())
     assert_equal_but_for_rounding(run_two(strategy, mode, shards, tmp_path / "found.npz", accumulate=3), want)
 
 
-def test_a_nan_that_one_worker_meets_leaves_the_step_out_on_all(tmp_path: Path) -> None:
+def test_a_nan_that_one_worker_meets_leaves_the_step_out_on_all(tmp_path):
     found = []
     for strategy, mode in (("hybrid", "ddp"), ("ps", "fsdp")):  # where weights are sharded, a norm is a collective
         with LocalShards(2) as running:
@@ -209,7 +207,7 @@ def test_a_nan_that_one_worker_meets_leaves_the_step_out_on_all(tmp_path: Path) 
     assert_equal_but_for_rounding(found[1], found[0])
 
 
-def test_a_nan_in_a_workers_last_batch_leaves_out_no_step_of_the_others(tmp_path: Path) -> None:
+def test_a_nan_in_a_workers_last_batch_leaves_out_no_step_of_the_others(tmp_path):
     last = int(permutation(SAMPLES, DATA_SEED, 0)[SAMPLES - 2])  # of the second worker, who has a batch less
     fields = {"non_finite": "skip", "epochs": 1, "nan_at": last}
     for strategy, mode in (("ddp", ""), ("hybrid", "ddp")):  # which scale losses, and gradients
@@ -219,14 +217,14 @@ def test_a_nan_in_a_workers_last_batch_leaves_out_no_step_of_the_others(tmp_path
         assert int(found["steps left out"]) == 2  # one, by both
 
 
-def test_rows_that_only_keep_company_are_left_alone(tmp_path: Path) -> None:
+def test_rows_that_only_keep_company_are_left_alone(tmp_path):
     adam = {"name": "adamw", "lr": 0.05, "weight_decay": 0.1}  # moves a row whose gradient is 0, too
     sections = {"embedding": {"dim": 4, "optimizer": adam, "initializer": {"name": "normal", "std": 0.1}}}
     want = train(job("local", "", workers=1, sections=sections), None, WorkerGroup())
     assert_equal_but_for_rounding(run_two("ddp", "", "", tmp_path / "found.npz", sections=sections), want)
 
 
-def test_workers_whose_dense_weights_are_all_frozen_keep_company(shards: str, tmp_path: Path) -> None:
+def test_workers_whose_dense_weights_are_all_frozen_keep_company(shards, tmp_path):
     frozen = {"freeze": ["bottom", "top", "output"]}
     with es.local() as session:
         want = train(job("ps", "ps", workers=1, sections=frozen), session, WorkerGroup())

@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
@@ -23,7 +23,6 @@ from embershard.proto.protobuf import dumps
 from embershard.proto.routing import make_route
 from embershard.proto.spec import SGD, Constant, TableSpec
 from embershard.proto.transport.stream import StreamTransport
-from embershard.proto.wire import Feature
 from embershard.worker.client.client import Client
 from harness.eventually import eventually
 from harness.hostile_peers import NONE, Peer, begun, connected, framed
@@ -70,7 +69,7 @@ class Served:
 
 
 @pytest.fixture
-def served() -> Iterator[Served]:
+def served():
     with shard_process() as process:
         shard = Served(process)
         yield shard
@@ -78,10 +77,10 @@ def served() -> Iterator[Served]:
 
 
 @pytest.fixture
-def connect(served: Served) -> Iterator[Connect]:
+def connect(served):
     peers: list[Peer] = []
 
-    def peer(features: Feature | None = NONE, receive_bytes: int = 0) -> Peer:
+    def peer(features=NONE, receive_bytes=0):
         peers.append(Peer(served.shard.address, features, receive_bytes))
         return peers[-1]
 
@@ -90,7 +89,7 @@ def connect(served: Served) -> Iterator[Connect]:
         one.sock.close()
 
 
-def test_thousands_of_frames_that_only_begin_take_little_memory(served: Served, connect: Connect):
+def test_thousands_of_frames_that_only_begin_take_little_memory(served, connect):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.prlimit(served.shard.popen.pid, resource.RLIMIT_NOFILE, (hard, hard))
     count = min(2000, soft - 200)
@@ -101,7 +100,7 @@ def test_thousands_of_frames_that_only_begin_take_little_memory(served: Served, 
     assert served.grown() < count * (wire.SCRATCH_BYTES + 16 * 2**10) + 64 * MIB < announced // 100
 
 
-def test_peers_that_ask_and_do_not_read_have_no_rows_made(served: Served, connect: Connect):
+def test_peers_that_ask_and_do_not_read_have_no_rows_made(served, connect):
     """40 peers ask for 62 GiB."""
     for _ in range(40):
         peer = connect(receive_bytes=4096)
@@ -113,7 +112,7 @@ def test_peers_that_ask_and_do_not_read_have_no_rows_made(served: Served, connec
     assert served.grown() < 1024 * MIB
 
 
-def test_silent_and_talkative_strangers_hold_nobody_up(served: Served, connect: Connect):
+def test_silent_and_talkative_strangers_hold_nobody_up(served, connect):
     rng = np.random.default_rng(0)
     for i in range(60):
         peer = connect(None if i % 3 else NONE)
@@ -125,7 +124,7 @@ def test_silent_and_talkative_strangers_hold_nobody_up(served: Served, connect: 
     assert served.grown() < 64 * MIB
 
 
-def test_a_grpc_client_that_does_not_read_its_replies_takes_bounded_memory(served: Served):
+def test_a_grpc_client_that_does_not_read_its_replies_takes_bounded_memory(served):
     """Flow control reaches through to gRPC: its windows bound what waits for one connection."""
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
     sock = connected(served.shard.address, receive_bytes=4096)
@@ -153,7 +152,7 @@ def test_a_grpc_client_that_does_not_read_its_replies_takes_bounded_memory(serve
     served.works()
 
 
-def test_a_grpc_client_that_leaves_mid_call_leaves_nothing_behind(served: Served):
+def test_a_grpc_client_that_leaves_mid_call_leaves_nothing_behind(served):
     with grpc.insecure_channel(served.shard.address) as channel:
         channel.unary_unary(f"/{SERVICE}/Hello")(b"", timeout=20)
     assert eventually(lambda: served.process.num_fds() > 0)
@@ -168,10 +167,10 @@ def test_a_grpc_client_that_leaves_mid_call_leaves_nothing_behind(served: Served
     assert eventually(lambda: served.process.num_fds() <= before)
 
 
-def test_a_client_on_the_same_machine_comes_over_the_unix_socket(served: Served):
+def test_a_client_on_the_same_machine_comes_over_the_unix_socket(served):
     """The shard's process has one more Unix connection per client, and no TCP connection."""
 
-    def connections(kind: str) -> int:
+    def connections(kind):
         return sum(c.status in ("ESTABLISHED", "NONE") for c in served.process.net_connections(kind))
 
     tcp, unix = connections("tcp"), connections("unix")
@@ -183,10 +182,10 @@ def test_a_client_on_the_same_machine_comes_over_the_unix_socket(served: Served)
     over_tcp.close()
 
 
-def test_clients_are_served_while_strangers_come_and_go(served: Served):
+def test_clients_are_served_while_strangers_come_and_go(served):
     stop = threading.Event()
 
-    def strangers() -> None:
+    def strangers():
         rng = np.random.default_rng(1)
         while not stop.is_set():
             with suppress(OSError), Peer(served.shard.address).sock as sock:

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,11 +24,11 @@ Start = Callable[..., list[subprocess.Popen[str]]]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path):
     """Workers 0 to n - 1, each with a file for its weights, that train when they are sent a line."""
     started: list[subprocess.Popen[str]] = []
 
-    def begin(ps: str, workers: int, *, lease: float = 60.0) -> list[subprocess.Popen[str]]:
+    def begin(ps, workers, *, lease=60.0):
         for rank in range(workers):
             words = [ps, *map(str, (rank, workers, STALENESS, tmp_path / f"{rank}", lease))]
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -53,9 +53,7 @@ def weights(folder: Path, rank: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("workers", [2, 4])
-def test_synchronous_worker_processes_train_as_one_process_on_the_joint_batch(
-    start: Start, tmp_path: Path, workers: int
-) -> None:
+def test_synchronous_worker_processes_train_as_one_process_on_the_joint_batch(start, tmp_path, workers):
     with LocalShards(2) as shards:
         processes = start(",".join(shards.addresses), workers)
         for process in processes:
@@ -70,7 +68,7 @@ def test_synchronous_worker_processes_train_as_one_process_on_the_joint_batch(
             np.testing.assert_array_equal(mine, other)
 
 
-def test_a_worker_that_stands_still_is_left_behind_and_comes_back(start: Start) -> None:
+def test_a_worker_that_stands_still_is_left_behind_and_comes_back(start):
     with LocalShards(2) as shards:
         here, stopped = start(",".join(shards.addresses), 2, lease=2.0)
         assert stopped.stdout is not None

@@ -7,8 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 import pytest
@@ -50,9 +48,7 @@ def family(process: subprocess.Popen[str], size: int = 4) -> list[psutil.Process
     return found
 
 
-def test_a_job_trains_through_two_shards_and_two_workers(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_a_job_trains_through_two_shards_and_two_workers(start, tmp_path):
     process = start(JOB)
     text, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, text
@@ -66,7 +62,7 @@ def test_a_job_trains_through_two_shards_and_two_workers(
     assert result["table_rows"]["embedding"] > 1000
 
 
-def test_a_job_with_mistakes_starts_nothing(start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_a_job_with_mistakes_starts_nothing(start):
     process = start(JOB.replace("hidden", "hiden"), "--set", "train.epoch=1")
     text, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
@@ -79,9 +75,7 @@ LOADER = (*ALONE, "--set", "data.loader_processes=1")
 
 
 @pytest.mark.parametrize(("number", "code", "words"), [(signal.SIGINT, 130, ()), (signal.SIGTERM, 143, LOADER)])
-def test_an_interrupt_ends_everything(
-    start: Callable[..., subprocess.Popen[str]], number: signal.Signals, code: int, words: tuple[str, ...]
-) -> None:
+def test_an_interrupt_ends_everything(start, number, code, words):
     process = start(FOREVER, *words)
     until_training(process)
     everyone = family(process, 3 if words else 4)
@@ -92,7 +86,7 @@ def test_an_interrupt_ends_everything(
     assert all_end(everyone)
 
 
-def test_nothing_outlives_a_killed_command(start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_nothing_outlives_a_killed_command(start):
     process = start(FOREVER, *LOADER)
     until_training(process)
     everyone = family(process, 3)
@@ -100,7 +94,7 @@ def test_nothing_outlives_a_killed_command(start: Callable[..., subprocess.Popen
     assert all_end(everyone)
 
 
-def test_a_loader_that_dies_ends_the_job_and_is_named(start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_a_loader_that_dies_ends_the_job_and_is_named(start):
     process = start(FOREVER, *LOADER)
     until_training(process)
     everyone = family(process, 3)
@@ -113,9 +107,7 @@ def test_a_loader_that_dies_ends_the_job_and_is_named(start: Callable[..., subpr
     assert all_end(everyone)
 
 
-def test_a_profile_says_where_the_time_of_a_step_goes(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_a_profile_says_where_the_time_of_a_step_goes(start, tmp_path):
     words = ("--profile", "--set", "train.samples=20000", "--set", "evaluate.every=20000")
     process = start(JOB, *LOADER, *words)
     text, _ = process.communicate(timeout=PATIENCE)
@@ -129,9 +121,7 @@ def test_a_profile_says_where_the_time_of_a_step_goes(
     assert "traceEvents" in json.loads((tmp_path / "out" / "trace.json").read_text())
 
 
-def test_a_worker_that_dies_ends_a_job_that_all_reduces_and_is_named(
-    start: Callable[..., subprocess.Popen[str]],
-) -> None:
+def test_a_worker_that_dies_ends_a_job_that_all_reduces_and_is_named(start):
     process = start(FOREVER, "--set", "dense.mode=ddp")
     until_training(process)
     everyone = family(process)
@@ -144,7 +134,7 @@ def test_a_worker_that_dies_ends_a_job_that_all_reduces_and_is_named(
     assert all_end(everyone)
 
 
-def test_a_worker_with_an_error_is_heard(start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_a_worker_with_an_error_is_heard(start):
     process = start(JOB, *ALONE, "--set", "embedding.optimizer={name: sgd, lr: 1e30}")
     text, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
@@ -153,7 +143,7 @@ def test_a_worker_with_an_error_is_heard(start: Callable[..., subprocess.Popen[s
     assert "Traceback" not in text
 
 
-def test_running_shards_are_used_and_left_running(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_running_shards_are_used_and_left_running(start, tmp_path):
     with LocalShards(2) as shards:
         process = start(JOB, "--ps", ",".join(shards.addresses), "--workers", "1")
         text, _ = process.communicate(timeout=PATIENCE)
@@ -170,7 +160,7 @@ def test_running_shards_are_used_and_left_running(start: Callable[..., subproces
         assert "table second/embedding" in done.stdout
 
 
-def test_a_shard_that_dies_ends_the_job(start: Callable[..., subprocess.Popen[str]]) -> None:
+def test_a_shard_that_dies_ends_the_job(start):
     process = start(FOREVER, *ALONE)
     until_training(process)
     shard = children(process, "ps")[0]

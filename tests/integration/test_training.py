@@ -63,18 +63,18 @@ def train(model: nn.Module, session: Session, count: int = 20) -> list[float]:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
+def _one_thread():
     torch.set_num_threads(1)
     torch.manual_seed(0)
 
 
 @pytest.fixture(scope="module")
-def shards() -> Iterator[LocalShards]:
+def shards():
     with LocalShards(2) as running:
         yield running
 
 
-def test_training_over_two_processes_has_torchs_loss_curve(shards: LocalShards) -> None:
+def test_training_over_two_processes_has_torchs_loss_curve(shards):
     reference = Model()
     with es.connect(shards.addresses) as session:
         model = es.wrap(copy.deepcopy(reference), session, optimizer=es.SGD(lr=0.3), prefix="curve/")
@@ -90,11 +90,11 @@ def test_training_over_two_processes_has_torchs_loss_curve(shards: LocalShards) 
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_two_workers_lose_and_double_no_push(shards: LocalShards) -> None:
+def test_two_workers_lose_and_double_no_push(shards):
     steps, workers = 30, 2
     spec = es.TableSpec(name="counts", dim=4, optimizer=es.SGD(lr=1.0), initializer=es.Constant(value=0.0))
 
-    def work(worker: int) -> None:
+    def work(worker):
         with es.connect(shards.addresses, worker=worker) as session:
             module = es.Embedding(session.table(spec))
             for step in range(steps):
@@ -112,7 +112,7 @@ def test_two_workers_lose_and_double_no_push(shards: LocalShards) -> None:
     torch.testing.assert_close(rows[:, 0], -torch.tensor(pushes, dtype=torch.float32), rtol=0, atol=0)
 
 
-def test_a_shard_that_pauses_is_waited_for(shards: LocalShards) -> None:
+def test_a_shard_that_pauses_is_waited_for(shards):
     with es.connect(shards.addresses) as session:
         model = es.wrap(Model(), session, optimizer=es.SGD(lr=0.3), prefix="pause/")
         train(model, session, 2)
@@ -126,9 +126,7 @@ def test_a_shard_that_pauses_is_waited_for(shards: LocalShards) -> None:
         assert session.stats.wait_seconds > waited
 
 
-def test_a_user_defined_row_optimizer_trains_in_shards_started_with_it(
-    shards: LocalShards, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_user_defined_row_optimizer_trains_in_shards_started_with_it(shards, monkeypatch):
     optimizer = es.Custom(function="signum:signum", lr=0.01, settings={"beta": 0.9})
     model = Model()
     told = {"shard": re.compile("shard . at 127"), "optimizer": "signum:signum"}
@@ -141,8 +139,8 @@ def test_a_user_defined_row_optimizer_trains_in_shards_started_with_it(
         assert losses == train(es.wrap(model, session, optimizer=optimizer), session)
 
 
-def test_a_worker_waits_for_shards_that_start_after_it() -> None:
-    def connect(port: int) -> int:
+def test_a_worker_waits_for_shards_that_start_after_it():
+    def connect(port):
         with es.connect(f"127.0.0.1:{port}", timeout=timedelta(seconds=100)) as session:
             return session.placement.num_shards
 
@@ -157,7 +155,7 @@ def test_a_worker_waits_for_shards_that_start_after_it() -> None:
             assert worker.result(100) == 1
 
 
-def test_a_killed_shard_is_named_by_the_deadline() -> None:
+def test_a_killed_shard_is_named_by_the_deadline():
     with LocalShards(2) as running, es.connect(running.addresses, timeout=timedelta(seconds=5)) as session:
         model = es.wrap(Model(), session, optimizer=es.SGD(lr=0.3))
         train(model, session, 3)
@@ -166,13 +164,10 @@ def test_a_killed_shard_is_named_by_the_deadline() -> None:
             train(model, session, 1)
 
 
-def test_a_shard_that_was_restarted_without_its_rows_ends_the_training() -> None:
+def test_a_shard_that_was_restarted_without_its_rows_ends_the_training():
     policy = RestartPolicy(first_pause=timedelta(seconds=0.1))
     patience = timedelta(seconds=100)  # it takes seconds to start
-    with (
-        LocalShards(2, restart=policy) as running,
-        es.connect(running.addresses, timeout=patience) as session,
-    ):
+    with LocalShards(2, restart=policy) as running, es.connect(running.addresses, timeout=patience) as session:
         model = es.wrap(Model(), session, optimizer=es.SGD(lr=0.3))
         train(model, session, 3)
         os.kill(running.pids[0], signal.SIGKILL)

@@ -60,7 +60,7 @@ from embershard.proto.transport.local import LocalTransport
 from embershard.proto.transport.transport import Transport, Unreachable
 from embershard.worker.client.client import Client
 from harness.raises import raises
-from harness.served import ShardProcess, shard_process
+from harness.served import shard_process
 
 pytestmark = pytest.mark.integration
 
@@ -85,7 +85,7 @@ def fresh() -> int:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[ShardProcess]:
+def served():
     with shard_process("--rpc", "127.0.0.1:0") as process:
         yield process
 
@@ -96,11 +96,11 @@ def local_transport() -> LocalTransport:
 
 
 @pytest.fixture
-def connect() -> Iterator[Callable[[str], Transport]]:
+def connect():
     """A transport to an address, closed after the test."""
     transports: list[Transport] = []
 
-    def to(address: str) -> Transport:
+    def to(address):
         transports.append(transport_for(address))
         return transports[-1]
 
@@ -110,7 +110,7 @@ def connect() -> Iterator[Callable[[str], Transport]]:
 
 
 @pytest.fixture
-def transport(request: pytest.FixtureRequest, served: ShardProcess, connect: Callable[[str], Transport]) -> Transport:
+def transport(request, served, connect):
     """The transport of a test's parameter, with a shard behind it."""
     return local_transport() if request.param == "local" else connect(ADDRESSES[request.param](served.ready))
 
@@ -144,7 +144,7 @@ def a_push(name: str, ids: np.ndarray, gradients: np.ndarray, worker: int, seq: 
 
 
 @over_all
-def test_every_request_gets_its_reply(transport: Transport):
+def test_every_request_gets_its_reply(transport):
     ids = np.array([3, -4, 2**62], np.int64)
     greeting = ask(transport, Hello())
     assert isinstance(greeting, Greeting)
@@ -164,7 +164,7 @@ def test_every_request_gets_its_reply(transport: Transport):
     ("num_rows", "dim"),
     [(0, 4), (1, 1), (7, 3), (1000, 33), pytest.param(MAX_MESSAGE_BYTES // 4104 - 1, 1024, id="near the limit")],
 )
-def test_arrays_arrive_as_they_were_sent(transport: Transport, num_rows: int, dim: int):
+def test_arrays_arrive_as_they_were_sent(transport, num_rows, dim):
     name = table(transport, dim)
     ids = np.arange(num_rows, dtype=np.int64) * 7919
     rows = np.random.default_rng(0).standard_normal((num_rows, dim), np.float32)
@@ -175,7 +175,7 @@ def test_arrays_arrive_as_they_were_sent(transport: Transport, num_rows: int, di
 
 
 @over_all
-def test_many_tables_travel_in_one_message(transport: Transport):
+def test_many_tables_travel_in_one_message(transport):
     names = [table(transport, dim) for dim in range(1, 41)]
     ids = [np.arange(i % 5, dtype=np.int64) for i in range(len(names))]  # some of them empty
     values = [np.full((i % 5, dim), i + 1, np.float32) for i, dim in enumerate(range(1, 41))]
@@ -190,7 +190,7 @@ def test_many_tables_travel_in_one_message(transport: Transport):
 
 
 @over_remote  # the local transport hands them over as they are, and the shard wants its ids contiguous
-def test_arrays_may_be_views_of_others_and_read_only(transport: Transport):
+def test_arrays_may_be_views_of_others_and_read_only(transport):
     name = table(transport)
     ids = np.arange(20, dtype=np.int64)[::2]
     values = np.arange(40, dtype=np.float32).reshape(10, 4)[:, ::2]
@@ -200,7 +200,7 @@ def test_arrays_may_be_views_of_others_and_read_only(transport: Transport):
 
 
 @over_all
-def test_rows_may_be_wanted_in_the_callers_memory(transport: Transport):
+def test_rows_may_be_wanted_in_the_callers_memory(transport):
     name = table(transport)
     ids = np.arange(5, dtype=np.int64)
     values = np.arange(10, dtype=np.float32).reshape(5, 2)
@@ -212,7 +212,7 @@ def test_rows_may_be_wanted_in_the_callers_memory(transport: Transport):
 
 
 @over_all
-def test_rows_may_be_wanted_compressed_in_the_callers_memory(transport: Transport):
+def test_rows_may_be_wanted_compressed_in_the_callers_memory(transport):
     names, ids = [table(transport, 8), table(transport, 4)], np.arange(5, dtype=np.int64)
     values = [np.arange(5 * dim, dtype=np.float32).reshape(5, dim) for dim in (8, 4)]
     for name, rows in zip(names, values, strict=True):
@@ -231,7 +231,7 @@ def test_rows_may_be_wanted_compressed_in_the_callers_memory(transport: Transpor
 
 
 @over_all
-def test_ids_may_travel_packed_both_ways_of_a_row(transport: Transport):
+def test_ids_may_travel_packed_both_ways_of_a_row(transport):
     name, ids, worker = table(transport), np.array([-(2**63), -4, 3, 2**62], np.int64), fresh()
     packed = encode_ids(ids)
     rows = np.arange(8, dtype=np.float32).reshape(4, 2)
@@ -246,7 +246,7 @@ def test_ids_may_travel_packed_both_ways_of_a_row(transport: Transport):
 
 
 @over_all
-def test_gradients_may_travel_as_a_payload_and_a_damaged_one_is_refused_whole(transport: Transport):
+def test_gradients_may_travel_as_a_payload_and_a_damaged_one_is_refused_whole(transport):
     name, ids, worker = table(transport), np.arange(6, dtype=np.int64), fresh()
     rows = np.ones((2, 2), np.float32)
     payload = encode_rows(rows, find_values("bf16"), None, positions=np.array([1, 4]), num_ids=6)
@@ -292,7 +292,7 @@ def outcome(transport: Transport, request: Request) -> tuple[type, object]:
 
 
 @over_remote
-def test_an_error_arrives_as_the_type_that_the_shard_raised_with_its_fields(transport: Transport):
+def test_an_error_arrives_as_the_type_that_the_shard_raised_with_its_fields(transport):
     number, reference = fresh(), local_transport()
     outcomes = [(outcome(transport, request), outcome(reference, request)) for request in refused(number)]
     for got, want in outcomes:
@@ -304,7 +304,7 @@ def test_an_error_arrives_as_the_type_that_the_shard_raised_with_its_fields(tran
 
 
 @over_all
-def test_an_unknown_table_is_an_error_and_the_transport_goes_on(transport: Transport):
+def test_an_unknown_table_is_an_error_and_the_transport_goes_on(transport):
     name = f"nowhere{fresh()}"
     with pytest.raises(UnknownTable) as caught:
         pulled(transport, name, np.arange(3, dtype=np.int64))
@@ -313,7 +313,7 @@ def test_an_unknown_table_is_an_error_and_the_transport_goes_on(transport: Trans
 
 
 @over_all
-def test_a_push_that_is_sent_twice_is_applied_once(transport: Transport):
+def test_a_push_that_is_sent_twice_is_applied_once(transport):
     name, ids = table(transport), np.arange(4, dtype=np.int64)
     push = a_push(name, ids, np.ones((4, 2), np.float32), fresh())
     first, second = transport.submit(push, PATIENCE), transport.submit(push, PATIENCE)
@@ -323,7 +323,7 @@ def test_a_push_that_is_sent_twice_is_applied_once(transport: Transport):
 
 
 @over_all
-def test_each_of_many_calls_in_flight_gets_its_own_reply(transport: Transport):
+def test_each_of_many_calls_in_flight_gets_its_own_reply(transport):
     name, ids = table(transport), np.arange(64, dtype=np.int64)
     ask(transport, Load(name, 1, ids, np.repeat(ids[:, None], 2, 1).astype(np.float32)))
     calls = [transport.submit(Pull(1, (TableIds(name, ids[i : i + 1]),)), PATIENCE) for i in range(64)]
@@ -334,8 +334,8 @@ def test_each_of_many_calls_in_flight_gets_its_own_reply(transport: Transport):
 
 
 @over_all
-def test_several_threads_may_use_a_transport(transport: Transport):
-    def work(worker: int) -> np.ndarray:
+def test_several_threads_may_use_a_transport(transport):
+    def work(worker):
         name, ids = table(transport), np.arange(worker % 7, 50, dtype=np.int64)
         for seq in range(1, 11):
             ask(transport, a_push(name, ids, np.ones((len(ids), 2), np.float32), worker, seq))
@@ -347,7 +347,7 @@ def test_several_threads_may_use_a_transport(transport: Transport):
 
 
 @over_all
-def test_bytes_are_counted_both_ways(transport: Transport):
+def test_bytes_are_counted_both_ways(transport):
     name, ids = table(transport), np.arange(1000, dtype=np.int64)
     sent, received = transport.sent_bytes, transport.received_bytes
     pulled(transport, name, ids)
@@ -356,7 +356,7 @@ def test_bytes_are_counted_both_ways(transport: Transport):
 
 
 @over_remote
-def test_a_call_to_a_shard_that_stands_still_ends_at_its_deadline(transport: Transport, served: ShardProcess):
+def test_a_call_to_a_shard_that_stands_still_ends_at_its_deadline(transport, served):
     ask(transport, Hello())
     with standing_still(served.popen.pid):
         for request in (Hello(), Pull(1, (TableIds("t", np.arange(10, dtype=np.int64)),))):
@@ -366,14 +366,14 @@ def test_a_call_to_a_shard_that_stands_still_ends_at_its_deadline(transport: Tra
 
 
 @over_remote
-def test_a_first_call_to_a_shard_that_stands_still_ends_at_its_deadline(transport: Transport, served: ShardProcess):
+def test_a_first_call_to_a_shard_that_stands_still_ends_at_its_deadline(transport, served):
     with standing_still(served.popen.pid), pytest.raises(Unreachable):
         ask(transport, Hello(), timedelta(seconds=0.2))
     assert isinstance(eventually(transport, Hello()), Greeting)
 
 
 @over_remote
-def test_closing_ends_a_call_that_is_under_way(transport: Transport, served: ShardProcess):
+def test_closing_ends_a_call_that_is_under_way(transport, served):
     ask(transport, Hello())
     with standing_still(served.popen.pid):
         call = transport.submit(Hello(), timedelta(minutes=5))
@@ -385,7 +385,7 @@ def test_closing_ends_a_call_that_is_under_way(transport: Transport, served: Sha
 
 
 @pytest.fixture
-def members(transport: Transport) -> Iterator[tuple[int, int]]:
+def members(transport):
     """Two workers of a synchronous job, which has just begun."""
     workers = fresh(), fresh()
     for number, worker in enumerate(workers):
@@ -398,7 +398,7 @@ def members(transport: Transport) -> Iterator[tuple[int, int]]:
 
 
 @over_all
-def test_a_pull_waits_until_a_clock_is_closed(transport: Transport, members: tuple[int, int]):
+def test_a_pull_waits_until_a_clock_is_closed(transport, members):
     name, ids = table(transport), np.arange(3, dtype=np.int64)
     into = np.full((3, 2), np.nan, np.float32)
     pull = Pull(1, (TableIds(name, ids),), members[0], 1, required_clock=1)
@@ -413,7 +413,7 @@ def test_a_pull_waits_until_a_clock_is_closed(transport: Transport, members: tup
 
 
 @over_all
-def test_a_pull_that_waits_in_vain_says_for_whom(transport: Transport, members: tuple[int, int]):
+def test_a_pull_that_waits_in_vain_says_for_whom(transport, members):
     name, ids = table(transport), np.arange(3, dtype=np.int64)
     ask(transport, a_push(name, ids, np.ones((3, 2), np.float32), members[0]))
     with raises(ClockAhead, clock=0, workers=str(members[1])):
@@ -421,7 +421,7 @@ def test_a_pull_that_waits_in_vain_says_for_whom(transport: Transport, members: 
 
 
 @over_all
-def test_workers_meet(transport: Transport, members: tuple[int, int]):
+def test_workers_meet(transport, members):
     first, second = members
     payloads = np.arange(5, dtype=np.uint8), np.zeros(0, np.uint8)
     waiting = transport.submit(Rendezvous(first, 1, "a", payloads[0]), PATIENCE)
@@ -435,7 +435,7 @@ def test_workers_meet(transport: Transport, members: tuple[int, int]):
 
 
 @over_all
-def test_splits_of_the_data_are_dealt(transport: Transport, members: tuple[int, int]):
+def test_splits_of_the_data_are_dealt(transport, members):
     first, second = members
     assert ask(transport, TakeSplit(first, 1, 0, 2)) == Split(0, 0)
     assert ask(transport, TakeSplit(second, 1, 0, 2)) == Split(1, 0)
@@ -463,7 +463,7 @@ def eventually(transport: Transport, request: Request) -> Reply:
 
 
 @pytest.mark.parametrize("name", REMOTE)
-def test_nobody_at_an_address_is_unreachable(name: str, connect: Callable[[str], Transport]):
+def test_nobody_at_an_address_is_unreachable(name, connect):
     with socket.socket() as taken:  # bound, so that nobody else listens there, but not listening
         taken.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -472,7 +472,7 @@ def test_nobody_at_an_address_is_unreachable(name: str, connect: Callable[[str],
 
 
 @pytest.fixture(scope="module")
-def website() -> Iterator[str]:
+def website():
     with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as web:
         threading.Thread(target=web.serve_forever, daemon=True).start()
         host, port = web.server_address
@@ -481,13 +481,13 @@ def website() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", REMOTE)
-def test_a_web_server_is_no_shard(name: str, website: str, connect: Callable[[str], Transport]):
+def test_a_web_server_is_no_shard(name, website, connect):
     with pytest.raises(NotAShard, match=website):
         ask(connect(ADDRESSES[name]({"address": website, "rpc": website})), Hello())
 
 
 @pytest.fixture(scope="module")
-def restarted() -> Iterator[tuple[dict[str, Transport], dict[str, str]]]:
+def restarted():
     """Transports to a shard that was killed and started again, and the instance that each of them knew before."""
     with ExitStack() as stack:
         # nobody else is given its ports while it is away
@@ -510,7 +510,7 @@ def restart(listen: str, rpc: str) -> Iterator[tuple[dict[str, Transport], dict[
 
 
 @pytest.mark.parametrize("name", REMOTE)
-def test_a_shard_that_was_restarted_is_reached_again(name: str, restarted: tuple[dict[str, Transport], dict[str, str]]):
+def test_a_shard_that_was_restarted_is_reached_again(name, restarted):
     transports, before = restarted
     greeting = eventually(transports[name], Hello())
     assert isinstance(greeting, Greeting)
@@ -519,13 +519,7 @@ def test_a_shard_that_was_restarted_is_reached_again(name: str, restarted: tuple
 
 def trained(transport: Transport, name: str) -> bytes:
     """The rows, to the bit, after some pulls and pushes of one client."""
-    made = spec.TableSpec(
-        name=name,
-        dim=5,
-        optimizer=spec.Adagrad(lr=0.1),
-        initializer=spec.Normal(std=0.1),
-        seed=3,
-    )
+    made = spec.TableSpec(name=name, dim=5, optimizer=spec.Adagrad(lr=0.1), initializer=spec.Normal(std=0.1), seed=3)
     client = Client([transport], worker=fresh())
     client.declare(made)
     rng = np.random.default_rng(0)
@@ -538,6 +532,6 @@ def trained(transport: Transport, name: str) -> bytes:
 
 
 @over_remote
-def test_weights_are_those_of_the_local_transport_to_the_bit(transport: Transport):
+def test_weights_are_those_of_the_local_transport_to_the_bit(transport):
     name = f"t{fresh()}"  # a row's first value depends on it
     assert trained(transport, name) == trained(local_transport(), name)

@@ -5,7 +5,6 @@ import re
 import string
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +26,7 @@ def every_error() -> list[type[EmbershardError]]:
 WRONG = WrongDim(table="t", what="gradients", got=3, ids=2, dim=4, want=8)
 
 
-def test_an_error_crosses_the_wire_with_type_fields_and_message() -> None:
+def test_an_error_crosses_the_wire_with_type_fields_and_message():
     status, detail = errors.to_wire(WRONG)
     back = errors.from_wire(detail, "shard 1 at host:7700")
     assert status is errors.Status.INVALID_ARGUMENT
@@ -39,23 +38,23 @@ def test_an_error_crosses_the_wire_with_type_fields_and_message() -> None:
 @pytest.mark.parametrize(
     "detail", [b"", b"\xff", b"[]", b"{}", b'{"name": "NoSuch", "fields": {}}', b'{"name": "WrongDim", "fields": {}}']
 )
-def test_any_detail_bytes_give_an_embershard_error(detail: bytes) -> None:
+def test_any_detail_bytes_give_an_embershard_error(detail):
     assert type(errors.from_wire(detail, "shard 0")) is InternalError
 
 
 @pytest.mark.parametrize("cls", every_error())
-def test_every_error_has_a_wire_status_and_a_docstring(cls: type[EmbershardError]) -> None:
+def test_every_error_has_a_wire_status_and_a_docstring(cls):
     assert isinstance(cls.status, errors.Status)
     assert cls.__doc__
 
 
 @pytest.mark.parametrize("cls", [cls for cls in every_error() if cls.__module__ == errors.__name__])
-def test_every_error_builds_its_message_from_its_fields(cls: type[EmbershardError]) -> None:
+def test_every_error_builds_its_message_from_its_fields(cls):
     names = [name for _, name, _, _ in string.Formatter().parse(cls.template) if name]
     assert str(cls(**dict.fromkeys(names, 1)))
 
 
-def test_the_tree_in_the_docstring_names_every_error_of_the_module() -> None:
+def test_the_tree_in_the_docstring_names_every_error_of_the_module():
     assert errors.__doc__ is not None
     tree = errors.__doc__.partition("    EmbershardError\n")[2].partition("\n\n")[0]
     here = {
@@ -69,19 +68,19 @@ def test_the_tree_in_the_docstring_names_every_error_of_the_module() -> None:
     }
 
 
-def test_a_second_error_of_one_name_is_refused() -> None:
+def test_a_second_error_of_one_name_is_refused():
     with pytest.raises(TypeError):
         type("WrongDim", (EmbershardError,), {"__module__": "somewhere.other"})
     assert type(errors.from_wire(errors.to_wire(WRONG)[1], "")) is WrongDim
 
 
-def test_an_error_survives_a_process_boundary() -> None:
+def test_an_error_survives_a_process_boundary():
     back = pickle.loads(pickle.dumps(WRONG))  # what multiprocessing does to an exception
     assert type(back) is WrongDim
     assert str(back) == str(WRONG)
 
 
-def test_users_find_every_error_that_crosses_the_wire_in_one_place() -> None:
+def test_users_find_every_error_that_crosses_the_wire_in_one_place():
     for found in pkgutil.walk_packages(proto.__path__, "embershard.proto."):
         importlib.import_module(found.name)
     known = [cls for cls in every_error() if cls.__module__.startswith("embershard.proto.")]
@@ -89,7 +88,7 @@ def test_users_find_every_error_that_crosses_the_wire_in_one_place() -> None:
     assert [cls for cls in known if getattr(es.errors, cls.__name__, None) is not cls] == []
 
 
-def test_a_module_with_an_error_runs_as_a_program_where_it_is_imported_too(tmp_path: Path) -> None:
+def test_a_module_with_an_error_runs_as_a_program_where_it_is_imported_too(tmp_path):
     (tmp_path / "own.py").write_text(
         "from embershard.proto.errors import EmbershardError\nclass OnlyHere(EmbershardError): pass\n"
     )

@@ -10,7 +10,7 @@ from embershard.proto.messages import METHODS, SERVICE
 PROTO = Path(__file__).resolve().parents[2] / "proto"
 
 
-def test_the_generated_code_is_current(tmp_path: Path) -> None:
+def test_the_generated_code_is_current(tmp_path):
     protoc = pytest.importorskip("grpc_tools.protoc", reason="needs grpcio-tools (pip install embershard[dev])")
     folder = tmp_path / "embershard" / "proto"
     folder.mkdir(parents=True)
@@ -21,13 +21,13 @@ def test_the_generated_code_is_current(tmp_path: Path) -> None:
         assert (folder / name).read_text() == (PROTO / name).read_text(), f"{name} is stale: run `make proto`"
 
 
-def test_the_service_has_exactly_the_methods_of_the_contract() -> None:
+def test_the_service_has_exactly_the_methods_of_the_contract():
     service = pb.DESCRIPTOR.services_by_name["Shard"]
     assert service.full_name == SERVICE
     assert {method.name for method in service.methods} == {name for name, _ in METHODS.values()}
 
 
-def test_every_message_of_the_schema_is_documented() -> None:
+def test_every_message_of_the_schema_is_documented():
     lines = (PROTO / "embershard.proto").read_text().splitlines()
     for number, line in enumerate(lines):
         if line.strip().startswith("rpc "):

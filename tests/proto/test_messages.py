@@ -103,24 +103,24 @@ def plain(value: object) -> object:
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
-def test_a_message_survives_the_wire(message: m.Message) -> None:
+def test_a_message_survives_the_wire(message):
     assert plain(loads(type(message), dumps(message))) == plain(message)
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
-def test_a_message_survives_with_its_arrays_beside_its_head(message: m.Message) -> None:
+def test_a_message_survives_with_its_arrays_beside_its_head(message):
     bulk = [memoryview(np.ascontiguousarray(array).tobytes()) for array in m.arrays(message)]
     assert plain(read(type(message), head_bytes(message), bulk)) == plain(message)
 
 
-def test_ids_do_not_travel_with_a_push_that_names_a_route() -> None:
+def test_ids_do_not_travel_with_a_push_that_names_a_route():
     push = m.Push(m.PushToken(0, 0, 1, 1), 0, 1, (m.TableGradients("t", IDS, ROWS, route=7),))
     assert len(m.arrays(push)) == 1
     assert loads(m.Push, dumps(push)).tables[0].ids.size == 0
 
 
 @pytest.mark.parametrize("bulk", [[], [b"12345678"], [b"12345678"] * 3])
-def test_a_head_with_other_arrays_than_its_tables_need_is_an_invalid_request(bulk: list[bytes]) -> None:
+def test_a_head_with_other_arrays_than_its_tables_need_is_an_invalid_request(bulk):
     push = m.Push(m.PushToken(0, 0, 1, 1), 0, 1, (m.TableGradients("t", IDS, ROWS),))
     with pytest.raises(InvalidRequest):
         read(m.Push, head_bytes(push), bulk)
@@ -132,7 +132,7 @@ def test_a_head_with_other_arrays_than_its_tables_need_is_an_invalid_request(bul
         read(m.Pull, dumps(m.Pull(1, (m.TableIds("t", IDS),))), [b""])
 
 
-def test_packed_ids_travel_in_place_of_the_ids() -> None:
+def test_packed_ids_travel_in_place_of_the_ids():
     pull = m.Pull(1, (m.TableIds("t", ASCENDING, packed=PACKED),))
     assert m.arrays(pull) == [PACKED]
     back = loads(m.Pull, dumps(pull)).tables[0]
@@ -140,14 +140,14 @@ def test_packed_ids_travel_in_place_of_the_ids() -> None:
     assert back.ids.tolist() == ASCENDING.tolist()
 
 
-def test_packed_ids_take_no_more_memory_than_a_message_of_ids() -> None:
+def test_packed_ids_take_no_more_memory_than_a_message_of_ids():
     coded = encode_ids(np.arange(2**20))
     parts = [pb.PullRequest.TableIds(table="t", ids=coded.tobytes(), packed_ids=True)] * 9  # 8 MiB of ids each
     with pytest.raises(DamagedPayload):
         loads(m.Pull, pb.PullRequest(tables=parts).SerializeToString())
 
 
-def test_messages_without_codecs_say_nothing_of_them() -> None:
+def test_messages_without_codecs_say_nothing_of_them():
     assert head_bytes(m.Pull(1, (m.TableIds("t", IDS, 9),), 4, 5)).hex() == "080112050a0174180918042005"
     push = m.Push(m.PushToken(1, 2, 3, 4), 5, 6, (m.TableGradients("t", IDS, ROWS, 0.5),))
     assert head_bytes(push).hex() == "0801100218032004280530063a0e0a017421000000000000e03f400140014d0000803f"
@@ -155,12 +155,12 @@ def test_messages_without_codecs_say_nothing_of_them() -> None:
     assert head_bytes(m.Pushed(True, 3, 1)).hex() == "080110031801"
 
 
-def test_every_message_type_has_an_example() -> None:
+def test_every_message_type_has_an_example():
     kinds = {kind for request, (_, reply) in m.METHODS.items() for kind in (request, reply)}
     assert kinds == {type(message) for message in EXAMPLES}
 
 
-def test_a_push_that_leaves_fields_out_has_an_lr_scale_of_1_and_may_repeat_ids() -> None:
+def test_a_push_that_leaves_fields_out_has_an_lr_scale_of_1_and_may_repeat_ids():
     tables = [pb.PushRequest.TableGradients(table=name, ids=bytes(8), gradients=bytes(4)) for name in "ab"]
     tables[1].lr_scale = 0.0
     push = loads(m.Push, pb.PushRequest(worker=1, epoch=1, seq=1, tables=tables).SerializeToString())
@@ -168,14 +168,14 @@ def test_a_push_that_leaves_fields_out_has_an_lr_scale_of_1_and_may_repeat_ids()
     assert [part.lr_scale for part in push.tables] == [1.0, 0.0]
 
 
-def test_arrays_travel_little_endian_in_c_order() -> None:
+def test_arrays_travel_little_endian_in_c_order():
     load = m.Load("t", 1, np.array([1], np.int64), np.array([[1.0, -2.0]], np.float32))
     proto = pb.LoadRequest.FromString(dumps(load))
     assert proto.ids == b"\x01\0\0\0\0\0\0\0"
     assert proto.rows == b"\x00\x00\x80\x3f\x00\x00\x00\xc0"
 
 
-def test_a_strided_array_travels_as_its_values() -> None:
+def test_a_strided_array_travels_as_its_values():
     rows = np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3))
     back = loads(m.Rows, dumps(m.Rows((rows,))))
     assert back.tables[0].tolist() == [0, 1, 2, 3, 4, 5]
@@ -193,15 +193,13 @@ def test_a_strided_array_travels_as_its_values() -> None:
         pb.PullRequest(tables=[pb.PullRequest.TableIds(table="t", ids=b"\xff" * 9, packed_ids=True)]),
     ],
 )
-def test_content_that_makes_no_sense_is_an_invalid_request(
-    proto: pb.PullRequest | pb.PushRequest | pb.DeclareRequest,
-) -> None:
+def test_content_that_makes_no_sense_is_an_invalid_request(proto):
     kinds = {pb.PullRequest: m.Pull, pb.PushRequest: m.Push, pb.DeclareRequest: m.Declare}
     with pytest.raises(InvalidRequest):
         loads(kinds[type(proto)], proto.SerializeToString())
 
 
-def test_any_bytes_give_a_message_or_an_invalid_request() -> None:
+def test_any_bytes_give_a_message_or_an_invalid_request():
     rng = random.Random(0)
     for message in EXAMPLES:
         good = dumps(message)
@@ -216,7 +214,7 @@ def test_any_bytes_give_a_message_or_an_invalid_request() -> None:
                 pass
 
 
-def test_bulk_bytes_counts_the_arrays() -> None:
+def test_bulk_bytes_counts_the_arrays():
     assert m.bulk_bytes(m.Push(m.PushToken(0, 0, 1, 1), 0, 1, (m.TableGradients("t", IDS, ROWS),))) == 24 + 24
     assert m.bulk_bytes(m.Pull(1, (m.TableIds("t", IDS),))) == 24
     assert m.bulk_bytes(m.Hello()) == 0

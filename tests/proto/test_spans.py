@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,21 +13,21 @@ from embershard.proto.timing import Recorder, charge_to, span
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def clock(monkeypatch):
     """A clock that tests move by hand: clock[0] is the time."""
     now = [0.0]
     monkeypatch.setattr(spans.time, "perf_counter", lambda: now[0])
     return now
 
 
-def test_a_span_without_a_recorder_is_one_shared_nothing() -> None:
+def test_a_span_without_a_recorder_is_one_shared_nothing():
     assert span("pull") is span("push")
     with Recorder(), span("pull") as inside:
         assert inside is None
     assert span("pull") is span("push")
 
 
-def test_a_part_counts_its_own_time_without_that_of_the_spans_inside(clock: list[float]) -> None:
+def test_a_part_counts_its_own_time_without_that_of_the_spans_inside(clock):
     with Recorder() as recorder:
         with span("push"):
             clock[0] += 0.001
@@ -48,7 +47,7 @@ def test_a_part_counts_its_own_time_without_that_of_the_spans_inside(clock: list
     assert next(iter(split.parts)) == "other"  # the largest first
 
 
-def test_time_is_set_apart_from_a_span_as_far_as_it_is_its_own(clock: list[float]) -> None:
+def test_time_is_set_apart_from_a_span_as_far_as_it_is_its_own(clock):
     with Recorder() as recorder:
         with span("wait"):
             clock[0] += 0.005
@@ -65,7 +64,7 @@ def test_time_is_set_apart_from_a_span_as_far_as_it_is_its_own(clock: list[float
     charge_to("shards", 0.002)  # nobody looks
 
 
-def test_a_part_is_summed_within_a_step_and_ranked_over_steps(clock: list[float]) -> None:
+def test_a_part_is_summed_within_a_step_and_ranked_over_steps(clock):
     with Recorder() as recorder:
         for step in range(100):
             for _ in range(2):
@@ -78,7 +77,7 @@ def test_a_part_is_summed_within_a_step_and_ranked_over_steps(clock: list[float]
     assert recorder.split().step.p50_ms == pytest.approx(10)
 
 
-def test_what_happens_between_steps_does_not_count(clock: list[float]) -> None:
+def test_what_happens_between_steps_does_not_count(clock):
     with Recorder() as recorder:
         with span("wait"):
             clock[0] += 5.0
@@ -90,7 +89,7 @@ def test_what_happens_between_steps_does_not_count(clock: list[float]) -> None:
     assert recorder.split().parts["wait"].p99_ms == pytest.approx(1)
 
 
-def test_only_the_last_steps_are_kept(clock: list[float]) -> None:
+def test_only_the_last_steps_are_kept(clock):
     with Recorder(kept_steps=4) as recorder:
         for step in range(10):
             with span("forward" if step < 6 else "backward"):
@@ -103,8 +102,8 @@ def test_only_the_last_steps_are_kept(clock: list[float]) -> None:
     assert split.step.p50_ms == pytest.approx(7500)
 
 
-def test_other_threads_are_reported_apart_and_do_not_nest_into_this_one(clock: list[float]) -> None:
-    def receive() -> None:
+def test_other_threads_are_reported_apart_and_do_not_nest_into_this_one(clock):
+    def receive():
         with span("receive"):
             clock[0] += 0.002
 
@@ -120,8 +119,8 @@ def test_other_threads_are_reported_apart_and_do_not_nest_into_this_one(clock: l
     assert {name: part.p50_ms for name, part in split.overlapped.items()} == pytest.approx({"receive": 2})
 
 
-def test_a_span_left_by_an_error_counts_and_leaves_nothing_open(clock: list[float]) -> None:
-    def fail() -> None:
+def test_a_span_left_by_an_error_counts_and_leaves_nothing_open(clock):
+    def fail():
         clock[0] += 0.001
         raise KeyError
 
@@ -136,7 +135,7 @@ def test_a_span_left_by_an_error_counts_and_leaves_nothing_open(clock: list[floa
     assert recorder.split().parts["forward"].p50_ms == pytest.approx(1)
 
 
-def test_a_recorder_without_steps_has_a_table_too(clock: list[float]) -> None:
+def test_a_recorder_without_steps_has_a_table_too(clock):
     with Recorder() as recorder:
         assert "0 steps" in str(recorder.split())
         with span("forward"):
@@ -145,8 +144,8 @@ def test_a_recorder_without_steps_has_a_table_too(clock: list[float]) -> None:
     assert "  forward               2.000 ms    2.000 ms  100.0%" in str(recorder.split())
 
 
-def test_spans_of_all_threads_are_ranges_of_a_profilers_trace(tmp_path: Path) -> None:
-    def background() -> None:
+def test_spans_of_all_threads_are_ranges_of_a_profilers_trace(tmp_path):
+    def background():
         with span("receive"):
             torch.ones(4).sum()
 

@@ -19,26 +19,26 @@ from embershard.proto.spec import (
 )
 
 
-def test_name_key_has_its_golden_values() -> None:
+def test_name_key_has_its_golden_values():
     assert name_key("") == 0xB4B2797457A0A6E4
     assert name_key("items") == 0x8ADEAF5BC672A014
 
 
 @pytest.mark.parametrize("cls", OPTIMIZERS.values())
-def test_an_optimizer_survives_the_wire(cls: type[Optimizer]) -> None:
+def test_an_optimizer_survives_the_wire(cls):
     optimizer = cls(lr=0.125)
     assert Optimizer.of(optimizer.name, optimizer.params()) == optimizer
     assert next(iter(optimizer.params())) == "lr"
 
 
-def test_a_custom_optimizer_keeps_the_order_of_its_settings() -> None:
+def test_a_custom_optimizer_keeps_the_order_of_its_settings():
     optimizer = Custom(function="my.module:prox", lr=0.1, settings={"zeta": 1.0, "alpha": 2.0})
     assert list(optimizer.params()) == ["lr", "zeta", "alpha", "clip_value", "clip_norm"]
     assert Optimizer.of(optimizer.name, optimizer.params()) == optimizer
 
 
 @pytest.mark.parametrize("initializer", [Constant(value=0.5), Uniform(low=-1.0, high=1.0), Normal(std=0.01)])
-def test_an_initializer_survives_the_wire(initializer: Initializer) -> None:
+def test_an_initializer_survives_the_wire(initializer):
     assert Initializer.of(initializer.kind, initializer.params()) == initializer
 
 
@@ -62,26 +62,26 @@ def test_an_initializer_survives_the_wire(initializer: Initializer) -> None:
         (lambda: Initializer.of("xavier", {}), "unknown initializer 'xavier'"),
     ],
 )
-def test_a_wrong_setting_is_named_with_its_value(make: object, message: str) -> None:
+def test_a_wrong_setting_is_named_with_its_value(make, message):
     assert callable(make)
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_a_difference_names_every_setting_that_differs() -> None:
+def test_a_difference_names_every_setting_that_differs():
     mine = TableSpec(name="t", dim=8, optimizer=Adagrad(lr=0.1))
     theirs = TableSpec(name="t", dim=16, optimizer=Adagrad(lr=0.2), seed=1)
     assert mine.difference(theirs) == "dim: 8, not 16, seed: 0, not 1, optimizer.lr: 0.1, not 0.2"
     assert mine.difference(mine) == ""
 
 
-def test_how_rows_travel_is_no_difference_between_tables() -> None:
+def test_how_rows_travel_is_no_difference_between_tables():
     plain = TableSpec(name="t", dim=8, optimizer=Adagrad(lr=0.1))
     packed = dataclasses.replace(plain, push_codec=CodecName.parse("topk:0.01"), pull_codec=CodecName.parse("fp16s"))
     assert plain.difference(packed) == ""
 
 
-def test_tables_of_one_id_space_share_its_key_but_not_their_first_values() -> None:
+def test_tables_of_one_id_space_share_its_key_but_not_their_first_values():
     a = TableSpec(name="a", dim=8, optimizer=SGD(lr=0.1), id_space="users")
     b = TableSpec(name="b", dim=8, optimizer=SGD(lr=0.1), id_space="users")
     assert a.space_key == b.space_key

@@ -73,7 +73,7 @@ def contents(frames: Sequence[Frame]) -> list[tuple[Header, list[bytes]]]:
 # The bytes of docs/wire.md
 
 
-def test_the_hellos_are_the_bytes_of_the_page() -> None:
+def test_the_hellos_are_the_bytes_of_the_page():
     hello = wire.client_hello(Feature(0))
     assert hello == EXAMPLES["client hello"]
     assert wire.server_hello(hello, Feature.CHECKSUM) == (EXAMPLES["server hello"], Agreed(2, Feature(0)))
@@ -89,9 +89,7 @@ def test_the_hellos_are_the_bytes_of_the_page() -> None:
         ("error", 255, 0, UNKNOWN_TABLE, []),
     ],
 )
-def test_a_frame_is_the_bytes_of_the_page(
-    name: str, kind: int, timeout_ms: int, head: bytes, bulk: list[np.ndarray]
-) -> None:
+def test_a_frame_is_the_bytes_of_the_page(name, kind, timeout_ms, head, bulk):
     checksum = name.endswith("checksum")
     assert b"".join(wire.encode(kind, 7, timeout_ms, head, bulk, checksum=checksum)) == EXAMPLES[name]
     lengths = tuple(array.nbytes for array in bulk)
@@ -100,7 +98,7 @@ def test_a_frame_is_the_bytes_of_the_page(
     ]
 
 
-def test_the_page_names_the_kinds_of_all_messages() -> None:
+def test_the_page_names_the_kinds_of_all_messages():
     rows = re.findall(r"^\| (\d+) \| (\w+) \| (\d+) \| (\w+) \|$", PAGE, re.MULTILINE)
     names = {int(kind): name for row in rows for kind, name in (row[:2], row[2:])}
     for message, kind in messages.KIND_OF.items():
@@ -120,38 +118,38 @@ def hello(lowest: int, highest: int, features: int = 0) -> bytes:
     ("wanted", "supported", "agreed"),
     [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 1), (0xFFFFFFFF, 1, 1), (0xFFFFFFFE, 1, 0)],
 )
-def test_both_sides_agree_on_the_features_that_both_name(wanted: int, supported: int, agreed: int) -> None:
+def test_both_sides_agree_on_the_features_that_both_name(wanted, supported, agreed):
     answer, server_side = wire.server_hello(hello(1, 9, wanted), Feature(supported))
     assert server_side == wire.read_server_hello(answer) == Agreed(2, Feature(agreed))
 
 
 @pytest.mark.parametrize(("lowest", "highest"), [(0, 0), (1, 1), (3, 3), (3, 65535), (2, 0), (9, 2)])
-def test_without_a_common_version_the_answer_says_which_ones_there_are(lowest: int, highest: int) -> None:
+def test_without_a_common_version_the_answer_says_which_ones_there_are(lowest, highest):
     answer, agreed = wire.server_hello(hello(lowest, highest, 1), Feature.CHECKSUM)
     assert agreed is None
     assert answer == hello(wire.OLDEST_VERSION, wire.VERSION)
 
 
 @pytest.mark.parametrize(("lowest", "highest"), [(1, 1), (3, 3), (3, 5), (0, 0), (2, 3)])
-def test_a_client_refuses_a_version_that_it_does_not_speak(lowest: int, highest: int) -> None:
+def test_a_client_refuses_a_version_that_it_does_not_speak(lowest, highest):
     with pytest.raises(WrongVersion) as refused:
         wire.read_server_hello(hello(lowest, highest))
     own = {"own_lowest": wire.OLDEST_VERSION, "own_highest": wire.VERSION}
     assert refused.value.fields == {"lowest": lowest, "highest": highest, **own}
 
 
-def test_a_client_of_version_1_reads_the_versions_of_both_sides_in_the_answer() -> None:
+def test_a_client_of_version_1_reads_the_versions_of_both_sides_in_the_answer():
     answer, agreed = wire.server_hello(bytes.fromhex("454d42534852440a 0100 0100 00000000"), Feature(0))
     assert agreed is None
     assert answer == hello(2, 2)  # lowest = highest, and not its own: it says so and closes
 
 
-def test_a_client_refuses_a_feature_that_it_does_not_know() -> None:
+def test_a_client_refuses_a_feature_that_it_does_not_know():
     with pytest.raises(BadFrame, match="features agreed on is 0x3"):
         wire.read_server_hello(hello(2, 2, 3))
 
 
-def test_what_is_not_a_shard_is_named() -> None:
+def test_what_is_not_a_shard_is_named():
     with pytest.raises(BadFrame, match=r"start of the connection is b'HTTP/1.1', not b'EMBSHRD\\n'"):
         wire.read_server_hello(b"HTTP/1.1 400 Bad")
     with pytest.raises(BadFrame, match="start of the connection"):
@@ -161,7 +159,7 @@ def test_what_is_not_a_shard_is_named() -> None:
 # Frames
 
 
-def test_the_buffers_of_a_frame_are_sent_from_their_own_memory() -> None:
+def test_the_buffers_of_a_frame_are_sent_from_their_own_memory():
     ids, rows = np.arange(3), np.ones((3, 4), np.float32)
     start, first, second = wire.encode(5, 1, 0, b"head", [ids, rows], checksum=True)
     assert isinstance(start, bytes)
@@ -169,7 +167,7 @@ def test_the_buffers_of_a_frame_are_sent_from_their_own_memory() -> None:
     assert np.shares_memory(np.frombuffer(second, np.float32), rows)
 
 
-def test_a_large_buffer_is_received_into_its_own_memory() -> None:
+def test_a_large_buffer_is_received_into_its_own_memory():
     rows = np.arange(4 * wire.SCRATCH_BYTES, dtype=np.uint8).reshape(4, -1)
     place = np.zeros_like(rows)
     receiving, data = reader(lambda _: [place.data]), frame(b"head", [rows])
@@ -183,7 +181,7 @@ def test_a_large_buffer_is_received_into_its_own_memory() -> None:
     assert received.buffers[0].obj is place
 
 
-def test_small_buffers_are_received_many_in_a_call() -> None:
+def test_small_buffers_are_received_many_in_a_call():
     tables = [np.full(512, i) for i in range(26)]
     data = frame(b"", tables)
     receiving = reader()
@@ -193,7 +191,7 @@ def test_small_buffers_are_received_many_in_a_call() -> None:
 
 
 @pytest.mark.parametrize("checksum", [False, True])
-def test_a_frame_cut_at_any_byte_arrives_whole(checksum: bool) -> None:
+def test_a_frame_cut_at_any_byte_arrives_whole(checksum):
     data = frame(b"head", [b"", b"abc", b"", b"defgh", b""], checksum=checksum) + frame(b"x", checksum=checksum)
     want = contents(feed(reader(checksum=checksum), data))
     assert [head for (_, _, _, head, _), _ in want] == [b"head", b"x"]
@@ -205,7 +203,7 @@ def test_a_frame_cut_at_any_byte_arrives_whole(checksum: bool) -> None:
     assert contents(feed(reader(checksum=checksum), data, lambda: 1)) == want
 
 
-def test_many_frames_arrive_in_one_call() -> None:
+def test_many_frames_arrive_in_one_call():
     data = b"".join(frame(b"h" * i, [b"b" * i] * (i % 3), call=i) for i in range(100))
     receiving = reader()
     receiving.buffer()[: len(data)] = data
@@ -222,9 +220,7 @@ def test_many_frames_arrive_in_one_call() -> None:
     checksum=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_frames_of_any_sizes_arrive_as_they_were_sent(
-    heads: list[int], lengths: list[int], step: int, checksum: bool, seed: int
-) -> None:
+def test_frames_of_any_sizes_arrive_as_they_were_sent(heads, lengths, step, checksum, seed):
     rng = random.Random(seed)
     want, data = [], b""
     for call, head_bytes in enumerate(heads):
@@ -237,16 +233,16 @@ def test_frames_of_any_sizes_arrive_as_they_were_sent(
 
 
 @pytest.mark.parametrize("length", [10, 3 * wire.SCRATCH_BYTES])
-def test_a_frame_that_nobody_wants_is_read_and_dropped(length: int) -> None:
+def test_a_frame_that_nobody_wants_is_read_and_dropped(length):
     data = frame(b"late", [b"x" * length]) + frame(b"next", [b"y"])
     frames = feed(reader(lambda header: None if header.head == b"late" else fresh(header)), data)
     assert [header.head for header, _ in frames] == [b"next"]
 
 
-def test_a_reader_keeps_nothing_of_a_finished_frame() -> None:
+def test_a_reader_keeps_nothing_of_a_finished_frame():
     kept: list[weakref.ref[np.ndarray]] = []
 
-    def place(header: Header) -> list[memoryview]:
+    def place(header):
         arrays = [np.empty(length, np.uint8) for length in header.lengths]
         kept.extend(weakref.ref(array) for array in arrays)
         return [array.data for array in arrays]
@@ -258,7 +254,7 @@ def test_a_reader_keeps_nothing_of_a_finished_frame() -> None:
     assert [ref() for ref in kept] == [None, None]
 
 
-def test_a_large_head_leaves_no_large_scratch_behind() -> None:
+def test_a_large_head_leaves_no_large_scratch_behind():
     receiving = reader()
     feed(receiving, frame(b"h" * wire.MAX_HEAD_BYTES))
     assert len(receiving.buffer()) == wire.SCRATCH_BYTES
@@ -283,17 +279,15 @@ def test_a_large_head_leaves_no_large_scratch_behind() -> None:
         (32, "I", 2**32 - 1, "sum of the buffers' lengths is 4294967295, not 8"),
     ],
 )
-def test_a_frame_over_a_limit_is_refused_before_anything_is_reserved(
-    offset: int, layout: str, value: object, reason: str
-) -> None:
-    def place(_: Header) -> list[memoryview]:
+def test_a_frame_over_a_limit_is_refused_before_anything_is_reserved(offset, layout, value, reason):
+    def place(_):
         raise AssertionError("place() was asked")
 
     with pytest.raises(BadFrame, match=re.escape(reason)):
         feed(reader(place), altered(frame(b"head", [b"12345678"]), offset, layout, value))
 
 
-def test_a_frame_at_its_limits_arrives() -> None:
+def test_a_frame_at_its_limits_arrives():
     bulk = [b"x" * (LIMIT - 2 * wire.MAX_BUFFERS + 2)] + [b"yz"] * (wire.MAX_BUFFERS - 1)
     assert sum(map(len, bulk)) == LIMIT
     ((header, buffers),) = feed(reader(checksum=True), frame(b"h" * wire.MAX_HEAD_BYTES, bulk, checksum=True))
@@ -301,12 +295,12 @@ def test_a_frame_at_its_limits_arrives() -> None:
     assert [bytes(buffer) for buffer in buffers] == bulk
 
 
-def test_one_byte_less_of_a_limit_refuses_the_frame() -> None:
+def test_one_byte_less_of_a_limit_refuses_the_frame():
     with pytest.raises(BadFrame, match="size of the buffers is 100, not at most 99"):
         feed(reader(limit=99), frame(b"", [b"x" * 100]))
 
 
-def test_a_sender_keeps_the_limits() -> None:
+def test_a_sender_keeps_the_limits():
     with pytest.raises(MessageTooLarge):
         frame(b"h" * (wire.MAX_HEAD_BYTES + 1))
     with pytest.raises(InvalidRequest, match="4097 arrays; send at most 4096"):
@@ -315,7 +309,7 @@ def test_a_sender_keeps_the_limits() -> None:
         frame(b"", [np.empty(2**31, np.uint8)] * 2)  # reserved, never touched
 
 
-def test_a_wrong_checksum_of_the_buffers_is_noticed_before_the_frame_is_handed_over() -> None:
+def test_a_wrong_checksum_of_the_buffers_is_noticed_before_the_frame_is_handed_over():
     for length in (8, 3 * wire.SCRATCH_BYTES):
         data = bytearray(frame(b"", [b"x" * length], checksum=True))
         data[-1] ^= 1
@@ -323,14 +317,14 @@ def test_a_wrong_checksum_of_the_buffers_is_noticed_before_the_frame_is_handed_o
             feed(reader(checksum=True), bytes(data))
 
 
-def test_without_a_checksum_on_one_side_the_other_notices() -> None:
+def test_without_a_checksum_on_one_side_the_other_notices():
     with pytest.raises(BadFrame, match="buffers that have none"):
         feed(reader(checksum=False), frame(b"", [b"abc"], checksum=True))
     with pytest.raises(BadFrame, match="checksum of the buffers"):
         feed(reader(checksum=True), frame(b"", [b"abc"], checksum=False))
 
 
-def test_a_flipped_bit_in_the_start_of_a_frame_is_always_noticed() -> None:
+def test_a_flipped_bit_in_the_start_of_a_frame_is_always_noticed():
     data = frame(b"head", [b"abcd", b"efgh"])
     start = len(data) - 8
     for bit in range(8 * start):
@@ -348,6 +342,6 @@ def test_a_flipped_bit_in_the_start_of_a_frame_is_always_noticed() -> None:
             feed(receiving, data * (2 * wire.MAX_HEAD_BYTES // len(data)))
 
 
-def test_a_place_of_another_size_is_our_own_mistake() -> None:
+def test_a_place_of_another_size_is_our_own_mistake():
     with pytest.raises(AssertionError, match="other sizes"):
         feed(reader(lambda _: [memoryview(bytearray(3))]), frame(b"", [b"abcd"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -30,10 +30,10 @@ class Gate:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., ApplyThread]]:
+def start():
     made: list[ApplyThread] = []
 
-    def start(**bounds: int) -> ApplyThread:
+    def start(**bounds):
         made.append(ApplyThread(**bounds))
         return made[-1]
 
@@ -50,7 +50,7 @@ def occupy(thread: ApplyThread, num_bytes: int = 1) -> Gate:
     return gate
 
 
-def test_work_is_done_in_the_order_of_its_arrival(start: Callable[..., ApplyThread]):
+def test_work_is_done_in_the_order_of_its_arrival(start):
     thread, done = start(), []
     gate = occupy(thread)
     futures = [thread.submit(lambda i=i: done.append(i) or b"", 1, FOREVER) for i in range(20)]
@@ -60,7 +60,7 @@ def test_work_is_done_in_the_order_of_its_arrival(start: Callable[..., ApplyThre
     assert done == list(range(20))
 
 
-def test_a_queue_full_of_bytes_is_busy_until_it_is_emptied(start: Callable[..., ApplyThread]):
+def test_a_queue_full_of_bytes_is_busy_until_it_is_emptied(start):
     thread = start(max_bytes=100)
     gate = occupy(thread, 60)
     waiting = thread.submit(lambda: b"", 40, FOREVER)
@@ -73,7 +73,7 @@ def test_a_queue_full_of_bytes_is_busy_until_it_is_emptied(start: Callable[..., 
     assert thread.submit(lambda: b"again", 100, FOREVER).result(60) == b"again"
 
 
-def test_a_queue_full_of_requests_is_busy(start: Callable[..., ApplyThread]):
+def test_a_queue_full_of_requests_is_busy(start):
     thread = start(max_requests=2)
     gate = occupy(thread)
     thread.submit(lambda: b"", 0, FOREVER)
@@ -82,11 +82,11 @@ def test_a_queue_full_of_requests_is_busy(start: Callable[..., ApplyThread]):
     gate.open.set()
 
 
-def test_one_request_is_taken_however_large(start: Callable[..., ApplyThread]):
+def test_one_request_is_taken_however_large(start):
     assert start(max_bytes=10).submit(lambda: b"large", 1000, FOREVER).result(60) == b"large"
 
 
-def test_nothing_is_queued_once_all_is_done(start: Callable[..., ApplyThread]):
+def test_nothing_is_queued_once_all_is_done(start):
     thread = start()
     for _ in range(5):
         thread.submit(lambda: b"", 10, FOREVER).result(60)
@@ -95,7 +95,7 @@ def test_nothing_is_queued_once_all_is_done(start: Callable[..., ApplyThread]):
     assert thread.queued_bytes == 0
 
 
-def test_work_whose_deadline_passed_in_the_queue_is_dropped(start: Callable[..., ApplyThread]):
+def test_work_whose_deadline_passed_in_the_queue_is_dropped(start):
     thread, done = start(), []
     gate = occupy(thread)
     late = thread.submit(lambda: done.append("late") or b"", 1, time.monotonic())
@@ -107,7 +107,7 @@ def test_work_whose_deadline_passed_in_the_queue_is_dropped(start: Callable[...,
     assert done == ["early"]
 
 
-def test_cancelled_work_is_dropped(start: Callable[..., ApplyThread]):
+def test_cancelled_work_is_dropped(start):
     thread, done = start(), []
     gate = occupy(thread)
     thread.submit(lambda: done.append("cancelled") or b"", 1, FOREVER).cancel()
@@ -116,14 +116,14 @@ def test_cancelled_work_is_dropped(start: Callable[..., ApplyThread]):
     assert done == []
 
 
-def test_work_that_fails_does_not_end_the_thread(start: Callable[..., ApplyThread]):
+def test_work_that_fails_does_not_end_the_thread(start):
     thread = start()
     with pytest.raises(ZeroDivisionError):
         thread.submit(lambda: bytes(1 // 0), 1, FOREVER).result(60)
     assert thread.submit(lambda: b"next", 1, FOREVER).result(60) == b"next"
 
 
-def test_what_was_accepted_before_the_end_is_done_and_nothing_more_is_taken(start: Callable[..., ApplyThread]):
+def test_what_was_accepted_before_the_end_is_done_and_nothing_more_is_taken(start):
     thread, done = start(), []
     gate = occupy(thread)
     for i in range(3):
@@ -138,7 +138,7 @@ def test_what_was_accepted_before_the_end_is_done_and_nothing_more_is_taken(star
 
 
 @pytest.mark.parametrize("bounds", [{"max_bytes": 0}, {"max_requests": 0}])
-def test_a_queue_without_room_is_refused(bounds: dict[str, int]):
+def test_a_queue_without_room_is_refused(bounds):
     with pytest.raises(ValueError, match="at least 1"):
         ApplyThread(**bounds)
 
@@ -164,7 +164,7 @@ class Clock:
     def after(self, moves: int) -> Callable[[], bytes]:
         """Work that can be done once the clock has moved so often."""
 
-        def work() -> bytes:
+        def work():
             if self.generation < moves:
                 raise AHEAD
             return b"after %d" % moves
@@ -173,7 +173,7 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock():
     return Clock()
 
 
@@ -184,12 +184,12 @@ def idle(thread: ApplyThread) -> None:
 
 class TestParking:
     @pytest.fixture
-    def thread(self, start: Callable[..., ApplyThread], clock: Clock) -> ApplyThread:
+    def thread(self, start, clock):
         made = start(max_bytes=100, max_requests=4)
         made.watch(clock)
         return made
 
-    def test_work_that_must_wait_is_done_when_what_it_waits_for_has_moved(self, thread: ApplyThread, clock: Clock):
+    def test_work_that_must_wait_is_done_when_what_it_waits_for_has_moved(self, thread, clock):
         second, first = (thread.submit(clock.after(moves), 1, FOREVER) for moves in (2, 1))
         idle(thread)
         assert not first.done()
@@ -200,8 +200,8 @@ class TestParking:
         assert second.result(60) == b"after 2"
         assert thread.queued_bytes == 0
 
-    def test_work_that_waits_may_move_the_clock_for_other_work_that_waits(self, thread: ApplyThread, clock: Clock):
-        def work() -> bytes:
+    def test_work_that_waits_may_move_the_clock_for_other_work_that_waits(self, thread, clock):
+        def work():
             clock.after(1)()
             return clock.move()
 
@@ -210,7 +210,7 @@ class TestParking:
         thread.submit(clock.move, 1, FOREVER)
         assert first.result(60) == b"after 2"
 
-    def test_what_waits_does_not_keep_out_what_it_waits_for(self, thread: ApplyThread, clock: Clock):
+    def test_what_waits_does_not_keep_out_what_it_waits_for(self, thread, clock):
         waiting = [thread.submit(clock.after(1), 50, FOREVER) for _ in range(2)]
         idle(thread)
         assert thread.queued_bytes == 100
@@ -218,7 +218,7 @@ class TestParking:
         assert [future.result(60) for future in waiting] == [b"after 1"] * 2
 
     @pytest.mark.parametrize(("num_bytes", "waiting"), [(50, 2), (0, 4)], ids=["bytes", "requests"])
-    def test_what_waits_is_bounded_too(self, thread: ApplyThread, clock: Clock, num_bytes: int, waiting: int):
+    def test_what_waits_is_bounded_too(self, thread, clock, num_bytes, waiting):
         futures = []
         for _ in range(waiting + 1):
             futures.append(thread.submit(clock.after(1), num_bytes, FOREVER))
@@ -227,12 +227,10 @@ class TestParking:
             futures[-1].result(60)
         assert not any(future.done() for future in futures[:-1])
 
-    def test_work_that_waits_in_vain_fails_before_its_deadline_with_its_last_error(
-        self, thread: ApplyThread, clock: Clock
-    ):
+    def test_work_that_waits_in_vain_fails_before_its_deadline_with_its_last_error(self, thread, clock):
         tries = itertools.count()
 
-        def work() -> bytes:
+        def work():
             raise ClockAhead(clock=next(tries), workers="2", seconds=0.5)
 
         deadline = time.monotonic() + 1.0
@@ -242,8 +240,8 @@ class TestParking:
         assert caught.value.fields["clock"] == next(tries) - 1 == 1
         assert thread.queued_bytes == 0
 
-    def test_an_error_ends_the_waiting(self, thread: ApplyThread, clock: Clock):
-        def work() -> bytes:
+    def test_an_error_ends_the_waiting(self, thread, clock):
+        def work():
             clock.after(1)()
             raise ZeroDivisionError
 
@@ -252,7 +250,7 @@ class TestParking:
         with pytest.raises(ZeroDivisionError):
             future.result(60)
 
-    def test_what_waits_is_put_back_when_the_thread_ends(self, thread: ApplyThread, clock: Clock):
+    def test_what_waits_is_put_back_when_the_thread_ends(self, thread, clock):
         future = thread.submit(clock.after(1), 1, FOREVER)
         idle(thread)
         thread.close()
@@ -260,10 +258,10 @@ class TestParking:
         with pytest.raises(ShuttingDown):
             future.result(60)
 
-    def test_work_sees_when_it_arrived_also_when_it_is_tried_again(self, thread: ApplyThread, clock: Clock):
+    def test_work_sees_when_it_arrived_also_when_it_is_tried_again(self, thread, clock):
         seen = []
 
-        def work() -> bytes:
+        def work():
             seen.append(thread.arrived)
             return clock.after(1)()
 
@@ -276,14 +274,14 @@ class TestParking:
         assert seen == [seen[0]] * 2
         assert before <= seen[0] <= after
 
-    def test_time_passes_while_nothing_is_asked(self, thread: ApplyThread, clock: Clock):
+    def test_time_passes_while_nothing_is_asked(self, thread, clock):
         end = time.monotonic() + 60
         while len(clock.times) < 3 and time.monotonic() < end:
             time.sleep(0.01)
         assert len(clock.times) >= 3
         assert clock.times == sorted(clock.times)
 
-    def test_time_does_not_pass_while_a_request_may_be_waiting(self, thread: ApplyThread, clock: Clock):
+    def test_time_does_not_pass_while_a_request_may_be_waiting(self, thread, clock):
         gate = occupy(thread)
         seen = len(clock.times)
         thread.submit(lambda: time.sleep(0.3) or b"", 1, FOREVER)
@@ -291,9 +289,7 @@ class TestParking:
         gate.open.set()
         assert then.result(60) == seen
 
-    def test_members_are_excused_for_the_time_that_one_request_took(
-        self, thread: ApplyThread, clock: Clock, monkeypatch: pytest.MonkeyPatch
-    ):
+    def test_members_are_excused_for_the_time_that_one_request_took(self, thread, clock, monkeypatch):
         monkeypatch.setattr(apply, "_STEP_SECONDS", 0.05)
         thread.submit(lambda: time.sleep(0.2) or b"", 1, FOREVER).result(60)
         idle(thread)

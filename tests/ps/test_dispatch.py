@@ -78,7 +78,7 @@ def rows_after(served: Served, order: str) -> bytes:
     for request in (Declare(TABLE), *(Join(worker, 1, 0, 0, WORKERS, 60_000) for worker in range(WORKERS))):
         served.ask(request)
 
-    def work(worker: int) -> None:
+    def work(worker):
         rng = random.Random(f"{order} {worker}")
         for clock in range(CLOCKS):
             pull = Pull(1, (TableIds("t", IDS),), worker, 1, required_clock=clock)
@@ -108,7 +108,7 @@ def rows_after(served: Served, order: str) -> bytes:
 
 
 @pytest.fixture
-def served() -> Served:
+def served():
     return Served()
 
 
@@ -136,7 +136,7 @@ def test_pulls_that_wait_do_not_keep_the_pushes_out_that_they_wait_for():
         assert isinstance(pull.result(20), Rows)
 
 
-def test_a_wait_ends_with_the_lease_of_the_one_waited_for(served: Served):
+def test_a_wait_ends_with_the_lease_of_the_one_waited_for(served):
     served.ask(Declare(TABLE))
     served.ask(Join(0, 1, 0, 0, 2, 60_000))
     served.ask(Join(1, 1, 0, 0, 2, 300))
@@ -146,7 +146,7 @@ def test_a_wait_ends_with_the_lease_of_the_one_waited_for(served: Served):
     assert served.shard.status().expired_leases == 1
 
 
-def test_a_lease_does_not_run_while_requests_of_its_worker_wait_behind_others(served: Served):
+def test_a_lease_does_not_run_while_requests_of_its_worker_wait_behind_others(served):
     served.ask(Declare(TABLE))
     lease = 1.0
     for worker in range(2):

@@ -6,7 +6,6 @@ import logging
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +26,7 @@ def bind(text: str) -> str:
 
 
 @pytest.mark.parametrize("text", ["", "7700", ":7700", "localhost", "localhost:", "127.0.0.1:70000", "a:-1", "unix:"])
-def test_an_address_that_is_none_is_refused(text: str):
+def test_an_address_that_is_none_is_refused(text):
     with pytest.raises(CannotListen, match="write "):
         Address.parse(text)
 
@@ -38,12 +37,12 @@ def test_a_host_that_nobody_knows_is_named():
 
 
 @pytest.mark.parametrize("text", ["127.0.0.1:1", "127.8.9.1:1", "localhost:1", "[::1]:1", "unix:/tmp/x"])
-def test_loopback_needs_no_flag(text: str):
+def test_loopback_needs_no_flag(text):
     Address.parse(text).check(insecure=False)
 
 
 @pytest.mark.parametrize("text", ["0.0.0.0:1", "[::]:1", "192.0.2.1:1"])
-def test_another_address_needs_the_flag_that_says_so(text: str, caplog: pytest.LogCaptureFixture):
+def test_another_address_needs_the_flag_that_says_so(text, caplog):
     with pytest.raises(CannotListen, match="--insecure"):
         Address.parse(text).check(insecure=False)
     Address.parse(text).check(insecure=True)
@@ -86,7 +85,7 @@ def test_a_unix_socket_lies_beside_a_tcp_port_and_goes_with_it():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets are Linux's")
-def test_a_shard_serves_over_tcp_alone_where_the_socket_beside_is_taken(caplog: pytest.LogCaptureFixture):
+def test_a_shard_serves_over_tcp_alone_where_the_socket_beside_is_taken(caplog):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -101,7 +100,7 @@ def test_an_address_of_another_machine_cannot_be_bound():
         bind("192.0.2.1:0")
 
 
-def test_a_unix_socket_that_another_process_serves_is_not_taken_over(tmp_path: Path):
+def test_a_unix_socket_that_another_process_serves_is_not_taken_over(tmp_path):
     path = tmp_path / "shard.sock"
     with socket.socket(socket.AF_UNIX) as taken:
         taken.bind(str(path))

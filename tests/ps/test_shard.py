@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -74,7 +73,7 @@ def table(name: str = "items", **changes: object) -> spec.TableSpec:
 
 
 @pytest.fixture
-def shard() -> Shard:
+def shard():
     made = Shard(0, Placement.even(1), OptimizerRegistry(), version="1.2.3")
     made.handle(Declare(table()))
     return made
@@ -125,61 +124,61 @@ def test_every_start_is_another_instance():
 
 
 @pytest.mark.parametrize("index", [-1, 2])
-def test_an_index_outside_of_the_placement_is_refused(index: int):
+def test_an_index_outside_of_the_placement_is_refused(index):
     with pytest.raises(ValueError, match=r"0\.\.1"):
         Shard(index, Placement.even(2), OptimizerRegistry())
 
 
-def test_push_then_pull_returns_the_updated_row(shard: Shard):
+def test_push_then_pull_returns_the_updated_row(shard):
     assert shard.handle(push(gradients((7, 8)))) == Pushed(duplicate=False, applied=2, skipped=0)
     assert pull(shard, 7, 9, 8).tolist() == [[0.5] * DIM, [1.0] * DIM, [0.5] * DIM]
 
 
-def test_gradients_come_flat_from_the_wire(shard: Shard):
+def test_gradients_come_flat_from_the_wire(shard):
     message = loads(Push, dumps(push(gradients((7, 8)))))
     assert message.tables[0].gradients.shape == (2 * DIM,)
     shard.handle(message)
     assert pull(shard, 7, 8).tolist() == [[0.5] * DIM] * 2
 
 
-def test_a_pull_of_several_tables_answers_in_the_order_of_the_request(shard: Shard):
+def test_a_pull_of_several_tables_answers_in_the_order_of_the_request(shard):
     shard.handle(Declare(table("users", dim=2, initializer=spec.Constant(value=4.0))))
     parts = (TableIds("users", ids_of(1)), TableIds("items", ids_of(1, 2)), TableIds("users", ids_of()))
     rows = ask(shard, Pull(EPOCH, parts), Rows).tables
     assert [part.tolist() for part in rows] == [[[4.0, 4.0]], [[1.0] * DIM] * 2, []]
 
 
-def test_a_pull_allocates_no_rows(shard: Shard):
+def test_a_pull_allocates_no_rows(shard):
     pull(shard, 1, 2, 3)
     assert status(shard).tables[0].rows == 0
 
 
-def test_lr_scale_scales_this_push_alone(shard: Shard):
+def test_lr_scale_scales_this_push_alone(shard):
     shard.handle(push(gradients((7,), lr_scale=0.5), seq=1))
     assert pull(shard, 7).tolist() == [[0.75] * DIM]
     shard.handle(push(gradients((7,)), seq=2))
     assert pull(shard, 7).tolist() == [[0.25] * DIM]
 
 
-def test_declaring_twice_creates_once(shard: Shard):
+def test_declaring_twice_creates_once(shard):
     assert shard.handle(Declare(table("other"))) == Declared(created=True, loading=False)
     assert shard.handle(Declare(table("other"))) == Declared(created=False, loading=False)
 
 
-def test_a_declaration_that_differs_names_the_difference(shard: Shard):
+def test_a_declaration_that_differs_names_the_difference(shard):
     with pytest.raises(TableMismatch, match=r"dim: 3, not 4.*optimizer\.lr: 0\.5, not 0\.1"):
         shard.handle(Declare(table(dim=4, optimizer=spec.SGD(lr=0.1))))
     assert pull(shard, 1).shape == (1, DIM)
 
 
-def test_an_optimizer_that_is_not_there_is_named(shard: Shard):
+def test_an_optimizer_that_is_not_there_is_named(shard):
     with pytest.raises(UnknownOptimizer, match="--import"):
         shard.handle(Declare(table("other", optimizer=spec.Custom(function="mine:step", lr=0.1))))
     with pytest.raises(UnknownTable):
         pull(shard, 1, name="other")
 
 
-def test_an_unknown_table_is_named_with_those_that_exist(shard: Shard):
+def test_an_unknown_table_is_named_with_those_that_exist(shard):
     with pytest.raises(UnknownTable, match=r"no table 'nope' here \(declared: items\)"):
         pull(shard, 1, name="nope")
 
@@ -192,7 +191,7 @@ def test_the_list_of_known_tables_stays_short():
         pull(shard, 1)
 
 
-def test_a_request_of_another_placement_is_refused(shard: Shard):
+def test_a_request_of_another_placement_is_refused(shard):
     for request in (Pull(2, ()), push(placement=2), load(1, placement_epoch=2)):
         with pytest.raises(WrongPlacement, match="epoch 2, the shard has 1"):
             shard.handle(request)
@@ -220,26 +219,26 @@ def test_an_id_of_another_shard_is_refused():
 @pytest.mark.parametrize(
     "ids", [np.array([1], np.int32), np.array([1.0]), np.array([[1]], np.int64), np.arange(4, dtype=np.int64)[::2]]
 )
-def test_ids_of_a_wrong_kind_are_refused(shard: Shard, ids: np.ndarray):
+def test_ids_of_a_wrong_kind_are_refused(shard, ids):
     with pytest.raises(InvalidRequest, match="ids must be"):
         shard.handle(Pull(EPOCH, (TableIds("items", ids),)))
 
 
 @pytest.mark.parametrize("shape", [(1, DIM), (2, DIM - 1), (2 * DIM + 1,), (DIM, 2), (0,)])
-def test_rows_that_do_not_match_the_ids_are_refused(shard: Shard, shape: tuple[int, ...]):
+def test_rows_that_do_not_match_the_ids_are_refused(shard, shape):
     with pytest.raises(WrongDim, match="'items': gradients hold"):
         shard.handle(push(gradients((1, 2), gradients=np.zeros(shape, np.float32))))
     with pytest.raises(WrongDim, match="'items': rows hold"):
         shard.handle(load(1, 2, rows=np.zeros(shape, np.float32)))
 
 
-def test_gradients_of_another_dtype_are_refused(shard: Shard):
+def test_gradients_of_another_dtype_are_refused(shard):
     with pytest.raises(InvalidRequest, match="float64"):
         shard.handle(push(gradients((1,), gradients=np.zeros((1, DIM)))))
 
 
 @pytest.mark.parametrize("lr_scale", [-0.1, float("nan"), float("inf")])
-def test_a_learning_rate_scale_without_sense_is_refused(shard: Shard, lr_scale: float):
+def test_a_learning_rate_scale_without_sense_is_refused(shard, lr_scale):
     with pytest.raises(InvalidRequest, match="lr_scale"):
         shard.handle(push(gradients((1,), lr_scale=lr_scale)))
 
@@ -252,7 +251,7 @@ def test_a_pull_whose_rows_would_not_fit_is_refused_before_memory_is_taken():
         pull(shard, 1, 2, 3, 4, 5)
 
 
-def test_non_finite_gradients_are_skipped_and_counted_and_the_rest_is_applied(shard: Shard):
+def test_non_finite_gradients_are_skipped_and_counted_and_the_rest_is_applied(shard):
     part = gradients((1, 2, 3))
     part.gradients[1, 0] = np.nan
     assert shard.handle(push(part)) == Pushed(duplicate=False, applied=2, skipped=1)
@@ -260,7 +259,7 @@ def test_non_finite_gradients_are_skipped_and_counted_and_the_rest_is_applied(sh
     assert (status(shard).pushed_rows, status(shard).skipped_rows) == (2, 1)
 
 
-def test_a_push_is_applied_once_however_often_it_comes(shard: Shard):
+def test_a_push_is_applied_once_however_often_it_comes(shard):
     message = push(gradients((7,)))
     assert shard.handle(message) == Pushed(duplicate=False, applied=1, skipped=0)
     for _ in range(3):
@@ -269,7 +268,7 @@ def test_a_push_is_applied_once_however_often_it_comes(shard: Shard):
     assert status(shard).duplicate_pushes == 3
 
 
-def test_the_retry_of_an_applied_push_is_known_under_another_placement(shard: Shard):
+def test_the_retry_of_an_applied_push_is_known_under_another_placement(shard):
     message = push(gradients((7,)))
     shard.handle(message)
     shard._placement = Placement.even(1, epoch=EPOCH + 1)
@@ -278,7 +277,7 @@ def test_the_retry_of_an_applied_push_is_known_under_another_placement(shard: Sh
         shard.handle(push(gradients((7,)), seq=2))
 
 
-def test_an_earlier_incarnation_of_a_worker_applies_nothing(shard: Shard):
+def test_an_earlier_incarnation_of_a_worker_applies_nothing(shard):
     shard.handle(push(gradients((7,)), epoch=2))
     with pytest.raises(StaleWorker):
         shard.handle(push(gradients((7,)), epoch=1, seq=2))
@@ -287,14 +286,10 @@ def test_an_earlier_incarnation_of_a_worker_applies_nothing(shard: Shard):
 
 @pytest.mark.parametrize(
     "bad",
-    [
-        gradients((1,), name="nope"),
-        gradients((1,), gradients=np.zeros(1, np.float32)),
-        gradients((1,), lr_scale=-1.0),
-    ],
+    [gradients((1,), name="nope"), gradients((1,), gradients=np.zeros(1, np.float32)), gradients((1,), lr_scale=-1.0)],
     ids=["table", "shape", "lr_scale"],
 )
-def test_a_push_is_applied_whole_or_not_at_all(shard: Shard, bad: TableGradients):
+def test_a_push_is_applied_whole_or_not_at_all(shard, bad):
     with pytest.raises(EmbershardError):
         shard.handle(push(gradients((7,)), bad))
     assert pull(shard, 7).tolist() == [[1.0] * DIM]
@@ -302,7 +297,7 @@ def test_a_push_is_applied_whole_or_not_at_all(shard: Shard, bad: TableGradients
     assert shard.handle(push(gradients((7,)))) == Pushed(duplicate=False, applied=1, skipped=0)
 
 
-def test_a_push_for_which_there_is_no_memory_is_applied_to_no_table(shard: Shard):
+def test_a_push_for_which_there_is_no_memory_is_applied_to_no_table(shard):
     shard.handle(Declare(table("full")))
     shard._budget.limit = shard._budget.used + 10_000
     with pytest.raises(TableFull) as full:
@@ -333,7 +328,7 @@ def test_a_small_message_makes_a_shard_keep_no_more_than_its_budget():
     assert status(shard).tables[0].rows == count
 
 
-def test_a_shard_takes_so_many_tables_and_no_more(monkeypatch: pytest.MonkeyPatch):
+def test_a_shard_takes_so_many_tables_and_no_more(monkeypatch):
     monkeypatch.setattr(tables_module, "MAX_TABLES", 2)
     shard = Shard(0, Placement.even(1), OptimizerRegistry())
     for name in "abab":
@@ -342,7 +337,7 @@ def test_a_shard_takes_so_many_tables_and_no_more(monkeypatch: pytest.MonkeyPatc
         shard.handle(Declare(table("c")))
 
 
-def test_new_tables_come_no_faster_than_their_rate_and_those_that_exist_at_any(monkeypatch: pytest.MonkeyPatch):
+def test_new_tables_come_no_faster_than_their_rate_and_those_that_exist_at_any(monkeypatch):
     monkeypatch.setattr(tables_module, "DECLARES_PER_SECOND", 5)
     shard = Shard(0, Placement.even(1), OptimizerRegistry())
     for number in range(5):
@@ -357,11 +352,11 @@ def test_new_tables_come_no_faster_than_their_rate_and_those_that_exist_at_any(m
     shard.handle(Declare(table("u")), 100.3)
 
 
-def test_a_snapshot_waits_for_gathered_pushes_and_for_no_others(shard: Shard, tmp_path: Path):
+def test_a_snapshot_waits_for_gathered_pushes_and_for_no_others(shard, tmp_path):
     for worker in (0, 1):
         shard.handle(Join(worker, 1, clock=0, staleness=0, workers=2, lease_ms=60_000))
 
-    def push(worker: int) -> None:
+    def push(worker):
         gradients = (TableGradients("items", ids_of(7), np.ones((1, DIM), np.float32)),)
         shard.handle(Push(PushToken(worker, 1, 1, 1), 0, EPOCH, gradients))
 
@@ -375,7 +370,7 @@ def test_a_snapshot_waits_for_gathered_pushes_and_for_no_others(shard: Shard, tm
 
 
 @pytest.mark.parametrize("codec", [False, True])
-def test_equal_ids_of_a_push_count_as_the_sum_of_their_gradients(codec: bool):
+def test_equal_ids_of_a_push_count_as_the_sum_of_their_gradients(codec):
     shards = [Shard(0, Placement.even(1), OptimizerRegistry()) for _ in range(2)]
     ids, rows = ids_of(7, 2, 7, 7), np.arange(4 * DIM, dtype=np.float32).reshape(4, DIM)
     summed = np.stack([rows[0] + rows[2] + rows[3], rows[1]])
@@ -390,7 +385,7 @@ def test_equal_ids_of_a_push_count_as_the_sum_of_their_gradients(codec: bool):
     np.testing.assert_array_equal(pull(shards[0], 7, 2), pull(shards[1], 7, 2))
 
 
-def test_the_pushes_that_equal_ids_stand_for_are_summed_too(shard: Shard):
+def test_the_pushes_that_equal_ids_stand_for_are_summed_too(shard):
     rows = encode_rows(np.ones((3, DIM), np.float32), find_values("none"), None, ages=np.array([1, 2, 4], np.float32))
     part = TableGradients("items", ids_of(7, 2, 7), rows, codec=PACKED, unique=False)
     checked = shard._tables.check_gradients(part, None, 2**20)
@@ -398,13 +393,13 @@ def test_the_pushes_that_equal_ids_stand_for_are_summed_too(shard: Shard):
     assert (checked.ids.tolist(), checked.ages.tolist(), checked.ages.dtype) == ([7, 2], [5, 2], np.float32)
 
 
-def test_load_assigns_rows(shard: Shard):
+def test_load_assigns_rows(shard):
     shard.handle(push(gradients((1,))))
     assert shard.handle(load(1, 2)) == Loaded(rows=2)
     assert pull(shard, 1, 2).tolist() == [[5.0] * DIM] * 2
 
 
-def test_a_load_sent_again_does_not_undo_a_push_that_came_since(shard: Shard):
+def test_a_load_sent_again_does_not_undo_a_push_that_came_since(shard):
     first = load(1, token=PushToken(worker=3, epoch=9, seq=1, first_incomplete=1), worker=3, keep_state=True)
     assert shard.handle(first) == Loaded(rows=1)
     shard.handle(push(gradients((1,))))
@@ -415,7 +410,7 @@ def test_a_load_sent_again_does_not_undo_a_push_that_came_since(shard: Shard):
     assert pull(shard, 1).tolist() == [[5.0] * DIM]
 
 
-def test_a_late_copy_of_a_load_is_not_applied(shard: Shard):
+def test_a_late_copy_of_a_load_is_not_applied(shard):
     first = load(1, token=PushToken(0, 1, 1, 1))
     shard.handle(first)
     shard.handle(push(gradients((1,)), seq=2, first=2))
@@ -423,13 +418,13 @@ def test_a_late_copy_of_a_load_is_not_applied(shard: Shard):
     assert pull(shard, 1).tolist() == [[4.5] * DIM]
 
 
-def test_a_load_of_an_earlier_incarnation_is_refused(shard: Shard):
+def test_a_load_of_an_earlier_incarnation_is_refused(shard):
     shard.handle(push(gradients((1,)), epoch=2))
     with pytest.raises(StaleWorker):
         shard.handle(load(1, token=PushToken(0, 1, 1, 1)))
 
 
-def test_load_of_non_finite_rows_writes_nothing(shard: Shard):
+def test_load_of_non_finite_rows_writes_nothing(shard):
     rows = np.ones((2, DIM), np.float32)
     rows[1] = np.inf
     with pytest.raises(NonFiniteValue, match="3 non-finite"):
@@ -439,12 +434,12 @@ def test_load_of_non_finite_rows_writes_nothing(shard: Shard):
 
 class TestLoading:
     @pytest.fixture
-    def loading(self) -> Shard:
+    def loading(self):
         shard = Shard(0, Placement.even(1), OptimizerRegistry())
         assert shard.handle(Declare(table(), worker=4, load=True)) == Declared(created=True, loading=True)
         return shard
 
-    def test_a_table_that_is_loading_is_closed_until_the_last_part(self, loading: Shard):
+    def test_a_table_that_is_loading_is_closed_until_the_last_part(self, loading):
         assert loading.handle(Declare(table(), worker=1)) == Declared(created=False, loading=True)
         for last in (False, True):
             for request in (Pull(EPOCH, (TableIds("items", ids_of(1)),)), push(gradients((1,))), load(1, worker=1)):
@@ -454,7 +449,7 @@ class TestLoading:
         assert pull(loading, 0, 1).tolist() == [[5.0] * DIM] * 2
         assert not status(loading).tables[0].loading
 
-    def test_another_worker_does_not_take_over(self, loading: Shard):
+    def test_another_worker_does_not_take_over(self, loading):
         assert loading.handle(Declare(table(), worker=5, load=True)) == Declared(created=False, loading=True)
         with pytest.raises(TableLoading):
             loading.handle(load(1, worker=5))
@@ -480,23 +475,23 @@ class TestLoading:
         shard.handle(load(1, value=6.0, worker=0), day)  # of one that takes no part
         assert pull(shard, 1).tolist() == [[6.0] * DIM]
 
-    def test_the_same_worker_takes_over_from_its_dead_self(self, loading: Shard):
+    def test_the_same_worker_takes_over_from_its_dead_self(self, loading):
         loading.handle(load(1, value=3.0, worker=4, last=False))
         assert loading.handle(Declare(table(), worker=4, load=True)) == Declared(created=True, loading=True)
         loading.handle(load(1, worker=4))
         assert pull(loading, 1).tolist() == [[5.0] * DIM]
 
-    def test_nobody_is_told_to_load_twice(self, loading: Shard):
+    def test_nobody_is_told_to_load_twice(self, loading):
         loading.handle(load(worker=4))
         assert loading.handle(Declare(table(), worker=4, load=True)) == Declared(created=False, loading=False)
 
-    def test_a_last_part_without_rows_ends_it(self, loading: Shard):
+    def test_a_last_part_without_rows_ends_it(self, loading):
         loading.handle(load(1, worker=4, last=False))
         assert loading.handle(load(worker=4)) == Loaded(rows=0)
         assert pull(loading, 1).tolist() == [[5.0] * DIM]
 
 
-def test_status_counts_what_happened(shard: Shard):
+def test_status_counts_what_happened(shard):
     pull(shard, 1, 2)
     shard.handle(push(gradients((1,))))
     with pytest.raises(UnknownTable):
@@ -513,7 +508,7 @@ HOUR = 3600 * 10**9  # of an epoch or a run
 
 
 @pytest.mark.parametrize("what", ["epoch", "run"])
-def test_an_epoch_or_a_run_of_the_future_is_refused_and_fences_nobody(shard: Shard, what: str):
+def test_an_epoch_or_a_run_of_the_future_is_refused_and_fences_nobody(shard, what):
     now = time.time_ns()
     join = Join(0, now, 0, -1, 1, 60_000, run=now)
     shard.handle(join)
@@ -528,7 +523,7 @@ def test_an_epoch_or_a_run_of_the_future_is_refused_and_fences_nobody(shard: Sha
     shard.handle(replace(join, epoch=now + HOUR // 60, run=now + HOUR // 60))  # a minute is what clocks may differ by
 
 
-def test_a_fenced_worker_is_told_by_whom(shard: Shard):
+def test_a_fenced_worker_is_told_by_whom(shard):
     now = time.time_ns()
     shard.handle(push(gradients((7,)), epoch=now), peer="10.0.0.1:999")
     with pytest.raises(StaleWorker, match=r"came at 20\d\d-.* from 10\.0\.0\.1:999"):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ from embershard.proto.codec.ids import encode_ids
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import encode_elements, encode_rows
 from embershard.proto.codec.user_defined import CodecRegistry
-from embershard.proto.codec.values.registry import BUILTIN, ValuesCodec, find_values
+from embershard.proto.codec.values.registry import BUILTIN, find_values
 from embershard.proto.errors import DamagedPayload, InvalidRequest, MessageTooLarge, UnknownCodec, UnknownTable
 from embershard.proto.messages import (
     PACKED,
@@ -49,7 +47,7 @@ def make(optimizer: spec.Optimizer | None = None, **settings: int) -> Shard:
 
 
 @pytest.fixture
-def shard() -> Shard:
+def shard():
     return make()
 
 
@@ -73,7 +71,7 @@ def coded(payload: np.ndarray, ids: np.ndarray = IDS, **changes: object) -> Tabl
 
 class TestPull:
     @pytest.mark.parametrize("name", ["fp16s", "bf16", "int8"])
-    def test_rows_come_as_the_codec_writes_them_rounded_to_nearest(self, shard: Shard, name: str):
+    def test_rows_come_as_the_codec_writes_them_rounded_to_nearest(self, shard, name):
         shard.handle(Load("t", 1, IDS, rows_of(0)))
         codec = find_values(name)
         reply = pull(shard, TableIds("t", IDS, codec=name), TableIds("other", IDS), TableIds("t", IDS[:0], codec=name))
@@ -84,7 +82,7 @@ class TestPull:
         assert reply.tables[1].dtype == np.float32
         assert reply.tables[2].nbytes == codec.nbytes(0, DIM)
 
-    def test_a_reply_says_how_long_coding_took_where_there_was_some(self, shard: Shard):
+    def test_a_reply_says_how_long_coding_took_where_there_was_some(self, shard):
         assert pull(shard, TableIds("t", IDS, codec="int8")).coding_seconds > 0
         assert pull(shard).coding_seconds == 0.0  # not once more
         reply = shard.handle(push(coded(encode_rows(rows_of(1), find_values("int8"), 1))))
@@ -94,7 +92,7 @@ class TestPull:
         assert isinstance(reply, Pushed)
         assert reply.coding_seconds == 0.0
 
-    def test_what_coding_took_in_a_request_that_failed_is_told_in_no_reply(self, shard: Shard):
+    def test_what_coding_took_in_a_request_that_failed_is_told_in_no_reply(self, shard):
         good = coded(encode_rows(rows_of(1), find_values("int8"), 1))
         with pytest.raises(UnknownTable):
             shard.handle(push(good, replace(good, table="nowhere")))
@@ -102,7 +100,7 @@ class TestPull:
         assert isinstance(reply, Pushed)
         assert reply.coding_seconds == 0.0
 
-    def test_a_reply_without_codecs_names_none(self, shard: Shard):
+    def test_a_reply_without_codecs_names_none(self, shard):
         assert pull(shard, TableIds("t", IDS, codec="none")).codecs == ()
 
     def test_the_limit_counts_the_bytes_that_travel(self):
@@ -114,21 +112,21 @@ class TestPull:
         with pytest.raises(MessageTooLarge):
             pull(shard, *[TableIds("t", ids, codec="int8")] * 2)
 
-    def test_ids_may_come_packed_and_be_named_by_the_push(self, shard: Shard):
+    def test_ids_may_come_packed_and_be_named_by_the_push(self, shard):
         message = Pull(1, (TableIds("t", IDS, 7, "fp16s", packed=encode_ids(IDS)),), worker=0, epoch=1)
         shard.handle(loads(Pull, dumps(message)))
         before = pull(shard).tables[0]
         shard.handle(push(coded(encode_rows(rows_of(1), PLAIN, None), IDS[:0], route=7)))
         np.testing.assert_array_equal(pull(shard).tables[0], before - rows_of(1))
 
-    def test_an_unknown_codec_is_named(self, shard: Shard):
+    def test_an_unknown_codec_is_named(self, shard):
         with pytest.raises(UnknownCodec, match=r"mine:half.*--import"):
             pull(shard, TableIds("t", IDS, codec="mine:half"))
 
 
 class TestPush:
     @pytest.mark.parametrize("codec", BUILTIN.values(), ids=list(BUILTIN))
-    def test_gradients_are_applied_as_they_decode(self, shard: Shard, codec: ValuesCodec):
+    def test_gradients_are_applied_as_they_decode(self, shard, codec):
         gradients, before = rows_of(1), pull(shard).tables[0]
         payload = encode_rows(gradients, codec, 5)
         packed = coded(payload, packed=encode_ids(IDS))
@@ -137,14 +135,14 @@ class TestPush:
         codec.decode(payload[2:], decoded)
         np.testing.assert_array_equal(pull(shard).tables[0], before - decoded)
 
-    def test_rows_that_a_payload_leaves_out_are_left_alone(self, shard: Shard):
+    def test_rows_that_a_payload_leaves_out_are_left_alone(self, shard):
         positions, gradients, before = np.array([1, 4, 19]), rows_of(1, 3), pull(shard).tables[0]
         payload = encode_rows(gradients, PLAIN, None, positions=positions, num_ids=len(IDS))
         assert shard.handle(push(coded(payload))) == Pushed(False, 3, 0)
         before[positions] -= gradients
         np.testing.assert_array_equal(pull(shard).tables[0], before)
 
-    def test_elements_are_added_to_their_own(self, shard: Shard):
+    def test_elements_are_added_to_their_own(self, shard):
         positions, values = np.array([0, 9, 10, 8 * 19 + 7]), np.array([1, 2, 3, -4], np.float32)
         before = pull(shard).tables[0]
         payload = encode_elements(positions, values, (len(IDS), DIM), PLAIN, None)
@@ -172,7 +170,7 @@ class TestPush:
         shards[1].handle(push(coded(payload)))
         np.testing.assert_array_equal(*(pull(shard).tables[0] for shard in shards))
 
-    def test_rows_that_are_not_finite_are_skipped_and_counted(self, shard: Shard):
+    def test_rows_that_are_not_finite_are_skipped_and_counted(self, shard):
         gradients, before = rows_of(1), pull(shard).tables[0]
         gradients[3, 2], gradients[5, 0] = np.nan, np.inf
         for seq, name in enumerate(["none", "fp16s", "bf16", "int8"], start=1):
@@ -180,7 +178,7 @@ class TestPush:
             assert shard.handle(push(coded(payload), seq=seq)) == Pushed(False, len(IDS) - 2, 2), name
         np.testing.assert_array_equal(pull(shard).tables[0][[3, 5]], before[[3, 5]])
 
-    def test_a_difference_may_be_compressed(self, shard: Shard):
+    def test_a_difference_may_be_compressed(self, shard):
         before = pull(shard).tables[0]
         shard.handle(replace(push(coded(encode_rows(rows_of(1), PLAIN, None))), difference=True))
         np.testing.assert_array_equal(pull(shard).tables[0], before + rows_of(1))
@@ -188,9 +186,7 @@ class TestPush:
     @pytest.mark.parametrize(
         "damage", [lambda p: p[:-1], lambda p: p[:0], lambda p: np.append(p, p[:1]), lambda p: p + 1]
     )
-    def test_nothing_of_a_push_with_a_damaged_payload_is_applied(
-        self, shard: Shard, damage: Callable[[np.ndarray], np.ndarray]
-    ):
+    def test_nothing_of_a_push_with_a_damaged_payload_is_applied(self, shard, damage):
         before = pull(shard, TableIds("t", IDS), TableIds("other", IDS)).tables
         payload = encode_rows(rows_of(1), find_values("int8"), 1)
         good = TableGradients("other", IDS, rows_of(2))
@@ -215,7 +211,7 @@ class TestPush:
         with pytest.raises(MessageTooLarge):
             shard.handle(push(all_rows, all_rows, all_rows, seq=4))
 
-    def test_any_payload_is_applied_or_refused(self, shard: Shard):
+    def test_any_payload_is_applied_or_refused(self, shard):
         rng = np.random.default_rng(0)
         payloads = [
             encode_rows(rows_of(1), find_values("int8"), 1, positions=np.arange(20), ages=np.full(20, 3), num_ids=20),
@@ -230,12 +226,12 @@ class TestPush:
 
 class TestUserDefined:
     @pytest.fixture
-    def registry(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CodecRegistry:
+    def registry(self, tmp_path, monkeypatch):
         (tmp_path / "codecs_of_mine.py").write_text(HALF_CODEC)
         monkeypatch.syspath_prepend(str(tmp_path))
         return CodecRegistry(["codecs_of_mine"])
 
-    def test_a_codec_of_a_module_serves_pulls_and_pushes(self, registry: CodecRegistry):
+    def test_a_codec_of_a_module_serves_pulls_and_pushes(self, registry):
         shard, name = Shard(0, Placement.even(1), OptimizerRegistry(), codecs=registry), "codecs_of_mine:half"
         table = spec.TableSpec(name="t", dim=DIM, optimizer=spec.SGD(lr=1.0), push_codec=CodecName.parse(name))
         shard.handle(Declare(table))
@@ -248,9 +244,7 @@ class TestUserDefined:
         half = rows_of(1).astype(np.float16).astype(np.float32)
         np.testing.assert_array_equal(pull(shard).tables[0], before - half)
 
-    def test_a_shard_without_it_says_so_when_a_table_is_declared_and_when_it_is_used(
-        self, shard: Shard, registry: CodecRegistry
-    ):
+    def test_a_shard_without_it_says_so_when_a_table_is_declared_and_when_it_is_used(self, shard, registry):
         name = "codecs_of_mine:half"
         for field in ("push_codec", "pull_codec"):
             table = spec.TableSpec(name="new", dim=DIM, optimizer=spec.SGD(lr=1.0))

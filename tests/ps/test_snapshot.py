@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -163,7 +162,7 @@ def slow_storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]
     create = Storage.create
 
     @contextmanager
-    def wait(self: Storage, path: str) -> Iterator[BinaryIO]:
+    def wait(self, path):
         assert go.wait(30)
         with create(self, path) as file:
             yield file
@@ -176,7 +175,7 @@ def slow_storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]
             go.set()
 
 
-def test_a_snapshot_shows_the_rows_of_its_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_snapshot_shows_the_rows_of_its_moment(tmp_path, monkeypatch):
     shard = make()
     push(shard)
     then = pulled([shard])
@@ -198,7 +197,7 @@ def test_a_snapshot_shows_the_rows_of_its_moment(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("before", [1, 2, 3])
 @pytest.mark.parametrize("now", [1, 2, 3])
-def test_rows_and_states_come_back_onto_any_number_of_shards(before: int, now: int, tmp_path: Path):
+def test_rows_and_states_come_back_onto_any_number_of_shards(before, now, tmp_path):
     shards = [make(i, before) for i in range(before)]
     for shard in shards:
         push(shard)
@@ -217,9 +216,7 @@ def test_rows_and_states_come_back_onto_any_number_of_shards(before: int, now: i
     assert pulled(others) == pulled(shards)  # the accumulators were there
 
 
-def test_files_are_safetensors_by_bucket_and_a_shard_reads_only_those_that_it_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_files_are_safetensors_by_bucket_and_a_shard_reads_only_those_that_it_needs(tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "FILE_BYTES", 32 * 300)
     shard = make()
     push(shard)
@@ -242,7 +239,7 @@ def test_files_are_safetensors_by_bucket_and_a_shard_reads_only_those_that_it_ne
     assert restore(make(0, 2, tables=()), tmp_path).rows > 2000
 
 
-def test_a_push_that_was_applied_before_the_snapshot_is_known_after_the_restore(tmp_path: Path):
+def test_a_push_that_was_applied_before_the_snapshot_is_known_after_the_restore(tmp_path):
     shard = make()
     push(shard, 1)
     push(shard, 2, epoch=1)
@@ -257,7 +254,7 @@ def test_a_push_that_was_applied_before_the_snapshot_is_known_after_the_restore(
         push(fresh, 1, epoch=0)
 
 
-def test_on_another_number_of_shards_an_earlier_workers_pushes_are_refused(tmp_path: Path):
+def test_on_another_number_of_shards_an_earlier_workers_pushes_are_refused(tmp_path):
     shard = make()
     push(shard, 1)
     take([shard], tmp_path)
@@ -267,7 +264,7 @@ def test_on_another_number_of_shards_an_earlier_workers_pushes_are_refused(tmp_p
         push(fresh, 2)
 
 
-def test_a_first_reply_that_was_lost_begins_no_second_snapshot(tmp_path: Path):
+def test_a_first_reply_that_was_lost_begins_no_second_snapshot(tmp_path):
     shard = make()
     push(shard)
     request = Snapshot(str(tmp_path), "one", 7)
@@ -276,7 +273,7 @@ def test_a_first_reply_that_was_lost_begins_no_second_snapshot(tmp_path: Path):
     assert ask(shard, request) == first
 
 
-def test_one_snapshot_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_one_snapshot_at_a_time(tmp_path, monkeypatch):
     shard = make()
     push(shard)
     with slow_storage(monkeypatch):
@@ -289,9 +286,7 @@ def test_one_snapshot_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             ask(shard, Snapshot(str(tmp_path), "one", 7, step="watch"))
 
 
-def test_a_cancelled_snapshot_copies_no_more_rows_and_makes_room_for_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_cancelled_snapshot_copies_no_more_rows_and_makes_room_for_another(tmp_path, monkeypatch):
     shard = make()
     push(shard)
     request = Snapshot(str(tmp_path), "one", 7)
@@ -311,12 +306,12 @@ def test_a_cancelled_snapshot_copies_no_more_rows_and_makes_room_for_another(
 
 
 @pytest.mark.parametrize("step", ["", "install", "nonsense"])
-def test_a_step_that_there_is_none_of_is_refused(step: str, tmp_path: Path):
+def test_a_step_that_there_is_none_of_is_refused(step, tmp_path):
     with pytest.raises(Exception, match="no step"):
         ask(make(), Snapshot(str(tmp_path), "one", 7, step=step))
 
 
-def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path):
+def test_a_name_that_leads_elsewhere_is_refused(tmp_path):
     for name in ("../one", "/one", ""):
         with pytest.raises(BadSnapshotName):
             ask(make(), Snapshot(str(tmp_path), name, 7))
@@ -324,13 +319,13 @@ def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path):
         ask(make(), Restore(str(tmp_path), "../one", 7, ""))
 
 
-def test_a_shard_without_tables_has_a_part_too(tmp_path: Path):
+def test_a_shard_without_tables_has_a_part_too(tmp_path):
     manifest = take([make(tables=())], tmp_path)
     assert (manifest.rows, manifest.tables) == (0, {})
     assert restore(make(tables=()), tmp_path).rows == 0
 
 
-def test_a_table_whose_first_values_come_is_waited_for(tmp_path: Path):
+def test_a_table_whose_first_values_come_is_waited_for(tmp_path):
     shard = make(tables=())
     shard.handle(Declare(PLAIN, 3, True))
     with pytest.raises(TableLoading):
@@ -339,7 +334,7 @@ def test_a_table_whose_first_values_come_is_waited_for(tmp_path: Path):
     assert take([shard], tmp_path).rows == 1
 
 
-def test_a_write_that_fails_is_named_and_the_shard_goes_on(tmp_path: Path):
+def test_a_write_that_fails_is_named_and_the_shard_goes_on(tmp_path):
     (tmp_path / "file").write_text("")
     shard = make()
     push(shard)
@@ -352,12 +347,12 @@ def test_a_write_that_fails_is_named_and_the_shard_goes_on(tmp_path: Path):
     assert take([shard], tmp_path, number=8).rows == 2 * len(IDS)
 
 
-def test_a_snapshot_that_met_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_snapshot_that_met_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     shard = make()
     push(shard)
     files = []
 
-    def sync(handle: int) -> None:
+    def sync(handle):
         if not stat.S_ISDIR(os.fstat(handle).st_mode):
             files.append(handle)
             raise OSError(28, "No space left on device")
@@ -377,13 +372,13 @@ class TestAtAClock:
     """Two workers at staleness 0: what they push of a clock is applied when both have."""
 
     @pytest.fixture
-    def shard(self) -> Shard:
+    def shard(self):
         made = make()
         for worker in (0, 1):
             made.handle(Join(worker, 1, 0, 0, 2, 10_000))
         return made
 
-    def test_it_is_taken_when_the_clock_closes(self, shard: Shard, tmp_path: Path):
+    def test_it_is_taken_when_the_clock_closes(self, shard, tmp_path):
         request = Snapshot(str(tmp_path), "one", 7, at_clock=2)
         seen = []
         for clock in range(3):
@@ -400,7 +395,7 @@ class TestAtAClock:
         restore(fresh, tmp_path)
         assert pulled([fresh]) == seen[1]
 
-    def test_a_clock_that_is_closed_is_too_late(self, shard: Shard, tmp_path: Path):
+    def test_a_clock_that_is_closed_is_too_late(self, shard, tmp_path):
         for clock in range(2):
             for worker in (0, 1):
                 push(shard, clock + 1, worker=worker, clock=clock)
@@ -408,7 +403,7 @@ class TestAtAClock:
             ask(shard, Snapshot(str(tmp_path), "one", 7, at_clock=1))
         assert ask(shard, Snapshot(str(tmp_path), "one", 8, at_clock=2)).state == "writing"
 
-    def test_without_a_clock_it_waits_for_what_was_acknowledged(self, shard: Shard, tmp_path: Path):
+    def test_without_a_clock_it_waits_for_what_was_acknowledged(self, shard, tmp_path):
         request = Snapshot(str(tmp_path), "one", 7)
         push(shard, 1, worker=0)
         assert ask(shard, request).state == "waiting"
@@ -416,14 +411,14 @@ class TestAtAClock:
         reply = settled(shard, request)
         assert (reply.state, reply.rows) == ("done", 2 * len(IDS))
 
-    def test_it_is_taken_too_where_the_end_of_a_lease_closes_the_clock(self, shard: Shard, tmp_path: Path):
+    def test_it_is_taken_too_where_the_end_of_a_lease_closes_the_clock(self, shard, tmp_path):
         request = Snapshot(str(tmp_path), "one", 7, at_clock=1)
         ask(shard, request)
         push(shard, 1, worker=0)
         shard.advance(time.monotonic() + 100)
         assert settled(shard, request).state == "done"
 
-    def test_one_that_waits_gives_way_and_can_be_cancelled(self, shard: Shard, tmp_path: Path):
+    def test_one_that_waits_gives_way_and_can_be_cancelled(self, shard, tmp_path):
         first, second = (Snapshot(str(tmp_path), "one", number, at_clock=9) for number in (7, 8))
         ask(shard, first)
         assert ask(shard, second).state == "waiting"
@@ -433,7 +428,7 @@ class TestAtAClock:
         with pytest.raises(SnapshotUnknown):
             ask(shard, replace(second, step="watch"))
 
-    def test_a_clock_that_is_jumped_over_is_too_late_for_whoever_watches(self, shard: Shard, tmp_path: Path):
+    def test_a_clock_that_is_jumped_over_is_too_late_for_whoever_watches(self, shard, tmp_path):
         request = Snapshot(str(tmp_path), "one", 7, at_clock=5)
         ask(shard, request)
         for worker in (0, 1):
@@ -445,7 +440,7 @@ class TestAtAClock:
 
 class TestRestore:
     @pytest.fixture
-    def folder(self, tmp_path: Path) -> Path:
+    def folder(self, tmp_path):
         shard = make()
         push(shard)
         take([shard], tmp_path)
@@ -465,37 +460,37 @@ class TestRestore:
         with pytest.raises(UnknownTable):
             pulled([shard])
 
-    def test_a_damaged_file_is_named(self, folder: Path):
+    def test_a_damaged_file_is_named(self, folder):
         file = self.file(folder, 1)
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
         file.write_bytes(data)
         self.fails(folder, SnapshotDamaged, f"{file} is damaged or not ours: its sha256")
 
-    def test_a_file_that_was_cut_is_named(self, folder: Path):
+    def test_a_file_that_was_cut_is_named(self, folder):
         file = self.file(folder)
         file.write_bytes(file.read_bytes()[:-1])
         self.fails(folder, SnapshotDamaged, f"{file} .* bytes, not")
 
-    def test_a_file_that_is_missing_is_named(self, folder: Path):
+    def test_a_file_that_is_missing_is_named(self, folder):
         file = self.file(folder)
         file.unlink()
         self.fails(folder, SnapshotDamaged, f"{file} .*missing")
 
-    def test_a_manifest_that_changed_on_the_way_is_refused(self, folder: Path):
+    def test_a_manifest_that_changed_on_the_way_is_refused(self, folder):
         self.fails(folder, SnapshotDamaged, "began with", sha256="00")
 
-    def test_a_folder_that_the_shard_does_not_see_is_named(self, folder: Path):
+    def test_a_folder_that_the_shard_does_not_see_is_named(self, folder):
         self.fails(folder, SnapshotUnreadable, "all shards and workers share", name="two")
 
-    def test_a_file_of_another_table_is_damage(self, folder: Path):
+    def test_a_file_of_another_table_is_damage(self, folder):
         manifest = take([self.pushed()], folder)
         part = manifest.shards[0]
         items, plain = part.tables
         finish(folder, "one", [replace(part, tables=(replace(items, files=plain.files, rows=plain.rows), plain))])
         self.fails(folder, SnapshotDamaged, "'rows' is .*3000, 1.* float32, not .*3000, 3")
 
-    def test_ids_of_other_buckets_than_the_manifest_says_are_damage(self, folder: Path):
+    def test_ids_of_other_buckets_than_the_manifest_says_are_damage(self, folder):
         manifest = take([self.pushed()], folder)
         part = manifest.shards[0]
         items, plain = part.tables
@@ -505,21 +500,21 @@ class TestRestore:
         with pytest.raises(SnapshotDamaged, match="other buckets"):
             work(make(0, 2, tables=()), request_of(folder))
 
-    def test_another_optimizer_state_than_here_is_named(self, folder: Path):
+    def test_another_optimizer_state_than_here_is_named(self, folder):
         manifest = take([self.pushed()], folder)
         part = manifest.shards[0]
         items, plain = part.tables
         finish(folder, "one", [replace(part, tables=(replace(items, num_state=4), plain))])
         self.fails(folder, OtherOptimizer, "'ctr/items' has 4 floats .* 'adagrad' keeps 3 here")
 
-    def test_an_optimizer_that_is_not_here_is_named(self, folder: Path):
+    def test_an_optimizer_that_is_not_here_is_named(self, folder):
         manifest = take([self.pushed()], folder)
         part = manifest.shards[0]
         own = replace(part.tables[0].spec, optimizer=spec.Custom(function="mine:step", lr=0.1))
         finish(folder, "one", [replace(part, tables=(replace(part.tables[0], spec=own),))])
         self.fails(folder, Exception, "no optimizer 'mine:step' here")
 
-    def test_tables_are_in_the_way_unless_they_are_to_be_replaced(self, folder: Path):
+    def test_tables_are_in_the_way_unless_they_are_to_be_replaced(self, folder):
         shard = self.pushed()
         push(shard, 2)
         with pytest.raises(TablesInTheWay, match="ctr/items, plain"):
@@ -527,7 +522,7 @@ class TestRestore:
         assert restore(shard, folder, 2, replace=True).state == "installed"
         assert pulled([shard]) == pulled([self.pushed()])
 
-    def test_a_table_that_was_declared_meanwhile_is_in_the_way(self, folder: Path):
+    def test_a_table_that_was_declared_meanwhile_is_in_the_way(self, folder):
         shard = make(tables=())
         request = request_of(folder)
         ask(shard, request)
@@ -536,7 +531,7 @@ class TestRestore:
         with pytest.raises(TablesInTheWay):
             ask(shard, replace(request, step="install"))
 
-    def test_an_install_whose_reply_was_lost_is_done_once(self, folder: Path):
+    def test_an_install_whose_reply_was_lost_is_done_once(self, folder):
         shard = make(tables=())
         restore(shard, folder)
         push(shard, 2)
@@ -544,14 +539,14 @@ class TestRestore:
         assert ask(shard, request_of(folder, step="install")).state == "installed"
         assert pulled([shard]) == after
 
-    def test_another_restore_takes_the_place_of_one_that_nobody_ends(self, folder: Path):
+    def test_another_restore_takes_the_place_of_one_that_nobody_ends(self, folder):
         shard = make(tables=())
         ask(shard, request_of(folder, 1))
         restore(shard, folder, 2)
         with pytest.raises(SnapshotUnknown):
             ask(shard, request_of(folder, 1, step="watch"))
 
-    def test_a_cancelled_restore_changes_nothing(self, folder: Path):
+    def test_a_cancelled_restore_changes_nothing(self, folder):
         shard = make(tables=())
         ask(shard, request_of(folder))
         assert ask(shard, request_of(folder, step="cancel")).state == "cancelled"

@@ -6,7 +6,6 @@ import platform
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from embershard.worker.device import with_current_gpu
 
 
 @pytest.fixture
-def current(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+def current(monkeypatch):
     """Thread -> the GPU that it chose, on a machine whose main thread chose the fourth."""
     chosen: dict[str, int] = {}
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -25,7 +24,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return chosen
 
 
-def test_work_in_a_thread_has_the_gpu_of_who_started_it(current: dict[str, int]) -> None:
+def test_work_in_a_thread_has_the_gpu_of_who_started_it(current):
     seen: list[dict[str, int]] = []
     thread = threading.Thread(target=with_current_gpu(lambda: seen.append(dict(current))), name="other")
     thread.start()
@@ -33,16 +32,16 @@ def test_work_in_a_thread_has_the_gpu_of_who_started_it(current: dict[str, int])
     assert seen == [{"other": 3}]
 
 
-def test_without_a_gpu_in_use_none_is_chosen() -> None:
-    def work() -> None: ...
+def test_without_a_gpu_in_use_none_is_chosen():
+    def work(): ...
 
     assert with_current_gpu(work) is work
 
 
-def test_a_loader_that_is_read_ahead_has_the_gpu_of_the_training_thread(current: dict[str, int]) -> None:
+def test_a_loader_that_is_read_ahead_has_the_gpu_of_the_training_thread(current):
     seen: list[dict[str, int]] = []
 
-    def loader() -> Iterator[torch.Tensor]:
+    def loader():
         for number in range(2):
             seen.append(dict(current))
             yield torch.tensor([number])
@@ -57,7 +56,7 @@ def test_a_loader_that_is_read_ahead_has_the_gpu_of_the_training_thread(current:
 
 
 @pytest.mark.cuda
-def test_a_bag_on_a_gpu_takes_ids_offsets_and_weights_of_the_host(gpu: torch.device) -> None:
+def test_a_bag_on_a_gpu_takes_ids_offsets_and_weights_of_the_host(gpu):
     ids, offsets, weights = torch.tensor([1, 2, 3, 1]), torch.tensor([0, 3]), torch.tensor([1.0, 2.0, 3.0, 4.0])
     with es.local() as session:
         bag = es.EmbeddingBag(session.table(es.TableSpec(name="t", dim=2, optimizer=es.SGD(lr=1.0))), mode="sum")
@@ -86,8 +85,8 @@ print(faults() - before)
 
 @pytest.mark.cold_start  # with a heap of its own
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
-def test_kept_memory_has_no_page_faults_in_the_next_step() -> None:
-    def faults(choice: str) -> int:
+def test_kept_memory_has_no_page_faults_in_the_next_step():
+    def faults(choice):
         command = [sys.executable, "-c", STEPS, choice]
         return int(subprocess.run(command, check=True, capture_output=True, timeout=250).stdout)
 

@@ -13,7 +13,7 @@ from embershard.worker.nn.embedding import _in_order_of_use
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=30))
-def test_rows_are_numbered_as_they_come_and_those_that_do_not_come_last(batch: list[int]) -> None:
+def test_rows_are_numbered_as_they_come_and_those_that_do_not_come_last(batch):
     found = by_first_use(np.array(batch, np.int64), 10)
     used = list(dict.fromkeys(batch))
     assert found.order.tolist() == used + [row for row in range(10) if row not in used]
@@ -23,7 +23,7 @@ def test_rows_are_numbered_as_they_come_and_those_that_do_not_come_last(batch: l
     assert [part.tolist() for part in in_torch] == [part.tolist() for part in found]
 
 
-def test_a_bag_reads_the_same_rows_whatever_their_numbers() -> None:
+def test_a_bag_reads_the_same_rows_whatever_their_numbers():
     rows, index = torch.randn(7, 3), torch.tensor([[4, 2], [2, 6], [4, 0]])
     numbers, ordered, padding = _in_order_of_use(index, rows, 6)
     assert torch.equal(ordered[numbers], rows[index])

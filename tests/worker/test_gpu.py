@@ -54,14 +54,10 @@ def table_of(session: Session, optimizer: object = None) -> es.TableSpec:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{}, {"padding_idx": 3}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"frozen": True}],
-    ids=str,
+    "settings", [{}, {"padding_idx": 3}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"frozen": True}], ids=str
 )
 @pytest.mark.parametrize("kind", [torch.int64, torch.int32])
-def test_an_embedding_on_a_gpu_does_what_it_does_on_the_cpu(
-    make_session: MakeSession, gpu: torch.device, settings: dict[str, object], kind: torch.dtype
-) -> None:
+def test_an_embedding_on_a_gpu_does_what_it_does_on_the_cpu(make_session, gpu, settings, kind):
     ids = torch.randint(ROWS, (8, 4), generator=torch.Generator().manual_seed(1)).to(kind)
     ids[0] = 3
     found = []
@@ -78,9 +74,7 @@ def test_an_embedding_on_a_gpu_does_what_it_does_on_the_cpu(
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("shards", [1, 3])
-def test_a_bag_on_a_gpu_does_what_it_does_on_the_cpu(
-    make_session: MakeSession, gpu: torch.device, mode: str, shards: int
-) -> None:
+def test_a_bag_on_a_gpu_does_what_it_does_on_the_cpu(make_session, gpu, mode, shards):
     ids, offsets = torch.tensor([3, 7, 7, 1, 9, 4, 30, 3]), torch.tensor([0, 3, 3, 6])
     found = []
     for device in (CPU, gpu):
@@ -91,7 +85,7 @@ def test_a_bag_on_a_gpu_does_what_it_does_on_the_cpu(
     assert_close(found[1], found[0])
 
 
-def test_ids_that_lie_on_the_gpu_are_read_too(make_session: MakeSession, gpu: torch.device) -> None:
+def test_ids_that_lie_on_the_gpu_are_read_too(make_session, gpu):
     ids = torch.arange(12).view(3, 4)
     session = make_session(2)
     module = es.Embedding(table_of(session), ROWS).to(gpu)
@@ -102,14 +96,14 @@ def test_ids_that_lie_on_the_gpu_are_read_too(make_session: MakeSession, gpu: to
     assert session.missed_reads == 0
 
 
-def test_rows_are_numbered_by_first_use_as_on_the_cpu(gpu: torch.device) -> None:
+def test_rows_are_numbered_by_first_use_as_on_the_cpu(gpu):
     index = torch.randint(200, (1000,), generator=torch.Generator().manual_seed(2))
     want = by_first_use(index.numpy(), 260)
     for found, array in zip(by_first_use_in_torch(index.to(gpu), 260), want, strict=True):
         np.testing.assert_array_equal(found.cpu().numpy(), array)
 
 
-def test_copies_arrive_whole_while_their_buffers_are_used_again(gpu: torch.device) -> None:
+def test_copies_arrive_whole_while_their_buffers_are_used_again(gpu):
     arrived = []
     for number in range(50):  # each frees its pinned memory while its copy may be under way
         arrived.append(to_device(torch.full((1 << 16,), float(number)), gpu))
@@ -140,7 +134,7 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
     return [(part, (part.sum(1) % 2).float()) for part in ids]
 
 
-def test_dense_weights_follow_a_model_to_the_gpu_and_back(make_session: MakeSession, gpu: torch.device) -> None:
+def test_dense_weights_follow_a_model_to_the_gpu_and_back(make_session, gpu):
     start, curves = Net(), []
     for places in ([CPU] * 3, [CPU, gpu, CPU]):
         session = make_session(2)
@@ -158,9 +152,7 @@ def test_dense_weights_follow_a_model_to_the_gpu_and_back(make_session: MakeSess
 
 
 @pytest.mark.parametrize("unscale", [False, True])
-def test_gradscaler_leaves_out_steps_that_overflow_and_then_trains(
-    make_session: MakeSession, gpu: torch.device, unscale: bool
-) -> None:
+def test_gradscaler_leaves_out_steps_that_overflow_and_then_trains(make_session, gpu, unscale):
     session = make_session(2)
     model = es.wrap(Net(), session, optimizer=es.Adagrad(lr=0.05)).to(gpu)
     optimizer = es.ShardOptimizer(session)
@@ -187,7 +179,7 @@ def test_gradscaler_leaves_out_steps_that_overflow_and_then_trains(
     assert np.mean(losses[-5:]) < 0.9 * losses[0]
 
 
-def test_the_generator_of_the_gpu_goes_on_where_it_was(gpu: torch.device) -> None:
+def test_the_generator_of_the_gpu_goes_on_where_it_was(gpu):
     numbers = RandomNumbers(gpu)
     state = copy.deepcopy(numbers.state_dict())
     first = torch.rand(5, device=gpu)
@@ -235,9 +227,7 @@ def auc(session: Session | None, strategy: str, device: torch.device, train: dic
     ids=str,
 )
 @pytest.mark.parametrize("strategy", ["ps", "hybrid", "local"])
-def test_a_job_on_a_gpu_reaches_what_it_reaches_on_the_cpu(
-    make_session: MakeSession, gpu: torch.device, strategy: str, train: dict[str, object]
-) -> None:
+def test_a_job_on_a_gpu_reaches_what_it_reaches_on_the_cpu(make_session, gpu, strategy, train):
     sessions = [None if strategy == "local" else make_session(2) for _ in range(2)]
     plain = {key: value for key, value in train.items() if key != "amp"}
     want = auc(sessions[0], strategy, CPU, plain)

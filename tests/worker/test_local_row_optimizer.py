@@ -14,7 +14,7 @@ ROWS, DIM, STEPS = 50, 7, 20
 
 
 @pytest.mark.parametrize("kind", spec.OPTIMIZERS)
-def test_rows_and_their_state_change_as_on_a_shard(kind: str) -> None:
+def test_rows_and_their_state_change_as_on_a_shard(kind):
     optimizer = spec.Optimizer.of(kind, {"lr": 0.1, "weight_decay": 0.02})
     table = Table(spec.TableSpec(name="t", dim=DIM, optimizer=optimizer), OptimizerRegistry().find(optimizer))
     formula = LocalRowOptimizer(optimizer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -51,7 +50,7 @@ TINY = 1e-9
         (0.0, 0.0, "equivalent"),
     ],
 )
-def test_a_verdict_on_a_model_is_read_off_the_interval(low: float, high: float, said: str):
+def test_a_verdict_on_a_model_is_read_off_the_interval(low, high, said):
     assert quality_verdict(between(low, high), True, 0.0005) == said
     assert quality_verdict(between(-high, -low), False, 0.0005) == said  # of a metric of which less is better
 
@@ -59,7 +58,7 @@ def test_a_verdict_on_a_model_is_read_off_the_interval(low: float, high: float, 
 @pytest.mark.parametrize(
     ("low", "high", "said"), [(-1.0, -TINY, "worse"), (TINY, 1.0, "better"), (-TINY, TINY, "undecided")]
 )
-def test_without_a_margin_only_0_decides(low: float, high: float, said: str):
+def test_without_a_margin_only_0_decides(low, high, said):
     assert quality_verdict(between(low, high), True, None) == said
 
 
@@ -84,7 +83,7 @@ def test_equivalent_means_that_both_one_sided_t_tests_hold_at_the_level_of_the_i
         (0.5, 1 - TINY, "slower"),
     ],
 )
-def test_a_verdict_on_a_speed_is_read_off_the_interval(low: float, high: float, said: str):
+def test_a_verdict_on_a_speed_is_read_off_the_interval(low, high, said):
     assert speed_verdict(between(low, high)) == said
 
 
@@ -119,7 +118,7 @@ FASTER, EVEN, SLIGHTLY, SLOWER = between(1.1, 1.2), between(0.9, 1.2), between(1
         (SAME, (between(1.01, 1.05), SLOWER), "paid"),
     ],
 )
-def test_whether_an_arm_paid_follows_from_the_verdicts(quality: Estimate, speed_ups: tuple[Estimate], said: str):
+def test_whether_an_arm_paid_follows_from_the_verdicts(quality, speed_ups, said):
     assert outcome_of(judged(quality, *speed_ups), "int8", "none") == said
 
 
@@ -149,7 +148,7 @@ def test_an_arm_pays_on_the_links_where_its_interval_leaves_1_out_and_on_no_othe
 
 
 @pytest.mark.parametrize(("seeds", "cautions"), [(1, True), (2, True), (3, False)])
-def test_fewer_than_3_seeds_are_a_caution_in_the_headline(seeds: int, cautions: bool):
+def test_fewer_than_3_seeds_are_a_caution_in_the_headline(seeds, cautions):
     results = fake_results(seeds=range(1, 1 + seeds))
     assert {verdict.seeds for verdict in results.verdicts} == {seeds}
     assert ("caution" in headline(results)) is cautions
@@ -230,7 +229,7 @@ def test_an_arm_that_lost_runs_is_not_said_to_have_paid_by_those_that_are_left()
 
 
 @pytest.mark.parametrize(("failed_at", "lost"), [(0.5, True), (1.0, False)])
-def test_an_arm_judged_at_its_own_rate_has_lost_runs_where_those_at_that_rate_failed(failed_at: float, lost: bool):
+def test_an_arm_judged_at_its_own_rate_has_lost_runs_where_those_at_that_rate_failed(failed_at, lost):
     results = fake_results(multiples=(0.5, 1.0))
     assert results.tuned["topk:0.01"] == 0.5
     key = ("topk:0.01", "quality", failed_at, 2)
@@ -309,7 +308,7 @@ def test_without_measured_bytes_the_formula_is_unknown():
     assert not blind.volumes
 
 
-def test_results_come_back_from_their_file(tmp_path: Path):
+def test_results_come_back_from_their_file(tmp_path):
     results = fake_results(failed=[("int8", 1)], multiples=(1.0, 2.0))
     assert read_results(write_results(results, tmp_path)) == results
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]

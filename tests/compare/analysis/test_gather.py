@@ -36,7 +36,7 @@ def results_of(folder: Path, *runs: ArmRun) -> Results:
     return gather(plan, made, job_file=job, command=("embershard",), chosen={}, complete=True, margin=None)
 
 
-def test_versions_are_those_of_the_runs_and_changes_are_named(tmp_path: Path):
+def test_versions_are_those_of_the_runs_and_changes_are_named(tmp_path):
     old = [run.model_copy(update={"versions": {"torch": "1.0", "python": "3.0.1"}}) for run in MADE]
     found = results_of(tmp_path, *old).conditions
     assert (found.versions["torch"], found.python, found.mixed) == ("1.0", "3.0.1", ())
@@ -45,7 +45,7 @@ def test_versions_are_those_of_the_runs_and_changes_are_named(tmp_path: Path):
     assert results_of(tmp_path, *old[:-1], newer).conditions.mixed == ("torch 1.0 and 1.1",)
 
 
-def test_what_no_model_can_beat_is_the_mean_over_seeds_of_what_is_judged(tmp_path: Path):
+def test_what_no_model_can_beat_is_the_mean_over_seeds_of_what_is_judged(tmp_path):
     known = [
         run.model_copy(update={"reachable": {"auc": 0.7 + 0.1 * run.seed, "samples": 3000.0, "calibration": 1.0}})
         for run in MADE
@@ -53,7 +53,7 @@ def test_what_no_model_can_beat_is_the_mean_over_seeds_of_what_is_judged(tmp_pat
     assert results_of(tmp_path, *known).reachable == {"auc": pytest.approx(0.85)}
 
 
-def test_runs_that_were_not_asked_for_are_counted_and_in_no_figure(tmp_path: Path):
+def test_runs_that_were_not_asked_for_are_counted_and_in_no_figure(tmp_path):
     others = [MADE[0].model_copy(update={"seed": 7}), MADE[1].model_copy(update={"arm": "topk:0.01", "ok": False})]
     asked, more = results_of(tmp_path, *MADE), results_of(tmp_path, *others, *MADE)
     assert more.runs == asked.runs == MADE

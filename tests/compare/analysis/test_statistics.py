@@ -63,7 +63,7 @@ def test_break_even_by_formula():
 
 
 def test_break_even_by_measurement_finds_that_of_the_formula():
-    def costs(bits: float) -> tuple[float, float]:
+    def costs(bits):
         return (0.010 + 0.002 + 8e5 / bits, 0.010 + 8.8e6 / bits)  # 100 kB and 1.1 MB
 
     links = (1e8, 1e9, 1e10, math.inf)

@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -67,7 +67,7 @@ def hints(svg: str) -> dict[str, list[ElementTree.Element]]:
 
 
 @pytest.fixture(scope="module")
-def default(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def default(tmp_path_factory):
     """The folder of a report with intervals."""
     folder = tmp_path_factory.mktemp("report")
     write_report(fake_results(), folder)
@@ -75,7 +75,7 @@ def default(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one_seed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one_seed(tmp_path_factory):
     """The folder of a report without intervals, in which an earlier one had left a picture."""
     folder = tmp_path_factory.mktemp("report")
     (folder / "pictures").mkdir()
@@ -84,7 +84,7 @@ def one_seed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_report_is_the_golden_one(tmp_path: Path):
+def test_the_report_is_the_golden_one(tmp_path):
     """Where a change of the report is meant, copy the new file over the golden one and read the difference."""
     _, markdown = written(golden_results(), tmp_path)
     assert markdown == GOLDEN.read_text(), f"compare {tmp_path / 'report.md'} with {GOLDEN}"
@@ -131,7 +131,7 @@ NOISY = replace(INT8, noise=0.004)
         ),
     ],
 )  # fmt: skip
-def test_headline_and_summary_quote_the_verdicts(results: Callable[[], Results], title: str, says: str):
+def test_headline_and_summary_quote_the_verdicts(results, title, says):
     found = results()
     assert headline(found) == title
     assert says in " ".join(summary(found))
@@ -206,7 +206,7 @@ def test_small_parts_of_a_step_are_drawn_as_other_and_tabled_by_name():
     assert "'encode'" in str(page_of(results))
 
 
-def test_one_seed_has_neither_intervals_nor_bands(default: Path, one_seed: Path):
+def test_one_seed_has_neither_intervals_nor_bands(default, one_seed):
     html, markdown = ((one_seed / name).read_text() for name in ("report.html", "report.md"))
     assert not re.search(r"\d \\?\[[+-]?\d", html + markdown)
     assert "One seed: the curves have no bands." in html
@@ -224,7 +224,7 @@ def test_an_arm_without_any_run_left_is_told_of_and_not_drawn():
     assert "int8" not in picture(results, "auc-samples").svg
 
 
-def test_a_comparison_where_everything_failed_still_makes_a_page(tmp_path: Path):
+def test_a_comparison_where_everything_failed_still_makes_a_page(tmp_path):
     results = fake_results((NONE, INT8), links=ONLY_UNLIMITED, seeds=(1,), failed=[("none", 1), ("int8", 1)])
     html, _ = written(results, tmp_path)
     assert "Runs that failed twice" in html
@@ -232,7 +232,7 @@ def test_a_comparison_where_everything_failed_still_makes_a_page(tmp_path: Path)
 
 
 @pytest.mark.parametrize("of", ["step", "bytes"])
-def test_every_part_has_a_colour_of_its_own_in_light_and_in_dark(default: Path, of: str):
+def test_every_part_has_a_colour_of_its_own_in_light_and_in_dark(default, of):
     results = fake_results((NONE, INT8), links=ONLY_UNLIMITED)
     if of == "step":
         parts = (*STEP_PARTS[1:], "other")
@@ -269,7 +269,7 @@ def _styles(shape: ElementTree.Element) -> str:
     return " ".join(element.get("style", "") for element in shape.iter())
 
 
-def test_no_colour_of_a_picture_is_fixed(default: Path):
+def test_no_colour_of_a_picture_is_fixed(default):
     """Each is a variable of the style sheet, which has one value for light and one for dark."""
     light, dark = palettes(default)
     for path in (default / "pictures").glob("*.svg"):
@@ -280,7 +280,7 @@ def test_no_colour_of_a_picture_is_fixed(default: Path):
         assert set(re.findall(r"var\(--(\w+)\)", drawn)) <= light.keys() & dark.keys()
 
 
-def test_every_picture_has_a_title_and_a_description(default: Path):
+def test_every_picture_has_a_title_and_a_description(default):
     pictures = list((default / "pictures").glob("*.svg"))
     assert len(pictures) >= 10
     for path in pictures:
@@ -326,7 +326,7 @@ class Outside(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_page_needs_nothing_from_elsewhere(default: Path):
+def test_the_page_needs_nothing_from_elsewhere(default):
     html = (default / "report.html").read_text()
     parser = Outside()
     parser.feed(html)
@@ -337,7 +337,7 @@ def test_the_page_needs_nothing_from_elsewhere(default: Path):
     assert set(re.findall(r"https?://[^\"' ]+", html)) == {"http://www.w3.org/2000/svg"}
 
 
-def test_every_id_is_there_once_and_every_reference_has_one(default: Path):
+def test_every_id_is_there_once_and_every_reference_has_one(default):
     html = (default / "report.html").read_text()
     ids = re.findall(r' id="([^"]+)"', html)
     assert len(ids) == len(set(ids))
@@ -346,7 +346,7 @@ def test_every_id_is_there_once_and_every_reference_has_one(default: Path):
     assert named <= set(ids)
 
 
-def test_what_users_named_is_shown_and_not_run(tmp_path: Path):
+def test_what_users_named_is_shown_and_not_run(tmp_path):
     arm = replace(INT8, label=HOSTILE, meaning=HOSTILE)
     results = fake_results((NONE, FP16S, arm), name=HOSTILE, failed=[(HOSTILE, 1)], error=f"{HOSTILE}\n| next")
     html, markdown = written(results, tmp_path)
@@ -362,7 +362,7 @@ def test_what_users_named_is_shown_and_not_run(tmp_path: Path):
 
 
 @pytest.mark.parametrize("label", ["$x$", "$x_{y$", "\\alpha$1$", "_hidden"])
-def test_a_name_that_matplotlib_would_interpret_is_drawn_as_it_is(label: str):
+def test_a_name_that_matplotlib_would_interpret_is_drawn_as_it_is(label):
     """Matplotlib sets text between two dollars as a formula, and leaves out of a legend names with a leading _."""
     results = fake_results((NONE, replace(INT8, label=label)), links=ONLY_UNLIMITED, seeds=(1, 2))
     for name in ("auc-samples", "bytes", "step-unlimited"):
@@ -378,12 +378,12 @@ def check_tables(markdown: str) -> None:
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
 
 
-def test_pictures_of_the_markdown_are_there_and_no_others(one_seed: Path):
+def test_pictures_of_the_markdown_are_there_and_no_others(one_seed):
     named = set(re.findall(r"\]\(pictures/([\w.-]+\.svg)\)", (one_seed / "report.md").read_text()))
     assert named == {path.name for path in (one_seed / "pictures").iterdir()}
 
 
-def test_equal_results_give_equal_bytes(default: Path, tmp_path: Path):
+def test_equal_results_give_equal_bytes(default, tmp_path):
     write_report(Results.model_validate_json(json.dumps(fake_results().model_dump(mode="json"))), tmp_path)
     names = sorted(path.relative_to(default) for path in default.rglob("*") if path.is_file())
     assert names
@@ -392,7 +392,7 @@ def test_equal_results_give_equal_bytes(default: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("width", [80, 120, 200])
-def test_the_terminal_shows_every_arm_within_its_width(width: int):
+def test_the_terminal_shows_every_arm_within_its_width(width):
     console = Console(width=width, record=True, file=io.StringIO())
     print_summary(fake_results(), console)
     lines = console.export_text().splitlines()
@@ -419,7 +419,7 @@ def luminance(color: str) -> float:
 
 
 @pytest.mark.parametrize("theme", [0, 1])
-def test_lines_and_words_stand_out_from_their_ground(default: Path, theme: int):
+def test_lines_and_words_stand_out_from_their_ground(default, theme):
     colors = palettes(default)[theme]
     lines, words = [f"s{style}" for style in range(8)], ["ink", "soft", "good", "bad"]
     for name, least, grounds in [
@@ -455,7 +455,7 @@ frame.srcdoc = PAGE
 
 
 @pytest.fixture(scope="module")
-def wide_page(tmp_path_factory: pytest.TempPathFactory) -> str:
+def wide_page(tmp_path_factory):
     """A report with long names."""
     arm = replace(INT8, label="push=dgc:0.001+fp16s/pull=int8", meaning="a codec per direction, with a long name")
     results = fake_results((NONE, FP16S, arm, TOPK, SLOW), failed=[("fp16s", 1)], error="x" * 300)
@@ -464,7 +464,7 @@ def wide_page(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 @pytest.mark.parametrize("width", [390, 1440])
-def test_nothing_is_wider_than_the_screen(tmp_path: Path, wide_page: str, width: int):
+def test_nothing_is_wider_than_the_screen(tmp_path, wide_page, width):
     page = json.dumps(wide_page).replace("</", "<\\/").replace("<!--", "<\\!--")
     script = MEASURE.replace("WIDTH", str(width)).replace("PAGE", page)
     frame = tmp_path / "frame.html"

@@ -114,13 +114,13 @@ class NumberedShards(Namespaces):
 
 
 @pytest.fixture
-def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def trainer(tmp_path, monkeypatch):
     (tmp_path / "trainer.py").write_text(TRAINER)
     monkeypatch.setattr(runs, "COMMAND", (sys.executable, str(tmp_path / "trainer.py")))
 
 
 @pytest.mark.usefixtures("trainer")
-def test_every_run_is_made_once_and_a_second_start_makes_none(tmp_path: Path):
+def test_every_run_is_made_once_and_a_second_start_makes_none(tmp_path):
     bench = Bench(tmp_path)
     assert bench.run().complete
     assert len(bench.tries) == len(set(bench.tries)) == len(bench.runs) == 4
@@ -131,7 +131,7 @@ def test_every_run_is_made_once_and_a_second_start_makes_none(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("trainer")
-def test_seeds_and_arms_that_are_added_make_only_the_runs_that_are_missing(tmp_path: Path):
+def test_seeds_and_arms_that_are_added_make_only_the_runs_that_are_missing(tmp_path):
     bench = Bench(tmp_path)
     bench.run()
     assert bench.run("fp16s,int8", (0, 1, 2)).complete
@@ -145,7 +145,7 @@ def test_seeds_and_arms_that_are_added_make_only_the_runs_that_are_missing(tmp_p
 
 
 @pytest.mark.usefixtures("trainer")
-def test_rates_are_not_looked_for_again_when_seeds_are_added(tmp_path: Path):
+def test_rates_are_not_looked_for_again_when_seeds_are_added(tmp_path):
     bench = Bench(tmp_path, multiples=(1.0, 2.0))
     bench.run()
     bench.run(seeds=(0, 1, 2))
@@ -153,7 +153,7 @@ def test_rates_are_not_looked_for_again_when_seeds_are_added(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("trainer")
-def test_a_run_that_fails_is_made_again_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_that_fails_is_made_again_once(tmp_path, monkeypatch):
     monkeypatch.setenv("FAILS", "1")
     bench = Bench(tmp_path)
     assert bench.run().complete
@@ -162,9 +162,7 @@ def test_a_run_that_fails_is_made_again_once(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("trainer")
-def test_a_run_that_is_made_again_finds_nothing_of_its_failed_attempt_in_the_shards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_that_is_made_again_finds_nothing_of_its_failed_attempt_in_the_shards(tmp_path, monkeypatch):
     monkeypatch.setenv("FAILS", "1")
     namespaces = NumberedShards()
     assert Bench(tmp_path, namespaces=namespaces).run(seeds=(0,)).complete
@@ -174,9 +172,7 @@ def test_a_run_that_is_made_again_finds_nothing_of_its_failed_attempt_in_the_sha
 
 
 @pytest.mark.usefixtures("trainer")
-def test_a_run_that_fails_twice_is_recorded_and_tried_at_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_that_fails_twice_is_recorded_and_tried_at_the_next_start(tmp_path, monkeypatch):
     monkeypatch.setenv("FAILS", "2")
     bench = Bench(tmp_path)
     assert not bench.run().complete
@@ -190,7 +186,7 @@ def test_a_run_that_fails_twice_is_recorded_and_tried_at_the_next_start(
 
 
 @pytest.mark.usefixtures("trainer")
-def test_rates_are_tuned_first_and_only_better_ones_are_run_again(tmp_path: Path):
+def test_rates_are_tuned_first_and_only_better_ones_are_run_again(tmp_path):
     bench = Bench(tmp_path, multiples=(1.0, 2.0))
     engine = bench.run()
     assert engine.complete
@@ -201,7 +197,7 @@ def test_rates_are_tuned_first_and_only_better_ones_are_run_again(tmp_path: Path
 
 
 @pytest.mark.usefixtures("trainer")
-def test_a_terminal_sees_which_run_it_is_and_the_time_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_terminal_sees_which_run_it_is_and_the_time_left(tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     bench = Bench(tmp_path)
     bench.console = Console(record=True, width=200, force_terminal=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from pathlib import Path
 
 import pytest
 from report_cases import INT8, NONE, fake_results
@@ -27,7 +26,7 @@ EXPERIMENT = Experiment(
 RUNS_MADE = fake_results((NONE, INT8), seeds=(1, 2)).runs
 
 
-def test_runs_are_there_when_the_folder_is_opened_again(tmp_path: Path):
+def test_runs_are_there_when_the_folder_is_opened_again(tmp_path):
     runs = RUNS_MADE
     with Folder(tmp_path / "out", EXPERIMENT) as folder:
         for run in runs:
@@ -36,12 +35,12 @@ def test_runs_are_there_when_the_folder_is_opened_again(tmp_path: Path):
         assert folder.runs == {run.key: run for run in runs}
 
 
-def test_a_run_counts_once_its_line_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_counts_once_its_line_is_synced(tmp_path, monkeypatch):
     run = RUNS_MADE[0]
     with Folder(tmp_path, EXPERIMENT) as folder:
         seen = []
 
-        def fsync(descriptor: int) -> None:
+        def fsync(descriptor):
             same = os.fstat(descriptor).st_ino == (tmp_path / RUNS).stat().st_ino
             seen.append((same, (tmp_path / RUNS).read_text(), dict(folder.runs)))
 
@@ -52,8 +51,8 @@ def test_a_run_counts_once_its_line_is_synced(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("call", ["write", "fsync"])
-def test_a_full_disk_is_named_and_the_run_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str):
-    def full(*_: object) -> int:
+def test_a_full_disk_is_named_and_the_run_does_not_count(tmp_path, monkeypatch, call):
+    def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with Folder(tmp_path, EXPERIMENT) as folder:
@@ -63,7 +62,7 @@ def test_a_full_disk_is_named_and_the_run_does_not_count(tmp_path: Path, monkeyp
         assert not folder.runs
 
 
-def test_half_a_line_is_left_out_and_written_past(tmp_path: Path):
+def test_half_a_line_is_left_out_and_written_past(tmp_path):
     first, second, *_ = RUNS_MADE
     with Folder(tmp_path, EXPERIMENT) as folder:
         folder.add(first)
@@ -77,7 +76,7 @@ def test_half_a_line_is_left_out_and_written_past(tmp_path: Path):
         assert list(folder.runs) == [first.key, second.key]
 
 
-def test_a_run_that_was_made_again_counts_by_its_last_line(tmp_path: Path):
+def test_a_run_that_was_made_again_counts_by_its_last_line(tmp_path):
     run = RUNS_MADE[0]
     with Folder(tmp_path, EXPERIMENT) as folder:
         folder.add(run.model_copy(update={"ok": False}))
@@ -86,7 +85,7 @@ def test_a_run_that_was_made_again_counts_by_its_last_line(tmp_path: Path):
         assert folder.runs[run.key].ok
 
 
-def test_a_folder_of_another_experiment_is_refused_with_the_difference(tmp_path: Path):
+def test_a_folder_of_another_experiment_is_refused_with_the_difference(tmp_path):
     with Folder(tmp_path, EXPERIMENT):
         pass
     other = EXPERIMENT.model_copy(update={"speed_steps": None, "job": {"train": {"batch_size": 512}}})
@@ -96,7 +95,7 @@ def test_a_folder_of_another_experiment_is_refused_with_the_difference(tmp_path:
     assert "  job.train.batch_size: 256 there, 512 now" in str(caught.value)
 
 
-def test_a_folder_takes_more_and_fewer_seeds_and_keeps_the_settings_of_arms_that_it_had(tmp_path: Path):
+def test_a_folder_takes_more_and_fewer_seeds_and_keeps_the_settings_of_arms_that_it_had(tmp_path):
     run = RUNS_MADE[0]
     more = EXPERIMENT.model_copy(update={"seeds": (0, 1, 2), "arms": (("none", ("compression=null",)),)})
     for experiment in (EXPERIMENT, more, EXPERIMENT):
@@ -110,7 +109,7 @@ def test_a_folder_takes_more_and_fewer_seeds_and_keeps_the_settings_of_arms_that
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "experiment.json"])
-def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path: Path, name: str):
+def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path, name):
     (tmp_path / name).write_text("mine")
     with pytest.raises(NotAComparison, match="holds other files"), Folder(tmp_path, EXPERIMENT):
         pass
@@ -118,7 +117,7 @@ def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path: Path, na
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_two_processes_do_not_share_a_folder(tmp_path: Path):
+def test_two_processes_do_not_share_a_folder(tmp_path):
     with Folder(tmp_path, EXPERIMENT):
         with pytest.raises(FolderInUse), Folder(tmp_path, EXPERIMENT):
             pass
@@ -126,7 +125,7 @@ def test_two_processes_do_not_share_a_folder(tmp_path: Path):
         pass
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CannotWrite, match="file/out"), Folder(tmp_path / "file" / "out", EXPERIMENT):
         pass

@@ -51,7 +51,7 @@ def log_of(path: Path, *records: dict[str, object]) -> RunLog:
     return log
 
 
-def test_figures_are_those_of_the_best_evaluation(tmp_path: Path):
+def test_figures_are_those_of_the_best_evaluation(tmp_path):
     evaluations = [evaluation(500, 6.0, 0.8, improved=True), evaluation(1000, 13.0, 0.7, improved=False)]
     found = log_of(tmp_path / "log", config(), *evaluations, result()).figures()
     assert found.metrics == {"auc": 0.79}
@@ -68,24 +68,24 @@ def test_figures_are_those_of_the_best_evaluation(tmp_path: Path):
     assert found.versions == {"embershard": "0.1.0", "torch": "2.13.0", "python": "3.11.9"}
 
 
-def test_speed_leaves_out_the_first_quarter_and_weighs_by_time(tmp_path: Path):
+def test_speed_leaves_out_the_first_quarter_and_weighs_by_time(tmp_path):
     intervals = [interval(20, 1.0), interval(30, 2.0), interval(60, 300.0, 0.0), interval(100, 100.0, 1.0)]
     found = log_of(tmp_path / "log", config(), *intervals, result()).figures()
     assert found.samples_per_second == pytest.approx(700 / (1.0 + 4.0))
     assert found.wait_share == pytest.approx(4.0 / 5.0)
 
 
-def test_an_interval_longer_than_the_first_quarter_is_left_out_as_a_whole(tmp_path: Path):
+def test_an_interval_longer_than_the_first_quarter_is_left_out_as_a_whole(tmp_path):
     intervals = [interval(34, 1.0), interval(67, 300.0), interval(100, 300.0)]
     assert log_of(tmp_path / "log", config(), *intervals, result()).figures().samples_per_second == pytest.approx(300)
 
 
-def test_a_run_too_short_to_leave_any_out_has_the_speed_of_its_result(tmp_path: Path):
+def test_a_run_too_short_to_leave_any_out_has_the_speed_of_its_result(tmp_path):
     found = log_of(tmp_path / "log", config(), result()).figures()
     assert (found.samples_per_second, found.wait_share) == (111.0, 0.4)
 
 
-def test_a_log_is_read_as_it_grows_and_from_where_a_run_begins(tmp_path: Path):
+def test_a_log_is_read_as_it_grows_and_from_where_a_run_begins(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text(json.dumps(result()) + "\n")
     log = RunLog.after(path)
@@ -104,7 +104,7 @@ def test_a_log_is_read_as_it_grows_and_from_where_a_run_begins(tmp_path: Path):
     assert log.trouble
 
 
-def test_a_run_that_a_worker_was_lost_in_is_not_what_it_should_have_been(tmp_path: Path):
+def test_a_run_that_a_worker_was_lost_in_is_not_what_it_should_have_been(tmp_path):
     assert log_of(tmp_path / "log", config(), result(expired_leases=0)).trouble == ""
     assert "(1)" in log_of(tmp_path / "log", config(), result(expired_leases=1)).trouble
 

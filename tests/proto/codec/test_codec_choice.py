@@ -23,17 +23,17 @@ TEXTS = {
 
 
 @pytest.mark.parametrize(("text", "codec"), TEXTS.items())
-def test_a_text_and_its_codec_say_the_same(text: str, codec: CodecName) -> None:
+def test_a_text_and_its_codec_say_the_same(text, codec):
     assert CodecName.parse(text) == codec
     assert str(codec) == text
 
 
-def test_any_kind_of_number_gives_the_text() -> None:
+def test_any_kind_of_number_gives_the_text():
     assert str(CodecName(select="powersgd", number=4)) == "powersgd:4"
     assert str(CodecName(select="topk", number=np.float64(0.01))) == "topk:0.01"
 
 
-def test_saying_that_values_are_plain_changes_nothing() -> None:
+def test_saying_that_values_are_plain_changes_nothing():
     assert CodecName.parse("topk:0.01+none") == CodecName.parse("topk:0.01")
 
 
@@ -68,14 +68,14 @@ def test_saying_that_values_are_plain_changes_nothing() -> None:
         ("none+fp16s", "nothing follows it"),
     ],
 )
-def test_a_wrong_text_says_what_is_wrong_and_what_is_known(text: str, message: str) -> None:
+def test_a_wrong_text_says_what_is_wrong_and_what_is_known(text, message):
     with pytest.raises(ValueError, match="known: none, fp16s, bf16") as error:
         CodecName.parse(text)
     assert message in str(error.value)
 
 
-def test_a_codec_says_what_it_is() -> None:
-    def those(fact: str) -> set[str]:
+def test_a_codec_says_what_it_is():
+    def those(fact):
         return {text for text, codec in TEXTS.items() if getattr(codec, fact)}
 
     selections = {text for text in TEXTS if text.startswith(("topk", "rows", "randomk", "dgc", "powersgd"))}
@@ -98,7 +98,7 @@ def test_a_codec_says_what_it_is() -> None:
         ("onebit", "pull", True, "a pull has no later"),
     ],
 )
-def test_a_codec_refuses_what_it_cannot_serve(text: str, direction: str, dense: bool, message: str) -> None:
+def test_a_codec_refuses_what_it_cannot_serve(text, direction, dense, message):
     with pytest.raises(ValueError, match=message):
         CodecName.parse(text).check(direction, dense)
 
@@ -117,5 +117,5 @@ def test_a_codec_refuses_what_it_cannot_serve(text: str, direction: str, dense: 
         ("mine:half", "pull", False),
     ],
 )
-def test_a_codec_serves_what_it_can(text: str, direction: str, dense: bool) -> None:
+def test_a_codec_serves_what_it_can(text, direction, dense):
     CodecName.parse(text).check(direction, dense)

@@ -34,31 +34,31 @@ def data(text: str) -> np.ndarray:
         (ids_of(LOW, HIGH), "02 00 00 00 00 00 00 00 80 41 fe ff ff ff ff ff ff ff"),
     ],
 )
-def test_golden_bytes(ids: np.ndarray, text: str) -> None:
+def test_golden_bytes(ids, text):
     assert encode_ids(ids).tobytes() == bytes.fromhex(text)
     assert decode_ids(data(text), len(ids)).tolist() == ids.tolist()
 
 
 @given(IDS)
-def test_all_of_int64_is_read_back(ids: set[int]) -> None:
+def test_all_of_int64_is_read_back(ids):
     ascending = ids_of(*sorted(ids))
     assert decode_ids(encode_ids(ascending), len(ids)).tolist() == ascending.tolist()
 
 
 @given(IDS)
-def test_they_never_take_more_than_raw_ones_and_a_few_bytes(ids: set[int]) -> None:
+def test_they_never_take_more_than_raw_ones_and_a_few_bytes(ids):
     assert encode_ids(ids_of(*sorted(ids))).size <= 8 * len(ids) + 3
 
 
 @given(st.integers(1, 200), st.integers(0, 2**64 - 1), st.data())
-def test_even_ids_are_read_back_in_their_order(count: int, key: int, draw: st.DataObject) -> None:
+def test_even_ids_are_read_back_in_their_order(count, key, draw):
     places = ids_of(*sorted(draw.draw(st.sets(st.integers(0, count - 1)))))
     coded = encode_even_ids(places, count, key)
     assert decode_ids(coded, len(places)).tolist() == even_ids(count, key)[places].tolist()
     assert coded.size <= 17 + count // 7
 
 
-def test_dense_ids_take_bits_and_hashed_ones_less_than_8_bytes() -> None:
+def test_dense_ids_take_bits_and_hashed_ones_less_than_8_bytes():
     rng = np.random.default_rng(0)
     dense = np.unique(rng.integers(0, 100_000, 50_000))
     hashed = np.unique(rng.integers(LOW, HIGH, 100_000))
@@ -83,6 +83,6 @@ def test_dense_ids_take_bits_and_hashed_ones_less_than_8_bytes() -> None:
         ("02 01 00 00 00 00 00 00 80 41 fe ff ff ff ff ff ff ff", 9, "leave the range of int64"),
     ],
 )
-def test_what_nobody_writes_is_damaged(text: str, max_ids: int, reason: str) -> None:
+def test_what_nobody_writes_is_damaged(text, max_ids, reason):
     with pytest.raises(DamagedPayload, match=reason):
         decode_ids(data(text), max_ids)

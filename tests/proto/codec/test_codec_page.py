@@ -33,37 +33,37 @@ def example(name: str) -> np.ndarray:
     return np.frombuffer(EXAMPLES[name], np.uint8)
 
 
-def test_no_example_is_left_out() -> None:
+def test_no_example_is_left_out():
     assert len(EXAMPLES) == PAGE.count("```hex") == 16
 
 
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name.startswith("integers")])
-def test_integers(name: str) -> None:
+def test_integers(name):
     values = numbers(name).astype(np.uint64)
     assert encode_integers(values).tobytes() == EXAMPLES[name]
     assert np.array_equal(decode_integers(example(name), values.size)[0], values)
 
 
-def test_ids() -> None:
+def test_ids():
     name = "ids -3 5 6 1000"
     assert encode_ids(numbers(name)).tobytes() == EXAMPLES[name]
     assert np.array_equal(decode_ids(example(name), 4), numbers(name))
 
 
-def test_even_ids() -> None:
+def test_even_ids():
     name = "even ids 0 2 3"
     assert encode_even_ids(np.array([0, 2, 3]), 5, 7).tobytes() == EXAMPLES[name]
     assert np.array_equal(decode_ids(example(name), 3), even_ids(5, 7)[[0, 2, 3]])
 
 
-def test_positions() -> None:
+def test_positions():
     name = "positions 2 3 10 40 of 64"
     assert encode_positions(numbers(name), 64).tobytes() == EXAMPLES[name]
     assert np.array_equal(decode_positions(example(name), 64)[0], numbers(name))
 
 
 @pytest.mark.parametrize("name", BUILTIN)
-def test_values(name: str) -> None:
+def test_values(name):
     values = BUILTIN[name]
     coded = np.empty(values.nbytes(2, 2), np.uint8)
     values.encode(ROWS, coded, None)
@@ -71,7 +71,7 @@ def test_values(name: str) -> None:
     assert f"| {values.code} | {name} |" in PAGE
 
 
-def test_rows() -> None:
+def test_rows():
     ages = np.array([1, 3], np.float32)
     some = encode_rows(ROWS, BF16, None, positions=np.array([1, 4]), ages=ages, num_ids=6)
     assert encode_rows(ROWS, FP16S, None).tobytes() == EXAMPLES["all rows"]
@@ -79,7 +79,7 @@ def test_rows() -> None:
     assert np.array_equal(decode(example("some rows"), 6, 2).rows, ROWS)
 
 
-def test_elements() -> None:
+def test_elements():
     drawn = random_positions(12, 3, 7)
     assert drawn.tolist() == [0, 7, 10]
     coded = encode_elements(np.array([3, 4, 11]), FLOATS, (6, 2), BF16, None)
@@ -91,13 +91,13 @@ def test_elements() -> None:
     assert coded.tobytes() == EXAMPLES["drawn elements"]
 
 
-def test_low_rank() -> None:
+def test_low_rank():
     piece = Factors(2, 6, 0, np.array([[1, 2]], np.float32), FLOATS[None])
     assert encode_low_rank([piece], BF16, None).tobytes() == EXAMPLES["low rank"]
     assert decode(example("low rank"), 5, 2).rows.tolist() == [[0, 0], [0.5, -1], [2, 1], [-2, 4], [0, 0]]
 
 
-def test_the_page_has_the_numbers_of_the_code() -> None:
+def test_the_page_has_the_numbers_of_the_code():
     assert f"0 to {MAX_RICE}: Rice codes with this parameter k; {VARINT}: varints; {RAW}: raw" in PAGE
     assert f"| {EVERY} | none | every position" in PAGE
     assert f"| {DRAWN} | 8: key |" in PAGE
@@ -109,7 +109,7 @@ def test_the_page_has_the_numbers_of_the_code() -> None:
     assert f"| {MAX_MESSAGE_BYTES // 8:,} |" in PAGE
 
 
-def test_the_page_has_the_ratios_of_random_positions() -> None:
+def test_the_page_has_the_ratios_of_random_positions():
     table = re.findall(r"^\| (0\.\d+) \| [\d.]+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", PAGE, re.MULTILINE)
     assert len(table) == 4
     for ratio, *told in table:

@@ -52,9 +52,7 @@ class TestRows:
     @codecs
     @pytest.mark.parametrize("key", [None, 5])
     @pytest.mark.parametrize("shape", [(0, 3), (1, 1), (7, 16), (3, 100)])
-    def test_all_rows_are_what_their_codec_makes_of_them(
-        self, values: ValuesCodec, key: int | None, shape: tuple[int, int]
-    ) -> None:
+    def test_all_rows_are_what_their_codec_makes_of_them(self, values, key, shape):
         rows = normal(*shape)
         payload = encode_rows(rows, values, key)
         decoded = decode(payload, *shape)
@@ -65,9 +63,7 @@ class TestRows:
 
     @codecs
     @given(st.sets(st.integers(0, 40)), st.booleans(), st.integers(1, 20))
-    def test_some_rows_come_back_with_positions_and_ages(
-        self, values: ValuesCodec, chosen: set[int], aged: bool, dim: int
-    ) -> None:
+    def test_some_rows_come_back_with_positions_and_ages(self, values, chosen, aged, dim):
         positions = np.array(sorted(chosen), np.int64)
         rows = normal(positions.size, dim)
         ages = (positions % 7 * 1000 + 2).astype(np.float32) if aged and chosen else None
@@ -77,7 +73,7 @@ class TestRows:
         assert np.array_equal(decoded.rows, through(values, rows, 3))
         assert decoded.ages is None if ages is None else np.array_equal(decoded.ages, ages)
 
-    def test_rows_of_all_ids_may_have_ages(self) -> None:
+    def test_rows_of_all_ids_may_have_ages(self):
         ages = np.array([3, 1], np.float32)
         decoded = decode(encode_rows(TWO_ROWS, PLAIN, None, ages=ages), 2, 2)
         assert decoded.positions is not None
@@ -85,11 +81,11 @@ class TestRows:
         assert decoded.ages is not None
         assert decoded.ages.tolist() == [3, 1]
 
-    def test_ages_of_one_push_take_no_bytes(self) -> None:
+    def test_ages_of_one_push_take_no_bytes(self):
         ones = np.ones(2, np.float32)
         assert np.array_equal(encode_rows(TWO_ROWS, PLAIN, None, ages=ones), encode_rows(TWO_ROWS, PLAIN, None))
 
-    def test_an_age_over_the_largest_is_the_largest(self) -> None:
+    def test_an_age_over_the_largest_is_the_largest(self):
         ages = np.array([1, 2.0**30], np.float32)
         decoded = decode(encode_rows(TWO_ROWS, PLAIN, None, ages=ages), 2, 2)
         assert decoded.ages is not None
@@ -99,9 +95,7 @@ class TestRows:
 class TestElements:
     @codecs
     @given(st.integers(0, 30), st.integers(1, 20), st.floats(0, 1), st.integers(0, 2**32))
-    def test_elements_come_back_in_their_rows(
-        self, values: ValuesCodec, num_ids: int, dim: int, share: float, seed: int
-    ) -> None:
+    def test_elements_come_back_in_their_rows(self, values, num_ids, dim, share, seed):
         at = np.flatnonzero(np.random.default_rng(seed).random(num_ids * dim) < share)
         floats = normal(at.size, seed=seed)
         payload = encode_elements(at, floats, (num_ids, dim), values, 3)
@@ -114,9 +108,7 @@ class TestElements:
         assert np.array_equal(np.unique(at // dim), np.array(decoded.positions))
 
     @given(st.integers(1, 30), st.integers(1, 20), st.floats(0, 1), st.integers(0, 2**32), st.booleans())
-    def test_elements_come_back_with_the_ages_of_their_rows(
-        self, num_ids: int, dim: int, share: float, seed: int, is_drawn: bool
-    ) -> None:
+    def test_elements_come_back_with_the_ages_of_their_rows(self, num_ids, dim, share, seed, is_drawn):
         rng = np.random.default_rng(seed)
         at = np.flatnonzero(rng.random(num_ids * dim) < share)
         drawn = seed if is_drawn else None
@@ -130,12 +122,12 @@ class TestElements:
         want = ages[np.unique(at // dim)]
         assert aged.ages is None if (want == 1).all() else np.array_equal(aged.ages, want)
 
-    def test_ages_of_one_push_take_no_bytes(self) -> None:
+    def test_ages_of_one_push_take_no_bytes(self):
         at, ages = np.array([1, 2]), np.array([1, 1, 7], np.float32)
         aged, plain = (encode_elements(at, TWO_ROWS[0], (3, 2), PLAIN, None, ages=told) for told in (ages, None))
         assert np.array_equal(aged, plain)
 
-    def test_signs_are_sent(self) -> None:
+    def test_signs_are_sent(self):
         """To send the largest magnitudes, as topk(abs(g)) does, loses them."""
         gradient = normal(20, 8)
         at = Threshold().select(gradient.reshape(-1), 30)
@@ -144,7 +136,7 @@ class TestElements:
             assert np.array_equal(np.sign(decoded.reshape(-1)[at]), np.sign(gradient.reshape(-1)[at]))
             assert (decoded < 0).any()
 
-    def test_drawn_positions_cost_a_key(self) -> None:
+    def test_drawn_positions_cost_a_key(self):
         at = random_positions(1000, 100, 9)
         floats = normal(100)
         payload = encode_elements(at, floats, (10, 100), BF16, None, drawn=9)
@@ -153,7 +145,7 @@ class TestElements:
         assert np.array_equal(positions, at)
         assert np.array_equal(sent, through(BF16, floats[None], None)[0])
 
-    def test_a_row_that_is_not_finite_stays_alone(self) -> None:
+    def test_a_row_that_is_not_finite_stays_alone(self):
         """A shard leaves out and counts such a row, and applies the others."""
         for values in BUILTIN.values():
             floats = np.ones(256, np.float32)
@@ -165,7 +157,7 @@ class TestElements:
 
 
 class TestLowRank:
-    def test_factors_are_multiplied(self) -> None:
+    def test_factors_are_multiplied(self):
         piece = Factors(2, 6, 0, normal(1, 2), normal(1, 3, seed=1))
         decoded = decode(encode_low_rank([piece], PLAIN, None), 5, 2)
         assert decoded.positions is None
@@ -176,7 +168,7 @@ class TestLowRank:
 class TestFlat:
     @codecs
     @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 1000])
-    def test_floats_travel_as_rows_of_64(self, values: ValuesCodec, size: int) -> None:
+    def test_floats_travel_as_rows_of_64(self, values, size):
         floats = normal(size)
         coded, out = encode_flat(floats, values, None), np.empty(size, np.float32)
         decode_flat(coded, values, out)
@@ -186,16 +178,16 @@ class TestFlat:
         assert np.array_equal(out, np.concatenate(want))
         assert coded.size == flat_nbytes(size, values)
 
-    def test_the_rest_is_rounded_by_other_random_numbers(self) -> None:
+    def test_the_rest_is_rounded_by_other_random_numbers(self):
         floats = np.tile(normal(60), 2)
         floats[60:64] = 0
         coded = encode_flat(np.concatenate([floats[:60], np.zeros(4, np.float32), floats[:60]]), INT8, 7)
         assert not np.array_equal(coded[:60], coded[66:126])
 
-    def test_a_retry_sends_the_same_bytes(self) -> None:
+    def test_a_retry_sends_the_same_bytes(self):
         assert np.array_equal(encode_flat(normal(100), INT8, 2**64 - 1), encode_flat(normal(100), INT8, 2**64 - 1))
 
-    def test_other_sizes_are_damaged(self) -> None:
+    def test_other_sizes_are_damaged(self):
         with pytest.raises(DamagedPayload, match="11 bytes for 3 floats"):
             decode_flat(np.zeros(11, np.uint8), PLAIN, np.empty(3, np.float32))
 
@@ -227,22 +219,22 @@ class TestDamaged:
             ("03 00", "powersgd"),
         ],
     )
-    def test_bytes_that_nobody_writes(self, text: str, reason: str) -> None:
+    def test_bytes_that_nobody_writes(self, text, reason):
         with pytest.raises(DamagedPayload, match=reason):
             decode(data(text), 2, 2)
 
-    def test_elements_are_asked_of_elements_alone(self) -> None:
+    def test_elements_are_asked_of_elements_alone(self):
         with pytest.raises(DamagedPayload, match="form 0 where elements should be"):
             decode_elements(encode_rows(TWO_ROWS, PLAIN, None), 2, 2)
 
     @pytest.mark.parametrize("text", ["00 04", "01 04 80 80 80 04 42 ff", "02 00 80 80 80 04 42", "03 00 00 00 00 00"])
-    def test_twenty_bytes_take_no_gigabytes(self, text: str) -> None:
+    def test_twenty_bytes_take_no_gigabytes(self, text):
         """The ids of a message may be few bytes, too, so its rows must fit a message as they are."""
         num_ids = MAX_MESSAGE_BYTES // 8
         with pytest.raises(DamagedPayload, match=f"{num_ids} rows of dim 65536 are over"):
             decode(data(text), num_ids, 65536)
 
-    def test_every_cut_is_noticed(self) -> None:
+    def test_every_cut_is_noticed(self):
         ages = np.array([5, 6], np.float32)
         for payload in (
             encode_rows(TWO_ROWS, INT8, None),
@@ -303,19 +295,19 @@ def pushed(codec: CodecName, num_ids: int, dim: int, steps: int) -> tuple[int, f
 class TestPredicted:
     @pytest.mark.parametrize("text", CHOICES)
     @pytest.mark.parametrize(("num_ids", "dim"), [(10_000, 1), (1_000, 16), (3_000, 64)])
-    def test_bytes_are_predicted_within_a_percent(self, text: str, num_ids: int, dim: int) -> None:
+    def test_bytes_are_predicted_within_a_percent(self, text, num_ids, dim):
         codec = CodecName.parse(text)
         size, _ = pushed(codec, num_ids, dim, steps=30 if codec.select == "rows" else 1)
         assert predict_bytes(codec, num_ids, dim) == pytest.approx(size, rel=0.01)
 
     @pytest.mark.parametrize("text", ["topk:0.1", "topk:0.05+fp16s", "randomk:0.1+int8", "rows:0.1+int8"])
     @pytest.mark.parametrize(("num_ids", "dim"), [(10_000, 1), (1_000, 16), (3_000, 64)])
-    def test_bytes_with_ages_are_predicted_from_their_mean(self, text: str, num_ids: int, dim: int) -> None:
+    def test_bytes_with_ages_are_predicted_from_their_mean(self, text, num_ids, dim):
         size, age = pushed(CodecName.parse(text), num_ids, dim, steps=30)
         # what has waited is not sent quite at random
         assert predict_bytes(CodecName.parse(text), num_ids, dim, age=age) == pytest.approx(size, rel=0.025)
 
-    def test_positions_at_ratio_a_half_are_a_loss(self) -> None:
+    def test_positions_at_ratio_a_half_are_a_loss(self):
         """Against fp16 of everything; with int64 positions it was one against float32, too."""
         assert predict_bytes(CodecName.parse("topk:0.5"), 1000, 16) > predict_bytes(CodecName.parse("fp16s"), 1000, 16)
         for text in ("topk:1", "topk:0.99", "rows:1"):
@@ -323,21 +315,21 @@ class TestPredicted:
 
     @pytest.mark.parametrize("select", ["topk", "rows", "randomk", "dgc"])
     @pytest.mark.parametrize("num_ids", [0, 1, 100])
-    def test_of_a_tiny_ratio_one_row_or_element_is_sent(self, select: str, num_ids: int) -> None:
+    def test_of_a_tiny_ratio_one_row_or_element_is_sent(self, select, num_ids):
         least = predict_bytes(CodecName(select=select, number=1e-20), num_ids, 16)
         assert least == predict_bytes(CodecName(select=select, number=1e-4), num_ids, 16)
 
-    def test_a_smaller_ratio_is_never_more_bytes(self) -> None:
+    def test_a_smaller_ratio_is_never_more_bytes(self):
         predicted = [
             predict_bytes(CodecName(select="topk", number=ratio), 1000, 16) for ratio in np.geomspace(1e-4, 1, 50)
         ]
         assert all(low <= high for low, high in pairwise(predicted[:-1]))
 
-    def test_what_cannot_be_known_is_the_most_or_an_error(self) -> None:
+    def test_what_cannot_be_known_is_the_most_or_an_error(self):
         assert predict_bytes(CodecName.parse("delta"), 10, 4) == predict_bytes(CodecName.parse("none"), 10, 4) == 160
         with pytest.raises(ValueError, match="shapes of the parameters"):
             predict_bytes(CodecName.parse("powersgd:4"), 10, 4)
 
 
-def test_a_row_of_floats_is_a_block_of_int8() -> None:
+def test_a_row_of_floats_is_a_block_of_int8():
     assert flat.ROW == int8.BLOCK

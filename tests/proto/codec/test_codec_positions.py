@@ -5,15 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embershard.proto.codec.integers import (
-    MAX_RICE,
-    RAW,
-    VARINT,
-    decode_integers,
-    encode_integers,
-    read_varint,
-    varint,
-)
+from embershard.proto.codec.integers import MAX_RICE, RAW, VARINT, decode_integers, encode_integers, read_varint, varint
 from embershard.proto.codec.positions import EVERY, decode_positions, encode_drawn, encode_positions
 from embershard.proto.codec.select import random_positions
 from embershard.proto.errors import DamagedPayload
@@ -86,12 +78,12 @@ class TestIntegers:
             (words(U64), "41 ff ff ff ff ff ff ff ff"),
         ],
     )
-    def test_golden_bytes(self, values: np.ndarray, text: str) -> None:
+    def test_golden_bytes(self, values, text):
         assert encode_integers(values).tobytes() == bytes.fromhex(text)
         assert decode_integers(data(text), len(values))[0].tolist() == values.tolist()
 
     @given(st.one_of([st.lists(size, max_size=200) for size in SIZES]) | st.lists(st.one_of(SIZES), max_size=50))
-    def test_what_is_written_is_read_by_the_reference_and_by_us(self, values: list[int]) -> None:
+    def test_what_is_written_is_read_by_the_reference_and_by_us(self, values):
         encoded = encode_integers(words(*values))
         assert plain_integers(encoded.tobytes(), len(values)) == values
         tail = np.concatenate([encoded, data("ff 00 ff 00 ff 00 ff 00 ff")])  # what follows is not looked at
@@ -100,7 +92,7 @@ class TestIntegers:
         assert used == encoded.size
 
     @given(st.one_of([st.lists(size, min_size=1, max_size=100) for size in SIZES]))
-    def test_the_shortest_of_all_forms_is_taken(self, values: list[int]) -> None:
+    def test_the_shortest_of_all_forms_is_taken(self, values):
         rice = min(len(values) * (k + 1) + sum(v >> k for v in values) for k in range(MAX_RICE + 1))
         varints = sum(max(1, -(-v.bit_length() // 7)) for v in values)
         assert encode_integers(words(*values)).size == 1 + min(-(-rice // 8), varints, 8 * len(values))
@@ -120,24 +112,24 @@ class TestIntegers:
             ("41 00 00 00 00 00 00 00", 1, "in 7 bytes"),
         ],
     )
-    def test_what_nobody_writes_is_damaged(self, text: str, count: int, reason: str) -> None:
+    def test_what_nobody_writes_is_damaged(self, text, count, reason):
         with pytest.raises(DamagedPayload, match=reason):
             decode_integers(data(text), count)
 
-    def test_a_quotient_of_more_than_64_bits_is_damaged(self) -> None:
+    def test_a_quotient_of_more_than_64_bits_is_damaged(self):
         """Of 40 integers with 56 bits each, the first leaves room for 256 zeros."""
         bits = 1 << 256 | sum(1 << 256 + 57 * i for i in range(1, 40))
         block = np.frombuffer(bytes([56]) + bits.to_bytes(-(-(256 + 57 * 40) // 8), "little"), np.uint8)
         with pytest.raises(DamagedPayload, match="too large"):
             decode_integers(block, 40)
 
-    def test_a_count_without_bytes_takes_no_memory(self) -> None:
+    def test_a_count_without_bytes_takes_no_memory(self):
         for kind in (0, MAX_RICE, VARINT, RAW):
             with pytest.raises(DamagedPayload, match="in 1 bytes"):
                 decode_integers(np.array([kind, 255], np.uint8), 2**60)
 
     @given(st.integers(0, U64))
-    def test_a_varint_is_read_back(self, value: int) -> None:
+    def test_a_varint_is_read_back(self, value):
         assert read_varint(varint(value), U64, "it") == (value, max(1, -(-value.bit_length() // 7)))
         with pytest.raises(DamagedPayload, match=f"it is {value}, over {value - 1}"):
             read_varint(varint(value), value - 1, "it")
@@ -154,12 +146,12 @@ class TestPositions:
             (list(range(0, 64, 2)), 64, "20 00" + "55" * 8),
         ],
     )
-    def test_golden_bytes(self, positions: list[int], limit: int, text: str) -> None:
+    def test_golden_bytes(self, positions, limit, text):
         assert encode_positions(np.array(positions, np.int64), limit).tobytes() == bytes.fromhex(text)
         assert decode_positions(data(text), limit)[0].tolist() == positions
 
     @given(st.integers(0, 300), st.floats(0, 1), st.integers(0, 2**32))
-    def test_what_is_written_is_read_by_the_reference_and_by_us(self, limit: int, density: float, seed: int) -> None:
+    def test_what_is_written_is_read_by_the_reference_and_by_us(self, limit, density, seed):
         positions = np.flatnonzero(np.random.default_rng(seed).random(limit) < density)
         encoded = encode_positions(positions, limit)
         assert plain_positions(encoded.tobytes(), limit) == positions.tolist()
@@ -168,28 +160,28 @@ class TestPositions:
         assert used == encoded.size
 
     @given(st.sets(st.integers(0, 2**62), max_size=50))
-    def test_positions_may_be_far_apart(self, positions: set[int]) -> None:
+    def test_positions_may_be_far_apart(self, positions):
         ascending = np.array(sorted(positions), np.int64)
         assert np.array_equal(decode_positions(encode_positions(ascending, 2**62 + 1), 2**62 + 1)[0], ascending)
 
     @given(st.sets(st.integers(0, 63), min_size=1))
-    def test_codes_of_parameter_0_are_a_bitmap(self, positions: set[int]) -> None:
+    def test_codes_of_parameter_0_are_a_bitmap(self, positions):
         bitmap = np.packbits([i in positions for i in range(max(positions) + 1)], bitorder="little")
         decoded, _ = decode_positions(np.concatenate([varint(len(positions)), data("00"), bitmap]), 64)
         assert set(decoded.tolist()) == positions
 
-    def test_they_never_take_more_than_a_bit_for_each_that_there_is(self) -> None:
+    def test_they_never_take_more_than_a_bit_for_each_that_there_is(self):
         rng = np.random.default_rng(0)
         for density in (0.001, 0.1, 0.5, 0.9, 1.0):
             positions = np.flatnonzero(rng.random(10_000) < density)
             assert encode_positions(positions, 10_000).size <= 1 + 3 + 1250
 
-    def test_at_ratio_a_hundredth_they_take_8_bits(self) -> None:
+    def test_at_ratio_a_hundredth_they_take_8_bits(self):
         """Golomb's bound is 8.08; as int32 they took 32."""
         positions = np.flatnonzero(np.random.default_rng(0).random(1_000_000) < 0.01)
         assert 8.0 < 8 * encode_positions(positions, 1_000_000).size / positions.size < 8.2
 
-    def test_drawn_ones_travel_as_their_key(self) -> None:
+    def test_drawn_ones_travel_as_their_key(self):
         encoded = encode_drawn(4, 7)
         assert encoded.tobytes() == bytes.fromhex("04 43 07 00 00 00 00 00 00 00")
         positions, used = decode_positions(np.append(encoded, np.uint8(1)), 1000)
@@ -212,6 +204,6 @@ class TestPositions:
             ("02 44 00", 9, "kind 68"),
         ],
     )
-    def test_what_nobody_writes_is_damaged(self, text: str, limit: int, reason: str) -> None:
+    def test_what_nobody_writes_is_damaged(self, text, limit, reason):
         with pytest.raises(DamagedPayload, match=reason):
             decode_positions(data(text), limit)

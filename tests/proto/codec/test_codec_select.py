@@ -27,36 +27,36 @@ class TestCount:
         ("ratio", "size", "count"),
         [(0.01, 1000, 10), (0.01, 1049, 10), (0.01, 1051, 11), (0.001, 10, 1), (1.0, 7, 7), (0.5, 0, 0), (0.9, 1, 1)],
     )
-    def test_it_is_the_rounded_share_and_at_least_one(self, ratio: float, size: int, count: int) -> None:
+    def test_it_is_the_rounded_share_and_at_least_one(self, ratio, size, count):
         assert count_of(ratio, size) == count
 
 
 class TestExact:
     @given(st.integers(0, 2**32), st.integers(1, 99), st.floats(0.001, 1))
-    def test_a_small_array_gives_its_largest(self, seed: int, size: int, ratio: float) -> None:
+    def test_a_small_array_gives_its_largest(self, seed, size, ratio):
         values = normal(size, seed)
         count = count_of(ratio, size)
         assert np.array_equal(Threshold().select(values, count), largest(values, count))
 
-    def test_signs_do_not_count(self) -> None:
+    def test_signs_do_not_count(self):
         assert Threshold().select(np.array([1, -9, 2, -0.5, 3], np.float32), 2).tolist() == [1, 4]
 
-    def test_none_of_none(self) -> None:
+    def test_none_of_none(self):
         assert Threshold().select(np.empty(0, np.float32), 0).tolist() == []
 
 
 @pytest.mark.parametrize("size", [99, SMALL, LARGE])
 class TestEverySize:
-    def test_ratio_1_is_every_position_zeros_too(self, size: int) -> None:
+    def test_ratio_1_is_every_position_zeros_too(self, size):
         assert np.array_equal(Threshold().select(np.zeros(size, np.float32), size), np.arange(size))
 
-    def test_zeros_are_not_sent(self, size: int) -> None:
+    def test_zeros_are_not_sent(self, size):
         threshold = Threshold()
         for _ in range(3):
             assert threshold.select(np.zeros(size, np.float32), count_of(0.1, size)).size == 0
 
     @pytest.mark.parametrize("nonzero", [1, 5])
-    def test_of_a_few_that_are_not_zero_all_are_sent(self, size: int, nonzero: int) -> None:
+    def test_of_a_few_that_are_not_zero_all_are_sent(self, size, nonzero):
         values = np.zeros(size, np.float32)
         where = np.linspace(3, size - 1, nonzero).astype(int)
         values[where] = np.float32(1e-45)  # the smallest there is
@@ -64,7 +64,7 @@ class TestEverySize:
         for _ in range(3):
             assert threshold.select(values, count_of(0.1, size)).tolist() == where.tolist()
 
-    def test_of_equal_ones_an_even_share_is_sent(self, size: int) -> None:
+    def test_of_equal_ones_an_even_share_is_sent(self, size):
         count = count_of(0.1, size)
         positions = Threshold().select(np.full(size, -2, np.float32), count)
         assert positions.size == count
@@ -72,15 +72,15 @@ class TestEverySize:
         assert positions[0] < size / count
         assert positions[-1] >= size - size / count
 
-    def test_what_is_not_finite_comes_first(self, size: int) -> None:
+    def test_what_is_not_finite_comes_first(self, size):
         values = normal(size)
         values[[0, 40, size - 1]] = np.nan, -np.inf, -np.nan
         assert {0, 40, size - 1} <= set(Threshold().select(values, max(3, count_of(0.01, size))).tolist())
 
-    def test_an_array_of_nan_is_selected_from(self, size: int) -> None:
+    def test_an_array_of_nan_is_selected_from(self, size):
         assert Threshold().select(np.full(size, np.nan, np.float32), 7).size == 7
 
-    def test_the_last_rows_do_not_starve(self, size: int) -> None:
+    def test_the_last_rows_do_not_starve(self, size):
         """A threshold that lets too many pass must not take the first of them: with error feedback the end of the
         array would wait until nothing before it is large, step after step."""
         threshold, count = Threshold(), count_of(0.1, size)
@@ -94,7 +94,7 @@ class TestEverySize:
 
 class TestSampled:
     @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.3])
-    def test_the_count_stays_within_the_bounds_while_the_array_changes(self, ratio: float) -> None:
+    def test_the_count_stays_within_the_bounds_while_the_array_changes(self, ratio):
         threshold, count = Threshold(), count_of(ratio, LARGE)
         residual = np.zeros(LARGE, np.float32)
         counts = []
@@ -109,7 +109,7 @@ class TestSampled:
         assert max(counts) <= 1
         assert np.mean(counts) > 0.97
 
-    def test_a_threshold_serves_many_calls_and_then_is_sampled_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_threshold_serves_many_calls_and_then_is_sampled_anew(self, monkeypatch):
         sampled = []
         sample = select._sampled
         monkeypatch.setattr(select, "_sampled", lambda bits, count: sampled.append(1) or sample(bits, count))
@@ -119,7 +119,7 @@ class TestSampled:
         assert len(sampled) == 2
 
     @pytest.mark.parametrize("factor", [0.01, 0.8, 1.2, 100])
-    def test_an_array_that_grew_or_shrank_gets_another_threshold(self, factor: float) -> None:
+    def test_an_array_that_grew_or_shrank_gets_another_threshold(self, factor):
         threshold, count = Threshold(), count_of(0.05, LARGE)
         values = normal(LARGE)
         threshold.select(values, count)
@@ -127,7 +127,7 @@ class TestSampled:
             changed = values * np.float32(factor)
             assert np.array_equal(threshold.select(changed, count), largest(changed, count))
 
-    def test_values_that_repeat_do_not_deceive_the_sample(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_values_that_repeat_do_not_deceive_the_sample(self, monkeypatch):
         """At a fixed stride, of 100 here, it would meet one column of the rows only."""
         partitioned = []
         kth = select._kth
@@ -138,7 +138,7 @@ class TestSampled:
         assert np.array_equal(Threshold().select(values, count), largest(values, count))
         assert max(partitioned) < values.size, "the sample was right, so the array was not sorted"
 
-    def test_it_goes_on_from_its_saved_state(self) -> None:
+    def test_it_goes_on_from_its_saved_state(self):
         first, count = Threshold(), count_of(0.01, LARGE)
         for step in range(5):
             first.select(normal(LARGE, step), count)
@@ -150,16 +150,16 @@ class TestSampled:
 
 
 class TestRows:
-    def test_a_norm_neither_underflows_nor_overflows(self) -> None:
+    def test_a_norm_neither_underflows_nor_overflows(self):
         rows = np.array([[3e-30, 4e-30], [3e30, -4e30], [0, 0], [3, 4]], np.float32)
         assert row_norms(rows) == pytest.approx(np.array([5e-30, 5e30, 0, 5], np.float32), rel=1e-6)
 
     @pytest.mark.parametrize("shape", [(0, 4), (5, 1), (100, 17)])
-    def test_norms_are_those_of_numpy(self, shape: tuple[int, int]) -> None:
+    def test_norms_are_those_of_numpy(self, shape):
         rows = normal(shape[0] * shape[1]).reshape(shape)
         np.testing.assert_allclose(row_norms(rows), np.linalg.norm(rows.astype(np.float64), axis=1), rtol=1e-6)
 
-    def test_a_row_with_nan_is_selected(self) -> None:
+    def test_a_row_with_nan_is_selected(self):
         rows = normal(800).reshape(100, 8)
         rows[70, 3] = np.nan
         assert 70 in Threshold().select(row_norms(rows), 2)
@@ -167,7 +167,7 @@ class TestRows:
 
 class TestRandom:
     @given(st.integers(1, 10_000), st.floats(0, 1), st.integers(0, 2**64 - 1))
-    def test_positions_ascend_and_are_a_function_of_the_key(self, size: int, share: float, key: int) -> None:
+    def test_positions_ascend_and_are_a_function_of_the_key(self, size, share, key):
         count = round(share * size)
         positions = random_positions(size, count, key)
         assert positions.size == count
@@ -175,11 +175,11 @@ class TestRandom:
         assert count == 0 or (positions[0] >= 0 and positions[-1] < size)
         assert np.array_equal(positions, random_positions(size, count, key))
 
-    def test_golden_values(self) -> None:
+    def test_golden_values(self):
         """Both sides draw them, so they are part of the contract."""
         assert random_positions(1000, 4, 7).tolist() == [18, 454, 678, 929]
 
-    def test_every_position_is_drawn_as_often(self) -> None:
+    def test_every_position_is_drawn_as_often(self):
         drawn = np.concatenate([random_positions(50, 10, key) for key in range(4000)])
         counts = np.bincount(drawn, minlength=50)
         assert np.abs(counts - 800).max() < 5 * np.sqrt(800 * 0.8)

@@ -1,6 +1,5 @@
 import importlib
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,11 +24,11 @@ UserModule = Callable[[str, str], str]
 
 
 @pytest.fixture
-def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> UserModule:
+def user_module(tmp_path, monkeypatch):
     """Write a module of this name and text where it can be imported."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def write(name: str, text: str) -> str:
+    def write(name, text):
         (tmp_path / f"{name}.py").write_text(text)
         importlib.invalidate_caches()
         return name
@@ -53,7 +52,7 @@ def coded(codec: CustomCodec, rows: np.ndarray = ROWS, key: int | None = None) -
 
 
 class TestFound:
-    def test_two_functions_of_a_module_are_a_codec(self, user_module: UserModule) -> None:
+    def test_two_functions_of_a_module_are_a_codec(self, user_module):
         codec = CodecRegistry([user_module("mine_half", HALF_CODEC)]).find("mine_half:half")
         assert codec.name == "mine_half:half"
         assert codec.nbytes(3, 4) == 24
@@ -62,11 +61,11 @@ class TestFound:
         codec.decode(payload, out)
         assert np.array_equal(out, ROWS)
 
-    def test_built_in_ones_are_found_beside_it(self, user_module: UserModule) -> None:
+    def test_built_in_ones_are_found_beside_it(self, user_module):
         registry = CodecRegistry([user_module("mine_beside", HALF_CODEC)])
         assert all(registry.find(name) is codec for name, codec in BUILTIN.items())
 
-    def test_a_module_may_hold_optimizers_codecs_or_both(self, user_module: UserModule) -> None:
+    def test_a_module_may_hold_optimizers_codecs_or_both(self, user_module):
         modules = [
             user_module("mine_codec", HALF_CODEC),
             user_module("mine_optimizer", OPTIMIZER),
@@ -75,7 +74,7 @@ class TestFound:
         OptimizerRegistry(modules)
         assert list(load_codecs(modules)) == ["mine_codec:half", "mine_both:half"]
 
-    def test_one_that_is_not_here_is_named_with_what_to_do(self) -> None:
+    def test_one_that_is_not_here_is_named_with_what_to_do(self):
         with pytest.raises(UnknownCodec, match=r"'mine:half'.*known: none, fp16s, .*--import MODULE"):
             CodecRegistry().find("mine:half")
 
@@ -108,15 +107,13 @@ class TestFound:
             ("codec_read", HALF_CODEC.replace(".view(np.float16)", ".view(no)"), "its decode raised NameError"),
         ],
     )
-    def test_a_bad_module_is_refused_at_the_start(
-        self, user_module: UserModule, name: str, text: str, reason: str
-    ) -> None:
+    def test_a_bad_module_is_refused_at_the_start(self, user_module, name, text, reason):
         with pytest.raises((BadModule, BadCodec), match=reason):
             CodecRegistry([user_module(name, text)])
 
 
 class TestUsed:
-    def test_it_writes_a_payload_as_a_built_in_one_does(self, user_module: UserModule) -> None:
+    def test_it_writes_a_payload_as_a_built_in_one_does(self, user_module):
         registry = CodecRegistry([user_module("mine_payload", HALF_CODEC)])
         codec = registry.find("mine_payload:half")
         packed = encode_rows(ROWS, codec, None)
@@ -125,10 +122,10 @@ class TestUsed:
         assert decode(packed, 3, 4, registry.find, codec.name).rows.tolist() == [[0, 0, 7, 0], [0, 8, 0, 0]]
 
     @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-    def test_it_may_give_bytes(self, kind: Callable[[bytes], object]) -> None:
+    def test_it_may_give_bytes(self, kind):
         assert np.array_equal(coded(of_functions(lambda rows, key: kind(rows.tobytes()))), ROWS)
 
-    def test_it_gets_the_key(self) -> None:
+    def test_it_gets_the_key(self):
         keys: list[int | None] = []
         codec = of_functions(lambda rows, key: (keys.append(key), rows)[1])
         coded(codec, key=17)
@@ -136,15 +133,15 @@ class TestUsed:
         assert keys == [17, None]
 
     @pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
-    def test_it_is_not_asked_about_nothing(self, shape: tuple[int, int]) -> None:
-        def fail(*_: object) -> None:
+    def test_it_is_not_asked_about_nothing(self, shape):
+        def fail(*_):
             raise AssertionError
 
         codec = CustomCodec("m:f", fail, fail, fail)  # type: ignore[arg-type]
         assert codec.nbytes(*shape) == 0
         assert coded(codec, np.zeros(shape, np.float32)).shape == shape
 
-    def test_it_cannot_change_the_gradients_or_the_message(self) -> None:
+    def test_it_cannot_change_the_gradients_or_the_message(self):
         with pytest.raises(BadCodec, match="read-only"):
             coded(of_functions(write=lambda rows, key: rows.fill(0)))
         with pytest.raises(DamagedPayload, match="read-only"):
@@ -165,12 +162,12 @@ class TestUsed:
             (of_functions(read=lambda payload, rows, dim: payload), r"its decode gave \(48,\) of uint8, not \(3, 4\)"),
         ],
     )
-    def test_what_it_gets_wrong_is_an_error_that_names_it(self, codec: CustomCodec, reason: str) -> None:
+    def test_what_it_gets_wrong_is_an_error_that_names_it(self, codec, reason):
         with pytest.raises(BadCodec, match=reason) as error:
             coded(codec)
         assert error.value.fields["codec"] == codec.name
 
-    def test_bytes_that_it_cannot_read_are_a_damaged_payload(self) -> None:
+    def test_bytes_that_it_cannot_read_are_a_damaged_payload(self):
         codec = of_functions(read=lambda payload, rows, dim: payload[1:].view(np.float32).reshape(rows, dim))
         with pytest.raises(DamagedPayload, match="its decode raised ValueError"):
             coded(codec)

@@ -27,7 +27,7 @@ def kernel(convert: object) -> Kernel:
 
 
 @pytest.mark.parametrize("convert", [float_of_half, float_in_integers])
-def test_every_fp16_is_the_float_that_numpy_reads(convert: object) -> None:
+def test_every_fp16_is_the_float_that_numpy_reads(convert):
     out, want = np.empty(BITS.size, np.float32), BITS.view(np.float16).astype(np.float32)
     kernel(convert)(BITS, out)
     assert np.array_equal(np.isnan(out), np.isnan(want))
@@ -35,7 +35,7 @@ def test_every_fp16_is_the_float_that_numpy_reads(convert: object) -> None:
 
 
 @pytest.mark.parametrize("convert", [half_of, half_in_integers])
-def test_floats_are_rounded_to_nearest_even(convert: object) -> None:
+def test_floats_are_rounded_to_nearest_even(convert):
     exact = BITS.view(np.float16).astype(np.float32)
     exact = np.sort(exact[np.isfinite(exact)])
     middle = (exact[1:] + exact[:-1]) / 2
@@ -58,10 +58,8 @@ def test_floats_are_rounded_to_nearest_even(convert: object) -> None:
         (None, "x86_64", "", False),
     ],
 )
-def test_instructions_are_used_where_there_are_some(
-    features: dict[str, bool] | None, machine: str, told: str, want: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def host() -> dict[str, bool]:
+def test_instructions_are_used_where_there_are_some(features, machine, told, want, monkeypatch):
+    def host():
         if features is None:
             raise RuntimeError("not known")
         return features

@@ -27,7 +27,7 @@ def reference(piece: Factors) -> np.ndarray:
     return matrix.reshape(-1)[piece.skip : piece.skip + piece.elements]
 
 
-def test_golden_bytes() -> None:
+def test_golden_bytes():
     left, right = np.array([[2.0, 1.0]], np.float32), np.array([[1.0, -1.0, 0.5, 4.0]], np.float32)
     pieces: list[Chunk] = [Factors(1, 7, 1, left, right), PlainRun(9, np.array([3.0], np.float32))]
     payload = encode_low_rank(pieces, find_values("none"), None)
@@ -42,7 +42,7 @@ def test_golden_bytes() -> None:
 
 
 @pytest.mark.parametrize("name", BUILTIN)
-def test_what_lies_between_the_pieces_is_zero(name: str) -> None:
+def test_what_lies_between_the_pieces_is_zero(name):
     piece = PlainRun(DIM, np.ones(DIM, np.float32))
     values = find_values(name)
     rows = decode_low_rank(encode_low_rank([piece], values, 7)[2:], values, 3, DIM)
@@ -51,9 +51,7 @@ def test_what_lies_between_the_pieces_is_zero(name: str) -> None:
 
 
 @given(st.integers(2, 20), st.integers(0, 19), st.integers(6, 300), st.integers(1, 4), st.integers(0, 3))
-def test_a_run_of_a_matrix_is_the_product_of_its_factors(
-    columns: int, skip: int, elements: int, rank: int, position: int
-) -> None:
+def test_a_run_of_a_matrix_is_the_product_of_its_factors(columns, skip, elements, rank, position):
     skip %= columns
     assume(rank * (-(-(skip + elements) // columns) + columns) < elements)
     piece = factors(position, elements, skip, columns, rank)
@@ -66,7 +64,7 @@ def test_a_run_of_a_matrix_is_the_product_of_its_factors(
 
 
 @pytest.mark.parametrize(("name", "relative"), [("fp16s", 2**-10), ("bf16", 2**-7), ("int8", 0.03)])
-def test_factors_travel_as_any_values(name: str, relative: float) -> None:
+def test_factors_travel_as_any_values(name, relative):
     values, piece = find_values(name), factors(0, 2000, 3, 50, 2)
     payload = encode_low_rank([piece], values, 5)
     rows = decode_low_rank(payload[2:], values, 250, DIM)
@@ -91,13 +89,13 @@ def test_factors_travel_as_any_values(name: str, relative: float) -> None:
         ((0, 4, 0, 0, 0), "bytes, not 40"),
     ],
 )
-def test_a_head_that_cannot_be_is_refused(piece: tuple[int, ...], reason: str) -> None:
+def test_a_head_that_cannot_be_is_refused(piece, reason):
     data = np.array([1, *piece], "<u4").view(np.uint8)
     with pytest.raises(DamagedPayload, match=reason):
         decode_low_rank(data, find_values("none"), 3, DIM)
 
 
-def test_a_rank_over_the_largest_is_refused() -> None:
+def test_a_rank_over_the_largest_is_refused():
     """Multiplying is work that a few bytes ask for."""
     values, columns = find_values("none"), 4 * MAX_RANK
     for rank in (MAX_RANK, MAX_RANK + 1):
@@ -109,7 +107,7 @@ def test_a_rank_over_the_largest_is_refused() -> None:
                 decode_low_rank(payload, values, columns, columns)
 
 
-def test_more_pieces_than_weights_have_are_refused() -> None:
+def test_more_pieces_than_weights_have_are_refused():
     heads = np.zeros((MAX_PIECES + 1, 5), "<u4")
     heads[:, 0], heads[:, 1] = np.arange(len(heads)), 1
     floats = np.zeros(4 * len(heads), np.uint8)
@@ -118,14 +116,14 @@ def test_more_pieces_than_weights_have_are_refused() -> None:
         decode_low_rank(data, find_values("none"), len(heads), 1)
 
 
-def test_pieces_that_overlap_are_refused() -> None:
+def test_pieces_that_overlap_are_refused():
     pieces = [PlainRun(0, np.ones(4, np.float32)), PlainRun(3, np.ones(4, np.float32))]
     with pytest.raises(DamagedPayload, match="elements 3 to 7 of 24, after 4"):
         decode_low_rank(encode_low_rank(pieces, find_values("none"), None)[2:], find_values("none"), 3, DIM)
 
 
 @given(st.binary(max_size=200), st.sampled_from(sorted(BUILTIN)))
-def test_any_bytes_give_rows_or_a_named_error(data: bytes, name: str) -> None:
+def test_any_bytes_give_rows_or_a_named_error(data, name):
     try:
         rows = decode_low_rank(np.frombuffer(data, np.uint8), find_values(name), 3, DIM)
     except DamagedPayload:
@@ -134,7 +132,7 @@ def test_any_bytes_give_rows_or_a_named_error(data: bytes, name: str) -> None:
 
 
 @given(st.data())
-def test_a_payload_with_changed_bytes_gives_rows_or_a_named_error(data: st.DataObject) -> None:
+def test_a_payload_with_changed_bytes_gives_rows_or_a_named_error(data):
     payload = encode_low_rank([factors(0, 11, 1, 3, 1), PlainRun(12, np.ones(3, np.float32))], find_values("int8"), 1)[
         2:
     ]
@@ -149,7 +147,7 @@ def test_a_payload_with_changed_bytes_gives_rows_or_a_named_error(data: st.DataO
 
 
 @pytest.mark.parametrize(("key", "alike"), [(7, False), (None, True)])
-def test_equal_factors_are_rounded_by_other_random_numbers(key: int | None, alike: bool) -> None:
+def test_equal_factors_are_rounded_by_other_random_numbers(key, alike):
     factor = np.random.default_rng(0).standard_normal((1, 100)).astype(np.float32)
     payload = encode_low_rank([Factors(0, 10_000, 0, factor, factor)], find_values("int8"), key)
     left, right = payload[-208:].reshape(2, -1)

@@ -62,10 +62,10 @@ class TestBytes:
     )
 
     @pytest.mark.parametrize(("name", "key", "golden"), GOLDEN)
-    def test_a_codec_writes_its_golden_bytes(self, name: str, key: int | None, golden: str) -> None:
+    def test_a_codec_writes_its_golden_bytes(self, name, key, golden):
         assert encoded(name, self.ROWS, key).tobytes().hex() == golden.replace(" ", "")
 
-    def test_a_codec_keeps_its_number_on_the_wire(self) -> None:
+    def test_a_codec_keeps_its_number_on_the_wire(self):
         assert {codec.name: codec.code for codec in BUILTIN.values()} == dict(
             zip(BUILTIN_VALUES, range(5), strict=True)
         )
@@ -80,7 +80,7 @@ class TestBytes:
             ("onebit", [0, 0, 5, 10, 24, 132]),
         ],
     )
-    def test_the_size_follows_from_rows_and_dim(self, name: str, sizes: list[int]) -> None:
+    def test_the_size_follows_from_rows_and_dim(self, name, sizes):
         shapes = [(0, 5), (3, 0), (1, 1), (3, 16), (2, 80), (1, 1024)]
         assert [find_values(name).nbytes(*shape) for shape in shapes] == sizes
         assert all(encoded(name, normal(*shape)).size == size for shape, size in zip(shapes, sizes, strict=True))
@@ -88,22 +88,20 @@ class TestBytes:
     @pytest.mark.parametrize("name", LOSSY)
     @settings(max_examples=150, deadline=None)
     @given(rows=rows_of(FLOATS), key=KEYS)
-    def test_the_kernel_writes_what_the_reference_does(self, name: str, rows: Floats, key: int | None) -> None:
+    def test_the_kernel_writes_what_the_reference_does(self, name, rows, key):
         encode: Callable[[Floats, int | None], Bytes] = getattr(reference, f"encode_{name}")
         assert encoded(name, rows, key).tobytes() == encode(rows, key).tobytes()
 
     @pytest.mark.parametrize("name", LOSSY)
     @pytest.mark.parametrize("shape", [(300, 16), (40, 100), (3, 1500)])
-    def test_many_rows_are_written_as_the_reference_does(self, name: str, shape: tuple[int, int]) -> None:
+    def test_many_rows_are_written_as_the_reference_does(self, name, shape):
         encode: Callable[[Floats, int | None], Bytes] = getattr(reference, f"encode_{name}")
         assert encoded(name, normal(*shape), 9).tobytes() == encode(normal(*shape), 9).tobytes()
 
     @pytest.mark.parametrize("name", LOSSY)
     @settings(max_examples=150, deadline=None)
     @given(data=st.data(), num_rows=st.integers(0, 3), dim=st.sampled_from([0, 1, 5, 16, 65, 700]))
-    def test_any_bytes_are_read_as_the_reference_reads_them(
-        self, name: str, data: st.DataObject, num_rows: int, dim: int
-    ) -> None:
+    def test_any_bytes_are_read_as_the_reference_reads_them(self, name, data, num_rows, dim):
         size = find_values(name).nbytes(num_rows, dim)
         payload = np.frombuffer(data.draw(st.binary(min_size=size, max_size=size)), np.uint8)
         decode: Callable[[Bytes, int, int], Floats] = getattr(reference, f"decode_{name}")
@@ -111,13 +109,13 @@ class TestBytes:
 
     @pytest.mark.parametrize("name", BUILTIN_VALUES)
     @pytest.mark.parametrize("more", [-1, 1, 4096])
-    def test_other_sizes_are_a_damaged_payload(self, name: str, more: int) -> None:
+    def test_other_sizes_are_a_damaged_payload(self, name, more):
         payload = np.zeros(find_values(name).nbytes(3, 20) + more, np.uint8)
         with pytest.raises(DamagedPayload, match=rf"{name}.*{payload.size} bytes, where 3 rows of dim 20 take"):
             decoded(name, payload, (3, 20))
 
     @pytest.mark.parametrize("name", BUILTIN_VALUES)
-    def test_a_payload_may_lie_at_any_byte_of_a_message(self, name: str) -> None:
+    def test_a_payload_may_lie_at_any_byte_of_a_message(self, name):
         rows, codec = normal(5, 19), find_values(name)
         message = np.zeros(codec.nbytes(5, 19) + 1, np.uint8)
         codec.encode(rows, message[1:], 3)
@@ -125,12 +123,12 @@ class TestBytes:
         assert np.array_equal(decoded(name, message[1:], rows.shape), there_and_back(name, rows, 3))
 
     @pytest.mark.parametrize("name", BUILTIN_VALUES)
-    def test_rows_that_may_only_be_read_are_written(self, name: str) -> None:
+    def test_rows_that_may_only_be_read_are_written(self, name):
         rows = normal(2, 9)
         rows.flags.writeable = False
         assert encoded(name, rows).size
 
-    def test_an_unknown_codec_is_named_with_the_known_ones(self) -> None:
+    def test_an_unknown_codec_is_named_with_the_known_ones(self):
         with pytest.raises(UnknownCodec, match=r"'gzip' here .known: none, fp16s, bf16, int8, onebit"):
             find_values("gzip")
 
@@ -138,25 +136,25 @@ class TestBytes:
 class TestError:
     @given(rows=rows_of(FLOATS), key=KEYS)
     @settings(deadline=None)
-    def test_none_changes_nothing(self, rows: Floats, key: int | None) -> None:
+    def test_none_changes_nothing(self, rows, key):
         assert there_and_back("none", rows, key).tobytes() == rows.tobytes()
 
     @given(rows=rows_of(ROUNDED))
     @settings(deadline=None)
-    def test_fp16s_is_off_by_half_its_last_bit(self, rows: Floats) -> None:
+    def test_fp16s_is_off_by_half_its_last_bit(self, rows):
         largest = np.abs(rows).max(axis=1, initial=0, keepdims=True).astype(np.float64)
         allowed = np.maximum(2.0**-11 * np.abs(rows), 2.0**-25 * largest) + 2.0**-150
         assert (np.abs(there_and_back("fp16s", rows) - rows.astype(np.float64)) <= allowed).all()
 
     @given(rows=rows_of(ROUNDED))
     @settings(deadline=None)
-    def test_bf16_is_off_by_half_its_last_bit(self, rows: Floats) -> None:
+    def test_bf16_is_off_by_half_its_last_bit(self, rows):
         allowed = 2.0**-8 * np.abs(rows).astype(np.float64) + 2.0**-134
         assert (np.abs(there_and_back("bf16", rows) - rows.astype(np.float64)) <= allowed).all()
 
     @given(rows=rows_of(ROUNDED), key=KEYS)
     @settings(deadline=None)
-    def test_int8_is_off_by_half_a_level_or_by_one_with_a_key(self, rows: Floats, key: int | None) -> None:
+    def test_int8_is_off_by_half_a_level_or_by_one_with_a_key(self, rows, key):
         for start in range(0, rows.shape[1], 64):
             block = np.ascontiguousarray(rows[:, start : start + 64]).astype(np.float64)
             level = np.abs(block).max(axis=1, initial=0, keepdims=True) / 127 * (1 + 2.0**-7) + 2.0**-133
@@ -165,7 +163,7 @@ class TestError:
 
     @given(rows=rows_of(ROUNDED))
     @settings(deadline=None)
-    def test_onebit_keeps_signs_and_the_mean_size(self, rows: Floats) -> None:
+    def test_onebit_keeps_signs_and_the_mean_size(self, rows):
         out = there_and_back("onebit", rows)
         assert (out[rows < 0] <= 0).all()
         assert (out[rows >= 0] >= 0).all()
@@ -173,23 +171,23 @@ class TestError:
             np.abs(out).mean(dtype=np.float64) if rows.size else 0, _mean(rows), rtol=1e-6, atol=1e-44
         )
 
-    def test_onebit_scales_blocks_of_1024_by_themselves(self) -> None:
+    def test_onebit_scales_blocks_of_1024_by_themselves(self):
         rows = np.repeat([1.0, 100.0, 3.0], [1024, 1024, 100]).astype(np.float32).reshape(1, -1)
         assert np.array_equal(there_and_back("onebit", -rows), -rows)
 
     @pytest.mark.parametrize("name", ["fp16s", "bf16", "int8"])
-    def test_powers_of_two_beside_their_127_fold_arrive_exactly(self, name: str) -> None:
+    def test_powers_of_two_beside_their_127_fold_arrive_exactly(self, name):
         rows = np.array([[127, 1], [-1, 127], [2.0**-30, -127 * 2.0**-30], [127 * 2.0**100, 2.0**100]], np.float32)
         assert np.array_equal(there_and_back(name, rows), rows)
 
     @pytest.mark.parametrize("name", BUILTIN_VALUES)
-    def test_rows_of_zeros_stay_zeros(self, name: str) -> None:
+    def test_rows_of_zeros_stay_zeros(self, name):
         rows = np.zeros((4, 70), np.float32)
         rows[1::2] = -0.0
         assert not there_and_back(name, rows, 5).any()
 
     @pytest.mark.parametrize("name", ["fp16s", "int8"])
-    def test_a_row_does_not_change_its_neighbours(self, name: str) -> None:
+    def test_a_row_does_not_change_its_neighbours(self, name):
         rows = normal(3, 48)
         huge = rows.copy()
         huge[1] *= 1e30
@@ -206,7 +204,7 @@ class TestTraps:
         "bad", [0x7FC00000, 0xFFC00000, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800000, 0xFF800000]
     )
     @pytest.mark.parametrize("key", [None, 3])
-    def test_nan_in_a_block_of_zeros(self, name: str, bad: int, key: int | None) -> None:
+    def test_nan_in_a_block_of_zeros(self, name, bad, key):
         rows = np.zeros((3, 1024), np.float32)
         rows.view(np.uint32)[1, 700] = bad  # the bits of a NaN or of an infinity
         out = there_and_back(name, rows, key)
@@ -216,11 +214,11 @@ class TestTraps:
     @pytest.mark.parametrize("name", LOSSY)
     @given(rows=rows_of(FLOATS), key=KEYS)
     @settings(deadline=None)
-    def test_a_row_that_is_not_finite_never_looks_finite(self, name: str, rows: Floats, key: int | None) -> None:
+    def test_a_row_that_is_not_finite_never_looks_finite(self, name, rows, key):
         bad = ~np.isfinite(rows).all(axis=1)
         assert not np.isfinite(there_and_back(name, rows, key)[bad]).all(axis=1).any()
 
-    def test_small_gradients_that_underflow_in_fp16_survive_its_scaling(self) -> None:
+    def test_small_gradients_that_underflow_in_fp16_survive_its_scaling(self):
         rows = np.full((1, 16), 2e-8, np.float32)
         rows[0, ::2] *= -1
         assert not rows.astype(np.float16).any()
@@ -229,7 +227,7 @@ class TestTraps:
         assert _worst(rows.astype(np.float16).astype(np.float32), rows) > 0.01
         assert _worst(there_and_back("fp16s", rows), rows) < 2**-11
 
-    def test_int8_rounds_up_as_often_as_a_fraction_says(self) -> None:
+    def test_int8_rounds_up_as_often_as_a_fraction_says(self):
         rows = normal(1, 64)
         total, count = np.zeros(64), 4000
         for key in range(count):
@@ -238,23 +236,23 @@ class TestTraps:
         # the deviation of one is half a level at most; five of them for the mean of all
         assert np.abs(total / count - rows[0]).max() < 5 * level / 2 / np.sqrt(count)
 
-    def test_the_sum_of_what_int8_rounds_in_one_call_is_right_too(self) -> None:
+    def test_the_sum_of_what_int8_rounds_in_one_call_is_right_too(self):
         rows = np.full((4000, 33), 0.3, np.float32)
         rows[:, 0] = 127
         mean = there_and_back("int8", rows, 11)[:, 1:].mean()
         assert abs(mean - 0.3) < 5 * 0.5 / np.sqrt(4000 * 32)
 
-    def test_int8_leaves_whole_levels_alone_under_every_key(self) -> None:
+    def test_int8_leaves_whole_levels_alone_under_every_key(self):
         rows = np.arange(-127, 128, 2, dtype=np.float32)[:, None] * np.ones(3, np.float32)
         rows[:, 0] = 127
         assert all(np.array_equal(there_and_back("int8", rows, key), rows) for key in range(50))
 
-    def test_a_retry_writes_the_same_bytes_and_another_push_does_not(self) -> None:
+    def test_a_retry_writes_the_same_bytes_and_another_push_does_not(self):
         first, again, other = (encoded("int8", normal(50, 16), key).tobytes() for key in (5, 5, 6))
         assert first == again
         assert first != other
 
-    def test_neighbours_among_keys_share_no_random_numbers(self) -> None:
+    def test_neighbours_among_keys_share_no_random_numbers(self):
         rows = np.full((1, 1024), 0.5, np.float32)
         rows[0, ::64] = 127
         ups = [there_and_back("int8", rows, key)[0] == 1 for key in range(4)]

@@ -32,7 +32,7 @@ class TestCompiled:
         import kept  # type: ignore[import-not-found]
         import part  # type: ignore[import-not-found]
 
-        def compile_it() -> tuple[int, int]:
+        def compile_it():
             stats = jit.load(jit.compiled(numba.int64(numba.int64), part)(kept.double)).stats
             return sum(stats.cache_hits.values()), sum(stats.cache_misses.values())
 

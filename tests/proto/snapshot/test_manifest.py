@@ -60,7 +60,7 @@ def altered(**fields: object) -> bytes:
     return module._seal({**plain, **fields})
 
 
-def test_a_table_that_travels_compressed_survives() -> None:
+def test_a_table_that_travels_compressed_survives():
     spec = dataclasses.replace(
         SPEC, push_codec=CodecName.parse("topk:0.01+fp16s"), pull_codec=CodecName.parse("mine:half")
     )
@@ -84,7 +84,7 @@ def test_a_part_survives_its_file():
 
 
 @pytest.mark.parametrize("bit", [0, 3, 7])
-def test_a_flipped_bit_anywhere_is_noticed(bit: int):
+def test_a_flipped_bit_anywhere_is_noticed(bit):
     good = pack_manifest(manifest())
     for at in range(len(good)):
         bad = bytearray(good)
@@ -105,7 +105,7 @@ def test_a_file_cut_anywhere_is_damaged():
     [b"\x80", b"\x90", b"{}", b"hello", b"\xc1", msgpack.packb({"format": "safetensors"}), sealed(form="other"),
      sealed(form=7), sealed(version=0), sealed(version=-1), msgpack.packb([1, 2])],
 )  # fmt: skip
-def test_other_peoples_files_are_no_manifest(foreign: bytes):
+def test_other_peoples_files_are_no_manifest(foreign):
     with pytest.raises(SnapshotDamaged, match="damaged or not ours"):
         unpack_manifest(foreign, "m")
 
@@ -120,7 +120,7 @@ def test_a_newer_version_says_upgrade_whatever_its_body_is():
     ["../other/0-0.safetensors", "/etc/passwd", "shard-0-00000000000000ff/../../x.safetensors", "", "a.safetensors",
      "shard-0-00000000000000ff/0-0.safetensors\n", "shard-0-00000000000000FF/0-0.safetensors"],
 )  # fmt: skip
-def test_no_path_leads_out_of_the_snapshot(path: str):
+def test_no_path_leads_out_of_the_snapshot(path):
     with pytest.raises(SnapshotDamaged, match="is no file of a snapshot"):
         unpack_part(pack_part(part(0, path=path)), "p")
 
@@ -142,7 +142,7 @@ def test_no_path_leads_out_of_the_snapshot(path: str):
         ({"shards": [{**module._plain_part(part(0, of=1)), "clock": True}]}, "'clock': int was expected, not bool"),
     ],
 )
-def test_a_manifest_that_makes_no_sense_names_the_field(fields: dict[str, object], words: str):
+def test_a_manifest_that_makes_no_sense_names_the_field(fields, words):
     with pytest.raises(SnapshotDamaged, match=words):
         unpack_manifest(altered(**fields), "m")
 
@@ -156,7 +156,7 @@ def test_shards_that_know_a_table_apart_make_no_snapshot():
 @pytest.mark.parametrize("spoil", [{"dim": 0}, {"name": "../x"}, {"optimizer": {"name": "sgdd", "settings": []}},
                                    {"optimizer": {"name": "sgd", "settings": [["lr"]]}},
                                    {"initializer": {"kind": "zeros", "params": {}}}])  # fmt: skip
-def test_a_table_that_cannot_be_is_damage(spoil: dict[str, object]):
+def test_a_table_that_cannot_be_is_damage(spoil):
     plain = module._plain_part(part(0, of=1))
     table = plain["tables"][0]  # type: ignore[index]
     with pytest.raises(SnapshotDamaged, match="spec"):
@@ -176,6 +176,6 @@ def test_extra_that_msgpack_cannot_say_is_refused():
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", ".x", "-x", "a/b", "LATEST", "a b", "a\n", "x" * 101])
-def test_a_name_that_no_folder_should_have_is_refused(name: str):
+def test_a_name_that_no_folder_should_have_is_refused(name):
     with pytest.raises(BadSnapshotName):
         check_name(name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-from pathlib import Path
 
 import pytest
 
@@ -13,11 +12,11 @@ from embershard.proto.snapshot.storage import Storage
 
 
 @pytest.fixture(params=["disk", "memory"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+def storage(request, tmp_path):
     return Storage(str(tmp_path / "a") if request.param == "disk" else f"memory://{secrets.token_hex(8)}/a")
 
 
-def test_what_was_written_is_read(storage: Storage):
+def test_what_was_written_is_read(storage):
     storage.make_folder("x/y")
     with storage.create("x/y/one") as file:
         file.write(b"123")
@@ -27,7 +26,7 @@ def test_what_was_written_is_read(storage: Storage):
     assert storage.sizes("x") == {"y": None}
 
 
-def test_a_file_is_replaced_whole(storage: Storage):
+def test_a_file_is_replaced_whole(storage):
     storage.make_folder("")
     storage.replace("f", b"old")
     storage.replace("f", b"newer")
@@ -35,14 +34,14 @@ def test_a_file_is_replaced_whole(storage: Storage):
     assert storage.sizes("") == {"f": 5}
 
 
-def test_what_is_not_there_is_not_found(storage: Storage):
+def test_what_is_not_there_is_not_found(storage):
     with pytest.raises(FileNotFoundError):
         storage.read("nowhere/f")
     assert storage.sizes("nowhere") == {}
     storage.remove("nowhere")
 
 
-def test_a_folder_goes_with_all_that_is_in_it(storage: Storage):
+def test_a_folder_goes_with_all_that_is_in_it(storage):
     storage.make_folder("x/y")
     storage.replace("x/y/f", b"1")
     storage.replace("x/g", b"2")
@@ -52,18 +51,18 @@ def test_a_folder_goes_with_all_that_is_in_it(storage: Storage):
     assert storage.read("x/g") == b"2"
 
 
-def test_a_file_is_named_as_people_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_is_named_as_people_name_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert Storage("snaps/").at("one/f") == str(tmp_path / "snaps/one/f")
     assert Storage(f"file://{tmp_path}").at("f") == str(tmp_path / "f")
     assert Storage("memory://snaps/").at("f") == "memory://snaps/f"
 
 
-def test_a_failed_write_names_the_file_and_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_write_names_the_file_and_leaves_the_old_one(tmp_path, monkeypatch):
     storage = Storage(str(tmp_path))
     storage.replace("f", b"old")
 
-    def full(fd: int) -> None:
+    def full(fd):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
@@ -72,10 +71,10 @@ def test_a_failed_write_names_the_file_and_leaves_the_old_one(tmp_path: Path, mo
     assert storage.read("f") == b"old"
 
 
-def test_a_file_that_met_an_error_is_not_there(storage: Storage):
+def test_a_file_that_met_an_error_is_not_there(storage):
     storage.make_folder("x")
 
-    def write() -> None:
+    def write():
         with storage.create("x/f") as file:
             file.write(b"123")
             raise OSError(28, "No space left on device")
@@ -85,13 +84,13 @@ def test_a_file_that_met_an_error_is_not_there(storage: Storage):
     assert storage.sizes("x") == {}
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SnapshotNotWritten, match=f"cannot write {tmp_path}/file/x: NotADirectoryError"):
         Storage(str(tmp_path / "file")).make_folder("x")
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(SnapshotUnreadable, match=f"cannot read {tmp_path}/folder: IsADirectoryError"):
         Storage(str(tmp_path)).read("folder")
@@ -101,6 +100,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
     ("url", "words"),
     [("simplecache::s3://b/x", "without '::'"), ("nosuch://b/x", "nosuch"), ("dask://b", "distributed|Install")],
 )
-def test_a_url_that_makes_no_sense_here_is_refused(url: str, words: str):
+def test_a_url_that_makes_no_sense_here_is_refused(url, words):
     with pytest.raises(BadSnapshotName, match=words):
         Storage(url)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from itertools import chain, count
 from pathlib import Path
@@ -39,14 +39,14 @@ from embershard.worker.session.connect import connect
         (" Unlimited ", None),
     ],
 )
-def test_a_bandwidth_is_a_number_of_bits_per_second(text: str, bits: int | None) -> None:
+def test_a_bandwidth_is_a_number_of_bits_per_second(text, bits):
     assert parse_bandwidth(text) == bits
 
 
 @pytest.mark.parametrize(
     "text", ["100", "", "0mbit", "-5mbit", "nan mbit", "100mb", "100mbyte", "1e3mbit", "mbit", "0.0001kbit"]
 )
-def test_a_bandwidth_without_unit_or_above_nothing_is_refused_with_what_to_write(text: str) -> None:
+def test_a_bandwidth_without_unit_or_above_nothing_is_refused_with_what_to_write(text):
     with pytest.raises(ValueError, match=r"100mbit or 1gbit .* or unlimited"):
         parse_bandwidth(text)
 
@@ -62,11 +62,11 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock():
     return Clock()
 
 
-def test_bytes_take_their_time_through_a_bucket(clock: Clock) -> None:
+def test_bytes_take_their_time_through_a_bucket(clock):
     bucket = TokenBucket(1_000_000, clock)
     assert bucket.wait() == 0.0
     bucket.take(250_000, waited=False)
@@ -75,14 +75,14 @@ def test_bytes_take_their_time_through_a_bucket(clock: Clock) -> None:
     assert bucket.wait() == pytest.approx(0.15)
 
 
-def test_an_idle_bucket_saves_nothing_up(clock: Clock) -> None:
+def test_an_idle_bucket_saves_nothing_up(clock):
     bucket = TokenBucket(1_000_000, clock)
     clock.now += 60.0
     bucket.take(250_000, waited=False)
     assert bucket.wait() == pytest.approx(0.25)
 
 
-def test_a_timer_that_comes_late_does_not_slow_what_waited(clock: Clock) -> None:
+def test_a_timer_that_comes_late_does_not_slow_what_waited(clock):
     bucket = TokenBucket(1_000_000, clock)
     bucket.take(100_000, waited=False)
     clock.now += 0.17  # 0.07 late
@@ -94,7 +94,7 @@ def test_a_timer_that_comes_late_does_not_slow_what_waited(clock: Clock) -> None
 
 
 @pytest.mark.parametrize("late", [0.0, 0.0004, 0.003, 0.04])
-def test_the_rate_is_exact_whatever_the_timers_do(clock: Clock, late: float) -> None:
+def test_the_rate_is_exact_whatever_the_timers_do(clock, late):
     bucket, start, sent = TokenBucket(12_500_000, clock), clock.now, 0
     bucket.take(0, waited=False)
     while sent < 50_000_000:
@@ -149,7 +149,7 @@ class Transport:
 
 
 @pytest.fixture
-def transports() -> Iterator[list[Transport]]:
+def transports():
     made = [Transport(), Transport()]
     yield made
     for transport in made:
@@ -158,12 +158,12 @@ def transports() -> Iterator[list[Transport]]:
 
 
 @pytest.fixture
-def loop(clock: Clock) -> Loop:
+def loop(clock):
     return Loop(clock)
 
 
 @pytest.fixture
-def link(loop: Loop, clock: Clock, transports: list[Transport]) -> EmulatedLink:
+def link(loop, clock, transports):
     """8 Mbit/s: a chunk of 1,000 bytes per millisecond, 1,024 at least."""
     link = EmulatedLink(8_000_000, cast(asyncio.AbstractEventLoop, loop), clock)
     for transport in transports:
@@ -175,9 +175,7 @@ def sent(transports: list[Transport]) -> int:
     return sum(map(len, chain.from_iterable(transport.written for transport in transports)))
 
 
-def test_all_connections_share_what_may_be_sent_and_take_turns(
-    link: EmulatedLink, loop: Loop, transports: list[Transport]
-) -> None:
+def test_all_connections_share_what_may_be_sent_and_take_turns(link, loop, transports):
     first, second = b"a" * 30_000, b"b" * 5_000
     start = loop.clock.now
     link.send(cast(asyncio.Transport, transports[0]), [first[:10], first[10:]])
@@ -191,9 +189,7 @@ def test_all_connections_share_what_may_be_sent_and_take_turns(
     assert [b"".join(transport.written) for transport in transports] == [first, second]
 
 
-def test_what_a_connection_has_still_to_send_is_known_and_ends_with_it(
-    link: EmulatedLink, loop: Loop, transports: list[Transport]
-) -> None:
+def test_what_a_connection_has_still_to_send_is_known_and_ends_with_it(link, loop, transports):
     one = cast(asyncio.Transport, transports[0])
     link.send(one, [b"a" * 10_000])
     loop.run_until(loop.clock.now + 0.005)
@@ -205,9 +201,7 @@ def test_what_a_connection_has_still_to_send_is_known_and_ends_with_it(
     assert sent(transports) == before
 
 
-def test_reading_pauses_everywhere_for_as_long_as_what_was_read_takes(
-    link: EmulatedLink, loop: Loop, transports: list[Transport]
-) -> None:
+def test_reading_pauses_everywhere_for_as_long_as_what_was_read_takes(link, loop, transports):
     start = loop.clock.now
     link.received(4_000)
     assert not any(transport.reading for transport in transports)
@@ -218,9 +212,7 @@ def test_reading_pauses_everywhere_for_as_long_as_what_was_read_takes(
 
 
 @pytest.mark.parametrize(("waiting", "pause"), [(b"x", 0.002), (b"", 0.01)])
-def test_only_bytes_that_were_there_make_up_for_a_late_timer(
-    link: EmulatedLink, loop: Loop, transports: list[Transport], waiting: bytes, pause: float
-) -> None:
+def test_only_bytes_that_were_there_make_up_for_a_late_timer(link, loop, transports, waiting, pause):
     link.received(4_000)
     transports[1].peer.sendall(waiting)
     loop.clock.now += 0.012  # the timer was due 0.008 before
@@ -237,7 +229,7 @@ def test_only_bytes_that_were_there_make_up_for_a_late_timer(
 SPEC = TableSpec(name="items", dim=16, optimizer=SGD(lr=1.0))
 
 
-def test_rows_pass_an_emulated_link_as_they_are(stream_shard: str) -> None:
+def test_rows_pass_an_emulated_link_as_they_are(stream_shard):
     client = Client.connect([stream_shard], bandwidth=200_000_000)
     try:
         client.declare(SPEC)
@@ -251,9 +243,7 @@ def test_rows_pass_an_emulated_link_as_they_are(stream_shard: str) -> None:
         client.close()
 
 
-def test_a_call_that_the_link_is_too_slow_for_ends_by_its_deadline_and_the_next_one_goes_through(
-    stream_shard: str,
-) -> None:
+def test_a_call_that_the_link_is_too_slow_for_ends_by_its_deadline_and_the_next_one_goes_through(stream_shard):
     client = Client.connect([stream_shard], bandwidth=400_000, timeout=timedelta(seconds=1))
     try:
         client.declare(SPEC)
@@ -270,7 +260,7 @@ def test_a_call_that_the_link_is_too_slow_for_ends_by_its_deadline_and_the_next_
         client.close()
 
 
-def test_nothing_of_a_call_is_sent_after_its_deadline(stream_shard: str) -> None:
+def test_nothing_of_a_call_is_sent_after_its_deadline(stream_shard):
     transport = StreamTransport(stream_shard, link=EmulatedLink(1_000_000, io_loop()))
     try:
         transport.submit(Declare(SPEC), timedelta(seconds=20)).result()
@@ -286,12 +276,12 @@ def test_nothing_of_a_call_is_sent_after_its_deadline(stream_shard: str) -> None
 
 
 @pytest.mark.parametrize("address", ["grpc://127.0.0.1:7700", "grpc+unix:/tmp/x", "rpc://127.0.0.1:7700"])
-def test_a_transport_that_no_link_slows_down_is_refused(address: str) -> None:
+def test_a_transport_that_no_link_slows_down_is_refused(address):
     with pytest.raises(BadAddress, match="emulated in the stream transport"):
         transport_for(address, EmulatedLink(1_000_000, io_loop()))
 
 
-def test_a_session_refuses_a_bandwidth_that_is_none() -> None:
+def test_a_session_refuses_a_bandwidth_that_is_none():
     with pytest.raises(ValueError, match="100mbit"):
         connect("127.0.0.1:7700", bandwidth="100")
 
@@ -312,13 +302,13 @@ def mistakes(tmp_path: Path, *overrides: str) -> str:
 
 
 @pytest.mark.parametrize("bandwidth", ["100", "0mbit", "null"])
-def test_a_job_says_what_to_write_for_a_bandwidth(tmp_path: Path, bandwidth: str) -> None:
+def test_a_job_says_what_to_write_for_a_bandwidth(tmp_path, bandwidth):
     text = mistakes(tmp_path, f"network.bandwidth={bandwidth}")
     assert "network.bandwidth" in text
     assert "write a number with its unit, as in 100mbit" in text
 
 
-def test_a_bandwidth_is_refused_where_not_all_that_travels_goes_to_shards(tmp_path: Path) -> None:
+def test_a_bandwidth_is_refused_where_not_all_that_travels_goes_to_shards(tmp_path):
     assert "has none" in mistakes(tmp_path, "strategy=ddp", "network.bandwidth=100mbit")
     assert "all-reduced" in mistakes(tmp_path, "strategy=hybrid", "network.bandwidth=100mbit")
     assert "network" not in mistakes(tmp_path, "strategy=hybrid", "network.bandwidth=unlimited")

@@ -2,7 +2,7 @@ import http.server
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -52,7 +52,7 @@ class Server:
 
     @staticmethod
     def _handler(kind: type[Request], answer: Bytes) -> grpc.RpcMethodHandler:
-        def method(data: bytes, context: grpc.ServicerContext) -> bytes:
+        def method(data, context):
             try:
                 return answer(kind, data)
             except EmbershardError as error:
@@ -68,10 +68,10 @@ class Server:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Server]]:
+def serve():
     servers: list[Server] = []
 
-    def start(answer: Bytes | None, address: str = "127.0.0.1:0", service: str = SERVICE) -> Server:
+    def start(answer, address="127.0.0.1:0", service=SERVICE):
         servers.append(Server(answer, address, service))
         return servers[-1]
 
@@ -81,10 +81,10 @@ def serve() -> Iterator[Callable[..., Server]]:
 
 
 @pytest.fixture
-def transport_to() -> Iterator[Callable[[str], GrpcTransport]]:
+def transport_to():
     transports: list[GrpcTransport] = []
 
-    def connect(address: str) -> GrpcTransport:
+    def connect(address):
         transports.append(GrpcTransport(address))
         return transports[-1]
 
@@ -102,7 +102,7 @@ def ask(transport: GrpcTransport, request: Request, timeout: timedelta = PATIENC
     return transport.submit(request, timeout).result()
 
 
-def test_rows_cross_grpc_bit_for_bit(make_shards: Shards, serve: Serve) -> None:
+def test_rows_cross_grpc_bit_for_bit(make_shards, serve):
     servers = [serve(answer_with(shard)) for shard in make_shards(2)]
     client = Client.connect([f"grpc://{server.address}" for server in servers])
     spec = TableSpec(name="t", dim=3, optimizer=SGD(lr=1.0), initializer=Constant(value=0.0))
@@ -117,7 +117,7 @@ def test_rows_cross_grpc_bit_for_bit(make_shards: Shards, serve: Serve) -> None:
     client.close()
 
 
-def test_an_error_keeps_its_type_and_fields(make_shards: Shards, serve: Serve, transport_to: TransportTo) -> None:
+def test_an_error_keeps_its_type_and_fields(make_shards, serve, transport_to):
     transport = transport_to(serve(answer_with(*make_shards(1))).address)
     with pytest.raises(UnknownTable) as caught:
         ask(transport, Pull(1, (TableIds("x", np.array([1], np.int64)),)))
@@ -128,18 +128,18 @@ def garbage(kind: type[Request], data: bytes) -> bytes:
     return b"\xff\xff\xff"
 
 
-def test_garbage_in_a_reply_is_no_shard(serve: Serve, transport_to: TransportTo) -> None:
+def test_garbage_in_a_reply_is_no_shard(serve, transport_to):
     with pytest.raises(NotAShard, match="not as an embershard shard"):
         ask(transport_to(serve(garbage).address), Hello())
 
 
-def test_a_grpc_server_of_something_else_is_no_shard(serve: Serve, transport_to: TransportTo) -> None:
+def test_a_grpc_server_of_something_else_is_no_shard(serve, transport_to):
     address = serve(None).address
     with pytest.raises(NotAShard, match=address):
         ask(transport_to(address), Hello())
 
 
-def test_a_shard_of_an_older_version_is_told_from_something_else(serve: Serve, transport_to: TransportTo) -> None:
+def test_a_shard_of_an_older_version_is_told_from_something_else(serve, transport_to):
     old = serve(lambda kind, data: b"", service="embershard.v1.Shard")
     with pytest.raises(WrongVersion) as refused:
         transport_to(old.address).submit(Hello(), PATIENCE).result()
@@ -147,7 +147,7 @@ def test_a_shard_of_an_older_version_is_told_from_something_else(serve: Serve, t
     assert refused.value.fields == {"lowest": 1, "highest": 1, **own}
 
 
-def test_a_web_server_is_no_shard(transport_to: TransportTo) -> None:
+def test_a_web_server_is_no_shard(transport_to):
     web = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     thread = threading.Thread(target=web.serve_forever)
     thread.start()
@@ -162,7 +162,7 @@ def test_a_web_server_is_no_shard(transport_to: TransportTo) -> None:
         web.server_close()
 
 
-def test_a_closed_port_is_named_at_the_deadline() -> None:
+def test_a_closed_port_is_named_at_the_deadline():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -170,10 +170,10 @@ def test_a_closed_port_is_named_at_the_deadline() -> None:
             Client.connect([f"grpc://{address}"], timeout=SECOND)
 
 
-def test_a_server_that_never_answers_ends_at_the_deadline(serve: Serve, transport_to: TransportTo) -> None:
+def test_a_server_that_never_answers_ends_at_the_deadline(serve, transport_to):
     released = threading.Event()
 
-    def hang(kind: type[Request], data: bytes) -> bytes:
+    def hang(kind, data):
         released.wait(60)
         return b""
 
@@ -183,23 +183,23 @@ def test_a_server_that_never_answers_ends_at_the_deadline(serve: Serve, transpor
     released.set()
 
 
-def test_a_defect_of_the_server_is_reported_as_one(serve: Serve, transport_to: TransportTo) -> None:
-    def fail(kind: type[Request], data: bytes) -> bytes:
+def test_a_defect_of_the_server_is_reported_as_one(serve, transport_to):
+    def fail(kind, data):
         raise ZeroDivisionError("oops")
 
     with pytest.raises(InternalError, match="oops"):
         ask(transport_to(serve(fail).address), GetStatus())
 
 
-def test_a_reply_over_the_limit_is_refused_and_not_retried(serve: Serve, transport_to: TransportTo) -> None:
-    def huge(kind: type[Request], data: bytes) -> bytes:
+def test_a_reply_over_the_limit_is_refused_and_not_retried(serve, transport_to):
+    def huge(kind, data):
         return bytes(66 * 2**20)
 
     with pytest.raises(InvalidRequest, match="larger than max"):
         ask(transport_to(serve(huge).address), GetStatus())
 
 
-def test_a_client_finds_a_server_that_starts_later(make_shards: Shards, serve: Serve) -> None:
+def test_a_client_finds_a_server_that_starts_later(make_shards, serve):
     (shard,) = make_shards(1)
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -213,7 +213,7 @@ def test_a_client_finds_a_server_that_starts_later(make_shards: Shards, serve: S
     client.close()
 
 
-def test_a_connection_that_broke_is_made_again(make_shards: Shards, serve: Serve) -> None:
+def test_a_connection_that_broke_is_made_again(make_shards, serve):
     (shard,) = make_shards(1)
     server = serve(answer_with(shard))
     client = Client.connect([f"grpc://{server.address}"], timeout=PATIENCE)
@@ -225,7 +225,7 @@ def test_a_connection_that_broke_is_made_again(make_shards: Shards, serve: Serve
     client.close()
 
 
-def test_a_closed_transport_says_so(make_shards: Shards, serve: Serve, transport_to: TransportTo) -> None:
+def test_a_closed_transport_says_so(make_shards, serve, transport_to):
     transport = transport_to(serve(answer_with(*make_shards(1))).address)
     ask(transport, Hello())
     transport.close()

@@ -35,10 +35,10 @@ def gradient(worker: int, clock: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_synchronous_workers_in_threads_are_one_on_the_joint_batch(shards: int):
+def test_synchronous_workers_in_threads_are_one_on_the_joint_batch(shards):
     together, one = InProcessShards(shards), Client(InProcessShards(shards).transports())
 
-    def work(worker: int) -> None:
+    def work(worker):
         client = Client(together.transports(), worker=worker)
         client.join(Terms(workers=WORKERS, staleness=0))
         client.declare(TABLE)
@@ -62,7 +62,7 @@ def test_synchronous_workers_in_threads_are_one_on_the_joint_batch(shards: int):
 
 
 @pytest.fixture
-def transport() -> LocalTransport:
+def transport():
     (transport,) = InProcessShards(1).transports()
     for worker in range(2):
         join(transport, worker, workers=2)
@@ -81,17 +81,17 @@ def test_a_wait_ends_with_a_lease_though_nobody_asks_for_anything():
     assert met.workers == (0,)  # type: ignore[union-attr]
 
 
-def test_a_wait_ends_at_its_deadline(transport: LocalTransport):
+def test_a_wait_ends_at_its_deadline(transport):
     with pytest.raises(ClockAhead, match="worker 1"):
         transport.submit(Rendezvous(0, 1, "m", np.zeros(1, np.uint8)), timedelta(seconds=0.1)).result()
 
 
-def test_many_threads_may_wait_at_once(transport: LocalTransport):
+def test_many_threads_may_wait_at_once(transport):
     for worker in range(2, 8):
         join(transport, worker, workers=2)
     barrier = threading.Barrier(8)
 
-    def meet(worker: int) -> None:
+    def meet(worker):
         for number in range(20):
             barrier.wait(20)
             request = Rendezvous(worker, 1, f"m{number}", np.full(1, worker, np.uint8))
@@ -101,7 +101,7 @@ def test_many_threads_may_wait_at_once(transport: LocalTransport):
     at_once(meet, 8)
 
 
-def test_a_push_that_waits_for_others_is_not_changed_with_its_callers_array(transport: LocalTransport):
+def test_a_push_that_waits_for_others_is_not_changed_with_its_callers_array(transport):
     client = Client([transport], worker=9)
     client.declare(TABLE)
     route = make_route(IDS[:1], TABLE.space_key, client.placement)

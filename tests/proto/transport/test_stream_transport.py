@@ -10,11 +10,10 @@ import threading
 import time
 import tracemalloc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -159,10 +158,10 @@ class Scripted:
 
 
 @pytest.fixture
-def scripted() -> Iterator[Callable[..., Scripted]]:
+def scripted():
     started: list[Scripted] = []
 
-    def start(*scripts: Script, listener: socket.socket | None = None) -> Scripted:
+    def start(*scripts, listener=None):
         started.append(Scripted(listener or socket.create_server(("127.0.0.1", 0)), *scripts))
         return started[-1]
 
@@ -172,11 +171,11 @@ def scripted() -> Iterator[Callable[..., Scripted]]:
 
 
 @pytest.fixture
-def connect(scripted: Callable[..., Scripted]) -> Iterator[Callable[..., StreamTransport]]:
+def connect(scripted):
     """A transport to a shard that follows scripts."""
     transports: list[StreamTransport] = []
 
-    def to(*scripts: Script, checksum: bool = False) -> StreamTransport:
+    def to(*scripts, checksum=False):
         transports.append(StreamTransport(scripted(*scripts).address, checksum=checksum))
         return transports[-1]
 
@@ -233,10 +232,8 @@ def stays(array: Floats) -> None:
     ],
     ids=["garbage", "half a frame", "an error of call 0", "over the limit", "nothing"],
 )
-def test_a_broken_stream_ends_its_calls_and_the_next_call_connects_again(
-    connect: Connect, script: Callable[[Talk], None], words: str
-):
-    def broken(sock: socket.socket) -> None:
+def test_a_broken_stream_ends_its_calls_and_the_next_call_connects_again(connect, script, words):
+    def broken(sock):
         talk = Talk(sock)
         talk.request()
         script(talk)
@@ -247,8 +244,8 @@ def test_a_broken_stream_ends_its_calls_and_the_next_call_connects_again(
     assert ask(transport) == GREETING
 
 
-def test_a_reply_of_another_kind_is_no_shards(connect: Connect):
-    def script(sock: socket.socket) -> None:
+def test_a_reply_of_another_kind_is_no_shards(connect):
+    def script(sock):
         talk = Talk(sock)
         talk.answer(Declared(created=True, loading=False))
         talk.answer(rows(1))
@@ -261,8 +258,8 @@ def test_a_reply_of_another_kind_is_no_shards(connect: Connect):
     assert ask(transport) == GREETING
 
 
-def test_an_error_nobody_knows_and_a_head_that_is_no_reply_are_typed_errors(connect: Connect):
-    def script(sock: socket.socket) -> None:
+def test_an_error_nobody_knows_and_a_head_that_is_no_reply_are_typed_errors(connect):
+    def script(sock):
         talk = Talk(sock)
         talk.send(*wire.encode(ERROR_KIND, talk.request(), 0, b"\xff not json", checksum=False))
         talk.send(*wire.encode(KIND_OF[Greeting], talk.request(), 0, b"\xff\xff", checksum=False))
@@ -276,8 +273,8 @@ def test_an_error_nobody_knows_and_a_head_that_is_no_reply_are_typed_errors(conn
     assert ask(transport) == GREETING
 
 
-def test_a_reply_to_a_call_that_nobody_made_is_dropped(connect: Connect):
-    def script(sock: socket.socket) -> None:
+def test_a_reply_to_a_call_that_nobody_made_is_dropped(connect):
+    def script(sock):
         talk = Talk(sock)
         call = talk.request()
         talk.send(talk.reply(call + 1, rows(1, 100_000)), talk.reply(call + 2, GREETING), talk.reply(call, GREETING))
@@ -287,7 +284,7 @@ def test_a_reply_to_a_call_that_nobody_made_is_dropped(connect: Connect):
 
 
 @pytest.mark.parametrize("got", [Rows(()), rows(1, 3), rows(1, 5), Rows((*rows(1).tables, *rows(1).tables))])
-def test_rows_of_a_wrong_size_do_not_reach_the_callers_memory(connect: Connect, got: Rows):
+def test_rows_of_a_wrong_size_do_not_reach_the_callers_memory(connect, got):
     transport = connect(lambda sock: Talk(sock).answer(got))
     into = blank()
     reply = transport.submit(pull(), PATIENCE, [into]).result()
@@ -297,8 +294,8 @@ def test_rows_of_a_wrong_size_do_not_reach_the_callers_memory(connect: Connect, 
 
 
 @pytest.mark.parametrize(("got", "error"), [(Rows(()), NotAShard), (rows(1, 3), WrongDim)])
-def test_a_client_says_what_is_wrong_with_rows_of_a_wrong_size(connect: Connect, got: Rows, error: type[Exception]):
-    def script(sock: socket.socket) -> None:
+def test_a_client_says_what_is_wrong_with_rows_of_a_wrong_size(connect, got, error):
+    def script(sock):
         talk = Talk(sock)
         for reply in (GREETING, GREETING, Declared(created=True, loading=False), got):
             talk.answer(reply)
@@ -311,8 +308,8 @@ def test_a_client_says_what_is_wrong_with_rows_of_a_wrong_size(connect: Connect,
         client.pull([("items", make_route(np.arange(4), spec.space_key, client.placement))])
 
 
-def test_a_client_of_a_shard_that_breaks_every_call_ends_by_its_deadline(connect: Connect):
-    def script(sock: socket.socket) -> None:
+def test_a_client_of_a_shard_that_breaks_every_call_ends_by_its_deadline(connect):
+    def script(sock):
         talk = Talk(sock)
         talk.request()
         talk.send(b"x" * 100)
@@ -321,10 +318,10 @@ def test_a_client_of_a_shard_that_breaks_every_call_ends_by_its_deadline(connect
         Client([connect(script)], timeout=timedelta(seconds=0.5))
 
 
-def test_a_reply_after_its_deadline_is_dropped_and_the_connection_goes_on(connect: Connect):
+def test_a_reply_after_its_deadline_is_dropped_and_the_connection_goes_on(connect):
     late = threading.Event()
 
-    def script(sock: socket.socket) -> None:
+    def script(sock):
         talk = Talk(sock)
         first = talk.request()
         talk.send(talk.reply(99, GREETING))  # the shard lives
@@ -343,10 +340,10 @@ def test_a_reply_after_its_deadline_is_dropped_and_the_connection_goes_on(connec
 
 @pytest.mark.parametrize("before", [b"", b"a reply"], ids=["alone", "behind another reply"])
 @pytest.mark.parametrize("num_rows", [4, 100_000])
-def test_a_reply_that_is_arriving_at_its_deadline_stops_there(connect: Connect, before: bytes, num_rows: int):
+def test_a_reply_that_is_arriving_at_its_deadline_stops_there(connect, before, num_rows):
     late = threading.Event()
 
-    def script(sock: socket.socket) -> None:
+    def script(sock):
         talk = Talk(sock)
         talk.answer(GREETING)
         first, second = talk.request(), talk.request()
@@ -371,10 +368,10 @@ def test_a_reply_that_is_arriving_at_its_deadline_stops_there(connect: Connect, 
 
 @pytest.mark.parametrize("first", ["rows", "error"])
 @pytest.mark.parametrize("part", [-16, None], ids=["a part of it", "all of it"])
-def test_a_second_reply_to_a_call_is_not_written_anywhere(connect: Connect, first: str, part: int | None):
+def test_a_second_reply_to_a_call_is_not_written_anywhere(connect, first, part):
     done = threading.Event()
 
-    def script(sock: socket.socket) -> None:
+    def script(sock):
         talk = Talk(sock)
         call = talk.request()
         error = talk.error(call, UnknownTable(table="t", known=""))
@@ -395,11 +392,11 @@ def test_a_second_reply_to_a_call_is_not_written_anywhere(connect: Connect, firs
     stays(into)
 
 
-def test_a_request_that_is_still_being_sent_at_its_deadline_is_never_completed(connect: Connect):
+def test_a_request_that_is_still_being_sent_at_its_deadline_is_never_completed(connect):
     """Its arrays are the caller's again: what follows would be other bytes."""
     deadline, arrived = threading.Event(), []
 
-    def script(sock: socket.socket) -> None:
+    def script(sock):
         talk = Talk(sock)
         for _ in range(10):  # it lives, and does not read
             talk.send(talk.reply(99, GREETING))
@@ -418,10 +415,10 @@ def test_a_request_that_is_still_being_sent_at_its_deadline_is_never_completed(c
     assert not arrived
 
 
-def test_call_numbers_begin_again_behind_the_last_one(connect: Connect):
+def test_call_numbers_begin_again_behind_the_last_one(connect):
     calls: list[int] = []
 
-    def script(sock: socket.socket) -> None:
+    def script(sock):
         talk = Talk(sock)
         for _ in range(4):
             calls.append(talk.request())
@@ -434,8 +431,8 @@ def test_call_numbers_begin_again_behind_the_last_one(connect: Connect):
     assert calls == [2**32 - 2, 2**32 - 1, 1, 2]  # 0 is nobody's
 
 
-def test_a_flipped_byte_of_the_rows_is_noticed_with_checksum(connect: Connect):
-    def script(sock: socket.socket) -> None:
+def test_a_flipped_byte_of_the_rows_is_noticed_with_checksum(connect):
+    def script(sock):
         talk = Talk(sock)
         assert talk.checksum
         talk.answer(rows(1))
@@ -453,8 +450,8 @@ def test_a_flipped_byte_of_the_rows_is_noticed_with_checksum(connect: Connect):
     assert ask(transport) == GREETING
 
 
-def test_a_checksum_is_not_forced_on_a_shard_that_has_none(connect: Connect):
-    def script(sock: socket.socket) -> None:
+def test_a_checksum_is_not_forced_on_a_shard_that_has_none(connect):
+    def script(sock):
         talk = Talk(sock, Feature(0))
         talk.answer(rows(1))
 
@@ -462,10 +459,10 @@ def test_a_checksum_is_not_forced_on_a_shard_that_has_none(connect: Connect):
     assert isinstance(reply, Rows)
 
 
-def test_a_peer_that_takes_connections_and_says_nothing_is_left(connect: Connect, monkeypatch: pytest.MonkeyPatch):
+def test_a_peer_that_takes_connections_and_says_nothing_is_left(connect, monkeypatch):
     left = threading.Event()
 
-    def silent(sock: socket.socket) -> None:
+    def silent(sock):
         sock.settimeout(20)
         while sock.recv(100):
             pass
@@ -480,7 +477,7 @@ def test_a_peer_that_takes_connections_and_says_nothing_is_left(connect: Connect
     assert ask(transport) == GREETING
 
 
-def test_a_shard_that_leaves_right_after_its_hello_is_tried_again(connect: Connect):
+def test_a_shard_that_leaves_right_after_its_hello_is_tried_again(connect):
     transport = connect(*[lambda sock: Talk(sock) and None] * 3, polite)
     for _ in range(3):
         with pytest.raises(Unreachable):
@@ -488,10 +485,10 @@ def test_a_shard_that_leaves_right_after_its_hello_is_tried_again(connect: Conne
     assert ask(transport) == GREETING
 
 
-def test_closing_ends_a_connection_that_is_being_made(connect: Connect):
+def test_closing_ends_a_connection_that_is_being_made(connect):
     left, there = threading.Event(), threading.Event()
 
-    def silent(sock: socket.socket) -> None:
+    def silent(sock):
         sock.settimeout(20)
         there.set()
         while sock.recv(100):
@@ -507,10 +504,10 @@ def test_closing_ends_a_connection_that_is_being_made(connect: Connect):
     assert left.wait(20)
 
 
-def test_a_deadline_before_the_connection_is_there_ends_that_call_alone(connect: Connect):
+def test_a_deadline_before_the_connection_is_there_ends_that_call_alone(connect):
     slow = threading.Event()
 
-    def script(sock: socket.socket) -> None:
+    def script(sock):
         slow.wait(20)
         polite(sock)
 
@@ -523,7 +520,7 @@ def test_a_deadline_before_the_connection_is_there_ends_that_call_alone(connect:
 
 
 @pytest.fixture(params=["tcp", "unix"])
-def listener(request: pytest.FixtureRequest, tmp_path: Path) -> socket.socket:
+def listener(request, tmp_path):
     if request.param == "tcp":
         return socket.create_server(("127.0.0.1", 0))
     sock = socket.socket(socket.AF_UNIX)
@@ -532,14 +529,12 @@ def listener(request: pytest.FixtureRequest, tmp_path: Path) -> socket.socket:
     return sock
 
 
-def test_the_largest_messages_travel_without_a_copy_and_leave_nothing_behind(
-    scripted: Callable[..., Scripted], listener: socket.socket
-):
+def test_the_largest_messages_travel_without_a_copy_and_leave_nothing_behind(scripted, listener):
     num_rows = MAX_MESSAGE_BYTES // 16
     sent = np.random.default_rng(0).integers(0, 255, MAX_MESSAGE_BYTES, np.uint8).view(np.float32).reshape(-1, 4)
     received = np.zeros_like(sent)
 
-    def script(sock: socket.socket) -> None:
+    def script(sock):
         talk = Talk(sock)
         talk.request()
         peak = tracemalloc.get_traced_memory()[1]
@@ -566,8 +561,8 @@ def test_the_largest_messages_travel_without_a_copy_and_leave_nothing_behind(
     transport.close()
 
 
-def test_nothing_of_a_call_is_kept_once_it_is_done(connect: Connect):
-    def script(sock: socket.socket) -> None:
+def test_nothing_of_a_call_is_kept_once_it_is_done(connect):
+    def script(sock):
         talk = Talk(sock)
         talk.answer(rows(1))
         talk.answer(GREETING)
@@ -583,7 +578,7 @@ def test_nothing_of_a_call_is_kept_once_it_is_done(connect: Connect):
     assert [ref() for ref in kept] == [None, None]
 
 
-def test_a_forked_child_is_told_to_connect_by_itself(connect: Connect):
+def test_a_forked_child_is_told_to_connect_by_itself(connect):
     transport = connect(polite)
     assert ask(transport) == GREETING
     child = os.fork()
@@ -622,9 +617,7 @@ only_linux = pytest.mark.skipif(sys.platform != "linux", reason="abstract names 
 @only_linux
 @pytest.mark.parametrize("ip", ["127.0.0.1", "0.0.0.0"])
 @pytest.mark.parametrize("scheme", ["", "tcp://"])
-def test_a_shard_on_this_machine_is_reached_over_its_unix_socket_unless_tcp_is_asked_for(
-    scripted: Callable[..., Scripted], ip: str, scheme: str
-):
+def test_a_shard_on_this_machine_is_reached_over_its_unix_socket_unless_tcp_is_asked_for(scripted, ip, scheme):
     tcp = socket.create_server((ip, 0))
     port = tcp.getsockname()[1]
     got = hears(scripted, f"{scheme}localhost:{port}", tcp, beside(ip, port))
@@ -632,14 +625,14 @@ def test_a_shard_on_this_machine_is_reached_over_its_unix_socket_unless_tcp_is_a
 
 
 @only_linux
-def test_a_proxy_on_another_port_is_not_passed_by(scripted: Callable[..., Scripted]):
+def test_a_proxy_on_another_port_is_not_passed_by(scripted):
     shard, proxy = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
     local = beside("127.0.0.1", shard.getsockname()[1])
     assert hears(scripted, f"127.0.0.1:{proxy.getsockname()[1]}", proxy, shard, local) == [1, 0, 0]
 
 
 @only_linux
-def test_a_unix_socket_of_another_user_is_not_used(scripted: Callable[..., Scripted], monkeypatch: pytest.MonkeyPatch):
+def test_a_unix_socket_of_another_user_is_not_used(scripted, monkeypatch):
     tcp = socket.create_server(("127.0.0.1", 0))
     port = tcp.getsockname()[1]
     if os.getuid() == 0:
@@ -656,7 +649,7 @@ def test_a_unix_socket_of_another_user_is_not_used(scripted: Callable[..., Scrip
 
 
 @pytest.mark.parametrize("host", ["10.0.0..1", "no-such-host.invalid"])
-def test_a_host_that_cannot_be_is_said_at_every_call_and_at_once(host: str):
+def test_a_host_that_cannot_be_is_said_at_every_call_and_at_once(host):
     transport = StreamTransport(f"{host}:7700")
     start = time.monotonic()
     for _ in range(2):
@@ -667,12 +660,10 @@ def test_a_host_that_cannot_be_is_said_at_every_call_and_at_once(host: str):
     transport.close()
 
 
-def test_what_waits_behind_a_large_request_does_not_end_the_connection(
-    scripted: Callable[..., Scripted], listener: socket.socket
-):
+def test_what_waits_behind_a_large_request_does_not_end_the_connection(scripted, listener):
     """As a member's beat does: the bytes that arrive say that the shard is there."""
 
-    def script(sock: socket.socket) -> None:
+    def script(sock):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
         talk = Talk(sock)
         for _ in range(8):  # far longer than the beat's deadline
@@ -691,12 +682,10 @@ def test_what_waits_behind_a_large_request_does_not_end_the_connection(
     transport.close()
 
 
-def test_a_connection_that_swallows_all_and_says_nothing_is_left(
-    scripted: Callable[..., Scripted], listener: socket.socket
-):
+def test_a_connection_that_swallows_all_and_says_nothing_is_left(scripted, listener):
     over = threading.Event()
 
-    def script(sock: socket.socket) -> None:
+    def script(sock):
         Talk(sock).answer(GREETING)
         over.wait(20)
 
@@ -709,7 +698,7 @@ def test_a_connection_that_swallows_all_and_says_nothing_is_left(
     transport.close()
 
 
-def test_a_client_that_was_closed_says_so_at_once(stream_shard: str):
+def test_a_client_that_was_closed_says_so_at_once(stream_shard):
     client = Client.connect([stream_shard], timeout=PATIENCE)
     client.close()
     start = time.monotonic()
@@ -718,8 +707,8 @@ def test_a_client_that_was_closed_says_so_at_once(stream_shard: str):
     assert time.monotonic() - start < PATIENCE.total_seconds() / 2
 
 
-def test_a_shard_of_version_1_is_told_from_something_else(connect: Connect) -> None:
-    def old(sock: socket.socket) -> None:
+def test_a_shard_of_version_1_is_told_from_something_else(connect):
+    def old(sock):
         sock.recv(wire.HELLO_BYTES, socket.MSG_WAITALL)
         sock.sendall(bytes.fromhex("454d42534852440a 0100 0100 00000000"))  # its range, and it closes
 

@@ -12,8 +12,8 @@ from embershard.proto.transport.torch_rpc import RpcTransport
 from embershard.proto.wire import OLDEST_VERSION, VERSION
 
 
-def test_a_shard_of_version_1_is_told_from_something_else() -> None:
-    def greet() -> None:
+def test_a_shard_of_version_1_is_told_from_something_else():
+    def greet():
         sock, _ = listener.accept()
         with sock:
             sock.recv(100)

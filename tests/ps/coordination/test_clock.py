@@ -126,12 +126,12 @@ class Job:
 
 
 @pytest.fixture
-def job() -> Job:
+def job():
     return Job()
 
 
 class TestGathering:
-    def test_a_clock_is_applied_once_all_members_have_pushed_it(self, job: Job):
+    def test_a_clock_is_applied_once_all_members_have_pushed_it(self, job):
         job.together(2)
         assert job.push(0, 0, 1.0) == Pushed(duplicate=False, applied=3, skipped=0)
         assert job.row(1) == [0, 0]
@@ -139,13 +139,13 @@ class TestGathering:
         assert job.row(1) == [-2, -2]
         assert job.status.clock == 1
 
-    def test_workers_count_by_their_weight(self, job: Job):
+    def test_workers_count_by_their_weight(self, job):
         job.together(2)
         job.push(0, 0, 1.0, weight=3.0)
         job.push(1, 0, 5.0, weight=1.0)
         assert job.row(1) == [-2, -2]
 
-    def test_a_row_that_some_workers_did_not_read_counts_as_zero_from_them(self, job: Job):
+    def test_a_row_that_some_workers_did_not_read_counts_as_zero_from_them(self, job):
         job.together(2)
         job.push(0, 0, 1.0, ids=(1, 2))
         job.push(1, 0, 1.0, ids=(2, 3))
@@ -167,7 +167,7 @@ class TestGathering:
             np.testing.assert_array_equal(job.pull(*range(50)).tables[0], -want)
 
     @pytest.mark.parametrize("optimizer", [spec.Adam(lr=0.1), spec.Adagrad(lr=0.1)], ids=["adam", "adagrad"])
-    def test_many_workers_are_as_one_that_pushes_their_weighted_mean(self, optimizer: spec.Optimizer):
+    def test_many_workers_are_as_one_that_pushes_their_weighted_mean(self, optimizer):
         rng = np.random.default_rng(1)
         many, one = Job(optimizer), Job(optimizer)
         many.together(4)
@@ -193,7 +193,7 @@ class TestGathering:
                 )
         np.testing.assert_array_equal(member.pull(*range(40)).tables[0], free.pull(*range(40)).tables[0])
 
-    def test_a_push_may_come_in_several_messages_of_different_tables(self, job: Job):
+    def test_a_push_may_come_in_several_messages_of_different_tables(self, job):
         job.declare("users", dim=3)
         job.together(2)
         users = TableGradients("users", ids_of(7), np.full((1, 3), 2.0, np.float32))
@@ -204,7 +204,7 @@ class TestGathering:
         assert job.row(1) == [-1, -1]
         assert job.row(7, "users") == [-1, -1, -1]
 
-    def test_a_gradient_that_is_not_finite_is_left_out_for_its_worker_alone(self, job: Job):
+    def test_a_gradient_that_is_not_finite_is_left_out_for_its_worker_alone(self, job):
         job.together(2)
         rows = rows_of(3, 1.0)
         rows[1, 0] = np.nan
@@ -213,7 +213,7 @@ class TestGathering:
         assert [job.row(i)[0] for i in IDS] == [-1, -0.5, -1]
         assert (job.status.pushed_rows, job.status.skipped_rows) == (5, 1)
 
-    def test_differences_are_added_past_the_optimizer(self, job: Job):
+    def test_differences_are_added_past_the_optimizer(self, job):
         job.together(2)
         job.push(0, 0, 4.0, difference=True, weight=1.0)
         job.push(1, 0, 8.0, difference=True, weight=3.0)
@@ -229,7 +229,7 @@ class TestGathering:
         plain.push(0, 0, 2.0)
         np.testing.assert_allclose(np.array(job.row(1)) - 5, plain.row(1))
 
-    def test_a_worker_of_weight_zero_does_not_count(self, job: Job):
+    def test_a_worker_of_weight_zero_does_not_count(self, job):
         job.together(2)
         job.push(0, 0, 100.0, weight=0.0)
         job.push(1, 0, 2.0, weight=5.0)
@@ -239,19 +239,19 @@ class TestGathering:
         assert job.row(1) == [-2, -2]
         assert job.status.clock == 2
 
-    def test_nor_does_it_alone(self, job: Job):
+    def test_nor_does_it_alone(self, job):
         job.together(1)
         job.push(0, 0, 100.0, weight=0.0)
         assert job.row(1) == [0, 0]
         assert job.status.clock == 1
 
     @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
-    def test_a_weight_without_sense_is_refused(self, job: Job, weight: float):
+    def test_a_weight_without_sense_is_refused(self, job, weight):
         job.together(2)
         with pytest.raises(InvalidRequest, match="weight"):
             job.push(0, 0, weight=weight)
 
-    def test_a_push_that_comes_twice_counts_once_also_after_its_clock_closed(self, job: Job):
+    def test_a_push_that_comes_twice_counts_once_also_after_its_clock_closed(self, job):
         job.together(2)
         message = job.message(0, 0, TableGradients("items", ids_of(1), rows_of(1, 2.0)))
         first = job.send(message)
@@ -261,7 +261,7 @@ class TestGathering:
         assert job.row(1) == [-2, -2]
         assert job.status.clock == 1
 
-    def test_what_waits_counts_for_the_memory_of_a_shard(self, job: Job):
+    def test_what_waits_counts_for_the_memory_of_a_shard(self, job):
         job.together(2)
         budget = job.shard._budget
         many = tuple(range(1000))
@@ -277,14 +277,14 @@ class TestGathering:
         assert job.status.tables[0].rows == 1000
         assert job.status.used_bytes == job.status.tables[0].bytes  # what was gathered has left the account
 
-    def test_what_a_worker_left_behind_takes_no_memory(self, job: Job):
+    def test_what_a_worker_left_behind_takes_no_memory(self, job):
         job.together(3)
         before = job.status.used_bytes
         job.push(0, 0, last=False)
         job.leave(0)
         assert job.status.used_bytes == before
 
-    def test_a_worker_too_far_ahead_waits_while_much_is_gathered(self, job: Job, monkeypatch: pytest.MonkeyPatch):
+    def test_a_worker_too_far_ahead_waits_while_much_is_gathered(self, job, monkeypatch):
         monkeypatch.setattr(clock_module, "GATHER_BYTES", 10)
         job.together(2)
         job.push(0, 0)
@@ -295,7 +295,7 @@ class TestGathering:
         job.push(1, 1)
         assert job.status.clock == 2
 
-    def test_a_clock_that_is_closed_or_pushed_already_is_refused(self, job: Job):
+    def test_a_clock_that_is_closed_or_pushed_already_is_refused(self, job):
         job.together(2)
         job.push(0, 3)
         with pytest.raises(InvalidRequest, match="the first that it may push is 4"):
@@ -304,13 +304,11 @@ class TestGathering:
         with pytest.raises(InvalidRequest, match="the first that it may push is 4"):
             job.push(1, 0)
 
-    def test_a_push_is_answered_for_itself_where_the_update_of_its_clock_fails(
-        self, job: Job, monkeypatch: pytest.MonkeyPatch
-    ):
+    def test_a_push_is_answered_for_itself_where_the_update_of_its_clock_fails(self, job, monkeypatch):
         job.together(2)
         job.push(0, 0)
 
-        def broken(*_: object) -> None:
+        def broken(*_):
             raise BadOptimizer(optimizer="mine", reason="it raised")
 
         monkeypatch.setattr(Table, "apply", broken)
@@ -323,14 +321,14 @@ class TestGathering:
         job.push(1, 1)
         assert job.row(1) == [-1, -1]
 
-    def test_who_waits_for_a_clock_whose_update_failed_is_told(self, job: Job, monkeypatch: pytest.MonkeyPatch):
+    def test_who_waits_for_a_clock_whose_update_failed_is_told(self, job, monkeypatch):
         job.together(2)
         job.push(0, 0)
         job.push(1, 0)
         job.push(0, 1)
         assert job.status.failed_update == ""
 
-        def broken(*_: object) -> None:
+        def broken(*_):
             raise BadOptimizer(optimizer="mine", reason="it raised")
 
         monkeypatch.setattr(Table, "apply", broken)
@@ -349,7 +347,7 @@ class TestGathering:
         job.pull(1, after=2, epoch=2)  # of another job
         assert job.status.failed_update == ""
 
-    def test_an_update_that_meets_a_defect_is_told_too(self, job: Job, monkeypatch: pytest.MonkeyPatch):
+    def test_an_update_that_meets_a_defect_is_told_too(self, job, monkeypatch):
         job.together(2)
         job.push(0, 0)
         monkeypatch.setattr(Table, "apply", lambda *_: 1 / 0)
@@ -357,15 +355,13 @@ class TestGathering:
         with pytest.raises(UpdateFailed, match="ZeroDivisionError"):
             job.pull(1, after=1)
 
-    def test_the_clocks_after_one_whose_row_function_raises_are_applied(
-        self, job: Job, monkeypatch: pytest.MonkeyPatch
-    ):
+    def test_the_clocks_after_one_whose_row_function_raises_are_applied(self, job, monkeypatch):
         job.together(2)
         for clock in range(3):
             job.push(0, clock)
         apply = Table.apply
 
-        def broken_once(*_: object) -> None:
+        def broken_once(*_):
             monkeypatch.setattr(Table, "apply", apply)
             raise BadOptimizer(optimizer="mine", reason="it raised")
 
@@ -376,7 +372,7 @@ class TestGathering:
 
 
 class TestWaiting:
-    def test_a_pull_is_answered_once_the_clocks_before_it_are_closed(self, job: Job):
+    def test_a_pull_is_answered_once_the_clocks_before_it_are_closed(self, job):
         job.together(2)
         job.push(0, 0)
         with pytest.raises(ClockAhead, match=r"clock 0 for worker 1 \(last heartbeat 0\.0 s ago\)"):
@@ -384,7 +380,7 @@ class TestWaiting:
         job.push(1, 0)
         assert job.pull(1, after=1).version == 1
 
-    def test_nothing_closes_before_all_expected_workers_have_joined(self, job: Job):
+    def test_nothing_closes_before_all_expected_workers_have_joined(self, job):
         job.join(0, workers=3)
         job.join(1, workers=3)
         job.push(0, 0)
@@ -397,7 +393,7 @@ class TestWaiting:
         job.push(2, 0, 4.0)
         assert job.row(1) == [-2, -2]
 
-    def test_the_push_of_a_worker_that_is_here_first_is_kept_for_the_others(self, job: Job):
+    def test_the_push_of_a_worker_that_is_here_first_is_kept_for_the_others(self, job):
         job.join(0, workers=2)
         job.push(0, 0, 1.0)
         assert job.row(1) == [0, 0]
@@ -405,21 +401,21 @@ class TestWaiting:
         job.push(1, 0, 3.0)
         assert job.row(1) == [-2, -2]
 
-    def test_a_resting_worker_is_not_named_as_one_that_is_waited_for(self, job: Job):
+    def test_a_resting_worker_is_not_named_as_one_that_is_waited_for(self, job):
         job.together(3)
         job.leave(2, rest=True)
         job.push(0, 0)
         with pytest.raises(ClockAhead, match="clock 0 for worker 1 "):
             job.pull(1, after=1)
 
-    def test_a_join_that_comes_again_takes_no_push_back(self, job: Job):
+    def test_a_join_that_comes_again_takes_no_push_back(self, job):
         job.together(2)
         job.push(0, 0)
         assert job.join(0, 0).member
         job.push(1, 0)
         assert job.status.clock == 1
 
-    def test_a_worker_that_joins_late_is_waited_for_from_its_clock_on(self, job: Job):
+    def test_a_worker_that_joins_late_is_waited_for_from_its_clock_on(self, job):
         job.together(1)
         job.push(0, 0)
         assert job.join(1, 0) == Joined(False, 1, True, (0,))
@@ -430,7 +426,7 @@ class TestWaiting:
         job.push(1, 3, 3.0)
         assert job.row(1) == [-5, -5]
 
-    def test_a_worker_that_leaves_is_not_waited_for(self, job: Job):
+    def test_a_worker_that_leaves_is_not_waited_for(self, job):
         job.together(2)
         job.push(0, 0)
         job.leave(1)
@@ -438,7 +434,7 @@ class TestWaiting:
         assert job.row(1) == [-1, -1]
         assert [member.worker for member in job.status.members] == [0]
 
-    def test_what_a_worker_pushed_to_the_end_counts_after_it_left(self, job: Job):
+    def test_what_a_worker_pushed_to_the_end_counts_after_it_left(self, job):
         job.together(3)
         job.push(0, 0, 3.0)
         job.leave(0)
@@ -446,20 +442,20 @@ class TestWaiting:
         job.push(2, 0, 3.0)
         assert job.row(1) == [-3, -3]
 
-    def test_what_a_worker_did_not_push_to_the_end_is_dropped_when_it_leaves(self, job: Job):
+    def test_what_a_worker_did_not_push_to_the_end_is_dropped_when_it_leaves(self, job):
         job.together(2)
         job.push(0, 0, 100.0, last=False)
         job.push(1, 0, 3.0)
         job.leave(0)
         assert job.row(1) == [-3, -3]
 
-    def test_what_a_worker_alone_did_not_push_to_the_end_is_dropped_too(self, job: Job):
+    def test_what_a_worker_alone_did_not_push_to_the_end_is_dropped_too(self, job):
         job.together(1)
         job.push(0, 0, 100.0, last=False)
         job.leave(0)
         assert job.row(1) == [0, 0]
 
-    def test_what_a_worker_did_not_push_to_the_end_is_dropped_when_it_rests(self, job: Job):
+    def test_what_a_worker_did_not_push_to_the_end_is_dropped_when_it_rests(self, job):
         job.together(2)
         job.push(0, 0, 100.0, last=False)
         job.leave(0, rest=True)
@@ -468,7 +464,7 @@ class TestWaiting:
         job.push(1, 0, 3.0)
         assert job.row(1) == [-2, -2]
 
-    def test_what_was_pushed_to_the_end_is_applied_when_nobody_is_left(self, job: Job):
+    def test_what_was_pushed_to_the_end_is_applied_when_nobody_is_left(self, job):
         job.together(2)
         job.push(0, 0, 1.0)
         job.push(0, 1, 1.0)
@@ -485,7 +481,7 @@ class TestWaiting:
         job.leave(1)
         assert job.row(1) == plain.row(1)
 
-    def test_a_worker_that_comes_back_does_not_push_a_clock_twice(self, job: Job):
+    def test_a_worker_that_comes_back_does_not_push_a_clock_twice(self, job):
         job.together(2)
         job.push(0, 0, 1.0)
         job.leave(0)
@@ -494,7 +490,7 @@ class TestWaiting:
         job.push(1, 0, 1.0)
         assert job.row(1) == [-1, -1]
 
-    def test_a_resting_worker_is_not_waited_for_and_keeps_its_place(self, job: Job):
+    def test_a_resting_worker_is_not_waited_for_and_keeps_its_place(self, job):
         job.together(2)
         job.leave(1, rest=True)
         job.push(0, 0)
@@ -506,7 +502,7 @@ class TestWaiting:
         job.push(0, 2)
         assert job.status.clock == 2
 
-    def test_a_part_of_a_push_closes_no_clock_of_resting_workers(self, job: Job):
+    def test_a_part_of_a_push_closes_no_clock_of_resting_workers(self, job):
         job.together(2)
         for worker in range(2):
             job.leave(worker, rest=True)
@@ -516,7 +512,7 @@ class TestWaiting:
         job.push(0, 0)
         assert job.status.clock == 1
 
-    def test_a_bound_lets_pushes_be_applied_on_arrival_and_pulls_wait(self, job: Job):
+    def test_a_bound_lets_pushes_be_applied_on_arrival_and_pulls_wait(self, job):
         job.together(2, staleness=2)
         for clock in range(3):
             job.push(0, clock)
@@ -526,7 +522,7 @@ class TestWaiting:
         job.push(1, 0)
         assert job.pull(1, after=1).tables[0].tolist() == [[-4, -4]]
 
-    def test_workers_that_never_joined_are_as_before(self, job: Job):
+    def test_workers_that_never_joined_are_as_before(self, job):
         job.together(2)
         job.push(7, 0, 1.0)
         assert job.row(1) == [-1, -1]
@@ -534,7 +530,7 @@ class TestWaiting:
 
 
 class TestStaleness:
-    def test_the_version_counts_updates_and_the_histogram_what_pushes_missed(self, job: Job):
+    def test_the_version_counts_updates_and_the_histogram_what_pushes_missed(self, job):
         job.together(2, staleness=-1)
         job.push(0, 0)
         seen = job.pull(1).version
@@ -546,7 +542,7 @@ class TestStaleness:
         assert job.pull(1).version == 4
         assert job.status.staleness_seen[:4] == (1, 1, 1, 0)
 
-    def test_the_last_place_of_the_histogram_takes_all_beyond(self, job: Job):
+    def test_the_last_place_of_the_histogram_takes_all_beyond(self, job):
         job.push(0, 0)
         for clock in range(50):
             job.push(1, clock)
@@ -554,7 +550,7 @@ class TestStaleness:
         assert len(job.status.staleness_seen) == 32
         assert job.status.staleness_seen[31] == 1
 
-    def test_a_closed_clock_is_one_update_that_misses_nothing(self, job: Job):
+    def test_a_closed_clock_is_one_update_that_misses_nothing(self, job):
         job.together(2)
         for clock in range(3):
             version = job.pull(1, after=clock).version
@@ -563,7 +559,7 @@ class TestStaleness:
         assert job.pull(1).version == 3
         assert job.status.staleness_seen[:2] == (4, 0)  # those of clock 0 saw version 0, which says nothing
 
-    def test_staleness_aware_lr_divides_the_learning_rate_by_what_a_push_missed(self, job: Job):
+    def test_staleness_aware_lr_divides_the_learning_rate_by_what_a_push_missed(self, job):
         job.together(2, staleness=-1, staleness_aware_lr=True)
         job.push(0, 0, 0.0)
         for clock in range(4):
@@ -575,7 +571,7 @@ class TestStaleness:
         job.push(0, 3, 1.0)  # nobody knows of which version its rows were
         assert job.row(1) == [-2.25, -2.25]
 
-    def test_without_staleness_aware_lr_a_push_counts_in_full_whatever_it_missed(self, job: Job):
+    def test_without_staleness_aware_lr_a_push_counts_in_full_whatever_it_missed(self, job):
         job.together(2, staleness=-1)
         for clock in range(4):
             job.push(1, clock, 0.0)
@@ -584,7 +580,7 @@ class TestStaleness:
 
 
 class TestLeases:
-    def test_a_worker_that_is_not_heard_of_is_given_up(self, job: Job):
+    def test_a_worker_that_is_not_heard_of_is_given_up(self, job):
         job.together(2)
         job.push(0, 0, 1.0)
         job.wait(9.0, 0)
@@ -595,7 +591,7 @@ class TestLeases:
         assert job.row(1) == [-1, -1]
         assert job.beat(0) == HeartbeatAck(1, (0,))
 
-    def test_every_request_of_a_member_renews_its_lease(self, job: Job):
+    def test_every_request_of_a_member_renews_its_lease(self, job):
         job.together(3)
         for clock in range(4):
             job.now += LEASE * 0.9
@@ -608,7 +604,7 @@ class TestLeases:
         assert [m.lease_seconds for m in job.status.members] == [pytest.approx(LEASE)] * 3
         assert job.status.expired_leases == 0
 
-    def test_a_push_that_comes_again_renews_the_lease_too(self, job: Job):
+    def test_a_push_that_comes_again_renews_the_lease_too(self, job):
         job.together(2)
         message = job.message(0, 0, TableGradients("items", ids_of(1), rows_of(1, 1.0)))
         job.send(message)
@@ -619,12 +615,10 @@ class TestLeases:
         job.beat(1)
         assert [m.worker for m in job.status.members] == [0, 1]
 
-    def test_requests_of_a_member_that_was_given_up_are_refused(self, job: Job):
+    def test_requests_of_a_member_that_was_given_up_are_refused(self, job):
         job.together(2)
         job.push(1, 0, 1.0)
-        job.wait(
-            LEASE + 1,
-        )
+        job.wait(LEASE + 1)
         job.join(2, 5)
         for request in (
             job.message(1, 1, TableGradients("items", ids_of(1), rows_of(1, 1.0))),
@@ -636,7 +630,7 @@ class TestLeases:
                 job.shard.handle(request, job.now)
         assert job.row(1) == [-1, -1]
 
-    def test_a_push_that_was_taken_before_the_lease_ran_out_is_known_after(self, job: Job):
+    def test_a_push_that_was_taken_before_the_lease_ran_out_is_known_after(self, job):
         job.together(2)
         message = job.message(1, 0, TableGradients("items", ids_of(1), rows_of(1, 1.0)))
         job.send(message)
@@ -644,7 +638,7 @@ class TestLeases:
         job.wait(6.0, 0)
         assert job.send(message) == Pushed(duplicate=True, applied=1, skipped=0)
 
-    def test_it_joins_again_at_a_clock_that_it_has_not_pushed(self, job: Job):
+    def test_it_joins_again_at_a_clock_that_it_has_not_pushed(self, job):
         job.together(2)
         job.push(1, 0, 1.0)
         job.wait(9.0, 0)
@@ -654,7 +648,7 @@ class TestLeases:
         job.push(0, 0, 3.0)
         assert job.row(1) == [-2, -2]
 
-    def test_a_part_pushed_before_the_lease_ran_out_does_not_come_back(self, job: Job):
+    def test_a_part_pushed_before_the_lease_ran_out_does_not_come_back(self, job):
         job.together(2)
         job.push(1, 0, 100.0, last=False)
         job.wait(9.0, 0)
@@ -664,7 +658,7 @@ class TestLeases:
         job.push(1, 0, 1.0)
         assert job.row(1) == [-1, -1]
 
-    def test_the_same_worker_alone_goes_on_where_it_was(self, job: Job):
+    def test_the_same_worker_alone_goes_on_where_it_was(self, job):
         job.together(1)
         job.push(0, 0)
         job.wait(LEASE + 1)
@@ -673,14 +667,14 @@ class TestLeases:
         job.push(0, 1)
         assert job.status.clock == 2
 
-    def test_a_worker_of_whom_a_part_of_a_request_has_arrived_is_not_given_up(self, job: Job):
+    def test_a_worker_of_whom_a_part_of_a_request_has_arrived_is_not_given_up(self, job):
         job.together(2)
         signs = {0: job.now + 5, 1: job.now - 5}
         job.shard.set_activity_probe(lambda worker, epoch: signs[worker])
         job.wait(LEASE + 1)
         assert [(m.worker, m.lease_seconds) for m in job.status.members] == [(0, LEASE - 6)]
 
-    def test_time_in_which_nobody_could_be_heard_does_not_count(self, job: Job):
+    def test_time_in_which_nobody_could_be_heard_does_not_count(self, job):
         job.together(2)
         job.now += 100
         job.shard.extend_leases(95.0)
@@ -691,24 +685,19 @@ class TestLeases:
 
 
 class TestIncarnations:
-    def test_an_earlier_one_is_fenced(self, job: Job):
+    def test_an_earlier_one_is_fenced(self, job):
         job.join(0, epoch=2)
-        for request in (
-            Join(0, 1, 0, 0, 1, 1000),
-            Leave(0, 1),
-            Heartbeat(0, 1),
-            job.message(0, 0, epoch=1),
-        ):
+        for request in (Join(0, 1, 0, 0, 1, 1000), Leave(0, 1), Heartbeat(0, 1), job.message(0, 0, epoch=1)):
             with pytest.raises(StaleWorker):
                 job.shard.handle(request, job.now)
         assert job.status.members[0].worker == 0
 
-    def test_one_that_has_pushed_is_known_without_having_joined(self, job: Job):
+    def test_one_that_has_pushed_is_known_without_having_joined(self, job):
         job.push(0, 0, epoch=5)
         with pytest.raises(StaleWorker):
             job.join(0, epoch=4)
 
-    def test_a_newer_one_takes_the_place_at_once(self, job: Job):
+    def test_a_newer_one_takes_the_place_at_once(self, job):
         job.together(2)
         job.push(0, 0, 100.0, last=False)
         assert job.join(0, 2, epoch=2) == Joined(True, 0, True, (0, 1))
@@ -717,7 +706,7 @@ class TestIncarnations:
         assert job.status.clock == 2
         assert job.row(1) == [-2, -2]
 
-    def test_what_the_earlier_one_pushed_to_the_end_counts(self, job: Job):
+    def test_what_the_earlier_one_pushed_to_the_end_counts(self, job):
         job.together(2)
         job.push(0, 0, 4.0)
         job.join(0, 0, epoch=2)
@@ -725,7 +714,7 @@ class TestIncarnations:
         job.push(1, 0, 1.0)
         assert job.row(1) == [-2, -2]
 
-    def test_one_that_takes_the_last_place_loses_nothing_of_those_before(self, job: Job):
+    def test_one_that_takes_the_last_place_loses_nothing_of_those_before(self, job):
         job.together(2)
         job.push(1, 0, 3.0)
         job.leave(1)
@@ -742,17 +731,17 @@ class TestModes:
             ("workers", {"workers": 4}),
         ],
     )
-    def test_a_worker_with_other_settings_is_refused(self, job: Job, what: str, settings: dict[str, object]):
+    def test_a_worker_with_other_settings_is_refused(self, job, what, settings):
         job.join(0, workers=3)
         with pytest.raises(ModeMismatch, match=f"worker 1 joins with {what}"):
             job.join(1, **{"workers": 3, **settings})  # type: ignore[arg-type]
         assert len(job.status.members) == 1
 
-    def test_a_job_that_has_begun_takes_more_workers_than_were_expected(self, job: Job):
+    def test_a_job_that_has_begun_takes_more_workers_than_were_expected(self, job):
         job.together(2)
         assert job.join(2, 4, workers=3).member
 
-    def test_a_shard_serves_one_job_after_the_other(self, job: Job):
+    def test_a_shard_serves_one_job_after_the_other(self, job):
         job.together(2)
         for worker in range(2):
             job.push(worker, 0)
@@ -761,7 +750,7 @@ class TestModes:
         assert job.join(0, 0, epoch=2, workers=2, staleness=4) == Joined(True, 0, False, (0,))
         assert job.status.staleness == 4
 
-    def test_workers_of_the_job_before_may_begin_the_next(self, job: Job):
+    def test_workers_of_the_job_before_may_begin_the_next(self, job):
         job.together(2)
         for worker in range(2):
             job.push(worker, 0)
@@ -770,14 +759,14 @@ class TestModes:
         assert job.join(1, 0, workers=2) == Joined(True, 0, False, (1,))
         assert job.join(0, 0, workers=2) == Joined(True, 0, True, (0, 1))
 
-    def test_one_whose_lease_ran_out_may_begin_another_with_other_settings(self, job: Job):
+    def test_one_whose_lease_ran_out_may_begin_another_with_other_settings(self, job):
         job.together(1)
         job.push(0, 0)
         job.wait(LEASE + 1)
         assert job.join(0, 0, staleness=3) == Joined(True, 0, True, (0,))
         assert job.status.staleness == 3
 
-    def test_a_worker_alone_may_be_restarted_with_other_settings(self, job: Job):
+    def test_a_worker_alone_may_be_restarted_with_other_settings(self, job):
         job.together(1)
         job.push(0, 0)
         assert job.join(0, 0, epoch=2, staleness=-1) == Joined(True, 0, True, (0,))
@@ -795,18 +784,18 @@ class TestModes:
         ],
         ids=str,
     )
-    def test_a_join_without_sense_is_refused(self, job: Job, field: dict[str, int]):
+    def test_a_join_without_sense_is_refused(self, job, field):
         with pytest.raises(InvalidRequest, match=next(iter(field))):
             job.shard.handle(replace(Join(0, 1, 0, 0, 1, 1000), **field), job.now)
 
-    def test_a_stranger_is_told_to_join(self, job: Job):
+    def test_a_stranger_is_told_to_join(self, job):
         with pytest.raises(InvalidRequest, match="worker 5 is no member"):
             job.beat(5)
         job.leave(5)  # nobody waits for it
 
 
 class TestRuns:
-    def test_a_later_one_begins_anew_whatever_is_left_of_the_leases(self, job: Job):
+    def test_a_later_one_begins_anew_whatever_is_left_of_the_leases(self, job):
         job.together(2, run=1)
         for worker in range(2):
             job.push(worker, 0)
@@ -817,14 +806,14 @@ class TestRuns:
         assert job.status.clock == 0  # the other worker of this run is still to come
         assert job.join(1, epoch=2, workers=2, run=2, staleness=3) == Joined(True, 0, True, (0, 1))
 
-    def test_what_was_pushed_to_the_end_in_the_earlier_one_counts(self, job: Job):
+    def test_what_was_pushed_to_the_end_in_the_earlier_one_counts(self, job):
         job.together(2, run=1)
         job.push(0, 0, 4.0)
         job.push(1, 0, 100.0, last=False)
         job.join(0, epoch=2, run=2)
         assert job.row(1) == [-4, -4]
 
-    def test_what_is_left_of_an_earlier_one_is_refused(self, job: Job):
+    def test_what_is_left_of_an_earlier_one_is_refused(self, job):
         job.together(2, run=1)
         job.push(0, 0)
         pulls = [Pull(1, (TableIds("items", ids_of(1)),), worker, 1, 1) for worker in range(2)]
@@ -841,7 +830,7 @@ class TestRuns:
                 job.join(1, 9, epoch=epoch, run=1)
         assert [member.worker for member in job.status.members] == [0]
 
-    def test_an_earlier_one_does_not_come_back_after_the_later_one(self, job: Job):
+    def test_an_earlier_one_does_not_come_back_after_the_later_one(self, job):
         job.join(0, run=1)
         job.join(1, run=2)
         job.leave(1)
@@ -849,14 +838,14 @@ class TestRuns:
             job.join(0, run=1)
         assert job.status.members == ()
 
-    def test_a_worker_that_is_started_again_goes_on_with_its_own(self, job: Job):
+    def test_a_worker_that_is_started_again_goes_on_with_its_own(self, job):
         job.together(2, run=7)
         for worker in range(2):
             job.push(worker, 0)
         assert job.join(0, epoch=2, run=7) == Joined(False, 1, True, (1,))
         assert job.join(0, 3, epoch=2, run=7) == Joined(True, 1, True, (0, 1))
 
-    def test_a_worker_of_none_takes_part_in_the_one_that_goes_on_and_in_no_other(self, job: Job):
+    def test_a_worker_of_none_takes_part_in_the_one_that_goes_on_and_in_no_other(self, job):
         job.join(0, run=1)
         assert job.join(1) == Joined(True, 0, True, (0, 1))
         job.join(0, epoch=2, run=2)
@@ -864,18 +853,18 @@ class TestRuns:
             job.join(1)
         assert job.join(1, epoch=2).members == (0, 1)
 
-    def test_one_without_members_leaves_the_shard_to_workers_of_none(self, job: Job):
+    def test_one_without_members_leaves_the_shard_to_workers_of_none(self, job):
         job.join(0, run=1)
         job.push(0, 0)
         job.leave(0)
         assert job.join(0, epoch=2) == Joined(True, 0, True, (0,))
 
-    def test_a_worker_may_begin_the_next_one_itself(self, job: Job):
+    def test_a_worker_may_begin_the_next_one_itself(self, job):
         job.join(0, run=1)
         job.push(0, 0)
         assert job.join(0, run=2) == Joined(True, 0, True, (0,))
 
-    def test_an_incarnation_that_is_refused_begins_none(self, job: Job):
+    def test_an_incarnation_that_is_refused_begins_none(self, job):
         job.join(0, epoch=2, run=1)
         with pytest.raises(StaleWorker):
             job.join(0, epoch=1, run=2)

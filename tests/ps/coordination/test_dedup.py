@@ -81,7 +81,7 @@ def test_workers_do_not_share_numbers():
 @pytest.mark.parametrize(
     ("seq", "first_incomplete"), [(0, 0), (1, 2), (MAX_IN_FLIGHT + 1, 1), (2**40, 0)], ids=lambda value: str(value)
 )
-def test_numbers_that_no_client_sends_are_refused(seq: int, first_incomplete: int):
+def test_numbers_that_no_client_sends_are_refused(seq, first_incomplete):
     with pytest.raises(InvalidRequest):
         Dedup().find(PushToken(0, 1, seq, first_incomplete))
 
@@ -139,7 +139,7 @@ class Model:
 
 
 @given(deliveries())
-def test_every_delivery_is_judged_as_by_a_model_that_never_forgets(tokens: list[PushToken]):
+def test_every_delivery_is_judged_as_by_a_model_that_never_forgets(tokens):
     dedup, model = Dedup(), Model()
     for token in tokens:
         try:

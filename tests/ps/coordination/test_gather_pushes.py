@@ -38,7 +38,7 @@ def check(dim: int, pushes: list[tuple[np.float32, np.ndarray, np.ndarray, np.nd
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_sums_have_the_bits_of_the_reference(data: st.DataObject):
+def test_sums_have_the_bits_of_the_reference(data):
     dim = data.draw(st.sampled_from(sorted(TABLES)))
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     pushes = []
@@ -57,7 +57,7 @@ def test_nothing_is_the_sum_of_nothing():
 
 
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 4096])
-def test_ids_that_share_one_place_of_the_index_are_told_apart(count: int, monkeypatch: pytest.MonkeyPatch):
+def test_ids_that_share_one_place_of_the_index_are_told_apart(count, monkeypatch):
     monkeypatch.setattr(gather_pushes, "_KEY", np.uint64(0))
     size = 2 * count
     cells = max(2, 1 << (2 * size - 1).bit_length())

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
-from embershard.proto.errors import (
-    ClockAhead,
-    EmbershardError,
-    InvalidRequest,
-    LeaseLost,
-    MessageTooLarge,
-    RendezvousOver,
-    ShardBusy,
-)
+from embershard.proto.errors import ClockAhead, InvalidRequest, LeaseLost, MessageTooLarge, RendezvousOver, ShardBusy
 from embershard.proto.messages import Heartbeat, Join, Leave, Rendezvous, RendezvousResult
 from embershard.proto.routing import Placement
 from embershard.ps.coordination import rendezvous as module
@@ -66,11 +56,11 @@ class Workers:
 
 
 @pytest.fixture
-def workers() -> Workers:
+def workers():
     return Workers(3)
 
 
-def test_those_who_meet_wait_for_all_and_read_what_each_put_down_in_order(workers: Workers):
+def test_those_who_meet_wait_for_all_and_read_what_each_put_down_in_order(workers):
     assert workers.waits(2) == "0, 1"
     assert workers.waits(0) == "1"
     moves = workers.shard.generation
@@ -79,14 +69,14 @@ def test_those_who_meet_wait_for_all_and_read_what_each_put_down_in_order(worker
     assert workers.meet(0) == workers.meet(2) == {0: [0, 0], 1: [1, 1], 2: [2, 2]}
 
 
-def test_who_does_not_listen_hears_who_came(workers: Workers):
+def test_who_does_not_listen_hears_who_came(workers):
     workers.waits(0)
     workers.waits(1)
     reply = workers.shard.handle(workers.request(2, want_payloads=False), 0.0)
     assert reply == RendezvousResult((0, 1, 2), ())
 
 
-def test_a_lost_reply_is_given_again_while_the_others_meet_on(workers: Workers):
+def test_a_lost_reply_is_given_again_while_the_others_meet_on(workers):
     for name in "abc":
         for worker in (0, 1):
             workers.waits(worker, name)
@@ -96,7 +86,7 @@ def test_a_lost_reply_is_given_again_while_the_others_meet_on(workers: Workers):
     assert workers.shard.status().rendezvous == "c"
 
 
-def test_a_worker_that_leaves_or_is_given_up_is_not_waited_for(workers: Workers):
+def test_a_worker_that_leaves_or_is_given_up_is_not_waited_for(workers):
     workers.waits(0)
     moves = workers.shard.generation
     workers.leave(1)
@@ -106,14 +96,14 @@ def test_a_worker_that_leaves_or_is_given_up_is_not_waited_for(workers: Workers)
     assert workers.meet(0) == {0: [0, 0]}
 
 
-def test_what_a_worker_put_down_before_it_was_lost_counts(workers: Workers):
+def test_what_a_worker_put_down_before_it_was_lost_counts(workers):
     workers.waits(2)
     workers.live(0, 1)
     workers.waits(0)
     assert workers.meet(1) == {0: [0, 0], 1: [1, 1], 2: [2, 2]}
 
 
-def test_a_worker_that_comes_after_all_are_through_reads_what_they_read(workers: Workers):
+def test_a_worker_that_comes_after_all_are_through_reads_what_they_read(workers):
     workers.waits(0)
     workers.waits(1)
     workers.live(0, 1)
@@ -124,14 +114,14 @@ def test_a_worker_that_comes_after_all_are_through_reads_what_they_read(workers:
     assert workers.meet(2) == met == {0: [0, 0], 1: [1, 1]}
 
 
-def test_a_resting_worker_is_waited_for(workers: Workers):
+def test_a_resting_worker_is_waited_for(workers):
     workers.leave(1, rest=True)
     workers.waits(0)
     assert workers.waits(2) == "1"
     assert len(workers.meet(1)) == 3
 
 
-def test_only_those_named_are_waited_for(workers: Workers):
+def test_only_those_named_are_waited_for(workers):
     workers.join(3, 5)
     assert workers.waits(0, participants=(0, 1, 7)) == "1"
     assert sorted(workers.meet(1, participants=(0, 1, 7))) == [0, 1]
@@ -148,7 +138,7 @@ def test_nobody_meets_before_all_expected_workers_are_here():
     assert len(workers.meet(1)) == 2
 
 
-def test_a_stranger_does_not_meet(workers: Workers):
+def test_a_stranger_does_not_meet(workers):
     with pytest.raises(InvalidRequest, match="worker 9 is no member"):
         workers.meet(9)
 
@@ -162,7 +152,7 @@ def test_a_stranger_does_not_meet(workers: Workers):
     ],
     ids=["payload", "no name", "long name"],
 )
-def test_what_is_too_large_is_refused(workers: Workers, ask: Callable[[Workers], None], error: type[EmbershardError]):
+def test_what_is_too_large_is_refused(workers, ask, error):
     with pytest.raises(error):
         ask(workers)
 
@@ -175,7 +165,7 @@ def test_who_listens_to_more_than_a_message_holds_is_told():
     assert workers.meet(0, want_payloads=False) == {}
 
 
-def test_rendezvous_are_forgotten_once_all_were_answered(workers: Workers):
+def test_rendezvous_are_forgotten_once_all_were_answered(workers):
     for number in range(3 * module.KEPT):
         for worker in range(3):
             workers.waits(worker, f"m{number}") if worker < 2 else workers.meet(worker, f"m{number}")
@@ -190,7 +180,7 @@ def test_rendezvous_are_forgotten_once_all_were_answered(workers: Workers):
     assert len(workers.meet(0, "m0")) == 3
 
 
-def test_a_meeting_that_is_waited_for_outlives_those_that_others_hold(workers: Workers):
+def test_a_meeting_that_is_waited_for_outlives_those_that_others_hold(workers):
     workers.waits(0, "long")
     for number in range(3 * module.KEPT):
         workers.waits(1, f"m{number}", participants=(1, 2))
@@ -200,7 +190,7 @@ def test_a_meeting_that_is_waited_for_outlives_those_that_others_hold(workers: W
     assert sorted(workers.meet(2, "long")) == [0, 1, 2]
 
 
-def test_rendezvous_of_workers_that_are_gone_are_forgotten(workers: Workers):
+def test_rendezvous_of_workers_that_are_gone_are_forgotten(workers):
     for number in range(3 * module.KEPT):
         workers.waits(2, f"m{number}")
     workers.leave(2)
@@ -210,7 +200,7 @@ def test_rendezvous_of_workers_that_are_gone_are_forgotten(workers: Workers):
     assert workers.waits(0, "m0") == "1"  # it never was
 
 
-def test_the_names_that_are_remembered_are_the_last_ones(workers: Workers, monkeypatch: pytest.MonkeyPatch):
+def test_the_names_that_are_remembered_are_the_last_ones(workers, monkeypatch):
     monkeypatch.setattr(module, "KEPT", 0)
     monkeypatch.setattr(module, "KEPT_NAMES", 2)
     for number in range(5):
@@ -220,7 +210,7 @@ def test_the_names_that_are_remembered_are_the_last_ones(workers: Workers, monke
     assert list(workers.shard._rendezvous._over) == ["m3", "m4"]
 
 
-def test_large_rendezvous_are_forgotten_sooner(workers: Workers, monkeypatch: pytest.MonkeyPatch):
+def test_large_rendezvous_are_forgotten_sooner(workers, monkeypatch):
     monkeypatch.setattr(module, "KEPT_BYTES", 7)
     for name in "abc":
         for worker in (0, 1, 2, 0, 1):
@@ -230,7 +220,7 @@ def test_large_rendezvous_are_forgotten_sooner(workers: Workers, monkeypatch: py
     assert list(workers.shard._rendezvous._by_name) == ["c"]
 
 
-def test_what_waits_is_bounded(workers: Workers, monkeypatch: pytest.MonkeyPatch):
+def test_what_waits_is_bounded(workers, monkeypatch):
     monkeypatch.setattr(module, "MAX_BYTES", 3)
     monkeypatch.setattr(module, "MAX_OPEN", 2)
     workers.waits(0, "a")
@@ -242,7 +232,7 @@ def test_what_waits_is_bounded(workers: Workers, monkeypatch: pytest.MonkeyPatch
         workers.meet(1, "a")
 
 
-def test_another_job_uses_the_names_again(workers: Workers):
+def test_another_job_uses_the_names_again(workers):
     for worker in range(3):
         workers.waits(worker) if worker < 2 else workers.meet(worker)
     for worker in range(3):
@@ -251,7 +241,7 @@ def test_another_job_uses_the_names_again(workers: Workers):
     assert workers.meet(4) == {4: [4, 4]}
 
 
-def test_a_later_run_uses_the_names_again_while_the_members_of_the_earlier_one_live(workers: Workers):
+def test_a_later_run_uses_the_names_again_while_the_members_of_the_earlier_one_live(workers):
     for worker in range(3):
         workers.waits(worker) if worker < 2 else workers.meet(worker)
     workers.waits(0, "n")

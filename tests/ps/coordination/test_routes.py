@@ -16,7 +16,7 @@ NONE = np.empty(0, np.int64)
 
 
 @pytest.fixture
-def shard() -> Shard:
+def shard():
     shard = Shard(0, Placement.even(1), OptimizerRegistry())
     for name in ("t", "u"):
         shard.handle(Declare(TableSpec(name=name, dim=2, optimizer=SGD(lr=1.0), initializer=Constant())))
@@ -36,13 +36,13 @@ def push(shard: Shard, route: int, seq: int = 1, epoch: int = 1, table: str = "t
     return reply
 
 
-def test_a_push_may_name_the_ids_of_a_pull(shard: Shard) -> None:
+def test_a_push_may_name_the_ids_of_a_pull(shard):
     pull(shard, route=7)
     assert push(shard, route=7) == Pushed(False, 3, 0)
     assert pull(shard).tolist() == [[-1.0, -1.0]] * 3
 
 
-def test_a_repeated_push_is_recognised_though_its_route_is_forgotten(shard: Shard) -> None:
+def test_a_repeated_push_is_recognised_though_its_route_is_forgotten(shard):
     pull(shard, route=7)
     push(shard, route=7)
     assert push(shard, route=7).duplicate
@@ -52,23 +52,21 @@ def test_a_repeated_push_is_recognised_though_its_route_is_forgotten(shard: Shar
 
 
 @pytest.mark.parametrize("other", [{"route": 8}, {"route": 7, "epoch": 2}, {"route": 7, "table": "u"}])
-def test_a_route_of_another_number_incarnation_or_table_is_unknown_and_nothing_is_applied(
-    shard: Shard, other: dict[str, object]
-) -> None:
+def test_a_route_of_another_number_incarnation_or_table_is_unknown_and_nothing_is_applied(shard, other):
     pull(shard, route=7)
     with pytest.raises(UnknownRoute):
         push(shard, **other)  # type: ignore[arg-type]
     assert pull(shard).tolist() == [[0.0, 0.0]] * 3
 
 
-def test_gradients_must_fit_the_ids_that_are_named(shard: Shard) -> None:
+def test_gradients_must_fit_the_ids_that_are_named(shard):
     pull(shard, route=7)
     part = TableGradients("t", NONE, np.ones((2, 2), np.float32), route=7)
     with pytest.raises(WrongDim):
         shard.handle(Push(PushToken(4, 1, 1, 1), 0, 1, (part,)))
 
 
-def test_ids_kept_are_a_copy() -> None:
+def test_ids_kept_are_a_copy():
     memory, ids = RouteCache(), IDS.copy()
     memory.keep(0, 1, 5, "t", ids)
     ids[:] = 9
@@ -77,7 +75,7 @@ def test_ids_kept_are_a_copy() -> None:
     assert found.tolist() == [1, 2, 3]
 
 
-def test_the_oldest_routes_are_dropped_by_number_and_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_routes_are_dropped_by_number_and_by_bytes(monkeypatch):
     memory = RouteCache()
     for number in range(1, routes_module.MAX_ROUTES + 2):
         memory.keep(0, 1, number, "t", NONE)
@@ -93,7 +91,7 @@ def test_the_oldest_routes_are_dropped_by_number_and_by_bytes(monkeypatch: pytes
     assert memory.find(1, 1, 3, "t") is not None
 
 
-def test_the_workers_that_came_first_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_workers_that_came_first_are_dropped(monkeypatch):
     monkeypatch.setattr(routes_module, "MAX_WORKERS", 2)
     memory = RouteCache()
     for worker in (0, 1, 0, 2):
@@ -101,7 +99,7 @@ def test_the_workers_that_came_first_are_dropped(monkeypatch: pytest.MonkeyPatch
     assert [memory.find(worker, 1, 1, "t") is None for worker in (0, 1, 2)] == [False, True, False]
 
 
-def test_all_workers_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_workers_together_are_bounded(monkeypatch):
     monkeypatch.setattr(routes_module, "MAX_ALL_BYTES", 3 * IDS.nbytes)
     memory = RouteCache()
     for worker in range(5):
@@ -112,7 +110,7 @@ def test_all_workers_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     assert [memory.find(worker, 1, 1, "t") is not None for worker in (2, 5)] == [True, True]
 
 
-def test_who_only_reads_by_the_number_of_a_worker_takes_none_of_its_routes(shard: Shard) -> None:
+def test_who_only_reads_by_the_number_of_a_worker_takes_none_of_its_routes(shard):
     pull(shard, route=7)
     pull(shard, route=7, epoch=2)
     assert push(shard, route=7) == Pushed(False, 3, 0)

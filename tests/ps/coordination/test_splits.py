@@ -50,22 +50,22 @@ class Queue:
 
 
 @pytest.fixture
-def queue() -> Queue:
+def queue():
     return Queue(2)
 
 
-def test_fast_workers_take_more(queue: Queue):
+def test_fast_workers_take_more(queue):
     assert queue.take(1) == Split(0, 0)
     assert [queue.take(0).index, queue.take(0, 1).index, queue.take(0, 2).index] == [1, 2, 3]
 
 
-def test_a_reply_that_was_lost_is_given_again(queue: Queue):
+def test_a_reply_that_was_lost_is_given_again(queue):
     assert queue.take(0) == queue.take(0) == Split(0, 0)
     assert queue.take(1) == Split(1, 0)
     assert queue.take(0, 0) == queue.take(0, 0) == queue.take(0, 0) == Split(2, 0)
 
 
-def test_a_pass_ends_when_every_part_is_finished(queue: Queue):
+def test_a_pass_ends_when_every_part_is_finished(queue):
     for done in (-1, 0, 1):
         queue.take(0, done)
     queue.take(1)
@@ -78,7 +78,7 @@ def test_a_pass_ends_when_every_part_is_finished(queue: Queue):
     assert queue.take(0, 2) == queue.take(1, 3) == Split(-1, 0)
 
 
-def test_a_lost_workers_part_is_dealt_again_and_counted(queue: Queue):
+def test_a_lost_workers_part_is_dealt_again_and_counted(queue):
     queue.take(0)
     queue.take(1)
     queue.lose(0, 1)
@@ -87,7 +87,7 @@ def test_a_lost_workers_part_is_dealt_again_and_counted(queue: Queue):
 
 
 @pytest.mark.parametrize("newer", [False, True], ids=["left", "restarted"])
-def test_what_a_worker_leaves_behind_is_dealt_again(queue: Queue, newer: bool):
+def test_what_a_worker_leaves_behind_is_dealt_again(queue, newer):
     queue.take(0)
     if newer:
         queue.join(0, 5, epoch=2)
@@ -97,7 +97,7 @@ def test_what_a_worker_leaves_behind_is_dealt_again(queue: Queue, newer: bool):
         assert queue.take(1) == Split(0, 1)
 
 
-def test_the_last_parts_are_waited_for_and_may_come_back(queue: Queue):
+def test_the_last_parts_are_waited_for_and_may_come_back(queue):
     queue.num_splits = 2
     queue.take(0)
     queue.take(1)
@@ -107,7 +107,7 @@ def test_the_last_parts_are_waited_for_and_may_come_back(queue: Queue):
     assert queue.take(1, 0) == Split(-1, 1)
 
 
-def test_a_worker_that_was_given_up_and_comes_back_does_not_end_what_another_has(queue: Queue):
+def test_a_worker_that_was_given_up_and_comes_back_does_not_end_what_another_has(queue):
     queue.num_splits = 2
     queue.take(0)
     queue.lose(0, 1)
@@ -117,14 +117,14 @@ def test_a_worker_that_was_given_up_and_comes_back_does_not_end_what_another_has
     assert queue.waits(0, 1) == "1"
 
 
-def test_passes_follow_one_another(queue: Queue):
+def test_passes_follow_one_another(queue):
     queue.num_splits = 1
     assert [queue.take(0), queue.take(0, 0)] == [Split(0, 0), Split(-1, 0)]
     assert [queue.take(0, data_epoch=1), queue.take(0, 0, data_epoch=1)] == [Split(0, 0), Split(-1, 0)]
     assert queue.take(1, data_epoch=0) == Split(-1, 0)
 
 
-def test_who_waits_for_the_end_of_a_pass_hears_that_the_next_one_has_begun(queue: Queue):
+def test_who_waits_for_the_end_of_a_pass_hears_that_the_next_one_has_begun(queue):
     queue.num_splits = 2
     queue.take(0)
     queue.take(1)
@@ -146,7 +146,7 @@ def test_nothing_of_a_pass_is_left_to_the_next():
     assert dealt == [Split(0, 0), Split(1, 0), Split(2, 0), Split(3, 0), Split(-1, 0)]
 
 
-def test_who_takes_no_part_in_the_job_is_given_none(queue: Queue):
+def test_who_takes_no_part_in_the_job_is_given_none(queue):
     with pytest.raises(InvalidRequest, match="worker 7 is no member"):
         queue.take(7)
     queue.join(0, epoch=2)
@@ -154,21 +154,21 @@ def test_who_takes_no_part_in_the_job_is_given_none(queue: Queue):
         queue.take(0)
 
 
-def test_workers_that_count_other_parts_are_refused(queue: Queue):
+def test_workers_that_count_other_parts_are_refused(queue):
     queue.take(0)
     with pytest.raises(ModeMismatch, match="num_splits of pass 0 5, the others train with 4"):
         queue.take(1, num_splits=5)
 
 
 @pytest.mark.parametrize("num_splits", [-1, 2**31])
-def test_a_number_of_parts_without_sense_is_refused(queue: Queue, num_splits: int):
+def test_a_number_of_parts_without_sense_is_refused(queue, num_splits):
     with pytest.raises(InvalidRequest, match="num_splits"):
         queue.take(0, num_splits=num_splits)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=60))
-def test_each_part_is_finished_exactly_once_when_nobody_is_lost(steps: list[tuple[int, bool]]):
+def test_each_part_is_finished_exactly_once_when_nobody_is_lost(steps):
     queue, hands, finished = Queue(3, 7), [-1] * 3, Counter[int]()
     rest = [(worker, False) for worker in range(3)] * 8
     for worker, lost_reply in [*steps, *rest]:
@@ -187,7 +187,7 @@ def test_each_part_is_finished_exactly_once_when_nobody_is_lost(steps: list[tupl
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["take", "take", "die"])), max_size=40))
-def test_each_part_is_finished_at_least_once_when_workers_die(steps: list[tuple[int, str]]):
+def test_each_part_is_finished_at_least_once_when_workers_die(steps):
     queue, finished = Queue(3, 7), set[int]()
     epochs, hands = [1] * 3, [-1] * 3
     for worker, step in [*steps, *[(worker, "take") for worker in range(3)] * 8]:
@@ -205,14 +205,14 @@ def test_each_part_is_finished_at_least_once_when_workers_die(steps: list[tuple[
     assert finished >= set(range(7))
 
 
-def test_a_part_is_dealt_again_where_its_worker_was_given_up_and_came_back(queue: Queue):
+def test_a_part_is_dealt_again_where_its_worker_was_given_up_and_came_back(queue):
     assert queue.take(0) == Split(0, 0)
     queue.lose(0, 1)
     queue.join(0, clock=5)  # it has dropped what it had computed
     assert queue.take(0, 0) == Split(0, 1)
 
 
-def test_a_later_run_is_dealt_every_part_anew(queue: Queue):
+def test_a_later_run_is_dealt_every_part_anew(queue):
     assert [queue.take(0).index, queue.take(1).index, queue.take(1, 1).index] == [0, 1, 2]
     queue.join(0, epoch=2, run=1)
     assert [queue.take(0, done, epoch=2).index for done in (-1, 0, 1, 2, 3)] == [0, 1, 2, 3, -1]

@@ -38,7 +38,7 @@ def test_arrays_are_zero_and_begin_at_a_huge_page():
 
 
 @pytest.mark.parametrize("can_move", [True, False])
-def test_what_was_written_is_there_after_a_growth(monkeypatch: pytest.MonkeyPatch, can_move: bool):
+def test_what_was_written_is_there_after_a_growth(monkeypatch, can_move):
     monkeypatch.setattr(module, "_can_move", can_move and module._can_move)
     arena = Arena(8 << 20)
     arena.use_huge_pages(4 << 20)

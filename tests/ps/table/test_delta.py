@@ -81,7 +81,7 @@ def sparse(rng: np.random.Generator, count: int, density: float) -> np.ndarray:
 @pytest.mark.parametrize(
     "optimizer", [spec.SGD(lr=0.1), spec.SGD(lr=0.1, momentum=0.9), spec.Adam(lr=0.1)], ids=["sgd", "momentum", "adam"]
 )
-def test_what_changed_and_what_was_held_are_the_rows_to_the_bit(seed: int, optimizer: spec.Optimizer):
+def test_what_changed_and_what_was_held_are_the_rows_to_the_bit(seed, optimizer):
     shard, rng = make(optimizer), np.random.default_rng(seed)
     pushers = [Pusher(shard, worker) for worker in range(3)]
     readers = [Reader(shard), Reader(shard, IDS[::3].copy()), Reader(shard, IDS[:1].copy()), Reader(shard, IDS[:0])]
@@ -136,7 +136,7 @@ def test_a_change_to_the_same_bits_is_none():
     assert reader.got == 1
 
 
-def test_rows_for_which_there_is_no_room_come_whole(monkeypatch: pytest.MonkeyPatch):
+def test_rows_for_which_there_is_no_room_come_whole(monkeypatch):
     monkeypatch.setattr(changes, "MAX_BYTES", 20 * (8 + 4 * DIM))
     shard = make()
     small, large, pusher = Reader(shard, IDS[:20].copy()), Reader(shard), Pusher(shard, 0)
@@ -148,7 +148,7 @@ def test_rows_for_which_there_is_no_room_come_whole(monkeypatch: pytest.MonkeyPa
         assert small.got == (small.rows.size if step == 0 else DIM)
 
 
-def test_what_nobody_asks_for_is_not_watched(monkeypatch: pytest.MonkeyPatch):
+def test_what_nobody_asks_for_is_not_watched(monkeypatch):
     monkeypatch.setattr(changes, "IDLE_UPDATES", 5)
     shard = make()
     reader, pusher, table = Reader(shard), Pusher(shard, 0), shard._tables.entry("t").table

@@ -43,7 +43,7 @@ def read(rows: CopyOnWriteRows, slots: np.ndarray | None = None) -> Rows:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
 @pytest.mark.parametrize("dim", [1, 3, 16, 17])
-def test_a_frozen_table_reads_as_it_was_whatever_is_written_since(dim: int, optimizer: spec.Optimizer):
+def test_a_frozen_table_reads_as_it_was_whatever_is_written_since(dim, optimizer):
     table = make(dim, optimizer)
     ids = np.arange(-500, 500)
     push(table, ids)
@@ -110,7 +110,7 @@ def test_slots_come_by_bucket_and_in_the_order_of_their_creation_within_one():
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 2**16), st.integers(1, 60)), max_size=12), st.integers(1, 40))
 @settings(max_examples=60, deadline=None)
-def test_any_order_of_pushes_and_reads_gives_the_frozen_rows(steps: list[tuple[bool, int, int]], size: int):
+def test_any_order_of_pushes_and_reads_gives_the_frozen_rows(steps, size):
     table = make(dim=2)
     push(table, np.arange(size))
     then = contents(table)
@@ -127,7 +127,7 @@ def test_any_order_of_pushes_and_reads_gives_the_frozen_rows(steps: list[tuple[b
     assert {**seen, **read(rows, slots[done:])} == then
 
 
-def test_a_reader_in_another_thread_sees_one_moment(monkeypatch: pytest.MonkeyPatch):
+def test_a_reader_in_another_thread_sees_one_moment(monkeypatch):
     monkeypatch.setattr(frozen, "_SLICE_BYTES", 256)  # many turns of the lock
     table = make(dim=4)
     ids = np.arange(20_000)

@@ -284,7 +284,7 @@ def user_module(tmp_path, monkeypatch):
     """Write a module of this name and text where it can be imported."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def write(name: str, text: str) -> str:
+    def write(name, text):
         (tmp_path / f"{name}.py").write_text(text)
         return name
 

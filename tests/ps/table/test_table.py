@@ -299,10 +299,10 @@ class TestCompiledTable:
         assert np.array_equal(block.rows[:, 0], block.ids)
 
     def test_twenty_thousand_tables_of_any_dim_find_addresses_on_a_machine_of_any_size(self):
-        def size() -> int:
+        def size():
             return int(Path("/proc/self/statm").read_text().split()[0]) * 4096
 
-        def ranges() -> int:
+        def ranges():
             return len(Path("/proc/self/maps").read_text().splitlines())
 
         before, ranges_before = size(), ranges()
@@ -314,7 +314,7 @@ class TestCompiledTable:
     def test_a_refused_reservation_shrinks_and_then_says_why(self, monkeypatch):
         real, refused = module.Arena, []
 
-        def arena(nbytes: int) -> object:
+        def arena(nbytes):
             if nbytes > limit:
                 refused.append(nbytes)
                 raise OSError(12, "Cannot allocate memory")
@@ -336,7 +336,7 @@ class TestCompiledTable:
         table.apply(np.arange(300), np.ones((300, 16), np.float32))
         before = table.gather(np.arange(300))
 
-        def refuse(self: object, nbytes: int) -> None:
+        def refuse(self, nbytes):
             raise OSError(12, "Cannot allocate memory")
 
         monkeypatch.setattr(module.Arena, "grow", refuse)

@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
 
 import numpy as np
@@ -19,7 +19,6 @@ from embershard.proto import spec, wire
 from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.errors import (
     BadFrame,
-    EmbershardError,
     InvalidRequest,
     MessageTooLarge,
     ShardBusy,
@@ -40,7 +39,6 @@ from embershard.proto.messages import (
     Pull,
     Push,
     Pushed,
-    Request,
     Rows,
     TableGradients,
     TableIds,
@@ -61,7 +59,7 @@ def table(name: str, dim: int = 4) -> spec.TableSpec:
 
 
 @pytest.fixture(scope="module", params=["in this process", pytest.param("in its own", marks=pytest.mark.integration)])
-def address(request: pytest.FixtureRequest) -> Iterator[str]:
+def address(request):
     """Where a shard listens that knows two tables."""
     if request.param == "in this process":
         shard = ServedShard()
@@ -82,10 +80,10 @@ def declare(address: str) -> None:
 
 
 @pytest.fixture
-def connect(address: str) -> Iterator[Connect]:
+def connect(address):
     peers: list[Peer] = []
 
-    def peer(features: Feature | None = NONE, receive_bytes: int = 0) -> Peer:
+    def peer(features=NONE, receive_bytes=0):
         peers.append(Peer(address, features, receive_bytes))
         return peers[-1]
 
@@ -95,7 +93,7 @@ def connect(address: str) -> Iterator[Connect]:
 
 
 @pytest.fixture
-def first_push(connect: Connect) -> Push:
+def first_push(connect):
     """The first push of its worker, into a table of its own."""
     made, number = table(f"t{next(_numbers)}"), next(_numbers)
     assert connect().ask(Declare(made)) == Declared(created=True, loading=False)
@@ -123,7 +121,7 @@ def rows_of(peer: Peer, of: Push) -> list[float]:
     ],
     ids=["magic", "version", "buffers", "head", "limit", "lengths", "bulk checksum", "start checksum", "other text"],
 )
-def test_a_wrong_frame_is_named_under_call_0_and_ends_the_connection(connect: Connect, frame: bytes, what: str):
+def test_a_wrong_frame_is_named_under_call_0_and_ends_the_connection(connect, frame, what):
     peer, other = connect(), connect()
     peer.send(frame)
     answer = peer.receive()
@@ -167,9 +165,7 @@ def test_a_wrong_frame_is_named_under_call_0_and_ends_the_connection(connect: Co
         "reply over the limit",
     ],
 )
-def test_a_refused_request_changes_nothing_and_the_next_is_served(
-    connect: Connect, request_: Request, error: type[EmbershardError], fields: dict[str, object]
-):
+def test_a_refused_request_changes_nothing_and_the_next_is_served(connect, request_, error, fields):
     peer = connect()
     with raises(error, **fields):
         peer.ask(request_)
@@ -192,7 +188,7 @@ def test_a_refused_request_changes_nothing_and_the_next_is_served(
     ],
     ids=["kind", "kind with arrays", "reply", "head", "too few arrays", "too many", "half an id", "no gradients"],
 )
-def test_a_frame_that_is_no_request_is_answered_by_an_error_of_its_call(connect: Connect, frame: list[bytes]):
+def test_a_frame_that_is_no_request_is_answered_by_an_error_of_its_call(connect, frame):
     peer = connect()
     peer.send(b"".join(frame))
     answer = peer.receive()
@@ -202,7 +198,7 @@ def test_a_frame_that_is_no_request_is_answered_by_an_error_of_its_call(connect:
     assert isinstance(peer.ask(Hello()), Greeting)
 
 
-def test_a_frame_cut_anywhere_changes_nothing(connect: Connect, first_push: Push):
+def test_a_frame_cut_anywhere_changes_nothing(connect, first_push):
     whole = framed(first_push)
     for cut in (1, 15, 31, 32, 40, 60, len(whole) - 1):
         peer = connect()
@@ -211,14 +207,14 @@ def test_a_frame_cut_anywhere_changes_nothing(connect: Connect, first_push: Push
     assert not any(rows_of(connect(), first_push))
 
 
-def test_a_frame_in_single_bytes_is_understood(connect: Connect, first_push: Push):
+def test_a_frame_in_single_bytes_is_understood(connect, first_push):
     peer = connect()
     for byte in framed(first_push):
         peer.send(bytes([byte]))
     assert peer.reply() == Pushed(duplicate=False, applied=3, skipped=0)
 
 
-def test_gradients_that_are_not_finite_are_counted_and_the_rest_is_applied(connect: Connect, first_push: Push):
+def test_gradients_that_are_not_finite_are_counted_and_the_rest_is_applied(connect, first_push):
     gradients = first_push.tables[0].gradients.reshape(3, 4)
     gradients[0, 1], gradients[2, 2] = np.nan, -np.inf
     peer = connect()
@@ -226,7 +222,7 @@ def test_gradients_that_are_not_finite_are_counted_and_the_rest_is_applied(conne
     assert rows_of(peer, first_push) == [0.0] * 4 + [-1.0] * 4 + [0.0] * 4
 
 
-def test_a_peer_that_speaks_no_common_version_is_told_which_ones_there_are(address: str):
+def test_a_peer_that_speaks_no_common_version_is_told_which_ones_there_are(address):
     with connected(address) as sock:
         sock.sendall(struct.pack("<8sHHI", wire.MAGIC, 7, 9, 0))
         answer = struct.unpack("<8sHHI", sock.recv(16, socket.MSG_WAITALL))
@@ -234,7 +230,7 @@ def test_a_peer_that_speaks_no_common_version_is_told_which_ones_there_are(addre
         assert sock.recv(1) == b""
 
 
-def test_a_peer_that_reads_late_gets_every_answer(connect: Connect):
+def test_a_peer_that_reads_late_gets_every_answer(connect):
     late = connect(receive_bytes=4096)
     asking = threading.Thread(target=late.ask_all, args=([pull(2000, "wide")] * 12,))  # of 8 MiB each
     asking.start()
@@ -249,7 +245,7 @@ def test_a_peer_that_reads_late_gets_every_answer(connect: Connect):
     asking.join(20)
 
 
-def test_a_flipped_byte_of_the_arrays_is_noticed_with_checksum(connect: Connect, first_push: Push):
+def test_a_flipped_byte_of_the_arrays_is_noticed_with_checksum(connect, first_push):
     peer = connect(Feature.CHECKSUM)
     data = bytearray(framed(first_push, checksum=True))
     peer.send(data)
@@ -261,7 +257,7 @@ def test_a_flipped_byte_of_the_arrays_is_noticed_with_checksum(connect: Connect,
     assert peer.was_dropped()
 
 
-def test_replies_have_a_checksum_where_it_was_agreed_on(connect: Connect, first_push: Push):
+def test_replies_have_a_checksum_where_it_was_agreed_on(connect, first_push):
     peer = connect(Feature.CHECKSUM)
     peer.send(framed(first_push, checksum=True))
     peer.reply()

@@ -94,7 +94,7 @@ class Served:
         """The apply thread is held up inside."""
         entered, gate = threading.Event(), threading.Event()
 
-        def hold() -> bytes:
+        def hold():
             entered.set()
             gate.wait(100)
             return b""
@@ -132,7 +132,7 @@ async def served(**bounds: int) -> AsyncIterator[Served]:
 
 
 def run(test: Callable[[Served], Awaitable[None]], **bounds: int) -> None:
-    async def scene() -> None:
+    async def scene():
         async with asyncio.timeout(200), served(**bounds) as here:
             await test(here)
 
@@ -140,7 +140,7 @@ def run(test: Callable[[Served], Awaitable[None]], **bounds: int) -> None:
 
 
 def test_every_method_answers_with_its_reply():
-    async def test(here: Served) -> None:
+    async def test(here):
         assert (await here.ask(Hello(), Greeting)).version == "1.2.3"
         assert await here.ask(Declare(TABLE), Declared) == Declared(created=False, loading=False)
         assert await here.ask(push(1), Pushed) == Pushed(duplicate=False, applied=2, skipped=0)
@@ -152,7 +152,7 @@ def test_every_method_answers_with_its_reply():
 
 
 def test_status_counts_every_kind_of_request():
-    async def test(here: Served) -> None:
+    async def test(here):
         before = (await here.ask(GetStatus(), ShardStatus)).requests
         await here.ask(Hello(), Greeting)
         await here.ask(PULL, Rows)
@@ -162,7 +162,7 @@ def test_status_counts_every_kind_of_request():
 
 
 def test_an_error_arrives_with_its_type_and_fields():
-    async def test(here: Served) -> None:
+    async def test(here):
         with pytest.raises(UnknownTable) as caught:
             await here.ask(Pull(1, (TableIds("nope", IDS),)), Rows)
         assert caught.value.fields == {"table": "nope", "known": "items"}
@@ -171,7 +171,7 @@ def test_an_error_arrives_with_its_type_and_fields():
 
 
 def test_bytes_that_are_no_message_are_refused():
-    async def test(here: Served) -> None:
+    async def test(here):
         for name, reply in METHODS.values():
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 loads(reply, await here.raw(name, b"\xff\xff\xff"))
@@ -181,7 +181,7 @@ def test_bytes_that_are_no_message_are_refused():
 
 
 def test_arrays_of_half_a_number_are_refused():
-    async def test(here: Served) -> None:
+    async def test(here):
         data = pb.PullRequest(placement_epoch=1, tables=[pb.PullRequest.TableIds(table="items", ids=bytes(15))])
         with pytest.raises(grpc.aio.AioRpcError, match="15 bytes of ids") as caught:
             await here.raw("Pull", data.SerializeToString())
@@ -191,7 +191,7 @@ def test_arrays_of_half_a_number_are_refused():
 
 
 def test_an_error_of_any_length_fits_the_metadata():
-    async def test(here: Served) -> None:
+    async def test(here):
         settings = {f"setting_with_a_long_name_{i}": float(i) for i in range(2000)}
         other = spec.TableSpec(name="items", dim=2, optimizer=spec.Custom(function="a:b", lr=1.0, settings=settings))
         with pytest.raises(TableMismatch, match=r" \.\.\.; use another name"):
@@ -200,8 +200,8 @@ def test_an_error_of_any_length_fits_the_metadata():
     run(test)
 
 
-def test_a_defect_is_an_internal_error_and_the_log_has_its_traceback(caplog: pytest.LogCaptureFixture):
-    async def test(here: Served) -> None:
+def test_a_defect_is_an_internal_error_and_the_log_has_its_traceback(caplog):
+    async def test(here):
         here.shard.handle = lambda *_: [][1]  # type: ignore[method-assign]
         with pytest.raises(InternalError, match=r"IndexError in Pull.*see the shard's log"):
             await here.ask(PULL, Rows)
@@ -212,7 +212,7 @@ def test_a_defect_is_an_internal_error_and_the_log_has_its_traceback(caplog: pyt
 
 
 def test_hello_and_status_do_not_wait_behind_the_queue():
-    async def test(here: Served) -> None:
+    async def test(here):
         async with here.busy():
             waiting = asyncio.create_task(here.ask(push(1), Pushed))
             await here.queued()
@@ -229,7 +229,7 @@ def test_hello_and_status_do_not_wait_behind_the_queue():
 
 
 def test_a_full_queue_answers_busy_at_once_and_takes_work_again_later():
-    async def test(here: Served) -> None:
+    async def test(here):
         async with here.busy():
             accepted = asyncio.create_task(here.ask(push(1), Pushed))
             await here.queued()
@@ -243,7 +243,7 @@ def test_a_full_queue_answers_busy_at_once_and_takes_work_again_later():
 
 
 def test_a_push_whose_caller_gave_up_in_the_queue_is_not_applied():
-    async def test(here: Served) -> None:
+    async def test(here):
         async with here.busy():
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await here.ask(push(1), Pushed, timeout=0.1)
@@ -256,10 +256,10 @@ def test_a_push_whose_caller_gave_up_in_the_queue_is_not_applied():
     run(test)
 
 
-def test_the_deadline_of_the_caller_travels_to_the_queue(monkeypatch: pytest.MonkeyPatch):
+def test_the_deadline_of_the_caller_travels_to_the_queue(monkeypatch):
     deadlines: list[float] = []
 
-    async def test(here: Served) -> None:
+    async def test(here):
         submit = here.apply.submit
         monkeypatch.setattr(here.apply, "submit", lambda *args: deadlines.append(args[2]) or submit(*args))
         before = time.monotonic()
@@ -270,7 +270,7 @@ def test_the_deadline_of_the_caller_travels_to_the_queue(monkeypatch: pytest.Mon
 
 
 def test_a_closed_queue_answers_that_the_shard_is_shutting_down():
-    async def test(here: Served) -> None:
+    async def test(here):
         here.apply.close()
         with pytest.raises(ShuttingDown):
             await here.ask(PULL, Rows)
@@ -279,7 +279,7 @@ def test_a_closed_queue_answers_that_the_shard_is_shutting_down():
 
 
 def test_a_message_over_the_limit_is_refused_and_the_next_one_answered():
-    async def test(here: Served) -> None:
+    async def test(here):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await here.raw("Push", bytes(MAX_MESSAGE_BYTES + 1))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -290,7 +290,7 @@ def test_a_message_over_the_limit_is_refused_and_the_next_one_answered():
 
 
 def test_a_message_at_the_limit_is_read():
-    async def test(here: Served) -> None:
+    async def test(here):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await here.raw("Push", bytes(MAX_MESSAGE_BYTES))
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # it was read, and is no push
@@ -299,7 +299,7 @@ def test_a_message_at_the_limit_is_read():
 
 
 def test_health_and_reflection_answer():
-    async def test(here: Served) -> None:
+    async def test(here):
         checked = await health_pb2_grpc.HealthStub(here.channel).Check(health_pb2.HealthCheckRequest())
         assert checked.status == health_pb2.HealthCheckResponse.SERVING
         requests = iter(
@@ -319,8 +319,8 @@ def test_health_and_reflection_answer():
 
 @pytest.mark.parametrize("version", [1, VERSION + 1])
 @pytest.mark.parametrize("method", ["Hello", "Push", "AMethodThatThisVersionHasNot"])
-def test_a_client_of_another_version_gets_an_error_that_names_both(version: int, method: str):
-    async def test(here: Served) -> None:
+def test_a_client_of_another_version_gets_an_error_that_names_both(version, method):
+    async def test(here):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await here.channel.unary_unary(f"/embershard.v{version}.Shard/{method}")(b"", timeout=60.0)
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
@@ -333,7 +333,7 @@ def test_a_client_of_another_version_gets_an_error_that_names_both(version: int,
 
 
 def test_a_method_of_another_service_is_unimplemented():
-    async def test(here: Served) -> None:
+    async def test(here):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await here.channel.unary_unary("/embershard.v1.Other/Hello")(b"", timeout=60.0)
         assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED

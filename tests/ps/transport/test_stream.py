@@ -9,10 +9,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import grpc
 import numpy as np
@@ -22,10 +21,7 @@ from grpc_health.v1 import health
 from embershard.proto import embershard_pb2 as pb
 from embershard.proto import spec, wire
 from embershard.proto.arrays import MAX_MESSAGE_BYTES
-from embershard.proto.errors import (
-    ClockAhead,
-    ShardBusy,
-)
+from embershard.proto.errors import ClockAhead, ShardBusy
 from embershard.proto.messages import (
     KIND_OF,
     SERVICE,
@@ -59,10 +55,10 @@ Serve = Callable[..., ServedShard]
 
 
 @pytest.fixture
-def serve() -> Iterator[Serve]:
+def serve():
     servers: list[ServedShard] = []
 
-    def start(foreign: str = "") -> ServedShard:
+    def start(foreign=""):
         servers.append(ServedShard(foreign))
         return servers[-1]
 
@@ -72,16 +68,16 @@ def serve() -> Iterator[Serve]:
 
 
 @pytest.fixture
-def served(serve: Serve) -> ServedShard:
+def served(serve):
     return serve()
 
 
 @pytest.fixture
-def connect(served: ServedShard) -> Iterator[Callable[..., Peer]]:
+def connect(served):
     """Peers of the shard, which knows two tables."""
     peers: list[Peer] = []
 
-    def peer(features: Feature | None = NONE, receive_bytes: int = 0) -> Peer:
+    def peer(features=NONE, receive_bytes=0):
         peers.append(Peer(served.address, features, receive_bytes))
         return peers[-1]
 
@@ -94,7 +90,7 @@ def connect(served: ServedShard) -> Iterator[Callable[..., Peer]]:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch):
     """Deadlines that a test can wait for."""
     monkeypatch.setattr(stream, "HELLO_SECONDS", 0.5)
     monkeypatch.setattr(stream, "STALL_SECONDS", 0.5)
@@ -105,7 +101,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 Connect = Callable[..., Peer]
 
 
-def test_a_frame_cut_anywhere_changes_nothing_and_leaves_nothing_behind(connect: Connect, served: ServedShard):
+def test_a_frame_cut_anywhere_changes_nothing_and_leaves_nothing_behind(connect, served):
     whole = framed(push(20_000))  # larger than what is received at once
     cuts = [1, 15, 31, 32, 40, 60, 200, 160_000, len(whole) - 1]
     for cut in cuts:
@@ -121,7 +117,7 @@ def test_a_frame_cut_anywhere_changes_nothing_and_leaves_nothing_behind(connect:
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("said", [b"", wire.MAGIC[:3], wire.MAGIC, wire.client_hello(Feature(0))[:15]])
-def test_a_peer_that_does_not_finish_its_hello_is_dropped(served: ServedShard, said: bytes):
+def test_a_peer_that_does_not_finish_its_hello_is_dropped(served, said):
     peer = Peer(served.address, None)
     peer.send(said)
     assert peer.was_dropped()
@@ -130,7 +126,7 @@ def test_a_peer_that_does_not_finish_its_hello_is_dropped(served: ServedShard, s
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("sent", [1, 31, 50, 150_000])
-def test_a_frame_that_is_never_finished_is_dropped(connect: Connect, served: ServedShard, sent: int):
+def test_a_frame_that_is_never_finished_is_dropped(connect, served, sent):
     peer, other = connect(), connect()
     peer.send(framed(push(20_000))[:sent])
     assert peer.was_dropped()
@@ -139,7 +135,7 @@ def test_a_frame_that_is_never_finished_is_dropped(connect: Connect, served: Ser
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_frame_that_drips_is_dropped(connect: Connect):
+def test_a_frame_that_drips_is_dropped(connect):
     peer = connect()
     peer.sock.settimeout(0.02)
     data = iter(framed(push(20_000)))
@@ -157,14 +153,14 @@ def test_a_frame_that_drips_is_dropped(connect: Connect):
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_peer_may_be_silent_between_calls_for_as_long_as_it_likes(connect: Connect):
+def test_a_peer_may_be_silent_between_calls_for_as_long_as_it_likes(connect):
     peer = connect()
     assert isinstance(peer.ask(pull()), Rows)
     time.sleep(1.0)
     assert isinstance(peer.ask(pull()), Rows)
 
 
-def test_rows_are_not_made_for_a_peer_that_does_not_read(connect: Connect, served: ServedShard):
+def test_rows_are_not_made_for_a_peer_that_does_not_read(connect, served):
     """200 pulls of 8 MiB each: about UNSENT_BYTES of them are made, the others are told to come back."""
     slow, other = connect(receive_bytes=4096), connect()
     asking = threading.Thread(target=slow.ask_all, args=([pull(2000, "wide")] * 200,))
@@ -190,7 +186,7 @@ def clock_0(worker: int) -> Push:
     return Push(PushToken(worker, 1, 1, 1), 0, 1, ())
 
 
-def test_a_pull_that_waits_holds_nobody_up(connect: Connect):
+def test_a_pull_that_waits_holds_nobody_up(connect):
     peer, other = connect(), connect()
     joined(other, 2)
     peer.send(framed(replace(pull(), epoch=1, required_clock=1), call=1))
@@ -202,7 +198,7 @@ def test_a_pull_that_waits_holds_nobody_up(connect: Connect):
     assert (frame.header.call, frame.header.kind) == (1, KIND_OF[Rows])
 
 
-def test_a_pull_that_waits_in_vain_is_put_back_before_its_deadline(connect: Connect):
+def test_a_pull_that_waits_in_vain_is_put_back_before_its_deadline(connect):
     peer = connect()
     joined(peer, 2)
     peer.send(framed(replace(pull(), epoch=1, required_clock=1), timeout_ms=1000))
@@ -210,7 +206,7 @@ def test_a_pull_that_waits_in_vain_is_put_back_before_its_deadline(connect: Conn
         peer.reply()
 
 
-def test_rows_are_not_made_for_a_peer_that_left_while_it_waited(connect: Connect, served: ServedShard):
+def test_rows_are_not_made_for_a_peer_that_left_while_it_waited(connect, served):
     peer, other = connect(), connect()
     joined(other, 2)
     peer.send(framed(replace(pull(), epoch=1, required_clock=1)))
@@ -225,7 +221,7 @@ def test_rows_are_not_made_for_a_peer_that_left_while_it_waited(connect: Connect
     assert served.stream.made_bytes == made
 
 
-def test_a_worker_whose_request_still_arrives_keeps_its_lease(connect: Connect, served: ServedShard):
+def test_a_worker_whose_request_still_arrives_keeps_its_lease(connect, served):
     """On a slow link it may take longer than the lease, and the beats behind it with it."""
     slow, other = connect(), connect()
     assert isinstance(slow.ask(Join(0, 1, 0, 0, 2, 2000)), Joined)
@@ -239,7 +235,7 @@ def test_a_worker_whose_request_still_arrives_keeps_its_lease(connect: Connect, 
     assert eventually(lambda: members() == [1])
 
 
-def test_what_a_peer_waited_for_and_does_not_read_counts_as_unsent(connect: Connect, served: ServedShard):
+def test_what_a_peer_waited_for_and_does_not_read_counts_as_unsent(connect, served):
     slow, other = connect(receive_bytes=4096), connect()
     joined(other, 2)
     said = Rendezvous(0, 1, "a meeting", np.zeros(2**24, np.uint8))
@@ -253,13 +249,13 @@ def test_what_a_peer_waited_for_and_does_not_read_counts_as_unsent(connect: Conn
     assert served.stream.made_bytes > 2**26 + 8_000_000
 
 
-def test_a_peer_whose_machine_is_gone_is_noticed_by_the_system(connect: Connect, served: ServedShard):
+def test_a_peer_whose_machine_is_gone_is_noticed_by_the_system(connect, served):
     connect()
     socks = [connection._transport.get_extra_info("socket") for connection in served.stream.connections]
     assert [sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for sock in socks] == [1, 1]
 
 
-def test_many_slow_readers_share_one_bound(connect: Connect, served: ServedShard, monkeypatch: pytest.MonkeyPatch):
+def test_many_slow_readers_share_one_bound(connect, served, monkeypatch):
     monkeypatch.setattr(stream, "ALL_UNSENT_BYTES", 2**26)
     others = set(served.stream.connections)
     slow = [connect(receive_bytes=4096) for _ in range(20)]
@@ -273,7 +269,7 @@ def test_many_slow_readers_share_one_bound(connect: Connect, served: ServedShard
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_peer_that_reads_nothing_is_dropped(connect: Connect, served: ServedShard):
+def test_a_peer_that_reads_nothing_is_dropped(connect, served):
     slow, other = connect(receive_bytes=4096), connect()
     slow.send(framed(pull(8000, "wide")))
     assert eventually(lambda: served.connections == 2)
@@ -281,7 +277,7 @@ def test_a_peer_that_reads_nothing_is_dropped(connect: Connect, served: ServedSh
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_peer_that_reads_nothing_and_asks_on_is_dropped_too(connect: Connect, served: ServedShard):
+def test_a_peer_that_reads_nothing_and_asks_on_is_dropped_too(connect, served):
     slow = connect(receive_bytes=4096)
     slow.send(framed(pull(8000, "wide")))
     with suppress(OSError):
@@ -291,7 +287,7 @@ def test_a_peer_that_reads_nothing_and_asks_on_is_dropped_too(connect: Connect, 
     assert slow.was_dropped()
 
 
-def test_a_peer_that_half_closes_has_its_push_applied_once_and_is_let_go(connect: Connect, served: ServedShard):
+def test_a_peer_that_half_closes_has_its_push_applied_once_and_is_let_go(connect, served):
     peer, other = connect(), connect()
     peer.send(framed(push()))
     peer.sock.shutdown(socket.SHUT_WR)
@@ -302,7 +298,7 @@ def test_a_peer_that_half_closes_has_its_push_applied_once_and_is_let_go(connect
 
 
 @pytest.mark.usefixtures("quick")
-def test_frames_that_only_begin_hold_others_up_for_a_moment(connect: Connect, served: ServedShard):
+def test_frames_that_only_begin_hold_others_up_for_a_moment(connect, served):
     """Small calls go on at once; large ones once those who do not go on were dropped."""
     stream_limit = stream.RECEIVING_BYTES
     lazy = [connect() for _ in range(20)]
@@ -315,7 +311,7 @@ def test_frames_that_only_begin_hold_others_up_for_a_moment(connect: Connect, se
         other.ask(push(20_000))
     assert caught.value.fields["queued_bytes"] == stream_limit
 
-    def accepted() -> bool:
+    def accepted():
         try:
             return isinstance(other.ask(push(20_000)), Pushed)
         except ShardBusy:
@@ -325,11 +321,11 @@ def test_frames_that_only_begin_hold_others_up_for_a_moment(connect: Connect, se
     assert served.stream.receiving_bytes <= stream_limit
 
 
-def test_a_request_whose_caller_no_longer_waits_gets_no_reply(connect: Connect, served: ServedShard):
+def test_a_request_whose_caller_no_longer_waits_gets_no_reply(connect, served):
     peer = connect()
     hold, entered = threading.Event(), threading.Event()
 
-    def work() -> None:
+    def work():
         entered.set()
         hold.wait(20)
 
@@ -371,7 +367,7 @@ def open_descriptors() -> int:
 
 
 @pytest.fixture
-def grpc_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def grpc_path(monkeypatch):
     """A gRPC server's private socket; its shard is another than the stream's."""
     options = dict(transport_grpc.SERVER_OPTIONS)
     assert options["grpc.server_handshake_timeout_ms"] <= 10_000
@@ -382,7 +378,7 @@ def grpc_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
-    async def start() -> grpc.aio.Server:
+    async def start():
         dispatch = Dispatch(Shard(0, Placement.even(1), OptimizerRegistry()), ApplyThread())
         server = make_server(ShardService(dispatch), health.aio.HealthServicer())
         server.add_insecure_port(f"unix-abstract:{path[1:]}")
@@ -397,10 +393,10 @@ def grpc_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     loop.close()
 
 
-def test_grpc_at_the_same_port_is_passed_on_and_leaves_nothing_behind(serve: Serve, grpc_path: str):
+def test_grpc_at_the_same_port_is_passed_on_and_leaves_nothing_behind(serve, grpc_path):
     served = serve(grpc_path)
 
-    def call() -> bytes:
+    def call():
         with grpc.insecure_channel(
             served.address.removeprefix("tcp://"), options=[("grpc.use_local_subchannel_pool", 1)]
         ) as channel:
@@ -414,7 +410,7 @@ def test_grpc_at_the_same_port_is_passed_on_and_leaves_nothing_behind(serve: Ser
     assert served.connections == 0
 
 
-def test_a_connection_to_grpc_that_says_nothing_is_closed(serve: Serve, grpc_path: str):
+def test_a_connection_to_grpc_that_says_nothing_is_closed(serve, grpc_path):
     served = serve(grpc_path)
     with connected(served.address) as peer:
         peer.settimeout(60)
@@ -425,9 +421,7 @@ def test_a_connection_to_grpc_that_says_nothing_is_closed(serve: Serve, grpc_pat
     assert eventually(lambda: served.stream.open_connections == 0)
 
 
-def test_connections_over_the_limit_are_refused_and_those_passed_on_count(
-    serve: Serve, grpc_path: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_connections_over_the_limit_are_refused_and_those_passed_on_count(serve, grpc_path, monkeypatch):
     served = serve(grpc_path)
     monkeypatch.setattr(served.stream, "max_connections", 2)
     with connected(served.address) as foreign:
@@ -444,10 +438,10 @@ def test_connections_over_the_limit_are_refused_and_those_passed_on_count(
     assert eventually(lambda: served.stream.open_connections == 0)
 
 
-def test_what_is_passed_on_is_read_no_faster_than_the_other_side_reads(serve: Serve, tmp_path: Any):
+def test_what_is_passed_on_is_read_no_faster_than_the_other_side_reads(serve, tmp_path):
     sent = 0
 
-    def talk(sock: socket.socket) -> None:
+    def talk(sock):
         nonlocal sent
         sock.recv(100)
         while sent < 2**26:
@@ -468,10 +462,10 @@ def test_what_is_passed_on_is_read_no_faster_than_the_other_side_reads(serve: Se
 
 
 @pytest.mark.parametrize("first", ["peer", "foreign"])
-def test_when_one_end_of_a_pipe_leaves_the_other_is_told(serve: Serve, tmp_path: Any, first: str):
+def test_when_one_end_of_a_pipe_leaves_the_other_is_told(serve, tmp_path, first):
     heard: list[bytes] = []
 
-    def talk(sock: socket.socket) -> None:
+    def talk(sock):
         heard.append(sock.recv(3, socket.MSG_WAITALL))
         if first == "peer":
             heard.append(sock.recv(1))
@@ -493,21 +487,21 @@ def test_when_one_end_of_a_pipe_leaves_the_other_is_told(serve: Serve, tmp_path:
     assert eventually(lambda: open_descriptors() <= max(before, at_rest - 1))  # less the foreign listener
 
 
-def test_a_peer_with_another_protocol_is_dropped_where_nobody_speaks_it(served: ServedShard):
+def test_a_peer_with_another_protocol_is_dropped_where_nobody_speaks_it(served):
     peer = Peer(served.address, None)
     peer.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
     assert peer.was_dropped()
     peer.sock.close()
 
 
-def test_a_foreign_server_that_is_gone_ends_the_connection(serve: Serve, tmp_path: Any):
+def test_a_foreign_server_that_is_gone_ends_the_connection(serve, tmp_path):
     peer = Peer(serve(f"{tmp_path}/nobody").address, None)
     peer.send(b"PRI * HTTP/2.0")
     assert peer.was_dropped()
     peer.sock.close()
 
 
-def test_closing_sends_what_waits_to_be_read(connect: Connect, served: ServedShard):
+def test_closing_sends_what_waits_to_be_read(connect, served):
     peer = connect(receive_bytes=4096)
     peer.send(framed(pull(8000, "wide")))
     assert eventually(lambda: served.unsent_bytes() > 2**24)
@@ -517,7 +511,7 @@ def test_closing_sends_what_waits_to_be_read(connect: Connect, served: ServedSha
     ending.result(20)
 
 
-def test_what_arrived_is_not_counted_as_arriving_however_frames_share_a_read(served: ServedShard, connect: Connect):
+def test_what_arrived_is_not_counted_as_arriving_however_frames_share_a_read(served, connect):
     peer = connect()
     two = framed(pull(1000), call=1) + framed(pull(2000), call=2)
     third = framed(pull(3000), call=3)

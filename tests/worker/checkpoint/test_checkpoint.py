@@ -57,7 +57,7 @@ MakeSession = Callable[..., Session]
 
 
 @pytest.fixture
-def make_session() -> MakeSession:
+def make_session():
     """Sessions with n fresh shards in this process, which may be called from several threads."""
     return lambda n: local(n)
 
@@ -154,9 +154,7 @@ def checkpoint(folder: Path, step: int) -> Checkpoint:
         "codecs by a schedule",
     ],
 )
-def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_interrupted(
-    make_session: MakeSession, tmp_path: Path, sections: dict[str, Any], from_step: int
-) -> None:
+def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_interrupted(make_session, tmp_path, sections, from_step):
     folder = {"folder": str(tmp_path), "keep": 100, **sections.get("checkpoint", {})}
     trained = job(tmp_path, **{**sections, "checkpoint": folder})
     sessions = [Session(make_session(2).client, local_steps=trained.train.local_steps) for _ in range(2)]
@@ -175,12 +173,10 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_interrupted(
     [({"epochs": 2}, {"steps": 8}, [8, 6, 6]), ({"steps": 5}, {"epochs": 4}, [8, 5, 5])],
     ids=["epochs and steps", "steps and epochs"],
 )
-def test_workers_whose_epochs_differ_in_length_go_on_in_the_same_segments(
-    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], steps: list[int]
-) -> None:
+def test_workers_whose_epochs_differ_in_length_go_on_in_the_same_segments(tmp_path, before, after, steps):
     shards = InProcessShards()
 
-    def work(rank: int, run: int, resume: Checkpoint | None = None, **train: object) -> int:
+    def work(rank, run, resume=None, **train):
         every = {"every": 3} if "steps" in train else {}
         batches = {"batch_size": 233}  # of shares of 234, 233 and 233 samples: 2, 1 and 1
         trained = job(tmp_path, model={"name": "fm"}, train={**batches, **train}, evaluate=every)
@@ -201,7 +197,7 @@ def test_workers_whose_epochs_differ_in_length_go_on_in_the_same_segments(
 @pytest.mark.parametrize(
     "optimizer", ["adam", *(pytest.param(name, marks=pytest.mark.long) for name in ("adagrad", "sgd"))]
 )
-def test_a_run_without_shards_resumes_to_the_same_bits(tmp_path: Path, optimizer: str) -> None:
+def test_a_run_without_shards_resumes_to_the_same_bits(tmp_path, optimizer):
     trained = job(
         tmp_path,
         strategy="local",
@@ -214,7 +210,7 @@ def test_a_run_without_shards_resumes_to_the_same_bits(tmp_path: Path, optimizer
     assert train(trained, None, found).same(whole)
 
 
-def test_a_run_that_was_over_is_told_as_it_was(tmp_path: Path) -> None:
+def test_a_run_that_was_over_is_told_as_it_was(tmp_path):
     standing = {"dim": 4, "optimizer": {"name": "sgd", "lr": 0.0}}
     schedule = {"epochs": 4, "lr_schedule": {"name": "plateau", "patience": 2}}
     trained = job(tmp_path, strategy="local", model={"name": "fm"}, embedding=standing, train=schedule)
@@ -227,7 +223,7 @@ def test_a_run_that_was_over_is_told_as_it_was(tmp_path: Path) -> None:
         assert getattr(again, name) == getattr(whole, name)
 
 
-def test_another_number_of_shards_resumes_to_rounding_and_more_steps(make_session: MakeSession, tmp_path: Path) -> None:
+def test_another_number_of_shards_resumes_to_rounding_and_more_steps(make_session, tmp_path):
     whole = train(job(tmp_path / "whole", train={"epochs": 4}), make_session(1))
     train(job(tmp_path / "short", train={"epochs": 2}), make_session(1))
     longer = job(tmp_path / "short", train={"epochs": 4})
@@ -236,7 +232,7 @@ def test_another_number_of_shards_resumes_to_rounding_and_more_steps(make_sessio
     assert resumed.result.steps == 56
 
 
-def test_what_an_objective_has_learnt_is_kept(tmp_path: Path) -> None:
+def test_what_an_objective_has_learnt_is_kept(tmp_path):
     batch = Batch(torch.tensor([[0, 30, 31], [1, 32, 33]]), None, torch.ones(2))
     model = job(tmp_path, model={"name": "two_tower"}).model.build(Schema(("user", "item"), 0, 60), 4, None)
     one, other = loss_of(model), loss_of(model)
@@ -248,7 +244,7 @@ def test_what_an_objective_has_learnt_is_kept(tmp_path: Path) -> None:
     assert torch.equal(one(model, batch), other(model, batch))
 
 
-def test_the_newest_checkpoints_are_kept_and_latest_is_the_last_of_them(tmp_path: Path) -> None:
+def test_the_newest_checkpoints_are_kept_and_latest_is_the_last_of_them(tmp_path):
     trained = job(tmp_path, strategy="local", checkpoint={"folder": str(tmp_path), "keep": 2})
     train(trained, None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000042", "step-000000056"]
@@ -256,7 +252,7 @@ def test_the_newest_checkpoints_are_kept_and_latest_is_the_last_of_them(tmp_path
     assert find_checkpoint(str(tmp_path / "step-000000042"), trained).manifest.step == 42
 
 
-def test_a_run_that_stops_early_ends_with_a_checkpoint(tmp_path: Path) -> None:
+def test_a_run_that_stops_early_ends_with_a_checkpoint(tmp_path):
     standing = {"dim": 4, "optimizer": {"name": "sgd", "lr": 0.0}}
     kept = {"folder": str(tmp_path), "every": 9}
     trained = job(tmp_path, strategy="local", model={"name": "fm"}, embedding=standing, train=STOPPING, checkpoint=kept)
@@ -278,7 +274,7 @@ class Second(WorkerGroup):
         return (self.failed,)
 
 
-def test_a_worker_that_is_not_the_first_writes_nothing_and_hears_of_errors(tmp_path: Path) -> None:
+def test_a_worker_that_is_not_the_first_writes_nothing_and_hears_of_errors(tmp_path):
     parts: dict[str, Any] = {"shared": {}, "own": {"random": RandomNumbers(torch.device("cpu"))}, "client": None}
     Saver(job(tmp_path), Second(failed=False), **parts).save(14, wait=True)
     assert list(tmp_path.iterdir()) == []
@@ -309,14 +305,8 @@ class Part:
     ids=["first", "second", "new"],
 )
 def test_of_fewer_or_more_workers_each_has_its_own_state_and_what_others_held(
-    tmp_path: Path,
-    rank: int,
-    world_size: int,
-    own: int,
-    random_numbers: list[int],
-    compression: list[int],
-    held: list[int],
-) -> None:
+    tmp_path, rank, world_size, own, random_numbers, compression, held
+):
     states = {
         f"worker-{worker}": pack({name: {"of": worker} for name in ("step", "random", "compression")})
         for worker in range(5)
@@ -339,9 +329,7 @@ def test_of_fewer_or_more_workers_each_has_its_own_state_and_what_others_held(
 
 
 @pytest.mark.parametrize(("rank", "skipped"), [(0, 3), (1, 0)])
-def test_a_schedule_goes_on_at_the_same_sample_with_another_number_of_workers(
-    tmp_path: Path, rank: int, skipped: int
-) -> None:
+def test_a_schedule_goes_on_at_the_same_sample_with_another_number_of_workers(tmp_path, rank, skipped):
     schedule = {"epochs": 4, "lr_schedule": {"name": "linear"}}
     trained = job(tmp_path, strategy="local", model={"name": "fm"}, train=schedule)
     first = Trainer(trained, dataset(), None, WorkerGroup())
@@ -353,7 +341,7 @@ def test_a_schedule_goes_on_at_the_same_sample_with_another_number_of_workers(
     assert found._learn.skipped == skipped  # of all workers together as many as before
 
 
-def test_the_checkpoint_that_a_run_began_with_stays(tmp_path: Path) -> None:
+def test_the_checkpoint_that_a_run_began_with_stays(tmp_path):
     trained = job(tmp_path, strategy="local", checkpoint={"folder": str(tmp_path), "keep": 1})
     train(job(tmp_path, strategy="local", train={"epochs": 1}), None)
     train(trained, None, checkpoint(tmp_path, 14))  # which a worker that is started again would read
@@ -363,7 +351,7 @@ def test_the_checkpoint_that_a_run_began_with_stays(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000056", "step-000000084"]
 
 
-def test_folders_of_other_people_stay(tmp_path: Path) -> None:
+def test_folders_of_other_people_stay(tmp_path):
     (tmp_path / "step-by-step").mkdir()
     (tmp_path / "probe").write_text("mine")
     train(job(tmp_path, strategy="local", checkpoint={"folder": str(tmp_path), "keep": 1}), None)
@@ -371,7 +359,7 @@ def test_folders_of_other_people_stay(tmp_path: Path) -> None:
     assert (tmp_path / "probe").read_text() == "mine"
 
 
-def test_a_run_that_goes_back_writes_beside_what_is_there(tmp_path: Path) -> None:
+def test_a_run_that_goes_back_writes_beside_what_is_there(tmp_path):
     trained = job(tmp_path, strategy="local", train={"epochs": 2})
     train(trained, None)
     train(trained, None, checkpoint(tmp_path, 14))
@@ -379,7 +367,7 @@ def test_a_run_that_goes_back_writes_beside_what_is_there(tmp_path: Path) -> Non
     assert find_checkpoint("latest", trained).url.endswith("step-000000028-2")
 
 
-def test_the_first_worker_writes_and_every_worker_finds_its_own(tmp_path: Path) -> None:
+def test_the_first_worker_writes_and_every_worker_finds_its_own(tmp_path):
     folder = CheckpointFolder(CheckpointSection(folder=str(tmp_path)))
     states = {"shared": pack({}), "worker-0": pack({"n": 0}), "worker-12": pack({"n": 12})}
     url = folder.begin(states, job=job(tmp_path), step=3, world_size=13, output=None, shards=None).wait()
@@ -395,7 +383,7 @@ def written(folder: Path) -> Path:
     return Path(whole.begin(states, job=job(folder), step=3, world_size=1, output=None, shards=None).wait())
 
 
-def test_a_folder_without_its_manifest_is_no_checkpoint_and_makes_way(tmp_path: Path) -> None:
+def test_a_folder_without_its_manifest_is_no_checkpoint_and_makes_way(tmp_path):
     path = written(tmp_path)
     (path / MANIFEST).unlink()
     with pytest.raises(BadCheckpoint, match="there is no whole checkpoint in it"):
@@ -406,7 +394,7 @@ def test_a_folder_without_its_manifest_is_no_checkpoint_and_makes_way(tmp_path: 
     assert written(tmp_path) == path
 
 
-def test_a_file_that_was_changed_is_named(tmp_path: Path) -> None:
+def test_a_file_that_was_changed_is_named(tmp_path):
     path = written(tmp_path)
     file = path / "worker-0.safetensors"
     data = bytearray(file.read_bytes())
@@ -430,14 +418,14 @@ def test_a_file_that_was_changed_is_named(tmp_path: Path) -> None:
     ],
     ids=["empty", "list", "fields", "newer", "deep"],
 )
-def test_a_manifest_that_is_not_ours_is_refused(tmp_path: Path, text: str, words: str) -> None:
+def test_a_manifest_that_is_not_ours_is_refused(tmp_path, text, words):
     path = written(tmp_path)
     (path / MANIFEST).write_text(text)
     with pytest.raises(BadCheckpoint, match=words):
         Checkpoint.open(str(path))
 
 
-def test_names_in_a_manifest_lead_nowhere_else(tmp_path: Path) -> None:
+def test_names_in_a_manifest_lead_nowhere_else(tmp_path):
     path = written(tmp_path)
     manifest = json.loads((path / MANIFEST).read_text())
     manifest["files"]["worker-../../../etc/passwd.safetensors"] = "0" * 64
@@ -445,7 +433,7 @@ def test_names_in_a_manifest_lead_nowhere_else(tmp_path: Path) -> None:
     assert Checkpoint.open(str(path)).first_worker().keys() == {"b"}
 
 
-def test_another_job_is_refused_by_all_that_differs(tmp_path: Path) -> None:
+def test_another_job_is_refused_by_all_that_differs(tmp_path):
     path = written(tmp_path)
     other = job(
         tmp_path,
@@ -467,7 +455,7 @@ def test_another_job_is_refused_by_all_that_differs(tmp_path: Path) -> None:
         assert words in str(raised.value)
 
 
-def test_what_is_frozen_may_change_where_shards_hold_the_optimizers_state(tmp_path: Path) -> None:
+def test_what_is_frozen_may_change_where_shards_hold_the_optimizers_state(tmp_path):
     path = written(tmp_path)
     find_checkpoint(str(path), job(tmp_path, freeze=["output"]))
     states = {"shared": pack({}), "worker-0": pack({})}
@@ -477,7 +465,7 @@ def test_what_is_frozen_may_change_where_shards_hold_the_optimizers_state(tmp_pa
         find_checkpoint(url.wait(), job(tmp_path, strategy="hybrid", freeze=["output"]))
 
 
-def test_a_model_of_which_a_group_is_frozen_is_put_together_again(tmp_path: Path) -> None:
+def test_a_model_of_which_a_group_is_frozen_is_put_together_again(tmp_path):
     groups = [{"match": "deep.0", "optimizer": {"name": "sgd", "lr": 0.1}}]
     dense = {"optimizer": {"name": "adam", "lr": 0.01}, "groups": groups}
     frozen = job(tmp_path, strategy="local", freeze=["deep.0"], dense=dense)
@@ -486,7 +474,7 @@ def test_a_model_of_which_a_group_is_frozen_is_put_together_again(tmp_path: Path
     torch.testing.assert_close(dict(strategy.model.state_dict()), whole.dense, rtol=0, atol=0)
 
 
-def test_what_may_change_is_not_asked_about(tmp_path: Path) -> None:
+def test_what_may_change_is_not_asked_about(tmp_path):
     path = written(tmp_path)
     data = {"reader": "ctr_csv", "train": "t.csv", "root": "elsewhere", "loader_processes": 1}
     train = {"steps": 1000, "lr_schedule": {"name": "linear"}, "device": "cpu"}
@@ -496,13 +484,13 @@ def test_what_may_change_is_not_asked_about(tmp_path: Path) -> None:
     assert find_checkpoint(str(path), other).manifest.step == 3
 
 
-def test_a_new_run_does_not_mix_with_an_earlier_one(tmp_path: Path) -> None:
+def test_a_new_run_does_not_mix_with_an_earlier_one(tmp_path):
     written(tmp_path)
     with raises(CheckpointFolderInUse, step=3):
         CheckpointFolder(CheckpointSection(folder=str(tmp_path))).check(resumed=False)
 
 
-def test_a_place_that_cannot_be_written_is_named_before_anything_starts(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_named_before_anything_starts(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
         CheckpointNotWritten, match=r"cannot write .*file/checkpoints/.embershard-probe: .*Not a directory"
@@ -510,11 +498,11 @@ def test_a_place_that_cannot_be_written_is_named_before_anything_starts(tmp_path
         CheckpointFolder(CheckpointSection(folder=str(tmp_path / "file" / "checkpoints"))).check(resumed=False)
 
 
-def test_a_full_disk_leaves_the_checkpoint_before_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_checkpoint_before_as_it_was(tmp_path, monkeypatch):
     trained = job(tmp_path, strategy="local", train={"epochs": 2})
     replace = Storage.replace
 
-    def full(self: Storage, path: str, data: bytes) -> None:
+    def full(self, path, data):
         if path.startswith("step-000000028/worker"):
             raise SnapshotNotWritten(path=self.at(path), reason="OSError: No space left on device")
         replace(self, path, data)
@@ -525,7 +513,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_as_it_was(tmp_path: Path, monk
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000014"]
 
 
-def test_a_state_of_other_weights_is_refused(tmp_path: Path) -> None:
+def test_a_state_of_other_weights_is_refused(tmp_path):
     trained = job(tmp_path, strategy="local", train={"epochs": 1})
     train(trained, None)
     wider = trained.model_copy(update={"model": trained.model.model_copy(update={"hidden": (9,)})})
@@ -533,12 +521,12 @@ def test_a_state_of_other_weights_is_refused(tmp_path: Path) -> None:
         train(wider, None, checkpoint(tmp_path, 14))
 
 
-def test_latest_needs_a_folder_to_look_in(tmp_path: Path) -> None:
+def test_latest_needs_a_folder_to_look_in(tmp_path):
     with pytest.raises(JobError, match=r"--resume latest: the job has no checkpoint\.folder to look in"):
         find_checkpoint("latest", job(tmp_path, checkpoint=None))
 
 
-def test_a_state_comes_back_as_it_was() -> None:
+def test_a_state_comes_back_as_it_was():
     shared = torch.arange(6.0)
     state = {"a": {"b": [1, 2.5, None, True, "x"], 3: shared[:3]}, "c": shared, "d": torch.ones(2).bfloat16(), "$e": {}}
     state |= {"f": [torch.zeros(1), torch.ones(1)], "g": {"$tensor": "c"}}
@@ -552,13 +540,13 @@ def test_a_state_comes_back_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80\x04.", pack({"a": 1})[:-3], pack({})[:9] + b"x" * 20], ids=range(4))
-def test_bytes_that_are_no_state_are_refused(data: bytes) -> None:
+def test_bytes_that_are_no_state_are_refused(data):
     with pytest.raises(ValueError, match="it holds no state of a worker"):
         unpack(data)
 
 
-def test_random_numbers_go_on_where_they_were() -> None:
-    def draw() -> list[object]:
+def test_random_numbers_go_on_where_they_were():
+    def draw():
         """An odd number of normal ones: they are made in pairs, of which the second is kept."""
         return [
             torch.rand(3).tolist(),

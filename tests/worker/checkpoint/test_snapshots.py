@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import msgpack
 import numpy as np
@@ -36,7 +35,7 @@ from embershard.proto.errors import (
 )
 from embershard.proto.messages import Request, Snapshot
 from embershard.proto.routing import make_route
-from embershard.proto.snapshot.manifest import MANIFEST, ShardPart, pack_part
+from embershard.proto.snapshot.manifest import MANIFEST, pack_part
 from embershard.proto.snapshot.storage import Storage
 from embershard.ps import snapshot as shard_side
 from embershard.worker.checkpoint.snapshots import (
@@ -82,11 +81,11 @@ def trained(shards: int = 2, seed: int = 0) -> Client:
 
 
 @pytest.fixture(params=["disk", "memory"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def url(request, tmp_path):
     return str(tmp_path) if request.param == "disk" else f"memory://{secrets.token_hex(8)}/snaps"
 
 
-def test_what_was_taken_is_restored_and_trains_on_alike(url: str):
+def test_what_was_taken_is_restored_and_trains_on_alike(url):
     client = trained()
     then = rows(client)
     info = take_snapshot(client, url, "monday", extra={"step": 7})
@@ -101,7 +100,7 @@ def test_what_was_taken_is_restored_and_trains_on_alike(url: str):
         assert np.array_equal(rows(other), rows(client))
 
 
-def test_a_snapshot_begun_is_of_that_moment_while_training_goes_on(tmp_path: Path):
+def test_a_snapshot_begun_is_of_that_moment_while_training_goes_on(tmp_path):
     client = trained()
     then = rows(client)
     running = begin_snapshot(client, str(tmp_path))
@@ -116,9 +115,7 @@ def test_a_snapshot_begun_is_of_that_moment_while_training_goes_on(tmp_path: Pat
     "compression",
     [{"dense": {"push": "powersgd:4"}}, {"dense": {"pull": "delta"}}, {"push": "mine:half", "pull": "mine:half"}],
 )
-def test_tables_that_travelled_by_a_codec_are_restored_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: dict[str, Any]
-):
+def test_tables_that_travelled_by_a_codec_are_restored_without_it(tmp_path, monkeypatch, compression):
     (tmp_path / "mine.py").write_text(HALF_CODEC)
     monkeypatch.syspath_prepend(str(tmp_path))
     session = local(1, imports=["mine"], compression=Compression(**compression))
@@ -142,7 +139,7 @@ def test_tables_that_travelled_by_a_codec_are_restored_without_it(
         assert np.array_equal(*found)
 
 
-def test_its_rows_are_read_without_shards(url: str):
+def test_its_rows_are_read_without_shards(url):
     client = trained()
     take_snapshot(client, url)
     blocks = list(read_table(url, "items"))
@@ -155,7 +152,7 @@ def test_its_rows_are_read_without_shards(url: str):
         list(read_table(url, "users"))
 
 
-def test_the_latest_is_found_by_its_folder_and_any_by_its_name(url: str):
+def test_the_latest_is_found_by_its_folder_and_any_by_its_name(url):
     client = trained()
     take_snapshot(client, url, "one", extra={"n": 1})
     take_snapshot(client, url, "two", extra={"n": 2})
@@ -165,7 +162,7 @@ def test_the_latest_is_found_by_its_folder_and_any_by_its_name(url: str):
     assert list_snapshots(url) == ["one", "two"]
 
 
-def test_old_ones_and_leftovers_go_and_nothing_else_does(url: str):
+def test_old_ones_and_leftovers_go_and_nothing_else_does(url):
     client = trained()
     storage = Storage(url)
     for name in ("one", "two"):
@@ -183,7 +180,7 @@ def test_old_ones_and_leftovers_go_and_nothing_else_does(url: str):
     restore_snapshot(local(1).client, url)
 
 
-def test_a_name_is_given_once(tmp_path: Path):
+def test_a_name_is_given_once(tmp_path):
     client = trained()
     take_snapshot(client, str(tmp_path), "one")
     with raises(SnapshotExists, path=f"{tmp_path}/one"):
@@ -192,7 +189,7 @@ def test_a_name_is_given_once(tmp_path: Path):
         take_snapshot(client, str(tmp_path), "../two")
 
 
-def test_one_that_was_never_finished_is_none_and_the_one_before_loads(tmp_path: Path):
+def test_one_that_was_never_finished_is_none_and_the_one_before_loads(tmp_path):
     client = trained()
     take_snapshot(client, str(tmp_path), "one")
     begin_snapshot(client, str(tmp_path), "two")
@@ -201,19 +198,19 @@ def test_one_that_was_never_finished_is_none_and_the_one_before_loads(tmp_path: 
         read_manifest(str(tmp_path), "two")
 
 
-def test_a_folder_without_any_says_so(tmp_path: Path):
+def test_a_folder_without_any_says_so(tmp_path):
     with pytest.raises(SnapshotNotFound, match="no LATEST"):
         restore_snapshot(local(1).client, str(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize("latest", [b"../../etc", b"", b"\xff\xfe"])
-def test_a_latest_that_names_no_snapshot_is_damage(latest: bytes, tmp_path: Path):
+def test_a_latest_that_names_no_snapshot_is_damage(latest, tmp_path):
     (tmp_path / "LATEST").write_bytes(latest)
     with pytest.raises(SnapshotDamaged, match="LATEST"):
         read_manifest(str(tmp_path))
 
 
-def test_a_part_that_is_not_where_the_others_are_is_named(tmp_path: Path):
+def test_a_part_that_is_not_where_the_others_are_is_named(tmp_path):
     client = trained()
     running = begin_snapshot(client, str(tmp_path), "one")
     shard_1 = _finished_part(client, tmp_path, "shard-1")
@@ -223,7 +220,7 @@ def test_a_part_that_is_not_where_the_others_are_is_named(tmp_path: Path):
     assert not (tmp_path / "one" / MANIFEST).exists()
 
 
-def test_a_file_that_is_shorter_than_the_shard_said_makes_no_snapshot(tmp_path: Path):
+def test_a_file_that_is_shorter_than_the_shard_said_makes_no_snapshot(tmp_path):
     client = trained()
     running = begin_snapshot(client, str(tmp_path), "one")
     file = next(_finished_part(client, tmp_path, "shard-0").glob("*.safetensors"))
@@ -240,11 +237,11 @@ def _finished_part(client: Client, folder: Path, shard: str) -> Path:
     return next(path.parent for path in found if path.parent.name.startswith(shard))
 
 
-def test_a_shard_that_cannot_write_fails_the_whole_and_the_others_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_shard_that_cannot_write_fails_the_whole_and_the_others_stop(tmp_path, monkeypatch):
     client = trained()
     take_snapshot(client, str(tmp_path), "one")
 
-    def full(part: ShardPart) -> bytes:
+    def full(part):
         if part.shard == 1:
             raise OSError(28, "No space left on device")
         return pack_part(part)
@@ -276,16 +273,16 @@ class Deaf:
 
 
 @pytest.mark.parametrize("deaf", [False, True])
-def test_what_a_slow_shard_still_writes_goes_too(monkeypatch: pytest.MonkeyPatch, deaf: bool):
+def test_what_a_slow_shard_still_writes_goes_too(monkeypatch, deaf):
     client, url = trained(), f"memory://{secrets.token_hex(8)}/snaps"  # its folders come with their files
     told = threading.Event()
     cancel = shard_side.SnapshotWriter.cancel
 
-    def tell(writer: shard_side.SnapshotWriter) -> None:
+    def tell(writer):
         cancel(writer)
         told.set()
 
-    def late(writer: shard_side.SnapshotWriter, storage: Storage, prefix: str, *_: object) -> None:
+    def late(writer, storage, prefix, *_):
         if writer._moment.shard == 1:
             raise OSError(28, "No space left on device")
         assert told.wait(100)
@@ -306,12 +303,12 @@ def test_what_a_slow_shard_still_writes_goes_too(monkeypatch: pytest.MonkeyPatch
     assert not Storage(url).sizes("two")
 
 
-def test_a_clock_that_does_not_close_is_given_up(tmp_path: Path):
+def test_a_clock_that_does_not_close_is_given_up(tmp_path):
     with pytest.raises(SnapshotTimeout, match=r"shard 0: waiting.* take it at once"):
         take_snapshot(trained(), str(tmp_path), "one", at_clock=5, wait_timeout=SOON)
 
 
-def test_tables_are_in_the_way_unless_they_are_to_be_replaced(tmp_path: Path):
+def test_tables_are_in_the_way_unless_they_are_to_be_replaced(tmp_path):
     client = trained()
     take_snapshot(client, str(tmp_path))
     other = trained(3, seed=1)
@@ -325,7 +322,7 @@ def test_tables_are_in_the_way_unless_they_are_to_be_replaced(tmp_path: Path):
         push(other, 2)
 
 
-def test_a_damaged_snapshot_changes_no_shard(tmp_path: Path):
+def test_a_damaged_snapshot_changes_no_shard(tmp_path):
     client = trained()
     take_snapshot(client, str(tmp_path), "one")
     file = next(tmp_path.glob("one/shard-1-*/*.safetensors"))
@@ -340,7 +337,7 @@ def test_a_damaged_snapshot_changes_no_shard(tmp_path: Path):
         list(open_snapshot(str(tmp_path)).read_table("items"))
 
 
-def test_rows_that_no_shard_finds_make_no_restore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rows_that_no_shard_finds_make_no_restore(tmp_path, monkeypatch):
     take_snapshot(trained(), str(tmp_path))
     monkeypatch.setattr("embershard.proto.snapshot.manifest.Manifest.rows", property(lambda self: 2001))
     fresh = local(2).client
@@ -364,7 +361,7 @@ class TestSynchronousWorkers:
         workers = [Client(shards.transports(), worker=worker) for worker in (0, 1)]
         started, failed = threading.Event(), []
 
-        def work(client: Client) -> None:
+        def work(client):
             client.join(Terms(workers=2, staleness=0))
             client.declare(TABLE)
             for clock in range(until):
@@ -379,7 +376,7 @@ class TestSynchronousWorkers:
                     started.set()
             client.close()
 
-        def beside() -> None:
+        def beside():
             assert started.wait(100)
             try:
                 beside_them(Client(shards.transports(), worker=9))
@@ -396,7 +393,7 @@ class TestSynchronousWorkers:
             raise failed[0]
         return seen
 
-    def test_all_shards_show_the_same_clock(self, tmp_path: Path):
+    def test_all_shards_show_the_same_clock(self, tmp_path):
         seen = self.train(lambda client: take_snapshot(client, str(tmp_path), "one"))
         manifest = read_manifest(str(tmp_path))
         assert {part.clock for part in manifest.shards} == {manifest.clock}
@@ -404,21 +401,21 @@ class TestSynchronousWorkers:
         restore_snapshot(fresh, str(tmp_path))
         assert np.array_equal(rows(fresh), seen[manifest.clock - 1])
 
-    def test_a_worker_takes_it_as_its_last_push_is_applied(self, tmp_path: Path):
+    def test_a_worker_takes_it_as_its_last_push_is_applied(self, tmp_path):
         seen = self.train(by_worker_0=lambda client: take_snapshot(client, str(tmp_path)), until=12)
         assert read_manifest(str(tmp_path)).clock == 8
         fresh = local(1).client
         restore_snapshot(fresh, str(tmp_path))
         assert np.array_equal(rows(fresh), seen[7])
 
-    def test_a_clock_of_the_past_is_refused(self, tmp_path: Path):
+    def test_a_clock_of_the_past_is_refused(self, tmp_path):
         with pytest.raises(SnapshotTooLate):
             self.train(lambda client: take_snapshot(client, str(tmp_path), "one", at_clock=1), until=20)
         with pytest.raises(EmbershardError):
             read_manifest(str(tmp_path))
 
 
-def test_the_format_is_what_the_page_says(tmp_path: Path):
+def test_the_format_is_what_the_page_says(tmp_path):
     """A reader made of docs/snapshots.md, msgpack and safetensors, without any of our code."""
     client = trained()
     take_snapshot(client, str(tmp_path), "one", extra={"a": 1})

@@ -102,7 +102,7 @@ def rows_of(client: Client, *ids: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_a_pull_sees_what_was_pushed_whatever_the_number_of_shards(make_shards: Shards, n: int) -> None:
+def test_a_pull_sees_what_was_pushed_whatever_the_number_of_shards(make_shards, n):
     client, _ = wired(make_shards(n))
     client.declare(SPEC)
     route = route_of(client, *range(40), 7, 7)
@@ -113,7 +113,7 @@ def test_a_pull_sees_what_was_pushed_whatever_the_number_of_shards(make_shards: 
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
-def test_lost_requests_and_lost_replies_leave_every_push_applied_once(make_shards: Shards, seed: int) -> None:
+def test_lost_requests_and_lost_replies_leave_every_push_applied_once(make_shards, seed):
     client, wires = wired(make_shards(3))
     client.declare(SPEC)
     dice = random.Random(seed)
@@ -128,7 +128,7 @@ def test_lost_requests_and_lost_replies_leave_every_push_applied_once(make_shard
     assert client.stats.pushed_rows == 300
 
 
-def test_a_retry_has_identical_bytes(make_shards: Shards) -> None:
+def test_a_retry_has_identical_bytes(make_shards):
     client, (wire,) = wired(make_shards(1))
     client.declare(SPEC)
     faults = iter(["request", "reply", None])
@@ -142,7 +142,7 @@ def test_a_retry_has_identical_bytes(make_shards: Shards) -> None:
     assert pushed.applied == 2
 
 
-def test_tokens_number_the_pushes_of_each_shard_and_name_the_first_that_is_open(make_shards: Shards) -> None:
+def test_tokens_number_the_pushes_of_each_shard_and_name_the_first_that_is_open(make_shards):
     client, wires = wired(make_shards(2), timeout=SHORT)
     client.declare(SPEC)
     route = route_of(client, *range(20))
@@ -159,7 +159,7 @@ def test_tokens_number_the_pushes_of_each_shard_and_name_the_first_that_is_open(
     np.testing.assert_array_equal(rows_of(client, *range(20)), -3.0)  # the push that timed out counts, once
 
 
-def test_a_push_that_timed_out_after_it_was_applied_is_not_applied_again(make_shards: Shards) -> None:
+def test_a_push_that_timed_out_after_it_was_applied_is_not_applied_again(make_shards):
     client, (wire,) = wired(make_shards(1), timeout=SHORT)
     client.declare(SPEC)
     wire.fault = lambda request: "reply" if isinstance(request, Push) else None
@@ -171,7 +171,7 @@ def test_a_push_that_timed_out_after_it_was_applied_is_not_applied_again(make_sh
     np.testing.assert_array_equal(rows_of(client, 1), [[-2.0] * 3])
 
 
-def test_a_refused_push_does_not_come_back(make_shards: Shards) -> None:
+def test_a_refused_push_does_not_come_back(make_shards):
     client, (wire,) = wired(make_shards(1))
     client.declare(SPEC)
     route = route_of(client, 1)
@@ -184,7 +184,7 @@ def test_a_refused_push_does_not_come_back(make_shards: Shards) -> None:
     np.testing.assert_array_equal(rows_of(client, 1), [[-2.0] * 3])
 
 
-def test_a_refusal_is_told_though_another_shard_was_silent(make_shards: Shards) -> None:
+def test_a_refusal_is_told_though_another_shard_was_silent(make_shards):
     client, (first, second) = wired(make_shards(2), timeout=SHORT)
     client.declare(SPEC)
     route = route_of(client, *range(20))
@@ -202,7 +202,7 @@ def test_a_refusal_is_told_though_another_shard_was_silent(make_shards: Shards) 
     np.testing.assert_array_equal(client.pull([("t", route)])[0], want)
 
 
-def test_a_busy_shard_is_given_the_pause_it_asks_for(make_shards: Shards) -> None:
+def test_a_busy_shard_is_given_the_pause_it_asks_for(make_shards):
     client, (wire,) = wired(make_shards(1))
     client.declare(SPEC)
     faults = iter([ShardBusy(queued_bytes=1, retry_after_ms=150), None])
@@ -213,7 +213,7 @@ def test_a_busy_shard_is_given_the_pause_it_asks_for(make_shards: Shards) -> Non
     assert client.stats.wait_seconds >= 0.15
 
 
-def test_a_shard_that_stays_busy_is_named_at_the_deadline_that_is_set_last(make_shards: Shards) -> None:
+def test_a_shard_that_stays_busy_is_named_at_the_deadline_that_is_set_last(make_shards):
     client, (_, wire) = wired(make_shards(2), timeout=timedelta(hours=1))
     client.declare(SPEC)
     client.timeout = SHORT
@@ -223,7 +223,7 @@ def test_a_shard_that_stays_busy_is_named_at_the_deadline_that_is_set_last(make_
 
 
 @pytest.mark.parametrize("fault", ["request", ShuttingDown()])
-def test_a_dead_shard_ends_every_call_by_the_deadline(make_shards: Shards, fault: str | EmbershardError) -> None:
+def test_a_dead_shard_ends_every_call_by_the_deadline(make_shards, fault):
     client, (_, wire) = wired(make_shards(2), timeout=SHORT)
     client.declare(SPEC)
     wire.fault = lambda request: fault
@@ -246,7 +246,7 @@ def test_a_dead_shard_ends_every_call_by_the_deadline(make_shards: Shards, fault
         assert "embershard status wire/1" in str(caught.value)
 
 
-def test_large_calls_are_split_into_messages_the_shard_takes(make_shards: Shards) -> None:
+def test_large_calls_are_split_into_messages_the_shard_takes(make_shards):
     client, wires = wired(make_shards(2, max_message_bytes=600))
     client.declare(SPEC)
     route = route_of(client, *range(200))
@@ -259,7 +259,7 @@ def test_large_calls_are_split_into_messages_the_shard_takes(make_shards: Shards
         assert sum(isinstance(request, Pull) for request in wire.seen) > 2
 
 
-def test_a_pull_is_split_by_the_size_of_its_rows(make_shards: Shards) -> None:
+def test_a_pull_is_split_by_the_size_of_its_rows(make_shards):
     client, (wire,) = wired(make_shards(1, max_message_bytes=1000))
     client.declare(TableSpec(name="wide", dim=40, optimizer=SGD(lr=1.0), initializer=Constant(value=2.0)))
     ids = np.arange(30, dtype=np.int64)  # 240 bytes of ids, 4800 bytes of rows
@@ -267,7 +267,7 @@ def test_a_pull_is_split_by_the_size_of_its_rows(make_shards: Shards) -> None:
     assert sum(isinstance(request, Pull) for request in wire.seen) >= 5
 
 
-def test_a_row_over_the_message_limit_is_refused(make_shards: Shards) -> None:
+def test_a_row_over_the_message_limit_is_refused(make_shards):
     client, _ = wired(make_shards(1, max_message_bytes=600))
     client.declare(TableSpec(name="wide", dim=200, optimizer=SGD(lr=1.0)))
     with pytest.raises(MessageTooLarge, match="over the limit of 600"):
@@ -279,7 +279,7 @@ def test_a_row_over_the_message_limit_is_refused(make_shards: Shards) -> None:
     st.integers(MESSAGE_OVERHEAD + TABLE_OVERHEAD + 110, 3000),
 )
 @settings(max_examples=200, deadline=None)
-def test_cut_covers_every_row_once_in_order_and_within_the_limit(tables: list[tuple[int, int]], limit: int) -> None:
+def test_cut_covers_every_row_once_in_order_and_within_the_limit(tables, limit):
     counts, sizes = [n for n, _ in tables], [size for _, size in tables]
     nothing, before = np.empty(0, np.int64), 3  # rows of shard 0
     parts = [(f"{k}", Route(nothing, np.array([0, before, before + n]), nothing)) for k, n in enumerate(counts)]
@@ -311,16 +311,16 @@ def greeter(shard: int, num_shards: int, epoch: int = 1, address: str = "") -> L
         ([greeter(0, 2), greeter(1, 2, epoch=4)], "host0:1 and host1:1 hold placement epochs 1 and 4"),
     ],
 )
-def test_shards_that_do_not_make_one_placement_are_named(transports: list[LocalTransport], text: str) -> None:
+def test_shards_that_do_not_make_one_placement_are_named(transports, text):
     with pytest.raises(WrongShards, match=text):
         Client(transports)
 
 
-def test_a_shard_that_does_not_answer_does_not_keep_the_others_from_being_asked(make_shards: Shards) -> None:
+def test_a_shard_that_does_not_answer_does_not_keep_the_others_from_being_asked(make_shards):
     asked: list[tuple[int, type[Request]]] = []
     silent = False
 
-    def handle(shard: Shard, request: Request) -> Reply:
+    def handle(shard, request):
         number = shard.greeting.shard
         asked.append((number, type(request)))
         if number == 0 and silent:
@@ -338,7 +338,7 @@ def test_a_shard_that_does_not_answer_does_not_keep_the_others_from_being_asked(
     assert asked[:2] == [(1, GetStatus), (0, Hello)]
 
 
-def test_shards_are_found_in_any_order(make_shards: Shards) -> None:
+def test_shards_are_found_in_any_order(make_shards):
     shards = make_shards(3)
     client, _ = wired([shards[2], shards[0], shards[1]])
     client.declare(SPEC)
@@ -347,7 +347,7 @@ def test_shards_are_found_in_any_order(make_shards: Shards) -> None:
     assert [status.shard for status in client.status()] == [0, 1, 2]
 
 
-def test_a_client_waits_for_a_shard_that_starts_later(make_shards: Shards) -> None:
+def test_a_client_waits_for_a_shard_that_starts_later(make_shards):
     (shard,) = make_shards(1)
     wire = Wire(shard.handle)
     serving = time.monotonic() + 0.3
@@ -355,10 +355,10 @@ def test_a_client_waits_for_a_shard_that_starts_later(make_shards: Shards) -> No
     assert Client([wire], timeout=timedelta(seconds=60)).num_shards == 1
 
 
-def test_something_else_than_a_shard_is_refused_at_once() -> None:
+def test_something_else_than_a_shard_is_refused_at_once():
     asked: list[Request] = []
 
-    def refuse(request: Request) -> Reply:
+    def refuse(request):
         asked.append(request)
         raise NotAShard(address="web:80", reason="it speaks HTTP/1")
 
@@ -367,7 +367,7 @@ def test_something_else_than_a_shard_is_refused_at_once() -> None:
     assert len(asked) == 1
 
 
-def test_a_shard_that_came_back_empty_stops_the_training(make_shards: Shards) -> None:
+def test_a_shard_that_came_back_empty_stops_the_training(make_shards):
     client, wires = wired(make_shards(2), timeout=timedelta(seconds=60))
     client.declare(SPEC)
     route = route_of(client, *range(20))
@@ -380,7 +380,7 @@ def test_a_shard_that_came_back_empty_stops_the_training(make_shards: Shards) ->
         client.push([("t", route, ones(route))], clock=1)
 
 
-def test_a_broken_connection_to_another_process_is_noticed_before_anything_is_sent(make_shards: Shards) -> None:
+def test_a_broken_connection_to_another_process_is_noticed_before_anything_is_sent(make_shards):
     client, (wire,) = wired(make_shards(1), timeout=timedelta(seconds=60))
     client.declare(SPEC)
     fresh = Shard(0, Placement.even(1), OptimizerRegistry())
@@ -393,7 +393,7 @@ def test_a_broken_connection_to_another_process_is_noticed_before_anything_is_se
     assert fresh.status().pushed_rows == 0
 
 
-def test_a_broken_connection_to_the_same_process_goes_on(make_shards: Shards) -> None:
+def test_a_broken_connection_to_the_same_process_goes_on(make_shards):
     client, (wire,) = wired(make_shards(1))
     client.declare(SPEC)
     faults = iter(["request", "request", None, None])
@@ -401,7 +401,7 @@ def test_a_broken_connection_to_the_same_process_goes_on(make_shards: Shards) ->
     assert rows_of(client, 1).shape == (1, 3)
 
 
-def test_a_worker_that_was_replaced_cannot_push(make_shards: Shards) -> None:
+def test_a_worker_that_was_replaced_cannot_push(make_shards):
     shards = make_shards(1)
     old, _ = wired(shards)
     new, _ = wired(shards)
@@ -414,7 +414,7 @@ def test_a_worker_that_was_replaced_cannot_push(make_shards: Shards) -> None:
     np.testing.assert_array_equal(rows_of(new, 1), [[-1.0] * 3])
 
 
-def test_only_the_creator_loads_and_the_others_wait(make_shards: Shards) -> None:
+def test_only_the_creator_loads_and_the_others_wait(make_shards):
     shards = make_shards(2)
     first, _ = wired(shards, worker=0)
     second, _ = wired(shards, worker=1)
@@ -432,7 +432,7 @@ def test_only_the_creator_loads_and_the_others_wait(make_shards: Shards) -> None
     np.testing.assert_array_equal(seen[0], [[2.0] * 3])
 
 
-def test_a_retried_load_does_not_undo_what_another_worker_pushed_meanwhile(make_shards: Shards) -> None:
+def test_a_retried_load_does_not_undo_what_another_worker_pushed_meanwhile(make_shards):
     shards = make_shards(1)
     first, (wire,) = wired(shards, worker=0)
     second, _ = wired(shards, worker=1)
@@ -440,7 +440,7 @@ def test_a_retried_load_does_not_undo_what_another_worker_pushed_meanwhile(make_
         client.declare(SPEC)
     lost: list[Request] = []
 
-    def handle(request: Request) -> Reply:
+    def handle(request):
         reply = shards[0].handle(request)
         if isinstance(request, Load) and not lost:
             lost.append(request)
@@ -454,7 +454,7 @@ def test_a_retried_load_does_not_undo_what_another_worker_pushed_meanwhile(make_
     np.testing.assert_array_equal(rows_of(first, 3), [[1.0] * 3])
 
 
-def test_loads_and_pushes_are_numbered_together(make_shards: Shards) -> None:
+def test_loads_and_pushes_are_numbered_together(make_shards):
     client, (wire,) = wired(make_shards(1))
     client.declare(SPEC)
     route = route_of(client, 1)
@@ -465,7 +465,7 @@ def test_loads_and_pushes_are_numbered_together(make_shards: Shards) -> None:
     assert [token and (token.seq, token.first_incomplete) for token in tokens] == [(n, n) for n in range(1, 5)]
 
 
-def test_a_load_whose_last_reply_was_lost_does_not_undo_a_push_that_came_since(make_shards: Shards) -> None:
+def test_a_load_whose_last_reply_was_lost_does_not_undo_a_push_that_came_since(make_shards):
     shards = make_shards(1)
     first, (wire,) = wired(shards, worker=0)
     second, _ = wired(shards, worker=1)
@@ -473,7 +473,7 @@ def test_a_load_whose_last_reply_was_lost_does_not_undo_a_push_that_came_since(m
     second.declare(SPEC)
     ends: list[Load] = []
 
-    def handle(request: Request) -> Reply:
+    def handle(request):
         reply = shards[0].handle(request)
         if isinstance(request, Load) and request.last and not ends:
             ends.append(request)
@@ -487,7 +487,7 @@ def test_a_load_whose_last_reply_was_lost_does_not_undo_a_push_that_came_since(m
     np.testing.assert_array_equal(rows_of(first, 3), [[1.0] * 3])
 
 
-def test_a_table_that_nobody_finishes_loading_is_named_at_the_deadline(make_shards: Shards) -> None:
+def test_a_table_that_nobody_finishes_loading_is_named_at_the_deadline(make_shards):
     shards = make_shards(1)
     wired(shards, worker=0)[0].declare(SPEC, load=True)
     second, _ = wired(shards, worker=1, timeout=SHORT)
@@ -496,7 +496,7 @@ def test_a_table_that_nobody_finishes_loading_is_named_at_the_deadline(make_shar
         second.pull([("t", route_of(second, 1))])
 
 
-def test_waiting_for_a_load_lasts_as_long_as_rows_arrive(make_shards: Shards) -> None:
+def test_waiting_for_a_load_lasts_as_long_as_rows_arrive(make_shards):
     shards = make_shards(2)
     first, _ = wired(shards, worker=0)
     timeout = timedelta(seconds=1)
@@ -513,7 +513,7 @@ def test_waiting_for_a_load_lasts_as_long_as_rows_arrive(make_shards: Shards) ->
         waiting.result(60)
 
 
-def test_waiting_for_a_loader_that_died_ends(make_shards: Shards) -> None:
+def test_waiting_for_a_loader_that_died_ends(make_shards):
     shards = make_shards(2)
     wired(shards, worker=0)[0].declare(SPEC, load=True)
     second, _ = wired(shards, worker=1, timeout=SHORT)
@@ -521,7 +521,7 @@ def test_waiting_for_a_loader_that_died_ends(make_shards: Shards) -> None:
         await_loaded(second, "t")
 
 
-def test_a_different_declaration_names_the_difference(make_shards: Shards) -> None:
+def test_a_different_declaration_names_the_difference(make_shards):
     client, _ = wired(make_shards(2))
     client.declare(SPEC)
     other = TableSpec(name="t", dim=3, optimizer=Adam(lr=0.1), initializer=Constant(value=0.0))
@@ -529,7 +529,7 @@ def test_a_different_declaration_names_the_difference(make_shards: Shards) -> No
         client.declare(other)
 
 
-def test_gradients_with_nan_are_counted_and_the_others_applied(make_shards: Shards) -> None:
+def test_gradients_with_nan_are_counted_and_the_others_applied(make_shards):
     client, _ = wired(make_shards(2))
     client.declare(SPEC)
     route = route_of(client, *range(10))
@@ -540,7 +540,7 @@ def test_gradients_with_nan_are_counted_and_the_others_applied(make_shards: Shar
     np.testing.assert_array_equal(rows_of(client, 3, 4), [[0.0] * 3, [-1.0] * 3])
 
 
-def test_bad_arguments_are_refused_before_anything_is_sent(make_shards: Shards) -> None:
+def test_bad_arguments_are_refused_before_anything_is_sent(make_shards):
     client, (wire,) = wired(make_shards(1))
     client.declare(SPEC)
     wire.seen.clear()
@@ -558,6 +558,6 @@ def test_bad_arguments_are_refused_before_anything_is_sent(make_shards: Shards) 
     ("arguments", "text"),
     [({"timeout": timedelta(0)}, "timeout must be above zero"), ({}, "name at least one address")],
 )
-def test_a_client_needs_shards_and_time(arguments: dict[str, timedelta], text: str) -> None:
+def test_a_client_needs_shards_and_time(arguments, text):
     with pytest.raises(ValueError, match=text):
         Client([greeter(0, 1)] if arguments else [], **arguments)  # type: ignore[arg-type]

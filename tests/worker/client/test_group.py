@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 import torch.distributed
@@ -87,19 +86,19 @@ def run_two(program: str) -> list[tuple[int, str]]:
 
 
 @pytest.mark.integration
-def test_two_processes_meet_over_gloo() -> None:
+def test_two_processes_meet_over_gloo():
     for code, errors in run_two(PEER):
         assert code == 0, errors
 
 
 @pytest.mark.integration
-def test_a_worker_whose_peer_dies_says_that_it_lost_another_worker() -> None:
+def test_a_worker_whose_peer_dies_says_that_it_lost_another_worker():
     (code, errors), _ = run_two(LOSER)
     assert code == 1
     assert "WorkerLost: worker 0 of 2 lost another worker: " in errors
 
 
-def test_a_rank_that_does_not_come_or_comes_twice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_come_or_comes_twice_is_named(monkeypatch):
     store = torch.distributed.TCPStore("127.0.0.1", 0, 3, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
@@ -109,7 +108,7 @@ def test_a_rank_that_does_not_come_or_comes_twice_is_named(monkeypatch: pytest.M
         WorkerGroup.join(1, 3, timedelta(seconds=1))
 
 
-def test_workers_without_a_place_to_meet_are_told_what_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_without_a_place_to_meet_are_told_what_is_not_set(monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(WorkersApart, match=r"worker 1 of 3 .* MASTER_ADDR=\(not set\) MASTER_PORT=\(not set\)"):
@@ -124,8 +123,8 @@ def test_workers_without_a_place_to_meet_are_told_what_is_not_set(monkeypatch: p
         ("", "RuntimeError"),
     ],
 )
-def test_of_what_gloo_says_one_line_is_told(monkeypatch: pytest.MonkeyPatch, words: str, reason: str) -> None:
-    def fail(*arguments: object) -> None:
+def test_of_what_gloo_says_one_line_is_told(monkeypatch, words, reason):
+    def fail(*arguments):
         raise RuntimeError(words)
 
     monkeypatch.setattr(torch.distributed, "all_gather", fail)
@@ -134,7 +133,7 @@ def test_of_what_gloo_says_one_line_is_told(monkeypatch: pytest.MonkeyPatch, wor
     assert caught.value.fields["reason"] == reason
 
 
-def test_a_world_of_one_needs_no_network() -> None:
+def test_a_world_of_one_needs_no_network():
     with WorkerGroup.join(0, 1) as group:
         group.barrier()
         values = np.arange(3.0)
@@ -147,13 +146,11 @@ def test_a_world_of_one_needs_no_network() -> None:
         assert group.any(True)
 
 
-def test_what_all_of_them_put_down_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_all_of_them_put_down_at_once_is_bounded(monkeypatch):
     class Mirrored(WorkerGroup):
         """All others put down what this one does."""
 
-        def _all_gather_bytes(
-            self, data: npt.NDArray[np.uint8], *, want_payloads: bool = True
-        ) -> dict[int, npt.NDArray[np.uint8]]:
+        def _all_gather_bytes(self, data, *, want_payloads=True):
             sizes.append(len(data))
             listened.append(want_payloads)
             return {worker: data for worker in self.present}
@@ -177,11 +174,11 @@ def test_what_all_of_them_put_down_at_once_is_bounded(monkeypatch: pytest.Monkey
     assert listened == [True] + [False] * 5  # of how much there is; who is not the first needs nothing of it
 
 
-def test_a_group_is_left_as_its_block_ends() -> None:
+def test_a_group_is_left_as_its_block_ends():
     class Leaving(WorkerGroup):
         left = False
 
-        def leave(self) -> None:
+        def leave(self):
             self.left = True
 
     with Leaving() as group:
@@ -189,13 +186,13 @@ def test_a_group_is_left_as_its_block_ends() -> None:
     assert group.left
 
 
-def test_what_is_done_together_is_tried_again_for_each_worker_that_can_be_lost() -> None:
+def test_what_is_done_together_is_tried_again_for_each_worker_that_can_be_lost():
     group = WorkerGroup(0, 3)
 
-    def losing(count: int) -> Callable[[], str]:
+    def losing(count):
         losses = iter([MembershipChanged()] * count)
 
-        def work() -> str:
+        def work():
             for loss in losses:
                 raise loss
             return "done"
@@ -208,17 +205,17 @@ def test_what_is_done_together_is_tried_again_for_each_worker_that_can_be_lost()
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
-def test_a_rank_outside_the_world_is_refused(rank: int, world_size: int) -> None:
+def test_a_rank_outside_the_world_is_refused(rank, world_size):
     with pytest.raises(ValueError, match="rank must be in"):
         WorkerGroup(rank, world_size)
 
 
 @pytest.fixture
-def join() -> Iterator[Callable[..., ShardGroup]]:
+def join():
     """Makes members of a job on two shards in this process."""
     shards, clients = InProcessShards(2), []
 
-    def make(rank: int, workers: int, *, lease: float = 60.0) -> ShardGroup:
+    def make(rank, workers, *, lease=60.0):
         client = Client(shards.transports(), worker=rank)
         clients.append(client)
         client.join(Terms(workers=workers, lease=timedelta(seconds=lease), wait_timeout=timedelta(seconds=60)))
@@ -244,18 +241,18 @@ def all_do(groups: Sequence[ShardGroup], work: Callable[[ShardGroup], T]) -> lis
         return [done.result(100) for done in [pool.submit(work, group) for group in groups]]
 
 
-def test_two_workers_meet_through_shards(join: Callable[..., ShardGroup]) -> None:
+def test_two_workers_meet_through_shards(join):
     all_do([join(rank, 2) for rank in range(2)], take_part)
 
 
-def test_nobody_takes_a_worker_for_lost_that_joined_after_it(join: Callable[..., ShardGroup]) -> None:
+def test_nobody_takes_a_worker_for_lost_that_joined_after_it(join):
     second = join(1, 2, lease=100.0)  # it does not beat before the first one joins
     groups = [join(0, 2), second]
     all_do(groups, lambda group: group.join_segment({}))
     assert [group.reports for group in groups] == [True, False]
 
 
-def test_who_dies_is_neither_waited_for_nor_the_end_of_the_others(join: Callable[..., ShardGroup]) -> None:
+def test_who_dies_is_neither_waited_for_nor_the_end_of_the_others(join):
     groups = [join(rank, 3) for rank in range(3)]
     all_do(groups, lambda group: group.join_segment({}))
     die(groups[0])
@@ -269,7 +266,7 @@ def test_who_dies_is_neither_waited_for_nor_the_end_of_the_others(join: Callable
     assert [buffer.tolist() for buffer in buffers[1:]] == [[1.0, 1.0]] * 2
 
 
-def test_the_first_that_lives_stands_in_for_who_reported_until_all_have_met(join: Callable[..., ShardGroup]) -> None:
+def test_the_first_that_lives_stands_in_for_who_reported_until_all_have_met(join):
     groups = [join(rank, 3) for rank in range(3)]
     all_do(groups, lambda group: group.join_segment({}))
     assert [group.reports for group in groups] == [True, False, False]
@@ -281,7 +278,7 @@ def test_the_first_that_lives_stands_in_for_who_reported_until_all_have_met(join
     assert not groups[1].is_first  # as they agreed when they met
 
 
-def test_the_highest_number_is_found_by_those_who_are_left(join: Callable[..., ShardGroup]) -> None:
+def test_the_highest_number_is_found_by_those_who_are_left(join):
     groups = [join(rank, 3) for rank in range(3)]
     all_do(groups, lambda group: group.join_segment({}))
     all_do(groups, lambda group: group.end_segment(0))
@@ -289,15 +286,15 @@ def test_the_highest_number_is_found_by_those_who_are_left(join: Callable[..., S
     assert all_do(groups[:2], lambda group: group.highest(group.rank)) == [1, 1]
 
 
-def test_what_is_done_together_is_done_again_by_those_who_are_left(join: Callable[..., ShardGroup]) -> None:
+def test_what_is_done_together_is_done_again_by_those_who_are_left(join):
     groups = [join(rank, 3) for rank in range(3)]
     tries: dict[int, int] = {rank: 0 for rank in range(3)}
 
-    def work(group: ShardGroup) -> float:
+    def work(group):
         group.join_segment({})
         group.end_segment(0)
 
-        def total() -> float:
+        def total():
             tries[group.rank] += 1
             if group.rank == 0:
                 die(group)
@@ -310,10 +307,10 @@ def test_what_is_done_together_is_done_again_by_those_who_are_left(join: Callabl
     assert tries == {0: 1, 1: 2, 2: 2}
 
 
-def test_who_joins_late_takes_part_from_its_first_meeting_on(join: Callable[..., ShardGroup]) -> None:
+def test_who_joins_late_takes_part_from_its_first_meeting_on(join):
     *groups, lost = (join(rank, 3) for rank in range(3))
 
-    def two_segments(group: ShardGroup) -> None:
+    def two_segments(group):
         for segment in range(2):
             group.end_segment(segment)
             group.begin_segment(segment, lambda clock: None, 5, {"plateaus": segment})
@@ -331,7 +328,7 @@ def test_who_joins_late_takes_part_from_its_first_meeting_on(join: Callable[...,
     assert all_do([*groups, late], lambda group: group.broadcast_json(group.rank)) == [0, 0, 0]
 
 
-def test_who_joins_during_an_evaluation_waits_for_its_end_and_holds_nobody_up(join: Callable[..., ShardGroup]) -> None:
+def test_who_joins_during_an_evaluation_waits_for_its_end_and_holds_nobody_up(join):
     *groups, lost = (join(rank, 3) for rank in range(3))
     all_do([*groups, lost], lambda group: group.join_segment({}))
     die(lost)
@@ -374,7 +371,7 @@ class RendezvousRegistry:
         raise RendezvousOver(name=name)
 
 
-def test_who_comes_to_the_start_waits_for_the_others_processes() -> None:
+def test_who_comes_to_the_start_waits_for_the_others_processes():
     shards = RendezvousRegistry(missed=None)
     group = ShardGroup(shards, 2, 5, timedelta(seconds=7))  # type: ignore[arg-type]
     assert group.join_segment({"plateaus": 9}) == (0, {"plateaus": 4})  # the first one's word that has one
@@ -382,7 +379,7 @@ def test_who_comes_to_the_start_waits_for_the_others_processes() -> None:
     assert group.present == (0, 1, 2, 4)
 
 
-def test_who_comes_late_catches_up_with_workers_that_meet_meanwhile() -> None:
+def test_who_comes_late_catches_up_with_workers_that_meet_meanwhile():
     shards = RendezvousRegistry(missed=2)
     group = ShardGroup(shards, 1, 5)  # type: ignore[arg-type]
     assert group.join_segment({"plateaus": 9}) == (5, {"plateaus": 4})
@@ -392,12 +389,12 @@ def test_who_comes_late_catches_up_with_workers_that_meet_meanwhile() -> None:
     assert shards.calls == [("pause",), met[0], ("pause",), met[1], ("pause",), met[2], ("resume",)]
 
 
-def test_who_cannot_catch_up_with_the_others_says_so() -> None:
+def test_who_cannot_catch_up_with_the_others_says_so():
     with pytest.raises(WorkerLost, match="the others run away from it"):
         ShardGroup(RendezvousRegistry(missed=1000), 1, 2).join_segment({})  # type: ignore[arg-type]
 
 
-def test_a_segment_begins_without_a_member_that_has_not_entered_yet(join: Callable[..., ShardGroup]) -> None:
+def test_a_segment_begins_without_a_member_that_has_not_entered_yet(join):
     *groups, lost = (join(rank, 3) for rank in range(3))
     all_do([*groups, lost], lambda group: group.join_segment({}))
     die(lost)
@@ -409,9 +406,7 @@ def test_a_segment_begins_without_a_member_that_has_not_entered_yet(join: Callab
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_who_was_given_up_learns_that_it_was_left_behind_and_enters_again(
-    join: Callable[..., ShardGroup], rank: int
-) -> None:
+def test_who_was_given_up_learns_that_it_was_left_behind_and_enters_again(join, rank):
     groups = [join(rank, 2) for rank in range(2)]
     all_do(groups, lambda group: group.join_segment({}))
     lost, other = groups[rank], groups[1 - rank]
@@ -429,15 +424,13 @@ def test_who_was_given_up_learns_that_it_was_left_behind_and_enters_again(
     assert lost.present == (0, 1)
 
 
-def test_who_misses_the_beginning_of_a_segment_enters_again(
-    join: Callable[..., ShardGroup], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_misses_the_beginning_of_a_segment_enters_again(join, monkeypatch):
     group = join(0, 1)
     group.join_segment({})
     group.end_segment(0)
     rendezvous = group._membership.rendezvous
 
-    def begun(name: str, *said: object, **how: object) -> dict[int, bytes]:
+    def begun(name, *said, **how):
         if name == "1/on":  # the others are beyond it
             raise RendezvousOver(name=name)
         return rendezvous(name, *said, **how)  # type: ignore[arg-type]
@@ -448,9 +441,7 @@ def test_who_misses_the_beginning_of_a_segment_enters_again(
 
 
 @pytest.mark.parametrize("left", [True, False], ids=["the others left", "the others are about to leave"])
-def test_who_was_given_up_and_comes_back_after_the_end_learns_that_it_is_over(
-    join: Callable[..., ShardGroup], left: bool
-) -> None:
+def test_who_was_given_up_and_comes_back_after_the_end_learns_that_it_is_over(join, left):
     groups = [join(rank, 2) for rank in range(2)]
     all_do(groups, lambda group: group.join_segment({}))
     die(groups[1])
@@ -470,7 +461,7 @@ def test_who_was_given_up_and_comes_back_after_the_end_learns_that_it_is_over(
     assert not groups[1].is_first
 
 
-def test_another_job_on_the_same_shards_begins_anew(join: Callable[..., ShardGroup]) -> None:
+def test_another_job_on_the_same_shards_begins_anew(join):
     for _ in range(2):
         groups = [join(rank, 2) for rank in range(2)]
         assert all_do(groups, lambda group: group.join_segment({"plateaus": 0})) == [(0, {"plateaus": 0})] * 2
@@ -481,7 +472,7 @@ def test_another_job_on_the_same_shards_begins_anew(join: Callable[..., ShardGro
 
 
 @pytest.mark.parametrize(("wishes", "want"), [((True, True), True), ((True, False), False), ((False, False), False)])
-def test_workers_use_nccl_where_all_of_them_can(wishes: tuple[bool, bool], want: bool) -> None:
+def test_workers_use_nccl_where_all_of_them_can(wishes, want):
     store = torch.distributed.HashStore()
     with ThreadPoolExecutor(2) as pool:
         said = [

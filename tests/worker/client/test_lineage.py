@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,7 +40,7 @@ class Job:
     before: Callable[[int, Request], None] = lambda shard, request: None  # called before a shard handles a request
 
     def client(self, worker: int = 0) -> Client:
-        def handle(request: Request, index: int) -> object:
+        def handle(request, index):
             self.before(index, request)
             return self.shards[index].handle(request)
 
@@ -68,12 +67,12 @@ def trained(job: Job) -> Client:
 
 
 @pytest.fixture
-def job() -> Job:
+def job():
     return Job()
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_shards_of_which_one_lost_its_rows_refuse_a_declaration_and_a_join(job: Job, lost: int) -> None:
+def test_shards_of_which_one_lost_its_rows_refuse_a_declaration_and_a_join(job, lost):
     trained(job)
     job.shards[lost] = empty(lost)
     client = job.client(worker=1)
@@ -86,8 +85,8 @@ def test_shards_of_which_one_lost_its_rows_refuse_a_declaration_and_a_join(job: 
     assert not job.shards[lost].status().members
 
 
-def test_a_model_is_not_wrapped_on_shards_of_which_one_lost_its_rows(job: Job) -> None:
-    def begin() -> None:
+def test_a_model_is_not_wrapped_on_shards_of_which_one_lost_its_rows(job):
+    def begin():
         session = Session(job.client())
         model = es.wrap(nn.Sequential(nn.EmbeddingBag(50, 4), nn.Linear(4, 2)), session, optimizer=es.SGD(lr=0.1))
         model(torch.arange(50)[:, None]).sum().backward()
@@ -100,14 +99,14 @@ def test_a_model_is_not_wrapped_on_shards_of_which_one_lost_its_rows(job: Job) -
         begin()
 
 
-def test_a_snapshot_is_not_taken_of_the_rows_that_are_left(job: Job, tmp_path: Path) -> None:
+def test_a_snapshot_is_not_taken_of_the_rows_that_are_left(job, tmp_path):
     trained(job)
     job.shards[1] = empty(1)
     with pytest.raises(RowsLost):
         take_snapshot(job.client(), str(tmp_path))
 
 
-def test_a_restore_makes_one_job_of_shards_again(job: Job, tmp_path: Path) -> None:
+def test_a_restore_makes_one_job_of_shards_again(job, tmp_path):
     first = trained(job)
     take_snapshot(first, str(tmp_path))
     before = job.lineages
@@ -117,17 +116,17 @@ def test_a_restore_makes_one_job_of_shards_again(job: Job, tmp_path: Path) -> No
     job.client(worker=1).declare(SPEC)
 
 
-def test_a_client_of_before_a_restore_goes_on_declaring(job: Job, tmp_path: Path) -> None:
+def test_a_client_of_before_a_restore_goes_on_declaring(job, tmp_path):
     client = trained(job)
     take_snapshot(client, str(tmp_path))
     restore_snapshot(job.client(worker=1), str(tmp_path), replace_tables=True)
     client.declare(OTHER)
 
 
-def test_a_restore_that_reached_one_shard_alone_is_noticed(job: Job, tmp_path: Path) -> None:
+def test_a_restore_that_reached_one_shard_alone_is_noticed(job, tmp_path):
     take_snapshot(trained(job), str(tmp_path))
 
-    def refuse(index: int, request: Request) -> None:
+    def refuse(index, request):
         if index == 1 and isinstance(request, Restore) and request.step == "install":
             raise InvalidRequest(reason="not today")
 
@@ -138,7 +137,7 @@ def test_a_restore_that_reached_one_shard_alone_is_noticed(job: Job, tmp_path: P
         fresh.client(worker=1).declare(SPEC)
 
 
-def test_a_second_job_with_other_tables_shares_the_shards(job: Job) -> None:
+def test_a_second_job_with_other_tables_shares_the_shards(job):
     trained(job)
     before = job.lineages
     job.client(worker=1).declare(OTHER)
@@ -147,25 +146,25 @@ def test_a_second_job_with_other_tables_shares_the_shards(job: Job) -> None:
 
 
 @pytest.mark.parametrize("reached", [0, 1])
-def test_a_first_worker_that_died_between_two_shards_locks_nobody_out(job: Job, reached: int) -> None:
+def test_a_first_worker_that_died_between_two_shards_locks_nobody_out(job, reached):
     job.shards[reached].handle(Declare(SPEC, lineage=7, begins_lineage=True))
     trained(job)
     assert job.lineages[0] == job.lineages[1] != 0
     job.client(worker=1).declare(SPEC)
 
 
-def test_shards_that_lost_only_tables_without_rows_begin_together(job: Job) -> None:
+def test_shards_that_lost_only_tables_without_rows_begin_together(job):
     job.client().declare(SPEC)
     job.shards[1] = empty(1)
     trained(job)
     assert job.lineages[0] == job.lineages[1] != 0
 
 
-def test_two_workers_that_begin_at_once_agree_by_shard_0(job: Job) -> None:
+def test_two_workers_that_begin_at_once_agree_by_shard_0(job):
     second = job.client(worker=1)
     began = False
 
-    def overtake(index: int, request: Request) -> None:
+    def overtake(index, request):
         nonlocal began
         if isinstance(request, Declare) and not began:
             began = True
@@ -178,10 +177,10 @@ def test_two_workers_that_begin_at_once_agree_by_shard_0(job: Job) -> None:
     assert job.lineages[0] == job.lineages[1] != 0
 
 
-def test_a_worker_that_comes_while_the_first_begins_is_not_refused(job: Job) -> None:
+def test_a_worker_that_comes_while_the_first_begins_is_not_refused(job):
     first, came = job.client(), False
 
-    def come(index: int, request: Request) -> None:
+    def come(index, request):
         nonlocal came
         if isinstance(request, Declare) and index == 1 and not came:
             came = True
@@ -193,11 +192,11 @@ def test_a_worker_that_comes_while_the_first_begins_is_not_refused(job: Job) -> 
     assert job.lineages[0] == job.lineages[1] != 0
 
 
-def test_answers_of_before_and_after_the_first_push_are_not_taken_for_a_loss(job: Job) -> None:
+def test_answers_of_before_and_after_the_first_push_are_not_taken_for_a_loss(job):
     trained(job)
     there, hellos = job.shards[1], 0
 
-    def answer_early(index: int, request: Request) -> None:
+    def answer_early(index, request):
         nonlocal hellos
         if index == 1:
             hellos += isinstance(request, Hello)
@@ -209,7 +208,7 @@ def test_answers_of_before_and_after_the_first_push_are_not_taken_for_a_loss(job
     assert hellos == 2
 
 
-def test_clients_without_a_lineage_share_the_shards_with_those_that_have_one(job: Job) -> None:
+def test_clients_without_a_lineage_share_the_shards_with_those_that_have_one(job):
     for shard in job.shards:
         shard.handle(Declare(SPEC))
     assert job.lineages == [0, 0]
@@ -221,7 +220,7 @@ def test_clients_without_a_lineage_share_the_shards_with_those_that_have_one(job
     job.client(worker=1).declare(OTHER)
 
 
-def test_a_shard_refuses_a_declaration_for_another_lineage(job: Job) -> None:
+def test_a_shard_refuses_a_declaration_for_another_lineage(job):
     trained(job)
     for shard in job.shards[0], empty(0):
         with pytest.raises(OtherLineage):

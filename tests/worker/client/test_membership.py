@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 
@@ -108,10 +108,10 @@ def _terms(terms: Terms) -> tuple[int, int, int, bool]:
 
 
 @pytest.fixture
-def make_job(make_shards: Shards) -> Iterator[MakeJob]:
+def make_job(make_shards):
     jobs: list[Job] = []
 
-    def make(shards: int = 2) -> Job:
+    def make(shards=2):
         jobs.append(Job(make_shards(shards)))
         return jobs[-1]
 
@@ -157,7 +157,7 @@ def member_of(shards: list[Scripted], terms: Terms) -> Membership:
     return client.join(terms)
 
 
-def test_a_late_worker_joins_all_shards_at_one_clock_that_is_closed_on_none() -> None:
+def test_a_late_worker_joins_all_shards_at_one_clock_that_is_closed_on_none():
     opens = [5, 9, 7]
     shards = [
         Scripted(i, 3, lambda join, open_=open_: Joined(join.clock >= open_, open_, True, (0,)))
@@ -170,10 +170,10 @@ def test_a_late_worker_joins_all_shards_at_one_clock_that_is_closed_on_none() ->
     member.leave()
 
 
-def test_a_worker_catches_up_with_a_clock_that_runs_away() -> None:
+def test_a_worker_catches_up_with_a_clock_that_runs_away():
     opens = iter(range(5, 10_000, 5))
 
-    def joined(join: Join) -> Joined:
+    def joined(join):
         at = next(opens)  # faster than the distance that the first try leaves
         return Joined(join.clock >= at, at, True, (0,))
 
@@ -182,7 +182,7 @@ def test_a_worker_catches_up_with_a_clock_that_runs_away() -> None:
     member.leave()
 
 
-def test_a_member_beats_on_every_shard_until_it_leaves() -> None:
+def test_a_member_beats_on_every_shard_until_it_leaves():
     shards = [Scripted(i, 2, lambda join: Joined(True, 0, True, (0,))) for i in range(2)]
     member = member_of(shards, Terms(lease=timedelta(seconds=0.04)))
     for shard in shards:
@@ -192,7 +192,7 @@ def test_a_member_beats_on_every_shard_until_it_leaves() -> None:
     assert [type(shard.heard[-1]) for shard in shards] == [Leave, Leave]
 
 
-def test_a_session_that_was_forgotten_stops_beating() -> None:
+def test_a_session_that_was_forgotten_stops_beating():
     shard = Scripted(0, 1, lambda join: Joined(True, 0, True, (0,)))
     member_of([shard], Terms(lease=timedelta(seconds=0.04)))  # and nobody keeps it
     end = time.monotonic() + PATIENCE
@@ -201,9 +201,7 @@ def test_a_session_that_was_forgotten_stops_beating() -> None:
         time.sleep(0.005)
 
 
-def test_a_worker_that_others_gave_up_drops_its_step_and_goes_on_at_a_later_clock(
-    make_job: MakeJob, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_that_others_gave_up_drops_its_step_and_goes_on_at_a_later_clock(make_job, caplog):
     job, terms = make_job(), Terms(workers=2, lease=LONG)
     lost, other = job.worker(0, terms), job.worker(1, terms)
     step(lost, [1, 2, 3])
@@ -226,7 +224,7 @@ def test_a_worker_that_others_gave_up_drops_its_step_and_goes_on_at_a_later_cloc
     assert lost.stats.lost_leases == 1
 
 
-def test_a_pull_that_finds_the_lease_lost_is_answered_after_joining_again(make_job: MakeJob) -> None:
+def test_a_pull_that_finds_the_lease_lost_is_answered_after_joining_again(make_job):
     job, terms = make_job(), Terms(workers=2, staleness=3, lease=LONG)
     lost, other = job.worker(0, terms), job.worker(1, terms)
     step(lost, [1])
@@ -242,7 +240,7 @@ def test_a_pull_that_finds_the_lease_lost_is_answered_after_joining_again(make_j
     assert [push.clock for push in pushes if push.last] == [0, 0, lost.membership.first, lost.membership.first]
 
 
-def test_a_push_that_was_under_way_when_the_lease_was_lost_is_not_sent(make_job: MakeJob) -> None:
+def test_a_push_that_was_under_way_when_the_lease_was_lost_is_not_sent(make_job):
     job, terms = make_job(), Terms(workers=2, lease=LONG)
     lost, other = job.worker(0, terms), job.worker(1, terms)
     table = lost.table(SPEC)
@@ -256,7 +254,7 @@ def test_a_push_that_was_under_way_when_the_lease_was_lost_is_not_sent(make_job:
     assert not job.heard
 
 
-def test_a_rest_outlives_a_lost_lease(make_job: MakeJob) -> None:
+def test_a_rest_outlives_a_lost_lease(make_job):
     job, terms = make_job(1), Terms(workers=2, staleness=0, lease=LONG)
     lost, other = job.worker(0, terms), job.worker(1, terms)
     lost.membership.pause()
@@ -264,7 +262,7 @@ def test_a_rest_outlives_a_lost_lease(make_job: MakeJob) -> None:
     other.membership.pause()
     came: dict[int, dict[int, bytes]] = {}
 
-    def meet(session: Session) -> None:
+    def meet(session):
         member = session.membership
         came[member.worker] = member.rendezvous("m", f"worker {member.worker}".encode())
 
@@ -278,7 +276,7 @@ def test_a_rest_outlives_a_lost_lease(make_job: MakeJob) -> None:
     assert lost.stats.lost_leases == 1
 
 
-def test_a_resting_worker_is_not_waited_for_and_resumes_where_it_is_told(make_job: MakeJob) -> None:
+def test_a_resting_worker_is_not_waited_for_and_resumes_where_it_is_told(make_job):
     job, terms = make_job(), Terms(workers=2, staleness=0, lease=LONG)
     paused, other = job.worker(0, terms), job.worker(1, terms)
     paused.membership.pause()
@@ -291,7 +289,7 @@ def test_a_resting_worker_is_not_waited_for_and_resumes_where_it_is_told(make_jo
     assert job.shards[1].status().clock == 6
 
 
-def test_a_resting_worker_reads_without_waiting_for_its_clock(make_job: MakeJob) -> None:
+def test_a_resting_worker_reads_without_waiting_for_its_clock(make_job):
     worker = make_job().worker(0, Terms(workers=1, staleness=0, lease=LONG))
     worker.membership.resume(6)
     assert worker.membership.required_clock(6) == 6  # to which nobody may ever come
@@ -299,12 +297,12 @@ def test_a_resting_worker_reads_without_waiting_for_its_clock(make_job: MakeJob)
     assert worker.membership.required_clock(6) == 0
 
 
-def test_rendezvous_bring_the_payloads_of_all(make_job: MakeJob) -> None:
+def test_rendezvous_bring_the_payloads_of_all(make_job):
     job, terms = make_job(), Terms(workers=3, lease=LONG)
     sessions = [job.worker(number, terms) for number in range(3)]
     came: dict[int, dict[int, bytes]] = {}
 
-    def meet(session: Session) -> None:
+    def meet(session):
         member = session.membership
         came[member.worker] = member.rendezvous("sum", bytes([member.worker]), want_payloads=member.worker == 0)
 
@@ -316,12 +314,12 @@ def test_rendezvous_bring_the_payloads_of_all(make_job: MakeJob) -> None:
     assert came == {0: {0: b"\0", 1: b"\1", 2: b"\2"}, 1: dict.fromkeys(range(3), b""), 2: dict.fromkeys(range(3), b"")}
 
 
-def test_splits_are_dealt_once_each(make_job: MakeJob) -> None:
+def test_splits_are_dealt_once_each(make_job):
     job, terms = make_job(), Terms(workers=2, lease=LONG)
     sessions = [job.worker(number, terms) for number in range(2)]
     dealt: list[int] = []
 
-    def take(session: Session) -> None:
+    def take(session):
         done = -1
         while (split := session.membership.take_split(0, 7, done)).index >= 0:
             dealt.append(split.index)
@@ -335,9 +333,7 @@ def test_splits_are_dealt_once_each(make_job: MakeJob) -> None:
     assert sorted(dealt) == list(range(7))
 
 
-def test_wait_timeout_ends_a_wait_and_names_whom_it_was_for(
-    make_job: MakeJob, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wait_timeout_ends_a_wait_and_names_whom_it_was_for(make_job, caplog, monkeypatch):
     monkeypatch.setattr(membership_module, "_SAID_AFTER", timedelta(seconds=0.05))
     terms = Terms(workers=2, staleness=0, lease=LONG, wait_timeout=timedelta(seconds=1))
     job = make_job()
@@ -350,9 +346,7 @@ def test_wait_timeout_ends_a_wait_and_names_whom_it_was_for(
 
 
 @pytest.mark.parametrize(("staleness", "may_rejoin"), [(0, False), (3, False), (None, True)])
-def test_a_worker_whose_steps_an_all_reduce_ties_to_the_others_does_not_come_back(
-    make_job: MakeJob, staleness: int | None, may_rejoin: bool
-) -> None:
+def test_a_worker_whose_steps_an_all_reduce_ties_to_the_others_does_not_come_back(make_job, staleness, may_rejoin):
     # at a bound it would wait for their clock, and they for its part of the all-reduce
     job, terms = make_job(), Terms(workers=2, staleness=staleness, lease=LONG)
     lost, other = job.worker(0, terms), job.worker(1, terms)
@@ -367,14 +361,14 @@ def test_a_worker_whose_steps_an_all_reduce_ties_to_the_others_does_not_come_bac
             model(torch.tensor([1]))
 
 
-def test_workers_on_other_terms_are_refused(make_job: MakeJob) -> None:
+def test_workers_on_other_terms_are_refused(make_job):
     job = make_job()
     job.worker(0, Terms(workers=2, staleness=0, lease=LONG))
     with pytest.raises(ModeMismatch, match="staleness 4"):
         job.worker(1, Terms(workers=2, staleness=4, lease=LONG))
 
 
-def test_a_later_run_trains_every_step_while_the_workers_of_the_earlier_one_still_live(make_job: MakeJob) -> None:
+def test_a_later_run_trains_every_step_while_the_workers_of_the_earlier_one_still_live(make_job):
     job = make_job()
     first, later = (Terms(workers=2, staleness=0, lease=LONG, run=run) for run in (1, 2))
     old = [job.worker(number, first) for number in range(2)]
@@ -394,7 +388,7 @@ def test_a_later_run_trains_every_step_while_the_workers_of_the_earlier_one_stil
     assert new[0].stats.lost_leases == 0
 
 
-def test_a_worker_that_comes_back_in_its_run_joins_late(make_job: MakeJob) -> None:
+def test_a_worker_that_comes_back_in_its_run_joins_late(make_job):
     job, terms = make_job(), Terms(workers=2, lease=LONG, run=1)
     one, other = job.worker(0, terms), job.worker(1, terms)
     for session in (one, other, one, other):
@@ -403,12 +397,12 @@ def test_a_worker_that_comes_back_in_its_run_joins_late(make_job: MakeJob) -> No
     assert other.membership.lost_leases == 0
 
 
-def test_a_lease_that_is_lost_again_and_again_is_an_error(make_job: MakeJob) -> None:
+def test_a_lease_that_is_lost_again_and_again_is_an_error(make_job):
     job, terms = make_job(1), Terms(workers=2, lease=LONG)
     session, _ = job.worker(0, terms), job.worker(1, terms)
     table = session.table(SPEC)
 
-    def hopeless(shard: Shard, request: Request) -> Reply:
+    def hopeless(shard, request):
         if isinstance(request, Join):
             return Joined(True, 0, True, (0, 1))
         raise LeaseLost(worker=0, lease_ms=1)
@@ -429,12 +423,12 @@ def test_a_lease_that_is_lost_again_and_again_is_an_error(make_job: MakeJob) -> 
         ({"run": -1}, "run"),
     ],
 )
-def test_terms_without_sense_are_refused_by_name(settings: dict[str, object], name: str) -> None:
+def test_terms_without_sense_are_refused_by_name(settings, name):
     with pytest.raises(ValueError, match=name):
         Terms(**settings)  # type: ignore[arg-type]
 
 
-def test_a_loop_that_lost_its_lease_goes_on_with_fresh_rows(make_job: MakeJob) -> None:
+def test_a_loop_that_lost_its_lease_goes_on_with_fresh_rows(make_job):
     job, terms = make_job(), Terms(workers=2, staleness=2, lease=LONG)
     lost, other = job.worker(0, terms), job.worker(1, terms)
     table = lost.table(SPEC)
@@ -459,13 +453,13 @@ def test_a_loop_that_lost_its_lease_goes_on_with_fresh_rows(make_job: MakeJob) -
     assert len(after) >= 12 - 5 - 1 - 3  # but for what was under way
 
 
-def test_a_push_waits_where_too_much_is_kept_for_other_workers(make_job: MakeJob) -> None:
+def test_a_push_waits_where_too_much_is_kept_for_other_workers(make_job):
     job, terms = make_job(1), Terms(workers=1, staleness=0, lease=LONG)
     session = job.worker(0, terms)
     module = es.Embedding(session.table(SPEC))
     handle, refused = job.handle, []
 
-    def full(shard: Shard, request: Request) -> Reply:
+    def full(shard, request):
         if isinstance(request, Push) and len(refused) < 8:
             refused.append(request.token)
             raise ClockAhead(clock=0, workers="1", seconds=0.0)
@@ -479,7 +473,7 @@ def test_a_push_waits_where_too_much_is_kept_for_other_workers(make_job: MakeJob
     assert module.table.pull(torch.tensor([1]))[0, 0] == -1
 
 
-def test_a_round_that_began_before_a_lease_was_lost_is_not_pushed(make_job: MakeJob) -> None:
+def test_a_round_that_began_before_a_lease_was_lost_is_not_pushed(make_job):
     job, terms = make_job(), Terms(workers=2, lease=LONG)
     lost, other = job.worker(0, terms, local_steps=3), job.worker(1, terms)
     step(lost, [1])
@@ -492,7 +486,7 @@ def test_a_round_that_began_before_a_lease_was_lost_is_not_pushed(make_job: Make
     assert other.table(SPEC).pull(torch.tensor([1, 2, 3, 4]))[:, 0].tolist() == [0.0, -0.5, -0.5, -0.5]
 
 
-def test_rows_of_a_cache_do_not_outlive_a_lost_lease(make_job: MakeJob) -> None:
+def test_rows_of_a_cache_do_not_outlive_a_lost_lease(make_job):
     job, terms = make_job(), Terms(workers=2, staleness=3, lease=LONG)
     lost, other = job.worker(0, terms), job.worker(1, terms)
     lost.cache_rows(rows=10, staleness=3)
@@ -512,13 +506,13 @@ def test_rows_of_a_cache_do_not_outlive_a_lost_lease(make_job: MakeJob) -> None:
     assert seen == [0.0] * 4 + [-1.0] * 4
 
 
-def test_a_pull_does_not_wait_for_a_push_of_its_own_worker(make_job: MakeJob) -> None:
+def test_a_pull_does_not_wait_for_a_push_of_its_own_worker(make_job):
     job, terms = make_job(), Terms(workers=1, staleness=0, lease=LONG)
     session = job.worker(0, terms)
     module = es.Embedding(session.table(SPEC))
     handle, silent = job.handle, [True]
 
-    def no_answer(shard: Shard, request: Request) -> Reply:
+    def no_answer(shard, request):
         if silent[0] and isinstance(request, Push) and shard is job.shards[1]:
             raise ShardUnavailable(shard="1", address="local", reason="no answer", seconds=0.1)
         return handle(shard, request)
@@ -533,7 +527,7 @@ def test_a_pull_does_not_wait_for_a_push_of_its_own_worker(make_job: MakeJob) ->
     assert module(torch.arange(20))[:, 0].tolist() == [-1.0] * 20  # the push that was kept, once
 
 
-def test_a_snapshot_is_asked_for_at_a_clock_that_can_come(make_job: MakeJob) -> None:
+def test_a_snapshot_is_asked_for_at_a_clock_that_can_come(make_job):
     job, terms = make_job(), Terms(workers=2, staleness=0, lease=LONG)
     first = job.worker(0, terms)
     assert first.membership.next_clock == 0
@@ -541,7 +535,7 @@ def test_a_snapshot_is_asked_for_at_a_clock_that_can_come(make_job: MakeJob) -> 
     assert late.membership.next_clock == 7
 
 
-def test_rows_that_were_only_looked_at_do_not_make_the_next_step_older(make_job: MakeJob) -> None:
+def test_rows_that_were_only_looked_at_do_not_make_the_next_step_older(make_job):
     job, terms = make_job(1), Terms(workers=2, lease=LONG)
     one, other = job.worker(0, terms), job.worker(1, terms)
     module = es.Embedding(one.table(SPEC))
@@ -554,7 +548,7 @@ def test_rows_that_were_only_looked_at_do_not_make_the_next_step_older(make_job:
     assert one.staleness_seen()[:2] == (2, 0)
 
 
-def test_a_change_of_rows_that_others_have_changed_since_is_dropped(make_job: MakeJob) -> None:
+def test_a_change_of_rows_that_others_have_changed_since_is_dropped(make_job):
     job, terms = make_job(), Terms(workers=2, lease=LONG)
     lost, other = job.worker(0, terms), job.worker(1, terms)
     table = lost.table(SPEC)
@@ -569,7 +563,7 @@ def test_a_change_of_rows_that_others_have_changed_since_is_dropped(make_job: Ma
     assert table.pull(torch.tensor([1, 2, 3]))[:, 0].tolist() == [5.0] * 3
 
 
-def test_of_rows_of_several_tables_none_is_taken_back_after_a_lost_lease(make_job: MakeJob) -> None:
+def test_of_rows_of_several_tables_none_is_taken_back_after_a_lost_lease(make_job):
     job, terms = make_job(), Terms(workers=2, lease=LONG)
     lost, other = job.worker(0, terms), job.worker(1, terms)
     modules = [
@@ -620,7 +614,7 @@ class Far:
         pass
 
 
-def test_a_wait_for_others_outlasts_the_timeout_on_a_slow_link() -> None:
+def test_a_wait_for_others_outlasts_the_timeout_on_a_slow_link():
     shard = Scripted(0, 1, lambda join: Joined(True, 0, True, (0, 1)))
     client = Client([Far(shard)], timeout=timedelta(seconds=0.8))
     member = client.join(Terms(workers=2, staleness=0, lease=LONG, wait_timeout=timedelta(seconds=2)))
@@ -631,12 +625,12 @@ def test_a_wait_for_others_outlasts_the_timeout_on_a_slow_link() -> None:
     member.leave()
 
 
-def test_what_was_answered_as_the_wait_timed_out_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_answered_as_the_wait_timed_out_counts(monkeypatch):
     monkeypatch.setattr(membership_module, "_SAID_AFTER", timedelta(seconds=0.2))  # until the first call ends
     shard = Scripted(0, 1, lambda join: Joined(True, 0, True, (0, 1)))
     replies = iter([(0.25, ClockAhead(clock=0, workers="1", seconds=1.0)), (0.4, RendezvousResult((0, 1), ()))])
 
-    def handle(request: Request) -> Reply:
+    def handle(request):
         if not isinstance(request, Rendezvous):
             return shard.handle(request)
         seconds, reply = next(replies)
@@ -651,7 +645,7 @@ def test_what_was_answered_as_the_wait_timed_out_counts(monkeypatch: pytest.Monk
     member.leave()
 
 
-def test_a_member_says_who_it_is_before_what_it_sends_again() -> None:
+def test_a_member_says_who_it_is_before_what_it_sends_again():
     shard = Scripted(0, 1, lambda join: Joined(True, 0, True, (0,)))
     client = Client([LocalTransport(shard.handle, "scripted")])
     member = client.join(Terms(lease=LONG))

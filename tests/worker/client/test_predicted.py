@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
@@ -15,7 +13,6 @@ from embershard.worker.client.client import Client
 from embershard.worker.client.predicted_bytes import break_even, predict_volumes
 from embershard.worker.compression.low_rank import DenseLayout, ParameterSlice
 from embershard.worker.compression.settings import Compression
-from embershard.worker.session.session import Session
 
 ITEMS = TableSpec(name="items", dim=32, optimizer=SGD(lr=1.0))
 LAYERS = TableSpec(name="layers", dim=1024, optimizer=SGD(lr=1.0))
@@ -56,7 +53,7 @@ def moved_by(address: str, push: str, pull: str, dense_push: str | None = None) 
     ("push", "pull"),
     [("none", "none"), ("fp16s", "fp16s"), ("int8", "int8"), ("bf16", "none"), ("none", "bf16"), ("topk:0.01", "int8")],
 )
-def test_predicted_bytes_are_within_one_percent_of_those_on_the_socket(stream_shard: str, push: str, pull: str) -> None:
+def test_predicted_bytes_are_within_one_percent_of_those_on_the_socket(stream_shard, push, pull):
     client, moved, num_bytes = moved_by(stream_shard, push, pull)
     try:
         expected = predict_volumes(moved, client)
@@ -78,12 +75,12 @@ def heads_off(address: str, push: str, pull: str) -> list[float]:
 
 
 @pytest.mark.parametrize(("push", "pull"), [("int8", "int8"), ("topk:0.01", "fp16s")])
-def test_what_replies_say_of_coding_is_foreseen(stream_shard: str, push: str, pull: str) -> None:
+def test_what_replies_say_of_coding_is_foreseen(stream_shard, push, pull):
     plain = heads_off(stream_shard, "none", "none")  # the numbers of the first steps have fewer digits than is expected
     assert heads_off(stream_shard, push, pull) == pytest.approx(plain, abs=2 * STEPS)
 
 
-def test_of_what_was_moved_before_and_not_since_nothing_is_expected(stream_shard: str) -> None:
+def test_of_what_was_moved_before_and_not_since_nothing_is_expected(stream_shard):
     client, moved, _ = moved_by(stream_shard, "topk:0.1", "int8")
     try:
         expected = predict_volumes({part: ByteCount() for part in moved}, client)
@@ -93,7 +90,7 @@ def test_of_what_was_moved_before_and_not_since_nothing_is_expected(stream_shard
 
 
 @pytest.mark.parametrize("push", ["topk:0.1+fp16s", "rows:0.1+int8", "randomk:0.05", "dgc:0.02"])
-def test_what_a_selection_sends_is_foreseen_too(stream_shard: str, push: str) -> None:
+def test_what_a_selection_sends_is_foreseen_too(stream_shard, push):
     client, moved, _ = moved_by(stream_shard, push, "none")
     try:
         expected = predict_volumes(moved, client)
@@ -105,7 +102,7 @@ def test_what_a_selection_sends_is_foreseen_too(stream_shard: str, push: str) ->
 
 @pytest.mark.parametrize("rows", [2_000, 100_000])
 @pytest.mark.parametrize("codec", ["topk:0.02", "rows:0.1"])
-def test_ages_and_rows_that_gave_way_are_foreseen(make_session: Callable[..., Session], codec: str, rows: int) -> None:
+def test_ages_and_rows_that_gave_way_are_foreseen(make_session, codec, rows):
     table = TableSpec(name="aged", dim=16, optimizer=Adagrad(lr=0.1))
     client = make_session(2).client
     client.compressor.settings = Compression(residual_rows=rows)
@@ -128,7 +125,7 @@ def test_ages_and_rows_that_gave_way_are_foreseen(make_session: Callable[..., Se
         assert expected[held] == pytest.approx(moved[held].wire, rel=0.03)
 
 
-def test_what_waited_as_its_codec_was_replaced_is_foreseen(make_session: Callable[..., Session]) -> None:
+def test_what_waited_as_its_codec_was_replaced_is_foreseen(make_session):
     client = make_session(2).client
     client.declare(ITEMS)
     client.compressor.choose("items", CodecName.parse("topk:0.02"))
@@ -145,7 +142,7 @@ def test_what_waited_as_its_codec_was_replaced_is_foreseen(make_session: Callabl
 
 
 @pytest.mark.parametrize("dense_push", ["powersgd:2", "powersgd:4+fp16s", "powersgd:1+int8"])
-def test_the_bytes_of_factors_are_foreseen(stream_shard: str, dense_push: str) -> None:
+def test_the_bytes_of_factors_are_foreseen(stream_shard, dense_push):
     client, moved, num_bytes = moved_by(stream_shard, "fp16s", "none", dense_push)
     try:
         expected = predict_volumes(moved, client)
@@ -157,6 +154,6 @@ def test_the_bytes_of_factors_are_foreseen(stream_shard: str, dense_push: str) -
     assert sum(expected.values()) == pytest.approx(num_bytes, rel=0.01)
 
 
-def test_a_codec_breaks_even_where_it_saves_as_much_time_as_it_takes() -> None:
+def test_a_codec_breaks_even_where_it_saves_as_much_time_as_it_takes():
     assert break_even(1_000_000, 250_000, 0.006) == pytest.approx(1e9)
     assert break_even(1_000_000, 250_000, 0.0) is None

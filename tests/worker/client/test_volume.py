@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
@@ -28,7 +26,6 @@ from embershard.proto.spec import SGD, TableSpec
 from embershard.proto.wire import frame_bytes
 from embershard.worker.client.byte_counts import ByteCount, ByteCounter, BytePart
 from embershard.worker.client.client import Client
-from embershard.worker.session.session import Session
 
 ITEMS = TableSpec(name="items", dim=16, optimizer=SGD(lr=1.0))
 LAYERS = TableSpec(name="layers", dim=1024, optimizer=SGD(lr=1.0))
@@ -45,7 +42,7 @@ class Answered:
 
 
 @pytest.fixture
-def volume() -> ByteCounter:
+def volume():
     volume = ByteCounter()
     volume.count(Declare(ITEMS), Declared(True, False), Answered(0))
     volume.count(Declare(LAYERS, dense=True), Declared(True, False), Answered(0))
@@ -56,7 +53,7 @@ def ids(count: int) -> np.ndarray:
     return np.arange(count, dtype=np.int64)
 
 
-def test_a_pull_counts_ids_rows_and_frames(volume: ByteCounter) -> None:
+def test_a_pull_counts_ids_rows_and_frames(volume):
     pull = Pull(1, (TableIds("items", ids(5)), TableIds("layers", ids(2), packed=np.zeros(3, np.uint8))))
     rows = Rows((np.zeros((5, 16), np.float32), np.zeros(100, np.uint8)), codecs=("", "int8"))
     volume.count(pull, rows, Answered(1000))
@@ -68,7 +65,7 @@ def test_a_pull_counts_ids_rows_and_frames(volume: ByteCounter) -> None:
     assert parts[BytePart("pull", "other")].wire == 1000 - 40 - 3 - 320 - 100
 
 
-def test_a_push_by_a_route_counts_no_ids(volume: ByteCounter) -> None:
+def test_a_push_by_a_route_counts_no_ids(volume):
     parts = (
         TableGradients("items", ids(5), np.zeros(70, np.uint8), route=3, codec="packed"),
         TableGradients("layers", ids(1), np.zeros((1, 1024), np.float32)),
@@ -81,7 +78,7 @@ def test_a_push_by_a_route_counts_no_ids(volume: ByteCounter) -> None:
     assert found[BytePart("push", "dense", "layers")] == ByteCount(4096, 4096, 1)
 
 
-def test_rows_that_a_codec_had_held_back_would_not_travel_again_without_it(volume: ByteCounter) -> None:
+def test_rows_that_a_codec_had_held_back_would_not_travel_again_without_it(volume):
     parts = (
         TableGradients("items", ids(5), np.zeros(70, np.uint8), route=3, codec="packed"),
         TableGradients(
@@ -96,12 +93,12 @@ def test_rows_that_a_codec_had_held_back_would_not_travel_again_without_it(volum
 
 
 @pytest.mark.parametrize("request_", [Hello(), Declare(ITEMS)])
-def test_what_is_neither_push_nor_pull_is_other(volume: ByteCounter, request_: Request) -> None:
+def test_what_is_neither_push_nor_pull_is_other(volume, request_):
     volume.count(request_, Declared(False, False), Answered(77))
     assert volume.parts(77) == {BytePart("other", "other"): ByteCount(77, 77, 3)}
 
 
-def test_parts_add_up_to_what_the_sockets_counted(make_session: Callable[..., Session]) -> None:
+def test_parts_add_up_to_what_the_sockets_counted(make_session):
     client = make_session(2).client
     client.declare(ITEMS)
     client.declare(LAYERS, dense=True)
@@ -122,7 +119,7 @@ def frames(message: Request | Reply) -> int:
     return frame_bytes(len(head_bytes(message)), [0] * len(arrays(message)))
 
 
-def test_over_sockets_only_frames_and_hellos_are_beside_the_arrays(stream_shard: str) -> None:
+def test_over_sockets_only_frames_and_hellos_are_beside_the_arrays(stream_shard):
     client = Client.connect([stream_shard])
     try:
         client.declare(ITEMS)
@@ -148,7 +145,7 @@ def test_over_sockets_only_frames_and_hellos_are_beside_the_arrays(stream_shard:
     )
 
 
-def test_a_refused_call_is_left_to_other(make_session: Callable[..., Session]) -> None:
+def test_a_refused_call_is_left_to_other(make_session):
     client = make_session(1).client
     client.declare(ITEMS)
     client._specs["none"] = TableSpec(name="none", dim=4, optimizer=SGD(lr=1.0))

@@ -9,14 +9,14 @@ import pytest
 from embershard.worker.compression.settings import CodecSchedule, warmup_density
 
 
-def test_a_codec_holds_from_its_step_to_the_next_one() -> None:
+def test_a_codec_holds_from_its_step_to_the_next_one():
     schedule = CodecSchedule.of({100: "int8", 0: "none", 200: "topk:0.01"})
     found = [str(schedule.codec(step)) for step in (0, 99, 100, 199, 200, 10**9)]
     assert found == ["none", "none", "int8", "int8", "topk:0.01", "topk:0.01"]
 
 
 @pytest.mark.parametrize("at", [{}, {1: "none"}, {0: "none", -1: "int8"}])
-def test_a_schedule_begins_with_the_first_step(at: dict[int, str]) -> None:
+def test_a_schedule_begins_with_the_first_step(at):
     with pytest.raises(ValueError, match="begins with step 0"):
         CodecSchedule.of(at)
 
@@ -31,8 +31,6 @@ def test_a_schedule_begins_with_the_first_step(at: dict[int, str]) -> None:
         (0.001, 0, [(0.001, 10)]),
     ],
 )
-def test_dgc_is_warmed_up_over_the_densities_above_its_ratio(
-    ratio: float, per_density: int, want: list[tuple[float, int]]
-) -> None:
+def test_dgc_is_warmed_up_over_the_densities_above_its_ratio(ratio, per_density, want):
     densities = [warmup_density(ratio, step, per_density) for step in range(10)]
     assert [(density, len(list(steps))) for density, steps in groupby(densities)] == want

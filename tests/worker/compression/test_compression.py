@@ -52,16 +52,14 @@ def train(session: Session, model: nn.Module, count: int = 40, seed: int = 0) ->
 
 
 @pytest.fixture(scope="module")
-def plain() -> tuple[float, int, int]:
+def plain():
     """The loss and the bytes of a session without compression."""
     session, model = session_of()
     return train(session, model), session.stats.sent_bytes, session.stats.received_bytes
 
 
 @pytest.mark.parametrize(("codec", "ratio"), [("fp16s", 1.9), ("bf16", 1.9), ("int8", 3.0)])
-def test_values_codecs_train_alike_with_fewer_bytes_both_ways(
-    codec: str, ratio: float, plain: tuple[float, int, int]
-) -> None:
+def test_values_codecs_train_alike_with_fewer_bytes_both_ways(codec, ratio, plain):
     session, model = session_of(es.Compression(push=codec, pull=codec, dense={"push": codec, "pull": codec}))
     loss = train(session, model)
     assert loss == pytest.approx(plain[0], rel=0.05)
@@ -70,14 +68,14 @@ def test_values_codecs_train_alike_with_fewer_bytes_both_ways(
 
 
 @pytest.mark.parametrize("codec", ["topk:0.05", "rows:0.2", "randomk:0.5", "dgc:0.05", "topk:0.05+int8"])
-def test_what_is_held_back_is_trained_on_later(codec: str, plain: tuple[float, int, int]) -> None:
+def test_what_is_held_back_is_trained_on_later(codec, plain):
     session, model = session_of(es.Compression(push=codec, dense={"push": codec}, warmup_steps=2))
     first = train(session, model, count=3)
     assert train(session, model, seed=1) < 0.5 * first
     assert session.stats.sent_bytes < plain[1]
 
 
-def test_one_bit_serves_dense_weights() -> None:
+def test_one_bit_serves_dense_weights():
     session, model = session_of(es.Compression(dense={"push": "onebit"}))
     first = train(session, model, count=3)
     assert train(session, model, seed=1) < 0.5 * first
@@ -86,7 +84,7 @@ def test_one_bit_serves_dense_weights() -> None:
     assert raw / pushed > 25
 
 
-def test_ids_that_ascend_travel_as_gaps() -> None:
+def test_ids_that_ascend_travel_as_gaps():
     sent = {}
     for pull in ("none", "fp16s"):
         session, _ = session_of(es.Compression(pull=pull))
@@ -96,7 +94,7 @@ def test_ids_that_ascend_travel_as_gaps() -> None:
     assert sent["fp16s"] < 0.3 * sent["none"]
 
 
-def test_tables_are_chosen_by_name_and_kind() -> None:
+def test_tables_are_chosen_by_name_and_kind():
     settings = es.Compression(
         push="int8", dense={"pull": "bf16"}, tables={"b*": {"push": "topk:0.5"}, "dense": {"push": "fp16s"}}
     )
@@ -105,7 +103,7 @@ def test_tables_are_chosen_by_name_and_kind() -> None:
     assert ways == {"bag": ("topk:0.5", "none"), "dense": ("fp16s", "bf16")}
 
 
-def test_codecs_change_at_run_time_and_nothing_that_was_held_is_lost() -> None:
+def test_codecs_change_at_run_time_and_nothing_that_was_held_is_lost():
     session, model = session_of(es.Compression(push="topk:0.01", dense={"push": "topk:0.01"}))
     train(session, model, 10)
     held = session.client.compressor.held("bag")
@@ -119,7 +117,7 @@ def test_codecs_change_at_run_time_and_nothing_that_was_held_is_lost() -> None:
     assert (session.tables[0].pull(torch.from_numpy(held.ids)).numpy() != before).any(axis=1).all()
 
 
-def test_what_one_codec_held_the_next_one_sends() -> None:
+def test_what_one_codec_held_the_next_one_sends():
     session, model = session_of(es.Compression(push="topk:0.01"))
     train(session, model, 10)
     held = len(session.client.compressor.held("bag").ids)
@@ -143,12 +141,12 @@ def test_what_one_codec_held_the_next_one_sends() -> None:
         ({"warmup_steps": -1}, "warmup_steps"),
     ],
 )
-def test_settings_that_cannot_be_are_refused_at_once(settings: dict[str, object], message: str) -> None:
+def test_settings_that_cannot_be_are_refused_at_once(settings, message):
     with pytest.raises(ValueError, match=message):
         es.Compression(**settings)  # type: ignore[arg-type]
 
 
-def test_a_table_whose_optimizer_has_momentum_refuses_dgc() -> None:
+def test_a_table_whose_optimizer_has_momentum_refuses_dgc():
     session = es.local(compression=es.Compression(push="dgc:0.1"))
     with pytest.raises(ValueError, match="momentum"):
         session.table(TableSpec(name="t", dim=4, optimizer=es.SGD(lr=0.1, momentum=0.9)))
@@ -159,7 +157,7 @@ def test_a_table_whose_optimizer_has_momentum_refuses_dgc() -> None:
     assert session.client.compressor.directions()["t"].push == CodecName()
 
 
-def test_compress_names_what_there_is() -> None:
+def test_compress_names_what_there_is():
     session, _ = session_of()
     with pytest.raises(ValueError, match=r"\(known: dense, bag\)"):
         session.compress("user", push="int8")
@@ -169,21 +167,21 @@ def test_compress_names_what_there_is() -> None:
 
 
 @pytest.mark.parametrize("name", ["bag", "dense"])
-def test_compress_names_what_there_is_once(name: str) -> None:
+def test_compress_names_what_there_is_once(name):
     session = es.local()
     session.table(es.TableSpec(name=name, dim=1, optimizer=es.SGD(lr=1.0)))
     with pytest.raises(ValueError, match=rf"\(known: {name}\)"):
         session.compress("nope", push="int8")
 
 
-def test_every_table_switches_or_none() -> None:
+def test_every_table_switches_or_none():
     session, _ = session_of()
     with pytest.raises(ValueError, match="one bit"):
         session.compress("*", push="onebit")
     assert session.compress("dense", push="onebit") == ["dense"]
 
 
-def test_rows_that_were_assigned_see_no_gradient_of_before() -> None:
+def test_rows_that_were_assigned_see_no_gradient_of_before():
     session = es.local(2, compression=es.Compression(push="topk:0.1"))
     table = session.table(TableSpec(name="t", dim=4, optimizer=es.SGD(lr=1.0), initializer=es.Constant()))
     ids, some = torch.arange(50), torch.arange(10, 30)
@@ -226,7 +224,7 @@ def turned(pull: str) -> torch.Tensor:
     return session.tables[0].pull(torch.arange(20))
 
 
-def test_rows_that_max_norm_scales_are_not_rounded_on_the_shards() -> None:
+def test_rows_that_max_norm_scales_are_not_rounded_on_the_shards():
     plain = turned("none")
     for codec in ("int8", "bf16"):
         assert float((turned(codec) - plain).abs().max()) < 2e-3
@@ -254,14 +252,14 @@ OPTIMIZERS = {"sgd": es.SGD(lr=0.01), "adagrad": es.Adagrad(lr=0.05), "adam": es
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("codec", ["topk:1", "rows:1", "randomk:1"])
-def test_what_sends_everything_is_none_to_the_bit(codec: str, optimizer: str) -> None:
+def test_what_sends_everything_is_none_to_the_bit(codec, optimizer):
     compression = es.Compression(push=codec, dense={"push": codec})
     plain, _ = trained(OPTIMIZERS[optimizer], None)
     for shards, ahead in ((2, True), (1, True), (2, False)):
         assert trained(OPTIMIZERS[optimizer], compression, shards=shards, ahead=ahead)[0] == plain
 
 
-def test_none_is_a_session_without_compression_to_the_bit_and_byte() -> None:
+def test_none_is_a_session_without_compression_to_the_bit_and_byte():
     plain, before = trained(es.Adam(lr=0.01), None)
     none, after = trained(es.Adam(lr=0.01), es.Compression(push="none", pull="none", tables={"*": {"push": "none"}}))
     assert none == plain
@@ -269,7 +267,7 @@ def test_none_is_a_session_without_compression_to_the_bit_and_byte() -> None:
     assert after.stats.received_bytes == before.stats.received_bytes
 
 
-def test_rows_that_give_way_are_pulled_again_by_a_loop_that_runs_ahead() -> None:
+def test_rows_that_give_way_are_pulled_again_by_a_loop_that_runs_ahead():
     compression = es.Compression(push="topk:0.02", residual_rows=8)
     ahead, _ = trained(es.SGD(lr=0.01), compression, ahead=True, steps=40)
     assert trained(es.SGD(lr=0.01), compression, ahead=False, steps=40)[0] == ahead
@@ -317,7 +315,7 @@ def weights(session: Session, model: nn.Module, num_ids: int = SOME_IDS) -> list
         ("randomk:0.3", "powersgd:2"),
     ],
 )
-def test_a_resumed_run_is_equal_to_one_that_was_not_stopped(push: str, dense: str, make_shards: Shards) -> None:
+def test_a_resumed_run_is_equal_to_one_that_was_not_stopped(push, dense, make_shards):
     whole = begun(make_shards(2), push, dense)
     train_from(*whole, 0, 24)
 
@@ -348,7 +346,7 @@ def large_pushes(start: int, feedback: Feedback) -> list[bytes]:
     return sent
 
 
-def test_a_threshold_goes_on_from_a_checkpoint() -> None:
+def test_a_threshold_goes_on_from_a_checkpoint():
     assert LARGE * 8 > SMALL
     whole, resumed, sampled_anew = (Feedback(8, None) for _ in range(3))
     large_pushes(0, whole)
@@ -360,7 +358,7 @@ def test_a_threshold_goes_on_from_a_checkpoint() -> None:
     assert large_pushes(6, sampled_anew) != want
 
 
-def test_what_is_held_back_can_be_dropped(make_shards: Shards) -> None:
+def test_what_is_held_back_can_be_dropped(make_shards):
     session, *rest = begun(make_shards(2), "topk:0.1", "dgc:0.05")
     train_from(session, *rest, 0, 6)
     compressor = session.client.compressor
@@ -369,7 +367,7 @@ def test_what_is_held_back_can_be_dropped(make_shards: Shards) -> None:
     assert not any(len(compressor.held(name).ids) for name in session.table_names)
 
 
-def test_without_its_state_it_would_not_be(make_shards: Shards) -> None:
+def test_without_its_state_it_would_not_be(make_shards):
     whole, shards = begun(make_shards(2), "topk:0.1", "none"), make_shards(2)
     train_from(*whole, 0, 24)
     train_from(*begun(shards, "topk:0.1", "none"), 0, 12)
@@ -378,7 +376,7 @@ def test_without_its_state_it_would_not_be(make_shards: Shards) -> None:
     assert weights(*second)[0].tobytes() != weights(*whole)[0].tobytes()
 
 
-def test_on_another_number_of_shards_what_was_held_is_held(make_shards: Shards) -> None:
+def test_on_another_number_of_shards_what_was_held_is_held(make_shards):
     session, model = begun(make_shards(3), "topk:0.1", "topk:0.01")
     train_from(session, model, 0, 12)
     state = unpack(pack(session.client.compressor.state_dict()))
@@ -392,7 +390,7 @@ def test_on_another_number_of_shards_what_was_held_is_held(make_shards: Shards) 
         np.testing.assert_array_equal(before.ages[one], after.ages[two])
 
 
-def test_a_worker_that_stays_holds_for_one_that_is_gone(make_shards: Shards) -> None:
+def test_a_worker_that_stays_holds_for_one_that_is_gone(make_shards):
     sessions = [begun(make_shards(2), "topk:0.1", "none") for _ in range(2)]
     for number, (session, model) in enumerate(sessions):
         train_from(session, model, 10 * number, 10 * number + 8)
@@ -412,7 +410,7 @@ def held_in_effect(session: Session) -> np.ndarray:
 
 
 @pytest.mark.parametrize("num_shards", [2, 3])
-def test_what_was_held_counts_as_it_would_have(make_shards: Shards, num_shards: int) -> None:
+def test_what_was_held_counts_as_it_would_have(make_shards, num_shards):
     four = begun(make_shards(2), "topk:0.1", "none")
     four[0].client.compressor.share = 0.25  # one of four synchronous workers
     train_from(*four, 0, 8)
@@ -427,9 +425,7 @@ def test_what_was_held_counts_as_it_would_have(make_shards: Shards, num_shards: 
 
 
 @pytest.mark.parametrize(("staleness", "want"), [(0, 0.25), (2, 1.0), (None, 1.0)])
-def test_a_push_counts_as_one_of_those_that_are_gathered(
-    make_shards: Shards, staleness: int | None, want: float
-) -> None:
+def test_a_push_counts_as_one_of_those_that_are_gathered(make_shards, staleness, want):
     client = Client([LocalTransport(shard.handle, "local") for shard in make_shards(1)])
     client.join(Terms(workers=4, staleness=staleness))
     assert client.compressor.share == want
@@ -437,9 +433,7 @@ def test_a_push_counts_as_one_of_those_that_are_gathered(
 
 
 @pytest.mark.parametrize("local", [False, True])
-def test_gradients_are_not_held_for_a_run_that_pushes_differences(
-    make_shards: Shards, caplog: pytest.LogCaptureFixture, local: bool
-) -> None:
+def test_gradients_are_not_held_for_a_run_that_pushes_differences(make_shards, caplog, local):
     session, model = begun(make_shards(2), "topk:0.1", "none")
     compressor = session.client.compressor
     compressor.differences = not local
@@ -454,7 +448,7 @@ def test_gradients_are_not_held_for_a_run_that_pushes_differences(
     assert f"table bag: what was held back is dropped: it is of {then}, and pushes are {now}" in caplog.text
 
 
-def test_a_state_of_before_there_were_shares_is_that_of_the_same_run(make_shards: Shards) -> None:
+def test_a_state_of_before_there_were_shares_is_that_of_the_same_run(make_shards):
     session, model = begun(make_shards(2), "topk:0.1", "none")
     train_from(session, model, 0, 6)
     state = unpack(pack(session.client.compressor.state_dict()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from faulty_training import FAULTY_CLOCK, Faulty, Once, Training, be_silent, lose_lease, nothing, refuse
+from faulty_training import FAULTY_CLOCK, Once, Training, be_silent, lose_lease, nothing, refuse
 from torch import nn
 from wired_client import DIM, IDS, NUM_IDS, SPEC, Link, Wired, gradients
 
@@ -21,9 +21,8 @@ import embershard as es
 from embershard.local_shards import InProcessShards
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import decode
-from embershard.proto.codec.values.registry import ValuesCodec
 from embershard.proto.errors import BadCodec, InvalidRequest, LeaseLost, ShardUnavailable
-from embershard.proto.messages import Push, Reply, Request
+from embershard.proto.messages import Push
 from embershard.proto.routing import Placement, Route, ascending, make_route
 from embershard.proto.transport.local import LocalTransport
 from embershard.ps.shard import Shard
@@ -36,9 +35,7 @@ Shards = Callable[..., list[Shard]]
 
 
 @pytest.mark.parametrize("codec", ["topk:0.2", "rows:0.3", "randomk:0.2", "dgc:0.2", "topk:0.3+fp16s", "rows:0.3+int8"])
-def test_residual_lost_on_retry_a_reply_that_was_lost_loses_and_doubles_nothing(
-    codec: str, make_shards: Shards
-) -> None:
+def test_residual_lost_on_retry_a_reply_that_was_lost_loses_and_doubles_nothing(codec, make_shards):
     wired = Wired(make_shards(2), codec, warmup_steps=1)
     wired.client.timeout = timedelta(seconds=0.1)
     for step in range(10):
@@ -54,7 +51,7 @@ def test_residual_lost_on_retry_a_reply_that_was_lost_loses_and_doubles_nothing(
     assert len(wired.client.compressor.held("t").ids)
 
 
-def test_a_push_that_is_sent_again_has_the_same_bytes(make_shards: Shards) -> None:
+def test_a_push_that_is_sent_again_has_the_same_bytes(make_shards):
     wired = Wired(make_shards(1), "rows:0.5+int8")
     wired.push(gradients(0))
     wired.links[0].lost_replies = 2
@@ -65,7 +62,7 @@ def test_a_push_that_is_sent_again_has_the_same_bytes(make_shards: Shards) -> No
 
 
 @pytest.mark.parametrize("codec", ["topk:0.2", "dgc:0.2", "rows:0.5+int8"])
-def test_a_push_that_is_refused_is_given_back(codec: str, make_shards: Shards) -> None:
+def test_a_push_that_is_refused_is_given_back(codec, make_shards):
     wired = Wired(make_shards(2), codec)
     wired.push(gradients(0))
     before = wired.applied()
@@ -79,7 +76,7 @@ def test_a_push_that_is_refused_is_given_back(codec: str, make_shards: Shards) -
     wired.check()
 
 
-def test_rows_that_are_not_finite_are_counted_and_never_held(make_shards: Shards) -> None:
+def test_rows_that_are_not_finite_are_counted_and_never_held(make_shards):
     wired, rows = Wired(make_shards(2), "topk:0.1"), gradients(0)
     rows[3, 1], rows[7] = np.nan, np.inf
     wired.push(rows)
@@ -90,7 +87,7 @@ def test_rows_that_are_not_finite_are_counted_and_never_held(make_shards: Shards
     wired.check()
 
 
-def test_ids_that_a_shard_forgot_are_sent_after_all(make_shards: Shards) -> None:
+def test_ids_that_a_shard_forgot_are_sent_after_all(make_shards):
     wired = Wired(make_shards(2), "topk:0.2", pull="fp16s")
     route = ascending(make_route(IDS, SPEC.space_key, wired.client.placement))
     wired.client.pull([("t", route)], keep=True)
@@ -109,13 +106,13 @@ def test_ids_that_a_shard_forgot_are_sent_after_all(make_shards: Shards) -> None
     wired.check()
 
 
-def test_a_codec_that_fails_at_the_second_shard_sends_nothing_to_the_first(make_shards: Shards) -> None:
+def test_a_codec_that_fails_at_the_second_shard_sends_nothing_to_the_first(make_shards):
     wired = Wired(make_shards(2), "topk:0.2+fp16s")
     wired.push(gradients(0))
     before, held, find = wired.applied(), wired.held(), wired.client.compressor.find
     calls = iter(range(100))
 
-    def failing(name: str) -> ValuesCodec:
+    def failing(name):
         if next(calls) == 1:
             raise BadCodec(codec=name, reason="it raised")
         return find(name)
@@ -130,14 +127,14 @@ def test_a_codec_that_fails_at_the_second_shard_sends_nothing_to_the_first(make_
     assert np.abs(wired.held() - held).max() <= np.abs(rows).max() + 1e-6
 
 
-def test_a_codec_that_fails_at_the_second_table_loses_nothing_of_the_first(make_shards: Shards) -> None:
+def test_a_codec_that_fails_at_the_second_table_loses_nothing_of_the_first(make_shards):
     wired = Wired(make_shards(1), "topk:0.2+fp16s")
     other = dataclasses.replace(SPEC, name="u")
     wired.client.declare(other)
     wired.push(gradients(0))
     find, calls = wired.client.compressor.find, iter(range(100))
 
-    def failing(name: str) -> ValuesCodec:
+    def failing(name):
         if next(calls) == 1:
             raise BadCodec(codec=name, reason="it raised")
         return find(name)
@@ -151,7 +148,7 @@ def test_a_codec_that_fails_at_the_second_table_loses_nothing_of_the_first(make_
 
 
 @pytest.mark.parametrize("codec", ["rows:0.9+int8", "topk:0.1+fp16s"])
-def test_what_gives_way_is_sent_apart_where_a_shard_could_not_take_all_of_it_decoded(codec: str) -> None:
+def test_what_gives_way_is_sent_apart_where_a_shard_could_not_take_all_of_it_decoded(codec):
     spec, count = dataclasses.replace(SPEC, dim=32), 400
     shard = Shard(0, Placement.even(1), OptimizerRegistry(), max_message_bytes=2**16)
     wired = Wired([shard], codec, spec, residual_rows=10)
@@ -163,7 +160,7 @@ def test_what_gives_way_is_sent_apart_where_a_shard_could_not_take_all_of_it_dec
 
 
 @pytest.mark.parametrize("codec", ["none", "topk:0.2"])
-def test_a_step_that_weighs_nothing_takes_nothing_of_what_is_held(codec: str, make_shards: Shards) -> None:
+def test_a_step_that_weighs_nothing_takes_nothing_of_what_is_held(codec, make_shards):
     wired = Wired(make_shards(2), "topk:0.1")
     wired.client.join(Terms(workers=1, staleness=0))
     wired.push(gradients(0))
@@ -177,7 +174,7 @@ def test_a_step_that_weighs_nothing_takes_nothing_of_what_is_held(codec: str, ma
     wired.check()
 
 
-def test_what_a_worker_without_a_lease_pushed_is_given_back(make_shards: Shards) -> None:
+def test_what_a_worker_without_a_lease_pushed_is_given_back(make_shards):
     wired = Wired(make_shards(2), "topk:0.2")
     wired.client.join(Terms(workers=1, staleness=4))
     wired.push(gradients(0))
@@ -188,10 +185,10 @@ def test_what_a_worker_without_a_lease_pushed_is_given_back(make_shards: Shards)
     assert len(wired.client.compressor.held("t").ids)
 
 
-def test_ids_of_a_table_whose_pushes_alone_are_coded_travel_packed(make_shards: Shards) -> None:
+def test_ids_of_a_table_whose_pushes_alone_are_coded_travel_packed(make_shards):
     heard: list[Push] = []
 
-    def handle(shard: Shard, request: Request) -> Reply:
+    def handle(shard, request):
         if isinstance(request, Push):
             heard.append(request)
         return shard.handle(request)
@@ -209,7 +206,7 @@ def test_ids_of_a_table_whose_pushes_alone_are_coded_travel_packed(make_shards: 
     assert all(part.route or part.packed is not None for push in heard for part in push.tables)
 
 
-def test_lost_signs_what_topk_sends_has_its_sign(make_shards: Shards) -> None:
+def test_lost_signs_what_topk_sends_has_its_sign(make_shards):
     wired, rows = Wired(make_shards(2), "topk:0.2"), -np.abs(gradients(0))
     wired.push(rows)
     applied = wired.applied()
@@ -218,7 +215,7 @@ def test_lost_signs_what_topk_sends_has_its_sign(make_shards: Shards) -> None:
     wired.check()
 
 
-def test_what_gives_way_in_a_full_table_is_sent(make_shards: Shards) -> None:
+def test_what_gives_way_in_a_full_table_is_sent(make_shards):
     wired = Wired(make_shards(2), "topk:0.05", residual_rows=10)
     rng = np.random.default_rng(0)
     for step in range(40):
@@ -227,7 +224,7 @@ def test_what_gives_way_in_a_full_table_is_sent(make_shards: Shards) -> None:
     wired.check()
 
 
-def test_a_row_that_gives_way_says_how_many_pushes_it_stands_for(make_shards: Shards) -> None:
+def test_a_row_that_gives_way_says_how_many_pushes_it_stands_for(make_shards):
     wired = Wired(make_shards(1), "topk:0.1", residual_rows=2)
     for _ in range(3):  # an element of row 1 is sent each time, row 2 waits
         wired.push(np.array([[8, 7, 6, 5], [1, 1, 1, 1]], np.float32), ids=np.array([1, 2]))
@@ -238,7 +235,7 @@ def test_a_row_that_gives_way_says_how_many_pushes_it_stands_for(make_shards: Sh
 
 
 @pytest.mark.parametrize("codec", ["int8", "randomk:0.2"])
-def test_two_workers_with_one_gradient_round_and_draw_apart(codec: str, make_shards: Shards) -> None:
+def test_two_workers_with_one_gradient_round_and_draw_apart(codec, make_shards):
     sent = set()
     for worker in (0, 1):
         wired = Wired(make_shards(1), codec, worker=worker)
@@ -248,14 +245,14 @@ def test_two_workers_with_one_gradient_round_and_draw_apart(codec: str, make_sha
     assert len(sent) == 4
 
 
-def test_what_is_held_counts_by_its_own_learning_rate_and_0_loses_nothing(make_shards: Shards) -> None:
+def test_what_is_held_counts_by_its_own_learning_rate_and_0_loses_nothing(make_shards):
     wired = Wired(make_shards(2), "topk:0.1")
     for step, lr_scale in enumerate([1.0, 0.5, 0.0, 2.0, 1e-9, 0.25, 0.0, 1.0]):
         wired.push(gradients(step), lr_scale=lr_scale)
         wired.check()
 
 
-def test_momentum_applied_twice_dgc_is_that_of_the_paper(make_shards: Shards) -> None:
+def test_momentum_applied_twice_dgc_is_that_of_the_paper(make_shards):
     wired = Wired(make_shards(1), "dgc:0.1", momentum=0.7, warmup_steps=0)
     u, v, w = (np.zeros((NUM_IDS, DIM), np.float32) for _ in range(3))
     for step in range(20):
@@ -271,7 +268,7 @@ def test_momentum_applied_twice_dgc_is_that_of_the_paper(make_shards: Shards) ->
         np.testing.assert_allclose(-wired.applied(), w, atol=1e-5)
 
 
-def test_topk_is_that_of_the_paper_under_a_schedule(make_shards: Shards) -> None:
+def test_topk_is_that_of_the_paper_under_a_schedule(make_shards):
     wired = Wired(make_shards(1), "topk:0.1")
     e, w = np.zeros((NUM_IDS, DIM), np.float32), np.zeros((NUM_IDS, DIM), np.float32)
     before = 1.0
@@ -286,12 +283,12 @@ def test_topk_is_that_of_the_paper_under_a_schedule(make_shards: Shards) -> None
 
 
 @pytest.mark.parametrize("codec", ["topk:0.1", "rows:0.3", "dgc:0.1+fp16s"])
-def test_workers_that_step_together_lose_nothing(codec: str) -> None:
+def test_workers_that_step_together_lose_nothing(codec):
     shards = InProcessShards(2)
     terms = Terms(workers=2, staleness=0, wait_timeout=timedelta(seconds=20))
     clients = [Client(shards.transports(), worker=rank) for rank in range(2)]
 
-    def work(client: Client) -> None:
+    def work(client):
         client.compressor.settings = es.Compression(push=codec, warmup_steps=1)
         client.join(terms)
         client.declare(SPEC)
@@ -317,7 +314,7 @@ def test_workers_that_step_together_lose_nothing(codec: str) -> None:
     np.testing.assert_allclose(total, want, atol=1e-4)
 
 
-def test_dgc_bounds_the_norm_of_a_gradient_before_it_adds_up(make_shards: Shards) -> None:
+def test_dgc_bounds_the_norm_of_a_gradient_before_it_adds_up(make_shards):
     wired = Wired(make_shards(2), "dgc:0.5", clip_norm=2.0, warmup_steps=0)
     wired.client.compressor.workers = 4
     rows = gradients(0)
@@ -325,7 +322,7 @@ def test_dgc_bounds_the_norm_of_a_gradient_before_it_adds_up(make_shards: Shards
     assert np.linalg.norm(wired.applied() + wired.held()) == pytest.approx(1.0, rel=1e-5)  # 2 / sqrt(4)
 
 
-def test_dgc_sends_more_at_first(make_shards: Shards) -> None:
+def test_dgc_sends_more_at_first(make_shards):
     wired = Wired(make_shards(1), "dgc:0.01", warmup_steps=2)
     sizes = []
     for step in range(10):
@@ -336,7 +333,7 @@ def test_dgc_sends_more_at_first(make_shards: Shards) -> None:
 
 
 @pytest.mark.parametrize("codec", ["topk:0.05", "rows:0.05", "randomk:0.05"])
-def test_tail_starvation_every_row_of_equal_ones_has_its_turn(codec: str, make_shards: Shards) -> None:
+def test_tail_starvation_every_row_of_equal_ones_has_its_turn(codec, make_shards):
     wired = Wired(make_shards(2), codec)
     for _ in range(80):
         wired.push(np.ones((NUM_IDS, DIM), np.float32))
@@ -345,7 +342,7 @@ def test_tail_starvation_every_row_of_equal_ones_has_its_turn(codec: str, make_s
 
 
 @pytest.mark.parametrize("codec", ["topk:0.1", "dgc:0.1", "rows:0.2"])
-def test_local_steps_push_differences_of_which_nothing_is_lost(codec: str, make_shards: Shards) -> None:
+def test_local_steps_push_differences_of_which_nothing_is_lost(codec, make_shards):
     client = Client([Link(shard, f"local/{number}") for number, shard in enumerate(make_shards(2))])
     session = Session(client, local_steps=3, compression=es.Compression(push=codec, warmup_steps=1))
     table = session.table(SPEC)
@@ -363,7 +360,7 @@ def test_local_steps_push_differences_of_which_nothing_is_lost(codec: str, make_
     np.testing.assert_allclose(applied, total, atol=1e-4)
 
 
-def test_a_plain_push_sends_the_very_array_that_it_was_given(make_shards: Shards) -> None:
+def test_a_plain_push_sends_the_very_array_that_it_was_given(make_shards):
     wired = Wired(make_shards(1), "none")
     route = Route(np.arange(3), np.array([0, 3]), np.arange(3))
     rows = gradients(0, 3)
@@ -373,7 +370,7 @@ def test_a_plain_push_sends_the_very_array_that_it_was_given(make_shards: Shards
     assert (part.codec, part.packed) == ("", None)
 
 
-def test_a_codec_that_follows_another_loses_nothing(make_shards: Shards) -> None:
+def test_a_codec_that_follows_another_loses_nothing(make_shards):
     wired = Wired(make_shards(3), "topk:0.1")
     codecs = ["rows:0.2", "dgc:0.1", "int8", "randomk:0.3", "none", "topk:0.5", "none"]
     for step, codec in enumerate(codecs):
@@ -392,10 +389,10 @@ MakeTraining = Callable[..., Training]
 
 
 @pytest.fixture(params=["topk:0.2", "rows:0.3+int8", "dgc:0.2+fp16s"])
-def make_training(request: pytest.FixtureRequest) -> Iterator[MakeTraining]:
+def make_training(request):
     with ExitStack() as stack:
 
-        def make(staleness: int, timeout: timedelta = timedelta(seconds=60)) -> Training:
+        def make(staleness, timeout=timedelta(seconds=60)):
             training = Training(request.param, staleness, timeout)
             stack.callback(training.client.close)
             return training
@@ -405,8 +402,8 @@ def make_training(request: pytest.FixtureRequest) -> Iterator[MakeTraining]:
 
 @pytest.mark.parametrize("staleness", [0, 3])
 def test_a_lease_that_ends_within_a_push_gives_back_what_was_gathered_and_not_what_was_applied(
-    make_training: MakeTraining, staleness: int
-) -> None:
+    make_training, staleness
+):
     training = make_training(staleness)
     training.faulty.at_last = Once(lose_lease)
     training.run()
@@ -417,27 +414,27 @@ def test_a_lease_that_ends_within_a_push_gives_back_what_was_gathered_and_not_wh
 @pytest.mark.parametrize("staleness", [0, 3])
 @pytest.mark.parametrize("moment", ["at_first", "at_last"])
 def test_a_message_that_is_refused_gives_back_what_was_gathered_and_not_what_was_applied(
-    make_training: MakeTraining, moment: str, staleness: int
-) -> None:
+    make_training, moment, staleness
+):
     training = make_training(staleness)
     setattr(training.faulty, moment, Once(refuse))
     training.run(InvalidRequest)
 
 
-def test_an_acknowledgement_that_comes_after_the_lease_counts_fornothing(make_training: MakeTraining) -> None:
+def test_an_acknowledgement_that_comes_after_the_lease_counts_fornothing(make_training):
     training = make_training(0)
     training.faulty.after_first = Once(lose_lease, be_silent)
     training.run()
     assert training.member.lost_leases == 1
 
 
-def test_a_push_that_was_complete_before_the_lease_ended_is_not_given_back(make_training: MakeTraining) -> None:
+def test_a_push_that_was_complete_before_the_lease_ended_is_not_given_back(make_training):
     training = make_training(0)
     training.faulty.after_last = Once(lose_lease, be_silent)
     training.run()
 
 
-def test_what_was_gathered_is_remembered_while_the_last_message_waits(make_training: MakeTraining) -> None:
+def test_what_was_gathered_is_remembered_while_the_last_message_waits(make_training):
     training = make_training(0, timedelta(seconds=1))
     training.faulty.at_last = be_silent
     while training.clock < FAULTY_CLOCK:
@@ -450,10 +447,10 @@ def test_what_was_gathered_is_remembered_while_the_last_message_waits(make_train
     assert training.member.lost_leases == 1
 
 
-def test_a_push_whose_worker_joined_again_meanwhile_is_dropped_without_an_error(make_training: MakeTraining) -> None:
+def test_a_push_whose_worker_joined_again_meanwhile_is_dropped_without_an_error(make_training):
     training = make_training(0)
 
-    def join_again(faulty: Faulty) -> None:  # as a thread does that finds the lease lost
+    def join_again(faulty):  # as a thread does that finds the lease lost
         training.member.rejoin(0)
 
     training.faulty.at_last = Once(lose_lease, join_again)
@@ -461,7 +458,7 @@ def test_a_push_whose_worker_joined_again_meanwhile_is_dropped_without_an_error(
     assert training.member.lost_leases == 1
 
 
-def test_what_was_held_is_held_again_where_the_push_that_drains_it_is_lost(make_training: MakeTraining) -> None:
+def test_what_was_held_is_held_again_where_the_push_that_drains_it_is_lost(make_training):
     training = make_training(0)
     while training.clock < FAULTY_CLOCK:
         training.step()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ HALF = Compression(push=f"{NAME}:half", pull=f"{NAME}:half")
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def module(tmp_path, monkeypatch):
     (tmp_path / f"{NAME}.py").write_text(HALF_CODEC)
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
@@ -42,7 +41,7 @@ def trained(session: es.Session) -> tuple[torch.Tensor, torch.Tensor]:
     return before.detach(), table(ids).detach()
 
 
-def test_rows_and_gradients_travel_as_the_module_says(module: str) -> None:
+def test_rows_and_gradients_travel_as_the_module_says(module):
     with es.local(shards=2, imports=[module], compression=HALF) as session:
         before, after = trained(session)
         session.compress("t", pull="none")
@@ -55,9 +54,7 @@ def test_rows_and_gradients_travel_as_the_module_says(module: str) -> None:
     torch.testing.assert_close(exact_after, first - third, rtol=0, atol=1e-7)
 
 
-def test_what_a_shard_spends_on_a_codec_is_a_part_of_the_step_and_not_of_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_shard_spends_on_a_codec_is_a_part_of_the_step_and_not_of_waiting(tmp_path, monkeypatch):
     slow = HALF_CODEC.replace("    return payload", "    time.sleep(0.05)\n    return payload")
     (tmp_path / "slow_codec.py").write_text(f"import time\n{slow}")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -81,13 +78,13 @@ def declare(session: es.Session) -> None:
     session.table(es.TableSpec(name="t", dim=3, optimizer=es.SGD(lr=1.0)))
 
 
-def test_a_worker_that_was_not_started_with_the_module_says_so_before_it_trains(module: str) -> None:
+def test_a_worker_that_was_not_started_with_the_module_says_so_before_it_trains(module):
     client = Client(InProcessShards(imports=[module]).transports())
     with es.Session(client, compression=HALF) as session, pytest.raises(UnknownCodec, match="--import MODULE"):
         declare(session)
 
 
-def test_a_shard_that_was_not_started_with_the_module_says_so_before_training(module: str) -> None:
+def test_a_shard_that_was_not_started_with_the_module_says_so_before_training(module):
     client = Client(InProcessShards().transports())
     client.compressor.find = CodecRegistry([module]).find
     with es.Session(client, compression=HALF) as session:
@@ -96,7 +93,7 @@ def test_a_shard_that_was_not_started_with_the_module_says_so_before_training(mo
                 declare(session)
 
 
-def test_a_table_may_name_its_codecs_itself(module: str) -> None:
+def test_a_table_may_name_its_codecs_itself(module):
     half = CodecName.parse(f"{NAME}:half")
     with es.local(imports=[module]) as session:
         session.table(es.TableSpec(name="t", dim=3, optimizer=es.SGD(lr=1.0), push_codec=half))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -54,9 +52,7 @@ def client_of(shards: list[Shard], worker: int, pull: str) -> Client:
 
 @pytest.mark.parametrize("limit", [2**20, 2000], ids=["one message", "several messages"])
 @pytest.mark.parametrize("seed", range(3))
-def test_pulls_of_what_changed_are_whole_pulls_to_the_bit(
-    make_shards: Callable[..., list[Shard]], limit: int, seed: int
-):
+def test_pulls_of_what_changed_are_whole_pulls_to_the_bit(make_shards, limit, seed):
     shards, rng = make_shards(2, max_message_bytes=limit), np.random.default_rng(seed)
     clients = [client_of(shards, worker, "delta") for worker in range(3)]
     plain = client_of(shards, 3, "none")
@@ -75,7 +71,7 @@ def test_pulls_of_what_changed_are_whole_pulls_to_the_bit(
             rows[...] = np.nan  # they are the caller's
 
 
-def test_what_is_held_is_not_pulled_again(make_shards: Callable[..., list[Shard]]):
+def test_what_is_held_is_not_pulled_again(make_shards):
     shards = make_shards(2)
     client = client_of(shards, 0, "delta")
     route = make_route(even_ids(ROWS, SPEC.space_key), SPEC.space_key, client.placement)
@@ -90,7 +86,7 @@ def test_what_is_held_is_not_pulled_again(make_shards: Callable[..., list[Shard]
     assert Counting.elements == ROWS * DIM
 
 
-def test_what_changed_comes_over_a_stream(stream_shard: str):
+def test_what_changed_comes_over_a_stream(stream_shard):
     client = Client.connect([stream_shard])
     client.compressor.settings = Compression(dense={"pull": "delta"})
     client.declare(SPEC, dense=True)
@@ -112,7 +108,7 @@ def test_what_changed_comes_over_a_stream(stream_shard: str):
 
 @pytest.mark.parametrize("pull", ["delta", "fp16s"])
 @pytest.mark.parametrize("some", [slice(None), slice(0, None, 3)], ids=["all blocks", "some"])
-def test_the_ids_of_blocks_take_a_bit_each(make_shards: Callable[..., list[Shard]], pull: str, some: slice):
+def test_the_ids_of_blocks_take_a_bit_each(make_shards, pull, some):
     client = client_of(make_shards(2), 0, pull)
     ids = even_ids(ROWS, SPEC.space_key)
     client.compressor.lay_out("dense", DenseLayout(ids, [ParameterSlice(0, (ROWS, DIM))]))
@@ -154,7 +150,7 @@ def trained(session: Session, cache: bool) -> bytes:
 
 
 @pytest.mark.parametrize("cache", [False, True])
-def test_a_model_trains_to_the_same_bits(cache: bool):
+def test_a_model_trains_to_the_same_bits(cache):
     weights = []
     for pull in ("none", "delta"):
         session = Session(Client(InProcessShards(2).transports()), compression=Compression(dense={"pull": pull}))
@@ -172,7 +168,7 @@ def test_a_damaged_delta_is_an_error():
             apply_delta(bad, rows)
 
 
-def test_a_round_of_local_steps_pulls_what_changed(make_shards: Callable[..., list[Shard]]):
+def test_a_round_of_local_steps_pulls_what_changed(make_shards):
     client = client_of(make_shards(2), 0, "delta")
     local = LocalSteps(client, 1)
     local.add(SPEC)

@@ -10,7 +10,7 @@ import pytest
 import embershard as es
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import decode
-from embershard.proto.messages import Push, Reply, Request
+from embershard.proto.messages import Push
 from embershard.proto.routing import make_route
 from embershard.proto.transport.local import LocalTransport
 from embershard.ps.shard import Shard
@@ -24,7 +24,7 @@ def pushes(shards: list[Shard], optimizer: es.Optimizer, codec: str, steps: int)
     """A client after some pushes of all rows, and what it sent."""
     seen: list[Push] = []
 
-    def handle(request: Request) -> Reply:
+    def handle(request):
         if isinstance(request, Push):
             seen.append(request)
         return shards[0].handle(request)
@@ -41,7 +41,7 @@ def pushes(shards: list[Shard], optimizer: es.Optimizer, codec: str, steps: int)
 
 
 @pytest.mark.parametrize("codec", ["topk:0.05", "topk:0.05+fp16s", "randomk:0.05", "dgc:0.05"])
-def test_an_age_counts_the_pushes_since_anything_of_a_row_was_sent(make_shards: Shards, codec: str) -> None:
+def test_an_age_counts_the_pushes_since_anything_of_a_row_was_sent(make_shards, codec):
     _, seen = pushes(make_shards(1), es.Adagrad(lr=0.1), codec, 12)
     last, told = np.full(NUM_IDS, -1), []
     for step, push in enumerate(seen):
@@ -54,14 +54,14 @@ def test_an_age_counts_the_pushes_since_anything_of_a_row_was_sent(make_shards: 
     assert max(told) > 3
 
 
-def test_sgd_is_not_told_ages_which_it_would_not_heed(make_shards: Shards) -> None:
+def test_sgd_is_not_told_ages_which_it_would_not_heed(make_shards):
     for optimizer, aged in ((es.SGD(lr=0.1), False), (es.SGD(lr=0.1, weight_decay=0.1), True), (es.Adam(lr=0.1), True)):
         _, seen = pushes(make_shards(1), optimizer, "topk:0.05", 4)
         payloads = [decode(push.tables[0].gradients, NUM_IDS, DIM) for push in seen]  # type: ignore[arg-type]
         assert any(payload.ages is not None for payload in payloads) == aged
 
 
-def test_with_ages_adam_moves_nearer_to_where_it_would_have_been(make_shards: Shards) -> None:
+def test_with_ages_adam_moves_nearer_to_where_it_would_have_been(make_shards):
     moved = {}
     for codec in ("none", "topk:0.05"):
         client, _ = pushes(make_shards(1), es.Adam(lr=0.001), codec, 200)

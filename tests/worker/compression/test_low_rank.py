@@ -76,7 +76,7 @@ def first_right() -> np.ndarray:
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
-def test_factors_are_those_of_the_paper(shards: int) -> None:
+def test_factors_are_those_of_the_paper(shards):
     worker, q = Worker(shards=shards), first_right()
     error = np.zeros((6, 8))
     for step in range(4):
@@ -93,19 +93,19 @@ def test_factors_are_those_of_the_paper(shards: int) -> None:
         error = m - want
 
 
-def test_vectors_and_matrices_that_would_not_shrink_go_as_they_are() -> None:
+def test_vectors_and_matrices_that_would_not_shrink_go_as_they_are():
     rows = gradients(0)
     applied = Worker().push(rows)
     whole = np.concatenate([applied[3:4], applied[9:]]), np.concatenate([rows[3:4], rows[9:]])
     assert whole[0].tobytes() == whole[1].tobytes()
 
 
-def test_full_rank_reproduces_the_gradient() -> None:
+def test_full_rank_reproduces_the_gradient():
     rows = gradients(0)
     assert Worker("powersgd:12").push(rows).tobytes() == rows.tobytes()
 
 
-def test_factors_find_a_gradient_of_their_rank() -> None:
+def test_factors_find_a_gradient_of_their_rank():
     rows = gradients(0)
     for place in (PLACES[0], PLACES[2]):
         part = matrix(rows, place)
@@ -115,7 +115,7 @@ def test_factors_find_a_gradient_of_their_rank() -> None:
 
 @pytest.mark.parametrize("codec", ["powersgd:1", "powersgd:1+fp16s", "powersgd:2+int8"])
 @pytest.mark.parametrize(("shards", "most"), [(1, 10), (2, 10), (3, 2), (1, 1)])
-def test_what_is_applied_and_what_is_held_add_up_to_the_gradients(codec: str, shards: int, most: int) -> None:
+def test_what_is_applied_and_what_is_held_add_up_to_the_gradients(codec, shards, most):
     worker = Worker(codec, shards, most)
     total, applied = np.zeros((NUM_BLOCKS, BLOCK)), np.zeros((NUM_BLOCKS, BLOCK))
     for step in range(5):
@@ -127,7 +127,7 @@ def test_what_is_applied_and_what_is_held_add_up_to_the_gradients(codec: str, sh
 
 
 @pytest.mark.parametrize(("shards", "most"), [(1, 5), (2, 10), (1, 7)])
-def test_parts_of_a_push_apply_what_the_whole_does(shards: int, most: int) -> None:
+def test_parts_of_a_push_apply_what_the_whole_does(shards, most):
     rows = gradients(0)
     whole, parts = Worker().push(rows), Worker(shards=shards, most=most).push(rows)
     some = np.abs(parts - rows).max(1) > 0
@@ -137,7 +137,7 @@ def test_parts_of_a_push_apply_what_the_whole_does(shards: int, most: int) -> No
 
 @pytest.mark.parametrize("codec", ["powersgd:1", "powersgd:2+fp16s", "powersgd:3+int8"])
 @pytest.mark.parametrize(("shards", "most"), [(1, 10), (2, 10), (3, 2), (1, 5)])
-def test_the_bytes_of_a_push_are_known_before(codec: str, shards: int, most: int) -> None:
+def test_the_bytes_of_a_push_are_known_before(codec, shards, most):
     worker, chosen = Worker(codec, shards, most), CodecName.parse(codec)
     worker.push(gradients(0))
     values, ids = worker.compressor.find(chosen.values), [part.ids for _, part in worker.sent]
@@ -145,14 +145,14 @@ def test_the_bytes_of_a_push_are_known_before(codec: str, shards: int, most: int
     assert sum(part.gradients.nbytes for _, part in worker.sent) == want
 
 
-def test_what_is_held_counts_by_the_learning_rate_of_its_own_push() -> None:
+def test_what_is_held_counts_by_the_learning_rate_of_its_own_push():
     worker, rows = Worker(), gradients(0)
     left = rows - worker.push(rows, rate=1.0)
     applied = worker.push(np.zeros_like(rows), rate=0.5)
     np.testing.assert_allclose(applied + worker.held(), 2 * left, atol=1e-5)
 
 
-def test_a_push_that_is_given_back_is_held() -> None:
+def test_a_push_that_is_given_back_is_held():
     worker, rows = Worker(shards=2), gradients(0)
     worker.push(rows)
     for shard, part in worker.sent:
@@ -160,7 +160,7 @@ def test_a_push_that_is_given_back_is_held() -> None:
     np.testing.assert_allclose(worker.held(), rows, atol=1e-6)
 
 
-def test_a_block_that_is_not_finite_is_never_held() -> None:
+def test_a_block_that_is_not_finite_is_never_held():
     worker = Worker()
     worker.push(gradients(0))
     before, rows = worker.held(), gradients(1)
@@ -172,7 +172,7 @@ def test_a_block_that_is_not_finite_is_never_held() -> None:
     assert np.isfinite(worker.push(gradients(2))).all()
 
 
-def test_numbers_that_overflow_do_not_spoil_later_steps() -> None:
+def test_numbers_that_overflow_do_not_spoil_later_steps():
     worker, rows = Worker(), gradients(0)
     rows[:3] *= np.float32(1e38)
     with np.errstate(all="ignore"):
@@ -185,7 +185,7 @@ def test_numbers_that_overflow_do_not_spoil_later_steps() -> None:
     assert np.isfinite(applied[4:]).all()
 
 
-def test_a_parameter_without_a_gradient_is_left_alone() -> None:
+def test_a_parameter_without_a_gradient_is_left_alone():
     worker = Worker()
     worker.push(gradients(0))
     before = worker.held()
@@ -194,7 +194,7 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
     assert worker.held()[:4].tobytes() == before[:4].tobytes()
 
 
-def test_what_is_held_is_sent_when_another_codec_follows() -> None:
+def test_what_is_held_is_sent_when_another_codec_follows():
     worker, rows = Worker(), gradients(0)
     left = rows - worker.push(rows)
     worker.compressor.choose("dense", CodecName.parse("none"))
@@ -205,7 +205,7 @@ def test_what_is_held_is_sent_when_another_codec_follows() -> None:
     assert not worker.held().any()
 
 
-def test_a_run_goes_on_from_its_state_to_the_bit() -> None:
+def test_a_run_goes_on_from_its_state_to_the_bit():
     first, second = (LowRank(DenseLayout(IDS, PLACES), BLOCK, 1, 3) for _ in range(2))
     first.begin(IDS, gradients(0))
     second.load_state_dict(dict(first.state_dict()))
@@ -215,12 +215,12 @@ def test_a_run_goes_on_from_its_state_to_the_bit() -> None:
     assert first.payload(IDS, values, 5).tobytes() == second.payload(IDS, values, 5).tobytes()
 
 
-def test_the_state_of_another_rank_is_refused() -> None:
+def test_the_state_of_another_rank_is_refused():
     one, two = (LowRank(DenseLayout(IDS, PLACES), BLOCK, rank, 3) for rank in (1, 2))
     with pytest.raises(ValueError, match="of another rank"):
         two.load_state_dict(dict(one.state_dict()))
 
 
-def test_factors_travel_as_values_of_which_the_size_is_known() -> None:
+def test_factors_travel_as_values_of_which_the_size_is_known():
     with pytest.raises(ValueError, match="factors travel as none, fp16s, bf16 or int8"):
         Worker().compressor.check("dense", CodecName.parse("powersgd:1+mine:codec"))

@@ -23,7 +23,7 @@ def row(*values: float) -> Floats:
     return np.array([values], np.float32)
 
 
-def test_a_row_that_was_held_comes_back_once_and_counts_its_pushes() -> None:
+def test_a_row_that_was_held_comes_back_once_and_counts_its_pushes():
     held = Residuals(2, 10)
     push(held, [7], row(1, -2))
     before, ages, _ = push(held, [7], row(0.5, 0))
@@ -35,20 +35,20 @@ def test_a_row_that_was_held_comes_back_once_and_counts_its_pushes() -> None:
     assert len(held) == 0
 
 
-def test_what_is_held_counts_by_the_rate_that_it_was_made_with() -> None:
+def test_what_is_held_counts_by_the_rate_that_it_was_made_with():
     held = Residuals(1, 10)
     push(held, [1], row(8), rate=0.5)
     before, _, _ = push(held, [1], row(0), rate=2.0)
     assert before.tolist() == [[2]]
 
 
-def test_a_row_that_is_not_finite_is_never_held() -> None:
+def test_a_row_that_is_not_finite_is_never_held():
     held = Residuals(2, 10)
     push(held, [1, 2, 3], np.array([[1, np.nan], [np.inf, 0], [1, 1]], np.float32))
     assert held.held().ids.tolist() == [3]
 
 
-def test_without_room_the_row_that_was_not_met_for_longest_gives_way_whole() -> None:
+def test_without_room_the_row_that_was_not_met_for_longest_gives_way_whole():
     held = Residuals(1, 3)
     for number in (1, 2, 3):
         push(held, [number], row(number))
@@ -59,7 +59,7 @@ def test_without_room_the_row_that_was_not_met_for_longest_gives_way_whole() -> 
     assert sorted(held.held().ids.tolist()) == [1, 3, 4]
 
 
-def test_what_gives_way_is_sent_in_the_order_of_ids_each_row_with_its_age() -> None:
+def test_what_gives_way_is_sent_in_the_order_of_ids_each_row_with_its_age():
     gone = ResidualRows(
         np.array([5, 2, 9]), row(1, 2, 3).T.copy(), np.array([4, 0, 7], np.float32), np.full(3, 0.5, np.float32)
     )
@@ -70,14 +70,14 @@ def test_what_gives_way_is_sent_in_the_order_of_ids_each_row_with_its_age() -> N
     assert sent.rates.tolist() == [2.0] * 3
 
 
-def test_what_a_push_beyond_the_capacity_cannot_hold_gives_way_itself() -> None:
+def test_what_a_push_beyond_the_capacity_cannot_hold_gives_way_itself():
     held = Residuals(1, 2)
     _, _, gone = push(held, [1, 2, 3, 4], np.ones((4, 1), np.float32))
     assert len(held) == 2
     assert sorted([*held.held().ids.tolist(), *gone.ids.tolist()]) == [1, 2, 3, 4]
 
 
-def test_what_is_given_back_is_held_even_above_the_capacity_and_gives_way_later() -> None:
+def test_what_is_given_back_is_held_even_above_the_capacity_and_gives_way_later():
     held = Residuals(1, 2)
     push(held, [1, 2], np.ones((2, 1), np.float32))
     ones = np.ones(3, np.float32)
@@ -89,7 +89,7 @@ def test_what_is_given_back_is_held_even_above_the_capacity_and_gives_way_later(
     assert len(gone) == 4
 
 
-def test_rows_get_and_lose_a_momentum() -> None:
+def test_rows_get_and_lose_a_momentum():
     held = Residuals(2, 10)
     push(held, [1, 2], np.array([[1, 2], [3, 4]], np.float32), rate=0.5)
     with_momentum = held.with_momentum(True)
@@ -100,7 +100,7 @@ def test_rows_get_and_lose_a_momentum() -> None:
 
 @pytest.mark.parametrize("capacity", [None, 5, 40])
 @pytest.mark.parametrize("seed", range(3))
-def test_nothing_is_lost_or_doubled_whatever_comes(capacity: int | None, seed: int) -> None:
+def test_nothing_is_lost_or_doubled_whatever_comes(capacity, seed):
     rng = np.random.default_rng(seed)
     held = Residuals(2, capacity)
     known: dict[int, list[float]] = {}
@@ -117,10 +117,10 @@ def test_nothing_is_lost_or_doubled_whatever_comes(capacity: int | None, seed: i
         assert capacity is None or len(held) <= capacity
 
 
-def test_a_restored_one_goes_on_to_the_same_bits() -> None:
+def test_a_restored_one_goes_on_to_the_same_bits():
     rng = np.random.default_rng(0)
 
-    def pushes(held: Residuals, count: int, seed: int) -> list[list[int]]:
+    def pushes(held, count, seed):
         rng = np.random.default_rng(seed)
         gone = []
         for _ in range(count):
@@ -136,7 +136,7 @@ def test_a_restored_one_goes_on_to_the_same_bits() -> None:
         np.testing.assert_array_equal(mine, other)
 
 
-def test_the_state_of_another_dim_is_refused() -> None:
+def test_the_state_of_another_dim_is_refused():
     held = Residuals(2, None)
     push(held, [1], row(1, 2))
     with pytest.raises(ValueError, match="not 3"):
@@ -144,7 +144,7 @@ def test_the_state_of_another_dim_is_refused() -> None:
 
 
 @pytest.mark.parametrize("capacity", [None, 256])
-def test_a_state_is_restored_whole_above_the_capacity_and_over_what_was_held(capacity: int | None) -> None:
+def test_a_state_is_restored_whole_above_the_capacity_and_over_what_was_held(capacity):
     held, again = Residuals(2, capacity), Residuals(2, capacity)
     ids, ones = np.arange(600), np.ones(600, np.float32)
     held.restore_residual(ResidualRows(ids, np.ones((600, 2), np.float32), ones, ones), 1.0)

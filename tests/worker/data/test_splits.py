@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import embershard as es
 from embershard.local_shards import InProcessShards
-from embershard.proto.messages import Split
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
 from embershard.worker.data.shuffle import permutation
@@ -24,11 +23,11 @@ Join = Callable[..., Session]
 
 
 @pytest.fixture
-def join() -> Iterator[Join]:
+def join():
     """Makes sessions of one job of two workers."""
     shards, sessions = InProcessShards(), []
 
-    def make(rank: int, staleness: int | None = None, *, lease: float = 10.0) -> Session:
+    def make(rank, staleness=None, *, lease=10.0):
         session = Session(Client(shards.transports(), worker=rank))
         session.client.join(Terms(workers=2, staleness=staleness, lease=timedelta(seconds=lease)))
         sessions.append(session)
@@ -40,10 +39,10 @@ def join() -> Iterator[Join]:
 
 
 @pytest.mark.parametrize("staleness", [None, 0])
-def test_two_workers_are_dealt_every_split_of_every_epoch_once(join: Join, staleness: int | None) -> None:
+def test_two_workers_are_dealt_every_split_of_every_epoch_once(join, staleness):
     sessions = [join(rank, staleness) for rank in range(2)]
 
-    def epochs(session: Session) -> list[tuple[int, int]]:
+    def epochs(session):
         queue = SplitQueue(session, 9)
         found = [(epoch, split) for epoch in range(3) for split in queue.deal(epoch)]
         assert queue.returned == 0
@@ -54,7 +53,7 @@ def test_two_workers_are_dealt_every_split_of_every_epoch_once(join: Join, stale
     assert Counter(dealt[0] + dealt[1]) == Counter((epoch, split) for epoch in range(3) for split in range(9))
 
 
-def test_what_a_lost_worker_had_is_dealt_again_and_counted(join: Join) -> None:
+def test_what_a_lost_worker_had_is_dealt_again_and_counted(join):
     one, other = join(0, lease=0.3), join(1, lease=0.3)
     lost = next(SplitQueue(other, 4).deal(0))
     assert other.membership is not None
@@ -68,7 +67,7 @@ def test_what_a_lost_worker_had_is_dealt_again_and_counted(join: Join) -> None:
     assert queue.returned == 1  # of both epochs
 
 
-def test_a_split_whose_steps_were_dropped_is_this_workers_once_more(join: Join) -> None:
+def test_a_split_whose_steps_were_dropped_is_this_workers_once_more(join):
     session = join(0)
     join(1)
     member = session.membership
@@ -81,16 +80,14 @@ def test_a_split_whose_steps_were_dropped_is_this_workers_once_more(join: Join) 
     assert dealt == [0, 1, 1, 2]
 
 
-def test_a_lease_that_is_lost_while_a_worker_waits_for_a_split_costs_none(
-    join: Join, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lease_that_is_lost_while_a_worker_waits_for_a_split_costs_none(join, monkeypatch):
     session = join(0)
     join(1)
     member = session.membership
     assert member is not None
     take = member.take_split
 
-    def waits(*what: int) -> Split:
+    def waits(*what):
         member.lost_leases += 1
         return take(*what)
 
@@ -98,7 +95,7 @@ def test_a_lease_that_is_lost_while_a_worker_waits_for_a_split_costs_none(
     assert list(SplitQueue(session, 3).deal(0)) == [0, 1, 2]
 
 
-def test_a_split_is_finished_when_its_pushes_are_acknowledged(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_split_is_finished_when_its_pushes_are_acknowledged(join, monkeypatch):
     session, said = join(0), []
     join(1)
     member = session.membership
@@ -113,9 +110,7 @@ def test_a_split_is_finished_when_its_pushes_are_acknowledged(join: Join, monkey
     assert said == [-1, 0, 1]  # what is in flight then is of splits that are not done
 
 
-def test_nobody_waits_for_the_clock_of_a_worker_that_waits_for_a_split(
-    join: Join, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_waits_for_the_clock_of_a_worker_that_waits_for_a_split(join, monkeypatch):
     session = join(0, 0)
     join(1, 0)
     member = session.membership
@@ -127,15 +122,15 @@ def test_nobody_waits_for_the_clock_of_a_worker_that_waits_for_a_split(
     assert rests == [True] * 3
 
 
-def test_a_worker_without_others_is_dealt_everything() -> None:
+def test_a_worker_without_others_is_dealt_everything():
     with es.local() as session:
         assert list(SplitQueue(session, 3).deal(5)) == [0, 1, 2]
 
 
-def test_a_data_loader_reads_each_sample_once_per_epoch_in_another_order(join: Join) -> None:
+def test_a_data_loader_reads_each_sample_once_per_epoch_in_another_order(join):
     data = TensorDataset(torch.arange(101))
 
-    def read(session: Session) -> list[list[int]]:
+    def read(session):
         sampler = es.SplitSampler(session, len(data), splits=10, seed=4)
         loader = DataLoader(data, batch_size=8, sampler=sampler)
         found = []
@@ -155,7 +150,7 @@ def test_a_data_loader_reads_each_sample_once_per_epoch_in_another_order(join: J
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_second_pass_over_an_epoch_is_refused(join: Join, workers: int) -> None:
+def test_a_second_pass_over_an_epoch_is_refused(join, workers):
     with es.local() as alone:
         session = alone if workers == 1 else join(0)
         sampler = es.SplitSampler(session, 10, splits=2)
@@ -171,7 +166,7 @@ def test_a_second_pass_over_an_epoch_is_refused(join: Join, workers: int) -> Non
         assert len(list(resumed)) == 10
 
 
-def test_a_sampler_that_makes_no_sense_is_refused(join: Join) -> None:
+def test_a_sampler_that_makes_no_sense_is_refused(join):
     with es.local() as session:
         with pytest.raises(ValueError, match=r"splits must be 1..num_samples, got 11 of 10 samples"):
             es.SplitSampler(session, 10, splits=11)
@@ -183,7 +178,7 @@ def test_a_sampler_that_makes_no_sense_is_refused(join: Join) -> None:
         es.SplitSampler(join(0, 0), 10, splits=2)
 
 
-def test_an_order_is_made_once_per_epoch() -> None:
+def test_an_order_is_made_once_per_epoch():
     order = permutation(50, 1, 2)
     assert permutation(50, 1, 2) is order
     assert not order.flags.writeable

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "data").mkdir()
     for name in ("train.csv", "valid.csv", "../train.csv", "p.train.pairs"):
         (tmp_path / "data" / name).write_text("label,a\n1,2\n")

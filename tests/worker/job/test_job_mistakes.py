@@ -16,14 +16,14 @@ from embershard.worker.job.load import JobFileError, load_job
 from harness.job_files import CODECS, GOOD, MODES, NCF, SPLITS, changed, load, mistakes, write
 
 
-def test_an_unknown_schedule_is_refused_in_one_line_with_all_that_there_are(folder: Path) -> None:
+def test_an_unknown_schedule_is_refused_in_one_line_with_all_that_there_are(folder):
     assert mistakes(folder, GOOD, "train.lr_schedule.name=nope") == [
         "--set train.lr_schedule.name=nope: train.lr_schedule.name: "
         "input should be 'constant', 'linear', 'cosine', 'step', 'plateau' or 'torch', got 'nope'"
     ]
 
 
-def test_all_mistakes_are_named_at_once_each_with_line_and_field(folder: Path) -> None:
+def test_all_mistakes_are_named_at_once_each_with_line_and_field(folder):
     text = GOOD.replace("hidden: [8, 4]", "hiden: [8, 4]").replace("dim: 4", "dim: four")
     text = text.replace("lr: 1e-3", "lr: -1").replace("  batch_size: 32\n", "").replace("name: normal", "name: norml")
     found = mistakes(folder, text + "workrs: 2\n")
@@ -49,11 +49,11 @@ def test_all_mistakes_are_named_at_once_each_with_line_and_field(folder: Path) -
         ("a: !!python/object/apply:os.system [ls]\n", "job.yaml:1: a: unknown field"),
     ],
 )
-def test_what_is_no_mapping_of_sections_is_refused(folder: Path, text: str, want: str) -> None:
+def test_what_is_no_mapping_of_sections_is_refused(folder, text, want):
     assert any(line.startswith(want) for line in mistakes(folder, text)), mistakes(folder, text)
 
 
-def test_a_missing_section_or_choice_is_named(folder: Path) -> None:
+def test_a_missing_section_or_choice_is_named(folder):
     assert mistakes(
         folder, "model: {factors: 8}\ndata: 3\ntrain: {batch_size: 1}\nembedding: {optimizer: {lr: 1}}\n"
     ) == [
@@ -63,7 +63,7 @@ def test_a_missing_section_or_choice_is_named(folder: Path) -> None:
     ]
 
 
-def test_a_missing_or_binary_file_is_named(folder: Path) -> None:
+def test_a_missing_or_binary_file_is_named(folder):
     with pytest.raises(JobFileError, match=r"no\.yaml: cannot be read: No such file"):
         load_job(folder / "no.yaml")
     (folder / "job.yaml").write_bytes(b"\xff\xfe\x00")
@@ -72,12 +72,10 @@ def test_a_missing_or_binary_file_is_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.ENAMETOOLONG, errno.ESTALE])
-def test_data_that_cannot_be_looked_at_is_named_with_its_line(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_data_that_cannot_be_looked_at_is_named_with_its_line(folder, monkeypatch, code):
     stat = Path.stat
 
-    def fails(path: Path, **options: bool) -> os.stat_result:
+    def fails(path, **options):
         if path.name == "valid.csv":
             raise OSError(code, os.strerror(code))
         return stat(path, **options)
@@ -89,20 +87,20 @@ def test_data_that_cannot_be_looked_at_is_named_with_its_line(
     ]
 
 
-def test_a_name_that_no_file_can_have_is_named_with_its_line(folder: Path) -> None:
+def test_a_name_that_no_file_can_have_is_named_with_its_line(folder):
     for name in ('"a\\0b"', "x" * 300):
         (mistake,) = mistakes(folder, changed(("valid: valid.csv", f"valid: {name}")))
         assert mistake.startswith("job.yaml:8: data.valid: ")
 
 
-def test_a_data_root_where_there_is_no_section_is_named(folder: Path) -> None:
+def test_a_data_root_where_there_is_no_section_is_named(folder):
     (folder / "job.yaml").write_text(GOOD.replace("data:\n", "data: 3\nold:\n"))
     with pytest.raises(JobFileError, match=r"--data .*nowhere: data\.root: data holds no fields, but 3"):
         load_job(folder / "job.yaml", data_root=folder / "nowhere")
 
 
 @pytest.mark.parametrize("text", ["§", "", "::", '"', "\r", "\n"])
-def test_a_delimiter_that_parsers_do_not_take_is_refused(folder: Path, text: str) -> None:
+def test_a_delimiter_that_parsers_do_not_take_is_refused(folder, text):
     reason = f"must be one ASCII character, no quote or line end, got {text!r}"
     given = GOOD.replace("  root: data\n", f"  root: data\n  delimiter: {json.dumps(text)}\n")
     assert mistakes(folder, given) == [f"job.yaml:7: data.delimiter: {reason}"]
@@ -122,7 +120,7 @@ def test_a_delimiter_that_parsers_do_not_take_is_refused(folder: Path, text: str
         ("reader: parquet, train: []", "data.train: tuple should have at least 1 item"),
     ],
 )
-def test_contradictions_of_the_data_are_refused(folder: Path, section: str, want: str) -> None:
+def test_contradictions_of_the_data_are_refused(folder, section, want):
     write(folder, {"data/" + name: text for name, text in NCF.items()})
     model = "two_tower" if "ncf" in section else "fm"
     text = f"model: {{name: {model}}}\ndata: {{root: data, {section}}}\n"
@@ -180,10 +178,7 @@ OF_FIELDS = [
             "job.yaml:16: train.early_stop: needs something to evaluate on: name a file in data.valid or data.test",
         ],
     ),
-    (
-        changed(("epochs: 3", "samples: 3")) + "workers: 4\n",
-        ["job.yaml:18: workers: 4 workers cannot share 3 samples"],
-    ),
+    (changed(("epochs: 3", "samples: 3")) + "workers: 4\n", ["job.yaml:18: workers: 4 workers cannot share 3 samples"]),
     (
         changed(("hidden: [8, 4]", "batch_norm: true"), ("batch_size: 32", "batch_size: 1")),
         ["job.yaml:14: train.batch_size: batch norm needs at least 2 samples"],
@@ -206,10 +201,7 @@ IN_FILE = [
         CODECS + "compression:\n  push: topk:1.5\n",
         "job.yaml:6: compression.push: codec 'topk:1.5': its ratio must be above 0 and at most 1, got 1.5",
     ),
-    (
-        CODECS + "compression:\n  pull: topk:0.5\n",
-        "job.yaml:6: compression.pull: codec 'topk:0.5'",
-    ),
+    (CODECS + "compression:\n  pull: topk:0.5\n", "job.yaml:6: compression.pull: codec 'topk:0.5'"),
     (
         CODECS + "compression:\n  push: onebit\n",
         "job.yaml:6: compression.push: codec 'onebit' on the push of rows: it serves dense weights: a row that is",
@@ -223,10 +215,7 @@ IN_FILE = [
         CODECS + "compression:\n  tables:\n    linear: {push: onebit}\n",
         "job.yaml:7: compression.tables.linear.push: codec 'onebit' on the push of rows",
     ),
-    (
-        CODECS + "compression:\n  push: gzip\n",
-        "job.yaml:6: compression.push: codec 'gzip': there is no 'gzip' (",
-    ),
+    (CODECS + "compression:\n  push: gzip\n", "job.yaml:6: compression.push: codec 'gzip': there is no 'gzip' ("),
     (
         CODECS + "compression:\n  push: 3\n",
         "job.yaml:6: compression.push: must be the text of a codec, as int8 or topk:0.01, got 3",
@@ -353,10 +342,7 @@ OF_CODECS = [
         ["compression={dense: {push: onebit}, residual_rows: 9}"],
         "compression.residual_rows: no codec of an embedding table leaves anything for later; remove it",
     ),
-    (
-        ["compression={push: topk:0.1, warmup_steps: 9}"],
-        "compression.warmup_steps: only dgc has it, and no push",
-    ),
+    (["compression={push: topk:0.1, warmup_steps: 9}"], "compression.warmup_steps: only dgc has it, and no push"),
     (["compression={push: topk:0.1, momentum: 0.9}"], "compression.momentum: only dgc has it, and no push travels so"),
     (["compression={auto: true, push: int8}"], "compression.push: auto chooses it; remove it, or name tables under"),
     (
@@ -389,25 +375,16 @@ OF_CODECS = [
 ]
 
 OF_WORKERS = [
-    (
-        ("dense.mode=ddp",),
-        "data.splits: gives workers uneven numbers of steps, but dense.mode ddp makes",
-    ),
+    (("dense.mode=ddp",), "data.splits: gives workers uneven numbers of steps, but dense.mode ddp makes"),
     (("train.steps=10",), "data.splits: deals out whole epochs: give train.epochs in place of train.steps"),
     (("data.splits=2",), "data.splits: must be at least as many as workers, which are 3"),
     (("data.splits=0",), "data.splits: must be a number of parts, auto or null, got 0"),
-    (
-        ("data.splits=null", "dense.mode=fsdp", "train.restart_workers=1"),
-        "train.restart_workers: has no meaning for",
-    ),
+    (("data.splits=null", "dense.mode=fsdp", "train.restart_workers=1"), "train.restart_workers: has no meaning for"),
     (
         ("strategy=ddp", "workers=1", "data.splits=null", "train.restart_workers=1"),
         "train.restart_workers: has no meaning for strategy ddp, which ends",
     ),
-    (
-        ("strategy=ddp", "data.splits=4"),
-        "data.splits: gives workers uneven numbers of steps, but strategy ddp makes",
-    ),
+    (("strategy=ddp", "data.splits=4"), "data.splits: gives workers uneven numbers of steps, but strategy ddp makes"),
     (("train.samples=10",), "data.splits: deals out whole epochs: give train.epochs in place of train.samples"),
     (("workers=1", "train.restart_workers=1"), "train.restart_workers: starts workers again beside others"),
 ]
@@ -422,20 +399,18 @@ CASES = [
 
 
 @pytest.mark.parametrize(("text", "overrides", "wants"), CASES)
-def test_fields_that_contradict_each_other_are_refused(
-    folder: Path, text: str, overrides: list[str], wants: list[str]
-) -> None:
+def test_fields_that_contradict_each_other_are_refused(folder, text, overrides, wants):
     found = mistakes(folder, text, *overrides)
     assert all(want in line for want, line in zip(wants, found, strict=True)), found
 
 
 @pytest.mark.parametrize("word", ["-1", "true", "local", "local(0)", "1.5", "[1]"])
-def test_another_staleness_is_refused(folder: Path, word: str) -> None:
+def test_another_staleness_is_refused(folder, word):
     (line,) = mistakes(folder, MODES, f"train.staleness={word}")
     assert "train.staleness: must be 0, a number of clocks, off or local(steps), got" in line
 
 
-def test_data_parallel_needs_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_parallel_needs_a_gpu(folder, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (line,) = mistakes(folder, MODES, "strategy=dp")
     assert "strategy: dp (DataParallel) splits a batch over GPUs, and this machine has none; use local or ddp" in line
@@ -450,7 +425,7 @@ def test_data_parallel_needs_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert "train.device: strategy dp needs GPUs" in line
 
 
-def test_gzipped_text_is_not_dealt_out_where_it_streams(folder: Path) -> None:
+def test_gzipped_text_is_not_dealt_out_where_it_streams(folder):
     (folder / "a.csv.gz").write_bytes(b"")
     with pytest.raises(JobFileError, match=r"data.splits: a.csv.gz would be read from its start for every split"):
         load(folder, SPLITS, "data={reader: ctr_csv, train: a.csv.gz, stream: true, splits: 8}")

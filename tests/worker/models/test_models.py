@@ -49,12 +49,12 @@ def batch(name: str, num_dense: int) -> tuple[Tensor, Tensor | None]:
     return ids, dense
 
 
-def test_every_registered_model_is_tested_here() -> None:
+def test_every_registered_model_is_tested_here():
     assert {name.split()[0] for name in BUILD} == set(MODELS)
 
 
 @pytest.mark.parametrize(("name", "num_dense"), [(n, d) for n in BUILD for d in (0, D) if d or n != "persia_dnn"])
-def test_a_model_gives_one_logit_per_sample_and_every_parameter_a_gradient(name: str, num_dense: int) -> None:
+def test_a_model_gives_one_logit_per_sample_and_every_parameter_a_gradient(name, num_dense):
     ids, dense = batch(name, num_dense)
     model = BUILD[name](num_dense)
     logits = model(ids, dense)
@@ -66,7 +66,7 @@ def test_a_model_gives_one_logit_per_sample_and_every_parameter_a_gradient(name:
 
 
 @pytest.mark.parametrize("name", BUILD)
-def test_embedding_inputs_are_what_the_modules_read(name: str) -> None:
+def test_embedding_inputs_are_what_the_modules_read(name):
     ids, dense = batch(name, D)
     model = BUILD[name](D)
     inputs = model.embedding_inputs(ids, dense)
@@ -81,7 +81,7 @@ def test_embedding_inputs_are_what_the_modules_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BUILD)
-def test_tables_on_the_meta_device_take_no_memory_and_any_number_of_rows(name: str) -> None:
+def test_tables_on_the_meta_device_take_no_memory_and_any_number_of_rows(name):
     model = BUILD[name](D, 2**62, "meta")
     tables = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Embedding)}
     assert set(tables) == set(model.embedding_id_spaces)
@@ -89,13 +89,13 @@ def test_tables_on_the_meta_device_take_no_memory_and_any_number_of_rows(name: s
     assert not [n for n, p in model.named_parameters() if p.is_meta and n.removesuffix(".weight") not in tables]
 
 
-def test_pairwise_interactions_are_the_sum_over_pairs() -> None:
+def test_pairwise_interactions_are_the_sum_over_pairs():
     rows = torch.randn(B, F, DIM, dtype=torch.float64)
     slow = sum((rows[:, i] * rows[:, j]).sum(1) for i, j in itertools.combinations(range(F), 2))
     torch.testing.assert_close(pairwise_interactions(rows), slow)
 
 
-def test_fm_is_the_papers_equation() -> None:
+def test_fm_is_the_papers_equation():
     ids, dense = batch("fm", D)
     model = FM(IDS, DIM, D)
     torch.nn.init.normal_(model.first_order.dense_weight)
@@ -112,7 +112,7 @@ def test_fm_is_the_papers_equation() -> None:
     torch.testing.assert_close(model(ids, dense), torch.tensor(want))
 
 
-def test_deepfm_is_fm_plus_the_mlp() -> None:
+def test_deepfm_is_fm_plus_the_mlp():
     ids, dense = batch("deepfm", D)
     model = DeepFM(IDS, F, DIM, D, hidden=(8,))
     fm = FM(IDS, DIM, D)
@@ -121,7 +121,7 @@ def test_deepfm_is_fm_plus_the_mlp() -> None:
     torch.testing.assert_close(model(ids, dense), fm(ids, dense) + deep)
 
 
-def test_cross_layers_are_the_papers_equation() -> None:
+def test_cross_layers_are_the_papers_equation():
     cross = CrossLayers(7, 3)
     x0 = torch.randn(B, 7)
     for b in range(B):
@@ -131,7 +131,7 @@ def test_cross_layers_are_the_papers_equation() -> None:
         torch.testing.assert_close(cross(x0)[b], x)
 
 
-def test_dlrm_interactions_are_all_pairs_of_dots_behind_the_bottom_mlp() -> None:
+def test_dlrm_interactions_are_all_pairs_of_dots_behind_the_bottom_mlp():
     ids, dense = batch("dlrm dot", D)
     model = DLRM(IDS, F, DIM, D, bottom=(8,), hidden=(9,))
     seen: list[Tensor] = []
@@ -144,7 +144,7 @@ def test_dlrm_interactions_are_all_pairs_of_dots_behind_the_bottom_mlp() -> None
         torch.testing.assert_close(seen[0][b], torch.cat([head[b], torch.stack(dots)]))
 
 
-def test_neumf_has_the_papers_shapes() -> None:
+def test_neumf_has_the_papers_shapes():
     mlp = MLP(IDS, factors=8)
     assert [tuple(m.weight.shape) for m in mlp.tower if isinstance(m, torch.nn.Linear)] == [(32, 64), (16, 32), (8, 16)]
     assert mlp.embedding.weight.shape == (IDS, 32)
@@ -152,24 +152,24 @@ def test_neumf_has_the_papers_shapes() -> None:
     assert NeuMF(IDS, factors=8).output.weight.shape == (1, 16)
 
 
-def test_gmf_begins_as_matrix_factorisation() -> None:
+def test_gmf_begins_as_matrix_factorisation():
     ids, _ = batch("gmf", 0)
     model = GMF(IDS)
     users, items = model.embedding.weight[ids[:, 0]], model.embedding.weight[ids[:, 1]]
     torch.testing.assert_close(model(ids), (users * items).sum(1))
 
 
-def test_tower_puts_batch_norm_before_the_activation_and_dropout_last() -> None:
+def test_tower_puts_batch_norm_before_the_activation_and_dropout_last():
     kinds = [type(m).__name__ for m in Tower(3, (4, 5), batch_norm=True, dropout=0.5)]
     assert kinds == ["Linear", "BatchNorm1d", "ReLU", "Dropout"] * 2
 
 
-def test_num_dense_parameters_leaves_the_tables_out() -> None:
+def test_num_dense_parameters_leaves_the_tables_out():
     assert num_dense_parameters(DeepFM(IDS, F, DIM, 0, hidden=(8,))) == 1 + (F * DIM + 1) * 8 + 9
     assert num_dense_parameters(GMF(30)) == 9
 
 
-def test_two_tower_scores_each_user_with_every_item_of_the_batch() -> None:
+def test_two_tower_scores_each_user_with_every_item_of_the_batch():
     model = TwoTower(IDS, DIM, hidden=(8,))
     ids = torch.randint(0, IDS, (B, 4))
     items = candidates(ids)
@@ -183,7 +183,7 @@ def test_two_tower_scores_each_user_with_every_item_of_the_batch() -> None:
     torch.testing.assert_close(vectors, scores)
 
 
-def test_sampled_softmax_is_the_corrected_softmax_without_accidental_hits() -> None:
+def test_sampled_softmax_is_the_corrected_softmax_without_accidental_hits():
     logits = torch.randn(3, 4, dtype=torch.float64)
     items = torch.tensor([7, 8, 7, 9])
     log_q = torch.randn(4, dtype=torch.float64)
@@ -195,7 +195,7 @@ def test_sampled_softmax_is_the_corrected_softmax_without_accidental_hits() -> N
     torch.testing.assert_close(sampled_softmax(logits, items, log_q), torch.tensor(want / 3, dtype=torch.float64))
 
 
-def test_the_frequency_estimator_finds_each_items_rate() -> None:
+def test_the_frequency_estimator_finds_each_items_rate():
     torch.manual_seed(0)
     estimator = FrequencyEstimator(slots=64, first_interval=10.0)
     rare, common = [], []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import nan
 
 import pytest
@@ -81,7 +81,7 @@ def layers(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("steps", [1, 2, 7])
 @pytest.mark.parametrize("decay", [0.0, 0.8, 0.99])
-def test_it_is_the_average_of_torch_on_the_unwrapped_twin(make_session: MakeSession, steps: int, decay: float) -> None:
+def test_it_is_the_average_of_torch_on_the_unwrapped_twin(make_session, steps, decay):
     session = make_session()
     model, average, expected, _ = trained(session, steps, decay=decay)
     session.refresh()
@@ -90,7 +90,7 @@ def test_it_is_the_average_of_torch_on_the_unwrapped_twin(make_session: MakeSess
     assert average.steps == steps
 
 
-def test_the_weights_are_their_own_again_afterwards(make_session: MakeSession) -> None:
+def test_the_weights_are_their_own_again_afterwards(make_session):
     session = make_session()
     model, average, _, step = trained(session, 3)
     session.refresh()
@@ -110,7 +110,7 @@ def test_the_weights_are_their_own_again_afterwards(make_session: MakeSession) -
     assert average.steps == 3  # the next step is taken in by the forward after it
 
 
-def test_an_evaluation_in_between_counts_no_step_twice(make_session: MakeSession) -> None:
+def test_an_evaluation_in_between_counts_no_step_twice(make_session):
     session = make_session()
     plain = Net()
     model = es.wrap(copy.deepcopy(plain), session, optimizer=es.SGD(lr=0.5))
@@ -130,12 +130,12 @@ def test_an_evaluation_in_between_counts_no_step_twice(make_session: MakeSession
                 torch.testing.assert_close(layers(model), layers(expected.module), rtol=1e-5, atol=1e-6)
 
 
-def test_batches_without_a_step_are_not_taken_in(make_session: MakeSession) -> None:
+def test_batches_without_a_step_are_not_taken_in(make_session):
     _, average, _, step = trained(make_session(), 6, accumulate=3)
     assert (step.steps, average.steps) == (2, 1)
 
 
-def test_a_step_that_is_left_out_is_not_taken_in(make_session: MakeSession) -> None:
+def test_a_step_that_is_left_out_is_not_taken_in(make_session):
     session = make_session()
     model = es.wrap(Net(), session, optimizer=es.SGD(lr=0.5))
     average = WeightAverage(model.parameters(), decay=0.7, read=session.read_dense)
@@ -147,7 +147,7 @@ def test_a_step_that_is_left_out_is_not_taken_in(make_session: MakeSession) -> N
     assert (step.skipped, average.steps) == (2, 0)
 
 
-def test_before_the_first_step_it_is_the_weights(make_session: MakeSession) -> None:
+def test_before_the_first_step_it_is_the_weights(make_session):
     session = make_session()
     model, average, _, _ = trained(session, 0)
     before = layers(model)
@@ -158,11 +158,11 @@ def test_before_the_first_step_it_is_the_weights(make_session: MakeSession) -> N
     torch.testing.assert_close(layers(model), before, rtol=0, atol=0)
 
 
-def test_workers_share_the_values_of_one(make_session: MakeSession) -> None:
+def test_workers_share_the_values_of_one(make_session):
     session = make_session()
     model, average, _, _ = trained(session, 3)
 
-    def share(values: Sequence[Tensor]) -> None:
+    def share(values):
         for value in values:
             value.fill_(7.0)
 
@@ -171,7 +171,7 @@ def test_workers_share_the_values_of_one(make_session: MakeSession) -> None:
         assert {float(value.min()) for value in layers(model).values()} == {7.0}
 
 
-def test_it_goes_on_from_a_state_dict(make_session: MakeSession) -> None:
+def test_it_goes_on_from_a_state_dict(make_session):
     session = make_session()
     model, _, expected, step = trained(session, 3)
     other = WeightAverage(model.parameters(), decay=0.8, read=session.read_dense)
@@ -181,7 +181,7 @@ def test_it_goes_on_from_a_state_dict(make_session: MakeSession) -> None:
         torch.testing.assert_close(layers(model), layers(expected.module), rtol=1e-5, atol=1e-6)
 
 
-def test_a_model_without_dense_weights_has_an_empty_average() -> None:
+def test_a_model_without_dense_weights_has_an_empty_average():
     average = WeightAverage([])
     for _ in range(3):
         average.stepped()
@@ -191,6 +191,6 @@ def test_a_model_without_dense_weights_has_an_empty_average() -> None:
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.1])
-def test_a_decay_out_of_range_is_refused(decay: float) -> None:
+def test_a_decay_out_of_range_is_refused(decay):
     with pytest.raises(ValueError, match="decay"):
         WeightAverage([], decay=decay)

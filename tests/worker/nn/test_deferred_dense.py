@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 import embershard as es
-from embershard.proto.messages import Pull, Reply, Request
+from embershard.proto.messages import Pull, Request
 from embershard.proto.transport.local import LocalTransport
 from embershard.ps.shard import Shard
 from embershard.worker.client.client import Client
@@ -103,7 +103,7 @@ def counted(shards: list[Shard]) -> tuple[Session, list[Request]]:
     """A session, and the pulls that its first shard gets."""
     heard: list[Request] = []
 
-    def handle(request: Request) -> Reply:
+    def handle(request):
         heard.append(request)
         return shards[0].handle(request)
 
@@ -119,7 +119,7 @@ def pulls(heard: list[Request]) -> int:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def _nothing_is_compiled(monkeypatch):
     """As in a process of its own: other tests of this one may have compiled functions."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
@@ -127,7 +127,7 @@ def _nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_a_forward_sends_one_pull_to_each_shard(make_shards: MakeShards, grad: bool) -> None:
+def test_a_forward_sends_one_pull_to_each_shard(make_shards, grad):
     session, heard = counted(make_shards(2))
     model = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1))
     heard.clear()
@@ -142,9 +142,7 @@ def test_a_forward_sends_one_pull_to_each_shard(make_shards: MakeShards, grad: b
 
 
 @pytest.mark.parametrize("use", USES)
-def test_weights_that_are_used_before_the_first_lookup_are_those_of_the_clock(
-    make_shards: MakeShards, use: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_are_used_before_the_first_lookup_are_those_of_the_clock(make_shards, use, monkeypatch):
     """The same bits as with a read at the start of each forward."""
     results = []
     for defers in (True, False):
@@ -167,7 +165,7 @@ def test_weights_that_are_used_before_the_first_lookup_are_those_of_the_clock(
         assert torch.equal(mine, theirs)
 
 
-def test_the_shape_of_a_weight_is_no_use_of_it(make_shards: MakeShards) -> None:
+def test_the_shape_of_a_weight_is_no_use_of_it(make_shards):
     session, heard = counted(make_shards(1))
     model = es.wrap(
         Net(lambda net: torch.zeros(net.scale.shape, device=net.scale.device)), session, optimizer=es.SGD(lr=0.1)
@@ -177,9 +175,9 @@ def test_the_shape_of_a_weight_is_no_use_of_it(make_shards: MakeShards) -> None:
     assert pulls(heard) == 1
 
 
-def test_a_forward_without_a_lookup_reads_the_weights_too(make_shards: MakeShards) -> None:
+def test_a_forward_without_a_lookup_reads_the_weights_too(make_shards):
     class Skips(Net):
-        def forward(self, ids: Tensor) -> Tensor:
+        def forward(self, ids):
             return torch.zeros(())
 
     session, heard = counted(make_shards(1))
@@ -193,8 +191,8 @@ def test_a_forward_without_a_lookup_reads_the_weights_too(make_shards: MakeShard
     assert torch.equal(model.linear.bias.detach(), before - 1)
 
 
-def test_a_forward_that_fails_leaves_no_watch_behind(make_shards: MakeShards) -> None:
-    def fail(net: Net) -> Tensor:
+def test_a_forward_that_fails_leaves_no_watch_behind(make_shards):
+    def fail(net):
         raise ValueError("of the model")
 
     session, _ = counted(make_shards(1))
@@ -205,7 +203,7 @@ def test_a_forward_that_fails_leaves_no_watch_behind(make_shards: MakeShards) ->
     assert not _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
 
 
-def test_a_model_around_another_one_shares_its_request(make_shards: MakeShards) -> None:
+def test_a_model_around_another_one_shares_its_request(make_shards):
     session, heard = counted(make_shards(2))
     inner = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1))
     outer = es.wrap(Other(nn.Identity()), session, optimizer=es.SGD(lr=0.1), prefix="outer/")
@@ -220,7 +218,7 @@ def test_a_model_around_another_one_shares_its_request(make_shards: MakeShards) 
     assert not torch.equal(outer.bias, start[1])
 
 
-def test_compiled_code_reads_the_weights_at_once(make_shards: MakeShards) -> None:
+def test_compiled_code_reads_the_weights_at_once(make_shards):
     assert not dense_module.may_be_compiled()
     compiled = torch.compile(lambda weight: weight.sum(), backend="eager")
     try:
@@ -236,7 +234,7 @@ def test_compiled_code_reads_the_weights_at_once(make_shards: MakeShards) -> Non
         torch._dynamo.reset()
 
 
-def test_scripted_code_reads_the_weights_at_once(make_shards: MakeShards, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scripted_code_reads_the_weights_at_once(make_shards, monkeypatch):
     scripted = torch.jit.CompilationUnit("def total(weight):\n    return weight.sum()\n")
     monkeypatch.setattr(torch.jit._state, "_python_cu", scripted)  # where torch.jit.script would put it
     session, heard = counted(make_shards(1))
@@ -249,7 +247,7 @@ def test_scripted_code_reads_the_weights_at_once(make_shards: MakeShards, monkey
     assert torch.equal(model(IDS), after)
 
 
-def test_prefetched_batches_bring_the_weights(make_shards: MakeShards) -> None:
+def test_prefetched_batches_bring_the_weights(make_shards):
     session, heard = counted(make_shards(1))
     model = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1))
     heard.clear()

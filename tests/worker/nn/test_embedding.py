@@ -71,7 +71,7 @@ EMBEDDING_CASES = [
 
 
 @pytest.mark.parametrize("arguments", EMBEDDING_CASES, ids=str)
-def test_embedding_equals_torch(arguments: dict[str, object]) -> None:
+def test_embedding_equals_torch(arguments):
     ids = torch.randint(ROWS, (5, 4))
     ids[0, :2] = 2
     if arguments.get("sparse"):
@@ -84,7 +84,7 @@ def test_embedding_equals_torch(arguments: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 1, 3), (0,), (2, 0)])
-def test_embedding_takes_ids_of_any_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_embedding_takes_ids_of_any_shape(shape, dtype):
     compare(nn.Embedding(ROWS, DIM), [((torch.randint(ROWS, shape, dtype=dtype),), None)])
 
 
@@ -98,25 +98,25 @@ OFFSETS = torch.tensor([0, 3, 3, 4, 9, 10])  # bags of 3, 0, 1, 5, 1 and (withou
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("arguments", BAG_CASES, ids=str)
-def test_embedding_bag_equals_torch_with_offsets(arguments: dict[str, object], dtype: torch.dtype) -> None:
+def test_embedding_bag_equals_torch_with_offsets(arguments, dtype):
     compare(nn.EmbeddingBag(ROWS, DIM, **arguments), [((IDS.to(dtype), OFFSETS.to(dtype)), None)])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("arguments", BAG_CASES, ids=str)
-def test_embedding_bag_equals_torch_with_bags_of_one_length(arguments: dict[str, object]) -> None:
+def test_embedding_bag_equals_torch_with_bags_of_one_length(arguments):
     compare(nn.EmbeddingBag(ROWS, DIM, **arguments), [((IDS.view(5, 2),), None)])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("padding_idx", [None, 5])
 @pytest.mark.parametrize("flat", [True, False])
-def test_per_sample_weights_and_their_gradients_equal_torch(flat: bool, padding_idx: int | None) -> None:
+def test_per_sample_weights_and_their_gradients_equal_torch(flat, padding_idx):
     module = nn.EmbeddingBag(ROWS, DIM, mode="sum", padding_idx=padding_idx)
     arguments = (IDS, OFFSETS) if flat else (IDS.view(5, 2),)
     compare(module, [(arguments, torch.randn(arguments[0].shape))])
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
-def test_a_bag_scales_gradients_by_frequency_as_torch_documents_it(mode: str) -> None:
+def test_a_bag_scales_gradients_by_frequency_as_torch_documents_it(mode):
     # torch's own kernel divides by the count of another id, so the formula is the reference
     module = nn.EmbeddingBag(ROWS, DIM, mode=mode, scale_grad_by_freq=True)
     plain = nn.EmbeddingBag(ROWS, DIM, mode=mode, _weight=module.weight.detach().clone())
@@ -132,25 +132,25 @@ def test_a_bag_scales_gradients_by_frequency_as_torch_documents_it(mode: str) ->
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("max_norm", [0.5, 2.0])
-def test_embedding_bag_renormalises_like_torch(mode: str, max_norm: float) -> None:
+def test_embedding_bag_renormalises_like_torch(mode, max_norm):
     compare(nn.EmbeddingBag(ROWS, DIM, mode=mode, max_norm=max_norm), [((IDS, OFFSETS), None)])
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_embedding_bag_without_any_id_gives_zeros(mode: str) -> None:
+def test_embedding_bag_without_any_id_gives_zeros(mode):
     nothing = torch.empty(0, dtype=torch.int64)
     compare(nn.EmbeddingBag(ROWS, DIM, mode=mode), [((nothing, torch.tensor([0, 0, 0])), None)])
 
 
 @pytest.mark.parametrize("padding_idx", [None, 2])
-def test_reading_a_table_several_times_in_a_step_sums_its_gradients(padding_idx: int | None) -> None:
+def test_reading_a_table_several_times_in_a_step_sums_its_gradients(padding_idx):
     calls = [((torch.randint(ROWS, (4,)),), None) for _ in range(3)]
     compare(nn.Embedding(ROWS, DIM, padding_idx=padding_idx), calls)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("flat", [True, False])
-def test_bags_have_the_same_bits_whatever_the_number_of_shards(mode: str, flat: bool) -> None:
+def test_bags_have_the_same_bits_whatever_the_number_of_shards(mode, flat):
     ids = torch.from_numpy(np.random.default_rng(0).zipf(1.3, (400, 8)) % 500)
     arguments = (ids.view(-1), torch.arange(0, 3200, 8)) if flat else (ids,)
     scale = torch.randn(400, DIM)
@@ -187,9 +187,7 @@ def bags(draw: st.DrawFn) -> tuple[dict[str, object], torch.Tensor, torch.Tensor
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(bags(), min_size=1, max_size=1))
-def test_embedding_bag_equals_torch_on_random_bags(
-    cases: list[tuple[dict[str, object], torch.Tensor, torch.Tensor, torch.Tensor | None]],
-) -> None:
+def test_embedding_bag_equals_torch_on_random_bags(cases):
     torch.manual_seed(0)
     for arguments, ids, offsets, per_sample in cases:
         compare(nn.EmbeddingBag(ROWS, DIM, **arguments), [((ids, offsets), per_sample)])  # type: ignore[arg-type]
@@ -198,7 +196,7 @@ def test_embedding_bag_equals_torch_on_random_bags(
 @pytest.mark.parametrize(
     "optimizer", [es.Adam(lr=0.1), es.SGD(lr=0.1, momentum=0.9), es.Adagrad(lr=0.1, weight_decay=0.1)]
 )
-def test_the_padding_row_never_moves(optimizer: es.SGD | es.Adam | es.Adagrad) -> None:
+def test_the_padding_row_never_moves(optimizer):
     with es.local(shards=2) as session:
         module = es.wrap(nn.Embedding(ROWS, DIM, padding_idx=4), session, optimizer=optimizer)
         start = remote_rows(module)
@@ -210,7 +208,7 @@ def test_the_padding_row_never_moves(optimizer: es.SGD | es.Adam | es.Adagrad) -
         assert moved.nonzero().flatten().tolist() == [1]
 
 
-def test_the_padding_row_of_one_reader_is_trained_by_another() -> None:
+def test_the_padding_row_of_one_reader_is_trained_by_another():
     model = nn.ModuleList([nn.Embedding(ROWS, DIM, padding_idx=4), nn.Embedding(ROWS, DIM)])
     model[1].weight = model[0].weight
     with es.local(shards=2) as session:
@@ -231,9 +229,7 @@ def test_the_padding_row_of_one_reader_is_trained_by_another() -> None:
         (torch.tensor([True]), RuntimeError, "got torch.bool"),
     ],
 )
-def test_wrong_ids_raise_what_torch_raises_and_name_the_table(
-    ids: torch.Tensor, error: type[Exception], text: str
-) -> None:
+def test_wrong_ids_raise_what_torch_raises_and_name_the_table(ids, error, text):
     module = nn.Embedding(ROWS, DIM)
     with pytest.raises(error):
         module(ids)
@@ -255,9 +251,7 @@ FLAT = torch.tensor([1, 2, 3, 4])
         ("sum", (FLAT, torch.tensor([1, 2])), {}, RuntimeError, "offsets"),
     ],
 )
-def test_wrong_bags_raise_what_torch_raises_and_name_the_table(
-    mode: str, arguments: tuple[torch.Tensor, ...], extra: dict[str, torch.Tensor], error: type[Exception], text: str
-) -> None:
+def test_wrong_bags_raise_what_torch_raises_and_name_the_table(mode, arguments, extra, error, text):
     module = nn.EmbeddingBag(ROWS, DIM, mode=mode)
     with pytest.raises(error):
         module(*arguments, **extra)
@@ -270,7 +264,7 @@ def any_table(session: Session, optimizer: es.SGD | es.Adagrad | None = None) ->
     return es.Embedding(session.table(spec))
 
 
-def test_a_table_without_a_size_takes_any_64_bit_id() -> None:
+def test_a_table_without_a_size_takes_any_64_bit_id():
     with es.local(shards=3) as session:
         module = any_table(session)
         ids = torch.tensor([-(2**63), -1, 0, 2**62, 2**63 - 1])
@@ -281,7 +275,7 @@ def test_a_table_without_a_size_takes_any_64_bit_id() -> None:
         assert sum(table.rows for status in session.client.status() for table in status.tables) == 5
 
 
-def test_max_norm_keeps_the_optimizers_state() -> None:
+def test_max_norm_keeps_the_optimizers_state():
     plain = nn.Embedding(ROWS, DIM, max_norm=1.0)
     module = copy.deepcopy(plain)
     optimizer = torch.optim.Adagrad(plain.parameters(), lr=0.5)
@@ -296,7 +290,7 @@ def test_max_norm_keeps_the_optimizers_state() -> None:
             check_equal(remote_rows(ours), plain.weight.detach())
 
 
-def test_the_weight_of_a_remote_embedding_is_missed_with_a_reason() -> None:
+def test_the_weight_of_a_remote_embedding_is_missed_with_a_reason():
     with es.local() as session:
         module = any_table(session)
         assert not hasattr(module, "weight")
@@ -304,7 +298,7 @@ def test_the_weight_of_a_remote_embedding_is_missed_with_a_reason() -> None:
             _ = module.weight
 
 
-def test_a_frozen_embedding_is_pulled_and_never_pushed(make_session: Callable[..., Session]) -> None:
+def test_a_frozen_embedding_is_pulled_and_never_pushed(make_session):
     values = torch.randn(ROWS, DIM)
     session = make_session(2)
     module = es.wrap(nn.Embedding.from_pretrained(values), session, optimizer=es.Adam(lr=0.1))
@@ -328,9 +322,7 @@ LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("shape", [(40, 20, 5), (0, 7, 5), (1, 1, 5)])
-def test_a_lookup_leaves_the_bits_of_torchs_own_gradient(
-    shape: tuple[int, ...], create_graph: bool, loss: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lookup_leaves_the_bits_of_torchs_own_gradient(shape, create_graph, loss, monkeypatch):
     ids = torch.from_numpy(np.random.default_rng(0).zipf(1.3, shape[:2]))
     with es.local(shards=2) as session:
         module = es.Embedding(session.table(es.TableSpec(name="any", dim=shape[2], optimizer=es.SGD(lr=1.0))))
@@ -347,7 +339,7 @@ def test_a_lookup_leaves_the_bits_of_torchs_own_gradient(
             assert torch.equal(collected[0].gradients, rows.grad)
 
 
-def test_a_lookup_under_autocast_gives_float32_rows_their_float32_gradient() -> None:
+def test_a_lookup_under_autocast_gives_float32_rows_their_float32_gradient():
     module, layer = nn.Embedding(ROWS, DIM), nn.Linear(DIM, 4)
     theirs = copy.deepcopy(module)
     with es.local(shards=2) as session:
@@ -362,7 +354,7 @@ def test_a_lookup_under_autocast_gives_float32_rows_their_float32_gradient() -> 
         check_equal(remote_rows(ours), theirs.weight.detach())
 
 
-def test_a_lookup_is_differentiated_twice() -> None:
+def test_a_lookup_is_differentiated_twice():
     module = nn.Embedding(ROWS, DIM)
     theirs = copy.deepcopy(module)
     with es.local(shards=2) as session:
@@ -378,7 +370,7 @@ def test_a_lookup_is_differentiated_twice() -> None:
         torch.testing.assert_close(remote_rows(ours), theirs.weight.detach(), rtol=1e-5, atol=1e-2)
 
 
-def test_one_output_used_twice_and_backward_in_two_parts_sum_up() -> None:
+def test_one_output_used_twice_and_backward_in_two_parts_sum_up():
     module = nn.Embedding(ROWS, DIM)
     theirs = copy.deepcopy(module)
     with es.local(shards=2) as session:
@@ -392,7 +384,7 @@ def test_one_output_used_twice_and_backward_in_two_parts_sum_up() -> None:
         check_equal(remote_rows(ours), theirs.weight.detach())
 
 
-def test_a_lookup_without_gradients_leaves_nothing_behind() -> None:
+def test_a_lookup_without_gradients_leaves_nothing_behind():
     with es.local(shards=2) as session:
         module = any_table(session)
         with torch.no_grad():

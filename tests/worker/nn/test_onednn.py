@@ -13,7 +13,7 @@ from embershard.worker.nn.onednn import OneDnnLinear, use_onednn
 
 
 @pytest.fixture(autouse=True)
-def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def every_size(monkeypatch):
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
     monkeypatch.setattr(onednn, "_WORTH_IT", 1)
@@ -31,7 +31,7 @@ def gradients(layer: nn.Linear, x: torch.Tensor, expand: bool = False) -> list[t
 @pytest.mark.parametrize("shape", [(7, 5), (1, 5), (3, 4, 5), (0, 5)])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("expand", [True, False])
-def test_forward_and_backward_are_those_of_torch(shape: tuple[int, ...], bias: bool, expand: bool) -> None:
+def test_forward_and_backward_are_those_of_torch(shape, bias, expand):
     torch.manual_seed(0)
     layer, x = nn.Linear(5, 11, bias=bias), torch.randn(shape)
     want = gradients(layer, x, expand)
@@ -40,7 +40,7 @@ def test_forward_and_backward_are_those_of_torch(shape: tuple[int, ...], bias: b
         torch.testing.assert_close(got, expected)
 
 
-def test_a_layer_takes_the_way_of_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_takes_the_way_of_its_input(monkeypatch):
     layer = nn.Linear(8, 8)
     use_onednn(layer)
     used: list[tuple[int, ...]] = []
@@ -56,7 +56,7 @@ def test_a_layer_takes_the_way_of_its_input(monkeypatch: pytest.MonkeyPatch) -> 
     assert used == [(4, 8)]
 
 
-def test_a_changed_model_copies_saves_and_loads() -> None:
+def test_a_changed_model_copies_saves_and_loads():
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
     want = model(torch.ones(2, 3))
     assert use_onednn(model) == 2
@@ -66,9 +66,9 @@ def test_a_changed_model_copies_saves_and_loads() -> None:
     torch.testing.assert_close(twin(torch.ones(2, 3)), want)
 
 
-def test_subclasses_with_a_forward_of_their_own_are_left_alone() -> None:
+def test_subclasses_with_a_forward_of_their_own_are_left_alone():
     class Doubled(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return 2 * super().forward(x)
 
     model = nn.Sequential(Doubled(3, 3))
@@ -76,7 +76,7 @@ def test_subclasses_with_a_forward_of_their_own_are_left_alone() -> None:
     assert type(model[0]) is Doubled
 
 
-def test_a_second_derivative_is_refused() -> None:
+def test_a_second_derivative_is_refused():
     layer = nn.Linear(3, 3)
     use_onednn(layer)
     x = torch.randn(2, 3, requires_grad=True)
@@ -89,9 +89,7 @@ def test_a_second_derivative_is_refused() -> None:
     ("vendor", "avx512", "faster"),
     [("AuthenticAMD", True, True), ("GenuineIntel", True, False), ("AuthenticAMD", False, False), ("", True, False)],
 )
-def test_auto_means_avx512_that_mkl_leaves_unused(
-    monkeypatch: pytest.MonkeyPatch, vendor: str, avx512: bool, faster: bool
-) -> None:
+def test_auto_means_avx512_that_mkl_leaves_unused(monkeypatch, vendor, avx512, faster):
     monkeypatch.setattr(onednn, "_vendor", lambda: vendor)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": avx512})
     assert onednn.onednn_is_faster() is faster

@@ -81,9 +81,7 @@ def assert_equal_weights(plain: nn.Module, wrapped: nn.Module, session: Session)
     ],
     ids=["step", "restarts", "one-cycle", "lambda-per-group", "sequential"],
 )
-def test_a_scheduler_of_torch_gives_the_weights_of_the_unwrapped_twin(
-    make_session: MakeSession, schedule: Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
-) -> None:
+def test_a_scheduler_of_torch_gives_the_weights_of_the_unwrapped_twin(make_session, schedule):
     plain, wrapped, session = twins(make_session, dense_optimizer=es.SGD(lr=0.02))
     tables = [plain.users.weight, plain.items.weight]
     dense = [p for p in plain.parameters() if all(p is not table for table in tables)]
@@ -102,7 +100,7 @@ def test_a_scheduler_of_torch_gives_the_weights_of_the_unwrapped_twin(
 
 
 @pytest.mark.parametrize("rate", [math.nan, math.inf, -0.1, 1e300])
-def test_a_rate_that_is_none_is_refused_before_anything_is_pushed(make_session: MakeSession, rate: float) -> None:
+def test_a_rate_that_is_none_is_refused_before_anything_is_pushed(make_session, rate):
     _, wrapped, session = twins(make_session)
     optimizer = es.ShardOptimizer(session)
     scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: rate if step else 1.0)
@@ -114,7 +112,7 @@ def test_a_rate_that_is_none_is_refused_before_anything_is_pushed(make_session: 
     assert (session.clock, session.stats.pushed_rows) == (1, 0)
 
 
-def test_a_rate_of_zero_moves_nothing_and_cannot_be_raised(make_session: MakeSession) -> None:
+def test_a_rate_of_zero_moves_nothing_and_cannot_be_raised(make_session):
     _, wrapped, session = twins(make_session, lr=0.0)
     optimizer = es.ShardOptimizer(session)
     before = weights(wrapped, session)
@@ -126,7 +124,7 @@ def test_a_rate_of_zero_moves_nothing_and_cannot_be_raised(make_session: MakeSes
         optimizer.step()
 
 
-def test_there_is_a_group_for_each_optimizer_of_the_tables(make_session: MakeSession) -> None:
+def test_there_is_a_group_for_each_optimizer_of_the_tables(make_session):
     _, _, session = twins(
         make_session,
         optimizer={"users": es.Adam(lr=0.1), "*": es.SGD(lr=0.5)},
@@ -143,13 +141,13 @@ def test_there_is_a_group_for_each_optimizer_of_the_tables(make_session: MakeSes
         es.ShardOptimizer(session).add_param_group({"params": []})
 
 
-def test_a_session_without_tables_has_no_optimizer(make_session: MakeSession) -> None:
+def test_a_session_without_tables_has_no_optimizer(make_session):
     with pytest.raises(ValueError, match="wrap a model with it first"):
         es.ShardOptimizer(make_session(1))
 
 
 @pytest.mark.parametrize("max_norm", [0.05, 1e6])
-def test_clipping_by_torch_is_that_of_the_unwrapped_twin(make_session: MakeSession, max_norm: float) -> None:
+def test_clipping_by_torch_is_that_of_the_unwrapped_twin(make_session, max_norm):
     plain, wrapped, session = twins(make_session)
     optimizer = es.ShardOptimizer(session)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -165,7 +163,7 @@ def test_clipping_by_torch_is_that_of_the_unwrapped_twin(make_session: MakeSessi
     assert_equal_weights(plain, wrapped, session)
 
 
-def test_gradients_are_one_per_table_with_equal_ids_summed(make_session: MakeSession) -> None:
+def test_gradients_are_one_per_table_with_equal_ids_summed(make_session):
     plain, wrapped, session = twins(make_session)
     loss_of(plain, BATCHES[0]).backward()
     loss_of(wrapped, BATCHES[0]).backward()
@@ -181,7 +179,7 @@ def test_gradients_are_one_per_table_with_equal_ids_summed(make_session: MakeSes
 
 
 @pytest.mark.parametrize("unscale", [False, True])
-def test_gradscaler_trains_to_the_weights_of_the_twin_without_one(make_session: MakeSession, unscale: bool) -> None:
+def test_gradscaler_trains_to_the_weights_of_the_twin_without_one(make_session, unscale):
     plain, wrapped, session = twins(make_session)
     theirs, ours = torch.optim.SGD(plain.parameters(), lr=0.1), es.ShardOptimizer(session)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -198,7 +196,7 @@ def test_gradscaler_trains_to_the_weights_of_the_twin_without_one(make_session: 
     assert_equal_weights(plain, wrapped, session)
 
 
-def test_a_step_that_gradscaler_leaves_out_pushes_nothing_and_the_clock_moves(make_session: MakeSession) -> None:
+def test_a_step_that_gradscaler_leaves_out_pushes_nothing_and_the_clock_moves(make_session):
     _, wrapped, session = twins(make_session)
     optimizer = es.ShardOptimizer(session)
     before = weights(wrapped, session)
@@ -212,12 +210,12 @@ def test_a_step_that_gradscaler_leaves_out_pushes_nothing_and_the_clock_moves(ma
     assert gradients(optimizer) == []
 
 
-def test_a_closure_is_called_with_gradients_on(make_session: MakeSession) -> None:
+def test_a_closure_is_called_with_gradients_on(make_session):
     plain, wrapped, session = twins(make_session)
     theirs, ours = torch.optim.SGD(plain.parameters(), lr=0.1), es.ShardOptimizer(session)
     for model, optimizer in ((plain, theirs), (wrapped, ours)):
 
-        def closure(model: nn.Module = model) -> float:
+        def closure(model=model):
             loss = loss_of(model, BATCHES[0])
             loss.backward()
             return loss.item()
@@ -227,7 +225,7 @@ def test_a_closure_is_called_with_gradients_on(make_session: MakeSession) -> Non
     assert_equal_weights(plain, wrapped, session)
 
 
-def test_learning_rates_survive_a_state_dict(make_session: MakeSession) -> None:
+def test_learning_rates_survive_a_state_dict(make_session):
     _, _, session = twins(make_session)
     optimizer = es.ShardOptimizer(session)
     scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -241,9 +239,9 @@ def test_learning_rates_survive_a_state_dict(make_session: MakeSession) -> None:
         es.ShardOptimizer(elsewhere).load_state_dict(optimizer.state_dict())
 
 
-def test_it_steps_inside_prefetch(make_session: MakeSession) -> None:
+def test_it_steps_inside_prefetch(make_session):
     class Announced(Net):
-        def embedding_inputs(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        def embedding_inputs(self, x):
             return {"items": x[:, 1]}
 
     torch.manual_seed(3)
@@ -272,7 +270,7 @@ def rates(scheduler: str | None, arguments: dict[str, object], warmup: int, step
     return seen
 
 
-def test_a_scheduler_of_torch_begins_after_the_warm_up() -> None:
+def test_a_scheduler_of_torch_begins_after_the_warm_up():
     assert rates("StepLR", {"step_size": 2, "gamma": 0.1}, 2, 7) == pytest.approx(
         [0.25, 0.5, 0.5, 0.5, 0.05, 0.05, 0.005]
     )
@@ -283,9 +281,7 @@ def test_a_scheduler_of_torch_begins_after_the_warm_up() -> None:
     [({"shape": "step", "factor": 0.5}, None, {}), ({}, "ExponentialLR", {"gamma": 0.5})],
     ids=["ours", "torch"],
 )
-def test_a_schedule_moves_the_rates_of_all_groups(
-    shape: dict[str, object], scheduler: str | None, arguments: dict[str, object]
-) -> None:
+def test_a_schedule_moves_the_rates_of_all_groups(shape, scheduler, arguments):
     groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in (0.5, 4.0)]
     optimizers = [torch.optim.SGD(groups), torch.optim.SGD([torch.zeros(1)], lr=1.0)]
     LearningRates(optimizers, Schedule(**shape), scheduler, arguments).set(2)  # type: ignore[arg-type]
@@ -293,14 +289,14 @@ def test_a_schedule_moves_the_rates_of_all_groups(
     assert found == [[0.125, 1.0], [0.25]]
 
 
-def test_a_schedule_taken_up_later_goes_on_where_it_was() -> None:
+def test_a_schedule_taken_up_later_goes_on_where_it_was():
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
     made = LearningRates([optimizer], Schedule(), "ExponentialLR", {"gamma": 0.5})
     made.set(3)
     assert optimizer.param_groups[0]["lr"] == 0.5**4
 
 
-def test_a_schedule_whose_rate_turns_negative_is_refused() -> None:
+def test_a_schedule_whose_rate_turns_negative_is_refused():
     with pytest.raises(BadLearningRate, match="became -"):
         rates("LinearLR", {"start_factor": 1.0, "end_factor": 0.5, "total_iters": 1}, 0, 3, shape="step", factor=-1.0)
 
@@ -318,12 +314,12 @@ def test_a_schedule_whose_rate_turns_negative_is_refused() -> None:
         ("ReduceLROnPlateau", {}, "cannot be written in a job file"),
     ],
 )
-def test_a_scheduler_that_cannot_be_made_is_named(name: str, arguments: dict[str, object], message: str) -> None:
+def test_a_scheduler_that_cannot_be_made_is_named(name, arguments, message):
     with pytest.raises(ValueError, match=message):
         check_scheduler(name, arguments)
 
 
-def test_the_loop_of_the_docs_trains(make_session: MakeSession) -> None:
+def test_the_loop_of_the_docs_trains(make_session):
     session, plain = make_session(), Clicks()
     before = plain(IDS.view(6, 2)).item()
     loader = [torch.randint(12, (8, 2)) for _ in range(64)]

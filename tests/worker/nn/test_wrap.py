@@ -44,7 +44,7 @@ def losses(model: nn.Module, step: Callable[[], object]) -> list[float]:
 
 
 def torch_losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    def step() -> None:
+    def step():
         optimizer.step()
         optimizer.zero_grad()
 
@@ -60,12 +60,7 @@ def torch_losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[flo
     ],
     ids=["sgd", "adagrad"],
 )
-def test_a_wrapped_model_has_the_loss_curve_of_the_unwrapped_one(
-    make_session: MakeSession,
-    shards: int,
-    ours: es.SGD | es.Adagrad,
-    theirs: Callable[[object], torch.optim.Optimizer],
-) -> None:
+def test_a_wrapped_model_has_the_loss_curve_of_the_unwrapped_one(make_session, shards, ours, theirs):
     reference = Net()
     session = make_session(shards)
     model = es.wrap(copy.deepcopy(reference), session, optimizer=ours)
@@ -76,7 +71,7 @@ def test_a_wrapped_model_has_the_loss_curve_of_the_unwrapped_one(
     torch.testing.assert_close(model(BATCHES[0][0]), reference(BATCHES[0][0]), rtol=1e-4, atol=1e-5)
 
 
-def test_weights_are_bit_identical_whatever_the_number_of_shards(make_session: MakeSession) -> None:
+def test_weights_are_bit_identical_whatever_the_number_of_shards(make_session):
     start = Net()
     results = []
     for shards in (1, 2, 4):
@@ -91,7 +86,7 @@ def test_weights_are_bit_identical_whatever_the_number_of_shards(make_session: M
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(results[0], other, strict=True))
 
 
-def test_wrap_returns_the_model_itself_with_its_tables_named(make_session: MakeSession) -> None:
+def test_wrap_returns_the_model_itself_with_its_tables_named(make_session):
     session = make_session(2)
     net = Net()
     assert es.wrap(net, session, optimizer=es.SGD(lr=0.1), prefix="net/") is net
@@ -105,14 +100,14 @@ def test_wrap_returns_the_model_itself_with_its_tables_named(make_session: MakeS
     }  # fmt: skip
 
 
-def test_a_module_reached_twice_is_one_table(make_session: MakeSession) -> None:
+def test_a_module_reached_twice_is_one_table(make_session):
     class Twice(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.query = nn.Embedding(20, 3)
             self.parts = nn.ModuleList([self.query, nn.Linear(3, 1)])
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             out: torch.Tensor = self.parts[1](self.query(x) + self.parts[0](x + 1)).sum()
             return out
 
@@ -131,7 +126,7 @@ def test_a_module_reached_twice_is_one_table(make_session: MakeSession) -> None:
     torch.testing.assert_close(model.query.table.pull(torch.arange(20)), reference.query.weight.detach())
 
 
-def test_two_modules_that_share_a_weight_are_one_table(make_session: MakeSession) -> None:
+def test_two_modules_that_share_a_weight_are_one_table(make_session):
     reference = nn.ModuleDict({"a": nn.Embedding(10, 3), "b": nn.Embedding(10, 3)})
     reference["b"].weight = reference["a"].weight
     session = make_session(2)
@@ -144,7 +139,7 @@ def test_two_modules_that_share_a_weight_are_one_table(make_session: MakeSession
     torch.testing.assert_close(model["a"].table.pull(torch.arange(10)), reference["a"].weight.detach())
 
 
-def test_a_meta_table_is_never_materialised_and_starts_from_its_initializer(make_session: MakeSession) -> None:
+def test_a_meta_table_is_never_materialised_and_starts_from_its_initializer(make_session):
     session = make_session(2)
     model = nn.Sequential(nn.Embedding(2**57, 8, device="meta", padding_idx=3))
     es.wrap(model, session, optimizer=es.SGD(lr=1.0), initializer=es.Constant(value=0.5), seed=1)
@@ -158,7 +153,7 @@ def test_a_meta_table_is_never_materialised_and_starts_from_its_initializer(make
 
 
 @pytest.mark.parametrize("kind", [es.Adam(lr=0.1), es.SGD(lr=0.1, momentum=0.9, weight_decay=0.1)])
-def test_a_parameter_without_a_gradient_takes_no_step(make_session: MakeSession, kind: es.Adam | es.SGD) -> None:
+def test_a_parameter_without_a_gradient_takes_no_step(make_session, kind):
     session = make_session(2)
     model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)})
     es.wrap(model, session, optimizer=kind)
@@ -173,14 +168,14 @@ def test_a_parameter_without_a_gradient_takes_no_step(make_session: MakeSession,
         assert changed == {name}
 
 
-def test_frozen_dense_parameters_are_shared_and_not_trained_until_unfrozen(make_session: MakeSession) -> None:
+def test_frozen_dense_parameters_are_shared_and_not_trained_until_unfrozen(make_session):
     session = make_session(2)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     model[0].requires_grad_(False)
     start = copy.deepcopy(model)
     es.wrap(model, session, optimizer=es.SGD(lr=0.1, weight_decay=0.1))
 
-    def step() -> None:
+    def step():
         model(torch.ones(1, 3)).sum().backward()
         session.step()
         model(torch.ones(1, 3))
@@ -196,7 +191,7 @@ def test_frozen_dense_parameters_are_shared_and_not_trained_until_unfrozen(make_
     assert not torch.equal(model[0].weight, start[0].weight)
 
 
-def test_a_part_that_is_called_on_its_own_reads_current_weights(make_session: MakeSession) -> None:
+def test_a_part_that_is_called_on_its_own_reads_current_weights(make_session):
     session = make_session(2)
     model = nn.ModuleDict({"tower": nn.Linear(2, 1, bias=False)})
     es.wrap(model, session, optimizer=es.SGD(lr=1.0))
@@ -207,7 +202,7 @@ def test_a_part_that_is_called_on_its_own_reads_current_weights(make_session: Ma
     torch.testing.assert_close(model["tower"](x), before - 2)
 
 
-def test_row_wise_adagrad_gives_dense_weights_elementwise_adagrad(make_session: MakeSession) -> None:
+def test_row_wise_adagrad_gives_dense_weights_elementwise_adagrad(make_session):
     session = make_session(1)
     es.wrap(Net(), session, optimizer=es.RowWiseAdagrad(lr=0.1, eps=1e-4))
     kinds = {table.name: table.optimizer for table in session.client.status()[0].tables}
@@ -255,16 +250,14 @@ def hooked() -> nn.Module:
         (lambda: nn.ModuleDict({"a b": nn.Embedding(2, 2), "a_b": nn.Embedding(2, 2)}), "would be named a_b"),
     ],
 )
-def test_what_cannot_be_wrapped_is_named_before_anything_is_declared(
-    make_session: MakeSession, build: Callable[[], nn.Module], text: str
-) -> None:
+def test_what_cannot_be_wrapped_is_named_before_anything_is_declared(make_session, build, text):
     session = make_session(2)
     with pytest.raises(ValueError, match=text):
         es.wrap(build(), session, optimizer=es.SGD(lr=0.1))
     assert not session.client.status()[0].tables
 
 
-def test_wrapping_twice_and_unknown_id_spaces_are_refused(make_session: MakeSession) -> None:
+def test_wrapping_twice_and_unknown_id_spaces_are_refused(make_session):
     session = make_session(1)
     with pytest.raises(ValueError, match=r"id_space names nope, which is no embedding \(known: items.a b"):
         es.wrap(Net(), session, optimizer=es.SGD(lr=0.1), id_space={"nope": "x"})
@@ -273,7 +266,7 @@ def test_wrapping_twice_and_unknown_id_spaces_are_refused(make_session: MakeSess
         es.wrap(net, session, optimizer=es.SGD(lr=0.1))
 
 
-def test_a_model_with_other_dense_shapes_is_refused(make_session: MakeSession) -> None:
+def test_a_model_with_other_dense_shapes_is_refused(make_session):
     session = make_session(2)
     es.wrap(nn.Linear(3, 2), session, optimizer=es.SGD(lr=0.1))
     other = Session(session.client)  # another worker, with the same shards
@@ -281,13 +274,13 @@ def test_a_model_with_other_dense_shapes_is_refused(make_session: MakeSession) -
         es.wrap(nn.Linear(2, 3), other, optimizer=es.SGD(lr=0.1))
 
 
-def test_loading_a_state_dict_into_a_wrapped_model_is_refused(make_session: MakeSession) -> None:
+def test_loading_a_state_dict_into_a_wrapped_model_is_refused(make_session):
     net = es.wrap(Net(), make_session(1), optimizer=es.SGD(lr=0.1))
     with pytest.raises(RuntimeError, match="load a state_dict before wrap"):
         net.load_state_dict(net.state_dict())
 
 
-def test_something_that_still_holds_a_tables_weight_is_warned_of(make_session: MakeSession) -> None:
+def test_something_that_still_holds_a_tables_weight_is_warned_of(make_session):
     net = Net()
     regularised = [net.users.weight]
     with pytest.warns(UserWarning, match="still refers to the old weight of users"):
@@ -298,9 +291,9 @@ def test_something_that_still_holds_a_tables_weight_is_warned_of(make_session: M
         es.wrap(Net(), make_session(1), optimizer=es.SGD(lr=0.1))
 
 
-def test_a_subclass_with_a_forward_of_its_own_is_trained_as_a_dense_parameter(make_session: MakeSession) -> None:
+def test_a_subclass_with_a_forward_of_its_own_is_trained_as_a_dense_parameter(make_session):
     class Positions(nn.Embedding):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return super().forward(torch.arange(x.shape[1]))
 
     session = make_session(2)
@@ -311,7 +304,7 @@ def test_a_subclass_with_a_forward_of_its_own_is_trained_as_a_dense_parameter(ma
     torch.testing.assert_close(model(torch.zeros(1, 4)), before - 1)
 
 
-def test_a_moved_model_keeps_training(make_session: MakeSession) -> None:
+def test_a_moved_model_keeps_training(make_session):
     session = make_session(2)
     model = es.wrap(nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 1)), session, optimizer=es.SGD(lr=0.1))
     for parameter in model.parameters():  # what .to() does: new memory under the same parameter
@@ -325,9 +318,9 @@ def test_a_moved_model_keeps_training(make_session: MakeSession) -> None:
         model.double()(torch.tensor([1]))
 
 
-def test_embedding_inputs_that_name_no_embedding_are_refused(make_session: MakeSession) -> None:
+def test_embedding_inputs_that_name_no_embedding_are_refused(make_session):
     class Wrong(Net):
-        def embedding_inputs(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        def embedding_inputs(self, x):
             return {"nope": x}
 
     model = es.wrap(Wrong(), make_session(1), optimizer=es.SGD(lr=0.1))
@@ -336,7 +329,7 @@ def test_embedding_inputs_that_name_no_embedding_are_refused(make_session: MakeS
 
 
 @pytest.mark.cuda
-def test_training_on_a_gpu_follows_the_cpu(make_session: MakeSession, gpu: torch.device) -> None:
+def test_training_on_a_gpu_follows_the_cpu(make_session, gpu):
     start = Net()
     curves = []
     for device in (torch.device("cpu"), gpu):
@@ -352,7 +345,7 @@ def test_training_on_a_gpu_follows_the_cpu(make_session: MakeSession, gpu: torch
     torch.testing.assert_close(curves[1], curves[0], rtol=1e-3, atol=1e-5)
 
 
-def test_a_second_model_of_a_session_needs_names_of_its_own() -> None:
+def test_a_second_model_of_a_session_needs_names_of_its_own():
     with es.local() as session:
         first = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 1))
         second = copy.deepcopy(first)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
 
 import embershard as es
-from embershard.worker.session.session import Session
 
 
 class Net(nn.Module):
@@ -26,9 +23,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_a_loop_with_an_optimizer_of_torch_is_the_same_loop_without_shards(
-    make_session: Callable[..., Session], mode: str
-) -> None:
+def test_a_loop_with_an_optimizer_of_torch_is_the_same_loop_without_shards(make_session, mode):
     torch.manual_seed(3)
     plain = Net()
     torch.manual_seed(3)
@@ -51,14 +46,14 @@ def test_a_loop_with_an_optimizer_of_torch_is_the_same_loop_without_shards(
     assert {table.spec.name for table in session.tables} == {"embedding"}
 
 
-def test_dense_weights_in_the_worker_can_be_loaded(make_session: Callable[..., Session]) -> None:
+def test_dense_weights_in_the_worker_can_be_loaded(make_session):
     remote = es.wrap(Net(), make_session(), optimizer=es.SGD(lr=0.1), dense="ddp")
     weights = {"linear.weight": torch.ones(1, 4), "linear.bias": torch.zeros(1)}
     remote.load_state_dict(weights)
     assert torch.equal(remote.state_dict()["linear.weight"], weights["linear.weight"])
 
 
-def test_an_optimizer_for_dense_weights_that_nobody_would_use_is_refused(make_session: Callable[..., Session]) -> None:
+def test_an_optimizer_for_dense_weights_that_nobody_would_use_is_refused(make_session):
     with pytest.raises(ValueError, match="with dense 'ddp' torch's own optimizer trains the dense weights"):
         es.wrap(Net(), make_session(), optimizer=es.SGD(lr=0.1), dense_optimizer=es.SGD(lr=0.1), dense="ddp")
     with pytest.raises(ValueError, match="dense must be ps, ddp or fsdp, got 'dpp'"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +21,7 @@ def train(steps: int) -> None:
         end_step()
 
 
-def test_a_profile_splits_the_steps_behind_warm_up_and_trace(tmp_path: Path) -> None:
+def test_a_profile_splits_the_steps_behind_warm_up_and_trace(tmp_path):
     with Profile(tmp_path) as profile:
         train(WARM_UP_STEPS + TRACED_STEPS + 7)
     written = json.loads((tmp_path / "profile.json").read_text())
@@ -40,7 +39,7 @@ def test_a_profile_splits_the_steps_behind_warm_up_and_trace(tmp_path: Path) -> 
     )
 
 
-def test_a_run_that_is_too_short_is_told_so_and_its_trace_is_kept(tmp_path: Path) -> None:
+def test_a_run_that_is_too_short_is_told_so_and_its_trace_is_kept(tmp_path):
     with Profile(tmp_path) as profile:
         train(WARM_UP_STEPS + 3)
     assert json.loads((tmp_path / "profile.json").read_text())["steps"] == 0

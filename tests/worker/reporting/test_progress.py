@@ -7,7 +7,6 @@ import io
 import json
 import math
 from importlib.metadata import PackageNotFoundError
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -85,7 +84,7 @@ def screen(terminal: bool) -> str:
     return console.file.getvalue()
 
 
-def test_without_a_terminal_there_are_plain_lines() -> None:
+def test_without_a_terminal_there_are_plain_lines():
     text = screen(terminal=False)
     assert "\x1b" not in text
     lines = text.splitlines()
@@ -95,7 +94,7 @@ def test_without_a_terminal_there_are_plain_lines() -> None:
     assert lines[3] == "0:00:30  epoch 1  333 samples/s  loss 0.5000  AUC 0.7500  waiting 25%"
 
 
-def test_with_a_cache_the_line_says_what_it_gave() -> None:
+def test_with_a_cache_the_line_says_what_it_gave():
     console = Console(file=io.StringIO(), force_terminal=False, width=100)
     terminal = Terminal(console)
     terminal.started(PLAN)
@@ -105,13 +104,13 @@ def test_with_a_cache_the_line_says_what_it_gave() -> None:
     assert console.file.getvalue().splitlines()[-1].endswith("waiting 25%  cached 27%")
 
 
-def test_a_terminal_gets_a_bar_with_speed_loss_quality_and_waiting() -> None:
+def test_a_terminal_gets_a_bar_with_speed_loss_quality_and_waiting():
     text = screen(terminal=True)
     for part in ("\x1b[", "━", "50%", "333 samples/s", "loss 0.5000", "AUC 0.7500", "evaluating"):
         assert part in text
 
 
-def test_the_table_says_what_was_reached_and_how_long_it_took() -> None:
+def test_the_table_says_what_was_reached_and_how_long_it_took():
     text = screen(terminal=False)
     rows = {line.split("│")[1].strip(): line.split("│")[2].strip() for line in text.splitlines() if "│" in line}
     assert rows == {
@@ -139,13 +138,13 @@ def test_the_table_says_what_was_reached_and_how_long_it_took() -> None:
         ((49, 49, 0, 2), "by a push: median 1, p99 3, at most 3 or more"),
     ],
 )
-def test_the_table_says_how_stale_pushes_were_where_they_were(seen: tuple[int, ...], shown: str | None) -> None:
+def test_the_table_says_how_stale_pushes_were_where_they_were(seen, shown):
     table = result_table(dataclasses.replace(RESULT, staleness_seen=seen))
     rows = dict(zip(*(column.cells for column in table.columns), strict=True))
     assert rows.get("updates missed") == shown
 
 
-def test_lines_between_evaluations_come_now_and_then() -> None:
+def test_lines_between_evaluations_come_now_and_then():
     console = Console(file=io.StringIO(), width=100)
     terminal = Terminal(console)
     terminal.started(PLAN)
@@ -155,7 +154,7 @@ def test_lines_between_evaluations_come_now_and_then() -> None:
     assert console.file.getvalue().count("samples/s") == 3
 
 
-def test_the_log_is_one_json_object_per_line_flushed_at_once(tmp_path: Path) -> None:
+def test_the_log_is_one_json_object_per_line_flushed_at_once(tmp_path):
     log = JsonLog(tmp_path / "new" / "folder")
     log.started(PLAN)
     assert json.loads(log.path.read_text())["record"] == "config"  # before close: flushed
@@ -174,8 +173,8 @@ def test_the_log_is_one_json_object_per_line_flushed_at_once(tmp_path: Path) -> 
     assert result["table_rows"] == {"embedding": 4321, "dense": 2}
 
 
-def test_a_checkout_that_is_not_installed_has_a_log_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(package: str) -> str:
+def test_a_checkout_that_is_not_installed_has_a_log_too(tmp_path, monkeypatch):
+    def version(package):
         if package == "embershard":
             raise PackageNotFoundError(package)
         return "1"
@@ -187,7 +186,7 @@ def test_a_checkout_that_is_not_installed_has_a_log_too(tmp_path: Path, monkeypa
     assert json.loads(log.path.read_text())["versions"] == {"embershard": "unknown", "torch": "1", "numpy": "1"}
 
 
-def test_tensorboard_gets_every_figure(tmp_path: Path) -> None:
+def test_tensorboard_gets_every_figure(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     board = TensorBoardLog.open(tmp_path)
     assert board is not None
@@ -197,21 +196,19 @@ def test_tensorboard_gets_every_figure(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("valid/auc")] == [(500, 0.75)]
 
 
-def test_without_tensorboard_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tensorboard_there_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr(reporting, "find_spec", lambda name: None)
     assert TensorBoardLog.open(tmp_path) is None
 
 
-def test_the_meter_counts_no_pauses_and_what_training_waits_for(
-    make_session: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_meter_counts_no_pauses_and_what_training_waits_for(make_session, monkeypatch):
     assert callable(make_session)
     session: Session = make_session(1)
     now = [100.0]
     monkeypatch.setattr("embershard.worker.reporting.throughput.time.perf_counter", lambda: now[0])
     meter = Throughput(session, 2)
 
-    def train(seconds: float, waited: float) -> None:
+    def train(seconds, waited):
         now[0] += seconds
         session._waited += waited
         session.client.connections.stats.wait_seconds += 7.0  # of threads that pull ahead
@@ -234,14 +231,14 @@ def test_the_meter_counts_no_pauses_and_what_training_waits_for(
     assert (meter.trained, meter.waited, meter.samples) == (2.0, 0.75, 30)
 
 
-def test_the_meter_gives_bytes_per_step_without_those_of_evaluations(make_session: object) -> None:
+def test_the_meter_gives_bytes_per_step_without_those_of_evaluations(make_session):
     assert callable(make_session)
     session: Session = make_session(1)
     spec = TableSpec(name="items", dim=4, optimizer=SGD(lr=1.0))
     session.client.declare(spec)
     meter = Throughput(session, 1)
 
-    def pull(count: int) -> None:
+    def pull(count):
         session.client.pull([(spec.name, make_route(np.arange(count), spec.space_key, session.placement))])
 
     pull(100)  # before training
@@ -274,11 +271,11 @@ def test_the_meter_gives_bytes_per_step_without_those_of_evaluations(make_sessio
         (Schedule(shape="plateau", factor=0.5), [1.0, 1.0, 1.0, 1.0, 1.0]),
     ],
 )
-def test_schedules(schedule: Schedule, want: list[float]) -> None:
+def test_schedules(schedule, want):
     assert [schedule.scale(step) for step in range(5)] == pytest.approx(want)
 
 
-def test_a_plateau_is_patience_evaluations_in_a_row() -> None:
+def test_a_plateau_is_patience_evaluations_in_a_row():
     schedule = Schedule(shape="plateau", factor=0.5, patience=2)
     scales = []
     for improved in (True, False, True, False, False, False, False, False):
@@ -287,7 +284,7 @@ def test_a_plateau_is_patience_evaluations_in_a_row() -> None:
     assert scales == [1, 1, 1, 1, 0.5, 0.5, 0.25, 0.25]
 
 
-def test_the_best_knows_which_way_is_better() -> None:
+def test_the_best_knows_which_way_is_better():
     best = Best(metric="auc", min_delta=0.01)
     assert [best.observe(v) for v in (math.nan, 0.5, 0.505, 0.52, 0.4)] == [False, True, False, True, False]
     assert (best.value, best.worse_in_a_row) == (0.52, 1)

@@ -31,7 +31,7 @@ class WithLateCounter(WorkerGroup):
         return {0: values, 1: (values / 4).astype(values.dtype)}
 
 
-def test_the_training_time_is_that_of_the_worker_that_counted_longest() -> None:
+def test_the_training_time_is_that_of_the_worker_that_counted_longest():
     strategy: Any = SimpleNamespace(
         stats=ClientStats(skipped_rows=8),
         predicted=lambda moved: {},

@@ -30,7 +30,7 @@ def on_shards(dense: DenseWeights, values: Floats, route: Route) -> Floats:
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda p: f"{p.num_shards}")
 @pytest.mark.parametrize("trained", [(True,) * 5, (True, False, True, False, True), (False,) * 4 + (True,)])
-def test_gradients_and_pulled_rows_find_their_parameters(placement: Placement, trained: tuple[bool, ...]) -> None:
+def test_gradients_and_pulled_rows_find_their_parameters(placement, trained):
     model, dense = make(placement)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     values = dense.values().copy()
@@ -55,12 +55,12 @@ def test_gradients_and_pulled_rows_find_their_parameters(placement: Placement, t
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 8])
-def test_under_an_even_placement_blocks_are_routed_in_their_own_order(num_shards: int) -> None:
+def test_under_an_even_placement_blocks_are_routed_in_their_own_order(num_shards):
     _, dense = make(Placement.even(num_shards))
     np.testing.assert_array_equal(dense.reads().ids, dense.ids)
 
 
-def test_a_push_on_its_way_keeps_its_gradients() -> None:
+def test_a_push_on_its_way_keeps_its_gradients():
     model, dense = make(Placement.even(2))
     pushed = []
     for value in (1.0, 2.0):
@@ -72,7 +72,7 @@ def test_a_push_on_its_way_keeps_its_gradients() -> None:
     assert [rows.max() for rows in pushed] == [1.0, 2.0]
 
 
-def test_the_rest_of_a_parameters_last_block_takes_no_gradient() -> None:
+def test_the_rest_of_a_parameters_last_block_takes_no_gradient():
     model, dense = make(Placement.even(2))
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, torch.nan)
@@ -82,7 +82,7 @@ def test_the_rest_of_a_parameters_last_block_takes_no_gradient() -> None:
     assert np.nansum(pushed.gradients.numpy()) == 0.0
 
 
-def test_a_sparse_gradient_of_a_dense_parameter_is_pushed_whole() -> None:
+def test_a_sparse_gradient_of_a_dense_parameter_is_pushed_whole():
     embedding = nn.Embedding(3, 2, sparse=True)
     dense = DenseWeights(SPEC, [("weight", embedding.weight)], Placement.even(1))
     embedding(torch.tensor([2, 2])).sum().backward()
@@ -92,7 +92,7 @@ def test_a_sparse_gradient_of_a_dense_parameter_is_pushed_whole() -> None:
 
 
 @pytest.mark.parametrize(("numel", "num_blocks"), [(1, 1), (BLOCK - 1, 1), (BLOCK, 1), (BLOCK + 1, 2), (2 * BLOCK, 2)])
-def test_a_parameter_takes_the_fewest_blocks_that_hold_it(numel: int, num_blocks: int) -> None:
+def test_a_parameter_takes_the_fewest_blocks_that_hold_it(numel, num_blocks):
     parameter, last = nn.Parameter(torch.ones(numel)), nn.Parameter(torch.full((3,), 2.0))
     dense = DenseWeights(SPEC, [("full", parameter), ("last", last)], Placement.even(2))
     assert dense.num_blocks == num_blocks + 1
@@ -106,7 +106,7 @@ def test_a_parameter_takes_the_fewest_blocks_that_hold_it(numel: int, num_blocks
         np.testing.assert_array_equal(blocks, want)  # zeros behind the parameters
 
 
-def test_dense_weights_without_gradients_push_nothing() -> None:
+def test_dense_weights_without_gradients_push_nothing():
     model, dense = make(Placement.even(2))
     assert dense.gradients() is None
     for parameter in model.parameters():
@@ -117,7 +117,7 @@ def test_dense_weights_without_gradients_push_nothing() -> None:
 
 
 @pytest.mark.parametrize("pushes", [False, True], ids=["pulled", "pushed"])
-def test_a_parameter_that_was_given_other_memory_is_followed(pushes: bool) -> None:
+def test_a_parameter_that_was_given_other_memory_is_followed(pushes):
     model, dense = make(Placement.even(2))
     ones = np.ones((dense.num_blocks, BLOCK), np.float32)
     last = list(model.parameters())[-1]  # one is enough
@@ -130,7 +130,7 @@ def test_a_parameter_that_was_given_other_memory_is_followed(pushes: bool) -> No
     assert all(torch.equal(parameter, torch.ones_like(parameter)) for parameter in model.parameters())
 
 
-def test_what_was_forgotten_is_pulled_again_frozen_parameters_with_it() -> None:
+def test_what_was_forgotten_is_pulled_again_frozen_parameters_with_it():
     model, dense = make(Placement.even(2))
     model[0].requires_grad_(False)
     assert dense.stale(0)
@@ -143,13 +143,13 @@ def test_what_was_forgotten_is_pulled_again_frozen_parameters_with_it() -> None:
     assert len(dense.reads().ids) == dense.num_blocks
 
 
-def test_dense_weights_on_several_devices_are_refused() -> None:
+def test_dense_weights_on_several_devices_are_refused():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     with pytest.raises(ValueError, match=r"dense parameters lie on several devices \(cpu, meta\)"):
         DenseWeights(SPEC, list(model.named_parameters()), Placement.even(1))
 
 
-def test_workers_with_other_names_or_shapes_of_dense_weights_have_another_seed() -> None:
+def test_workers_with_other_names_or_shapes_of_dense_weights_have_another_seed():
     one, two = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(3, 2))
     named = [[("a", one)], [("b", one)], [("a", two)], [("a", one), ("b", one)], [("b", one), ("a", one)]]
     seeds = [layout_seed(parameters) for parameters in named]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from torch import nn
 
 import embershard as es
 from embershard.proto.messages import READ_ONLY_WORKER
-from embershard.ps.shard import Shard
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.job.job import Job
 from embershard.worker.session.session import Session
@@ -54,14 +52,14 @@ def kept(session: Session) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("pull", ["none", "fp16s", "bf16", "int8"])
-def test_a_pull_of_a_table_has_the_bits_of_the_shards(pull: str) -> None:
+def test_a_pull_of_a_table_has_the_bits_of_the_shards(pull):
     session, _ = make(pull=pull)
     table = next(table for table in session.tables if table.spec is not session.dense_weights[0].spec)
     assert any(torch.equal(table.pull(IDS), rows) for rows in kept(session))
 
 
 @pytest.mark.parametrize("local_steps", [None, 3])
-def test_inside_exact_a_forward_has_the_bits_of_a_session_without_codecs(local_steps: int | None) -> None:
+def test_inside_exact_a_forward_has_the_bits_of_a_session_without_codecs(local_steps):
     session, model = make(local_steps, pull="int8", dense={"pull": "fp16s"})
     for ids in BATCHES[:3]:
         step(session, model, ids)
@@ -74,7 +72,7 @@ def test_inside_exact_a_forward_has_the_bits_of_a_session_without_codecs(local_s
             assert not torch.equal(model(BATCHES[0]), exact)
 
 
-def test_a_pull_shows_the_local_steps_of_its_round_on_top_of_the_bits_of_the_shards() -> None:
+def test_a_pull_shows_the_local_steps_of_its_round_on_top_of_the_bits_of_the_shards():
     session, model = make(3, pull="int8")
     table = model.get_submodule("bag").table
     before = table.pull(IDS)
@@ -87,7 +85,7 @@ def test_a_pull_shows_the_local_steps_of_its_round_on_top_of_the_bits_of_the_sha
     assert (after - before).abs().max() < 0.1
 
 
-def test_inside_exact_a_batch_that_was_pulled_ahead_is_read_anew() -> None:
+def test_inside_exact_a_batch_that_was_pulled_ahead_is_read_anew():
     session, model = make(pull="int8", dense={"pull": "fp16s"})
     for ids in session.prefetch(BATCHES[:1]):
         exact, rounded = look(session, model, ids), model(ids)
@@ -98,7 +96,7 @@ def test_inside_exact_a_batch_that_was_pulled_ahead_is_read_anew() -> None:
 @pytest.mark.parametrize("dense", ["fp16s", "delta", "none"])
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("copies", ["", "cache", "local steps"])
-def test_exact_reads_leave_the_bits_of_training(copies: str, ahead: bool, dense: str) -> None:
+def test_exact_reads_leave_the_bits_of_training(copies, ahead, dense):
     found = []
     for looks in (False, True):
         session, model = make(2 if copies == "local steps" else None, pull="int8", dense={"pull": dense})
@@ -115,7 +113,7 @@ def test_exact_reads_leave_the_bits_of_training(copies: str, ahead: bool, dense:
     assert all(map(torch.equal, *found))
 
 
-def test_an_exact_read_leaves_what_delta_holds_of_dense_weights() -> None:
+def test_an_exact_read_leaves_what_delta_holds_of_dense_weights():
     received = []
     for looks in (False, True):
         session, model = make(pull="int8", dense={"push": "topk:0.01", "pull": "delta"})
@@ -147,9 +145,7 @@ def figures(job: Job, session: Session) -> object:
     return Trainer(job, job.data.open(Path(), 0), session, WorkerGroup()).run().figures
 
 
-def test_the_figures_of_a_run_are_those_that_the_weights_on_the_shards_have(
-    make_shards: Callable[..., list[Shard]], make_session: Callable[..., Session]
-) -> None:
+def test_the_figures_of_a_run_are_those_that_the_weights_on_the_shards_have(make_shards, make_session):
     shards = make_shards(2)
     said = figures(job(), make_session(shards=shards))
     evaluator = LiveEvaluator(
@@ -158,7 +154,7 @@ def test_the_figures_of_a_run_are_those_that_the_weights_on_the_shards_have(
     assert said == evaluator.evaluate()[1]
 
 
-def test_a_run_that_evaluates_more_often_comes_to_the_same_bits(make_session: Callable[..., Session]) -> None:
+def test_a_run_that_evaluates_more_often_comes_to_the_same_bits(make_session):
     found = []
     for sections in ({}, {"evaluate": {"every": 256}}):
         session = make_session()
@@ -167,9 +163,7 @@ def test_a_run_that_evaluates_more_often_comes_to_the_same_bits(make_session: Ca
     assert all(map(torch.equal, found[1], found[3]))  # type: ignore[arg-type]
 
 
-def test_an_onlooker_leaves_shards_without_the_dense_weights_as_they_are(
-    make_shards: Callable[..., list[Shard]], make_session: Callable[..., Session]
-) -> None:
+def test_an_onlooker_leaves_shards_without_the_dense_weights_as_they_are(make_shards, make_session):
     shards = make_shards(2)
     hybrid = job(dense={"mode": "ddp"}, compression={})
     figures(hybrid, make_session(shards=shards))

@@ -26,7 +26,7 @@ def by_id(part: RowGradients) -> dict[int, list[float]]:
     return dict(zip(part.route.ids.tolist(), part.gradients.tolist(), strict=True))
 
 
-def test_each_table_has_one_part_with_the_gradients_of_an_id_summed() -> None:
+def test_each_table_has_one_part_with_the_gradients_of_an_id_summed():
     reads = [read("a", [9, 1, 4], 1.0), read("b", [4, 7], 1.0, dim=1), read("a", [4, 8, 9], 10.0, padding=8)]
     a, b = merge(reads, PLACEMENT)
     assert by_id(a) == {1: [1.0, 1.0], 4: [44.0, 44.0], 9: [99.0, 99.0]}
@@ -40,7 +40,7 @@ def test_each_table_has_one_part_with_the_gradients_of_an_id_summed() -> None:
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_ids_of_several_reads_ascend_on_each_shard_where_they_travel_packed(packed: bool) -> None:
+def test_ids_of_several_reads_ascend_on_each_shard_where_they_travel_packed(packed):
     many = list(range(50, 0, -1))
     reads = [read("a", many[:30], 1.0), read("b", [1], 1.0), read("a", many[20:], 1.0)]
     part, _ = merge(reads, PLACEMENT, lambda table: packed and table == "a")

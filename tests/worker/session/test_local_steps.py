@@ -1,7 +1,7 @@
 """Local steps: a worker's own copies follow torch's optimizers, and shards see the differences of a round."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 
 import numpy as np
@@ -11,7 +11,6 @@ from torch import nn
 
 import embershard as es
 from embershard.proto.messages import Pull, Push, Reply, Request
-from embershard.proto.spec import Optimizer
 from embershard.proto.transport.local import LocalTransport
 from embershard.ps.shard import Shard
 from embershard.worker.client.client import Client
@@ -55,10 +54,10 @@ class Job:
 
 
 @pytest.fixture
-def make_job(make_shards: Shards) -> Iterator[Callable[[], Job]]:
+def make_job(make_shards):
     jobs: list[Job] = []
 
-    def make() -> Job:
+    def make():
         jobs.append(Job(make_shards(2)))
         return jobs[-1]
 
@@ -108,9 +107,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("prefetched", [False, True])
 def test_one_worker_with_local_steps_follows_torch(
-    make_job: Callable[[], Job], case: tuple[Optimizer, Callable[..., torch.optim.Optimizer]],
-    prefetched: bool,
-) -> None:  # fmt: skip
+    make_job, case,
+    prefetched,
+):  # fmt: skip
     optimizer, in_torch = case
     session, theirs, data = make_job().worker(4), build(), batches(10)
     mine = es.wrap(build(), session, optimizer=optimizer)
@@ -124,7 +123,7 @@ def test_one_worker_with_local_steps_follows_torch(
     torch.testing.assert_close(mine.rows.table.pull(torch.arange(ROWS)), theirs.rows.weight.data, atol=1e-5, rtol=1e-5)
 
 
-def test_local_clips_are_those_of_the_shards(make_job: Callable[[], Job]) -> None:
+def test_local_clips_are_those_of_the_shards(make_job):
     clipped = es.SGD(lr=1.0, clip_value=0.5, clip_norm=0.6)
     results = []
     for steps in (None, 1):
@@ -139,7 +138,7 @@ def test_local_clips_are_those_of_the_shards(make_job: Callable[[], Job]) -> Non
     torch.testing.assert_close(results[0].norm(dim=1).tolist(), [0.26**0.5, 0.02**0.5, 0.6])
 
 
-def test_local_steps_follow_the_schedule_of_each_table(make_job: Callable[[], Job]) -> None:
+def test_local_steps_follow_the_schedule_of_each_table(make_job):
     session = make_job().worker(4)
     module = es.Embedding(session.table(SPEC))
     session.lr_scale = 0.5
@@ -149,7 +148,7 @@ def test_local_steps_follow_the_schedule_of_each_table(make_job: Callable[[], Jo
     assert module(torch.tensor([1]))[0, 0] == -0.5 - 0.25 - 0.5
 
 
-def test_shards_hear_once_per_round_of_what_has_changed(make_job: Callable[[], Job]) -> None:
+def test_shards_hear_once_per_round_of_what_has_changed(make_job):
     job = make_job()
     session = job.worker(3)
     module = es.Embedding(session.table(SPEC))
@@ -169,7 +168,7 @@ def test_shards_hear_once_per_round_of_what_has_changed(make_job: Callable[[], J
     assert {push.clock for push in pushes} == {0}
 
 
-def test_a_round_pushes_no_change_of_the_one_before(make_job: Callable[[], Job]) -> None:
+def test_a_round_pushes_no_change_of_the_one_before(make_job):
     job = make_job()
     session = job.worker(1)
     module = es.Embedding(session.table(SPEC))
@@ -179,7 +178,7 @@ def test_a_round_pushes_no_change_of_the_one_before(make_job: Callable[[], Job])
     assert job.rows(SPEC, [1, 2, 3])[:, 0].tolist() == [-1.0] * 3
 
 
-def test_a_round_in_which_no_step_was_made_does_not_end(make_job: Callable[[], Job]) -> None:
+def test_a_round_in_which_no_step_was_made_does_not_end(make_job):
     job = make_job()
     session = job.worker(1, Terms(staleness=0))
     es.Embedding(session.table(SPEC))(torch.tensor([1])).sum().backward()
@@ -188,7 +187,7 @@ def test_a_round_in_which_no_step_was_made_does_not_end(make_job: Callable[[], J
     assert {shard.status().clock for shard in job.shards} == {1}
 
 
-def test_a_round_is_that_of_the_clock_at_which_the_worker_joined(make_job: Callable[[], Job]) -> None:
+def test_a_round_is_that_of_the_clock_at_which_the_worker_joined(make_job):
     job = make_job()
     session = job.worker(1, Terms(staleness=0))
     assert session.membership is not None
@@ -199,7 +198,7 @@ def test_a_round_is_that_of_the_clock_at_which_the_worker_joined(make_job: Calla
     assert job.rows(SPEC, [1])[0, 0] == -1
 
 
-def test_a_step_on_rows_of_the_round_before_is_not_lost(make_job: Callable[[], Job]) -> None:
+def test_a_step_on_rows_of_the_round_before_is_not_lost(make_job):
     job = make_job()
     session = job.worker(100)
     module, ids = es.Embedding(session.table(SPEC)), torch.tensor([1])
@@ -214,13 +213,13 @@ def test_a_step_on_rows_of_the_round_before_is_not_lost(make_job: Callable[[], J
     assert job.rows(SPEC, [1])[0, 0] == -2
 
 
-def test_rows_that_arrive_late_take_no_step_back(make_job: Callable[[], Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_arrive_late_take_no_step_back(make_job, monkeypatch):
     session = make_job().worker(100)
     table, local, pull = session.table(SPEC), session.local_steps, session.client.pull
     route = table.route(torch.tensor([1]))
     assert local is not None
 
-    def slow(*reads: object, **how: object) -> list[np.ndarray]:
+    def slow(*reads, **how):
         monkeypatch.setattr(session.client, "pull", pull)
         rows = pull(*reads, **how)  # type: ignore[arg-type]
         local.push([("t", route, np.ones((1, 2), np.float32))], clock=0)  # by another thread, meanwhile
@@ -231,7 +230,7 @@ def test_rows_that_arrive_late_take_no_step_back(make_job: Callable[[], Job], mo
     assert table.pull(torch.tensor([1]))[0, 0] == -1
 
 
-def test_a_round_takes_fresh_rows(make_job: Callable[[], Job]) -> None:
+def test_a_round_takes_fresh_rows(make_job):
     job = make_job()
     mine, other = (job.worker(steps, Terms(workers=2)) for steps in (2, 1))
     table, others = mine.table(SPEC), es.Embedding(other.table(SPEC))
@@ -245,7 +244,7 @@ def test_a_round_takes_fresh_rows(make_job: Callable[[], Job]) -> None:
     assert table.pull(ids)[0, 0] == -1.0  # half of each
 
 
-def test_rows_of_a_round_that_is_over_are_not_kept_for_the_next(make_job: Callable[[], Job]) -> None:
+def test_rows_of_a_round_that_is_over_are_not_kept_for_the_next(make_job):
     job = make_job()
     mine, other = (job.worker(steps, Terms(workers=2)) for steps in (100, 1))
     table, ids = mine.table(SPEC), torch.tensor([2])
@@ -253,7 +252,7 @@ def test_rows_of_a_round_that_is_over_are_not_kept_for_the_next(make_job: Callab
     mine.step()
     handle, pulled, go_on = job.handle, threading.Event(), threading.Event()
 
-    def slow(shard: Shard, request: Request) -> Reply:
+    def slow(shard, request):
         reply = handle(shard, request)
         if isinstance(request, Pull) and request.worker == 0 and not pulled.is_set():
             pulled.set()
@@ -282,11 +281,11 @@ def run(work: Callable[[Session], object], sessions: list[Session]) -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, None])
-def test_the_differences_of_several_workers_are_averaged(make_job: Callable[[], Job], staleness: int | None) -> None:
+def test_the_differences_of_several_workers_are_averaged(make_job, staleness):
     job = make_job()
     sessions = [job.worker(3, Terms(workers=2, staleness=staleness)) for _ in range(2)]
 
-    def work(session: Session) -> None:
+    def work(session):
         module = es.Embedding(session.table(SPEC))
         for _ in range(3):
             (module(torch.tensor([1, 5 + session.client.worker])) * (1 + session.client.worker)).sum().backward()
@@ -298,12 +297,12 @@ def test_the_differences_of_several_workers_are_averaged(make_job: Callable[[], 
     assert job.rows(SPEC, [1, 5, 6])[:, 0].tolist() == [-4.5, -1.5, -3.0]
 
 
-def test_synchronous_local_steps_read_the_average_of_the_round_before(make_job: Callable[[], Job]) -> None:
+def test_synchronous_local_steps_read_the_average_of_the_round_before(make_job):
     job = make_job()
     sessions = [job.worker(2, Terms(workers=2, staleness=0)) for _ in range(2)]
     seen: dict[int, list[float]] = {0: [], 1: []}
 
-    def work(session: Session) -> None:
+    def work(session):
         module = es.Embedding(session.table(SPEC))
         for _ in range(4):
             rows = module(torch.tensor([1]))
@@ -315,7 +314,7 @@ def test_synchronous_local_steps_read_the_average_of_the_round_before(make_job: 
     assert seen == {0: [0.0, -1.0, -3.0, -4.0], 1: [0.0, -2.0, -3.0, -5.0]}
 
 
-def test_the_end_of_a_loop_ends_a_round(make_job: Callable[[], Job]) -> None:
+def test_the_end_of_a_loop_ends_a_round(make_job):
     job = make_job()
     session = job.worker(100)
     model = es.wrap(build(), session, optimizer=es.SGD(lr=0.1))
@@ -324,7 +323,7 @@ def test_the_end_of_a_loop_ends_a_round(make_job: Callable[[], Job]) -> None:
     assert not torch.equal(job.rows(model.rows.table.spec, list(range(ROWS))), before)
 
 
-def test_leaving_a_session_ends_a_round(make_job: Callable[[], Job]) -> None:
+def test_leaving_a_session_ends_a_round(make_job):
     job = make_job()
     with job.worker(100) as session:
         es.Embedding(session.table(SPEC))(torch.tensor([1])).sum().backward()
@@ -332,7 +331,7 @@ def test_leaving_a_session_ends_a_round(make_job: Callable[[], Job]) -> None:
     assert job.rows(SPEC, [1])[0, 0] == -1
 
 
-def test_a_gradient_with_nan_leaves_its_copy_and_is_counted(make_job: Callable[[], Job]) -> None:
+def test_a_gradient_with_nan_leaves_its_copy_and_is_counted(make_job):
     job = make_job()
     session = job.worker(2)
     module = es.Embedding(session.table(SPEC))
@@ -343,7 +342,7 @@ def test_a_gradient_with_nan_leaves_its_copy_and_is_counted(make_job: Callable[[
     assert session.stats.skipped_rows == 1
 
 
-def test_max_norm_and_loads_change_the_copies_too(make_job: Callable[[], Job]) -> None:
+def test_max_norm_and_loads_change_the_copies_too(make_job):
     job = make_job()
     session = job.worker(2)
     plain = nn.Embedding(ROWS, 4, max_norm=0.5)
@@ -361,7 +360,7 @@ def test_max_norm_and_loads_change_the_copies_too(make_job: Callable[[], Job]) -
     torch.testing.assert_close(job.rows(table.spec, [0, 1]), torch.ones(2, 4))
 
 
-def test_a_row_that_max_norm_alone_has_changed_is_pushed(make_job: Callable[[], Job]) -> None:
+def test_a_row_that_max_norm_alone_has_changed_is_pushed(make_job):
     job = make_job()
     session = job.worker(1)
     model = es.wrap(nn.Sequential(nn.Embedding(ROWS, 4, max_norm=0.1)), session, optimizer=es.SGD(lr=0.0))
@@ -372,7 +371,7 @@ def test_a_row_that_max_norm_alone_has_changed_is_pushed(make_job: Callable[[], 
     torch.testing.assert_close(job.rows(model[0].table.spec, [1]).norm().item(), 0.1)
 
 
-def test_a_difference_is_taken_from_what_was_loaded(make_job: Callable[[], Job]) -> None:
+def test_a_difference_is_taken_from_what_was_loaded(make_job):
     job = make_job()
     session = job.worker(1)
     module = es.Embedding(session.table(SPEC))
@@ -383,9 +382,7 @@ def test_a_difference_is_taken_from_what_was_loaded(make_job: Callable[[], Job])
 
 
 @pytest.mark.parametrize("optimizer", [es.FTRL(lr=0.1), es.Custom(function="mine:step", lr=0.1)])
-def test_an_optimizer_without_a_local_twin_is_refused_before_anything_is_declared(
-    make_job: Callable[[], Job], optimizer: Optimizer
-) -> None:
+def test_an_optimizer_without_a_local_twin_is_refused_before_anything_is_declared(make_job, optimizer):
     job = make_job()
     session = job.worker(2)
     with pytest.raises(ValueError, match=f"adam, adamw, not {optimizer.name}"):
@@ -393,7 +390,7 @@ def test_an_optimizer_without_a_local_twin_is_refused_before_anything_is_declare
     assert job.shards[0].status().tables == ()
 
 
-def test_local_steps_refuse_what_contradicts_them(make_job: Callable[[], Job]) -> None:
+def test_local_steps_refuse_what_contradicts_them(make_job):
     with pytest.raises(ValueError, match="cache_rows and connect"):
         make_job().worker(2).cache_rows()
     with pytest.raises(ValueError, match="local_steps must be at least 1"):
@@ -402,7 +399,7 @@ def test_local_steps_refuse_what_contradicts_them(make_job: Callable[[], Job]) -
         es.connect("127.0.0.1:1", local_steps=2, workers=2, staleness_aware_lr=True)
 
 
-def test_ids_keep_their_numbers_while_there_come_more() -> None:
+def test_ids_keep_their_numbers_while_there_come_more():
     rng, index = np.random.default_rng(0), IdIndex()
     known: dict[int, int] = {}
     for size in (0, 1, 3000, 10, 50_000):

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import numpy as np
@@ -86,7 +86,7 @@ def pushes(clock: int) -> Callable[[Request], bool]:
 
 
 @pytest.fixture(autouse=True)
-def _threads_end() -> Iterator[None]:
+def _threads_end():
     yield
     if _left():
         gc.collect()  # an error's traceback may hold a loop that it left
@@ -165,8 +165,8 @@ def wrapped(build: Callable[[], nn.Module], session: Session, optimizer: es.Adag
 @pytest.mark.parametrize("max_norm", [None, 1.0], ids=["", "max_norm"])
 @pytest.mark.parametrize("kind", [Announcing, Partly, Net])
 def test_at_staleness_0_the_weights_have_the_bits_of_a_loop_without_prefetch(
-    make_shards: Shards, shards: int, optimizer: es.Adagrad | es.Adam, max_norm: float | None, kind: type[Net]
-) -> None:
+    make_shards, shards, optimizer, max_norm, kind
+):
     results = []
     for prefetched in (False, True):
         wired = Wired(make_shards(shards))
@@ -182,7 +182,7 @@ def test_at_staleness_0_the_weights_have_the_bits_of_a_loop_without_prefetch(
     assert same(results[0][1], results[1][1])
 
 
-def test_what_was_pulled_ahead_is_found_by_views_and_copies_of_the_ids(make_shards: Shards) -> None:
+def test_what_was_pulled_ahead_is_found_by_views_and_copies_of_the_ids(make_shards):
     wired = Wired(make_shards(2))
     session, model = wired.session, wrapped(Announcing, wired.session, es.SGD(lr=0.1))
     train(model, session, ((ids.clone(), target) for ids, target in session.prefetch(pairs())))
@@ -196,14 +196,14 @@ def test_what_was_pulled_ahead_is_found_by_views_and_copies_of_the_ids(make_shar
 
 def net_of_ids(session: Session) -> nn.Module:
     class Plain(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.table, self.head = nn.Embedding(10_000, 2), nn.Linear(2, 1)
 
-        def embedding_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        def embedding_inputs(self, ids):
             return {"table": ids}
 
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        def forward(self, ids):
             out: torch.Tensor = self.head(self.table(ids))
             return out
 
@@ -221,9 +221,7 @@ def own_and_shared(count: int) -> list[torch.Tensor]:
     return [torch.tensor([1, 100 + t]) for t in range(count)]
 
 
-def test_at_staleness_0_rows_of_their_own_come_during_the_batch_before_and_shared_ones_after_its_push(
-    make_shards: Shards,
-) -> None:
+def test_at_staleness_0_rows_of_their_own_come_during_the_batch_before_and_shared_ones_after_its_push(make_shards):
     wired = Wired(make_shards(1))
     model = net_of_ids(wired.session)
     wired.heard.clear()
@@ -245,7 +243,7 @@ def test_at_staleness_0_rows_of_their_own_come_during_the_batch_before_and_share
         assert not reads("table", 100 + t)(shared[0])
 
 
-def test_a_row_is_pulled_once_for_a_batch(make_shards: Shards) -> None:
+def test_a_row_is_pulled_once_for_a_batch(make_shards):
     wired = Wired(make_shards(2))
     model = net_of_ids(wired.session)
     train_plain(model, wired.session, wired.session.prefetch([torch.arange(t % 3, 20, 2) for t in range(9)]))
@@ -255,13 +253,13 @@ def test_a_row_is_pulled_once_for_a_batch(make_shards: Shards) -> None:
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 3])
-def test_the_staleness_is_used_and_never_exceeded(make_shards: Shards, staleness: int) -> None:
+def test_the_staleness_is_used_and_never_exceeded(make_shards, staleness):
     wired = Wired(make_shards(1))
     model = net_of_ids(wired.session)
     wired.heard.clear()
     count = 9
 
-    def hold(request: Request) -> None:
+    def hold(request):
         # a push is acknowledged once as many batches were pulled without it as may be
         if isinstance(request, Push) and request.clock + staleness < count:
             wired.wait("answered", reads("table", 100 + request.clock + staleness))
@@ -279,7 +277,7 @@ def test_the_staleness_is_used_and_never_exceeded(make_shards: Shards, staleness
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_a_step_does_not_wait_for_its_push_but_for_a_permit(make_shards: Shards, staleness: int) -> None:
+def test_a_step_does_not_wait_for_its_push_but_for_a_permit(make_shards, staleness):
     wired = Wired(make_shards(1))
     session, model = wired.session, net_of_ids(wired.session)
     stepped = threading.Event()
@@ -300,14 +298,14 @@ def assert_set(event: threading.Event) -> None:
     assert event.wait(PATIENCE)
 
 
-def test_a_push_carries_the_gradients_the_clock_and_the_rate_of_its_step(make_shards: Shards) -> None:
+def test_a_push_carries_the_gradients_the_clock_and_the_rate_of_its_step(make_shards):
     pushed = []
     for prefetched in (False, True):
         wired = Wired(make_shards(1))
         model = wrapped(Announcing, wired.session, es.SGD(lr=0.0))  # the same weights, however late pushes are
         seen: dict[int, list[tuple[str, float, np.ndarray, np.ndarray]]] = {}
 
-        def note(request: Request, seen=seen) -> None:
+        def note(request, seen=seen):
             if isinstance(request, Push):
                 time.sleep(0.01)  # as if it were sent only now
                 seen[request.clock] = [(p.table, p.lr_scale, p.ids.copy(), p.gradients.copy()) for p in request.tables]
@@ -395,12 +393,12 @@ ACTS: list[Act] = [
 
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("max_norm", [None, 0.5], ids=["", "max_norm"])
-def test_whatever_a_loop_does_the_bits_are_the_same(make_shards: Shards, act: Act, max_norm: float | None) -> None:
+def test_whatever_a_loop_does_the_bits_are_the_same(make_shards, act, max_norm):
     compare_loops(make_shards, [act, ordinary] * 4, max_norm, seed=0)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_loops_with_random_delays_have_the_same_bits(make_shards: Shards, seed: int) -> None:
+def test_random_loops_with_random_delays_have_the_same_bits(make_shards, seed):
     dice = random.Random(seed)
     acts = [dice.choice([ordinary, *ACTS]) for _ in range(8)]
     compare_loops(make_shards, acts, dice.choice([None, 0.5]), seed)
@@ -425,7 +423,7 @@ def compare_loops(make_shards: Shards, acts: list[Act], max_norm: float | None, 
 
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_a_loader_may_be_shorter_than_the_staleness(make_shards: Shards, count: int, staleness: int) -> None:
+def test_a_loader_may_be_shorter_than_the_staleness(make_shards, count, staleness):
     wired = Wired(make_shards(2))
     model = wrapped(Announcing, wired.session, es.SGD(lr=0.1))
     assert len(train(model, wired.session, wired.session.prefetch(pairs(count), staleness=staleness))) == count
@@ -439,7 +437,7 @@ def failing(request: Request, clock: int) -> None:
 
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("clock", [2, 7])
-def test_the_error_of_a_push_is_raised_by_the_loop(make_shards: Shards, clock: int, staleness: int) -> None:
+def test_the_error_of_a_push_is_raised_by_the_loop(make_shards, clock, staleness):
     wired = Wired(make_shards(2))
     model = wrapped(Announcing, wired.session, es.SGD(lr=0.1))
     wired.hold(lambda r: failing(r, clock))
@@ -449,9 +447,7 @@ def test_the_error_of_a_push_is_raised_by_the_loop(make_shards: Shards, clock: i
     wired.session.flush()  # raised once
 
 
-def test_the_error_of_a_push_in_a_loop_that_was_left_is_raised_by_the_next_use(
-    make_shards: Shards, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_error_of_a_push_in_a_loop_that_was_left_is_raised_by_the_next_use(make_shards, caplog):
     wired = Wired(make_shards(2))
     session, model = wired.session, wrapped(Announcing, wired.session, es.SGD(lr=0.1))
     wired.hold(lambda r: failing(r, 2))
@@ -466,11 +462,11 @@ def test_the_error_of_a_push_in_a_loop_that_was_left_is_raised_by_the_next_use(
     train(model, session, session.prefetch(pairs()))
 
 
-def test_the_error_of_a_pull_is_raised_where_its_batch_would_come(make_shards: Shards) -> None:
+def test_the_error_of_a_pull_is_raised_where_its_batch_would_come(make_shards):
     wired = Wired(make_shards(1))
     model = net_of_ids(wired.session)
 
-    def refuse(request: Request) -> None:
+    def refuse(request):
         if reads("table", 102)(request):
             raise UnknownTable(table="table", known="none")
 
@@ -480,8 +476,8 @@ def test_the_error_of_a_pull_is_raised_where_its_batch_would_come(make_shards: S
     assert wired.session.clock == 2
 
 
-def test_the_error_of_a_loader_has_its_own_traceback_after_the_batches_before_it(make_shards: Shards) -> None:
-    def reading() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def test_the_error_of_a_loader_has_its_own_traceback_after_the_batches_before_it(make_shards):
+    def reading():
         yield from pairs(3)
         raise KeyError("a broken line")
 
@@ -493,11 +489,11 @@ def test_the_error_of_a_loader_has_its_own_traceback_after_the_batches_before_it
     assert "reading" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
 
 
-def test_a_push_names_no_ids_of_a_pull_that_is_on_its_way(make_shards: Shards) -> None:
+def test_a_push_names_no_ids_of_a_pull_that_is_on_its_way(make_shards):
     wired = Wired(make_shards(1))
     session, model = wired.session, wrapped(Announcing, wired.session, es.SGD(lr=0.1))
 
-    def behind_the_first_push(request: Request) -> None:
+    def behind_the_first_push(request):
         if isinstance(request, Pull) and wired.when("answered", lambda r: isinstance(r, Pull)) >= 0:
             wired.wait("answered", pushes(0))
 
@@ -506,7 +502,7 @@ def test_a_push_names_no_ids_of_a_pull_that_is_on_its_way(make_shards: Shards) -
     assert sum(said == "sent" and pushes(0)(r) for said, r in wired.heard) == 1
 
 
-def test_a_loop_that_is_left_waits_for_its_pushes_and_the_session_goes_on(make_shards: Shards) -> None:
+def test_a_loop_that_is_left_waits_for_its_pushes_and_the_session_goes_on(make_shards):
     wired = Wired(make_shards(2))
     session, model = wired.session, wrapped(Announcing, wired.session, es.SGD(lr=0.1))
     wired.hold(after=lambda _: time.sleep(0.002))
@@ -526,12 +522,12 @@ SAID = ("sent", "answered")
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_ctrl_c_ends_the_loop(make_shards: Shards, staleness: int) -> None:
+def test_ctrl_c_ends_the_loop(make_shards, staleness):
     wired = Wired(make_shards(1))
     model = net_of_ids(wired.session)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 
-    def press(request: Request) -> None:
+    def press(request):
         if reads("table", 103)(request):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.05)
@@ -547,12 +543,10 @@ def test_ctrl_c_ends_the_loop(make_shards: Shards, staleness: int) -> None:
     wired.session.step()
 
 
-def test_a_loader_that_never_gives_its_next_batch_is_left_behind(
-    make_shards: Shards, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_loader_that_never_gives_its_next_batch_is_left_behind(make_shards, caplog):
     go_on = threading.Event()
 
-    def stuck() -> Iterator[torch.Tensor]:
+    def stuck():
         yield torch.tensor([1])
         go_on.wait(PATIENCE)
 
@@ -568,7 +562,7 @@ def test_a_loader_that_never_gives_its_next_batch_is_left_behind(
     thread.join(PATIENCE)
 
 
-def test_closing_a_session_inside_the_loop_ends_it(make_shards: Shards) -> None:
+def test_closing_a_session_inside_the_loop_ends_it(make_shards):
     wired = Wired(make_shards(1))
     model = net_of_ids(wired.session)
     loop = wired.session.prefetch(own_and_shared(5))
@@ -579,7 +573,7 @@ def test_closing_a_session_inside_the_loop_ends_it(make_shards: Shards) -> None:
     assert next(loop, None) is None
 
 
-def test_prefetch_in_a_prefetch_and_a_negative_staleness_are_refused(make_shards: Shards) -> None:
+def test_prefetch_in_a_prefetch_and_a_negative_staleness_are_refused(make_shards):
     wired = Wired(make_shards(1))
     session = wired.session
     net_of_ids(session)
@@ -590,7 +584,7 @@ def test_prefetch_in_a_prefetch_and_a_negative_staleness_are_refused(make_shards
             next(session.prefetch(own_and_shared(2)))
 
 
-def test_where_nothing_says_what_a_batch_reads_the_remedy_is_named(make_shards: Shards) -> None:
+def test_where_nothing_says_what_a_batch_reads_the_remedy_is_named(make_shards):
     session = Wired(make_shards(1)).session
     with pytest.raises(ValueError, match=r"this session has 0 wrapped models; pass inputs="):
         session.prefetch([])
@@ -604,7 +598,7 @@ def test_where_nothing_says_what_a_batch_reads_the_remedy_is_named(make_shards: 
         next(session.prefetch(pairs(), inputs=lambda batch: {"nope": batch[0]}))
 
 
-def test_inputs_name_modules_of_one_model_and_tables_of_several(make_shards: Shards) -> None:
+def test_inputs_name_modules_of_one_model_and_tables_of_several(make_shards):
     session = Wired(make_shards(2)).session
     first = wrapped(Net, session, es.SGD(lr=0.1))
     everything = lambda ids: {"users": ids[:, 0], "items": ids, "wide": ids}  # noqa: E731
@@ -617,7 +611,7 @@ def test_inputs_name_modules_of_one_model_and_tables_of_several(make_shards: Sha
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_data_loader_gives_its_parts_to_embedding_inputs(make_shards: Shards, num_workers: int) -> None:
+def test_a_data_loader_gives_its_parts_to_embedding_inputs(make_shards, num_workers):
     wired = Wired(make_shards(1))
     model = net_of_ids(wired.session)
     data = TensorDataset(torch.arange(12), torch.ones(12))
@@ -630,7 +624,7 @@ def test_a_data_loader_gives_its_parts_to_embedding_inputs(make_shards: Shards, 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_rows_pulled_ahead_go_to_the_gpu(make_shards: Shards, staleness: int, gpu: torch.device) -> None:
+def test_rows_pulled_ahead_go_to_the_gpu(make_shards, staleness, gpu):
     curves = []
     for prefetched in (False, True):
         wired = Wired(make_shards(2))
@@ -643,7 +637,7 @@ def test_rows_pulled_ahead_go_to_the_gpu(make_shards: Shards, staleness: int, gp
     torch.testing.assert_close(curves[1], curves[0], rtol=1e-4, atol=1e-6)  # a GPU sums in any order
 
 
-def test_a_model_without_tables_has_its_dense_weights_prefetched(make_shards: Shards) -> None:
+def test_a_model_without_tables_has_its_dense_weights_prefetched(make_shards):
     wired = Wired(make_shards(1))
     model = es.wrap(nn.Linear(3, 1), wired.session, optimizer=es.SGD(lr=0.1))
     model(torch.ones(1, 3))
@@ -654,9 +648,7 @@ def test_a_model_without_tables_has_its_dense_weights_prefetched(make_shards: Sh
     assert [type(request) for said, request in wired.heard if said == "sent"] == [Pull, Push] * 3
 
 
-def test_reads_that_were_not_announced_are_counted_and_told_of_once(
-    make_shards: Shards, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reads_that_were_not_announced_are_counted_and_told_of_once(make_shards, caplog):
     wired = Wired(make_shards(1))
     session, model = wired.session, net_of_ids(wired.session)
     for _ in range(2):
@@ -669,7 +661,7 @@ def test_reads_that_were_not_announced_are_counted_and_told_of_once(
     assert caplog.text.count("prefetch pulls rows that the model does not read") == 1
 
 
-def test_waiting_is_what_the_training_thread_waits(make_shards: Shards) -> None:
+def test_waiting_is_what_the_training_thread_waits(make_shards):
     wired = Wired(make_shards(1))
     session, model = wired.session, net_of_ids(wired.session)
     ids = torch.tensor([1])
@@ -680,7 +672,7 @@ def test_waiting_is_what_the_training_thread_waits(make_shards: Shards) -> None:
     assert session.stats.wait_seconds > before
 
 
-def test_dense_weights_change_only_between_batches(make_shards: Shards) -> None:
+def test_dense_weights_change_only_between_batches(make_shards):
     wired = Wired(make_shards(1))
     session, model = wired.session, net_of_ids(wired.session)
     for t, ids in enumerate(session.prefetch(own_and_shared(4), staleness=1)):
@@ -693,7 +685,7 @@ def test_dense_weights_change_only_between_batches(make_shards: Shards) -> None:
         assert torch.equal(model.head.weight, before)
 
 
-def test_a_refresh_inside_the_loop_holds_for_the_next_batch(make_shards: Shards) -> None:
+def test_a_refresh_inside_the_loop_holds_for_the_next_batch(make_shards):
     wired = Wired(make_shards(1))
     session, model = wired.session, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     model[0].requires_grad_(False)
@@ -711,7 +703,7 @@ def test_a_refresh_inside_the_loop_holds_for_the_next_batch(make_shards: Shards)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_overlap_is_that_of_sets(seed: int) -> None:
+def test_overlap_is_that_of_sets(seed):
     rng = np.random.default_rng(seed)
     edges = np.array([0, -1, 2**63 - 1, -(2**63)])
     ids, others = (

@@ -1,6 +1,6 @@
 """Copies of hot rows: no older than the bound, no more than the room, and those that are read again and again."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -24,9 +24,7 @@ def values(ids: np.ndarray, clock: int) -> np.ndarray:
 
 @settings(max_examples=200, deadline=None)
 @given(room=st.integers(1, 40), staleness=st.integers(1, 4), steps=STEPS)
-def test_a_copy_is_of_its_id_and_never_older_than_the_bound(
-    room: int, staleness: int, steps: list[tuple[int, list[int], bool]]
-) -> None:
+def test_a_copy_is_of_its_id_and_never_older_than_the_bound(room, staleness, steps):
     cache = RowCache(room, DIM, staleness)
     clock = 0
     pulled_at: dict[int, int] = {}  # the reference: when every id was last stored
@@ -49,7 +47,7 @@ def test_a_copy_is_of_its_id_and_never_older_than_the_bound(
         pulled_at.update(dict.fromkeys(ids[missed].tolist(), clock))
 
 
-def test_it_holds_no_more_rows_than_it_has_room_for() -> None:
+def test_it_holds_no_more_rows_than_it_has_room_for():
     for room in (1, 7, 8, 100):
         cache = RowCache(room, DIM, 4)
         ids = np.arange(10_000)
@@ -59,7 +57,7 @@ def test_it_holds_no_more_rows_than_it_has_room_for() -> None:
         assert 0.5 * room <= found <= room
 
 
-def test_rows_that_come_in_every_batch_stay_although_many_come_once() -> None:
+def test_rows_that_come_in_every_batch_stay_although_many_come_once():
     cache = RowCache(1_000, DIM, 4)
     hot = np.arange(500)
     found = 0
@@ -87,9 +85,7 @@ def counting(session: Session) -> es.Embedding:
 
 
 @pytest.mark.parametrize("staleness", [1, 3])
-def test_a_forward_shows_all_pushes_but_the_last_ones_within_the_bound(
-    make_session: MakeSession, staleness: int
-) -> None:
+def test_a_forward_shows_all_pushes_but_the_last_ones_within_the_bound(make_session, staleness):
     session = make_session(2)
     session.cache_rows(rows=64, staleness=staleness)
     module = counting(session)
@@ -106,7 +102,7 @@ def test_a_forward_shows_all_pushes_but_the_last_ones_within_the_bound(
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_prefetched_rows_are_within_the_sum_of_both_bounds(make_session: MakeSession, ahead: int) -> None:
+def test_prefetched_rows_are_within_the_sum_of_both_bounds(make_session, ahead):
     session = make_session(2)
     session.cache_rows(rows=64, staleness=2)
     module = counting(session)
@@ -114,7 +110,7 @@ def test_prefetched_rows_are_within_the_sum_of_both_bounds(make_session: MakeSes
     batches = [torch.from_numpy(rng.integers(0, 12, 6)).unique() for _ in range(40)]
     pushes = np.zeros((12, 40), int)
 
-    def loop() -> Iterator[torch.Tensor]:
+    def loop():
         yield from session.prefetch(batches, staleness=ahead, inputs=lambda batch: {"any": batch})
 
     for step, ids in enumerate(loop()):
@@ -128,7 +124,7 @@ def test_prefetched_rows_are_within_the_sum_of_both_bounds(make_session: MakeSes
     assert session.stats.cache_hits > 0
 
 
-def test_loaded_rows_are_read_at_once_and_refresh_reads_what_others_pushed(make_session: MakeSession) -> None:
+def test_loaded_rows_are_read_at_once_and_refresh_reads_what_others_pushed(make_session):
     session = make_session(1)
     session.cache_rows()
     module = counting(session)
@@ -143,7 +139,7 @@ def test_loaded_rows_are_read_at_once_and_refresh_reads_what_others_pushed(make_
     assert module(ids).eq(9).all()
 
 
-def test_a_refresh_inside_the_loop_reads_what_others_pushed(make_session: MakeSession) -> None:
+def test_a_refresh_inside_the_loop_reads_what_others_pushed(make_session):
     session = make_session(1)
     session.cache_rows(staleness=50)
     module = counting(session)
@@ -159,7 +155,7 @@ def test_a_refresh_inside_the_loop_reads_what_others_pushed(make_session: MakeSe
     assert seen[-1] == 9
 
 
-def test_dense_weights_are_never_copies(make_session: MakeSession) -> None:
+def test_dense_weights_are_never_copies(make_session):
     session = make_session(2)
     session.cache_rows()
     model = es.wrap(torch.nn.Linear(3, 1, bias=False), session, optimizer=es.SGD(lr=1.0))
@@ -171,15 +167,13 @@ def test_dense_weights_are_never_copies(make_session: MakeSession) -> None:
     assert session.stats.cache_lookups == 0
 
 
-def test_without_a_cache_nothing_is_counted(make_session: MakeSession) -> None:
+def test_without_a_cache_nothing_is_counted(make_session):
     session = make_session(1)
     counting(session)(torch.arange(3))
     assert session.stats.cache_lookups == 0
 
 
 @pytest.mark.parametrize(("rows", "staleness", "text"), [(0, 4, "rows must be at least 1"), (5, 0, "got 0")])
-def test_a_cache_without_room_or_bound_is_refused(
-    make_session: MakeSession, rows: int, staleness: int, text: str
-) -> None:
+def test_a_cache_without_room_or_bound_is_refused(make_session, rows, staleness, text):
     with pytest.raises(ValueError, match=text):
         make_session(1).cache_rows(rows=rows, staleness=staleness)

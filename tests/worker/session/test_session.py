@@ -2,7 +2,7 @@ import copy
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ import embershard as es
 from embershard.proto.errors import TableMismatch
 from embershard.proto.messages import Pull, Push, Reply, Request
 from embershard.proto.protobuf import dumps, loads
-from embershard.proto.routing import Placement, Route, make_routes
+from embershard.proto.routing import make_routes
 from embershard.proto.transport.local import LocalTransport
 from embershard.ps.coordination.route_cache import RouteCache
 from embershard.ps.shard import Shard
@@ -42,7 +42,7 @@ def listened(shards: list[Shard]) -> tuple[Session, list[Listener]]:
     return Session(Client([LocalTransport(it.handle, f"local/{i}") for i, it in enumerate(listeners)])), listeners
 
 
-def test_a_step_pushes_the_gradient_and_the_next_read_sees_it(make_session: MakeSession) -> None:
+def test_a_step_pushes_the_gradient_and_the_next_read_sees_it(make_session):
     session = make_session(2)
     module = es.Embedding(session.table(SPEC))
     module(IDS).sum().backward()
@@ -51,7 +51,7 @@ def test_a_step_pushes_the_gradient_and_the_next_read_sees_it(make_session: Make
     torch.testing.assert_close(module(IDS).detach()[:, 0], torch.tensor([-2.0, -1.0, -2.0]))
 
 
-def test_a_step_without_gradients_sends_nothing(make_shards: Callable[..., list[Shard]]) -> None:
+def test_a_step_without_gradients_sends_nothing(make_shards):
     session, listeners = listened(make_shards(2))
     es.Embedding(session.table(SPEC))(IDS)
     session.step()
@@ -59,7 +59,7 @@ def test_a_step_without_gradients_sends_nothing(make_shards: Callable[..., list[
     assert not any(isinstance(request, Push) for it in listeners for request in it.heard)
 
 
-def test_gradients_of_several_backwards_accumulate_until_the_step(make_session: MakeSession) -> None:
+def test_gradients_of_several_backwards_accumulate_until_the_step(make_session):
     session = make_session(2)
     module = es.Embedding(session.table(SPEC))
     for _ in range(3):
@@ -68,7 +68,7 @@ def test_gradients_of_several_backwards_accumulate_until_the_step(make_session: 
     torch.testing.assert_close(module.table.pull(torch.tensor([1])), torch.tensor([[-6.0, -6.0]]))
 
 
-def test_backward_twice_through_one_graph_counts_twice(make_session: MakeSession) -> None:
+def test_backward_twice_through_one_graph_counts_twice(make_session):
     session = make_session(1)
     module = es.Embedding(session.table(SPEC))
     loss = module(IDS).sum()
@@ -78,7 +78,7 @@ def test_backward_twice_through_one_graph_counts_twice(make_session: MakeSession
     torch.testing.assert_close(module.table.pull(torch.tensor([2])), torch.tensor([[-2.0, -2.0]]))
 
 
-def test_a_forward_without_a_backward_leaves_nothing_behind(make_session: MakeSession) -> None:
+def test_a_forward_without_a_backward_leaves_nothing_behind(make_session):
     session = make_session(1)
     module = es.Embedding(session.table(SPEC))
     out = module(IDS)
@@ -91,7 +91,7 @@ def test_a_forward_without_a_backward_leaves_nothing_behind(make_session: MakeSe
     assert leaf() is None
 
 
-def test_no_grad_and_inference_read_the_same_rows_and_record_nothing(make_session: MakeSession) -> None:
+def test_no_grad_and_inference_read_the_same_rows_and_record_nothing(make_session):
     session = make_session(2)
     module = es.Embedding(session.table(SPEC))
     module(IDS).sum().backward()
@@ -108,7 +108,7 @@ def test_no_grad_and_inference_read_the_same_rows_and_record_nothing(make_sessio
     assert session.stats.pushed_rows == 2  # of the first step
 
 
-def test_zero_grad_drops_what_backward_left(make_session: MakeSession) -> None:
+def test_zero_grad_drops_what_backward_left(make_session):
     session = make_session(2)
     model = es.wrap(nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 1)), session, optimizer=es.SGD(lr=1.0))
     model(IDS).sum().backward()
@@ -117,7 +117,7 @@ def test_zero_grad_drops_what_backward_left(make_session: MakeSession) -> None:
     assert session.stats.pushed_rows == 0
 
 
-def test_a_skipped_step_moves_the_clock_and_no_weight(make_session: MakeSession) -> None:
+def test_a_skipped_step_moves_the_clock_and_no_weight(make_session):
     session = make_session(2)
     model = es.wrap(nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 1)), session, optimizer=es.SGD(lr=1.0))
     before = model(IDS)
@@ -127,7 +127,7 @@ def test_a_skipped_step_moves_the_clock_and_no_weight(make_session: MakeSession)
     torch.testing.assert_close(model(IDS), before, rtol=0, atol=0)
 
 
-def test_lr_scale_scales_the_following_pushes(make_session: MakeSession) -> None:
+def test_lr_scale_scales_the_following_pushes(make_session):
     session = make_session(2)
     module = es.Embedding(session.table(SPEC))
     session.lr_scale = 0.25
@@ -136,9 +136,7 @@ def test_lr_scale_scales_the_following_pushes(make_session: MakeSession) -> None
     torch.testing.assert_close(module.table.pull(torch.tensor([2])), torch.tensor([[-0.25, -0.25]]))
 
 
-def test_a_factor_of_the_learning_rate_arrives_to_the_last_bit(
-    make_shards: Callable[..., list[Shard]],
-) -> None:
+def test_a_factor_of_the_learning_rate_arrives_to_the_last_bit(make_shards):
     session, (shard,) = listened(make_shards(1))
     module = es.Embedding(session.table(SPEC))
     for scales in (None, {"t": 1 / 3}):
@@ -150,7 +148,7 @@ def test_a_factor_of_the_learning_rate_arrives_to_the_last_bit(
     assert arrived == [0.1, 1 / 3 * 0.1]
 
 
-def test_two_workers_train_one_table(make_shards: Callable[..., list[Shard]], make_session: MakeSession) -> None:
+def test_two_workers_train_one_table(make_shards, make_session):
     shards = make_shards(2)
     sessions = [make_session(shards=shards, worker=k) for k in range(2)]
     modules = [es.Embedding(session.table(SPEC)) for session in sessions]
@@ -179,7 +177,7 @@ class TwoTables(nn.Module):
 SPACES = {"wide": "features", "deep": "features"}
 
 
-def test_a_step_is_one_pull_and_one_push_per_shard(make_shards: Callable[..., list[Shard]]) -> None:
+def test_a_step_is_one_pull_and_one_push_per_shard(make_shards):
     session, listeners = listened(make_shards(2))
     model = es.wrap(TwoTables(), session, optimizer=es.SGD(lr=0.1), id_space=SPACES)
     ids = torch.arange(40)
@@ -193,7 +191,7 @@ def test_a_step_is_one_pull_and_one_push_per_shard(make_shards: Callable[..., li
             assert {part.table for part in listener.heard[0].tables} >= {"wide", "deep"}  # type: ignore[union-attr]
 
 
-def test_a_push_names_the_ids_of_its_pull(make_shards: Callable[..., list[Shard]]) -> None:
+def test_a_push_names_the_ids_of_its_pull(make_shards):
     session, listeners = listened(make_shards(2))
     model = es.wrap(TwoTables(), session, optimizer=es.SGD(lr=0.1), id_space=SPACES)
     for _ in range(2):
@@ -208,7 +206,7 @@ def test_a_push_names_the_ids_of_its_pull(make_shards: Callable[..., list[Shard]
         assert {part.table: part.route for part in push.tables} == numbers
 
 
-def test_reads_that_no_push_follows_leave_no_ids_behind(make_shards: Callable[..., list[Shard]]) -> None:
+def test_reads_that_no_push_follows_leave_no_ids_behind(make_shards):
     session, listeners = listened(make_shards(1))
     model = es.wrap(TwoTables(), session, optimizer=es.SGD(lr=0.1), id_space=SPACES)
     with torch.no_grad():
@@ -218,7 +216,7 @@ def test_reads_that_no_push_follows_leave_no_ids_behind(make_shards: Callable[..
     assert {part.route for part in pull.tables} == {0}
 
 
-def test_ids_that_a_shard_dropped_are_sent_again(make_shards: Callable[..., list[Shard]]) -> None:
+def test_ids_that_a_shard_dropped_are_sent_again(make_shards):
     shards = make_shards(2)
     session, _ = listened(shards)
     table = session.table(SPEC)
@@ -230,12 +228,12 @@ def test_ids_that_a_shard_dropped_are_sent_again(make_shards: Callable[..., list
     torch.testing.assert_close(table.pull(IDS)[:, 0], torch.tensor([-2.0, -1.0, -2.0]))
 
 
-def test_tables_of_one_id_space_share_one_route(make_session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_of_one_id_space_share_one_route(make_session, monkeypatch):
     session = make_session(2)
     model = es.wrap(TwoTables(), session, optimizer=es.SGD(lr=0.1), id_space=SPACES)
     routed: list[int] = []
 
-    def counted(inputs: Sequence[tuple[np.ndarray, int]], placement: Placement) -> list[Route]:
+    def counted(inputs, placement):
         routed.append(len(inputs))
         return make_routes(inputs, placement)
 
@@ -244,9 +242,9 @@ def test_tables_of_one_id_space_share_one_route(make_session: MakeSession, monke
     assert routed == [1]
 
 
-def test_ids_changed_in_place_are_read_anew(make_session: MakeSession) -> None:
+def test_ids_changed_in_place_are_read_anew(make_session):
     class Shifted(TwoTables):
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        def forward(self, ids):
             ids += 1  # what embedding_inputs promised no longer holds
             return super().forward(ids)
 
@@ -257,14 +255,14 @@ def test_ids_changed_in_place_are_read_anew(make_session: MakeSession) -> None:
     torch.testing.assert_close(shifted(torch.arange(10)), plain(torch.arange(1, 11)))
 
 
-def test_nothing_read_ahead_outlives_the_forward(make_session: MakeSession) -> None:
+def test_nothing_read_ahead_outlives_the_forward(make_session):
     session = make_session(2)
     model = es.wrap(TwoTables(), session, optimizer=es.SGD(lr=0.1))
     model(torch.arange(10))
     assert not session._prefetched.forward
 
     class Failing(TwoTables):
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        def forward(self, ids):
             raise KeyError("in the middle")
 
     failing = es.wrap(Failing(), session, optimizer=es.SGD(lr=0.1), prefix="f/")
@@ -273,9 +271,7 @@ def test_nothing_read_ahead_outlives_the_forward(make_session: MakeSession) -> N
     assert not session._prefetched.forward
 
 
-def test_the_creator_loads_the_values_and_others_take_them(
-    make_shards: Callable[..., list[Shard]], make_session: MakeSession
-) -> None:
+def test_the_creator_loads_the_values_and_others_take_them(make_shards, make_session):
     shards = make_shards(2)
     sessions = [make_session(shards=shards, worker=k) for k in range(2)]
     models = [nn.Sequential(nn.Embedding(30, 4), nn.Linear(4, 1)) for _ in sessions]  # two sets of random values
@@ -286,16 +282,14 @@ def test_the_creator_loads_the_values_and_others_take_them(
         torch.testing.assert_close(model(torch.arange(30)), expected)
 
 
-def test_workers_that_start_together_agree_on_the_values(
-    make_shards: Callable[..., list[Shard]], make_session: MakeSession
-) -> None:
+def test_workers_that_start_together_agree_on_the_values(make_shards, make_session):
     shards = make_shards(2)
     lock = threading.Lock()
     for shard in shards:
         shard.handle = lambda request, handle=shard.handle: _locked(lock, handle, request)  # type: ignore[method-assign]
     outs: dict[int, torch.Tensor] = {}
 
-    def work(worker: int) -> None:
+    def work(worker):
         session = make_session(shards=shards, worker=worker)
         torch.manual_seed(worker)
         model = es.wrap(nn.Sequential(nn.Embedding(3000, 4), nn.Linear(4, 1)), session, optimizer=es.SGD(lr=0.1))
@@ -315,9 +309,7 @@ def _locked(lock: threading.Lock, handle: Callable[[Request], Reply], request: R
         return handle(request)
 
 
-def test_dense_weights_follow_other_workers_with_the_clock_and_on_refresh(
-    make_shards: Callable[..., list[Shard]], make_session: MakeSession
-) -> None:
+def test_dense_weights_follow_other_workers_with_the_clock_and_on_refresh(make_shards, make_session):
     shards = make_shards(2)
     sessions = [make_session(shards=shards, worker=k) for k in range(2)]
     models = [es.wrap(nn.Linear(3, 1, bias=False), session, optimizer=es.SGD(lr=1.0)) for session in sessions]
@@ -334,7 +326,7 @@ def test_dense_weights_follow_other_workers_with_the_clock_and_on_refresh(
     torch.testing.assert_close(models[1](x).detach(), before - 6)
 
 
-def test_stats_count_rows_bytes_and_waiting(make_session: MakeSession) -> None:
+def test_stats_count_rows_bytes_and_waiting(make_session):
     session = make_session(2)
     module = es.Embedding(session.table(SPEC))
     module(IDS).sum().backward()
@@ -349,7 +341,7 @@ def test_stats_count_rows_bytes_and_waiting(make_session: MakeSession) -> None:
     assert (session.stats.pushed_rows, stats.pushed_rows) == (4, 2)  # what was read stays as it was
 
 
-def test_a_gradient_with_nan_is_counted_and_leaves_its_row(make_session: MakeSession) -> None:
+def test_a_gradient_with_nan_is_counted_and_leaves_its_row(make_session):
     session = make_session(2)
     module = es.Embedding(session.table(SPEC))
     (module(IDS) * torch.tensor([[1.0], [float("nan")], [1.0]])).sum().backward()
@@ -358,14 +350,14 @@ def test_a_gradient_with_nan_is_counted_and_leaves_its_row(make_session: MakeSes
     torch.testing.assert_close(module.table.pull(torch.tensor([1, 2]))[:, 0], torch.tensor([-2.0, 0.0]))
 
 
-def test_a_table_declared_twice_is_one_table_and_other_settings_are_refused(make_session: MakeSession) -> None:
+def test_a_table_declared_twice_is_one_table_and_other_settings_are_refused(make_session):
     session = make_session(2)
     assert session.table(SPEC) is session.table(SPEC)
     with pytest.raises(TableMismatch, match="dim: 2, not 3"):
         session.table(es.TableSpec(name="t", dim=3, optimizer=es.SGD(lr=1.0), initializer=es.Constant(value=0.0)))
 
 
-def test_sessions_and_wrapped_models_refuse_to_be_copied(make_session: MakeSession) -> None:
+def test_sessions_and_wrapped_models_refuse_to_be_copied(make_session):
     session = make_session(1)
     model = es.wrap(nn.Sequential(nn.Embedding(5, 2)), session, optimizer=es.SGD(lr=1.0))
     with pytest.raises(TypeError, match="copy the model before wrapping it"):
@@ -374,7 +366,7 @@ def test_sessions_and_wrapped_models_refuse_to_be_copied(make_session: MakeSessi
         copy.deepcopy(session)
 
 
-def test_custom_row_optimizers_run_in_local_shards() -> None:
+def test_custom_row_optimizers_run_in_local_shards():
     with es.local(shards=2, imports=[__name__]) as session:
         custom = es.Custom(function=f"{__name__}:halve", lr=0.0)
         spec = es.TableSpec(name="t", dim=2, optimizer=custom, initializer=es.Constant(value=8.0))
@@ -390,8 +382,8 @@ def halve(row: np.ndarray, state: np.ndarray, grad: np.ndarray, hyper: np.ndarra
         row[j] *= np.float32(0.5)
 
 
-def test_close_says_how_many_rows_a_codec_held_back_unless_they_were_sent(caplog: pytest.LogCaptureFixture) -> None:
-    def train(session: Session) -> es.Embedding:
+def test_close_says_how_many_rows_a_codec_held_back_unless_they_were_sent(caplog):
+    def train(session):
         module = es.Embedding(session.table(SPEC))
         (module(IDS) * torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])).sum().backward()
         session.step()

@@ -61,17 +61,11 @@ def tell(shards: list[Shard], revision: int, *tables: TableCodecs) -> None:
         shard.handle(Compress(revision, tables))
 
 
-def test_workers_switch_as_the_shards_were_told_and_say_so(
-    make_shards: MakeShards, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_workers_switch_as_the_shards_were_told_and_say_so(make_shards, caplog):
     shards = make_shards(1)
     session, listener = connect(shards)
     train(session, 2)
-    tell(
-        shards,
-        1,
-        TableCodecs("t", push="int8"),
-    )
+    tell(shards, 1, TableCodecs("t", push="int8"))
     train(session, 2)
     tell(shards, 2, TableCodecs("t", pull="fp16s"))
     train(session, 2)
@@ -90,7 +84,7 @@ def test_workers_switch_as_the_shards_were_told_and_say_so(
     ]
 
 
-def test_a_direction_of_which_the_shards_were_told_nothing_stays(make_shards: MakeShards) -> None:
+def test_a_direction_of_which_the_shards_were_told_nothing_stays(make_shards):
     shards = make_shards(1)
     session, _ = connect(shards)
     session.table(SPEC)
@@ -100,7 +94,7 @@ def test_a_direction_of_which_the_shards_were_told_nothing_stays(make_shards: Ma
     assert list(map(str, session.client.compressor.directions()["t"])) == ["fp16s", "bf16"]
 
 
-def test_the_shards_name_what_a_session_uses(make_shards: MakeShards) -> None:
+def test_the_shards_name_what_a_session_uses(make_shards):
     shards = make_shards(2)
     session, _ = connect(shards)
     session.table(SPEC)
@@ -110,7 +104,7 @@ def test_the_shards_name_what_a_session_uses(make_shards: MakeShards) -> None:
         assert (table.push_codec, table.pull_codec) == ("int8", "bf16")
 
 
-def test_a_session_without_the_codec_stays_as_it_is(make_shards: MakeShards, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_session_without_the_codec_stays_as_it_is(make_shards, caplog):
     shards = make_shards(1)
     session, listener = connect(shards)
     train(session, 1)
@@ -122,9 +116,7 @@ def test_a_session_without_the_codec_stays_as_it_is(make_shards: MakeShards, cap
     assert "step 1: table t stays as it travels: no codec 'int8' here (known: none)" in record.getMessage()
 
 
-def test_settings_of_tables_that_a_session_has_not_are_no_concern_of_it(
-    make_shards: MakeShards, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_settings_of_tables_that_a_session_has_not_are_no_concern_of_it(make_shards, caplog):
     shards = make_shards(1)
     other, _ = connect(shards)
     other.table(es.TableSpec(name="other", dim=1, optimizer=es.SGD(lr=1.0)))
@@ -135,9 +127,7 @@ def test_settings_of_tables_that_a_session_has_not_are_no_concern_of_it(
 
 
 @pytest.mark.parametrize("staleness", [None, 1])  # alone, and as a member
-def test_what_the_shards_were_told_for_a_job_is_not_put_on_the_next_one(
-    stream_shard: str, staleness: int | None
-) -> None:
+def test_what_the_shards_were_told_for_a_job_is_not_put_on_the_next_one(stream_shard, staleness):
     with es.connect(stream_shard, staleness=staleness) as session:
         session.table(SPEC)
         session.client.ask_all(Compress(1, (TableCodecs("t", push="int8"),)))
@@ -153,7 +143,7 @@ def test_what_the_shards_were_told_for_a_job_is_not_put_on_the_next_one(
         assert session.client.compressor.packs("t")
 
 
-def test_who_only_looks_does_not_change_how_a_table_is_shown_to_travel(stream_shard: str) -> None:
+def test_who_only_looks_does_not_change_how_a_table_is_shown_to_travel(stream_shard):
     with es.connect(stream_shard, compression=es.Compression(push="int8")) as session:
         session.table(SPEC)
         with es.connect(stream_shard, worker=READ_ONLY_WORKER) as reader:
@@ -174,7 +164,7 @@ def job(compression: dict[str, object]) -> Job:
     )
 
 
-def test_a_schedule_switches_at_its_steps(make_shards: MakeShards, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_schedule_switches_at_its_steps(make_shards, caplog):
     session, listener = connect(make_shards(1))
     codecs = JobCodecs(job({"push": {"at": {0: "none", 2: "int8"}}, "pull": {"at": {0: "bf16", 3: "none"}}}), session)
     module = es.Embedding(session.table(SPEC))
@@ -187,7 +177,7 @@ def test_a_schedule_switches_at_its_steps(make_shards: MakeShards, caplog: pytes
     assert "step 2: table t travels as push=int8 pull=bf16, by the job's schedule" in caplog.text
 
 
-def test_a_schedule_leaves_alone_what_was_switched_by_hand(make_shards: MakeShards) -> None:
+def test_a_schedule_leaves_alone_what_was_switched_by_hand(make_shards):
     session, _ = connect(make_shards(1))
     codecs = JobCodecs(job({"push": "none", "tables": {"u": {"push": {"at": {0: "none", 2: "int8"}}}}}), session)
     session.table(SPEC)
@@ -201,7 +191,7 @@ def test_a_schedule_leaves_alone_what_was_switched_by_hand(make_shards: MakeShar
     }
 
 
-def test_a_resumed_run_begins_with_the_codec_of_its_step(make_shards: MakeShards) -> None:
+def test_a_resumed_run_begins_with_the_codec_of_its_step(make_shards):
     session, _ = connect(make_shards(1))
     codecs = JobCodecs(job({"push": {"at": {0: "none", 100: "int8", 200: "bf16"}}}), session)
     session.table(SPEC)
@@ -216,9 +206,7 @@ def test_a_resumed_run_begins_with_the_codec_of_its_step(make_shards: MakeShards
         ({"tables": {"*": {"push": "onebit"}}}, "compression: table 't': codec 'onebit' on the push of rows"),
     ],
 )
-def test_what_a_table_cannot_have_ends_the_job(
-    make_shards: MakeShards, compression: dict[str, object], want: str
-) -> None:
+def test_what_a_table_cannot_have_ends_the_job(make_shards, compression, want):
     session, _ = connect(make_shards(1))
     codecs = JobCodecs(job(compression), session)
     session.table(SPEC)
@@ -227,7 +215,7 @@ def test_what_a_table_cannot_have_ends_the_job(
     assert want in str(caught.value)
 
 
-def test_tables_of_a_job_with_a_prefix_are_named_without_it(make_shards: MakeShards) -> None:
+def test_tables_of_a_job_with_a_prefix_are_named_without_it(make_shards):
     session, _ = connect(make_shards(1))
     settings = job({"tables": {"t": {"push": "int8"}}}).model_copy(update={"prefix": "mine/"})
     codecs = JobCodecs(settings, session)
@@ -247,13 +235,13 @@ ADVICE = [
 
 
 @pytest.mark.parametrize(("optimizer", "push", "want"), ADVICE)
-def test_a_codec_that_does_not_suit_its_optimizer_is_said(optimizer: str, push: str, want: str) -> None:
+def test_a_codec_that_does_not_suit_its_optimizer_is_said(optimizer, push, want):
     found = advice(optimizer, codec_of(push))
     assert want in found
     assert bool(found) == bool(want)
 
 
-def test_advice_is_given_once_by_the_first_worker(make_shards: MakeShards, caplog: pytest.LogCaptureFixture) -> None:
+def test_advice_is_given_once_by_the_first_worker(make_shards, caplog):
     caplog.set_level(logging.WARNING)
     session, _ = connect(make_shards(1))
     codecs = JobCodecs(job({"push": "int8"}), session)
@@ -264,7 +252,7 @@ def test_advice_is_given_once_by_the_first_worker(make_shards: MakeShards, caplo
     ]
 
 
-def test_a_push_in_flight_is_acknowledged_before_another_codec_is_used(make_shards: MakeShards) -> None:
+def test_a_push_in_flight_is_acknowledged_before_another_codec_is_used(make_shards):
     session, listener = connect(make_shards(1))
     module = es.Embedding(session.table(SPEC))
     for step, _ in enumerate(session.prefetch([IDS] * 6, staleness=2, inputs=lambda ids: {"t": ids})):

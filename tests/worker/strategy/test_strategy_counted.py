@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 import embershard as es
@@ -36,7 +34,7 @@ class Worker:
         self.session.step()
 
 
-def test_what_was_counted_before_is_not_of_this_run(make_shards: Callable[..., list[Shard]]) -> None:
+def test_what_was_counted_before_is_not_of_this_run(make_shards):
     shards = make_shards(2)
     mine, other = Worker(shards, 0), Worker(shards, 1)
     mine.push()  # the first one's version says nothing

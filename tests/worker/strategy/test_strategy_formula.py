@@ -12,7 +12,6 @@ from torch import nn
 from embershard.proto.spec import FTRL, SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, TableSpec
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table
-from embershard.worker.job.training import DenseMode
 from embershard.worker.strategy.dense import ReplicatedDense
 from embershard.worker.strategy.formula_optimizer import RowFormulaOptimizer
 from embershard.worker.strategy.optimizers import dense_optimizer, torch_optimizer
@@ -53,7 +52,7 @@ def step(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], number: 
 
 
 @pytest.mark.parametrize("spec", OPTIMIZERS, ids=settings)
-def test_a_step_has_the_bits_that_it_has_on_a_shard(spec: Optimizer) -> None:
+def test_a_step_has_the_bits_that_it_has_on_a_shard(spec):
     weights = parameters()
     ours = dense_optimizer(spec, weights, RowFormulaOptimizer)
     tables = []
@@ -73,7 +72,7 @@ def test_a_step_has_the_bits_that_it_has_on_a_shard(spec: Optimizer) -> None:
 
 @pytest.mark.parametrize("spec", OPTIMIZERS, ids=settings)
 @pytest.mark.parametrize("first", [RowFormulaOptimizer, torch_optimizer])
-def test_torchs_own_goes_on_from_its_state_and_the_other_way_round(spec: Optimizer, first: type) -> None:
+def test_torchs_own_goes_on_from_its_state_and_the_other_way_round(spec, first):
     weights, others = parameters(), parameters()
     whole = dense_optimizer(spec, weights, RowFormulaOptimizer)
     begun = dense_optimizer(spec, others, first)
@@ -91,7 +90,7 @@ def test_torchs_own_goes_on_from_its_state_and_the_other_way_round(spec: Optimiz
 
 
 @pytest.mark.parametrize("spec", OPTIMIZERS, ids=settings)
-def test_a_parameter_that_is_not_contiguous_is_trained_alike(spec: Optimizer) -> None:
+def test_a_parameter_that_is_not_contiguous_is_trained_alike(spec):
     plain = [nn.Parameter(weight.detach().clone()) for weight in parameters()[2:]]
     turned = [nn.Parameter(weight.detach().t().contiguous().t()) for weight in plain]
     assert not turned[0].is_contiguous()
@@ -105,7 +104,7 @@ def test_a_parameter_that_is_not_contiguous_is_trained_alike(spec: Optimizer) ->
         assert torch.equal(weight, other)
 
 
-def test_a_parameter_without_a_gradient_is_left_alone() -> None:
+def test_a_parameter_without_a_gradient_is_left_alone():
     weights = parameters()
     optimizer = RowFormulaOptimizer(Adam(lr=0.1), weights)
     before = weights[0].detach().clone()
@@ -115,11 +114,11 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
     assert list(optimizer.state) == [weights[1]]
 
 
-def test_a_closure_is_called_with_gradients_on() -> None:
+def test_a_closure_is_called_with_gradients_on():
     weight = nn.Parameter(torch.ones(3))
     optimizer = RowFormulaOptimizer(SGD(lr=0.5), [weight])
 
-    def closure() -> float:
+    def closure():
         loss = weight.sum()
         loss.backward()
         return loss.item()
@@ -129,12 +128,12 @@ def test_a_closure_is_called_with_gradients_on() -> None:
     assert weight.tolist() == [0.5, 0.5, 0.5]
 
 
-def test_what_torch_has_not_is_refused() -> None:
+def test_what_torch_has_not_is_refused():
     with pytest.raises(ValueError, match="torch has no ftrl"):
         dense_optimizer(FTRL(lr=0.1), parameters(), RowFormulaOptimizer)
 
 
-def test_elements_beside_nan_are_left_alone_and_counted_as_on_a_shard() -> None:
+def test_elements_beside_nan_are_left_alone_and_counted_as_on_a_shard():
     weight = nn.Parameter(torch.ones(2500))  # three blocks
     optimizer = RowFormulaOptimizer(SGD(lr=1.0), [weight])
     weight.grad = torch.ones(2500)
@@ -144,7 +143,7 @@ def test_elements_beside_nan_are_left_alone_and_counted_as_on_a_shard() -> None:
     assert weight.tolist() == [0.0] * 1024 + [1.0] * 1024 + [0.0] * 452
 
 
-def test_a_copy_goes_on_alike() -> None:
+def test_a_copy_goes_on_alike():
     weights = parameters()
     optimizer = RowFormulaOptimizer(Adam(lr=0.1), weights)
     step(optimizer, weights, 0)
@@ -156,7 +155,7 @@ def test_a_copy_goes_on_alike() -> None:
         assert torch.equal(weight, other)
 
 
-def test_autograd_notices_that_a_weight_was_changed() -> None:
+def test_autograd_notices_that_a_weight_was_changed():
     weight = nn.Parameter(torch.ones(3))
     optimizer = RowFormulaOptimizer(SGD(lr=1.0), [weight])
     squares = (weight * weight).sum()
@@ -166,7 +165,7 @@ def test_autograd_notices_that_a_weight_was_changed() -> None:
         squares.backward()
 
 
-def test_a_sparse_gradient_is_taken_whole() -> None:
+def test_a_sparse_gradient_is_taken_whole():
     weight = nn.Parameter(torch.ones(3, 2))
     optimizer = RowFormulaOptimizer(SGD(lr=1.0), [weight])
     weight.grad = torch.sparse_coo_tensor(torch.tensor([[2]]), torch.ones(1, 2), (3, 2), check_invariants=True)
@@ -182,9 +181,7 @@ def test_a_sparse_gradient_is_taken_whole() -> None:
         ("fsdp", torch.float32, torch.optim.SGD),
     ],
 )
-def test_float32_on_the_cpu_by_ddp_is_trained_by_the_formula(
-    mode: DenseMode, dtype: torch.dtype, kind: type[torch.optim.Optimizer]
-) -> None:
+def test_float32_on_the_cpu_by_ddp_is_trained_by_the_formula(mode, dtype, kind):
     dense = ReplicatedDense(nn.Linear(2, 1).to(dtype), mode, {"*": SGD(lr=1.0)}, torch.device("cpu"))
     (optimizer,) = dense.optimizers
     assert type(optimizer) is kind

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -56,7 +54,7 @@ def run(job: Job, session: Session | None = None) -> RunResult:
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "sgd"])
-def test_one_process_of_torch_reaches_what_shards_reach(make_session: Callable[..., Session], optimizer: str) -> None:
+def test_one_process_of_torch_reaches_what_shards_reach(make_session, optimizer):
     settings = {"optimizer": {"name": optimizer, "lr": 0.1, "weight_decay": 0.001}}
     alone, on_shards = run(job(**settings)), run(job("ps", **settings), make_session())
     for metric, value in on_shards.figures["test"].items():
@@ -66,7 +64,7 @@ def test_one_process_of_torch_reaches_what_shards_reach(make_session: Callable[.
     assert alone.table_rows == {"linear": F * PER_FIELD}
 
 
-def test_the_same_seed_gives_the_same_first_values() -> None:
+def test_the_same_seed_gives_the_same_first_values():
     first = {"initializer": {"name": "normal", "std": 0.1}}
     one, two = (choose(job(**first)).model.linear.weight.detach() for _ in range(2))
     assert torch.equal(one, two)
@@ -82,7 +80,7 @@ def choose(job: Job) -> TorchStrategy:
     return strategy
 
 
-def test_a_skipped_step_changes_nothing() -> None:
+def test_a_skipped_step_changes_nothing():
     strategy = choose(job(name="fm"))
     before = [parameter.detach().clone() for parameter in strategy.model.parameters()]
     batch = next(iter(dataset().train(0, 0, 1, 10)))
@@ -92,7 +90,7 @@ def test_a_skipped_step_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, strategy.model.parameters(), strict=True))
 
 
-def test_a_skipped_step_leaves_no_gradient_in_a_worker_of_hybrid(make_session: Callable[..., Session]) -> None:
+def test_a_skipped_step_leaves_no_gradient_in_a_worker_of_hybrid(make_session):
     settings = job("hybrid")
     model = settings.model.build(dataset().schema, settings.dim, "meta")
     strategy = choose_strategy(settings, model, make_session(), torch.device("cpu"))
@@ -103,13 +101,13 @@ def test_a_skipped_step_leaves_no_gradient_in_a_worker_of_hybrid(make_session: C
     assert all(parameter.grad is None for parameter in strategy.model.parameters())
 
 
-def test_a_table_that_memory_cannot_hold_is_refused() -> None:
+def test_a_table_that_memory_cannot_hold_is_refused():
     model = job().model.build(Schema(tuple("abc"), D, None), 16, "meta")  # hashed ids
     with pytest.raises(JobError, match=r"table 'linear' of 4,611,686,018,427,387,904 rows .* strategy ps holds"):
         choose_strategy(job(), model, None, torch.device("cpu"))
 
 
-def test_what_workers_hold_can_be_saved_and_restored() -> None:
+def test_what_workers_hold_can_be_saved_and_restored():
     one, other = choose(job(name="fm")), choose(job(name="fm", initializer={"name": "normal"}))
     batch = next(iter(dataset().train(0, 0, 1, 10)))
     for strategy in (one, other):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -40,8 +38,8 @@ EVERY_STEP = [Adam(lr=0.01, beta1=0.8, weight_decay=0.1), AdamW(lr=0.01, weight_
 
 
 @pytest.fixture
-def make_table() -> Callable[[Optimizer], ReferenceTable]:
-    def make(optimizer: Optimizer) -> ReferenceTable:
+def make_table():
+    def make(optimizer):
         table = spec.TableSpec(name="t", dim=DIM, optimizer=optimizer, initializer=Constant(value=0.0))
         reference = ReferenceTable(table, OptimizerRegistry().find(optimizer))
         weights = np.random.default_rng(0).normal(0, 1, (ROWS, DIM)).astype(np.float32)
@@ -65,9 +63,7 @@ def settings(optimizer: Optimizer) -> str:
 
 
 @pytest.mark.parametrize("optimizer", DENSE, ids=settings)
-def test_dense_weights_change_as_on_a_shard(
-    make_table: Callable[[Optimizer], ReferenceTable], optimizer: Optimizer
-) -> None:
+def test_dense_weights_change_as_on_a_shard(make_table, optimizer):
     table = make_table(optimizer)
     weight = nn.Parameter(torch.from_numpy(table.gather(np.arange(ROWS))))
     by_torch = dense_optimizer(optimizer, [weight])
@@ -81,9 +77,7 @@ def test_dense_weights_change_as_on_a_shard(
 
 
 @pytest.mark.parametrize("optimizer", [*SPARSE, *EVERY_STEP], ids=settings)
-def test_rows_of_a_table_change_as_on_a_shard(
-    make_table: Callable[[Optimizer], ReferenceTable], optimizer: Optimizer
-) -> None:
+def test_rows_of_a_table_change_as_on_a_shard(make_table, optimizer):
     table = make_table(optimizer)
     weight = nn.Parameter(torch.from_numpy(table.gather(np.arange(ROWS))))
     by_torch, _ = table_optimizer(optimizer, [weight])
@@ -99,7 +93,7 @@ def test_rows_of_a_table_change_as_on_a_shard(
     np.testing.assert_allclose(weight.detach().numpy(), table.gather(np.arange(ROWS)), rtol=2e-5, atol=1e-6)
 
 
-def test_a_row_that_is_not_finite_is_left_out_and_counted() -> None:
+def test_a_row_that_is_not_finite_is_left_out_and_counted():
     weight = nn.Parameter(torch.zeros(3, 2))
     by_torch, rows = table_optimizer(SGD(lr=1.0), [weight])
     weight.grad = sparse(np.array([0, 2]), np.array([[1.0, 1.0], [np.nan, 1.0]], np.float32), count=3)
@@ -113,7 +107,7 @@ def test_a_row_that_is_not_finite_is_left_out_and_counted() -> None:
     [FTRL(lr=0.1), RowWiseAdagrad(lr=0.1), Custom(function="module:function", lr=0.1), Adam(lr=0.1, clip_norm=1.0)],
     ids=settings,
 )
-def test_what_torch_has_not_for_dense_weights_is_refused(optimizer: Optimizer) -> None:
+def test_what_torch_has_not_for_dense_weights_is_refused(optimizer):
     with pytest.raises(ValueError, match="torch has no"):
         dense_optimizer(optimizer, [nn.Parameter(torch.zeros(1))])
 
@@ -121,13 +115,13 @@ def test_what_torch_has_not_for_dense_weights_is_refused(optimizer: Optimizer) -
 @pytest.mark.parametrize(
     "optimizer", [FTRL(lr=0.1), RMSprop(lr=0.1), RowWiseAdagrad(lr=0.1), SGD(lr=0.1, momentum=0.5)], ids=settings
 )
-def test_what_torch_has_not_for_sparse_gradients_is_refused(optimizer: Optimizer) -> None:
+def test_what_torch_has_not_for_sparse_gradients_is_refused(optimizer):
     with pytest.raises(ValueError, match=r"torch has no .* for sparse gradients"):
         table_optimizer(optimizer, [nn.Parameter(torch.zeros(1, 1))])
 
 
 @pytest.mark.parametrize("optimizer", [Adam(lr=0.0), Adagrad(lr=0.0), SGD(lr=0.0)], ids=settings)
-def test_a_rate_of_zero_changes_nothing(optimizer: Optimizer) -> None:
+def test_a_rate_of_zero_changes_nothing(optimizer):
     weight = nn.Parameter(torch.ones(2, 1))
     by_torch, _ = table_optimizer(optimizer, [weight])
     weight.grad = sparse(np.array([1]), np.array([[3.0]], np.float32), count=2)

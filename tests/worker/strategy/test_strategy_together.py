@@ -40,7 +40,7 @@ def turns(*samples: int) -> Iterator[StepBatch]:
     )
 
 
-def test_a_batch_counts_by_its_share_of_the_step() -> None:
+def test_a_batch_counts_by_its_share_of_the_step():
     made = list(Pair([4, 4, 1]).batches(turns(4, 4, 3)))
     assert [turn.samples for turn in made] == [4, 4, 3]
     assert [turn.loss_scale for turn in made] == [1.0, 1.0, 1.5]  # mean of two, of 3 and 1 samples
@@ -48,7 +48,7 @@ def test_a_batch_counts_by_its_share_of_the_step() -> None:
     assert [turn.joint for turn in made] == [8, 8, 4]  # what its batches weigh, where several make a step
 
 
-def test_a_worker_without_data_keeps_the_other_company_until_it_is_done() -> None:
+def test_a_worker_without_data_keeps_the_other_company_until_it_is_done():
     pair = Pair([4, 4, 2])
     made = list(pair.batches(turns(4)))
     assert [(turn.samples, turn.loss_scale) for turn in made] == [(4, 1.0), (0, 0.0), (0, 0.0)]
@@ -61,14 +61,14 @@ def test_a_worker_without_data_keeps_the_other_company_until_it_is_done() -> Non
 
 
 @pytest.fixture
-def one_process() -> Iterator[None]:
+def one_process():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_process")
-def test_gradients_are_weighed_by_the_workers_samples_where_losses_are_not_scaled() -> None:
+def test_gradients_are_weighed_by_the_workers_samples_where_losses_are_not_scaled():
     layer = nn.Linear(1, 1, bias=False)
     parallel = DistributedDataParallel(layer)
     pair = Pair([4, 1, 2])
@@ -82,16 +82,16 @@ def test_gradients_are_weighed_by_the_workers_samples_where_losses_are_not_scale
     assert found == [(4, 1.0, 4, 8, 5.0), (3, 1.0, 3, 4, 7.5), (0, 1.0, 0.0, 2, 0.0)]
 
 
-def test_a_worker_that_never_had_a_batch_is_named() -> None:
+def test_a_worker_that_never_had_a_batch_is_named():
     with pytest.raises(JobError, match="worker 0 has no batch to begin with; use fewer workers or smaller batches"):
         list(Pair([4]).batches(turns()))
 
 
-def test_workers_agree_on_the_largest_norm() -> None:
+def test_workers_agree_on_the_largest_norm():
     assert [Pair([3]).agree(2.0), Pair([1]).agree(2.0)] == [3.0, 2.0]
 
 
-def test_nobody_has_data() -> None:
+def test_nobody_has_data():
     assert list(Pair([0]).batches(turns())) == []
 
 
@@ -103,11 +103,11 @@ def test_nobody_has_data() -> None:
         dist.DistNetworkError("The client socket has timed out"),
     ],
 )
-def test_a_failed_collective_says_that_a_worker_is_lost(error: RuntimeError) -> None:
+def test_a_failed_collective_says_that_a_worker_is_lost(error):
     with pytest.raises(WorkerLost), Pair([]).collective_errors():
         raise error
 
 
-def test_another_error_stays_what_it_is() -> None:
+def test_another_error_stays_what_it_is():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), Pair([]).collective_errors():
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")

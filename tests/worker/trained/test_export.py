@@ -18,7 +18,6 @@ from embershard.proto.errors import EmbershardError, JobError, TableMismatch
 from embershard.proto.messages import Declare
 from embershard.proto.spec import SGD, TableSpec
 from embershard.proto.transport.local import LocalTransport
-from embershard.ps.shard import Shard
 from embershard.worker.checkpoint.snapshots import read_table, take_snapshot
 from embershard.worker.client.client import Client
 from embershard.worker.client.worker_group import WorkerGroup
@@ -100,11 +99,11 @@ class Run:
 
 
 @pytest.fixture
-def run(make_session: MakeSession, tmp_path: Path) -> Run:
+def run(make_session, tmp_path):
     return Run(make_session(2), tmp_path / "snapshots", job(), dataset())
 
 
-def test_an_exported_state_dict_loads_into_the_plain_model_and_scores_alike(run: Run, tmp_path: Path) -> None:
+def test_an_exported_state_dict_loads_into_the_plain_model_and_scores_alike(run, tmp_path):
     facts = run.export(tmp_path / "out")
     assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1  # that of the user's other files
     want = logits(run.trainer.strategy, run.data)
@@ -118,9 +117,7 @@ def test_an_exported_state_dict_loads_into_the_plain_model_and_scores_alike(run:
 
 
 @pytest.mark.parametrize("prefix", ["", "a/"])
-def test_rows_that_were_never_trained_are_named_and_have_their_first_values(
-    make_session: MakeSession, tmp_path: Path, prefix: str
-) -> None:
+def test_rows_that_were_never_trained_are_named_and_have_their_first_values(make_session, tmp_path, prefix):
     prefixed = job().model_copy(update={"prefix": prefix})  # of tables, but not of the model's parameters
     run = Run(make_session(2), tmp_path / "snapshots", prefixed, dataset())
     run.export(tmp_path / "out")
@@ -132,7 +129,7 @@ def test_rows_that_were_never_trained_are_named_and_have_their_first_values(
     assert torch.equal(weight[initial], table.pull(initial))
 
 
-def test_tables_of_hashed_ids_are_written_as_pairs(make_session: MakeSession, tmp_path: Path) -> None:
+def test_tables_of_hashed_ids_are_written_as_pairs(make_session, tmp_path):
     run = Run(make_session(2), tmp_path / "snapshots", job(), dataset(num_ids=None))
     facts = run.export(tmp_path / "out")
     pairs = load_file(tmp_path / "out" / "tables.safetensors")
@@ -145,7 +142,7 @@ def test_tables_of_hashed_ids_are_written_as_pairs(make_session: MakeSession, tm
         export_weights(run.trained().model, run.job, tmp_path / "other", None, {})
 
 
-def test_without_a_snapshot_nothing_says_which_rows_were_trained(run: Run, tmp_path: Path) -> None:
+def test_without_a_snapshot_nothing_says_which_rows_were_trained(run, tmp_path):
     out = tmp_path / "of" / "today"
     first = run.export(out)
     strategy = run.trained()
@@ -157,7 +154,7 @@ def test_without_a_snapshot_nothing_says_which_rows_were_trained(run: Run, tmp_p
     assert first["embedding"].trained == IDS // 2
 
 
-def test_a_table_of_hashed_ids_without_rows_is_written_empty(make_session: MakeSession, tmp_path: Path) -> None:
+def test_a_table_of_hashed_ids_without_rows_is_written_empty(make_session, tmp_path):
     run = Run(make_session(2), tmp_path / "snapshots", job(), dataset(num_ids=None))
     facts = export_weights(run.trained().model, run.job, tmp_path / "out", lambda table: iter(()), {"embedding": 30})
     pairs = load_file(tmp_path / "out" / "tables.safetensors")
@@ -169,18 +166,18 @@ def test_a_table_of_hashed_ids_without_rows_is_written_empty(make_session: MakeS
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.json"])
-def test_a_file_that_cannot_take_its_place_is_named_and_leaves_no_part_of_it(tmp_path: Path, name: str) -> None:
+def test_a_file_that_cannot_take_its_place_is_named_and_leaves_no_part_of_it(tmp_path, name):
     (tmp_path / name / "taken").mkdir(parents=True)
     with pytest.raises(CannotExport, match=rf"cannot write .*/{name}: Is a directory"):
         write_tensors(tmp_path / name, {"a": torch.ones(2)}) if "tensors" in name else write_bytes(tmp_path / name, b"")
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_a_full_disk_leaves_the_export_before_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_export_before_as_it_was(tmp_path, monkeypatch):
     path = tmp_path / "a.safetensors"
     write_tensors(path, {"a": torch.ones(2)})
 
-    def fill(tensors: object, file: Path, metadata: object) -> None:
+    def fill(tensors, file, metadata):
         file.write_bytes(b"half")
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
@@ -191,20 +188,20 @@ def test_a_full_disk_leaves_the_export_before_as_it_was(tmp_path: Path, monkeypa
     assert load_file(path)["a"].tolist() == [1.0, 1.0]
 
 
-def test_shards_without_the_tables_are_refused_and_left_as_they_are(make_session: MakeSession) -> None:
+def test_shards_without_the_tables_are_refused_and_left_as_they_are(make_session):
     session = make_session(2)
     with raises(NotTrained, table="embedding", known="none"):
         trained(job(), dataset().schema, ReadOnlySession(session.client), None)
     assert not any(status.tables for status in session.client.status())
 
 
-def test_shards_of_another_job_are_refused(run: Run) -> None:
+def test_shards_of_another_job_are_refused(run):
     other = run.job.model_copy(update={"embedding": run.job.embedding.model_copy(update={"dim": 8})})
     with raises(TableMismatch, difference="dim: 4, not 8"):
         trained(other, run.data.schema, ReadOnlySession(run.session.client), None)
 
 
-def test_shards_with_other_dense_weights_are_refused_in_one_line(run: Run) -> None:
+def test_shards_with_other_dense_weights_are_refused_in_one_line(run):
     other = job(hidden=[16, 16])
     with pytest.raises(EmbershardError) as raised:
         trained(other, run.data.schema, ReadOnlySession(run.session.client), None)
@@ -212,7 +209,7 @@ def test_shards_with_other_dense_weights_are_refused_in_one_line(run: Run) -> No
     assert "\n" not in str(raised.value)
 
 
-def test_shards_without_the_dense_weights_of_a_job_are_refused_and_left_as_they_are(make_session: MakeSession) -> None:
+def test_shards_without_the_dense_weights_of_a_job_are_refused_and_left_as_they_are(make_session):
     session, data = make_session(2), dataset()
     hybrid = Job.model_validate({**job().model_dump(exclude_unset=True), "dense": {"mode": "ddp"}})
     Trainer(hybrid, data, session, WorkerGroup()).run()
@@ -222,7 +219,7 @@ def test_shards_without_the_dense_weights_of_a_job_are_refused_and_left_as_they_
     assert [status.tables for status in session.client.status()] == before
 
 
-def test_a_table_that_one_shard_lacks_is_not_created_there(make_shards: Callable[..., list[Shard]]) -> None:
+def test_a_table_that_one_shard_lacks_is_not_created_there(make_shards):
     shards = make_shards(2)
     spec = TableSpec(name="t", dim=2, optimizer=SGD(lr=0.1))
     shards[0].handle(Declare(spec))
@@ -232,21 +229,19 @@ def test_a_table_that_one_shard_lacks_is_not_created_there(make_shards: Callable
     assert not client.status()[1].tables
 
 
-def test_statistics_of_batch_norm_are_asked_for_where_only_shards_are_named(
-    make_session: MakeSession, tmp_path: Path
-) -> None:
+def test_statistics_of_batch_norm_are_asked_for_where_only_shards_are_named(make_session, tmp_path):
     run = Run(make_session(1), tmp_path / "snapshots", job(batch_norm=True), dataset())
     with pytest.raises(OnlyInWorkers, match=r"buffers \(deep\.1\.running_mean.*name a checkpoint of the run"):
         run.trained()
 
 
-def test_a_folder_that_cannot_be_written_is_named(run: Run, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_named(run, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CannotExport, match=r"cannot write .*file/out: Not a directory"):
         run.export(tmp_path / "file" / "out")
 
 
-def test_onnx_scores_as_torch_does(run: Run, tmp_path: Path) -> None:
+def test_onnx_scores_as_torch_does(run, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     state = dict(run.trained().model.state_dict())
@@ -266,7 +261,7 @@ def test_onnx_scores_as_torch_does(run: Run, tmp_path: Path) -> None:
     torch.testing.assert_close(torch.from_numpy(found), logits(run.trainer.strategy, run.data), rtol=1e-4, atol=1e-5)
 
 
-def test_int8_layers_are_restored_from_plain_tensors_and_score_nearly_alike(run: Run) -> None:
+def test_int8_layers_are_restored_from_plain_tensors_and_score_nearly_alike(run):
     full = logits(run.trainer.strategy, run.data)
     strategy = run.trained()
     assert quantise(strategy.model) == 3
@@ -282,7 +277,7 @@ def test_int8_layers_are_restored_from_plain_tensors_and_score_nearly_alike(run:
     torch.testing.assert_close(logits(other, run.data), rounded, rtol=0, atol=0)
 
 
-def test_an_int8_layer_is_what_the_format_says() -> None:
+def test_an_int8_layer_is_what_the_format_says():
     weight = torch.tensor([[-128, 0, 7], [3, 4, 127]], dtype=torch.int8)
     scale = torch.tensor(0.1, dtype=torch.float64)
     model = load_int8(
@@ -293,7 +288,7 @@ def test_an_int8_layer_is_what_the_format_says() -> None:
 
 
 @pytest.mark.parametrize("num_ids", [IDS, None])
-def test_an_export_comes_back_into_other_shards(make_session: MakeSession, tmp_path: Path, num_ids: int | None) -> None:
+def test_an_export_comes_back_into_other_shards(make_session, tmp_path, num_ids):
     run = Run(make_session(2), tmp_path / "snapshots", job(), dataset(num_ids))
     run.export(tmp_path / "out")
     session = make_session(3)
@@ -303,7 +298,7 @@ def test_an_export_comes_back_into_other_shards(make_session: MakeSession, tmp_p
     assert torch.equal(logits(strategy, run.data), logits(run.trainer.strategy, run.data))
 
 
-def test_a_plain_checkpoint_is_trained_on(make_session: MakeSession, tmp_path: Path) -> None:
+def test_a_plain_checkpoint_is_trained_on(make_session, tmp_path):
     torch.manual_seed(3)
     data, theirs = dataset(), job().model.build(dataset().schema, 4, None)
     save_file({name: value.half() for name, value in theirs.state_dict().items()}, tmp_path / "model.safetensors")
@@ -314,7 +309,7 @@ def test_a_plain_checkpoint_is_trained_on(make_session: MakeSession, tmp_path: P
     torch.testing.assert_close(logits(trainer.strategy, data), want)
 
 
-def test_all_that_does_not_fit_is_named_before_anything_is_changed(make_session: MakeSession, tmp_path: Path) -> None:
+def test_all_that_does_not_fit_is_named_before_anything_is_changed(make_session, tmp_path):
     state = {name: value.clone() for name, value in job().model.build(dataset().schema, 4, None).state_dict().items()}
     del state["output.bias"]
     state["embedding.weight"] = torch.zeros(IDS, 8)
@@ -335,9 +330,7 @@ def test_all_that_does_not_fit_is_named_before_anything_is_changed(make_session:
     [(None, "no such file"), (b"", "no safetensors file"), (b"\x80\x04pickle", "no safetensors file")],
     ids=["missing", "empty", "pickle"],
 )
-def test_a_file_of_another_kind_is_refused(
-    make_session: MakeSession, tmp_path: Path, content: bytes | None, words: str
-) -> None:
+def test_a_file_of_another_kind_is_refused(make_session, tmp_path, content, words):
     path = tmp_path / "model.safetensors"
     if content is not None:
         path.write_bytes(content)
@@ -346,9 +339,7 @@ def test_a_file_of_another_kind_is_refused(
 
 
 @pytest.mark.parametrize("section", ["embedding", "dense"])
-def test_a_group_that_fits_nothing_is_named_before_anything_is_changed(
-    make_session: MakeSession, tmp_path: Path, section: str
-) -> None:
+def test_a_group_that_fits_nothing_is_named_before_anything_is_changed(make_session, tmp_path, section):
     save_file(dict(job().model.build(dataset().schema, 4, None).state_dict()), tmp_path / "model.safetensors")
     group = {"match": "embeding*", "optimizer": {"name": "sgd", "lr": 0.1}}
     given = job().model_dump()
@@ -359,7 +350,7 @@ def test_a_group_that_fits_nothing_is_named_before_anything_is_changed(
     assert not session.client.status()[0].tables
 
 
-def test_whole_numbers_are_no_weights(make_session: MakeSession, tmp_path: Path) -> None:
+def test_whole_numbers_are_no_weights(make_session, tmp_path):
     state = dict(job().model.build(dataset().schema, 4, None).state_dict())
     state["embedding.weight"] = torch.zeros(IDS, 4, dtype=torch.int32)
     save_file(state, tmp_path / "model.safetensors")

@@ -37,10 +37,9 @@ COSTS = [cost(FP16S, 2e6, 0.001), cost(INT8, 1e6, 0.003)]  # break-even at 2 GB/
 
 
 @pytest.mark.parametrize(
-    ("bytes_per_second", "want"),
-    [(1e7, INT8), (4e8, INT8), (6e8, FP16S), (1.5e9, FP16S), (1.7e9, None), (1e12, None)],
+    ("bytes_per_second", "want"), [(1e7, INT8), (4e8, INT8), (6e8, FP16S), (1.5e9, FP16S), (1.7e9, None), (1e12, None)]
 )
-def test_what_saves_the_most_time_on_a_link_is_chosen(bytes_per_second: float, want: CodecName | None) -> None:
+def test_what_saves_the_most_time_on_a_link_is_chosen(bytes_per_second, want):
     found, why = best(COSTS, Link(bytes_per_second))
     assert (found and found.codec) == want
     if found is None:
@@ -49,12 +48,12 @@ def test_what_saves_the_most_time_on_a_link_is_chosen(bytes_per_second: float, w
         assert f"pays below {'8' if want == INT8 else '16'} Gbit/s" in why
 
 
-def test_the_break_even_is_bytes_saved_by_time_spent() -> None:
+def test_the_break_even_is_bytes_saved_by_time_spent():
     assert COSTS[1].break_even == pytest.approx(1e9)
     assert COSTS[1].saving(Link(1e9)) == pytest.approx(0.0, abs=1e-12)
 
 
-def test_a_link_is_what_its_larger_and_faster_calls_saw() -> None:
+def test_a_link_is_what_its_larger_and_faster_calls_saw():
     waited = [(1_000_000, 5.0)] * 10  # for another worker
     calls = [(1_000_000, 0.11)] * 10 + waited + [(10, 0.01)] * 12  # the last say nothing of the link
     link = Link.of(calls, round_trip=0.01)
@@ -76,20 +75,18 @@ ALLOW = [CodecName.parse(text) for text in ("topk:0.01", "onebit", "bf16")]
         (es.SGD(lr=1), "pull", True, "fp16s bf16"),
     ],
 )
-def test_only_quantisation_comes_before_an_optimizer_that_adapts(
-    optimizer: es.SGD, direction: auto.Direction, dense: bool, want: str
-) -> None:
+def test_only_quantisation_comes_before_an_optimizer_that_adapts(optimizer, direction, dense, want):
     spec = es.TableSpec(name="t", dim=4, optimizer=optimizer)
     assert [str(codec) for codec in candidates(spec, direction, dense=dense, allow=ALLOW)] == want.split()
 
 
-def test_without_leave_nothing_is_left_out() -> None:
+def test_without_leave_nothing_is_left_out():
     spec = es.TableSpec(name="t", dim=4, optimizer=es.SGD(lr=1))
     assert [str(codec) for codec in candidates(spec, "push", dense=False)] == ["fp16s", "int8"]
 
 
 @pytest.mark.parametrize(("text", "ratio"), [("int8", 64 * 4 / 66), ("fp16s", 64 * 4 / 129), ("topk:0.01+fp16s", 133)])
-def test_a_codec_is_measured_at_the_size_of_a_step(text: str, ratio: float) -> None:
+def test_a_codec_is_measured_at_the_size_of_a_step(text, ratio):
     found = measure(CodecName.parse(text), 256 * 1000, 64, find_values)
     assert found.raw_bytes / found.coded_bytes == pytest.approx(ratio, rel=0.2)
     assert min(found.encode, found.decode) > 0
@@ -110,7 +107,7 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     clock = Clock()
     for module in (auto, connections, session_module):
         monkeypatch.setattr(module, "time", clock)
@@ -153,9 +150,7 @@ TRIAL = len(auto.TURNS) * TURN
 STEPS = auto.WARM_UP + auto.STEPS + TRIAL + 1
 
 
-def test_a_slow_link_switches_on_what_pays_and_says_why(
-    make_shards: MakeShards, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_slow_link_switches_on_what_pays_and_says_why(make_shards, clock, caplog):
     session = connect(make_shards(1), clock)
     chooser = CodecTuner(session, [], frozenset())
     train(session, chooser.before_step, STEPS)
@@ -188,15 +183,13 @@ def codecs_of(session: Session, **compression: object) -> JobCodecs:
     return codecs
 
 
-def test_what_is_pinned_is_left_alone(make_shards: MakeShards, clock: Clock) -> None:
+def test_what_is_pinned_is_left_alone(make_shards, clock):
     session = connect(make_shards(1), clock)
     train(session, codecs_of(session, auto=True, tables={"t": {"push": "none"}}).before_step, STEPS)
     assert used(session) == ("none", "int8")
 
 
-def test_a_fast_link_switches_nothing_on(
-    make_shards: MakeShards, clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fast_link_switches_nothing_on(make_shards, clock, caplog, monkeypatch):
     monkeypatch.setattr(auto, "measure", lambda codec, raw, *_: cost(codec, raw / 2, 1.0))
     session = connect(make_shards(2), clock)
     train(session, CodecTuner(session, [], frozenset()).before_step, STEPS)
@@ -204,13 +197,11 @@ def test_a_fast_link_switches_nothing_on(
     assert "table t: push=none: the link gives 32 Mbit/s, and fp16s would pay below" in caplog.text
 
 
-def test_training_that_does_not_wait_is_left_alone(
-    make_shards: MakeShards, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_training_that_does_not_wait_is_left_alone(make_shards, clock, caplog):
     session = connect(make_shards(1), clock)
     chooser = CodecTuner(session, [], frozenset())
 
-    def follow(step: int) -> None:
+    def follow(step):
         clock.now += 1.0  # the batch takes long
         chooser.before_step(step)
 
@@ -233,9 +224,7 @@ class Sleepy:
         self.codec.encode(rows, out, key)
 
 
-def test_what_did_not_make_steps_faster_is_switched_off_again(
-    make_shards: MakeShards, clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_did_not_make_steps_faster_is_switched_off_again(make_shards, clock, caplog, monkeypatch):
     monkeypatch.setattr(auto, "measure", lambda codec, raw, *_: cost(codec, raw / 4, 0.0))
     session = connect(make_shards(1), clock)
     session.client.compressor.find = lambda name: find_values(name) if name == "none" else Sleepy(name, clock)
@@ -256,7 +245,7 @@ def followed(session: Session, codecs: JobCodecs, steps: int) -> list[str]:
     """How pushes travelled, from step to step."""
     seen = []
 
-    def follow(step: int) -> None:
+    def follow(step):
         codecs.before_step(step)
         seen.append(used(session)[0])
 
@@ -264,9 +253,7 @@ def followed(session: Session, codecs: JobCodecs, steps: int) -> list[str]:
     return seen
 
 
-def test_a_jobs_codec_is_left_on_where_steps_take_less_time(
-    make_shards: MakeShards, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_jobs_codec_is_left_on_where_steps_take_less_time(make_shards, clock, caplog):
     session = connect(make_shards(1), clock)
     codecs = codecs_of(session, push="int8", pull="int8", unless_slower=True)
     assert followed(session, codecs, TRIAL + 5) == [*ONE_ROUND, *["int8"] * 5]
@@ -275,20 +262,18 @@ def test_a_jobs_codec_is_left_on_where_steps_take_less_time(
     ]
 
 
-def test_a_jobs_codec_is_switched_off_where_steps_take_longer(
-    make_shards: MakeShards, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_jobs_codec_is_switched_off_where_steps_take_longer(make_shards, clock, caplog):
     session = slowly_coded(connect(make_shards(1), clock, 1e12), clock)
     codecs = codecs_of(session, push="int8", pull="int8", unless_slower=True)
     assert followed(session, codecs, TRIAL + 5) == [*ONE_ROUND, *["none"] * 5]
     assert "they are switched off" in caplog.text
 
 
-def test_a_trial_goes_on_while_it_is_not_sure(make_shards: MakeShards, clock: Clock) -> None:
+def test_a_trial_goes_on_while_it_is_not_sure(make_shards, clock):
     session = connect(make_shards(1), clock, 1e12)
     codecs = codecs_of(session, push="int8", unless_slower=True)
 
-    def follow(step: int) -> None:
+    def follow(step):
         clock.now += 1.0  # beside which a codec takes no time
         codecs.before_step(step)
 
@@ -301,11 +286,11 @@ def test_a_trial_goes_on_while_it_is_not_sure(make_shards: MakeShards, clock: Cl
     assert used(session)[0] == "int8"
 
 
-def test_batches_that_make_one_step_are_one_step_of_a_trial(make_shards: MakeShards, clock: Clock) -> None:
+def test_batches_that_make_one_step_are_one_step_of_a_trial(make_shards, clock):
     session = slowly_coded(connect(make_shards(1), clock, 1e12), clock)
     codecs = codecs_of(session, push="int8", unless_slower=True)
 
-    def follow(step: int) -> None:
+    def follow(step):
         for _ in range(4):
             clock.now += 0.001
             codecs.before_step(step)
@@ -314,7 +299,7 @@ def test_batches_that_make_one_step_are_one_step_of_a_trial(make_shards: MakeSha
     assert used(session) == ("none", "none")
 
 
-def test_what_a_selection_held_back_is_sent_where_it_is_switched_off(make_shards: MakeShards, clock: Clock) -> None:
+def test_what_a_selection_held_back_is_sent_where_it_is_switched_off(make_shards, clock):
     session = slowly_coded(connect(make_shards(1), clock, 1e12), clock)
     codecs = codecs_of(session, push="topk:0.01+fp16s", unless_slower=True)
     train(session, codecs.before_step, TRIAL + 5)
@@ -323,13 +308,11 @@ def test_what_a_selection_held_back_is_sent_where_it_is_switched_off(make_shards
 
 
 @pytest.mark.parametrize("step", [5, TURN + 5])
-def test_a_trial_ends_where_somebody_says_how_tables_travel(
-    make_shards: MakeShards, clock: Clock, caplog: pytest.LogCaptureFixture, step: int
-) -> None:
+def test_a_trial_ends_where_somebody_says_how_tables_travel(make_shards, clock, caplog, step):
     session = connect(make_shards(1), clock)
     codecs = codecs_of(session, push="int8", pull="int8", unless_slower=True)
 
-    def follow(now: int) -> None:
+    def follow(now):
         codecs.before_step(now)
         if now == step:
             session.client.ask_all(Compress(1, (TableCodecs("t", "fp16s", "fp16s"),)))
@@ -340,9 +323,7 @@ def test_a_trial_ends_where_somebody_says_how_tables_travel(
 
 
 @pytest.mark.parametrize("left_on", [True, False, None])
-def test_a_resumed_run_goes_on_as_its_trial_was_decided(
-    make_shards: MakeShards, clock: Clock, caplog: pytest.LogCaptureFixture, left_on: bool | None
-) -> None:
+def test_a_resumed_run_goes_on_as_its_trial_was_decided(make_shards, clock, caplog, left_on):
     session = connect(make_shards(1), clock)
     codecs = codecs_of(session, push="int8", unless_slower=True)
     assert codecs.trial is not None
@@ -356,7 +337,7 @@ def test_a_resumed_run_goes_on_as_its_trial_was_decided(
 
 
 @pytest.mark.parametrize("left_on", [True, False])
-def test_other_codecs_than_a_trial_was_of_are_tried(make_shards: MakeShards, clock: Clock, left_on: bool) -> None:
+def test_other_codecs_than_a_trial_was_of_are_tried(make_shards, clock, left_on):
     session = connect(make_shards(1), clock)
     codecs = codecs_of(session, push="int8", unless_slower=True)
     assert codecs.trial is not None
@@ -364,7 +345,7 @@ def test_other_codecs_than_a_trial_was_of_are_tried(make_shards: MakeShards, clo
     assert followed(session, codecs, TRIAL) == ONE_ROUND
 
 
-def test_what_would_give_momentum_twice_is_not_chosen() -> None:
+def test_what_would_give_momentum_twice_is_not_chosen():
     dgc = [CodecName.parse("dgc:0.01")]
     for optimizer, want in ((es.SGD(lr=1), True), (es.SGD(lr=1, momentum=0.9), False)):
         spec = es.TableSpec(name="t", dim=4, optimizer=optimizer)

@@ -42,7 +42,7 @@ def job(**train: object) -> Job:
     ],
     ids=lambda trained: f"{trained.train.budget} by {trained.train.accumulate}",
 )
-def test_the_steps_of_a_run_are_those_that_its_segments_make(trained: Job) -> None:
+def test_the_steps_of_a_run_are_those_that_its_segments_make(trained):
     budget = TrainingPlan(trained, dataset(), WorkerGroup())
     steps = 0
     for segment in budget.segments():
@@ -51,14 +51,14 @@ def test_the_steps_of_a_run_are_those_that_its_segments_make(trained: Job) -> No
     assert budget.total_steps == steps
 
 
-def test_every_split_ends_with_a_step_of_its_own() -> None:
+def test_every_split_ends_with_a_step_of_its_own():
     splits = SimpleNamespace(num_splits=4)  # of 175 samples: 4 batches, so 2 steps
     budget = TrainingPlan(job(epochs=3, accumulate=3), dataset(), WorkerGroup(0, 2), splits=splits)  # type: ignore[arg-type]
     assert budget.total_steps == 3 * 4 * 2 // 2
 
 
 @pytest.mark.parametrize(("unit", "given"), [("steps", 10), ("samples", 5)])
-def test_other_workers_go_on_at_the_same_sample(unit: str, given: int) -> None:
+def test_other_workers_go_on_at_the_same_sample(unit, given):
     trained = job(**{unit: 1000})
     one = TrainingPlan(trained, dataset(), WorkerGroup())
     one.position = Position(epoch=2, batch=4, given=10)
@@ -70,7 +70,7 @@ def test_other_workers_go_on_at_the_same_sample(unit: str, given: int) -> None:
     assert (back.position.epoch, back.position.batch) == (2, 4)
 
 
-def test_of_a_split_or_the_rest_of_an_epoch_there_may_be_nothing_that_will_do() -> None:
+def test_of_a_split_or_the_rest_of_an_epoch_there_may_be_nothing_that_will_do():
     splits = SimpleNamespace(num_splits=100, deal=lambda epoch: iter(range(100)))  # of 7 samples each
     budget = TrainingPlan(job(epochs=1), dataset(), WorkerGroup(), smallest_batch=8, splits=splits)  # type: ignore[arg-type]
     assert [list(part) for segment in budget.segments() for part in segment.parts] == [[]] * 100
@@ -93,9 +93,7 @@ def test_of_a_split_or_the_rest_of_an_epoch_there_may_be_nothing_that_will_do() 
     ],
     ids=["in an epoch", "behind one", "in the same epoch", "from the start"],
 )
-def test_who_comes_late_to_a_run_of_steps_begins_with_the_epoch_of_the_others(
-    monkeypatch: pytest.MonkeyPatch, first: Position, late: bool, want: list[int]
-) -> None:
+def test_who_comes_late_to_a_run_of_steps_begins_with_the_epoch_of_the_others(monkeypatch, first, late, want):
     steps = job(steps=500, evaluate=20)
     one = TrainingPlan(steps, dataset(), WorkerGroup())
     one.position = first
@@ -114,7 +112,7 @@ def test_who_comes_late_to_a_run_of_steps_begins_with_the_epoch_of_the_others(
 
 
 @pytest.mark.parametrize(("batch", "epochs"), [(5, 2), (13, 2), (14, 1)], ids=["begun", "nearly over", "over"])
-def test_an_epoch_that_was_begun_is_dealt_out_whole(batch: int, epochs: int) -> None:
+def test_an_epoch_that_was_begun_is_dealt_out_whole(batch, epochs):
     before = TrainingPlan(job(steps=100), dataset(), WorkerGroup())
     before.position = Position(epoch=1, batch=batch, given=14 + batch)
     splits = SimpleNamespace(num_splits=4, deal=lambda epoch: iter(range(4)))
@@ -127,11 +125,11 @@ def test_an_epoch_that_was_begun_is_dealt_out_whole(batch: int, epochs: int) -> 
 @pytest.mark.parametrize(
     ("unit", "before", "now", "want"), [("epochs", 1, 2, 14), ("samples", 2, 1, 56), ("steps", 1, 2, 28)]
 )
-def test_the_steps_of_other_workers_count_by_their_samples(unit: str, before: int, now: int, want: int) -> None:
+def test_the_steps_of_other_workers_count_by_their_samples(unit, before, now, want):
     assert steps_of(job(**{unit: 100}), 28, before=before, now=now) == want
 
 
-def test_a_worker_that_was_not_there_counts_what_the_others_were_given() -> None:
+def test_a_worker_that_was_not_there_counts_what_the_others_were_given():
     budget = TrainingPlan(job(steps=40, evaluate=10), dataset(), WorkerGroup())
     segments = budget.segments()
     next(segments)  # trained by the others
@@ -144,7 +142,7 @@ def test_a_worker_that_was_not_there_counts_what_the_others_were_given() -> None
 
 
 @pytest.mark.parametrize(("strategy", "epoch"), [("ddp", 2), ("local", 5)])
-def test_who_is_ahead_goes_back_where_the_workers_make_their_steps_together(strategy: str, epoch: int) -> None:
+def test_who_is_ahead_goes_back_where_the_workers_make_their_steps_together(strategy, epoch):
     ahead = TrainingPlan(job(epochs=6).model_copy(update={"strategy": strategy}), dataset(), WorkerGroup())
     ahead.load_state_dict({"epoch": 5, "batch": 1, "given": 9, "world_size": 1})
     ahead.follow({"begun": 2, "epoch": 2}, late=False)

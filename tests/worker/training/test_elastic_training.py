@@ -67,7 +67,7 @@ class Cluster:
         terms = Terms(workers=WORKERS, staleness=self.staleness, lease=lease, wait_timeout=wait_timeout)
         member, notes = client.join(terms), Notes()
 
-        def die() -> None:
+        def die():
             member._ended.set()  # it is not heard of any more
             member.terms = replace(terms, lease=timedelta(milliseconds=1))  # and given up at once
             member._join(member.next_clock)
@@ -88,7 +88,7 @@ class Cluster:
 @pytest.mark.parametrize(
     ("staleness", "splits", "victim"), [(None, None, 0), (None, 12, 2), (0, None, 2), (0, 12, 0), (2, 12, 2)]
 )
-def test_the_others_train_on_where_one_dies(staleness: int | None, splits: int | None, victim: int) -> None:
+def test_the_others_train_on_where_one_dies(staleness, splits, victim):
     cluster = Cluster(staleness, splits)
     with ThreadPoolExecutor(WORKERS) as pool:
         runs = list(pool.map(lambda rank: cluster.run(rank, dies=rank == victim), range(WORKERS)))
@@ -114,7 +114,7 @@ def test_the_others_train_on_where_one_dies(staleness: int | None, splits: int |
 
 
 @pytest.mark.parametrize("staleness", [None, 0, 2])
-def test_each_sample_is_trained_on_once_per_epoch_where_nobody_is_lost(staleness: int | None) -> None:
+def test_each_sample_is_trained_on_once_per_epoch_where_nobody_is_lost(staleness):
     cluster = Cluster(staleness, 12)
     with ThreadPoolExecutor(WORKERS) as pool:
         runs = list(pool.map(cluster.run, range(WORKERS)))
@@ -129,10 +129,10 @@ def test_each_sample_is_trained_on_once_per_epoch_where_nobody_is_lost(staleness
 
 @pytest.mark.parametrize("idle", [False, True], ids=["trains", "finds no batch in its first epoch"])
 @pytest.mark.parametrize("staleness", [None, 0])
-def test_who_comes_late_in_place_of_a_dead_worker_takes_part_to_the_end(staleness: int | None, idle: bool) -> None:
+def test_who_comes_late_in_place_of_a_dead_worker_takes_part_to_the_end(staleness, idle):
     cluster = Cluster(staleness, 12)
 
-    def comes_again() -> tuple[RunResult | None, Notes]:
+    def comes_again():
         assert cluster.died.wait(100)
         return cluster.run(0, idle=idle)
 

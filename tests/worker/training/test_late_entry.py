@@ -12,7 +12,6 @@ from test_trainer import Notes, dataset, job
 
 from embershard.worker.client.worker_group import Evicted, SharedState, WorkerGroup
 from embershard.worker.job.job import Job
-from embershard.worker.reporting.records import RunResult
 from embershard.worker.session.session import Session
 from embershard.worker.strategy.shards import ShardStrategy
 from embershard.worker.training.saver import Saver
@@ -53,17 +52,10 @@ class Others(WorkerGroup):
 
 
 @pytest.fixture
-def train(make_session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RunResult, Notes]]:
+def train(make_session, monkeypatch):
     """A run whose loss stays as it is, with a group, on shards that count that many clocks."""
 
-    def run(
-        group: WorkerGroup,
-        *,
-        clock: int = 0,
-        early_stop: int | None = None,
-        splits: tuple[str, ...] = ("valid",),
-        **fields: object,
-    ) -> tuple[RunResult, Notes]:
+    def run(group, *, clock=0, early_stop=None, splits=("valid",), **fields):
         standing = {"optimizer": {"name": "sgd", "lr": 0.0}}
         schedule = {"name": "plateau", "factor": 0.5, "patience": 1}
         stop = {} if early_stop is None else {"early_stop": {"patience": early_stop}}
@@ -78,7 +70,7 @@ def train(make_session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> Callabl
     return run
 
 
-def test_who_comes_late_goes_on_by_what_the_others_say(train: Callable[..., tuple[RunResult, Notes]]) -> None:
+def test_who_comes_late_goes_on_by_what_the_others_say(train):
     first = Others((0, {}))
     result, notes = train(first)
     assert [e.improved for e in notes.evaluations] == [True, False, False, False]
@@ -103,17 +95,13 @@ def test_who_comes_late_goes_on_by_what_the_others_say(train: Callable[..., tupl
 
 
 @pytest.mark.parametrize(("fields", "want"), [({}, 550), ({"staleness": "local(4)"}, 700)], ids=str)
-def test_who_comes_late_counts_the_steps_that_a_run_had_before_and_those_of_a_round(
-    train: Callable[..., tuple[RunResult, Notes]], fields: dict[str, object], want: int
-) -> None:
+def test_who_comes_late_counts_the_steps_that_a_run_had_before_and_those_of_a_round(train, fields, want):
     late = Others((2, {"stopped": False, "steps": 500, "clock": 7}))  # as of a run that was resumed
     found, _ = train(late, clock=57, **fields)
     assert found.steps == want + 2 * STEPS
 
 
-def test_who_comes_late_to_a_run_of_steps_trains_its_share_of_the_epoch_of_the_others(
-    make_session: MakeSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_comes_late_to_a_run_of_steps_trains_its_share_of_the_epoch_of_the_others(make_session, monkeypatch):
     settings = job("lr", train={"steps": 5 * STEPS}, evaluate={"every": STEPS})
     first = Others((0, {}))
     Trainer(settings, dataset(), make_session(), first).run()
@@ -124,9 +112,7 @@ def test_who_comes_late_to_a_run_of_steps_trains_its_share_of_the_epoch_of_the_o
     assert epochs == [3, 4]
 
 
-def test_who_comes_late_holds_nothing_back_and_who_was_left_behind_what_it_did(
-    train: Callable[..., tuple[RunResult, Notes]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_comes_late_holds_nothing_back_and_who_was_left_behind_what_it_did(train, monkeypatch):
     dropped: list[bool] = []
     monkeypatch.setattr(Saver, "forget_held", lambda saver: dropped.append(True))
     train(Others((0, {}), (3, {"stopped": False}), leave=1))
@@ -135,7 +121,7 @@ def test_who_comes_late_holds_nothing_back_and_who_was_left_behind_what_it_did(
     assert dropped == [True]
 
 
-def test_who_comes_when_the_others_have_stopped_trains_no_more(train: Callable[..., tuple[RunResult, Notes]]) -> None:
+def test_who_comes_when_the_others_have_stopped_trains_no_more(train):
     first = Others((0, {}))
     result, _ = train(first, early_stop=2)
     assert [word["stopped"] for word in first.words] == [False, False, True]
@@ -147,7 +133,7 @@ def test_who_comes_when_the_others_have_stopped_trains_no_more(train: Callable[.
     assert late.calls == [("enter", 3), ("end", 3)]
 
 
-def test_who_comes_when_all_is_over_trains_no_more(train: Callable[..., tuple[RunResult, Notes]]) -> None:
+def test_who_comes_when_all_is_over_trains_no_more(train):
     late = Others((1, {"over": True}))
     found, notes = train(late)
     assert not notes.intervals
@@ -156,9 +142,7 @@ def test_who_comes_when_all_is_over_trains_no_more(train: Callable[..., tuple[Ru
 
 
 @pytest.mark.parametrize("clock", [5, 47])
-def test_who_was_left_behind_goes_on_where_the_others_are(
-    train: Callable[..., tuple[RunResult, Notes]], clock: int
-) -> None:
+def test_who_was_left_behind_goes_on_where_the_others_are(train, clock):
     group = Others((0, {}), (3, {"stopped": False, "steps": 0, "clock": 0}), leave=1)
     result, notes = train(group, clock=clock)
     assert [e.epoch for e in notes.evaluations] == [1, 4]
@@ -170,9 +154,7 @@ def test_who_was_left_behind_goes_on_where_the_others_are(
     ]  # fmt: skip
 
 
-def test_the_clock_waits_for_nobody_while_the_workers_meet(
-    train: Callable[..., tuple[RunResult, Notes]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_clock_waits_for_nobody_while_the_workers_meet(train, monkeypatch):
     group = Others((0, {}))
     monkeypatch.setattr(ShardStrategy, "pause", lambda strategy: group.calls.append(("pause", 0)))
     monkeypatch.setattr(ShardStrategy, "resume", lambda strategy, clock: group.calls.append(("resume", clock)))
@@ -185,9 +167,7 @@ def test_the_clock_waits_for_nobody_while_the_workers_meet(
     assert group.calls == [("enter", 0), *pauses, ("pause", 0), ("end", EPOCHS)]
 
 
-def test_workers_that_have_nothing_to_do_together_meet_at_the_end_alone(
-    train: Callable[..., tuple[RunResult, Notes]],
-) -> None:
+def test_workers_that_have_nothing_to_do_together_meet_at_the_end_alone(train):
     group = Others((0, {}))
     result, _ = train(group, splits=())
     assert result.steps == EPOCHS * STEPS

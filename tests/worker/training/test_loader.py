@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from itertools import chain
@@ -55,9 +55,7 @@ def only_child() -> psutil.Process:
 
 
 @pytest.mark.parametrize("section", [lambda folder: CLICKS, pairs], ids=["with dense features", "without"])
-def test_the_loader_gives_the_readers_batches_in_their_order(
-    section: Callable[[Path], AnyData], tmp_path: Path
-) -> None:
+def test_the_loader_gives_the_readers_batches_in_their_order(section, tmp_path):
     data = section(tmp_path)
     reader = data.open(tmp_path, seed=3)
     with LoaderProcess(share(data, tmp_path, 64, 1, 2)) as loader:
@@ -70,7 +68,7 @@ def test_the_loader_gives_the_readers_batches_in_their_order(
             assert len(batches[-1]) < 64
 
 
-def test_the_loader_gives_the_splits_that_it_is_asked_for(tmp_path: Path) -> None:
+def test_the_loader_gives_the_splits_that_it_is_asked_for(tmp_path):
     reader = CLICKS.open(tmp_path, seed=3)
     dealt = {"splits": 4, "skip": 1}  # what a run without splits had read of epoch 0
     with LoaderProcess(share(CLICKS, tmp_path, 50).model_copy(update=dealt)) as loader:
@@ -84,7 +82,7 @@ def test_the_loader_gives_the_splits_that_it_is_asked_for(tmp_path: Path) -> Non
     assert not process.is_running()
 
 
-def test_the_loader_goes_on_with_another_epoch(tmp_path: Path) -> None:
+def test_the_loader_goes_on_with_another_epoch(tmp_path):
     with LoaderProcess(share(CLICKS, tmp_path)) as loader:
         next(loader.train(0))
         for epoch in (4, 5):
@@ -92,7 +90,7 @@ def test_the_loader_goes_on_with_another_epoch(tmp_path: Path) -> None:
                 assert_equal(one, other)
 
 
-def test_a_mistake_in_the_data_is_the_readers_error_behind_the_batches_before_it(tmp_path: Path) -> None:
+def test_a_mistake_in_the_data_is_the_readers_error_behind_the_batches_before_it(tmp_path):
     lines = [f"{i % 2},a{i}" for i in range(1000)]
     (tmp_path / "t.csv").write_text("\n".join(["label,c", *lines, "1,a,b,c"]) + "\n")
     data = CtrCsvSection(reader="ctr_csv", train=Path("t.csv"), stream=True, categorical=("c",))
@@ -104,7 +102,7 @@ def test_a_mistake_in_the_data_is_the_readers_error_behind_the_batches_before_it
     assert "t.csv:1002" in str(found.value)
 
 
-def test_a_killed_loader_is_named(tmp_path: Path) -> None:
+def test_a_killed_loader_is_named(tmp_path):
     with LoaderProcess(share(CLICKS, tmp_path)) as loader:
         process = only_child()
         batches = loader.train(0)
@@ -115,7 +113,7 @@ def test_a_killed_loader_is_named(tmp_path: Path) -> None:
             list(chain(batches, *map(loader.train, range(1, 1000))))  # what the pipe still holds comes first
 
 
-def test_a_loader_without_an_answer_is_given_up(tmp_path: Path) -> None:
+def test_a_loader_without_an_answer_is_given_up(tmp_path):
     with (
         LoaderProcess(share(CLICKS, tmp_path), wait_timeout=timedelta(seconds=0.01)) as loader,
         pytest.raises(LoaderLost, match="made no batch within 0"),
@@ -135,12 +133,12 @@ class Slow:
             yield batch
 
 
-def test_a_loader_that_leaves_many_batches_out_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_loader_that_leaves_many_batches_out_is_waited_for(monkeypatch, tmp_path):
     monkeypatch.setattr("embershard.worker.training.loader._NEWS", timedelta(seconds=0.2))
     deep = DataShare.model_construct(**{**dict(share(CLICKS, tmp_path, 5)), "data": Slow(), "skip": 40})
     (out, into), loader = os.pipe(), LoaderProcess(deep, wait_timeout=timedelta(seconds=2))
 
-    def sends() -> None:
+    def sends():
         with suppress(BrokenPipeError), open(into, "wb") as pipe:
             send_batches(deep, (), pipe)
 
@@ -154,7 +152,7 @@ def test_a_loader_that_leaves_many_batches_out_is_waited_for(monkeypatch: pytest
     sender.join()
 
 
-def test_the_loader_ends_with_its_reader_and_when_nobody_reads(tmp_path: Path) -> None:
+def test_the_loader_ends_with_its_reader_and_when_nobody_reads(tmp_path):
     with LoaderProcess(share(CLICKS, tmp_path)):
         process = only_child()
     assert not process.is_running()

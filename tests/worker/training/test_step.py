@@ -6,7 +6,7 @@ import copy
 import importlib.util
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -135,7 +135,7 @@ def plainly(model: Recommender, parts: Sequence[Batch], *, clip: float | None = 
 
 
 @pytest.mark.parametrize("sizes", [(8, 8, 8, 8), (8, 5, 2, 7), (32, 1)], ids=str)
-def test_a_step_of_several_batches_is_that_of_the_joint_one(make_session: MakeSession, sizes: tuple[int, ...]) -> None:
+def test_a_step_of_several_batches_is_that_of_the_joint_one(make_session, sizes):
     plain, session = model_of(), make_session()
     model = wrapped(plain, session)
     step = make_step(model, session, accumulate=len(sizes))
@@ -148,7 +148,7 @@ def test_a_step_of_several_batches_is_that_of_the_joint_one(make_session: MakeSe
     torch.testing.assert_close(weights(model, session), weights(plain), rtol=0, atol=1e-6)
 
 
-def test_the_batches_left_over_at_the_end_make_a_step_of_their_own(make_session: MakeSession) -> None:
+def test_the_batches_left_over_at_the_end_make_a_step_of_their_own(make_session):
     plain, session = model_of(), make_session()
     model = wrapped(plain, session)
     parts = batches(8, 8, 8, 8, 3)
@@ -162,7 +162,7 @@ def test_the_batches_left_over_at_the_end_make_a_step_of_their_own(make_session:
     torch.testing.assert_close(weights(model, session), weights(plain), rtol=0, atol=1e-6)
 
 
-def test_a_step_weighs_the_samples_of_all_its_batches(make_session: MakeSession) -> None:
+def test_a_step_weighs_the_samples_of_all_its_batches(make_session):
     session = make_session()
     model = wrapped(model_of(), session)
     updater = Shards(session)
@@ -172,7 +172,7 @@ def test_a_step_weighs_the_samples_of_all_its_batches(make_session: MakeSession)
     assert updater.rows.weight == 21
 
 
-def test_accumulation_inside_prefetch_reads_what_the_last_step_left(make_session: MakeSession) -> None:
+def test_accumulation_inside_prefetch_reads_what_the_last_step_left(make_session):
     plain, session = model_of(), make_session()
     model = wrapped(plain, session)
     step = make_step(model, session, accumulate=2)
@@ -183,7 +183,7 @@ def test_accumulation_inside_prefetch_reads_what_the_last_step_left(make_session
     torch.testing.assert_close(weights(model, session), weights(plain), rtol=0, atol=1e-6)
 
 
-def test_batches_of_workers_that_step_together_weigh_by_the_samples_of_all(make_session: MakeSession) -> None:
+def test_batches_of_workers_that_step_together_weigh_by_the_samples_of_all(make_session):
     plain, session = model_of(), make_session()
     model = wrapped(plain, session)
     step = make_step(model, session, accumulate=2)
@@ -201,9 +201,7 @@ def test_batches_of_workers_that_step_together_weigh_by_the_samples_of_all(make_
 
 @pytest.mark.parametrize("clip", [0.01, 0.3, 1e3])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_clipping_is_that_of_torch_over_rows_and_dense_weights(
-    make_session: MakeSession, clip: float, accumulate: int
-) -> None:
+def test_clipping_is_that_of_torch_over_rows_and_dense_weights(make_session, clip, accumulate):
     plain, session = model_of(), make_session()
     model = wrapped(plain, session)
     step = make_step(model, session, clip_norm=clip, accumulate=accumulate)
@@ -214,7 +212,7 @@ def test_clipping_is_that_of_torch_over_rows_and_dense_weights(
     torch.testing.assert_close(weights(model, session), weights(plain), rtol=1e-5, atol=1e-6)
 
 
-def test_sparse_gradients_of_torch_are_clipped_like_dense_ones() -> None:
+def test_sparse_gradients_of_torch_are_clipped_like_dense_ones():
     torch.manual_seed(0)
     dense, sparse = nn.EmbeddingBag(ROWS, 4), nn.EmbeddingBag(ROWS, 4, sparse=True)
     sparse.load_state_dict(dense.state_dict())
@@ -228,12 +226,12 @@ def test_sparse_gradients_of_torch_are_clipped_like_dense_ones() -> None:
     torch.testing.assert_close(results[1], results[0])
 
 
-def test_workers_that_agree_on_a_norm_clip_by_the_largest(make_session: MakeSession) -> None:
+def test_workers_that_agree_on_a_norm_clip_by_the_largest(make_session):
     plain, session = model_of(), make_session()
     model = wrapped(plain, session)
     norms: list[float] = []
 
-    def agree(norm: float) -> float:
+    def agree(norm):
         norms.append(norm)
         return 2 * norm
 
@@ -248,7 +246,7 @@ def test_workers_that_agree_on_a_norm_clip_by_the_largest(make_session: MakeSess
     torch.testing.assert_close(weights(model, session), weights(plain), rtol=1e-3, atol=1e-6)
 
 
-def test_the_norm_of_nothing_is_zero() -> None:
+def test_the_norm_of_nothing_is_zero():
     assert global_norm([]) == 0.0
     assert global_norm([torch.tensor([3.0]), torch.tensor([[4.0]])]) == 5.0
 
@@ -256,7 +254,7 @@ def test_the_norm_of_nothing_is_zero() -> None:
 # Mixed precision
 
 
-def test_bf16_runs_the_layers_in_it_and_trains(make_session: MakeSession) -> None:
+def test_bf16_runs_the_layers_in_it_and_trains(make_session):
     session = make_session()
     model = wrapped(model_of(), session)
     kinds = set()
@@ -269,7 +267,7 @@ def test_bf16_runs_the_layers_in_it_and_trains(make_session: MakeSession) -> Non
     assert {value.dtype for value in weights(model, session).values()} == {torch.float32}
 
 
-def test_fp16_trains_as_float32_does(make_session: MakeSession) -> None:
+def test_fp16_trains_as_float32_does(make_session):
     plain, session = model_of(), make_session()
     model = wrapped(plain, session)
     step = make_step(model, session, amp="fp16", accumulate=2)
@@ -281,12 +279,12 @@ def test_fp16_trains_as_float32_does(make_session: MakeSession) -> None:
     torch.testing.assert_close(weights(model, session), weights(plain), rtol=0, atol=5e-3)
 
 
-def test_a_step_that_fp16_leaves_out_changes_nothing_and_halves_the_scale(make_session: MakeSession) -> None:
+def test_a_step_that_fp16_leaves_out_changes_nothing_and_halves_the_scale(make_session):
     session = make_session()
     model = wrapped(model_of(), session)
     overflowing = [True, True, False]
 
-    def objective(model: Recommender, batch: Batch) -> Tensor:
+    def objective(model, batch):
         return binary_cross_entropy(model, batch) * (1e38 if overflowing.pop(0) else 1.0)
 
     step = make_step(model, session, objective, amp="fp16")
@@ -302,12 +300,12 @@ def test_a_step_that_fp16_leaves_out_changes_nothing_and_halves_the_scale(make_s
     assert session.stats.pushed_rows > 0
 
 
-def test_the_scale_grows_again_after_an_interval_of_steps_without_overflow(make_session: MakeSession) -> None:
+def test_the_scale_grows_again_after_an_interval_of_steps_without_overflow(make_session):
     session = make_session()
     model = wrapped(model_of(), session)
     overflowing = [False, True, False, False]
 
-    def objective(model: Recommender, batch: Batch) -> Tensor:
+    def objective(model, batch):
         return binary_cross_entropy(model, batch) * (1e38 if overflowing.pop(0) else 1.0)
 
     step = make_step(model, session, objective, amp="fp16")
@@ -320,7 +318,7 @@ def test_the_scale_grows_again_after_an_interval_of_steps_without_overflow(make_
     assert scales == [2.0**16, 2.0**15, 2.0**15, 2.0**16]  # as torch.amp.GradScaler does
 
 
-def test_a_worker_halves_its_scale_where_another_one_overflowed(make_session: MakeSession) -> None:
+def test_a_worker_halves_its_scale_where_another_one_overflowed(make_session):
     session = make_session()
     model = wrapped(model_of(), session)
     updater, settings = Shards(session), StepSettings(amp="fp16")
@@ -329,7 +327,7 @@ def test_a_worker_halves_its_scale_where_another_one_overflowed(make_session: Ma
     assert (step.skipped, step.state_dict()["scaler"]["scale"]) == (1, 2.0**15)
 
 
-def test_the_scale_and_the_counters_survive_a_state_dict(make_session: MakeSession) -> None:
+def test_the_scale_and_the_counters_survive_a_state_dict(make_session):
     session = make_session()
     model = wrapped(model_of(), session)
     step = make_step(model, session, lambda m, b: binary_cross_entropy(m, b) * 1e38, amp="fp16")
@@ -339,18 +337,18 @@ def test_the_scale_and_the_counters_survive_a_state_dict(make_session: MakeSessi
     assert (other.steps, other.skipped, other.state_dict()["scaler"]["scale"]) == (1, 1, 2.0**15)
 
 
-def test_what_an_objective_has_learnt_is_part_of_the_state(make_session: MakeSession) -> None:
+def test_what_an_objective_has_learnt_is_part_of_the_state(make_session):
     class Counting:
         calls = 0
 
-        def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        def __call__(self, model, batch):
             self.calls += 1
             return binary_cross_entropy(model, batch)
 
-        def state_dict(self) -> dict[str, int]:
+        def state_dict(self):
             return {"calls": self.calls}
 
-        def load_state_dict(self, state: dict[str, int]) -> None:
+        def load_state_dict(self, state):
             self.calls = state["calls"]
 
     session = make_session()
@@ -381,14 +379,14 @@ class Pair:
 
 
 @pytest.fixture
-def pair(make_shards: Callable[..., list[Shard]]) -> Iterator[Pair]:
+def pair(make_shards):
     pair = Pair(make_shards(2))
     yield pair
     for session in pair.sessions:
         session.close()
 
 
-def test_synchronous_workers_count_by_the_samples_of_their_steps(pair: Pair) -> None:
+def test_synchronous_workers_count_by_the_samples_of_their_steps(pair):
     plain = model_of()
     parts = batches(8, 4, 3)
     models = [wrapped(plain, session) for session in pair.sessions]
@@ -400,7 +398,7 @@ def test_synchronous_workers_count_by_the_samples_of_their_steps(pair: Pair) -> 
     torch.testing.assert_close(weights(models[0], pair.sessions[0]), weights(plain), rtol=1e-5, atol=1e-6)
 
 
-def test_a_left_out_step_moves_the_clock_of_a_synchronous_job_and_weighs_nothing(pair: Pair) -> None:
+def test_a_left_out_step_moves_the_clock_of_a_synchronous_job_and_weighs_nothing(pair):
     plain = model_of()
     models = [wrapped(plain, session) for session in pair.sessions]
     part = batches(8)[0]
@@ -426,7 +424,7 @@ def poisoned(model: Recommender, batch: Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_loss_that_is_no_number_ends_the_run(make_session: MakeSession, value: float) -> None:
+def test_a_loss_that_is_no_number_ends_the_run(make_session, value):
     session = make_session()
     model = wrapped(model_of(), session)
     step = make_step(model, session, lambda m, b: binary_cross_entropy(m, b) * value)
@@ -435,7 +433,7 @@ def test_a_loss_that_is_no_number_ends_the_run(make_session: MakeSession, value:
     assert session.clock == 0
 
 
-def test_gradients_that_are_no_numbers_end_the_run_where_their_norm_is_known(make_session: MakeSession) -> None:
+def test_gradients_that_are_no_numbers_end_the_run_where_their_norm_is_known(make_session):
     session = make_session()
     model = wrapped(model_of(), session)
     step = make_step(model, session, poisoned, clip_norm=1.0)
@@ -450,9 +448,7 @@ def test_gradients_that_are_no_numbers_end_the_run_where_their_norm_is_known(mak
     [poisoned, lambda m, b: binary_cross_entropy(m, b) * math.nan, lambda m, b: binary_cross_entropy(m, b) + math.inf],
     ids=["gradient", "loss", "loss alone"],
 )
-def test_such_steps_are_left_out_and_counted(
-    make_session: MakeSession, bad: Callable[..., Tensor], accumulate: int
-) -> None:
+def test_such_steps_are_left_out_and_counted(make_session, bad, accumulate):
     plain, session = model_of(), make_session()
     model = wrapped(plain, session)
     parts = batches(*[8] * 6)
@@ -473,7 +469,7 @@ def test_such_steps_are_left_out_and_counted(
     torch.testing.assert_close(weights(model, session), weights(plain), rtol=1e-5, atol=1e-6)
 
 
-def test_a_step_that_is_left_out_leaves_no_nan_in_running_statistics(make_session: MakeSession) -> None:
+def test_a_step_that_is_left_out_leaves_no_nan_in_running_statistics(make_session):
     session = make_session()
     model = wrapped(model_of(batch_norm=True), session)
     step = make_step(model, session, non_finite="skip", accumulate=2)
@@ -493,12 +489,12 @@ def test_a_step_that_is_left_out_leaves_no_nan_in_running_statistics(make_sessio
     assert all(buffer.isfinite().all() for buffer in model.buffers())
 
 
-def test_company_repeats_the_last_batch_whose_step_was_made(make_session: MakeSession) -> None:
+def test_company_repeats_the_last_batch_whose_step_was_made(make_session):
     session = make_session()
     model = wrapped(model_of(), session)
     seen: list[Batch] = []
 
-    def objective(model: nn.Module, batch: Batch) -> Tensor:
+    def objective(model, batch):
         seen.append(batch)
         return binary_cross_entropy(model, batch)
 
@@ -514,7 +510,7 @@ def test_company_repeats_the_last_batch_whose_step_was_made(make_session: MakeSe
 
 
 @pytest.mark.parametrize("amp", ["off", "fp16"])
-def test_company_without_anything_of_its_own_to_train_only_steps(make_session: MakeSession, amp: str) -> None:
+def test_company_without_anything_of_its_own_to_train_only_steps(make_session, amp):
     session = make_session()
     plain = model_of()
     for name, parameter in plain.named_parameters():
@@ -530,15 +526,12 @@ def test_company_without_anything_of_its_own_to_train_only_steps(make_session: M
     assert (step.steps, session.clock) == (2, 2)
 
 
-def test_a_run_in_which_every_step_is_left_out_ends(make_session: MakeSession) -> None:
+def test_a_run_in_which_every_step_is_left_out_ends(make_session):
     session = make_session(1)
     model = wrapped(model_of(), session)
     fails = [False]
     step = make_step(
-        model,
-        session,
-        lambda m, b: binary_cross_entropy(m, b) * (math.nan if fails[0] else 1.0),
-        non_finite="skip",
+        model, session, lambda m, b: binary_cross_entropy(m, b) * (math.nan if fails[0] else 1.0), non_finite="skip"
     )
     part = turn(batches(2)[0])
     fails[0] = True
@@ -553,7 +546,7 @@ def test_a_run_in_which_every_step_is_left_out_ends(make_session: MakeSession) -
         step(part)
 
 
-def test_a_worker_leaves_out_the_step_that_another_must_leave_out(make_session: MakeSession) -> None:
+def test_a_worker_leaves_out_the_step_that_another_must_leave_out(make_session):
     session = make_session()
     model = wrapped(model_of(), session)
     updater = Shards(session)
@@ -568,7 +561,7 @@ def test_a_worker_leaves_out_the_step_that_another_must_leave_out(make_session: 
     [{"amp": "fp8"}, {"accumulate": 0}, {"clip_norm": 0.0}, {"clip_norm": math.nan}, {"non_finite": "ignore"}],
     ids=str,
 )
-def test_settings_out_of_range_are_named(settings: dict[str, object]) -> None:
+def test_settings_out_of_range_are_named(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         StepSettings(**settings)
 
@@ -577,7 +570,7 @@ def test_settings_out_of_range_are_named(settings: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["deepfm", "dlrm"])
-def test_recomputed_activations_train_to_the_same_weights(make_session: MakeSession, kind: str) -> None:
+def test_recomputed_activations_train_to_the_same_weights(make_session, kind):
     torch.manual_seed(0)
     settings = {"batch_norm": True, "dropout": 0.3}
     plain = model_of(**settings) if kind == "deepfm" else DLRM(ROWS, F, 4, D, bottom=(8,), hidden=(16,), **settings)
@@ -600,7 +593,7 @@ def test_recomputed_activations_train_to_the_same_weights(make_session: MakeSess
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
 
-def test_without_gradients_nothing_is_computed_again(make_session: MakeSession) -> None:
+def test_without_gradients_nothing_is_computed_again(make_session):
     session = make_session()
     model = wrapped(model_of(), session)
     part = batches(8)[0]
@@ -615,9 +608,7 @@ def test_without_gradients_nothing_is_computed_again(make_session: MakeSession) 
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
-def test_a_compiled_model_trains_to_the_same_weights(
-    make_session: MakeSession, monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
+def test_a_compiled_model_trains_to_the_same_weights(make_session, monkeypatch, backend):
     graphs = CompileCounterWithBackend(backend)  # the same graphs as inductor has, in seconds
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=graphs))
     results = []
@@ -640,14 +631,14 @@ def test_a_compiled_model_trains_to_the_same_weights(
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
 
 
-def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_compiler_is_told_so(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(JobError, match=r"train.compile: torch.compile needs a C\+\+ compiler.*install g\+\+"):
         compile_dense(nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize("found", ["CC", "gcc", "clang", None])
-def test_triton_is_known_to_need_a_c_compiler(monkeypatch: pytest.MonkeyPatch, found: str | None) -> None:
+def test_triton_is_known_to_need_a_c_compiler(monkeypatch, found):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/it" if name == found else None)
     monkeypatch.delenv("CC", raising=False)

@@ -100,14 +100,14 @@ FEATURES: list[dict[str, object]] = [
 
 @pytest.mark.parametrize("strategy", ["ps", pytest.param("local", marks=pytest.mark.long)])
 @pytest.mark.parametrize("train", FEATURES, ids=lambda train: "-".join(train))
-def test_every_feature_of_a_step_learns(make_session: MakeSession, train: dict[str, object], strategy: str) -> None:
+def test_every_feature_of_a_step_learns(make_session, train, strategy):
     result = run(job(train, strategy=strategy), make_session() if strategy == "ps" else None)
     assert result.figures["valid"]["auc"] > 0.8
     assert result.skipped_steps == 0
 
 
 @pytest.mark.parametrize("strategy", ["ps", "local"])
-def test_all_of_them_learn_together(make_session: MakeSession, strategy: str) -> None:
+def test_all_of_them_learn_together(make_session, strategy):
     train: dict[str, object] = {"epochs": 8}
     for feature in FEATURES:
         train |= {key: value for key, value in feature.items() if key != "epochs"}
@@ -121,9 +121,7 @@ def test_all_of_them_learn_together(make_session: MakeSession, strategy: str) ->
     [({"epochs": 2}, 2 * 7, 2000), ({"steps": 4}, 4, 600), ({"samples": 500}, 4, 500)],
     ids=["epochs", "steps", "samples"],
 )
-def test_a_step_is_several_batches_where_they_are_accumulated(
-    make_session: MakeSession, budget: dict[str, object], steps: int, samples: int
-) -> None:
+def test_a_step_is_several_batches_where_they_are_accumulated(make_session, budget, steps, samples):
     session = make_session()
     trainer = trainer_of(job({"accumulate": 3, **budget}), session)
     assert trainer._budget.total_steps == steps  # after which a schedule ends
@@ -131,11 +129,11 @@ def test_a_step_is_several_batches_where_they_are_accumulated(
     assert (result.steps, result.samples, session.clock) == (steps, samples, steps)
 
 
-def test_steps_that_are_left_out_are_told(make_session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_are_left_out_are_told(make_session, monkeypatch):
     trainer = trainer_of(job({"steps": 12, "non_finite": "skip"}), make_session())
     calls: list[int] = []
 
-    def poisoned(model: nn.Module, batch: object) -> torch.Tensor:
+    def poisoned(model, batch):
         calls.append(1)
         return objective(model, batch) * (float("nan") if len(calls) % 4 == 0 else 1.0)
 
@@ -145,7 +143,7 @@ def test_steps_that_are_left_out_are_told(make_session: MakeSession, monkeypatch
     assert (result.steps, result.skipped_steps) == (12, 3)
 
 
-def test_an_evaluation_is_of_the_averaged_weights(make_session: MakeSession) -> None:
+def test_an_evaluation_is_of_the_averaged_weights(make_session):
     kept = run(job({"average": {"decay": 0.999999}}), make_session())
     moved = run(job({"average": {"decay": 0.0}}), make_session())
     plain = run(job(), make_session())
@@ -154,9 +152,7 @@ def test_an_evaluation_is_of_the_averaged_weights(make_session: MakeSession) -> 
 
 
 @pytest.mark.parametrize("strategy", ["ps", "local"])
-def test_a_scheduler_of_torch_moves_the_rates(
-    make_session: MakeSession, monkeypatch: pytest.MonkeyPatch, strategy: str
-) -> None:
+def test_a_scheduler_of_torch_moves_the_rates(make_session, monkeypatch, strategy):
     monkeypatch.setattr("embershard.worker.reporting.throughput.INTERVAL_SECONDS", 0.0)
     schedule = {"name": "torch", "class": "StepLR", "args": {"step_size": 2, "gamma": 0.5}, "warmup_steps": 2}
     notes = Notes()
@@ -167,7 +163,7 @@ def test_a_scheduler_of_torch_moves_the_rates(
 
 
 @pytest.mark.parametrize("strategy", ["ps", "local"])
-def test_what_is_frozen_keeps_its_values_and_the_rest_learns(make_session: MakeSession, strategy: str) -> None:
+def test_what_is_frozen_keeps_its_values_and_the_rest_learns(make_session, strategy):
     session = make_session() if strategy == "ps" else None
     trainer = trainer_of(job({"epochs": 2}, strategy=strategy, freeze=["linear", "deep.0*"]), session)
     trainer.strategy.refresh()
@@ -187,7 +183,7 @@ def test_what_is_frozen_keeps_its_values_and_the_rest_learns(make_session: MakeS
 
 
 @pytest.mark.parametrize("strategy", ["ps", "local"])
-def test_groups_have_their_own_optimizers_and_first_values(make_session: MakeSession, strategy: str) -> None:
+def test_groups_have_their_own_optimizers_and_first_values(make_session, strategy):
     settings = job(
         strategy=strategy,
         embedding={
@@ -240,9 +236,7 @@ def test_groups_have_their_own_optimizers_and_first_values(make_session: MakeSes
     ],
     ids=["name", "everything", "dense", "embedding"],
 )
-def test_a_pattern_that_fits_nothing_is_refused_before_a_table_is_made(
-    make_session: MakeSession, sections: dict[str, object], where: str
-) -> None:
+def test_a_pattern_that_fits_nothing_is_refused_before_a_table_is_made(make_session, sections, where):
     session = make_session()
     with pytest.raises(JobError, match=where):
         trainer_of(job(**sections), session)
@@ -265,11 +259,11 @@ def test_a_pattern_that_fits_nothing_is_refused_before_a_table_is_made(
         ("Top", "top", False),
     ],
 )
-def test_a_pattern_fits_a_name_or_a_module_that_it_lies_in(name: str, pattern: str, fits: bool) -> None:
+def test_a_pattern_fits_a_name_or_a_module_that_it_lies_in(name, pattern, fits):
     assert matches(name, pattern) == fits
 
 
-def test_the_first_pattern_that_fits_counts() -> None:
+def test_the_first_pattern_that_fits_counts():
     rules = {"user*": 1, "*_id": 2, "*": 3}
     assert choose(["user_id", "item_id", "age"], rules, "x") == {"user_id": "user*", "item_id": "*_id", "age": "*"}
     with pytest.raises(ValueError, match=r"x: no pattern matches 'age' \(there are: user\*\); add one, or '\*'"):
@@ -278,7 +272,7 @@ def test_the_first_pattern_that_fits_counts() -> None:
         choose(["user_id"], rules, "x")
 
 
-def test_freezing_names_what_it_froze() -> None:
+def test_freezing_names_what_it_froze():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     assert freeze(model, ["0", "*.bias"]) == ["0.weight", "0.bias", "1.bias"]
     assert [name for name, p in model.named_parameters() if p.requires_grad] == ["1.weight"]
@@ -358,17 +352,17 @@ def mistakes(tmp_path: Path, text: str) -> list[str]:
         ),
     ],
 )
-def test_what_contradicts_itself_is_refused_with_its_line(tmp_path: Path, extra: str, want: str) -> None:
+def test_what_contradicts_itself_is_refused_with_its_line(tmp_path, extra, want):
     assert mistakes(tmp_path, GOOD + extra + "\n") == [want]
 
 
-def test_off_is_off(tmp_path: Path) -> None:
+def test_off_is_off(tmp_path):
     (tmp_path / "t.csv").write_text("label,a\n1,2\n")
     (tmp_path / "job.yaml").write_text(GOOD + "  amp: off\n")
     assert load_job(tmp_path / "job.yaml").train.amp == "off"
 
 
-def test_a_job_with_a_scheduler_of_torch_is_the_same_after_a_round_trip() -> None:
+def test_a_job_with_a_scheduler_of_torch_is_the_same_after_a_round_trip():
     schedule = {"name": "torch", "class": "StepLR", "args": {"step_size": 2}}
     made = job({"lr_schedule": schedule})
     assert Job.model_validate(made.model_dump(mode="json")) == made

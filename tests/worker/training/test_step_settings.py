@@ -30,26 +30,26 @@ def turn() -> StepBatch:
     return StepBatch(0, batch, len(batch))
 
 
-def test_a_step_has_the_settings_of_the_job() -> None:
+def test_a_step_has_the_settings_of_the_job():
     train: dict[str, object] = {"amp": "bf16", "accumulate": 3, "clip_norm": 0.5, "non_finite": "skip"}
     assert made(train)[0]._settings == StepSettings(**train)  # type: ignore[arg-type]
 
 
-def test_an_error_names_the_worker() -> None:
+def test_an_error_names_the_worker():
     step, model = made({}, worker=3)
     nn.init.constant_(model.get_parameter("output.bias"), math.nan)
     with pytest.raises(NonFiniteLoss, match="worker 3: the loss of step 1 is nan"):
         step(turn())
 
 
-def test_workers_leave_out_together_what_one_of_them_must(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_leave_out_together_what_one_of_them_must(monkeypatch):
     monkeypatch.setattr(TorchStrategy, "agree", property(lambda strategy: lambda norm: math.inf))
     step, _ = made({"non_finite": "skip"})
     step(turn())
     assert step.skipped == 1
 
 
-def test_activations_are_computed_again() -> None:
+def test_activations_are_computed_again():
     step, model = made({"checkpoint_activations": True})
     runs: list[int] = []
     model.get_submodule("deep.0").register_forward_hook(lambda *_: runs.append(1))
@@ -57,7 +57,7 @@ def test_activations_are_computed_again() -> None:
     assert len(runs) == 2
 
 
-def test_the_dense_part_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dense_part_is_compiled(monkeypatch):
     compiled: list[nn.Module] = []
     monkeypatch.setattr("embershard.worker.training.build.compile_dense", compiled.append)
     assert made({"compile": True})[1] in compiled
@@ -65,7 +65,7 @@ def test_the_dense_part_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(compiled) == 1
 
 
-def test_dense_weights_are_averaged_and_tables_are_not() -> None:
+def test_dense_weights_are_averaged_and_tables_are_not():
     step, model = made({"average": {"decay": 0.9}})
     for _ in range(2):
         step(turn())

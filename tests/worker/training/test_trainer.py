@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -97,7 +96,7 @@ def run(
     return result, notes
 
 
-def test_training_learns_what_the_data_holds(make_session: MakeSession) -> None:
+def test_training_learns_what_the_data_holds(make_session):
     result, notes = run(make_session(), job(train={"epochs": 5}))
     assert result.figures["test"]["auc"] > 0.85
     assert notes.intervals[-1].loss < 0.9 * notes.intervals[0].loss
@@ -116,7 +115,7 @@ def test_training_learns_what_the_data_holds(make_session: MakeSession) -> None:
         ("lr", {}),
     ],
 )
-def test_the_same_seed_gives_the_same_run(make_session: MakeSession, name: str, fields: dict[str, object]) -> None:
+def test_the_same_seed_gives_the_same_run(make_session, name, fields):
     one, _ = run(make_session(1), job(name, model=fields))
     torch.manual_seed(99)
     two, _ = run(make_session(2), job(name, model=fields))
@@ -125,8 +124,8 @@ def test_the_same_seed_gives_the_same_run(make_session: MakeSession, name: str, 
     assert name == "lr" or other.figures != one.figures
 
 
-def test_dropout_differs_between_workers_and_not_between_runs(make_session: MakeSession) -> None:
-    def draws(rank: int, seed: int = 5) -> list[float]:
+def test_dropout_differs_between_workers_and_not_between_runs(make_session):
+    def draws(rank, seed=5):
         Trainer(job("lr", train={"seed": seed}), dataset(), make_session(), WorkerGroup(rank, 2))
         drawn: list[float] = torch.rand(3).tolist()
         return drawn
@@ -137,9 +136,7 @@ def test_dropout_differs_between_workers_and_not_between_runs(make_session: Make
 
 
 @pytest.mark.parametrize("splits", [("valid", "test"), ("test", "valid")])
-def test_the_reported_figures_are_those_of_the_best_evaluation(
-    make_session: MakeSession, splits: tuple[str, ...]
-) -> None:
+def test_the_reported_figures_are_those_of_the_best_evaluation(make_session, splits):
     found = job(train={"epochs": 6}, evaluate={"metric": "logloss"})
     result, notes = run(make_session(), found, dataset(splits=splits))
     losses = [e.figures["valid"]["logloss"] for e in notes.evaluations]
@@ -149,7 +146,7 @@ def test_the_reported_figures_are_those_of_the_best_evaluation(
     assert [e.improved for e in notes.evaluations] == [loss == min(losses[: i + 1]) for i, loss in enumerate(losses)]
 
 
-def test_early_stopping_waits_for_its_patience(make_session: MakeSession) -> None:
+def test_early_stopping_waits_for_its_patience(make_session):
     frozen = {"embedding": {"optimizer": {"name": "sgd", "lr": 0.0}}}
     result, notes = run(make_session(), job(train={"epochs": 50, "early_stop": {"patience": 3}}, **frozen))
     assert [e.improved for e in notes.evaluations] == [True, False, False, False]
@@ -158,9 +155,7 @@ def test_early_stopping_waits_for_its_patience(make_session: MakeSession) -> Non
 
 
 @pytest.mark.parametrize(("min_delta", "improved"), [(0.0, [True, True]), (1.0, [True, False])])
-def test_an_evaluation_is_better_by_more_than_min_delta(
-    make_session: MakeSession, min_delta: float, improved: list[bool]
-) -> None:
+def test_an_evaluation_is_better_by_more_than_min_delta(make_session, min_delta, improved):
     train = {"steps": 20, "early_stop": {"patience": 1, "min_delta": min_delta}}
     _, notes = run(make_session(), job(train=train, evaluate={"every": 10, "metric": "logloss"}))
     assert [e.improved for e in notes.evaluations] == improved
@@ -176,28 +171,24 @@ def test_an_evaluation_is_better_by_more_than_min_delta(
         ({"samples": 4950}, 2000, [20, 40, 50]),
     ],
 )
-def test_evaluations_come_when_the_job_says(
-    make_session: MakeSession, train: dict[str, object], every: int | None, steps: list[int]
-) -> None:
+def test_evaluations_come_when_the_job_says(make_session, train, every, steps):
     _, notes = run(make_session(), job("lr", train=train, evaluate={"every": every}))
     assert [e.step for e in notes.evaluations] == steps
     assert notes.begun == list(range(len(steps)))
 
 
-def test_a_pause_for_a_checkpoint_is_no_evaluation(make_session: MakeSession, tmp_path: Path) -> None:
+def test_a_pause_for_a_checkpoint_is_no_evaluation(make_session, tmp_path):
     saved = {"folder": str(tmp_path), "every": 15, "keep": 9}
     _, notes = run(make_session(), job("lr", train={"steps": 50}, evaluate={"every": 20}, checkpoint=saved))
     assert [e.step for e in notes.evaluations] == [20, 40, 50]
     assert sorted(int(path.name[5:]) for path in tmp_path.iterdir()) == [15, 30, 45, 50]
 
 
-def test_a_run_trains_on_while_a_checkpoint_is_written_and_waits_for_its_last_one(
-    make_session: MakeSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_trains_on_while_a_checkpoint_is_written_and_waits_for_its_last_one(make_session, tmp_path, monkeypatch):
     class LeaveAck(WorkerGroup):
         """Who is left when another worker is lost."""
 
-        def retry_on_membership_change(self, work: Callable[[], T]) -> T:
+        def retry_on_membership_change(self, work):
             try:
                 return work()
             except MembershipChanged:
@@ -205,7 +196,7 @@ def test_a_run_trains_on_while_a_checkpoint_is_written_and_waits_for_its_last_on
 
     saves: list[tuple[int, bool]] = []
 
-    def save(saver: Saver, step: int, *, wait: bool) -> None:
+    def save(saver, step, *, wait):
         saves.append((step, wait))
         if len(saves) == 1:
             raise MembershipChanged
@@ -220,14 +211,14 @@ def test_a_run_trains_on_while_a_checkpoint_is_written_and_waits_for_its_last_on
     assert saves[4:] == [(20, False), (40, True)]
 
 
-def test_a_plateau_lowers_the_learning_rate(make_session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plateau_lowers_the_learning_rate(make_session, monkeypatch):
     monkeypatch.setattr("embershard.worker.reporting.throughput.INTERVAL_SECONDS", math.inf)  # one of each epoch
     train = {"epochs": 4, "lr_schedule": {"name": "plateau", "factor": 0.5}}
     _, notes = run(make_session(), job(train=train, embedding={"optimizer": {"name": "sgd", "lr": 0.0}}))
     assert [i.lr_scale for i in notes.intervals] == [1.0, 1.0, 0.5, 0.25]
 
 
-def test_warm_up_and_decay_reach_every_push(make_session: MakeSession) -> None:
+def test_warm_up_and_decay_reach_every_push(make_session):
     session = make_session()
     scales: list[float] = []
     push = session.client.push
@@ -239,19 +230,19 @@ def test_warm_up_and_decay_reach_every_push(make_session: MakeSession) -> None:
     assert scales == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_says_where(make_session: MakeSession) -> None:
+def test_a_loss_that_is_not_finite_stops_the_run_and_says_where(make_session):
     data = dataset()
     data._rows["train"].dense[1500:] = np.nan  # type: ignore[index]
     with pytest.raises(NonFiniteLoss, match=r"worker 0: the loss of step \d+ is nan; lower the learning"):
         run(make_session(), job("lr"), data)
 
 
-def test_batches_that_are_too_few_for_a_step_make_one_before_an_evaluation(make_session: MakeSession) -> None:
+def test_batches_that_are_too_few_for_a_step_make_one_before_an_evaluation(make_session):
     _, notes = run(make_session(), job("lr", train={"accumulate": 3}))
     assert [e.step for e in notes.evaluations] == [7, 14]  # of 20 batches each
 
 
-def test_steps_that_are_left_out_are_counted(make_session: MakeSession) -> None:
+def test_steps_that_are_left_out_are_counted(make_session):
     data = dataset()
     data._rows["train"].dense[1500] = np.nan  # type: ignore[index]
     result, notes = run(make_session(), job("lr", train={"epochs": 3, "non_finite": "skip"}), data)
@@ -259,7 +250,7 @@ def test_steps_that_are_left_out_are_counted(make_session: MakeSession) -> None:
     assert np.isfinite([interval.loss for interval in notes.intervals]).all()
 
 
-def test_a_last_batch_of_one_sample_is_left_out_under_batch_norm(make_session: MakeSession) -> None:
+def test_a_last_batch_of_one_sample_is_left_out_under_batch_norm(make_session):
     fields = {"hidden": [4], "batch_norm": True}
     result, _ = run(make_session(), job("deepfm", model=fields, train={"epochs": 1}), dataset(301))
     assert (result.samples, result.steps) == (300, 3)
@@ -268,37 +259,35 @@ def test_a_last_batch_of_one_sample_is_left_out_under_batch_norm(make_session: M
 
 
 @pytest.mark.parametrize("length", [{"epochs": 2}, {"steps": 5}, {"samples": 5}], ids=str)
-def test_a_share_in_which_no_batch_will_do_for_batch_norm_ends_the_run(
-    make_session: MakeSession, length: dict[str, object]
-) -> None:
+def test_a_share_in_which_no_batch_will_do_for_batch_norm_ends_the_run(make_session, length):
     fields = {"hidden": [4], "batch_norm": True}
     words = "train.batch_size: epoch 1 has no batch of 2 samples or more for worker 0 of 1; use larger batches or fewer"
     with pytest.raises(JobError, match=words):
         run(make_session(), job("deepfm", model=fields, train={"batch_size": 1, **length}), dataset(3))
 
 
-def test_data_without_splits_is_trained_on_and_not_judged(make_session: MakeSession) -> None:
+def test_data_without_splits_is_trained_on_and_not_judged(make_session):
     result, notes = run(make_session(), job("lr"), dataset(splits=()))
     assert not notes.evaluations
     assert result.figures == {}
     assert result.samples == 4000
 
 
-def test_decay_over_data_of_unknown_length_is_refused(make_session: MakeSession) -> None:
+def test_decay_over_data_of_unknown_length_is_refused(make_session):
     data = dataset()
     data.num_samples = lambda split: None  # type: ignore[method-assign]
     with pytest.raises(JobError, match="linear needs the number of steps"):
         run(make_session(), job(train={"lr_schedule": {"name": "linear"}}), data)
 
 
-def test_a_gpu_that_is_not_there_is_named(make_session: MakeSession) -> None:
+def test_a_gpu_that_is_not_there_is_named(make_session):
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
     with pytest.raises(JobError, match="no CUDA device"):
         Trainer(job(train={"device": "cuda"}), dataset(), make_session(), WorkerGroup())
 
 
-def test_candidates_are_ranked_by_user(make_session: MakeSession, tmp_path: Path) -> None:
+def test_candidates_are_ranked_by_user(make_session, tmp_path):
     rng = np.random.default_rng(0)
     liked = {(u, (u * 3 + k) % 30) for u in range(20) for k in range(6)}
     (tmp_path / "p.train.pairs").write_text("".join(f"{u}\t{i}\n" for u, i in sorted(liked)))
@@ -341,7 +330,7 @@ class Taste:
         yield Users(torch.arange(20), *self.taken, *self.wanted)
 
 
-def test_two_towers_learn_to_rank_all_items(make_session: MakeSession) -> None:
+def test_two_towers_learn_to_rank_all_items(make_session):
     trained = job(
         "two_tower",
         train={"epochs": 10, "batch_size": 32},
@@ -358,13 +347,13 @@ def test_two_towers_learn_to_rank_all_items(make_session: MakeSession) -> None:
     assert session.missed_reads == 0
 
 
-def test_each_model_has_its_loss(make_session: MakeSession) -> None:
+def test_each_model_has_its_loss(make_session):
     data = dataset()
     assert loss_of(job("lr").model.build(data.schema, 4, None)) is binary_cross_entropy
     assert isinstance(loss_of(job("two_tower").model.build(data.schema, 4, None)), InBatchSoftmax)
 
 
-def test_evaluation_leaves_the_model_training_and_scores_what_others_pushed(make_session: MakeSession) -> None:
+def test_evaluation_leaves_the_model_training_and_scores_what_others_pushed(make_session):
     session = make_session(1)
     trainer = Trainer(job("lr"), dataset(), session, WorkerGroup())
     evaluator: Evaluator = trainer._evaluator
@@ -385,7 +374,7 @@ def test_evaluation_leaves_the_model_training_and_scores_what_others_pushed(make
 
 
 @pytest.mark.parametrize("prefetch", [None, 0])
-def test_the_parts_of_a_step_add_up_to_it(make_session: MakeSession, prefetch: int | None) -> None:
+def test_the_parts_of_a_step_add_up_to_it(make_session, prefetch):
     with Recorder() as recorder:
         run(make_session(), job(train={"epochs": 3, "prefetch": prefetch}))
     split = recorder.split()
@@ -397,12 +386,12 @@ def test_the_parts_of_a_step_add_up_to_it(make_session: MakeSession, prefetch: i
     assert all(part.share >= 0 for part in split.parts.values())  # nothing counts twice
 
 
-def test_a_loader_makes_the_batches_where_there_is_one(make_session: MakeSession) -> None:
+def test_a_loader_makes_the_batches_where_there_is_one(make_session):
     class Loader(LoaderProcess):
-        def __init__(self) -> None:
+        def __init__(self):
             self.epochs: list[int] = []
 
-        def train(self, epoch: int, split: int = -1) -> Iterator[Batch]:
+        def train(self, epoch, split=-1):
             self.epochs.append(epoch)
             return data.train(epoch, 0, 1, 100)
 
@@ -413,7 +402,7 @@ def test_a_loader_makes_the_batches_where_there_is_one(make_session: MakeSession
 
 
 @pytest.mark.parametrize("name", ["deepfm", "dlrm", "lr"])
-def test_prefetch_without_staleness_trains_to_the_same_bits(make_session: MakeSession, name: str) -> None:
+def test_prefetch_without_staleness_trains_to_the_same_bits(make_session, name):
     pulled, ahead = make_session(), make_session()
     without, _ = run(pulled, job(name, train={"prefetch": None}))
     result, _ = run(ahead, job(name, train={"prefetch": 0}))
@@ -422,16 +411,14 @@ def test_prefetch_without_staleness_trains_to_the_same_bits(make_session: MakeSe
     assert ahead.missed_reads == 0
 
 
-def test_prefetch_with_staleness_learns_as_well(make_session: MakeSession) -> None:
+def test_prefetch_with_staleness_learns_as_well(make_session):
     session = make_session()
     result, _ = run(session, job(train={"epochs": 5, "prefetch": 2}))
     assert result.figures["test"]["auc"] > 0.85
     assert session.missed_reads == 0
 
 
-def test_a_job_may_cache_hot_rows_and_says_how_many_it_found(
-    make_session: MakeSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_may_cache_hot_rows_and_says_how_many_it_found(make_session, monkeypatch):
     monkeypatch.setattr("embershard.worker.reporting.throughput.INTERVAL_SECONDS", 0.0)
     settings = {"optimizer": {"name": "adagrad", "lr": 0.1}, "cache": {"rows": 1000, "staleness": 2}}
     for prefetch in (0, 1):

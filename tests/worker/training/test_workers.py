@@ -1,7 +1,7 @@
 """Several workers at one clock: what they push, what they wait for, and what they do not do any more."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 
 import numpy as np
@@ -50,7 +50,7 @@ class Workers:
         """Every worker's work, side by side."""
         failed: list[BaseException] = []
 
-        def guarded(number: int, session: Session) -> None:
+        def guarded(number, session):
             try:
                 work(number, session)
             except BaseException as error:
@@ -68,10 +68,10 @@ class Workers:
 
 
 @pytest.fixture
-def make_workers(make_shards: Shards) -> Iterator[MakeWorkers]:
+def make_workers(make_shards):
     made: list[Workers] = []
 
-    def make(workers: int, staleness: int | None, *, shards: int = 2, staleness_aware_lr: bool = False) -> Workers:
+    def make(workers, staleness, *, shards=2, staleness_aware_lr=False):
         terms = Terms(
             workers=workers,
             staleness=staleness,
@@ -121,15 +121,13 @@ def in_one(
 @pytest.mark.parametrize("prefetch", [None, 0])
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("optimizer", [es.SGD(lr=0.1), es.Adam(lr=0.01)], ids=["sgd", "adam"])
-def test_synchronous_workers_train_as_one_on_the_joint_batch(
-    make_workers: MakeWorkers, workers: int, prefetch: int | None, optimizer: es.SGD | es.Adam
-) -> None:
+def test_synchronous_workers_train_as_one_on_the_joint_batch(make_workers, workers, prefetch, optimizer):
     data = skewed_pairs(6, 12, ROWS)
     sizes = {1: [12], 2: [9, 3], 4: [1, 5, 4, 2]}[workers]  # a sample counts alike wherever it is
     job = make_workers(workers, 0)
     found: dict[int, list[torch.Tensor]] = {}
 
-    def work(number: int, session: Session) -> None:
+    def work(number, session):
         model = wrapped(session, optimizer)
         start, stop = sum(sizes[:number]), sum(sizes[: number + 1])
         train(model, session, [(ids[start:stop], target[start:stop]) for ids, target in data], prefetch)
@@ -141,7 +139,7 @@ def test_synchronous_workers_train_as_one_on_the_joint_batch(
     assert all(torch.equal(mine, other) for mine, other in zip(found[0], found[workers - 1], strict=True))
 
 
-def test_one_synchronous_member_has_the_bits_of_a_worker_for_itself(make_workers: MakeWorkers) -> None:
+def test_one_synchronous_member_has_the_bits_of_a_worker_for_itself(make_workers):
     data = skewed_pairs(6, 12, ROWS)
     job = make_workers(1, 0)
     model = wrapped(job.sessions[0], es.Adagrad(lr=0.1))
@@ -150,14 +148,14 @@ def test_one_synchronous_member_has_the_bits_of_a_worker_for_itself(make_workers
     assert all(torch.equal(a, b) for a, b in zip(weights(model, job.sessions[0]), alone, strict=True))
 
 
-def test_workers_join_every_shard_on_the_terms_of_the_job(make_workers: MakeWorkers) -> None:
+def test_workers_join_every_shard_on_the_terms_of_the_job(make_workers):
     job = make_workers(2, None, shards=3, staleness_aware_lr=True)
     joins = [request for request in job.heard if isinstance(request, Join)]
     assert len(joins) == 2 * 3
     assert {(join.staleness, join.workers, join.staleness_aware_lr) for join in joins} == {(-1, 2, True)}
 
 
-def test_every_shard_hears_of_every_clock_that_ends(make_workers: MakeWorkers) -> None:
+def test_every_shard_hears_of_every_clock_that_ends(make_workers):
     job = make_workers(1, 4, shards=3)
     session = job.sessions[0]
     module = es.Embedding(session.table(SPEC))
@@ -170,7 +168,7 @@ def test_every_shard_hears_of_every_clock_that_ends(make_workers: MakeWorkers) -
     assert {shard.status().clock for shard in job.shards} == {3}
 
 
-def test_of_a_push_in_several_messages_the_last_one_ends_the_clock(make_shards: Shards) -> None:
+def test_of_a_push_in_several_messages_the_last_one_ends_the_clock(make_shards):
     job = Workers(make_shards(1, max_message_bytes=1024), Terms(staleness=0))
     session = job.sessions[0]
     es.Embedding(session.table(SPEC))(torch.arange(300)).sum().backward()
@@ -181,10 +179,10 @@ def test_of_a_push_in_several_messages_the_last_one_ends_the_clock(make_shards: 
     session.close()
 
 
-def test_a_step_that_is_skipped_lets_the_others_go_on(make_workers: MakeWorkers) -> None:
+def test_a_step_that_is_skipped_lets_the_others_go_on(make_workers):
     job = make_workers(2, 0)
 
-    def work(number: int, session: Session) -> None:
+    def work(number, session):
         module = es.Embedding(session.table(SPEC))
         for clock in range(4):
             module(torch.tensor([1])).sum().backward()
@@ -200,9 +198,7 @@ def test_a_step_that_is_skipped_lets_the_others_go_on(make_workers: MakeWorkers)
 
 @pytest.mark.parametrize(("staleness", "bound"), [(0, [0, 1, 2, 3]), (2, [0, 0, 0, 1]), (None, [0, 0, 0, 0])])
 @pytest.mark.parametrize("prefetched", [False, True])
-def test_a_pull_waits_for_as_many_clocks_as_the_staleness_wants(
-    make_workers: MakeWorkers, staleness: int | None, bound: list[int], prefetched: bool
-) -> None:
+def test_a_pull_waits_for_as_many_clocks_as_the_staleness_wants(make_workers, staleness, bound, prefetched):
     job = make_workers(1, staleness)
     session = job.sessions[0]
     model = wrapped(session, es.SGD(lr=0.1))
@@ -212,7 +208,7 @@ def test_a_pull_waits_for_as_many_clocks_as_the_staleness_wants(
     assert [pull.required_clock for pull in pulls[::2]] == bound == [pull.required_clock for pull in pulls[1::2]]
 
 
-def test_prefetch_among_workers_pulls_the_rows_of_a_batch_at_once(make_workers: MakeWorkers) -> None:
+def test_prefetch_among_workers_pulls_the_rows_of_a_batch_at_once(make_workers):
     job = make_workers(1, 0, shards=1)
     session = job.sessions[0]
     model = wrapped(session, es.SGD(lr=0.1))
@@ -222,11 +218,11 @@ def test_prefetch_among_workers_pulls_the_rows_of_a_batch_at_once(make_workers: 
     assert session.missed_reads == 0
 
 
-def test_prefetch_counts_clocks_not_batches(make_workers: MakeWorkers) -> None:
+def test_prefetch_counts_clocks_not_batches(make_workers):
     """A step of several batches: a pull that waits for a clock per batch would wait for ever."""
     job = make_workers(2, 1)
 
-    def work(number: int, session: Session) -> None:
+    def work(number, session):
         model = wrapped(session, es.SGD(lr=0.1))
         for batch, (ids, target) in enumerate(session.prefetch(skewed_pairs(12, 6, ROWS)), start=1):
             (model(ids) - target).square().mean().backward()
@@ -237,12 +233,12 @@ def test_prefetch_counts_clocks_not_batches(make_workers: MakeWorkers) -> None:
     job.run(work)
 
 
-def test_a_push_says_which_version_its_rows_were(make_workers: MakeWorkers) -> None:
+def test_a_push_says_which_version_its_rows_were(make_workers):
     job = make_workers(2, None, shards=1)
     mine, other = job.sessions
     module, others = es.Embedding(mine.table(SPEC)), es.Embedding(other.table(SPEC))
 
-    def push(session: Session, on: es.Embedding) -> None:
+    def push(session, on):
         on(torch.tensor([1])).sum().backward()
         session.step()
 
@@ -257,19 +253,19 @@ def test_a_push_says_which_version_its_rows_were(make_workers: MakeWorkers) -> N
     assert mine.staleness_seen()[:3] == (2, 1, 0)
 
 
-def test_copies_of_rows_are_refused_in_a_synchronous_job(make_workers: MakeWorkers) -> None:
+def test_copies_of_rows_are_refused_in_a_synchronous_job(make_workers):
     with pytest.raises(ValueError, match=r"cache_rows\(staleness=4\).*connect\(staleness=0\)"):
         make_workers(2, 0).sessions[0].cache_rows()
 
 
-def test_prefetch_beyond_the_bound_of_the_job_is_refused(make_workers: MakeWorkers) -> None:
+def test_prefetch_beyond_the_bound_of_the_job_is_refused(make_workers):
     session = make_workers(1, 1).sessions[0]
     wrapped(session, es.SGD(lr=0.1))
     with pytest.raises(ValueError, match=r"prefetch\(staleness=2\).*connect\(staleness=1\)"):
         session.prefetch([], staleness=2)
 
 
-def test_rows_for_a_cache_are_pulled_so_fresh_that_its_copies_hold_the_bound(make_workers: MakeWorkers) -> None:
+def test_rows_for_a_cache_are_pulled_so_fresh_that_its_copies_hold_the_bound(make_workers):
     job = make_workers(1, 3)
     session = job.sessions[0]
     model = wrapped(session, es.SGD(lr=0.1))
@@ -285,7 +281,7 @@ def test_rows_for_a_cache_are_pulled_so_fresh_that_its_copies_hold_the_bound(mak
         assert after == sorted([max(0, before + clock - 1) for clock in range(6)] * 2)
 
 
-def test_a_worker_for_itself_takes_no_part_in_any_clock(make_shards: Shards) -> None:
+def test_a_worker_for_itself_takes_no_part_in_any_clock(make_shards):
     shards = make_shards(1)
     session = Session(Client([LocalTransport(shards[0].handle, "local")]))
     es.Embedding(session.table(SPEC))(torch.tensor([1])).sum().backward()

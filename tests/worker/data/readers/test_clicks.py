@@ -12,7 +12,7 @@ OFFSETS = np.cumsum([0, *(column.cardinality for column in CATEGORICAL)])
 
 
 @pytest.fixture(scope="module")
-def clicks() -> ClickStream:
+def clicks():
     return ClickStream(samples=10_000, eval_samples=100_000)
 
 

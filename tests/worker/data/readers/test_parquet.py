@@ -131,11 +131,7 @@ def test_what_cannot_be_read_is_neither_empty_nor_cut(tmp_path, monkeypatch, cal
         (GLOBAL, {"n": ["a", "b", "c"]}, r"row group 0: column 'n' is no id"),
         (Columns(), {"n": [1.5, 2.0, 3.0]}, r"a\.parquet: column 'n' has double values: not categorical"),
         (Columns(), {"label": [0, 1, 2]}, r"row group 0: column 'label' has a label that is not 0 or 1"),
-        (
-            Columns(numeric=("x",)),
-            {"x": [0, float("inf"), 2]},
-            "column 'x' has a number that is not finite",
-        ),
+        (Columns(numeric=("x",)), {"x": [0, float("inf"), 2]}, "column 'x' has a number that is not finite"),
         (Columns(numeric=("y",)), {}, r"no column 'y' \(there are: label, n\)"),
         (Columns(skip=("m",)), {}, r"no column 'm' \(there are: label, n\)"),
         (Columns(skip=("n",)), {}, "no categorical column is left"),
