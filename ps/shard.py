@@ -28,6 +28,7 @@ from embershard.proto.messages import (
     Joined,
     Leave,
     Load,
+    Loaded,
     Pull,
     Push,
     Rendezvous,
@@ -105,9 +106,6 @@ class Shard:
         ClockAhead says that others have to move first: handle the same request again once `generation` has grown.
         It is then, too, that `now`, on time.monotonic()'s clock, is when it arrived: leases go by it. `peer` is where
         it came from, as far as its transport knows.
-
-        One fault comes too late: a user's row function that raises while a push is applied. What the push had applied
-        before stays, and it is not known as applied.
         """
         if now is None:
             now = time.monotonic()
@@ -198,6 +196,9 @@ class Shard:
                     reply = self._pushes.take(request, now)
                 return replace(reply, settings=self._compression.revision, coding_seconds=self._coding.seconds)
             case Load():
+                done = self._pushes.duplicate_of(request, now)
+                if done is not None:
+                    return Loaded(rows=done.applied)
                 self._check_placement(request.placement_epoch)
                 return self._pushes.load(request, now)
             case Declare():

@@ -19,6 +19,7 @@ from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled import intrinsics
 from embershard.proto.compiled.intrinsics import detached, prefetch
 from embershard.proto.compiled.jit import compiled, inlined
+from embershard.proto.errors import BadOptimizer
 from embershard.proto.messages import Push, Pushed
 from embershard.proto.routing import mix64
 from embershard.ps.memory import Charge, MemoryBudget
@@ -124,9 +125,7 @@ def apply_clock(pushes: Sequence[ClockPush]) -> None:
     """Apply what the workers of one clock have pushed, once; a single worker's as if it had been applied directly."""
     pushes = [push for push in pushes if push.weight > 0]
     if len(pushes) == 1:
-        for parts, difference in pushes[0].messages:
-            for part in parts:
-                apply_part(part, difference)
+        apply_parts([(part, difference) for parts, difference in pushes[0].messages for part in parts])
         return
     total = sum(push.weight for push in pushes)
     gathered: dict[tuple[str, bool], list[tuple[np.float32, CheckedGradients]]] = {}
@@ -135,15 +134,30 @@ def apply_clock(pushes: Sequence[ClockPush]) -> None:
         for parts, difference in push.messages:
             for part in parts:
                 gathered.setdefault((part.table.spec.name, difference), []).append((scale, part))
-    for (_, difference), scaled in gathered.items():
-        apply_part(sum_gradients(scaled), difference)
+    apply_parts([(sum_gradients(scaled), difference) for (_, difference), scaled in gathered.items()])
 
 
-def apply_part(part: CheckedGradients, difference: bool, divisor: float = 1.0) -> Applied:
-    """Apply gradients, at the learning rate over `divisor`, or add differences to the rows."""
-    if difference:
-        return part.table.add(part.ids, part.gradients)
-    return part.table.apply(part.ids, part.gradients, part.lr_scale / divisor, part.ages)
+def apply_parts(parts: Sequence[tuple[CheckedGradients, bool]], divisor: float = 1.0) -> Applied:
+    """Apply all parts or none: gradients, at the learning rate over `divisor`, and where it is said differences.
+
+    BadOptimizer where a user's row function raises; rows and states are then as they were, and rows that the push
+    created have their first values.
+    """
+    parts = sorted(parts, key=lambda part: not part[0].table.may_raise)  # after them nothing raises
+    before = [(part.table, part.ids, *part.table.records(part.ids)) for part, _ in parts if part.table.may_raise]
+    rows = skipped = 0
+    try:
+        for part, difference in parts:
+            if difference:
+                done = part.table.add(part.ids, part.gradients)
+            else:
+                done = part.table.apply(part.ids, part.gradients, part.lr_scale / divisor, part.ages)
+            rows, skipped = rows + done.rows, skipped + done.skipped
+    except BadOptimizer:
+        for table, ids, weights, state in reversed(before):  # two parts may have an id in common
+            table.restore(ids, weights, state)
+        raise
+    return Applied(rows, skipped)
 
 
 def sum_gradients(scaled: Sequence[tuple[np.float32, CheckedGradients]]) -> CheckedGradients:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 
 from embershard.proto.errors import LeaseLost, UnknownRoute
-from embershard.proto.messages import Load, Loaded, Push, Pushed, PushToken, TableGradients
-from embershard.ps.coordination.aggregate import apply_part
+from embershard.proto.messages import Load, Loaded, Push, Pushed, TableGradients
+from embershard.ps.coordination.aggregate import apply_parts
 from embershard.ps.coordination.clock import Clock, Member
 from embershard.ps.coordination.dedup import Dedup
 from embershard.ps.coordination.route_cache import RouteCache
@@ -28,9 +28,21 @@ class Pushes:
         """Go on as a snapshot says; what pulls left here is of rows that are gone."""
         self.dedup, self.routes = dedup, RouteCache()
 
-    def duplicate_of(self, request: Push, now: float) -> Pushed | None:
-        """Answer a push that was recorded before, as it was answered then; None for one to take."""
-        return self._found(request.token, now)
+    def duplicate_of(self, request: Push | Load, now: float) -> Pushed | None:
+        """The reply to a push or load that was recorded before, as it was answered then; None for one to take.
+
+        StaleWorker, MemoryLost, InvalidRequest. A load that was sent again must not undo the pushes that came since.
+        """
+        token = request.token
+        if token is None:
+            return None
+        self._clock.fence(token.worker, token.epoch)
+        found = self.dedup.find(token)
+        if found is not None:
+            self.duplicates += 1
+            with suppress(LeaseLost):  # it was applied in time
+                self._clock.renew_lease(token.worker, token.epoch, now)
+        return found
 
     def take(self, request: Push, now: float) -> Pushed:
         """Apply a push that is no duplicate, or keep it for its clock.
@@ -57,26 +69,14 @@ class Pushes:
         return reply
 
     def load(self, request: Load, now: float) -> Loaded:
-        """Assign rows, once per token: a load that is sent again must not undo the pushes that came since."""
+        """Assign the rows of a load that is no duplicate."""
         token = request.token
-        if token is None:
-            return self._tables.load(request)
-        if found := self._found(token, now):
-            return Loaded(rows=found.applied)
-        self._clock.renew_lease(token.worker, token.epoch, now)
+        if token is not None:
+            self._clock.renew_lease(token.worker, token.epoch, now)
         reply = self._tables.load(request)
-        self.dedup.record(token, Pushed(duplicate=False, applied=reply.rows, skipped=0))
+        if token is not None:
+            self.dedup.record(token, Pushed(duplicate=False, applied=reply.rows, skipped=0))
         return reply
-
-    def _found(self, token: PushToken, now: float) -> Pushed | None:
-        """The reply to what was applied before; StaleWorker, MemoryLost, InvalidRequest."""
-        self._clock.fence(token.worker, token.epoch)
-        found = self.dedup.find(token)
-        if found is not None:
-            self.duplicates += 1
-            with suppress(LeaseLost):  # it was applied in time
-                self._clock.renew_lease(token.worker, token.epoch, now)
-        return found
 
     def _check(self, request: Push, *, kept: bool) -> list[CheckedGradients]:
         parts: list[CheckedGradients] = []
@@ -100,11 +100,7 @@ class Pushes:
 
     def _apply(self, member: Member | None, request: Push, parts: list[CheckedGradients]) -> Pushed:
         divisor = 1.0 if member is None else self._clock.divisor(request.version)
-        applied = skipped = 0
-        for part in parts:
-            done = apply_part(part, request.difference, divisor)
-            applied += done.rows
-            skipped += done.skipped
+        done = apply_parts([(part, request.difference) for part in parts], divisor)
         if request.last:
             self._clock.updates.count([request.version])
-        return Pushed(duplicate=False, applied=applied, skipped=skipped)
+        return Pushed(duplicate=False, applied=done.rows, skipped=done.skipped)

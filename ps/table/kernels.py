@@ -205,6 +205,24 @@ def apply(
     return DONE
 
 
+@compiled(types.void(HASH_INDEX, _IDS, types.float32[:, ::1], types.float32[:, ::1]), *_PARTS)
+def copy_records(store: HashIndex, ids: Ids, rows: Floats, state: Floats) -> None:
+    """rows[i], state[i] = those of ids[i], or the first ones where it has no row; changes nothing."""
+    store, ids = open_store(store), detached(ids)
+    for i in range(ids.size):
+        found = find(store, ids[i], mix64(_U(ids[i]), store.index_key))
+        if found:
+            first = (found - _1) * store.stride + _U(HEADER)
+            for j in range(store.dim):
+                rows[i, j] = store.floats[first + j]
+            for j in range(state.shape[1]):
+                state[i, j] = store.floats[first + store.dim + _U(j)]
+        else:
+            write_initial(rows[i], ids[i], store.row_seed, store.initializer, store.bounds)
+            for j in range(state.shape[1]):
+                state[i, j] = store.fresh[_U(j)]
+
+
 @compiled(types.int64(HASH_INDEX, _IDS), *_PARTS)
 def count_missing(store: HashIndex, ids: Ids) -> int:
     """Count the ids that have no row; equal ones count again."""

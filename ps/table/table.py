@@ -16,7 +16,7 @@ from embershard.proto.compiled.jit import compiled
 from embershard.proto.errors import BadOptimizer, InvalidRequest, NoAddressSpace, WrongDim
 from embershard.proto.optim.user_defined import RowOptimizer
 from embershard.proto.routing import NUM_BUCKETS
-from embershard.proto.spec import TableSpec
+from embershard.proto.spec import Custom, TableSpec
 from embershard.ps.memory import Charge, MemoryBudget
 from embershard.ps.table import kernels
 from embershard.ps.table.arena import Arena
@@ -97,6 +97,11 @@ class Table:
     def num_state(self) -> int:
         """Floats of optimizer state per row."""
         return len(self._fresh)
+
+    @property
+    def may_raise(self) -> bool:
+        """Whether its optimizer is a user's function, which may raise in the middle of an update."""
+        return isinstance(self.spec.optimizer, Custom)
 
     @property
     def nbytes(self) -> int:
@@ -188,6 +193,12 @@ class Table:
         self.charge()
         self._record(flat, before)
         self._check_index(end)
+
+    def records(self, ids: Ids) -> tuple[Floats, Floats]:
+        """Copies of the weights ((U, dim)) and states ((U, num_state)) of ids; the first ones without a row."""
+        rows, state = np.empty((len(ids), self.spec.dim), np.float32), np.empty((len(ids), self.num_state), np.float32)
+        kernels.copy_records(self._store, ids, rows, state)
+        return rows, state
 
     def restore(self, ids: Ids, rows: Floats, state: Floats) -> None:
         """Give ids ((U,) int64) these weights ((U, dim) float32) and states ((U, num_state) float32).
