@@ -1,13 +1,20 @@
-"""The messages of embershard.proto as frozen data over numpy arrays: what `Shard.handle` and the transports speak.
+"""The messages of embershard.proto: what `Shard.handle` and the transports speak.
 
-protobuf.py turns them into bytes and back.
+Those with arrays, and those of every step, are frozen data over numpy arrays; protobuf.py turns them into bytes and
+back. The others are protobuf's own classes. Nobody changes a message once it was sent: within one process the receiver
+is given the very object.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
 
-from embershard.proto.arrays import MAX_MESSAGE_BYTES, Array, Bytes, Floats, Ids
+from google.protobuf.message import Message as Protobuf
+
+from embershard.proto import embershard_pb2 as pb
+from embershard.proto.arrays import Array, Bytes, Floats, Ids
 from embershard.proto.spec import TableSpec
 from embershard.proto.wire import VERSION
 
@@ -19,25 +26,28 @@ DELTA = "delta"  # the codec of a pull of what changed since: a payload of eleme
 PUT_BACK_SECONDS = 0.5
 READ_ONLY_WORKER = 65_535  # the last worker number, which no job of this size has: of who reads beside those that train
 
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """Ask a shard to describe itself."""
-
-    worker: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Greeting:
-    """A shard's description of itself: its number, its placement and its version."""
-
-    shard: int
-    num_shards: int
-    placement_epoch: int
-    version: str
-    instance: str
-    max_message_bytes: int = MAX_MESSAGE_BYTES
-    lineage: int = 0  # the same on all shards whose rows belong together; 0: none yet
+Hello = pb.HelloRequest
+Greeting = pb.Greeting
+Declared = pb.Declared
+Join = pb.JoinRequest
+Joined = pb.Joined
+Leave = pb.LeaveRequest
+LeaveAck = pb.LeaveAck
+Heartbeat = pb.HeartbeatRequest
+HeartbeatAck = pb.HeartbeatAck
+TakeSplit = pb.TakeSplitRequest
+Split = pb.Split
+TableCodecs = pb.TableCodecs
+Compress = pb.CompressRequest
+Compressed = pb.Compressed
+Snapshot = pb.SnapshotRequest
+Snapshotted = pb.Snapshotted
+Restore = pb.RestoreRequest
+Restored = pb.Restored
+GetStatus = pb.StatusRequest
+TableStatus = pb.TableStatus
+MemberStatus = pb.MemberStatus
+ShardStatus = pb.ShardStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +63,6 @@ class Declare:
     dense: bool = False
     lineage: int = 0
     begins_lineage: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Declared:
-    """`created` by this call; `loading` while somebody still loads the first values."""
-
-    created: bool
-    loading: bool
-    lineage: int = 0  # that the shard has now
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,66 +193,6 @@ class Pushed:
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
-    """Become a member of the job: from `clock` on, the shard's clock waits for this worker's pushes.
-
-    `staleness` 0: the gradients of a clock are gathered and applied once; k: a bound; -1: none. With
-    `staleness_aware_lr` a push's learning rate is divided by the updates that its rows had missed. Nothing is closed
-    before `workers` have joined. A higher `run` than any before ends the run that goes on here; 0 takes part in that
-    one.
-    """
-
-    worker: int
-    epoch: int
-    clock: int
-    staleness: int
-    workers: int
-    lease_ms: int
-    staleness_aware_lr: bool = False
-    run: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """No `member` where the shard's clock is beyond the one asked for; `started` once all expected ones had joined."""
-
-    member: bool
-    clock: int
-    started: bool
-    members: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """Leave the job; with `pause` stay a member that no clock waits for, but a rendezvous does."""
-
-    worker: int
-    epoch: int
-    pause: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class LeaveAck:
-    """The worker left, or is paused."""
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """The request that renews a worker's lease."""
-
-    worker: int
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class HeartbeatAck:
-    """The reply to a heartbeat: the lease is renewed."""
-
-    clock: int
-    members: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Rendezvous:
     """Exchange bytes with all other members; answered once all of them have called.
 
@@ -273,174 +214,6 @@ class RendezvousResult:
 
     workers: tuple[int, ...]
     payloads: tuple[Bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TakeSplit:
-    """The next of `num_splits` parts of pass `data_epoch` over the data; `done` is the one just finished, or -1."""
-
-    worker: int
-    epoch: int
-    data_epoch: int
-    num_splits: int
-    done: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """A part to train on, or -1 where every part is finished; `returned` of them were dealt a second time."""
-
-    index: int
-    returned: int
-
-
-@dataclass(frozen=True, slots=True)
-class TableCodecs:
-    """How a table is to travel, as codec texts; "": as its workers say themselves."""
-
-    table: str
-    push: str = ""
-    pull: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Compress:
-    """Have the workers switch these tables, under a revision above the shard's; revision 0 only checks and asks.
-
-    A direction that is "" stays as it was said before. Without tables all that was said before is forgotten, unless
-    members of a job are there: so begins a worker that trains alone, and never joins.
-    """
-
-    revision: int = 0
-    tables: tuple[TableCodecs, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Compressed:
-    """All that was said of the tables of this job until this revision, which only grows; 0: nothing ever was."""
-
-    revision: int
-    tables: tuple[TableCodecs, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """Write this shard's part of a snapshot, at once or when `at_clock` clocks are closed.
-
-    `step` is "begin", "watch" (how far is it?) or "cancel".
-    """
-
-    url: str
-    name: str
-    id: int
-    at_clock: int = 0
-    step: str = "begin"
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshotted:
-    """How far a shard's part is: `state` is "waiting", "writing", "done", "cancelling" or "cancelled".
-
-    `clock` is the first one that was not closed. Once done, `path` is the list of its files, and `sha256` (hex) that
-    list's digest.
-    """
-
-    state: str
-    clock: int = 0
-    rows: int = 0
-    total_rows: int = 0
-    bytes: int = 0
-    files: int = 0
-    path: str = ""
-    sha256: str = ""
-    stall_ms: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Restore:
-    """Read what belongs to this shard from a snapshot whose manifest has this digest (hex).
-
-    `step` is "begin", "watch" (how far is it?), "install" (put what was read in place) or "cancel".
-    """
-
-    url: str
-    name: str
-    id: int
-    sha256: str
-    replace: bool = False
-    step: str = "begin"
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """How far it is: `state` is "reading", "ready", "installed" or "cancelled"; rows are those that belong here."""
-
-    state: str
-    rows: int = 0
-    bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class GetStatus:
-    """Ask a shard for its state."""
-
-
-@dataclass(frozen=True, slots=True)
-class TableStatus:
-    """One table of a shard."""
-
-    name: str
-    dim: int
-    rows: int
-    bytes: int
-    optimizer: str
-    loading: bool
-    push_codec: str = ""  # of the worker that declared it last
-    pull_codec: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class MemberStatus:
-    """One worker of the job, as a shard sees it: the next clock that it will push, and what is left of its lease."""
-
-    worker: int
-    clock: int
-    paused: bool
-    lease_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class ShardStatus:
-    """One shard; counters run from its start.
-
-    `clock` is the first that is not closed; `staleness_seen[n]` are pushes whose rows had missed n updates (the last
-    number: so many or more).
-    """
-
-    shard: int
-    num_shards: int
-    placement_epoch: int
-    version: str
-    instance: str
-    uptime_seconds: float
-    resident_bytes: int
-    requests: int
-    pulled_rows: int
-    pushed_rows: int
-    duplicate_pushes: int
-    skipped_rows: int
-    queued_bytes: int
-    tables: tuple[TableStatus, ...]
-    clock: int = 0
-    staleness: int = -1
-    members: tuple[MemberStatus, ...] = ()
-    staleness_seen: tuple[int, ...] = ()
-    expired_leases: int = 0
-    rendezvous: str = ""  # name of the last one that was completed
-    failed_update: str = ""  # the first error of this job's updates, empty without one
-    used_bytes: int = 0  # of the memory budget: rows, index, copies for a snapshot, updates that wait
-    budget_bytes: int = 0
-    lineage: int = 0  # as in Greeting
 
 
 Request = (
@@ -478,6 +251,16 @@ REQUEST_KINDS: dict[int, type[Request]] = {number: kind for number, kind in enum
 REPLY_KINDS: dict[int, type[Reply]] = {number | 0x80: METHODS[kind][1] for number, kind in REQUEST_KINDS.items()}
 KIND_OF: dict[type[Message], int] = {kind: number for number, kind in [*REQUEST_KINDS.items(), *REPLY_KINDS.items()]}
 ERROR_KIND = 0xFF
+
+
+M = TypeVar("M", bound=Message)
+
+
+def replace(message: M, **fields: Any) -> M:
+    """A copy of a message, of either sort, with other values in these fields."""
+    if isinstance(message, Protobuf):
+        return cast(M, type(message)(**({field.name: value for field, value in message.ListFields()} | fields)))
+    return dataclasses.replace(message, **fields)
 
 
 def arrays(message: Message) -> list[Array]:

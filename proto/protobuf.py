@@ -1,4 +1,4 @@
-"""The protobuf form of the messages.
+"""The bytes of the messages.
 
 A message is a head, which is its protobuf form without the arrays, and the arrays. `dumps` puts the arrays into the
 head's bytes fields, as gRPC wants them; the `stream` transport sends them beside it. Reading is total: any bytes give a
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from itertools import repeat
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,22 +22,9 @@ from embershard.proto.codec.ids import decode_ids
 from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import InvalidRequest
 from embershard.proto.messages import (
-    Compress,
-    Compressed,
     Declare,
-    Declared,
-    GetStatus,
-    Greeting,
-    Heartbeat,
-    HeartbeatAck,
-    Hello,
-    Join,
-    Joined,
-    Leave,
-    LeaveAck,
     Load,
     Loaded,
-    MemberStatus,
     Message,
     Pull,
     Push,
@@ -46,18 +32,9 @@ from embershard.proto.messages import (
     PushToken,
     Rendezvous,
     RendezvousResult,
-    Restore,
-    Restored,
     Rows,
-    ShardStatus,
-    Snapshot,
-    Snapshotted,
-    Split,
-    TableCodecs,
     TableGradients,
     TableIds,
-    TableStatus,
-    TakeSplit,
     arrays,
 )
 from embershard.proto.spec import Initializer, Optimizer, TableSpec
@@ -277,37 +254,18 @@ def _unpack_push(p: pb.PushRequest, bulk: Sequence[Buffer]) -> Push:
     return Push(token, p.clock, p.placement_epoch, tuple(tables), p.last, p.weight, p.version, p.difference)
 
 
-def _pack_codecs(tables: Sequence[TableCodecs]) -> list[pb.TableCodecs]:
-    return [pb.TableCodecs(table=t.table, push=t.push, pull=t.pull) for t in tables]
+def _pack_pushed(m: Pushed) -> pb.Pushed:
+    return pb.Pushed(
+        duplicate=m.duplicate,
+        applied=m.applied,
+        skipped=m.skipped,
+        settings=m.settings,
+        coding_seconds=m.coding_seconds,
+    )
 
 
-def _unpack_codecs(tables: Sequence[pb.TableCodecs]) -> tuple[TableCodecs, ...]:
-    return tuple(TableCodecs(t.table, t.push, t.pull) for t in tables)
-
-
-_PARTS: dict[str, tuple[Any, Any]] = {
-    "tables": (TableStatus, pb.TableStatus),
-    "members": (MemberStatus, pb.MemberStatus),
-}
-
-
-def _pack_status(m: ShardStatus) -> pb.ShardStatus:
-    flat = {f.name: getattr(m, f.name) for f in fields(m) if f.name not in _PARTS}
-    parts: dict[str, Any] = {
-        name: [form(**{f.name: getattr(part, f.name) for f in fields(part)}) for part in getattr(m, name)]
-        for name, (_, form) in _PARTS.items()
-    }
-    return pb.ShardStatus(**flat, **parts)
-
-
-def _unpack_status(p: pb.ShardStatus, _: Sequence[Buffer]) -> ShardStatus:
-    flat: dict[str, Any] = {f.name: getattr(p, f.name) for f in fields(ShardStatus) if f.name not in _PARTS}
-    flat["staleness_seen"] = tuple(p.staleness_seen)
-    parts: dict[str, Any] = {
-        name: tuple(kind(**{f.name: getattr(part, f.name) for f in fields(kind)}) for part in getattr(p, name))
-        for name, (kind, _) in _PARTS.items()
-    }
-    return ShardStatus(**flat, **parts)
+def _unpack_pushed(p: pb.Pushed, _: Sequence[Buffer]) -> Pushed:
+    return Pushed(p.duplicate, p.applied, p.skipped, p.settings, p.coding_seconds)
 
 
 def _pack_rendezvous(m: Rendezvous) -> pb.RendezvousRequest:
@@ -327,62 +285,16 @@ def _unpack_result(p: pb.RendezvousResult, bulk: Sequence[Buffer]) -> Rendezvous
     return RendezvousResult(tuple(p.workers), tuple(np.frombuffer(payload, np.uint8) for payload in bulk))
 
 
-def _plain(message: type[Message], proto: type[Protobuf]) -> tuple[Callable[..., Protobuf], Callable[..., Message]]:
-    """Converters of a message whose fields are numbers and strings of the same names."""
-    names = [f.name for f in fields(message)]
-
-    def unpack(p: Protobuf, _: object) -> Message:
-        values: dict[str, Any] = {name: getattr(p, name) for name in names}
-        values.update((name, tuple(values[name])) for name in lists)
-        return message(**values)
-
-    lists = {f.name for f in fields(message) if str(f.type).startswith("tuple")}
-    return lambda m: proto(**{name: getattr(m, name) for name in names}), unpack
-
-
-_Pack = Callable[..., Protobuf]
-_Unpack = Callable[..., Message]
-_FORMS: dict[type, tuple[type[Protobuf], _Pack, _Unpack]] = {
+_FORMS: dict[type, tuple[type[Protobuf], Callable[..., Protobuf], Callable[..., Message]]] = {
     Declare: (pb.DeclareRequest, _pack_declare, _unpack_declare),
     Load: (pb.LoadRequest, _pack_load, _unpack_load),
+    Loaded: (pb.Loaded, lambda m: pb.Loaded(rows=m.rows), lambda p, _: Loaded(p.rows)),
     Pull: (pb.PullRequest, _pack_pull, _unpack_pull),
     Rows: (pb.Rows, _pack_rows, _unpack_rows),
     Push: (pb.PushRequest, _pack_push, _unpack_push),
-    ShardStatus: (pb.ShardStatus, _pack_status, _unpack_status),
-    Hello: (pb.HelloRequest, *_plain(Hello, pb.HelloRequest)),
-    Greeting: (pb.Greeting, *_plain(Greeting, pb.Greeting)),
-    Declared: (pb.Declared, *_plain(Declared, pb.Declared)),
-    Loaded: (pb.Loaded, *_plain(Loaded, pb.Loaded)),
-    Pushed: (pb.Pushed, *_plain(Pushed, pb.Pushed)),
-    GetStatus: (pb.StatusRequest, *_plain(GetStatus, pb.StatusRequest)),
-    Join: (pb.JoinRequest, *_plain(Join, pb.JoinRequest)),
-    Joined: (pb.Joined, *_plain(Joined, pb.Joined)),
-    Leave: (pb.LeaveRequest, *_plain(Leave, pb.LeaveRequest)),
-    LeaveAck: (pb.LeaveAck, *_plain(LeaveAck, pb.LeaveAck)),
-    Heartbeat: (pb.HeartbeatRequest, *_plain(Heartbeat, pb.HeartbeatRequest)),
-    HeartbeatAck: (pb.HeartbeatAck, *_plain(HeartbeatAck, pb.HeartbeatAck)),
+    Pushed: (pb.Pushed, _pack_pushed, _unpack_pushed),
     Rendezvous: (pb.RendezvousRequest, _pack_rendezvous, _unpack_rendezvous),
-    RendezvousResult: (
-        pb.RendezvousResult,
-        lambda m: pb.RendezvousResult(workers=m.workers),
-        _unpack_result,
-    ),
-    TakeSplit: (pb.TakeSplitRequest, *_plain(TakeSplit, pb.TakeSplitRequest)),
-    Split: (pb.Split, *_plain(Split, pb.Split)),
-    Snapshot: (pb.SnapshotRequest, *_plain(Snapshot, pb.SnapshotRequest)),
-    Snapshotted: (pb.Snapshotted, *_plain(Snapshotted, pb.Snapshotted)),
-    Restore: (pb.RestoreRequest, *_plain(Restore, pb.RestoreRequest)),
-    Restored: (pb.Restored, *_plain(Restored, pb.Restored)),
-    Compress: (
-        pb.CompressRequest,
-        lambda m: pb.CompressRequest(revision=m.revision, tables=_pack_codecs(m.tables)),
-        lambda p, _: Compress(p.revision, _unpack_codecs(p.tables)),
-    ),
-    Compressed: (
-        pb.Compressed,
-        lambda m: pb.Compressed(revision=m.revision, tables=_pack_codecs(m.tables)),
-        lambda p, _: Compressed(p.revision, _unpack_codecs(p.tables)),
-    ),
+    RendezvousResult: (pb.RendezvousResult, lambda m: pb.RendezvousResult(workers=m.workers), _unpack_result),
 }
 
 M = TypeVar("M", bound=Message)
@@ -390,7 +302,7 @@ M = TypeVar("M", bound=Message)
 
 def head_bytes(message: Message) -> bytes:
     """The message without its arrays, serialised."""
-    return _FORMS[type(message)][1](message).SerializeToString()
+    return _proto_of(message).SerializeToString()
 
 
 def read(kind: type[M], head: bytes, bulk: Sequence[Buffer]) -> M:
@@ -403,7 +315,7 @@ def read(kind: type[M], head: bytes, bulk: Sequence[Buffer]) -> M:
 
 def dumps(message: Message) -> bytes:
     """Serialised protobuf form, arrays included."""
-    proto = _FORMS[type(message)][1](message)
+    proto = _proto_of(message)
     _fill(proto, [to_bytes(array) for array in arrays(message)])
     return proto.SerializeToString()
 
@@ -414,8 +326,12 @@ def loads(kind: type[M], data: bytes) -> M:
     return _built(kind, proto, _drain(proto))
 
 
+def _proto_of(message: Message) -> Protobuf:
+    return message if isinstance(message, Protobuf) else _FORMS[type(message)][1](message)
+
+
 def _parsed(kind: type[M], data: bytes) -> Protobuf:
-    proto = _FORMS[kind][0]()
+    proto = kind() if issubclass(kind, Protobuf) else _FORMS[kind][0]()
     try:
         proto.ParseFromString(data)
     except Exception as error:  # protobuf's DecodeError class differs between its back ends
@@ -424,6 +340,8 @@ def _parsed(kind: type[M], data: bytes) -> Protobuf:
 
 
 def _built(kind: type[M], proto: Protobuf, bulk: Sequence[Buffer]) -> M:
+    if isinstance(proto, kind):
+        return proto
     try:
         message = _FORMS[kind][2](proto, bulk)
     except StopIteration:

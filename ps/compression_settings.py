@@ -36,14 +36,14 @@ class CompressionSettings:
         """
         said = dict(self._said) if request.tables or job_goes_on else {}
         for part in request.tables:
-            said[part.table] = self._merged(part, said.get(part.table, TableCodecs(part.table)))
+            said[part.table] = self._merged(part, said.get(part.table, TableCodecs(table=part.table)))
         if request.revision:
             again = request.revision == self.revision and said == self._said
             if request.revision <= self.revision and not again:
                 reason = f"revision {request.revision} of the compression settings is taken, they are at "
                 raise InvalidRequest(reason=f"{reason}{self.revision}; somebody else switched them just now: try again")
             self._said, self.revision = said, request.revision
-        return Compressed(self.revision, tuple(self._said.values()))
+        return Compressed(revision=self.revision, tables=tuple(self._said.values()))
 
     def _merged(self, part: TableCodecs, before: TableCodecs) -> TableCodecs:
         """What was said of a table before with what is said now, checked."""
@@ -60,4 +60,4 @@ class CompressionSettings:
             except ValueError as error:
                 raise InvalidRequest(reason=f"table {part.table!r}: {error}") from None
             self._check(codec)
-        return TableCodecs(part.table, part.push or before.push, part.pull or before.pull)
+        return TableCodecs(table=part.table, push=part.push or before.push, pull=part.pull or before.pull)

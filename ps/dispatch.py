@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 from collections.abc import Callable
@@ -37,9 +36,9 @@ class Dispatch:
     def status(self) -> ShardStatus:
         """The shard's status with what only its transports know."""
         status = self._shard.status()
-        return dataclasses.replace(
-            status, requests=status.requests + self._answered, queued_bytes=self._apply.queued_bytes
-        )
+        status.requests += self._answered
+        status.queued_bytes = self._apply.queued_bytes
+        return status
 
     def set_activity_probe(self, last_sign: Callable[[int, int], float]) -> None:
         """Tell the shard when bytes of a worker arrived last; see Shard.set_activity_probe."""

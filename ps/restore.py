@@ -89,7 +89,7 @@ class Restores:
             case "cancel":
                 reader.cancel()
                 self._reader = None
-                return Restored("cancelled")
+                return Restored(state="cancelled")
         raise InvalidRequest(reason=f"a restore has no step {request.step[:50]!r}")
 
     def _begin(self, request: Restore) -> None:
@@ -140,7 +140,7 @@ class SnapshotReader:
         """How far it is; raises what ended it."""
         if self._error is not None:
             raise clipped(self._error)  # as another exception: it is raised more than once
-        return Restored(self._state, self._rows, self._bytes)
+        return Restored(state=self._state, rows=self._rows, bytes=self._bytes)
 
     def install(self, put: Callable[[Contents], None]) -> Restored:
         """Hand over what was read; again, as after a lost reply, nothing."""

@@ -6,11 +6,11 @@ checked here, once; what lies below relies on it.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 from embershard.proto.arrays import MAX_MESSAGE_BYTES
@@ -39,6 +39,7 @@ from embershard.proto.messages import (
     ShardStatus,
     Snapshot,
     TakeSplit,
+    replace,
 )
 from embershard.proto.routing import Placement
 from embershard.ps.compression_settings import CompressionSettings
@@ -175,7 +176,7 @@ class Shard:
             clock=self._clock.open,
             staleness=self._clock.staleness,
             members=self._clock.status(),
-            staleness_seen=tuple(self._clock.updates.seen),
+            staleness_seen=self._clock.updates.seen,
             expired_leases=self._clock.expired,
             rendezvous=self._rendezvous.last,
             used_bytes=self._budget.used,
@@ -194,7 +195,8 @@ class Shard:
                 if reply is None:
                     self._check_placement(request.placement_epoch)
                     reply = self._pushes.take(request, now)
-                return replace(reply, settings=self._compression.revision, coding_seconds=self._coding.seconds)
+                seconds = self._coding.seconds
+                return dataclasses.replace(reply, settings=self._compression.revision, coding_seconds=seconds)
             case Load():
                 done = self._pushes.duplicate_of(request, now)
                 if done is not None:

@@ -105,7 +105,7 @@ class Snapshots:
 
     def _watch(self, request: Snapshot) -> Snapshotted:
         if self._asked is not None and self._asked.id == request.id:
-            return Snapshotted("waiting")
+            return Snapshotted(state="waiting")
         if self._failed is not None and self._failed[0] == request.id:
             raise clipped(self._failed[1])
         if self._writer is None or self._writer.id != request.id:
@@ -118,8 +118,8 @@ class Snapshots:
         elif self._writer is not None and self._writer.id == request.id:
             self._writer.cancel()
             if self._writer.writes:
-                return Snapshotted("cancelling")
-        return Snapshotted("cancelled")
+                return Snapshotted(state="cancelling")
+        return Snapshotted(state="cancelled")
 
     def _knows(self, number: int) -> bool:
         known = [self._asked and self._asked.id, self._writer and self._writer.id, self._failed and self._failed[0]]

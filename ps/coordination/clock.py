@@ -137,7 +137,7 @@ class Clock:
         # a clock that it has pushed before it was gone is not pushed a second time
         first = max(self.open, gone.clock) if gone else self.open
         if request.clock < first:
-            return Joined(False, first, self.started, self._workers_here())
+            return Joined(member=False, clock=first, started=self.started, members=self._workers_here())
         if member is None:
             member = self.members[worker] = Member(worker, epoch, request.clock, request.lease_ms, now, self.run)
         member.clock, member.last_seen = max(member.clock, request.clock), max(member.last_seen, now)
@@ -148,7 +148,7 @@ class Clock:
         self._next_end = min(self._next_end, member.end)
         self.generation += 1
         self._close()
-        return Joined(True, self.open, self.started, self._workers_here())
+        return Joined(member=True, clock=self.open, started=self.started, members=self._workers_here())
 
     def leave(self, request: Leave, now: float) -> LeaveAck:
         """Wait for a worker no longer; a second time, as after a lost reply, this changes nothing."""
@@ -168,7 +168,7 @@ class Clock:
     def heartbeat(self, request: Heartbeat, now: float) -> HeartbeatAck:
         """Renew the worker's lease; return the open clock and the live members."""
         self.member(request.worker, request.epoch, now)
-        return HeartbeatAck(self.open, self._workers_here())
+        return HeartbeatAck(clock=self.open, members=self._workers_here())
 
     def fence(self, worker: int, epoch: int) -> None:
         """StaleWorker for an earlier incarnation than the one that joined last."""
@@ -287,7 +287,10 @@ class Clock:
     def status(self) -> tuple[MemberStatus, ...]:
         """The members in order; may be read by any thread."""
         members = sorted(tuple(self.members.values()), key=lambda member: member.worker)
-        return tuple(MemberStatus(m.worker, m.clock, m.paused, max(0.0, m.end - self.now)) for m in members)
+        return tuple(
+            MemberStatus(worker=m.worker, clock=m.clock, paused=m.paused, lease_seconds=max(0.0, m.end - self.now))
+            for m in members
+        )
 
     def _workers_here(self) -> tuple[int, ...]:
         return tuple(sorted(self.members))

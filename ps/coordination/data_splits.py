@@ -43,7 +43,7 @@ class Splits:
             raise InvalidRequest(reason=f"num_splits must be 1..{MAX_SPLITS}, got {request.num_splits}")
         member = self._clock.member(request.worker, request.epoch, now)
         if request.data_epoch < self._data_epoch:
-            return Split(-1, 0)
+            return Split(index=-1, returned=0)
         if request.data_epoch > self._data_epoch:
             self._begin(request.data_epoch, request.num_splits)
             self._clock.generation += 1
@@ -53,7 +53,7 @@ class Splits:
         self._take_back()
         assigned = self._assignments.get(member.worker)
         if assigned is not None and assigned.split != request.done:
-            return Split(assigned.split, self._returned)
+            return Split(index=assigned.split, returned=self._returned)
         if assigned is not None:
             del self._assignments[member.worker]
             self._clock.generation += 1
@@ -66,9 +66,9 @@ class Splits:
         elif self._assignments:
             raise self._clock.waits_for(self._clock.members[worker] for worker in self._assignments)
         else:
-            return Split(-1, self._returned)
+            return Split(index=-1, returned=self._returned)
         self._assignments[member.worker] = _Assignment(member, split)
-        return Split(split, self._returned)
+        return Split(index=split, returned=self._returned)
 
     def _take_back(self) -> None:
         """What members had that are gone."""

@@ -20,7 +20,14 @@ embedding: {optimizer: {name: sgd, lr: 0.1}}
 train: {batch_size: 10, epochs: 1}
 workers: 2
 """
-GREETING = Greeting(0, 1, 1, metadata.version("embershard"), "an instance")
+GREETING = Greeting(
+    shard=0,
+    num_shards=1,
+    placement_epoch=1,
+    version=metadata.version("embershard"),
+    instance="an instance",
+    max_message_bytes=64 * 2**20,
+)
 TABLE = TableStatus(name="items", dim=4, rows=10, bytes=1000, optimizer="sgd", loading=False)
 STATUS = ShardStatus(
     shard=0,
@@ -37,6 +44,7 @@ STATUS = ShardStatus(
     skipped_rows=0,
     queued_bytes=0,
     tables=(TABLE,),
+    staleness=-1,
 )
 
 

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +24,7 @@ from numba.core import caching
 from embershard.doctor import compute, folders, installation, machine
 from embershard.doctor.case import Case, open_case
 from embershard.proto.compiled import jit
-from embershard.proto.messages import MemberStatus
+from embershard.proto.messages import MemberStatus, replace
 from embershard.worker.nn import onednn
 
 # ---- installation
@@ -218,7 +217,7 @@ def test_threads_beyond_the_cores_are_a_warning(monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     finds(compute.threads, NOBODY, OK, "4 (OMP_NUM_THREADS=4) x 1 workers on 4 cores")
-    members = tuple(MemberStatus(worker, 1, False, 5.0) for worker in range(2))
+    members = tuple(MemberStatus(worker=worker, clock=1, paused=False, lease_seconds=5.0) for worker in range(2))
     finds(compute.threads, case(replace(STATUS, members=members)), WARN, "x 2 workers on 4 cores")
     finds(compute.threads, job(tmp_path, "train.threads=3"), WARN, "3 (train.threads) x 2 workers")
     monkeypatch.setattr(os, "cpu_count", lambda: 4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from embershard.doctor.case import Case
 from embershard.doctor.check import Finding
 from embershard.doctor.checks import SUBJECTS
 from embershard.doctor.run_record import read_run
+from embershard.proto.messages import replace
 
 # ---- a run
 

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 
 import pytest
 from doctor_cases import FAIL, GREETING, NOBODY, OK, STATUS, TABLE, WARN, case, finds, job, probe
@@ -15,7 +14,7 @@ from doctor_cases import FAIL, GREETING, NOBODY, OK, STATUS, TABLE, WARN, case, 
 from embershard.doctor import job as clocks
 from embershard.doctor import shards
 from embershard.doctor.case import Case, open_case
-from embershard.proto.messages import MemberStatus, ShardStatus
+from embershard.proto.messages import MemberStatus, ShardStatus, replace
 
 # ---- the shards
 
@@ -152,7 +151,7 @@ def test_waiting_requests_and_skipped_gradients_are_warnings():
 
 
 def member(worker: int, clock: int, lease: float = 8.0, paused: bool = False) -> MemberStatus:
-    return MemberStatus(worker, clock, paused, lease)
+    return MemberStatus(worker=worker, clock=clock, paused=paused, lease_seconds=lease)
 
 
 def serving(clock: int, *members: MemberStatus, **fields: object) -> ShardStatus:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
 
 from rich.console import Console
 
 from embershard.cli import status as command
-from embershard.proto.messages import MemberStatus, ShardStatus, TableStatus
+from embershard.proto.messages import MemberStatus, ShardStatus, TableStatus, replace
 
 STATUS = ShardStatus(
     shard=0,
@@ -25,6 +24,7 @@ STATUS = ShardStatus(
     skipped_rows=0,
     queued_bytes=0,
     tables=(),
+    staleness=-1,
 )
 
 
@@ -36,7 +36,7 @@ def shown(*statuses: ShardStatus) -> str:
 
 
 def member(worker: int, clock: int, lease: float, paused: bool = False) -> MemberStatus:
-    return MemberStatus(worker, clock, paused, lease)
+    return MemberStatus(worker=worker, clock=clock, paused=paused, lease_seconds=lease)
 
 
 def test_shards_without_workers_show_none():
@@ -57,7 +57,7 @@ def test_without_a_bound_nobody_is_waited_for():
 
 
 def test_a_shard_that_lost_its_rows_is_named_with_the_time_of_its_start():
-    rows = TableStatus("t", 4, 10, 2**20, "adam", False)
+    rows = TableStatus(name="t", dim=4, rows=10, bytes=2**20, optimizer="adam", loading=False)
     kept = replace(STATUS, instance="a", lineage=7, uptime_seconds=900.0, tables=(rows,))
     empty = replace(STATUS, instance="b", shard=1, uptime_seconds=200.0)
     assert "lost" not in shown(kept, replace(kept, instance="b"))
@@ -75,7 +75,9 @@ def test_the_histogram_of_staleness_is_that_of_all_shards():
 
 
 def test_the_codecs_of_tables_are_shown_where_there_are_some():
-    plain = TableStatus("t", 4, 10, 2**20, "adam", False, "none", "none")
+    plain = TableStatus(
+        name="t", dim=4, rows=10, bytes=2**20, optimizer="adam", loading=False, push_codec="none", pull_codec="none"
+    )
     assert "table optimizer dim rows bytes t adam 4 10" in shown(replace(STATUS, tables=(plain,)))
     coded = replace(plain, name="u", push_codec="int8", pull_codec="fp16s")
     page = shown(replace(STATUS, tables=(plain, coded)))

@@ -62,7 +62,7 @@ def test_the_first_worker_prints_how_tables_travel_from_here_on(monkeypatch, cap
     monkeypatch.setattr(command, "connect", lambda ps, **settings: es.local())
     with command._connect(job(), "127.0.0.1:1", replace(place(2), rank=rank), ()) as session:
         module = es.Embedding(session.table(es.TableSpec(name="t", dim=2, optimizer=es.SGD(lr=1.0))))
-        session.client.ask_all(Compress(1, (TableCodecs("t", push="int8"),)))
+        session.client.ask_all(Compress(revision=1, tables=(TableCodecs(table="t", push="int8"),)))
         module(torch.tensor([1])).sum().backward()
         session.step()
     line = "step 0: table t travels as push=int8 pull=none, as the shards were told\n"

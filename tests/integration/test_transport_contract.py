@@ -390,11 +390,11 @@ def members(transport):
     workers = fresh(), fresh()
     for number, worker in enumerate(workers):
         started = number == 1
-        joined = ask(transport, Join(worker, 1, 0, staleness=0, workers=2, lease_ms=60_000))
-        assert joined == Joined(True, 0, started, workers[: number + 1])
+        joined = ask(transport, Join(worker=worker, epoch=1, clock=0, staleness=0, workers=2, lease_ms=60_000))
+        assert joined == Joined(member=True, clock=0, started=started, members=workers[: number + 1])
     yield workers
     for worker in workers:
-        assert ask(transport, Leave(worker, 1)) == LeaveAck()
+        assert ask(transport, Leave(worker=worker, epoch=1)) == LeaveAck()
 
 
 @over_all
@@ -409,7 +409,7 @@ def test_a_pull_waits_until_a_clock_is_closed(transport, members):
     assert isinstance(reply, Rows)
     assert reply.version > 0
     assert reply.tables[0].reshape(-1).tolist() == [-1] * 6
-    assert ask(transport, Heartbeat(members[0], 1)) == HeartbeatAck(1, members)
+    assert ask(transport, Heartbeat(worker=members[0], epoch=1)) == HeartbeatAck(clock=1, members=members)
 
 
 @over_all
@@ -437,11 +437,17 @@ def test_workers_meet(transport, members):
 @over_all
 def test_splits_of_the_data_are_dealt(transport, members):
     first, second = members
-    assert ask(transport, TakeSplit(first, 1, 0, 2)) == Split(0, 0)
-    assert ask(transport, TakeSplit(second, 1, 0, 2)) == Split(1, 0)
-    waiting = transport.submit(TakeSplit(first, 1, 0, 2, done=0), PATIENCE)
-    assert ask(transport, TakeSplit(second, 1, 0, 2, done=1)) == Split(-1, 0)
-    assert waiting.result() == Split(-1, 0)
+    assert ask(transport, TakeSplit(worker=first, epoch=1, data_epoch=0, num_splits=2, done=-1)) == Split(
+        index=0, returned=0
+    )
+    assert ask(transport, TakeSplit(worker=second, epoch=1, data_epoch=0, num_splits=2, done=-1)) == Split(
+        index=1, returned=0
+    )
+    waiting = transport.submit(TakeSplit(worker=first, epoch=1, data_epoch=0, num_splits=2, done=0), PATIENCE)
+    assert ask(transport, TakeSplit(worker=second, epoch=1, data_epoch=0, num_splits=2, done=1)) == Split(
+        index=-1, returned=0
+    )
+    assert waiting.result() == Split(index=-1, returned=0)
 
 
 def ask_in_vain(transport: Transport, request: Request) -> None:

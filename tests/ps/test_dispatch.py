@@ -75,7 +75,13 @@ def push(worker: int, clock: int) -> list[Push]:
 
 
 def rows_after(served: Served, order: str) -> bytes:
-    for request in (Declare(TABLE), *(Join(worker, 1, 0, 0, WORKERS, 60_000) for worker in range(WORKERS))):
+    for request in (
+        Declare(TABLE),
+        *(
+            Join(worker=worker, epoch=1, clock=0, staleness=0, workers=WORKERS, lease_ms=60_000)
+            for worker in range(WORKERS)
+        ),
+    ):
         served.ask(request)
 
     def work(worker):
@@ -96,7 +102,7 @@ def rows_after(served: Served, order: str) -> bytes:
                 met = served.ask(meet)
                 assert isinstance(met, RendezvousResult)
                 assert met.workers == tuple(range(WORKERS))
-        served.ask(Leave(worker, 1))
+        served.ask(Leave(worker=worker, epoch=1))
 
     with ThreadPoolExecutor(WORKERS) as threads:
         for future in [threads.submit(work, worker) for worker in range(WORKERS)]:
@@ -122,7 +128,7 @@ def test_pulls_that_wait_do_not_keep_the_pushes_out_that_they_wait_for():
     served = Served(max_requests=2, max_bytes=20)
     served.ask(Declare(TABLE))
     for worker in range(2):
-        served.ask(Join(worker, 1, 0, 0, 2, 60_000))
+        served.ask(Join(worker=worker, epoch=1, clock=0, staleness=0, workers=2, lease_ms=60_000))
     waiting = []
     for _ in range(2):
         waiting.append(served.send(Pull(1, (TableIds("t", IDS),), 0, 1, required_clock=1)))
@@ -138,8 +144,8 @@ def test_pulls_that_wait_do_not_keep_the_pushes_out_that_they_wait_for():
 
 def test_a_wait_ends_with_the_lease_of_the_one_waited_for(served):
     served.ask(Declare(TABLE))
-    served.ask(Join(0, 1, 0, 0, 2, 60_000))
-    served.ask(Join(1, 1, 0, 0, 2, 300))
+    served.ask(Join(worker=0, epoch=1, clock=0, staleness=0, workers=2, lease_ms=60_000))
+    served.ask(Join(worker=1, epoch=1, clock=0, staleness=0, workers=2, lease_ms=300))
     for message in push(0, 0):
         served.ask(message)
     assert isinstance(served.ask(Pull(1, (TableIds("t", IDS),), 0, 1, required_clock=1)), Rows)
@@ -150,13 +156,13 @@ def test_a_lease_does_not_run_while_requests_of_its_worker_wait_behind_others(se
     served.ask(Declare(TABLE))
     lease = 1.0
     for worker in range(2):
-        served.ask(Join(worker, 1, 0, -1, 2, round(1000 * lease)))
+        served.ask(Join(worker=worker, epoch=1, clock=0, staleness=-1, workers=2, lease_ms=round(1000 * lease)))
     gate = threading.Event()
     served.apply.submit(lambda: gate.wait(60), 0, time.monotonic() + 60)
     begin, beats = time.monotonic(), []
     while time.monotonic() - begin < 1.5 * lease:
         time.sleep(0.1)
-        beats += [served.send(Heartbeat(worker, 1)) for worker in range(2)]
+        beats += [served.send(Heartbeat(worker=worker, epoch=1)) for worker in range(2)]
     gate.set()
     for beat in beats:
         beat.result(20)

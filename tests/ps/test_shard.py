@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -55,6 +54,7 @@ from embershard.proto.messages import (
     Snapshotted,
     TableGradients,
     TableIds,
+    replace,
 )
 from embershard.proto.protobuf import dumps, loads
 from embershard.proto.routing import Placement, make_route
@@ -354,19 +354,22 @@ def test_new_tables_come_no_faster_than_their_rate_and_those_that_exist_at_any(m
 
 def test_a_snapshot_waits_for_gathered_pushes_and_for_no_others(shard, tmp_path):
     for worker in (0, 1):
-        shard.handle(Join(worker, 1, clock=0, staleness=0, workers=2, lease_ms=60_000))
+        shard.handle(Join(worker=worker, epoch=1, clock=0, staleness=0, workers=2, lease_ms=60_000))
 
     def push(worker):
         gradients = (TableGradients("items", ids_of(7), np.ones((1, DIM), np.float32)),)
         shard.handle(Push(PushToken(worker, 1, 1, 1), 0, EPOCH, gradients))
 
     push(0)
-    begun = Snapshot(str(tmp_path), "early", 1)
+    begun = Snapshot(url=str(tmp_path), name="early", id=1, step="begin")
     assert ask(shard, begun, Snapshotted).state == "waiting"
     push(1)
     assert ask(shard, replace(begun, step="watch"), Snapshotted).state in ("writing", "done")
     shard.handle(replace(begun, step="cancel"))
-    assert ask(shard, Snapshot(str(tmp_path), "late", 2), Snapshotted).state in ("writing", "done")
+    assert ask(shard, Snapshot(url=str(tmp_path), name="late", id=2, step="begin"), Snapshotted).state in (
+        "writing",
+        "done",
+    )
 
 
 @pytest.mark.parametrize("codec", [False, True])
@@ -460,12 +463,14 @@ class TestLoading:
         shard.handle(Declare(table()), 0.0)
         lease_ms = round(1000 * hour)
         for worker in (0, 1):
-            shard.handle(Join(worker, 7, 0, -1, 2, lease_ms), 0.0)
+            shard.handle(Join(worker=worker, epoch=7, clock=0, staleness=-1, workers=2, lease_ms=lease_ms), 0.0)
         assert shard.handle(load(1, worker=0, token=PushToken(0, 7, 1, 1)), hour / 2) == Loaded(1)  # and is heard of
-        shard.handle(Heartbeat(1, 7), hour)
+        shard.handle(Heartbeat(worker=1, epoch=7), hour)
         shard.advance(hour * 1.2)
         shard.handle(load(1, worker=0, token=PushToken(0, 7, 2, 2)), hour * 1.2)
-        shard.handle(Join(1, 8, 0, -1, 2, lease_ms), day)  # both leases have ended meanwhile
+        shard.handle(
+            Join(worker=1, epoch=8, clock=0, staleness=-1, workers=2, lease_ms=lease_ms), day
+        )  # both leases have ended meanwhile
         shard.advance(day)
         with pytest.raises(LeaseLost):
             shard.handle(load(1, value=9.0, worker=0, token=PushToken(0, 7, 3, 3)), day)
@@ -510,7 +515,7 @@ HOUR = 3600 * 10**9  # of an epoch or a run
 @pytest.mark.parametrize("what", ["epoch", "run"])
 def test_an_epoch_or_a_run_of_the_future_is_refused_and_fences_nobody(shard, what):
     now = time.time_ns()
-    join = Join(0, now, 0, -1, 1, 60_000, run=now)
+    join = Join(worker=0, epoch=now, clock=0, staleness=-1, workers=1, lease_ms=60_000, run=now)
     shard.handle(join)
     for number in (now + HOUR, 2**63 - 1):
         with pytest.raises(FutureEpoch) as future:
@@ -528,6 +533,8 @@ def test_a_fenced_worker_is_told_by_whom(shard):
     shard.handle(push(gradients((7,)), epoch=now), peer="10.0.0.1:999")
     with pytest.raises(StaleWorker, match=r"came at 20\d\d-.* from 10\.0\.0\.1:999"):
         shard.handle(push(gradients((7,)), epoch=now - 1))
-    shard.handle(Join(3, now, 0, -1, 1, 60_000, run=now), peer="10.0.0.2:7")
+    shard.handle(
+        Join(worker=3, epoch=now, clock=0, staleness=-1, workers=1, lease_ms=60_000, run=now), peer="10.0.0.2:7"
+    )
     with pytest.raises(StaleRun, match=r"begun on these shards by worker 3 at 20\d\d-.* from 10\.0\.0\.2:7"):
-        shard.handle(Join(4, now, 0, -1, 1, 60_000, run=now - 1))
+        shard.handle(Join(worker=4, epoch=now, clock=0, staleness=-1, workers=1, lease_ms=60_000, run=now - 1))

@@ -163,7 +163,7 @@ class TestPush:
         gradients, ages = rows_of(1), np.full(len(IDS), 9, np.float32)
         shards = make(spec.Adam(lr=0.1)), make(spec.Adam(lr=0.1))
         for worker in (0, 1):
-            shards[0].handle(Join(worker, 1, 0, staleness=0, workers=2, lease_ms=60_000))
+            shards[0].handle(Join(worker=worker, epoch=1, clock=0, staleness=0, workers=2, lease_ms=60_000))
         payload = encode_rows(gradients, PLAIN, None, ages=ages)
         for worker in (0, 1):
             shards[0].handle(replace(push(coded(payload), worker=worker), weight=1.0))

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +47,7 @@ from embershard.proto.messages import (
     Snapshotted,
     TableGradients,
     TableIds,
+    replace,
 )
 from embershard.proto.reference import mix64
 from embershard.proto.routing import Placement
@@ -127,9 +127,9 @@ def take(shards: Sequence[Shard], folder: Path, name: str = "one", number: int =
     """A whole snapshot, as the client makes it."""
     parts = []
     for shard in shards:
-        ask(shard, Snapshot(str(folder), name, number))
+        ask(shard, Snapshot(url=str(folder), name=name, id=number, step="begin"))
     for shard in shards:
-        reply = settled(shard, Snapshot(str(folder), name, number))
+        reply = settled(shard, Snapshot(url=str(folder), name=name, id=number, step="begin"))
         assert isinstance(reply, Snapshotted)
         parts.append(unpack_part((folder / name / reply.path).read_bytes(), "part"))
     return finish(folder, name, parts)
@@ -143,7 +143,7 @@ def finish(folder: Path, name: str, parts: Sequence[ShardPart]) -> Manifest:
 
 def request_of(folder: Path, number: int = 1, name: str = "one", **rest: object) -> Restore:
     digest = hashlib.sha256((folder / name / MANIFEST).read_bytes()).hexdigest()
-    return Restore(str(folder), name, number, digest, **rest)  # type: ignore[arg-type]
+    return Restore(url=str(folder), name=name, id=number, sha256=digest, **{"step": "begin", **rest})  # type: ignore[arg-type]
 
 
 def restore(shard: Shard, folder: Path, number: int = 1, **rest: object) -> Restored:
@@ -180,10 +180,10 @@ def test_a_snapshot_shows_the_rows_of_its_moment(tmp_path, monkeypatch):
     push(shard)
     then = pulled([shard])
     with slow_storage(monkeypatch) as go:
-        ask(shard, Snapshot(str(tmp_path), "one", 7))
+        ask(shard, Snapshot(url=str(tmp_path), name="one", id=7, step="begin"))
         push(shard, 2)
         go()
-        settled(shard, Snapshot(str(tmp_path), "one", 7))
+        settled(shard, Snapshot(url=str(tmp_path), name="one", id=7, step="begin"))
     take([shard], tmp_path, "two", 8)
     after = pulled([shard])
     early = unpack_part(next((tmp_path / "one").glob("*/part.msgpack")).read_bytes(), "part")
@@ -267,7 +267,7 @@ def test_on_another_number_of_shards_an_earlier_workers_pushes_are_refused(tmp_p
 def test_a_first_reply_that_was_lost_begins_no_second_snapshot(tmp_path):
     shard = make()
     push(shard)
-    request = Snapshot(str(tmp_path), "one", 7)
+    request = Snapshot(url=str(tmp_path), name="one", id=7, step="begin")
     ask(shard, request)
     first = settled(shard, request)
     assert ask(shard, request) == first
@@ -277,19 +277,19 @@ def test_one_snapshot_at_a_time(tmp_path, monkeypatch):
     shard = make()
     push(shard)
     with slow_storage(monkeypatch):
-        ask(shard, Snapshot(str(tmp_path), "one", 7))
+        ask(shard, Snapshot(url=str(tmp_path), name="one", id=7, step="begin"))
         with pytest.raises(SnapshotRunning, match="'one'"):
-            ask(shard, Snapshot(str(tmp_path), "two", 8))
+            ask(shard, Snapshot(url=str(tmp_path), name="two", id=8, step="begin"))
         monkeypatch.setattr(module, "HUNG_SECONDS", -1.0)
-        assert ask(shard, Snapshot(str(tmp_path), "two", 8)).state == "writing"
+        assert ask(shard, Snapshot(url=str(tmp_path), name="two", id=8, step="begin")).state == "writing"
         with pytest.raises(SnapshotUnknown, match="'one'"):
-            ask(shard, Snapshot(str(tmp_path), "one", 7, step="watch"))
+            ask(shard, Snapshot(url=str(tmp_path), name="one", id=7, step="watch"))
 
 
 def test_a_cancelled_snapshot_copies_no_more_rows_and_makes_room_for_another(tmp_path, monkeypatch):
     shard = make()
     push(shard)
-    request = Snapshot(str(tmp_path), "one", 7)
+    request = Snapshot(url=str(tmp_path), name="one", id=7, step="begin")
     cancel = replace(request, step="cancel")
     with slow_storage(monkeypatch) as go:
         ask(shard, request)
@@ -308,15 +308,15 @@ def test_a_cancelled_snapshot_copies_no_more_rows_and_makes_room_for_another(tmp
 @pytest.mark.parametrize("step", ["", "install", "nonsense"])
 def test_a_step_that_there_is_none_of_is_refused(step, tmp_path):
     with pytest.raises(Exception, match="no step"):
-        ask(make(), Snapshot(str(tmp_path), "one", 7, step=step))
+        ask(make(), Snapshot(url=str(tmp_path), name="one", id=7, step=step))
 
 
 def test_a_name_that_leads_elsewhere_is_refused(tmp_path):
     for name in ("../one", "/one", ""):
         with pytest.raises(BadSnapshotName):
-            ask(make(), Snapshot(str(tmp_path), name, 7))
+            ask(make(), Snapshot(url=str(tmp_path), name=name, id=7, step="begin"))
     with pytest.raises(BadSnapshotName):
-        ask(make(), Restore(str(tmp_path), "../one", 7, ""))
+        ask(make(), Restore(url=str(tmp_path), name="../one", id=7, sha256="", step="begin"))
 
 
 def test_a_shard_without_tables_has_a_part_too(tmp_path):
@@ -329,7 +329,7 @@ def test_a_table_whose_first_values_come_is_waited_for(tmp_path):
     shard = make(tables=())
     shard.handle(Declare(PLAIN, 3, True))
     with pytest.raises(TableLoading):
-        ask(shard, Snapshot(str(tmp_path), "one", 7))
+        ask(shard, Snapshot(url=str(tmp_path), name="one", id=7, step="begin"))
     shard.handle(Load("plain", EPOCH, IDS[:1], np.ones((1, 1), np.float32), 3))
     assert take([shard], tmp_path).rows == 1
 
@@ -338,7 +338,7 @@ def test_a_write_that_fails_is_named_and_the_shard_goes_on(tmp_path):
     (tmp_path / "file").write_text("")
     shard = make()
     push(shard)
-    request = Snapshot(str(tmp_path / "file"), "one", 7)
+    request = Snapshot(url=str(tmp_path / "file"), name="one", id=7, step="begin")
     with pytest.raises(SnapshotNotWritten, match="NotADirectory"):
         work(shard, request)
     with pytest.raises(SnapshotNotWritten, match="NotADirectory"):
@@ -358,7 +358,7 @@ def test_a_snapshot_that_met_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", sync)
-    request = Snapshot(str(tmp_path), "one", 7)
+    request = Snapshot(url=str(tmp_path), name="one", id=7, step="begin")
     with pytest.raises(SnapshotNotWritten, match="No space left"):
         settled(shard, request) if work(shard, request) else None
     assert files
@@ -375,11 +375,11 @@ class TestAtAClock:
     def shard(self):
         made = make()
         for worker in (0, 1):
-            made.handle(Join(worker, 1, 0, 0, 2, 10_000))
+            made.handle(Join(worker=worker, epoch=1, clock=0, staleness=0, workers=2, lease_ms=10_000))
         return made
 
     def test_it_is_taken_when_the_clock_closes(self, shard, tmp_path):
-        request = Snapshot(str(tmp_path), "one", 7, at_clock=2)
+        request = Snapshot(url=str(tmp_path), name="one", id=7, at_clock=2, step="begin")
         seen = []
         for clock in range(3):
             for worker in (0, 1):
@@ -400,11 +400,11 @@ class TestAtAClock:
             for worker in (0, 1):
                 push(shard, clock + 1, worker=worker, clock=clock)
         with pytest.raises(SnapshotTooLate):
-            ask(shard, Snapshot(str(tmp_path), "one", 7, at_clock=1))
-        assert ask(shard, Snapshot(str(tmp_path), "one", 8, at_clock=2)).state == "writing"
+            ask(shard, Snapshot(url=str(tmp_path), name="one", id=7, at_clock=1, step="begin"))
+        assert ask(shard, Snapshot(url=str(tmp_path), name="one", id=8, at_clock=2, step="begin")).state == "writing"
 
     def test_without_a_clock_it_waits_for_what_was_acknowledged(self, shard, tmp_path):
-        request = Snapshot(str(tmp_path), "one", 7)
+        request = Snapshot(url=str(tmp_path), name="one", id=7, step="begin")
         push(shard, 1, worker=0)
         assert ask(shard, request).state == "waiting"
         push(shard, 1, worker=1)
@@ -412,14 +412,16 @@ class TestAtAClock:
         assert (reply.state, reply.rows) == ("done", 2 * len(IDS))
 
     def test_it_is_taken_too_where_the_end_of_a_lease_closes_the_clock(self, shard, tmp_path):
-        request = Snapshot(str(tmp_path), "one", 7, at_clock=1)
+        request = Snapshot(url=str(tmp_path), name="one", id=7, at_clock=1, step="begin")
         ask(shard, request)
         push(shard, 1, worker=0)
         shard.advance(time.monotonic() + 100)
         assert settled(shard, request).state == "done"
 
     def test_one_that_waits_gives_way_and_can_be_cancelled(self, shard, tmp_path):
-        first, second = (Snapshot(str(tmp_path), "one", number, at_clock=9) for number in (7, 8))
+        first, second = (
+            Snapshot(url=str(tmp_path), name="one", id=number, at_clock=9, step="begin") for number in (7, 8)
+        )
         ask(shard, first)
         assert ask(shard, second).state == "waiting"
         with pytest.raises(SnapshotUnknown):
@@ -429,11 +431,11 @@ class TestAtAClock:
             ask(shard, replace(second, step="watch"))
 
     def test_a_clock_that_is_jumped_over_is_too_late_for_whoever_watches(self, shard, tmp_path):
-        request = Snapshot(str(tmp_path), "one", 7, at_clock=5)
+        request = Snapshot(url=str(tmp_path), name="one", id=7, at_clock=5, step="begin")
         ask(shard, request)
         for worker in (0, 1):
-            shard.handle(Leave(worker, 1))
-        shard.handle(Join(0, 2, 9, 0, 1, 10_000))
+            shard.handle(Leave(worker=worker, epoch=1))
+        shard.handle(Join(worker=0, epoch=2, clock=9, staleness=0, workers=1, lease_ms=10_000))
         with pytest.raises(SnapshotTooLate):
             ask(shard, replace(request, step="watch"))
 

@@ -5,6 +5,7 @@ docs/snapshots.md has the format and the promises.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import posixpath
 import re
@@ -12,7 +13,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from typing import TypeVar
@@ -29,7 +30,7 @@ from embershard.proto.errors import (
     SnapshotTooLate,
     UnknownTable,
 )
-from embershard.proto.messages import Restore, Restored, Snapshot, Snapshotted
+from embershard.proto.messages import Restore, Restored, Snapshot, Snapshotted, replace
 from embershard.proto.snapshot.blocks import read_block
 from embershard.proto.snapshot.manifest import (
     LATEST,
@@ -166,7 +167,10 @@ def begin_snapshot(
     for left in reversed(range(_TRIES)):
         clock = _next_common_clock(client, margin) if at_clock is None else at_clock
         running = RunningSnapshot(
-            client, storage, Snapshot(storage.url, name, secrets.randbits(64), clock), wait_timeout
+            client,
+            storage,
+            Snapshot(url=storage.url, name=name, id=secrets.randbits(64), at_clock=clock, step="begin"),
+            wait_timeout,
         )
         try:
             running.start()
@@ -289,7 +293,14 @@ def restore_snapshot(
     shards could read all that is theirs. Errors as those of `open_snapshot`, TablesInTheWay, OtherOptimizer.
     """
     stored = open_snapshot(url, name)
-    request = Restore(stored.storage.url, stored.folder, secrets.randbits(64), stored.sha256, replace_tables)
+    request = Restore(
+        url=stored.storage.url,
+        name=stored.folder,
+        id=secrets.randbits(64),
+        sha256=stored.sha256,
+        replace=replace_tables,
+        step="begin",
+    )
     manifest = stored.manifest
     try:
         client.ask_all(request)
@@ -304,7 +315,7 @@ def restore_snapshot(
         client.connections.call(cancel, timeout=_CANCEL_TIMEOUT)
         raise
     for table in manifest.tables.values():  # how they travelled is no part of them, and may not serve this client
-        client.declare(replace(table.spec, push_codec=CodecName(), pull_codec=CodecName()))
+        client.declare(dataclasses.replace(table.spec, push_codec=CodecName(), pull_codec=CodecName()))
     return manifest
 
 

@@ -84,7 +84,7 @@ def handshake(transports: Sequence[Transport], worker: int, deadline: Deadline) 
     silent: Deadline | None = Deadline(_SILENT_WAIT)
     for pause in _pauses():
         waiting = [i for i in range(len(transports)) if i not in found]
-        pending = {i: _submit(transports[i], Hello(worker), deadline.remaining) for i in waiting}
+        pending = {i: _submit(transports[i], Hello(worker=worker), deadline.remaining) for i in waiting}
         reasons: dict[int, str] = {}
         for i, answer in pending.items():
             try:
@@ -274,7 +274,7 @@ class ShardConnections:
         """Ask a shard behind a broken connection who it is: None if it is the process that has our rows."""
         connection = self._connections[shard]
         try:
-            reply = _submit(connection.transport, Hello(self._worker), deadline.remaining).result()
+            reply = _submit(connection.transport, Hello(worker=self._worker), deadline.remaining).result()
         except TransportClosed:
             return _labelled(ClientClosed(), connection.name)
         except Unreachable as error:

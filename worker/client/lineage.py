@@ -22,7 +22,7 @@ class Lineage:
         """Compare the shards; RowsLost where one does not have the rows that belong to those of the others."""
         # twice: another worker may have given the shards a lineage while they were asked one after the other
         for _ in range(2):
-            greetings = self._connections.call_all(Hello(self._worker))
+            greetings = self._connections.call_all(Hello(worker=self._worker))
             lineages = {greeting.lineage for greeting in greetings if isinstance(greeting, Greeting)}
             self._common = min(lineages) if len(lineages) == 1 else 0
             if len(lineages) == 1:

@@ -106,7 +106,7 @@ class Membership:
         """
         with self._lock:
             self._join(clock)
-        self._connections.heartbeat = Heartbeat(self.worker, self._epoch)
+        self._connections.heartbeat = Heartbeat(worker=self.worker, epoch=self._epoch)
         thread = threading.Thread(
             target=_send_heartbeats,
             args=(weakref.ref(self), self._ended, self.terms.lease.total_seconds() / _HEARTBEATS),
@@ -119,7 +119,7 @@ class Membership:
     def pause(self) -> None:
         """Let the others' clock advance without this worker; a rendezvous still waits for it."""
         self.paused = True
-        self._ask_all(Leave(self.worker, self._epoch, pause=True))
+        self._ask_all(Leave(worker=self.worker, epoch=self._epoch, pause=True))
 
     def resume(self, clock: int = 0) -> int:
         """End a pause: push again from `clock` on, or as soon after it as all shards agree; the clock."""
@@ -156,7 +156,9 @@ class Membership:
 
         Waits while the last parts are in other workers' hands, which may not live to finish them.
         """
-        split = self._ask_first(TakeSplit(self.worker, self._epoch, data_epoch, num_splits, done))
+        split = self._ask_first(
+            TakeSplit(worker=self.worker, epoch=self._epoch, data_epoch=data_epoch, num_splits=num_splits, done=done)
+        )
         assert isinstance(split, Split)
         return split
 
@@ -223,7 +225,7 @@ class Membership:
             self._join(self._next)
             self.lost_leases += 1
             if self.paused:
-                self._ask_all(Leave(self.worker, self._epoch, pause=True))
+                self._ask_all(Leave(worker=self.worker, epoch=self._epoch, pause=True))
         _log.warning(
             "worker %d was evicted: no request of it arrived within its lease of %s. It joined again at clock %d and "
             "drops what it computed in between",
@@ -245,7 +247,7 @@ class Membership:
         if not self._ended.is_set():
             self._ended.set()
             self._connections.heartbeat = None
-            self._call_all(Leave(self.worker, self._epoch), min(self._timeout, _FAREWELL))
+            self._call_all(Leave(worker=self.worker, epoch=self._epoch), min(self._timeout, _FAREWELL))
 
     def _join(self, clock: int) -> int:
         terms, margin, deadline = self.terms, _MARGIN, Deadline(self._timeout)
@@ -254,12 +256,19 @@ class Membership:
             lease_ms = max(1, round(terms.lease.total_seconds() * 1000))
             staleness_aware_lr = terms.staleness_aware_lr
             join = Join(
-                self.worker, self._epoch, clock, staleness, terms.workers, lease_ms, staleness_aware_lr, terms.run
+                worker=self.worker,
+                epoch=self._epoch,
+                clock=clock,
+                staleness=staleness,
+                workers=terms.workers,
+                lease_ms=lease_ms,
+                staleness_aware_lr=staleness_aware_lr,
+                run=terms.run,
             )
             replies = [reply for reply in self._ask_all(join) if isinstance(reply, Joined)]
             if all(reply.member for reply in replies):
                 # the same first clock everywhere: no shard closes one that another still waits for
-                self.first, self.members = clock, replies[0].members
+                self.first, self.members = clock, tuple(replies[0].members)
                 return clock
             if deadline.seconds <= 0:
                 reason = f"the clock ran away from it for {self._timeout}"
@@ -288,9 +297,9 @@ class Membership:
 
     def _heartbeat(self, timeout: timedelta) -> None:
         """Renew the lease on every shard; one that does not answer must not delay the others."""
-        first = self._call_all(Heartbeat(self.worker, self._epoch), timeout)[0]
+        first = self._call_all(Heartbeat(worker=self.worker, epoch=self._epoch), timeout)[0]
         if isinstance(first, HeartbeatAck):
-            self.members = first.members
+            self.members = tuple(first.members)
 
 
 def _send_heartbeats(membership: weakref.ref[Membership], ended: threading.Event, seconds: float) -> None:

@@ -36,7 +36,7 @@ class Switching:
         told = settings_of(self._client)
         if told.tables:
             with suppress(InvalidRequest):  # somebody told them anew just now
-                self._client.ask_all(Compress(told.revision + 1))
+                self._client.ask_all(Compress(revision=told.revision + 1))
 
     def switch(self, wanted: Mapping[str, Directions]) -> None:
         """Have tables travel so from the next push and pull on, and tell the shards.

@@ -196,7 +196,7 @@ class CodecTuner:
 
     def _ping(self) -> float:
         start = time.perf_counter()
-        self._session.client.ask_all(Hello(self._session.client.worker))
+        self._session.client.ask_all(Hello(worker=self._session.client.worker))
         return time.perf_counter() - start
 
     def _watch(

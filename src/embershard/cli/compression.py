@@ -78,10 +78,12 @@ def set_codecs(
         names = [name for name in tables if matches(name, table)]
         if not names:
             raise UnknownTable(table=table, known=", ".join(tables) or "none")
-        wanted = tuple(TableCodecs(name, given.get("push", ""), given.get("pull", "")) for name in names)
-        client.ask_all(Compress(0, wanted))  # all shards agree before any of them is told
+        wanted = tuple(
+            TableCodecs(table=name, push=given.get("push", ""), pull=given.get("pull", "")) for name in names
+        )
+        client.ask_all(Compress(revision=0, tables=wanted))  # all shards agree before any of them is told
         revision = settings_of(client).revision + 1
-        client.ask_all(Compress(revision, wanted))
+        client.ask_all(Compress(revision=revision, tables=wanted))
     for part in wanted:
         typer.echo(f"table {part.table}: {_words(part)} (revision {revision}); workers switch before their next step")
         if part.push and (line := advice(tables[part.table].optimizer, CodecName.parse(part.push))):

@@ -12,6 +12,7 @@ from itertools import groupby, islice, pairwise, zip_longest
 from typing import Annotated
 
 import typer
+from google.protobuf.message import Message as Protobuf
 from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
@@ -47,7 +48,7 @@ class Seen:
             "serving": self.status is not None,
             "requests_per_second": round(self.requests_per_second, 1),
             "problem": self.problem,
-            "status": None if self.status is None else dataclasses.asdict(self.status),
+            "status": None if self.status is None else _as_json(self.status),
         }
 
 
@@ -77,6 +78,17 @@ def status(
         for transport in transports:
             transport.close()
     raise typer.Exit(0 if all(one.status for one in seen) else 1)
+
+
+def _as_json(message: Protobuf) -> dict[str, object]:
+    # json_format.MessageToDict would write every 64-bit number as a string
+    values = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+    return {
+        name: [_as_json(part) if isinstance(part, Protobuf) else part for part in value]
+        if isinstance(value, Sequence) and not isinstance(value, str)
+        else value
+        for name, value in values.items()
+    }
 
 
 def shards_of_up() -> list[str]:

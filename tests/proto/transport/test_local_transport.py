@@ -70,7 +70,9 @@ def transport():
 
 
 def join(transport: LocalTransport, worker: int, workers: int, lease_ms: int = 60_000) -> None:
-    transport.submit(Join(worker, 1, 0, 0, workers, lease_ms), timedelta(seconds=1)).result()
+    transport.submit(
+        Join(worker=worker, epoch=1, clock=0, staleness=0, workers=workers, lease_ms=lease_ms), timedelta(seconds=1)
+    ).result()
 
 
 def test_a_wait_ends_with_a_lease_though_nobody_asks_for_anything():

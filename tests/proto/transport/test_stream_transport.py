@@ -60,7 +60,7 @@ from embershard.worker.client.client import Client
 
 PATIENCE = timedelta(seconds=60)
 SHORT = timedelta(seconds=0.3)
-GREETING = Greeting(shard=0, num_shards=1, placement_epoch=1, version="", instance="one")
+GREETING = Greeting(shard=0, num_shards=1, placement_epoch=1, version="", instance="one", max_message_bytes=64 * 2**20)
 
 
 class Talk:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -38,6 +38,7 @@ from embershard.proto.messages import (
     ShardStatus,
     TableGradients,
     TableIds,
+    replace,
 )
 from embershard.proto.routing import Placement
 from embershard.ps.coordination import clock as clock_module
@@ -76,7 +77,7 @@ class Job:
 
     def join(self, worker: int, clock: int = 0, *, epoch: int = 1, workers: int = 1, **settings: object) -> Joined:
         wanted = {"staleness": 0, "lease_ms": round(LEASE * 1000), **settings}
-        reply = self.shard.handle(Join(worker, epoch, clock, workers=workers, **wanted), self.now)  # type: ignore[arg-type]
+        reply = self.shard.handle(Join(worker=worker, epoch=epoch, clock=clock, workers=workers, **wanted), self.now)  # type: ignore[arg-type]
         assert isinstance(reply, Joined)
         return reply
 
@@ -85,10 +86,10 @@ class Job:
             self.join(worker, workers=workers, **settings)  # type: ignore[arg-type]
 
     def leave(self, worker: int, *, epoch: int = 1, rest: bool = False) -> None:
-        assert self.shard.handle(Leave(worker, epoch, rest), self.now) == LeaveAck()
+        assert self.shard.handle(Leave(worker=worker, epoch=epoch, pause=rest), self.now) == LeaveAck()
 
     def beat(self, worker: int, epoch: int = 1) -> HeartbeatAck:
-        reply = self.shard.handle(Heartbeat(worker, epoch), self.now)
+        reply = self.shard.handle(Heartbeat(worker=worker, epoch=epoch), self.now)
         assert isinstance(reply, HeartbeatAck)
         return reply
 
@@ -117,7 +118,7 @@ class Job:
         """Time passes; some workers are heard of at its end."""
         self.now += seconds
         for worker in beating:
-            self.shard.handle(Heartbeat(worker, 1), self.now)
+            self.shard.handle(Heartbeat(worker=worker, epoch=1), self.now)
         self.shard.advance(self.now)
 
     @property
@@ -389,7 +390,7 @@ class TestWaiting:
         with pytest.raises(ClockAhead) as caught:
             job.pull(1, after=1)
         assert caught.value.fields == {"clock": 0, "workers": "2 (not here yet)", "seconds": 2.0}
-        assert job.join(2, workers=3) == Joined(True, 0, True, (0, 1, 2))
+        assert job.join(2, workers=3) == Joined(member=True, clock=0, started=True, members=(0, 1, 2))
         job.push(2, 0, 4.0)
         assert job.row(1) == [-2, -2]
 
@@ -418,8 +419,8 @@ class TestWaiting:
     def test_a_worker_that_joins_late_is_waited_for_from_its_clock_on(self, job):
         job.together(1)
         job.push(0, 0)
-        assert job.join(1, 0) == Joined(False, 1, True, (0,))
-        assert job.join(1, 3) == Joined(True, 1, True, (0, 1))
+        assert job.join(1, 0) == Joined(member=False, clock=1, started=True, members=(0,))
+        assert job.join(1, 3) == Joined(member=True, clock=1, started=True, members=(0, 1))
         for clock in (1, 2, 3):
             job.push(0, clock)
         assert job.status.clock == 3
@@ -485,8 +486,8 @@ class TestWaiting:
         job.together(2)
         job.push(0, 0, 1.0)
         job.leave(0)
-        assert job.join(0, 0) == Joined(False, 1, True, (1,))
-        assert job.join(0, 1) == Joined(True, 0, True, (0, 1))
+        assert job.join(0, 0) == Joined(member=False, clock=1, started=True, members=(1,))
+        assert job.join(0, 1) == Joined(member=True, clock=0, started=True, members=(0, 1))
         job.push(1, 0, 1.0)
         assert job.row(1) == [-1, -1]
 
@@ -540,7 +541,7 @@ class TestStaleness:
         job.push(1, 1, version=seen, last=False)  # the same push
         job.push(1, 1, version=seen)
         assert job.pull(1).version == 4
-        assert job.status.staleness_seen[:4] == (1, 1, 1, 0)
+        assert job.status.staleness_seen[:4] == [1, 1, 1, 0]
 
     def test_the_last_place_of_the_histogram_takes_all_beyond(self, job):
         job.push(0, 0)
@@ -557,7 +558,7 @@ class TestStaleness:
             for worker in range(2):
                 job.push(worker, clock, version=version)
         assert job.pull(1).version == 3
-        assert job.status.staleness_seen[:2] == (4, 0)  # those of clock 0 saw version 0, which says nothing
+        assert job.status.staleness_seen[:2] == [4, 0]  # those of clock 0 saw version 0, which says nothing
 
     def test_staleness_aware_lr_divides_the_learning_rate_by_what_a_push_missed(self, job):
         job.together(2, staleness=-1, staleness_aware_lr=True)
@@ -589,7 +590,7 @@ class TestLeases:
         job.wait(0.2, 0)
         assert (job.status.clock, job.status.expired_leases) == (1, 1)
         assert job.row(1) == [-1, -1]
-        assert job.beat(0) == HeartbeatAck(1, (0,))
+        assert job.beat(0) == HeartbeatAck(clock=1, members=(0,))
 
     def test_every_request_of_a_member_renews_its_lease(self, job):
         job.together(3)
@@ -623,8 +624,8 @@ class TestLeases:
         for request in (
             job.message(1, 1, TableGradients("items", ids_of(1), rows_of(1, 1.0))),
             Pull(1, (), 1, 1),
-            Heartbeat(1, 1),
-            Leave(1, 1),
+            Heartbeat(worker=1, epoch=1),
+            Leave(worker=1, epoch=1),
         ):
             with pytest.raises(LeaseLost, match=r"worker 1 .*10000 ms"):
                 job.shard.handle(request, job.now)
@@ -643,8 +644,8 @@ class TestLeases:
         job.push(1, 0, 1.0)
         job.wait(9.0, 0)
         job.wait(9.0, 0)
-        assert job.join(1, 0) == Joined(False, 1, True, (0,))
-        assert job.join(1, 1) == Joined(True, 0, True, (0, 1))
+        assert job.join(1, 0) == Joined(member=False, clock=1, started=True, members=(0,))
+        assert job.join(1, 1) == Joined(member=True, clock=0, started=True, members=(0, 1))
         job.push(0, 0, 3.0)
         assert job.row(1) == [-2, -2]
 
@@ -662,8 +663,8 @@ class TestLeases:
         job.together(1)
         job.push(0, 0)
         job.wait(LEASE + 1)
-        assert job.join(0, 0) == Joined(False, 1, True, ())
-        assert job.join(0, 1) == Joined(True, 1, True, (0,))
+        assert job.join(0, 0) == Joined(member=False, clock=1, started=True, members=())
+        assert job.join(0, 1) == Joined(member=True, clock=1, started=True, members=(0,))
         job.push(0, 1)
         assert job.status.clock == 2
 
@@ -681,13 +682,18 @@ class TestLeases:
         job.shard.advance(job.now)
         assert len(job.status.members) == 2
         job.wait(6.0)
-        assert job.status.members == ()
+        assert not job.status.members
 
 
 class TestIncarnations:
     def test_an_earlier_one_is_fenced(self, job):
         job.join(0, epoch=2)
-        for request in (Join(0, 1, 0, 0, 1, 1000), Leave(0, 1), Heartbeat(0, 1), job.message(0, 0, epoch=1)):
+        for request in (
+            Join(worker=0, epoch=1, clock=0, staleness=0, workers=1, lease_ms=1000),
+            Leave(worker=0, epoch=1),
+            Heartbeat(worker=0, epoch=1),
+            job.message(0, 0, epoch=1),
+        ):
             with pytest.raises(StaleWorker):
                 job.shard.handle(request, job.now)
         assert job.status.members[0].worker == 0
@@ -700,7 +706,7 @@ class TestIncarnations:
     def test_a_newer_one_takes_the_place_at_once(self, job):
         job.together(2)
         job.push(0, 0, 100.0, last=False)
-        assert job.join(0, 2, epoch=2) == Joined(True, 0, True, (0, 1))
+        assert job.join(0, 2, epoch=2) == Joined(member=True, clock=0, started=True, members=(0, 1))
         job.push(1, 0, 1.0)
         job.push(1, 1, 1.0)
         assert job.status.clock == 2
@@ -747,7 +753,9 @@ class TestModes:
             job.push(worker, 0)
             job.leave(worker)
         assert job.status.clock == 1
-        assert job.join(0, 0, epoch=2, workers=2, staleness=4) == Joined(True, 0, False, (0,))
+        assert job.join(0, 0, epoch=2, workers=2, staleness=4) == Joined(
+            member=True, clock=0, started=False, members=(0,)
+        )
         assert job.status.staleness == 4
 
     def test_workers_of_the_job_before_may_begin_the_next(self, job):
@@ -756,20 +764,20 @@ class TestModes:
             job.push(worker, 0)
         for worker in range(2):
             job.leave(worker)
-        assert job.join(1, 0, workers=2) == Joined(True, 0, False, (1,))
-        assert job.join(0, 0, workers=2) == Joined(True, 0, True, (0, 1))
+        assert job.join(1, 0, workers=2) == Joined(member=True, clock=0, started=False, members=(1,))
+        assert job.join(0, 0, workers=2) == Joined(member=True, clock=0, started=True, members=(0, 1))
 
     def test_one_whose_lease_ran_out_may_begin_another_with_other_settings(self, job):
         job.together(1)
         job.push(0, 0)
         job.wait(LEASE + 1)
-        assert job.join(0, 0, staleness=3) == Joined(True, 0, True, (0,))
+        assert job.join(0, 0, staleness=3) == Joined(member=True, clock=0, started=True, members=(0,))
         assert job.status.staleness == 3
 
     def test_a_worker_alone_may_be_restarted_with_other_settings(self, job):
         job.together(1)
         job.push(0, 0)
-        assert job.join(0, 0, epoch=2, staleness=-1) == Joined(True, 0, True, (0,))
+        assert job.join(0, 0, epoch=2, staleness=-1) == Joined(member=True, clock=0, started=True, members=(0,))
 
     @pytest.mark.parametrize(
         "field",
@@ -779,14 +787,16 @@ class TestModes:
             {"staleness": -2},
             {"workers": 0},
             {"lease_ms": 0},
-            {"lease_ms": 2**32},
+            {"lease_ms": 2**32 - 1},
             {"run": 2**63},
         ],
         ids=str,
     )
     def test_a_join_without_sense_is_refused(self, job, field):
         with pytest.raises(InvalidRequest, match=next(iter(field))):
-            job.shard.handle(replace(Join(0, 1, 0, 0, 1, 1000), **field), job.now)
+            job.shard.handle(
+                replace(Join(worker=0, epoch=1, clock=0, staleness=0, workers=1, lease_ms=1000), **field), job.now
+            )
 
     def test_a_stranger_is_told_to_join(self, job):
         with pytest.raises(InvalidRequest, match="worker 5 is no member"):
@@ -799,12 +809,16 @@ class TestRuns:
         job.together(2, run=1)
         for worker in range(2):
             job.push(worker, 0)
-        assert job.join(0, epoch=2, workers=2, run=2, staleness=3) == Joined(True, 0, False, (0,))
+        assert job.join(0, epoch=2, workers=2, run=2, staleness=3) == Joined(
+            member=True, clock=0, started=False, members=(0,)
+        )
         assert (job.status.clock, job.status.staleness, job.status.expired_leases) == (0, 3, 0)
         assert job.row(1) == [-1, -1]  # it is the same table
         job.push(0, 0, epoch=2)
         assert job.status.clock == 0  # the other worker of this run is still to come
-        assert job.join(1, epoch=2, workers=2, run=2, staleness=3) == Joined(True, 0, True, (0, 1))
+        assert job.join(1, epoch=2, workers=2, run=2, staleness=3) == Joined(
+            member=True, clock=0, started=True, members=(0, 1)
+        )
 
     def test_what_was_pushed_to_the_end_in_the_earlier_one_counts(self, job):
         job.together(2, run=1)
@@ -819,10 +833,10 @@ class TestRuns:
         pulls = [Pull(1, (TableIds("items", ids_of(1)),), worker, 1, 1) for worker in range(2)]
         pushes = [job.message(worker, 1) for worker in range(2)]
         job.join(0, epoch=2, run=2)
-        for request in (Heartbeat(0, 1), pulls[0], pushes[0]):
+        for request in (Heartbeat(worker=0, epoch=1), pulls[0], pushes[0]):
             with pytest.raises(StaleWorker, match="its job was started again"):
                 job.shard.handle(request, job.now)
-        for request in (Heartbeat(1, 1), pulls[1], pushes[1]):
+        for request in (Heartbeat(worker=1, epoch=1), pulls[1], pushes[1]):
             with pytest.raises(LeaseLost):
                 job.shard.handle(request, job.now)
         for epoch in (1, 3):
@@ -836,39 +850,39 @@ class TestRuns:
         job.leave(1)
         with pytest.raises(StaleRun):
             job.join(0, run=1)
-        assert job.status.members == ()
+        assert not job.status.members
 
     def test_a_worker_that_is_started_again_goes_on_with_its_own(self, job):
         job.together(2, run=7)
         for worker in range(2):
             job.push(worker, 0)
-        assert job.join(0, epoch=2, run=7) == Joined(False, 1, True, (1,))
-        assert job.join(0, 3, epoch=2, run=7) == Joined(True, 1, True, (0, 1))
+        assert job.join(0, epoch=2, run=7) == Joined(member=False, clock=1, started=True, members=(1,))
+        assert job.join(0, 3, epoch=2, run=7) == Joined(member=True, clock=1, started=True, members=(0, 1))
 
     def test_a_worker_of_none_takes_part_in_the_one_that_goes_on_and_in_no_other(self, job):
         job.join(0, run=1)
-        assert job.join(1) == Joined(True, 0, True, (0, 1))
+        assert job.join(1) == Joined(member=True, clock=0, started=True, members=(0, 1))
         job.join(0, epoch=2, run=2)
         with pytest.raises(StaleRun, match="run 1, which is over: run 2"):
             job.join(1)
-        assert job.join(1, epoch=2).members == (0, 1)
+        assert job.join(1, epoch=2).members == [0, 1]
 
     def test_one_without_members_leaves_the_shard_to_workers_of_none(self, job):
         job.join(0, run=1)
         job.push(0, 0)
         job.leave(0)
-        assert job.join(0, epoch=2) == Joined(True, 0, True, (0,))
+        assert job.join(0, epoch=2) == Joined(member=True, clock=0, started=True, members=(0,))
 
     def test_a_worker_may_begin_the_next_one_itself(self, job):
         job.join(0, run=1)
         job.push(0, 0)
-        assert job.join(0, run=2) == Joined(True, 0, True, (0,))
+        assert job.join(0, run=2) == Joined(member=True, clock=0, started=True, members=(0,))
 
     def test_an_incarnation_that_is_refused_begins_none(self, job):
         job.join(0, epoch=2, run=1)
         with pytest.raises(StaleWorker):
             job.join(0, epoch=1, run=2)
-        assert job.beat(0, epoch=2).members == (0,)
+        assert job.beat(0, epoch=2).members == [0]
 
 
 @dataclass

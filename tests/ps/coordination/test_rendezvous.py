@@ -25,10 +25,13 @@ class Workers:
             self.join(worker, workers=count)
 
     def join(self, worker: int, clock: int = 0, workers: int = 1, epoch: int = 1, run: int = 0) -> None:
-        self.shard.handle(Join(worker, epoch, clock, 0, workers, LEASE_MS, run=run), self.now)
+        self.shard.handle(
+            Join(worker=worker, epoch=epoch, clock=clock, staleness=0, workers=workers, lease_ms=LEASE_MS, run=run),
+            self.now,
+        )
 
     def leave(self, worker: int, *, rest: bool = False) -> None:
-        self.shard.handle(Leave(worker, 1, rest), self.now)
+        self.shard.handle(Leave(worker=worker, epoch=1, pause=rest), self.now)
 
     def request(self, worker: int, name: str = "m", size: int = 2, **fields: object) -> Rendezvous:
         return Rendezvous(worker, 1, name, np.full(size, worker, np.uint8), **fields)  # type: ignore[arg-type]
@@ -51,7 +54,7 @@ class Workers:
         for _ in range(2):
             self.now += 0.6 * LEASE_MS / 1000
             for worker in workers:
-                self.shard.handle(Heartbeat(worker, 1), self.now)
+                self.shard.handle(Heartbeat(worker=worker, epoch=1), self.now)
         self.shard.advance(self.now)
 
 

@@ -207,7 +207,18 @@ def test_status_counts_the_memory_of_what_is_watched():
 def test_what_a_clock_changed_comes_once():
     shard = make()
     for worker in (0, 1):
-        shard.handle(Join(worker, 1, 0, 0, 2, 60_000, False, 0))
+        shard.handle(
+            Join(
+                worker=worker,
+                epoch=1,
+                clock=0,
+                staleness=0,
+                workers=2,
+                lease_ms=60_000,
+                staleness_aware_lr=False,
+                run=0,
+            )
+        )
     reader = Reader(shard)
     for clock in range(4):
         for worker in (0, 1):

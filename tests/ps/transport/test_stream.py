@@ -177,8 +177,8 @@ def test_rows_are_not_made_for_a_peer_that_does_not_read(connect, served):
 
 def joined(peer: Peer, workers: int) -> None:
     for worker in range(workers):
-        assert peer.ask(Join(worker, 1, 0, 0, workers, 60_000)) == Joined(
-            True, 0, worker == workers - 1, tuple(range(worker + 1))
+        assert peer.ask(Join(worker=worker, epoch=1, clock=0, staleness=0, workers=workers, lease_ms=60_000)) == Joined(
+            member=True, clock=0, started=worker == workers - 1, members=tuple(range(worker + 1))
         )
 
 
@@ -224,8 +224,8 @@ def test_rows_are_not_made_for_a_peer_that_left_while_it_waited(connect, served)
 def test_a_worker_whose_request_still_arrives_keeps_its_lease(connect, served):
     """On a slow link it may take longer than the lease, and the beats behind it with it."""
     slow, other = connect(), connect()
-    assert isinstance(slow.ask(Join(0, 1, 0, 0, 2, 2000)), Joined)
-    other.ask(Join(1, 1, 0, 0, 2, 60_000))
+    assert isinstance(slow.ask(Join(worker=0, epoch=1, clock=0, staleness=0, workers=2, lease_ms=2000)), Joined)
+    other.ask(Join(worker=1, epoch=1, clock=0, staleness=0, workers=2, lease_ms=60_000))
     slow.send(begun(8 + 1000))
     for _ in range(25):
         time.sleep(0.1)

@@ -298,7 +298,14 @@ def test_cut_covers_every_row_once_in_order_and_within_the_limit(tables, limit):
 
 
 def greeter(shard: int, num_shards: int, epoch: int = 1, address: str = "") -> LocalTransport:
-    greeting = Greeting(shard, num_shards, epoch, "", f"i{shard}")
+    greeting = Greeting(
+        shard=shard,
+        num_shards=num_shards,
+        placement_epoch=epoch,
+        version="",
+        instance=f"i{shard}",
+        max_message_bytes=64 * 2**20,
+    )
     return LocalTransport(lambda _: greeting, address or f"host{shard}:1")
 
 

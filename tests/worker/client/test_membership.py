@@ -98,13 +98,17 @@ class Job:
             member = alive.membership
             assert member is not None
             with self.lock:
-                shard.handle(Join(member.worker, alive.client.epoch, 0, *_terms(member.terms)), self.now - 1)
+                shard.handle(Join(worker=member.worker, epoch=alive.client.epoch, **_terms(member.terms)), self.now - 1)
                 shard.advance(self.now)
 
 
-def _terms(terms: Terms) -> tuple[int, int, int, bool]:
-    staleness = -1 if terms.staleness is None else terms.staleness
-    return staleness, terms.workers, round(terms.lease.total_seconds() * 1000), terms.staleness_aware_lr
+def _terms(terms: Terms) -> dict[str, int]:
+    return {
+        "staleness": -1 if terms.staleness is None else terms.staleness,
+        "workers": terms.workers,
+        "lease_ms": round(terms.lease.total_seconds() * 1000),
+        "staleness_aware_lr": terms.staleness_aware_lr,
+    }
 
 
 @pytest.fixture
@@ -134,7 +138,9 @@ class Scripted:
 
     def __init__(self, index: int, of: int, joined: Callable[[Join], Joined]) -> None:
         self.joined, self.heard = joined, list[Request]()
-        self.greeting = Greeting(index, of, 1, "", f"{index}")
+        self.greeting = Greeting(
+            shard=index, num_shards=of, placement_epoch=1, version="", instance=f"{index}", max_message_bytes=64 * 2**20
+        )
         self.beaten = threading.Semaphore(0)
 
     def handle(self, request: Request) -> Reply:
@@ -146,7 +152,7 @@ class Scripted:
                 return self.joined(request)
             case Heartbeat():
                 self.beaten.release()
-                return HeartbeatAck(0, (0,))
+                return HeartbeatAck(clock=0, members=(0,))
             case _:
                 assert isinstance(request, Leave)
                 return LeaveAck()
@@ -160,7 +166,9 @@ def member_of(shards: list[Scripted], terms: Terms) -> Membership:
 def test_a_late_worker_joins_all_shards_at_one_clock_that_is_closed_on_none():
     opens = [5, 9, 7]
     shards = [
-        Scripted(i, 3, lambda join, open_=open_: Joined(join.clock >= open_, open_, True, (0,)))
+        Scripted(
+            i, 3, lambda join, open_=open_: Joined(member=join.clock >= open_, clock=open_, started=True, members=(0,))
+        )
         for i, open_ in enumerate(opens)
     ]
     member = member_of(shards, Terms(staleness=0))
@@ -175,7 +183,7 @@ def test_a_worker_catches_up_with_a_clock_that_runs_away():
 
     def joined(join):
         at = next(opens)  # faster than the distance that the first try leaves
-        return Joined(join.clock >= at, at, True, (0,))
+        return Joined(member=join.clock >= at, clock=at, started=True, members=(0,))
 
     member = member_of([Scripted(0, 1, joined)], Terms())
     assert member.first > 5
@@ -183,7 +191,7 @@ def test_a_worker_catches_up_with_a_clock_that_runs_away():
 
 
 def test_a_member_beats_on_every_shard_until_it_leaves():
-    shards = [Scripted(i, 2, lambda join: Joined(True, 0, True, (0,))) for i in range(2)]
+    shards = [Scripted(i, 2, lambda join: Joined(member=True, clock=0, started=True, members=(0,))) for i in range(2)]
     member = member_of(shards, Terms(lease=timedelta(seconds=0.04)))
     for shard in shards:
         for _ in range(3):
@@ -193,7 +201,7 @@ def test_a_member_beats_on_every_shard_until_it_leaves():
 
 
 def test_a_session_that_was_forgotten_stops_beating():
-    shard = Scripted(0, 1, lambda join: Joined(True, 0, True, (0,)))
+    shard = Scripted(0, 1, lambda join: Joined(member=True, clock=0, started=True, members=(0,)))
     member_of([shard], Terms(lease=timedelta(seconds=0.04)))  # and nobody keeps it
     end = time.monotonic() + PATIENCE
     while any(thread.name == "embershard heartbeat" for thread in threading.enumerate()):
@@ -404,7 +412,7 @@ def test_a_lease_that_is_lost_again_and_again_is_an_error(make_job):
 
     def hopeless(shard, request):
         if isinstance(request, Join):
-            return Joined(True, 0, True, (0, 1))
+            return Joined(member=True, clock=0, started=True, members=(0, 1))
         raise LeaseLost(worker=0, lease_ms=1)
 
     job.handle = hopeless  # type: ignore[method-assign]
@@ -615,7 +623,7 @@ class Far:
 
 
 def test_a_wait_for_others_outlasts_the_timeout_on_a_slow_link():
-    shard = Scripted(0, 1, lambda join: Joined(True, 0, True, (0, 1)))
+    shard = Scripted(0, 1, lambda join: Joined(member=True, clock=0, started=True, members=(0, 1)))
     client = Client([Far(shard)], timeout=timedelta(seconds=0.8))
     member = client.join(Terms(workers=2, staleness=0, lease=LONG, wait_timeout=timedelta(seconds=2)))
     start = time.monotonic()
@@ -627,7 +635,7 @@ def test_a_wait_for_others_outlasts_the_timeout_on_a_slow_link():
 
 def test_what_was_answered_as_the_wait_timed_out_counts(monkeypatch):
     monkeypatch.setattr(membership_module, "_SAID_AFTER", timedelta(seconds=0.2))  # until the first call ends
-    shard = Scripted(0, 1, lambda join: Joined(True, 0, True, (0, 1)))
+    shard = Scripted(0, 1, lambda join: Joined(member=True, clock=0, started=True, members=(0, 1)))
     replies = iter([(0.25, ClockAhead(clock=0, workers="1", seconds=1.0)), (0.4, RendezvousResult((0, 1), ()))])
 
     def handle(request):
@@ -646,7 +654,7 @@ def test_what_was_answered_as_the_wait_timed_out_counts(monkeypatch):
 
 
 def test_a_member_says_who_it_is_before_what_it_sends_again():
-    shard = Scripted(0, 1, lambda join: Joined(True, 0, True, (0,)))
+    shard = Scripted(0, 1, lambda join: Joined(member=True, clock=0, started=True, members=(0,)))
     client = Client([LocalTransport(shard.handle, "scripted")])
     member = client.join(Terms(lease=LONG))
     next(iter(client.connections)).suspect = True  # its connection broke

@@ -44,8 +44,8 @@ class Answered:
 @pytest.fixture
 def volume():
     volume = ByteCounter()
-    volume.count(Declare(ITEMS), Declared(True, False), Answered(0))
-    volume.count(Declare(LAYERS, dense=True), Declared(True, False), Answered(0))
+    volume.count(Declare(ITEMS), Declared(created=True, loading=False), Answered(0))
+    volume.count(Declare(LAYERS, dense=True), Declared(created=True, loading=False), Answered(0))
     return volume
 
 
@@ -94,7 +94,7 @@ def test_rows_that_a_codec_had_held_back_would_not_travel_again_without_it(volum
 
 @pytest.mark.parametrize("request_", [Hello(), Declare(ITEMS)])
 def test_what_is_neither_push_nor_pull_is_other(volume, request_):
-    volume.count(request_, Declared(False, False), Answered(77))
+    volume.count(request_, Declared(created=False, loading=False), Answered(77))
     assert volume.parts(77) == {BytePart("other", "other"): ByteCount(77, 77, 3)}
 
 

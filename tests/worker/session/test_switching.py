@@ -58,16 +58,16 @@ def train(session: Session, steps: int) -> None:
 
 def tell(shards: list[Shard], revision: int, *tables: TableCodecs) -> None:
     for shard in shards:
-        shard.handle(Compress(revision, tables))
+        shard.handle(Compress(revision=revision, tables=tables))
 
 
 def test_workers_switch_as_the_shards_were_told_and_say_so(make_shards, caplog):
     shards = make_shards(1)
     session, listener = connect(shards)
     train(session, 2)
-    tell(shards, 1, TableCodecs("t", push="int8"))
+    tell(shards, 1, TableCodecs(table="t", push="int8"))
     train(session, 2)
-    tell(shards, 2, TableCodecs("t", pull="fp16s"))
+    tell(shards, 2, TableCodecs(table="t", pull="fp16s"))
     train(session, 2)
     # the first pull after a change brings its revision: that step's push is the first that follows it
     assert listener.codecs() == [
@@ -89,7 +89,7 @@ def test_a_direction_of_which_the_shards_were_told_nothing_stays(make_shards):
     session, _ = connect(shards)
     session.table(SPEC)
     session.compress("t", push="int8", pull="bf16")
-    tell(shards, 1, TableCodecs("t", push="fp16s"))
+    tell(shards, 1, TableCodecs(table="t", push="fp16s"))
     train(session, 1)
     assert list(map(str, session.client.compressor.directions()["t"])) == ["fp16s", "bf16"]
 
@@ -109,7 +109,7 @@ def test_a_session_without_the_codec_stays_as_it_is(make_shards, caplog):
     session, listener = connect(shards)
     train(session, 1)
     session.client.compressor.find = lambda name: (_ for _ in ()).throw(UnknownCodec(codec=name, known="none"))
-    tell(shards, 1, TableCodecs("t", push="int8"), TableCodecs("t", pull="none"))
+    tell(shards, 1, TableCodecs(table="t", push="int8"), TableCodecs(table="t", pull="none"))
     train(session, 2)
     assert [push for _, push in listener.codecs()] == ["", "", ""]
     (record,) = caplog.records
@@ -120,7 +120,7 @@ def test_settings_of_tables_that_a_session_has_not_are_no_concern_of_it(make_sha
     shards = make_shards(1)
     other, _ = connect(shards)
     other.table(es.TableSpec(name="other", dim=1, optimizer=es.SGD(lr=1.0)))
-    tell(shards, 1, TableCodecs("other", push="int8"))
+    tell(shards, 1, TableCodecs(table="other", push="int8"))
     session, _ = connect(shards)
     train(session, 2)
     assert not caplog.records
@@ -130,7 +130,7 @@ def test_settings_of_tables_that_a_session_has_not_are_no_concern_of_it(make_sha
 def test_what_the_shards_were_told_for_a_job_is_not_put_on_the_next_one(stream_shard, staleness):
     with es.connect(stream_shard, staleness=staleness) as session:
         session.table(SPEC)
-        session.client.ask_all(Compress(1, (TableCodecs("t", push="int8"),)))
+        session.client.ask_all(Compress(revision=1, tables=(TableCodecs(table="t", push="int8"),)))
         train(session, 2)
         assert session.client.compressor.packs("t")
     with es.connect(stream_shard, worker=READ_ONLY_WORKER) as reader:  # who only looks leaves them alone
@@ -138,7 +138,7 @@ def test_what_the_shards_were_told_for_a_job_is_not_put_on_the_next_one(stream_s
     with es.connect(stream_shard, staleness=staleness) as session:
         train(session, 2)
         assert not session.client.compressor.packs("t")
-        session.client.ask_all(Compress(3, (TableCodecs("t", push="bf16"),)))
+        session.client.ask_all(Compress(revision=3, tables=(TableCodecs(table="t", push="bf16"),)))
         train(session, 2)
         assert session.client.compressor.packs("t")
 

@@ -315,7 +315,7 @@ def test_a_trial_ends_where_somebody_says_how_tables_travel(make_shards, clock, 
     def follow(now):
         codecs.before_step(now)
         if now == step:
-            session.client.ask_all(Compress(1, (TableCodecs("t", "fp16s", "fp16s"),)))
+            session.client.ask_all(Compress(revision=1, tables=(TableCodecs(table="t", push="fp16s", pull="fp16s"),)))
 
     train(session, follow, TRIAL + 5)
     assert used(session) == ("fp16s", "fp16s")
