@@ -1,37 +1,22 @@
 """The apply thread and its bounded queue."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
 from embershard.proto.errors import ClockAhead, ShardBusy, ShuttingDown
 from embershard.ps import apply_thread as apply
 from embershard.ps.apply_thread import ApplyThread
+from harness.eventually import eventually
 
 FOREVER = float("inf")
-AHEAD = ClockAhead(clock=1, workers="2", seconds=0.5)
-
-
-class Gate:
-    """Work that keeps the thread busy until it is opened."""
-
-    def __init__(self) -> None:
-        self.entered, self.open = threading.Event(), threading.Event()
-
-    def __call__(self) -> bytes:
-        self.entered.set()
-        assert self.open.wait(60)
-        return b"gate"
 
 
 @pytest.fixture
 def start():
-    made: list[ApplyThread] = []
+    made = []
 
     def start(**bounds):
         made.append(ApplyThread(**bounds))
@@ -43,98 +28,90 @@ def start():
         assert thread.join(60)
 
 
-def occupy(thread: ApplyThread, num_bytes: int = 1) -> Gate:
-    gate = Gate()
-    thread.submit(gate, num_bytes, FOREVER)
-    assert gate.entered.wait(60)
-    return gate
+def submit(thread, work=lambda: b"", num_bytes=1, deadline=FOREVER):
+    return thread.submit(work, num_bytes, deadline)
 
 
-def test_work_is_done_in_the_order_of_its_arrival(start):
-    thread, done = start(), []
-    gate = occupy(thread)
-    futures = [thread.submit(lambda i=i: done.append(i) or b"", 1, FOREVER) for i in range(20)]
-    gate.open.set()
-    for future in futures:
-        future.result(60)
-    assert done == list(range(20))
+def note(done, what):
+    """Work that is seen to be done."""
+    return lambda: done.append(what) or b""
+
+
+def occupy(thread, num_bytes=1):
+    """Keep the thread busy until the event that is returned is set."""
+    entered, go = threading.Event(), threading.Event()
+    submit(thread, lambda: entered.set() or (go.wait(60) and b""), num_bytes)
+    assert entered.wait(60)
+    return go
+
+
+def idle(thread):
+    """Until all that was submitted has been tried."""
+    submit(thread, num_bytes=0).result(60)
 
 
 def test_a_queue_full_of_bytes_is_busy_until_it_is_emptied(start):
     thread = start(max_bytes=100)
     gate = occupy(thread, 60)
-    waiting = thread.submit(lambda: b"", 40, FOREVER)
+    waiting = submit(thread, num_bytes=40)
     with pytest.raises(ShardBusy) as caught:
-        thread.submit(lambda: b"", 1, FOREVER)
+        submit(thread)
     assert caught.value.fields["queued_bytes"] == thread.queued_bytes == 100
-    assert 5 <= caught.value.fields["retry_after_ms"] <= 1000  # type: ignore[operator]
-    gate.open.set()
+    assert 5 <= caught.value.fields["retry_after_ms"] <= 1000
+    gate.set()
     waiting.result(60)
-    assert thread.submit(lambda: b"again", 100, FOREVER).result(60) == b"again"
+    assert submit(thread, lambda: b"again", 100).result(60) == b"again"
 
 
 def test_a_queue_full_of_requests_is_busy(start):
     thread = start(max_requests=2)
     gate = occupy(thread)
-    thread.submit(lambda: b"", 0, FOREVER)
+    submit(thread, num_bytes=0)
     with pytest.raises(ShardBusy):
-        thread.submit(lambda: b"", 0, FOREVER)
-    gate.open.set()
+        submit(thread, num_bytes=0)
+    gate.set()
 
 
-def test_one_request_is_taken_however_large(start):
-    assert start(max_bytes=10).submit(lambda: b"large", 1000, FOREVER).result(60) == b"large"
-
-
-def test_nothing_is_queued_once_all_is_done(start):
-    thread = start()
-    for _ in range(5):
-        thread.submit(lambda: b"", 10, FOREVER).result(60)
+def test_one_request_is_taken_however_large_and_nothing_is_queued_once_it_is_done(start):
+    thread = start(max_bytes=10)
+    assert submit(thread, lambda: b"large", 1000).result(60) == b"large"
     thread.close()
     assert thread.join(60)
     assert thread.queued_bytes == 0
 
 
-def test_work_whose_deadline_passed_in_the_queue_is_dropped(start):
+def test_work_that_was_cancelled_or_whose_deadline_passed_in_the_queue_is_dropped(start):
     thread, done = start(), []
     gate = occupy(thread)
-    late = thread.submit(lambda: done.append("late") or b"", 1, time.monotonic())
-    early = thread.submit(lambda: done.append("early") or b"", 1, FOREVER)
+    late = submit(thread, note(done, "late"), deadline=time.monotonic())
+    submit(thread, note(done, "cancelled")).cancel()
+    early = submit(thread, note(done, "early"))
     time.sleep(0.01)
-    gate.open.set()
+    gate.set()
     early.result(60)
     assert late.cancelled()
     assert done == ["early"]
 
 
-def test_cancelled_work_is_dropped(start):
-    thread, done = start(), []
-    gate = occupy(thread)
-    thread.submit(lambda: done.append("cancelled") or b"", 1, FOREVER).cancel()
-    gate.open.set()
-    thread.submit(lambda: b"", 1, FOREVER).result(60)
-    assert done == []
-
-
 def test_work_that_fails_does_not_end_the_thread(start):
     thread = start()
     with pytest.raises(ZeroDivisionError):
-        thread.submit(lambda: bytes(1 // 0), 1, FOREVER).result(60)
-    assert thread.submit(lambda: b"next", 1, FOREVER).result(60) == b"next"
+        submit(thread, lambda: bytes(1 // 0)).result(60)
+    assert submit(thread, lambda: b"next").result(60) == b"next"
 
 
-def test_what_was_accepted_before_the_end_is_done_and_nothing_more_is_taken(start):
+def test_what_was_accepted_before_the_end_is_done_in_order_and_nothing_more_is_taken(start):
     thread, done = start(), []
     gate = occupy(thread)
-    for i in range(3):
-        thread.submit(lambda i=i: done.append(i) or b"", 1, FOREVER)
+    for i in range(20):
+        submit(thread, note(done, i))
     thread.close()
     with pytest.raises(ShuttingDown):
-        thread.submit(lambda: b"", 1, FOREVER)
+        submit(thread)
     assert not thread.join(0.01)
-    gate.open.set()
+    gate.set()
     assert thread.join(60)
-    assert done == [0, 1, 2]
+    assert done == list(range(20))
 
 
 @pytest.mark.parametrize("bounds", [{"max_bytes": 0}, {"max_requests": 0}])
@@ -147,42 +124,34 @@ class Clock:
     """What parked work waits for."""
 
     def __init__(self) -> None:
-        self.generation = 0
-        self.times: list[float] = []
-        self.excused = 0.0
+        self.generation, self.times, self.excused = 0, [], 0.0
 
-    def advance(self, now: float) -> None:
+    def advance(self, now):
         self.times.append(now)
 
-    def extend_leases(self, seconds: float) -> None:
+    def extend_leases(self, seconds):
         self.excused += seconds
 
-    def move(self) -> bytes:
+    def move(self):
         self.generation += 1
         return b"moved"
 
-    def after(self, moves: int) -> Callable[[], bytes]:
+    def after(self, moves, then=lambda: b"done"):
         """Work that can be done once the clock has moved so often."""
 
         def work():
             if self.generation < moves:
-                raise AHEAD
-            return b"after %d" % moves
+                raise ClockAhead(clock=1, workers="2", seconds=0.5)
+            return then()
 
         return work
 
 
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-def idle(thread: ApplyThread) -> None:
-    """Until all that was submitted has been tried."""
-    thread.submit(lambda: b"", 0, FOREVER).result(60)
-
-
 class TestParking:
+    @pytest.fixture
+    def clock(self):
+        return Clock()
+
     @pytest.fixture
     def thread(self, start, clock):
         made = start(max_bytes=100, max_requests=4)
@@ -190,68 +159,58 @@ class TestParking:
         return made
 
     def test_work_that_must_wait_is_done_when_what_it_waits_for_has_moved(self, thread, clock):
-        second, first = (thread.submit(clock.after(moves), 1, FOREVER) for moves in (2, 1))
+        second, first = (submit(thread, clock.after(moves)) for moves in (2, 1))
         idle(thread)
         assert not first.done()
-        thread.submit(clock.move, 1, FOREVER)
-        assert first.result(60) == b"after 1"
+        submit(thread, clock.move)
+        first.result(60)
         assert not second.done()
-        thread.submit(clock.move, 1, FOREVER)
-        assert second.result(60) == b"after 2"
+        submit(thread, clock.move)
+        second.result(60)
         assert thread.queued_bytes == 0
 
     def test_work_that_waits_may_move_the_clock_for_other_work_that_waits(self, thread, clock):
-        def work():
-            clock.after(1)()
-            return clock.move()
-
-        first = thread.submit(clock.after(2), 1, FOREVER)
-        thread.submit(work, 1, FOREVER)
-        thread.submit(clock.move, 1, FOREVER)
-        assert first.result(60) == b"after 2"
+        first = submit(thread, clock.after(2))
+        submit(thread, clock.after(1, then=clock.move))
+        submit(thread, clock.move)
+        first.result(60)
 
     def test_what_waits_does_not_keep_out_what_it_waits_for(self, thread, clock):
-        waiting = [thread.submit(clock.after(1), 50, FOREVER) for _ in range(2)]
+        waiting = [submit(thread, clock.after(1), 50) for _ in range(2)]
         idle(thread)
         assert thread.queued_bytes == 100
-        thread.submit(clock.move, 100, FOREVER)
-        assert [future.result(60) for future in waiting] == [b"after 1"] * 2
+        submit(thread, clock.move, 100)
+        assert [future.result(60) for future in waiting] == [b"done"] * 2
 
     @pytest.mark.parametrize(("num_bytes", "waiting"), [(50, 2), (0, 4)], ids=["bytes", "requests"])
     def test_what_waits_is_bounded_too(self, thread, clock, num_bytes, waiting):
         futures = []
         for _ in range(waiting + 1):
-            futures.append(thread.submit(clock.after(1), num_bytes, FOREVER))
+            futures.append(submit(thread, clock.after(1), num_bytes))
             idle(thread)
         with pytest.raises(ClockAhead):
             futures[-1].result(60)
         assert not any(future.done() for future in futures[:-1])
 
-    def test_work_that_waits_in_vain_fails_before_its_deadline_with_its_last_error(self, thread, clock):
+    def test_work_that_waits_in_vain_fails_before_its_deadline_with_its_last_error(self, thread):
         tries = itertools.count()
 
         def work():
             raise ClockAhead(clock=next(tries), workers="2", seconds=0.5)
 
-        deadline = time.monotonic() + 1.0
-        future = thread.submit(work, 1, deadline)
         with pytest.raises(ClockAhead) as caught:
-            future.result(60)
+            submit(thread, work, deadline=time.monotonic() + 1.0).result(60)
         assert caught.value.fields["clock"] == next(tries) - 1 == 1
         assert thread.queued_bytes == 0
 
     def test_an_error_ends_the_waiting(self, thread, clock):
-        def work():
-            clock.after(1)()
-            raise ZeroDivisionError
-
-        future = thread.submit(work, 1, FOREVER)
-        thread.submit(clock.move, 1, FOREVER)
+        future = submit(thread, clock.after(1, then=lambda: 1 // 0))
+        submit(thread, clock.move)
         with pytest.raises(ZeroDivisionError):
             future.result(60)
 
     def test_what_waits_is_put_back_when_the_thread_ends(self, thread, clock):
-        future = thread.submit(clock.after(1), 1, FOREVER)
+        future = submit(thread, clock.after(1))
         idle(thread)
         thread.close()
         assert thread.join(60)
@@ -260,37 +219,29 @@ class TestParking:
 
     def test_work_sees_when_it_arrived_also_when_it_is_tried_again(self, thread, clock):
         seen = []
-
-        def work():
-            seen.append(thread.arrived)
-            return clock.after(1)()
-
         before = time.monotonic()
-        future = thread.submit(work, 1, FOREVER)
+        future = submit(thread, lambda: seen.append(thread.arrived) or clock.after(1)())
         idle(thread)
         after = time.monotonic()
-        thread.submit(clock.move, 1, FOREVER)
+        submit(thread, clock.move)
         future.result(60)
         assert seen == [seen[0]] * 2
         assert before <= seen[0] <= after
 
     def test_time_passes_while_nothing_is_asked(self, thread, clock):
-        end = time.monotonic() + 60
-        while len(clock.times) < 3 and time.monotonic() < end:
-            time.sleep(0.01)
-        assert len(clock.times) >= 3
+        assert eventually(lambda: len(clock.times) >= 3)
         assert clock.times == sorted(clock.times)
 
     def test_time_does_not_pass_while_a_request_may_be_waiting(self, thread, clock):
         gate = occupy(thread)
         seen = len(clock.times)
-        thread.submit(lambda: time.sleep(0.3) or b"", 1, FOREVER)
-        then = thread.submit(lambda: len(clock.times), 1, FOREVER)
-        gate.open.set()
+        submit(thread, lambda: time.sleep(0.3) or b"")
+        then = submit(thread, lambda: len(clock.times))
+        gate.set()
         assert then.result(60) == seen
 
     def test_members_are_excused_for_the_time_that_one_request_took(self, thread, clock, monkeypatch):
         monkeypatch.setattr(apply, "_STEP_SECONDS", 0.05)
-        thread.submit(lambda: time.sleep(0.2) or b"", 1, FOREVER).result(60)
+        submit(thread, lambda: time.sleep(0.2) or b"").result(60)
         idle(thread)
         assert clock.excused >= 0.1

@@ -1,96 +1,68 @@
 """Synchronous workers in threads over one shard's dispatch, with replies that get lost."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from embershard.proto import spec
 from embershard.proto.errors import ClockAhead
-from embershard.proto.messages import (
-    Declare,
-    Heartbeat,
-    Join,
-    Leave,
-    Pull,
-    Push,
-    PushToken,
-    Rendezvous,
-    RendezvousResult,
-    Reply,
-    Request,
-    Rows,
-    TableGradients,
-    TableIds,
-)
-from embershard.proto.routing import Placement
+from embershard.proto.messages import Heartbeat, Leave, Pull, Rendezvous, Rows, TableGradients, TableIds
 from embershard.ps.apply_thread import ApplyThread
 from embershard.ps.dispatch import Dispatch
-from embershard.ps.shard import Shard
-from embershard.ps.table.optimizers import OptimizerRegistry
+from harness import shards
+from harness.shards import join, make_shard, table
 
-WORKERS, CLOCKS = 4, 30
+WORKERS, CLOCKS = 4, 20
 IDS = np.arange(40, dtype=np.int64)
-TABLE = spec.TableSpec(name="t", dim=3, optimizer=spec.Adam(lr=0.1), initializer=spec.Constant(value=0.0))
 
 
 class Served:
-    def __init__(self, **bounds: int) -> None:
-        self.shard = Shard(0, Placement.even(1), OptimizerRegistry())
+    def __init__(self, **bounds) -> None:
+        self.shard = make_shard(table("t", optimizer=spec.Adam(lr=0.1)))
         self.apply = ApplyThread(**bounds)
         self._dispatch = Dispatch(self.shard, self.apply)
 
-    def send(self, request: Request, seconds: float = 100.0) -> Future[Reply]:
-        deadline = time.monotonic() + seconds
+    def send(self, request):
+        deadline = time.monotonic() + 100
         return self._dispatch.submit(type(request), lambda: request, lambda r: r, num_bytes=10, deadline=deadline)
 
-    def ask(self, request: Request, seconds: float = 100.0) -> Reply:
-        return self.send(request, seconds).result(100)
+    def ask(self, *requests):
+        """The last one's reply."""
+        return [self.send(request).result(100) for request in requests][-1]
 
 
-def gradient(worker: int, clock: int) -> np.ndarray:
-    return np.random.default_rng((worker, clock)).standard_normal((len(IDS), 3)).astype(np.float32)
+def joins(workers, **fields):
+    return [join(worker, workers=workers, **fields) for worker in range(workers)]
 
 
-def push(worker: int, clock: int) -> list[Push]:
+def pull(worker=0, clock=0):
+    return Pull(1, (TableIds("t", IDS),), worker, 1, required_clock=clock)
+
+
+def push(worker, clock):
     """A worker's push of a clock, in two messages."""
-    rows, seq = gradient(worker, clock), 2 * clock + 1
-    halves = (slice(0, 20), slice(20, 40))
+    rows = np.random.default_rng((worker, clock)).standard_normal((len(IDS), 3)).astype(np.float32)
+    seq, about = 2 * clock + 1, {"worker": worker, "clock": clock, "weight": float(worker + 1)}
     return [
-        Push(
-            PushToken(worker, 1, seq + half, seq),
-            clock,
-            1,
-            (TableGradients("t", IDS[part], rows[part]),),
-            last=half == 1,
-            weight=float(worker + 1),
-        )
-        for half, part in enumerate(halves)
+        shards.push(TableGradients("t", IDS[at], rows[at]), seq=seq + half, first=seq, last=half == 1, **about)
+        for half, at in enumerate((slice(0, 20), slice(20, 40)))
     ]
 
 
-def rows_after(served: Served, order: str) -> bytes:
-    for request in (
-        Declare(TABLE),
-        *(
-            Join(worker=worker, epoch=1, clock=0, staleness=0, workers=WORKERS, lease_ms=60_000)
-            for worker in range(WORKERS)
-        ),
-    ):
-        served.ask(request)
+def rows_after(order):
+    served = Served()
+    served.ask(*joins(WORKERS))
 
     def work(worker):
         rng = random.Random(f"{order} {worker}")
         for clock in range(CLOCKS):
-            pull = Pull(1, (TableIds("t", IDS),), worker, 1, required_clock=clock)
             if rng.random() < 0.3:
-                served.send(pull)  # its reply is lost
-            assert isinstance(served.ask(pull), Rows)
+                served.send(pull(worker, clock))  # its reply is lost
+            assert isinstance(served.ask(pull(worker, clock)), Rows)
             time.sleep(rng.random() * 0.002)
             for message in push(worker, clock):
                 for _ in range(rng.choice([1, 1, 2, 3])):
@@ -99,65 +71,43 @@ def rows_after(served: Served, order: str) -> bytes:
             if clock % 10 == 9:
                 meet = Rendezvous(worker, 1, f"after {clock}", np.full(1, worker, np.uint8))
                 served.send(meet)
-                met = served.ask(meet)
-                assert isinstance(met, RendezvousResult)
-                assert met.workers == tuple(range(WORKERS))
+                assert served.ask(meet).workers == tuple(range(WORKERS))
         served.ask(Leave(worker=worker, epoch=1))
 
     with ThreadPoolExecutor(WORKERS) as threads:
-        for future in [threads.submit(work, worker) for worker in range(WORKERS)]:
-            future.result(100)
+        list(threads.map(work, range(WORKERS), timeout=200))
     rows = served.ask(Pull(1, (TableIds("t", IDS),)))
-    assert isinstance(rows, Rows)
     assert rows.version == CLOCKS
     return rows.tables[0].tobytes()
 
 
-@pytest.fixture
-def served():
-    return Served()
-
-
 def test_synchronous_rows_have_the_same_bits_however_messages_arrive_and_are_repeated():
-    runs = {rows_after(Served(), order) for order in "ab"}
-    assert len(runs) == 1
+    assert rows_after("a") == rows_after("b")
 
 
 def test_pulls_that_wait_do_not_keep_the_pushes_out_that_they_wait_for():
-    """The queue has room for one request beside the one that runs."""
-    served = Served(max_requests=2, max_bytes=20)
-    served.ask(Declare(TABLE))
-    for worker in range(2):
-        served.ask(Join(worker=worker, epoch=1, clock=0, staleness=0, workers=2, lease_ms=60_000))
+    served = Served(max_requests=2, max_bytes=20)  # room for one request beside the one that runs
+    served.ask(*joins(2))
     waiting = []
     for _ in range(2):
-        waiting.append(served.send(Pull(1, (TableIds("t", IDS),), 0, 1, required_clock=1)))
+        waiting.append(served.send(pull(clock=1)))
         served.ask(Pull(1, ()))
     with pytest.raises(ClockAhead):
-        served.ask(Pull(1, (TableIds("t", IDS),), 0, 1, required_clock=1))
-    for worker in range(2):
-        for message in push(worker, 0):
-            served.ask(message)
-    for pull in waiting:
-        assert isinstance(pull.result(20), Rows)
+        served.ask(pull(clock=1))
+    served.ask(*push(0, 0), *push(1, 0))
+    assert all(isinstance(reply.result(20), Rows) for reply in waiting)
 
 
-def test_a_wait_ends_with_the_lease_of_the_one_waited_for(served):
-    served.ask(Declare(TABLE))
-    served.ask(Join(worker=0, epoch=1, clock=0, staleness=0, workers=2, lease_ms=60_000))
-    served.ask(Join(worker=1, epoch=1, clock=0, staleness=0, workers=2, lease_ms=300))
-    for message in push(0, 0):
-        served.ask(message)
-    assert isinstance(served.ask(Pull(1, (TableIds("t", IDS),), 0, 1, required_clock=1)), Rows)
+def test_a_wait_ends_with_the_lease_of_the_one_waited_for():
+    served = Served()
+    served.ask(join(0, workers=2), join(1, workers=2, lease_ms=300), *push(0, 0))
+    assert isinstance(served.ask(pull(clock=1)), Rows)
     assert served.shard.status().expired_leases == 1
 
 
-def test_a_lease_does_not_run_while_requests_of_its_worker_wait_behind_others(served):
-    served.ask(Declare(TABLE))
-    lease = 1.0
-    for worker in range(2):
-        served.ask(Join(worker=worker, epoch=1, clock=0, staleness=-1, workers=2, lease_ms=round(1000 * lease)))
-    gate = threading.Event()
+def test_a_lease_does_not_run_while_requests_of_its_worker_wait_behind_others():
+    served, lease, gate = Served(), 1.0, threading.Event()
+    served.ask(*joins(2, staleness=-1, lease_ms=round(1000 * lease)))
     served.apply.submit(lambda: gate.wait(60), 0, time.monotonic() + 60)
     begin, beats = time.monotonic(), []
     while time.monotonic() - begin < 1.5 * lease:

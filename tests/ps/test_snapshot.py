@@ -1,15 +1,12 @@
 """A shard's part of a snapshot, and a shard made of parts, without a transport."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,6 +15,7 @@ import safetensors.numpy
 from embershard.proto import spec
 from embershard.proto.errors import (
     BadSnapshotName,
+    InvalidRequest,
     MemoryLost,
     OtherOptimizer,
     SnapshotDamaged,
@@ -29,137 +27,137 @@ from embershard.proto.errors import (
     StaleWorker,
     TableLoading,
     TablesInTheWay,
+    UnknownOptimizer,
     UnknownTable,
 )
-from embershard.proto.messages import (
-    Declare,
-    Join,
-    Leave,
-    Load,
-    Pull,
-    Push,
-    Pushed,
-    PushToken,
-    Restore,
-    Restored,
-    Rows,
-    Snapshot,
-    Snapshotted,
-    TableGradients,
-    TableIds,
-    replace,
-)
+from embershard.proto.messages import Declare, Leave, Load, Pull, Restore, Snapshot, TableGradients, TableIds, replace
 from embershard.proto.reference import mix64
 from embershard.proto.routing import Placement
 from embershard.proto.snapshot import blocks
-from embershard.proto.snapshot.manifest import MANIFEST, Manifest, ShardPart, pack_manifest, unpack_part
+from embershard.proto.snapshot.manifest import MANIFEST, Manifest, pack_manifest, unpack_part
 from embershard.proto.snapshot.storage import Storage
 from embershard.ps import snapshot as module
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
+from harness import shards
+from harness.eventually import eventually
+from harness.shards import join
 
-EPOCH, DIM = 1, 3
+DIM = 3
 REGISTRY = OptimizerRegistry()
 ITEMS = spec.TableSpec(name="ctr/items", dim=DIM, optimizer=spec.Adagrad(lr=0.5))
 PLAIN = spec.TableSpec(name="plain", dim=1, optimizer=spec.SGD(lr=0.5), id_space="users")
 IDS = np.random.default_rng(0).integers(-(2**62), 2**62, 3000)
 
 
-def make(index: int = 0, of: int = 1, tables: Sequence[spec.TableSpec] = (ITEMS, PLAIN)) -> Shard:
+def make(index=0, of=1, tables=(ITEMS, PLAIN)):
     shard = Shard(index, Placement.even(of), REGISTRY)
     for table in tables:
         shard.handle(Declare(table))
     return shard
 
 
-def own(ids: np.ndarray, table: spec.TableSpec, index: int, of: int) -> np.ndarray:
-    return ids[Placement.even(of).shard_of[mix64(ids, table.space_key) >> np.uint64(52)] == index]
+def empty(index=0, of=1):
+    return make(index, of, ())
 
 
-def push(
-    shard: Shard, seq: int = 1, ids: np.ndarray = IDS, *, epoch: int = 1, clock: int = 0, worker: int = 0
-) -> object:
-    of, index = shard.greeting.num_shards, shard.greeting.shard
+def own(table, shard):
+    """The ids of this table that are this shard's."""
+    greeting = shard.greeting
+    buckets = mix64(IDS, table.space_key) >> np.uint64(52)
+    return IDS[Placement.even(greeting.num_shards).shard_of[buckets] == greeting.shard]
+
+
+def push(shard, seq=1, gradient=None, **fields):
+    """Gradients of all rows, random ones by the number where `gradient` says no other; returns the reply."""
     parts = []
     for table in (ITEMS, PLAIN):
-        mine = own(IDS, table, index, of)
-        gradients = np.random.default_rng(seq).standard_normal((len(mine), table.dim)).astype(np.float32)
-        parts.append(TableGradients(table.name, mine, gradients))
-    reply = shard.handle(Push(PushToken(worker, epoch, seq, seq), clock, EPOCH, tuple(parts)))
-    assert isinstance(reply, Pushed)
-    return reply
+        ids = own(table, shard)
+        rows = np.random.default_rng(seq).standard_normal((len(ids), table.dim)).astype(np.float32)
+        parts.append(TableGradients(table.name, ids, rows if gradient is None else np.full_like(rows, gradient)))
+    return shard.handle(shards.push(*parts, seq=seq, first=seq, **fields))
 
 
-def pulled(shards: Sequence[Shard]) -> dict[tuple[str, int], bytes]:
+def pushed():
+    shard = make()
+    push(shard)
+    return shard
+
+
+def pulled(*group):
+    """The bytes of all rows of these shards, by table and id."""
     found = {}
-    for shard in shards:
+    for shard in group:
         for table in (ITEMS, PLAIN):
-            mine = own(IDS, table, shard.greeting.shard, shard.greeting.num_shards)
-            reply = shard.handle(Pull(EPOCH, (TableIds(table.name, mine),)))
-            assert isinstance(reply, Rows)
-            found.update(
-                {(table.name, i): row.tobytes() for i, row in zip(mine.tolist(), reply.tables[0], strict=True)}
-            )
+            ids = own(table, shard)
+            rows = shard.handle(Pull(1, (TableIds(table.name, ids),))).tables[0]
+            found.update({(table.name, i): row.tobytes() for i, row in zip(ids.tolist(), rows, strict=True)})
     return found
 
 
-def ask(shard: Shard, request: Snapshot | Restore) -> Snapshotted | Restored:
-    reply = shard.handle(request)
-    assert isinstance(reply, Snapshotted | Restored)
-    return reply
+def snapshot_in(folder, name="one", number=7, **rest):
+    """A snapshot's requests, but for their step."""
+    return partial(Snapshot, url=str(folder), name=name, id=number, **{"step": "begin", **rest})
 
 
-def settled(shard: Shard, request: Snapshot | Restore) -> Snapshotted | Restored:
-    end = time.monotonic() + 30
-    while (reply := ask(shard, replace(request, step="watch"))).state in ("writing", "reading"):
-        assert time.monotonic() < end
-        time.sleep(0.002)
-    return reply
+def restore_from(folder, number=1, name="one", **rest):
+    digest = hashlib.sha256((folder / name / MANIFEST).read_bytes()).hexdigest()
+    return partial(
+        Restore, **{"url": str(folder), "name": name, "id": number, "sha256": digest, "step": "begin", **rest}
+    )
 
 
-def work(shard: Shard, request: Snapshot | Restore) -> None:
+def settled(shard, request):
+    replies = []
+
+    def at_rest():
+        replies.append(shard.handle(request(step="watch")))
+        return replies[-1].state not in ("writing", "reading")
+
+    assert eventually(at_rest)
+    return replies[-1]
+
+
+def run(shard, request):
     """Begin and wait: either may say what is wrong."""
-    ask(shard, request)
-    settled(shard, request)
+    shard.handle(request())
+    return settled(shard, request)
 
 
-def take(shards: Sequence[Shard], folder: Path, name: str = "one", number: int = 7) -> Manifest:
+def part_of(folder, reply, name="one"):
+    return unpack_part((folder / name / reply.path).read_bytes(), "part")
+
+
+def take(group, folder, name="one", number=7):
     """A whole snapshot, as the client makes it."""
-    parts = []
-    for shard in shards:
-        ask(shard, Snapshot(url=str(folder), name=name, id=number, step="begin"))
-    for shard in shards:
-        reply = settled(shard, Snapshot(url=str(folder), name=name, id=number, step="begin"))
-        assert isinstance(reply, Snapshotted)
-        parts.append(unpack_part((folder / name / reply.path).read_bytes(), "part"))
-    return finish(folder, name, parts)
+    request = snapshot_in(folder, name, number)
+    for shard in group:
+        shard.handle(request())
+    return finish(folder, *[part_of(folder, settled(shard, request), name) for shard in group], name=name)
 
 
-def finish(folder: Path, name: str, parts: Sequence[ShardPart]) -> Manifest:
-    manifest = Manifest(name, 0.0, "0", tuple(parts))
+def finish(folder, *parts, name="one"):
+    manifest = Manifest(name, 0.0, "0", parts)
     (folder / name / MANIFEST).write_bytes(pack_manifest(manifest))
     return manifest
 
 
-def request_of(folder: Path, number: int = 1, name: str = "one", **rest: object) -> Restore:
-    digest = hashlib.sha256((folder / name / MANIFEST).read_bytes()).hexdigest()
-    return Restore(url=str(folder), name=name, id=number, sha256=digest, **{"step": "begin", **rest})  # type: ignore[arg-type]
+def restore(shard, folder, number=1, **rest):
+    request = restore_from(folder, number, **rest)
+    assert run(shard, request).state == "ready"
+    return shard.handle(request(step="install"))
 
 
-def restore(shard: Shard, folder: Path, number: int = 1, **rest: object) -> Restored:
-    request = request_of(folder, number, **rest)
-    ask(shard, request)
-    assert settled(shard, request).state == "ready"
-    reply = ask(shard, replace(request, step="install"))
-    assert isinstance(reply, Restored)
-    return reply
+def restored(folder, index=0, of=1, **rest):
+    shard = empty(index, of)
+    restore(shard, folder, **rest)
+    return shard
 
 
 @contextmanager
-def slow_storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+def slow_storage(monkeypatch):
     """A storage in which writers stop at their first file until they are let go."""
-    go = threading.Event()
-    create = Storage.create
+    go, create = threading.Event(), Storage.create
 
     @contextmanager
     def wait(self, path):
@@ -175,52 +173,40 @@ def slow_storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]
             go.set()
 
 
-def test_a_snapshot_shows_the_rows_of_its_moment(tmp_path, monkeypatch):
-    shard = make()
-    push(shard)
-    then = pulled([shard])
+def test_a_snapshot_shows_the_rows_of_its_moment_and_a_repeated_request_begins_no_other(tmp_path, monkeypatch):
+    shard, request = pushed(), snapshot_in(tmp_path)
+    then = pulled(shard)
     with slow_storage(monkeypatch) as go:
-        ask(shard, Snapshot(url=str(tmp_path), name="one", id=7, step="begin"))
+        shard.handle(request())
         push(shard, 2)
         go()
-        settled(shard, Snapshot(url=str(tmp_path), name="one", id=7, step="begin"))
+        reply = settled(shard, request)
+    assert shard.handle(request()) == reply
+    finish(tmp_path, part_of(tmp_path, reply))
     take([shard], tmp_path, "two", 8)
-    after = pulled([shard])
-    early = unpack_part(next((tmp_path / "one").glob("*/part.msgpack")).read_bytes(), "part")
-    finish(tmp_path, "one", [early])
-    for name, want in (("one", then), ("two", after)):
-        fresh = make(tables=())
-        restore(fresh, tmp_path, name=name)
-        assert pulled([fresh]) == want
-    assert then != after
+    after = pulled(shard)
+    assert pulled(restored(tmp_path)) == then != after
+    assert pulled(restored(tmp_path, name="two")) == after
 
 
 @pytest.mark.parametrize("before", [1, 2, 3])
 @pytest.mark.parametrize("now", [1, 2, 3])
 def test_rows_and_states_come_back_onto_any_number_of_shards(before, now, tmp_path):
-    shards = [make(i, before) for i in range(before)]
-    for shard in shards:
+    group = [make(i, before) for i in range(before)]
+    for shard in group:
         push(shard)
-    take(shards, tmp_path)
-    others = [make(i, now, tables=()) for i in range(now)]
+    take(group, tmp_path)
+    others = [empty(i, now) for i in range(now)]
     assert sum(restore(shard, tmp_path).rows for shard in others) == 2 * len(IDS)
-    assert pulled(others) == pulled(shards)
-    everything = [make()]  # the same gradients whatever the number of shards
-    for table in (ITEMS, PLAIN):
-        gradients = TableGradients(table.name, IDS, np.ones((len(IDS), table.dim), np.float32))
-        for group in (shards, others, everything):
-            for shard in group:
-                mine = own(IDS, table, shard.greeting.shard, shard.greeting.num_shards)
-                part = replace(gradients, ids=mine, gradients=np.ones((len(mine), table.dim), np.float32))
-                shard.handle(Push(PushToken(5, 1, 1 if table is ITEMS else 2, 1), 0, EPOCH, (part,)))
-    assert pulled(others) == pulled(shards)  # the accumulators were there
+    assert pulled(*others) == pulled(*group)
+    for shard in (*group, *others):  # the same gradients whatever the number of shards
+        push(shard, gradient=1.0, worker=5)
+    assert pulled(*others) == pulled(*group)  # the accumulators were there
 
 
 def test_files_are_safetensors_by_bucket_and_a_shard_reads_only_those_that_it_needs(tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "FILE_BYTES", 32 * 300)
-    shard = make()
-    push(shard)
-    manifest = take([shard], tmp_path)
+    manifest = take([pushed()], tmp_path)
     table = manifest.tables[ITEMS.name]
     assert [file.rows for file in table.files] == [300] * 10
     last = 0
@@ -228,141 +214,104 @@ def test_files_are_safetensors_by_bucket_and_a_shard_reads_only_those_that_it_ne
         arrays = safetensors.numpy.load_file(tmp_path / "one" / file.path)
         buckets = mix64(arrays["ids"], ITEMS.space_key) >> np.uint64(52)
         assert (np.diff(buckets.astype(np.int64)) >= 0).all()
-        assert (buckets[0], buckets[-1]) == (file.first_bucket, file.last_bucket)
-        assert file.first_bucket >= last
+        assert last <= buckets[0] == file.first_bucket <= file.last_bucket == buckets[-1]
         last = file.last_bucket
-        assert {name: array.shape for name, array in arrays.items()} == {
-            "ids": (300,), "rows": (300, DIM), "state": (300, DIM),
-        }  # fmt: skip
+        shapes = {name: array.shape for name, array in arrays.items()}
+        assert shapes == {"ids": (300,), "rows": (300, DIM), "state": (300, DIM)}
     for file in [*table.files[6:], *manifest.tables[PLAIN.name].files[6:]]:
         (tmp_path / "one" / file.path).unlink()
-    assert restore(make(0, 2, tables=()), tmp_path).rows > 2000
+    assert restore(empty(0, 2), tmp_path).rows > 2000
 
 
-def test_a_push_that_was_applied_before_the_snapshot_is_known_after_the_restore(tmp_path):
-    shard = make()
-    push(shard, 1)
-    push(shard, 2, epoch=1)
+def test_pushes_before_a_snapshot_are_known_after_it_and_refused_on_another_number_of_shards(tmp_path):
+    shard = pushed()
+    push(shard, 2)
     take([shard], tmp_path)
-    fresh = make(tables=())
-    restore(fresh, tmp_path)
-    then = pulled([fresh])
+    fresh = restored(tmp_path)
+    then = pulled(fresh)
     assert push(fresh, 2).duplicate
-    assert pulled([fresh]) == then
+    assert pulled(fresh) == then
     assert not push(fresh, 3).duplicate
     with pytest.raises(StaleWorker):
         push(fresh, 1, epoch=0)
-
-
-def test_on_another_number_of_shards_an_earlier_workers_pushes_are_refused(tmp_path):
-    shard = make()
-    push(shard, 1)
-    take([shard], tmp_path)
-    fresh = make(0, 2, tables=())
-    restore(fresh, tmp_path)
     with pytest.raises(MemoryLost):
-        push(fresh, 2)
-
-
-def test_a_first_reply_that_was_lost_begins_no_second_snapshot(tmp_path):
-    shard = make()
-    push(shard)
-    request = Snapshot(url=str(tmp_path), name="one", id=7, step="begin")
-    ask(shard, request)
-    first = settled(shard, request)
-    assert ask(shard, request) == first
+        push(restored(tmp_path, 0, 2), 2)
 
 
 def test_one_snapshot_at_a_time(tmp_path, monkeypatch):
-    shard = make()
-    push(shard)
+    shard, one, two = pushed(), snapshot_in(tmp_path), snapshot_in(tmp_path, "two", 8)
     with slow_storage(monkeypatch):
-        ask(shard, Snapshot(url=str(tmp_path), name="one", id=7, step="begin"))
+        shard.handle(one())
         with pytest.raises(SnapshotRunning, match="'one'"):
-            ask(shard, Snapshot(url=str(tmp_path), name="two", id=8, step="begin"))
+            shard.handle(two())
         monkeypatch.setattr(module, "HUNG_SECONDS", -1.0)
-        assert ask(shard, Snapshot(url=str(tmp_path), name="two", id=8, step="begin")).state == "writing"
+        assert shard.handle(two()).state == "writing"
         with pytest.raises(SnapshotUnknown, match="'one'"):
-            ask(shard, Snapshot(url=str(tmp_path), name="one", id=7, step="watch"))
+            shard.handle(one(step="watch"))
 
 
 def test_a_cancelled_snapshot_copies_no_more_rows_and_makes_room_for_another(tmp_path, monkeypatch):
-    shard = make()
-    push(shard)
-    request = Snapshot(url=str(tmp_path), name="one", id=7, step="begin")
-    cancel = replace(request, step="cancel")
+    shard, request = pushed(), snapshot_in(tmp_path)
     with slow_storage(monkeypatch) as go:
-        ask(shard, request)
+        shard.handle(request())
         writer = shard._snapshots._writer
-        assert writer is not None
-        assert [ask(shard, cancel).state for _ in range(2)] == ["cancelling"] * 2
+        assert [shard.handle(request(step="cancel")).state for _ in range(2)] == ["cancelling"] * 2
         push(shard, 2)
         assert [rows.num_kept for _, rows in writer._frozen] == [0, 0]
         go()
         writer._thread.join(30)
-        assert ask(shard, cancel).state == "cancelled"  # no file is open
+        assert shard.handle(request(step="cancel")).state == "cancelled"  # no file is open
     take([shard], tmp_path, "two", 8)
     assert not list((tmp_path / "one").glob("*/part.msgpack"))
 
 
-@pytest.mark.parametrize("step", ["", "install", "nonsense"])
-def test_a_step_that_there_is_none_of_is_refused(step, tmp_path):
-    with pytest.raises(Exception, match="no step"):
-        ask(make(), Snapshot(url=str(tmp_path), name="one", id=7, step=step))
-
-
-def test_a_name_that_leads_elsewhere_is_refused(tmp_path):
-    for name in ("../one", "/one", ""):
-        with pytest.raises(BadSnapshotName):
-            ask(make(), Snapshot(url=str(tmp_path), name=name, id=7, step="begin"))
-    with pytest.raises(BadSnapshotName):
-        ask(make(), Restore(url=str(tmp_path), name="../one", id=7, sha256="", step="begin"))
+@pytest.mark.parametrize(
+    ("request_", "error"),
+    [(snapshot_in("/tmp", step=step), InvalidRequest) for step in ("", "install", "nonsense")]
+    + [(snapshot_in("/tmp", name), BadSnapshotName) for name in ("../one", "/one", "")]
+    + [(partial(Restore, url="/tmp", name="../one", id=7, sha256="", step="begin"), BadSnapshotName)],
+)
+def test_a_step_that_there_is_none_of_and_a_name_that_leads_elsewhere_are_refused(request_, error):
+    with pytest.raises(error):
+        empty().handle(request_())
 
 
 def test_a_shard_without_tables_has_a_part_too(tmp_path):
-    manifest = take([make(tables=())], tmp_path)
+    manifest = take([empty()], tmp_path)
     assert (manifest.rows, manifest.tables) == (0, {})
-    assert restore(make(tables=()), tmp_path).rows == 0
+    assert restore(empty(), tmp_path).rows == 0
 
 
 def test_a_table_whose_first_values_come_is_waited_for(tmp_path):
-    shard = make(tables=())
+    shard = empty()
     shard.handle(Declare(PLAIN, 3, True))
     with pytest.raises(TableLoading):
-        ask(shard, Snapshot(url=str(tmp_path), name="one", id=7, step="begin"))
-    shard.handle(Load("plain", EPOCH, IDS[:1], np.ones((1, 1), np.float32), 3))
+        shard.handle(snapshot_in(tmp_path)())
+    shard.handle(Load("plain", 1, IDS[:1], np.ones((1, 1), np.float32), 3))
     assert take([shard], tmp_path).rows == 1
 
 
-def test_a_write_that_fails_is_named_and_the_shard_goes_on(tmp_path):
-    (tmp_path / "file").write_text("")
-    shard = make()
-    push(shard)
-    request = Snapshot(url=str(tmp_path / "file"), name="one", id=7, step="begin")
-    with pytest.raises(SnapshotNotWritten, match="NotADirectory"):
-        work(shard, request)
-    with pytest.raises(SnapshotNotWritten, match="NotADirectory"):
-        settled(shard, request)
-    push(shard, 2)
-    assert take([shard], tmp_path, number=8).rows == 2 * len(IDS)
-
-
-def test_a_snapshot_that_met_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
-    shard = make()
-    push(shard)
-    files = []
+@pytest.mark.parametrize(("full_disk", "reason"), [(False, "NotADirectory"), (True, "No space left")])
+def test_a_write_that_fails_is_named_leaves_nothing_and_the_shard_goes_on(tmp_path, monkeypatch, full_disk, reason):
+    shard, synced, folder = pushed(), [], tmp_path / "place"
 
     def sync(handle):
         if not stat.S_ISDIR(os.fstat(handle).st_mode):
-            files.append(handle)
+            synced.append(handle)
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", sync)
-    request = Snapshot(url=str(tmp_path), name="one", id=7, step="begin")
-    with pytest.raises(SnapshotNotWritten, match="No space left"):
-        settled(shard, request) if work(shard, request) else None
-    assert files
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    if full_disk:
+        monkeypatch.setattr(os, "fsync", sync)
+        folder.mkdir()
+    else:
+        folder.write_text("")
+    request = snapshot_in(folder)
+    with pytest.raises(SnapshotNotWritten, match=reason):
+        run(shard, request)
+    with pytest.raises(SnapshotNotWritten, match=reason):
+        settled(shard, request)
+    assert bool(synced) == full_disk
+    assert not [path for path in folder.rglob("*") if path.is_file()]
     monkeypatch.undo()
     push(shard, 2)
     assert take([shard], tmp_path, number=8).rows == 2 * len(IDS)
@@ -375,189 +324,172 @@ class TestAtAClock:
     def shard(self):
         made = make()
         for worker in (0, 1):
-            made.handle(Join(worker=worker, epoch=1, clock=0, staleness=0, workers=2, lease_ms=10_000))
+            made.handle(join(worker, workers=2, lease_ms=10_000))
         return made
 
+    def close(self, shard, clock):
+        for worker in (0, 1):
+            push(shard, clock + 1, worker=worker, clock=clock)
+
     def test_it_is_taken_when_the_clock_closes(self, shard, tmp_path):
-        request = Snapshot(url=str(tmp_path), name="one", id=7, at_clock=2, step="begin")
-        seen = []
+        request, seen = snapshot_in(tmp_path, at_clock=2), []
         for clock in range(3):
-            for worker in (0, 1):
-                push(shard, clock + 1, worker=worker, clock=clock)
-            seen.append(pulled([shard]))
+            self.close(shard, clock)
+            seen.append(pulled(shard))
             if clock == 0:
-                assert ask(shard, request).state == "waiting"
+                assert shard.handle(request()).state == "waiting"
         reply = settled(shard, request)
-        assert isinstance(reply, Snapshotted)
         assert reply.clock == 2
-        finish(tmp_path, "one", [unpack_part((tmp_path / "one" / reply.path).read_bytes(), "part")])
-        fresh = make(tables=())
-        restore(fresh, tmp_path)
-        assert pulled([fresh]) == seen[1]
+        finish(tmp_path, part_of(tmp_path, reply))
+        assert pulled(restored(tmp_path)) == seen[1]
 
     def test_a_clock_that_is_closed_is_too_late(self, shard, tmp_path):
         for clock in range(2):
-            for worker in (0, 1):
-                push(shard, clock + 1, worker=worker, clock=clock)
+            self.close(shard, clock)
         with pytest.raises(SnapshotTooLate):
-            ask(shard, Snapshot(url=str(tmp_path), name="one", id=7, at_clock=1, step="begin"))
-        assert ask(shard, Snapshot(url=str(tmp_path), name="one", id=8, at_clock=2, step="begin")).state == "writing"
+            shard.handle(snapshot_in(tmp_path, at_clock=1)())
+        assert shard.handle(snapshot_in(tmp_path, number=8, at_clock=2)()).state == "writing"
 
     def test_without_a_clock_it_waits_for_what_was_acknowledged(self, shard, tmp_path):
-        request = Snapshot(url=str(tmp_path), name="one", id=7, step="begin")
-        push(shard, 1, worker=0)
-        assert ask(shard, request).state == "waiting"
-        push(shard, 1, worker=1)
+        request = snapshot_in(tmp_path)
+        push(shard, worker=0)
+        assert shard.handle(request()).state == "waiting"
+        push(shard, worker=1)
         reply = settled(shard, request)
         assert (reply.state, reply.rows) == ("done", 2 * len(IDS))
 
     def test_it_is_taken_too_where_the_end_of_a_lease_closes_the_clock(self, shard, tmp_path):
-        request = Snapshot(url=str(tmp_path), name="one", id=7, at_clock=1, step="begin")
-        ask(shard, request)
-        push(shard, 1, worker=0)
+        request = snapshot_in(tmp_path, at_clock=1)
+        shard.handle(request())
+        push(shard, worker=0)
         shard.advance(time.monotonic() + 100)
         assert settled(shard, request).state == "done"
 
     def test_one_that_waits_gives_way_and_can_be_cancelled(self, shard, tmp_path):
-        first, second = (
-            Snapshot(url=str(tmp_path), name="one", id=number, at_clock=9, step="begin") for number in (7, 8)
-        )
-        ask(shard, first)
-        assert ask(shard, second).state == "waiting"
+        first, second = (snapshot_in(tmp_path, number=number, at_clock=9) for number in (7, 8))
+        shard.handle(first())
+        assert shard.handle(second()).state == "waiting"
         with pytest.raises(SnapshotUnknown):
-            ask(shard, replace(first, step="watch"))
-        ask(shard, replace(second, step="cancel"))
+            shard.handle(first(step="watch"))
+        shard.handle(second(step="cancel"))
         with pytest.raises(SnapshotUnknown):
-            ask(shard, replace(second, step="watch"))
+            shard.handle(second(step="watch"))
 
     def test_a_clock_that_is_jumped_over_is_too_late_for_whoever_watches(self, shard, tmp_path):
-        request = Snapshot(url=str(tmp_path), name="one", id=7, at_clock=5, step="begin")
-        ask(shard, request)
+        request = snapshot_in(tmp_path, at_clock=5)
+        shard.handle(request())
         for worker in (0, 1):
             shard.handle(Leave(worker=worker, epoch=1))
-        shard.handle(Join(worker=0, epoch=2, clock=9, staleness=0, workers=1, lease_ms=10_000))
+        shard.handle(join(0, epoch=2, clock=9))
         with pytest.raises(SnapshotTooLate):
-            ask(shard, replace(request, step="watch"))
+            shard.handle(request(step="watch"))
+
+
+def damaged(file):
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def fails(folder, error, words, **changes):
+    """A restore that fails; neither it nor what follows changes the shard."""
+    shard, request = empty(), partial(restore_from(folder), **changes)
+    for ask in (
+        lambda: shard.handle(request()) and settled(shard, request),
+        lambda: shard.handle(request(step="install")),
+    ):
+        with pytest.raises(error, match=words):
+            ask()
+    with pytest.raises(UnknownTable):
+        pulled(shard)
 
 
 class TestRestore:
     @pytest.fixture
     def folder(self, tmp_path):
-        shard = make()
-        push(shard)
-        take([shard], tmp_path)
+        self.manifest = take([pushed()], tmp_path)
         return tmp_path
 
-    def file(self, folder: Path, number: int = 0) -> Path:
-        return sorted(folder.glob("one/shard-*/*.safetensors"))[number]
+    @pytest.mark.parametrize(
+        ("damage", "words"),
+        [(damaged, "damaged.*sha256"), (cut, "bytes, not"), (os.unlink, "missing")],
+    )
+    def test_a_damaged_file_is_named(self, folder, damage, words):
+        file = sorted(folder.glob("one/shard-*/*.safetensors"))[1]
+        damage(file)
+        fails(folder, SnapshotDamaged, f"{file} .*{words}")
 
-    def fails(self, folder: Path, error: type[Exception], words: str, **changes: object) -> None:
-        """Neither this nor what follows changes the shard."""
-        shard = make(tables=())
-        request = replace(request_of(folder), **changes)  # type: ignore[arg-type]
-        with pytest.raises(error, match=words):
-            work(shard, request)
-        with pytest.raises(error, match=words):
-            ask(shard, replace(request, step="install"))
-        with pytest.raises(UnknownTable):
-            pulled([shard])
+    def test_a_manifest_that_changed_on_the_way_is_refused_and_a_folder_that_is_not_seen_named(self, folder):
+        fails(folder, SnapshotDamaged, "began with", sha256="00")
+        fails(folder, SnapshotUnreadable, "all shards and workers share", name="two")
 
-    def test_a_damaged_file_is_named(self, folder):
-        file = self.file(folder, 1)
-        data = bytearray(file.read_bytes())
-        data[-1] ^= 1
-        file.write_bytes(data)
-        self.fails(folder, SnapshotDamaged, f"{file} is damaged or not ours: its sha256")
-
-    def test_a_file_that_was_cut_is_named(self, folder):
-        file = self.file(folder)
-        file.write_bytes(file.read_bytes()[:-1])
-        self.fails(folder, SnapshotDamaged, f"{file} .* bytes, not")
-
-    def test_a_file_that_is_missing_is_named(self, folder):
-        file = self.file(folder)
-        file.unlink()
-        self.fails(folder, SnapshotDamaged, f"{file} .*missing")
-
-    def test_a_manifest_that_changed_on_the_way_is_refused(self, folder):
-        self.fails(folder, SnapshotDamaged, "began with", sha256="00")
-
-    def test_a_folder_that_the_shard_does_not_see_is_named(self, folder):
-        self.fails(folder, SnapshotUnreadable, "all shards and workers share", name="two")
-
-    def test_a_file_of_another_table_is_damage(self, folder):
-        manifest = take([self.pushed()], folder)
-        part = manifest.shards[0]
+    @pytest.mark.parametrize(
+        ("change", "error", "words"),
+        [
+            (
+                lambda items, plain: {"files": plain.files, "rows": plain.rows},
+                SnapshotDamaged,
+                "'rows' is .*3000, 1.* float32, not .*3000, 3",
+            ),
+            (lambda items, plain: {"num_state": 4}, OtherOptimizer, "'ctr/items' has 4 floats .* 'adagrad' keeps 3"),
+            (
+                lambda items, plain: {"spec": replace(items.spec, optimizer=spec.Custom(function="mine:step", lr=0.1))},
+                UnknownOptimizer,
+                "no optimizer 'mine:step' here",
+            ),
+        ],
+        ids=["a file of another table", "another state", "an optimizer that is not here"],
+    )
+    def test_a_table_that_does_not_fit_is_named(self, folder, change, error, words):
+        (part,) = self.manifest.shards
         items, plain = part.tables
-        finish(folder, "one", [replace(part, tables=(replace(items, files=plain.files, rows=plain.rows), plain))])
-        self.fails(folder, SnapshotDamaged, "'rows' is .*3000, 1.* float32, not .*3000, 3")
+        finish(folder, replace(part, tables=(replace(items, **change(items, plain)), plain)))
+        fails(folder, error, words)
 
     def test_ids_of_other_buckets_than_the_manifest_says_are_damage(self, folder):
-        manifest = take([self.pushed()], folder)
-        part = manifest.shards[0]
+        (part,) = self.manifest.shards
         items, plain = part.tables
-        (file,) = items.files
-        wrong = replace(items, files=(replace(file, first_bucket=0, last_bucket=9),))
-        finish(folder, "one", [replace(part, tables=(wrong, plain))])
+        wrong = replace(items, files=(replace(items.files[0], first_bucket=0, last_bucket=9),))
+        finish(folder, replace(part, tables=(wrong, plain)))
         with pytest.raises(SnapshotDamaged, match="other buckets"):
-            work(make(0, 2, tables=()), request_of(folder))
-
-    def test_another_optimizer_state_than_here_is_named(self, folder):
-        manifest = take([self.pushed()], folder)
-        part = manifest.shards[0]
-        items, plain = part.tables
-        finish(folder, "one", [replace(part, tables=(replace(items, num_state=4), plain))])
-        self.fails(folder, OtherOptimizer, "'ctr/items' has 4 floats .* 'adagrad' keeps 3 here")
-
-    def test_an_optimizer_that_is_not_here_is_named(self, folder):
-        manifest = take([self.pushed()], folder)
-        part = manifest.shards[0]
-        own = replace(part.tables[0].spec, optimizer=spec.Custom(function="mine:step", lr=0.1))
-        finish(folder, "one", [replace(part, tables=(replace(part.tables[0], spec=own),))])
-        self.fails(folder, Exception, "no optimizer 'mine:step' here")
+            restore(empty(0, 2), folder)
 
     def test_tables_are_in_the_way_unless_they_are_to_be_replaced(self, folder):
-        shard = self.pushed()
+        shard = pushed()
         push(shard, 2)
         with pytest.raises(TablesInTheWay, match="ctr/items, plain"):
-            ask(shard, request_of(folder))
+            shard.handle(restore_from(folder)())
         assert restore(shard, folder, 2, replace=True).state == "installed"
-        assert pulled([shard]) == pulled([self.pushed()])
+        assert pulled(shard) == pulled(pushed())
 
     def test_a_table_that_was_declared_meanwhile_is_in_the_way(self, folder):
-        shard = make(tables=())
-        request = request_of(folder)
-        ask(shard, request)
-        settled(shard, request)
+        shard, request = empty(), restore_from(folder)
+        run(shard, request)
         shard.handle(Declare(PLAIN))
         with pytest.raises(TablesInTheWay):
-            ask(shard, replace(request, step="install"))
+            shard.handle(request(step="install"))
 
     def test_an_install_whose_reply_was_lost_is_done_once(self, folder):
-        shard = make(tables=())
-        restore(shard, folder)
+        shard = restored(folder)
         push(shard, 2)
-        after = pulled([shard])
-        assert ask(shard, request_of(folder, step="install")).state == "installed"
-        assert pulled([shard]) == after
+        after = pulled(shard)
+        assert shard.handle(restore_from(folder, step="install")()).state == "installed"
+        assert pulled(shard) == after
 
     def test_another_restore_takes_the_place_of_one_that_nobody_ends(self, folder):
-        shard = make(tables=())
-        ask(shard, request_of(folder, 1))
+        shard, first = empty(), restore_from(folder, 1)
+        shard.handle(first())
         restore(shard, folder, 2)
         with pytest.raises(SnapshotUnknown):
-            ask(shard, request_of(folder, 1, step="watch"))
+            shard.handle(first(step="watch"))
 
     def test_a_cancelled_restore_changes_nothing(self, folder):
-        shard = make(tables=())
-        ask(shard, request_of(folder))
-        assert ask(shard, request_of(folder, step="cancel")).state == "cancelled"
+        shard, request = empty(), restore_from(folder)
+        shard.handle(request())
+        assert shard.handle(request(step="cancel")).state == "cancelled"
         with pytest.raises(SnapshotUnknown):
-            ask(shard, request_of(folder, step="install"))
+            shard.handle(request(step="install"))
         with pytest.raises(UnknownTable):
-            pulled([shard])
-
-    def pushed(self) -> Shard:
-        shard = make()
-        push(shard)
-        return shard
+            pulled(shard)
