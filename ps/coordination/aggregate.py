@@ -22,7 +22,7 @@ from embershard.proto.compiled.jit import compiled, inlined
 from embershard.proto.messages import Push, Pushed
 from embershard.proto.routing import mix64
 from embershard.ps.memory import Charge, MemoryBudget
-from embershard.ps.table.table import Applied, Table
+from embershard.ps.table.table import Table
 from embershard.ps.table.tables import CheckedGradients
 
 _U = np.uint64
@@ -126,7 +126,7 @@ def apply_clock(pushes: Sequence[ClockPush]) -> None:
     if len(pushes) == 1:
         for parts, difference in pushes[0].messages:
             for part in parts:
-                apply_part(part, difference)
+                part.apply(difference)
         return
     total = sum(push.weight for push in pushes)
     gathered: dict[tuple[str, bool], list[tuple[np.float32, CheckedGradients]]] = {}
@@ -136,14 +136,7 @@ def apply_clock(pushes: Sequence[ClockPush]) -> None:
             for part in parts:
                 gathered.setdefault((part.table.spec.name, difference), []).append((scale, part))
     for (_, difference), scaled in gathered.items():
-        apply_part(sum_gradients(scaled), difference)
-
-
-def apply_part(part: CheckedGradients, difference: bool, divisor: float = 1.0) -> Applied:
-    """Apply gradients, at the learning rate over `divisor`, or add differences to the rows."""
-    if difference:
-        return part.table.add(part.ids, part.gradients)
-    return part.table.apply(part.ids, part.gradients, part.lr_scale / divisor, part.ages)
+        sum_gradients(scaled).apply(difference)
 
 
 def sum_gradients(scaled: Sequence[tuple[np.float32, CheckedGradients]]) -> CheckedGradients:

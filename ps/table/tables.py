@@ -44,7 +44,7 @@ from embershard.proto.routing import BUCKET_SHIFT, Placement, make_route, mix64,
 from embershard.ps.memory import MemoryBudget
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.reads import PLAIN, CheckedRead, Stopwatch
-from embershard.ps.table.table import Table
+from embershard.ps.table.table import Applied, Table
 
 # of a shard: each has an index of its own, and three ranges of addresses of the 65,530 of a process
 MAX_TABLES = 20_000
@@ -77,6 +77,12 @@ class CheckedGradients(NamedTuple):
     def nbytes(self) -> int:
         """The bytes of all of its arrays."""
         return self.ids.nbytes + self.gradients.nbytes + (0 if self.ages is None else self.ages.nbytes)
+
+    def apply(self, difference: bool, divisor: float = 1.0) -> Applied:
+        """Apply the gradients, at the learning rate over `divisor`, or add them as differences to the rows."""
+        if difference:
+            return self.table.add(self.ids, self.gradients)
+        return self.table.apply(self.ids, self.gradients, self.lr_scale / divisor, self.ages)
 
 
 @compiled(
