@@ -92,6 +92,11 @@ class Route:
         """Where this shard's ids (and rows) lie."""
         return slice(int(self.splits[shard]), int(self.splits[shard + 1]))
 
+    def select(self, keep: npt.NDArray[np.bool_]) -> Route:
+        """The route of the ids where `keep` ((U,) bool) holds; it has no index, for nothing is read through it."""
+        before = np.concatenate(([0], np.cumsum(keep)))
+        return Route(self.ids[keep], before[self.splits], np.empty(0, np.int64))
+
 
 def make_route(ids: Ids, space_key: int, placement: Placement) -> Route:
     """Route of flat ids ((N,) int64, any order, duplicates welcome), without sorting."""

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
@@ -61,6 +62,24 @@ def end_step() -> None:
 def split_now() -> TimeSplit | None:
     """The split of the Recorder that is installed; None without one."""
     return None if _recorder is None else _recorder.split()
+
+
+class Deadline:
+    """A moment that several waits share."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+        self._end = time.monotonic() + timeout.total_seconds()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that are left; negative once it passed."""
+        return self._end - time.monotonic()
+
+    @property
+    def remaining(self) -> timedelta:
+        """Time that is left, at least zero."""
+        return timedelta(seconds=max(0.0, self.seconds))
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,11 +114,12 @@ class Shard:
         self._requests += 1
         self._coding.seconds = 0.0  # the request before may have failed
         try:
-            if isinstance(request, Push | Join):
-                self._fences.check(request)
+            first = request if isinstance(request, Push | Join) and self._may_begin(request) else None
+            if first is not None:
+                self._fences.check(first)
             reply = self._answer(request, now)
-            if isinstance(request, Push | Join):
-                self._fences.note(request, peer)
+            if first is not None:
+                self._fences.note(first, peer)
             return reply
         except ClockAhead:
             self._requests -= 1  # it comes again
@@ -126,7 +127,8 @@ class Shard:
         except (StaleWorker, StaleRun) as error:
             raise self._fences.named(error) from None
         finally:
-            self._snapshots.clock_moved(self._clock.open)
+            if self._snapshots.asked is not None:
+                self._snapshots.clock_moved(self._clock.open)
 
     @property
     def generation(self) -> int:
@@ -143,7 +145,8 @@ class Shard:
         try:
             self._clock.expire(now)
         finally:
-            self._snapshots.clock_moved(self._clock.open)
+            if self._snapshots.asked is not None:
+                self._snapshots.clock_moved(self._clock.open)
 
     def set_activity_probe(self, last_sign: Callable[[int, int], float]) -> None:
         """Ask when anything of a worker (number, epoch) arrived last, before its lease ends.
@@ -184,6 +187,13 @@ class Shard:
             failed_update="" if self._clock.failed is None else self._clock.failed.message,
             lineage=self.greeting.lineage,
         )
+
+    def _may_begin(self, request: Push | Join) -> bool:
+        """Whether a request may be the first of an incarnation or of a run."""
+        if isinstance(request, Join):
+            return True
+        newest = self._fences.newest.get(request.token.worker)
+        return newest is None or request.token.epoch > newest.number
 
     def _answer(self, request: Request, now: float) -> Reply:
         match request:

@@ -59,7 +59,7 @@ class Snapshots:
     def __init__(self, moment: Callable[[], ShardImage], waiting: Callable[[], bool]) -> None:
         self._moment = moment
         self._pushes_wait = waiting
-        self._asked: Snapshot | None = None  # what waits for its moment
+        self.asked: Snapshot | None = None  # what waits for its moment
         self._writer: SnapshotWriter | None = None
         self._failed: tuple[int, EmbershardError] | None = None  # what could not begin when its moment came
 
@@ -77,10 +77,10 @@ class Snapshots:
 
     def clock_moved(self, clock: int) -> None:
         """Take the snapshot that waits for this clock; to be called before anything else changes the rows."""
-        asked = self._asked
+        asked = self.asked
         if asked is None or clock < asked.at_clock or (not asked.at_clock and self._pushes_wait()):
             return
-        self._asked = None
+        self.asked = None
         try:
             if asked.at_clock and clock > asked.at_clock:
                 raise SnapshotTooLate(clock=asked.at_clock, now=clock)
@@ -97,14 +97,14 @@ class Snapshots:
             self._writer.cancel()
         if request.at_clock and request.at_clock < clock:
             raise SnapshotTooLate(clock=request.at_clock, now=clock)
-        self._asked = request  # replaces one that waited for a clock: nothing was done for it yet
+        self.asked = request  # replaces one that waited for a clock: nothing was done for it yet
         if request.at_clock <= clock and not self._pushes_wait():
-            self._asked = None
+            self.asked = None
             self._take(request)
         return self._watch(request)
 
     def _watch(self, request: Snapshot) -> Snapshotted:
-        if self._asked is not None and self._asked.id == request.id:
+        if self.asked is not None and self.asked.id == request.id:
             return Snapshotted(state="waiting")
         if self._failed is not None and self._failed[0] == request.id:
             raise clipped(self._failed[1])
@@ -113,8 +113,8 @@ class Snapshots:
         return self._writer.reply()
 
     def _cancel(self, request: Snapshot) -> Snapshotted:
-        if self._asked is not None and self._asked.id == request.id:
-            self._asked = None
+        if self.asked is not None and self.asked.id == request.id:
+            self.asked = None
         elif self._writer is not None and self._writer.id == request.id:
             self._writer.cancel()
             if self._writer.writes:
@@ -122,7 +122,7 @@ class Snapshots:
         return Snapshotted(state="cancelled")
 
     def _knows(self, number: int) -> bool:
-        known = [self._asked and self._asked.id, self._writer and self._writer.id, self._failed and self._failed[0]]
+        known = [self.asked and self.asked.id, self._writer and self._writer.id, self._failed and self._failed[0]]
         return number in known
 
     def _take(self, request: Snapshot) -> None:

@@ -5,29 +5,26 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from typing import Protocol
 
 from embershard.proto.arrays import Array
 from embershard.proto.errors import ClockAhead, EmbershardError
-from embershard.proto.messages import Reply, Request, bulk_bytes
+from embershard.proto.messages import Push, Reply, Request, bulk_bytes
 
 _POLL_SECONDS = 0.05  # leases end by the time, of which nobody tells
 
 
 class LocalTransport:
-    """Calls `handle` in the caller's thread; `handle` must bear the threads that its callers use.
+    """Calls `handle` in the caller's thread; `handle` must bear the threads that its callers use."""
 
-    `moved` is notified when a request that was refused with ClockAhead may be answered; `handle` runs within it.
-    """
-
-    def __init__(
-        self, handle: Callable[[Request], Reply], address: str, moved: threading.Condition | None = None
-    ) -> None:
+    def __init__(self, handle: Callable[[Request], Reply], address: str) -> None:
         self.address = address
         self.sent_bytes = 0
         self.received_bytes = 0
         self._handle = handle
-        self._moved = moved or threading.Condition()
+        self._moved = threading.Condition()  # notified when what was refused with ClockAhead may be answered
 
     def submit(self, request: Request, timeout: timedelta, into: Sequence[Array] = ()) -> _Answer:
         """Handle the request at once, if it need not wait for other workers."""
@@ -41,6 +38,50 @@ class LocalTransport:
             return self._handle(request)
         except EmbershardError as error:
             return error
+
+
+class SharedShard(Protocol):
+    """The shard of ps/shard.py, as far as its callers in this process know it."""
+
+    @property
+    def generation(self) -> int:
+        """Grows with whatever may let a request be answered that had to wait."""
+        ...
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether it keeps the arrays of a push."""
+        ...
+
+    def handle(self, request: Request) -> Reply:
+        """The reply to a request; for one thread at a time."""
+        ...
+
+
+class SharedTransport(LocalTransport):
+    """Calls a shard that other threads call by transports of their own: one request at a time, all within `moved`."""
+
+    def __init__(self, shard: SharedShard, address: str, moved: threading.Condition) -> None:
+        super().__init__(shard.handle, address)
+        self._shard, self._moved = shard, moved
+
+    def _try(self, request: Request) -> Reply | EmbershardError:
+        shard = self._shard
+        with self._moved:
+            before = shard.generation
+            try:
+                return super()._try(_kept(request) if shard.is_synchronous else request)
+            finally:
+                if shard.generation != before:
+                    self._moved.notify_all()
+
+
+def _kept(request: Request) -> Request:
+    """The request with gradients of its own: a shard keeps those that it gathers, and its caller may reuse them."""
+    if not isinstance(request, Push):
+        return request
+    tables = (replace(part, ids=part.ids.copy(), gradients=part.gradients.copy()) for part in request.tables)
+    return replace(request, tables=tuple(tables))
 
 
 class _Answer:

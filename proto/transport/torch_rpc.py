@@ -29,6 +29,7 @@ from embershard.proto.arrays import Array
 from embershard.proto.errors import BadAddress, EmbershardError, NotAShard, from_wire
 from embershard.proto.messages import METHODS, Reply, Request, arrays
 from embershard.proto.protobuf import head_bytes, read
+from embershard.proto.timing import Deadline
 from embershard.proto.torch_rpc import (
     GREETING,
     MAX_GREETING_BYTES,
@@ -39,7 +40,7 @@ from embershard.proto.torch_rpc import (
     start_agent,
     tensor,
 )
-from embershard.proto.transport.transport import Deadline, TransportClosed, Unreachable
+from embershard.proto.transport.transport import TransportClosed, Unreachable
 from embershard.proto.wire import wrong_version
 
 CONNECT_SECONDS = 5.0  # to be told where a shard's agent listens; a call waits no longer than its own deadline

@@ -6,7 +6,6 @@ implementations are beside it: `stream`, `grpc`, `rpc` and `local` (docs/transpo
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
@@ -66,21 +65,3 @@ class Transport(Protocol):
     def close(self) -> None:
         """Cancel the calls in flight."""
         ...
-
-
-class Deadline:
-    """A moment that several waits share."""
-
-    def __init__(self, timeout: timedelta) -> None:
-        self.timeout = timeout
-        self._end = time.monotonic() + timeout.total_seconds()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds that are left; negative once it passed."""
-        return self._end - time.monotonic()
-
-    @property
-    def remaining(self) -> timedelta:
-        """Time that is left, at least zero."""
-        return timedelta(seconds=max(0.0, self.seconds))

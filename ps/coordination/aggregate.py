@@ -19,12 +19,11 @@ from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled import intrinsics
 from embershard.proto.compiled.intrinsics import detached, prefetch
 from embershard.proto.compiled.jit import compiled, inlined
-from embershard.proto.errors import BadOptimizer
 from embershard.proto.messages import Push, Pushed
 from embershard.proto.routing import mix64
 from embershard.ps.memory import Charge, MemoryBudget
-from embershard.ps.table.table import Applied, Table
-from embershard.ps.table.tables import CheckedGradients
+from embershard.ps.table.table import Table
+from embershard.ps.table.tables import CheckedGradients, apply_parts
 
 _U = np.uint64
 _1 = _U(1)
@@ -135,29 +134,6 @@ def apply_clock(pushes: Sequence[ClockPush]) -> None:
             for part in parts:
                 gathered.setdefault((part.table.spec.name, difference), []).append((scale, part))
     apply_parts([(sum_gradients(scaled), difference) for (_, difference), scaled in gathered.items()])
-
-
-def apply_parts(parts: Sequence[tuple[CheckedGradients, bool]], divisor: float = 1.0) -> Applied:
-    """Apply all parts or none: gradients, at the learning rate over `divisor`, and where it is said differences.
-
-    BadOptimizer where a user's row function raises; rows and states are then as they were, and rows that the push
-    created have their first values.
-    """
-    parts = sorted(parts, key=lambda part: not part[0].table.may_raise)  # after them nothing raises
-    before = [(part.table, part.ids, *part.table.records(part.ids)) for part, _ in parts if part.table.may_raise]
-    rows = skipped = 0
-    try:
-        for part, difference in parts:
-            if difference:
-                done = part.table.add(part.ids, part.gradients)
-            else:
-                done = part.table.apply(part.ids, part.gradients, part.lr_scale / divisor, part.ages)
-            rows, skipped = rows + done.rows, skipped + done.skipped
-    except BadOptimizer:
-        for table, ids, weights, state in reversed(before):  # two parts may have an id in common
-            table.restore(ids, weights, state)
-        raise
-    return Applied(rows, skipped)
 
 
 def sum_gradients(scaled: Sequence[tuple[np.float32, CheckedGradients]]) -> CheckedGradients:

@@ -27,7 +27,7 @@ class Fences:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._workers: dict[int, _Seen] = {}
+        self.newest: dict[int, _Seen] = {}  # of each worker that sent anything that was not refused
         self._run = _Seen(0, 0, "", 0.0)
 
     def check(self, request: Push | Join) -> None:
@@ -41,15 +41,15 @@ class Fences:
     def note(self, request: Push | Join, peer: str) -> None:
         """Remember whose request it was that was not refused, if it is the newest of its worker or run."""
         worker, epoch, run = _claim(request)
-        known = self._workers.get(worker)
+        known = self.newest.get(worker)
         if known is None or epoch > known.number:
-            self._workers[worker] = _Seen(epoch, worker, peer, self._clock())
+            self.newest[worker] = _Seen(epoch, worker, peer, self._clock())
         if run > self._run.number:
             self._run = _Seen(run, worker, peer, self._clock())
 
     def named(self, error: StaleWorker | StaleRun) -> StaleWorker | StaleRun:
         """The error with who fenced its worker, as far as that is known."""
-        seen = self._run if isinstance(error, StaleRun) else self._workers.get(_int(error.fields["worker"]))
+        seen = self._run if isinstance(error, StaleRun) else self.newest.get(_int(error.fields["worker"]))
         if seen is None or seen.number != error.fields["want"]:
             return error
         where = f" from {seen.peer}" if seen.peer else ""

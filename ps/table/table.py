@@ -67,6 +67,7 @@ class Table:
         params = optimizer.params(spec.optimizer)
         self._hyper = np.array([*params.values(), 1.0])  # (settings + 1,) float64, params() order, then the age
         self._lr = params["lr"]
+        self.may_raise = isinstance(spec.optimizer, Custom)  # a user's function, in the middle of an update
         self._clips = np.array([params["clip_value"], params["clip_norm"]])
         self._update = optimizer.compiled  # kept: the kernels hold its address
         self._update_address = address_of(self._update)
@@ -97,11 +98,6 @@ class Table:
     def num_state(self) -> int:
         """Floats of optimizer state per row."""
         return len(self._fresh)
-
-    @property
-    def may_raise(self) -> bool:
-        """Whether its optimizer is a user's function, which may raise in the middle of an update."""
-        return isinstance(self.spec.optimizer, Custom)
 
     @property
     def nbytes(self) -> int:

@@ -17,6 +17,7 @@ from embershard.proto.codec.payload import decode
 from embershard.proto.codec.user_defined import CodecRegistry
 from embershard.proto.compiled.jit import compiled
 from embershard.proto.errors import (
+    BadOptimizer,
     DamagedPayload,
     InvalidRequest,
     MessageTooLarge,
@@ -44,7 +45,7 @@ from embershard.proto.routing import BUCKET_SHIFT, Placement, make_route, mix64,
 from embershard.ps.memory import MemoryBudget
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.reads import PLAIN, CheckedRead, Stopwatch
-from embershard.ps.table.table import Table
+from embershard.ps.table.table import Applied, Table
 
 # of a shard: each has an index of its own, and three ranges of addresses of the 65,530 of a process
 MAX_TABLES = 20_000
@@ -77,6 +78,12 @@ class CheckedGradients(NamedTuple):
     def nbytes(self) -> int:
         """The bytes of all of its arrays."""
         return self.ids.nbytes + self.gradients.nbytes + (0 if self.ages is None else self.ages.nbytes)
+
+    def apply(self, difference: bool, divisor: float = 1.0) -> Applied:
+        """Apply the gradients, at the learning rate over `divisor`, or add them as differences to the rows."""
+        if difference:
+            return self.table.add(self.ids, self.gradients)
+        return self.table.apply(self.ids, self.gradients, self.lr_scale / divisor, self.ages)
 
 
 @compiled(
@@ -274,6 +281,28 @@ def _summed(part: CheckedGradients, *, unique: bool) -> CheckedGradients:
     rows = sum_rows(route.index, np.ascontiguousarray(part.gradients), len(route.ids))
     ages = None if part.ages is None else np.bincount(route.index, part.ages).astype(np.float32)
     return part._replace(ids=route.ids, gradients=rows, ages=ages)
+
+
+def apply_parts(parts: Sequence[tuple[CheckedGradients, bool]], divisor: float = 1.0) -> Applied:
+    """Apply all parts or none: gradients, at the learning rate over `divisor`, or (where a part is True) differences.
+
+    BadOptimizer where a user's row function raises; rows and states are then as they were, and rows that the push
+    created have their first values.
+    """
+    may_raise = [(part, difference) for part, difference in parts if part.table.may_raise]
+    before = [(part.table, part.ids, *part.table.records(part.ids)) for part, _ in may_raise]
+    if may_raise:  # first: after them nothing raises
+        parts = [*may_raise, *((part, difference) for part, difference in parts if not part.table.may_raise)]
+    rows = skipped = 0
+    try:
+        for part, difference in parts:
+            done = part.apply(difference, divisor)
+            rows, skipped = rows + done.rows, skipped + done.skipped
+    except BadOptimizer:
+        for table, ids, weights, state in reversed(before):  # two parts may have an id in common
+            table.restore(ids, weights, state)
+        raise
+    return Applied(rows, skipped)
 
 
 def check_room(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from datetime import timedelta
 
 from embershard.proto.codec.user_defined import CodecRegistry
-from embershard.proto.messages import Push, Reply, Request
 from embershard.proto.routing import Placement
-from embershard.proto.transport.local import LocalTransport
+from embershard.proto.transport.local import SharedTransport
 from embershard.ps.memory import MemoryBudget
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
@@ -31,12 +29,9 @@ class InProcessShards:
             for i in range(shards)
         ]
 
-    def transports(self) -> list[LocalTransport]:
+    def transports(self) -> list[SharedTransport]:
         """A way to each shard, for one client."""
-        return [
-            LocalTransport(_one_at_a_time(shard, moved), f"local/{i}", moved)
-            for i, (shard, moved) in enumerate(self._shards)
-        ]
+        return [SharedTransport(shard, f"local/{i}", moved) for i, (shard, moved) in enumerate(self._shards)]
 
 
 def local(
@@ -55,26 +50,3 @@ def local(
     client = Client(InProcessShards(shards, imports=imports).transports(), worker=worker, timeout=timeout)
     client.compressor.find = CodecRegistry(imports).find
     return Session(client, compression=compression)
-
-
-def _one_at_a_time(shard: Shard, moved: threading.Condition) -> Callable[[Request], Reply]:
-    """A shard's `handle` for callers in several threads."""
-
-    def handle(request: Request) -> Reply:
-        with moved:
-            before = shard.generation
-            try:
-                return shard.handle(_kept(request) if shard.is_synchronous else request)
-            finally:
-                if shard.generation != before:
-                    moved.notify_all()
-
-    return handle
-
-
-def _kept(request: Request) -> Request:
-    """The request with gradients of its own: a shard keeps those that it gathers, and its caller may reuse them."""
-    if not isinstance(request, Push):
-        return request
-    tables = (replace(part, ids=part.ids.copy(), gradients=part.gradients.copy()) for part in request.tables)
-    return replace(request, tables=tuple(tables))

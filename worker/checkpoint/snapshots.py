@@ -43,7 +43,7 @@ from embershard.proto.snapshot.manifest import (
     unpack_part,
 )
 from embershard.proto.snapshot.storage import Storage
-from embershard.proto.transport.transport import Deadline
+from embershard.proto.timing import Deadline
 from embershard.worker.client.client import Client
 
 R = TypeVar("R", Snapshotted, Restored)

@@ -15,11 +15,11 @@ from embershard.proto.errors import ClockAhead, LeaseLost, UnknownTable, WrongDi
 from embershard.proto.messages import Declare, GetStatus, Load, Pull, Push, Pushed, Request, ShardStatus
 from embershard.proto.routing import Placement, Route
 from embershard.proto.spec import TableSpec
-from embershard.proto.timing import span
+from embershard.proto.timing import Deadline, span
 from embershard.proto.transport.addresses import transport_for
 from embershard.proto.transport.emulated_link import EmulatedLink
 from embershard.proto.transport.io_thread import io_loop
-from embershard.proto.transport.transport import Deadline, Transport
+from embershard.proto.transport.transport import Transport
 from embershard.worker.client.byte_counts import ByteCounter
 from embershard.worker.client.connections import ClientStats, Outcome, Places, ShardConnections, handshake
 from embershard.worker.client.lineage import Lineage

@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import NamedTuple
 
 from embershard.proto.arrays import Array
 from embershard.proto.errors import (
     ClientClosed,
     ClockAhead,
     EmbershardError,
+    MessageTooLarge,
     NotAShard,
     ShardBusy,
     ShardRestarted,
@@ -27,13 +29,18 @@ from embershard.proto.errors import (
     WrongShards,
 )
 from embershard.proto.messages import PUT_BACK_SECONDS, Greeting, Hello, Pushed, Reply, Request, Rows
-from embershard.proto.timing import charge_to, span
-from embershard.proto.transport.transport import Deadline, PendingReply, Transport, TransportClosed, Unreachable
+from embershard.proto.routing import Route
+from embershard.proto.timing import Deadline, charge_to, span
+from embershard.proto.transport.transport import PendingReply, Transport, TransportClosed, Unreachable
 from embershard.worker.client.byte_counts import ByteCounter, ByteCounts
 
 _FIRST_PAUSE = 0.02  # seconds; doubles with every try
 _LONGEST_PAUSE = 1.0
 _SILENT_WAIT = timedelta(seconds=3)  # waiting for longer than this is logged, once
+
+# what protobuf adds to the arrays, generously: tags, lengths and numbers, once per message and once per table
+MESSAGE_OVERHEAD = 256
+TABLE_OVERHEAD = 64
 
 _log = logging.getLogger(__name__)
 
@@ -332,6 +339,44 @@ def raise_first(outcomes: Mapping[int, Outcome]) -> None:
     for outcome in outcomes.values():
         if isinstance(outcome, EmbershardError):
             raise outcome
+
+
+class Chunk(NamedTuple):
+    """Rows of one table of a request that one message to one shard carries."""
+
+    part: int  # number of the table in the request
+    start: int  # the first row, counted among those of its shard
+    rows: slice  # where they lie in the table's route
+    is_whole: bool  # whether they are all rows of this table and shard
+
+
+def split_into_messages(
+    parts: Sequence[tuple[str, Route]], shard: int, row_bytes: Sequence[int], limit: int
+) -> list[list[Chunk]]:
+    """Messages of at most `limit` bytes that together carry a shard's rows of each (table, route), in order.
+
+    `row_bytes` is what a row of each table takes. Tables without rows are left out. MessageTooLarge where not even one
+    row fits.
+    """
+    messages: list[list[Chunk]] = []
+    room = 0
+    for part, ((table, route), size) in enumerate(zip(parts, row_bytes, strict=True)):
+        overhead = TABLE_OVERHEAD + len(table.encode())
+        first, end = int(route.splits[shard]), int(route.splits[shard + 1])
+        start = first
+        while start < end:
+            fits = (room - overhead) // size
+            if fits < 1:
+                room = limit - MESSAGE_OVERHEAD
+                fits = (room - overhead) // size
+                if fits < 1:
+                    raise MessageTooLarge(got=MESSAGE_OVERHEAD + overhead + size, limit=limit)
+                messages.append([])
+            stop = min(end, start + fits)
+            messages[-1].append(Chunk(part, start - first, slice(start, stop), stop - start == end - first))
+            room -= overhead + (stop - start) * size
+            start = stop
+    return messages
 
 
 @contextmanager

@@ -10,8 +10,7 @@ from functools import partial
 from embershard.proto.errors import LeaseLost
 from embershard.proto.messages import Load, PushToken
 from embershard.proto.routing import Route
-from embershard.worker.client.chunks import split_into_messages
-from embershard.worker.client.connections import ShardConnections, raise_first
+from embershard.worker.client.connections import ShardConnections, raise_first, split_into_messages
 from embershard.worker.client.membership import Membership
 
 

@@ -30,7 +30,7 @@ from embershard.proto.messages import (
     Split,
     TakeSplit,
 )
-from embershard.proto.transport.transport import Deadline
+from embershard.proto.timing import Deadline
 from embershard.worker.client.connections import Outcome, ShardConnections
 
 _HEARTBEATS = 4  # of a lease

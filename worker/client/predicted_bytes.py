@@ -37,7 +37,7 @@ from embershard.proto.routing import make_route
 from embershard.proto.spec import TableSpec
 from embershard.proto.wire import frame_bytes
 from embershard.worker.client.byte_counts import ByteCount, ByteCounts, BytePart
-from embershard.worker.client.chunks import split_into_messages
+from embershard.worker.client.connections import split_into_messages
 from embershard.worker.compression.error_feedback import SentAverages
 from embershard.worker.compression.low_rank import predict_low_rank
 from embershard.worker.compression.settings import WARMUP_DENSITIES, Directions, warmup_density

@@ -14,8 +14,14 @@ from embershard.proto.errors import EmbershardError, NotAShard, WrongDim
 from embershard.proto.messages import DELTA, Pull, Rows, TableIds
 from embershard.proto.routing import Route
 from embershard.proto.timing import span
-from embershard.worker.client.chunks import Chunk, split_into_messages
-from embershard.worker.client.connections import Outcome, Places, ShardConnections, with_shard_name
+from embershard.worker.client.connections import (
+    Chunk,
+    Outcome,
+    Places,
+    ShardConnections,
+    split_into_messages,
+    with_shard_name,
+)
 from embershard.worker.client.push import Versions
 from embershard.worker.compression.compressor import Compressor
 from embershard.worker.compression.deltas import CachedPull, Deltas, apply_delta

@@ -20,8 +20,7 @@ from embershard.proto.errors import (
 )
 from embershard.proto.messages import Push, Pushed, PushToken, TableGradients
 from embershard.proto.routing import Route
-from embershard.worker.client.chunks import MESSAGE_OVERHEAD, TABLE_OVERHEAD, Chunk, split_into_messages
-from embershard.worker.client.connections import Outcome
+from embershard.worker.client.connections import MESSAGE_OVERHEAD, TABLE_OVERHEAD, Chunk, Outcome, split_into_messages
 from embershard.worker.client.membership import Membership
 from embershard.worker.compression.compressor import Compressor, rate_of
 from embershard.worker.compression.compressor import LrScale as LrScale

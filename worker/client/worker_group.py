@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from embershard.proto.arrays import Bytes
 from embershard.proto.errors import RendezvousOver, WorkerLost, WorkersApart
-from embershard.proto.transport.transport import Deadline
+from embershard.proto.timing import Deadline
 from embershard.worker.client.client import Client
 
 Scalar = TypeVar("Scalar", bound=np.generic)

@@ -16,7 +16,6 @@ from torch.autograd.function import FunctionCtx
 
 from embershard.proto.routing import Route, sum_rows
 from embershard.proto.spec import TableSpec
-from embershard.worker.client.chunks import select
 from embershard.worker.kernels import by_first_use, by_first_use_in_torch
 from embershard.worker.session.gradients import RowGradients
 from embershard.worker.session.reads import LookupResult
@@ -103,14 +102,14 @@ class _RemoteRows(nn.Module):
             session, name = self.table.session, self.table.spec.name
             if not session.has_local_steps and not session.client.compressor.pull_codec(name).is_plain:
                 # what a codec made of a row is not to take the place of what the shard keeps
-                (rows,) = session.client.pull([(name, select(read.route, over.cpu().numpy()))], exact=True)
+                (rows,) = session.client.pull([(name, read.route.select(over.cpu().numpy()))], exact=True)
                 read.rows[over] = torch.from_numpy(rows).to(read.rows.device)
                 over = read.rows.norm(self.norm_type, dim=1) > self.max_norm
                 if not bool(over.any()):
                     return
             torch.embedding_renorm_(read.rows, read.index.view(-1), self.max_norm, self.norm_type)
             keep = over.cpu().numpy()
-            self.table.load(select(read.route, keep), read.rows[over].cpu().numpy(), keep_state=True)
+            self.table.load(read.route.select(keep), read.rows[over].cpu().numpy(), keep_state=True)
 
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
         if name == "weight":

@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.routing import Placement, Route, even_ids, make_route
 from embershard.proto.spec import TableSpec, name_key
-from embershard.worker.client.chunks import select
 from embershard.worker.compression.low_rank import DenseLayout, ParameterSlice
 from embershard.worker.device import host_rows, to_host
 from embershard.worker.session.gradients import RowGradients
@@ -181,7 +180,7 @@ class DenseWeights:
             keep = np.zeros(self.num_blocks, bool)
             for place, want in zip(self._slices, wanted, strict=True):
                 keep[place.start : place.stop] = want
-            route = self._parts[wanted] = select(self._all, keep[self._blocks_of(self._all)])
+            route = self._parts[wanted] = self._all.select(keep[self._blocks_of(self._all)])
         return route
 
     def _blocks_of(self, route: Route) -> Ids:

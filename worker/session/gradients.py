@@ -11,7 +11,6 @@ import torch
 from embershard.proto.arrays import Floats
 from embershard.proto.routing import Placement, Route, ascending, make_route
 from embershard.proto.spec import TableSpec
-from embershard.worker.client.chunks import select
 from embershard.worker.device import to_host
 
 
@@ -51,7 +50,7 @@ def _without_padding(part: RowGradients) -> RowGradients:
     keep = np.ones(len(part.route.ids), bool)
     keep[part.padding] = False
     gradients = part.gradients[torch.from_numpy(keep).to(part.gradients.device)]
-    return RowGradients(part.spec, select(part.route, keep), gradients)
+    return RowGradients(part.spec, part.route.select(keep), gradients)
 
 
 def _sum(parts: list[RowGradients], placement: Placement, packs: Callable[[str], bool]) -> RowGradients:

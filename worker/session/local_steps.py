@@ -22,7 +22,6 @@ from embershard.proto.arrays import Floats, Ids
 from embershard.proto.messages import Pushed
 from embershard.proto.routing import Placement, Route, ascending, make_route
 from embershard.proto.spec import TableSpec
-from embershard.worker.client.chunks import select
 from embershard.worker.client.client import Client
 from embershard.worker.client.push import Gradients, LrScale, Versions
 from embershard.worker.compression.compressor import rate_of
@@ -168,7 +167,7 @@ class LocalSteps:
                 absent = ~copies.is_fresh[numbers]
                 if absent.any():
                     # a whole route as it is: what is pulled as changes (delta) goes by the ids of the pull before
-                    missing.append((table, route if absent.all() else select(route, absent)))
+                    missing.append((table, route if absent.all() else route.select(absent)))
                     places.append((part, np.flatnonzero(absent)))
             clock = self.clock
         if missing:

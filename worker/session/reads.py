@@ -13,7 +13,6 @@ from embershard.proto.arrays import Floats, Ids
 from embershard.proto.routing import Route, ascending, make_routes
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import span
-from embershard.worker.client.chunks import select
 from embershard.worker.client.push import NOT_READ, Versions
 from embershard.worker.device import pinned, to_device
 from embershard.worker.kernels import Mask, overlap
@@ -158,7 +157,7 @@ class PullBatch:
             if not take.any():
                 continue
             whole = bool(take.all())
-            route = group.route if whole else select(group.route, take)
+            route = group.route if whole else group.route.select(take)
             for table, rows in group.rows.items():
                 parts.append((table, route))
                 out.append(rows.numpy() if whole else np.empty((len(route.ids), rows.shape[1]), np.float32))

@@ -20,7 +20,6 @@ from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled.jit import compiled, inlined
 from embershard.proto.messages import Pushed
 from embershard.proto.routing import Placement, Route, mix64
-from embershard.worker.client.chunks import select
 from embershard.worker.client.push import Gradients, LrScale, Versions
 from embershard.worker.session.row_source import RowSource
 
@@ -178,7 +177,7 @@ class CachedRows:
                 if len(missed) < len(route.ids):
                     take = np.zeros(len(route.ids), np.bool_)
                     take[missed] = True
-                    route, pulled = select(route, take), np.empty((len(missed), rows.shape[1]), np.float32)
+                    route, pulled = route.select(take), np.empty((len(missed), rows.shape[1]), np.float32)
                 kept.append((cache, route.ids, pulled, missed, rows))
             missing.append((table, route))
             places.append(pulled)

@@ -14,7 +14,7 @@ from embershard.proto.arrays import Floats, Ids
 from embershard.proto.messages import Pull, TableIds
 from embershard.proto.routing import Placement, Route, make_route
 from embershard.proto.spec import TableSpec
-from embershard.proto.transport.transport import Deadline
+from embershard.proto.timing import Deadline
 from embershard.worker.client.client import Client
 from embershard.worker.client.connections import raise_first
 from embershard.worker.patterns import matches

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from embershard.proto.errors import EmbershardError
 from embershard.proto.messages import GetStatus, Greeting, Hello, ShardStatus
+from embershard.proto.timing import Deadline
 from embershard.proto.transport.grpc import GrpcTransport
 from embershard.proto.transport.io_thread import connect_beside, io_loop
 from embershard.proto.transport.stream import StreamTransport
-from embershard.proto.transport.transport import Deadline, Transport, Unreachable
+from embershard.proto.transport.transport import Transport, Unreachable
 
 DEADLINE = timedelta(seconds=3)
 _STEP = timedelta(seconds=1)  # the most for one question: what is silent must leave time for the others

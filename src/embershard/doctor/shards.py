@@ -11,8 +11,8 @@ from embershard.doctor.case import Case
 from embershard.doctor.check import Finding, check, fail, numbers, ok, size, some, warn
 from embershard.doctor.probe import Probe
 from embershard.proto.errors import ShardUnavailable, WrongShards
+from embershard.proto.timing import Deadline
 from embershard.proto.transport.addresses import transport_for
-from embershard.proto.transport.transport import Deadline
 from embershard.worker.client.connections import handshake
 
 _SLOW_CALL_SECONDS = 0.002

@@ -5,8 +5,8 @@ from embershard.proto.errors import UnknownRoute, WrongDim
 from embershard.proto.messages import Declare, Pull, Push, Pushed, PushToken, Rows, TableGradients, TableIds
 from embershard.proto.routing import Placement
 from embershard.proto.spec import SGD, Constant, TableSpec
-from embershard.ps.coordination import route_cache as routes_module
-from embershard.ps.coordination.route_cache import RouteCache
+from embershard.ps.coordination import pushes as routes_module
+from embershard.ps.coordination.pushes import RouteCache
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 

@@ -34,8 +34,8 @@ from embershard.proto.transport.local import LocalTransport
 from embershard.proto.transport.transport import Unreachable
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
-from embershard.worker.client.chunks import MESSAGE_OVERHEAD, TABLE_OVERHEAD, split_into_messages
 from embershard.worker.client.client import Client
+from embershard.worker.client.connections import MESSAGE_OVERHEAD, TABLE_OVERHEAD, split_into_messages
 from embershard.worker.session.tables import await_loaded
 
 SPEC = TableSpec(name="t", dim=3, optimizer=SGD(lr=1.0), initializer=Constant(value=0.0))

@@ -21,7 +21,7 @@ import torch.distributed
 
 from embershard.local_shards import InProcessShards
 from embershard.proto.errors import RendezvousOver, WorkerLost, WorkersApart
-from embershard.proto.transport.transport import Deadline
+from embershard.proto.timing import Deadline
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
 from embershard.worker.client.worker_group import (

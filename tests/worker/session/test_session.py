@@ -15,7 +15,7 @@ from embershard.proto.messages import Pull, Push, Reply, Request
 from embershard.proto.protobuf import dumps, loads
 from embershard.proto.routing import make_routes
 from embershard.proto.transport.local import LocalTransport
-from embershard.ps.coordination.route_cache import RouteCache
+from embershard.ps.coordination.pushes import RouteCache
 from embershard.ps.shard import Shard
 from embershard.worker.client.client import Client
 from embershard.worker.session import reads as reads_module
