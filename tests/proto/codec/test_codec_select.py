@@ -22,27 +22,19 @@ def largest(values: np.ndarray, count: int) -> np.ndarray:
     return np.sort(np.argsort(-np.abs(values), kind="stable")[:count])
 
 
-class TestCount:
-    @pytest.mark.parametrize(
-        ("ratio", "size", "count"),
-        [(0.01, 1000, 10), (0.01, 1049, 10), (0.01, 1051, 11), (0.001, 10, 1), (1.0, 7, 7), (0.5, 0, 0), (0.9, 1, 1)],
-    )
-    def test_it_is_the_rounded_share_and_at_least_one(self, ratio, size, count):
-        assert count_of(ratio, size) == count
+def test_a_count_is_the_rounded_share_and_at_least_one():
+    shares = [(0.01, 1000), (0.01, 1049), (0.01, 1051), (0.001, 10), (1.0, 7), (0.5, 0), (0.9, 1)]
+    assert [count_of(ratio, size) for ratio, size in shares] == [10, 10, 11, 1, 7, 0, 1]
 
 
-class TestExact:
-    @given(st.integers(0, 2**32), st.integers(1, 99), st.floats(0.001, 1))
-    def test_a_small_array_gives_its_largest(self, seed, size, ratio):
-        values = normal(size, seed)
-        count = count_of(ratio, size)
-        assert np.array_equal(Threshold().select(values, count), largest(values, count))
+@given(st.integers(0, 2**32), st.integers(1, 99), st.floats(0.001, 1))
+def test_a_small_array_gives_its_largest_whatever_their_signs(seed, size, ratio):
+    values, count = normal(size, seed), count_of(ratio, size)
+    assert np.array_equal(Threshold().select(values, count), largest(values, count))
 
-    def test_signs_do_not_count(self):
-        assert Threshold().select(np.array([1, -9, 2, -0.5, 3], np.float32), 2).tolist() == [1, 4]
 
-    def test_none_of_none(self):
-        assert Threshold().select(np.empty(0, np.float32), 0).tolist() == []
+def test_none_of_none():
+    assert Threshold().select(np.empty(0, np.float32), 0).tolist() == []
 
 
 @pytest.mark.parametrize("size", [99, SMALL, LARGE])
@@ -50,17 +42,11 @@ class TestEverySize:
     def test_ratio_1_is_every_position_zeros_too(self, size):
         assert np.array_equal(Threshold().select(np.zeros(size, np.float32), size), np.arange(size))
 
-    def test_zeros_are_not_sent(self, size):
-        threshold = Threshold()
-        for _ in range(3):
-            assert threshold.select(np.zeros(size, np.float32), count_of(0.1, size)).size == 0
-
-    @pytest.mark.parametrize("nonzero", [1, 5])
-    def test_of_a_few_that_are_not_zero_all_are_sent(self, size, nonzero):
-        values = np.zeros(size, np.float32)
+    @pytest.mark.parametrize("nonzero", [0, 1, 5])
+    def test_of_a_few_that_are_not_zero_all_are_sent_and_no_zero(self, size, nonzero):
+        values, threshold = np.zeros(size, np.float32), Threshold()
         where = np.linspace(3, size - 1, nonzero).astype(int)
         values[where] = np.float32(1e-45)  # the smallest there is
-        threshold = Threshold()
         for _ in range(3):
             assert threshold.select(values, count_of(0.1, size)).tolist() == where.tolist()
 
@@ -76,15 +62,12 @@ class TestEverySize:
         values = normal(size)
         values[[0, 40, size - 1]] = np.nan, -np.inf, -np.nan
         assert {0, 40, size - 1} <= set(Threshold().select(values, max(3, count_of(0.01, size))).tolist())
-
-    def test_an_array_of_nan_is_selected_from(self, size):
         assert Threshold().select(np.full(size, np.nan, np.float32), 7).size == 7
 
     def test_the_last_rows_do_not_starve(self, size):
         """A threshold that lets too many pass must not take the first of them: with error feedback the end of the
         array would wait until nothing before it is large, step after step."""
-        threshold, count = Threshold(), count_of(0.1, size)
-        values = normal(size)
+        threshold, count, values = Threshold(), count_of(0.1, size), normal(size)
         threshold.select(values, count)
         louder = values * np.float32(1.1)  # more than `count` are over the old threshold
         positions = threshold.select(louder, count)
@@ -96,8 +79,7 @@ class TestSampled:
     @pytest.mark.parametrize("ratio", [0.001, 0.01, 0.3])
     def test_the_count_stays_within_the_bounds_while_the_array_changes(self, ratio):
         threshold, count = Threshold(), count_of(ratio, LARGE)
-        residual = np.zeros(LARGE, np.float32)
-        counts = []
+        residual, counts = np.zeros(LARGE, np.float32), []
         for step in range(40):
             residual += normal(LARGE, step)
             positions = threshold.select(residual, count)
@@ -109,19 +91,9 @@ class TestSampled:
         assert max(counts) <= 1
         assert np.mean(counts) > 0.97
 
-    def test_a_threshold_serves_many_calls_and_then_is_sampled_anew(self, monkeypatch):
-        sampled = []
-        sample = select._sampled
-        monkeypatch.setattr(select, "_sampled", lambda bits, count: sampled.append(1) or sample(bits, count))
-        threshold = Threshold()
-        for step in range(2 * REUSE):
-            threshold.select(normal(LARGE, step), count_of(0.05, LARGE))
-        assert len(sampled) == 2
-
     @pytest.mark.parametrize("factor", [0.01, 0.8, 1.2, 100])
     def test_an_array_that_grew_or_shrank_gets_another_threshold(self, factor):
-        threshold, count = Threshold(), count_of(0.05, LARGE)
-        values = normal(LARGE)
+        threshold, count, values = Threshold(), count_of(0.05, LARGE), normal(LARGE)
         threshold.select(values, count)
         for _ in range(2):
             changed = values * np.float32(factor)
@@ -129,8 +101,7 @@ class TestSampled:
 
     def test_values_that_repeat_do_not_deceive_the_sample(self, monkeypatch):
         """At a fixed stride, of 100 here, it would meet one column of the rows only."""
-        partitioned = []
-        kth = select._kth
+        partitioned, kth = [], select._kth
         monkeypatch.setattr(select, "_kth", lambda bits, count: partitioned.append(bits.size) or kth(bits, count))
         values = normal(262_100)
         values[::100] *= 1000
@@ -138,8 +109,10 @@ class TestSampled:
         assert np.array_equal(Threshold().select(values, count), largest(values, count))
         assert max(partitioned) < values.size, "the sample was right, so the array was not sorted"
 
-    def test_it_goes_on_from_its_saved_state(self):
-        first, count = Threshold(), count_of(0.01, LARGE)
+    def test_it_is_sampled_anew_after_many_calls_and_goes_on_from_its_saved_state(self, monkeypatch):
+        sampled, sample = [], select._sampled
+        monkeypatch.setattr(select, "_sampled", lambda bits, count: sampled.append(1) or sample(bits, count))
+        first, count = Threshold(), count_of(0.05, LARGE)
         for step in range(5):
             first.select(normal(LARGE, step), count)
         second = Threshold(**json.loads(json.dumps(dataclasses.asdict(first))))
@@ -147,39 +120,31 @@ class TestSampled:
             values = normal(LARGE, step)
             assert np.array_equal(first.select(values, count), second.select(values, count))
         assert first == second
+        assert len(sampled) == 3  # one before the copy, and one of each
 
 
-class TestRows:
-    def test_a_norm_neither_underflows_nor_overflows(self):
-        rows = np.array([[3e-30, 4e-30], [3e30, -4e30], [0, 0], [3, 4]], np.float32)
-        assert row_norms(rows) == pytest.approx(np.array([5e-30, 5e30, 0, 5], np.float32), rel=1e-6)
-
-    @pytest.mark.parametrize("shape", [(0, 4), (5, 1), (100, 17)])
-    def test_norms_are_those_of_numpy(self, shape):
+def test_norms_are_those_of_numpy_and_neither_underflow_nor_overflow():
+    rows = np.array([[3e-30, 4e-30], [3e30, -4e30], [0, 0], [3, 4]], np.float32)
+    assert row_norms(rows) == pytest.approx(np.array([5e-30, 5e30, 0, 5], np.float32), rel=1e-6)
+    for shape in ((0, 4), (5, 1), (100, 17)):
         rows = normal(shape[0] * shape[1]).reshape(shape)
         np.testing.assert_allclose(row_norms(rows), np.linalg.norm(rows.astype(np.float64), axis=1), rtol=1e-6)
-
-    def test_a_row_with_nan_is_selected(self):
-        rows = normal(800).reshape(100, 8)
-        rows[70, 3] = np.nan
-        assert 70 in Threshold().select(row_norms(rows), 2)
+    rows[70, 3] = np.nan
+    assert 70 in Threshold().select(row_norms(rows), 2)
 
 
-class TestRandom:
-    @given(st.integers(1, 10_000), st.floats(0, 1), st.integers(0, 2**64 - 1))
-    def test_positions_ascend_and_are_a_function_of_the_key(self, size, share, key):
-        count = round(share * size)
-        positions = random_positions(size, count, key)
-        assert positions.size == count
-        assert (np.diff(positions) > 0).all()
-        assert count == 0 or (positions[0] >= 0 and positions[-1] < size)
-        assert np.array_equal(positions, random_positions(size, count, key))
+@given(st.integers(1, 10_000), st.floats(0, 1), st.integers(0, 2**64 - 1))
+def test_random_positions_ascend_and_are_a_function_of_the_key(size, share, key):
+    count = round(share * size)
+    positions = random_positions(size, count, key)
+    assert positions.size == count
+    assert (np.diff(positions) > 0).all()
+    assert count == 0 or (positions[0] >= 0 and positions[-1] < size)
+    assert np.array_equal(positions, random_positions(size, count, key))
 
-    def test_golden_values(self):
-        """Both sides draw them, so they are part of the contract."""
-        assert random_positions(1000, 4, 7).tolist() == [18, 454, 678, 929]
 
-    def test_every_position_is_drawn_as_often(self):
-        drawn = np.concatenate([random_positions(50, 10, key) for key in range(4000)])
-        counts = np.bincount(drawn, minlength=50)
-        assert np.abs(counts - 800).max() < 5 * np.sqrt(800 * 0.8)
+def test_random_positions_have_golden_values_and_are_drawn_equally_often():
+    """Both sides draw them, so they are part of the contract."""
+    assert random_positions(1000, 4, 7).tolist() == [18, 454, 678, 929]
+    drawn = np.concatenate([random_positions(50, 10, key) for key in range(4000)])
+    assert np.abs(np.bincount(drawn, minlength=50) - 800).max() < 5 * np.sqrt(800 * 0.8)
