@@ -142,7 +142,7 @@ evaluate.top_k=5 -> evaluate.top_k: has no meaning for data.reader ctr_csv
 data.valid=null -> train.lr_schedule: needs something to evaluate on -> train.early_stop: needs something to evaluate on
 train.samples=3; workers=4 -> workers: 4 workers cannot share 3 samples
 model={name: deepfm, batch_norm: true}; train.batch_size=1 -> train.batch_size: batch norm needs at least 2 samples
-data.valid=walid.csv -> data.valid: no file 
+data.valid=walid.csv -> data.valid: no file
 data.stream=true; train.lr_schedule={name: cosine} -> train.lr_schedule.name: cosine needs the number of steps
 """
 
