@@ -1,129 +1,128 @@
-"""How tables travel, both ways, between a model and shards in this process: what codecs save and cost, which
-of them keep every bit, and what a run that is resumed goes on with."""
+"""How tables travel, both ways, between a model and shards in this process: what codecs save and cost, which of them
+keep every bit, what a run that is resumed goes on with, and how settings choose them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+import importlib
+from itertools import groupby
 
 import numpy as np
 import pytest
 import torch
+from half_codec import HALF_CODEC
 from torch import nn
 
 import embershard as es
+from embershard.local_shards import InProcessShards
 from embershard.proto.codec.name import CodecName
+from embershard.proto.codec.payload import encode_elements
 from embershard.proto.codec.select import REUSE, SMALL
+from embershard.proto.codec.user_defined import CodecRegistry
 from embershard.proto.codec.values.registry import find_values
+from embershard.proto.errors import DamagedPayload, UnknownCodec
+from embershard.proto.messages import Pull, Rows, TableIds
+from embershard.proto.routing import even_ids, make_route
 from embershard.proto.spec import TableSpec
+from embershard.proto.timing import Recorder
 from embershard.proto.transport.local import LocalTransport
-from embershard.ps.shard import Shard
 from embershard.worker.checkpoint.tensors import pack, unpack
+from embershard.worker.client.byte_counts import BytePart
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
+from embershard.worker.compression.deltas import apply_delta
 from embershard.worker.compression.error_feedback import EncodeOptions, Feedback, ShardGradients
+from embershard.worker.compression.low_rank import DenseLayout, ParameterSlice
+from embershard.worker.compression.settings import CodecSchedule, Compression, warmup_density
+from embershard.worker.session.local_steps import LocalSteps
 from embershard.worker.session.session import Session
 from harness.models import BagModel
+from harness.raises import raises
 
-NUM_IDS, DIM = 400, 32
-
-
-def batches(count: int, seed: int = 0) -> Iterator[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(count):
-        yield torch.randint(0, NUM_IDS, (64, 4), generator=generator)
+ADAGRAD, SGD = es.Adagrad(lr=0.1), es.SGD(lr=0.1)
 
 
-def session_of(compression: es.Compression | None = None, shards: int = 2) -> tuple[Session, nn.Module]:
-    torch.manual_seed(0)
-    session = es.local(shards, compression=compression)
-    return session, es.wrap(
-        BagModel(NUM_IDS, DIM), session, optimizer=es.Adagrad(lr=0.1), dense_optimizer=es.SGD(lr=0.05)
-    )
+class Run:
+    """A model and its session, trained batch by batch."""
+
+    def __init__(
+        self, compression=None, shards=2, *, optimizer=ADAGRAD, dense=SGD, num_ids=50, dim=8, hidden=40, batch=5
+    ):
+        torch.manual_seed(0)
+        shards = InProcessShards(shards) if isinstance(shards, int) else shards
+        self.session = Session(Client(shards.transports()), compression=compression)
+        self.compressor, self.stats = self.session.client.compressor, self.session.client.stats
+        model = BagModel(num_ids, dim, hidden)
+        self.model = es.wrap(model, self.session, optimizer=optimizer, dense_optimizer=dense)
+        self.num_ids, self.batch = num_ids, batch
+
+    def batches(self, start, stop):
+        for number in range(start, stop):
+            yield torch.randint(0, self.num_ids, (self.batch, 3), generator=torch.Generator().manual_seed(number))
+
+    def train(self, start, stop, *, ahead=True, schedule=False):
+        """The mean loss of the last ten steps."""
+        losses, batches = [], self.batches(start, stop)
+        for number, ids in enumerate(self.session.prefetch(batches) if ahead else batches, start):
+            if schedule:  # what is held counts by the rate of its own push
+                self.session.lr_scale = 1.0 / (1 + number // 4)
+            loss = (self.model(ids) - ids.float().mean(1) / self.num_ids).square().mean()
+            loss.backward()
+            self.session.step()
+            losses.append(loss.item())
+        return float(np.mean(losses[-10:]))
+
+    def weights(self):
+        rows = self.session.tables[0].pull(torch.arange(self.num_ids)).numpy()
+        self.session.pull([], self.session.dense_weights)
+        return b"".join([rows.tobytes(), *(part.detach().numpy().tobytes() for part in self.model.parameters())])
+
+    def bytes(self, *part):
+        """Bytes that travelled and that would have without a codec, of a direction, and parts or tables."""
+        moved = [moved for found, moved in self.session.client.stats.volume.items() if found[: len(part)] == part]
+        return sum(each.wire for each in moved), sum(each.raw for each in moved)
 
 
-def train(session: Session, model: nn.Module, count: int = 40, seed: int = 0) -> float:
-    losses = []
-    for ids in session.prefetch(batches(count, seed)):
-        loss = (model(ids) - ids.float().mean(1) / NUM_IDS).square().mean()
-        loss.backward()
-        session.step()
-        losses.append(loss.item())
-    return float(np.mean(losses[-10:]))
+def large(compression=None):
+    return Run(compression, num_ids=400, dim=32, hidden=0, batch=64, dense=es.SGD(lr=0.05))
 
 
 @pytest.fixture(scope="module")
 def plain():
     """The loss and the bytes of a session without compression."""
-    session, model = session_of()
-    return train(session, model), session.stats.sent_bytes, session.stats.received_bytes
+    run = large()
+    return run.train(0, 40), run.session.stats.sent_bytes, run.session.stats.received_bytes
 
 
 @pytest.mark.parametrize(("codec", "ratio"), [("fp16s", 1.9), ("bf16", 1.9), ("int8", 3.0)])
 def test_values_codecs_train_alike_with_fewer_bytes_both_ways(codec, ratio, plain):
-    session, model = session_of(es.Compression(push=codec, pull=codec, dense={"push": codec, "pull": codec}))
-    loss = train(session, model)
-    assert loss == pytest.approx(plain[0], rel=0.05)
-    sent, received = session.stats.sent_bytes, session.stats.received_bytes
-    assert (plain[1] + plain[2]) / (sent + received) > ratio
+    run = large(Compression(push=codec, pull=codec, dense={"push": codec, "pull": codec}))
+    assert run.train(0, 40) == pytest.approx(plain[0], rel=0.05)
+    assert (plain[1] + plain[2]) / (run.session.stats.sent_bytes + run.session.stats.received_bytes) > ratio
 
 
-@pytest.mark.parametrize("codec", ["topk:0.05", "rows:0.2", "randomk:0.5", "dgc:0.05", "topk:0.05+int8"])
+@pytest.mark.parametrize("codec", ["topk:0.05", "rows:0.2", "randomk:0.5", "dgc:0.05", "topk:0.05+int8", "onebit"])
 def test_what_is_held_back_is_trained_on_later(codec, plain):
-    session, model = session_of(es.Compression(push=codec, dense={"push": codec}, warmup_steps=2))
-    first = train(session, model, count=3)
-    assert train(session, model, seed=1) < 0.5 * first
-    assert session.stats.sent_bytes < plain[1]
-
-
-def test_one_bit_serves_dense_weights():
-    session, model = session_of(es.Compression(dense={"push": "onebit"}))
-    first = train(session, model, count=3)
-    assert train(session, model, seed=1) < 0.5 * first
-    pushed = sum(moved.wire for part, moved in session.stats.volume.items() if part[:2] == ("push", "dense"))
-    raw = sum(moved.raw for part, moved in session.stats.volume.items() if part[:2] == ("push", "dense"))
-    assert raw / pushed > 25
+    run = large(Compression(push="none" if codec == "onebit" else codec, dense={"push": codec}, warmup_steps=2))
+    first = run.train(0, 3)
+    assert run.train(40, 80) < 0.5 * first
+    assert run.session.stats.sent_bytes < plain[1]
+    wire, raw = run.bytes("push", "dense")
+    assert codec != "onebit" or raw / wire > 25
 
 
 def test_ids_that_ascend_travel_as_gaps():
     sent = {}
     for pull in ("none", "fp16s"):
-        session, _ = session_of(es.Compression(pull=pull))
-        for _ in session.prefetch(batches(5)):
+        run = large(Compression(pull=pull))
+        for _ in run.session.prefetch(run.batches(0, 5)):
             pass
-        sent[pull] = sum(moved.wire for part, moved in session.stats.volume.items() if part[:2] == ("pull", "ids"))
+        sent[pull], _ = run.bytes("pull", "ids")
     assert sent["fp16s"] < 0.3 * sent["none"]
 
 
 def test_tables_are_chosen_by_name_and_kind():
-    settings = es.Compression(
-        push="int8", dense={"pull": "bf16"}, tables={"b*": {"push": "topk:0.5"}, "dense": {"push": "fp16s"}}
-    )
-    session, _ = session_of(settings)
-    ways = {name: (str(push), str(pull)) for name, (push, pull) in session.client.compressor.directions().items()}
+    own = {"b*": {"push": "topk:0.5"}, "dense": {"push": "fp16s"}}
+    run = Run(Compression(push="int8", dense={"pull": "bf16"}, tables=own))
+    ways = {name: (str(push), str(pull)) for name, (push, pull) in run.compressor.directions().items()}
     assert ways == {"bag": ("topk:0.5", "none"), "dense": ("fp16s", "bf16")}
-
-
-def test_codecs_change_at_run_time_and_nothing_that_was_held_is_lost():
-    session, model = session_of(es.Compression(push="topk:0.01", dense={"push": "topk:0.01"}))
-    train(session, model, 10)
-    held = session.client.compressor.held("bag")
-    assert len(held.ids)
-    assert session.compress("*", push="none") == ["bag", "dense"]
-    before = session.tables[0].pull(torch.from_numpy(held.ids)).numpy()
-    for ids in batches(1):
-        (0.0 * model(ids)).sum().backward()
-    session.step()
-    assert not len(session.client.compressor.held("bag").ids)
-    assert (session.tables[0].pull(torch.from_numpy(held.ids)).numpy() != before).any(axis=1).all()
-
-
-def test_what_one_codec_held_the_next_one_sends():
-    session, model = session_of(es.Compression(push="topk:0.01"))
-    train(session, model, 10)
-    held = len(session.client.compressor.held("bag").ids)
-    session.compress("bag", push="rows:0.5")
-    assert len(session.client.compressor.held("bag").ids) == held
-    train(session, model, 20)
 
 
 @pytest.mark.parametrize(
@@ -143,50 +142,68 @@ def test_what_one_codec_held_the_next_one_sends():
 )
 def test_settings_that_cannot_be_are_refused_at_once(settings, message):
     with pytest.raises(ValueError, match=message):
-        es.Compression(**settings)  # type: ignore[arg-type]
+        Compression(**settings)
+
+
+def test_a_codec_holds_from_its_step_to_the_next_one():
+    schedule = CodecSchedule.of({100: "int8", 0: "none", 200: "topk:0.01"})
+    found = [str(schedule.codec(step)) for step in (0, 99, 100, 199, 200, 10**9)]
+    assert found == ["none", "none", "int8", "int8", "topk:0.01", "topk:0.01"]
+    for at in ({}, {1: "none"}, {0: "none", -1: "int8"}):
+        with pytest.raises(ValueError, match="step 0"):
+            CodecSchedule.of(at)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "per_density", "want"),
+    [
+        (0.001, 2, [(0.25, 2), (0.0625, 2), (0.015625, 2), (0.004, 2), (0.001, 2)]),
+        (0.01, 3, [(0.25, 3), (0.0625, 3), (0.015625, 3), (0.01, 1)]),
+        (0.0625, 4, [(0.25, 4), (0.0625, 6)]),
+        (0.5, 4, [(0.5, 10)]),
+        (0.001, 0, [(0.001, 10)]),
+    ],
+)
+def test_dgc_is_warmed_up_over_the_densities_above_its_ratio(ratio, per_density, want):
+    densities = [warmup_density(ratio, step, per_density) for step in range(10)]
+    assert [(density, len(list(steps))) for density, steps in groupby(densities)] == want
 
 
 def test_a_table_whose_optimizer_has_momentum_refuses_dgc():
-    session = es.local(compression=es.Compression(push="dgc:0.1"))
+    session = es.local(compression=Compression(push="dgc:0.1"))
     with pytest.raises(ValueError, match="momentum"):
         session.table(TableSpec(name="t", dim=4, optimizer=es.SGD(lr=0.1, momentum=0.9)))
-    session = es.local(compression=es.Compression(momentum=0.9))
+    session = es.local(compression=Compression(momentum=0.9))
     session.table(TableSpec(name="t", dim=4, optimizer=es.Adam(lr=0.1)))
     with pytest.raises(ValueError, match="beta1"):
         session.compress("t", push="dgc:0.1")
     assert session.client.compressor.directions()["t"].push == CodecName()
 
 
-def test_compress_names_what_there_is():
-    session, _ = session_of()
-    with pytest.raises(ValueError, match=r"\(known: dense, bag\)"):
-        session.compress("user", push="int8")
-    with pytest.raises(ValueError, match="it serves dense weights"):
-        session.compress("*", push="powersgd:2")
-    assert all(ways.push.is_plain for ways in session.client.compressor.directions().values())
-
-
-@pytest.mark.parametrize("name", ["bag", "dense"])
-def test_compress_names_what_there_is_once(name):
+def test_every_table_switches_or_none_and_an_unknown_one_is_told_the_names():
+    run = Run()
+    for tables, codec, message in [
+        ("user", "int8", r"\(known: dense, bag\)"),
+        ("*", "powersgd:2", "it serves dense weights"),
+        ("*", "onebit", "one bit"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            run.session.compress(tables, push=codec)
+        assert all(ways.push.is_plain for ways in run.compressor.directions().values())
+    assert run.session.compress("dense", push="onebit") == ["dense"]
+    assert run.session.compress("*", push="none") == ["bag", "dense"]
     session = es.local()
-    session.table(es.TableSpec(name=name, dim=1, optimizer=es.SGD(lr=1.0)))
-    with pytest.raises(ValueError, match=rf"\(known: {name}\)"):
+    session.table(TableSpec(name="dense", dim=1, optimizer=SGD))
+    with pytest.raises(ValueError, match=r"\(known: dense\)"):
         session.compress("nope", push="int8")
 
 
-def test_every_table_switches_or_none():
-    session, _ = session_of()
-    with pytest.raises(ValueError, match="one bit"):
-        session.compress("*", push="onebit")
-    assert session.compress("dense", push="onebit") == ["dense"]
-
-
 def test_rows_that_were_assigned_see_no_gradient_of_before():
-    session = es.local(2, compression=es.Compression(push="topk:0.1"))
+    session = es.local(2, compression=Compression(push="topk:0.1"))
     table = session.table(TableSpec(name="t", dim=4, optimizer=es.SGD(lr=1.0), initializer=es.Constant()))
     ids, some = torch.arange(50), torch.arange(10, 30)
     session.client.push([("t", table.route(ids), np.ones((50, 4), np.float32))], clock=0)
-    before = table.pull(ids)
+    assert float(table.pull(ids).sum()) > -50
     for keep_state, held in ((True, 50), (False, 30)):
         rows = table.pull(some) if keep_state else torch.zeros(20, 4)
         route = table.route(some)
@@ -198,29 +215,18 @@ def test_rows_that_were_assigned_see_no_gradient_of_before():
     session.client.push([], clock=1)
     want = torch.full((50, 4), -1.0)
     want[some] = 0
-    assert float(before.sum()) > -50
     torch.testing.assert_close(table.pull(ids), want)
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.Embedding(20, 16, max_norm=1.0)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        rows: torch.Tensor = self.rows(ids)
-        return rows
-
-
-def turned(pull: str) -> torch.Tensor:
+def turned(pull):
     """Rows at their max_norm after steps that are smaller than what a codec makes of them."""
     torch.manual_seed(0)
-    session = es.local(1, compression=es.Compression(pull=pull))
-    model = es.wrap(Normed(), session, optimizer=es.SGD(lr=0.001))
+    session = es.local(1, compression=Compression(pull=pull))
+    model = es.wrap(nn.Sequential(nn.Embedding(20, 16, max_norm=1.0)), session, optimizer=es.SGD(lr=0.001))
     for _ in range(60):
         model(torch.arange(20))[:, 0].sum().backward()
         session.step()
-    session.compress("rows", pull="none")
+    session.compress("0", pull="none")
     return session.tables[0].pull(torch.arange(20))
 
 
@@ -230,79 +236,44 @@ def test_rows_that_max_norm_scales_are_not_rounded_on_the_shards():
         assert float((turned(codec) - plain).abs().max()) < 2e-3
 
 
-FEW_IDS = 50
+@pytest.mark.parametrize("optimizer", [es.SGD(lr=0.01), es.Adagrad(lr=0.05), es.Adam(lr=0.01)], ids=lambda o: o.name)
+def test_what_sends_everything_is_none_to_the_bit(optimizer):
+    def trained(codec, shards=2, ahead=True):
+        run = Run(Compression(push=codec, dense={"push": codec}), shards, optimizer=optimizer, dense=optimizer)
+        run.train(0, 12, ahead=ahead)
+        return run.weights()
 
-
-def trained(
-    optimizer: object, compression: es.Compression | None, *, shards: int = 2, ahead: bool = True, steps: int = 12
-) -> tuple[bytes, Session]:
-    """All weights after some steps."""
-    torch.manual_seed(0)
-    session = es.local(shards, compression=compression)
-    model = es.wrap(BagModel(FEW_IDS, 8, hidden=40), session, optimizer=optimizer, dense_optimizer=optimizer)  # type: ignore[arg-type]
-    batches = [torch.randint(0, FEW_IDS, (5, 3), generator=torch.Generator().manual_seed(n)) for n in range(steps)]
-    for ids in session.prefetch(batches) if ahead else batches:
-        (model(ids) - ids.float().mean(1)).square().mean().backward()
-        session.step()
-    return b"".join(part.tobytes() for part in weights(session, model, FEW_IDS)), session
-
-
-OPTIMIZERS = {"sgd": es.SGD(lr=0.01), "adagrad": es.Adagrad(lr=0.05), "adam": es.Adam(lr=0.01)}
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("codec", ["topk:1", "rows:1", "randomk:1"])
-def test_what_sends_everything_is_none_to_the_bit(codec, optimizer):
-    compression = es.Compression(push=codec, dense={"push": codec})
-    plain, _ = trained(OPTIMIZERS[optimizer], None)
-    for shards, ahead in ((2, True), (1, True), (2, False)):
-        assert trained(OPTIMIZERS[optimizer], compression, shards=shards, ahead=ahead)[0] == plain
+    plain = trained("none")
+    for codec in ("topk:1", "rows:1", "randomk:1"):
+        for shards, ahead in ((2, True), (1, True), (2, False)):
+            assert trained(codec, shards, ahead) == plain, (codec, shards, ahead)
 
 
 def test_none_is_a_session_without_compression_to_the_bit_and_byte():
-    plain, before = trained(es.Adam(lr=0.01), None)
-    none, after = trained(es.Adam(lr=0.01), es.Compression(push="none", pull="none", tables={"*": {"push": "none"}}))
-    assert none == plain
-    assert after.stats.sent_bytes == before.stats.sent_bytes
-    assert after.stats.received_bytes == before.stats.received_bytes
+    found = []
+    for compression in (None, Compression(push="none", pull="none", tables={"*": {"push": "none"}})):
+        run = Run(compression, optimizer=es.Adam(lr=0.01))
+        run.train(0, 12)
+        found.append((run.weights(), run.session.stats.sent_bytes, run.session.stats.received_bytes))
+    assert found[0] == found[1]
 
 
 def test_rows_that_give_way_are_pulled_again_by_a_loop_that_runs_ahead():
-    compression = es.Compression(push="topk:0.02", residual_rows=8)
-    ahead, _ = trained(es.SGD(lr=0.01), compression, ahead=True, steps=40)
-    assert trained(es.SGD(lr=0.01), compression, ahead=False, steps=40)[0] == ahead
+    weights = []
+    for ahead in (True, False):
+        run = Run(Compression(push="topk:0.02", residual_rows=8), optimizer=es.SGD(lr=0.01), dense=es.SGD(lr=0.01))
+        run.train(0, 40, ahead=ahead)
+        weights.append(run.weights())
+    assert weights[0] == weights[1]
 
 
-SOME_IDS = 300
-Shards = Callable[..., list[Shard]]
+def begin(push="topk:0.1", dense="none", shards=2):
+    compression = Compression(push=push, dense={"push": dense}, residual_rows=60, warmup_steps=3, momentum=0.5)
+    return Run(compression, shards, optimizer=SGD, dense=es.SGD(lr=0.01), num_ids=300, hidden=200, batch=16)
 
 
-def numbered_batches(start: int, stop: int) -> Iterator[torch.Tensor]:
-    for number in range(start, stop):
-        yield torch.randint(0, SOME_IDS, (16, 3), generator=torch.Generator().manual_seed(number))
-
-
-def begun(shards: list[Shard], push: str, dense: str) -> tuple[Session, nn.Module]:
-    torch.manual_seed(0)
-    transports = [LocalTransport(shard.handle, f"local/{i}") for i, shard in enumerate(shards)]
-    compression = es.Compression(push=push, dense={"push": dense}, residual_rows=60, warmup_steps=3, momentum=0.5)
-    session = Session(Client(transports), compression=compression)
-    return session, es.wrap(
-        BagModel(SOME_IDS, 8, hidden=200), session, optimizer=es.SGD(lr=0.1), dense_optimizer=es.SGD(lr=0.01)
-    )
-
-
-def train_from(session: Session, model: nn.Module, start: int, stop: int) -> None:
-    for number, ids in enumerate(session.prefetch(numbered_batches(start, stop)), start):
-        session.lr_scale = 1.0 / (1 + number // 4)  # as a schedule: what is held counts by that of its own push
-        (model(ids) - ids.float().mean(1) / SOME_IDS).square().mean().backward()
-        session.step()
-
-
-def weights(session: Session, model: nn.Module, num_ids: int = SOME_IDS) -> list[np.ndarray]:
-    rows = session.tables[0].pull(torch.arange(num_ids)).numpy()
-    session.pull([], session.dense_weights)
-    return [rows, *(parameter.detach().numpy().copy() for parameter in model.parameters())]
+def saved(run):
+    return unpack(pack(run.compressor.state_dict()))
 
 
 @pytest.mark.parametrize(
@@ -315,113 +286,71 @@ def weights(session: Session, model: nn.Module, num_ids: int = SOME_IDS) -> list
         ("randomk:0.3", "powersgd:2"),
     ],
 )
-def test_a_resumed_run_is_equal_to_one_that_was_not_stopped(push, dense, make_shards):
-    whole = begun(make_shards(2), push, dense)
-    train_from(*whole, 0, 24)
-
-    shards = make_shards(2)
-    first = begun(shards, push, dense)
-    train_from(*first, 0, 12)
-    state = unpack(pack(first[0].client.compressor.state_dict()))
-    first[0].close()
-    second = begun(shards, push, dense)
-    second[0].client.compressor.load_state_dict(state)
-    train_from(*second, 12, 24)
-    for mine, other in zip(weights(*second), weights(*whole), strict=True):
-        assert mine.tobytes() == other.tobytes()
+def test_a_resumed_run_is_equal_to_one_that_was_not_stopped(push, dense):
+    whole, shards = begin(push, dense), InProcessShards(2)
+    whole.train(0, 24, schedule=True)
+    first = begin(push, dense, shards)
+    first.train(0, 12, schedule=True)
+    first.session.close()
+    second = begin(push, dense, shards)
+    second.compressor.load_state_dict(saved(first))
+    second.train(12, 24, schedule=True)
+    assert second.weights() == whole.weights()
 
 
 LARGE = 9000  # rows of 8 elements: more than are selected exactly
 
 
-def large_pushes(start: int, feedback: Feedback) -> list[bytes]:
+def large_pushes(start, feedback):
     """Payloads of some pushes of a table that is selected from by a threshold; it soon fits no more, by a little."""
-    how = EncodeOptions(CodecName.parse("topk:0.01"), find_values("none"), 0.01, key=0)
-    sent = []
+    options = EncodeOptions(CodecName.parse("topk:0.01"), find_values("none"), 0.01, key=0)
     for number in range(start, start + 6):
         rows = np.random.default_rng(number).standard_normal((LARGE, 8)).astype(np.float32)
-        sent.append(
-            feedback.pack(ShardGradients(np.arange(LARGE), rows * np.float32(0.9**number), 1.0), how).payload.tobytes()
-        )
-    return sent
+        gradients = ShardGradients(np.arange(LARGE), rows * np.float32(0.9**number), 1.0)
+        yield feedback.pack(gradients, options).payload.tobytes()
 
 
 def test_a_threshold_goes_on_from_a_checkpoint():
     assert LARGE * 8 > SMALL
     whole, resumed, sampled_anew = (Feedback(8, None) for _ in range(3))
-    large_pushes(0, whole)
+    list(large_pushes(0, whole))
     state = unpack(pack(whole.state_dict()))
     resumed.load_state_dict(state)
     sampled_anew.load_state_dict({**state, "threshold": [0, REUSE]})
-    want = large_pushes(6, whole)
-    assert large_pushes(6, resumed) == want
-    assert large_pushes(6, sampled_anew) != want
+    want = list(large_pushes(6, whole))
+    assert list(large_pushes(6, resumed)) == want
+    assert list(large_pushes(6, sampled_anew)) != want
 
 
-def test_what_is_held_back_can_be_dropped(make_shards):
-    session, *rest = begun(make_shards(2), "topk:0.1", "dgc:0.05")
-    train_from(session, *rest, 0, 6)
-    compressor = session.client.compressor
-    assert any(len(compressor.held(name).ids) for name in session.table_names)
-    compressor.clear_residuals()
-    assert not any(len(compressor.held(name).ids) for name in session.table_names)
+def test_what_is_held_back_can_be_dropped():
+    run = begin(dense="dgc:0.05")
+    run.train(0, 6)
+    assert set(run.compressor.rows_held_back()) == {"bag", "dense"}
+    run.compressor.clear_residuals()
+    assert not run.compressor.rows_held_back()
 
 
-def test_without_its_state_it_would_not_be(make_shards):
-    whole, shards = begun(make_shards(2), "topk:0.1", "none"), make_shards(2)
-    train_from(*whole, 0, 24)
-    train_from(*begun(shards, "topk:0.1", "none"), 0, 12)
-    second = begun(shards, "topk:0.1", "none")
-    train_from(*second, 12, 24)
-    assert weights(*second)[0].tobytes() != weights(*whole)[0].tobytes()
-
-
-def test_on_another_number_of_shards_what_was_held_is_held(make_shards):
-    session, model = begun(make_shards(3), "topk:0.1", "topk:0.01")
-    train_from(session, model, 0, 12)
-    state = unpack(pack(session.client.compressor.state_dict()))
-    other, _ = begun(make_shards(2), "topk:0.1", "topk:0.01")
-    other.client.compressor.load_state_dict(state)
-    for table in ("bag", "dense"):
-        before, after = (s.client.compressor.held(table) for s in (session, other))
-        one, two = np.argsort(before.ids), np.argsort(after.ids)
-        np.testing.assert_array_equal(before.ids[one], after.ids[two])
-        np.testing.assert_array_equal(before.rows[one], after.rows[two])
-        np.testing.assert_array_equal(before.ages[one], after.ages[two])
-
-
-def test_a_worker_that_stays_holds_for_one_that_is_gone(make_shards):
-    sessions = [begun(make_shards(2), "topk:0.1", "none") for _ in range(2)]
-    for number, (session, model) in enumerate(sessions):
-        train_from(session, model, 10 * number, 10 * number + 8)
-    held = [session.client.compressor.held("bag") for session, _ in sessions]
-    stays, gone = (session.client.compressor for session, _ in sessions)
-    stays.hold(unpack(pack(gone.state_dict())))
-    total = sum((part.rows * part.rates[:, None]).sum(0, dtype=np.float64) for part in held)
-    now = stays.held("bag")
-    np.testing.assert_allclose((now.rows * now.rates[:, None]).sum(0, dtype=np.float64), total, atol=1e-5)
-
-
-def held_in_effect(session: Session) -> np.ndarray:
-    """What the rows of a table that wait would change, were they pushed now."""
-    compressor = session.client.compressor
-    held = compressor.held("bag")
-    return compressor.share * (held.rows * held.rates[:, None]).sum(0, dtype=np.float64)
+def held(run, table):
+    """Ids and ages of the rows of a table that wait, and what they would change, were they pushed now."""
+    held = run.compressor.held(table)
+    order = np.argsort(held.ids)
+    return held.ids[order], held.ages[order], (run.compressor.share * held.rates[:, None] * held.rows)[order]
 
 
 @pytest.mark.parametrize("num_shards", [2, 3])
-def test_what_was_held_counts_as_it_would_have(make_shards, num_shards):
-    four = begun(make_shards(2), "topk:0.1", "none")
-    four[0].client.compressor.share = 0.25  # one of four synchronous workers
-    train_from(*four, 0, 8)
-    state = unpack(pack(four[0].client.compressor.state_dict()))
-    alone, _ = begun(make_shards(num_shards), "topk:0.1", "none")
-    alone.client.compressor.load_state_dict(state)
-    want = held_in_effect(four[0])
-    assert np.abs(want).max() > 0
-    np.testing.assert_allclose(held_in_effect(alone), want, rtol=1e-6)
-    alone.client.compressor.hold(state)  # another of the four, who is gone
-    np.testing.assert_allclose(held_in_effect(alone), 2 * want, rtol=1e-5)
+def test_what_was_held_counts_as_it_would_have_on_any_number_of_shards(num_shards):
+    four = begin(dense="topk:0.01")
+    four.compressor.share = 0.25  # one of four synchronous workers
+    four.train(0, 8, schedule=True)
+    alone = begin(dense="topk:0.01", shards=num_shards)
+    alone.compressor.load_state_dict(saved(four))
+    for times in (1, 2):
+        for table in ("bag", "dense"):
+            ids, ages, effects = held(four, table)
+            assert len(ids)
+            for found, want in zip(held(alone, table), (ids, ages, times * effects), strict=True):
+                np.testing.assert_allclose(found, want, rtol=1e-5)
+        alone.compressor.hold(saved(four))  # another of the four, who is gone
 
 
 @pytest.mark.parametrize(("staleness", "want"), [(0, 0.25), (2, 1.0), (None, 1.0)])
@@ -433,27 +362,221 @@ def test_a_push_counts_as_one_of_those_that_are_gathered(make_shards, staleness,
 
 
 @pytest.mark.parametrize("local", [False, True])
-def test_gradients_are_not_held_for_a_run_that_pushes_differences(make_shards, caplog, local):
-    session, model = begun(make_shards(2), "topk:0.1", "none")
-    compressor = session.client.compressor
-    compressor.differences = not local
-    train_from(session, model, 0, 6)
-    state = unpack(pack(compressor.state_dict()))
-    other, _ = begun(make_shards(2), "topk:0.1", "none")
-    other.client.compressor.differences = local
-    other.client.compressor.load_state_dict(state)
-    other.client.compressor.hold(state)
-    assert not len(other.client.compressor.held("bag").ids)
-    then, now = ("gradients", "differences of weights") if local else ("differences of weights", "gradients")
-    assert f"table bag: what was held back is dropped: it is of {then}, and pushes are {now}" in caplog.text
+def test_gradients_are_not_held_for_a_run_that_pushes_differences(caplog, local):
+    run, other = begin(), begin()
+    run.compressor.differences, other.compressor.differences = not local, local
+    run.train(0, 6)
+    other.compressor.load_state_dict(saved(run))
+    other.compressor.hold(saved(run))
+    assert not other.compressor.rows_held_back()
+    assert "table bag: what was held back is dropped" in caplog.text
 
 
-def test_a_state_of_before_there_were_shares_is_that_of_the_same_run(make_shards):
-    session, model = begun(make_shards(2), "topk:0.1", "none")
-    train_from(session, model, 0, 6)
-    state = unpack(pack(session.client.compressor.state_dict()))
+def test_a_state_of_before_there_were_shares_is_that_of_the_same_run():
+    run, other = begin(), begin()
+    run.train(0, 6)
+    state = saved(run)
     for table in state.values():
         del table["share"], table["differences"]
-    other, _ = begun(make_shards(2), "topk:0.1", "none")
-    other.client.compressor.load_state_dict(state)
-    np.testing.assert_array_equal(held_in_effect(other), held_in_effect(session))
+    other.compressor.load_state_dict(state)
+    for found, want in zip(held(other, "bag"), held(run, "bag"), strict=True):
+        np.testing.assert_array_equal(found, want)
+
+
+# Dense weights that are pulled by what changed: the same bits as pulled whole.
+
+DIM, ROWS = 64, 40
+SPEC = TableSpec(name="dense", dim=DIM, optimizer=es.SGD(lr=0.5), initializer=es.Normal())
+IDS = even_ids(ROWS, SPEC.space_key)
+
+
+class Counting(LocalTransport):
+    """Counts the elements of rows that come."""
+
+    elements = 0
+
+    def submit(self, request, timeout, into=()):
+        pending = super().submit(request, timeout, into)
+        if isinstance(request, Pull) and isinstance(reply := pending.result(), Rows):
+            Counting.elements += sum(rows.size for rows in reply.tables if rows.dtype == np.float32)
+        return pending
+
+
+def dense_client(shards, pull="delta", worker=0):
+    if isinstance(shards, str):
+        client = Client.connect([shards])
+    else:
+        client = Client([Counting(shard.handle, f"local/{i}") for i, shard in enumerate(shards)], worker=worker)
+    client.compressor.settings = Compression(dense={"pull": pull})
+    client.declare(SPEC, dense=True)
+    return client, make_route(IDS, SPEC.space_key, client.placement)
+
+
+@pytest.mark.parametrize("limit", [2**20, 2000], ids=["one message", "several messages"])
+@pytest.mark.parametrize("seed", range(3))
+def test_pulls_of_what_changed_are_whole_pulls_to_the_bit(make_shards, limit, seed):
+    shards, rng = make_shards(2, max_message_bytes=limit), np.random.default_rng(seed)
+    clients = [dense_client(shards, worker=worker)[0] for worker in range(3)]
+    plain, everything = dense_client(shards, "none", worker=3)
+    part = make_route(everything.ids[::3].copy(), SPEC.space_key, plain.placement)
+    for clock in range(60):
+        client = clients[rng.integers(3)]
+        if rng.random() < 0.5:
+            gradients = rng.standard_normal((ROWS, DIM)).astype(np.float32)
+            gradients[rng.random(gradients.shape) < rng.choice([0.2, 0.99])] = 0
+            client.push([("dense", everything, gradients)], clock=clock)
+        else:
+            route = part if rng.random() < 0.2 else everything
+            (rows,) = client.pull([("dense", route)])
+            assert rows.tobytes() == plain.pull([("dense", route)])[0].tobytes()
+            rows[...] = np.nan  # they are the caller's
+
+
+def test_what_is_held_is_not_pulled_again(make_shards):
+    client, route = dense_client(make_shards(2))
+    client.push([("dense", route, np.ones((ROWS, DIM), np.float32))], clock=0)
+    client.pull([("dense", route)])
+    Counting.elements = 0
+    for _ in range(3):
+        client.pull([("dense", route)])
+    assert Counting.elements == 0
+    client.compressor.choose("dense", pull=CodecName())
+    client.pull([("dense", route)])
+    assert Counting.elements == ROWS * DIM
+
+
+def test_a_round_of_local_steps_pulls_what_changed(make_shards):
+    client, route = dense_client(make_shards(2))
+    local = LocalSteps(client, 1)
+    local.add(SPEC)
+    for clock in range(4):
+        gradients = np.eye(ROWS, DIM, dtype=np.float32)
+        Counting.elements = 0
+        local.pull([("dense", route)])
+        assert Counting.elements == (0 if clock > 1 else ROWS * DIM)  # before an update there is no version to hold
+        local.push([("dense", route, gradients)], clock=clock)
+
+
+def test_what_changed_comes_over_a_stream(stream_shard):
+    client, route = dense_client(stream_shard)
+    for clock in range(6):
+        gradients = np.zeros((ROWS, DIM), np.float32)
+        gradients[:, clock :: clock * clock + 1] = 1
+        client.push([("dense", route, gradients)], clock=clock)
+        before = client.stats.received_bytes
+        (rows,) = client.pull([("dense", route)])
+        assert (client.stats.received_bytes - before < rows.nbytes) == (clock > 0)
+        (plain,) = client.ask_all(Pull(client.placement.epoch, (TableIds("dense", route.ids),)))
+        assert rows.tobytes() == plain.tables[0].tobytes()
+    client.close()
+
+
+@pytest.mark.parametrize("pull", ["delta", "fp16s"])
+@pytest.mark.parametrize("some", [slice(None), slice(0, None, 3)], ids=["all blocks", "some"])
+def test_the_ids_of_blocks_take_a_bit_each(make_shards, pull, some):
+    client, route = dense_client(make_shards(2), pull)
+    client.compressor.lay_out("dense", DenseLayout(IDS, [ParameterSlice(0, (ROWS, DIM))]))
+    (whole,) = client.pull([("dense", route)])
+    before = client.stats.volume[BytePart("pull", "ids", "dense")].wire
+    (rows,) = client.pull([("dense", make_route(IDS[some].copy(), SPEC.space_key, client.placement))])
+    assert rows.tobytes() == whole[some].tobytes()
+    assert client.stats.volume[BytePart("pull", "ids", "dense")].wire - before <= 2 * 17 + 2 * ROWS / 8
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_a_model_trains_to_the_same_bits(cache):
+    weights = []
+    for pull in ("none", "delta"):
+        run = Run(Compression(dense={"pull": pull}), optimizer=SGD, hidden=300)
+        if cache:
+            run.session.cache_rows(10, staleness=2)
+        run.train(0, 6)
+        run.model.top[0].requires_grad_(False)  # another part of the blocks is pulled from here on
+        run.train(6, 12)
+        run.train(0, 4, ahead=False)
+        weights.append(run.weights())
+    assert weights[0] == weights[1]
+
+
+def test_a_damaged_delta_is_an_error():
+    rows = np.zeros((3, 4), np.float32)
+    good = encode_elements(np.array([1, 11]), np.ones(2, np.float32), (3, 4), find_values("none"), None)
+    apply_delta(good, rows)
+    assert np.flatnonzero(rows).tolist() == [1, 11]
+    for bad in (good[:-1], good[:1], np.append(good, good[:1])):
+        with pytest.raises(DamagedPayload):
+            apply_delta(bad, rows)
+
+
+# User-defined codecs from a module on both sides.
+
+NAME = "codecs_of_a_worker"
+HALF = Compression(push=f"{NAME}:half", pull=f"{NAME}:half")
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    slow = HALF_CODEC.replace("def half", "def slow").replace("return rows", "time.sleep(0.05)\n    return rows")
+    slow = slow.replace("def read_half", "def read_slow").replace("decode=read_half", "decode=read_slow")
+    slow = slow.replace("    return payload", "    time.sleep(0.05)\n    return payload")
+    (tmp_path / f"{NAME}.py").write_text(f"import time\n{HALF_CODEC}{slow}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    return NAME
+
+
+def third_of_a_step(session):
+    """Rows before and after a step whose gradient is 1/3 everywhere."""
+    ids = torch.arange(5)
+    table = es.Embedding(session.table(TableSpec(name="t", dim=3, optimizer=es.SGD(lr=1.0), initializer=es.Uniform())))
+    before = table(ids)
+    (before.sum() / 3).backward()
+    session.step()
+    return before.detach(), table(ids).detach()
+
+
+def test_rows_and_gradients_travel_as_the_module_says(module):
+    with es.local(shards=2, imports=[module], compression=HALF) as session:
+        before, after = third_of_a_step(session)
+        session.compress("t", pull="none")
+        exact_after = session.tables[0].pull(torch.arange(5))
+    assert torch.equal(before, before.half().float())
+    assert torch.equal(after, exact_after.half().float())
+    with es.local(shards=2) as plain:
+        first, _ = third_of_a_step(plain)
+    torch.testing.assert_close(exact_after, first - float(np.float16(1 / 3)), rtol=0, atol=1e-7)
+
+
+def test_what_a_shard_spends_on_a_codec_is_a_part_of_the_step_and_not_of_waiting(module):
+    with es.local(shards=2, imports=[module], compression=Compression(push=f"{module}:slow")) as session:
+        with Recorder() as recorder:
+            third_of_a_step(session)
+            recorder.end()
+        coded = recorder.split().parts
+        session.compress("t", push="none")
+        with Recorder() as recorder:
+            session.tables[0].pull(torch.arange(5))
+            recorder.end()
+    assert coded["shards"].mean_ms >= 50
+    assert coded["wait"].mean_ms >= 0
+    assert "shards" not in recorder.split().parts
+
+
+@pytest.mark.parametrize("lacks", ["worker", "shard"])
+def test_who_was_not_started_with_the_module_says_so_before_training(module, lacks):
+    client = Client(InProcessShards(imports=[] if lacks == "shard" else [module]).transports())
+    if lacks == "shard":
+        client.compressor.find = CodecRegistry([module]).find
+    with es.Session(client, compression=HALF) as session:
+        for _ in range(2):
+            with raises(UnknownCodec, shard="shard 0 at local/0" if lacks == "shard" else ""):
+                session.table(TableSpec(name="t", dim=3, optimizer=SGD))
+
+
+def test_a_table_may_name_its_codecs_itself(module):
+    half = CodecName.parse(f"{NAME}:half")
+    with es.local(imports=[module]) as session:
+        session.table(TableSpec(name="t", dim=3, optimizer=SGD, push_codec=half))
+        (status,) = session.client.status()
+        assert session.client.compressor.directions()["t"].push == half
+        assert [(table.push_codec, table.pull_codec) for table in status.tables] == [(str(half), "none")]

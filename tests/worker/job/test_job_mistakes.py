@@ -1,7 +1,5 @@
 """Mistakes in job files: each is named with its line, or its override, and its field, and says why."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -128,280 +126,143 @@ def test_contradictions_of_the_data_are_refused(folder, section, want):
     assert any(want in line for line in mistakes(folder, text)), mistakes(folder, text)
 
 
-# (the file, what overrides it, the beginning of each mistake or a part of it)
-OF_FIELDS = [
-    (
-        changed(("name: deepfm\n  hidden: [8, 4]", "name: gmf"), ("  dim: 4\n", "")),
-        ["job.yaml:2: model.name: gmf needs a user and an item per sample, but data.reader ctr_csv reads features"],
-    ),
-    (
-        changed(("name: deepfm\n  hidden: [8, 4]", "name: lr")),
-        ["job.yaml:9: embedding.dim: has no meaning for lr (it has only weights); remove it"],
-    ),
-    (
-        changed(("name: deepfm\n  hidden: [8, 4]", "name: persia_dnn")),
-        ["job.yaml:2: model.name: persia_dnn needs dense features, but data.reader ctr_csv has none here"],
-    ),
-    (changed(("  epochs: 3\n", "")), ["job.yaml:13: train: give exactly one of epochs, steps and samples"]),
-    (
-        changed(("epochs: 3", "epochs: 3\n  steps: 4")),
-        ["job.yaml:13: train: give exactly one of epochs, steps and samples"],
-    ),
-    (
-        changed(("epochs: 3", "steps: 3"), ("factor: 0.1", "warmup_steps: 3")),
-        ["job.yaml:16: train.lr_schedule.warmup_steps: must be below train.steps, which is 3"],
-    ),
-    (
-        changed(("factor: 0.1", "end: 0.1")),
-        ["job.yaml:16: train.lr_schedule.end: has no meaning for plateau; remove it"],
-    ),
-    (
-        changed(("name: plateau", "name: step")),
-        ["job.yaml:16: train.lr_schedule.every: must say after how many steps the rate falls"],
-    ),
-    (GOOD + "evaluate: {every: 4}\n", ["job.yaml:18: evaluate.every: must be at most train.epochs, which is 3"]),
-    (
-        GOOD + "evaluate: {metric: hr@10}\n",
-        [
-            "job.yaml:18: evaluate.metric: 'hr@10' is not computed on data.reader ctr_csv; "
-            "it has auc, logloss, ne, calibration"
-        ],
-    ),
-    (
-        GOOD + "evaluate: {top_k: 5}\n",
-        ["job.yaml:18: evaluate.top_k: has no meaning for data.reader ctr_csv; remove it"],
-    ),
-    (
-        changed(("  valid: valid.csv\n", "")),
-        [
-            "job.yaml:15: train.lr_schedule: needs something to evaluate on: name a file in data.valid or data.test",
-            "job.yaml:16: train.early_stop: needs something to evaluate on: name a file in data.valid or data.test",
-        ],
-    ),
-    (changed(("epochs: 3", "samples: 3")) + "workers: 4\n", ["job.yaml:18: workers: 4 workers cannot share 3 samples"]),
-    (
-        changed(("hidden: [8, 4]", "batch_norm: true"), ("batch_size: 32", "batch_size: 1")),
-        ["job.yaml:14: train.batch_size: batch norm needs at least 2 samples"],
-    ),
-    (
-        changed(("valid: valid.csv", "valid: walid.csv")),
-        ["job.yaml:8: data.valid: no file data/walid.csv; check data.root (or pass --data), or the name"],
-    ),
-    (
-        changed(("train: train.csv", "train: train.csv\n  stream: true"), ("plateau, factor: 0.1", "cosine")),
-        [
-            "job.yaml:17: train.lr_schedule.name: cosine needs the number of steps, which streamed text does not tell: "
-            "give train.steps in place of train.epochs"
-        ],
-    ),
-]
+# what overrides a good file, and how each mistake begins
+OF_FIELDS = """
+model={name: gmf}; embedding.dim=null -> model.name: gmf needs a user and an item per sample
+model={name: lr} -> embedding.dim: has no meaning for lr
+model={name: persia_dnn} -> model.name: persia_dnn needs dense features
+train.epochs=null -> train: give exactly one of epochs, steps and samples
+train.epochs=3; train.steps=4 -> train: give exactly one of epochs, steps and samples
+train.steps=3; train.lr_schedule={name: plateau, warmup_steps: 3} -> train.lr_schedule.warmup_steps: must be below
+train.lr_schedule={name: plateau, end: 0.1} -> train.lr_schedule.end: has no meaning for plateau
+train.lr_schedule={name: step, factor: 0.1} -> train.lr_schedule.every: must say after how many steps
+evaluate.every=4 -> evaluate.every: must be at most train.epochs, which is 3
+evaluate.metric=hr@10 -> evaluate.metric: 'hr@10' is not computed on data.reader ctr_csv
+evaluate.top_k=5 -> evaluate.top_k: has no meaning for data.reader ctr_csv
+data.valid=null -> train.lr_schedule: needs something to evaluate on -> train.early_stop: needs something to evaluate on
+train.samples=3; workers=4 -> workers: 4 workers cannot share 3 samples
+model={name: deepfm, batch_norm: true}; train.batch_size=1 -> train.batch_size: batch norm needs at least 2 samples
+data.valid=walid.csv -> data.valid: no file
+data.stream=true; train.lr_schedule={name: cosine} -> train.lr_schedule.name: cosine needs the number of steps
+"""
 
-IN_FILE = [
-    (
-        CODECS + "compression:\n  push: topk:1.5\n",
-        "job.yaml:6: compression.push: codec 'topk:1.5': its ratio must be above 0 and at most 1, got 1.5",
-    ),
-    (CODECS + "compression:\n  pull: topk:0.5\n", "job.yaml:6: compression.pull: codec 'topk:0.5'"),
-    (
-        CODECS + "compression:\n  push: onebit\n",
-        "job.yaml:6: compression.push: codec 'onebit' on the push of rows: it serves dense weights: a row that is",
-    ),
-    (
-        CODECS + "compression:\n  push: powersgd:2\n",
-        "job.yaml:6: compression.push: codec 'powersgd:2' on the push of rows",
-    ),
-    (CODECS + "compression:\n  pull: delta\n", "job.yaml:6: compression.pull: codec 'delta' on the pull of rows"),
-    (
-        CODECS + "compression:\n  tables:\n    linear: {push: onebit}\n",
-        "job.yaml:7: compression.tables.linear.push: codec 'onebit' on the push of rows",
-    ),
-    (CODECS + "compression:\n  push: gzip\n", "job.yaml:6: compression.push: codec 'gzip': there is no 'gzip' ("),
-    (
-        CODECS + "compression:\n  push: 3\n",
-        "job.yaml:6: compression.push: must be the text of a codec, as int8 or topk:0.01, got 3",
-    ),
-    (CODECS + "compression:\n  pushh: int8\n", "job.yaml:6: compression.pushh: unknown field; did you mean push?"),
-    (
-        CODECS + "compression:\n  push:\n    at: {0: none,\n      10: topk:0}\n",
-        "job.yaml:8: compression.push.at.10: codec 'topk:0': its ratio must be above 0 and at most 1, got 0",
-    ),
-    (
-        CODECS + "compression:\n  push:\n    at: {10: int8}\n",
-        "job.yaml:7: compression.push.at: a schedule of codecs begins",
-    ),
-]
+OF_MODES = """
+strategy=ddp; shards=2 -> shards: strategy ddp has no shards
+strategy=local; workers=2 -> workers: strategy local trains in one process
+strategy=ddp; train.staleness=4 -> train.staleness: has no meaning for strategy ddp
+strategy=ddp; train.lease=4 -> train.lease: has no meaning for strategy ddp
+strategy=ddp; train.staleness_aware_lr=true -> train.staleness_aware_lr: has no meaning for strategy ddp
+strategy=ddp; train.prefetch=2 -> train.prefetch: has no meaning for strategy ddp
+strategy=ddp; embedding.cache={rows: 9} -> embedding.cache: has no meaning for strategy ddp
+strategy=ddp; train.staleness=0; train.prefetch=1 -> train.prefetch: has no meaning for strategy ddp
+strategy=ddp; dense.mode=fsdp -> dense.mode: has no meaning for strategy ddp
+strategy=local; dense.mode=ddp -> dense.mode: has no meaning for strategy local
+strategy=ddp; data.ids=hashed -> strategy: strategy ddp needs tables in memory, and hashed ids have 2**62
+strategy=ddp; embedding.optimizer.name=rmsprop -> embedding.optimizer.name: strategy ddp trains by torch
+strategy=ddp; embedding.optimizer={name: ftrl, lr: 1} -> embedding.optimizer.name: strategy ddp trains by
+strategy=ddp; embedding.optimizer={name: sgd, lr: 1, momentum: 0.9} -> embedding.optimizer.momentum: strategy
+strategy=ddp; dense.optimizer={name: ftrl, lr: 1} -> dense.optimizer.name: torch applies it to the dense
+dense.mode=ddp; dense.optimizer={name: ftrl, lr: 1} -> dense.optimizer.name: torch applies it to the dense
+dense.mode=ddp; embedding.optimizer.name=ftrl -> embedding.optimizer.name: torch applies it to the dense
+strategy=ddp; embedding.groups=[{match: linear, optimizer: {name: ftrl, lr: 1}}] -> embedding.groups.0.optimizer.name:
+train.staleness=local(2); embedding.optimizer.name=ftrl -> embedding.optimizer.name: train.staleness local(2)
+train.staleness=local(2); dense.optimizer={name: ftrl, lr: 1} -> dense.optimizer.name: train.staleness local(2)
+dense.mode=ddp; dense.groups=[{match: first_order, optimizer: {name: ftrl, lr: 1}}] -> dense.groups.0.optimizer.name:
+dense.mode=ddp; dense.optimizer={name: sgd, lr: 1, clip_norm: 1} -> dense.optimizer.clip_norm: bounds a block
+strategy=hybrid; dense.mode=ps -> dense.mode: strategy hybrid keeps dense weights in the workers
+strategy=hybrid; train.staleness=local(2) -> strategy: all-reduces dense weights at every step
+dense.mode=fsdp; train.staleness=local(2) -> dense.mode: all-reduces dense weights at every step
+train.staleness=local(2); train.prefetch=1 -> train.prefetch: train.staleness local(2) reads copies of its
+train.staleness=local(2); embedding.cache={rows: 9} -> embedding.cache: train.staleness local(2) reads cop
+train.staleness=local(2); train.staleness_aware_lr=true -> train.staleness_aware_lr: with train.staleness
+train.staleness=0; train.staleness_aware_lr=true -> train.staleness_aware_lr: with train.staleness 0 no push
+train.staleness=0; train.prefetch=1 -> train.prefetch: pulls 1 clocks ahead, beyond train.staleness 0
+train.staleness=4; train.prefetch=4; embedding.cache={staleness: 1} -> embedding.cache: its copies may be 5
+train.lease=0 -> train.lease: input should be greater than or equal to 0.1
+"""
 
-MODES_IN_FILE = [
-    (MODES + "strategy: ddp\n", ["job.yaml:6: shards: strategy ddp has no shards; remove it"]),
-    (
-        MODES + "strategy: local\n",
-        [
-            "job.yaml:5: workers: strategy local trains in one process; set it to 1, or use strategy ddp",
-            "job.yaml:6: shards: strategy local has no shards; remove it",
-        ],
-    ),
-]
-OF_MODES = [
-    (["strategy=ddp", "shards=2"], "shards: strategy ddp has no shards"),
-    (["strategy=local", "workers=2"], "workers: strategy local trains in one process"),
-    (["strategy=ddp", "train.staleness=4"], "train.staleness: has no meaning for strategy ddp"),
-    (["strategy=ddp", "train.lease=4"], "train.lease: has no meaning for strategy ddp"),
-    (["strategy=ddp", "train.staleness_aware_lr=true"], "train.staleness_aware_lr: has no meaning for strategy ddp"),
-    (["strategy=ddp", "train.prefetch=2"], "train.prefetch: has no meaning for strategy ddp"),
-    (["strategy=ddp", "embedding.cache={rows: 9}"], "embedding.cache: has no meaning for strategy ddp"),
-    (["strategy=ddp", "train.staleness=0", "train.prefetch=1"], "train.prefetch: has no meaning for strategy ddp"),
-    (["strategy=ddp", "dense.mode=fsdp"], "dense.mode: has no meaning for strategy ddp"),
-    (["strategy=local", "dense.mode=ddp"], "dense.mode: has no meaning for strategy local"),
-    (["strategy=ddp", "data.ids=hashed"], "strategy: strategy ddp needs tables in memory, and hashed ids have 2**62"),
-    (["strategy=ddp", "embedding.optimizer.name=rmsprop"], "embedding.optimizer.name: strategy ddp trains by torch"),
-    (["strategy=ddp", "embedding.optimizer={name: ftrl, lr: 1}"], "embedding.optimizer.name: strategy ddp trains by"),
-    (
-        [
-            "strategy=ddp",
-            "embedding={optimizer: {name: ftrl, lr: 1}, groups: [{match: x, optimizer: {name: sgd, lr: 1}}]}",
-        ],
-        "embedding.optimizer.name: strategy ddp trains by torch",
-    ),
-    (
-        ["strategy=ddp", "embedding.optimizer={name: sgd, lr: 1, momentum: 0.9}"],
-        "embedding.optimizer.momentum: strategy ddp trains by torch",
-    ),
-    (["strategy=ddp", "dense.optimizer={name: ftrl, lr: 1}"], "dense.optimizer.name: torch applies it to the dense"),
-    (["dense.mode=ddp", "dense.optimizer={name: ftrl, lr: 1}"], "dense.optimizer.name: torch applies it to the dense"),
-    (["dense.mode=ddp", "embedding.optimizer.name=ftrl"], "embedding.optimizer.name: torch applies it to the dense"),
-    (
-        ["strategy=ddp", "embedding.groups=[{match: linear, optimizer: {name: ftrl, lr: 1}}]"],
-        "embedding.groups.0.optimizer.name: strategy ddp trains by torch",
-    ),
-    (
-        ["train.staleness=local(2)", "embedding.optimizer.name=ftrl"],
-        "embedding.optimizer.name: train.staleness local(2)",
-    ),
-    (
-        ["train.staleness=local(2)", "dense.optimizer={name: ftrl, lr: 1}"],
-        "dense.optimizer.name: train.staleness local(2)",
-    ),
-    (
-        ["dense.mode=ddp", "dense.groups=[{match: first_order, optimizer: {name: ftrl, lr: 1}}]"],
-        "dense.groups.0.optimizer.name: torch applies it",
-    ),
-    (
-        ["dense.mode=ddp", "dense.optimizer={name: sgd, lr: 1, clip_norm: 1}"],
-        "dense.optimizer.clip_norm: bounds a block of 1024 dense floats",
-    ),
-    (["strategy=hybrid", "dense.mode=ps"], "dense.mode: strategy hybrid keeps dense weights in the workers"),
-    (["strategy=hybrid", "train.staleness=local(2)"], "strategy: all-reduces dense weights at every step"),
-    (["dense.mode=fsdp", "train.staleness=local(2)"], "dense.mode: all-reduces dense weights at every step"),
-    (["train.staleness=local(2)", "train.prefetch=1"], "train.prefetch: train.staleness local(2) reads copies of its"),
-    (["train.staleness=local(2)", "embedding.cache={rows: 9}"], "embedding.cache: train.staleness local(2) reads cop"),
-    (
-        ["train.staleness=local(2)", "embedding.optimizer={name: ftrl, lr: 0.1}"],
-        "train.staleness local(2) trains copies of rows, which knows no ftrl; use sgd, adagrad, rowwise_adagrad",
-    ),
-    (
-        ["train.staleness=local(2)", "train.staleness_aware_lr=true"],
-        "train.staleness_aware_lr: with train.staleness local(2)",
-    ),
-    (
-        ["train.staleness=0", "train.staleness_aware_lr=true"],
-        "train.staleness_aware_lr: with train.staleness 0 no push is stale",
-    ),
-    (["train.staleness=0", "train.prefetch=1"], "train.prefetch: pulls 1 clocks ahead, beyond train.staleness 0"),
-    (["train.staleness=0", "embedding.cache={staleness: 1}"], "embedding.cache: its copies may be 1 clocks old"),
-    (["train.staleness=4", "train.prefetch=5"], "train.prefetch: pulls 5 clocks ahead, beyond train.staleness 4"),
-    (
-        ["train.staleness=4", "train.prefetch=4", "embedding.cache={staleness: 1}"],
-        "embedding.cache: its copies may be 5 clocks old",
-    ),
-    (["train.lease=0"], "train.lease: input should be greater than or equal to 0.1"),
-]
+OF_CODECS = """
+compression={push: topk:1.5} -> compression.push: codec 'topk:1.5': its ratio must be above 0 and at most 1, got 1.5
+compression={pull: topk:0.5} -> compression.pull: codec 'topk:0.5'
+compression={push: onebit} -> compression.push: codec 'onebit' on the push of rows: it serves dense weights
+compression={push: powersgd:2} -> compression.push: codec 'powersgd:2' on the push of rows
+compression={pull: delta} -> compression.pull: codec 'delta' on the pull of rows
+compression={push: gzip} -> compression.push: codec 'gzip': there is no 'gzip' (
+compression={push: 3} -> compression.push: must be the text of a codec
+compression={push: {at: {10: int8}}} -> compression.push.at: a schedule of codecs begins
+strategy=local; compression={push: int8} -> compression: strategy local has no shards to send anything to
+dense.mode=ddp; compression={dense: {push: int8}} -> compression.dense: torch all-reduces the dense weights
+embedding.optimizer.momentum=0.9; compression={push: dgc:0.01} -> compression.push: dgc:0.01 applies momentum
+dense.optimizer={name: sgd, lr: 1, momentum: 0.5}; compression={dense: {push: dgc:0.01}} -> compression.dense.push:
+train.staleness=local(4); compression={push: dgc:0.1} -> compression.push: dgc:0.1 keeps a momentum of
+compression={push: int8, residual_rows: 9} -> compression.residual_rows: no codec of an embedding table leaves
+compression={dense: {push: onebit}, residual_rows: 9} -> compression.residual_rows: no codec of an embedding
+compression={push: topk:0.1, warmup_steps: 9} -> compression.warmup_steps: only dgc has it, and no push
+compression={push: topk:0.1, momentum: 0.9} -> compression.momentum: only dgc has it, and no push travels so
+compression={auto: true, push: int8} -> compression.push: auto chooses it; remove it, or name tables under
+compression={auto: true, allow: [int8, powersgd:2]} -> compression.allow.1: what powersgd:2 sends is not known
+compression={auto: true, allow: [dgc:0.01]} -> compression.allow.0: dgc begins with a quarter of all elements,
+train.staleness=local(4); compression=auto -> compression.auto: most steps send nothing with train.staleness
+compression={allow: [int8]} -> compression.allow: says what auto may choose; add auto: true
+compression={auto: true, unless_slower: true} -> compression.unless_slower: auto tries what it chooses anyway
+train.staleness=local(4); compression={push: int8, unless_slower: true} -> compression.unless_slower: most steps send
+compression={push: none, unless_slower: true} -> compression.unless_slower: there is no codec to try; remove
+compression={push: {at: {0: none, 9: int8}}, unless_slower: true} -> compression.unless_slower: codecs are
+compression={push: dgc:0.01, unless_slower: true} -> compression.unless_slower: dgc begins with a quarter of
+"""
 
-OF_CODECS = [
-    (["strategy=local", "compression={push: int8}"], "compression: strategy local has no shards to send anything to"),
-    (
-        ["dense.mode=ddp", "compression={dense: {push: int8}}"],
-        "compression.dense: torch all-reduces the dense weights (dense.mode ddp), past the shards; remove it",
-    ),
-    (
-        ["embedding.optimizer.momentum=0.9", "compression={push: dgc:0.01}"],
-        "compression.push: dgc:0.01 applies momentum before it selects, and the optimizer's 0.9 would again",
-    ),
-    (
-        ["dense.optimizer={name: sgd, lr: 1, momentum: 0.5}", "compression={dense: {push: dgc:0.01}}"],
-        "compression.dense.push: dgc:0.01 applies momentum before it selects, and the optimizer's 0.5 would again",
-    ),
-    (
-        ["train.staleness=local(4)", "compression={push: dgc:0.1}"],
-        "compression.push: dgc:0.1 keeps a momentum of gradients, and train.staleness local(4) pushes differences of",
-    ),
-    (
-        ["compression={push: int8, residual_rows: 9}"],
-        "compression.residual_rows: no codec of an embedding table leaves anything for later; remove it",
-    ),
-    (
-        ["compression={dense: {push: onebit}, residual_rows: 9}"],
-        "compression.residual_rows: no codec of an embedding table leaves anything for later; remove it",
-    ),
-    (["compression={push: topk:0.1, warmup_steps: 9}"], "compression.warmup_steps: only dgc has it, and no push"),
-    (["compression={push: topk:0.1, momentum: 0.9}"], "compression.momentum: only dgc has it, and no push travels so"),
-    (["compression={auto: true, push: int8}"], "compression.push: auto chooses it; remove it, or name tables under"),
-    (
-        ["compression={auto: true, allow: [int8, powersgd:2]}"],
-        "compression.allow.1: what powersgd:2 sends is not known before it does; name it under compression.tables",
-    ),
-    (
-        ["compression={auto: true, allow: [dgc:0.01]}"],
-        "compression.allow.0: dgc begins with a quarter of all elements, which later steps do not send; set warmup",
-    ),
-    (
-        ["train.staleness=local(4)", "compression=auto"],
-        "compression.auto: most steps send nothing with train.staleness local(4), and auto judges by steps",
-    ),
-    (["compression={allow: [int8]}"], "compression.allow: says what auto may choose; add auto: true"),
-    (["compression={auto: true, unless_slower: true}"], "compression.unless_slower: auto tries what it chooses anyway"),
-    (
-        ["train.staleness=local(4)", "compression={push: int8, unless_slower: true}"],
-        "compression.unless_slower: most steps send nothing with train.staleness local(4); remove either",
-    ),
-    (["compression={push: none, unless_slower: true}"], "compression.unless_slower: there is no codec to try; remove"),
-    (
-        ["compression={push: {at: {0: none, 9: int8}}, unless_slower: true}"],
-        "compression.unless_slower: codecs are tried in the first steps, and a schedule changes them later; remove",
-    ),
-    (
-        ["compression={push: dgc:0.01, unless_slower: true}"],
-        "compression.unless_slower: dgc begins with a quarter of all elements, which later steps do not send; set warm",
-    ),
-]
-
-OF_WORKERS = [
-    (("dense.mode=ddp",), "data.splits: gives workers uneven numbers of steps, but dense.mode ddp makes"),
-    (("train.steps=10",), "data.splits: deals out whole epochs: give train.epochs in place of train.steps"),
-    (("data.splits=2",), "data.splits: must be at least as many as workers, which are 3"),
-    (("data.splits=0",), "data.splits: must be a number of parts, auto or null, got 0"),
-    (("data.splits=null", "dense.mode=fsdp", "train.restart_workers=1"), "train.restart_workers: has no meaning for"),
-    (
-        ("strategy=ddp", "workers=1", "data.splits=null", "train.restart_workers=1"),
-        "train.restart_workers: has no meaning for strategy ddp, which ends",
-    ),
-    (("strategy=ddp", "data.splits=4"), "data.splits: gives workers uneven numbers of steps, but strategy ddp makes"),
-    (("train.samples=10",), "data.splits: deals out whole epochs: give train.epochs in place of train.samples"),
-    (("workers=1", "train.restart_workers=1"), "train.restart_workers: starts workers again beside others"),
-]
+OF_WORKERS = """
+dense.mode=ddp -> data.splits: gives workers uneven numbers of steps, but dense.mode ddp makes
+train.steps=10 -> data.splits: deals out whole epochs: give train.epochs in place of train.steps
+data.splits=2 -> data.splits: must be at least as many as workers, which are 3
+data.splits=0 -> data.splits: must be a number of parts, auto or null, got 0
+data.splits=null; dense.mode=fsdp; train.restart_workers=1 -> train.restart_workers: has no meaning for
+strategy=ddp; workers=1; data.splits=null; train.restart_workers=1 -> train.restart_workers: has no meaning
+strategy=ddp; data.splits=4 -> data.splits: gives workers uneven numbers of steps, but strategy ddp makes
+train.samples=10 -> data.splits: deals out whole epochs: give train.epochs in place of train.samples
+workers=1; train.restart_workers=1 -> train.restart_workers: starts workers again beside others
+"""
 
 CASES = [
-    *((text, (), wants) for text, wants in [*OF_FIELDS, *MODES_IN_FILE]),
-    *((text, (), [want]) for text, want in IN_FILE),
-    *((MODES, overrides, [want]) for overrides, want in OF_MODES),
-    *((CODECS, overrides, [want]) for overrides, want in OF_CODECS),
-    *((SPLITS, overrides, [want]) for overrides, want in OF_WORKERS),
+    (text, *row.split(" -> "))
+    for text, table in [(GOOD, OF_FIELDS), (MODES, OF_MODES), (CODECS, OF_CODECS), (SPLITS, OF_WORKERS)]
+    for row in table.strip().splitlines()
+]
+GROUP = "embedding.groups=[{match: x, optimizer: {name: sgd, lr: 1}}]"  # beside it the tables' own optimizer counts
+CASES.append((MODES, f"strategy=ddp; embedding.optimizer.name=ftrl; {GROUP}", "embedding.optimizer.name: strategy ddp"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case[1])
+def test_fields_that_contradict_each_other_are_refused(folder, case):
+    text, overrides, *wants = case
+    (folder / "job.yaml").write_text(text)
+    with pytest.raises(JobFileError) as caught:
+        load_job(folder / "job.yaml", overrides.split("; "))
+    found = [f"{mistake.field}: {mistake.reason}" for mistake in caught.value.mistakes]
+    assert all(line.startswith(want) for want, line in zip(wants, found, strict=True)), found
+
+
+IN_FILE = [
+    (CODECS, "compression:\n  pushh: int8", ["6: compression.pushh: unknown field; did you mean push?"]),
+    (
+        CODECS,
+        "compression:\n  tables:\n    linear: {push: onebit}",
+        ["7: compression.tables.linear.push: codec"],
+    ),
+    (
+        CODECS,
+        "compression:\n  push:\n    at: {0: none,\n      10: topk:0}",
+        ["8: compression.push.at.10: codec"],
+    ),
+    (MODES, "strategy: ddp", ["6: shards: strategy ddp has no shards"]),
+    (MODES, "strategy: local", ["5: workers: strategy local trains in", "6: shards: strategy local has no shards"]),
 ]
 
 
-@pytest.mark.parametrize(("text", "overrides", "wants"), CASES)
-def test_fields_that_contradict_each_other_are_refused(folder, text, overrides, wants):
-    found = mistakes(folder, text, *overrides)
-    assert all(want in line for want, line in zip(wants, found, strict=True)), found
+@pytest.mark.parametrize(("text", "added", "wants"), IN_FILE)
+def test_a_contradiction_is_named_with_its_line(folder, text, added, wants):
+    found = mistakes(folder, f"{text}{added}\n")
+    assert all(line.startswith(f"job.yaml:{want}") for want, line in zip(wants, found, strict=True)), found
 
 
 @pytest.mark.parametrize("word", ["-1", "true", "local", "local(0)", "1.5", "[1]"])
