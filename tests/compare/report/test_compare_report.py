@@ -1,7 +1,5 @@
 """The report of a comparison: one golden report, and the claims that it cannot show."""
 
-from __future__ import annotations
-
 import html as html_text
 import io
 import json
@@ -255,7 +253,7 @@ def test_every_part_has_a_colour_of_its_own_in_light_and_in_dark(default, of):
     for hint, shapes in hints(svg).items():
         found = re.match(r"none(?:, \w+)?: ([a-z ]+) \d", hint)
         for shape in shapes if found else ():
-            colors.setdefault(found[1], set()).update(re.findall(r"fill: var\(--(\w+)\)", _styles(shape)))  # type: ignore[index]
+            colors.setdefault(found[1], set()).update(re.findall(r"fill: var\(--(\w+)\)", _styles(shape)))
     assert colors.keys() == set(parts)
     assert all(len(names) == 1 for names in colors.values())
     names = [name for found in colors.values() for name in found]
@@ -287,9 +285,7 @@ def test_every_picture_has_a_title_and_a_description(default):
         root = ElementTree.parse(path).getroot()
         title, description = root.find(f"{SVG}title"), root.find(f"{SVG}desc")
         assert root.get("role") == "img"
-        assert title is not None
         assert title.text
-        assert description is not None
         assert len(str(description.text)) > 40
         assert root.get("aria-labelledby") == f"{title.get('id')} {description.get('id')}"
 
