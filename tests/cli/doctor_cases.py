@@ -1,7 +1,5 @@
 """What a doctor is shown, and what is claimed of its findings."""
 
-from __future__ import annotations
-
 from importlib import metadata
 from pathlib import Path
 

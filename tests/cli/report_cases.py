@@ -1,7 +1,5 @@
 """Comparisons that never ran, made up by seed: what a report is tried on."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

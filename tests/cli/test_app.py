@@ -1,7 +1,5 @@
 """The `embershard` command itself: what it imports, and how it exits."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """`embershard bench`: what it measures, what it refuses, and that it leaves nothing behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

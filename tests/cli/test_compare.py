@@ -1,7 +1,5 @@
 """`embershard compare`: what it refuses before anything runs, and how it ends where runs failed."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

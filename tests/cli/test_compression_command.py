@@ -1,7 +1,5 @@
 """`embershard compression`: what it shows, switches and refuses, over shards in this process."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

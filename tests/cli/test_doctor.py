@@ -1,7 +1,5 @@
 """`embershard doctor`: the checks as such, and the command."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

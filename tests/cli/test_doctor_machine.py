@@ -1,7 +1,5 @@
 """`embershard doctor`: what it finds about this machine, its installation and folders."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import resource

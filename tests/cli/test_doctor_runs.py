@@ -1,7 +1,5 @@
 """`embershard doctor`: what it finds about a run, and why its workers wait."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
@@ -74,7 +72,6 @@ def a_run(
 def test_the_part_that_dominates_a_step_comes_with_what_to_try(name, tmp_path):
     about = a_run(tmp_path, {"other": 0.1, "route": 0.1, name: 0.7})
     finding = runs.step.run(about)
-    assert finding is not None
     assert finding.text.startswith(f"{name} takes 70% of 100.0 ms (")
     assert finding.remedy == runs.PARTS[name]
     assert finding.level is (OK if name in ("forward", "backward") else WARN)
@@ -83,7 +80,6 @@ def test_the_part_that_dominates_a_step_comes_with_what_to_try(name, tmp_path):
 def test_waiting_for_a_batch_is_told_from_waiting_for_shards(tmp_path):
     about = a_run(tmp_path, {"wait": 0.7, "forward": 0.3}, overlapped={"wait": 0.1, "data": 0.8})
     finding = runs.step.run(about)
-    assert finding is not None
     assert finding.text.endswith("meanwhile another thread spends 80% on data")
     assert finding.remedy == runs.PARTS["data"]
 
@@ -167,7 +163,6 @@ def moved(direction: str, part: str, wire: float, raw: float) -> dict[str, objec
 def test_rows_without_room_in_the_residuals_are_a_warning(tmp_path):
     def finding(*parts):
         case = a_run(tmp_path)
-        assert case.run is not None
         return replace(case, run=replace(case.run, result={**(case.run.result or {}), "bytes": list(parts)}))
 
     assert runs.compression.run(a_run(tmp_path)) is None

@@ -1,7 +1,5 @@
 """`embershard doctor`: what it finds about shards and the workers of a job."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

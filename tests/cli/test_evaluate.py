@@ -1,7 +1,5 @@
 """`embershard evaluate` as it prints its figures."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

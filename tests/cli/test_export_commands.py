@@ -1,7 +1,5 @@
 """`embershard export` and `embershard import` as people call them, over shards in this process."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

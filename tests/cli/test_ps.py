@@ -1,7 +1,5 @@
 """What `embershard ps` makes of its options."""
 
-from __future__ import annotations
-
 import pytest
 import typer
 

@@ -1,7 +1,5 @@
 """What `embershard status` shows of the workers and of the staleness really seen."""
 
-from __future__ import annotations
-
 import io
 
 from rich.console import Console

@@ -1,7 +1,5 @@
 """`embershard train` before any worker starts."""
 
-from __future__ import annotations
-
 import logging
 from datetime import timedelta
 from types import SimpleNamespace

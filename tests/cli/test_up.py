@@ -1,7 +1,5 @@
 """What `embershard up` refuses before it starts anything."""
 
-from __future__ import annotations
-
 import pytest
 from typer.testing import CliRunner
 

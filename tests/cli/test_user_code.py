@@ -1,7 +1,5 @@
 """User-defined codecs and optimizers that are missing or broken: said before a shard or a run is started."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

@@ -1,7 +1,5 @@
 """What `embershard worker` decides from a job and its place among the workers."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Shards as child processes: real ones, for that is what is supervised."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

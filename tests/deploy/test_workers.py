@@ -1,7 +1,5 @@
 """Workers as child processes, of which some end: what the parent makes of it. They are plain scripts here."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -36,7 +34,7 @@ class Scripts(LocalWorkers):
         program += AWAIT_STARTS
         program += f"exec({list(lines)!r}[RANK])\n"
         script.write_text(program)
-        super().__init__(len(lines), [], folder, say=self.said.append, **options)  # type: ignore[arg-type]
+        super().__init__(len(lines), [], folder, say=self.said.append, **options)
         self.script = script
 
 
@@ -46,7 +44,7 @@ def _plain_scripts(monkeypatch, tmp_path):
     launch = workers.subprocess.Popen
 
     def popen(command, **options):
-        return launch([sys.executable, str(tmp_path / "worker.py")], **options)  # type: ignore[call-overload]
+        return launch([sys.executable, str(tmp_path / "worker.py")], **options)
 
     monkeypatch.setattr(workers.subprocess, "Popen", popen)
 

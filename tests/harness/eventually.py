@@ -1,7 +1,5 @@
 """Wait for a condition, not for a while."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

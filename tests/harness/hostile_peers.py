@@ -1,7 +1,5 @@
 """Peers that do with a shard's stream what no client of ours does: raw connections, and frames made by hand."""
 
-from __future__ import annotations
-
 import socket
 import struct
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """A job that is valid with nothing said, for tests that change one section of it."""
 
-from __future__ import annotations
-
 from embershard.worker.job.job import Job
 
 _SECTIONS: dict[str, dict[str, object]] = {

@@ -1,7 +1,5 @@
 """Job files that tests begin with, and what is wrong with one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

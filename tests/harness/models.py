@@ -1,7 +1,5 @@
 """Models that tests train, and batches for them."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """The `embershard` command as a process of its own, what it starts, and the end of all of it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

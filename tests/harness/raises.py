@@ -1,7 +1,5 @@
 """An error by its type and its fields; its text is built in one place, and tested there."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

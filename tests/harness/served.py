@@ -1,7 +1,5 @@
 """A shard that serves, in this process or in one of its own."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
@@ -84,7 +82,6 @@ def shard_process(*options: str, listen: str = "127.0.0.1:0", shard: int = 0, of
     command = [*EMBERSHARD, "ps", "--shard", str(shard), "--of", str(of), "--listen", listen, *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as popen:
         try:
-            assert popen.stdout is not None
             yield ShardProcess(popen, json.loads(popen.stdout.readline()))
         finally:
             popen.kill()

@@ -1,7 +1,5 @@
 """A process that starts warm is, for all that can be seen of it, the one that would have started cold."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -63,7 +61,6 @@ def test_others_see_its_words_its_environment_and_its_parent():
         try:
             assert isinstance(process, warm_start.WarmPopen)
             assert process in warm_start.WarmPopen.started
-            assert process.stdout is not None
             process.stdout.readline()
             seen = psutil.Process(process.pid)
             assert [word for word in seen.cmdline() if word] == words
@@ -78,7 +75,6 @@ def test_others_see_its_words_its_environment_and_its_parent():
 def test_what_it_starts_is_its_own_child_and_ends_with_it():
     up = [*EMBERSHARD, "up", "--shards", "2", "--base-port", "0"]
     with subprocess.Popen(up, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        assert process.stdout is not None
         while "Ctrl-C ends them" not in process.stdout.readline():
             assert process.poll() is None
         shards = descendants(process.pid)

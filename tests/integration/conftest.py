@@ -1,7 +1,5 @@
 """Real commands, and nothing that they leave behind."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 

@@ -4,12 +4,9 @@ TRAIN are fields of the section `train`, as JSON. Those of `sections` are sectio
 number of a sample with a NaN.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
-from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -64,8 +61,8 @@ def job(strategy: str, mode: str, workers: int, **train: object) -> Job:
     if strategy in ("ps", "hybrid"):
         values["dense"] = {"optimizer": {"name": "adam", "lr": 0.01}, "mode": mode}
         train = {"staleness": 0, **train}
-    values |= train.pop("sections", {})  # type: ignore[call-overload]
-    values["train"] = {**values["train"], **train}  # type: ignore[dict-item]
+    values |= train.pop("sections", {})
+    values["train"] = {**values["train"], **train}
     return Job.model_validate(values)
 
 
@@ -88,7 +85,6 @@ def train(job: Job, session: Session | None, group: WorkerGroup, *, nan_at: int 
         strategy.local_weights.load_state_dict(state)
         torch.testing.assert_close(strategy.local_weights.state_dict(), state, rtol=0, atol=0)  # sharded or not
         weights = state["weights"]
-    assert isinstance(weights, Mapping)
     found |= {name: weight.detach().numpy() for name, weight in weights.items()}
     assert isinstance(strategy, TorchStrategy) == (session is None)
     return found
@@ -104,12 +100,11 @@ def main() -> None:
     if settings.all_reduces:
         group = WorkerGroup.join(rank, 2, timedelta(seconds=60))
     else:
-        assert session is not None
         group = ShardGroup(session.client, rank, 2)
     with group:
         found = train(settings, session, group, nan_at=nan_at)
         if rank == 0:
-            np.savez(Path(file), **found)  # type: ignore[arg-type]
+            np.savez(Path(file), **found)
         group.barrier()
         if session is not None:
             session.close()

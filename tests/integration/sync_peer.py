@@ -3,8 +3,6 @@
 It begins to train when it is sent a line.
 """
 
-from __future__ import annotations
-
 import sys
 from datetime import timedelta
 from pathlib import Path

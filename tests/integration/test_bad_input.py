@@ -1,7 +1,5 @@
 """What a user can get wrong: each mistake ends by its deadline, with one error that says what, where and what to do."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import re
@@ -167,10 +165,8 @@ class TestOutput:
             [*EMBERSHARD, *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         try:
-            assert process.stdout is not None
             assert "1 worker" in process.stdout.readline()
             process.stdout.close()
-            assert process.stderr is not None
             says(process.stderr.read(), "whoever read the output is gone")
             assert process.wait(60) == 1
         finally:

@@ -1,7 +1,5 @@
 """`embershard train --import`: a codec of one's own, on the shards and on the workers."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Workers that are killed while they train, and come back: some of a job's, in the modes that survive it, or all."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Callable
@@ -38,7 +36,6 @@ def worker(process: subprocess.Popen[str], number: int) -> psutil.Process:
 
 def until_the_first_epoch_ends(process: subprocess.Popen[str]) -> str:
     """What the command says until then."""
-    assert process.stdout is not None
     said = ""
     for line in process.stdout:
         said += line
@@ -76,7 +73,7 @@ def test_the_next_worker_reports_where_the_first_is_killed(start, tmp_path, stal
         "result",
     ]
     assert [r["epoch"] for r in log if r["record"] == "eval"] == [1, 2, 3]
-    assert all(r["figures"]["valid"]["samples"] == 2000 for r in log if r["record"] == "eval")  # type: ignore[index]
+    assert all(r["figures"]["valid"]["samples"] == 2000 for r in log if r["record"] == "eval")
     result = log[-1]
     assert result["expired_leases"] == 1
     assert result["samples"] >= 2 * EPOCH  # what the lost one trained on since the last evaluation is not known

@@ -1,7 +1,5 @@
 """`embershard evaluate` beside real shards and workers."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal
@@ -68,7 +66,6 @@ def test_workers_train_on_while_it_scores(job, tmp_path):
             evaluator = subprocess.Popen(
                 [*EMBERSHARD, "evaluate", str(job), *ps, "--every", "0.1"], stdout=subprocess.PIPE, text=True
             )
-            assert evaluator.stdout is not None
             first, *_ = scores = [json.loads(evaluator.stdout.readline())]
             while scores[-1]["clock"] == first["clock"]:  # nothing says how far they come in between
                 scores.append(json.loads(evaluator.stdout.readline()))

@@ -3,8 +3,6 @@
 Ctrl-C while training, or while shards start, is in test_train_command.py and test_services.py.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -152,7 +150,6 @@ def asked_to_end(process: psutil.Process) -> bool:
 
 def test_a_second_ctrl_c_does_not_wait_for_shards_and_leaves_none(start):
     terminal = start("up", "--shards", "2", "--base-port", "0")
-    assert terminal.popen.stdout is not None
     while "Ctrl-C ends them" not in terminal.popen.stdout.readline():
         assert terminal.popen.poll() is None
     shards = started(terminal, 2)

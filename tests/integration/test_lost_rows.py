@@ -1,7 +1,5 @@
 """A job is started again after one of its shards was killed and came back empty."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -47,7 +45,7 @@ def train(session: Session, model: nn.Module) -> None:
 
 
 def trained_rows(model: nn.Module) -> int:
-    return int((model[0].table.pull(IDS) != 0).any(1).sum())  # type: ignore[index, union-attr, operator]
+    return int((model[0].table.pull(IDS) != 0).any(1).sum())
 
 
 def test_a_job_does_not_go_on_with_a_shard_that_lost_its_rows_until_they_are_restored(tmp_path):

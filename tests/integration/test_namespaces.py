@@ -1,7 +1,5 @@
 """Shards and workers in network namespaces, with a wire between them that the kernel shapes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

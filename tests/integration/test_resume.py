@@ -1,7 +1,5 @@
 """A run that is killed whole, at any moment, goes on from its last checkpoint to the bits of one that was not."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -134,8 +132,8 @@ def test_a_run_that_was_killed_ends_with_the_bits_of_one_that_was_not(start, tmp
     states = [checkpoint.worker(0) or {} for checkpoint in checkpoints]
     for part in ("buffers", "budget"):
         assert same(states[0][part], states[1][part]), part
-    assert same(*(state["random"]["torch"] for state in states))  # type: ignore[index]  # nothing seeds the others
-    figures = [checkpoint.shared()["report"]["best"]["figures"] for checkpoint in checkpoints]  # type: ignore[index]
+    assert same(*(state["random"]["torch"] for state in states))  # nothing seeds the others
+    figures = [checkpoint.shared()["report"]["best"]["figures"] for checkpoint in checkpoints]
     assert same(*figures)
 
     log = (tmp_path / "out" / "log.jsonl").read_text().splitlines()

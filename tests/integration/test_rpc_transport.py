@@ -1,7 +1,5 @@
 """What is special about the transport over torch.distributed.rpc; what it shares with the others is in the contract."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The commands `ps`, `up` and `status` as a person or a machine runs them: real processes, real signals."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -32,7 +30,6 @@ from embershard.proto.messages import (
     PushToken,
     Reply,
     Request,
-    Rows,
     ShardStatus,
     TableGradients,
     TableIds,
@@ -68,12 +65,10 @@ class Command:
         )
 
     def line(self) -> str:
-        assert self.popen.stdout is not None
         return self.popen.stdout.readline()
 
     def await_log(self, words: str) -> None:
         """Read stderr up to a line with these words."""
-        assert self.popen.stderr is not None
         assert any(words in line for line in self.popen.stderr)
 
     def end(self, signum: int = signal.SIGTERM) -> tuple[int, str]:
@@ -105,7 +100,7 @@ class Peer:
         self.address = address
         self.channel = grpc.insecure_channel(address)
 
-    def submit(self, request: Request) -> Call:
+    def submit(self, request: Request) -> "Call":
         name, reply = METHODS[type(request)]
         stub = self.channel.unary_unary(f"/{SERVICE}/{name}")
         return Call(stub.future(dumps(request), timeout=PATIENCE, wait_for_ready=True), reply)
@@ -149,7 +144,6 @@ def push(seq: int, ids: np.ndarray) -> Push:
 
 def status_of_shard(peer: Peer) -> ShardStatus:
     status = peer.ask(GetStatus())
-    assert isinstance(status, ShardStatus)
     return status
 
 
@@ -180,13 +174,11 @@ def test_two_shards_hold_a_table_together():
         for index, peer in enumerate((first, second)):
             ids = route.ids[route.slice_of(index)]
             greeting = peer.ask(Hello())
-            assert isinstance(greeting, Greeting)
             assert (greeting.shard, greeting.num_shards) == (index, 2)
             assert peer.ask(Declare(TABLE)) == Declared(created=True, loading=False)
             assert peer.ask(push(1, ids)) == Pushed(duplicate=False, applied=len(ids), skipped=0)
             assert peer.ask(push(1, ids)) == Pushed(duplicate=True, applied=len(ids), skipped=0)
             rows = peer.ask(Pull(1, (TableIds("items", ids),)))
-            assert isinstance(rows, Rows)
             assert rows.tables[0].tolist() == [-1.0] * 4 * len(ids)
 
 

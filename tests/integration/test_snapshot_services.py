@@ -1,7 +1,5 @@
 """Snapshots of real processes: by the command line, with shards and coordinators killed, and disks that are full."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -1,7 +1,5 @@
 """A shard's process under peers that do what they should not: its memory stays bounded, and others are served."""
 
-from __future__ import annotations
-
 import resource
 import socket
 import struct

@@ -42,7 +42,6 @@ def start(tmp_path):
 
 
 def train_now(worker: subprocess.Popen[str]) -> None:
-    assert worker.stdin is not None
     worker.stdin.write("\n")
     worker.stdin.flush()
 
@@ -71,7 +70,6 @@ def test_synchronous_worker_processes_train_as_one_process_on_the_joint_batch(st
 def test_a_worker_that_stands_still_is_left_behind_and_comes_back(start):
     with LocalShards(2) as shards:
         here, stopped = start(",".join(shards.addresses), 2, lease=2.0)
-        assert stopped.stdout is not None
         assert stopped.stdout.readline() == "begins\n"
         with standing_still(stopped.pid):  # before the first of its steps
             train_now(stopped)

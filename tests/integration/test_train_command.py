@@ -1,7 +1,5 @@
 """`embershard train` and `embershard worker` as people run them: real shards, real workers, and every way to end."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal
@@ -35,7 +33,6 @@ def children(process: subprocess.Popen[str], word: str) -> list[psutil.Process]:
 
 
 def until_training(process: subprocess.Popen[str]) -> None:
-    assert process.stdout is not None
     for line in process.stdout:
         if "samples/s" in line:
             return

@@ -1,7 +1,5 @@
 """What a report says of where it ran, and of what its data allows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

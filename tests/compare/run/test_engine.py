@@ -1,7 +1,5 @@
 """Which runs are made, made again, and left out; with a trainer that only writes a log."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The folder of a comparison: what is kept, and who may use it."""
 
-from __future__ import annotations
-
 import errno
 import os
 

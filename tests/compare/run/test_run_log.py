@@ -1,7 +1,5 @@
 """What the log of a run says of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -110,7 +108,7 @@ def test_a_run_that_a_worker_was_lost_in_is_not_what_it_should_have_been(tmp_pat
 
 
 def task(kind: str, arm: str, bandwidth: str = "unlimited") -> Task:
-    return Task(kind=kind, arm=arm, seed=9, bandwidth=bandwidth, multiple=1.0, words=())  # type: ignore[arg-type]
+    return Task(kind=kind, arm=arm, seed=9, bandwidth=bandwidth, multiple=1.0, words=())
 
 
 def test_the_time_left_goes_by_the_runs_most_like_those_to_come():
