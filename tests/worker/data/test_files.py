@@ -34,14 +34,29 @@ def test_lines_that_are_not_empty_are_found_from_any_byte(tmp_path, end):
     assert line_starts(path, range(20)) == [0, 5, 10]
 
 
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(JobError, match=r"nothing\.csv: no such file"):
-        read_text(tmp_path / "nothing.csv")
+GZIPPED = gzip.compress(b"".join(b"%d,%d\n" % (i, i * i) for i in range(5000)))
 
 
-def test_a_folder_is_no_file(tmp_path):
-    with pytest.raises(JobError, match="cannot be read"):
-        read_text(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "text", "error"),
+    [
+        ("a.csv", None, "no such file"),
+        ("a.csv", b"", "the file is empty"),
+        ("a.csv", gzip.compress(b""), "the file is empty"),
+        ("a.csv.gz", b"label,user\n1,2\n", "it is named .gz but is not gzipped"),
+        ("a.gz", GZIPPED[: len(GZIPPED) // 2], "the gzip file is cut or broken"),
+        ("a.gz", GZIPPED[:20] + bytes([GZIPPED[20] ^ 255]) + GZIPPED[21:], "the gzip file is cut or broken"),
+        ("a.gz", GZIPPED[:-6], "the gzip file is cut or broken"),
+        (".", None, "cannot be read"),
+    ],
+)
+def test_a_file_that_is_none_is_named(tmp_path, name, text, error):
+    if text is not None:
+        (tmp_path / name).write_bytes(text)
+    with pytest.raises(JobError) as caught:
+        read_text(tmp_path / name)
+    assert caught.value.fields["where"].startswith(str(tmp_path / name))
+    assert error in caught.value.fields["reason"]
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE])
@@ -76,31 +91,6 @@ def test_what_the_system_says_while_a_file_is_read_is_an_error_that_names_it(tmp
         for call in (lambda: read_range(path, 0, 9), lambda: count_lines(path, 9)):
             with pytest.raises(JobError, match=rf"a\.csv: cannot be read: {os.strerror(code)}"):
                 call()
-
-
-@pytest.mark.parametrize("text", [b"", gzip.compress(b"")], ids=["empty", "gzipped"])
-def test_an_empty_file_is_an_error(tmp_path, text):
-    path = tmp_path / "a.csv"
-    path.write_bytes(text)
-    with pytest.raises(JobError, match=r"a\.csv: the file is empty"):
-        read_text(path)
-
-
-def test_a_file_that_only_claims_to_be_gzipped(tmp_path):
-    path = tmp_path / "a.csv.gz"
-    path.write_bytes(b"label,user\n1,2\n")
-    with pytest.raises(JobError, match=r"a\.csv\.gz: it is named \.gz but is not gzipped"):
-        read_text(path)
-
-
-@pytest.mark.parametrize(
-    "damage", [lambda b: b[: len(b) // 2], lambda b: b[:20] + bytes([b[20] ^ 255]) + b[21:], lambda b: b[:-6]]
-)
-def test_a_cut_or_broken_gzip_file(tmp_path, damage):
-    path = tmp_path / "a.gz"
-    path.write_bytes(damage(gzip.compress(b"".join(b"%d,%d\n" % (i, i * i) for i in range(5000)))))
-    with pytest.raises(JobError, match="the gzip file is cut or broken"):
-        list(read_blocks(path, 1000))
 
 
 def test_a_file_without_line_ends_is_not_read_into_memory_whole(tmp_path, monkeypatch):

@@ -1,9 +1,6 @@
 """Epochs that are dealt out: every sample once where nobody is lost, and again what a lost worker had."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -18,8 +15,6 @@ from embershard.worker.client.membership import Terms
 from embershard.worker.data.shuffle import permutation
 from embershard.worker.data.splits import SplitQueue
 from embershard.worker.session.session import Session
-
-Join = Callable[..., Session]
 
 
 @pytest.fixture
@@ -56,7 +51,6 @@ def test_two_workers_are_dealt_every_split_of_every_epoch_once(join, staleness):
 def test_what_a_lost_worker_had_is_dealt_again_and_counted(join):
     one, other = join(0, lease=0.3), join(1, lease=0.3)
     lost = next(SplitQueue(other, 4).deal(0))
-    assert other.membership is not None
     other.membership._ended.set()  # it is not heard of any more
     queue = SplitQueue(one, 4)
     dealt = list(queue.deal(0))
@@ -71,8 +65,7 @@ def test_a_split_whose_steps_were_dropped_is_this_workers_once_more(join):
     session = join(0)
     join(1)
     member = session.membership
-    assert member is not None
-    dealt: list[int] = []
+    dealt = []
     for split in SplitQueue(session, 3).deal(0):
         dealt.append(split)
         if len(dealt) == 2:
@@ -80,29 +73,35 @@ def test_a_split_whose_steps_were_dropped_is_this_workers_once_more(join):
     assert dealt == [0, 1, 1, 2]
 
 
-def test_a_lease_that_is_lost_while_a_worker_waits_for_a_split_costs_none(join, monkeypatch):
-    session = join(0)
-    join(1)
-    member = session.membership
-    assert member is not None
-    take = member.take_split
+@pytest.fixture
+def observed(join, monkeypatch):
+    """Make a session that notes flushes, and the split that it says it finished with each question for another."""
 
-    def waits(*what):
+    def make(staleness=None, ask=lambda member: None):
+        session, said = join(0, staleness), []
+        join(1, staleness)
+        take = session.membership.take_split
+        monkeypatch.setattr(session, "flush", lambda: said.append("flush"))
+        monkeypatch.setattr(
+            session.membership,
+            "take_split",
+            lambda *what: (said.append(what[-1]), ask(session.membership), take(*what))[-1],
+        )
+        return session, said
+
+    return make
+
+
+def test_a_lease_that_is_lost_while_a_worker_waits_for_a_split_costs_none(observed):
+    def lose_lease(member):
         member.lost_leases += 1
-        return take(*what)
 
-    monkeypatch.setattr(member, "take_split", waits)
+    session, _ = observed(ask=lose_lease)
     assert list(SplitQueue(session, 3).deal(0)) == [0, 1, 2]
 
 
-def test_a_split_is_finished_when_its_pushes_are_acknowledged(join, monkeypatch):
-    session, said = join(0), []
-    join(1)
-    member = session.membership
-    assert member is not None
-    take = member.take_split
-    monkeypatch.setattr(session, "flush", lambda: said.append("flush"))
-    monkeypatch.setattr(member, "take_split", lambda *what: (said.append(what[-1]), take(*what))[1])
+def test_a_split_is_finished_when_its_pushes_are_acknowledged(observed):
+    session, said = observed()
     assert list(SplitQueue(session, 2).deal(0)) == [0, 1]
     assert said == ["flush", -1, "flush", 0, "flush", 1]
     said.clear()
@@ -110,16 +109,11 @@ def test_a_split_is_finished_when_its_pushes_are_acknowledged(join, monkeypatch)
     assert said == [-1, 0, 1]  # what is in flight then is of splits that are not done
 
 
-def test_nobody_waits_for_the_clock_of_a_worker_that_waits_for_a_split(join, monkeypatch):
-    session = join(0, 0)
-    join(1, 0)
-    member = session.membership
-    assert member is not None
-    rests: list[bool] = []
-    take = member.take_split
-    monkeypatch.setattr(member, "take_split", lambda *what: (rests.append(member.paused), take(*what))[1])
-    assert not any(member.paused for _ in SplitQueue(session, 2).deal(0))
-    assert rests == [True] * 3
+def test_nobody_waits_for_the_clock_of_a_worker_that_waits_for_a_split(observed):
+    paused = []
+    session, _ = observed(0, lambda member: paused.append(member.paused))
+    assert not any(session.membership.paused for _ in SplitQueue(session, 2).deal(0))
+    assert paused == [True] * 3
 
 
 def test_a_worker_without_others_is_dealt_everything():
@@ -157,7 +151,7 @@ def test_a_second_pass_over_an_epoch_is_refused(join, workers):
         loader = DataLoader(TensorDataset(torch.arange(10)), batch_size=5, sampler=sampler)
         sampler.set_epoch(0)
         assert len(list(loader)) == 2
-        with pytest.raises(ValueError, match=r"epoch 0 was begun before.*: call set_epoch\(1\) on all workers"):
+        with pytest.raises(ValueError, match=r"set_epoch\(1\)"):
             list(loader)
         sampler.set_epoch(1)
         assert len(list(loader)) == 2
@@ -168,13 +162,13 @@ def test_a_second_pass_over_an_epoch_is_refused(join, workers):
 
 def test_a_sampler_that_makes_no_sense_is_refused(join):
     with es.local() as session:
-        with pytest.raises(ValueError, match=r"splits must be 1..num_samples, got 11 of 10 samples"):
+        with pytest.raises(ValueError, match="splits must be"):
             es.SplitSampler(session, 10, splits=11)
         sampler = es.SplitSampler(session, 10, splits=2)
         sampler.set_epoch(3)
-        with pytest.raises(ValueError, match="epochs come in order: 2 after 3"):
+        with pytest.raises(ValueError, match="epochs come in order"):
             sampler.set_epoch(2)
-    with pytest.raises(ValueError, match="this session has staleness 0; connect without it"):
+    with pytest.raises(ValueError, match="staleness 0"):
         es.SplitSampler(join(0, 0), 10, splits=2)
 
 

@@ -1,6 +1,7 @@
+"""Samples in memory and from streams: in which order they come, and which worker has which."""
+
 import gzip
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,8 +10,7 @@ from hypothesis import strategies as st
 
 from embershard.proto.errors import JobError
 from embershard.worker.data import text as delimited
-from embershard.worker.data import text as text_source
-from embershard.worker.data.batch import Samples
+from embershard.worker.data.batch import RowsDataset, Samples, Schema
 from embershard.worker.data.columns import Columns
 from embershard.worker.data.readers.ctr_csv import CtrCsvStream
 from embershard.worker.data.stream import in_batches, shuffled
@@ -19,17 +19,63 @@ from embershard.worker.data.text import Layout, TextSource, parse
 GLOBAL = Columns(ids="global")
 
 
-def numbered(sizes: list[int]) -> list[Samples]:
+def numbered(*sizes):
     """Blocks of these sizes whose sample i has id, dense and label i."""
-    edges = np.cumsum([0, *sizes])
-    return [
-        Samples(np.arange(a, b)[:, None], np.arange(a, b, dtype=np.float32)[:, None], np.arange(a, b, dtype=np.float32))
-        for a, b in itertools.pairwise(edges)
-    ]
+    rows = Samples(*(np.arange(sum(sizes), dtype=kind) for kind in (np.int64, np.float32, np.float32)))
+    edges = itertools.pairwise(np.cumsum([0, *sizes]))
+    return [Samples(rows.ids[a:b, None], rows.dense[a:b, None], rows.labels[a:b]) for a, b in edges]
 
 
-def ids(parts) -> list[int]:
+def ids(parts):
     return [int(i) for part in parts for i in part.ids[:, 0]]
+
+
+def dataset(count, **options):
+    (rows,) = numbered(count)
+    schema = Schema(("number",), 1, count)
+    return RowsDataset(schema, {"train": rows, "valid": rows}, where="numbers.csv", seed=5, **options)
+
+
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 20), st.integers(0, 3))
+def test_shares_are_disjoint_and_cover_everything(count, world_size, batch_size, epoch):
+    data = dataset(count)
+    evaluated = [ids(data.evaluate("valid", rank, world_size, batch_size)) for rank in range(world_size)]
+    assert sorted(itertools.chain(*evaluated)) == list(range(count))  # some may be empty
+    if count < world_size:
+        with pytest.raises(JobError, match=rf"numbers\.csv: {count} samples cannot be split over {world_size} workers"):
+            data.train(epoch, 0, world_size, batch_size)
+        return
+    shares = [ids(data.train(epoch, rank, world_size, batch_size)) for rank in range(world_size)]
+    assert sorted(itertools.chain(*shares)) == list(range(count))
+    sizes = {len(share) for share in shares}
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_batch_k_of_all_workers_is_batch_k_of_one_with_the_joint_size():
+    data = dataset(103)
+    parts = [list(data.train(2, rank, 3, 10)) for rank in range(3)]
+    for k, batch in enumerate(data.train(2, 0, 1, 30)):
+        assert sorted(ids([batch])) == sorted(ids([part[k] for part in parts if k < len(part)]))
+
+
+def test_each_epoch_has_another_order_and_the_same_epoch_the_same():
+    data = dataset(50)
+    assert ids(data.train(0, 0, 1, 7)) == ids(data.train(0, 0, 1, 7))
+    assert ids(data.train(0, 0, 1, 7)) != ids(data.train(1, 0, 1, 7))
+    assert ids(dataset(50, shuffle=False).train(1, 0, 1, 7)) == list(range(50))
+    for batch in data.train(0, 1, 2, 6):
+        assert batch.ids[:, 0].tolist() == batch.dense[:, 0].tolist()  # every column moves with its sample
+
+
+@pytest.mark.parametrize(("rank", "world_size", "batch_size"), [(2, 2, 1), (-1, 2, 1), (0, 0, 1), (0, 1, 0)])
+def test_a_share_or_split_that_makes_no_sense_is_refused(rank, world_size, batch_size):
+    data = dataset(4)
+    with pytest.raises(ValueError, match="must be"):
+        data.train(0, rank, world_size, batch_size)
+    with pytest.raises(ValueError, match="must be"):
+        data.evaluate("valid", rank, world_size, batch_size)
+    with pytest.raises(JobError, match="no split 'test'"):
+        data.evaluate("test", 0, 1, 1)
 
 
 SIZES = st.lists(st.integers(0, 30), max_size=12)
@@ -37,7 +83,7 @@ SIZES = st.lists(st.integers(0, 30), max_size=12)
 
 @given(SIZES, st.integers(1, 40), st.integers(0, 5))
 def test_the_buffer_gives_each_row_once_and_stays_bounded(sizes, buffer_rows, seed):
-    parts = list(shuffled(iter(numbered(sizes)), buffer_rows, np.random.default_rng(seed)))
+    parts = list(shuffled(iter(numbered(*sizes)), buffer_rows, np.random.default_rng(seed)))
     assert sorted(ids(parts)) == list(range(sum(sizes)))
     assert all(len(part) <= buffer_rows + max(sizes) for part in parts)
     assert all((part.ids[:, 0] == part.labels).all() for part in parts)
@@ -45,7 +91,7 @@ def test_the_buffer_gives_each_row_once_and_stays_bounded(sizes, buffer_rows, se
 
 @given(SIZES, st.integers(1, 40))
 def test_batches_keep_order_and_only_the_last_is_smaller(sizes, batch_size):
-    parts = list(in_batches(iter(numbered(sizes)), batch_size))
+    parts = list(in_batches(iter(numbered(*sizes)), batch_size))
     assert ids(parts) == list(range(sum(sizes)))
     assert all(len(part) == batch_size for part in parts[:-1])
     assert all(0 < len(part) <= batch_size for part in parts[-1:])
@@ -59,9 +105,8 @@ def csv_file(request, tmp_path):
     return path
 
 
-def small_blocks(data: CtrCsvStream, block_bytes: int = 2000) -> CtrCsvStream:
+def small_blocks(data, block_bytes=2000):
     for name, source in data._sources.items():
-        assert isinstance(source, TextSource)
         kept = {field: getattr(source, field) for field in ("paths", "layout", "to_rows", "has_header")}
         data._sources[name] = TextSource(**kept, block_bytes=block_bytes)
     return data
@@ -87,7 +132,7 @@ def test_streamed_shares_are_disjoint_and_cover_the_file(csv_file, world_size, b
         assert evaluated[0] == list(range(5000))
 
 
-def numbered_files(folder, sizes: list[int], *, gzipped: bool) -> list[Path]:
+def numbered_files(folder, sizes, *, gzipped):
     """Files of these sizes whose lines count on from one to the next."""
     paths = []
     for number, (a, b) in enumerate(itertools.pairwise(np.cumsum([0, *sizes]))):
@@ -97,7 +142,7 @@ def numbered_files(folder, sizes: list[int], *, gzipped: bool) -> list[Path]:
     return paths
 
 
-def source(paths: list[Path]) -> TextSource:
+def source(paths):
     return TextSource(paths=paths, layout=Layout(columns={"label": "label", "n": "id"}), to_rows=GLOBAL.rows)
 
 
@@ -172,7 +217,7 @@ def test_every_file_of_every_split_is_looked_at_first(csv_file, split, text, err
 
 def test_a_look_at_a_file_does_not_read_all_of_it(tmp_path, monkeypatch):
     (path,) = numbered_files(tmp_path, [100_000], gzipped=False)
-    monkeypatch.setattr(text_source, "_LOOK_BYTES", 1000)
+    monkeypatch.setattr(delimited, "_LOOK_BYTES", 1000)
     parsed = []
     monkeypatch.setattr(delimited, "parse", lambda *given: parsed.append(given[1]) or parse(*given))
     source([path]).check()

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from embershard.proto.errors import JobError
+from embershard.proto.reference import mix64
 from embershard.worker.data.readers.clicks import PAIRS, ClickStream, alias_table, spread_step, zipf_bins
 from embershard.worker.data.readers.criteo_statistics import CATEGORICAL, NUMERIC
 
@@ -22,7 +23,7 @@ def sample(clicks):
     return batch
 
 
-def exact_law(column) -> np.ndarray:
+def exact_law(column):
     """(n,) probability of each rank, from the definition."""
     mass = (np.arange(1, column.cardinality + 1) + column.q) ** -column.s
     shares = mass / mass.sum()
@@ -33,7 +34,7 @@ def exact_law(column) -> np.ndarray:
     return shares
 
 
-def ranks(ids: np.ndarray, c: int) -> np.ndarray:
+def ranks(ids, c):
     """The ranks that were spread to these ids of column c."""
     n = CATEGORICAL[c].cardinality
     return (ids - OFFSETS[c]) * pow(spread_step(n), -1, n) % n
@@ -112,7 +113,7 @@ def test_labels_come_from_a_logit_of_what_the_model_sees(clicks, sample):
         table = plan.bins[column["first"] :][: len(zipf_bins(*CATEGORICAL[c]).starts)]
         bins[:, c] = np.searchsorted(table["rank"], rank, "right") - 1
         head = table["width"][bins[:, c]] == 1
-        sign = np.where(head, 1, sign_of_tail(rank, int(column["offset"])))
+        sign = np.where(head | (mix64(rank, int(column["offset"])) & np.uint64(1) == 1), 1, -1)
         effects += table["effect"][bins[:, c]] * sign
     crossed = sum(
         (plan.latent[p, 0, bins[:, a]] * plan.latent[p, 1, bins[:, b]]).sum(1) for p, (a, b) in enumerate(PAIRS)
@@ -122,25 +123,19 @@ def test_labels_come_from_a_logit_of_what_the_model_sees(clicks, sample):
     np.testing.assert_allclose(clicks.planted("test")[1][:2000], logits, atol=1e-5)
 
 
-def sign_of_tail(rank: np.ndarray, offset: int) -> np.ndarray:
-    from embershard.proto.reference import mix64
-
-    return np.where(mix64(rank, offset) & np.uint64(1), 1, -1)
-
-
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_ctr_and_best_auc_are_near_criteos(seed):
-    best = ClickStream(eval_samples=50_000, seed=seed).best("valid")
+    clicks = ClickStream(eval_samples=50_000, seed=seed)
+    best, (labels, logits) = clicks.best("valid"), clicks.planted("valid")
     assert best["auc"] == pytest.approx(0.80, abs=0.02)
     assert best["calibration"] == pytest.approx(1.0, abs=0.03)
-    labels, logits = ClickStream(eval_samples=50_000, seed=seed).planted("valid")
     assert labels.mean() == pytest.approx(0.25, abs=0.01)
     chances = 1 / (1 + np.exp(-logits))
     for part in np.array_split(np.argsort(logits), 10):
         assert labels[part].mean() == pytest.approx(chances[part].mean(), abs=5 * np.sqrt(0.25 / len(part)))
 
 
-def whole(batches) -> list[torch.Tensor]:
+def whole(batches):
     return [torch.cat(part) for part in zip(*((b.ids, b.dense, b.labels) for b in batches), strict=True)]
 
 
@@ -154,8 +149,7 @@ def test_samples_do_not_depend_on_batch_size_or_worker_count(clicks):
 
 def test_splits_epochs_and_seeds_differ_and_repeat(clicks):
     def start(data, split, epoch=0):
-        batches = data.train(epoch, 0, 1, 50) if split == "train" else data.evaluate(split, 0, 1, 50)
-        return next(batches).ids
+        return next(data.train(epoch, 0, 1, 50) if split == "train" else data.evaluate(split, 0, 1, 50)).ids
 
     first = [start(clicks, "train"), start(clicks, "train", 1), start(clicks, "valid"), start(clicks, "test")]
     first.append(start(ClickStream(seed=1), "train"))
@@ -163,39 +157,15 @@ def test_splits_epochs_and_seeds_differ_and_repeat(clicks):
     assert torch.equal(start(clicks, "valid"), first[2])
 
 
+# ids are a contract with whoever compares two runs; they use no floating-point sums but the bins' edges
+GOLDEN = """
+0 1734 1852452 10883934 12335878 12336183 12345671 12348873 12349357 12422716 12445187 16789368 20801872 20802975
+20815713 21310441 26279303 26284646 26286484 26287138 33011897 33333686 33333704 33536396 33619900 33620005
+"""
+
+
 def test_first_ids_are_golden(sample):
-    # ids are a contract with whoever compares two runs; they use no floating-point sums but the bins' edges
-    assert sample.ids[0].tolist() == GOLDEN
-
-
-GOLDEN = [
-    0,
-    1734,
-    1852452,
-    10883934,
-    12335878,
-    12336183,
-    12345671,
-    12348873,
-    12349357,
-    12422716,
-    12445187,
-    16789368,
-    20801872,
-    20802975,
-    20815713,
-    21310441,
-    26279303,
-    26284646,
-    26286484,
-    26287138,
-    33011897,
-    33333686,
-    33333704,
-    33536396,
-    33619900,
-    33620005,
-]
+    assert sample.ids[0].tolist() == [int(number) for number in GOLDEN.split()]
 
 
 def test_a_stream_without_end(clicks):
@@ -206,9 +176,9 @@ def test_a_stream_without_end(clicks):
 
 
 def test_mistakes_are_named(clicks):
-    with pytest.raises(JobError, match=r"no split 'all' \(known: train, valid, test\)"):
+    with pytest.raises(JobError, match="no split 'all'"):
         clicks.evaluate("all", 0, 1, 1)
-    with pytest.raises(JobError, match="10000 samples cannot be split over 10001 workers"):
+    with pytest.raises(JobError, match="10000 samples"):
         clicks.train(0, 0, 10_001, 1)
-    with pytest.raises(ValueError, match="samples must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="samples must be at least 1"):
         ClickStream(samples=0)
