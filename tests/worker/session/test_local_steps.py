@@ -387,7 +387,7 @@ def test_an_optimizer_without_a_local_twin_is_refused_before_anything_is_declare
     session = job.worker(2)
     with pytest.raises(ValueError, match=f"adam, adamw, not {optimizer.name}"):
         es.wrap(build(), session, optimizer=optimizer)
-    assert job.shards[0].status().tables == ()
+    assert not job.shards[0].status().tables
 
 
 def test_local_steps_refuse_what_contradicts_them(make_job):
