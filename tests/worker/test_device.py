@@ -1,7 +1,5 @@
 """Devices: what a new thread begins with, and (on a machine that has one) inputs that lie elsewhere than the model."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 import sys
@@ -17,7 +15,7 @@ from embershard.worker.device import with_current_gpu
 @pytest.fixture
 def current(monkeypatch):
     """Thread -> the GPU that it chose, on a machine whose main thread chose the fourth."""
-    chosen: dict[str, int] = {}
+    chosen = {}
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: chosen.update({threading.current_thread().name: gpu}))
@@ -25,7 +23,7 @@ def current(monkeypatch):
 
 
 def test_work_in_a_thread_has_the_gpu_of_who_started_it(current):
-    seen: list[dict[str, int]] = []
+    seen = []
     thread = threading.Thread(target=with_current_gpu(lambda: seen.append(dict(current))), name="other")
     thread.start()
     thread.join()
@@ -33,13 +31,11 @@ def test_work_in_a_thread_has_the_gpu_of_who_started_it(current):
 
 
 def test_without_a_gpu_in_use_none_is_chosen():
-    def work(): ...
-
-    assert with_current_gpu(work) is work
+    assert with_current_gpu(print) is print
 
 
 def test_a_loader_that_is_read_ahead_has_the_gpu_of_the_training_thread(current):
-    seen: list[dict[str, int]] = []
+    seen = []
 
     def loader():
         for number in range(2):

@@ -1,36 +1,31 @@
 """What a GPU changes: where rows, gradients and states lie, and that training there follows the CPU."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import embershard as es
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import RowsDataset, Samples, Schema
 from embershard.worker.device import to_device, to_host
-from embershard.worker.job.job import Job
 from embershard.worker.kernels import by_first_use, by_first_use_in_torch
-from embershard.worker.session.session import Session
 from embershard.worker.training.saver import RandomNumbers
 from embershard.worker.training.trainer import Trainer
+from harness.job import make_job
 
 pytestmark = pytest.mark.cuda
 
-MakeSession = Callable[..., Session]
 CPU = torch.device("cpu")
 ROWS, DIM = 50, 6
 F, PER_FIELD, D = 3, 20, 2
 
 
-def trained(session: Session, module: nn.Module, device: torch.device, *inputs: Tensor) -> list[Tensor]:
+def trained(session, module, device, *inputs):
     """What three steps read, and the table's rows afterwards, on the host."""
     module.to(device)
     found = []
@@ -43,14 +38,13 @@ def trained(session: Session, module: nn.Module, device: torch.device, *inputs: 
     return [*found, module.table.pull(torch.arange(ROWS))]
 
 
-def assert_close(found: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+def assert_close(found, want):
     for one, other in zip(found, want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)  # a GPU sums in any order
 
 
-def table_of(session: Session, optimizer: object = None) -> es.TableSpec:
-    spec = es.TableSpec(name="t", dim=DIM, optimizer=optimizer or es.Adagrad(lr=0.1), initializer=es.Normal(), seed=3)
-    return session.table(spec)
+def table_of(session):
+    return session.table(es.TableSpec(name="t", dim=DIM, optimizer=es.Adagrad(lr=0.1), initializer=es.Normal(), seed=3))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +57,7 @@ def test_an_embedding_on_a_gpu_does_what_it_does_on_the_cpu(make_session, gpu, s
     found = []
     for device in (CPU, gpu):
         session = make_session(2)
-        module = es.Embedding(table_of(session), ROWS, **settings)  # type: ignore[arg-type]
+        module = es.Embedding(table_of(session), ROWS, **settings)
         if settings.get("frozen"):
             module.to(device)
             found.append([module(ids).cpu()])
@@ -123,12 +117,11 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
         self.head = nn.Sequential(nn.Linear(4 * DIM, 300), nn.ReLU(), nn.Linear(300, 1))
 
-    def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.scale * self.head(self.table(ids).flatten(1)).squeeze(1)
-        return out
+    def forward(self, ids):
+        return self.scale * self.head(self.table(ids).flatten(1)).squeeze(1)
 
 
-def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+def batches(count):
     generator = torch.Generator().manual_seed(7)
     ids = [torch.randint(ROWS, (64, 4), generator=generator) for _ in range(count)]
     return [(part, (part.sum(1) % 2).float()) for part in ids]
@@ -188,7 +181,7 @@ def test_the_generator_of_the_gpu_goes_on_where_it_was(gpu):
     assert torch.equal(torch.rand(5, device=gpu), first)
 
 
-def rows(count: int, seed: int) -> Samples:
+def rows(count, seed):
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, PER_FIELD, (count, F)) + np.arange(F) * PER_FIELD
     effects = np.random.default_rng(0).normal(0, 2, F * PER_FIELD)
@@ -196,24 +189,20 @@ def rows(count: int, seed: int) -> Samples:
     return Samples(ids, rng.random((count, D), np.float32), labels)
 
 
-def auc(session: Session | None, strategy: str, device: torch.device, train: dict[str, object]) -> float:
+def auc(session, strategy, device, train):
     """Of a job whose device this is."""
     parts = {"train": rows(3000, 1), "test": rows(1000, 2)}
     data = RowsDataset(Schema(tuple("abc"), D, F * PER_FIELD), parts, where="made up", seed=3)
-    settings = {
-        "strategy": strategy,
-        "model": {"name": "dlrm", "bottom": [8], "hidden": [16]},
-        "data": {"reader": "ctr_csv", "train": "t.csv", "ids": "global"},
-        "embedding": {
-            "dim": 4,
-            "optimizer": {"name": "adagrad", "lr": 0.1},
-            "initializer": {"name": "normal", "std": 0.1},
-        },
-        "dense": {"optimizer": {"name": "adam", "lr": 0.01}},
-        "train": {"batch_size": 100, "epochs": 3, "seed": 5, "device": device.type, **train},
-    }
-    result = Trainer(Job.model_validate(settings), data, session, WorkerGroup()).run()
-    return result.figures["test"]["auc"]
+    embedding = {"optimizer": {"name": "adagrad", "lr": 0.1}, "initializer": {"name": "normal", "std": 0.1}}
+    job = make_job(
+        strategy,
+        model={"name": "dlrm", "bottom": [8], "hidden": [16]},
+        data={"ids": "global"},
+        embedding={"dim": 4, **embedding},
+        dense={"optimizer": {"name": "adam", "lr": 0.01}},
+        train={"batch_size": 100, "epochs": 3, "seed": 5, "device": device.type, **train},
+    )
+    return Trainer(job, data, session, WorkerGroup()).run().figures["test"]["auc"]
 
 
 @pytest.mark.parametrize(

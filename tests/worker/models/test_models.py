@@ -1,13 +1,9 @@
 """The models' formulas against slow plain references, and that every parameter learns."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 
 from embershard.worker.models.dcn import DCNV2, CrossLayers
 from embershard.worker.models.dlrm import DLRM
@@ -16,15 +12,14 @@ from embershard.worker.models.layers import Tower, pairwise_interactions
 from embershard.worker.models.linear import LR
 from embershard.worker.models.ncf import GMF, MLP, NeuMF
 from embershard.worker.models.persia import PersiaDNN
-from embershard.worker.models.recommender import Recommender, num_dense_parameters
+from embershard.worker.models.recommender import num_dense_parameters
 from embershard.worker.models.registry import MODELS
 from embershard.worker.models.two_tower import FrequencyEstimator, TwoTower, candidates, sampled_softmax
 from embershard.worker.models.wide_deep import WideDeep
 
 B, F, D, DIM, IDS = 6, 4, 3, 5, 40
 
-Build = Callable[..., Recommender]
-BUILD: dict[str, Build] = {
+BUILD = {
     "lr": lambda d, n=IDS, on=None: LR(n, d, device=on),
     "fm": lambda d, n=IDS, on=None: FM(n, DIM, d, device=on),
     "wide_deep": lambda d, n=IDS, on=None: WideDeep(n, F, DIM, d, hidden=(8,), batch_norm=True, dropout=0.1, device=on),
@@ -42,11 +37,10 @@ BUILD: dict[str, Build] = {
 PAIRS = ("gmf", "mlp", "neumf", "two_tower")
 
 
-def batch(name: str, num_dense: int) -> tuple[Tensor, Tensor | None]:
+def batch(name, num_dense):
     torch.manual_seed(1)
     ids = torch.randint(0, IDS, (B, 2 if name in PAIRS else F))
-    dense = torch.rand(B, num_dense) if num_dense and name not in PAIRS else None
-    return ids, dense
+    return ids, torch.rand(B, num_dense) if num_dense and name not in PAIRS else None
 
 
 def test_every_registered_model_is_tested_here():
@@ -56,27 +50,18 @@ def test_every_registered_model_is_tested_here():
 @pytest.mark.parametrize(("name", "num_dense"), [(n, d) for n in BUILD for d in (0, D) if d or n != "persia_dnn"])
 def test_a_model_gives_one_logit_per_sample_and_every_parameter_a_gradient(name, num_dense):
     ids, dense = batch(name, num_dense)
-    model = BUILD[name](num_dense)
+    model, read = BUILD[name](num_dense), {}
+    for key, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.register_forward_pre_hook(lambda _, args, key=key: read.update({key: args[0]}))
     logits = model(ids, dense)
     assert logits.shape == (B,)
     logits.square().sum().backward()
     silent = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
     # what stands before a batch norm, or only shifts everything, may have none
     assert not [n for n in silent if not n.endswith("bias")]
-
-
-@pytest.mark.parametrize("name", BUILD)
-def test_embedding_inputs_are_what_the_modules_read(name):
-    ids, dense = batch(name, D)
-    model = BUILD[name](D)
-    inputs = model.embedding_inputs(ids, dense)
-    assert set(inputs) == set(model.embedding_id_spaces)
-    read: dict[str, Tensor] = {}
-    for module_name, module in model.named_modules():
-        if isinstance(module, torch.nn.Embedding):
-            module.register_forward_pre_hook(lambda _, args, key=module_name: read.update({key: args[0]}))
-    model(ids, dense)
-    assert set(read) == set(inputs)
+    inputs = model.embedding_inputs(ids, dense)  # what the modules read
+    assert set(read) == set(inputs) == set(model.embedding_id_spaces)
     assert all(torch.equal(read[key], inputs[key]) for key in read)
 
 
@@ -100,16 +85,13 @@ def test_fm_is_the_papers_equation():
     model = FM(IDS, DIM, D)
     torch.nn.init.normal_(model.first_order.dense_weight)
     torch.nn.init.constant_(model.first_order.bias, 0.5)
+    first = model.first_order.dense_weight
     want = []
-    for p in model.parameters():
-        p.requires_grad_(False)
     for b in range(B):
-        logit = 0.5 + sum(float(dense[b, k] * model.first_order.dense_weight[k]) for k in range(D))
-        logit += sum(float(model.linear.weight[i, 0]) for i in ids[b])
-        for i, j in itertools.combinations(ids[b].tolist(), 2):
-            logit += float(model.embedding.weight[i] @ model.embedding.weight[j])
-        want.append(logit)
-    torch.testing.assert_close(model(ids, dense), torch.tensor(want))
+        logit = 0.5 + dense[b] @ first.flatten() + sum(model.linear.weight[i, 0] for i in ids[b])
+        pairs = itertools.combinations(model.embedding.weight[ids[b]], 2)
+        want.append(logit + sum(one @ other for one, other in pairs))
+    torch.testing.assert_close(model(ids, dense), torch.stack(want))
 
 
 def test_deepfm_is_fm_plus_the_mlp():
@@ -134,7 +116,7 @@ def test_cross_layers_are_the_papers_equation():
 def test_dlrm_interactions_are_all_pairs_of_dots_behind_the_bottom_mlp():
     ids, dense = batch("dlrm dot", D)
     model = DLRM(IDS, F, DIM, D, bottom=(8,), hidden=(9,))
-    seen: list[Tensor] = []
+    seen = []
     model.top.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     model(ids, dense)
     head = model.bottom(dense)

@@ -1,7 +1,5 @@
 """What `--profile` writes: a split that adds up to the step, and a trace with our spans in it."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 
@@ -34,9 +32,7 @@ def test_a_profile_splits_the_steps_behind_warm_up_and_trace(tmp_path):
 
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     ranges = Counter(event.get("name") for event in events if event.get("cat") == "user_annotation")
-    assert {name: ranges[name] for name in ("forward", "wait", "backward")} == dict.fromkeys(
-        ("forward", "wait", "backward"), TRACED_STEPS
-    )
+    assert {ranges[name] for name in ("forward", "wait", "backward")} == {TRACED_STEPS}
 
 
 def test_a_run_that_is_too_short_is_told_so_and_its_trace_is_kept(tmp_path):
