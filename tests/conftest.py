@@ -17,6 +17,7 @@ from embershard.worker.client.client import Client
 from embershard.worker.session.session import Session
 from harness import warm_start
 from harness.served import ServedShard
+from harness.wires import Wires
 
 # A shell that runs the tests in the background has them, and every process they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -73,6 +74,20 @@ def make_session(make_shards):
         return Session(Client(transports, worker=worker))
 
     return make
+
+
+@pytest.fixture
+def make_wires(make_shards):
+    """Wires to n fresh shards in this process, or to given ones; the members among their sessions leave at the end."""
+    made = []
+
+    def make(n=2, shards=None, now=None, **settings):
+        made.append(Wires(shards or make_shards(n, **settings), now))
+        return made[-1]
+
+    yield make
+    for wires in made:
+        wires.close()
 
 
 @pytest.fixture
