@@ -493,7 +493,8 @@ def test_a_model_trains_to_the_same_bits(cache):
         run.train(0, 6)
         run.model.top[0].requires_grad_(False)  # another part of the blocks is pulled from here on
         run.train(6, 12)
-        run.train(0, 4, ahead=False)
+        for number in (0, 1, 1, 2):  # the cache has all of the third one
+            run.train(number, number + 1, ahead=False)
         weights.append(run.weights())
     assert weights[0] == weights[1]
 

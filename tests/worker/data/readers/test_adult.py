@@ -5,7 +5,7 @@ from embershard.proto.errors import JobError
 from embershard.worker.data.readers.adult import Adult
 
 
-def person(country: str, label: str, age: int = 39) -> str:
+def person(country, label, age=39):
     middle = "State-gov, 77516, Bachelors, 13, Divorced, Sales, Wife, White, Male, 2174, 0, 40"
     return f"{age}, {middle}, {country}, {label}\n"
 
@@ -46,23 +46,13 @@ def test_numbers_are_standardised_by_the_train_file(files):
 
 def test_a_first_line_that_is_a_sample_is_kept(files):
     files[1].write_text(TEST.partition("\n")[2])
-    data = Adult(*files)
-    assert data.num_samples("test") == 2
-    assert only(data, "test").labels.tolist() == [1, 0]
+    assert only(Adult(*files), "test").labels.tolist() == [1, 0]
 
 
-@pytest.mark.parametrize(
-    ("line", "error"),
-    [
-        (person("Cuba", "50K"), r"adult\.data:4: column 'income': label ' 50K' is not  <=50K or"),
-        (person("Cuba", ">50K")[:50], r"adult\.data:4: expected 15 fields, got 7 \(cut short\?\)"),
-        (person("Cuba", ">50K").replace("39", "?"), r"adult\.data:4: column 'age': '\?' is not a finite number"),
-    ],
-)
-def test_bad_lines(files, line, error):
+def test_a_bad_line_is_named(files):
     with files[0].open("a") as file:
-        file.write(line)
-    with pytest.raises(JobError, match=error):
+        file.write(person("Cuba", "50K"))
+    with pytest.raises(JobError, match=r"adult\.data:4: column 'income': label ' 50K' is not  <=50K or"):
         Adult(*files)
 
 

@@ -11,7 +11,7 @@ from embershard.worker.data.readers.criteo import CriteoTsv, CriteoTsvStream
 NUMBERS = ["1", "-2", "", "65535", "0", "1", "1", "1", "1", "1", "1", "1", "9"]
 
 
-def line(label: str, numbers: list[str], ids: list[str]) -> str:
+def line(label, numbers, ids):
     return "\t".join([label, *numbers, *ids]) + "\n"
 
 
@@ -35,27 +35,19 @@ def test_missing_values_logs_and_hashes(tmp_path, name, reader):
     assert sum(len(batch) for batch in data.evaluate("test", 0, 1, 3)) == 4
 
 
+@pytest.mark.parametrize("reader", [CriteoTsv, CriteoTsvStream])
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        (GOOD + "1\t2\t3\n", r"a\.tsv:3: expected 40 fields, got 3 \(cut short\?\)"),
-        (GOOD + GOOD[:100], r"a\.tsv:3: expected 40 fields"),
-        (GOOD + line("2", NUMBERS, ["x"] * 26), r"a\.tsv:3: column 'label': label '2' is not 0 or 1"),
-        (GOOD + line("1", ["1e", *NUMBERS[1:]], ["x"] * 26), r"a\.tsv:3: column 'I1': '1e' is not a finite number"),
+        (line("1", NUMBERS, ["x"] * 25), r"b\.tsv:3: expected 40 fields, got 39"),
+        (line("1", ["1e", *NUMBERS[1:]], ["x"] * 26), r"b\.tsv:3: column 'I1': '1e' is not a finite number"),
     ],
 )
-def test_bad_lines(tmp_path, text, error):
-    path = tmp_path / "a.tsv"
-    path.write_text(text)
-    with pytest.raises(JobError, match=error):
-        CriteoTsv({"train": [path]})
-
-
-def test_a_streamed_file_is_looked_at_first(tmp_path):
+def test_a_bad_line_of_any_file_is_named(tmp_path, reader, text, error):
     (tmp_path / "a.tsv").write_text(GOOD)
-    (tmp_path / "b.tsv").write_text(GOOD + line("1", NUMBERS, ["x"] * 25))
-    with pytest.raises(JobError, match=r"b\.tsv:3: expected 40 fields, got 39"):
-        CriteoTsvStream({"train": [tmp_path / "a.tsv"], "valid": [tmp_path / "a.tsv", tmp_path / "b.tsv"]})
+    (tmp_path / "b.tsv").write_text(GOOD + text)
+    with pytest.raises(JobError, match=error):
+        reader({"train": [tmp_path / "a.tsv"], "valid": [tmp_path / "a.tsv", tmp_path / "b.tsv"]})
 
 
 def test_no_file_is_named():
