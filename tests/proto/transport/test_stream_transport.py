@@ -314,7 +314,7 @@ def test_a_client_of_a_shard_that_breaks_every_call_ends_by_its_deadline(connect
         talk.request()
         talk.send(b"x" * 100)
 
-    with pytest.raises(ShardUnavailable, match="the magic of a frame"):
+    with pytest.raises(ShardUnavailable):
         Client([connect(script)], timeout=timedelta(seconds=0.5))
 
 
