@@ -143,13 +143,16 @@ def test_candidates_over_batches_equal_the_whole():
 def test_full_ranking_equals_torchmetrics():
     rng = np.random.default_rng(3)
     num_users, num_items, k = 17, 40, 6
-    scores = torch.from_numpy(rng.normal(size=(num_users, num_items)).astype(np.float32))
+    scores = torch.from_numpy(rng.normal(-10, size=(num_users, num_items)).astype(np.float32))
     kind = rng.choice(3, size=scores.shape, p=[0.7, 0.2, 0.1])  # 1: seen, 2: relevant
     kind[5][kind[5] == 2] = 0  # a user without anything to find does not count
     figures = FullRanking(k=k)
     figures.update(scores.clone(), Users(torch.arange(num_users), *np.nonzero(kind == 1), *np.nonzero(kind == 2)))
     want = {"users": num_users - 1}
-    unseen = [(row[what != 1], torch.from_numpy(what[what != 1] == 2)) for row, what in zip(scores, kind, strict=True)]
+    # torchmetrics leaves out what is not above 0
+    unseen = [
+        (row[what != 1].exp(), torch.from_numpy(what[what != 1] == 2)) for row, what in zip(scores, kind, strict=True)
+    ]
     for name, function in ((f"recall@{k}", retrieval_recall), (f"ndcg@{k}", retrieval_normalized_dcg)):
         want[name] = np.mean([float(function(*each, top_k=k)) for each in unseen if each[1].any()])
     assert figures.compute() == pytest.approx(want, rel=1e-6)

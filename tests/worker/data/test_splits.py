@@ -116,11 +116,6 @@ def test_nobody_waits_for_the_clock_of_a_worker_that_waits_for_a_split(observed)
     assert paused == [True] * 3
 
 
-def test_a_worker_without_others_is_dealt_everything():
-    with es.local() as session:
-        assert list(SplitQueue(session, 3).deal(5)) == [0, 1, 2]
-
-
 def test_a_data_loader_reads_each_sample_once_per_epoch_in_another_order(join):
     data = TensorDataset(torch.arange(101))
 

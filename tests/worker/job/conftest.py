@@ -1,7 +1,5 @@
 """A folder with the data that job files name."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """What job files give."""
 
-from __future__ import annotations
-
 import inspect
 import shutil
 import subprocess

@@ -8,7 +8,7 @@ import torch
 from embershard.worker.models.dcn import DCNV2, CrossLayers
 from embershard.worker.models.dlrm import DLRM
 from embershard.worker.models.fm import FM, DeepFM
-from embershard.worker.models.layers import Tower, pairwise_interactions
+from embershard.worker.models.layers import Tower
 from embershard.worker.models.linear import LR
 from embershard.worker.models.ncf import GMF, MLP, NeuMF
 from embershard.worker.models.persia import PersiaDNN
@@ -72,12 +72,6 @@ def test_tables_on_the_meta_device_take_no_memory_and_any_number_of_rows(name):
     assert set(tables) == set(model.embedding_id_spaces)
     assert all(m.num_embeddings == 2**62 and m.weight.is_meta for m in tables.values())
     assert not [n for n, p in model.named_parameters() if p.is_meta and n.removesuffix(".weight") not in tables]
-
-
-def test_pairwise_interactions_are_the_sum_over_pairs():
-    rows = torch.randn(B, F, DIM, dtype=torch.float64)
-    slow = sum((rows[:, i] * rows[:, j]).sum(1) for i, j in itertools.combinations(range(F), 2))
-    torch.testing.assert_close(pairwise_interactions(rows), slow)
 
 
 def test_fm_is_the_papers_equation():
