@@ -487,7 +487,7 @@ def test_the_ids_of_blocks_take_a_bit_each(make_shards, pull, some):
 def test_a_model_trains_to_the_same_bits(cache):
     weights = []
     for pull in ("none", "delta"):
-        run = Run(Compression(dense={"pull": pull}), optimizer=SGD, hidden=300)
+        run = Run(Compression(dense={"pull": pull}), optimizer=SGD, hidden=300, batch=2)
         if cache:
             run.session.cache_rows(10, staleness=2)
         run.train(0, 6)
