@@ -46,7 +46,7 @@ def test_workers_are_shown_as_the_shard_sees_them_that_heard_of_them_least():
     one = replace(STATUS, clock=7, staleness=0, members=(member(0, 8, 9.0), member(1, 7, 2.5), member(2, 4, 9.5, True)))
     other = replace(one, members=(member(0, 8, 8.5), member(1, 8, 9.0), member(2, 4, 9.5, True)))
     page = shown(one, other)
-    assert "staleness 0 worker clock lease state 0 8 8.5 s trains 1 7 2.5 s waited for 2 4 9.5 s rests" in page
+    assert "staleness 0 worker clock lease state 0 8 8.5 s trains 1 7 2.5 s waited for 2 4 9.5 s paused" in page
 
 
 def test_without_a_bound_nobody_is_waited_for():
@@ -69,7 +69,7 @@ def test_the_histogram_of_staleness_is_that_of_all_shards():
     seen = [0] * 32
     seen[0], seen[1], seen[5], seen[31] = 4, 2, 1, 1
     page = shown(replace(STATUS, staleness_seen=tuple(seen)), replace(STATUS, staleness_seen=(2,)))
-    assert "updates missed pushes share 0 6 60.0% 1 2 20.0% 4 to 7 1 10.0% 31 or more 1 10.0%" in page
+    assert "staleness pushes share 0 6 60.0% 1 2 20.0% 4 to 7 1 10.0% 31 or more 1 10.0%" in page
 
 
 def test_the_codecs_of_tables_are_shown_where_there_are_some():

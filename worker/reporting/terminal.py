@@ -125,7 +125,7 @@ def result_table(result: RunResult) -> Table:
     table.add_row("speed", f"{result.samples_per_second:,.0f} samples/s")
     table.add_row("waiting for others", f"{result.wait_share:.1%} of the training time")
     if any(result.staleness_seen[1:]):
-        table.add_row("updates missed", _missed(result.staleness_seen))
+        table.add_row("staleness", _missed(result.staleness_seen))
     if result.skipped_rows:
         table.add_row("skipped", f"{result.skipped_rows:,} gradient rows with NaN or Inf")
     if result.skipped_steps:
@@ -145,7 +145,7 @@ def _missed(seen: Sequence[int]) -> str:
     up_to = list(accumulate(seen))
     median, p99, largest = (bisect_left(up_to, share * up_to[-1]) for share in (0.5, 0.99, 1.0))
     or_more = " or more" if largest == len(seen) - 1 else ""
-    return f"by a push: median {median}, p99 {p99}, at most {largest}{or_more}"
+    return f"median {median}, p99 {p99}, at most {largest}{or_more} updates"
 
 
 def _of_best(name: str, value: float, split: str, result: RunResult) -> str:

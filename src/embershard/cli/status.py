@@ -223,7 +223,7 @@ def _workers(statuses: Sequence[ShardStatus]) -> list[Table]:
         parts = list(of_one)
         clock = min(part.clock for part in parts)
         waited_for = bound >= 0 and clock <= closed < max(member.clock for member in members)
-        state = "rests" if any(part.paused for part in parts) else "waited for" if waited_for else "trains"
+        state = "paused" if any(part.paused for part in parts) else "waited for" if waited_for else "trains"
         view.add_row(str(worker), f"{clock:,}", f"{min(part.lease_seconds for part in parts):.1f} s", state)
     return [view]
 
@@ -233,7 +233,7 @@ def _staleness(statuses: Sequence[ShardStatus]) -> list[Table]:
     counts = [sum(column) for column in zip_longest(*(status.staleness_seen for status in statuses), fillvalue=0)]
     if not any(counts):
         return []
-    view = _table_of(("\nupdates missed",), ("\npushes", "\nshare"))
+    view = _table_of(("\nstaleness",), ("\npushes", "\nshare"))
     ends = [1, 2, 3, 4, 8, 16, len(counts) - 1, len(counts)]
     for first, end in pairwise([0, *ends]):
         pushes = sum(counts[first:end])

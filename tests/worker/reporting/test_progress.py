@@ -109,14 +109,14 @@ def test_a_terminal_gets_a_bar_with_speed_loss_quality_and_waiting():
     [
         ((), None),
         ((7, 0, 0), None),
-        ((50, 49, 0, 1, 0), "by a push: median 0, p99 1, at most 3"),
-        ((49, 49, 0, 2), "by a push: median 1, p99 3, at most 3 or more"),
+        ((50, 49, 0, 1, 0), "median 0, p99 1, at most 3 updates"),
+        ((49, 49, 0, 2), "median 1, p99 3, at most 3 or more updates"),
     ],
 )
 def test_the_table_says_how_stale_pushes_were_where_they_were(seen, shown):
     table = result_table(dataclasses.replace(RESULT, staleness_seen=seen))
     rows = dict(zip(*(column.cells for column in table.columns), strict=True))
-    assert rows.get("updates missed") == shown
+    assert rows.get("staleness") == shown
 
 
 def test_the_log_is_one_json_object_per_line_flushed_at_once(tmp_path):
