@@ -15,6 +15,7 @@ from numba import types
 
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled.jit import called, compiled
+from embershard.proto.compiled.open_addressing import FREE, cell_of
 
 NUM_BUCKETS = 4096
 MAX_EVEN = 2**30  # ids that even_ids gives: 4 TiB of dense weights
@@ -152,7 +153,7 @@ def _number(ids: Ids, key: np.uint64, cells: Cells, unique: Ids, index: Ids, hom
     Most ids of a batch came before and lie in their home cell. Whether one does cannot be predicted, so that a first
     loop without branches finds those, and a second one probes and inserts the rest, in order.
     """
-    cells[:] = -1  # position of an id in `unique`, -1 where free
+    cells[:] = FREE  # position of an id in `unique`
     mask = _U(cells.size - 1)
     count = _0
     for start in range(_0, _U(ids.size), _U(_BLOCK)):
@@ -168,9 +169,7 @@ def _number(ids: Ids, key: np.uint64, cells: Cells, unique: Ids, index: Ids, hom
             num_missed += _U((u < 0) | (unique[at] != ids[i]))
         for m in range(num_missed):
             i = missed[m]
-            cell = homes[i - start]
-            while cells[cell] >= 0 and unique[_U(cells[cell])] != ids[i]:
-                cell = (cell + _1) & mask
+            cell = cell_of(ids[i], homes[i - start], cells, unique)
             if cells[cell] < 0:
                 cells[cell] = np.int32(count)
                 unique[count] = ids[i]

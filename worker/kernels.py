@@ -14,6 +14,7 @@ from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled import intrinsics
 from embershard.proto.compiled.intrinsics import address_of, call_row_function, detached, window
 from embershard.proto.compiled.jit import compiled
+from embershard.proto.compiled.open_addressing import FREE, cell_of
 from embershard.proto.optim import clip as gradients_module
 from embershard.proto.optim.clip import clip_gradient, is_finite
 from embershard.proto.optim.formulas import BUILTIN
@@ -22,8 +23,8 @@ from embershard.proto.spec import Optimizer
 
 Cells = npt.NDArray[np.int64]
 
-_FREE = -1
 _SMALLEST = 1024  # cells
+_U, _0 = np.uint64, np.uint64(0)
 
 
 class IdIndex:
@@ -31,7 +32,7 @@ class IdIndex:
 
     def __init__(self) -> None:
         self._ids = np.empty(_SMALLEST // 2, np.int64)  # by number
-        self._cells = np.full(_SMALLEST, _FREE, np.int64)  # open addressing: the number of an id, or _FREE
+        self._cells = np.full(_SMALLEST, FREE, np.int64)  # open addressing: the number of an id
         self._count = 0
 
     def __len__(self) -> int:
@@ -48,7 +49,7 @@ class IdIndex:
         if needed > len(self._ids):
             size = 1 << (2 * needed - 1).bit_length()  # at most half full
             self._ids = np.concatenate([self.ids, np.empty(size // 2 - self._count, np.int64)])
-            self._cells = np.full(size, _FREE, np.int64)
+            self._cells = np.full(size, FREE, np.int64)
             _number(self.ids.copy(), 0, self._ids, self._cells, np.empty(self._count, np.int64))
         numbers = np.empty(len(ids), np.int64)
         self._count = _number(ids, self._count, self._ids, self._cells, numbers)
@@ -66,11 +67,8 @@ class IdIndex:
 )
 def _number(ids: Ids, count: int, known: Ids, cells: Cells, numbers: Ids) -> int:
     """Fill `numbers`; how many ids there are now."""
-    mask = np.uint64(cells.size - 1)
     for i in range(ids.size):
-        cell = mix64(np.uint64(ids[i]), np.uint64(0)) & mask
-        while cells[cell] >= 0 and known[cells[cell]] != ids[i]:
-            cell = (cell + np.uint64(1)) & mask
+        cell = cell_of(ids[i], mix64(_U(ids[i]), _0), cells, known)
         if cells[cell] < 0:
             cells[cell] = count
             known[count] = ids[i]
@@ -97,18 +95,11 @@ def _overlap(ids: Ids, others: Ids, found: Mask) -> None:
     size = 16
     while size < 2 * others.size:
         size *= 2
-    cells = np.full(size, -1, np.int32)  # position of an id in `others`, -1 where free
-    mask = np.uint64(size - 1)
+    cells = np.full(size, FREE, np.int32)
     for i in range(others.size):
-        cell = mix64(np.uint64(others[i]), np.uint64(0)) & mask
-        while cells[cell] >= 0 and others[cells[cell]] != others[i]:
-            cell = (cell + np.uint64(1)) & mask
-        cells[cell] = i
+        cells[cell_of(others[i], mix64(_U(others[i]), _0), cells, others)] = i
     for u in range(ids.size):
-        cell = mix64(np.uint64(ids[u]), np.uint64(0)) & mask
-        while cells[cell] >= 0 and others[cells[cell]] != ids[u]:
-            cell = (cell + np.uint64(1)) & mask
-        found[u] = cells[cell] >= 0
+        found[u] = cells[cell_of(ids[u], mix64(_U(ids[u]), _0), cells, others)] >= 0
 
 
 class FirstUse(NamedTuple):
@@ -155,7 +146,6 @@ def _renumber(index: Ids, numbers: Ids, order: Ids, rank: Ids) -> None:
 
 
 _ROWS = types.float32[:, ::1]
-_U = np.uint64
 
 
 class LocalRowOptimizer:

@@ -77,7 +77,7 @@ def cache_folder(function: Callable[..., object]) -> str | None:
 
 def sources(*parts: ModuleType | str) -> str:
     """Digest of the files of these modules, and of those whose functions may be anywhere."""
-    files = [Path(__file__), Path(__file__).parents[1] / "routing.py"]
+    files = [Path(__file__), Path(__file__).with_name("open_addressing.py"), Path(__file__).parents[1] / "routing.py"]
     files += [Path(str(part if isinstance(part, str) else part.__file__)) for part in parts]
     return hashlib.sha256(b"".join(_digest(file, file.stat().st_mtime_ns) for file in files)).hexdigest()
 

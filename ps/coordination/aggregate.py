@@ -19,6 +19,7 @@ from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled import intrinsics
 from embershard.proto.compiled.intrinsics import detached, prefetch
 from embershard.proto.compiled.jit import compiled, inlined
+from embershard.proto.compiled.open_addressing import FREE, cell_of
 from embershard.proto.messages import Push, Pushed
 from embershard.proto.routing import mix64
 from embershard.ps.memory import Charge, MemoryBudget
@@ -26,7 +27,6 @@ from embershard.ps.table.table import Table
 from embershard.ps.table.tables import CheckedGradients, apply_parts
 
 _U = np.uint64
-_1 = _U(1)
 _KEY = _U(secrets.randbits(64))  # of the sum's hash index: so that nobody can send ids that make its searches long
 _BLOCK = 64  # ids in flight, as in kernels.py
 _LARGEST = np.finfo(np.float32).max
@@ -146,7 +146,7 @@ def sum_gradients(scaled: Sequence[tuple[np.float32, CheckedGradients]]) -> Chec
     first = scaled[0][1]
     aged = any(part.ages is not None for _, part in scaled)
     size = sum(len(part.ids) for _, part in scaled)
-    cells = np.zeros(max(2, 1 << (2 * size - 1).bit_length()), np.int32)  # at most half full
+    cells = np.full(max(2, 1 << (2 * size - 1).bit_length()), FREE, np.int32)  # at most half full
     ids, sums = np.empty(size, np.int64), np.empty((size, first.table.spec.dim), np.float32)
     ages = np.zeros(size if aged else 0, np.float32)
     count = 0
@@ -180,8 +180,8 @@ def _add(
 ) -> int:
     """Add scale * gradients to the sums of their ids; the number of ids that there are then.
 
-    out: a hash index of 2**k cells, place + 1 of an id in what follows, 0 where free; the ids; their sums; and the sums
-    of scale * ages, from 0, or (0,) where nobody asks.
+    out: a hash index's cells; the ids that they lead to; their sums; and the sums of scale * ages, from 0, or (0,)
+    where nobody asks.
     """
     cells, out_ids, sums, out_ages = detached(out[0]), detached(out[1]), detached(out[2]), detached(out[3])
     ids, gradients, ages = detached(ids), detached(gradients), detached(ages)
@@ -195,17 +195,15 @@ def _add(
         for i in range(start, stop):
             if not _is_finite(gradients, i):
                 continue
-            row, cell = _U(i), homes[i - start]
-            while cells[cell] != 0 and out_ids[_U(cells[cell] - 1)] != ids[i]:
-                cell = (cell + _1) & mask
-            if cells[cell] == 0:
+            row, cell = _U(i), cell_of(ids[i], homes[i - start], cells, out_ids)
+            if cells[cell] == FREE:
                 at = _U(count)
-                count += 1
                 cells[cell], out_ids[at] = count, ids[i]
+                count += 1
                 for j in range(dim):
                     sums[at, j] = scale * gradients[row, j]
             else:
-                at = _U(cells[cell] - 1)
+                at = _U(cells[cell])
                 for j in range(dim):
                     sums[at, j] += scale * gradients[row, j]
             if out_ages.size > 0:

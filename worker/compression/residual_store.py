@@ -11,6 +11,7 @@ from numba import types
 
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.compiled.jit import called, compiled, inlined
+from embershard.proto.compiled.open_addressing import FREE, cell_of
 from embershard.proto.routing import mix64
 
 Marks = npt.NDArray[np.uint8]
@@ -25,8 +26,6 @@ COUNTERS = np.dtype(
         ("now", np.int64),  # the number of this push
     ]
 )
-_FREE = -1  # a cell without a slot
-
 _LARGEST = np.finfo(np.float32).max
 
 _U = np.uint64
@@ -80,7 +79,7 @@ class ResidualMemory(NamedTuple):
             last=np.zeros(size, np.int64),
             recent=np.zeros(size, np.uint8),
             free=np.zeros(size, np.int64),
-            cells=np.full(2 * size, _FREE, np.int64),
+            cells=np.full(2 * size, FREE, np.int64),
             counters=np.array([(0, 0, 0, 1)], COUNTERS),
         )
 
@@ -94,9 +93,8 @@ class ResidualMemory(NamedTuple):
 
     def link(self) -> None:
         """Lead from every id that is held to its slot."""
-        live = self.live()
-        self.cells[:] = _FREE
-        _insert_all(self.ids[live], live, self.cells)
+        self.cells[:] = FREE
+        _insert_all(self.live(), self)
 
 
 def nothing_held(dim: int) -> ResidualRows:
@@ -123,11 +121,7 @@ _HELD = types.NamedTuple(
 @called
 def _cell_of(id_: np.int64, store: ResidualMemory) -> np.uint64:
     """The cell of an id, or the free one where it belongs."""
-    mask = _U(store.cells.size - 1)
-    cell = mix64(_U(id_), _0) & mask
-    while store.cells[cell] >= 0 and store.ids[store.cells[cell]] != id_:
-        cell = (cell + _1) & mask
-    return cell
+    return cell_of(id_, mix64(_U(id_), _0), store.cells, store.ids)
 
 
 @called
@@ -145,7 +139,7 @@ def _unlink(id_: np.int64, store: ResidualMemory) -> None:
         if ((cell - home) & mask) >= ((cell - gap) & mask):
             cells[gap] = cells[cell]
             gap = cell
-    cells[gap] = _FREE
+    cells[gap] = FREE
 
 
 @inlined
@@ -232,14 +226,10 @@ def find(ids: Ids, store: ResidualMemory, slots: Ids) -> None:
             store.last[slot] = store.counters[0]["now"]
 
 
-@compiled(types.void(_IDS, _IDS, types.int64[::1]))
-def _insert_all(ids: Ids, slots: Ids, cells: Ids) -> None:
-    mask = _U(cells.size - 1)
-    for i in range(ids.size):
-        cell = mix64(_U(ids[i]), _0) & mask
-        while cells[cell] >= 0:
-            cell = (cell + _1) & mask
-        cells[cell] = slots[i]
+@compiled(types.void(_IDS, _MEMORY))
+def _insert_all(slots: Ids, store: ResidualMemory) -> None:
+    for slot in slots:
+        store.cells[_cell_of(store.ids[slot], store)] = slot
 
 
 @compiled(types.void(_IDS, _MEMORY, types.float32, types.float32[:, ::1], types.float32[::1], types.float32[:, ::1]))
