@@ -12,7 +12,6 @@ from dataclasses import replace
 import grpc
 import numpy as np
 import pytest
-from grpc_health.v1 import health
 
 from embershard.proto import embershard_pb2 as pb
 from embershard.proto import wire
@@ -20,14 +19,11 @@ from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.errors import ClockAhead, ShardBusy
 from embershard.proto.messages import KIND_OF, SERVICE, Hello, Joined, Push, Pushed, PushToken, Rendezvous, Rows
 from embershard.proto.wire import Feature
-from embershard.ps.apply_thread import ApplyThread
-from embershard.ps.dispatch import Dispatch
 from embershard.ps.transport import grpc as transport_grpc
 from embershard.ps.transport import stream
-from embershard.ps.transport.grpc import ShardService, make_server
 from harness.eventually import eventually
 from harness.hostile_peers import Peer, begun, connected, framed, pull, push
-from harness.shards import join, make_shard
+from harness.shards import join
 
 WAITING = replace(pull(), epoch=1, required_clock=1)
 HTTP2 = b"PRI * HTTP/2.0"
@@ -254,28 +250,14 @@ def open_descriptors() -> int:
 
 
 @pytest.fixture
-def grpc_path(monkeypatch):
+def grpc_path(monkeypatch, serve_grpc):
     """A gRPC server's private socket; its shard is another than the stream's."""
     options = dict(transport_grpc.SERVER_OPTIONS)
     assert options["grpc.server_handshake_timeout_ms"] <= 10_000
     shorter = {**options, "grpc.server_handshake_timeout_ms": 300}
     monkeypatch.setattr(transport_grpc, "SERVER_OPTIONS", list(shorter.items()))
-    path, loop = f"\0embershard-test-{os.getpid()}", asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-
-    async def start():
-        server = make_server(ShardService(Dispatch(make_shard(), ApplyThread())), health.aio.HealthServicer())
-        server.add_insecure_port(f"unix-abstract:{path[1:]}")
-        await server.start()
-        return server
-
-    server = asyncio.run_coroutine_threadsafe(start(), loop).result(20)
-    yield path
-    asyncio.run_coroutine_threadsafe(server.stop(0), loop).result(20)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(20)
-    loop.close()
+    serve_grpc(f"unix-abstract:embershard-test-{os.getpid()}")
+    return f"\0embershard-test-{os.getpid()}"
 
 
 def test_grpc_at_the_same_port_is_passed_on_and_leaves_nothing_behind(serve, grpc_path):
