@@ -7,7 +7,6 @@ import os
 import random
 import struct
 import tracemalloc
-from collections.abc import Iterator
 from zlib import crc32
 
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 
 from embershard.proto import wire
 from embershard.proto.errors import BadFrame, WrongVersion
-from embershard.proto.wire import Feature, Frame, FrameReader, Header
+from embershard.proto.wire import Feature, FrameReader
 
 CASES = int(os.environ.get("EMBERSHARD_FUZZ_FRAMES", "1000"))
 LIMIT = 2048  # small limits are reached often
@@ -36,20 +35,19 @@ def _small_limits(monkeypatch):
 class Receiver:
     """A reader under test, and what it is held to."""
 
-    def __init__(self, rng: random.Random, checksum: bool, *, drops: bool = True) -> None:
+    def __init__(self, rng, checksum):
         wire.SCRATCH_BYTES = rng.choice([32, 40, 64, 300, 4096])  # heads larger than it, and buffers not through it
         self.rng = rng
-        self.drops = drops
         self.reader = FrameReader(LIMIT, self.place, checksum=checksum)
 
-    def place(self, header: Header) -> list[memoryview] | None:
+    def place(self, header):
         assert sum(header.lengths) <= LIMIT
         assert 0 < len(header.lengths) <= BUFFERS
-        if self.drops and self.rng.random() < 0.1:
+        if self.rng.random() < 0.1:
             return None
         return [np.empty(length, np.uint8).data for length in header.lengths]
 
-    def frames(self, data: bytes) -> Iterator[Frame]:
+    def frames(self, data):
         """The frames of `data`, received in pieces of random sizes."""
         most = self.rng.choice([1, 10, 100, 10**6])
         pos = 0
@@ -65,14 +63,12 @@ class Receiver:
                 yield frame
 
 
-def valid_frame(rng: random.Random, checksum: bool) -> tuple[bytes, int]:
-    """A frame, and the bytes of its start."""
+def valid_frame(rng: random.Random, checksum: bool) -> bytes:
     head = rng.randbytes(rng.choice([0, 1, 20, HEAD]))
     buffers = [rng.randbytes(rng.choice([0, 1, 8, 100])) for _ in range(rng.choice([0, 0, 1, 2, BUFFERS]))]
     if rng.random() < 0.1:
         buffers = [rng.randbytes(LIMIT)]
-    pieces = wire.encode(rng.randrange(256), rng.getrandbits(32), 0, head, buffers, checksum=checksum)
-    return b"".join(pieces), len(pieces[0])
+    return b"".join(wire.encode(rng.randrange(256), rng.getrandbits(32), 0, head, buffers, checksum=checksum))
 
 
 def resealed(data: bytearray) -> None:
@@ -113,7 +109,7 @@ def test_mutated_frames_give_frames_within_limits_or_a_bad_frame():
         rng = random.Random(case)
         checksum = rng.random() < 0.5
         count = rng.randint(1, 3)
-        data = mutated(rng, bytearray(b"".join(valid_frame(rng, checksum)[0] for _ in range(count))))
+        data = mutated(rng, bytearray(b"".join(valid_frame(rng, checksum) for _ in range(count))))
         try:
             handed_over += sum(1 for _ in Receiver(rng, checksum).frames(data))
         except BadFrame:
@@ -132,37 +128,6 @@ def test_random_bytes_are_refused_as_soon_as_a_prefix_is_there():
         data = rng.randbytes(rng.randint(32, 400))
         with pytest.raises(BadFrame):
             list(Receiver(rng, False).frames(data))
-
-
-def test_one_flipped_byte_is_noticed_wherever_there_is_a_checksum():
-    """Without one, it changes the bytes of its own buffer and nothing else."""
-    for case in range(CASES // 3):
-        rng = random.Random(case)
-        checksum = rng.random() < 0.5
-        sent = [valid_frame(rng, checksum) for _ in range(3)]
-        data = bytearray(b"".join(frame for frame, _ in sent))
-        at = rng.randrange(len(data))
-        data[at] ^= rng.randint(1, 255)
-        which, offset = 0, at
-        while offset >= len(sent[which][0]):
-            offset -= len(sent[which][0])
-            which += 1
-        in_bulk = offset >= sent[which][1]
-        arrived: list[Frame] = []
-        receiver = Receiver(rng, checksum, drops=False)
-        try:
-            arrived.extend(receiver.frames(bytes(data)))
-        except BadFrame:
-            noticed = True
-        else:
-            noticed = receiver.reader.in_frame  # it waits for bytes that nobody announced
-        assert noticed == (checksum or not in_bulk), f"case {case}"
-        intact = which if noticed else 3
-        assert len(arrived) <= intact, f"case {case}: a damaged frame was handed over"
-        for i, ((header, buffers), (frame, start)) in enumerate(zip(arrived, sent, strict=False)):
-            bulk = b"".join(bytes(buffer) for buffer in buffers)
-            assert frame[start - len(header.head) : start] == header.head
-            assert (bulk == frame[start:]) == (noticed or i != which), f"case {case}"
 
 
 def test_any_hello_gives_an_answer_or_a_typed_error():
