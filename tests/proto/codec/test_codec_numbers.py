@@ -22,11 +22,11 @@ IDS = st.one_of(
 )
 
 
-def data(text: str) -> np.ndarray:
+def data(text):
     return np.frombuffer(bytes.fromhex(text), np.uint8)
 
 
-def plain_varint(source: bytes, at: int) -> tuple[int, int]:
+def plain_varint(source, at):
     value = shift = 0
     while True:
         byte = source[at]
@@ -37,7 +37,7 @@ def plain_varint(source: bytes, at: int) -> tuple[int, int]:
             return value, at
 
 
-def plain_integers(source: bytes, count: int) -> list[int]:
+def plain_integers(source, count):
     """The reference: bit by bit."""
     kind, body = source[0], source[1:]
     if kind == RAW:
@@ -58,7 +58,7 @@ def plain_integers(source: bytes, count: int) -> list[int]:
     return values
 
 
-def plain_positions(source: bytes, limit: int) -> list[int]:
+def plain_positions(source, limit):
     count, at = plain_varint(source, 0)
     if source[at] == EVERY:
         return list(range(limit))
@@ -70,43 +70,25 @@ def plain_positions(source: bytes, limit: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("values", "text"),
+    ("encode", "decode", "numbers", "limit", "text"),
     [
-        ([], "00"),
-        ([0] * 8 + [300], "04 21 84 10 42 08 00 00 64"),
-        ([U64], "41 ff ff ff ff ff ff ff ff"),
+        (encode_integers, decode_integers, [], None, "00"),
+        (encode_integers, decode_integers, [0] * 8 + [300], None, "04 21 84 10 42 08 00 00 64"),
+        (encode_integers, decode_integers, [U64], None, "41 ff ff ff ff ff ff ff ff"),
+        (encode_positions, decode_positions, [], 0, "00 42"),
+        (encode_positions, decode_positions, [], 9, "00 00"),
+        (encode_positions, decode_positions, list(range(5)), 5, "05 42"),
+        (encode_positions, decode_positions, list(range(0, 64, 2)), 64, "20 00" + "55" * 8),
+        (encode_ids, decode_ids, [], None, "00"),
+        (encode_ids, decode_ids, [-2], None, "01 fe ff ff ff ff ff ff ff 00"),
+        (encode_ids, decode_ids, [LOW, HIGH], None, "02 00 00 00 00 00 00 00 80 41 fe ff ff ff ff ff ff ff"),
     ],
 )
-def test_integers_have_their_golden_bytes(values, text):
-    assert encode_integers(np.array(values, np.uint64)).tobytes() == bytes.fromhex(text)
-    assert decode_integers(data(text), len(values))[0].tolist() == values
-
-
-@pytest.mark.parametrize(
-    ("positions", "limit", "text"),
-    [
-        ([], 0, "00 42"),
-        ([], 9, "00 00"),
-        (list(range(5)), 5, "05 42"),
-        (list(range(0, 64, 2)), 64, "20 00" + "55" * 8),
-    ],
-)
-def test_positions_have_their_golden_bytes(positions, limit, text):
-    assert encode_positions(np.array(positions, np.int64), limit).tobytes() == bytes.fromhex(text)
-    assert decode_positions(data(text), limit)[0].tolist() == positions
-
-
-@pytest.mark.parametrize(
-    ("ids", "text"),
-    [
-        ([], "00"),
-        ([-2], "01 fe ff ff ff ff ff ff ff 00"),
-        ([LOW, HIGH], "02 00 00 00 00 00 00 00 80 41 fe ff ff ff ff ff ff ff"),
-    ],
-)
-def test_ids_have_their_golden_bytes(ids, text):
-    assert encode_ids(np.array(ids, np.int64)).tobytes() == bytes.fromhex(text)
-    assert decode_ids(data(text), len(ids)).tolist() == ids
+def test_numbers_have_their_golden_bytes(encode, decode, numbers, limit, text):
+    array = np.array(numbers, np.uint64 if encode is encode_integers else np.int64)
+    assert encode(array, *[] if limit is None else [limit]).tobytes() == bytes.fromhex(text)
+    read = decode(data(text), len(numbers) if limit is None else limit)
+    assert (read if decode is decode_ids else read[0]).tolist() == numbers
 
 
 @given(st.one_of([st.lists(size, max_size=200) for size in SIZES]) | st.lists(st.one_of(SIZES), max_size=50))
