@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -17,11 +15,7 @@ def test_it_is_index_add_to_the_bit(dim, count, num_rows):
     assert np.array_equal(sum_rows(index, rows, num_rows), want.numpy())
 
 
-def test_not_finite_rows_spoil_their_own_sum_only():
+def test_rows_that_are_not_finite_spoil_their_own_sum_only():
     rows = np.array([[1], [np.nan], [2], [np.inf]], np.float32)
+    rows.flags.writeable = False
     assert np.array_equal(sum_rows(np.array([0, 1, 0, 2]), rows, 4), [[3], [np.nan], [np.inf], [0]], equal_nan=True)
-
-
-def test_read_only_rows_are_taken():
-    rows = np.frombuffer(np.ones(6, np.float32).tobytes(), np.float32).reshape(3, 2)
-    assert sum_rows(np.zeros(3, np.int64), rows, 1).tolist() == [[3, 3]]
