@@ -1,7 +1,5 @@
 """What a manifest says survives, and nothing else is taken for one."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 
@@ -37,38 +35,40 @@ OWN = TableSpec(
 )
 
 
-def part(shard: int, of: int = 2, spec: TableSpec = SPEC, path: str = FILE, rows: int = 3) -> ShardPart:
-    file = BlockFile(path.format(shard), 72, "ab" * 32, rows, 5, 9)
+def part(shard, of=2, spec=SPEC, path=FILE) -> ShardPart:
+    file = BlockFile(path.format(shard), 72, "ab" * 32, 3, 5, 9)
     window = WorkerWindow(3, 2**63, 17, ((17, 5, 0), (19, 4, 1)))
-    tables = (TableBlocks(spec, 3, rows, (file,)), TableBlocks(OWN, 0, 0, ()))
-    return ShardPart(shard, of, 1, 12 + shard, (window,), tables)
+    return ShardPart(
+        shard, of, 1, 12 + shard, (window,), (TableBlocks(spec, 3, 3, (file,)), TableBlocks(OWN, 0, 0, ()))
+    )
 
 
-def manifest(**changes: object) -> Manifest:
+def manifest(**changes) -> Manifest:
     made = Manifest("monday", 1.5, "0.1", (part(0), part(1)), {"step": 9, "rng": b"\0\1", "names": ["a", {"b": None}]})
-    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(made, **changes)
 
 
-def sealed(version: int = 1, form: object = module.FORMAT, body: bytes | None = None) -> bytes:
-    envelope = msgpack.unpackb(pack_manifest(manifest()))
+GOOD = pack_manifest(manifest())
+
+
+def sealed(version=1, form=module.FORMAT, body=None) -> bytes:
+    envelope = msgpack.unpackb(GOOD)
     return msgpack.packb({**envelope, "version": version, "format": form, "body": body or envelope["body"]})
 
 
-def altered(**fields: object) -> bytes:
-    """A manifest with these fields in the body, sealed as it should be."""
-    plain = msgpack.unpackb(msgpack.unpackb(pack_manifest(manifest()))["body"])
-    return module._seal({**plain, **fields})
+def plain(shard=0, of=1, **changes):
+    """The plain form of a part, with these fields."""
+    return module._plain_part(part(shard, of)) | changes
 
 
-def test_a_table_that_travels_compressed_survives():
-    spec = dataclasses.replace(
-        SPEC, push_codec=CodecName.parse("topk:0.01+fp16s"), pull_codec=CodecName.parse("mine:half")
-    )
-    assert unpack_part(pack_part(part(0, spec=spec)), "file").tables[0].spec == spec
+def with_table(**changes):
+    """A sealed part whose first table has these fields."""
+    table = plain()["tables"][0]
+    return module._seal(plain(tables=[{**table, **changes}]))
 
 
 def test_a_manifest_survives_its_file():
-    back = unpack_manifest(pack_manifest(manifest()), "m")
+    back = unpack_manifest(GOOD, "m")
     assert back == manifest()
     assert back.tables["a/b"].rows == 6
     assert [file.path for file in back.tables["a/b"].files] == [FILE.format(0), FILE.format(1)]
@@ -76,28 +76,28 @@ def test_a_manifest_survives_its_file():
 
 
 def test_the_bytes_of_a_manifest_stay_what_version_1_wrote():
-    assert hashlib.sha256(pack_manifest(manifest())).hexdigest() == GOLDEN
+    assert hashlib.sha256(GOOD).hexdigest() == GOLDEN
 
 
-def test_a_part_survives_its_file():
-    assert unpack_part(pack_part(part(1)), "p") == part(1)
+@pytest.mark.parametrize("codecs", [{}, {"push_codec": "topk:0.01+fp16s", "pull_codec": "mine:half"}])
+def test_a_part_survives_its_file(codecs):
+    spec = dataclasses.replace(SPEC, **{name: CodecName.parse(text) for name, text in codecs.items()})
+    assert unpack_part(pack_part(part(1, spec=spec)), "p") == part(1, spec=spec)
 
 
 @pytest.mark.parametrize("bit", [0, 3, 7])
 def test_a_flipped_bit_anywhere_is_noticed(bit):
-    good = pack_manifest(manifest())
-    for at in range(len(good)):
-        bad = bytearray(good)
+    for at in range(len(GOOD)):
+        bad = bytearray(GOOD)
         bad[at] ^= 1 << bit
         with pytest.raises((SnapshotDamaged, SnapshotTooNew)):
             unpack_manifest(bytes(bad), "the/file")
 
 
 def test_a_file_cut_anywhere_is_damaged():
-    good = pack_manifest(manifest())
-    for end in range(len(good)):
+    for end in range(len(GOOD)):
         with pytest.raises(SnapshotDamaged, match="the/file"):
-            unpack_manifest(good[:end], "the/file")
+            unpack_manifest(GOOD[:end], "the/file")
 
 
 @pytest.mark.parametrize(
@@ -131,20 +131,17 @@ def test_no_path_leads_out_of_the_snapshot(path):
         ({"shards": []}, "in order"),
         ({"shards": 7}, "list was expected, not int"),
         ({"shards": [7]}, "a map was expected, not int"),
-        ({"shards": [module._plain_part(part(1)), module._plain_part(part(0))]}, "in order"),
-        ({"shards": [module._plain_part(part(0, of=1)), module._plain_part(part(1))]}, "not parts of 2"),
-        (
-            {"shards": [module._plain_part(part(0, of=1, spec=dataclasses.replace(SPEC, dim=4))) | {"tables": {}}]},
-            "list",
-        ),
+        ({"shards": [plain(1, 2), plain(0, 2)]}, "in order"),
+        ({"shards": [plain(0, 1), plain(1, 2)]}, "not parts of 2"),
+        ({"shards": [plain(tables={})]}, "list"),
         ({"created": "now"}, "float was expected"),
         ({"extra": None}, "dict was expected"),
-        ({"shards": [{**module._plain_part(part(0, of=1)), "clock": True}]}, "'clock': int was expected, not bool"),
+        ({"shards": [plain(clock=True)]}, "'clock': int was expected, not bool"),
     ],
 )
 def test_a_manifest_that_makes_no_sense_names_the_field(fields, words):
     with pytest.raises(SnapshotDamaged, match=words):
-        unpack_manifest(altered(**fields), "m")
+        unpack_manifest(module._seal({**msgpack.unpackb(msgpack.unpackb(GOOD)["body"]), **fields}), "m")
 
 
 def test_shards_that_know_a_table_apart_make_no_snapshot():
@@ -157,17 +154,13 @@ def test_shards_that_know_a_table_apart_make_no_snapshot():
                                    {"optimizer": {"name": "sgd", "settings": [["lr"]]}},
                                    {"initializer": {"kind": "zeros", "params": {}}}])  # fmt: skip
 def test_a_table_that_cannot_be_is_damage(spoil):
-    plain = module._plain_part(part(0, of=1))
-    table = plain["tables"][0]  # type: ignore[index]
     with pytest.raises(SnapshotDamaged, match="spec"):
-        unpack_part(module._seal({**plain, "tables": [{**table, "spec": {**table["spec"], **spoil}}]}), "p")
+        unpack_part(with_table(spec={**plain()["tables"][0]["spec"], **spoil}), "p")
 
 
 def test_rows_that_the_files_do_not_have_are_damage():
-    plain = module._plain_part(part(0, of=1))
-    table = plain["tables"][0]  # type: ignore[index]
     with pytest.raises(SnapshotDamaged, match="another number"):
-        unpack_part(module._seal({**plain, "tables": [{**table, "rows": 4}]}), "p")
+        unpack_part(with_table(rows=4), "p")
 
 
 def test_extra_that_msgpack_cannot_say_is_refused():
