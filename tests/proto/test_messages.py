@@ -1,4 +1,5 @@
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -205,3 +206,23 @@ def test_any_bytes_give_a_message_or_an_invalid_request():
                 loads(type(message), bytes(bad))
             except InvalidRequest:
                 pass
+
+
+PROTO = Path(__file__).resolve().parents[2] / "proto"
+
+
+def test_the_generated_code_is_current(tmp_path):
+    protoc = pytest.importorskip("grpc_tools.protoc", reason="needs grpcio-tools (pip install embershard[dev])")
+    folder = tmp_path / "embershard" / "proto"
+    folder.mkdir(parents=True)
+    (folder / "embershard.proto").write_bytes((PROTO / "embershard.proto").read_bytes())
+    options = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi")]
+    assert protoc.main(["protoc", f"-I{tmp_path}", *options, "embershard/proto/embershard.proto"]) == 0
+    for name in ("embershard_pb2.py", "embershard_pb2.pyi"):
+        assert (folder / name).read_text() == (PROTO / name).read_text(), f"{name} is stale: run `make proto`"
+
+
+def test_the_service_has_exactly_the_methods_of_the_contract():
+    service = pb.DESCRIPTOR.services_by_name["Shard"]
+    assert service.full_name == m.SERVICE
+    assert {method.name for method in service.methods} == {name for name, _ in m.METHODS.values()}

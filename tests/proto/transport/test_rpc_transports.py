@@ -1,6 +1,9 @@
+"""The `grpc` and `rpc` transports, with servers that are no shards of this version."""
+
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import timedelta
 
 import grpc
@@ -10,6 +13,7 @@ from embershard.proto.errors import InternalError, InvalidRequest, NotAShard, Wr
 from embershard.proto.messages import METHODS, SERVICE, GetStatus, Hello
 from embershard.proto.protobuf import dumps, loads
 from embershard.proto.transport.grpc import GrpcTransport
+from embershard.proto.transport.torch_rpc import RpcTransport
 from embershard.proto.transport.transport import Unreachable
 from embershard.proto.wire import OLDEST_VERSION, VERSION
 from embershard.worker.client.client import Client
@@ -106,3 +110,22 @@ def test_a_server_that_starts_later_or_again_is_found_and_a_closed_client_says_s
     transport.close()
     with pytest.raises(Unreachable, match="closed by this worker"):
         transport.submit(GetStatus(), PATIENCE)
+
+
+def test_an_rpc_shard_of_version_1_is_told_from_something_else():
+    def greet():
+        sock, _ = listener.accept()
+        with sock:
+            sock.recv(100)
+            sock.sendall(b"embershard rpc 1 tcp://127.0.0.1:1\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        old = threading.Thread(target=greet)
+        old.start()
+        own = {"own_lowest": OLDEST_VERSION, "own_highest": VERSION}
+        with (
+            closing(RpcTransport(f"rpc://127.0.0.1:{listener.getsockname()[1]}")) as transport,
+            raises(WrongVersion, lowest=1, highest=1, **own),
+        ):
+            transport.submit(Hello(), PATIENCE).result()
+        old.join(60)
