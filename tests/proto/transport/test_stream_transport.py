@@ -16,26 +16,10 @@ from itertools import count
 import numpy as np
 import pytest
 
+from embershard.proto import messages as m
 from embershard.proto import wire
 from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.errors import BadFrame, ClientClosed, NotAShard, UnknownTable, WrongDim, WrongVersion, to_wire
-from embershard.proto.messages import (
-    ERROR_KIND,
-    KIND_OF,
-    Declared,
-    Greeting,
-    Hello,
-    Pull,
-    Push,
-    Pushed,
-    PushToken,
-    Rendezvous,
-    RendezvousResult,
-    Rows,
-    TableGradients,
-    TableIds,
-    arrays,
-)
 from embershard.proto.protobuf import head_bytes
 from embershard.proto.routing import make_route
 from embershard.proto.transport import stream
@@ -49,9 +33,11 @@ from harness.shards import table
 
 PATIENCE = timedelta(seconds=60)
 SHORT = timedelta(seconds=0.3)
-GREETING = Greeting(shard=0, num_shards=1, placement_epoch=1, version="", instance="one", max_message_bytes=64 * 2**20)
-DECLARED = Declared(created=True, loading=False)
-PUSHED = Pushed(duplicate=False, applied=5, skipped=0)
+GREETING = m.Greeting(
+    shard=0, num_shards=1, placement_epoch=1, version="", instance="one", max_message_bytes=64 * 2**20
+)
+DECLARED = m.Declared(created=True, loading=False)
+PUSHED = m.Pushed(duplicate=False, applied=5, skipped=0)
 UNKNOWN = UnknownTable(table="t", known="")
 
 
@@ -85,9 +71,9 @@ class Talk(Peer):
     def frame(self, call, reply) -> bytes:
         """A reply, or an error, to a call."""
         if isinstance(reply, Exception):
-            return b"".join(wire.encode(ERROR_KIND, call, 0, to_wire(reply)[1], checksum=self.checksum))
-        kind = KIND_OF[type(reply)]
-        return b"".join(wire.encode(kind, call, 0, head_bytes(reply), arrays(reply), checksum=self.checksum))
+            return b"".join(wire.encode(m.ERROR_KIND, call, 0, to_wire(reply)[1], checksum=self.checksum))
+        kind = m.KIND_OF[type(reply)]
+        return b"".join(wire.encode(kind, call, 0, head_bytes(reply), m.arrays(reply), checksum=self.checksum))
 
     def answer(self, *replies) -> None:
         for reply in replies:
@@ -182,15 +168,15 @@ def polite(talk):
 
 
 def ask(transport, timeout=PATIENCE):
-    return transport.submit(Hello(), timeout).result()
+    return transport.submit(m.Hello(), timeout).result()
 
 
-def pull(num_rows=4) -> Pull:
-    return Pull(1, (TableIds("items", np.arange(num_rows, dtype=np.int64)),))
+def pull(num_rows=4) -> m.Pull:
+    return m.Pull(1, (m.TableIds("items", np.arange(num_rows, dtype=np.int64)),))
 
 
-def rows(value, num_rows=4) -> Rows:
-    return Rows((np.full((num_rows, 2), value, np.float32),))
+def rows(value, num_rows=4) -> m.Rows:
+    return m.Rows((np.full((num_rows, 2), value, np.float32),))
 
 
 def blank(num_rows=4):
@@ -238,8 +224,8 @@ def test_a_broken_stream_ends_its_calls_and_the_next_call_connects_again(connect
 def test_what_is_no_reply_to_its_call_is_an_error_or_dropped_and_the_connection_goes_on(connect):
     def script(talk):
         talk.answer(DECLARED, rows(1))
-        talk.send(b"".join(wire.encode(ERROR_KIND, talk.request(), 0, b"\xff not json", checksum=False)))
-        talk.send(b"".join(wire.encode(KIND_OF[Greeting], talk.request(), 0, b"\xff\xff", checksum=False)))
+        talk.send(b"".join(wire.encode(m.ERROR_KIND, talk.request(), 0, b"\xff not json", checksum=False)))
+        talk.send(b"".join(wire.encode(m.KIND_OF[m.Greeting], talk.request(), 0, b"\xff\xff", checksum=False)))
         talk.answer(UNKNOWN)
         call = talk.request()
         talk.send(talk.frame(call + 1, rows(1, 100_000)) + talk.frame(call + 2, GREETING))  # to nobody's calls
@@ -252,7 +238,7 @@ def test_what_is_no_reply_to_its_call_is_an_error_or_dropped_and_the_connection_
     assert ask(transport) == GREETING
 
 
-@pytest.mark.parametrize("got", [Rows(()), rows(1, 3), rows(1, 5), Rows(rows(1).tables * 2)])
+@pytest.mark.parametrize("got", [m.Rows(()), rows(1, 3), rows(1, 5), m.Rows(rows(1).tables * 2)])
 def test_rows_of_a_wrong_size_do_not_reach_the_callers_memory(connect, got):
     transport, into = connect(lambda talk: talk.answer(got)), blank()
     reply = transport.submit(pull(), PATIENCE, [into]).result()
@@ -260,7 +246,7 @@ def test_rows_of_a_wrong_size_do_not_reach_the_callers_memory(connect, got):
     assert (into == -7).all()
 
 
-@pytest.mark.parametrize(("got", "error"), [(Rows(()), NotAShard), (rows(1, 3), WrongDim)])
+@pytest.mark.parametrize(("got", "error"), [(m.Rows(()), NotAShard), (rows(1, 3), WrongDim)])
 def test_a_client_says_what_is_wrong_with_rows_of_a_wrong_size(connect, got, error):
     client = Client([connect(lambda talk: talk.answer(GREETING, GREETING, DECLARED, got))], timeout=PATIENCE)
     spec = table(dim=2)
@@ -303,7 +289,7 @@ def test_a_reply_that_is_arriving_at_its_deadline_stops_there(connect, behind, n
 
     transport, into = connect(script, polite), blank(num_rows)
     assert ask(transport) == GREETING  # it is connected
-    other = transport.submit(Hello(), PATIENCE)
+    other = transport.submit(m.Hello(), PATIENCE)
     with pytest.raises(Unreachable, match="no answer"):
         transport.submit(pull(num_rows), SHORT, [into]).result()
     late.set()
@@ -347,7 +333,7 @@ def test_a_request_that_is_still_being_sent_at_its_deadline_is_never_completed(c
 
     transport, ids = connect(script, polite), np.arange(4_000_000, dtype=np.int64)
     with pytest.raises(Unreachable, match="no answer"):
-        transport.submit(Pull(1, (TableIds("items", ids),)), SHORT).result()
+        transport.submit(m.Pull(1, (m.TableIds("items", ids),)), SHORT).result()
     ids[...] = -1
     deadline.set()
     assert ask(transport) == GREETING
@@ -405,7 +391,7 @@ def test_closing_ends_a_connection_that_is_being_made(connect):
         left.set()
 
     transport = connect(silent)
-    call = transport.submit(Hello(), PATIENCE)
+    call = transport.submit(m.Hello(), PATIENCE)
     assert there.wait(20)
     transport.close()
     with pytest.raises(Unreachable, match="closed by this worker"):
@@ -416,7 +402,7 @@ def test_closing_ends_a_connection_that_is_being_made(connect):
 def test_a_deadline_before_the_connection_is_there_ends_that_call_alone(connect):
     slow = threading.Event()
     transport = connect(lambda talk: slow.wait(20) and polite(talk))
-    hasty, patient = transport.submit(Hello(), SHORT), transport.submit(Hello(), PATIENCE)
+    hasty, patient = transport.submit(m.Hello(), SHORT), transport.submit(m.Hello(), PATIENCE)
     with pytest.raises(Unreachable, match="no answer"):
         hasty.result()
     slow.set()
@@ -433,12 +419,12 @@ def test_the_largest_messages_travel_without_a_copy_and_leave_nothing_behind(con
         talk.send(talk.frame(call, PUSHED))
         call = talk.request()
         tracemalloc.reset_peak()
-        for piece in wire.encode(KIND_OF[Rows], call, 0, b"", [sent], checksum=False):
+        for piece in wire.encode(m.KIND_OF[m.Rows], call, 0, b"", [sent], checksum=False):
             talk.send(piece)
         talk.until_left()
 
     transport = connect(script, listener=listener)
-    push = Push(PushToken(0, 1, 1, 1), 0, 1, (TableGradients("items", np.empty(0, np.int64), sent, route=5),))
+    push = m.Push(m.PushToken(0, 1, 1, 1), 0, 1, (m.TableGradients("items", np.empty(0, np.int64), sent, route=5),))
     tracemalloc.start()
     try:
         assert transport.submit(push, PATIENCE).result() == PUSHED
@@ -454,7 +440,7 @@ def test_nothing_of_a_call_is_kept_once_it_is_done(connect):
     transport = connect(lambda talk: (talk.answer(rows(1), GREETING), talk.until_left()))
     ids, into = np.arange(4, dtype=np.int64), blank()
     kept = [weakref.ref(ids), weakref.ref(into)]
-    transport.submit(Pull(1, (TableIds("items", ids),)), PATIENCE, [into]).result()
+    transport.submit(m.Pull(1, (m.TableIds("items", ids),)), PATIENCE, [into]).result()
     ask(transport)
     del ids, into
     gc.collect()
@@ -469,7 +455,7 @@ def test_a_forked_child_is_told_to_connect_by_itself(connect):
         status = 1
         with suppress(BaseException):
             try:
-                transport.submit(Hello(), PATIENCE)
+                transport.submit(m.Hello(), PATIENCE)
             except RuntimeError as error:
                 own = StreamTransport(transport.address)
                 status = 0 if "forked" in str(error) and ask(own) == GREETING else 2
@@ -550,13 +536,13 @@ def test_what_waits_behind_a_large_request_does_not_end_the_connection(connect, 
         for _ in range(8):  # far longer than the deadline of the second request
             talk._frames += talk._reader.received(talk.sock.recv_into(talk._reader.buffer()[: 2**16]))
             time.sleep(0.1)
-        talk.answer(rows(1.0), RendezvousResult((0,), (nothing,)), GREETING)
+        talk.answer(rows(1.0), m.RendezvousResult((0,), (nothing,)), GREETING)
 
     transport = connect(script, polite, listener=listener)
-    large = transport.submit(Pull(1, (TableIds("items", ids),)), PATIENCE)
+    large = transport.submit(m.Pull(1, (m.TableIds("items", ids),)), PATIENCE)
     with pytest.raises(Unreachable, match="no answer"):
-        transport.submit(Rendezvous(0, 1, "here", nothing), SHORT).result()
-    assert isinstance(large.result(), Rows)
+        transport.submit(m.Rendezvous(0, 1, "here", nothing), SHORT).result()
+    assert isinstance(large.result(), m.Rows)
     assert ask(transport) == GREETING
 
 

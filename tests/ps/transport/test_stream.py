@@ -16,8 +16,8 @@ import pytest
 from embershard.proto import embershard_pb2 as pb
 from embershard.proto import wire
 from embershard.proto.arrays import MAX_MESSAGE_BYTES
-from embershard.proto.errors import ClockAhead, ShardBusy
-from embershard.proto.messages import KIND_OF, SERVICE, Hello, Joined, Push, Pushed, PushToken, Rendezvous, Rows
+from embershard.proto.errors import ShardBusy
+from embershard.proto.messages import SERVICE, Hello, Joined, Push, Pushed, PushToken, Rendezvous, Rows
 from embershard.proto.wire import Feature
 from embershard.ps.transport import grpc as transport_grpc
 from embershard.ps.transport import stream
@@ -111,25 +111,6 @@ def joined(peer):
 
 def clock_0(worker: int) -> Push:
     return Push(PushToken(worker, 1, 1, 1), 0, 1, ())
-
-
-def test_a_pull_that_waits_holds_nobody_up(connect):
-    peer, other = connect(), connect()
-    joined(other)
-    peer.send(framed(WAITING, call=1))
-    peer.send(framed(clock_0(0), call=2))
-    assert isinstance(peer.reply(), Pushed)
-    other.ask(clock_0(1))
-    header = peer.receive().header
-    assert (header.call, header.kind) == (1, KIND_OF[Rows])
-
-
-def test_a_pull_that_waits_in_vain_is_put_back_before_its_deadline(connect):
-    peer = connect()
-    joined(peer)
-    peer.send(framed(WAITING, timeout_ms=600))
-    with pytest.raises(ClockAhead, match="worker 0, 1"):
-        peer.reply()
 
 
 def test_rows_are_not_made_for_a_peer_that_left_while_it_waited(connect, served):
