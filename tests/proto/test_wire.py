@@ -128,28 +128,6 @@ def test_what_is_no_hello_is_named():
             read(data)
 
 
-def test_the_buffers_of_a_frame_are_sent_from_their_own_memory():
-    ids, rows = np.arange(3), np.ones((3, 4), np.float32)
-    start, first, second = wire.encode(5, 1, 0, b"head", [ids, rows], checksum=True)
-    assert isinstance(start, bytes)
-    assert np.shares_memory(np.frombuffer(first, np.int64), ids)
-    assert np.shares_memory(np.frombuffer(second, np.float32), rows)
-
-
-def test_a_large_buffer_is_received_into_its_own_memory():
-    rows = np.arange(4 * wire.SCRATCH_BYTES, dtype=np.uint8).reshape(4, -1)
-    place = np.zeros_like(rows)
-    receiving, data = reader(lambda _: [place.data]), frame(b"head", [rows])
-    start = len(data) - rows.nbytes
-    assert feed(receiving, data[: start + 5]) == []
-    room = np.frombuffer(receiving.buffer(), np.uint8)
-    assert np.shares_memory(room, place)
-    assert len(room) == rows.nbytes - 5, "one receive may take all of it"
-    (received,) = feed(receiving, data[start + 5 :])
-    assert np.array_equal(place, rows)
-    assert received.buffers[0].obj is place
-
-
 @pytest.mark.parametrize("checksum", [False, True])
 def test_a_frame_cut_at_any_byte_arrives_whole(checksum):
     data = frame(b"head", [b"", b"abc", b"", b"defgh", b""], checksum=checksum) + frame(b"x", checksum=checksum)

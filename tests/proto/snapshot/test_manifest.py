@@ -63,8 +63,10 @@ def plain(shard=0, of=1, **changes):
 
 def with_table(**changes):
     """A sealed part whose first table has these fields."""
-    table = plain()["tables"][0]
-    return module._seal(plain(tables=[{**table, **changes}]))
+    return module._seal(plain(tables=[{**TABLE, **changes}]))
+
+
+TABLE = plain()["tables"][0]
 
 
 def test_a_manifest_survives_its_file():
@@ -115,14 +117,23 @@ def test_a_newer_version_says_upgrade_whatever_its_body_is():
         unpack_manifest(sealed(version=2, body=b"\xc1"), "m")
 
 
+PATHS = ["../other/0-0.safetensors", "/etc/passwd", "shard-0-00000000000000ff/../../x.safetensors", ""]
+PATHS += ["a.safetensors", f"{FILE.format(0)}\n", "shard-0-00000000000000FF/0-0.safetensors"]
+SPECS = [{"dim": 0}, {"name": "../x"}, {"optimizer": {"name": "sgdd", "settings": []}}]
+SPECS += [{"optimizer": {"name": "sgd", "settings": [["lr"]]}}, {"initializer": {"kind": "zeros", "params": {}}}]
+
+
 @pytest.mark.parametrize(
-    "path",
-    ["../other/0-0.safetensors", "/etc/passwd", "shard-0-00000000000000ff/../../x.safetensors", "", "a.safetensors",
-     "shard-0-00000000000000ff/0-0.safetensors\n", "shard-0-00000000000000FF/0-0.safetensors"],
-)  # fmt: skip
-def test_no_path_leads_out_of_the_snapshot(path):
-    with pytest.raises(SnapshotDamaged, match="is no file of a snapshot"):
-        unpack_part(pack_part(part(0, path=path)), "p")
+    ("data", "words"),
+    [
+        *[(pack_part(part(0, path=path)), "is no file of a snapshot") for path in PATHS],
+        *[(with_table(spec={**TABLE["spec"], **spoil}), "spec") for spoil in SPECS],
+        (with_table(rows=4), "another number"),
+    ],
+)
+def test_a_part_with_a_path_or_a_table_that_cannot_be_is_damaged(data, words):
+    with pytest.raises(SnapshotDamaged, match=words):
+        unpack_part(data, "p")
 
 
 @pytest.mark.parametrize(
@@ -133,6 +144,7 @@ def test_no_path_leads_out_of_the_snapshot(path):
         ({"shards": [7]}, "a map was expected, not int"),
         ({"shards": [plain(1, 2), plain(0, 2)]}, "in order"),
         ({"shards": [plain(0, 1), plain(1, 2)]}, "not parts of 2"),
+        ({"shards": [plain(0, 2), module._plain_part(part(1, spec=dataclasses.replace(SPEC, dim=4)))]}, "3, not 4"),
         ({"shards": [plain(tables={})]}, "list"),
         ({"created": "now"}, "float was expected"),
         ({"extra": None}, "dict was expected"),
@@ -142,25 +154,6 @@ def test_no_path_leads_out_of_the_snapshot(path):
 def test_a_manifest_that_makes_no_sense_names_the_field(fields, words):
     with pytest.raises(SnapshotDamaged, match=words):
         unpack_manifest(module._seal({**msgpack.unpackb(msgpack.unpackb(GOOD)["body"]), **fields}), "m")
-
-
-def test_shards_that_know_a_table_apart_make_no_snapshot():
-    both = (part(0), part(1, spec=dataclasses.replace(SPEC, dim=4)))
-    with pytest.raises(SnapshotDamaged, match="dim: 3, not 4"):
-        unpack_manifest(pack_manifest(manifest(shards=both)), "m")
-
-
-@pytest.mark.parametrize("spoil", [{"dim": 0}, {"name": "../x"}, {"optimizer": {"name": "sgdd", "settings": []}},
-                                   {"optimizer": {"name": "sgd", "settings": [["lr"]]}},
-                                   {"initializer": {"kind": "zeros", "params": {}}}])  # fmt: skip
-def test_a_table_that_cannot_be_is_damage(spoil):
-    with pytest.raises(SnapshotDamaged, match="spec"):
-        unpack_part(with_table(spec={**plain()["tables"][0]["spec"], **spoil}), "p")
-
-
-def test_rows_that_the_files_do_not_have_are_damage():
-    with pytest.raises(SnapshotDamaged, match="another number"):
-        unpack_part(with_table(rows=4), "p")
 
 
 def test_extra_that_msgpack_cannot_say_is_refused():

@@ -53,8 +53,8 @@ def connect(served):
 class GrpcShard:
     """A shard with one table that serves gRPC on a loop and a thread of its own."""
 
-    def __init__(self, address="127.0.0.1:0", **bounds):
-        self.shard, self.apply = make_shard(table(dim=2), version="1.2.3"), ApplyThread(**bounds)
+    def __init__(self, address):
+        self.shard, self.apply = make_shard(table(dim=2), version="1.2.3"), ApplyThread()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
@@ -82,11 +82,10 @@ class GrpcShard:
 
 @pytest.fixture
 def serve_grpc():
-    """A GrpcShard with these bounds."""
     servers = []
 
-    def start(address="127.0.0.1:0", **bounds):
-        servers.append(GrpcShard(address, **bounds))
+    def start(address="127.0.0.1:0"):
+        servers.append(GrpcShard(address))
         return servers[-1]
 
     yield start

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from embershard.proto import spec
 from embershard.proto.arrays import MAX_MESSAGE_BYTES
-from embershard.proto.errors import InternalError, ShardBusy, ShuttingDown, TableMismatch, UnknownTable, WrongVersion
+from embershard.proto.errors import InternalError, TableMismatch, UnknownTable, WrongVersion
 from embershard.proto.errors import from_wire as error_from
 from embershard.proto.messages import METHODS, SERVICE, Declare, Declared, GetStatus, Hello, Load, Loaded, Pull, Pushed
 from embershard.proto.messages import TableIds as Ids
@@ -29,7 +29,7 @@ from harness.shards import ids_of, table
 
 PATIENCE = timedelta(seconds=60)
 PULL = Pull(1, (Ids("items", ids_of(0, 1)),))
-PUSH, NEXT = push(2, 2), push(2, 2, seq=2)
+PUSH = push(2, 2)
 APPLIED = Pushed(duplicate=False, applied=2, skipped=0)
 
 
@@ -42,11 +42,8 @@ class Served:
         options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
         self.channel = grpc.insecure_channel(service.address, options=options)
 
-    def submit(self, request, timeout=PATIENCE):
-        return self.transport.submit(request, timeout)
-
     def ask(self, request, timeout=PATIENCE):
-        return self.submit(request, timeout).result()
+        return self.transport.submit(request, timeout).result()
 
     def refused(self, method, data) -> grpc.RpcError:
         """The error of a call with these bytes."""
@@ -65,17 +62,10 @@ class Served:
         finally:
             gate.set()
 
-    def queues(self, request):
-        """Send a request that waits for the apply thread."""
-        answer = self.submit(request)
-        assert eventually(lambda: self.apply.queued_bytes)
-        return answer
-
 
 @pytest.fixture
-def here(request, serve_grpc):
-    """Its bounds are the test's parameter."""
-    made = Served(serve_grpc(**getattr(request, "param", {})))
+def here(serve_grpc):
+    made = Served(serve_grpc())
     yield made
     made.transport.close()
     made.channel.close()
@@ -115,22 +105,12 @@ def test_a_defect_is_an_internal_error_and_the_log_has_its_traceback(here, caplo
 
 def test_hello_and_status_do_not_wait_behind_the_queue(here):
     with here.busy():
-        waiting = here.queues(PUSH)
+        waiting = here.transport.submit(PUSH, PATIENCE)
+        assert eventually(lambda: here.apply.queued_bytes)
         here.ask(Hello())
         assert here.ask(GetStatus()).queued_bytes == len(dumps(PUSH))
     assert waiting.result() == APPLIED
     assert eventually(lambda: not here.ask(GetStatus()).queued_bytes)  # it is counted until its reply has left
-
-
-@pytest.mark.parametrize("here", [{"max_requests": 2}], indirect=True)
-def test_a_full_queue_answers_busy_at_once_and_takes_work_again_later(here):
-    with here.busy():
-        accepted = here.queues(PUSH)
-        with pytest.raises(ShardBusy) as caught:
-            here.ask(NEXT)
-        assert caught.value.fields["retry_after_ms"] > 0
-    assert accepted.result() == APPLIED
-    assert here.ask(NEXT) == APPLIED
 
 
 def test_a_push_whose_caller_gave_up_in_the_queue_is_not_applied(here):
@@ -140,12 +120,6 @@ def test_a_push_whose_caller_gave_up_in_the_queue_is_not_applied(here):
         time.sleep(0.4)  # the shard counts from when the push came to it
     assert here.ask(PULL).tables[0].tolist() == [0, 0, 0, 0]
     assert here.ask(PUSH) == APPLIED  # its retry is the first to be applied
-
-
-def test_a_closed_queue_answers_that_the_shard_is_shutting_down(here):
-    here.apply.close()
-    with pytest.raises(ShuttingDown):
-        here.ask(PULL)
 
 
 @pytest.mark.parametrize(("more", "code"), [(1, "RESOURCE_EXHAUSTED"), (0, "INVALID_ARGUMENT")])
