@@ -8,7 +8,7 @@ import threading
 import time
 import tracemalloc
 import weakref
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import timedelta
 from functools import cached_property
 from itertools import count
@@ -28,6 +28,7 @@ from embershard.proto.transport.stream import StreamTransport
 from embershard.proto.transport.transport import Unreachable
 from embershard.proto.wire import Feature, FrameReader, local_socket
 from embershard.worker.client.client import Client
+from harness.eventually import eventually
 from harness.hostile_peers import Peer
 from harness.shards import table
 
@@ -89,7 +90,7 @@ class Scripted:
     """A listener that gives the n-th connection to the n-th script, and the last one to all others."""
 
     def __init__(self, listener, *scripts):
-        self.listener, self.connections, self.failures = listener, 0, []
+        self.listener, self.connections, self.ended, self.failures = listener, 0, 0, []
         self._scripts = scripts
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
@@ -113,6 +114,7 @@ class Scripted:
                 pass  # the worker leaves when it wants to
             except BaseException as error:
                 self.failures.append(error)
+        self.ended += 1
 
     def stop(self):
         self.listener.shutdown(socket.SHUT_RDWR)
@@ -141,7 +143,9 @@ def connect(scripted):
     transports = []
 
     def to(*scripts, checksum=False, listener=None):
-        transports.append(StreamTransport(scripted(*scripts, listener=listener).address, checksum=checksum))
+        server = scripted(*scripts, listener=listener)
+        transports.append(StreamTransport(server.address, checksum=checksum))
+        transports[-1].server = server
         return transports[-1]
 
     yield to
@@ -364,18 +368,12 @@ def test_a_checksum_is_not_forced_on_a_shard_that_has_none(connect):
 
 
 def test_connections_that_end_at_the_hello_are_left_and_made_again(connect, monkeypatch):
-    left = threading.Event()
-
-    def silent(talk):
-        talk.until_left()
-        left.set()
-
-    transport = connect(silent, *[lambda talk: talk.checksum] * 3, polite)
+    transport = connect(Talk.until_left, *[lambda talk: talk.checksum] * 3, polite)
     with monkeypatch.context() as patch:
         patch.setattr(stream, "CONNECT_SECONDS", 0.2)
         with pytest.raises(Unreachable, match="says nothing"):
             ask(transport)
-    assert left.wait(20), "its connection stays open"
+    assert eventually(lambda: transport.server.ended == 1), "its connection stays open"
     for _ in range(3):
         with pytest.raises(Unreachable):
             ask(transport)
@@ -383,20 +381,13 @@ def test_connections_that_end_at_the_hello_are_left_and_made_again(connect, monk
 
 
 def test_closing_ends_a_connection_that_is_being_made(connect):
-    left, there = threading.Event(), threading.Event()
-
-    def silent(talk):
-        there.set()
-        talk.until_left()
-        left.set()
-
-    transport = connect(silent)
+    transport = connect(Talk.until_left)
     call = transport.submit(m.Hello(), PATIENCE)
-    assert there.wait(20)
+    assert eventually(lambda: transport.server.connections == 1)
     transport.close()
     with pytest.raises(Unreachable, match="closed by this worker"):
         call.result()
-    assert left.wait(20)
+    assert eventually(lambda: transport.server.ended == 1)
 
 
 def test_a_deadline_before_the_connection_is_there_ends_that_call_alone(connect):
@@ -464,23 +455,17 @@ def test_a_forked_child_is_told_to_connect_by_itself(connect):
     assert ask(transport) == GREETING
 
 
-@pytest.fixture
-def hears(scripted):
-    """The connections that each listener gets when a transport asks at an address."""
-
-    def asked(address, *listeners):
-        servers = [scripted(polite, listener=one) for one in listeners]
-        transport = StreamTransport(address)
-        assert ask(transport) == GREETING
-        transport.close()
-        return [server.connections for server in servers]
-
-    return asked
-
-
 def tcp_listener(ip="127.0.0.1"):
     sock = socket.create_server((ip, 0))
     return sock, sock.getsockname()[1]
+
+
+def reach(address, server):
+    """A transport at `address` talks to this server."""
+    before = server.connections
+    with closing(StreamTransport(address)) as transport:
+        assert ask(transport) == GREETING
+    assert server.connections == before + 1
 
 
 only_linux = pytest.mark.skipif(sys.platform != "linux", reason="abstract names are Linux's")
@@ -488,21 +473,16 @@ only_linux = pytest.mark.skipif(sys.platform != "linux", reason="abstract names 
 
 @only_linux
 @pytest.mark.parametrize("ip", ["127.0.0.1", "0.0.0.0"])
-@pytest.mark.parametrize(("scheme", "got"), [("", [0, 1]), ("tcp://", [1, 0])])
-def test_a_shard_on_this_machine_is_reached_over_its_unix_socket_unless_tcp_is_asked_for(hears, ip, scheme, got):
-    tcp, port = tcp_listener(ip)
-    assert hears(f"{scheme}localhost:{port}", tcp, unix_listener(local_socket(ip, port))) == got
+def test_a_shard_on_this_machine_is_reached_over_its_unix_socket_unless_tcp_or_a_proxy_is_asked_for(scripted, ip):
+    (tcp, port), (proxy, other_port) = tcp_listener(ip), tcp_listener()
+    local = scripted(polite, listener=unix_listener(local_socket(ip, port)))
+    reach(f"tcp://localhost:{port}", scripted(polite, listener=tcp))
+    reach(f"localhost:{port}", local)
+    reach(f"127.0.0.1:{other_port}", scripted(polite, listener=proxy))
 
 
 @only_linux
-def test_a_proxy_on_another_port_is_not_passed_by(hears):
-    (shard, port), (proxy, other_port) = tcp_listener(), tcp_listener()
-    local = unix_listener(local_socket("127.0.0.1", port))
-    assert hears(f"127.0.0.1:{other_port}", proxy, shard, local) == [1, 0, 0]
-
-
-@only_linux
-def test_a_unix_socket_of_another_user_is_not_used(hears, monkeypatch):
+def test_a_unix_socket_of_another_user_is_not_used(scripted, monkeypatch):
     tcp, port = tcp_listener()
     if os.getuid() == 0:
         os.seteuid(65534)
@@ -513,7 +493,7 @@ def test_a_unix_socket_of_another_user_is_not_used(hears, monkeypatch):
     if os.getuid():
         monkeypatch.setattr(os, "getuid", lambda: 4321)
     assert connect_local(local_socket("127.0.0.1", port)) is None
-    assert hears(f"127.0.0.1:{port}", tcp) == [1]
+    reach(f"127.0.0.1:{port}", scripted(polite, listener=tcp))
     squatted.close()
 
 
