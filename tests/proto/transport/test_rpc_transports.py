@@ -12,8 +12,8 @@ import pytest
 from embershard.proto.errors import InternalError, InvalidRequest, NotAShard, WrongVersion
 from embershard.proto.messages import METHODS, SERVICE, GetStatus, Hello
 from embershard.proto.protobuf import dumps, loads
+from embershard.proto.transport.addresses import transport_for
 from embershard.proto.transport.grpc import GrpcTransport
-from embershard.proto.transport.torch_rpc import RpcTransport
 from embershard.proto.transport.transport import Unreachable
 from embershard.proto.wire import OLDEST_VERSION, VERSION
 from embershard.worker.client.client import Client
@@ -100,7 +100,7 @@ def test_a_server_that_starts_later_or_again_is_found_and_a_closed_client_says_s
         reserved.bind(("127.0.0.1", 0))  # nobody else is given the port
         address = f"127.0.0.1:{reserved.getsockname()[1]}"
         first = later(address)
-        transport = GrpcTransport(address)
+        transport = transport_for(f"grpc://{address}")
         client = Client([transport], timeout=PATIENCE)
         first.join()
         servers[0].stop(0).wait()
@@ -124,7 +124,7 @@ def test_an_rpc_shard_of_version_1_is_told_from_something_else():
         old.start()
         own = {"own_lowest": OLDEST_VERSION, "own_highest": VERSION}
         with (
-            closing(RpcTransport(f"rpc://127.0.0.1:{listener.getsockname()[1]}")) as transport,
+            closing(transport_for(f"rpc://127.0.0.1:{listener.getsockname()[1]}")) as transport,
             raises(WrongVersion, lowest=1, highest=1, **own),
         ):
             transport.submit(Hello(), PATIENCE).result()

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from embershard.proto import spec
 from embershard.proto.arrays import MAX_MESSAGE_BYTES
-from embershard.proto.errors import InternalError, TableMismatch, UnknownTable, WrongVersion
+from embershard.proto.errors import InternalError, ShuttingDown, TableMismatch, UnknownTable, WrongVersion
 from embershard.proto.errors import from_wire as error_from
 from embershard.proto.messages import METHODS, SERVICE, Declare, Declared, GetStatus, Hello, Load, Loaded, Pull, Pushed
 from embershard.proto.messages import TableIds as Ids
@@ -120,6 +120,12 @@ def test_a_push_whose_caller_gave_up_in_the_queue_is_not_applied(here):
         time.sleep(0.4)  # the shard counts from when the push came to it
     assert here.ask(PULL).tables[0].tolist() == [0, 0, 0, 0]
     assert here.ask(PUSH) == APPLIED  # its retry is the first to be applied
+
+
+def test_a_closed_queue_answers_that_the_shard_is_shutting_down(here):
+    here.apply.close()
+    with pytest.raises(ShuttingDown):
+        here.ask(PULL)
 
 
 @pytest.mark.parametrize(("more", "code"), [(1, "RESOURCE_EXHAUSTED"), (0, "INVALID_ARGUMENT")])
