@@ -9,7 +9,6 @@ from embershard.proto import messages as m
 from embershard.proto.codec.ids import encode_ids
 from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import DamagedPayload, InvalidRequest
-from embershard.proto.messages import TableCodecs
 from embershard.proto.protobuf import dumps, head_bytes, loads, read
 from embershard.proto.spec import Adam, Custom, TableSpec, Uniform
 
@@ -19,8 +18,6 @@ PAYLOAD = np.arange(5, dtype=np.uint8)
 ASCENDING = np.array([1, 5, 2**62], np.int64)
 PACKED = encode_ids(ASCENDING)
 SPEC = TableSpec(name="t", dim=2, optimizer=Adam(lr=0.5), initializer=Uniform(), id_space="s", seed=7)
-
-
 TOKEN = m.PushToken(1, 2, 3, 4)
 GRADIENTS = m.TableGradients("t", IDS, ROWS)
 COUNTS = "requests pulled_rows pushed_rows duplicate_pushes skipped_rows queued_bytes resident_bytes".split()
@@ -35,6 +32,12 @@ CODED = TableSpec(
     push_codec=CodecName.parse("topk:0.01+fp16s"),
     pull_codec=CodecName.parse("mine:half"),
 )
+CODED_PARTS = (
+    m.TableGradients("t", ASCENDING, PAYLOAD, codec=m.PACKED, packed=PACKED),
+    m.TableGradients("t", ASCENDING, ROWS, packed=PACKED),
+    m.TableGradients("u", IDS[:0], PAYLOAD, route=9, codec="mine:half"),
+)
+CODECS = (m.TableCodecs(table="t", push="topk:0.01", pull="int8"), m.TableCodecs(table="u", push="", pull="fp16s"))
 GREETING = {"shard": 1, "num_shards": 2, "placement_epoch": 5, "version": "0.1", "instance": "abc"}
 
 
@@ -60,16 +63,7 @@ EXAMPLES = [
     m.Rows((PAYLOAD, ROWS), 7, ("int8", ""), 3),
     m.Push(TOKEN, 5, 6, (m.TableGradients("t", IDS, ROWS, 0.5), m.TableGradients("u", IDS[:0], ROWS, route=9))),
     m.Push(TOKEN, 5, 6, (), False, 2.5, 7, True),
-    m.Push(
-        TOKEN,
-        5,
-        6,
-        (
-            m.TableGradients("t", ASCENDING, PAYLOAD, codec=m.PACKED, packed=PACKED),
-            m.TableGradients("t", ASCENDING, ROWS, packed=PACKED),
-            m.TableGradients("u", IDS[:0], PAYLOAD, route=9, codec="mine:half"),
-        ),
-    ),
+    m.Push(TOKEN, 5, 6, CODED_PARTS),
     m.Pushed(True, 3, 1, 4),
     m.GetStatus(),
     m.ShardStatus(**STATUS, tables=TABLES, staleness=-1),
@@ -90,11 +84,8 @@ EXAMPLES = [
     ),
     m.Restore(url="/snapshots", name="monday", id=2**63, sha256="cd", replace=True, step="install"),
     m.Restored(state="ready", rows=3, bytes=4),
-    m.Compress(
-        revision=3,
-        tables=(TableCodecs(table="t", push="topk:0.01", pull=""), TableCodecs(table="u", push="", pull="fp16s")),
-    ),
-    m.Compressed(revision=4, tables=(TableCodecs(table="t", push="topk:0.01", pull="int8"),)),
+    m.Compress(revision=3, tables=CODECS),
+    m.Compressed(revision=4, tables=CODECS[:1]),
 ]
 
 

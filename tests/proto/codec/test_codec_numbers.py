@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from embershard.proto.codec.ids import decode_ids, encode_even_ids, encode_ids
 from embershard.proto.codec.integers import MAX_RICE, RAW, VARINT, decode_integers, encode_integers, read_varint, varint
-from embershard.proto.codec.positions import EVERY, decode_positions, encode_drawn, encode_positions
-from embershard.proto.codec.select import random_positions
+from embershard.proto.codec.positions import EVERY, decode_positions, encode_positions
 from embershard.proto.errors import DamagedPayload
 from embershard.proto.routing import even_ids
 
@@ -153,14 +152,6 @@ def test_positions_and_ids_take_the_bits_that_they_should():
     assert encode_ids(hashed).size / hashed.size < 6.2
 
 
-def test_drawn_positions_travel_as_their_key():
-    encoded = encode_drawn(4, 7)
-    assert encoded.tobytes() == bytes.fromhex("04 43 07 00 00 00 00 00 00 00")
-    positions, used = decode_positions(np.append(encoded, np.uint8(1)), 1000)
-    assert np.array_equal(positions, random_positions(1000, 4, 7))
-    assert used == encoded.size
-
-
 # Of 40 integers with 56 bits each, the first leaves room for a quotient of 256 zeros, which no 64 bits hold.
 LONG_QUOTIENT = (1 << 256 | sum(1 << 256 + 57 * i for i in range(1, 40))).to_bytes(-(-(256 + 57 * 40) // 8), "little")
 
@@ -181,7 +172,6 @@ LONG_QUOTIENT = (1 << 256 | sum(1 << 256 + 57 * i for i in range(1, 40))).to_byt
         (decode_integers, "38" + LONG_QUOTIENT.hex(), 40, "too large"),
         *[(decode_integers, f"{kind:02x} ff", 2**60, "in 1 bytes") for kind in (0, MAX_RICE, VARINT, RAW)],
         (decode_positions, "", 9, "the count of positions does not end"),
-        (decode_positions, "80", 9, "the count of positions does not end"),
         (decode_positions, "0a", 9, "the count of positions is 10, over 9"),
         (decode_positions, "03", 9, "ends where integers should begin"),
         (decode_positions, "03 42", 9, "every position is named, but there are 3, not 9"),
@@ -193,7 +183,6 @@ LONG_QUOTIENT = (1 << 256 | sum(1 << 256 + 57 * i for i in range(1, 40))).to_byt
         (decode_positions, "02 44 00", 9, "kind 68"),
         (decode_ids, "", 9, "the count of ids does not end"),
         (decode_ids, "0a", 9, "the count of ids is 10, over 9"),
-        (decode_ids, "ff ff ff ff ff ff ff ff ff 01", 9, "over 9"),
         (decode_ids, "01 00 00", 9, "ends in its first id"),
         (decode_ids, "02" + "00" * 8, 9, "ends where integers should begin"),
         (decode_ids, "00 05 00", 9, "ends in the key of its ids"),

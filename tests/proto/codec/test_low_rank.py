@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from embershard.proto.codec.low_rank import MAX_PIECES, Factors, PlainRun, decode_low_rank, encode_low_rank
 from embershard.proto.codec.name import MAX_RANK
-from embershard.proto.codec.values.registry import BUILTIN, find_values
+from embershard.proto.codec.values.registry import find_values
 from embershard.proto.errors import DamagedPayload
 
 DIM = 8
@@ -44,13 +44,6 @@ def test_golden_bytes():
         "00000040" "0000803f" "0000803f" "000080bf" "0000003f" "00008040" "00004040"
     )  # fmt: skip
     assert through(pieces, 5, 2).tolist() == [[0.0, -2.0], [1.0, 8.0], [1.0, -1.0], [0.5, 4.0], [0.0, 3.0]]
-
-
-@pytest.mark.parametrize("name", BUILTIN)
-def test_what_lies_between_the_pieces_is_zero(name):
-    rows = through([ones(DIM, DIM)], 3, name=name, key=7)
-    assert not rows[[0, 2]].any()
-    np.testing.assert_allclose(rows[1], 1.0, atol=0.02)
 
 
 @given(st.integers(2, 20), st.integers(0, 19), st.integers(6, 300), st.integers(1, 4), st.integers(0, 3))

@@ -70,21 +70,6 @@ def test_a_codec_writes_its_golden_bytes_and_keeps_its_number(name, key, golden)
     assert BUILTIN[name].code == BUILTIN_VALUES.index(name) == [*BUILTIN].index(name)
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [
-        ("none", [0, 0, 4, 192, 640, 4096]),
-        ("fp16s", [0, 3, 3, 99, 322, 2049]),
-        ("bf16", [0, 0, 2, 96, 320, 2048]),
-        ("int8", [0, 0, 3, 54, 168, 1056]),
-        ("onebit", [0, 0, 5, 10, 24, 132]),
-    ],
-)
-def test_the_size_follows_from_rows_and_dim(name, sizes):
-    shapes = [(0, 5), (3, 0), (1, 1), (3, 16), (2, 80), (1, 1024)]
-    assert [encoded(name, normal(*shape)).size for shape in shapes] == sizes
-
-
 @lossy_codecs
 @settings(max_examples=60)
 @given(rows=rows_of(FLOATS), key=KEYS)
