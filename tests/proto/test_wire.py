@@ -126,6 +126,15 @@ def test_what_is_no_hello_is_named():
             read(data)
 
 
+def test_one_receive_may_take_a_large_buffer_into_its_own_memory():
+    place, data = np.zeros(4 * wire.SCRATCH_BYTES, np.uint8), frame(b"head", [bytes(4 * wire.SCRATCH_BYTES)])
+    receiving = reader(lambda _: [place.data])
+    assert feed(receiving, data[: len(data) - place.nbytes + 5]) == []
+    room = np.frombuffer(receiving.buffer(), np.uint8)
+    assert np.shares_memory(room, place)
+    assert len(room) == place.nbytes - 5
+
+
 @pytest.mark.parametrize("checksum", [False, True])
 def test_a_frame_cut_at_any_byte_arrives_whole(checksum):
     data = frame(b"head", [b"", b"abc", b"", b"defgh", b""], checksum=checksum) + frame(b"x", checksum=checksum)
@@ -231,6 +240,8 @@ def test_a_flipped_byte_of_the_buffers_is_noticed_before_the_frame_is_handed_ove
             with pytest.raises(BadFrame, match="checksum of the buffers"):
                 feed(reader(checksum=True), bytes(data))
             data[-at] ^= 1
+    with pytest.raises(BadFrame, match="checksum of the buffers"):
+        feed(reader(checksum=True), frame(b"", [b"abc"]))  # without the one that was agreed on
 
 
 def test_a_flipped_bit_in_the_start_of_a_frame_is_always_noticed():

@@ -56,25 +56,20 @@ def ask():
         transport.close()
 
 
-def test_what_no_shard_answers_has_the_error_of_its_kind(serve, ask):
+def test_what_no_shard_of_this_version_answers_has_the_error_of_its_kind(serve, ask):
     def defect(kind, data):
         raise ZeroDivisionError("oops")
 
-    for answer, service, error in [
-        (lambda kind, data: b"\xff\xff\xff", SERVICE, NotAShard),  # no message
-        (lambda kind, data: b"", "someone.elses.Service", NotAShard),
-        (defect, SERVICE, InternalError),
-        (lambda kind, data: bytes(66 * 2**20), SERVICE, InvalidRequest),  # over the limit: not worth a retry
+    older = {"lowest": 1, "highest": 1, "own_lowest": OLDEST_VERSION, "own_highest": VERSION}
+    for answer, service, error, fields in [
+        (lambda kind, data: b"\xff\xff\xff", SERVICE, NotAShard, {}),  # no message
+        (lambda kind, data: b"", "someone.elses.Service", NotAShard, {}),
+        (lambda kind, data: b"", "embershard.v1.Shard", WrongVersion, older),
+        (defect, SERVICE, InternalError, {}),
+        (lambda kind, data: bytes(66 * 2**20), SERVICE, InvalidRequest, {}),  # over the limit: not worth a retry
     ]:
-        _, address = serve(answer, service=service)
-        with pytest.raises(error):
-            ask(address)
-
-
-def test_a_shard_of_an_older_version_is_told_from_something_else(serve, ask):
-    _, address = serve(lambda kind, data: b"", service="embershard.v1.Shard")
-    with raises(WrongVersion, lowest=1, highest=1, own_lowest=OLDEST_VERSION, own_highest=VERSION):
-        ask(address)
+        with raises(error, **fields):
+            ask(serve(answer, service=service)[1])
 
 
 def test_a_server_that_never_answers_ends_at_the_deadline(serve, ask):
@@ -113,19 +108,12 @@ def test_a_server_that_starts_later_or_again_is_found_and_a_closed_client_says_s
 
 
 def test_an_rpc_shard_of_version_1_is_told_from_something_else():
-    def greet():
-        sock, _ = listener.accept()
-        with sock:
-            sock.recv(100)
-            sock.sendall(b"embershard rpc 1 tcp://127.0.0.1:1\n")
-
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        old = threading.Thread(target=greet)
-        old.start()
-        own = {"own_lowest": OLDEST_VERSION, "own_highest": VERSION}
-        with (
-            closing(transport_for(f"rpc://127.0.0.1:{listener.getsockname()[1]}")) as transport,
-            raises(WrongVersion, lowest=1, highest=1, **own),
-        ):
-            transport.submit(Hello(), PATIENCE).result()
-        old.join(60)
+        with closing(transport_for(f"rpc://127.0.0.1:{listener.getsockname()[1]}")) as transport:
+            answer = transport.submit(Hello(), PATIENCE)
+            sock, _ = listener.accept()
+            with sock:
+                sock.recv(100)
+                sock.sendall(b"embershard rpc 1 tcp://127.0.0.1:1\n")
+            with raises(WrongVersion, lowest=1, highest=1, own_lowest=OLDEST_VERSION, own_highest=VERSION):
+                answer.result()

@@ -3,6 +3,7 @@
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 
 import grpc
@@ -13,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from embershard.proto import spec
 from embershard.proto.arrays import MAX_MESSAGE_BYTES
-from embershard.proto.errors import InternalError, ShuttingDown, TableMismatch, UnknownTable, WrongVersion
+from embershard.proto.errors import ClockAhead, InternalError, ShuttingDown, TableMismatch, UnknownTable, WrongVersion
 from embershard.proto.errors import from_wire as error_from
 from embershard.proto.messages import METHODS, SERVICE, Declare, Declared, GetStatus, Hello, Load, Loaded, Pull, Pushed
 from embershard.proto.messages import TableIds as Ids
@@ -25,7 +26,7 @@ from embershard.ps.transport.grpc import ERROR_KEY
 from harness.eventually import eventually
 from harness.hostile_peers import push
 from harness.raises import raises
-from harness.shards import ids_of, table
+from harness.shards import ids_of, join, table
 
 PATIENCE = timedelta(seconds=60)
 PULL = Pull(1, (Ids("items", ids_of(0, 1)),))
@@ -120,6 +121,13 @@ def test_a_push_whose_caller_gave_up_in_the_queue_is_not_applied(here):
         time.sleep(0.4)  # the shard counts from when the push came to it
     assert here.ask(PULL).tables[0].tolist() == [0, 0, 0, 0]
     assert here.ask(PUSH) == APPLIED  # its retry is the first to be applied
+
+
+def test_a_pull_that_waits_in_vain_is_put_back_before_its_deadline(here):
+    for worker in range(2):
+        here.ask(join(worker, workers=2))
+    with pytest.raises(ClockAhead):
+        here.ask(replace(PULL, epoch=1, required_clock=1), timedelta(seconds=0.6))
 
 
 def test_a_closed_queue_answers_that_the_shard_is_shutting_down(here):

@@ -274,7 +274,8 @@ def test_connections_over_the_limit_are_refused_and_those_passed_on_count(serve,
         foreign.sendall(HTTP2)
         assert eventually(lambda: served.stream.open_connections == 1)
         peer = Peer(served.address)
-        with connected(served.address) as third, suppress(ConnectionResetError):
+        with connected(served.address) as third, suppress(ConnectionError):
+            third.sendall(wire.client_hello(Feature(0)))
             assert third.recv(1) == b""
         peer.sock.close()
         assert eventually(lambda: served.stream.open_connections == 1)
