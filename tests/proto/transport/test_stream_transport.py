@@ -39,6 +39,7 @@ GREETING = m.Greeting(
 )
 DECLARED = m.Declared(created=True, loading=False)
 PUSHED = m.Pushed(duplicate=False, applied=5, skipped=0)
+HELLO = m.Hello()
 UNKNOWN = UnknownTable(table="t", known="")
 
 
@@ -153,6 +154,12 @@ def connect(scripted):
         transport.close()
 
 
+@pytest.fixture
+def late():
+    """Set when a deadline has passed."""
+    return threading.Event()
+
+
 @pytest.fixture(params=["tcp", "unix"])
 def listener(request, tmp_path):
     return socket.create_server(("127.0.0.1", 0)) if request.param == "tcp" else unix_listener(str(tmp_path / "socket"))
@@ -171,8 +178,14 @@ def polite(talk):
         talk.answer(GREETING)
 
 
-def ask(transport, timeout=PATIENCE):
-    return transport.submit(m.Hello(), timeout).result()
+def ask(transport):
+    return transport.submit(HELLO, PATIENCE).result()
+
+
+def unanswered(transport, request=HELLO, into=()):
+    """A request meets its deadline, which is soon."""
+    with pytest.raises(Unreachable, match="no answer"):
+        transport.submit(request, SHORT, into).result()
 
 
 def pull(num_rows=4) -> m.Pull:
@@ -259,9 +272,7 @@ def test_a_client_says_what_is_wrong_with_rows_of_a_wrong_size(connect, got, err
         client.pull([("items", make_route(np.arange(4), spec.space_key, client.placement))])
 
 
-def test_a_reply_after_its_deadline_is_dropped_and_the_connection_goes_on(connect):
-    late = threading.Event()
-
+def test_a_reply_after_its_deadline_is_dropped_and_the_connection_goes_on(connect, late):
     def script(talk):
         first = talk.request()
         talk.send(talk.frame(99, GREETING))  # the shard lives
@@ -270,8 +281,7 @@ def test_a_reply_after_its_deadline_is_dropped_and_the_connection_goes_on(connec
         talk.answer(GREETING)
 
     transport, into = connect(script), blank()
-    with pytest.raises(Unreachable, match="no answer"):
-        transport.submit(pull(), SHORT, [into]).result()
+    unanswered(transport, pull(), [into])
     late.set()
     assert ask(transport) == GREETING
     stays(into)
@@ -279,9 +289,7 @@ def test_a_reply_after_its_deadline_is_dropped_and_the_connection_goes_on(connec
 
 @pytest.mark.parametrize("behind", [False, True], ids=["alone", "behind another reply"])
 @pytest.mark.parametrize("num_rows", [4, 100_000])
-def test_a_reply_that_is_arriving_at_its_deadline_stops_there(connect, behind, num_rows):
-    late = threading.Event()
-
+def test_a_reply_that_is_arriving_at_its_deadline_stops_there(connect, late, behind, num_rows):
     def script(talk):
         talk.answer(GREETING)
         first, second = talk.request(), talk.request()
@@ -293,9 +301,8 @@ def test_a_reply_that_is_arriving_at_its_deadline_stops_there(connect, behind, n
 
     transport, into = connect(script, polite), blank(num_rows)
     assert ask(transport) == GREETING  # it is connected
-    other = transport.submit(m.Hello(), PATIENCE)
-    with pytest.raises(Unreachable, match="no answer"):
-        transport.submit(pull(num_rows), SHORT, [into]).result()
+    other = transport.submit(HELLO, PATIENCE)
+    unanswered(transport, pull(num_rows), [into])
     late.set()
     stays(into)
     if behind:
@@ -305,41 +312,38 @@ def test_a_reply_that_is_arriving_at_its_deadline_stops_there(connect, behind, n
 
 @pytest.mark.parametrize("first", [rows(1), UNKNOWN], ids=["rows", "error"])
 @pytest.mark.parametrize("part", [-16, None], ids=["a part of it", "all of it"])
-def test_a_second_reply_to_a_call_is_not_written_anywhere(connect, first, part):
-    done = threading.Event()
-
+def test_a_second_reply_to_a_call_is_not_written_anywhere(connect, late, first, part):
     def script(talk):
         call = talk.request()
         second = talk.frame(call, rows(2))
         talk.send(talk.frame(call, first) + second[:part])
-        done.wait(20)
+        late.wait(20)
         talk.send(second[part:] if part else b"")
         talk.until_left()
 
     transport, into = connect(script, polite), blank()
     with suppress(Unreachable):
         assert (transport.submit(pull(), PATIENCE, [into]).result().tables[0] == 1).all()
-    done.set()
+    late.set()
     stays(into)
 
 
-def test_a_request_that_is_still_being_sent_at_its_deadline_is_never_completed(connect):
+def test_a_request_that_is_still_being_sent_at_its_deadline_is_never_completed(connect, late):
     """Its arrays are the caller's again: what follows would be other bytes."""
-    deadline, arrived = threading.Event(), []
+    arrived = []
 
     def script(talk):
         for _ in range(10):  # it lives, and does not read
             talk.send(talk.frame(99, GREETING))
             time.sleep(0.05)
-        deadline.wait(20)
+        late.wait(20)
         with suppress(ConnectionError):
             arrived.append(talk.request())
 
     transport, ids = connect(script, polite), np.arange(4_000_000, dtype=np.int64)
-    with pytest.raises(Unreachable, match="no answer"):
-        transport.submit(m.Pull(1, (m.TableIds("items", ids),)), SHORT).result()
+    unanswered(transport, m.Pull(1, (m.TableIds("items", ids),)))
     ids[...] = -1
-    deadline.set()
+    late.set()
     assert ask(transport) == GREETING
     assert not arrived
 
@@ -382,7 +386,7 @@ def test_connections_that_end_at_the_hello_are_left_and_made_again(connect, monk
 
 def test_closing_ends_a_connection_that_is_being_made(connect):
     transport = connect(Talk.until_left)
-    call = transport.submit(m.Hello(), PATIENCE)
+    call = transport.submit(HELLO, PATIENCE)
     assert eventually(lambda: transport.server.connections == 1)
     transport.close()
     with pytest.raises(Unreachable, match="closed by this worker"):
@@ -390,13 +394,11 @@ def test_closing_ends_a_connection_that_is_being_made(connect):
     assert eventually(lambda: transport.server.ended == 1)
 
 
-def test_a_deadline_before_the_connection_is_there_ends_that_call_alone(connect):
-    slow = threading.Event()
-    transport = connect(lambda talk: slow.wait(20) and polite(talk))
-    hasty, patient = transport.submit(m.Hello(), SHORT), transport.submit(m.Hello(), PATIENCE)
-    with pytest.raises(Unreachable, match="no answer"):
-        hasty.result()
-    slow.set()
+def test_a_deadline_before_the_connection_is_there_ends_that_call_alone(connect, late):
+    transport = connect(lambda talk: late.wait(20) and polite(talk))
+    patient = transport.submit(HELLO, PATIENCE)
+    unanswered(transport)
+    late.set()
     assert patient.result() == GREETING
 
 
@@ -446,7 +448,7 @@ def test_a_forked_child_is_told_to_connect_by_itself(connect):
         status = 1
         with suppress(BaseException):
             try:
-                transport.submit(m.Hello(), PATIENCE)
+                transport.submit(HELLO, PATIENCE)
             except RuntimeError as error:
                 own = StreamTransport(transport.address)
                 status = 0 if "forked" in str(error) and ask(own) == GREETING else 2
@@ -520,20 +522,17 @@ def test_what_waits_behind_a_large_request_does_not_end_the_connection(connect, 
 
     transport = connect(script, polite, listener=listener)
     large = transport.submit(m.Pull(1, (m.TableIds("items", ids),)), PATIENCE)
-    with pytest.raises(Unreachable, match="no answer"):
-        transport.submit(m.Rendezvous(0, 1, "here", nothing), SHORT).result()
+    unanswered(transport, m.Rendezvous(0, 1, "here", nothing))
     assert isinstance(large.result(), m.Rows)
     assert ask(transport) == GREETING
 
 
-def test_a_connection_that_swallows_all_and_says_nothing_is_left(connect, listener):
-    over = threading.Event()
-    transport = connect(lambda talk: (talk.answer(GREETING), over.wait(20)), polite, listener=listener)
+def test_a_connection_that_swallows_all_and_says_nothing_is_left(connect, late, listener):
+    transport = connect(lambda talk: (talk.answer(GREETING), late.wait(20)), polite, listener=listener)
     assert ask(transport) == GREETING
-    with pytest.raises(Unreachable, match="no answer"):
-        ask(transport, SHORT)
+    unanswered(transport)
     assert ask(transport) == GREETING
-    over.set()
+    late.set()
 
 
 def test_a_client_that_was_closed_says_so_at_once(stream_shard):
