@@ -10,20 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embershard.proto import reference
-from embershard.proto.routing import (
-    MAX_EVEN,
-    NUM_BUCKETS,
-    Placement,
-    Route,
-    ascending,
-    even_ids,
-    even_ids_at,
-    make_route,
-    make_routes,
-    mix64,
-    sum_rows,
-)
+from embershard.proto import reference, routing
 from harness.shards import table
 
 INT64 = np.iinfo(np.int64)
@@ -52,12 +39,12 @@ def assert_is_the_references(route, ids, key, placement):
     ],
 )
 def test_mix64_has_its_golden_values_and_those_of_splitmix64(x, key, want):
-    assert int(mix64(np.uint64(x), np.uint64(key))) == want
+    assert int(routing.mix64(np.uint64(x), np.uint64(key))) == want
     assert int(reference.mix64(np.array([x], np.uint64).view(np.int64), key)[0]) == want
 
 
 def test_a_route_has_its_golden_value():
-    route = make_route(np.array([5, -1, 5, 7, 0, 7, 2**62]), 42, Placement.even(3))
+    route = routing.make_route(np.array([5, -1, 5, 7, 0, 7, 2**62]), 42, routing.Placement.even(3))
     assert route.ids.tolist() == [-1, 5, 0, 4611686018427387904, 7]
     assert route.splits.tolist() == [0, 1, 4, 5]
     assert route.ids[route.index].tolist() == [5, -1, 5, 7, 0, 7, 2**62]
@@ -66,8 +53,8 @@ def test_a_route_has_its_golden_value():
 @settings(max_examples=100)
 @given(st.lists(st.integers(-3, 3) | ANY_ID, max_size=60), KEYS, st.sampled_from([1, 2, 3, 7, 4096]))
 def test_the_kernel_equals_its_reference(ids, key, num_shards):
-    flat, placement = np.array(ids, np.int64), Placement.even(num_shards)
-    assert_is_the_references(make_route(flat, key, placement), flat, key, placement)
+    flat, placement = np.array(ids, np.int64), routing.Placement.even(num_shards)
+    assert_is_the_references(routing.make_route(flat, key, placement), flat, key, placement)
 
 
 BATCHES = {
@@ -84,22 +71,22 @@ BATCHES = {
 
 @pytest.mark.parametrize("num_shards", [1, 2, 5])
 def test_routes_of_many_tables_at_once_are_those_of_each(num_shards):
-    placement, inputs = Placement.even(num_shards), [(ids, key) for key, ids in enumerate(BATCHES.values())]
-    for (ids, key), route in zip(inputs, make_routes(inputs, placement), strict=True):
+    placement, inputs = routing.Placement.even(num_shards), [(ids, key) for key, ids in enumerate(BATCHES.values())]
+    for (ids, key), route in zip(inputs, routing.make_routes(inputs, placement), strict=True):
         assert_is_the_references(route, ids, key, placement)
-        assert_is_the_references(make_route(ids, key, placement), ids, key, placement)
+        assert_is_the_references(routing.make_route(ids, key, placement), ids, key, placement)
 
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.lists(st.integers(-20, 20), max_size=300), KEYS), max_size=6), st.sampled_from([1, 2, 7]))
 def test_the_kernel_of_many_tables_equals_its_reference(tables, num_shards):
-    placement, inputs = Placement.even(num_shards), [(np.array(ids, np.int64), key) for ids, key in tables]
-    for (ids, key), route in zip(inputs, make_routes(inputs, placement), strict=True):
+    placement, inputs = routing.Placement.even(num_shards), [(np.array(ids, np.int64), key) for ids, key in tables]
+    for (ids, key), route in zip(inputs, routing.make_routes(inputs, placement), strict=True):
         assert_is_the_references(route, ids, key, placement)
 
 
 def assert_ascends(route, ids, num_shards):
-    found = ascending(route)
+    found = routing.ascending(route)
     np.testing.assert_array_equal(found.ids[found.index], ids)
     assert found.splits is route.splits
     for shard in range(num_shards):
@@ -115,29 +102,29 @@ def assert_ascends(route, ids, num_shards):
 )
 def test_a_route_in_ascending_order_reads_the_same(ids, num_shards):
     flat = np.array(ids, np.int64)
-    assert_ascends(make_route(flat, 3, Placement.even(num_shards)), flat, num_shards)
+    assert_ascends(routing.make_route(flat, 3, routing.Placement.even(num_shards)), flat, num_shards)
 
 
 def test_many_ids_of_any_range_are_put_in_order():
     far = np.random.default_rng(0).integers(-(2**62), -(2**62) + 2**33, 20_000)
     for ids in (far, np.arange(20_000)[::-1] * 7, np.arange(20_000)[::-1] * 7 * 2**40):
-        assert_ascends(make_route(ids, 3, Placement.even(3)), ids, 3)
+        assert_ascends(routing.make_route(ids, 3, routing.Placement.even(3)), ids, 3)
 
 
 def test_a_route_without_an_index_is_put_in_order_too():
-    route = make_route(np.array([5, 3, 9, 3]), 3, Placement.even(1))
-    found = ascending(Route(route.ids, route.splits, np.empty(0, np.int64)))
+    route = routing.make_route(np.array([5, 3, 9, 3]), 3, routing.Placement.even(1))
+    found = routing.ascending(routing.Route(route.ids, route.splits, np.empty(0, np.int64)))
     assert (found.ids.tolist(), found.index.size) == ([3, 5, 9], 0)
 
 
 def test_every_shape_is_read_flat():
     ids = np.arange(12).reshape(3, 4).T
-    route = make_route(ids, 1, Placement.even(2))
+    route = routing.make_route(ids, 1, routing.Placement.even(2))
     np.testing.assert_array_equal(route.ids[route.index].reshape(4, 3), ids)
 
 
 def test_small_and_sequential_ids_spread_evenly_over_shards():
-    counts = np.diff(make_route(np.arange(100_000), 7, Placement.even(8)).splits)
+    counts = np.diff(routing.make_route(np.arange(100_000), 7, routing.Placement.even(8)).splits)
     assert 0.95 * counts.mean() < counts.min() <= counts.max() < 1.05 * counts.mean()
 
 
@@ -145,31 +132,31 @@ def test_small_and_sequential_ids_spread_evenly_over_shards():
 @pytest.mark.parametrize("count", [0, 1, 3, 465, 5_000])
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 8, 4096])
 def test_even_ids_are_routed_in_their_own_order_and_in_equal_shares(num_shards, count, key):
-    ids = even_ids(count, key)
-    route = make_route(ids, key, Placement.even(num_shards))
+    ids = routing.even_ids(count, key)
+    route = routing.make_route(ids, key, routing.Placement.even(num_shards))
     np.testing.assert_array_equal(route.ids, ids)
     np.testing.assert_array_equal(route.index, np.arange(count))
     assert np.ptp(np.diff(route.splits)) <= 2
 
 
-@given(st.integers(1, MAX_EVEN), KEYS, st.data())
+@given(st.integers(1, routing.MAX_EVEN), KEYS, st.data())
 def test_even_ids_have_the_hashes_that_exact_arithmetic_gives(count, key, draw):
     place = draw.draw(st.integers(0, count - 1))
-    (found,) = even_ids_at(np.array([place]), count, key)
-    assert int(mix64(np.uint64(int(found) % 2**64), np.uint64(key))) == ((2 * place + 1) << 63) // count
+    (found,) = routing.even_ids_at(np.array([place]), count, key)
+    assert int(routing.mix64(np.uint64(int(found) % 2**64), np.uint64(key))) == ((2 * place + 1) << 63) // count
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 5, 4096])
 def test_even_placement_gives_every_shard_its_share(num_shards):
-    counts = np.bincount(Placement.even(num_shards).shard_of, minlength=num_shards)
-    assert counts.sum() == NUM_BUCKETS
+    counts = np.bincount(routing.Placement.even(num_shards).shard_of, minlength=num_shards)
+    assert counts.sum() == routing.NUM_BUCKETS
     assert np.ptp(counts) <= 1
 
 
 @pytest.mark.parametrize("num_shards", [0, -1, 4097])
 def test_an_impossible_number_of_shards_is_named(num_shards):
     with pytest.raises(ValueError, match=str(num_shards)):
-        Placement.even(num_shards)
+        routing.Placement.even(num_shards)
 
 
 @pytest.mark.parametrize("case", VECTORS, ids=lambda case: case["id_space"])
@@ -183,7 +170,7 @@ def test_the_published_vectors_are_those_of_the_kernel_the_reference_and_plain_i
     assert case["buckets"] == [value >> 52 for value in hashes]
     for text, shards in case["shards"].items():
         assert shards == [bucket * int(text) // 4096 for bucket in case["buckets"]]
-        route = make_route(ids, key, Placement.even(int(text)))
+        route = routing.make_route(ids, key, routing.Placement.even(int(text)))
         assert shards == (np.searchsorted(route.splits, route.index, side="right") - 1).tolist()
 
 
@@ -200,10 +187,12 @@ def test_a_sum_of_rows_is_index_add_to_the_bit(dim, count, num_rows):
     index = rng.integers(0, max(num_rows, 1), count)
     rows = rng.standard_normal((count, dim)).astype(np.float32)
     want = torch.zeros(num_rows, dim).index_add_(0, torch.from_numpy(index), torch.from_numpy(rows))
-    assert np.array_equal(sum_rows(index, rows, num_rows), want.numpy())
+    assert np.array_equal(routing.sum_rows(index, rows, num_rows), want.numpy())
 
 
 def test_rows_that_are_not_finite_spoil_their_own_sum_only():
     rows = np.array([[1], [np.nan], [2], [np.inf]], np.float32)
     rows.flags.writeable = False
-    assert np.array_equal(sum_rows(np.array([0, 1, 0, 2]), rows, 4), [[3], [np.nan], [np.inf], [0]], equal_nan=True)
+    assert np.array_equal(
+        routing.sum_rows(np.array([0, 1, 0, 2]), rows, 4), [[3], [np.nan], [np.inf], [0]], equal_nan=True
+    )

@@ -9,18 +9,6 @@ import pytest
 from embershard.proto.codec.name import CodecName
 from embershard.proto.errors import BadSnapshotName, SnapshotDamaged, SnapshotTooNew
 from embershard.proto.snapshot import manifest as module
-from embershard.proto.snapshot.manifest import (
-    BlockFile,
-    Manifest,
-    ShardPart,
-    TableBlocks,
-    WorkerWindow,
-    check_name,
-    pack_manifest,
-    pack_part,
-    unpack_manifest,
-    unpack_part,
-)
 from embershard.proto.spec import SGD, Custom, Normal, TableSpec, Uniform
 
 GOLDEN = "dadbc712d5e3264d4d92e80af0ac390e71974baf47cf178d122d27ebfeccfa23"
@@ -35,20 +23,27 @@ OWN = TableSpec(
 )
 
 
-def part(shard, of=2, spec=SPEC, path=FILE) -> ShardPart:
-    file = BlockFile(path.format(shard), 72, "ab" * 32, 3, 5, 9)
-    window = WorkerWindow(3, 2**63, 17, ((17, 5, 0), (19, 4, 1)))
-    return ShardPart(
-        shard, of, 1, 12 + shard, (window,), (TableBlocks(spec, 3, 3, (file,)), TableBlocks(OWN, 0, 0, ()))
+def part(shard, of=2, spec=SPEC, path=FILE) -> module.ShardPart:
+    file = module.BlockFile(path.format(shard), 72, "ab" * 32, 3, 5, 9)
+    window = module.WorkerWindow(3, 2**63, 17, ((17, 5, 0), (19, 4, 1)))
+    return module.ShardPart(
+        shard,
+        of,
+        1,
+        12 + shard,
+        (window,),
+        (module.TableBlocks(spec, 3, 3, (file,)), module.TableBlocks(OWN, 0, 0, ())),
     )
 
 
-def manifest(**changes) -> Manifest:
-    made = Manifest("monday", 1.5, "0.1", (part(0), part(1)), {"step": 9, "rng": b"\0\1", "names": ["a", {"b": None}]})
+def manifest(**changes) -> module.Manifest:
+    made = module.Manifest(
+        "monday", 1.5, "0.1", (part(0), part(1)), {"step": 9, "rng": b"\0\1", "names": ["a", {"b": None}]}
+    )
     return dataclasses.replace(made, **changes)
 
 
-GOOD = pack_manifest(manifest())
+GOOD = module.pack_manifest(manifest())
 
 
 def sealed(version=1, form=module.FORMAT, body=None) -> bytes:
@@ -70,7 +65,7 @@ TABLE = plain()["tables"][0]
 
 
 def test_a_manifest_survives_its_file():
-    back = unpack_manifest(GOOD, "m")
+    back = module.unpack_manifest(GOOD, "m")
     assert back == manifest()
     assert back.tables["a/b"].rows == 6
     assert [file.path for file in back.tables["a/b"].files] == [FILE.format(0), FILE.format(1)]
@@ -84,7 +79,7 @@ def test_the_bytes_of_a_manifest_stay_what_version_1_wrote():
 @pytest.mark.parametrize("codecs", [{}, {"push_codec": "topk:0.01+fp16s", "pull_codec": "mine:half"}])
 def test_a_part_survives_its_file(codecs):
     spec = dataclasses.replace(SPEC, **{name: CodecName.parse(text) for name, text in codecs.items()})
-    assert unpack_part(pack_part(part(1, spec=spec)), "p") == part(1, spec=spec)
+    assert module.unpack_part(module.pack_part(part(1, spec=spec)), "p") == part(1, spec=spec)
 
 
 @pytest.mark.parametrize("bit", [0, 3, 7])
@@ -93,13 +88,13 @@ def test_a_flipped_bit_anywhere_is_noticed(bit):
         bad = bytearray(GOOD)
         bad[at] ^= 1 << bit
         with pytest.raises((SnapshotDamaged, SnapshotTooNew)):
-            unpack_manifest(bytes(bad), "the/file")
+            module.unpack_manifest(bytes(bad), "the/file")
 
 
 def test_a_file_cut_anywhere_is_damaged():
     for end in range(len(GOOD)):
         with pytest.raises(SnapshotDamaged, match="the/file"):
-            unpack_manifest(GOOD[:end], "the/file")
+            module.unpack_manifest(GOOD[:end], "the/file")
 
 
 @pytest.mark.parametrize(
@@ -109,12 +104,12 @@ def test_a_file_cut_anywhere_is_damaged():
 )  # fmt: skip
 def test_other_peoples_files_are_no_manifest(foreign):
     with pytest.raises(SnapshotDamaged, match="damaged or not ours"):
-        unpack_manifest(foreign, "m")
+        module.unpack_manifest(foreign, "m")
 
 
 def test_a_newer_version_says_upgrade_whatever_its_body_is():
     with pytest.raises(SnapshotTooNew, match=r"version 2 .* reads up to 1; upgrade"):
-        unpack_manifest(sealed(version=2, body=b"\xc1"), "m")
+        module.unpack_manifest(sealed(version=2, body=b"\xc1"), "m")
 
 
 PATHS = ["../other/0-0.safetensors", "/etc/passwd", "shard-0-00000000000000ff/../../x.safetensors", ""]
@@ -126,14 +121,14 @@ SPECS += [{"optimizer": {"name": "sgd", "settings": [["lr"]]}}, {"initializer": 
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        *[(pack_part(part(0, path=path)), "is no file of a snapshot") for path in PATHS],
+        *[(module.pack_part(part(0, path=path)), "is no file of a snapshot") for path in PATHS],
         *[(with_table(spec={**TABLE["spec"], **spoil}), "spec") for spoil in SPECS],
         (with_table(rows=4), "another number"),
     ],
 )
 def test_a_part_with_a_path_or_a_table_that_cannot_be_is_damaged(data, words):
     with pytest.raises(SnapshotDamaged, match=words):
-        unpack_part(data, "p")
+        module.unpack_part(data, "p")
 
 
 @pytest.mark.parametrize(
@@ -153,15 +148,15 @@ def test_a_part_with_a_path_or_a_table_that_cannot_be_is_damaged(data, words):
 )
 def test_a_manifest_that_makes_no_sense_names_the_field(fields, words):
     with pytest.raises(SnapshotDamaged, match=words):
-        unpack_manifest(module._seal({**msgpack.unpackb(msgpack.unpackb(GOOD)["body"]), **fields}), "m")
+        module.unpack_manifest(module._seal({**msgpack.unpackb(msgpack.unpackb(GOOD)["body"]), **fields}), "m")
 
 
 def test_extra_that_msgpack_cannot_say_is_refused():
     with pytest.raises(BadSnapshotName, match="msgpack says"):
-        pack_manifest(manifest(extra={"set": {1}}))
+        module.pack_manifest(manifest(extra={"set": {1}}))
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", ".x", "-x", "a/b", "LATEST", "a b", "a\n", "x" * 101])
 def test_a_name_that_no_folder_should_have_is_refused(name):
     with pytest.raises(BadSnapshotName):
-        check_name(name)
+        module.check_name(name)
