@@ -17,7 +17,7 @@ from embershard.proto import embershard_pb2 as pb
 from embershard.proto import wire
 from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.errors import ShardBusy
-from embershard.proto.messages import SERVICE, Hello, Joined, Push, Pushed, PushToken, Rendezvous, Rows
+from embershard.proto.messages import SERVICE, Hello, Push, Pushed, PushToken, Rendezvous, Rows
 from embershard.proto.wire import Feature
 from embershard.ps.transport import grpc as transport_grpc
 from embershard.ps.transport import stream
@@ -67,16 +67,16 @@ def test_a_frame_that_is_never_finished_is_dropped(connect, served, sent):
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_frame_that_drips_is_dropped(connect, served):
+def test_a_frame_that_drips_is_dropped(connect):
     peer = connect()
-    before = served.connections
-    with suppress(ConnectionError):
+
+    def drip():
         for byte in framed(push(20_000))[:1000]:
             peer.send(bytes([byte]))
             time.sleep(0.02)
-            if served.connections < before:
-                break
-    assert served.connections < before
+
+    with pytest.raises(ConnectionError):
+        drip()
 
 
 @pytest.mark.usefixtures("quick")
@@ -102,11 +102,9 @@ def test_rows_are_not_made_for_a_peer_that_does_not_read(connect, served):
     assert eventually(lambda: served.unsent_bytes() == 0)
 
 
-def joined(peer):
-    """Two workers have joined over this peer."""
+def join_both(peer):
     for worker in range(2):
-        reply = peer.ask(join(worker, workers=2))
-        assert reply == Joined(member=True, clock=0, started=worker == 1, members=tuple(range(worker + 1)))
+        peer.ask(join(worker, workers=2))
 
 
 def clock_0(worker: int) -> Push:
@@ -115,7 +113,7 @@ def clock_0(worker: int) -> Push:
 
 def test_rows_are_not_made_for_a_peer_that_left_while_it_waited(connect, served):
     peer, other, apply = connect(), connect(), served.dispatch._apply
-    joined(other)
+    join_both(other)
     peer.send(framed(WAITING))
     assert eventually(lambda: len(apply._parked) == 1)
     made, before = served.stream.made_bytes, served.connections
@@ -143,7 +141,7 @@ def test_a_worker_whose_request_still_arrives_keeps_its_lease(connect, served):
 
 def test_what_a_peer_waited_for_and_does_not_read_counts_as_unsent(connect, served):
     slow, other = connect(receive_bytes=4096), connect()
-    joined(other)
+    join_both(other)
     said = Rendezvous(0, 1, "a meeting", np.zeros(2**24, np.uint8))
     slow.send(framed(said))
     slow.send(framed(replace(pull(2000, "wide"), epoch=1, required_clock=1)))
