@@ -122,10 +122,10 @@ def begun(bulk_bytes: int, call: int = 1) -> bytes:
 
 
 def with_field(data: bytes, offset: int, value: bytes) -> bytes:
-    """A frame with another value at an offset of its prefix, and the checksum that fits it."""
+    """A frame with another value at an offset of its start, and the checksum that fits it."""
     changed = bytearray(data)
     changed[offset : offset + len(value)] = value
-    if offset < 28:
+    if offset != 28:  # the checksum itself
         buffers, head = struct.unpack_from("<H", data, 6)[0], struct.unpack_from("<I", data, 16)[0]
         start = bytes(changed[32 : 32 + 4 * buffers + head])
         changed[28:32] = crc32(start, crc32(bytes(changed[:28]))).to_bytes(4, "little")

@@ -1,13 +1,9 @@
 """The frames of the stream transport: docs/wire.md, checked byte by byte."""
 
-import gc
 import random
 import re
 import struct
-import weakref
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from zlib import crc32
 
 import numpy as np
 import pytest
@@ -16,7 +12,8 @@ from hypothesis import strategies as st
 
 from embershard.proto import errors, messages, protobuf, wire
 from embershard.proto.errors import BadFrame, InvalidRequest, MessageTooLarge, WrongVersion
-from embershard.proto.wire import Agreed, Feature, Frame, FrameReader, Header
+from embershard.proto.wire import Agreed, Feature, FrameReader, Header
+from harness.hostile_peers import with_field
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "wire.md").read_text()
 EXAMPLES = {name: bytes.fromhex(text) for name, text in re.findall(r"```hex ([\w ]+)\n(.*?)```", PAGE, re.DOTALL)}
@@ -26,18 +23,16 @@ PULL = messages.Pull(1, (messages.TableIds("t", np.array([1, 2])),))
 ROWS = messages.Rows((np.array([[0.5, -1], [2, 0]], np.float32),))
 _, UNKNOWN_TABLE = errors.to_wire(errors.UnknownTable(table="t", known=""))
 
-Place = Callable[[Header], Sequence[memoryview] | None]
 
-
-def fresh(header: Header) -> list[memoryview]:
+def fresh(header):
     return [np.empty(length, np.uint8).data for length in header.lengths]
 
 
-def reader(place: Place = fresh, *, limit: int = LIMIT, checksum: bool = False) -> FrameReader:
+def reader(place=fresh, *, limit=LIMIT, checksum=False):
     return FrameReader(limit, place, checksum=checksum)
 
 
-def feed(into: FrameReader, data: bytes, sizes: Callable[[], int] = lambda: 2**30) -> list[Frame]:
+def feed(into, data, sizes=lambda: 2**30):
     """Receive `data` as a socket does: at most sizes() bytes a call, and never more than buffer() holds."""
     frames, pos = [], 0
     while pos < len(data):
@@ -50,27 +45,12 @@ def feed(into: FrameReader, data: bytes, sizes: Callable[[], int] = lambda: 2**3
     return frames
 
 
-def frame(
-    head: bytes = b"", buffers: Sequence[bytes | np.ndarray] = (), *, call: int = 7, checksum: bool = False
-) -> bytes:
+def frame(head=b"", buffers=(), *, call=7, checksum=False) -> bytes:
     return b"".join(wire.encode(4, call, 2000, head, buffers, checksum=checksum))
 
 
-def altered(data: bytes, offset: int, layout: str, value: object) -> bytes:
-    """The frame with one field changed, and the checksum of its start made right again."""
-    changed = bytearray(data)
-    struct.pack_into("<" + layout, changed, offset, value)
-    count, head_bytes = struct.unpack_from("<H", data, 6)[0], struct.unpack_from("<I", data, 16)[0]
-    start = changed[wire.PREFIX_BYTES : wire.PREFIX_BYTES + 4 * count + head_bytes]
-    struct.pack_into("<I", changed, 28, crc32(start, crc32(changed[:28])))
-    return bytes(changed)
-
-
-def contents(frames: Sequence[Frame]) -> list[tuple[Header, list[bytes]]]:
+def contents(frames):
     return [(header, [bytes(buffer) for buffer in buffers]) for header, buffers in frames]
-
-
-# The bytes of docs/wire.md
 
 
 def test_the_hellos_are_the_bytes_of_the_page():
@@ -108,10 +88,7 @@ def test_the_page_names_the_kinds_of_all_messages():
     assert f"| {messages.ERROR_KIND} | error" in PAGE
 
 
-# The start of a connection
-
-
-def hello(lowest: int, highest: int, features: int = 0) -> bytes:
+def hello(lowest, highest, features=0) -> bytes:
     return struct.pack("<8sHHI", wire.MAGIC, lowest, highest, features)
 
 
@@ -139,56 +116,23 @@ def test_a_client_refuses_a_version_that_it_does_not_speak(lowest, highest):
     assert refused.value.fields == {"lowest": lowest, "highest": highest, **own}
 
 
-def test_a_client_of_version_1_reads_the_versions_of_both_sides_in_the_answer():
-    answer, agreed = wire.server_hello(bytes.fromhex("454d42534852440a 0100 0100 00000000"), Feature(0))
-    assert agreed is None
-    assert answer == hello(2, 2)  # lowest = highest, and not its own: it says so and closes
+def test_what_is_no_hello_is_named():
+    for read, data, got in [
+        (wire.read_server_hello, b"HTTP/1.1 400 Bad", "b'HTTP/1.1', not b'EMBSHRD"),
+        (wire.read_server_hello, hello(2, 2, 3), "features agreed on is 0x3"),
+        (lambda data: wire.server_hello(data, Feature(0)), b"PRI * HTTP/2.0\r\n", "start of the connection"),
+    ]:
+        with pytest.raises(BadFrame, match=got):
+            read(data)
 
 
-def test_a_client_refuses_a_feature_that_it_does_not_know():
-    with pytest.raises(BadFrame, match="features agreed on is 0x3"):
-        wire.read_server_hello(hello(2, 2, 3))
-
-
-def test_what_is_not_a_shard_is_named():
-    with pytest.raises(BadFrame, match=r"start of the connection is b'HTTP/1.1', not b'EMBSHRD\\n'"):
-        wire.read_server_hello(b"HTTP/1.1 400 Bad")
-    with pytest.raises(BadFrame, match="start of the connection"):
-        wire.server_hello(b"PRI * HTTP/2.0\r\n", Feature(0))
-
-
-# Frames
-
-
-def test_the_buffers_of_a_frame_are_sent_from_their_own_memory():
-    ids, rows = np.arange(3), np.ones((3, 4), np.float32)
-    start, first, second = wire.encode(5, 1, 0, b"head", [ids, rows], checksum=True)
-    assert isinstance(start, bytes)
-    assert np.shares_memory(np.frombuffer(first, np.int64), ids)
-    assert np.shares_memory(np.frombuffer(second, np.float32), rows)
-
-
-def test_a_large_buffer_is_received_into_its_own_memory():
-    rows = np.arange(4 * wire.SCRATCH_BYTES, dtype=np.uint8).reshape(4, -1)
-    place = np.zeros_like(rows)
-    receiving, data = reader(lambda _: [place.data]), frame(b"head", [rows])
-    start = len(data) - rows.nbytes
-    assert feed(receiving, data[: start + 5]) == []
+def test_one_receive_may_take_a_large_buffer_into_its_own_memory():
+    place, data = np.zeros(4 * wire.SCRATCH_BYTES, np.uint8), frame(b"head", [bytes(4 * wire.SCRATCH_BYTES)])
+    receiving = reader(lambda _: [place.data])
+    assert feed(receiving, data[: len(data) - place.nbytes + 5]) == []
     room = np.frombuffer(receiving.buffer(), np.uint8)
     assert np.shares_memory(room, place)
-    assert len(room) == rows.nbytes - 5, "one receive may take all of it"
-    (received,) = feed(receiving, data[start + 5 :])
-    assert np.array_equal(place, rows)
-    assert received.buffers[0].obj is place
-
-
-def test_small_buffers_are_received_many_in_a_call():
-    tables = [np.full(512, i) for i in range(26)]
-    data = frame(b"", tables)
-    receiving = reader()
-    room = receiving.buffer()
-    room[: len(data)] = data
-    assert contents(receiving.received(len(data)))[0][1] == [table.tobytes() for table in tables]
+    assert len(room) == place.nbytes - 5
 
 
 @pytest.mark.parametrize("checksum", [False, True])
@@ -204,16 +148,15 @@ def test_a_frame_cut_at_any_byte_arrives_whole(checksum):
     assert contents(feed(reader(checksum=checksum), data, lambda: 1)) == want
 
 
-def test_many_frames_arrive_in_one_call():
-    data = b"".join(frame(b"h" * i, [b"b" * i] * (i % 3), call=i) for i in range(100))
+def test_many_frames_and_their_small_buffers_arrive_in_one_call():
+    data = b"".join(frame(b"h" * i, [b"b" * i] * (i % 30), call=i) for i in range(60))
     receiving = reader()
     receiving.buffer()[: len(data)] = data
-    frames = receiving.received(len(data))
-    assert [header.call for header, _ in frames] == list(range(100))
+    assert contents(receiving.received(len(data))) == contents(feed(reader(), data, lambda: 1))
     assert not receiving.in_frame
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     heads=st.lists(st.sampled_from([0, 1, 31, 5000, wire.SCRATCH_BYTES, 300_000]), min_size=1, max_size=4),
     lengths=st.lists(st.sampled_from([0, 1, 8, 4096, wire.SCRATCH_BYTES - 1, wire.SCRATCH_BYTES, 200_000]), max_size=4),
@@ -240,28 +183,10 @@ def test_a_frame_that_nobody_wants_is_read_and_dropped(length):
     assert [header.head for header, _ in frames] == [b"next"]
 
 
-def test_a_reader_keeps_nothing_of_a_finished_frame():
-    kept: list[weakref.ref[np.ndarray]] = []
-
-    def place(header):
-        arrays = [np.empty(length, np.uint8) for length in header.lengths]
-        kept.extend(weakref.ref(array) for array in arrays)
-        return [array.data for array in arrays]
-
-    receiving = reader(place)
-    feed(receiving, frame(b"", [b"x" * 10, b"y" * 3 * wire.SCRATCH_BYTES]))
-    gc.collect()
-    assert len(kept) == 2
-    assert [ref() for ref in kept] == [None, None]
-
-
 def test_a_large_head_leaves_no_large_scratch_behind():
     receiving = reader()
     feed(receiving, frame(b"h" * wire.MAX_HEAD_BYTES))
     assert len(receiving.buffer()) == wire.SCRATCH_BYTES
-
-
-# Limits
 
 
 @pytest.mark.parametrize(
@@ -285,7 +210,7 @@ def test_a_frame_over_a_limit_is_refused_before_anything_is_reserved(offset, lay
         raise AssertionError("place() was asked")
 
     with pytest.raises(BadFrame, match=re.escape(reason)):
-        feed(reader(place), altered(frame(b"head", [b"12345678"]), offset, layout, value))
+        feed(reader(place), with_field(frame(b"head", [b"12345678"]), offset, struct.pack("<" + layout, value)))
 
 
 def test_a_frame_at_its_limits_arrives():
@@ -294,9 +219,6 @@ def test_a_frame_at_its_limits_arrives():
     ((header, buffers),) = feed(reader(checksum=True), frame(b"h" * wire.MAX_HEAD_BYTES, bulk, checksum=True))
     assert header.head == b"h" * wire.MAX_HEAD_BYTES
     assert [bytes(buffer) for buffer in buffers] == bulk
-
-
-def test_one_byte_less_of_a_limit_refuses_the_frame():
     with pytest.raises(BadFrame, match="size of the buffers is 100, not at most 99"):
         feed(reader(limit=99), frame(b"", [b"x" * 100]))
 
@@ -310,19 +232,16 @@ def test_a_sender_keeps_the_limits():
         frame(b"", [np.empty(2**31, np.uint8)] * 2)  # reserved, never touched
 
 
-def test_a_wrong_checksum_of_the_buffers_is_noticed_before_the_frame_is_handed_over():
-    for length in (8, 3 * wire.SCRATCH_BYTES):
-        data = bytearray(frame(b"", [b"x" * length], checksum=True))
-        data[-1] ^= 1
-        with pytest.raises(BadFrame, match="checksum of the buffers"):
-            feed(reader(checksum=True), bytes(data))
-
-
-def test_without_a_checksum_on_one_side_the_other_notices():
-    with pytest.raises(BadFrame, match="buffers that have none"):
-        feed(reader(checksum=False), frame(b"", [b"abc"], checksum=True))
+def test_a_flipped_byte_of_the_buffers_is_noticed_before_the_frame_is_handed_over():
+    for lengths in ([8, 3], [3 * wire.SCRATCH_BYTES]):
+        data = bytearray(frame(b"", [b"x" * length for length in lengths], checksum=True))
+        for at in (1, 4, 11):
+            data[-at] ^= 1
+            with pytest.raises(BadFrame, match="checksum of the buffers"):
+                feed(reader(checksum=True), bytes(data))
+            data[-at] ^= 1
     with pytest.raises(BadFrame, match="checksum of the buffers"):
-        feed(reader(checksum=True), frame(b"", [b"abc"], checksum=False))
+        feed(reader(checksum=True), frame(b"", [b"abc"]))  # without the one that was agreed on
 
 
 def test_a_flipped_bit_in_the_start_of_a_frame_is_always_noticed():
@@ -341,8 +260,3 @@ def test_a_flipped_bit_in_the_start_of_a_frame_is_always_noticed():
         assert receiving.in_frame
         with pytest.raises(BadFrame):
             feed(receiving, data * (2 * wire.MAX_HEAD_BYTES // len(data)))
-
-
-def test_a_place_of_another_size_is_our_own_mistake():
-    with pytest.raises(AssertionError, match="other sizes"):
-        feed(reader(lambda _: [memoryview(bytearray(3))]), frame(b"", [b"abcd"]))

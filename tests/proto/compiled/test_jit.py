@@ -1,7 +1,5 @@
 """The ways in which compiled code is kept."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import subprocess
@@ -16,8 +14,6 @@ from embershard.proto.compiled import intrinsics, jit
 
 
 class TestCompiled:
-    """`compiled` keeps code where it can, works where it cannot, and compiles anew what has changed."""
-
     def test_it_works_where_no_cache_can_be_kept(self, monkeypatch):
         monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
         with pytest.raises(RuntimeError, match="cannot cache"):
@@ -29,8 +25,7 @@ class TestCompiled:
         (tmp_path / "kept.py").write_text("def double(x):\n    return x + x\n")
         (tmp_path / "part.py").write_text("one = 1\n")
         monkeypatch.syspath_prepend(str(tmp_path))
-        import kept  # type: ignore[import-not-found]
-        import part  # type: ignore[import-not-found]
+        kept, part = importlib.import_module("kept"), importlib.import_module("part")
 
         def compile_it():
             stats = jit.load(jit.compiled(numba.int64(numba.int64), part)(kept.double)).stats
@@ -48,8 +43,7 @@ class TestCompiled:
             (tmp_path / "renamed.py").write_text(module.format(name))
             sys.modules.pop("renamed", None)
             importlib.invalidate_caches()
-            import renamed  # type: ignore[import-not-found]
-
+            renamed = importlib.import_module("renamed")
             pair = numba.types.NamedTuple((numba.int64,), getattr(renamed, name))
             assert jit.load(jit.compiled(numba.int64(pair))(renamed.of)).stats.cache_misses.total() == 1
 
@@ -61,13 +55,8 @@ class TestCompiled:
         assert half(7) == 3
 
     def test_the_digest_depends_on_every_part(self):
-        digests = {
-            jit.sources(),
-            jit.sources(intrinsics),
-            jit.sources(intrinsics, routing),
-            jit.sources(routing.__file__),
-        }
-        assert len(digests) == 4
+        parts = [(), (intrinsics,), (intrinsics, routing), (routing.__file__,)]
+        assert len({jit.sources(*some) for some in parts}) == 4
 
     def test_the_address_of_a_function_that_was_not_called_yet_is_one(self):
         half = jit.compiled(numba.float64(numba.float64))(lambda x: x / 2)
@@ -99,15 +88,11 @@ print(sorted({"scipy.linalg", "numba.np.arraymath"} & (set(sys.modules) - before
 
 @pytest.mark.integration
 class TestProcesses:
-    """What becomes of the cache where several processes use it."""
-
     def test_processes_that_start_at_once_compile_each_function_once(self, tmp_path):
         environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
         command = [sys.executable, "-c", KERNELS]
-        both = [
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            for _ in range(2)
-        ]
+        pipes = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        both = [subprocess.Popen(command, **pipes) for _ in range(2)]
         said = [process.communicate(timeout=250)[1] for process in both]
         assert [process.returncode for process in both] == [0, 0], said
         compiled = [line.split()[-1] for line in "".join(said).splitlines() if ":compiling " in line]

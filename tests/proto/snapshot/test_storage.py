@@ -1,9 +1,8 @@
 """Files by path, on a disk and in a storage that only fsspec knows."""
 
-from __future__ import annotations
-
 import os
 import secrets
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,25 +15,16 @@ def storage(request, tmp_path):
     return Storage(str(tmp_path / "a") if request.param == "disk" else f"memory://{secrets.token_hex(8)}/a")
 
 
-def test_what_was_written_is_read(storage):
+def test_what_was_written_is_read_replaced_whole_and_not_found_elsewhere(storage):
     storage.make_folder("x/y")
     with storage.create("x/y/one") as file:
         file.write(b"123")
         file.write(memoryview(b"45"))
     assert storage.read("x/y/one") == b"12345"
-    assert storage.sizes("x/y") == {"one": 5}
-    assert storage.sizes("x") == {"y": None}
-
-
-def test_a_file_is_replaced_whole(storage):
-    storage.make_folder("")
-    storage.replace("f", b"old")
-    storage.replace("f", b"newer")
-    assert storage.read("f") == b"newer"
-    assert storage.sizes("") == {"f": 5}
-
-
-def test_what_is_not_there_is_not_found(storage):
+    assert (storage.sizes("x/y"), storage.sizes("x")) == ({"one": 5}, {"y": None})
+    storage.replace("x/y/one", b"new")
+    assert storage.read("x/y/one") == b"new"
+    assert storage.sizes("x/y") == {"one": 3}
     with pytest.raises(FileNotFoundError):
         storage.read("nowhere/f")
     assert storage.sizes("nowhere") == {}
@@ -43,12 +33,11 @@ def test_what_is_not_there_is_not_found(storage):
 
 def test_a_folder_goes_with_all_that_is_in_it(storage):
     storage.make_folder("x/y")
-    storage.replace("x/y/f", b"1")
-    storage.replace("x/g", b"2")
+    for path in ("x/y/f", "x/g"):
+        storage.replace(path, b"1")
     storage.remove("x/y")
-    assert storage.sizes("x") == {"g": 1}
     storage.remove_if_empty("x")
-    assert storage.read("x/g") == b"2"
+    assert storage.sizes("x") == {"g": 1}
 
 
 def test_a_file_is_named_as_people_name_it(tmp_path, monkeypatch):
@@ -58,14 +47,13 @@ def test_a_file_is_named_as_people_name_it(tmp_path, monkeypatch):
     assert Storage("memory://snaps/").at("f") == "memory://snaps/f"
 
 
+FULL = OSError(28, "No space left on device")
+
+
 def test_a_failed_write_names_the_file_and_leaves_the_old_one(tmp_path, monkeypatch):
     storage = Storage(str(tmp_path))
     storage.replace("f", b"old")
-
-    def full(fd):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=FULL))
     with pytest.raises(SnapshotNotWritten, match=rf"{tmp_path}/f.*: OSError: No space left on device; make"):
         storage.replace("f", b"new")
     assert storage.read("f") == b"old"
@@ -77,23 +65,19 @@ def test_a_file_that_met_an_error_is_not_there(storage):
     def write():
         with storage.create("x/f") as file:
             file.write(b"123")
-            raise OSError(28, "No space left on device")
+            raise FULL
 
     with pytest.raises(SnapshotNotWritten, match="No space left"):
         write()
     assert storage.sizes("x") == {}
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+def test_a_folder_that_cannot_be_made_and_a_file_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(SnapshotNotWritten, match=f"cannot write {tmp_path}/file/x: NotADirectoryError"):
         Storage(str(tmp_path / "file")).make_folder("x")
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(SnapshotUnreadable, match=f"cannot read {tmp_path}/folder: IsADirectoryError"):
-        Storage(str(tmp_path)).read("folder")
+    with pytest.raises(SnapshotUnreadable, match=f"cannot read {tmp_path}: IsADirectoryError"):
+        Storage(str(tmp_path)).read("")
 
 
 @pytest.mark.parametrize(
