@@ -44,21 +44,20 @@ from harness.eventually import eventually
 from harness.shards import join
 
 DIM = 3
-REGISTRY = OptimizerRegistry()
 ITEMS = spec.TableSpec(name="ctr/items", dim=DIM, optimizer=spec.Adagrad(lr=0.5))
 PLAIN = spec.TableSpec(name="plain", dim=1, optimizer=spec.SGD(lr=0.5), id_space="users")
 IDS = np.random.default_rng(0).integers(-(2**62), 2**62, 3000)
 
 
-def make(index=0, of=1, tables=(ITEMS, PLAIN)):
-    shard = Shard(index, Placement.even(of), REGISTRY)
-    for table in tables:
+def empty(index=0, of=1):
+    return Shard(index, Placement.even(of), OptimizerRegistry())
+
+
+def make(index=0, of=1):
+    shard = empty(index, of)
+    for table in (ITEMS, PLAIN):
         shard.handle(Declare(table))
     return shard
-
-
-def empty(index=0, of=1):
-    return make(index, of, ())
 
 
 def own(table, shard):
@@ -108,14 +107,8 @@ def restore_from(folder, number=1, name="one", **rest):
 
 
 def settled(shard, request):
-    replies = []
-
-    def at_rest():
-        replies.append(shard.handle(request(step="watch")))
-        return replies[-1].state not in ("writing", "reading")
-
-    assert eventually(at_rest)
-    return replies[-1]
+    assert eventually(lambda: shard.handle(request(step="watch")).state not in ("writing", "reading"))
+    return shard.handle(request(step="watch"))
 
 
 def run(shard, request):
@@ -276,19 +269,16 @@ def test_a_step_that_there_is_none_of_and_a_name_that_leads_elsewhere_are_refuse
         empty().handle(request_())
 
 
-def test_a_shard_without_tables_has_a_part_too(tmp_path):
-    manifest = take([empty()], tmp_path)
+def test_a_shard_without_tables_has_a_part_and_one_whose_first_values_come_is_waited_for(tmp_path):
+    shard = empty()
+    manifest = take([shard], tmp_path)
     assert (manifest.rows, manifest.tables) == (0, {})
     assert restore(empty(), tmp_path).rows == 0
-
-
-def test_a_table_whose_first_values_come_is_waited_for(tmp_path):
-    shard = empty()
     shard.handle(Declare(PLAIN, 3, True))
     with pytest.raises(TableLoading):
-        shard.handle(snapshot_in(tmp_path)())
+        shard.handle(snapshot_in(tmp_path, "two", 8)())
     shard.handle(Load("plain", 1, IDS[:1], np.ones((1, 1), np.float32), 3))
-    assert take([shard], tmp_path).rows == 1
+    assert take([shard], tmp_path, "two", 8).rows == 1
 
 
 @pytest.mark.parametrize(("full_disk", "reason"), [(False, "NotADirectory"), (True, "No space left")])
@@ -305,11 +295,9 @@ def test_a_write_that_fails_is_named_leaves_nothing_and_the_shard_goes_on(tmp_pa
         folder.mkdir()
     else:
         folder.write_text("")
-    request = snapshot_in(folder)
-    with pytest.raises(SnapshotNotWritten, match=reason):
-        run(shard, request)
-    with pytest.raises(SnapshotNotWritten, match=reason):
-        settled(shard, request)
+    for ask in (run, settled):
+        with pytest.raises(SnapshotNotWritten, match=reason):
+            ask(shard, snapshot_in(folder))
     assert bool(synced) == full_disk
     assert not [path for path in folder.rglob("*") if path.is_file()]
     monkeypatch.undo()
@@ -331,7 +319,7 @@ class TestAtAClock:
         for worker in (0, 1):
             push(shard, clock + 1, worker=worker, clock=clock)
 
-    def test_it_is_taken_when_the_clock_closes(self, shard, tmp_path):
+    def test_it_is_taken_when_the_clock_closes_and_no_later(self, shard, tmp_path):
         request, seen = snapshot_in(tmp_path, at_clock=2), []
         for clock in range(3):
             self.close(shard, clock)
@@ -342,21 +330,18 @@ class TestAtAClock:
         assert reply.clock == 2
         finish(tmp_path, part_of(tmp_path, reply))
         assert pulled(restored(tmp_path)) == seen[1]
-
-    def test_a_clock_that_is_closed_is_too_late(self, shard, tmp_path):
-        for clock in range(2):
-            self.close(shard, clock)
         with pytest.raises(SnapshotTooLate):
-            shard.handle(snapshot_in(tmp_path, at_clock=1)())
-        assert shard.handle(snapshot_in(tmp_path, number=8, at_clock=2)()).state == "writing"
+            shard.handle(snapshot_in(tmp_path, number=8, at_clock=2)())
+        assert shard.handle(snapshot_in(tmp_path, number=8, at_clock=3)()).state == "writing"
 
-    def test_without_a_clock_it_waits_for_what_was_acknowledged(self, shard, tmp_path):
+    def test_without_a_clock_it_waits_for_gathered_pushes_and_for_no_others(self, shard, tmp_path):
         request = snapshot_in(tmp_path)
         push(shard, worker=0)
         assert shard.handle(request()).state == "waiting"
         push(shard, worker=1)
         reply = settled(shard, request)
         assert (reply.state, reply.rows) == ("done", 2 * len(IDS))
+        assert shard.handle(snapshot_in(tmp_path, "two", 8)()).state == "writing"
 
     def test_it_is_taken_too_where_the_end_of_a_lease_closes_the_clock(self, shard, tmp_path):
         request = snapshot_in(tmp_path, at_clock=1)
@@ -369,11 +354,10 @@ class TestAtAClock:
         first, second = (snapshot_in(tmp_path, number=number, at_clock=9) for number in (7, 8))
         shard.handle(first())
         assert shard.handle(second()).state == "waiting"
-        with pytest.raises(SnapshotUnknown):
-            shard.handle(first(step="watch"))
-        shard.handle(second(step="cancel"))
-        with pytest.raises(SnapshotUnknown):
-            shard.handle(second(step="watch"))
+        for request in (first, second):
+            with pytest.raises(SnapshotUnknown):
+                shard.handle(request(step="watch"))
+            shard.handle(second(step="cancel"))
 
     def test_a_clock_that_is_jumped_over_is_too_late_for_whoever_watches(self, shard, tmp_path):
         request = snapshot_in(tmp_path, at_clock=5)
@@ -385,25 +369,8 @@ class TestAtAClock:
             shard.handle(request(step="watch"))
 
 
-def damaged(file):
-    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
-
-
-def cut(file):
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def fails(folder, error, words, **changes):
-    """A restore that fails; neither it nor what follows changes the shard."""
-    shard, request = empty(), partial(restore_from(folder), **changes)
-    for ask in (
-        lambda: shard.handle(request()) and settled(shard, request),
-        lambda: shard.handle(request(step="install")),
-    ):
-        with pytest.raises(error, match=words):
-            ask()
-    with pytest.raises(UnknownTable):
-        pulled(shard)
+def write_over(file, data=b""):
+    file.write_bytes(file.read_bytes()[:-1] + data)
 
 
 class TestRestore:
@@ -412,18 +379,35 @@ class TestRestore:
         self.manifest = take([pushed()], tmp_path)
         return tmp_path
 
+    def finish_with(self, folder, **changes):
+        """The snapshot with another manifest of its first table."""
+        (part,) = self.manifest.shards
+        finish(folder, replace(part, tables=(replace(part.tables[0], **changes), part.tables[1])))
+
+    def fails(self, folder, error, words, **changes):
+        """A restore that fails; neither it nor what follows changes the shard."""
+        shard, request = empty(), partial(restore_from(folder), **changes)
+        for ask in (
+            lambda: shard.handle(request()) and settled(shard, request),
+            lambda: shard.handle(request(step="install")),
+        ):
+            with pytest.raises(error, match=words):
+                ask()
+        with pytest.raises(UnknownTable):
+            pulled(shard)
+
     @pytest.mark.parametrize(
         ("damage", "words"),
-        [(damaged, "damaged.*sha256"), (cut, "bytes, not"), (os.unlink, "missing")],
+        [(partial(write_over, data=b"\xff"), "damaged.*sha256"), (write_over, "bytes, not"), (os.unlink, "missing")],
     )
     def test_a_damaged_file_is_named(self, folder, damage, words):
         file = sorted(folder.glob("one/shard-*/*.safetensors"))[1]
         damage(file)
-        fails(folder, SnapshotDamaged, f"{file} .*{words}")
+        self.fails(folder, SnapshotDamaged, f"{file} .*{words}")
 
     def test_a_manifest_that_changed_on_the_way_is_refused_and_a_folder_that_is_not_seen_named(self, folder):
-        fails(folder, SnapshotDamaged, "began with", sha256="00")
-        fails(folder, SnapshotUnreadable, "all shards and workers share", name="two")
+        self.fails(folder, SnapshotDamaged, "began with", sha256="00")
+        self.fails(folder, SnapshotUnreadable, "all shards and workers share", name="two")
 
     @pytest.mark.parametrize(
         ("change", "error", "words"),
@@ -443,33 +427,26 @@ class TestRestore:
         ids=["a file of another table", "another state", "an optimizer that is not here"],
     )
     def test_a_table_that_does_not_fit_is_named(self, folder, change, error, words):
-        (part,) = self.manifest.shards
-        items, plain = part.tables
-        finish(folder, replace(part, tables=(replace(items, **change(items, plain)), plain)))
-        fails(folder, error, words)
+        self.finish_with(folder, **change(*self.manifest.shards[0].tables))
+        self.fails(folder, error, words)
 
     def test_ids_of_other_buckets_than_the_manifest_says_are_damage(self, folder):
-        (part,) = self.manifest.shards
-        items, plain = part.tables
-        wrong = replace(items, files=(replace(items.files[0], first_bucket=0, last_bucket=9),))
-        finish(folder, replace(part, tables=(wrong, plain)))
+        (file, *_) = self.manifest.shards[0].tables[0].files
+        self.finish_with(folder, files=(replace(file, first_bucket=0, last_bucket=9),))
         with pytest.raises(SnapshotDamaged, match="other buckets"):
             restore(empty(0, 2), folder)
 
     def test_tables_are_in_the_way_unless_they_are_to_be_replaced(self, folder):
-        shard = pushed()
+        shard, late, request = pushed(), empty(), restore_from(folder)
         push(shard, 2)
         with pytest.raises(TablesInTheWay, match="ctr/items, plain"):
-            shard.handle(restore_from(folder)())
+            shard.handle(request())
         assert restore(shard, folder, 2, replace=True).state == "installed"
         assert pulled(shard) == pulled(pushed())
-
-    def test_a_table_that_was_declared_meanwhile_is_in_the_way(self, folder):
-        shard, request = empty(), restore_from(folder)
-        run(shard, request)
-        shard.handle(Declare(PLAIN))
+        run(late, request)
+        late.handle(Declare(PLAIN))  # meanwhile
         with pytest.raises(TablesInTheWay):
-            shard.handle(request(step="install"))
+            late.handle(request(step="install"))
 
     def test_an_install_whose_reply_was_lost_is_done_once(self, folder):
         shard = restored(folder)
