@@ -33,31 +33,14 @@ from typing import Any, ClassVar, NoReturn
 TESTS = Path(__file__).resolve().parents[1]
 MODULES = ("embershard.cli", "embershard.worker.training.loader", "embershard.benchmark.child")
 WITH_CHILDREN = frozenset({"train", "up", "worker", "compare", "bench"})  # commands that start processes themselves
-# what a shard, a worker and the commands around them import, but for pyarrow, which starts a thread
-IMPORTS = (
-    "torch",
-    "torch._dynamo",  # which the optimizers of torch import
-    "torch.distributed",
-    "grpc.aio",
-    "grpc_health.v1.health",
-    "grpc_reflection.v1alpha.reflection",
-    "uvloop",
-    "embershard.cli.app",
-    "embershard.cli.evaluate",
-    "embershard.cli.ps",
-    "embershard.cli.status",
-    "embershard.cli.train",
-    "embershard.cli.up",
-    "embershard.cli.worker",
-    "embershard.proto.snapshot.storage",
-    "embershard.ps.dispatch",
-    "embershard.ps.apply_thread",
-    "embershard.ps.transport.grpc",
-    "embershard.ps.transport.stream",
-    "embershard.ps.transport.torch_rpc",
-    "embershard.worker.training.loader",
-    "embershard.worker.training.trainer",
-)
+# what a shard, a worker (torch.optim: torch._dynamo) and their commands import, but for pyarrow, which starts a thread
+IMPORTS = """
+    torch torch._dynamo torch.distributed grpc.aio grpc_health.v1.health grpc_reflection.v1alpha.reflection uvloop
+    embershard.cli.app embershard.cli.evaluate embershard.cli.ps embershard.cli.status embershard.cli.train
+    embershard.cli.up embershard.cli.worker embershard.proto.snapshot.storage embershard.ps.dispatch
+    embershard.ps.apply_thread embershard.ps.transport.grpc embershard.ps.transport.stream
+    embershard.ps.transport.torch_rpc embershard.worker.training.loader embershard.worker.training.trainer
+""".split()
 NAME = "(template of warm starts)"  # what a template's command line says
 _PADDING = 16_384  # bytes of a template's words and environment, in which those of a forked process are written
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
