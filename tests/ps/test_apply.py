@@ -1,4 +1,4 @@
-"""The apply thread and its bounded queue."""
+"""The apply thread, its bounded queue, and the leases of a shard behind it."""
 
 import itertools
 import threading
@@ -7,9 +7,12 @@ import time
 import pytest
 
 from embershard.proto.errors import ClockAhead, ShardBusy, ShuttingDown
+from embershard.proto.messages import Heartbeat, Pull, Rows
 from embershard.ps import apply_thread as apply
 from embershard.ps.apply_thread import ApplyThread
+from embershard.ps.dispatch import Dispatch
 from harness.eventually import eventually
+from harness.shards import gradients, join, make_shard, push, table
 
 
 @pytest.fixture
@@ -216,3 +219,36 @@ class TestParking:
         submit(thread, lambda: time.sleep(0.2)).result(60)
         idle(thread)
         assert clock.excused >= 0.1
+
+
+class TestLeases:
+    @pytest.fixture
+    def shard(self):
+        return make_shard(table())
+
+    @pytest.fixture
+    def thread(self, start):
+        return start()
+
+    @pytest.fixture
+    def send(self, thread, shard):
+        dispatch, deadline = Dispatch(shard, thread), time.monotonic() + 100
+        return lambda r: dispatch.submit(type(r), lambda: r, lambda reply: reply, num_bytes=10, deadline=deadline)
+
+    def test_a_wait_ends_with_the_lease_of_the_one_waited_for(self, shard, send):
+        for request in (join(0, workers=2), join(1, workers=2, lease_ms=300), push(gradients([1]))):
+            send(request)
+        assert isinstance(send(Pull(1, (), 0, 1, required_clock=1)).result(60), Rows)
+        assert shard.status().expired_leases == 1
+
+    def test_a_lease_does_not_run_while_requests_of_its_worker_wait_behind_others(self, shard, thread, send):
+        for worker in range(2):
+            send(join(worker, workers=2, staleness=-1, lease_ms=1000))
+        gate, begin, beats = occupy(thread), time.monotonic(), []
+        while time.monotonic() - begin < 1.5:
+            time.sleep(0.1)
+            beats += [send(Heartbeat(worker=worker, epoch=1)) for worker in range(2)]
+        gate.set()
+        for beat in beats:
+            beat.result(60)
+        assert shard.status().expired_leases == 0

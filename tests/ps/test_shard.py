@@ -6,28 +6,9 @@ import time
 import numpy as np
 import pytest
 
-from embershard.proto import spec
+from embershard.proto import errors, spec
 from embershard.proto.codec.payload import encode_elements, encode_rows
 from embershard.proto.codec.values.registry import BUILTIN, find_values
-from embershard.proto.errors import (
-    EmbershardError,
-    FutureEpoch,
-    InvalidRequest,
-    LeaseLost,
-    MessageTooLarge,
-    NonFiniteValue,
-    ShardBusy,
-    StaleRun,
-    StaleWorker,
-    TableFull,
-    TableLoading,
-    TableMismatch,
-    TooManyDeclares,
-    TooManyTables,
-    UnknownTable,
-    WrongDim,
-    WrongPlacement,
-)
 from embershard.proto.messages import (
     PACKED,
     Declare,
@@ -100,20 +81,20 @@ def test_a_pull_of_several_tables_answers_in_the_order_of_the_request_and_alloca
 def test_declaring_twice_creates_once_and_a_declaration_that_differs_names_the_difference(shard):
     assert shard.handle(Declare(table("other"))) == Declared(created=True, loading=False)
     assert shard.handle(Declare(table("other"))) == Declared(created=False, loading=False)
-    with raises(TableMismatch, difference=re.compile(r"dim: 3, not 4.*optimizer\.lr: 0\.5, not 0\.1")):
+    with raises(errors.TableMismatch, difference=re.compile(r"dim: 3, not 4.*optimizer\.lr: 0\.5, not 0\.1")):
         shard.handle(Declare(replace(ITEMS, dim=4, optimizer=spec.SGD(lr=0.1))))
     assert rows(shard, 1).shape == (1, DIM)
 
 
 @pytest.mark.parametrize(("count", "known"), [(1, "^t0$"), (25, "and 5 more")])
 def test_an_unknown_table_is_named_with_a_short_list_of_those_there_are(count, known):
-    with raises(UnknownTable, table="other", known=re.compile(known)):
+    with raises(errors.UnknownTable, table="other", known=re.compile(known)):
         rows(make_shard(*[table(f"t{i}") for i in range(count)]), 1, name="other")
 
 
 def test_a_request_of_another_placement_is_refused(shard):
     for request in (Pull(2, ()), push(placement=2), load(1, placement_epoch=2)):
-        with raises(WrongPlacement, got=2, want=1):
+        with raises(errors.WrongPlacement, got=2, want=1):
             shard.handle(request)
 
 
@@ -127,7 +108,7 @@ def test_an_id_of_another_shard_is_refused():
         assert rows(shard, *mine).shape == (len(mine), DIM)
         pull = Pull(1, (TableIds("items", np.append(mine, theirs)),))
         for request in (pull, push(gradients((*mine, theirs))), load(*mine, theirs)):
-            with pytest.raises(InvalidRequest, match=f"id {theirs} does not belong to shard {i}; .*'space'"):
+            with pytest.raises(errors.InvalidRequest, match=f"id {theirs} does not belong to shard {i}; .*'space'"):
                 shard.handle(request)
         assert shard.status().tables[0].rows == 0
 
@@ -136,15 +117,15 @@ def test_an_id_of_another_shard_is_refused():
     "ids", [np.array([1], np.int32), np.array([1.0]), np.array([[1]], np.int64), np.arange(4, dtype=np.int64)[::2]]
 )
 def test_ids_of_a_wrong_kind_are_refused(shard, ids):
-    with pytest.raises(InvalidRequest, match="ids must be"):
+    with pytest.raises(errors.InvalidRequest, match="ids must be"):
         shard.handle(Pull(1, (TableIds("items", ids),)))
 
 
 @pytest.mark.parametrize("shape", [(1, DIM), (2, DIM - 1), (2 * DIM + 1,), (DIM, 2), (0,)])
 def test_rows_that_do_not_match_the_ids_are_refused(shard, shape):
-    with raises(WrongDim, table="items", what="gradients"):
+    with raises(errors.WrongDim, table="items", what="gradients"):
         shard.handle(push(gradients((1, 2), gradients=np.zeros(shape, np.float32))))
-    with raises(WrongDim, table="items", what="rows"):
+    with raises(errors.WrongDim, table="items", what="rows"):
         shard.handle(load(1, 2, rows=np.zeros(shape, np.float32)))
 
 
@@ -154,14 +135,14 @@ def test_rows_that_do_not_match_the_ids_are_refused(shard, shape):
     + [({"lr_scale": scale}, "lr_scale") for scale in (-0.1, float("nan"), float("inf"))],
 )
 def test_gradients_of_another_dtype_or_a_senseless_scale_are_refused(shard, field, names):
-    with pytest.raises(InvalidRequest, match=names):
+    with pytest.raises(errors.InvalidRequest, match=names):
         shard.handle(push(gradients([1], **field)))
 
 
 def test_a_pull_whose_rows_would_not_fit_is_refused_before_memory_is_taken():
     shard = make_shard(table(dim=60), max_message_bytes=1000)
     assert rows(shard, 1, 2, 3).shape == (3, 60)
-    with raises(MessageTooLarge, limit=1000):
+    with raises(errors.MessageTooLarge, limit=1000):
         rows(shard, 1, 2, 3, 4, 5)
 
 
@@ -184,7 +165,7 @@ def test_a_push_or_a_load_is_applied_once_however_often_it_comes_also_under_anot
         assert shard.handle(message) == Pushed(duplicate=True, applied=1, skipped=0)
         assert shard.handle(first) == Loaded(rows=1)
     for request in (push(gradients([7]), seq=3), load(8, token=PushToken(3, 9, 2, 2), worker=3)):
-        with pytest.raises(WrongPlacement):
+        with pytest.raises(errors.WrongPlacement):
             shard.handle(request)
     shard._placement = Placement.even(1)
     assert pulled(shard, 7, 8) == [[0.5] * DIM, [4.5] * DIM]
@@ -197,7 +178,7 @@ def test_a_push_or_a_load_is_applied_once_however_often_it_comes_also_under_anot
 def test_an_earlier_incarnation_of_a_worker_applies_and_loads_nothing(shard):
     shard.handle(push(gradients([7]), epoch=2))
     for request in (push(gradients([7]), seq=2), load(7, token=PushToken(0, 1, 1, 1))):
-        with pytest.raises(StaleWorker):
+        with pytest.raises(errors.StaleWorker):
             shard.handle(request)
     assert pulled(shard, 7) == [[0.5] * DIM]
 
@@ -206,7 +187,7 @@ def test_an_earlier_incarnation_of_a_worker_applies_and_loads_nothing(shard):
     "bad", [{"name": "nope"}, {"gradients": np.zeros(1, np.float32)}, {"lr_scale": -1.0}], ids=["table", "shape", "lr"]
 )
 def test_a_push_is_applied_whole_or_not_at_all(shard, bad):
-    with pytest.raises(EmbershardError):
+    with pytest.raises(errors.EmbershardError):
         shard.handle(push(gradients([7]), gradients([1], **bad)))
     assert pulled(shard, 7) == [[1.0] * DIM]
     # and it left no record: the same number may come again
@@ -217,7 +198,7 @@ def test_a_push_for_which_there_is_no_memory_is_applied_to_no_table(shard):
     shard.handle(Declare(table("full")))
     shard._budget.limit = shard._budget.used + 10_000
     status = shard.status()
-    with raises(TableFull, table="full", used_bytes=status.used_bytes, budget_bytes=status.budget_bytes):
+    with raises(errors.TableFull, table="full", used_bytes=status.used_bytes, budget_bytes=status.budget_bytes):
         shard.handle(push(gradients([7]), gradients(range(1000), name="full")))
     assert pulled(shard, 7) == [[1.0] * DIM]
     assert [one.rows for one in shard.status().tables] == [0, 0]
@@ -231,7 +212,7 @@ def test_a_small_message_makes_a_shard_keep_no_more_than_its_budget():
     assert payload.nbytes < 500
     part = TableGradients("wide", np.arange(count), payload, codec=PACKED)
     shard.handle(push(part))
-    with pytest.raises(TableFull):
+    with pytest.raises(errors.TableFull):
         shard.handle(push(replace(part, ids=part.ids + count), seq=2))
     status = shard.status()
     assert status.used_bytes <= status.budget_bytes == 64 << 20
@@ -241,7 +222,7 @@ def test_a_small_message_makes_a_shard_keep_no_more_than_its_budget():
 def test_a_shard_takes_so_many_tables_and_no_more(monkeypatch):
     monkeypatch.setattr(tables_module, "MAX_TABLES", 2)
     shard = make_shard(*map(table, "abab"))
-    with pytest.raises(TooManyTables):
+    with pytest.raises(errors.TooManyTables):
         shard.handle(Declare(table("c")))
 
 
@@ -249,9 +230,9 @@ def test_new_tables_come_no_faster_than_their_rate_and_those_that_exist_at_any(m
     monkeypatch.setattr(tables_module, "DECLARES_PER_SECOND", 5)
     shard = make_shard(*[table(f"t{number}") for number in range(5)], now=100.0)
     for now in (100.0, 100.1):
-        with pytest.raises(TooManyDeclares) as busy:
+        with pytest.raises(errors.TooManyDeclares) as busy:
             shard.handle(Declare(table("u")), now)
-        assert isinstance(busy.value, ShardBusy)  # which a client waits for
+        assert isinstance(busy.value, errors.ShardBusy)  # which a client waits for
         assert busy.value.fields["retry_after_ms"] > 0
     for _ in range(100):
         shard.handle(Declare(table("t0")), 100.1)
@@ -284,7 +265,7 @@ class TestLoad:
         return shard
 
     def test_load_assigns_rows_but_none_where_one_is_not_finite(self, shard):
-        with raises(NonFiniteValue, count=3):
+        with raises(errors.NonFiniteValue, count=3):
             shard.handle(load(1, 2, rows=np.array([[1] * DIM, [np.inf] * DIM], np.float32)))
         assert shard.status().tables[0].rows == 0
         shard.handle(push(gradients([1])))
@@ -296,7 +277,7 @@ class TestLoad:
             assert loading.handle(request) == Declared(created=False, loading=True)
         for part in (load(1, worker=4, last=False), load(worker=4)):  # the last one may have no rows
             for request in (Pull(1, (TableIds("items", ids_of(1)),)), push(gradients([1])), load(1, worker=5)):
-                with raises(TableLoading, worker=4):
+                with raises(errors.TableLoading, worker=4):
                     loading.handle(request)
             loading.handle(part)
         assert pulled(loading, 1) == [[5.0] * DIM]
@@ -320,7 +301,7 @@ class TestLoad:
         shard.handle(load(1, token=PushToken(0, 7, 2, 2)), hour * 1.2)
         shard.handle(join(1, epoch=8, **mode), day)  # both leases have ended meanwhile
         shard.advance(day)
-        for worker, error in ((0, LeaseLost), (1, StaleWorker)):
+        for worker, error in ((0, errors.LeaseLost), (1, errors.StaleWorker)):
             with pytest.raises(error):
                 shard.handle(load(1, value=9.0, worker=worker, token=PushToken(worker, 7, 3, 3)), day)
         assert pulled(shard, 1) == [[5.0] * DIM]
@@ -331,7 +312,7 @@ class TestLoad:
 def test_status_counts_what_happened(shard):
     rows(shard, 1, 2)
     shard.handle(push(gradients([1])))
-    with pytest.raises(UnknownTable):
+    with pytest.raises(errors.UnknownTable):
         rows(shard, 1, name="nope")
     now = shard.status()
     assert (now.requests, now.pulled_rows, now.pushed_rows) == (4, 2, 1)
@@ -349,11 +330,11 @@ def test_an_epoch_or_a_run_of_the_future_is_refused_and_fences_nobody(shard, wha
     now = time.time_ns()
     shard.handle(join(0, epoch=now, run=now))
     for number in (now + HOUR, 2**63 - 1):
-        with pytest.raises(FutureEpoch) as future:
+        with pytest.raises(errors.FutureEpoch) as future:
             shard.handle(join(5, **{"epoch": now, "run": now, what: number}))
         assert future.value.fields["what"] == what
         assert str(future.value.fields["got"]) > str(future.value.fields["now"])
-    with pytest.raises(FutureEpoch):
+    with pytest.raises(errors.FutureEpoch):
         shard.handle(push(gradients([7]), epoch=2**64 - 1))
     shard.handle(push(gradients([7]), epoch=now))
     shard.handle(join(0, epoch=now + HOUR // 60, run=now + HOUR // 60))  # a minute is what clocks may differ by
@@ -362,8 +343,8 @@ def test_an_epoch_or_a_run_of_the_future_is_refused_and_fences_nobody(shard, wha
 def test_a_fenced_worker_is_told_by_whom(shard):
     now = time.time_ns()
     shard.handle(push(gradients([7]), epoch=now), peer="10.0.0.1:999")
-    with raises(StaleWorker, by=re.compile(r" at 20\d\d-.* from 10\.0\.0\.1:999")):
+    with raises(errors.StaleWorker, by=re.compile(r" at 20\d\d-.* from 10\.0\.0\.1:999")):
         shard.handle(push(gradients([7]), epoch=now - 1))
     shard.handle(join(3, epoch=now, run=now), peer="10.0.0.2:7")
-    with raises(StaleRun, by=re.compile(r" by worker 3 at 20\d\d-.* from 10\.0\.0\.2:7")):
+    with raises(errors.StaleRun, by=re.compile(r" by worker 3 at 20\d\d-.* from 10\.0\.0\.2:7")):
         shard.handle(join(4, epoch=now, run=now - 1))

@@ -5,31 +5,13 @@ import os
 import stat
 import threading
 import time
-from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from embershard.proto import spec
-from embershard.proto.errors import (
-    BadSnapshotName,
-    InvalidRequest,
-    MemoryLost,
-    OtherOptimizer,
-    SnapshotDamaged,
-    SnapshotNotWritten,
-    SnapshotRunning,
-    SnapshotTooLate,
-    SnapshotUnknown,
-    SnapshotUnreadable,
-    StaleWorker,
-    TableLoading,
-    TablesInTheWay,
-    UnknownOptimizer,
-    UnknownTable,
-)
+from embershard.proto import errors, spec
 from embershard.proto.messages import Declare, Leave, Load, Pull, Restore, Snapshot, TableGradients, TableIds, replace
 from embershard.proto.reference import mix64
 from embershard.proto.routing import Placement
@@ -147,33 +129,22 @@ def restored(folder, index=0, of=1, **rest):
     return shard
 
 
-@contextmanager
-def slow_storage(monkeypatch):
-    """A storage in which writers stop at their first file until they are let go."""
+@pytest.fixture
+def go(monkeypatch):
+    """Writers stop at their first file until this is set."""
     go, create = threading.Event(), Storage.create
-
-    @contextmanager
-    def wait(self, path):
-        assert go.wait(30)
-        with create(self, path) as file:
-            yield file
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Storage, "create", wait)
-        try:
-            yield go.set
-        finally:
-            go.set()
+    monkeypatch.setattr(Storage, "create", lambda self, path: go.wait(30) and create(self, path))
+    yield go
+    go.set()
 
 
-def test_a_snapshot_shows_the_rows_of_its_moment_and_a_repeated_request_begins_no_other(tmp_path, monkeypatch):
+def test_a_snapshot_shows_the_rows_of_its_moment_and_a_repeated_request_begins_no_other(tmp_path, go):
     shard, request = pushed(), snapshot_in(tmp_path)
     then = pulled(shard)
-    with slow_storage(monkeypatch) as go:
-        shard.handle(request())
-        push(shard, 2)
-        go()
-        reply = settled(shard, request)
+    shard.handle(request())
+    push(shard, 2)
+    go.set()
+    reply = settled(shard, request)
     assert shard.handle(request()) == reply
     finish(tmp_path, part_of(tmp_path, reply))
     take([shard], tmp_path, "two", 8)
@@ -225,44 +196,42 @@ def test_pushes_before_a_snapshot_are_known_after_it_and_refused_on_another_numb
     assert push(fresh, 2).duplicate
     assert pulled(fresh) == then
     assert not push(fresh, 3).duplicate
-    with pytest.raises(StaleWorker):
+    with pytest.raises(errors.StaleWorker):
         push(fresh, 1, epoch=0)
-    with pytest.raises(MemoryLost):
+    with pytest.raises(errors.MemoryLost):
         push(restored(tmp_path, 0, 2), 2)
 
 
-def test_one_snapshot_at_a_time(tmp_path, monkeypatch):
+def test_one_snapshot_at_a_time(tmp_path, go, monkeypatch):
     shard, one, two = pushed(), snapshot_in(tmp_path), snapshot_in(tmp_path, "two", 8)
-    with slow_storage(monkeypatch):
-        shard.handle(one())
-        with pytest.raises(SnapshotRunning, match="'one'"):
-            shard.handle(two())
-        monkeypatch.setattr(module, "HUNG_SECONDS", -1.0)
-        assert shard.handle(two()).state == "writing"
-        with pytest.raises(SnapshotUnknown, match="'one'"):
-            shard.handle(one(step="watch"))
+    shard.handle(one())
+    with pytest.raises(errors.SnapshotRunning, match="'one'"):
+        shard.handle(two())
+    monkeypatch.setattr(module, "HUNG_SECONDS", -1.0)
+    assert shard.handle(two()).state == "writing"
+    with pytest.raises(errors.SnapshotUnknown, match="'one'"):
+        shard.handle(one(step="watch"))
 
 
-def test_a_cancelled_snapshot_copies_no_more_rows_and_makes_room_for_another(tmp_path, monkeypatch):
+def test_a_cancelled_snapshot_copies_no_more_rows_and_makes_room_for_another(tmp_path, go):
     shard, request = pushed(), snapshot_in(tmp_path)
-    with slow_storage(monkeypatch) as go:
-        shard.handle(request())
-        writer = shard._snapshots._writer
-        assert [shard.handle(request(step="cancel")).state for _ in range(2)] == ["cancelling"] * 2
-        push(shard, 2)
-        assert [rows.num_kept for _, rows in writer._frozen] == [0, 0]
-        go()
-        writer._thread.join(30)
-        assert shard.handle(request(step="cancel")).state == "cancelled"  # no file is open
+    shard.handle(request())
+    writer = shard._snapshots._writer
+    assert [shard.handle(request(step="cancel")).state for _ in range(2)] == ["cancelling"] * 2
+    push(shard, 2)
+    assert [rows.num_kept for _, rows in writer._frozen] == [0, 0]
+    go.set()
+    writer._thread.join(30)
+    assert shard.handle(request(step="cancel")).state == "cancelled"  # no file is open
     take([shard], tmp_path, "two", 8)
     assert not list((tmp_path / "one").glob("*/part.msgpack"))
 
 
 @pytest.mark.parametrize(
     ("request_", "error"),
-    [(snapshot_in("/tmp", step=step), InvalidRequest) for step in ("", "install", "nonsense")]
-    + [(snapshot_in("/tmp", name), BadSnapshotName) for name in ("../one", "/one", "")]
-    + [(partial(Restore, url="/tmp", name="../one", id=7, sha256="", step="begin"), BadSnapshotName)],
+    [(snapshot_in("/tmp", step=step), errors.InvalidRequest) for step in ("", "install", "nonsense")]
+    + [(snapshot_in("/tmp", name), errors.BadSnapshotName) for name in ("../one", "/one", "")]
+    + [(partial(Restore, url="/tmp", name="../one", id=7, sha256="", step="begin"), errors.BadSnapshotName)],
 )
 def test_a_step_that_there_is_none_of_and_a_name_that_leads_elsewhere_are_refused(request_, error):
     with pytest.raises(error):
@@ -275,7 +244,7 @@ def test_a_shard_without_tables_has_a_part_and_one_whose_first_values_come_is_wa
     assert (manifest.rows, manifest.tables) == (0, {})
     assert restore(empty(), tmp_path).rows == 0
     shard.handle(Declare(PLAIN, 3, True))
-    with pytest.raises(TableLoading):
+    with pytest.raises(errors.TableLoading):
         shard.handle(snapshot_in(tmp_path, "two", 8)())
     shard.handle(Load("plain", 1, IDS[:1], np.ones((1, 1), np.float32), 3))
     assert take([shard], tmp_path, "two", 8).rows == 1
@@ -296,7 +265,7 @@ def test_a_write_that_fails_is_named_leaves_nothing_and_the_shard_goes_on(tmp_pa
     else:
         folder.write_text("")
     for ask in (run, settled):
-        with pytest.raises(SnapshotNotWritten, match=reason):
+        with pytest.raises(errors.SnapshotNotWritten, match=reason):
             ask(shard, snapshot_in(folder))
     assert bool(synced) == full_disk
     assert not [path for path in folder.rglob("*") if path.is_file()]
@@ -330,7 +299,7 @@ class TestAtAClock:
         assert reply.clock == 2
         finish(tmp_path, part_of(tmp_path, reply))
         assert pulled(restored(tmp_path)) == seen[1]
-        with pytest.raises(SnapshotTooLate):
+        with pytest.raises(errors.SnapshotTooLate):
             shard.handle(snapshot_in(tmp_path, number=8, at_clock=2)())
         assert shard.handle(snapshot_in(tmp_path, number=8, at_clock=3)()).state == "writing"
 
@@ -355,7 +324,7 @@ class TestAtAClock:
         shard.handle(first())
         assert shard.handle(second()).state == "waiting"
         for request in (first, second):
-            with pytest.raises(SnapshotUnknown):
+            with pytest.raises(errors.SnapshotUnknown):
                 shard.handle(request(step="watch"))
             shard.handle(second(step="cancel"))
 
@@ -365,7 +334,7 @@ class TestAtAClock:
         for worker in (0, 1):
             shard.handle(Leave(worker=worker, epoch=1))
         shard.handle(join(0, epoch=2, clock=9))
-        with pytest.raises(SnapshotTooLate):
+        with pytest.raises(errors.SnapshotTooLate):
             shard.handle(request(step="watch"))
 
 
@@ -393,7 +362,7 @@ class TestRestore:
         ):
             with pytest.raises(error, match=words):
                 ask()
-        with pytest.raises(UnknownTable):
+        with pytest.raises(errors.UnknownTable):
             pulled(shard)
 
     @pytest.mark.parametrize(
@@ -403,24 +372,28 @@ class TestRestore:
     def test_a_damaged_file_is_named(self, folder, damage, words):
         file = sorted(folder.glob("one/shard-*/*.safetensors"))[1]
         damage(file)
-        self.fails(folder, SnapshotDamaged, f"{file} .*{words}")
+        self.fails(folder, errors.SnapshotDamaged, f"{file} .*{words}")
 
     def test_a_manifest_that_changed_on_the_way_is_refused_and_a_folder_that_is_not_seen_named(self, folder):
-        self.fails(folder, SnapshotDamaged, "began with", sha256="00")
-        self.fails(folder, SnapshotUnreadable, "all shards and workers share", name="two")
+        self.fails(folder, errors.SnapshotDamaged, "began with", sha256="00")
+        self.fails(folder, errors.SnapshotUnreadable, "all shards and workers share", name="two")
 
     @pytest.mark.parametrize(
         ("change", "error", "words"),
         [
             (
                 lambda items, plain: {"files": plain.files, "rows": plain.rows},
-                SnapshotDamaged,
+                errors.SnapshotDamaged,
                 "'rows' is .*3000, 1.* float32, not .*3000, 3",
             ),
-            (lambda items, plain: {"num_state": 4}, OtherOptimizer, "'ctr/items' has 4 floats .* 'adagrad' keeps 3"),
+            (
+                lambda items, plain: {"num_state": 4},
+                errors.OtherOptimizer,
+                "'ctr/items' has 4 floats .* 'adagrad' keeps 3",
+            ),
             (
                 lambda items, plain: {"spec": replace(items.spec, optimizer=spec.Custom(function="mine:step", lr=0.1))},
-                UnknownOptimizer,
+                errors.UnknownOptimizer,
                 "no optimizer 'mine:step' here",
             ),
         ],
@@ -433,19 +406,19 @@ class TestRestore:
     def test_ids_of_other_buckets_than_the_manifest_says_are_damage(self, folder):
         (file, *_) = self.manifest.shards[0].tables[0].files
         self.finish_with(folder, files=(replace(file, first_bucket=0, last_bucket=9),))
-        with pytest.raises(SnapshotDamaged, match="other buckets"):
+        with pytest.raises(errors.SnapshotDamaged, match="other buckets"):
             restore(empty(0, 2), folder)
 
     def test_tables_are_in_the_way_unless_they_are_to_be_replaced(self, folder):
         shard, late, request = pushed(), empty(), restore_from(folder)
         push(shard, 2)
-        with pytest.raises(TablesInTheWay, match="ctr/items, plain"):
+        with pytest.raises(errors.TablesInTheWay, match="ctr/items, plain"):
             shard.handle(request())
         assert restore(shard, folder, 2, replace=True).state == "installed"
         assert pulled(shard) == pulled(pushed())
         run(late, request)
         late.handle(Declare(PLAIN))  # meanwhile
-        with pytest.raises(TablesInTheWay):
+        with pytest.raises(errors.TablesInTheWay):
             late.handle(request(step="install"))
 
     def test_an_install_whose_reply_was_lost_is_done_once(self, folder):
@@ -459,14 +432,14 @@ class TestRestore:
         shard, first = empty(), restore_from(folder, 1)
         shard.handle(first())
         restore(shard, folder, 2)
-        with pytest.raises(SnapshotUnknown):
+        with pytest.raises(errors.SnapshotUnknown):
             shard.handle(first(step="watch"))
 
     def test_a_cancelled_restore_changes_nothing(self, folder):
         shard, request = empty(), restore_from(folder)
         shard.handle(request())
         assert shard.handle(request(step="cancel")).state == "cancelled"
-        with pytest.raises(SnapshotUnknown):
+        with pytest.raises(errors.SnapshotUnknown):
             shard.handle(request(step="install"))
-        with pytest.raises(UnknownTable):
+        with pytest.raises(errors.UnknownTable):
             pulled(shard)

@@ -10,18 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from embershard.proto import spec
-from embershard.proto.errors import (
-    BadOptimizer,
-    ClockAhead,
-    InvalidRequest,
-    LeaseLost,
-    ModeMismatch,
-    StaleRun,
-    StaleWorker,
-    TableFull,
-    UpdateFailed,
-)
+from embershard.proto import errors, spec
 from embershard.proto.messages import (
     Declare,
     Heartbeat,
@@ -287,7 +276,7 @@ class TestGathering:
         assert job.status.used_bytes == empty + 1000 * (8 + 4 * DIM)  # ids and gradients
         table = job.shard._tables.entry("items").table
         budget.limit = budget.used + table.growth(1010) + 1000  # for its rows, and not for another thousand
-        with pytest.raises(TableFull):
+        with pytest.raises(errors.TableFull):
             job.push(1, 0, ids=range(1000, 2000))
         job.push(1, 0, ids=(1, 2))
         assert job.status.tables[0].rows == 1000
@@ -297,7 +286,7 @@ class TestGathering:
         monkeypatch.setattr(clock_module, "GATHER_BYTES", 10)
         job.together(2)
         job.push(0, 0)
-        with raises(ClockAhead, workers="1"):
+        with raises(errors.ClockAhead, workers="1"):
             job.push(0, 1)
         job.push(1, 0)  # what frees it
         job.push_all(2, 1)
@@ -306,13 +295,13 @@ class TestGathering:
     def test_a_push_of_a_closed_clock_or_of_one_pushed_already_or_of_a_senseless_weight_is_refused(self, job):
         job.together(2)
         for weight in (-1.0, float("nan"), float("inf")):
-            with pytest.raises(InvalidRequest, match="weight"):
+            with pytest.raises(errors.InvalidRequest, match="weight"):
                 job.push(0, 0, weight=weight)
         job.push(0, 3)
-        with pytest.raises(InvalidRequest, match="first that it may push is 4"):
+        with pytest.raises(errors.InvalidRequest, match="first that it may push is 4"):
             job.push(0, 3)
         job.push(1, 3)
-        with pytest.raises(InvalidRequest, match="first that it may push is 4"):
+        with pytest.raises(errors.InvalidRequest, match="first that it may push is 4"):
             job.push(1, 0)
 
 
@@ -336,12 +325,12 @@ class TestFailedUpdates:
         job.push_all(2, 0)
         job.push(0, 1)
         assert job.status.failed_update == ""
-        break_apply(BadOptimizer(optimizer="mine", reason="it raised"))
+        break_apply(errors.BadOptimizer(optimizer="mine", reason="it raised"))
         last = job.message(1, 1, shards.gradients([1], dim=DIM))
         assert job.send(last) == Pushed(duplicate=False, applied=1, skipped=0)
         assert job.send(last) == Pushed(duplicate=True, applied=1, skipped=0)
         for worker in (0, 1):
-            with raises(UpdateFailed, clock=1):
+            with raises(errors.UpdateFailed, clock=1):
                 job.pull(1, worker=worker, after=2)
         assert "mine" in job.status.failed_update
         job.pull(1, after=1)  # what it waits for was applied
@@ -360,7 +349,7 @@ class TestFailedUpdates:
             job.push(0, clock)
         break_apply(ZeroDivisionError())
         job.leave(1)
-        with pytest.raises(UpdateFailed, match="ZeroDivisionError"):
+        with pytest.raises(errors.UpdateFailed, match="ZeroDivisionError"):
             job.pull(1, after=1)
         assert (job.row(1), job.status.clock) == ([-2, -2], 3)
 
@@ -371,7 +360,7 @@ class TestWaiting:
         job.join(1, workers=3)
         job.push_all(2, 0)
         job.wait(2.0)
-        with raises(ClockAhead, clock=0, workers="2 (not here yet)", seconds=2.0):
+        with raises(errors.ClockAhead, clock=0, workers="2 (not here yet)", seconds=2.0):
             job.pull(1, after=1)
         assert job.join(2, workers=3) == joined(True, 0, True, 0, 1, 2)
         job.push(2, 0, 4.0)
@@ -382,7 +371,7 @@ class TestWaiting:
         for clock in range(3):
             job.push(0, clock)
         assert job.row(1) == [-3, -3]
-        with raises(ClockAhead, clock=0, workers="1"):
+        with raises(errors.ClockAhead, clock=0, workers="1"):
             job.pull(1, after=1)
         job.push(1, 0)
         assert job.pull(1, after=1).tables[0].tolist() == [[-4, -4]]
@@ -446,7 +435,7 @@ class TestLeases:
         part = shards.gradients([1], dim=DIM)
         ends = (Heartbeat(worker=1, epoch=1), Leave(worker=1, epoch=1))
         for request in (job.message(1, 1, part), Pull(1, (), 1, 1), *ends):
-            with raises(LeaseLost, worker=1, lease_ms=10_000):
+            with raises(errors.LeaseLost, worker=1, lease_ms=10_000):
                 job.send(request)
         assert job.row(1) == [-1, -1]
         assert job.send(taken) == Pushed(duplicate=True, applied=1, skipped=0)
@@ -473,19 +462,19 @@ class TestWhoMayJoin:
         job.join(0, epoch=2)
         old = {"worker": 0, "epoch": 1}
         for request in (shards.join(**old), Leave(**old), Heartbeat(**old), job.message(0, 0, epoch=1)):
-            with pytest.raises(StaleWorker):
+            with pytest.raises(errors.StaleWorker):
                 job.send(request)
         assert job.members == [0]
         job.push(7, 0, epoch=5)  # known without having joined
         for refused in ({"worker": 7, "epoch": 4}, {"worker": 0, "run": 2}):  # nor does it begin a run
-            with pytest.raises(StaleWorker):
+            with pytest.raises(errors.StaleWorker):
                 job.join(**refused)
         assert job.beat(0, epoch=2).members == [0]
 
     @pytest.mark.parametrize("other", [{"staleness": 3}, {"staleness_aware_lr": True}, {"workers": 4}], ids=str)
     def test_a_worker_with_other_settings_is_refused(self, job, other):
         job.join(0, workers=3)
-        with raises(ModeMismatch, worker=1, what=next(iter(other))):
+        with raises(errors.ModeMismatch, worker=1, what=next(iter(other))):
             job.join(1, **{"workers": 3, **other})
         assert job.members == [0]
 
@@ -497,11 +486,11 @@ class TestWhoMayJoin:
         ],
     )
     def test_a_join_without_sense_is_refused(self, job, field, value):
-        with pytest.raises(InvalidRequest, match=field):
+        with pytest.raises(errors.InvalidRequest, match=field):
             job.send(shards.join(**{field: value}))
 
     def test_a_stranger_is_told_to_join(self, job):
-        with pytest.raises(InvalidRequest, match="join first"):
+        with pytest.raises(errors.InvalidRequest, match="join first"):
             job.beat(5)
         job.leave(5)  # nobody waits for it
 
@@ -526,18 +515,18 @@ class TestRuns:
              job.message(worker, 1)) for worker in range(2)
         ]  # fmt: skip
         job.join(0, epoch=2, run=2)
-        for requests, error in zip(of_earlier, (StaleWorker, LeaseLost), strict=True):
+        for requests, error in zip(of_earlier, (errors.StaleWorker, errors.LeaseLost), strict=True):
             for request in requests:
                 with pytest.raises(error):
                     job.send(request)
         for epoch in (1, 3):
-            with raises(StaleRun, worker=1, got=1, want=2):
+            with raises(errors.StaleRun, worker=1, got=1, want=2):
                 job.join(1, 9, epoch=epoch, run=1)
-        with raises(StaleRun, got=1, want=2):
+        with raises(errors.StaleRun, got=1, want=2):
             job.join(1)  # of none: it belongs to the run that it took part in
         assert job.members == [0]
         job.leave(0, epoch=2)
-        with pytest.raises(StaleRun):
+        with pytest.raises(errors.StaleRun):
             job.join(1, run=1)  # nor when nobody is left of the later one
 
 
@@ -655,7 +644,7 @@ class ClockModel(RuleBasedStateMachine):
             it = self.workers[worker]
             try:
                 self.job.beat(worker, it.epoch)
-            except LeaseLost:
+            except errors.LeaseLost:
                 assert self.job.now - it.heard > LEASE
             else:
                 it.heard = self.job.now

@@ -6,15 +6,7 @@ from operator import methodcaller
 import numpy as np
 import pytest
 
-from embershard.proto.errors import (
-    ClockAhead,
-    EmbershardError,
-    InvalidRequest,
-    LeaseLost,
-    MessageTooLarge,
-    RendezvousOver,
-    ShardBusy,
-)
+from embershard.proto import errors
 from embershard.proto.messages import Heartbeat, Leave, Rendezvous
 from embershard.ps.coordination import rendezvous as module
 from harness import shards
@@ -43,10 +35,10 @@ class Workers:
         request = Rendezvous(worker, 1, name, np.full(size, worker, np.uint8), **fields)
         try:
             reply = self.shard.handle(request, self.now)
-        except ClockAhead as ahead:
+        except errors.ClockAhead as ahead:
             assert self.shard.generation == generation  # or it would be tried again for ever
             return ahead.fields["workers"]
-        except EmbershardError as error:
+        except errors.EmbershardError as error:
             return type(error)
         if not request.want_payloads:
             assert reply.payloads == ()
@@ -90,21 +82,21 @@ SCENES = [
     ("what a worker put down before it was lost counts",
      (meet(2), "0, 1"), (live(0, 1), None), (meet(0), "1"), (meet(1), ALL)),
     ("a worker that comes after all are through reads what they read",
-     (meet(0), "1, 2"), (meet(1), "2"), (live(0, 1), None), (meet(0), TWO), (meet(2), LeaseLost),
+     (meet(0), "1, 2"), (meet(1), "2"), (live(0, 1), None), (meet(0), TWO), (meet(2), errors.LeaseLost),
      (join(2, 5), None), (meet(2), TWO)),
     ("a paused worker is waited for",
      (leave(1, pause=True), None), (meet(0), "1, 2"), (meet(2), "1"), (meet(1), ALL)),
     ("only those named are waited for",
      (join(3, 5), None), (meet(0, participants=(0, 1, 7)), "1"), (meet(1, participants=(0, 1, 7)), TWO)),
-    ("a stranger does not meet", (meet(9), InvalidRequest)),
+    ("a stranger does not meet", (meet(9), errors.InvalidRequest)),
     ("what is too large is refused",
-     (meet(0, size=module.MAX_PAYLOAD_BYTES + 1), MessageTooLarge), (meet(0, ""), InvalidRequest),
-     (meet(0, "n" * 201), InvalidRequest)),
+     (meet(0, size=module.MAX_PAYLOAD_BYTES + 1), errors.MessageTooLarge), (meet(0, ""), errors.InvalidRequest),
+     (meet(0, "n" * 201), errors.InvalidRequest)),
     ("another job uses the names again",
      (all_meet(), ALL), (leave(0), None), (leave(1), None), (leave(2), None), (join(4), None), (meet(4), {4: [4, 4]})),
     ("a later run uses the names again while the members of the earlier one live",
      (all_meet(), ALL), (meet(0, "n"), "1, 2"), (join(4, run=1), None), (meet(4), {4: [4, 4]}),
-     (meet(1, "n"), LeaseLost)),
+     (meet(1, "n"), errors.LeaseLost)),
 ]  # fmt: skip
 
 
@@ -128,7 +120,7 @@ def test_whatever_lets_a_rendezvous_end_has_those_who_wait_asked_again():
 
 def test_who_reads_more_than_a_message_holds_is_told():
     workers = Workers(2, max_message_bytes=100)
-    assert workers.all_meet(size=60, workers=(0, 1)) is MessageTooLarge
+    assert workers.all_meet(size=60, workers=(0, 1)) is errors.MessageTooLarge
     assert workers.meet(0, want_payloads=False) == (0, 1)
 
 
@@ -136,7 +128,7 @@ def test_rendezvous_are_forgotten_once_all_were_answered_but_for_the_last_ones(w
     for number in range(3 * module.KEPT):
         workers.all_meet(f"m{number}", workers=(0, 1, 2, 0, 1) if number else (0, 1, 2))
     assert workers.kept == ["m0", *(f"m{number}" for number in range(2 * module.KEPT, 3 * module.KEPT))]
-    assert workers.meet(2, "m1") is RendezvousOver
+    assert workers.meet(2, "m1") is errors.RendezvousOver
     assert workers.meet(0, "m0") == ALL  # two were not told yet
 
 
@@ -169,4 +161,4 @@ def test_what_is_remembered_and_what_waits_is_bounded(workers, monkeypatch):
     monkeypatch.setattr(module, "MAX_BYTES", 9)
     monkeypatch.setattr(module, "MAX_OPEN", 3)
     assert [workers.meet(0, "x"), workers.meet(0, "y", 1), workers.meet(0, "x")] == ["1, 2"] * 3  # again is not more
-    assert [workers.meet(0, "z"), workers.meet(1, "x")] == [ShardBusy] * 2
+    assert [workers.meet(0, "z"), workers.meet(1, "x")] == [errors.ShardBusy] * 2
