@@ -75,10 +75,14 @@ def test_work_that_was_cancelled_or_whose_deadline_passed_in_the_queue_is_droppe
     assert done == ["early"]
 
 
-def test_work_that_fails_does_not_end_the_thread(start):
-    thread = start()
-    with pytest.raises(ZeroDivisionError):
-        submit(thread, lambda: bytes(1 // 0)).result(60)
+def test_work_that_fails_also_once_it_has_waited_does_not_end_the_thread(start):
+    thread, clock = start(), Clock()
+    thread.watch(clock)
+    for moves in (0, 2):
+        failing = submit(thread, clock.after(moves, then=lambda: bytes(1 // 0)))
+        submit(thread, clock.move)
+        with pytest.raises(ZeroDivisionError):
+            failing.result(60)
     assert submit(thread, lambda: b"next").result(60) == b"next"
 
 
@@ -179,12 +183,6 @@ class TestParking:
             submit(thread, work, deadline=time.monotonic() + 1.0).result(60)
         assert caught.value.fields["clock"] == next(tries) - 1 == 1
         assert thread.queued_bytes == 0
-
-    def test_an_error_ends_the_waiting(self, thread, clock):
-        future = submit(thread, clock.after(1, then=lambda: 1 // 0))
-        submit(thread, clock.move)
-        with pytest.raises(ZeroDivisionError):
-            future.result(60)
 
     def test_what_waits_is_put_back_when_the_thread_ends(self, thread, clock):
         future = submit(thread, clock.after(1))

@@ -354,30 +354,22 @@ class TestFailedUpdates:
         assert (job.row(1), job.status.clock) == ([-2, -2], 3)
 
 
-class TestWaiting:
-    def test_nothing_closes_before_all_expected_workers_have_joined(self, job):
-        job.join(0, workers=3)
-        job.join(1, workers=3)
-        job.push_all(2, 0)
-        job.wait(2.0)
-        with raises(errors.ClockAhead, clock=0, workers="2 (not here yet)", seconds=2.0):
-            job.pull(1, after=1)
-        assert job.join(2, workers=3) == joined(True, 0, True, 0, 1, 2)
-        job.push(2, 0, 4.0)
-        assert job.row(1) == [-2, -2]
-
-    def test_a_bound_lets_pushes_be_applied_on_arrival_and_pulls_wait(self, job):
-        job.together(2, staleness=2)
+class TestStaleness:
+    def test_a_bound_lets_pushes_be_applied_on_arrival_and_pulls_wait_for_workers_that_are_named(self, job):
+        job.join(0, workers=2, staleness=2)
         for clock in range(3):
             job.push(0, clock)
         assert job.row(1) == [-3, -3]
-        with raises(errors.ClockAhead, clock=0, workers="1"):
+        job.wait(2.0, 0)
+        with raises(errors.ClockAhead, clock=0, workers="1 (not here yet)", seconds=2.0):
+            job.pull(1, after=1)
+        job.join(1, workers=2, staleness=2)
+        job.wait(3.0)
+        with raises(errors.ClockAhead, clock=0, workers="1", seconds=3.0):
             job.pull(1, after=1)
         job.push(1, 0)
         assert job.pull(1, after=1).tables[0].tolist() == [[-4, -4]]
 
-
-class TestStaleness:
     def test_the_version_counts_updates_and_the_histogram_what_pushes_missed(self, job):
         job.together(2, staleness=-1)
         job.push(0, 0)
@@ -488,11 +480,6 @@ class TestWhoMayJoin:
     def test_a_join_without_sense_is_refused(self, job, field, value):
         with pytest.raises(errors.InvalidRequest, match=field):
             job.send(shards.join(**{field: value}))
-
-    def test_a_stranger_is_told_to_join(self, job):
-        with pytest.raises(errors.InvalidRequest, match="join first"):
-            job.beat(5)
-        job.leave(5)  # nobody waits for it
 
 
 class TestRuns:

@@ -65,22 +65,6 @@ class TestTable:
         np.testing.assert_allclose(table.gather(EDGE_IDS), before - 0.5 * gradients, rtol=1e-6, atol=1e-6)
         assert table.num_rows == len(EDGE_IDS)
 
-    def test_pull_and_push_of_no_ids_do_nothing(self, make):
-        table, none, rows = make(3), np.empty(0, np.int64), np.empty((0, 3), np.float32)
-        assert table.gather(none).shape == (0, 3)
-        assert table.apply(none, rows) == (0, 0)
-        table.load(none, rows)
-        assert table.num_rows == 0
-
-    def test_equal_ids_in_one_push_are_applied_in_order(self, make):
-        once, twice, ids = make(3), make(3), np.array([7, 8, 7])
-        gradients = np.array([[1, 2, 3], [-4, 5, -6], [7, -8, 9]], np.float32)
-        once.apply(ids, gradients)
-        for i in range(3):
-            twice.apply(ids[i : i + 1], gradients[i : i + 1])
-        assert np.array_equal(once.gather(ids), twice.gather(ids))
-        assert once.num_rows == 2
-
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
     def test_rows_with_non_finite_gradients_are_skipped_counted_and_not_created(self, make, bad):
         table, ids, gradients = make(5), np.arange(200), np.ones((200, 5), np.float32)
@@ -102,12 +86,6 @@ class TestTable:
         assert np.array_equal(table.gather(np.array([2, 3])), rows)
         states = {id_: state.tolist() for id_, (_, state) in contents(table).items()}
         assert states == {1: [1.25] * 3, 2: [1.25 if keep_state else 0.25] * 3, 3: [0.25] * 3}
-
-    def test_lr_scale_multiplies_the_learning_rate_of_one_push(self, make):
-        table = make(1, spec.SGD(lr=0.5), initializer=spec.Constant(value=1.0))
-        push(table, np.array([1]), 1.0, 0.5)
-        push(table, np.array([2]))
-        assert table.gather(np.array([1, 2])).tolist() == [[0.75], [0.5]]
 
     def test_clip_value_then_clip_norm_limit_a_gradient_row(self, make):
         table = make(2, spec.SGD(lr=1.0, clip_value=4.0, clip_norm=1.0), initializer=ZERO)
