@@ -28,6 +28,7 @@ from harness.shards import join
 DIM = 3
 ITEMS = spec.TableSpec(name="ctr/items", dim=DIM, optimizer=spec.Adagrad(lr=0.5))
 PLAIN = spec.TableSpec(name="plain", dim=1, optimizer=spec.SGD(lr=0.5), id_space="users")
+MINE = spec.Custom(function="mine:step", lr=0.1)
 IDS = np.random.default_rng(0).integers(-(2**62), 2**62, 3000)
 
 
@@ -338,74 +339,50 @@ class TestAtAClock:
             shard.handle(request(step="watch"))
 
 
-def write_over(file, data=b""):
-    file.write_bytes(file.read_bytes()[:-1] + data)
-
-
 class TestRestore:
     @pytest.fixture
     def folder(self, tmp_path):
-        self.manifest = take([pushed()], tmp_path)
+        (self.part,) = take([pushed()], tmp_path).shards
+        self.file = sorted(tmp_path.glob("one/shard-*/*.safetensors"))[1]
         return tmp_path
 
-    def finish_with(self, folder, **changes):
-        """The snapshot with another manifest of its first table."""
-        (part,) = self.manifest.shards
-        finish(folder, replace(part, tables=(replace(part.tables[0], **changes), part.tables[1])))
+    def ends_with(self, data=b""):
+        self.file.write_bytes(self.file.read_bytes()[:-1] + data)
 
-    def fails(self, folder, error, words, **changes):
-        """A restore that fails; neither it nor what follows changes the shard."""
+    def items(self, folder, **changes):
+        """The snapshot with another manifest of its first table."""
+        items, plain = self.part.tables
+        finish(folder, replace(self.part, tables=(replace(items, **changes), plain)))
+
+    # (what is wrong, how it is made so, the restore's own fields, its error and words)
+    BROKEN = [
+        ("damaged", lambda it, _: it.ends_with(b"\xff"), {}, errors.SnapshotDamaged, "{file} .*damaged.*sha256"),
+        ("short", lambda it, _: it.ends_with(), {}, errors.SnapshotDamaged, "{file} .*bytes, not"),
+        ("missing", lambda it, _: it.file.unlink(), {}, errors.SnapshotDamaged, "{file} .*missing"),
+        ("manifest", lambda it, _: None, {"sha256": "00"}, errors.SnapshotDamaged, "began with"),
+        ("folder", lambda it, _: None, {"name": "two"}, errors.SnapshotUnreadable, "all shards and workers share"),
+        ("another table's file", lambda it, folder: it.items(folder, files=it.part.tables[1].files),
+         {}, errors.SnapshotDamaged, "'rows' is .*3000, 1.* float32, not .*3000, 3"),
+        ("state", lambda it, folder: it.items(folder, num_state=4),
+         {}, errors.OtherOptimizer, "'ctr/items' has 4 floats .* 'adagrad' keeps 3"),
+        ("optimizer", lambda it, folder: it.items(folder, spec=replace(ITEMS, optimizer=MINE)),
+         {}, errors.UnknownOptimizer, "no optimizer 'mine:step' here"),
+    ]  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("spoil", "changes", "error", "words"), [b[1:] for b in BROKEN], ids=[b[0] for b in BROKEN]
+    )
+    def test_what_is_wrong_is_named_and_changes_no_shard(self, folder, spoil, changes, error, words):
+        spoil(self, folder)
         shard, request = empty(), partial(restore_from(folder), **changes)
-        for ask in (
-            lambda: shard.handle(request()) and settled(shard, request),
-            lambda: shard.handle(request(step="install")),
-        ):
-            with pytest.raises(error, match=words):
-                ask()
+        for ask in (run, lambda shard, request: shard.handle(request(step="install"))):
+            with pytest.raises(error, match=words.format(file=self.file)):
+                ask(shard, request)
         with pytest.raises(errors.UnknownTable):
             pulled(shard)
 
-    @pytest.mark.parametrize(
-        ("damage", "words"),
-        [(partial(write_over, data=b"\xff"), "damaged.*sha256"), (write_over, "bytes, not"), (os.unlink, "missing")],
-    )
-    def test_a_damaged_file_is_named(self, folder, damage, words):
-        file = sorted(folder.glob("one/shard-*/*.safetensors"))[1]
-        damage(file)
-        self.fails(folder, errors.SnapshotDamaged, f"{file} .*{words}")
-
-    def test_a_manifest_that_changed_on_the_way_is_refused_and_a_folder_that_is_not_seen_named(self, folder):
-        self.fails(folder, errors.SnapshotDamaged, "began with", sha256="00")
-        self.fails(folder, errors.SnapshotUnreadable, "all shards and workers share", name="two")
-
-    @pytest.mark.parametrize(
-        ("change", "error", "words"),
-        [
-            (
-                lambda items, plain: {"files": plain.files, "rows": plain.rows},
-                errors.SnapshotDamaged,
-                "'rows' is .*3000, 1.* float32, not .*3000, 3",
-            ),
-            (
-                lambda items, plain: {"num_state": 4},
-                errors.OtherOptimizer,
-                "'ctr/items' has 4 floats .* 'adagrad' keeps 3",
-            ),
-            (
-                lambda items, plain: {"spec": replace(items.spec, optimizer=spec.Custom(function="mine:step", lr=0.1))},
-                errors.UnknownOptimizer,
-                "no optimizer 'mine:step' here",
-            ),
-        ],
-        ids=["a file of another table", "another state", "an optimizer that is not here"],
-    )
-    def test_a_table_that_does_not_fit_is_named(self, folder, change, error, words):
-        self.finish_with(folder, **change(*self.manifest.shards[0].tables))
-        self.fails(folder, error, words)
-
     def test_ids_of_other_buckets_than_the_manifest_says_are_damage(self, folder):
-        (file, *_) = self.manifest.shards[0].tables[0].files
-        self.finish_with(folder, files=(replace(file, first_bucket=0, last_bucket=9),))
+        self.items(folder, files=(replace(self.part.tables[0].files[0], first_bucket=0, last_bucket=9),))
         with pytest.raises(errors.SnapshotDamaged, match="other buckets"):
             restore(empty(0, 2), folder)
 
