@@ -369,10 +369,9 @@ class TestRestore:
          {}, errors.UnknownOptimizer, "no optimizer 'mine:step' here"),
     ]  # fmt: skip
 
-    @pytest.mark.parametrize(
-        ("spoil", "changes", "error", "words"), [b[1:] for b in BROKEN], ids=[b[0] for b in BROKEN]
-    )
-    def test_what_is_wrong_is_named_and_changes_no_shard(self, folder, spoil, changes, error, words):
+    @pytest.mark.parametrize("broken", BROKEN, ids=lambda case: case[0])
+    def test_what_is_wrong_is_named_and_changes_no_shard(self, folder, broken):
+        _, spoil, changes, error, words = broken
         spoil(self, folder)
         shard, request = empty(), partial(restore_from(folder), **changes)
         for ask in (run, lambda shard, request: shard.handle(request(step="install"))):
