@@ -355,7 +355,7 @@ class TestRestore:
         finish(folder, replace(self.part, tables=(replace(items, **changes), plain)))
 
     # (what is wrong, how it is made so, the restore's own fields, its error and words)
-    BROKEN = [
+    BROKEN = (
         ("damaged", lambda it, _: it.ends_with(b"\xff"), {}, errors.SnapshotDamaged, "{file} .*damaged.*sha256"),
         ("short", lambda it, _: it.ends_with(), {}, errors.SnapshotDamaged, "{file} .*bytes, not"),
         ("missing", lambda it, _: it.file.unlink(), {}, errors.SnapshotDamaged, "{file} .*missing"),
@@ -367,7 +367,7 @@ class TestRestore:
          {}, errors.OtherOptimizer, "'ctr/items' has 4 floats .* 'adagrad' keeps 3"),
         ("optimizer", lambda it, folder: it.items(folder, spec=replace(ITEMS, optimizer=MINE)),
          {}, errors.UnknownOptimizer, "no optimizer 'mine:step' here"),
-    ]  # fmt: skip
+    )  # fmt: skip
 
     @pytest.mark.parametrize("broken", BROKEN, ids=lambda case: case[0])
     def test_what_is_wrong_is_named_and_changes_no_shard(self, folder, broken):
