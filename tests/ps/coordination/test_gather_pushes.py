@@ -47,11 +47,6 @@ def test_sums_have_the_bits_of_the_reference(data):
     check(dim, pushes)
 
 
-def test_nothing_is_the_sum_of_nothing():
-    none = np.float32(1), np.empty(0, np.int64), np.empty((0, 3), np.float32), None
-    assert check(3, [none, none]).gradients.shape == (0, 3)
-
-
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 4096])
 def test_ids_that_share_one_place_of_the_index_are_told_apart(count, monkeypatch):
     monkeypatch.setattr(aggregate, "_KEY", np.uint64(0))

@@ -1,5 +1,7 @@
 """Pushes and loads of a shard: whole or not at all, once, and of ids that a pull has named."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from embershard.ps.coordination import pushes as routes_module
 from embershard.ps.coordination.pushes import RouteCache
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
+from harness.raises import raises
 from harness.shards import gradients, ids_of, join, make_shard, push, rows, table
 
 PICKY = """
@@ -53,7 +56,7 @@ class TestWholeOrNotAtAll:
         before, good = self.records(shard), [self.part(name) for name in order]
         for at in range(2):  # and is not known as applied
             if order[at] == "picky":
-                with pytest.raises(BadOptimizer):
+                with raises(BadOptimizer, optimizer=re.compile("picky_rows:picky"), reason=re.compile("table 'picky'")):
                     shard.handle(push(*good[:at], self.part("picky", 2.0), *good[at + 1 :], seq=2))
         assert self.records(shard) == before
         assert shard.handle(push(*good, seq=2)).applied == 2 * len(IDS)

@@ -34,12 +34,6 @@ def make_table(optimizer, dim, registry=REGISTRY):
     return Table(spec.TableSpec(name="t", dim=dim, optimizer=optimizer), registry.find(optimizer))
 
 
-def of_function(function, dim, **fields):
-    """A table whose optimizer is this row function."""
-    custom = spec.Custom(function=function.name, lr=1.0, **fields)
-    return Table(spec.TableSpec(name="t", dim=dim, optimizer=custom), function)
-
-
 def normal(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
@@ -259,51 +253,24 @@ class TestUserDefined:
         with pytest.raises(BadOptimizer, match=r"no setting epsilon .it has: lr, eps"):
             registry.find(spec.Custom(function="mine_works:my_adagrad", lr=0.1, settings={"epsilon": 1}))
 
-    def test_settings_left_out_have_the_declared_defaults(self):
-        @row_optimizer(settings={"a": 1.0, "b": 2.0})
-        def probe(row, state, grad, hyper):
-            for j in range(row.size):
-                row[j] = hyper[j]
-
-        params = probe.params(spec.Custom(function="m:probe", lr=7, settings={"b": 5}, clip_norm=9))
-        assert list(params.values()) == [7, 1, 5, 0, 9]
-
-    def test_the_last_float_of_hyper_is_the_age_of_the_row(self):
-        @row_optimizer(settings={"a": 4.0})
-        def probe(row, state, grad, hyper):
-            row[0], row[1] = hyper.size, hyper[hyper.size - 1]
-
-        table, ids = of_function(probe, 2), np.array([1, 2, 3])
-        table.apply(ids[:2], np.ones((2, 2), np.float32), 1.0, np.array([3, 1], np.float32))
-        table.apply(ids[2:], np.ones((1, 2), np.float32))
-        assert table.gather(ids).tolist() == [[5, 3], [5, 1], [5, 1]]
-
-    def test_state_may_depend_on_the_settings_and_start_at_one_of_them(self):
+    def test_it_has_the_settings_that_are_left_out_a_state_as_they_say_and_the_age_of_the_row_last(self):
         @row_optimizer(
-            settings={"copies": 2.0, "start": 0.5},
+            settings={"copies": 2.0, "start": 0.5, "kept": 4.0},
             state_per_dim=lambda settings: int(settings["copies"]),
             state_per_row=1,
             initial_state="start",
         )
         def probe(row, state, grad, hyper):
-            row[0] = state.size
+            row[0], row[1], row[2], row[3] = state.size, hyper.size, hyper[3], hyper[hyper.size - 1]
 
-        table = of_function(probe, 4, settings={"copies": 3, "start": 0.25})
-        table.apply(NINE, np.ones((1, 4), np.float32))
+        custom = spec.Custom(function=probe.name, lr=1.0, settings={"copies": 3, "start": 0.25}, clip_norm=9)
+        table, ids = Table(spec.TableSpec(name="t", dim=4, optimizer=custom), probe), np.arange(3)
+        assert list(probe.params(custom).values()) == [1, 3, 0.25, 4, 0, 9]
+        table.apply(ids[:2], np.ones((2, 4), np.float32), 1.0, np.array([3, 1], np.float32))
+        table.apply(ids[2:], np.ones((1, 4), np.float32))
         ((_, weights, state),) = table.scan()
-        assert weights[0, 0] == 13
-        assert np.array_equal(state, np.full((1, 13), 0.25))
-
-    def test_an_exception_in_it_names_the_optimizer_and_the_table(self):
-        @row_optimizer()
-        def picky(row, state, grad, hyper):
-            if grad[0] > 1:
-                raise ValueError("too large")
-
-        table = of_function(picky, 1)
-        table.apply(NINE, np.ones((1, 1), np.float32))
-        with pytest.raises(BadOptimizer, match=r":picky.*table 't'"):
-            table.apply(NINE, np.full((1, 1), 2, np.float32))
+        assert weights.tolist() == [[13, 7, 4, age] for age in (3, 1, 1)]
+        assert (state == 0.25).all()
 
     @pytest.mark.parametrize(
         ("name", "text", "reason"),
