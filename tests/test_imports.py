@@ -1,14 +1,18 @@
 """Imports go one way: worker -> proto <- ps, and within each from its floors to those below. Lazy imports count too.
 
-And what else holds for every file: which calls it makes, which class a name stands for.
+And what else holds for every file: which calls it makes, which class a name stands for; and what the package shows.
 """
 
 import ast
 import functools
+import subprocess
+import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
+
+import embershard
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("proto", "ps", "worker", "deploy")
@@ -140,3 +144,19 @@ def test_the_name_of_a_public_class_stands_for_one_class():
                 found[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert len(found) > 300
     assert {name: places for name, places in found.items() if len(places) > 1} == {}
+
+
+def test_a_star_import_gives_the_public_names_each_of_which_is_there_and_no_others():
+    names = {}
+    exec("from embershard import *", names)
+    assert set(names) - {"__builtins__"} == set(embershard.__all__) <= set(dir(embershard))
+    assert None not in names.values()
+    assert {"connect", "wrap", "errors"} <= set(names)
+    assert not {"use_onednn", "keep_freed_memory"} & set(names)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = embershard.no_such_name
+
+
+def test_importing_the_package_loads_nothing_of_it():
+    code = "import sys, embershard; print(*(m for m in sys.modules if m.startswith('embershard.') or m == 'torch'))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
