@@ -14,6 +14,7 @@ from harness.job import make_job
 
 F, PER_FIELD, D = 3, 20, 2
 NUM_IDS = F * PER_FIELD
+STANDING = {"optimizer": {"name": "sgd", "lr": 0.0}}  # an embedding section by which no row changes
 
 
 def click_rows(count: int, seed: int) -> Samples:

@@ -59,7 +59,7 @@ def test_an_arena_that_grows_copies_nothing_and_stays_one_range_of_addresses_so_
     for nbytes in (8 * MB, 32 * MB, 128 * MB):
         before = resident()
         arena.grow(nbytes)
-        assert abs(resident() - before) < 4 * MB
+        assert abs(resident() - before) < 8 * MB
         array = arena.array(np.uint8)
         array[::4096] += 1
         start, end = array.ctypes.data, array.ctypes.data + nbytes
