@@ -1,14 +1,20 @@
-"""Imports go one way: worker -> proto <- ps, and within each from its floors to those below. Lazy imports count too."""
+"""Imports go one way: worker -> proto <- ps, and within each from its floors to those below. Lazy imports count too.
+
+And what else holds for every file: which calls it makes, which class a name stands for; and what the package shows.
+"""
 
 import ast
-from collections import Counter
-from collections.abc import Iterator
+import functools
+import subprocess
+import sys
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
 
+import embershard
+
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ROOT / "src" / "embershard"
 FOLDERS = ("proto", "ps", "worker", "deploy")
 # Which part imports which, bottom first: a part (a folder, or a file of a root) imports itself and parts of the rows
 # above its own. Parts of one row do not import each other. An import-linter contract cannot say this: it wants packages
@@ -59,35 +65,33 @@ HEAVY = {"torch", "pyarrow", "pydantic", "torchmetrics"}
 ASKED_FOR = {"torch_rpc.py"}
 
 
-def sources(folder: str) -> list[Path]:
-    return [path for path in sorted((ROOT / folder).rglob("*.py")) if "_pb2" not in path.name]
+@functools.cache
+def parsed(path):
+    return ast.parse(path.read_text())
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
+def sources(*folders):
+    """The files of some folders, with their syntax trees; rglob does not follow the links in src/embershard."""
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [(path, parsed(path)) for path in paths if "_pb2" not in path.name]
+
+
+@functools.cache
+def imported(tree):
+    names = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return names
 
 
-def part_of(path: Path) -> str:
+def part_of(path):
     """The part that a file belongs to."""
     path = path.relative_to(ROOT)
     is_root = len(path.parts) == 2 and path.parts[0] != "deploy"
     return (path.with_suffix("") if is_root else path.parent).as_posix()
-
-
-def imported_parts(path: Path) -> Iterator[str]:
-    """The parts of proto, ps, worker and deploy that a file imports from."""
-    for name in imported(ast.parse(path.read_text())):
-        words = name.split(".")
-        assert words[0] not in FOLDERS, f"{path}: import {name} through embershard.{name}"
-        if words[0] == "embershard" and len(words) > 2:
-            file = ROOT.joinpath(*words[1:]).with_suffix(".py")
-            if file.exists() and "_pb2" not in file.name:
-                yield part_of(file)
 
 
 @pytest.mark.parametrize("floors", [FLOORS, FLOORS_OF_PS, FLOORS_OF_WORKER], ids=["proto", "ps", "worker"])
@@ -95,45 +99,65 @@ def test_a_part_imports_only_those_below_it(floors):
     """`worker -> proto <- ps`, and within each no import goes up or round."""
     below = set().union(*FLOORS) - {"deploy"} if floors is not FLOORS else set()
     for floor in floors:
-        for path in (path for folder in FOLDERS for path in sources(folder) if part_of(path) in floor):
-            for part in imported_parts(path):
-                assert part == part_of(path) or part in below, f"{path} imports {part}"
+        for path, tree in sources(*FOLDERS):
+            for name in imported(tree) if part_of(path) in floor else ():
+                words = name.split(".")
+                assert words[0] not in FOLDERS, f"{path}: import {name} through embershard.{name}"
+                file = ROOT.joinpath(*words[1:]).with_suffix(".py")
+                if words[0] == "embershard" and len(words) > 2 and file.exists() and "_pb2" not in file.name:
+                    part = part_of(file)
+                    assert part == part_of(path) or part in below, f"{path} imports {part}"
         below |= floor
 
 
 def test_every_file_stands_on_a_floor_and_no_folder_is_crowded():
-    parts = [part_of(path) for folder in FOLDERS for path in sources(folder)]
-    assert set(parts) == set().union(*FLOORS, *FLOORS_OF_PS, *FLOORS_OF_WORKER)
-    files = Counter(path.parent for folder in FOLDERS for path in sources(folder))
+    paths = [path for path, _ in sources(*FOLDERS)]
+    assert set(map(part_of, paths)) == set().union(*FLOORS, *FLOORS_OF_PS, *FLOORS_OF_WORKER)
+    files = Counter(path.parent for path in paths)
     assert {folder: count for folder, count in files.items() if count > MOST_FILES} == {}
     assert files[ROOT / "worker"] <= MOST_FILES_OF_WORKER
 
 
-def test_only_the_command_line_imports_itself():
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if path.relative_to(PACKAGE).parts[0] not in ("cli", *FOLDERS):
-            for name in imported(ast.parse(path.read_text())):
-                assert not name.startswith("embershard.cli"), f"{path} imports {name}"
+def test_only_the_command_line_imports_itself_and_a_shard_needs_no_trainer_library():
+    for path, tree in sources("proto", "ps", "deploy", "src"):
+        package = path.relative_to(ROOT).parts[2] if path.is_relative_to(ROOT / "src") else "a shard's"
+        for name in imported(tree):
+            assert package == "cli" or not name.startswith("embershard.cli"), f"{path} imports {name}"
+            if package == "a shard's" and path.name not in ASKED_FOR:
+                assert name.split(".")[0] not in HEAVY, f"{path} imports {name}"
 
 
-@pytest.mark.parametrize("folder", ["proto", "ps", "deploy"])
-def test_a_shard_needs_no_trainer_library(folder):
-    for path in sources(folder):
-        if path.name in ASKED_FOR:
-            continue
-        for name in imported(ast.parse(path.read_text())):
-            assert name.split(".")[0] not in HEAVY, f"{path} imports {name}"
-
-
-@pytest.mark.parametrize("folder", [*FOLDERS, "src"])
-def test_nothing_executes_what_it_receives(folder):
-    for path in sources(folder):
-        tree = ast.parse(path.read_text())
+def test_nothing_executes_what_it_receives():
+    for path, tree in sources(*FOLDERS, "src"):
         assert not {"pickle", "marshal", "shelve"} & {name.split(".")[0] for name in imported(tree)}, path
+        for call in (node.func for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            if isinstance(call, ast.Name):
+                assert call.id not in FORBIDDEN_CALLS, f"{path}:{call.lineno}"
+            if isinstance(call, ast.Attribute) and isinstance(call.value, ast.Name):
+                assert (call.value.id, call.attr) not in FORBIDDEN_ATTRIBUTES, f"{path}:{call.lineno}"
+
+
+def test_the_name_of_a_public_class_stands_for_one_class():
+    found = defaultdict(list)
+    for path, tree in sources(*FOLDERS, "src"):
         for node in ast.walk(tree):
-            if not isinstance(node, ast.Call):
-                continue
-            if isinstance(node.func, ast.Name):
-                assert node.func.id not in FORBIDDEN_CALLS, f"{path}:{node.lineno}"
-            if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
-                assert (node.func.value.id, node.func.attr) not in FORBIDDEN_ATTRIBUTES, f"{path}:{node.lineno}"
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert len(found) > 300
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
+
+
+def test_a_star_import_gives_the_public_names_each_of_which_is_there_and_no_others():
+    names = {}
+    exec("from embershard import *", names)
+    assert set(names) - {"__builtins__"} == set(embershard.__all__) <= set(dir(embershard))
+    assert None not in names.values()
+    assert {"connect", "wrap", "errors"} <= set(names)
+    assert not {"use_onednn", "keep_freed_memory"} & set(names)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = embershard.no_such_name
+
+
+def test_importing_the_package_loads_nothing_of_it():
+    code = "import sys, embershard; print(*(m for m in sys.modules if m.startswith('embershard.') or m == 'torch'))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""

@@ -24,30 +24,18 @@ print(json.dumps({"peer": "own", "layer": type(Dense().layer).__name__, "folder"
 """
 
 
-@pytest.fixture
-def peers(tmp_path):
+@pytest.mark.parametrize(("onednn", "layer"), [("", "Linear"), (".with_onednn", "OneDnnLinear")])
+def test_a_relative_folder_of_peers_is_found_from_where_programs_run_with_its_linear_layers_or_ours(
+    onednn, layer, tmp_path
+):
     folder = tmp_path / "given" / "peers"
     folder.mkdir(parents=True)
     (folder / "dlrm_torch.py").write_text(DENSE)
     (folder / "own.py").write_text(PROGRAM)
-    return folder
-
-
-def run(program: str, cwd: Path, folder: str) -> dict[str, str]:
-    """What a program of bench/peers.py printed."""
-    code = f"import json\nfrom peers import Program\nprint(json.dumps({program}.run([])))"
-    environment = {**os.environ, "EMBERSHARD_PEERS": folder, "PYTHONPATH": str(BENCH)}
-    said = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr
-    return dict(json.loads(said.stdout))
-
-
-def test_a_relative_folder_of_peers_is_found_from_where_programs_run(peers):
-    said = run("Program('own', 'own.py')", peers.parent, "peers")
-    assert said["folder"] == str(peers)
-    assert said["layer"] == "Linear"
-
-
-def test_a_program_on_torch_gets_the_linear_layers_of_use_onednn(peers):
-    said = run("Program('own', 'own.py').with_onednn", peers.parent, "peers")
-    assert said["layer"] == "OneDnnLinear"
+    code = f"import json\nfrom peers import Program\nprint(json.dumps(Program('own', 'own.py'){onednn}.run([])))"
+    environment = {**os.environ, "EMBERSHARD_PEERS": "peers", "PYTHONPATH": str(BENCH)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=folder.parent, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert (said["folder"], said["layer"]) == (str(folder), layer)

@@ -30,46 +30,32 @@ sys.exit(3)
 
 @pytest.mark.parametrize("new_session", [False, True])
 def test_a_script_sees_the_same_as_one_that_starts_cold(tmp_path, monkeypatch, new_session):
-    script = tmp_path / "script.py"
+    script, saw = tmp_path / "script.py", []
     script.write_text(SCRIPT)
     monkeypatch.setattr(warm_start, "TESTS", tmp_path)  # scripts there start warm
-    saw = []
+    command, env = (
+        [sys.executable, str(script), "one", "two words"],
+        {"MARK": "here", "PYTHONPATH": f"{tmp_path}/other"},
+    )
+    options = {"cwd": tmp_path, "env": {**os.environ, **env}, "start_new_session": new_session, "timeout": 250}
     for cold in (False, True):
         monkeypatch.setattr(warm_start.WarmPopen, "cold", cold)
-        done = subprocess.run(
-            [sys.executable, str(script), "one", "two words"],
-            input="text",
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env={**os.environ, "MARK": "here", "PYTHONPATH": f"{tmp_path}/elsewhere"},
-            start_new_session=new_session,
-            timeout=250,
-        )
+        done = subprocess.run(command, input="text", capture_output=True, text=True, **options)
         saw.append((done.returncode, json.loads(done.stdout), done.stderr))
     assert saw[0] == saw[1]
     assert (saw[0][0], saw[0][2]) == (3, "heard\n")
 
 
-def shard_options() -> list[str]:
-    return [*EMBERSHARD, "ps", "--shard", "0", "--of", "1", "--listen", "127.0.0.1:0"]
-
-
-def test_others_see_its_words_its_environment_and_its_parent():
-    words = shard_options()
+def test_others_see_its_words_its_environment_and_its_parent_and_all_that_run_can_be_ended():
+    words = [*EMBERSHARD, "ps", "--shard", "0", "--of", "1", "--listen", "127.0.0.1:0"]
     with subprocess.Popen(words, env={**os.environ, "MARK": "there"}, stdout=subprocess.PIPE) as process:
-        try:
-            assert isinstance(process, warm_start.WarmPopen)
-            assert process in warm_start.WarmPopen.started
-            process.stdout.readline()
-            seen = psutil.Process(process.pid)
-            assert [word for word in seen.cmdline() if word] == words
-            assert seen.environ()["MARK"] == "there"
-            assert seen.ppid() == os.getpid()
-            assert "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()  # it did start warm
-        finally:
-            process.send_signal(signal.SIGTERM)
-        assert process.wait(250) == 0
+        process.stdout.readline()
+        seen = psutil.Process(process.pid)
+        assert [word for word in seen.cmdline() if word] == words
+        assert (seen.environ()["MARK"], seen.ppid()) == ("there", os.getpid())
+        assert "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()  # it did start warm
+        warm_start.kill_all()
+        assert process.returncode == -signal.SIGKILL
 
 
 def test_what_it_starts_is_its_own_child_and_ends_with_it():
@@ -84,10 +70,3 @@ def test_what_it_starts_is_its_own_child_and_ends_with_it():
         assert all("libtorch" in Path(f"/proc/{shard.pid}/maps").read_text() for shard in shards)
         process.kill()
     assert all_end([*shards, *templates])
-
-
-def test_all_that_still_run_can_be_ended():
-    process = subprocess.Popen(shard_options(), stdout=subprocess.PIPE)
-    with process:
-        warm_start.kill_all()
-        assert process.returncode == -signal.SIGKILL

@@ -26,55 +26,27 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 TESTS = Path(__file__).resolve().parents[1]
 MODULES = ("embershard.cli", "embershard.worker.training.loader", "embershard.benchmark.child")
 WITH_CHILDREN = frozenset({"train", "up", "worker", "compare", "bench"})  # commands that start processes themselves
-# what a shard, a worker and the commands around them import, but for pyarrow, which starts a thread
-IMPORTS = (
-    "torch",
-    "torch._dynamo",  # which the optimizers of torch import
-    "torch.distributed",
-    "grpc.aio",
-    "grpc_health.v1.health",
-    "grpc_reflection.v1alpha.reflection",
-    "uvloop",
-    "embershard.cli.app",
-    "embershard.cli.evaluate",
-    "embershard.cli.ps",
-    "embershard.cli.status",
-    "embershard.cli.train",
-    "embershard.cli.up",
-    "embershard.cli.worker",
-    "embershard.proto.snapshot.storage",
-    "embershard.ps.dispatch",
-    "embershard.ps.apply_thread",
-    "embershard.ps.transport.grpc",
-    "embershard.ps.transport.stream",
-    "embershard.ps.transport.torch_rpc",
-    "embershard.worker.training.loader",
-    "embershard.worker.training.trainer",
-)
+# what a shard, a worker (torch.optim: torch._dynamo) and their commands import, but for pyarrow, which starts a thread
+IMPORTS = """
+    torch torch._dynamo torch.distributed grpc.aio grpc_health.v1.health grpc_reflection.v1alpha.reflection uvloop
+    embershard.cli.app embershard.cli.evaluate embershard.cli.ps embershard.cli.status embershard.cli.train
+    embershard.cli.up embershard.cli.worker embershard.proto.snapshot.storage embershard.ps.dispatch
+    embershard.ps.apply_thread embershard.ps.transport.grpc embershard.ps.transport.stream
+    embershard.ps.transport.torch_rpc embershard.worker.training.loader embershard.worker.training.trainer
+""".split()
 NAME = "(template of warm starts)"  # what a template's command line says
 _PADDING = 16_384  # bytes of a template's words and environment, in which those of a forked process are written
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _OF_A_START = ("PYTHON", "OMP_", "MKL_", "NUMBA_", "LD_")  # variables that are read as an interpreter starts
 
+Request = dict[str, Any]  # a process to fork: words (of sys.orig_argv), cwd, env, new_session, group (-1: as is)
 _cold = subprocess.Popen
-
-
-@dataclass(frozen=True)
-class Request:
-    """A process to fork; its stdin, stdout and stderr travel beside it."""
-
-    words: list[str]  # as in sys.orig_argv
-    cwd: str
-    env: dict[str, str]
-    new_session: bool
-    group: int  # -1: the template's
 
 
 class Template:
@@ -95,8 +67,8 @@ class Template:
         return cls(ours)
 
     def fork(self, request: Request, streams: list[int]) -> int:
-        """The process id of a new child of this process."""
-        message = json.dumps(asdict(request)).encode()
+        """The process id of a new child of this process, whose stdin, stdout and stderr these are."""
+        message = json.dumps(request).encode()
         with self._lock:
             _adopt_orphans(True)  # the new process is one, of a grandchild of this one
             try:
@@ -122,13 +94,13 @@ class WarmPopen(subprocess.Popen[Any]):
             return
         if WarmPopen.template is None:
             WarmPopen.template = Template.start()
-        request = Request(
-            words=[os.fspath(word) for word in given["args"]],
-            cwd=os.path.abspath(given["cwd"] or os.getcwd()),
-            env=dict(os.environ if given["env"] is None else given["env"]),
-            new_session=bool(given["start_new_session"]),
-            group=given.get("process_group", -1),
-        )
+        request = {
+            "words": [os.fspath(word) for word in given["args"]],
+            "cwd": os.path.abspath(given["cwd"] or os.getcwd()),
+            "env": dict(os.environ if given["env"] is None else given["env"]),
+            "new_session": bool(given["start_new_session"]),
+            "group": given.get("process_group", -1),
+        }
         streams = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         self.pid = WarmPopen.template.fork(request, [own if fd < 0 else fd for own, fd in enumerate(streams)])
         self._child_created = True
@@ -179,7 +151,7 @@ def _serve(sock: socket.socket) -> Request:
         head, streams, _, _ = socket.recv_fds(sock, 4, 3)
         if not head:
             os._exit(0)
-        request = Request(**json.loads(_read(sock, struct.unpack("<I", head)[0])))
+        request: Request = json.loads(_read(sock, struct.unpack("<I", head)[0]))
         assert len(os.listdir("/proc/self/task")) == 1, "a template must have one thread"
         pid = _fork_orphan()
         if pid == 0:
@@ -218,24 +190,24 @@ def _fork_orphan() -> int:
 
 def _run(request: Request, base: list[str]) -> NoReturn:
     """Be the process that was asked for, to its end; `base` is the module path without anybody's PYTHONPATH."""
-    if request.new_session:
+    if request["new_session"]:
         os.setsid()
-    elif request.group >= 0:
-        os.setpgid(0, request.group)
-    os.chdir(request.cwd)
+    elif request["group"] >= 0:
+        os.setpgid(0, request["group"])
+    os.chdir(request["cwd"])
     os.environ.clear()
-    os.environ.update(request.env)
-    _rewrite(request.words, request.env)
+    os.environ.update(request["env"])
+    _rewrite(request["words"], request["env"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    safe_path = request.words[1] == "-P"
-    words = request.words[2 if safe_path else 1 :]
+    safe_path = request["words"][1] == "-P"
+    words = request["words"][2 if safe_path else 1 :]
     module = words[1] if words[0] == "-m" else ""
-    first = [] if safe_path else [request.cwd if module else os.path.dirname(os.path.abspath(words[0]))]
-    extra = [path for path in request.env.get("PYTHONPATH", "").split(os.pathsep) if path]
+    first = [] if safe_path else [request["cwd"] if module else os.path.dirname(os.path.abspath(words[0]))]
+    extra = [path for path in request["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = list(dict.fromkeys([*first, *extra, *base]))
     importlib.invalidate_caches()
-    sys.orig_argv[:] = request.words
+    sys.orig_argv[:] = request["words"]
     if module and WITH_CHILDREN & set(words[2:3]):
         ours, theirs = socket.socketpair()
         if os.fork() == 0:

@@ -1,4 +1,4 @@
-"""The apply thread and its bounded queue."""
+"""The apply thread, its bounded queue, and the leases of a shard behind it."""
 
 import itertools
 import threading
@@ -7,11 +7,12 @@ import time
 import pytest
 
 from embershard.proto.errors import ClockAhead, ShardBusy, ShuttingDown
+from embershard.proto.messages import Heartbeat, Pull, Rows
 from embershard.ps import apply_thread as apply
 from embershard.ps.apply_thread import ApplyThread
+from embershard.ps.dispatch import Dispatch
 from harness.eventually import eventually
-
-FOREVER = float("inf")
+from harness.shards import gradients, join, make_shard, push, table
 
 
 @pytest.fixture
@@ -28,13 +29,8 @@ def start():
         assert thread.join(60)
 
 
-def submit(thread, work=lambda: b"", num_bytes=1, deadline=FOREVER):
+def submit(thread, work=lambda: b"", num_bytes=1, deadline=float("inf")):
     return thread.submit(work, num_bytes, deadline)
-
-
-def note(done, what):
-    """Work that is seen to be done."""
-    return lambda: done.append(what) or b""
 
 
 def occupy(thread, num_bytes=1):
@@ -50,42 +46,28 @@ def idle(thread):
     submit(thread, num_bytes=0).result(60)
 
 
-def test_a_queue_full_of_bytes_is_busy_until_it_is_emptied(start):
-    thread = start(max_bytes=100)
-    gate = occupy(thread, 60)
-    waiting = submit(thread, num_bytes=40)
+@pytest.mark.parametrize(("bounds", "num_bytes"), [({"max_bytes": 100}, 50), ({"max_requests": 2}, 0)])
+def test_a_full_queue_is_busy_until_it_is_emptied(start, bounds, num_bytes):
+    thread = start(**bounds)
+    gate = occupy(thread, num_bytes)
+    waiting = submit(thread, num_bytes=num_bytes)
     with pytest.raises(ShardBusy) as caught:
         submit(thread)
-    assert caught.value.fields["queued_bytes"] == thread.queued_bytes == 100
+    assert caught.value.fields["queued_bytes"] == thread.queued_bytes == 2 * num_bytes
     assert 5 <= caught.value.fields["retry_after_ms"] <= 1000
     gate.set()
     waiting.result(60)
-    assert submit(thread, lambda: b"again", 100).result(60) == b"again"
-
-
-def test_a_queue_full_of_requests_is_busy(start):
-    thread = start(max_requests=2)
-    gate = occupy(thread)
-    submit(thread, num_bytes=0)
-    with pytest.raises(ShardBusy):
-        submit(thread, num_bytes=0)
-    gate.set()
-
-
-def test_one_request_is_taken_however_large_and_nothing_is_queued_once_it_is_done(start):
-    thread = start(max_bytes=10)
-    assert submit(thread, lambda: b"large", 1000).result(60) == b"large"
-    thread.close()
-    assert thread.join(60)
+    assert submit(thread, lambda: b"one request, however large", 1000).result(60)
+    idle(thread)
     assert thread.queued_bytes == 0
 
 
 def test_work_that_was_cancelled_or_whose_deadline_passed_in_the_queue_is_dropped(start):
     thread, done = start(), []
     gate = occupy(thread)
-    late = submit(thread, note(done, "late"), deadline=time.monotonic())
-    submit(thread, note(done, "cancelled")).cancel()
-    early = submit(thread, note(done, "early"))
+    late = submit(thread, lambda: done.append("late"), deadline=time.monotonic())
+    submit(thread, lambda: done.append("cancelled")).cancel()
+    early = submit(thread, lambda: done.append("early"))
     time.sleep(0.01)
     gate.set()
     early.result(60)
@@ -93,10 +75,14 @@ def test_work_that_was_cancelled_or_whose_deadline_passed_in_the_queue_is_droppe
     assert done == ["early"]
 
 
-def test_work_that_fails_does_not_end_the_thread(start):
-    thread = start()
-    with pytest.raises(ZeroDivisionError):
-        submit(thread, lambda: bytes(1 // 0)).result(60)
+def test_work_that_fails_also_once_it_has_waited_does_not_end_the_thread(start):
+    thread, clock = start(), Clock()
+    thread.watch(clock)
+    for moves in (0, 2):
+        failing = submit(thread, clock.after(moves, then=lambda: bytes(1 // 0)))
+        submit(thread, clock.move)
+        with pytest.raises(ZeroDivisionError):
+            failing.result(60)
     assert submit(thread, lambda: b"next").result(60) == b"next"
 
 
@@ -104,7 +90,7 @@ def test_what_was_accepted_before_the_end_is_done_in_order_and_nothing_more_is_t
     thread, done = start(), []
     gate = occupy(thread)
     for i in range(20):
-        submit(thread, note(done, i))
+        submit(thread, lambda i=i: done.append(i))
     thread.close()
     with pytest.raises(ShuttingDown):
         submit(thread)
@@ -175,22 +161,17 @@ class TestParking:
         submit(thread, clock.move)
         first.result(60)
 
-    def test_what_waits_does_not_keep_out_what_it_waits_for(self, thread, clock):
-        waiting = [submit(thread, clock.after(1), 50) for _ in range(2)]
-        idle(thread)
-        assert thread.queued_bytes == 100
-        submit(thread, clock.move, 100)
-        assert [future.result(60) for future in waiting] == [b"done"] * 2
-
     @pytest.mark.parametrize(("num_bytes", "waiting"), [(50, 2), (0, 4)], ids=["bytes", "requests"])
-    def test_what_waits_is_bounded_too(self, thread, clock, num_bytes, waiting):
+    def test_what_waits_is_bounded_and_does_not_keep_out_what_it_waits_for(self, thread, clock, num_bytes, waiting):
         futures = []
         for _ in range(waiting + 1):
             futures.append(submit(thread, clock.after(1), num_bytes))
             idle(thread)
         with pytest.raises(ClockAhead):
-            futures[-1].result(60)
-        assert not any(future.done() for future in futures[:-1])
+            futures.pop().result(60)
+        assert not any(future.done() for future in futures)
+        submit(thread, clock.move, 100)
+        assert {future.result(60) for future in futures} == {b"done"}
 
     def test_work_that_waits_in_vain_fails_before_its_deadline_with_its_last_error(self, thread):
         tries = itertools.count()
@@ -203,12 +184,6 @@ class TestParking:
         assert caught.value.fields["clock"] == next(tries) - 1 == 1
         assert thread.queued_bytes == 0
 
-    def test_an_error_ends_the_waiting(self, thread, clock):
-        future = submit(thread, clock.after(1, then=lambda: 1 // 0))
-        submit(thread, clock.move)
-        with pytest.raises(ZeroDivisionError):
-            future.result(60)
-
     def test_what_waits_is_put_back_when_the_thread_ends(self, thread, clock):
         future = submit(thread, clock.after(1))
         idle(thread)
@@ -218,8 +193,7 @@ class TestParking:
             future.result(60)
 
     def test_work_sees_when_it_arrived_also_when_it_is_tried_again(self, thread, clock):
-        seen = []
-        before = time.monotonic()
+        seen, before = [], time.monotonic()
         future = submit(thread, lambda: seen.append(thread.arrived) or clock.after(1)())
         idle(thread)
         after = time.monotonic()
@@ -228,20 +202,51 @@ class TestParking:
         assert seen == [seen[0]] * 2
         assert before <= seen[0] <= after
 
-    def test_time_passes_while_nothing_is_asked(self, thread, clock):
+    def test_time_passes_while_nothing_is_asked_and_not_while_a_request_may_be_waiting(self, thread, clock):
         assert eventually(lambda: len(clock.times) >= 3)
-        assert clock.times == sorted(clock.times)
-
-    def test_time_does_not_pass_while_a_request_may_be_waiting(self, thread, clock):
         gate = occupy(thread)
         seen = len(clock.times)
-        submit(thread, lambda: time.sleep(0.3) or b"")
+        submit(thread, lambda: time.sleep(0.3))
         then = submit(thread, lambda: len(clock.times))
         gate.set()
         assert then.result(60) == seen
+        assert clock.times == sorted(clock.times)
 
     def test_members_are_excused_for_the_time_that_one_request_took(self, thread, clock, monkeypatch):
         monkeypatch.setattr(apply, "_STEP_SECONDS", 0.05)
-        submit(thread, lambda: time.sleep(0.2) or b"").result(60)
+        submit(thread, lambda: time.sleep(0.2)).result(60)
         idle(thread)
         assert clock.excused >= 0.1
+
+
+class TestLeases:
+    @pytest.fixture
+    def shard(self):
+        return make_shard(table())
+
+    @pytest.fixture
+    def thread(self, start):
+        return start()
+
+    @pytest.fixture
+    def send(self, thread, shard):
+        dispatch, deadline = Dispatch(shard, thread), time.monotonic() + 100
+        return lambda r: dispatch.submit(type(r), lambda: r, lambda reply: reply, num_bytes=10, deadline=deadline)
+
+    def test_a_wait_ends_with_the_lease_of_the_one_waited_for(self, shard, send):
+        for request in (join(0, workers=2), join(1, workers=2, lease_ms=300), push(gradients([1]))):
+            send(request)
+        assert isinstance(send(Pull(1, (), 0, 1, required_clock=1)).result(60), Rows)
+        assert shard.status().expired_leases == 1
+
+    def test_a_lease_does_not_run_while_requests_of_its_worker_wait_behind_others(self, shard, thread, send):
+        for worker in range(2):
+            send(join(worker, workers=2, staleness=-1, lease_ms=1000))
+        gate, begin, beats = occupy(thread), time.monotonic(), []
+        while time.monotonic() - begin < 1.5:
+            time.sleep(0.1)
+            beats += [send(Heartbeat(worker=worker, epoch=1)) for worker in range(2)]
+        gate.set()
+        for beat in beats:
+            beat.result(60)
+        assert shard.status().expired_leases == 0

@@ -1,6 +1,4 @@
-"""Addresses that a shard may listen at."""
-
-from __future__ import annotations
+"""Addresses that a shard may listen at, what it logs, and how it ends."""
 
 import logging
 import socket
@@ -14,8 +12,11 @@ from embershard.proto.wire import local_socket
 from embershard.ps.server import LineFormatter, ServerOptions
 from embershard.ps.transport.address import Address
 
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets are Linux's")
 
-def bind(text: str) -> str:
+
+def bind(text):
+    """The address that was bound, for a moment."""
     address = Address.parse(text)
     sockets = address.listen()
     try:
@@ -31,50 +32,42 @@ def test_an_address_that_is_none_is_refused(text):
         Address.parse(text)
 
 
-def test_a_host_that_nobody_knows_is_named():
-    with pytest.raises(CannotListen, match=r"unknown host 'no-such-host\.invalid'"):
-        Address.parse("no-such-host.invalid:7700")
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("no-such-host.invalid:7700", r"unknown host 'no-such-host\.invalid'"),
+        ("192.0.2.1:0", "Cannot assign requested address"),
+    ],
+)
+def test_an_address_of_nobody_or_of_another_machine_is_named(text, reason):
+    with pytest.raises(CannotListen, match=reason):
+        bind(text)
 
 
 @pytest.mark.parametrize("text", ["127.0.0.1:1", "127.8.9.1:1", "localhost:1", "[::1]:1", "unix:/tmp/x"])
-def test_loopback_needs_no_flag(text):
+@pytest.mark.parametrize("other", ["0.0.0.0:1", "[::]:1", "192.0.2.1:1"])
+def test_an_address_that_is_not_loopback_needs_the_flag_that_says_so(text, other, caplog):
     Address.parse(text).check(insecure=False)
-
-
-@pytest.mark.parametrize("text", ["0.0.0.0:1", "[::]:1", "192.0.2.1:1"])
-def test_another_address_needs_the_flag_that_says_so(text, caplog):
     with pytest.raises(CannotListen, match="--insecure"):
-        Address.parse(text).check(insecure=False)
-    Address.parse(text).check(insecure=True)
-    assert f"anyone who reaches {text}" in caplog.text
+        Address.parse(other).check(insecure=False)
+    Address.parse(other).check(insecure=True)
+    assert f"anyone who reaches {other}" in caplog.text
 
 
-def test_port_0_gives_the_port_that_was_bound():
-    host, port = bind("localhost:0").rsplit(":", 1)
-    assert host == "127.0.0.1"
-    assert int(port) > 0
-
-
-def test_a_port_in_use_is_named():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(CannotListen, match=f"port {port} is in use"):
-            bind(f"127.0.0.1:{port}")
-
-
-def test_a_port_of_another_shard_is_in_use_too():
-    first = Address.parse("127.0.0.1:0")
+def test_port_0_gives_a_port_which_is_then_in_use_for_another_shard():
+    first = Address.parse("localhost:0")
     sockets = first.listen()
-    with pytest.raises(CannotListen, match="in use"):
-        bind(first.bound(sockets[0]))
+    host, port = first.bound(sockets[0]).rsplit(":", 1)
+    assert host == "127.0.0.1"
+    with pytest.raises(CannotListen, match=f"port {port} is in use"):
+        bind(f"{host}:{port}")
     for sock in sockets:
         sock.close()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets are Linux's")
+@on_linux
 def test_a_unix_socket_lies_beside_a_tcp_port_and_goes_with_it():
-    address = Address.parse("127.0.0.1:0")
-    main, beside = address.listen()
+    main, beside = Address.parse("127.0.0.1:0").listen()
     name = local_socket("127.0.0.1", main.getsockname()[1])
     with socket.socket(socket.AF_UNIX) as worker:
         worker.connect(name)
@@ -84,7 +77,7 @@ def test_a_unix_socket_lies_beside_a_tcp_port_and_goes_with_it():
         worker.connect(name)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets are Linux's")
+@on_linux
 def test_a_shard_serves_over_tcp_alone_where_the_socket_beside_is_taken(caplog):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -93,11 +86,6 @@ def test_a_shard_serves_over_tcp_alone_where_the_socket_beside_is_taken(caplog):
         taken.bind(local_socket("127.0.0.1", port))
         assert bind(f"127.0.0.1:{port}") == f"127.0.0.1:{port}"
     assert "workers on this machine use TCP" in caplog.text
-
-
-def test_an_address_of_another_machine_cannot_be_bound():
-    with pytest.raises(CannotListen, match="Cannot assign requested address"):
-        bind("192.0.2.1:0")
 
 
 def test_a_unix_socket_that_another_process_serves_is_not_taken_over(tmp_path):
@@ -111,11 +99,10 @@ def test_a_unix_socket_that_another_process_serves_is_not_taken_over(tmp_path):
     assert bind(f"unix:{path}") == f"unix:{path}"
 
 
-def test_options_without_sense_are_refused():
-    with pytest.raises(ValueError, match="shard 2 of 2"):
-        ServerOptions(shard=2, of=2)
-    with pytest.raises(ValueError, match="queue_bytes"):
-        ServerOptions(shard=0, of=1, queue_bytes=0)
+@pytest.mark.parametrize(("options", "what"), [({"shard": 2}, "shard 2 of 2"), ({"queue_bytes": 0}, "queue_bytes")])
+def test_options_without_sense_are_refused(options, what):
+    with pytest.raises(ValueError, match=what):
+        ServerOptions(**{"shard": 0, "of": 2, **options})
 
 
 def test_a_log_record_is_one_line_whatever_a_peer_says():
@@ -143,14 +130,12 @@ server.serve(server.ServerOptions(shard=0, of=1, listen="127.0.0.1:0"))
 
 
 def test_a_shard_ends_on_sigterm_also_where_something_hangs():
-    shard = subprocess.Popen([sys.executable, "-c", HANGS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert shard.stdout is not None
-        assert "serving" in shard.stdout.readline()
-        shard.terminate()
-        assert shard.wait(120) == 1
-        assert shard.stderr is not None
-        assert "Timeout" in shard.stderr.read()
-    finally:
-        shard.kill()
-        shard.wait()
+    command = [sys.executable, "-c", HANGS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as shard:
+        try:
+            assert "serving" in shard.stdout.readline()
+            shard.terminate()
+            assert shard.wait(120) == 1
+            assert "Timeout" in shard.stderr.read()
+        finally:
+            shard.kill()

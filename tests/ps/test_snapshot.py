@@ -5,31 +5,13 @@ import os
 import stat
 import threading
 import time
-from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from embershard.proto import spec
-from embershard.proto.errors import (
-    BadSnapshotName,
-    InvalidRequest,
-    MemoryLost,
-    OtherOptimizer,
-    SnapshotDamaged,
-    SnapshotNotWritten,
-    SnapshotRunning,
-    SnapshotTooLate,
-    SnapshotUnknown,
-    SnapshotUnreadable,
-    StaleWorker,
-    TableLoading,
-    TablesInTheWay,
-    UnknownOptimizer,
-    UnknownTable,
-)
+from embershard.proto import errors, spec
 from embershard.proto.messages import Declare, Leave, Load, Pull, Restore, Snapshot, TableGradients, TableIds, replace
 from embershard.proto.reference import mix64
 from embershard.proto.routing import Placement
@@ -44,21 +26,21 @@ from harness.eventually import eventually
 from harness.shards import join
 
 DIM = 3
-REGISTRY = OptimizerRegistry()
 ITEMS = spec.TableSpec(name="ctr/items", dim=DIM, optimizer=spec.Adagrad(lr=0.5))
 PLAIN = spec.TableSpec(name="plain", dim=1, optimizer=spec.SGD(lr=0.5), id_space="users")
+MINE = spec.Custom(function="mine:step", lr=0.1)
 IDS = np.random.default_rng(0).integers(-(2**62), 2**62, 3000)
 
 
-def make(index=0, of=1, tables=(ITEMS, PLAIN)):
-    shard = Shard(index, Placement.even(of), REGISTRY)
-    for table in tables:
+def empty(index=0, of=1):
+    return Shard(index, Placement.even(of), OptimizerRegistry())
+
+
+def make(index=0, of=1):
+    shard = empty(index, of)
+    for table in (ITEMS, PLAIN):
         shard.handle(Declare(table))
     return shard
-
-
-def empty(index=0, of=1):
-    return make(index, of, ())
 
 
 def own(table, shard):
@@ -108,14 +90,8 @@ def restore_from(folder, number=1, name="one", **rest):
 
 
 def settled(shard, request):
-    replies = []
-
-    def at_rest():
-        replies.append(shard.handle(request(step="watch")))
-        return replies[-1].state not in ("writing", "reading")
-
-    assert eventually(at_rest)
-    return replies[-1]
+    assert eventually(lambda: shard.handle(request(step="watch")).state not in ("writing", "reading"))
+    return shard.handle(request(step="watch"))
 
 
 def run(shard, request):
@@ -154,33 +130,22 @@ def restored(folder, index=0, of=1, **rest):
     return shard
 
 
-@contextmanager
-def slow_storage(monkeypatch):
-    """A storage in which writers stop at their first file until they are let go."""
+@pytest.fixture
+def go(monkeypatch):
+    """Writers stop at their first file until this is set."""
     go, create = threading.Event(), Storage.create
-
-    @contextmanager
-    def wait(self, path):
-        assert go.wait(30)
-        with create(self, path) as file:
-            yield file
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Storage, "create", wait)
-        try:
-            yield go.set
-        finally:
-            go.set()
+    monkeypatch.setattr(Storage, "create", lambda self, path: go.wait(30) and create(self, path))
+    yield go
+    go.set()
 
 
-def test_a_snapshot_shows_the_rows_of_its_moment_and_a_repeated_request_begins_no_other(tmp_path, monkeypatch):
+def test_a_snapshot_shows_the_rows_of_its_moment_and_a_repeated_request_begins_no_other(tmp_path, go):
     shard, request = pushed(), snapshot_in(tmp_path)
     then = pulled(shard)
-    with slow_storage(monkeypatch) as go:
-        shard.handle(request())
-        push(shard, 2)
-        go()
-        reply = settled(shard, request)
+    shard.handle(request())
+    push(shard, 2)
+    go.set()
+    reply = settled(shard, request)
     assert shard.handle(request()) == reply
     finish(tmp_path, part_of(tmp_path, reply))
     take([shard], tmp_path, "two", 8)
@@ -232,63 +197,58 @@ def test_pushes_before_a_snapshot_are_known_after_it_and_refused_on_another_numb
     assert push(fresh, 2).duplicate
     assert pulled(fresh) == then
     assert not push(fresh, 3).duplicate
-    with pytest.raises(StaleWorker):
+    with pytest.raises(errors.StaleWorker):
         push(fresh, 1, epoch=0)
-    with pytest.raises(MemoryLost):
+    with pytest.raises(errors.MemoryLost):
         push(restored(tmp_path, 0, 2), 2)
 
 
-def test_one_snapshot_at_a_time(tmp_path, monkeypatch):
+def test_one_snapshot_at_a_time(tmp_path, go, monkeypatch):
     shard, one, two = pushed(), snapshot_in(tmp_path), snapshot_in(tmp_path, "two", 8)
-    with slow_storage(monkeypatch):
-        shard.handle(one())
-        with pytest.raises(SnapshotRunning, match="'one'"):
-            shard.handle(two())
-        monkeypatch.setattr(module, "HUNG_SECONDS", -1.0)
-        assert shard.handle(two()).state == "writing"
-        with pytest.raises(SnapshotUnknown, match="'one'"):
-            shard.handle(one(step="watch"))
+    shard.handle(one())
+    with pytest.raises(errors.SnapshotRunning, match="'one'"):
+        shard.handle(two())
+    monkeypatch.setattr(module, "HUNG_SECONDS", -1.0)
+    assert shard.handle(two()).state == "writing"
+    with pytest.raises(errors.SnapshotUnknown, match="'one'"):
+        shard.handle(one(step="watch"))
 
 
-def test_a_cancelled_snapshot_copies_no_more_rows_and_makes_room_for_another(tmp_path, monkeypatch):
+def test_a_cancelled_snapshot_copies_no_more_rows_and_makes_room_for_another(tmp_path, go):
     shard, request = pushed(), snapshot_in(tmp_path)
-    with slow_storage(monkeypatch) as go:
-        shard.handle(request())
-        writer = shard._snapshots._writer
-        assert [shard.handle(request(step="cancel")).state for _ in range(2)] == ["cancelling"] * 2
-        push(shard, 2)
-        assert [rows.num_kept for _, rows in writer._frozen] == [0, 0]
-        go()
-        writer._thread.join(30)
-        assert shard.handle(request(step="cancel")).state == "cancelled"  # no file is open
+    shard.handle(request())
+    writer = shard._snapshots._writer
+    assert [shard.handle(request(step="cancel")).state for _ in range(2)] == ["cancelling"] * 2
+    push(shard, 2)
+    assert [rows.num_kept for _, rows in writer._frozen] == [0, 0]
+    go.set()
+    writer._thread.join(30)
+    assert shard.handle(request(step="cancel")).state == "cancelled"  # no file is open
     take([shard], tmp_path, "two", 8)
     assert not list((tmp_path / "one").glob("*/part.msgpack"))
 
 
 @pytest.mark.parametrize(
     ("request_", "error"),
-    [(snapshot_in("/tmp", step=step), InvalidRequest) for step in ("", "install", "nonsense")]
-    + [(snapshot_in("/tmp", name), BadSnapshotName) for name in ("../one", "/one", "")]
-    + [(partial(Restore, url="/tmp", name="../one", id=7, sha256="", step="begin"), BadSnapshotName)],
+    [(snapshot_in("/tmp", step=step), errors.InvalidRequest) for step in ("", "install", "nonsense")]
+    + [(snapshot_in("/tmp", name), errors.BadSnapshotName) for name in ("../one", "/one", "")]
+    + [(partial(Restore, url="/tmp", name="../one", id=7, sha256="", step="begin"), errors.BadSnapshotName)],
 )
 def test_a_step_that_there_is_none_of_and_a_name_that_leads_elsewhere_are_refused(request_, error):
     with pytest.raises(error):
         empty().handle(request_())
 
 
-def test_a_shard_without_tables_has_a_part_too(tmp_path):
-    manifest = take([empty()], tmp_path)
+def test_a_shard_without_tables_has_a_part_and_one_whose_first_values_come_is_waited_for(tmp_path):
+    shard = empty()
+    manifest = take([shard], tmp_path)
     assert (manifest.rows, manifest.tables) == (0, {})
     assert restore(empty(), tmp_path).rows == 0
-
-
-def test_a_table_whose_first_values_come_is_waited_for(tmp_path):
-    shard = empty()
     shard.handle(Declare(PLAIN, 3, True))
-    with pytest.raises(TableLoading):
-        shard.handle(snapshot_in(tmp_path)())
+    with pytest.raises(errors.TableLoading):
+        shard.handle(snapshot_in(tmp_path, "two", 8)())
     shard.handle(Load("plain", 1, IDS[:1], np.ones((1, 1), np.float32), 3))
-    assert take([shard], tmp_path).rows == 1
+    assert take([shard], tmp_path, "two", 8).rows == 1
 
 
 @pytest.mark.parametrize(("full_disk", "reason"), [(False, "NotADirectory"), (True, "No space left")])
@@ -305,12 +265,11 @@ def test_a_write_that_fails_is_named_leaves_nothing_and_the_shard_goes_on(tmp_pa
         folder.mkdir()
     else:
         folder.write_text("")
-    request = snapshot_in(folder)
-    with pytest.raises(SnapshotNotWritten, match=reason):
-        run(shard, request)
-    with pytest.raises(SnapshotNotWritten, match=reason):
-        settled(shard, request)
+    for ask in (run, settled):
+        with pytest.raises(errors.SnapshotNotWritten, match=reason):
+            ask(shard, snapshot_in(folder))
     assert bool(synced) == full_disk
+    assert eventually(lambda: shard._snapshots._writer.ended)  # the error is told a moment before
     assert not [path for path in folder.rglob("*") if path.is_file()]
     monkeypatch.undo()
     push(shard, 2)
@@ -331,7 +290,7 @@ class TestAtAClock:
         for worker in (0, 1):
             push(shard, clock + 1, worker=worker, clock=clock)
 
-    def test_it_is_taken_when_the_clock_closes(self, shard, tmp_path):
+    def test_it_is_taken_when_the_clock_closes_and_no_later(self, shard, tmp_path):
         request, seen = snapshot_in(tmp_path, at_clock=2), []
         for clock in range(3):
             self.close(shard, clock)
@@ -342,21 +301,18 @@ class TestAtAClock:
         assert reply.clock == 2
         finish(tmp_path, part_of(tmp_path, reply))
         assert pulled(restored(tmp_path)) == seen[1]
+        with pytest.raises(errors.SnapshotTooLate):
+            shard.handle(snapshot_in(tmp_path, number=8, at_clock=2)())
+        assert shard.handle(snapshot_in(tmp_path, number=8, at_clock=3)()).state == "writing"
 
-    def test_a_clock_that_is_closed_is_too_late(self, shard, tmp_path):
-        for clock in range(2):
-            self.close(shard, clock)
-        with pytest.raises(SnapshotTooLate):
-            shard.handle(snapshot_in(tmp_path, at_clock=1)())
-        assert shard.handle(snapshot_in(tmp_path, number=8, at_clock=2)()).state == "writing"
-
-    def test_without_a_clock_it_waits_for_what_was_acknowledged(self, shard, tmp_path):
+    def test_without_a_clock_it_waits_for_gathered_pushes_and_for_no_others(self, shard, tmp_path):
         request = snapshot_in(tmp_path)
         push(shard, worker=0)
         assert shard.handle(request()).state == "waiting"
         push(shard, worker=1)
         reply = settled(shard, request)
         assert (reply.state, reply.rows) == ("done", 2 * len(IDS))
+        assert shard.handle(snapshot_in(tmp_path, "two", 8)()).state == "writing"
 
     def test_it_is_taken_too_where_the_end_of_a_lease_closes_the_clock(self, shard, tmp_path):
         request = snapshot_in(tmp_path, at_clock=1)
@@ -369,11 +325,10 @@ class TestAtAClock:
         first, second = (snapshot_in(tmp_path, number=number, at_clock=9) for number in (7, 8))
         shard.handle(first())
         assert shard.handle(second()).state == "waiting"
-        with pytest.raises(SnapshotUnknown):
-            shard.handle(first(step="watch"))
-        shard.handle(second(step="cancel"))
-        with pytest.raises(SnapshotUnknown):
-            shard.handle(second(step="watch"))
+        for request in (first, second):
+            with pytest.raises(errors.SnapshotUnknown):
+                shard.handle(request(step="watch"))
+            shard.handle(second(step="cancel"))
 
     def test_a_clock_that_is_jumped_over_is_too_late_for_whoever_watches(self, shard, tmp_path):
         request = snapshot_in(tmp_path, at_clock=5)
@@ -381,95 +336,67 @@ class TestAtAClock:
         for worker in (0, 1):
             shard.handle(Leave(worker=worker, epoch=1))
         shard.handle(join(0, epoch=2, clock=9))
-        with pytest.raises(SnapshotTooLate):
+        with pytest.raises(errors.SnapshotTooLate):
             shard.handle(request(step="watch"))
-
-
-def damaged(file):
-    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
-
-
-def cut(file):
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def fails(folder, error, words, **changes):
-    """A restore that fails; neither it nor what follows changes the shard."""
-    shard, request = empty(), partial(restore_from(folder), **changes)
-    for ask in (
-        lambda: shard.handle(request()) and settled(shard, request),
-        lambda: shard.handle(request(step="install")),
-    ):
-        with pytest.raises(error, match=words):
-            ask()
-    with pytest.raises(UnknownTable):
-        pulled(shard)
 
 
 class TestRestore:
     @pytest.fixture
     def folder(self, tmp_path):
-        self.manifest = take([pushed()], tmp_path)
+        (self.part,) = take([pushed()], tmp_path).shards
+        self.file = sorted(tmp_path.glob("one/shard-*/*.safetensors"))[1]
         return tmp_path
 
-    @pytest.mark.parametrize(
-        ("damage", "words"),
-        [(damaged, "damaged.*sha256"), (cut, "bytes, not"), (os.unlink, "missing")],
-    )
-    def test_a_damaged_file_is_named(self, folder, damage, words):
-        file = sorted(folder.glob("one/shard-*/*.safetensors"))[1]
-        damage(file)
-        fails(folder, SnapshotDamaged, f"{file} .*{words}")
+    def ends_with(self, data=b""):
+        self.file.write_bytes(self.file.read_bytes()[:-1] + data)
 
-    def test_a_manifest_that_changed_on_the_way_is_refused_and_a_folder_that_is_not_seen_named(self, folder):
-        fails(folder, SnapshotDamaged, "began with", sha256="00")
-        fails(folder, SnapshotUnreadable, "all shards and workers share", name="two")
+    def items(self, folder, **changes):
+        """The snapshot with another manifest of its first table."""
+        items, plain = self.part.tables
+        finish(folder, replace(self.part, tables=(replace(items, **changes), plain)))
 
-    @pytest.mark.parametrize(
-        ("change", "error", "words"),
-        [
-            (
-                lambda items, plain: {"files": plain.files, "rows": plain.rows},
-                SnapshotDamaged,
-                "'rows' is .*3000, 1.* float32, not .*3000, 3",
-            ),
-            (lambda items, plain: {"num_state": 4}, OtherOptimizer, "'ctr/items' has 4 floats .* 'adagrad' keeps 3"),
-            (
-                lambda items, plain: {"spec": replace(items.spec, optimizer=spec.Custom(function="mine:step", lr=0.1))},
-                UnknownOptimizer,
-                "no optimizer 'mine:step' here",
-            ),
-        ],
-        ids=["a file of another table", "another state", "an optimizer that is not here"],
-    )
-    def test_a_table_that_does_not_fit_is_named(self, folder, change, error, words):
-        (part,) = self.manifest.shards
-        items, plain = part.tables
-        finish(folder, replace(part, tables=(replace(items, **change(items, plain)), plain)))
-        fails(folder, error, words)
+    # (what is wrong, how it is made so, the restore's own fields, its error and words)
+    BROKEN = (
+        ("damaged", lambda it, _: it.ends_with(b"\xff"), {}, errors.SnapshotDamaged, "{file} .*damaged.*sha256"),
+        ("short", lambda it, _: it.ends_with(), {}, errors.SnapshotDamaged, "{file} .*bytes, not"),
+        ("missing", lambda it, _: it.file.unlink(), {}, errors.SnapshotDamaged, "{file} .*missing"),
+        ("manifest", lambda it, _: None, {"sha256": "00"}, errors.SnapshotDamaged, "began with"),
+        ("folder", lambda it, _: None, {"name": "two"}, errors.SnapshotUnreadable, "all shards and workers share"),
+        ("another table's file", lambda it, folder: it.items(folder, files=it.part.tables[1].files),
+         {}, errors.SnapshotDamaged, "'rows' is .*3000, 1.* float32, not .*3000, 3"),
+        ("state", lambda it, folder: it.items(folder, num_state=4),
+         {}, errors.OtherOptimizer, "'ctr/items' has 4 floats .* 'adagrad' keeps 3"),
+        ("optimizer", lambda it, folder: it.items(folder, spec=replace(ITEMS, optimizer=MINE)),
+         {}, errors.UnknownOptimizer, "no optimizer 'mine:step' here"),
+    )  # fmt: skip
+
+    @pytest.mark.parametrize("broken", BROKEN, ids=lambda case: case[0])
+    def test_what_is_wrong_is_named_and_changes_no_shard(self, folder, broken):
+        _, spoil, changes, error, words = broken
+        spoil(self, folder)
+        shard, request = empty(), partial(restore_from(folder), **changes)
+        for ask in (run, lambda shard, request: shard.handle(request(step="install"))):
+            with pytest.raises(error, match=words.format(file=self.file)):
+                ask(shard, request)
+        with pytest.raises(errors.UnknownTable):
+            pulled(shard)
 
     def test_ids_of_other_buckets_than_the_manifest_says_are_damage(self, folder):
-        (part,) = self.manifest.shards
-        items, plain = part.tables
-        wrong = replace(items, files=(replace(items.files[0], first_bucket=0, last_bucket=9),))
-        finish(folder, replace(part, tables=(wrong, plain)))
-        with pytest.raises(SnapshotDamaged, match="other buckets"):
+        self.items(folder, files=(replace(self.part.tables[0].files[0], first_bucket=0, last_bucket=9),))
+        with pytest.raises(errors.SnapshotDamaged, match="other buckets"):
             restore(empty(0, 2), folder)
 
     def test_tables_are_in_the_way_unless_they_are_to_be_replaced(self, folder):
-        shard = pushed()
+        shard, late, request = pushed(), empty(), restore_from(folder)
         push(shard, 2)
-        with pytest.raises(TablesInTheWay, match="ctr/items, plain"):
-            shard.handle(restore_from(folder)())
+        with pytest.raises(errors.TablesInTheWay, match="ctr/items, plain"):
+            shard.handle(request())
         assert restore(shard, folder, 2, replace=True).state == "installed"
         assert pulled(shard) == pulled(pushed())
-
-    def test_a_table_that_was_declared_meanwhile_is_in_the_way(self, folder):
-        shard, request = empty(), restore_from(folder)
-        run(shard, request)
-        shard.handle(Declare(PLAIN))
-        with pytest.raises(TablesInTheWay):
-            shard.handle(request(step="install"))
+        run(late, request)
+        late.handle(Declare(PLAIN))  # meanwhile
+        with pytest.raises(errors.TablesInTheWay):
+            late.handle(request(step="install"))
 
     def test_an_install_whose_reply_was_lost_is_done_once(self, folder):
         shard = restored(folder)
@@ -482,14 +409,14 @@ class TestRestore:
         shard, first = empty(), restore_from(folder, 1)
         shard.handle(first())
         restore(shard, folder, 2)
-        with pytest.raises(SnapshotUnknown):
+        with pytest.raises(errors.SnapshotUnknown):
             shard.handle(first(step="watch"))
 
     def test_a_cancelled_restore_changes_nothing(self, folder):
         shard, request = empty(), restore_from(folder)
         shard.handle(request())
         assert shard.handle(request(step="cancel")).state == "cancelled"
-        with pytest.raises(SnapshotUnknown):
+        with pytest.raises(errors.SnapshotUnknown):
             shard.handle(request(step="install"))
-        with pytest.raises(UnknownTable):
+        with pytest.raises(errors.UnknownTable):
             pulled(shard)

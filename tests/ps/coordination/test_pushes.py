@@ -1,25 +1,20 @@
-"""A push or load of a shard, whole or not at all, and once."""
+"""Pushes and loads of a shard: whole or not at all, once, and of ids that a pull has named."""
+
+import re
 
 import numpy as np
 import pytest
 
-from embershard.proto.errors import BadOptimizer, UpdateFailed, WrongPlacement
-from embershard.proto.messages import (
-    Declare,
-    GetStatus,
-    Join,
-    Load,
-    Loaded,
-    Pull,
-    Push,
-    PushToken,
-    TableGradients,
-    TableIds,
-)
+from embershard.proto.errors import BadOptimizer, UnknownRoute, UpdateFailed, WrongDim
+from embershard.proto.messages import Declare, Pull, Pushed, TableGradients, TableIds
 from embershard.proto.routing import Placement
-from embershard.proto.spec import SGD, Constant, Custom, TableSpec
+from embershard.proto.spec import Constant, Custom
+from embershard.ps.coordination import pushes as routes_module
+from embershard.ps.coordination.pushes import RouteCache
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
+from harness.raises import raises
+from harness.shards import gradients, ids_of, join, make_shard, push, rows, table
 
 PICKY = """
 from embershard import row_optimizer
@@ -35,68 +30,121 @@ def picky(row, state, grad, hyper):
 IDS = np.arange(200, dtype=np.int64)  # more than the kernels have in flight at once
 
 
-@pytest.fixture
-def shard(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "picky_rows.py").write_text(PICKY)
-    shard = Shard(0, Placement.even(1), OptimizerRegistry(["picky_rows"]))
-    for name, optimizer in (("plain", SGD(lr=1.0)), ("picky", Custom(function="picky_rows:picky", lr=1.0))):
-        shard.handle(Declare(TableSpec(name=name, dim=2, optimizer=optimizer, initializer=Constant(value=4.0))))
-    return shard
+class TestWholeOrNotAtAll:
+    @pytest.fixture
+    def shard(self, tmp_path, monkeypatch):
+        monkeypatch.syspath_prepend(str(tmp_path))
+        (tmp_path / "picky_rows.py").write_text(PICKY)
+        shard = Shard(0, Placement.even(1), OptimizerRegistry(["picky_rows"]))
+        for name, own in (("plain", {}), ("picky", {"optimizer": Custom(function="picky_rows:picky", lr=1.0)})):
+            shard.handle(Declare(table(name, 2, initializer=Constant(value=4.0), **own)))
+        return shard
+
+    def part(self, name, last=1.0):
+        values = np.ones((len(IDS), 2), np.float32)
+        values[-1] = last
+        return TableGradients(name, IDS, values)
+
+    def records(self, shard):
+        """The rows of both tables with their states."""
+        found = {table.spec.name: np.concatenate(table.records(IDS), axis=1) for table in shard._tables.opened()}
+        return [found[name].tolist() for name in ("plain", "picky")]
+
+    @pytest.mark.parametrize("order", [("plain", "picky"), ("picky", "plain"), ("picky", "picky")])
+    def test_a_push_whose_row_function_raises_leaves_no_trace(self, shard, order):
+        shard.handle(push(self.part("plain"), self.part("picky")))
+        before, good = self.records(shard), [self.part(name) for name in order]
+        for at in range(2):  # and is not known as applied
+            if order[at] == "picky":
+                with raises(BadOptimizer, optimizer=re.compile("picky_rows:picky"), reason=re.compile("table 'picky'")):
+                    shard.handle(push(*good[:at], self.part("picky", 2.0), *good[at + 1 :], seq=2))
+        assert self.records(shard) == before
+        assert shard.handle(push(*good, seq=2)).applied == 2 * len(IDS)
+
+    def test_a_clock_whose_row_function_raises_leaves_no_trace(self, shard):
+        for worker in (0, 1):
+            shard.handle(join(worker, workers=2))
+        for worker in (0, 1):
+            shard.handle(push(self.part("plain"), self.part("picky", 2.0), worker=worker))
+        with pytest.raises(UpdateFailed):
+            rows(shard, *IDS, name="plain", worker=0, epoch=1, required_clock=1)
+        assert [np.unique(np.array(found)[:, :2]).tolist() for found in self.records(shard)] == [[4], [4]]
 
 
-def gradients(name, last=1.0):
-    rows = np.ones((len(IDS), 2), np.float32)
-    rows[-1] = last
-    return TableGradients(name, IDS, rows)
+class TestRoutes:
+    @pytest.fixture
+    def shard(self):
+        return make_shard(table("t", 2), table("u", 2))
+
+    def pull(self, shard, route=0, epoch=1):
+        reply = shard.handle(Pull(1, (TableIds("t", ids_of(1, 2, 3), route),), worker=4, epoch=epoch))
+        return reply.tables[0].tolist()
+
+    def push(self, shard, route=7, name="t", count=3, **fields):
+        part = gradients((), name=name, gradients=np.ones((count, 2), np.float32), route=route)
+        return shard.handle(push(part, worker=4, **fields))
+
+    def test_a_push_may_name_the_ids_of_a_pull_and_a_repeated_one_is_recognised_though_they_are_forgotten(self, shard):
+        self.pull(shard, route=7)
+        self.pull(shard, route=7, epoch=2)  # one that only reads by the number of a worker takes none of its routes
+        assert [self.push(shard) for _ in range(2)] == [Pushed(False, 3, 0), Pushed(True, 3, 0)]
+        with pytest.raises(UnknownRoute):
+            self.push(shard, seq=2)
+        assert self.pull(shard) == [[-1.0, -1.0]] * 3
+
+    @pytest.mark.parametrize(
+        ("error", "other"),
+        [
+            (UnknownRoute, {"route": 8}),
+            (UnknownRoute, {"epoch": 2}),
+            (UnknownRoute, {"name": "u"}),
+            (WrongDim, {"count": 2}),
+        ],
+    )
+    def test_of_another_number_incarnation_table_or_count_nothing_is_applied(self, shard, other, error):
+        self.pull(shard, route=7)
+        with pytest.raises(error):
+            self.push(shard, **other)
+        assert self.pull(shard) == [[0.0, 0.0]] * 3
 
 
-def push(seq, *parts, worker=0, **fields):
-    return Push(PushToken(worker, 1, seq, 1), fields.pop("clock", 0), 1, parts, **fields)
+class TestRouteCache:
+    IDS = ids_of(1, 2, 3)
 
+    @pytest.fixture
+    def routes(self):
+        return RouteCache()
 
-def records(shard, name):
-    """The rows of a table with their states."""
-    (table,) = (table for table in shard._tables.opened() if table.spec.name == name)
-    return np.concatenate(table.records(IDS), axis=1)
+    def known(self, routes, *places):
+        return [routes.find(worker, 1, number, "t") is not None for worker, number in places]
 
+    def test_ids_kept_are_a_copy(self, routes):
+        ids = self.IDS.copy()
+        routes.keep(0, 1, 5, "t", ids)
+        ids[:] = 9
+        assert routes.find(0, 1, 5, "t").tolist() == [1, 2, 3]
 
-@pytest.mark.parametrize("order", [("plain", "picky"), ("picky", "plain"), ("picky", "picky")])
-def test_a_push_whose_row_function_raises_leaves_no_trace(shard, order):
-    shard.handle(push(1, gradients("plain"), gradients("picky")))
-    before = [records(shard, name) for name in ("plain", "picky")]
-    bad = push(2, *(gradients(name, 2.0 if name == "picky" else 1.0) for name in order))
-    for _ in range(2):  # and is not known as applied
-        with pytest.raises(BadOptimizer):
-            shard.handle(bad)
-    assert all(map(np.array_equal, before, [records(shard, name) for name in ("plain", "picky")]))
-    assert shard.handle(push(2, *map(gradients, order))).applied == 2 * len(IDS)
+    def test_the_oldest_routes_of_a_worker_are_dropped_by_number_and_by_bytes(self, routes, monkeypatch):
+        for number in range(1, routes_module.MAX_ROUTES + 2):
+            routes.keep(0, 1, number, "t", ids_of())
+        assert self.known(routes, (0, 1), (0, 2)) == [False, True]
+        monkeypatch.setattr(routes_module, "MAX_BYTES", 2 * self.IDS.nbytes)
+        for number in (1, 1, 2):  # the same number twice counts once
+            routes.keep(1, 1, number, "t", self.IDS)
+        assert self.known(routes, (1, 1), (1, 2)) == [True, True]
+        routes.keep(1, 1, 3, "t", self.IDS)
+        assert self.known(routes, (1, 1), (1, 3)) == [False, True]
 
-
-def test_the_second_of_two_parts_of_one_table_takes_the_first_back(shard):
-    with pytest.raises(BadOptimizer):
-        shard.handle(push(1, gradients("picky"), gradients("picky", 2.0)))
-    assert np.array_equal(records(shard, "picky"), np.tile(np.float32([4, 4, 0, 0]), (len(IDS), 1)))
-
-
-def test_a_clock_whose_row_function_raises_leaves_no_trace(shard):
-    for worker in (0, 1):
-        shard.handle(Join(worker=worker, epoch=1, clock=0, staleness=0, workers=2, lease_ms=60_000))
-    for worker in (0, 1):
-        shard.handle(push(1, gradients("plain"), gradients("picky", 2.0), worker=worker))
-    with pytest.raises(UpdateFailed):
-        shard.handle(Pull(1, (TableIds("plain", IDS),), worker=0, epoch=1, required_clock=1))
-    assert (records(shard, "plain") == 4).all()
-    assert (records(shard, "picky")[:, :2] == 4).all()
-
-
-def test_the_retry_of_an_applied_load_is_known_under_another_placement(shard):
-    def load(seq):
-        return Load("plain", 1, IDS, np.zeros((len(IDS), 2), np.float32), token=PushToken(0, 1, seq, 1))
-
-    shard.handle(load(1))
-    shard._placement = Placement.even(1, epoch=2)
-    assert shard.handle(load(1)) == Loaded(rows=len(IDS))
-    assert shard.handle(GetStatus()).duplicate_pushes == 1
-    with pytest.raises(WrongPlacement):
-        shard.handle(load(2))
+    def test_the_workers_that_kept_none_for_longest_are_dropped_by_number_and_by_bytes(self, routes, monkeypatch):
+        monkeypatch.setattr(routes_module, "MAX_WORKERS", 2)
+        for worker in (0, 1, 0, 2):
+            routes.keep(worker, 1, 1, "t", self.IDS)
+        assert self.known(routes, (0, 1), (1, 1), (2, 1)) == [True, False, True]
+        monkeypatch.setattr(routes_module, "MAX_WORKERS", 9)
+        monkeypatch.setattr(routes_module, "MAX_ALL_BYTES", 3 * self.IDS.nbytes)
+        for worker in (3, 4):
+            routes.keep(worker, 1, 1, "t", self.IDS)
+        assert self.known(routes, (0, 1), (2, 1), (3, 1), (4, 1)) == [False, True, True, True]
+        routes.forget(3, 1, 1)
+        routes.keep(5, 1, 1, "t", self.IDS)  # the place of what was forgotten
+        assert self.known(routes, (2, 1), (4, 1), (5, 1)) == [True, True, True]

@@ -1,7 +1,5 @@
 """First values, the index's edge cases, and the intrinsics."""
 
-from __future__ import annotations
-
 import statistics
 
 import numba
@@ -11,8 +9,7 @@ import pytest
 from embershard.proto import spec
 from embershard.proto.compiled.intrinsics import first_match, fma
 from embershard.proto.reference import mix64
-from embershard.ps.table import hash_index as store
-from embershard.ps.table import reference
+from embershard.ps.table import hash_index, reference
 from embershard.ps.table.arena import Arena
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table
@@ -22,27 +19,35 @@ GOLDEN_UNIFORM = [[3173507269, 1045110930, 1057931806], [1053107925, 1060769965,
 GOLDEN_NORMAL = [[3176300315, 1048617390, 1061464762], [1057015564, 1066156525, 3197427751]]
 
 
-def sgd_table(dim: int, initializer: spec.Initializer, name: str = "t", seed: int = 0) -> Table:
+def sgd_table(dim=1, initializer=spec.Constant(), **fields):  # noqa: B008
     optimizer = spec.SGD(lr=1.0)
-    table = spec.TableSpec(name=name, dim=dim, optimizer=optimizer, initializer=initializer, seed=seed)
+    table = spec.TableSpec(**{"name": "t", "dim": dim, "optimizer": optimizer, "initializer": initializer, **fields})
     return Table(table, OptimizerRegistry().find(optimizer))
 
 
-class TestFirstValues:
-    def test_golden_values(self):
-        ids = np.array([0, -1])
-        uniform = sgd_table(3, spec.Uniform(low=-1, high=1), "golden", 7).gather(ids)
-        normal = sgd_table(3, spec.Normal(), "golden", 7).gather(ids)
-        assert uniform.view(np.uint32).tolist() == GOLDEN_UNIFORM
-        assert normal.view(np.uint32).tolist() == GOLDEN_NORMAL
+@pytest.fixture
+def table():
+    """Rows of one zero each, from which `push` takes one."""
+    return sgd_table()
 
-    def test_normal_quantile_is_the_inverse_of_the_normal_distribution(self):
+
+def push(table, ids):
+    table.apply(ids, np.ones((len(ids), 1), np.float32))
+
+
+class TestFirstValues:
+    @pytest.mark.parametrize(
+        ("initializer", "bits"), [(spec.Uniform(low=-1, high=1), GOLDEN_UNIFORM), (spec.Normal(), GOLDEN_NORMAL)]
+    )
+    def test_golden_values(self, initializer, bits):
+        rows = sgd_table(3, initializer, name="golden", seed=7).gather(np.array([0, -1]))
+        assert rows.view(np.uint32).tolist() == bits
+
+    def test_normal_quantile_and_minus_log_are_what_they_are_called(self):
         words = np.unique(np.random.default_rng(0).integers(0, 2**32, 3000))
         words = np.concatenate([[0, 1, 2, 2**31 - 1, 2**31, 2**32 - 1], words]).astype(np.uint64)
         exact = [statistics.NormalDist().inv_cdf((int(word) + 0.5) / 2**32) for word in words]
         np.testing.assert_allclose(reference.normal_quantile(words), exact, rtol=3e-7, atol=1e-9)
-
-    def test_minus_log_is_the_logarithm(self):
         k = np.unique(np.geomspace(1, 2**32, 5000).astype(np.uint64))
         np.testing.assert_allclose(reference.minus_log(k), -np.log(k / 2.0**33), rtol=1e-12)
 
@@ -62,97 +67,76 @@ class TestFirstValues:
         assert rows.max() == np.nextafter(np.float32(1.0000005), np.float32(0))
         spread = sgd_table(8, spec.Uniform(low=-3, high=1)).gather(np.arange(50_000))
         np.testing.assert_allclose(np.quantile(spread, [0.25, 0.5, 0.75]), [-2, -1, 0], atol=0.03)
-
-    def test_an_empty_range_is_a_constant(self):
         assert (sgd_table(3, spec.Uniform(low=0.25, high=0.25)).gather(np.arange(9)) == 0.25).all()
 
 
-def unmix(h: int, key: int) -> int:
+def unmix(h, key):
     """The id whose hash is h."""
     z = h ^ h >> 31 ^ h >> 62
     z = z * pow(0x94D049BB133111EB, -1, 2**64) % 2**64
     z = z ^ z >> 27 ^ z >> 54
     z = z * pow(0xBF58476D1CE4E5B9, -1, 2**64) % 2**64
-    z = (z ^ z >> 30 ^ z >> 60) ^ key
+    z = (z ^ z >> 30 ^ z >> 60) ^ int(key)
     return z - 2**64 if z >= 2**63 else z
 
 
 class TestIndex:
-    def test_ids_with_one_fingerprint_are_told_apart(self):
-        table = sgd_table(1, spec.Constant())
+    def test_ids_with_one_fingerprint_are_told_apart(self, table):
         one, two = (
-            np.array([unmix(n << 52 | middle << 32 | n * 31, int(table._index_key)) for n in range(100)])
+            np.array([unmix(n << 52 | middle << 32 | n * 31, table._index_key) for n in range(100)])
             for middle in (1, 2)
         )
-        table.apply(one, np.ones((len(one), 1), np.float32))
+        push(table, one)
         assert not table.gather(two).any()
-        both = np.stack([one, two, two]).T.ravel()  # a row, then twice its twin, in one push
-        table.apply(both, np.ones((len(both), 1), np.float32))
-        assert (table.gather(one) == -2).all()
-        assert (table.gather(two) == -2).all()
+        push(table, np.stack([one, two, two]).T.ravel())  # a row, then twice its twin, in one push
+        assert (table.gather(np.concatenate([one, two])) == -2).all()
         assert table.num_rows == 2 * len(one)
 
-    def test_the_fingerprint_0_is_not_taken_for_a_free_cell(self):
-        table = sgd_table(1, spec.Constant())
-        zero = np.array([unmix(number << 52, int(table._index_key)) for number in range(40)])
+    def test_the_fingerprint_0_is_not_taken_for_a_free_cell(self, table):
+        zero = np.array([unmix(number << 52, table._index_key) for number in range(40)])
         assert (mix64(zero, int(table._index_key)) & np.uint64(0xFFFFFFFF) == 0).all()
         for _ in range(2):
             assert not table.gather(zero[20:]).any()
-            table.apply(zero[:20], np.ones((20, 1), np.float32))
+            push(table, zero[:20])
         assert (table.gather(zero[:20]) == -2).all()
         assert table.num_rows == 20
 
-    def test_ids_made_to_collide_with_the_index_key_at_hand_do_not_end_in_a_loop(self):
-        table = sgd_table(1, spec.Constant())
-        same = np.array([unmix(5 << 52 | number << 32 | 77, int(table._index_key)) for number in range(600)])
+    def test_ids_made_to_collide_with_the_index_key_at_hand_do_not_end_in_a_loop(self, table):
+        same = np.array([unmix(5 << 52 | number << 32 | 77, table._index_key) for number in range(600)])
         with pytest.raises(AssertionError, match="index"):
-            table.apply(same, np.ones((600, 1), np.float32))
-        assert table.num_rows == store.PAGE_LIMIT
+            push(table, same)
+        assert table.num_rows == hash_index.PAGE_LIMIT
         assert (table.gather(same[:100]) == -1).all()
 
-    def test_ids_that_collide_in_the_public_hash_are_rows_like_others(self):
-        table = sgd_table(1, spec.Constant())
-        same = np.array([unmix(5 << 52 | number << 32 | 77, table.spec.space_key) for number in range(1200)])
-        same = np.concatenate([same, [unmix(5 << 52 | number, table.spec.space_key) for number in range(100, 1300)]])
-        table.apply(same, np.ones((len(same), 1), np.float32))
+    def test_ids_that_collide_in_the_public_hash_are_rows_like_others(self, table):
+        hashes = [*(5 << 52 | number << 32 | 77 for number in range(1200)), *(5 << 52 | n for n in range(100, 1300))]
+        same = np.array([unmix(h, table.spec.space_key) for h in hashes])
+        push(table, same)
         assert table.num_rows == len(same)
         assert (table.gather(same) == -1).all()
 
-    def test_the_ids_without_a_row_are_counted(self):
-        table = sgd_table(1, spec.Constant())
-        table.apply(np.arange(1000), np.ones((1000, 1), np.float32))
-        assert table.count_missing(np.arange(990, 1010)) == 10
-        assert table.count_missing(np.empty(0, np.int64)) == 0
-
-    def test_a_page_is_split_into_two_that_share_its_cells(self):
-        table = sgd_table(1, spec.Constant())
-        ids = np.arange(store.PAGE_LIMIT + 1)
-        table.apply(ids[:-1], np.ones((len(ids) - 1, 1), np.float32))
+    def test_a_page_is_split_into_two_that_share_its_cells_and_ids_without_a_row_are_counted(self, table):
+        ids = np.arange(hash_index.PAGE_LIMIT + 1)
+        push(table, ids[:-1])
         before = table.nbytes
-        table.apply(ids[-1:], np.ones((1, 1), np.float32))
+        push(table, ids[-1:])
         assert 4096 < table.nbytes - before < 5000
         assert (table.gather(ids) == -1).all()
+        assert [table.count_missing(some) for some in (ids[-10:] + 4, ids, ids[:0])] == [4, 0, 0]
 
 
 class TestIntrinsics:
     def test_fma_rounds_once(self):
-        @numba.njit
-        def fused(a, b, c):
-            return fma(a, b, c)
-
+        fused = numba.njit(lambda a, b, c: fma(a, b, c))
         a, c = np.float32(1 + 2**-12), np.float32(-1)
-        assert fused(a, a, c) == np.float32(2**-11 + 2**-24)
-        assert fma(a, a, c) == np.float32(2**-11 + 2**-24)
+        assert fused(a, a, c) == fma(a, a, c) == np.float32(2**-11 + 2**-24)
         assert a * a + c != np.float32(2**-11 + 2**-24)
 
-    @pytest.mark.parametrize("place", [*range(8), None])
-    def test_first_match_is_the_first_cell_with_the_high_word(self, place):
-        @numba.njit
-        def search(cells, start, high):
-            return first_match(cells, start, high)
-
+    def test_first_match_is_the_first_cell_with_the_high_word(self):
+        search = numba.njit(lambda cells, start, high: first_match(cells, start, high))
         cells = Arena(4096).array(np.uint64)[:24]
-        cells[:] = np.arange(24) + (3 << 32)
-        if place is not None:
-            cells[8 + place :] = (5 << 32) + 1
-        assert search(cells, np.uint64(8), np.uint64(5)) == (8 if place is None else place)
+        for place in (*range(8), None):
+            cells[:] = np.arange(24) + (3 << 32)
+            if place is not None:
+                cells[8 + place :] = (5 << 32) + 1
+            assert search(cells, np.uint64(8), np.uint64(5)) == (8 if place is None else place)
