@@ -108,31 +108,6 @@ def test_a_rank_that_does_not_come_or_comes_twice_is_named(monkeypatch):
         WorkerGroup.join(1, 3, timedelta(seconds=1))
 
 
-def test_workers_without_a_place_to_meet_are_told_what_is_not_set(monkeypatch):
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(WorkersApart, match=r"worker 1 of 3 .* MASTER_ADDR=\(not set\) MASTER_PORT=\(not set\)"):
-        WorkerGroup.join(1, 3, timedelta(seconds=1))
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        ("[pair.cc:534] Closed by peer [::1]:9. This is typically a crash.\nRaised from", "Closed by peer [::1]:9"),
-        ("Timed out.", "Timed out"),
-        ("", "RuntimeError"),
-    ],
-)
-def test_of_what_gloo_says_one_line_is_told(monkeypatch, words, reason):
-    def fail(*arguments):
-        raise RuntimeError(words)
-
-    monkeypatch.setattr(torch.distributed, "all_gather", fail)
-    with pytest.raises(WorkerLost) as caught:
-        TorchGroup(0, 2).barrier()
-    assert caught.value.fields["reason"] == reason
-
-
 def test_a_world_of_one_needs_no_network():
     with WorkerGroup.join(0, 1) as group:
         group.barrier()
@@ -174,18 +149,6 @@ def test_what_all_of_them_put_down_at_once_is_bounded(monkeypatch):
     assert listened == [True] + [False] * 5  # of how much there is; who is not the first needs nothing of it
 
 
-def test_a_group_is_left_as_its_block_ends():
-    class Leaving(WorkerGroup):
-        left = False
-
-        def leave(self):
-            self.left = True
-
-    with Leaving() as group:
-        assert not group.left
-    assert group.left
-
-
 def test_what_is_done_together_is_tried_again_for_each_worker_that_can_be_lost():
     group = WorkerGroup(0, 3)
 
@@ -202,12 +165,6 @@ def test_what_is_done_together_is_tried_again_for_each_worker_that_can_be_lost()
     assert group.retry_on_membership_change(losing(2)) == "done"
     with pytest.raises(WorkerLost, match="worker 0 of 3 lost another worker: again and again"):
         group.retry_on_membership_change(losing(3))
-
-
-@pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
-def test_a_rank_outside_the_world_is_refused(rank, world_size):
-    with pytest.raises(ValueError, match="rank must be in"):
-        WorkerGroup(rank, world_size)
 
 
 @pytest.fixture
@@ -369,14 +326,6 @@ class RendezvousRegistry:
             return {0: b"", 1: b"", 2: b'{"plateaus": 4}', 4: b'{"plateaus": 5}'}
         self._segment += 1
         raise RendezvousOver(name=name)
-
-
-def test_who_comes_to_the_start_waits_for_the_others_processes():
-    shards = RendezvousRegistry(missed=None)
-    group = ShardGroup(shards, 2, 5, timedelta(seconds=7))  # type: ignore[arg-type]
-    assert group.join_segment({"plateaus": 9}) == (0, {"plateaus": 4})  # the first one's word that has one
-    assert shards.calls == [("0/on", b'{"plateaus": 9}', (), timedelta(seconds=7))]
-    assert group.present == (0, 1, 2, 4)
 
 
 def test_who_comes_late_catches_up_with_workers_that_meet_meanwhile():
