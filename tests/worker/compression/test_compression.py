@@ -15,10 +15,9 @@ from embershard.local_shards import InProcessShards
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import encode_elements
 from embershard.proto.codec.select import REUSE, SMALL
-from embershard.proto.codec.user_defined import CodecRegistry
 from embershard.proto.codec.values.registry import find_values
-from embershard.proto.errors import DamagedPayload, UnknownCodec
-from embershard.proto.messages import Pull, Rows, TableIds
+from embershard.proto.errors import DamagedPayload
+from embershard.proto.messages import Pull, Rows
 from embershard.proto.routing import even_ids, make_route
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import Recorder
@@ -34,7 +33,6 @@ from embershard.worker.compression.settings import CodecSchedule, Compression, w
 from embershard.worker.session.local_steps import LocalSteps
 from embershard.worker.session.session import Session
 from harness.models import BagModel
-from harness.raises import raises
 
 ADAGRAD, SGD = es.Adagrad(lr=0.1), es.SGD(lr=0.1)
 
@@ -108,16 +106,6 @@ def test_what_is_held_back_is_trained_on_later(codec, plain):
     assert codec != "onebit" or raw / wire > 25
 
 
-def test_ids_that_ascend_travel_as_gaps():
-    sent = {}
-    for pull in ("none", "fp16s"):
-        run = large(Compression(pull=pull))
-        for _ in run.session.prefetch(run.batches(0, 5)):
-            pass
-        sent[pull], _ = run.bytes("pull", "ids")
-    assert sent["fp16s"] < 0.3 * sent["none"]
-
-
 def test_tables_are_chosen_by_name_and_kind():
     own = {"b*": {"push": "topk:0.5"}, "dense": {"push": "fp16s"}}
     run = Run(Compression(push="int8", dense={"pull": "bf16"}, tables=own))
@@ -182,12 +170,8 @@ def test_a_table_whose_optimizer_has_momentum_refuses_dgc():
 
 def test_every_table_switches_or_none_and_an_unknown_one_is_told_the_names():
     run = Run()
-    for tables, codec, message in [
-        ("user", "int8", r"\(known: dense, bag\)"),
-        ("*", "powersgd:2", "it serves dense weights"),
-        ("*", "onebit", "one bit"),
-    ]:
-        with pytest.raises(ValueError, match=message):
+    for tables, codec in [("user", "int8"), ("*", "powersgd:2"), ("*", "onebit")]:
+        with pytest.raises(ValueError, match=r"\(known: dense, bag\)" if tables == "user" else codec[:6]):
             run.session.compress(tables, push=codec)
         assert all(ways.push.is_plain for ways in run.compressor.directions().values())
     assert run.session.compress("dense", push="onebit") == ["dense"]
@@ -403,10 +387,7 @@ class Counting(LocalTransport):
 
 
 def dense_client(shards, pull="delta", worker=0):
-    if isinstance(shards, str):
-        client = Client.connect([shards])
-    else:
-        client = Client([Counting(shard.handle, f"local/{i}") for i, shard in enumerate(shards)], worker=worker)
+    client = Client([Counting(shard.handle, f"local/{i}") for i, shard in enumerate(shards)], worker=worker)
     client.compressor.settings = Compression(dense={"pull": pull})
     client.declare(SPEC, dense=True)
     return client, make_route(IDS, SPEC.space_key, client.placement)
@@ -457,20 +438,6 @@ def test_a_round_of_local_steps_pulls_what_changed(make_shards):
         local.push([("dense", route, gradients)], clock=clock)
 
 
-def test_what_changed_comes_over_a_stream(stream_shard):
-    client, route = dense_client(stream_shard)
-    for clock in range(6):
-        gradients = np.zeros((ROWS, DIM), np.float32)
-        gradients[:, clock :: clock * clock + 1] = 1
-        client.push([("dense", route, gradients)], clock=clock)
-        before = client.stats.received_bytes
-        (rows,) = client.pull([("dense", route)])
-        assert (client.stats.received_bytes - before < rows.nbytes) == (clock > 0)
-        (plain,) = client.ask_all(Pull(client.placement.epoch, (TableIds("dense", route.ids),)))
-        assert rows.tobytes() == plain.tables[0].tobytes()
-    client.close()
-
-
 @pytest.mark.parametrize("pull", ["delta", "fp16s"])
 @pytest.mark.parametrize("some", [slice(None), slice(0, None, 3)], ids=["all blocks", "some"])
 def test_the_ids_of_blocks_take_a_bit_each(make_shards, pull, some):
@@ -517,9 +484,7 @@ HALF = Compression(push=f"{NAME}:half", pull=f"{NAME}:half")
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    slow = HALF_CODEC.replace("def half", "def slow").replace("return rows", "time.sleep(0.05)\n    return rows")
-    slow = slow.replace("def read_half", "def read_slow").replace("decode=read_half", "decode=read_slow")
-    slow = slow.replace("    return payload", "    time.sleep(0.05)\n    return payload")
+    slow = HALF_CODEC.replace("half", "slow").replace("    return ", "    time.sleep(0.05)\n    return ")
     (tmp_path / f"{NAME}.py").write_text(f"import time\n{HALF_CODEC}{slow}")
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
@@ -561,17 +526,6 @@ def test_what_a_shard_spends_on_a_codec_is_a_part_of_the_step_and_not_of_waiting
     assert coded["shards"].mean_ms >= 50
     assert coded["wait"].mean_ms >= 0
     assert "shards" not in recorder.split().parts
-
-
-@pytest.mark.parametrize("lacks", ["worker", "shard"])
-def test_who_was_not_started_with_the_module_says_so_before_training(module, lacks):
-    client = Client(InProcessShards(imports=[] if lacks == "shard" else [module]).transports())
-    if lacks == "shard":
-        client.compressor.find = CodecRegistry([module]).find
-    with es.Session(client, compression=HALF) as session:
-        for _ in range(2):
-            with raises(UnknownCodec, shard="shard 0 at local/0" if lacks == "shard" else ""):
-                session.table(TableSpec(name="t", dim=3, optimizer=SGD))
 
 
 def test_a_table_may_name_its_codecs_itself(module):

@@ -11,7 +11,6 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import embershard as es
 from embershard.local_shards import InProcessShards
@@ -502,7 +501,6 @@ def test_what_was_held_is_held_again_where_the_push_that_drains_it_is_lost(train
     pusher.step()
     assert not len(pusher.held_ids())
     pusher.check()
-
 
 
 def keep(held, ids, rows, rate=1.0):

@@ -113,15 +113,6 @@ def test_what_is_applied_and_what_is_held_add_up_to_the_gradients(codec, shards,
     assert most == 1 or np.abs(worker.held()).max() > 0.05
 
 
-@pytest.mark.parametrize(("shards", "most"), [(1, 5), (2, 10), (1, 7)])
-def test_parts_of_a_push_apply_what_the_whole_does(shards, most):
-    rows = gradients(0)
-    whole, parts = Worker().push(rows), Worker(shards=shards, most=most).push(rows)
-    some = np.abs(parts - rows).max(1) > 0
-    assert some.any()
-    assert parts[some].tobytes() == whole[some].tobytes()
-
-
 @pytest.mark.parametrize("codec", ["powersgd:1", "powersgd:2+fp16s", "powersgd:3+int8"])
 @pytest.mark.parametrize(("shards", "most"), [(1, 10), (2, 10), (3, 2), (1, 5)])
 def test_the_bytes_of_a_push_are_known_before(codec, shards, most):
