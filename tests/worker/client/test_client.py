@@ -33,7 +33,7 @@ from embershard.worker.client.client import Client
 from embershard.worker.client.connections import MESSAGE_OVERHEAD, TABLE_OVERHEAD, split_into_messages
 from embershard.worker.session.tables import await_loaded
 from harness.raises import raises
-from harness.wires import Wires, lost
+from harness.wires import lost
 
 SPEC = TableSpec(name="t", dim=3, optimizer=SGD(lr=1.0), initializer=Constant(value=0.0))
 SHORT = timedelta(seconds=0.4)
@@ -282,13 +282,6 @@ def test_a_shard_that_does_not_answer_does_not_keep_the_others_from_being_asked(
     assert [type(request) for _, request in wires.heard[:3]] == [GetStatus, GetStatus, Hello]
 
 
-def test_shards_are_found_in_any_order(make_shards):
-    shards = make_shards(3)
-    client = declared(Wires([shards[2], shards[0], shards[1]]))
-    push(client, *range(30))  # a shard refuses rows of another one
-    assert [status.shard for status in client.status()] == [0, 1, 2]
-
-
 def test_a_client_waits_for_a_shard_that_starts_later_and_refuses_at_once_what_is_none(make_wires):
     wires = make_wires(1)
     wires.hold(in_turn(lost, lost, lost))
@@ -373,16 +366,6 @@ def test_a_retried_load_does_not_undo_what_another_worker_pushed_meanwhile(make_
     ends = [dumps(request) for request in wires.sent(Load) if last(request)]
     assert (len(ends), len(set(ends))) == (2, 1)
     np.testing.assert_array_equal(rows_of(first, 3), [[1.0] * 3])
-
-
-def test_loads_and_pushes_are_numbered_together(make_wires):
-    wires = make_wires(1)
-    client = declared(wires)
-    for _ in range(2):
-        load(client, 1, last=False)
-        push(client, 1)
-    tokens = [request.token for request in wires.sent(Push, Load)]
-    assert [token and (token.seq, token.first_incomplete) for token in tokens] == [(n, n) for n in range(1, 5)]
 
 
 def test_a_table_that_nobody_finishes_loading_is_named_at_the_deadline(make_wires):
