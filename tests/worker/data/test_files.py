@@ -1,7 +1,9 @@
 import errno
 import gzip
+import io
 import itertools
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from embershard.proto.errors import JobError
 from embershard.worker.data import files
 from embershard.worker.data.files import count_lines, line_starts, read_blocks, read_range, read_text
+from harness.raises import raises
 
 
 @pytest.mark.parametrize("block_bytes", [1, 3, 7, 1000])
@@ -53,44 +56,27 @@ GZIPPED = gzip.compress(b"".join(b"%d,%d\n" % (i, i * i) for i in range(5000)))
 def test_a_file_that_is_none_is_named(tmp_path, name, text, error):
     if text is not None:
         (tmp_path / name).write_bytes(text)
-    with pytest.raises(JobError) as caught:
+    with raises(JobError, where=re.compile(re.escape(str(tmp_path / name))), reason=re.compile(error)):
         read_text(tmp_path / name)
-    assert caught.value.fields["where"].startswith(str(tmp_path / name))
-    assert error in caught.value.fields["reason"]
 
 
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE])
 @pytest.mark.parametrize("gzipped", [False, True])
-def test_what_the_system_says_while_a_file_is_read_is_an_error_that_names_it(tmp_path, monkeypatch, code, gzipped):
+def test_what_the_system_says_while_a_file_is_read_is_an_error_that_names_it(tmp_path, monkeypatch, gzipped):
+    class Failing(io.BytesIO):
+        def read(self, size=-1):
+            if size != 2:  # what is read to see whether it is gzipped
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().read(size)
+
     path = tmp_path / "a.csv"
     path.write_bytes(gzip.compress(b"a\n" * 9) if gzipped else b"a\n" * 9)
-
-    class Failing:  # behind what is read to see whether it is gzipped
-        def __init__(self, *given, **options):
-            self.file = opened(*given, **options)
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            self.file.close()
-
-        def __getattr__(self, name):
-            return getattr(self.file, name)
-
-        def read(self, size=-1):
-            if size != 2:
-                raise OSError(code, os.strerror(code))
-            return self.file.read(size)
-
-    opened = gzip.open if gzipped else Path.open
-    monkeypatch.setattr(*((gzip, "open") if gzipped else (Path, "open")), lambda *given, **kw: Failing(*given, **kw))
-    with pytest.raises(JobError, match=rf"a\.csv: cannot be read: {os.strerror(code)}"):
-        list(read_blocks(path))
+    monkeypatch.setattr(gzip if gzipped else Path, "open", lambda *_, **__: Failing(b"a\n" * 9))
+    calls = [lambda: list(read_blocks(path))]
     if not gzipped:
-        for call in (lambda: read_range(path, 0, 9), lambda: count_lines(path, 9)):
-            with pytest.raises(JobError, match=rf"a\.csv: cannot be read: {os.strerror(code)}"):
-                call()
+        calls += [lambda: read_range(path, 0, 9), lambda: count_lines(path, 9)]
+    for call in calls:
+        with raises(JobError, where=re.compile(r"a\.csv"), reason=re.compile(os.strerror(errno.EIO))):
+            call()
 
 
 def test_a_file_without_line_ends_is_not_read_into_memory_whole(tmp_path, monkeypatch):

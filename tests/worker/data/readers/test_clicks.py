@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from embershard.proto.errors import JobError
 from embershard.proto.reference import mix64
 from embershard.worker.data.readers.clicks import PAIRS, ClickStream, alias_table, spread_step, zipf_bins
 from embershard.worker.data.readers.criteo_statistics import CATEGORICAL, NUMERIC
@@ -166,19 +165,3 @@ GOLDEN = """
 
 def test_first_ids_are_golden(sample):
     assert sample.ids[0].tolist() == [int(number) for number in GOLDEN.split()]
-
-
-def test_a_stream_without_end(clicks):
-    endless = ClickStream()
-    assert endless.num_samples("train") is None
-    batches = endless.train(0, 0, 2, 1000)
-    assert [len(next(batches)) for _ in range(30)] == [1000] * 30
-
-
-def test_mistakes_are_named(clicks):
-    with pytest.raises(JobError, match="no split 'all'"):
-        clicks.evaluate("all", 0, 1, 1)
-    with pytest.raises(JobError, match="10000 samples"):
-        clicks.train(0, 0, 10_001, 1)
-    with pytest.raises(ValueError, match="samples must be at least 1"):
-        ClickStream(samples=0)

@@ -50,13 +50,6 @@ def test_a_bad_line_of_any_file_is_named(tmp_path, reader, text, error):
         reader({"train": [tmp_path / "a.tsv"], "valid": [tmp_path / "a.tsv", tmp_path / "b.tsv"]})
 
 
-def test_no_file_is_named():
-    with pytest.raises(JobError, match="no train file is named"):
-        CriteoTsv({})
-    with pytest.raises(JobError, match="no test file is named"):
-        CriteoTsvStream({"train": [__file__], "test": []})
-
-
 def test_real_rows_have_the_measured_ids(real_data):
     path = real_data("criteo/train_10k.tsv")
     data = CriteoTsv({"train": [path]})

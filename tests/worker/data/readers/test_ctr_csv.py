@@ -155,11 +155,6 @@ def test_mistakes_of_headers_and_files_are_named(tmp_path, files, columns, error
         CtrCsv({split: write(tmp_path / f"{split}.csv", text) for split, text in files.items()}, columns)
 
 
-def test_a_column_has_one_kind():
-    with pytest.raises(ValueError, match="'u' is named twice"):
-        Columns(numeric=("u",), categorical=("u",))
-
-
 def test_frappe(real_data):
     folder = real_data("frappe_x1")
     files = {"train": folder / "train_reconstructed_s2021.csv", "valid": folder / "valid.csv"}
