@@ -87,23 +87,6 @@ def test_without_a_terminal_there_are_plain_lines_and_a_table_of_what_was_reache
     }
 
 
-def test_lines_between_evaluations_come_now_and_then_and_tell_of_a_cache():
-    def run(terminal):
-        terminal.started(PLAN)
-        for second in range(25):
-            terminal.trained(dataclasses.replace(INTERVAL, seconds=float(second), cached_share=0.271))
-
-    text = screen(run)
-    assert text.count("samples/s") == 3
-    assert text.splitlines()[-1].endswith("waiting 25%  cached 27%")
-
-
-def test_a_terminal_gets_a_bar_with_speed_loss_quality_and_waiting():
-    text = screen(show, terminal=True)
-    for part in ("\x1b[", "━", "50%", "333 samples/s", "loss 0.5000", "AUC 0.7500", "evaluating"):
-        assert part in text
-
-
 @pytest.mark.parametrize(
     ("seen", "shown"),
     [
@@ -138,17 +121,6 @@ def test_the_log_is_one_json_object_per_line_flushed_at_once(tmp_path):
     assert result["table_rows"] == {"embedding": 4321, "dense": 2}
 
 
-def test_a_checkout_that_is_not_installed_has_a_log_too(tmp_path, monkeypatch):
-    def version(package):
-        raise PackageNotFoundError(package)
-
-    monkeypatch.setattr(reporting, "version", version)
-    log = JsonLog(tmp_path)
-    log.started(PLAN)
-    log.close()
-    assert set(json.loads(log.path.read_text())["versions"].values()) == {"unknown"}
-
-
 def test_tensorboard_gets_every_figure(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     board = TensorBoardLog.open(tmp_path)
@@ -156,11 +128,6 @@ def test_tensorboard_gets_every_figure(tmp_path):
     events = accumulator.EventAccumulator(str(tmp_path)).Reload()
     assert {"train/loss", "train/samples_per_second", "valid/auc", "valid/logloss"} <= set(events.Tags()["scalars"])
     assert [(e.step, e.value) for e in events.Scalars("valid/auc")] == [(500, 0.75)]
-
-
-def test_without_tensorboard_there_is_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(reporting, "find_spec", lambda name: None)
-    assert TensorBoardLog.open(tmp_path) is None
 
 
 def test_the_meter_counts_no_pauses_and_what_training_waits_for(make_session, monkeypatch):
