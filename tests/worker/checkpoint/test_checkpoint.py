@@ -107,10 +107,7 @@ ADAM = {"name": "adam", "lr": 0.01}
 STANDING = {"dim": 4, "optimizer": {"name": "sgd", "lr": 0.0}}
 RESUMED = {
     "epochs": (28, {}),
-    "in the middle of an epoch": (
-        30,
-        {"train": {"steps": 50}, "evaluate": {"every": 20}, "checkpoint": {"every": 15}},
-    ),
+    "in the middle of an epoch": (30, {"train": {"steps": 50}, "evaluate": {"every": 20}, "checkpoint": {"every": 15}}),
     "early stop": (28, {"train": STOPPING, "model": {"name": "fm"}, "embedding": STANDING}),
     "average": (14, {"train": {"epochs": 3, "average": {"decay": 0.9}, "clip_norm": 0.1, "prefetch": None}}),
     "dense weights in the worker": (28, {"strategy": "hybrid"}),

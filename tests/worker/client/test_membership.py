@@ -12,14 +12,7 @@ import torch
 from torch import nn
 
 import embershard as es
-from embershard.proto.errors import (
-    ClockAhead,
-    LeaseLost,
-    ShardUnavailable,
-    StaleRun,
-    StaleWorker,
-    WorkerLost,
-)
+from embershard.proto.errors import ClockAhead, LeaseLost, ShardUnavailable, StaleRun, StaleWorker, WorkerLost
 from embershard.proto.messages import (
     PUT_BACK_SECONDS,
     Greeting,

@@ -244,16 +244,8 @@ def test_fields_that_contradict_each_other_are_refused(folder, case):
 
 IN_FILE = [
     (CODECS, "compression:\n  pushh: int8", ["6: compression.pushh: unknown field; did you mean push?"]),
-    (
-        CODECS,
-        "compression:\n  tables:\n    linear: {push: onebit}",
-        ["7: compression.tables.linear.push: codec"],
-    ),
-    (
-        CODECS,
-        "compression:\n  push:\n    at: {0: none,\n      10: topk:0}",
-        ["8: compression.push.at.10: codec"],
-    ),
+    (CODECS, "compression:\n  tables:\n    linear: {push: onebit}", ["7: compression.tables.linear.push: codec"]),
+    (CODECS, "compression:\n  push:\n    at: {0: none,\n      10: topk:0}", ["8: compression.push.at.10: codec"]),
     (MODES, "strategy: ddp", ["6: shards: strategy ddp has no shards"]),
     (MODES, "strategy: local", ["5: workers: strategy local trains in", "6: shards: strategy local has no shards"]),
 ]

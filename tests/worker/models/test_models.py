@@ -8,11 +8,9 @@ import torch
 from embershard.worker.models.dcn import DCNV2, CrossLayers
 from embershard.worker.models.dlrm import DLRM
 from embershard.worker.models.fm import FM, DeepFM
-from embershard.worker.models.layers import Tower
 from embershard.worker.models.linear import LR
 from embershard.worker.models.ncf import GMF, MLP, NeuMF
 from embershard.worker.models.persia import PersiaDNN
-from embershard.worker.models.recommender import num_dense_parameters
 from embershard.worker.models.registry import MODELS
 from embershard.worker.models.two_tower import FrequencyEstimator, TwoTower, candidates, sampled_softmax
 from embershard.worker.models.wide_deep import WideDeep

@@ -4,7 +4,6 @@ import dataclasses
 import io
 import json
 import math
-from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +15,6 @@ from embershard.proto.spec import SGD, TableSpec
 from embershard.worker.client.connections import ClientStats
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.nn.lr_schedule import Schedule
-from embershard.worker.reporting import log as reporting
 from embershard.worker.reporting.log import JsonLog, TensorBoardLog
 from embershard.worker.reporting.records import Evaluation, Interval, RunPlan, RunResult
 from embershard.worker.reporting.report import Report
