@@ -1,7 +1,6 @@
 """What a GPU changes: where rows, gradients and states lie, and that training there follows the CPU."""
 
 import copy
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,18 +10,15 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import embershard as es
 from embershard.worker.client.worker_group import WorkerGroup
-from embershard.worker.data.batch import RowsDataset, Samples, Schema
 from embershard.worker.device import to_device, to_host
-from embershard.worker.kernels import by_first_use, by_first_use_in_torch
 from embershard.worker.training.saver import RandomNumbers
 from embershard.worker.training.trainer import Trainer
-from harness.job import make_job
+from harness.clicks import click_data, click_job
 
 pytestmark = pytest.mark.cuda
 
 CPU = torch.device("cpu")
 ROWS, DIM = 50, 6
-F, PER_FIELD, D = 3, 20, 2
 
 
 def trained(session, module, device, *inputs):
@@ -79,24 +75,6 @@ def test_a_bag_on_a_gpu_does_what_it_does_on_the_cpu(make_session, gpu, mode, sh
     assert_close(found[1], found[0])
 
 
-def test_ids_that_lie_on_the_gpu_are_read_too(make_session, gpu):
-    ids = torch.arange(12).view(3, 4)
-    session = make_session(2)
-    module = es.Embedding(table_of(session), ROWS).to(gpu)
-    for batch in session.prefetch([ids.to(gpu)], inputs=lambda ids: {"t": ids}):
-        found = module(batch)
-        assert found.device == gpu
-        torch.testing.assert_close(found.detach().cpu(), module.table.pull(ids))
-    assert session.missed_reads == 0
-
-
-def test_rows_are_numbered_by_first_use_as_on_the_cpu(gpu):
-    index = torch.randint(200, (1000,), generator=torch.Generator().manual_seed(2))
-    want = by_first_use(index.numpy(), 260)
-    for found, array in zip(by_first_use_in_torch(index.to(gpu), 260), want, strict=True):
-        np.testing.assert_array_equal(found.cpu().numpy(), array)
-
-
 def test_copies_arrive_whole_while_their_buffers_are_used_again(gpu):
     arrived = []
     for number in range(50):  # each frees its pinned memory while its copy may be under way
@@ -144,34 +122,6 @@ def test_dense_weights_follow_a_model_to_the_gpu_and_back(make_session, gpu):
     torch.testing.assert_close(curves[1], curves[0], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("unscale", [False, True])
-def test_gradscaler_leaves_out_steps_that_overflow_and_then_trains(make_session, gpu, unscale):
-    session = make_session(2)
-    model = es.wrap(Net(), session, optimizer=es.Adagrad(lr=0.05)).to(gpu)
-    optimizer = es.ShardOptimizer(session)
-    scaler = torch.amp.GradScaler(gpu.type, init_scale=2.0**60)
-    losses, scales = [], [scaler.get_scale()]
-    for _ in range(20):
-        for ids, labels in batches(5):
-            with torch.autocast(gpu.type, torch.float16):
-                loss = binary_cross_entropy_with_logits(model(ids).float(), labels.to(gpu))
-            scaler.scale(loss).backward()
-            if unscale:
-                scaler.unscale_(optimizer)
-                parameters = [p for group in optimizer.param_groups for p in group["params"]]
-                nn.utils.clip_grad_norm_(parameters, 100.0)
-            pushed = session.stats.pushed_rows
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-            assert (session.stats.pushed_rows == pushed) == (scales[-1] < scales[-2])
-            losses.append(loss.item())
-    assert session.clock == 100
-    assert optimizer.skipped_steps == sum(after < before for before, after in pairwise(scales))
-    assert 20 < optimizer.skipped_steps < 60
-    assert np.mean(losses[-5:]) < 0.9 * losses[0]
-
-
 def test_the_generator_of_the_gpu_goes_on_where_it_was(gpu):
     numbers = RandomNumbers(gpu)
     state = copy.deepcopy(numbers.state_dict())
@@ -181,28 +131,19 @@ def test_the_generator_of_the_gpu_goes_on_where_it_was(gpu):
     assert torch.equal(torch.rand(5, device=gpu), first)
 
 
-def rows(count, seed):
-    rng = np.random.default_rng(seed)
-    ids = rng.integers(0, PER_FIELD, (count, F)) + np.arange(F) * PER_FIELD
-    effects = np.random.default_rng(0).normal(0, 2, F * PER_FIELD)
-    labels = (rng.random(count) < 1 / (1 + np.exp(-effects[ids].sum(1)))).astype(np.float32)
-    return Samples(ids, rng.random((count, D), np.float32), labels)
-
-
 def auc(session, strategy, device, train):
     """Of a job whose device this is."""
-    parts = {"train": rows(3000, 1), "test": rows(1000, 2)}
-    data = RowsDataset(Schema(tuple("abc"), D, F * PER_FIELD), parts, where="made up", seed=3)
     embedding = {"optimizer": {"name": "adagrad", "lr": 0.1}, "initializer": {"name": "normal", "std": 0.1}}
-    job = make_job(
+    job = click_job(
+        "dlrm",
         strategy,
-        model={"name": "dlrm", "bottom": [8], "hidden": [16]},
+        model={"bottom": [8], "hidden": [16]},
         data={"ids": "global"},
         embedding={"dim": 4, **embedding},
         dense={"optimizer": {"name": "adam", "lr": 0.01}},
-        train={"batch_size": 100, "epochs": 3, "seed": 5, "device": device.type, **train},
+        train={"epochs": 3, "device": device.type, **train},
     )
-    return Trainer(job, data, session, WorkerGroup()).run().figures["test"]["auc"]
+    return Trainer(job, click_data(train=3000, test=1000), session, WorkerGroup()).run().figures["test"]["auc"]
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,16 @@ from hypothesis import strategies as st
 from embershard.proto.errors import (
     EmbershardError,
     MessageTooLarge,
-    NotAShard,
     ShardBusy,
     ShardRestarted,
     ShardUnavailable,
     ShuttingDown,
-    StaleWorker,
     TableLoading,
     UnknownTable,
     WrongDim,
     WrongShards,
 )
-from embershard.proto.messages import Declare, GetStatus, Greeting, Hello, Load, Pull, Push
+from embershard.proto.messages import Declare, Greeting, Hello, Load, Pull, Push
 from embershard.proto.protobuf import dumps
 from embershard.proto.routing import Placement, Route, make_route
 from embershard.proto.spec import SGD, Constant, TableSpec
@@ -87,16 +85,6 @@ def in_turn(*hooks, of=object):
 
 def passes(request):
     return None
-
-
-@pytest.mark.parametrize("n", [1, 2, 5])
-def test_a_pull_sees_what_was_pushed_whatever_the_number_of_shards(make_wires, n):
-    client = declared(make_wires(n))
-    route = route_of(client, *range(40), 7, 7)
-    gradients = route.ids[:, None].astype(np.float32) * np.ones(3, np.float32)
-    pushed = client.push([("t", route, gradients)], clock=0)
-    assert (pushed.applied, pushed.skipped, pushed.duplicate) == (40, 0, False)
-    np.testing.assert_array_equal(rows_of(client, 5, 39, 1000), [[-5.0] * 3, [-39.0] * 3, [0.0] * 3])
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
@@ -271,28 +259,6 @@ def test_shards_that_do_not_make_one_placement_are_named(transports, text):
         Client(transports)
 
 
-def test_a_shard_that_does_not_answer_does_not_keep_the_others_from_being_asked(make_wires):
-    wires = make_wires(2)
-    client = wires.client(timeout=timedelta(seconds=0.1))
-    wires.wires[0].before = lost
-    for _ in range(2):  # the second time it is known to be silent
-        wires.heard.clear()
-        with pytest.raises(ShardUnavailable):
-            client.status()
-    assert [type(request) for _, request in wires.heard[:3]] == [GetStatus, GetStatus, Hello]
-
-
-def test_a_client_waits_for_a_shard_that_starts_later_and_refuses_at_once_what_is_none(make_wires):
-    wires = make_wires(1)
-    wires.hold(in_turn(lost, lost, lost))
-    assert wires.client().num_shards == 1
-    wires.heard.clear()
-    wires.hold(fail(NotAShard(address="web:80", reason="it speaks HTTP/1")))
-    with raises(NotAShard, address="web:80"):
-        wires.client()
-    assert len(wires.sent(Hello)) == 1
-
-
 def fresh(wire, of):
     wire.shard = Shard(of - 1, Placement.even(of), OptimizerRegistry())
     return wire.shard
@@ -322,15 +288,6 @@ def test_a_broken_connection_goes_on_with_the_same_process_and_sends_nothing_to_
     with pytest.raises(ShardRestarted):
         push(client, 1)
     assert shard.status().pushed_rows == 0
-
-
-def test_a_worker_that_was_replaced_cannot_push(make_wires):
-    wires = make_wires(1)
-    old, new = declared(wires), declared(wires)
-    push(new, 1)
-    with pytest.raises(StaleWorker):
-        push(old, 1)
-    np.testing.assert_array_equal(rows_of(new, 1), [[-1.0] * 3])
 
 
 def test_only_the_creator_loads_and_the_others_wait(make_wires):

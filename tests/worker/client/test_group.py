@@ -106,19 +106,6 @@ def test_a_rank_that_does_not_come_or_comes_twice_is_named(monkeypatch):
         WorkerGroup.join(1, 3, timedelta(seconds=1))
 
 
-def test_a_world_of_one_needs_no_network():
-    with WorkerGroup.join(0, 1) as group:
-        group.barrier()
-        values = np.arange(3.0)
-        assert group.gather(values)[0].tolist() == values.tolist()
-        assert group.sum(2.5) == 2.5
-        assert group.decide(True, False) == (True, False)
-        buffer = torch.ones(2)
-        group.broadcast([buffer])
-        assert group.is_first
-        assert group.any(True)
-
-
 def test_what_all_of_them_put_down_at_once_is_bounded(monkeypatch):
     class Mirrored(WorkerGroup):
         """All others put down what this one does."""
@@ -381,16 +368,6 @@ def test_who_was_given_up_and_comes_back_after_the_end_learns_that_it_is_over(be
     with pytest.raises(Evicted):
         groups[1].end_segment(1, last=True)
     assert not groups[1].is_first
-
-
-def test_another_job_on_the_same_shards_begins_anew(join):
-    for _ in range(2):
-        groups = [join(rank, 2) for rank in range(2)]
-        assert all_do(groups, lambda group: group.join_segment({"plateaus": 0})) == [(0, {"plateaus": 0})] * 2
-        assert not groups[1].late
-        all_do(groups, lambda group: group.end_segment(0))
-        for group in groups:
-            group._membership.leave()
 
 
 @pytest.mark.parametrize(("wishes", "want"), [((True, True), True), ((True, False), False), ((False, False), False)])

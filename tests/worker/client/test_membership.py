@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import embershard as es
-from embershard.proto.errors import ClockAhead, LeaseLost, ShardUnavailable, StaleRun, StaleWorker, WorkerLost
+from embershard.proto.errors import ClockAhead, LeaseLost, ShardUnavailable, WorkerLost
 from embershard.proto.messages import (
     PUT_BACK_SECONDS,
     Greeting,
@@ -34,7 +34,6 @@ from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
 from embershard.worker.session.reads import Lookup
 from harness.eventually import eventually
-from harness.raises import raises
 from harness.shards import join
 from harness.wires import PATIENCE, reads
 
@@ -242,24 +241,6 @@ def test_a_worker_whose_steps_an_all_reduce_ties_to_the_others_does_not_come_bac
             model(torch.tensor([1]))
 
 
-def test_a_later_run_trains_every_step_while_the_workers_of_the_earlier_one_still_live(make_pair):
-    job, *old = make_pair(staleness=0, run=1)
-    for session in (*old, *old):
-        step(session, [1])
-    later = terms_of(staleness=0, run=2)
-    new = [job.session(0, later)]
-    with raises(StaleRun, worker=1, got=1, want=2):
-        step(old[1], [1])  # nobody has its number yet
-    with pytest.raises(StaleWorker):
-        step(old[0], [1])
-    new.append(job.session(1, later))
-    for session in (*new, *new):
-        step(session, [1])
-    assert [session.membership.first for session in new] == [0, 0]
-    assert [wire.shard.status().clock for wire in job.wires] == [2, 2]
-    assert pulled(new[0], [1]) == [-4.0]  # two clocks of each run, and the same table
-
-
 def test_a_lease_that_is_lost_again_and_again_is_an_error(make_pair):
     job, session, _ = make_pair(shards=1)
     session.table(SPEC)
@@ -378,17 +359,6 @@ def test_a_pull_does_not_wait_for_a_push_of_its_own_worker(make_job):
     session.client.timeout = timedelta(seconds=PATIENCE)
     rows = es.Embedding(session.table(SPEC))(torch.tensor(ids))
     assert rows[:, 0].tolist() == [-1.0] * 20  # the push that was kept, once
-
-
-def test_rows_that_were_only_looked_at_do_not_make_the_next_step_older(make_pair):
-    _, one, other = make_pair(shards=1)
-    step(other, [2])  # before it the version of all rows is 0, which says nothing
-    with torch.no_grad():
-        es.Embedding(one.table(SPEC))(torch.tensor([1]))
-    step(other, [1])
-    one.reset_read_versions()
-    step(one, [1])
-    assert one.staleness_seen()[:2] == (2, 0)
 
 
 def test_a_change_of_rows_that_others_have_changed_since_is_dropped(make_pair):

@@ -33,11 +33,3 @@ def test_a_profile_splits_the_steps_behind_warm_up_and_trace(tmp_path):
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     ranges = Counter(event.get("name") for event in events if event.get("cat") == "user_annotation")
     assert {ranges[name] for name in ("forward", "wait", "backward")} == {TRACED_STEPS}
-
-
-def test_a_run_that_is_too_short_is_told_so_and_its_trace_is_kept(tmp_path):
-    with Profile(tmp_path) as profile:
-        train(WARM_UP_STEPS + 3)
-    assert json.loads((tmp_path / "profile.json").read_text())["steps"] == 0
-    assert profile.summary() == "profile: 23 steps are too few for a split, which begins behind 40 steps"
-    assert (tmp_path / "trace.json").exists()

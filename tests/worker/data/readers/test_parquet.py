@@ -39,15 +39,6 @@ def test_shares_are_disjoint_even_and_cover_everything(tmp_path, world_size):
     assert data.num_samples("train") == 1000
 
 
-def test_each_epoch_is_shuffled_anew(tmp_path):
-    data = ParquetData({"train": [write(tmp_path / "a.parquet")]}, GLOBAL, num_ids=1000, shuffle_rows=300)
-    first = ids(data.train(0, 0, 1, 16))
-    assert first == ids(data.train(0, 0, 1, 16))
-    assert first != ids(data.train(1, 0, 1, 16))
-    # no sample stays near its place in the file
-    assert np.corrcoef(first, np.arange(1000))[0, 1] < 0.5
-
-
 def test_no_more_than_a_part_of_a_row_group_is_decoded_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet, "READ_ROWS", 64)
     path = write(tmp_path / "a.parquet", row_group_size=1000)
