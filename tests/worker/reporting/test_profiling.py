@@ -27,9 +27,7 @@ def test_a_profile_splits_the_steps_behind_warm_up_and_trace(tmp_path):
     assert set(written["parts"]) == {"forward", "wait", "backward", "other"}
     assert sum(part["share"] for part in written["parts"].values()) == pytest.approx(1)
     assert written["overlapped"] == {}
-    assert "7 steps" in profile.summary()
     assert str(tmp_path / "trace.json") in profile.summary()
-
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     ranges = Counter(event.get("name") for event in events if event.get("cat") == "user_annotation")
     assert {ranges[name] for name in ("forward", "wait", "backward")} == {TRACED_STEPS}
