@@ -8,18 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embershard.proto.errors import (
-    EmbershardError,
-    MessageTooLarge,
-    ShardBusy,
-    ShardRestarted,
-    ShardUnavailable,
-    ShuttingDown,
-    TableLoading,
-    UnknownTable,
-    WrongDim,
-    WrongShards,
-)
+from embershard.proto import errors
 from embershard.proto.messages import Declare, Greeting, Hello, Load, Pull, Push
 from embershard.proto.protobuf import dumps
 from embershard.proto.routing import Placement, Route, make_route
@@ -35,7 +24,7 @@ from harness.wires import lost
 
 SPEC = TableSpec(name="t", dim=3, optimizer=SGD(lr=1.0), initializer=Constant(value=0.0))
 SHORT = timedelta(seconds=0.4)
-REFUSED = WrongDim(table="t", what="gradients", got=1, ids=1, dim=3, want=3)
+REFUSED = errors.WrongDim(table="t", what="gradients", got=1, ids=1, dim=3, want=3)
 
 
 def declared(wires, **arguments):
@@ -92,7 +81,7 @@ def test_lost_requests_and_lost_replies_leave_every_push_applied_once(make_wires
     wires = make_wires(3)
     client = declared(wires)
     dice = random.Random(seed)
-    busy = fail(ShardBusy(queued_bytes=1, retry_after_ms=1))
+    busy = fail(errors.ShardBusy(queued_bytes=1, retry_after_ms=1))
     wires.hold(
         lambda request: dice.choices([passes, lost, busy], [9, 1, 1])[0](request),
         lambda request: dice.choices([passes, lost], [10, 1])[0](request),
@@ -119,7 +108,7 @@ def test_a_push_that_timed_out_is_sent_again_under_its_own_number_before_the_nex
     client = declared(wires, timeout=SHORT)
     push(client, *range(20))
     setattr(wires.wires[1], hold, lambda request: lost() if isinstance(request, Push) else None)
-    with pytest.raises(ShardUnavailable):
+    with pytest.raises(errors.ShardUnavailable):
         push(client, *range(20), clock=1)
     setattr(wires.wires[1], hold, passes)
     for wire in wires.wires:
@@ -136,13 +125,13 @@ def test_a_refused_push_does_not_come_back_and_is_told_though_another_shard_was_
     client = declared(wires, timeout=SHORT)
     push(client, *range(20))
     first.before = fail(REFUSED)
-    with raises(WrongDim, shard="shard 0 at wire/0"):
+    with raises(errors.WrongDim, shard="shard 0 at wire/0"):
         push(client, *range(20), clock=1)
     second.before = lost
-    with raises(ShardUnavailable, shard="shard 1 at wire/1"):
+    with raises(errors.ShardUnavailable, shard="shard 1 at wire/1"):
         push(client, *range(20), clock=2)
     wires.hold(passes)
-    with raises(WrongDim, shard="shard 0 at wire/0"):
+    with raises(errors.WrongDim, shard="shard 0 at wire/0"):
         push(client, *range(20), clock=3)
     push(client, *range(20), clock=4)
     rows = client.pull([("t", route := route_of(client, *range(20)))])[0]
@@ -153,18 +142,18 @@ def test_a_refused_push_does_not_come_back_and_is_told_though_another_shard_was_
 def test_a_busy_shard_is_given_the_pause_it_asks_for_and_named_at_the_deadline_that_is_set_last(make_wires):
     wires = make_wires(2)
     client = declared(wires, timeout=timedelta(hours=1))
-    wires.hold(in_turn(fail(ShardBusy(queued_bytes=1, retry_after_ms=150)), of=Pull))
+    wires.hold(in_turn(fail(errors.ShardBusy(queued_bytes=1, retry_after_ms=150)), of=Pull))
     start, waited = time.monotonic(), client.stats.wait_seconds
     rows_of(client, *range(20))
     assert time.monotonic() - start >= 0.15
     assert client.stats.wait_seconds - waited >= 0.15
     client.timeout = SHORT
-    wires.wires[1].before = fail(ShardBusy(queued_bytes=7, retry_after_ms=1))
-    with raises(ShardBusy, shard="shard 1 at wire/1"):
+    wires.wires[1].before = fail(errors.ShardBusy(queued_bytes=7, retry_after_ms=1))
+    with raises(errors.ShardBusy, shard="shard 1 at wire/1"):
         rows_of(client, *range(20))
 
 
-@pytest.mark.parametrize("fault", [lost, fail(ShuttingDown())], ids=["lost", "shutting down"])
+@pytest.mark.parametrize("fault", [lost, fail(errors.ShuttingDown())], ids=["lost", "shutting down"])
 def test_a_dead_shard_ends_every_call_by_the_deadline(make_wires, fault):
     wires = make_wires(2)
     timeout = SHORT / 4
@@ -178,10 +167,10 @@ def test_a_dead_shard_ends_every_call_by_the_deadline(make_wires, fault):
         client.status,
     ):
         start = time.monotonic()
-        with pytest.raises(EmbershardError, match="shard 1 at wire/1") as caught:
+        with pytest.raises(errors.EmbershardError, match="shard 1 at wire/1") as caught:
             call()
         assert time.monotonic() - start > 0.7 * timeout.total_seconds()
-        assert type(caught.value) is (ShardUnavailable if fault is lost else ShuttingDown)
+        assert type(caught.value) is (errors.ShardUnavailable if fault is lost else errors.ShuttingDown)
     if fault is lost:
         assert "no answer within 0.1 s (lost)" in str(caught.value)
         assert "embershard status wire/1" in str(caught.value)
@@ -207,7 +196,7 @@ def test_large_calls_are_split_into_messages_the_shard_takes(make_wires):
     np.testing.assert_array_equal(client.pull([("wide", ids)])[0], np.full((30, 20), 2.0))
     assert len(wires.sent(Pull)) >= 5
     wires.heard.clear()
-    with raises(MessageTooLarge, limit=600):
+    with raises(errors.MessageTooLarge, limit=600):
         client.pull([("widest", ids)])
     assert not wires.heard
 
@@ -255,7 +244,7 @@ def greeter(shard, num_shards, epoch=1, address=""):
     ],
 )
 def test_shards_that_do_not_make_one_placement_are_named(transports, text):
-    with pytest.raises(WrongShards, match=text):
+    with pytest.raises(errors.WrongShards, match=text):
         Client(transports)
 
 
@@ -269,10 +258,10 @@ def test_a_shard_that_came_back_empty_stops_the_training(make_wires):
     client = declared(wires)
     push(client, *range(20))
     shard = fresh(wires.wires[1], 2)
-    with raises(ShardRestarted, shard="shard 1 at wire/1"):
+    with raises(errors.ShardRestarted, shard="shard 1 at wire/1"):
         rows_of(client, *range(20))
     shard.handle(Declare(SPEC))  # another worker declares the table again: still not our rows
-    with pytest.raises(ShardRestarted):
+    with pytest.raises(errors.ShardRestarted):
         push(client, *range(20), clock=1)
 
 
@@ -285,7 +274,7 @@ def test_a_broken_connection_goes_on_with_the_same_process_and_sends_nothing_to_
     shard = fresh(wire, 1)
     shard.handle(Declare(SPEC))
     wire.before = lambda request: None if isinstance(request, Hello) else lost()
-    with pytest.raises(ShardRestarted):
+    with pytest.raises(errors.ShardRestarted):
         push(client, 1)
     assert shard.status().pushed_rows == 0
 
@@ -331,7 +320,7 @@ def test_a_table_that_nobody_finishes_loading_is_named_at_the_deadline(make_wire
     second = wires.client(1, timeout=SHORT / 4)
     second.declare(SPEC, load=True)
     for wait in (lambda: rows_of(second, 1), lambda: await_loaded(second, "t")):
-        with raises(TableLoading, worker=0):
+        with raises(errors.TableLoading, worker=0):
             wait()
 
 
@@ -354,9 +343,9 @@ def test_bad_arguments_are_refused_before_anything_is_sent(make_wires):
     client = declared(wires)
     wires.heard.clear()
     route = route_of(client, 1, 2)
-    with raises(UnknownTable, table="x", known="t"):
+    with raises(errors.UnknownTable, table="x", known="t"):
         client.pull([("x", route)])
-    with raises(WrongDim, table="t", got=4, want=6):
+    with raises(errors.WrongDim, table="t", got=4, want=6):
         client.push([("t", route, np.zeros((2, 2), np.float32))], clock=0)
     with pytest.raises(TypeError, match="table 't': gradients must be float32, got float64"):
         client.push([("t", route, np.zeros((2, 3)))], clock=0)

@@ -12,21 +12,8 @@ import torch
 from torch import nn
 
 import embershard as es
+from embershard.proto import messages
 from embershard.proto.errors import ClockAhead, LeaseLost, ShardUnavailable, WorkerLost
-from embershard.proto.messages import (
-    PUT_BACK_SECONDS,
-    Greeting,
-    Heartbeat,
-    HeartbeatAck,
-    Hello,
-    Join,
-    Joined,
-    Leave,
-    LeaveAck,
-    Push,
-    Rendezvous,
-    RendezvousResult,
-)
 from embershard.proto.transport.local import LocalTransport
 from embershard.proto.transport.transport import Unreachable
 from embershard.worker.client import membership as membership_module
@@ -101,22 +88,22 @@ class Scripted:
     def __init__(self, joined, index=0, of=1):
         self.joined, self.heard = joined, []
         of_index = {"shard": index, "num_shards": of, "instance": f"{index}"}
-        self.greeting = Greeting(placement_epoch=1, version="", max_message_bytes=64 * 2**20, **of_index)
+        self.greeting = messages.Greeting(placement_epoch=1, version="", max_message_bytes=64 * 2**20, **of_index)
         self.beaten = threading.Semaphore(0)
 
     def handle(self, request):
         self.heard.append(request)
         match request:
-            case Hello():
+            case messages.Hello():
                 return self.greeting
-            case Join():
+            case messages.Join():
                 return self.joined(request)
-            case Heartbeat():
+            case messages.Heartbeat():
                 self.beaten.release()
-                return HeartbeatAck(clock=0, members=(0,))
+                return messages.HeartbeatAck(clock=0, members=(0,))
             case _:
-                assert isinstance(request, Leave)
-                return LeaveAck()
+                assert isinstance(request, messages.Leave)
+                return messages.LeaveAck()
 
 
 def member_of(shards, terms, **settings):
@@ -124,7 +111,7 @@ def member_of(shards, terms, **settings):
 
 
 def joined(request, clock=0, members=(0,)):
-    return Joined(member=request.clock >= clock, clock=clock, started=True, members=members)
+    return messages.Joined(member=request.clock >= clock, clock=clock, started=True, members=members)
 
 
 def test_a_late_worker_joins_all_shards_at_one_clock_that_is_closed_on_none():
@@ -132,7 +119,9 @@ def test_a_late_worker_joins_all_shards_at_one_clock_that_is_closed_on_none():
     shards = [Scripted(lambda request, clock=clock: joined(request, clock), i, 3) for i, clock in enumerate(opens)]
     member = member_of(shards, Terms(staleness=0))
     assert member.first > max(opens)
-    assert [[r for r in shard.heard if isinstance(r, Join)][-1].clock for shard in shards] == [member.first] * 3
+    assert [[r for r in shard.heard if isinstance(r, messages.Join)][-1].clock for shard in shards] == [
+        member.first
+    ] * 3
     member.leave()
 
 
@@ -150,7 +139,7 @@ def test_a_member_beats_on_every_shard_until_it_leaves_or_its_session_is_forgott
         for _ in range(3):
             assert shard.beaten.acquire(timeout=PATIENCE)
     member.leave()
-    assert [type(shard.heard[-1]) for shard in shards] == [Leave, Leave]
+    assert [type(shard.heard[-1]) for shard in shards] == [messages.Leave, messages.Leave]
     member_of([Scripted(joined)], Terms(lease=timedelta(seconds=0.04)))  # and nobody keeps it
     assert eventually(lambda: all(thread.name != "embershard heartbeat" for thread in threading.enumerate()))
 
@@ -168,7 +157,7 @@ def test_a_worker_that_others_gave_up_drops_its_step_and_goes_on_at_a_later_cloc
     assert lost.clock == first > other.clock - 1
     assert pulled(lost, [1, 2, 3]) == [-1.0] * 3  # of its first step alone
     step(lost, [1])
-    assert job.sent(Push, worker=0)[-1].clock == first
+    assert job.sent(messages.Push, worker=0)[-1].clock == first
     assert pulled(lost, [1]) == [-2.0]
     assert lost.stats.lost_leases == 1
 
@@ -184,7 +173,7 @@ def test_a_pull_that_finds_the_lease_lost_is_answered_after_joining_again(make_p
     step(lost, [1])
     assert lost.stats.lost_leases == 1
     first = lost.membership.first
-    assert [push.clock for push in job.sent(Push, worker=0) if push.last] == [0, 0, first, first]
+    assert [push.clock for push in job.sent(messages.Push, worker=0) if push.last] == [0, 0, first, first]
     route = lost.table(SPEC).route(torch.tensor([2]))
     job.heard.clear()
     lost.client.push([("t", route, np.ones((1, 2), np.float32))], clock=0)  # was under way as the lease was lost
@@ -246,7 +235,7 @@ def test_a_lease_that_is_lost_again_and_again_is_an_error(make_pair):
     session.table(SPEC)
 
     def hopeless(request):
-        if isinstance(request, Join):
+        if isinstance(request, messages.Join):
             return joined(request, members=(0, 1))
         raise LeaseLost(worker=0, lease_ms=1)
 
@@ -287,7 +276,7 @@ def test_a_loop_that_lost_its_lease_goes_on_with_fresh_rows(make_pair):
             lost.flush()  # it knows now
     assert lost.stats.lost_leases == 1
     assert lost.missed_reads > 0  # what was pulled ahead before is not read
-    clocks = sorted({push.clock for push in job.sent(Push, worker=0) if push.last})
+    clocks = sorted({push.clock for push in job.sent(messages.Push, worker=0) if push.last})
     after = [clock for clock in clocks if clock >= lost.membership.first]
     assert after == list(range(lost.membership.first, lost.clock))  # none is left out: nobody waits for ever
     assert len(after) >= 12 - 5 - 1 - 3  # but for what was under way
@@ -299,7 +288,7 @@ def test_a_push_waits_where_too_much_is_kept_for_other_workers(make_job):
     refused = []
 
     def full(request):
-        if isinstance(request, Push) and len(refused) < 8:
+        if isinstance(request, messages.Push) and len(refused) < 8:
             refused.append(request.token)
             raise ClockAhead(clock=0, workers="1", seconds=0.0)
 
@@ -348,7 +337,7 @@ def test_a_pull_does_not_wait_for_a_push_of_its_own_worker(make_job):
     session.table(SPEC)
 
     def no_answer(request):
-        if isinstance(request, Push):
+        if isinstance(request, messages.Push):
             raise ShardUnavailable(shard="1", address="local", reason="no answer", seconds=0.1)
 
     job.wires[1].before = no_answer
@@ -392,11 +381,11 @@ class Far(LocalTransport):
     """The way to a shard where all wait, 60 ms there and back: it puts requests back shortly before their end."""
 
     def submit(self, request, timeout, into=()):
-        if not isinstance(request, Rendezvous):
+        if not isinstance(request, messages.Rendezvous):
             return super().submit(request, timeout, into)
         seconds, answer = timeout.total_seconds(), Future()
         answer.num_bytes = 0
-        put_back = seconds - min(PUT_BACK_SECONDS, seconds / 4) + 0.06
+        put_back = seconds - min(messages.PUT_BACK_SECONDS, seconds / 4) + 0.06
         time.sleep(min(seconds, put_back))
         late = Unreachable("no answer")
         answer.set_exception(late if put_back > seconds else ClockAhead(clock=0, workers="1", seconds=1.0))
@@ -419,13 +408,13 @@ def test_what_was_answered_as_the_wait_timed_out_counts(monkeypatch):
     replies = iter([0.25, 0.4])
 
     def handle(request):
-        if not isinstance(request, Rendezvous):
+        if not isinstance(request, messages.Rendezvous):
             return shard.handle(request)
         seconds = next(replies)
         time.sleep(seconds)
         if seconds == 0.25:
             raise ClockAhead(clock=0, workers="1", seconds=1.0)
-        return RendezvousResult((0, 1), ())
+        return messages.RendezvousResult((0, 1), ())
 
     terms = terms_of(staleness=0, wait_timeout=timedelta(seconds=0.5))
     member = Client([LocalTransport(handle, "scripted")]).join(terms)

@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 
 from embershard.proto.errors import JobError
@@ -61,9 +60,5 @@ def test_the_real_files(real_data):
     data = Adult(folder / "adult.data", folder / "adult.test")
     assert (data.num_samples("train"), data.num_samples("test")) == (32_561, 16_281)
     assert data.schema.num_ids == 102 + 8
-    first = next(data.train(0, 0, 1, 128))
-    assert first.dense[0].tolist() == [39, 13, 2174, 0, 40]  # in file order, as PERSIA reads it
-    batch = only(data, "test")
-    assert batch.labels.mean() == pytest.approx(0.2362, abs=1e-4)
-    unknown = np.cumsum([10, 17, 8, 16, 7, 6, 3, 43]) - 1  # the spare ids of values that only the test file has
-    assert not np.isin(batch.ids.numpy(), unknown).any()
+    assert next(data.train(0, 0, 1, 128)).dense[0].tolist() == [39, 13, 2174, 0, 40]  # in file order, as PERSIA reads
+    assert only(data, "test").labels.mean() == pytest.approx(0.2362, abs=1e-4)

@@ -127,17 +127,12 @@ def test_quotes_within_a_text_and_around_a_field_are_read(tmp_path, end):
     assert batch.ids[:, 1].tolist() == hash_texts("v", pa.array(['b "c"', "d,e", "", 'i"'])).tolist()
 
 
-@pytest.mark.parametrize("text", ["nan", "inf", "1e99", "1,5", "12x"])  # 1e99 is finite, but not in float32
-def test_a_number_that_is_none_is_a_bad_line(tmp_path, text):
-    path = write(tmp_path / "a.csv", f'label,u,n\n1,1,3.5\n1,1,"{text}"\n')
-    with pytest.raises(JobError, match=r"a\.csv:" if text == "1e99" else r"a\.csv:3: column 'n'"):
+@pytest.mark.parametrize("text", ["nan", "inf", "1e99", "1,5", "12x", "\udcff"])  # 1e99 is none in float32
+def test_a_number_that_is_none_and_bytes_that_are_no_text_are_a_bad_line(tmp_path, text):
+    path = tmp_path / "a.csv"
+    path.write_bytes(f'label,u,n\n1,1,3.5\n1,1,"{text}"\n'.encode("utf8", "surrogateescape"))
+    with pytest.raises(JobError, match=r"a\.csv:" if text == "1e99" else r"a\.csv:3: "):
         CtrCsv({"train": path}, Columns(numeric=("n",)))
-
-
-def test_text_that_is_not_utf8(tmp_path):
-    (tmp_path / "a.csv").write_bytes(b"label,u\n1,a\n1,\xff\xfe\n")
-    with pytest.raises(JobError, match=r"a\.csv:3: not UTF-8"):
-        CtrCsv({"train": tmp_path / "a.csv"})
 
 
 @pytest.mark.parametrize(
@@ -159,10 +154,7 @@ def test_frappe(real_data):
     folder = real_data("frappe_x1")
     files = {"train": folder / "train_reconstructed_s2021.csv", "valid": folder / "valid.csv"}
     data = CtrCsv(files, GLOBAL, halve_valid_by="user")
-    assert data.schema.num_ids == 5382
-    assert len(data.schema.features) == 10
-    assert data.num_samples("train") == 202_027
+    assert (data.schema.num_ids, len(data.schema.features), data.num_samples("train")) == (5382, 10, 202_027)
     halves = [data.num_samples(split) for split in ("valid", "test")]
     assert sum(halves) == 57_722
     assert min(halves) > 0.48 * 57_722
-    assert sum(len(batch) for batch in data.train(0, 1, 2, 4096)) == 101_013
