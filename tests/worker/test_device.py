@@ -23,14 +23,6 @@ def current(monkeypatch):
     return chosen
 
 
-def test_work_in_a_thread_has_the_gpu_of_who_started_it(current):
-    seen = []
-    thread = threading.Thread(target=with_current_gpu(lambda: seen.append(dict(current))), name="other")
-    thread.start()
-    thread.join()
-    assert seen == [{"other": 3}]
-
-
 def test_without_a_gpu_in_use_none_is_chosen():
     assert with_current_gpu(print) is print
 
@@ -50,16 +42,6 @@ def test_a_loader_that_is_read_ahead_has_the_gpu_of_the_training_thread(current)
             session.step()
     assert seen
     assert all(3 in chosen.values() for chosen in seen)
-
-
-@pytest.mark.cuda
-def test_a_bag_on_a_gpu_takes_ids_offsets_and_weights_of_the_host(gpu):
-    ids, offsets, weights = torch.tensor([1, 2, 3, 1]), torch.tensor([0, 3]), torch.tensor([1.0, 2.0, 3.0, 4.0])
-    with es.local() as session:
-        bag = es.EmbeddingBag(session.table(es.TableSpec(name="t", dim=2, optimizer=es.SGD(lr=1.0))), mode="sum")
-        want = bag(ids, offsets, weights)
-        found = bag.to(gpu)(ids, offsets, weights)
-    torch.testing.assert_close(found.cpu(), want)
 
 
 STEPS = """

@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import random
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from embershard.local_shards import InProcessShards, local
+from embershard.local_shards import local
 from embershard.proto.errors import SnapshotNotWritten
 from embershard.proto.snapshot.storage import Storage
 from embershard.worker.checkpoint.checkpoint import (
@@ -28,9 +26,7 @@ from embershard.worker.checkpoint.checkpoint import (
 )
 from embershard.worker.checkpoint.snapshots import restore_snapshot
 from embershard.worker.checkpoint.tensors import is_stateful, pack, unpack
-from embershard.worker.client.client import Client
-from embershard.worker.client.membership import Terms
-from embershard.worker.client.worker_group import ShardGroup, WorkerGroup
+from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.job.training import CheckpointSection
 from embershard.worker.reporting.records import RunResult
 from embershard.worker.session.session import Session
@@ -145,32 +141,6 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not_interrupted(make_s
     assert resumed.same(whole)
     for name in ("figures", "steps", "samples", "best_step"):
         assert getattr(resumed.result, name) == getattr(whole.result, name)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "steps"),
-    [({"epochs": 2}, {"steps": 8}, [8, 6, 6]), ({"steps": 5}, {"epochs": 4}, [8, 5, 5])],
-    ids=["epochs and steps", "steps and epochs"],
-)
-def test_workers_whose_epochs_differ_in_length_go_on_in_the_same_segments(tmp_path, before, after, steps):
-    shards = InProcessShards()
-
-    def work(rank, run, resume=None, **train):
-        every = {"every": 3} if "steps" in train else {}
-        batches = {"batch_size": 233}  # of shares of 234, 233 and 233 samples: 2, 1 and 1
-        trained = job(tmp_path, model={"name": "fm"}, train={**batches, **train}, evaluate=every)
-        client = Client(shards.transports(), worker=rank)
-        lease = wait_timeout = timedelta(seconds=60)
-        client.join(Terms(workers=3, staleness=None, lease=lease, wait_timeout=wait_timeout, run=run))
-        group = ShardGroup(client, rank, 3)
-        result = Trainer(trained, dataset(), Session(client), group, resume=resume).run()
-        client.close()
-        return result.steps
-
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda rank: work(rank, 1, **before), range(3)))
-        found = find_checkpoint(str(tmp_path), job(tmp_path, model={"name": "fm"}, train={"batch_size": 233, **after}))
-        assert list(pool.map(lambda rank: work(rank, 2, found, **after), range(3))) == steps
 
 
 def test_a_run_that_was_over_is_told_as_it_was(tmp_path):

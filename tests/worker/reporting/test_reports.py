@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import math
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,10 +13,12 @@ from rich.console import Console
 
 from embershard.proto.routing import make_route
 from embershard.proto.spec import SGD, TableSpec
+from embershard.proto.timing import begin_step, end_step, span
 from embershard.worker.client.connections import ClientStats
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.nn.lr_schedule import Schedule
 from embershard.worker.reporting.log import JsonLog, TensorBoardLog
+from embershard.worker.reporting.profile import TRACED_STEPS, WARM_UP_STEPS, Profile
 from embershard.worker.reporting.records import Evaluation, Interval, RunPlan, RunResult
 from embershard.worker.reporting.report import Report
 from embershard.worker.reporting.terminal import Terminal, result_table
@@ -232,3 +235,27 @@ def test_the_best_knows_which_way_is_better():
     assert (best.value, best.worse_in_a_row) == (0.52, 1)
     best = Best(metric="logloss")
     assert [best.observe(v) for v in (0.5, 0.6, 0.4)] == [True, False, True]
+
+
+def train(steps: int) -> None:
+    begin_step()
+    for _ in range(steps):
+        with span("forward"), span("wait"):
+            pass
+        with span("backward"):
+            pass
+        end_step()
+
+
+def test_a_profile_splits_the_steps_behind_warm_up_and_trace(tmp_path):
+    with Profile(tmp_path) as profile:
+        train(WARM_UP_STEPS + TRACED_STEPS + 7)
+    written = json.loads((tmp_path / "profile.json").read_text())
+    assert written["steps"] == 7
+    assert set(written["parts"]) == {"forward", "wait", "backward", "other"}
+    assert sum(part["share"] for part in written["parts"].values()) == pytest.approx(1)
+    assert written["overlapped"] == {}
+    assert str(tmp_path / "trace.json") in profile.summary()
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    ranges = Counter(event.get("name") for event in events if event.get("cat") == "user_annotation")
+    assert {ranges[name] for name in ("forward", "wait", "backward")} == {TRACED_STEPS}
