@@ -216,14 +216,12 @@ class Part:
         self.held.append(state["of"])
 
 
-def write(folder, states, section=None, world_size=1, **settings):
+def write(folder, states, world_size=1, **settings):
     """A checkpoint of step 3; its address."""
     whole = CheckpointFolder(CheckpointSection(folder=str(folder)))
-    states = {"shared": {}, **states}
-    packed = {name: pack(state) for name, state in states.items()}
-    return whole.begin(
-        packed, job=job(folder, **settings), step=3, world_size=world_size, output=None, shards=None
-    ).wait()
+    packed = {name: pack(state) for name, state in {"shared": {}, **states}.items()}
+    of = {"job": job(folder, **settings), "step": 3, "world_size": world_size}
+    return whole.begin(packed, **of, output=None, shards=None).wait()
 
 
 @pytest.mark.parametrize(
@@ -420,18 +418,14 @@ def test_random_numbers_go_on_where_they_were():
     assert draw() == first
 
 
-class Forwarding:
-    """As a user wraps a part of a run, to log or to time it."""
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-
 def test_a_part_that_forwards_its_state_has_one():
+    class Forwarding(SimpleNamespace):
+        """As a user wraps a part of a run, to log or to time it."""
+
+        def __getattr__(self, name):
+            return getattr(self.__dict__["inner"], name)
+
     assert is_stateful(torch.nn.Linear(1, 1))
-    assert is_stateful(Forwarding(torch.nn.Linear(1, 1)))
-    assert not is_stateful(Forwarding(object()))
+    assert is_stateful(Forwarding(inner=torch.nn.Linear(1, 1)))
+    assert not is_stateful(Forwarding(inner=object()))
     assert not is_stateful(SimpleNamespace(state_dict=dict))

@@ -235,23 +235,23 @@ def test_lines_that_are_not_empty_are_found_from_any_byte(tmp_path, end):
 GZIPPED = gzip.compress(b"".join(b"%d,%d\n" % (i, i * i) for i in range(5000)))
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "error"),
-    [
-        ("a.csv", None, "no such file"),
-        ("a.csv", b"", "the file is empty"),
-        ("a.csv", gzip.compress(b""), "the file is empty"),
-        ("a.csv.gz", b"label,user\n1,2\n", "it is named .gz but is not gzipped"),
-        ("a.gz", GZIPPED[: len(GZIPPED) // 2], "the gzip file is cut or broken"),
-        ("a.gz", GZIPPED[:20] + bytes([GZIPPED[20] ^ 255]) + GZIPPED[21:], "the gzip file is cut or broken"),
-        ("a.gz", GZIPPED[:-6], "the gzip file is cut or broken"),
-        (".", None, "cannot be read"),
-    ],
-)
-def test_a_file_that_is_none_is_named(tmp_path, name, text, error):
+NO_TEXT = [
+    ("a.csv", None, "no such file"),
+    ("a.csv", b"", "the file is empty"),
+    ("a.csv", gzip.compress(b""), "the file is empty"),
+    ("a.csv.gz", b"label,user\n1,2\n", "is not gzipped"),
+    ("a.gz", GZIPPED[: len(GZIPPED) // 2], "cut or broken"),
+    ("a.gz", GZIPPED[:20] + bytes([GZIPPED[20] ^ 255]) + GZIPPED[21:], "cut or broken"),
+    ("a.gz", GZIPPED[:-6], "cut or broken"),
+    (".", None, "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "reason"), NO_TEXT)
+def test_a_file_that_is_none_is_named(tmp_path, name, text, reason):
     if text is not None:
         (tmp_path / name).write_bytes(text)
-    with raises(JobError, where=re.compile(re.escape(str(tmp_path / name))), reason=re.compile(error)):
+    with raises(JobError, where=re.compile(re.escape(str(tmp_path / name))), reason=re.compile(reason)):
         read_text(tmp_path / name)
 
 

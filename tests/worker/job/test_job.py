@@ -45,15 +45,11 @@ def pushes_plainly(job):
 SAID = [
     (GOOD, "", lambda job: job.embedding.optimizer.build(), spec.Adam(lr=0.001, weight_decay=0.05)),
     (GOOD, "", lambda job: job.embedding.initializer.build(), spec.Normal(std=1e-4)),
-    (GOOD, "", "metrics", ("auc", "logloss", "ne", "calibration")),
-    (GOOD, "", "metric", "auc"),
     (GOOD, "", "train.budget", ("epochs", 3)),
     (GOOD, "train.steps=20", "train.budget", ("steps", 20)),  # in place of the file's
     (GOOD, "data.stream=true; train.lr_schedule={name: cosine}; train.steps=9", "data.streams_text", True),
     (GOOD, "data.stream=true", "train.epochs", 3),  # plateau has no end
     (GOOD, "train.lr_schedule={name: linear}", "train.epochs", 3),
-    (GOOD, "", "train.prefetch", 0),
-    (GOOD, "train.prefetch=2", "train.prefetch", 2),
     (GOOD, "train.prefetch=off", "train.prefetch", None),
     (MODES, "train.staleness=0", "train.bound, train.local_steps, train.prefetch", (0, None, 0)),
     (MODES, "train.staleness=4", "train.bound, train.local_steps, train.prefetch", (4, None, 0)),
@@ -63,7 +59,6 @@ SAID = [
     (MODES, "train.staleness=off; train.staleness_aware_lr=true", "train.staleness_aware_lr", True),
     (MODES, "train.staleness=4; train.prefetch=1; embedding.cache={staleness: 3}", "embedding.cache.staleness", 3),
     (MODES, "", "dense_mode, all_reduces", ("ps", False)),
-    (MODES, "dense.mode=ps", "dense_mode", "ps"),
     (MODES, "dense.mode=ddp", "all_reduces", True),
     (MODES, "strategy=hybrid", "dense_mode", "ddp"),  # ps with dense weights in the workers
     (MODES, "strategy=hybrid; dense.mode=fsdp", "dense_mode", "fsdp"),
@@ -84,7 +79,6 @@ SAID = [
     (SPLITS, "dense.mode=ddp; data.splits=null", "workers", 3),
     (SPLITS, "data.splits=null; train.steps=10", "workers", 3),
     (CODECS, "", "compression", None),
-    (CODECS, "compression=off", "compression", None),
     (CODECS + "compression: {push: int8}\n", "strategy=local", "compression", None),
     (CODECS, "compression=auto", "compression.auto, compression.allow", (True, ())),
     (CODECS, "compression={auto: true, allow: [topk:0.01]}", "compression.allow", ("topk:0.01",)),
@@ -489,7 +483,6 @@ def test_fields_that_contradict_each_other_are_refused(folder, case):
 
 
 IN_FILE = [
-    (CODECS, "compression:\n  pushh: int8", ["6: compression.pushh: unknown field; did you mean push?"]),
     (CODECS, "compression:\n  tables:\n    linear: {push: onebit}", ["7: compression.tables.linear.push: codec"]),
     (CODECS, "compression:\n  push:\n    at: {0: none,\n      10: topk:0}", ["8: compression.push.at.10: codec"]),
     (MODES, "strategy: ddp", ["6: shards: strategy ddp has no shards"]),

@@ -4,7 +4,7 @@ import torch
 
 from embershard.proto.errors import JobError
 from embershard.worker.data.readers.gowalla import InteractionLists
-from embershard.worker.data.readers.interactions import Interactions, list_batch
+from embershard.worker.data.readers.interactions import Interactions
 from embershard.worker.data.readers.movielens import NcfData
 from embershard.worker.metrics import Candidates
 
@@ -60,15 +60,6 @@ def test_negatives_are_uniform_over_the_items_not_taken():
         assert np.flatnonzero(counts).tolist() == free
         # five standard deviations of a binomial count
         assert (np.abs(counts[free] - 60_000 / len(free)) < 5 * np.sqrt(60_000 / len(free))).all()
-
-
-def test_lists_put_the_positive_before_its_negatives():
-    data = Interactions.of(np.array([0, 1, 1]), np.array([2, 0, 1]), 2, 4)
-    batch = list_batch(data, data.users(), np.array([2, 0]), 3, 1)
-    assert batch.ids.shape == (2, 5)
-    assert batch.ids[:, :2].tolist() == [[1, 2 + 1], [0, 2 + 2]]
-    assert set(batch.ids[0, 2:].tolist()) <= {2 + 2, 2 + 3}
-    assert 2 + 2 not in batch.ids[1, 2:].tolist()
 
 
 def test_candidates_are_collapsed_and_come_in_whole_users(prefix):

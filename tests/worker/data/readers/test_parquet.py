@@ -132,18 +132,12 @@ def test_bad_values_are_named(tmp_path, columns, values, error):
         list(ParquetData({"train": [path]}, columns, num_ids=5).train(0, 0, 1, 10))
 
 
-@pytest.mark.parametrize(
-    ("columns", "error"),
-    [
-        ({"label": [1], "other": [2]}, r"no column 'n', which the first train file has \(there are: label, other\)"),
-        ({"label": [1], "n": [2.0]}, "column 'n' has double values: not categorical"),  # as pandas writes missing ones
-    ],
-)
+@pytest.mark.parametrize("columns", [{"label": [1], "other": [2]}, {"label": [1], "n": [2.0]}])
 @pytest.mark.parametrize("split", ["train", "valid", "test"])
-def test_every_file_of_every_split_is_looked_at_first(tmp_path, split, columns, error):
+def test_every_file_of_every_split_is_looked_at_first(tmp_path, split, columns):
     first, second = write(tmp_path / "a.parquet"), tmp_path / "b.parquet"
     pq.write_table(pa.table(columns), second)
-    with pytest.raises(JobError, match=rf"b\.parquet: {error}"):
+    with pytest.raises(JobError, match=r"b\.parquet: .*column 'n'"):
         ParquetData({"train": [first], split: [first, second]})
 
 
