@@ -299,6 +299,8 @@ def test_a_folder_without_its_manifest_is_no_checkpoint_and_makes_way(path, tmp_
             find()
     CheckpointFolder(CheckpointSection(folder=str(tmp_path))).check(resumed=False)
     assert write(tmp_path, {}) == str(path)
+    with pytest.raises(CheckpointNotWritten):  # in a file there is no folder
+        CheckpointFolder(CheckpointSection(folder=str(path / MANIFEST))).check(resumed=False)
 
 
 def test_a_file_that_was_changed_is_named(path):

@@ -300,7 +300,10 @@ def test_all_shards_show_one_clock_of_synchronous_workers(tmp_path, by_worker):
         done = [pool.submit(work, worker) for worker in (0, 1)]
         assert started.wait(100)
         if not by_worker:
-            take_snapshot(Client(shards.transports(), worker=9), str(tmp_path))
+            watcher = Client(shards.transports(), worker=9)
+            take_snapshot(watcher, str(tmp_path), "one")
+            with pytest.raises(errors.SnapshotTooLate):
+                take_snapshot(watcher, str(tmp_path), "two", at_clock=1)
         for each in done:
             each.result(250)
     manifest = read_manifest(str(tmp_path))

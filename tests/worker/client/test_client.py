@@ -237,6 +237,17 @@ def test_shards_that_do_not_make_one_placement_are_named(transports, text):
         Client(transports)
 
 
+def test_a_client_waits_for_a_shard_that_starts_later_and_refuses_at_once_what_is_none(make_wires):
+    wires = make_wires(1)
+    wires.hold(in_turn(lost, lost, lost))
+    assert wires.client().num_shards == 1
+    wires.heard.clear()
+    wires.hold(fail(errors.NotAShard(address="web:80", reason="it speaks HTTP/1")))
+    with raises(errors.NotAShard, address="web:80"):
+        wires.client()
+    assert len(wires.sent(Hello)) == 1
+
+
 def fresh(wire, of):
     wire.shard = Shard(of - 1, Placement.even(of), OptimizerRegistry())
     return wire.shard

@@ -106,6 +106,13 @@ def test_a_rank_that_does_not_come_or_comes_twice_is_named(monkeypatch):
         WorkerGroup.join(1, 3, timedelta(seconds=1))
 
 
+def test_a_world_of_one_needs_no_network_and_a_rank_is_below_its_size():
+    with WorkerGroup.join(0, 1) as group:
+        assert group.sum(2.5) == 2.5
+    with pytest.raises(ValueError, match="rank"):
+        WorkerGroup(2, 2)
+
+
 def test_what_all_of_them_put_down_at_once_is_bounded(monkeypatch):
     class Mirrored(WorkerGroup):
         """All others put down what this one does."""

@@ -13,7 +13,7 @@ from torch import nn
 
 import embershard as es
 from embershard.proto import messages
-from embershard.proto.errors import ClockAhead, LeaseLost, ShardUnavailable, WorkerLost
+from embershard.proto.errors import ClockAhead, LeaseLost, ModeMismatch, ShardUnavailable, WorkerLost
 from embershard.proto.transport.local import LocalTransport
 from embershard.proto.transport.transport import Unreachable
 from embershard.worker.client import membership as membership_module
@@ -228,6 +228,11 @@ def test_a_worker_whose_steps_an_all_reduce_ties_to_the_others_does_not_come_bac
     else:
         with pytest.raises(LeaseLost):
             model(torch.tensor([1]))
+
+
+def test_workers_on_other_terms_are_refused(make_job):
+    with pytest.raises(ModeMismatch):
+        make_job(terms_of(staleness=0), terms_of(staleness=4))
 
 
 def test_a_lease_that_is_lost_again_and_again_is_an_error(make_pair):

@@ -188,3 +188,8 @@ def test_a_run_goes_on_from_its_state_to_the_bit():
     assert first.payload(IDS, values, 5).tobytes() == second.payload(IDS, values, 5).tobytes()
     with pytest.raises(ValueError, match="of another rank"):
         LowRank(DenseLayout(IDS, PLACES), BLOCK, 2, 3).load_state_dict(dict(first.state_dict()))
+
+
+def test_factors_travel_as_values_of_which_the_size_is_known():
+    with pytest.raises(ValueError, match="factors travel as none"):
+        Worker().compressor.check("dense", CodecName.parse("powersgd:1+mine:codec"))

@@ -11,6 +11,8 @@ import sys
 from operator import attrgetter
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -157,6 +159,13 @@ def test_every_reader_can_be_opened_from_a_job(folder, section, files, features,
     assert data.splits == job.data.judged_on
     assert (data.schema.num_dense > 0) == job.data.has_dense
     assert data.evaluation == job.data.evaluation
+
+
+def test_parquet_can_be_opened_from_a_job(folder):
+    pq.write_table(pa.table({"label": [0, 1], "u": [3, 4]}), folder / "a.parquet")
+    job = load(folder, MODES, "data={reader: parquet, train: [a.parquet], ids: global, num_ids: 5}")
+    data = job.data.open(folder, seed=0)
+    assert (data.schema.num_ids, data.num_samples("train")) == (5, 2)
 
 
 def test_one_file_is_a_list_of_one(folder):

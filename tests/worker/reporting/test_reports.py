@@ -5,7 +5,9 @@ import io
 import json
 import math
 from collections import Counter
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from embershard.proto.timing import begin_step, end_step, span
 from embershard.worker.client.connections import ClientStats
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.nn.lr_schedule import Schedule
+from embershard.worker.reporting import log as reporting
 from embershard.worker.reporting.log import JsonLog, TensorBoardLog
 from embershard.worker.reporting.profile import TRACED_STEPS, WARM_UP_STEPS, Profile
 from embershard.worker.reporting.records import Evaluation, Interval, RunPlan, RunResult
@@ -100,16 +103,18 @@ def test_the_table_says_how_stale_pushes_were_where_they_were(seen, shown):
     assert rows.get("staleness") == shown
 
 
-def test_the_log_is_one_json_object_per_line_flushed_at_once(tmp_path):
+def test_the_log_is_one_json_object_per_line_flushed_at_once(tmp_path, monkeypatch):
     log = JsonLog(tmp_path / "new" / "folder")
     log.started(PLAN)
     assert json.loads(log.path.read_text())["record"] == "config"  # before close: flushed
     log.close()
     again = JsonLog(tmp_path / "new" / "folder")
+    monkeypatch.setattr(reporting, "version", Mock(side_effect=PackageNotFoundError))  # a checkout
     show(again)
     records = [json.loads(line) for line in again.path.read_text().splitlines()]
     assert [r["record"] for r in records] == ["config", "config", "train", "eval", "train", "result"]
-    config, _, train, evaluation, _, result = records
+    config, checkout, train, evaluation, _, result = records
+    assert set(checkout["versions"].values()) == {"unknown"}
     assert config["job"] == {"model": {"name": "fm"}}
     assert set(config["versions"]) == {"embershard", "torch", "numpy"}
     assert (train["step"], train["loss"], train["wait_share"]) == (5, 0.5, 0.25)
@@ -256,3 +261,7 @@ def test_a_profile_splits_the_steps_behind_warm_up_and_trace(tmp_path):
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     ranges = Counter(event.get("name") for event in events if event.get("cat") == "user_annotation")
     assert {ranges[name] for name in ("forward", "wait", "backward")} == {TRACED_STEPS}
+
+    with Profile(tmp_path) as short:
+        train(WARM_UP_STEPS + 3)
+    assert "too few" in short.summary()

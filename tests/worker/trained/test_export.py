@@ -17,7 +17,14 @@ from embershard.worker.checkpoint.snapshots import read_table, take_snapshot
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import RowsDataset, Samples, Schema
 from embershard.worker.session.session import Session
-from embershard.worker.trained.export import CannotExport, TableFacts, export_weights, write_bytes, write_tensors
+from embershard.worker.trained.export import (
+    CannotExport,
+    TableFacts,
+    export_weights,
+    make_folder,
+    write_bytes,
+    write_tensors,
+)
 from embershard.worker.trained.import_weights import CannotImport, import_state
 from embershard.worker.trained.onnx import dense_part, export_onnx
 from embershard.worker.trained.quantise import int8_tensors, load_int8, quantise
@@ -155,6 +162,9 @@ def test_a_file_that_cannot_take_its_place_is_named_and_leaves_no_part_of_it(tmp
     with pytest.raises(CannotExport, match=rf"cannot write .*/{name}: Is a directory"):
         write_tensors(tmp_path / name, {"a": torch.ones(2)}) if "tensors" in name else write_bytes(tmp_path / name, b"")
     assert [path.name for path in tmp_path.iterdir()] == [name]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CannotExport):
+        make_folder(tmp_path / "file" / "out")
 
 
 @pytest.mark.parametrize(

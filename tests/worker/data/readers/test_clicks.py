@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from embershard.proto.reference import mix64
-from embershard.worker.data.readers.clicks import PAIRS, ClickStream, alias_table, spread_step, zipf_bins
+from embershard.worker.data.readers.clicks import PAIRS, ClickStream, spread_step, zipf_bins
 from embershard.worker.data.readers.criteo_statistics import CATEGORICAL, NUMERIC
 
 OFFSETS = np.cumsum([0, *(column.cardinality for column in CATEGORICAL)])
@@ -46,18 +46,6 @@ def test_bins_hold_the_exact_law(c):
     np.testing.assert_allclose(bins.probabilities, np.add.reduceat(law, bins.starts), rtol=1e-6)
     # evenly drawn inside a bin: no rank is off by more than half a bin's slope
     np.testing.assert_allclose(np.repeat(bins.probabilities / bins.widths, bins.widths), law, rtol=0.005)
-
-
-@pytest.mark.parametrize("size", [1, 2, 7, 64])
-def test_alias_table_gives_back_its_probabilities(size):
-    wanted = np.random.default_rng(size).dirichlet(np.full(size, 0.2))
-    threshold, alias = alias_table(wanted, 64)
-    keep = (threshold + 1.0) / 2**32
-    found = np.zeros(64)
-    np.add.at(found, np.arange(64), keep / 64)
-    np.add.at(found, alias, (1 - keep) / 64)
-    np.testing.assert_allclose(found[:size], wanted, atol=1e-9)
-    np.testing.assert_allclose(found[size:], 0, atol=1e-9)
 
 
 def test_drawn_ids_follow_the_law(sample):

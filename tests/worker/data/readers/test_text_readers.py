@@ -8,6 +8,7 @@ from embershard.proto.errors import JobError
 from embershard.worker.data import text as delimited
 from embershard.worker.data.columns import Columns, hash_texts
 from embershard.worker.data.readers.adult import Adult
+from embershard.worker.data.readers.clicks import ClickStream
 from embershard.worker.data.readers.criteo import CriteoTsv, CriteoTsvStream
 from embershard.worker.data.readers.ctr_csv import CtrCsv, CtrCsvStream
 
@@ -150,6 +151,20 @@ def test_a_number_that_is_none_and_bytes_that_are_no_text_are_a_bad_line(tmp_pat
 def test_mistakes_of_headers_and_files_are_named(tmp_path, files, columns, error):
     with pytest.raises(JobError, match=error):
         CtrCsv({split: write(tmp_path / f"{split}.csv", text) for split, text in files.items()}, columns)
+
+
+def test_arguments_without_sense_are_refused(tmp_path):
+    path = write(tmp_path / "a.csv", TEXT)
+    for make in (
+        lambda: Columns(numeric=("u",), categorical=("u",)),
+        lambda: ClickStream(samples=0),
+        lambda: ClickStream().evaluate("all", 0, 1, 1),
+        lambda: CriteoTsv({"train": [path], "test": []}),
+        lambda: CtrCsvStream({"train": path}, shuffle_rows=0),
+        lambda: CtrCsvStream({"train": path}).evaluate("test", 0, 1, 1),
+    ):
+        with pytest.raises((ValueError, JobError), match=r"twice|at least 1|no split|no test file"):
+            make()
 
 
 def test_frappe(real_data):
