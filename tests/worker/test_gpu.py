@@ -5,7 +5,6 @@ import copy
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import embershard as es
@@ -14,6 +13,7 @@ from embershard.worker.device import to_device, to_host
 from embershard.worker.training.saver import RandomNumbers
 from embershard.worker.training.trainer import Trainer
 from harness.clicks import click_data, click_job
+from harness.models import SumModel
 
 pytestmark = pytest.mark.cuda
 
@@ -54,11 +54,8 @@ def test_an_embedding_on_a_gpu_does_what_it_does_on_the_cpu(make_session, gpu, s
     for device in (CPU, gpu):
         session = make_session(2)
         module = es.Embedding(table_of(session), ROWS, **settings)
-        if settings.get("frozen"):
-            module.to(device)
-            found.append([module(ids).cpu()])
-        else:
-            found.append(trained(session, module, device, ids))
+        frozen = settings.get("frozen")
+        found.append([module.to(device)(ids).cpu()] if frozen else trained(session, module, device, ids))
     assert_close(found[1], found[0])
 
 
@@ -86,19 +83,6 @@ def test_copies_arrive_whole_while_their_buffers_are_used_again(gpu):
         assert twice.dtype == once.dtype == np.float32
 
 
-class Net(nn.Module):
-    """A table, a parameter of its own, and layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(ROWS, DIM)
-        self.scale = nn.Parameter(torch.ones(()))
-        self.head = nn.Sequential(nn.Linear(4 * DIM, 300), nn.ReLU(), nn.Linear(300, 1))
-
-    def forward(self, ids):
-        return self.scale * self.head(self.table(ids).flatten(1)).squeeze(1)
-
-
 def batches(count):
     generator = torch.Generator().manual_seed(7)
     ids = [torch.randint(ROWS, (64, 4), generator=generator) for _ in range(count)]
@@ -106,7 +90,7 @@ def batches(count):
 
 
 def test_dense_weights_follow_a_model_to_the_gpu_and_back(make_session, gpu):
-    start, curves = Net(), []
+    start, curves = SumModel(ROWS, DIM), []
     for places in ([CPU] * 3, [CPU, gpu, CPU]):
         session = make_session(2)
         model, curve = es.wrap(copy.deepcopy(start), session, optimizer=es.Adam(lr=0.01)), []
@@ -146,16 +130,15 @@ def auc(session, strategy, device, train):
     return Trainer(job, click_data(train=3000, test=1000), session, WorkerGroup()).run().figures["test"]["auc"]
 
 
-@pytest.mark.parametrize(
-    "train",
-    [
-        {},
-        {"amp": "bf16"},
-        {"amp": "fp16", "accumulate": 2, "clip_norm": 10.0},
-        {"amp": "fp16", "non_finite": "skip", "average": {"decay": 0.9}},
-    ],
-    ids=str,
-)
+TRAIN = [
+    {},
+    {"amp": "bf16"},
+    {"amp": "fp16", "accumulate": 2, "clip_norm": 10.0},
+    {"amp": "fp16", "non_finite": "skip", "average": {"decay": 0.9}},
+]
+
+
+@pytest.mark.parametrize("train", TRAIN, ids=str)
 @pytest.mark.parametrize("strategy", ["ps", "hybrid", "local"])
 def test_a_job_on_a_gpu_reaches_what_it_reaches_on_the_cpu(make_session, gpu, strategy, train):
     sessions = [None if strategy == "local" else make_session(2) for _ in range(2)]

@@ -101,26 +101,22 @@ def names(folder):
 
 ADAM = {"name": "adam", "lr": 0.01}
 STANDING = {"dim": 4, "optimizer": {"name": "sgd", "lr": 0.0}}
+CACHED = {"optimizer": ADAM, "cache": {"rows": 50, "staleness": 3}}
+
+
+def every(evaluate, checkpoint):
+    return {"evaluate": {"every": evaluate}, "checkpoint": {"every": checkpoint}}
+
+
 RESUMED = {
     "epochs": (28, {}),
-    "in the middle of an epoch": (30, {"train": {"steps": 50}, "evaluate": {"every": 20}, "checkpoint": {"every": 15}}),
+    "in the middle of an epoch": (30, {"train": {"steps": 50}, **every(20, 15)}),
     "early stop": (28, {"train": STOPPING, "model": {"name": "fm"}, "embedding": STANDING}),
     "average": (14, {"train": {"epochs": 3, "average": {"decay": 0.9}, "clip_norm": 0.1, "prefetch": None}}),
     "dense weights in the worker": (28, {"strategy": "hybrid"}),
     "no shards": (28, {"strategy": "local", "dense": {"optimizer": ADAM}}),
-    "local steps": (
-        20,
-        {"train": {"steps": 50, "staleness": "local(7)"}, "evaluate": {"every": 30}, "checkpoint": {"every": 20}},
-    ),
-    "cache": (
-        30,
-        {
-            "train": {"steps": 50, "prefetch": None},
-            "evaluate": {"every": 50},
-            "checkpoint": {"every": 15},
-            "embedding": {"optimizer": ADAM, "cache": {"rows": 50, "staleness": 3}},
-        },
-    ),
+    "local steps": (20, {"train": {"steps": 50, "staleness": "local(7)"}, **every(30, 20)}),
+    "cache": (30, {"train": {"steps": 50, "prefetch": None}, **every(50, 15), "embedding": CACHED}),
     "codecs by a schedule": (28, {"compression": SWITCHED, "dense": {"optimizer": {"name": "sgd", "lr": 0.01}}}),
 }
 
@@ -330,13 +326,9 @@ def test_names_in_a_manifest_lead_nowhere_else(path):
 
 
 def test_another_job_is_refused_by_all_that_differs(path, tmp_path):
-    other = job(
-        tmp_path,
-        train={"epochs": 4, "seed": 6, "batch_size": 60},
-        embedding={"dim": 8, "optimizer": {"name": "sgd", "lr": 0.1}},
-        dense={"optimizer": {"name": "sgd", "lr": 0.2}, "mode": "ddp"},
-        strategy="hybrid",
-    )
+    train = {"epochs": 4, "seed": 6, "batch_size": 60}
+    dense = {"optimizer": {"name": "sgd", "lr": 0.2}, "mode": "ddp"}
+    other = job(tmp_path, train=train, embedding={**STANDING, "dim": 8}, dense=dense, strategy="hybrid")
     with pytest.raises(OtherJob) as raised:
         find_checkpoint(str(path), other)
     for field in ("train.seed is 6 here and 5", "train.batch_size", "strategy", "dense.optimizer.lr", "embedding.dim"):
@@ -358,8 +350,7 @@ def test_a_model_of_which_a_group_is_frozen_is_put_together_again(tmp_path):
 def test_what_may_change_is_not_asked_about(path, tmp_path):
     data = {"reader": "ctr_csv", "train": "t.csv", "root": "elsewhere", "loader_processes": 1}
     train = {"steps": 1000, "lr_schedule": {"name": "linear"}, "device": "cpu"}
-    cached = {"dim": 4, "optimizer": {"name": "adam", "lr": 0.01}, "cache": {"rows": 50, "staleness": 3}}
-    given = {"train": train, "evaluate": {"every": 10}, "data": data, "embedding": cached}
+    given = {"train": train, "evaluate": {"every": 10}, "data": data, "embedding": {"dim": 4, **CACHED}}
     other = job(tmp_path, workers=3, shards=5, output="x", freeze=["output"], **given)
     assert find_checkpoint(str(path), other).manifest.step == 3
 
