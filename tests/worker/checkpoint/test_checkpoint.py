@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from embershard.local_shards import local
-from embershard.proto.errors import SnapshotNotWritten
+from embershard.proto.errors import JobError, SnapshotNotWritten
 from embershard.proto.snapshot.storage import Storage
 from embershard.worker.checkpoint.checkpoint import (
     MANIFEST,
@@ -376,6 +376,11 @@ def test_a_state_of_other_weights_is_refused(tmp_path):
     wider = trained.model_copy(update={"model": trained.model.model_copy(update={"hidden": (9,)})})
     with pytest.raises(BadCheckpoint, match="its state of 'held' does not fit this job"):
         train(wider, None, checkpoint(tmp_path, 14))
+
+
+def test_latest_needs_a_folder_to_look_in(tmp_path):
+    with pytest.raises(JobError):
+        find_checkpoint("latest", job(tmp_path).model_copy(update={"checkpoint": None}))
 
 
 def test_a_state_comes_back_as_it_was():

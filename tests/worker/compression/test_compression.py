@@ -101,7 +101,7 @@ def test_tables_are_chosen_by_name_and_kind():
 WRONG = [{"push": "onebit"}, {"pull": "topk:0.1"}, {"residual_rows": 0}, {"momentum": 1.0}, {"warmup_steps": -1}]
 
 
-@pytest.mark.parametrize("settings", [*WRONG, {"clip_norm": float("nan")}], ids=str)
+@pytest.mark.parametrize("settings", [*WRONG, {"clip_norm": float("nan")}, {"dense": {"pushes": "none"}}], ids=str)
 def test_settings_that_cannot_be_are_refused_at_once(settings):
     ((name, value),) = settings.items()
     with pytest.raises(ValueError, match=value if isinstance(value, str) else name):
