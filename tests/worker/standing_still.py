@@ -1,15 +1,12 @@
 """A process that hears nothing for a while."""
 
-from __future__ import annotations
-
 import os
 import signal
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 @contextmanager
-def standing_still(pid: int) -> Iterator[None]:
+def standing_still(pid):
     """Stop a child of this process for as long as the block takes."""
     os.kill(pid, signal.SIGSTOP)
     try:

@@ -1,28 +1,24 @@
 """What a GPU changes: where rows, gradients and states lie, and that training there follows the CPU."""
 
 import copy
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import embershard as es
 from embershard.worker.client.worker_group import WorkerGroup
-from embershard.worker.data.batch import RowsDataset, Samples, Schema
 from embershard.worker.device import to_device, to_host
-from embershard.worker.kernels import by_first_use, by_first_use_in_torch
 from embershard.worker.training.saver import RandomNumbers
 from embershard.worker.training.trainer import Trainer
-from harness.job import make_job
+from harness.clicks import click_data, click_job
+from harness.models import SumModel
 
 pytestmark = pytest.mark.cuda
 
 CPU = torch.device("cpu")
 ROWS, DIM = 50, 6
-F, PER_FIELD, D = 3, 20, 2
 
 
 def trained(session, module, device, *inputs):
@@ -58,11 +54,8 @@ def test_an_embedding_on_a_gpu_does_what_it_does_on_the_cpu(make_session, gpu, s
     for device in (CPU, gpu):
         session = make_session(2)
         module = es.Embedding(table_of(session), ROWS, **settings)
-        if settings.get("frozen"):
-            module.to(device)
-            found.append([module(ids).cpu()])
-        else:
-            found.append(trained(session, module, device, ids))
+        frozen = settings.get("frozen")
+        found.append([module.to(device)(ids).cpu()] if frozen else trained(session, module, device, ids))
     assert_close(found[1], found[0])
 
 
@@ -79,24 +72,6 @@ def test_a_bag_on_a_gpu_does_what_it_does_on_the_cpu(make_session, gpu, mode, sh
     assert_close(found[1], found[0])
 
 
-def test_ids_that_lie_on_the_gpu_are_read_too(make_session, gpu):
-    ids = torch.arange(12).view(3, 4)
-    session = make_session(2)
-    module = es.Embedding(table_of(session), ROWS).to(gpu)
-    for batch in session.prefetch([ids.to(gpu)], inputs=lambda ids: {"t": ids}):
-        found = module(batch)
-        assert found.device == gpu
-        torch.testing.assert_close(found.detach().cpu(), module.table.pull(ids))
-    assert session.missed_reads == 0
-
-
-def test_rows_are_numbered_by_first_use_as_on_the_cpu(gpu):
-    index = torch.randint(200, (1000,), generator=torch.Generator().manual_seed(2))
-    want = by_first_use(index.numpy(), 260)
-    for found, array in zip(by_first_use_in_torch(index.to(gpu), 260), want, strict=True):
-        np.testing.assert_array_equal(found.cpu().numpy(), array)
-
-
 def test_copies_arrive_whole_while_their_buffers_are_used_again(gpu):
     arrived = []
     for number in range(50):  # each frees its pinned memory while its copy may be under way
@@ -108,19 +83,6 @@ def test_copies_arrive_whole_while_their_buffers_are_used_again(gpu):
         assert twice.dtype == once.dtype == np.float32
 
 
-class Net(nn.Module):
-    """A table, a parameter of its own, and layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(ROWS, DIM)
-        self.scale = nn.Parameter(torch.ones(()))
-        self.head = nn.Sequential(nn.Linear(4 * DIM, 300), nn.ReLU(), nn.Linear(300, 1))
-
-    def forward(self, ids):
-        return self.scale * self.head(self.table(ids).flatten(1)).squeeze(1)
-
-
 def batches(count):
     generator = torch.Generator().manual_seed(7)
     ids = [torch.randint(ROWS, (64, 4), generator=generator) for _ in range(count)]
@@ -128,7 +90,7 @@ def batches(count):
 
 
 def test_dense_weights_follow_a_model_to_the_gpu_and_back(make_session, gpu):
-    start, curves = Net(), []
+    start, curves = SumModel(ROWS, DIM), []
     for places in ([CPU] * 3, [CPU, gpu, CPU]):
         session = make_session(2)
         model, curve = es.wrap(copy.deepcopy(start), session, optimizer=es.Adam(lr=0.01)), []
@@ -144,34 +106,6 @@ def test_dense_weights_follow_a_model_to_the_gpu_and_back(make_session, gpu):
     torch.testing.assert_close(curves[1], curves[0], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("unscale", [False, True])
-def test_gradscaler_leaves_out_steps_that_overflow_and_then_trains(make_session, gpu, unscale):
-    session = make_session(2)
-    model = es.wrap(Net(), session, optimizer=es.Adagrad(lr=0.05)).to(gpu)
-    optimizer = es.ShardOptimizer(session)
-    scaler = torch.amp.GradScaler(gpu.type, init_scale=2.0**60)
-    losses, scales = [], [scaler.get_scale()]
-    for _ in range(20):
-        for ids, labels in batches(5):
-            with torch.autocast(gpu.type, torch.float16):
-                loss = binary_cross_entropy_with_logits(model(ids).float(), labels.to(gpu))
-            scaler.scale(loss).backward()
-            if unscale:
-                scaler.unscale_(optimizer)
-                parameters = [p for group in optimizer.param_groups for p in group["params"]]
-                nn.utils.clip_grad_norm_(parameters, 100.0)
-            pushed = session.stats.pushed_rows
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-            assert (session.stats.pushed_rows == pushed) == (scales[-1] < scales[-2])
-            losses.append(loss.item())
-    assert session.clock == 100
-    assert optimizer.skipped_steps == sum(after < before for before, after in pairwise(scales))
-    assert 20 < optimizer.skipped_steps < 60
-    assert np.mean(losses[-5:]) < 0.9 * losses[0]
-
-
 def test_the_generator_of_the_gpu_goes_on_where_it_was(gpu):
     numbers = RandomNumbers(gpu)
     state = copy.deepcopy(numbers.state_dict())
@@ -181,40 +115,30 @@ def test_the_generator_of_the_gpu_goes_on_where_it_was(gpu):
     assert torch.equal(torch.rand(5, device=gpu), first)
 
 
-def rows(count, seed):
-    rng = np.random.default_rng(seed)
-    ids = rng.integers(0, PER_FIELD, (count, F)) + np.arange(F) * PER_FIELD
-    effects = np.random.default_rng(0).normal(0, 2, F * PER_FIELD)
-    labels = (rng.random(count) < 1 / (1 + np.exp(-effects[ids].sum(1)))).astype(np.float32)
-    return Samples(ids, rng.random((count, D), np.float32), labels)
-
-
 def auc(session, strategy, device, train):
     """Of a job whose device this is."""
-    parts = {"train": rows(3000, 1), "test": rows(1000, 2)}
-    data = RowsDataset(Schema(tuple("abc"), D, F * PER_FIELD), parts, where="made up", seed=3)
     embedding = {"optimizer": {"name": "adagrad", "lr": 0.1}, "initializer": {"name": "normal", "std": 0.1}}
-    job = make_job(
+    job = click_job(
+        "dlrm",
         strategy,
-        model={"name": "dlrm", "bottom": [8], "hidden": [16]},
+        model={"bottom": [8], "hidden": [16]},
         data={"ids": "global"},
         embedding={"dim": 4, **embedding},
         dense={"optimizer": {"name": "adam", "lr": 0.01}},
-        train={"batch_size": 100, "epochs": 3, "seed": 5, "device": device.type, **train},
+        train={"epochs": 3, "device": device.type, **train},
     )
-    return Trainer(job, data, session, WorkerGroup()).run().figures["test"]["auc"]
+    return Trainer(job, click_data(train=3000, test=1000), session, WorkerGroup()).run().figures["test"]["auc"]
 
 
-@pytest.mark.parametrize(
-    "train",
-    [
-        {},
-        {"amp": "bf16"},
-        {"amp": "fp16", "accumulate": 2, "clip_norm": 10.0},
-        {"amp": "fp16", "non_finite": "skip", "average": {"decay": 0.9}},
-    ],
-    ids=str,
-)
+TRAIN = [
+    {},
+    {"amp": "bf16"},
+    {"amp": "fp16", "accumulate": 2, "clip_norm": 10.0},
+    {"amp": "fp16", "non_finite": "skip", "average": {"decay": 0.9}},
+]
+
+
+@pytest.mark.parametrize("train", TRAIN, ids=str)
 @pytest.mark.parametrize("strategy", ["ps", "hybrid", "local"])
 def test_a_job_on_a_gpu_reaches_what_it_reaches_on_the_cpu(make_session, gpu, strategy, train):
     sessions = [None if strategy == "local" else make_session(2) for _ in range(2)]

