@@ -1,11 +1,8 @@
 """`embershard train --import`: a codec of one's own, on the shards and on the workers."""
 
-import subprocess
-from pathlib import Path
-
 import pytest
 
-from harness.processes import run_command
+from harness.processes import said
 
 pytestmark = pytest.mark.integration
 
@@ -30,21 +27,8 @@ def half(rows, key):
 """
 
 
-def train(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    (folder / "job.yaml").write_text(JOB)
-    (folder / "mine.py").write_text(MODULE)
-    return run_command("train", "job.yaml", "--output", "out", "--shards", "1", *words, cwd=folder)
-
-
-def test_a_module_named_once_reaches_shards_and_workers(tmp_path):
-    done = train(tmp_path, "--import", "mine")
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_module_named_once_reaches_shards_and_workers(start, tmp_path):
+    (tmp_path / "mine.py").write_text(MODULE)
+    said(start(JOB, "--shards", "1", "--import", "mine"))
     assert (tmp_path / "False-4.written").exists()  # a push, which has a key
     assert (tmp_path / "True-4.written").exists()  # a pull
-
-
-def test_without_it_the_job_ends_and_says_what_is_missing(tmp_path):
-    done = train(tmp_path)
-    assert done.returncode != 0
-    assert "no codec 'mine:half'" in done.stdout + done.stderr
-    assert "--import MODULE" in done.stdout + done.stderr

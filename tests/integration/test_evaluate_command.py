@@ -1,17 +1,16 @@
 """`embershard evaluate` beside real shards and workers."""
 
-import contextlib
 import json
 import signal
 import subprocess
-from collections.abc import Sequence
+from contextlib import closing
 
 import pytest
 
 from embershard.deploy.supervisor import LocalShards
 from embershard.worker.client.client import Client
 from harness.eventually import PATIENCE, eventually
-from harness.processes import EMBERSHARD, run_command
+from harness.processes import EMBERSHARD, run_command, said
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -23,59 +22,38 @@ train: {batch_size: 256, samples: 5_000}
 """
 
 
-def await_clock(addresses: Sequence[str], clock: int) -> None:
-    with contextlib.closing(Client.connect(addresses)) as client:
-        assert eventually(lambda: client.status()[0].clock >= clock), "nobody trains"
-
-
-@pytest.fixture
-def job(tmp_path):
-    path = tmp_path / "job.yaml"
-    path.write_text(JOB)
-    return path
-
-
-def test_it_scores_what_a_run_has_left_on_the_shards_and_creates_nothing(job, tmp_path):
-    with LocalShards(2) as shards:
-        ps = ",".join(shards.addresses)
-        early = run_command("evaluate", str(job), "--ps", ps)
+def test_it_scores_what_a_run_has_left_on_the_shards_and_creates_nothing(start, tmp_path):
+    with LocalShards(2) as shards, closing(Client.connect(shards.addresses)) as client:
+        (tmp_path / "job.yaml").write_text(JOB)
+        words = ("evaluate", str(tmp_path / "job.yaml"), "--ps", ",".join(shards.addresses))
+        early = run_command(*words)
         assert early.returncode == 1
         assert "no table 'embedding" in early.stderr
-        with contextlib.closing(Client.connect(shards.addresses)) as client:
-            assert not any(status.tables for status in client.status())
-        trained = run_command("train", str(job), "--ps", ps, "--output", str(tmp_path / "out"))
-        assert trained.returncode == 0, trained.stderr
-        found = run_command("evaluate", str(job), "--ps", ps)
+        assert not any(status.tables for status in client.status())
+        said(start(JOB, *words[2:]))
+        found = run_command(*words)
         assert found.returncode == 0, found.stderr
-    records = [json.loads(line) for line in (tmp_path / "out/log.jsonl").read_text().splitlines()]
-    result = next(record for record in records if record["record"] == "result")
+    *_, result = (json.loads(line) for line in (tmp_path / "out/log.jsonl").read_text().splitlines())
     figures = json.loads(found.stdout)
     for split, its in result["figures"].items():
         assert figures[split] == pytest.approx(its, rel=1e-6)
 
 
-def test_workers_train_on_while_it_scores(job, tmp_path):
-    forever = [str(job), "--output", str(tmp_path / "out"), "--set", "train.samples=1_000_000_000"]
-    with LocalShards(1) as shards, (tmp_path / "said").open("w") as said:
-        ps = ["--ps", shards.addresses[0]]
-        words = [*EMBERSHARD, "train", *forever, *ps, "--set", "train.staleness=0", "--workers", "2"]
-        trainer = subprocess.Popen(words, stdout=said, stderr=said)
-        evaluator = None
-        try:
-            await_clock(shards.addresses, 3)
-            evaluator = subprocess.Popen(
-                [*EMBERSHARD, "evaluate", str(job), *ps, "--every", "0.1"], stdout=subprocess.PIPE, text=True
-            )
-            first, *_ = scores = [json.loads(evaluator.stdout.readline())]
-            while scores[-1]["clock"] == first["clock"]:  # nothing says how far they come in between
-                scores.append(json.loads(evaluator.stdout.readline()))
-            assert scores[-1]["clock"] > first["clock"] > 0
+def test_workers_train_on_while_it_scores(start, tmp_path):
+    with LocalShards(1) as shards, closing(Client.connect(shards.addresses)) as client:
+        ps = ("--ps", shards.addresses[0])
+        forever = ("--set", "train.samples=1_000_000_000", "--set", "train.staleness=0", "--workers", "2")
+        trainer = start(JOB, *forever, *ps)
+        assert eventually(lambda: client.status()[0].clock >= 3), "nobody trains"
+        line = [*EMBERSHARD, "evaluate", str(tmp_path / "job.yaml"), *ps, "--every", "0.1"]
+        with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as evaluator:
+            first = last = json.loads(evaluator.stdout.readline())
+            while last["clock"] == first["clock"]:  # nothing says how far they come in between
+                last = json.loads(evaluator.stdout.readline())
+            assert last["clock"] > first["clock"] > 0
             assert first["valid"]["samples"] == 3000
             evaluator.send_signal(signal.SIGINT)
             assert evaluator.wait(PATIENCE) == 130
-            assert trainer.poll() is None
-        finally:
-            for process in (trainer, evaluator):
-                if process is not None:
-                    process.terminate()
-                    process.communicate(timeout=PATIENCE)
+        assert trainer.poll() is None
+        trainer.terminate()
+        trainer.communicate(timeout=PATIENCE)
