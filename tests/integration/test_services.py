@@ -19,6 +19,7 @@ from embershard.proto.messages import SERVICE, Declare, GetStatus, Greeting, Hel
 from embershard.proto.protobuf import dumps
 from embershard.proto.transport.addresses import transport_for
 from embershard.proto.transport.transport import Unreachable
+from embershard.worker.client.client import Client
 from harness.eventually import PATIENCE, eventually
 from harness.processes import EMBERSHARD, lives, marked, run_command
 from harness.served import shard_process
@@ -201,8 +202,8 @@ def test_up_restarts_and_reports_a_dead_shard_and_ends_with_ctrl_c(tmp_path):
     with up(str(tmp_path)) as (process, addresses, pids):
         os.kill(pids[1], signal.SIGKILL)
         assert eventually(lambda: len({one.pid for one in marked(str(tmp_path))} - {process.pid, pids[1]}) == 2)
-        with closing(transport_for(f"grpc://{addresses[1]}")) as transport:
-            assert isinstance(transport.submit(Hello(), timedelta(seconds=PATIENCE)).result(), Greeting)
+        with closing(Client.connect(addresses)) as client:
+            assert [status.shard for status in client.status()] == [0, 1]
         left = [one for one in marked(str(tmp_path)) if one.pid != process.pid]
         process.send_signal(signal.SIGINT)
         _, log = process.communicate(timeout=PATIENCE)
