@@ -214,16 +214,16 @@ def test_gradients_may_travel_as_a_payload_and_a_damaged_one_is_refused_whole(tr
 
 def refused(number):
     """Requests in order, each of which a shard refuses in its own way, or needs for the next."""
-    made, ids, worker = shards.table(f"refused{number}", 2), np.arange(2, dtype=np.int64), 1000 + number
-    loading = made.model_copy(update={"name": f"{made.name}-loading"})
-    part = m.TableGradients(made.name, ids, np.ones((2, 2), np.float32))
+    name, ids, worker = f"refused{number}", np.arange(2, dtype=np.int64), 1000 + number
+    loading = shards.table(f"{name}-loading", 2)
+    part = m.TableGradients(name, ids, np.ones((2, 2), np.float32))
     return [
-        m.Declare(made),
-        m.Declare(made.model_copy(update={"dim": 3})),  # TableMismatch
+        m.Declare(shards.table(name, 2)),
+        m.Declare(shards.table(name, 3)),  # TableMismatch
         m.Declare(shards.table("other", 2, optimizer=spec.Custom(function="no:where", lr=1.0))),
-        m.Pull(7, (m.TableIds(made.name, ids),)),  # WrongPlacement
-        a_push(made.name, ids, np.ones(5, np.float32), worker),  # WrongDim
-        m.Load(made.name, 1, ids, np.full((2, 2), np.nan, np.float32)),  # NonFiniteValue
+        m.Pull(7, (m.TableIds(name, ids),)),  # WrongPlacement
+        a_push(name, ids, np.ones(5, np.float32), worker),  # WrongDim
+        m.Load(name, 1, ids, np.full((2, 2), np.nan, np.float32)),  # NonFiniteValue
         m.Declare(loading, worker, load=True),
         pull(loading.name, ids),  # TableLoading
         shards.push(part, worker=worker, epoch=5, seq=9, first=9),  # MemoryLost
