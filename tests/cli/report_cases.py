@@ -5,18 +5,8 @@ from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 
+from embershard.compare import results as r
 from embershard.compare.analysis.conclusions import conclude
-from embershard.compare.results import (
-    UNLIMITED,
-    Arm,
-    ArmRun,
-    Bandwidth,
-    CurvePoint,
-    MeanStepBytes,
-    Results,
-    RunConditions,
-    StepPart,
-)
 from embershard.compare.run.arms import find_arms
 from embershard.compare.run.plan import ComparisonPlan, Experiment
 from embershard.worker.job.load import load_job
@@ -58,7 +48,7 @@ def _bytes(kind):
     for (direction, part), raw in _RAW.items():
         share = left[direction] if part in ("rows", "dense") else (0.4 if part == "ids" and left[direction] < 1 else 1)
         sizes = {"sent": raw * share, "raw": raw, "predicted": raw * share * 1.004}
-        found.append(MeanStepBytes(direction=direction, part=part, **sizes))
+        found.append(r.MeanStepBytes(direction=direction, part=part, **sizes))
     return tuple(found)
 
 
@@ -74,10 +64,10 @@ def _step(kind, bits, noise):
     shares = {"encode": 0.45, "decode": 0.25, "shards": 0.3}
     parts |= {"wait": link + 0.2} | {name: share * kind.codec_ms for name, share in shares.items()}
     whole = sum(parts.values())
-    found = [StepPart(name="step", p50_ms=whole, p99_ms=whole * 1.6 + noise, mean_ms=whole * 1.05, overlapped=False)]
+    found = [r.StepPart(name="step", p50_ms=whole, p99_ms=whole * 1.6 + noise, mean_ms=whole * 1.05, overlapped=False)]
     for name, ms in parts.items():
-        found.append(StepPart(name=name, p50_ms=ms, p99_ms=ms * 1.8, mean_ms=ms * 1.05, overlapped=False))
-    return *found, StepPart(name="push", p50_ms=2.0, p99_ms=4.1, mean_ms=2.1, overlapped=True)
+        found.append(r.StepPart(name=name, p50_ms=ms, p99_ms=ms * 1.8, mean_ms=ms * 1.05, overlapped=False))
+    return *found, r.StepPart(name="push", p50_ms=2.0, p99_ms=4.1, mean_ms=2.1, overlapped=True)
 
 
 def _run(kind, seed, link, bits, what, multiple=1.0):
@@ -91,9 +81,9 @@ def _run(kind, seed, link, bits, what, multiple=1.0):
         samples = number * 230_000
         auc = final - 0.12 * np.exp(-number / 2.2) + random.normal(0, kind.noise)
         figures = {split: {"auc": auc, "logloss": 0.9 - auc * 0.75} for split in ("valid", "test")}
-        curve.append(CurvePoint(samples=samples, seconds=samples / speed, figures=figures))
+        curve.append(r.CurvePoint(samples=samples, seconds=samples / speed, figures=figures))
     whole = what != "speed"
-    return ArmRun(
+    return r.ArmRun(
         arm=kind.label, seed=seed, bandwidth=link, kind=what, multiple=multiple, ok=True, error="", attempts=1,
         words=("--set", f"seed={seed}"), folder=f"runs/{kind.label}-{seed}-{link}", began="2026-11-21 12:00:00 +0000",
         total_seconds=80.0, steps=1350 if whole else 200, samples=samples if whole else 400_000,
@@ -113,7 +103,7 @@ def fake_results(
     multiples=(1.0,),
     name="deepfm on frappe",
     error="ShardLost: shard 1 at 127.0.0.1:7701 did not answer within 30 s",
-) -> Results:
+) -> r.Results:
     """A whole comparison. `failed` are quality runs (arm, seed)."""
     runs = [
         _run(kind, seed, link, bits, "quality" if bits is None else "speed")
@@ -130,21 +120,21 @@ def fake_results(
         if run.kind == "quality" and (run.arm, run.seed) in failed:
             runs[place] = run.model_copy(update=gone)
     arms = tuple(
-        Arm(label=kind.label, meaning=kind.meaning, is_codec=kind.is_codec, added=kind.added,
+        r.Arm(label=kind.label, meaning=kind.meaning, is_codec=kind.is_codec, added=kind.added,
             settings=(f"compression.push={kind.label}" if kind.is_codec else kind.label,)) for kind in kinds
     )  # fmt: skip
-    return conclude(Results(
+    return conclude(r.Results(
         name=name, job_file="job.yaml",
         job={"seed": 1, "train": {"batch_size": 1024, "epochs": 12}, "model": {"name": "deepfm"}},
         command=("embershard", "compare", "job.yaml", "--arms", ",".join(kind.label for kind in kinds)),
         metric="auc", split="test", deciding_split="valid", reachable={}, workers=2, shards=2, link="token bucket",
         baseline=kinds[0].label, arms=arms,
-        bandwidths=tuple(Bandwidth(label=label, bits_per_second=bits) for label, bits in links.items()),
+        bandwidths=tuple(r.Bandwidth(label=label, bits_per_second=bits) for label, bits in links.items()),
         seeds=tuple(seeds), full=False, speed_steps=200, skipped_share=0.2, multiples=tuple(multiples), tuned=tuned,
         complete=True, seconds=6400.0, runs=tuple(runs),
         quality=(), speeds=(), volumes=(), break_even=(), verdicts=(),
         notes=() if len(seeds) > 1 else ("One seed: no intervals and no tests; a difference may be chance.",),
-        conditions=RunConditions(machine="AMD EPYC 9B14", cores=2, memory_gib=15, system="Linux 6.1", python="3.11.9",
+        conditions=r.RunConditions(machine="AMD EPYC 9B14", cores=2, memory_gib=15, system="Linux 6.1", python="3.11.9",
                               versions={"embershard": "0.1.0", "torch": "2.13.0", "numpy": "2.4.6"}),
     ))  # fmt: skip
 
@@ -160,7 +150,7 @@ train: {batch_size: 256, samples: 10_000}
 def plan_of(job, *arms, links=(), overrides=(), **fields) -> ComparisonPlan:
     """The plan for a job's file: of these arms, on these links and, as every plan, without limit."""
     found = find_arms(arms, job, overrides, None)
-    bandwidths = [Bandwidth(label=label, bits_per_second=LINKS[label]) for label in (*links, UNLIMITED)]
+    bandwidths = [r.Bandwidth(label=label, bits_per_second=LINKS[label]) for label in (*links, r.UNLIMITED)]
     values = {
         "job": load_job(job).model_dump(mode="json"), "overrides": overrides, "imports": (), "seeds": (0, 1),
         "arms": tuple((arm.label, arm.settings) for arm, _ in found.values()), "multiples": (1.0,),

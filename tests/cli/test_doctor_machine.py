@@ -159,7 +159,7 @@ VERSION_2 = {
     "proc/self/cgroup": "0::/kubepods/pod",
     "cgroup/kubepods/cpu.max": "50000 100000",
     "cgroup/kubepods/pod/cpu.max": "max 100000",
-    "cgroup/kubepods/pod/memory.max": "max",
+    "cgroup/kubepods/pod/memory.max": str(2**31),
     "cgroup/kubepods/memory.max": str(2**30),
     "cgroup/kubepods/memory.current": str(2**29),
     "cgroup/kubepods/memory.stat": f"anon 5\ninactive_file {2**28}",
@@ -180,7 +180,7 @@ def test_the_limits_of_a_container_are_seen(files, texts):
     files(texts)
     finds(machine.container, NOBODY, WARN, f"0.5 of {os.cpu_count()} cores, 1.0 GiB of memory, 768 MiB left")
     finds(machine.memory, NOBODY, WARN, "768 MiB free")
-    assert machine.usable_cores() == 0.5
+    assert (machine.usable_cores(), machine.smallest_memory_limit()) == (0.5, 2**30)
 
 
 @pytest.mark.parametrize(
@@ -188,12 +188,15 @@ def test_the_limits_of_a_container_are_seen(files, texts):
     [
         {"proc/self/cgroup": "garbage\n::\n0::/../..", "cgroup/cpu.max": "a b c", "cgroup/memory.max": "-1"},
         {"proc/self/cgroup": "0::/", "cgroup/cpu.max": "100 0", "cgroup/memory.max": "5"},
+        {"proc/self/cgroup": "0::/", "cgroup/memory.max": "max"},
         {"proc/self/cgroup": "1:cpu:/", "cgroup/cpu/cpu.cfs_quota_us": "-1", "cgroup/cpu/cpu.cfs_period_us": "100000"},
+        {"proc/self/cgroup": "5:memory:/", "cgroup/memory/memory.limit_in_bytes": str(2**63 - 4096)},
     ],
 )
 def test_what_is_no_limit_is_none(files, texts):
     files(texts)
     assert (machine.cpu_quota(), machine.memory_limit()) == (None, None)
+    assert machine.smallest_memory_limit() in (None, 5)  # which needs nobody's use of it
 
 
 OVERCOMMIT, HUGE_PAGES = "proc/sys/vm/overcommit_memory", "sys/kernel/mm/transparent_hugepage/enabled"

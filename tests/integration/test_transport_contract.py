@@ -19,13 +19,10 @@ from embershard.proto import messages as m
 from embershard.proto import spec
 from embershard.proto.arrays import MAX_MESSAGE_BYTES
 from embershard.proto.codec.ids import encode_ids
-from embershard.proto.codec.payload import encode_rows
 from embershard.proto.codec.values.registry import find_values
-from embershard.proto.errors import ClockAhead, DamagedPayload, EmbershardError, NotAShard, UnknownTable
-from embershard.proto.routing import make_route
+from embershard.proto.errors import ClockAhead, EmbershardError, NotAShard
 from embershard.proto.transport.addresses import transport_for
 from embershard.proto.transport.transport import Unreachable
-from embershard.worker.client.client import Client
 from harness import shards
 from harness.raises import raises
 from harness.served import shard_process
@@ -156,16 +153,6 @@ def test_many_tables_travel_in_one_message(transport):
         np.testing.assert_array_equal(got.reshape(want.shape), -want)
 
 
-@over_remote  # the local transport hands them over as they are, and the shard wants its ids contiguous
-def test_arrays_may_be_views_of_others_and_read_only(transport):
-    name = table(transport)
-    ids = np.arange(20, dtype=np.int64)[::2]
-    values = np.arange(40, dtype=np.float32).reshape(10, 4)[:, ::2]
-    values.flags.writeable = False
-    ask(transport, a_push(name, ids, values, fresh()))
-    np.testing.assert_array_equal(pulled(transport, name, ids), -values)
-
-
 @over_all
 def test_rows_may_be_wanted_compressed_in_the_callers_memory(transport):
     names, ids = [table(transport, 8), table(transport, 4)], np.arange(5, dtype=np.int64)
@@ -194,22 +181,6 @@ def test_ids_may_travel_packed_both_ways_of_a_row(transport):
     np.testing.assert_array_equal(ask(transport, wanted).tables[0].reshape(4, 2), -rows)
     ask(transport, a_push(name, ids, rows, worker, seq=2, route=worker, packed=packed))
     np.testing.assert_array_equal(pulled(transport, name, ids), -2 * rows)
-
-
-@over_all
-def test_gradients_may_travel_as_a_payload_and_a_damaged_one_is_refused_whole(transport):
-    name, ids, worker = table(transport), np.arange(6, dtype=np.int64), fresh()
-    ones = np.ones((6, 2), np.float32)
-    payload = encode_rows(ones[:2], find_values("bf16"), None, positions=np.array([1, 4]), num_ids=6)
-
-    def push(seq, sent):
-        parts = m.TableGradients(name, ids, ones), m.TableGradients(name, ids, sent, codec=m.PACKED)
-        return ask(transport, shards.push(*parts, worker=worker, seq=seq))
-
-    with pytest.raises(DamagedPayload, match=name):
-        push(1, payload[:-1])
-    assert push(2, payload) == applied(8)
-    assert pulled(transport, name, ids)[:, 0].tolist() == [-1, -2, -1, -1, -2, -1]
 
 
 def refused(number):
@@ -246,14 +217,6 @@ def test_an_error_arrives_as_the_type_that_the_shard_raised_with_its_fields(tran
     wanted = [outcome(reference, request) for request in refused(number)]
     assert [outcome(transport, request) for request in refused(number)] == wanted
     assert len({found[0] for found in wanted if isinstance(found, tuple)}) == 8
-
-
-@over_all
-def test_an_unknown_table_is_an_error_and_the_transport_goes_on(transport):
-    name = f"nowhere{fresh()}"
-    with raises(UnknownTable, table=name):
-        pulled(transport, name, np.arange(3, dtype=np.int64))
-    assert isinstance(ask(transport, m.Hello()), m.Greeting)
 
 
 @over_all
@@ -357,18 +320,6 @@ def test_workers_meet(transport, members):
         ask_in_vain(transport, m.Rendezvous(first, 1, "b", payloads[0]))
 
 
-@over_all
-def test_splits_of_the_data_are_dealt(transport, members):
-    def take(worker, done):
-        return m.TakeSplit(worker=worker, epoch=1, data_epoch=0, num_splits=2, done=done)
-
-    for index, worker in enumerate(members):
-        assert ask(transport, take(worker, -1)) == m.Split(index=index, returned=0)
-    waiting = transport.submit(take(members[0], 0), PATIENCE)
-    assert ask(transport, take(members[1], 1)) == m.Split(index=-1, returned=0)
-    assert waiting.result() == m.Split(index=-1, returned=0)
-
-
 def ask_in_vain(transport, request):
     """Ask what a shard refuses a quarter of the time before its deadline, until its answer comes in time."""
     for seconds in (1, 2, 2, 4, 8):
@@ -428,23 +379,3 @@ def restarted():
 def test_a_shard_that_was_restarted_is_reached_again(name, restarted):
     transports, before = restarted
     assert eventually(transports[name], m.Hello()).instance != before[name]
-
-
-def trained(transport, name):
-    """The rows, to the bit, after some pulls and pushes of one client."""
-    made = spec.TableSpec(name=name, dim=5, optimizer=spec.Adagrad(lr=0.1), initializer=spec.Normal(std=0.1), seed=3)
-    client = Client([transport], worker=fresh())
-    client.declare(made)
-    rng = np.random.default_rng(0)
-    for clock in range(10):
-        route = make_route(rng.integers(0, 500, 200), made.space_key, client.placement)
-        (rows,) = client.pull([(made.name, route)])
-        client.push([(made.name, route, np.tanh(rows) + np.float32(0.1 * clock))], clock=clock)
-    everything = make_route(np.arange(500, dtype=np.int64), made.space_key, client.placement)
-    return client.pull([(made.name, everything)])[0].tobytes()
-
-
-@over_remote
-def test_weights_are_those_of_the_local_transport_to_the_bit(transport):
-    name = f"t{fresh()}"  # a row's first value depends on it
-    assert trained(transport, name) == trained(local_transport(), name)

@@ -1,10 +1,11 @@
 """Which runs are made, made again, and left out; with a trainer that only writes a log."""
 
+import io
 import sys
 from contextlib import contextmanager
 
 import pytest
-from report_cases import JOB, plan_of
+from report_cases import FP16S, JOB, NONE, fake_results, plan_of
 from rich.console import Console
 from rich.progress import Progress
 
@@ -142,14 +143,13 @@ def test_a_run_that_fails_twice_is_recorded_and_tried_at_the_next_start(bench, m
     assert len(bench.tries) == 4
 
 
-def test_a_terminal_sees_which_run_it_is_and_the_time_left(bench, monkeypatch):
+def test_a_terminal_sees_which_run_it_is_and_the_time_left(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    bench.console = Console(record=True, width=200, force_terminal=True)
-    bench.run()
     seen = []
-    show = Show(bench.console)
+    show = Show(Console(file=io.StringIO(), width=200, force_terminal=True))
     monkeypatch.setattr(Progress, "update", lambda self, row, **fields: seen.append(fields["description"]))
-    runs = {key: run.model_copy(update={"total_seconds": 60.0}) for key, run in bench.runs.items()}
+    made = fake_results((NONE, FP16S), links={UNLIMITED: None}, seeds=(0, 1)).runs
+    runs = {run.key: run.model_copy(update={"total_seconds": 60.0}) for run in made}
     task = Task(kind="quality", arm="none", seed=7, bandwidth=UNLIMITED, multiple=1.0, words=())
     show.begin([task, task], runs, 3)
     show.look(RunProgress(0.5, "epoch 2"))

@@ -70,16 +70,9 @@ def test_a_folder_takes_more_and_fewer_seeds_and_keeps_the_settings_of_arms_that
         kept(tmp_path, FIRST, experiment=experiment)
     both = Experiment.model_validate_json((tmp_path / "experiment.json").read_text())
     assert both == EXPERIMENT.model_copy(update={"seeds": (0, 1, 2)})
-    arms = (("int8", ("compression=auto",)), ("fp16s", ()))
-    other = more.model_copy(update={"arms": arms, "speed_steps": None, "job": {"train": {"batch_size": 512}}})
-    with pytest.raises(OtherExperiment) as caught:
+    other = more.model_copy(update={"arms": (("int8", ("compression=auto",)), ("fp16s", ()))})
+    with pytest.raises(OtherExperiment, match=r'  arms\.int8: \[\] there, \["compression=auto"\] now'):
         kept(tmp_path, experiment=other)
-    for difference in (
-        'arms.int8: [] there, ["compression=auto"] now',
-        "job.train.batch_size: 256 there, 512 now",
-        "speed_steps: 100 there, null now",
-    ):
-        assert f"  {difference}" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "experiment.json"])
