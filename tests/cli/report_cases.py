@@ -95,15 +95,9 @@ def _run(kind, seed, link, bits, what, multiple=1.0):
 
 
 def fake_results(
-    kinds=(NONE, FP16S, INT8, TOPK),
-    *,
-    links=LINKS,
-    seeds=(1, 2, 3, 4, 5),
-    failed=(),
-    multiples=(1.0,),
-    name="deepfm on frappe",
-    error="ShardLost: shard 1 at 127.0.0.1:7701 did not answer within 30 s",
-) -> r.Results:
+    kinds=(NONE, FP16S, INT8, TOPK), *, links=LINKS, seeds=(1, 2, 3, 4, 5), failed=(), multiples=(1.0,),
+    name="deepfm on frappe", error="ShardLost: shard 1 at 127.0.0.1:7701 did not answer within 30 s",
+) -> r.Results:  # fmt: skip
     """A whole comparison. `failed` are quality runs (arm, seed)."""
     runs = [
         _run(kind, seed, link, bits, "quality" if bits is None else "speed")

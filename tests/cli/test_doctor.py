@@ -8,11 +8,9 @@ from doctor_cases import FAIL, NOBODY, OK, ROOT, WARN, finds
 from standing_still import standing_still
 from typer.testing import CliRunner
 
-import embershard as es
 from embershard.cli import app as cli
 from embershard.cli import doctor as command
 from embershard.deploy.supervisor import LocalShards
-from embershard.doctor import job as clocks
 from embershard.doctor import runs, shards
 from embershard.doctor.case import open_case
 from embershard.doctor.check import check, ok
@@ -114,21 +112,3 @@ def test_shards_are_asked_as_their_addresses_say(placements):
         about = seen(two.addresses)
     finds(shards.stream, about, FAIL, f"{two.addresses[1]}: no answer")
     finds(shards.placement, about, FAIL, "of 2 shards, 1 did not answer")
-
-
-@pytest.mark.integration
-def test_the_workers_of_a_job_are_seen_from_outside(placements):
-    everybody = ",".join(placements[0].addresses)
-    spec = es.TableSpec(name="seen", dim=2, optimizer=es.SGD(lr=1.0))
-    quick, slow = (es.connect(everybody, worker=worker, workers=2, staleness=0) for worker in range(2))
-    with quick, slow:
-        for session in (quick, slow):
-            session.table(spec)
-        finds(clocks.members, seen(everybody), OK, "workers 0, 1")
-        quick.step()
-        about = seen(everybody)
-        finds(clocks.waited_for, about, WARN, "worker 1 (its lease has")
-        finds(clocks.clock, about, OK, "0 (synchronous), not advancing")
-        slow.step()
-        finds(clocks.waited_for, seen(everybody), OK, "nobody")
-    finds(clocks.clock, seen(everybody), OK, "no worker is a member")

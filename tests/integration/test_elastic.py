@@ -56,14 +56,6 @@ def test_the_next_worker_reports_where_the_first_is_killed(start, tmp_path, stal
     assert log[-1]["samples"] >= 2 * EPOCH  # what the lost one trained on since the last evaluation is not known
 
 
-def test_workers_with_equal_shares_end_without_the_one_that_is_killed(start, tmp_path):
-    text = kill_after_the_first_epoch(start(JOB, "--set", "train.staleness=2"), 2)
-    assert "worker 2 ended (SIGKILL); training goes on with the others" in text
-    assert len(records(tmp_path / "out", "eval")) == 3
-    (result,) = records(tmp_path / "out", "result")
-    assert result["samples"] == 3 * EPOCH - 2 * EPOCH // 3  # its shares of the last two epochs are missing
-
-
 @pytest.mark.cold_start  # so that a lease of 2 s ends meanwhile
 def test_a_worker_that_is_started_again_joins_late(start, tmp_path):
     words = ("train.restart_workers=1", "--set", "train.epochs=6", "--set", "train.staleness=0")

@@ -23,8 +23,7 @@ from embershard.worker.data.batch import RowsDataset, Schema
 from embershard.worker.data.shuffle import permutation
 from embershard.worker.strategy.torch_only import TorchStrategy
 from embershard.worker.training.trainer import Trainer
-from harness.clicks import NUM_IDS, D, click_rows
-from harness.job import make_job
+from harness.clicks import NUM_IDS, D, click_job, click_rows
 from harness.processes import said
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -36,24 +35,14 @@ SAMPLES = 1001  # the first worker has one batch more than the second
 
 
 def job(strategy, mode, workers, **train):
-    sections = {
-        "model": {"name": "dlrm", "bottom": [8], "hidden": [8, 4]},
-        "data": {"ids": "global"},
-        "embedding": {
-            "dim": 4,
-            "optimizer": {"name": "adagrad", "lr": 0.05},
-            "initializer": {"name": "normal", "std": 0.1},
-        },
-        "dense": {"optimizer": {"name": "adam", "lr": 0.01}},
-        "evaluate": {"batch_size": 50},  # the first worker has one of these more, too
-        "workers": workers,
-    }
+    sections = {"data": {"ids": "global"}, "dense": {"optimizer": {"name": "adam", "lr": 0.01}}, "workers": workers}
     if strategy in ("ps", "hybrid"):
         sections["dense"]["mode"] = mode
         train = {"staleness": 0, **train}
-    sections |= train.pop("sections", {})
-    own = {"batch_size": BATCH // workers, "seed": 5, "epochs": 2, "device": "cpu", "linear": "torch"}
-    return make_job(strategy, **sections, train={**own, **train})
+    sections["evaluate"] = {"batch_size": 50}  # the first worker has one of these more, too
+    sections |= {"model": {"bottom": [8], "hidden": [8, 4]}, **train.pop("sections", {})}
+    own = {"batch_size": BATCH // workers, "device": "cpu", "linear": "torch"}
+    return click_job("dlrm", strategy, **sections, train={**own, **train})
 
 
 def train(job, session, group, *, nan_at=None):

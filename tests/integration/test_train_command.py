@@ -122,7 +122,7 @@ def test_a_codec_of_a_module_named_once_reaches_shards_and_workers(start, tmp_pa
     (tmp_path / "mine.py").write_text(HALF_CODEC)
     said(start(JOB, *ALONE, "--import", "mine", "--set", "compression={push: 'mine:half', pull: 'mine:half'}"))
     result = records(tmp_path)[-1]
-    halved = {one["direction"] for one in result["bytes"] if one["part"] == "rows" and one["wire"] == one["raw"] / 2}
+    halved = {one["direction"] for one in result["bytes"] if one["part"] == "rows" and one["wire"] < 0.6 * one["raw"]}
     assert halved == {"push", "pull"}
 
 

@@ -7,14 +7,7 @@ import pytest
 from report_cases import FP16S, INT8, JOB, NONE, TOPK, fake_results, plan_of
 from scipy import stats
 
-from embershard.compare.analysis.conclusions import (
-    compared_with,
-    conclude,
-    has_lost,
-    outcome_of,
-    quality_verdict,
-    speed_verdict,
-)
+from embershard.compare.analysis import conclusions as c
 from embershard.compare.analysis.gather import gather
 from embershard.compare.analysis.statistics import estimate
 from embershard.compare.report.summary import headline, summary
@@ -36,7 +29,7 @@ def between(low, high):
 def with_runs(results, update):
     """The conclusions from the same runs, each with the fields that `update` returns for it."""
     runs = tuple(run.model_copy(update=update(run)) for run in results.runs)
-    return conclude(results.model_copy(update={"runs": runs}))
+    return c.conclude(results.model_copy(update={"runs": runs}))
 
 
 @pytest.mark.parametrize(
@@ -59,8 +52,8 @@ def with_runs(results, update):
     ],
 )
 def test_a_verdict_on_a_model_is_read_off_the_interval(low, high, margin, said):
-    assert quality_verdict(between(low, high), True, margin) == said
-    assert quality_verdict(between(-high, -low), False, margin) == said  # of a metric of which less is better
+    assert c.quality_verdict(between(low, high), True, margin) == said
+    assert c.quality_verdict(between(-high, -low), False, margin) == said  # of a metric of which less is better
 
 
 def test_equivalent_means_that_both_one_sided_t_tests_hold_at_the_level_of_the_interval():
@@ -70,7 +63,7 @@ def test_equivalent_means_that_both_one_sided_t_tests_hold_at_the_level_of_the_i
         tests = [stats.ttest_1samp(differences, -0.0005, alternative="greater"),
                  stats.ttest_1samp(differences, 0.0005, alternative="less")]  # fmt: skip
         equivalent = max(test.pvalue for test in tests) < 0.025
-        assert (quality_verdict(estimate(differences.tolist()), True, 0.0005) == "equivalent") == equivalent
+        assert (c.quality_verdict(estimate(differences.tolist()), True, 0.0005) == "equivalent") == equivalent
         seen.add(equivalent)
     assert seen == {True, False}
 
@@ -85,7 +78,7 @@ def test_equivalent_means_that_both_one_sided_t_tests_hold_at_the_level_of_the_i
     ],
 )
 def test_a_verdict_on_a_speed_is_read_off_the_interval(low, high, said):
-    assert speed_verdict(between(low, high)) == said
+    assert c.speed_verdict(between(low, high)) == said
 
 
 SAME, WORSE, UNSURE = between(-0.0001, 0.0001), between(-0.002, -0.001), between(-0.002, 0.002)
@@ -109,14 +102,14 @@ def test_whether_an_arm_paid_follows_from_the_verdicts(quality, speed_up, other_
     links = {"100mbit": 1e8, "1gbit": 1e9}
     model = Quality(
         arm="int8", against="none", metric="auc", rate="fixed", value=quality, difference=quality,
-        higher_is_better=True, margin=0.0005, verdict=quality_verdict(quality, True, 0.0005),
+        higher_is_better=True, margin=0.0005, verdict=c.quality_verdict(quality, True, 0.0005),
     )  # fmt: skip
     speeds = tuple(
         Speed(arm="int8", against="none", bandwidth=link, samples_per_second=ratio, speed_up=ratio,
-              verdict=speed_verdict(ratio)) for link, ratio in zip(links, (speed_up, other_speed_up), strict=True)
+              verdict=c.speed_verdict(ratio)) for link, ratio in zip(links, (speed_up, other_speed_up), strict=True)
     )  # fmt: skip
     results = fake_results((NONE, INT8), links=links).model_copy(update={"quality": (model,), "speeds": speeds})
-    assert outcome_of(results, "int8", "none") == said
+    assert c.outcome_of(results, "int8", "none") == said
 
 
 def test_an_arm_pays_on_the_links_where_its_interval_leaves_1_out_and_on_no_others():
@@ -174,8 +167,8 @@ def test_an_arm_that_lost_quality_or_is_nowhere_faster_did_not_pay():
 
 def test_every_codec_is_compared_with_fp16s_too():
     results = fake_results((NONE, FP16S, INT8))
-    assert compared_with(results) == [("none", "none"), ("fp16s", "none"), ("int8", "none"), ("int8", "fp16s")]
-    assert {(speed.arm, speed.against) for speed in results.speeds} == set(compared_with(results))
+    assert c.compared_with(results) == [("none", "none"), ("fp16s", "none"), ("int8", "none"), ("int8", "fp16s")]
+    assert {(speed.arm, speed.against) for speed in results.speeds} == set(c.compared_with(results))
 
 
 def test_failed_runs_are_in_no_figure_and_an_arm_that_lost_some_is_not_said_to_have_paid():
@@ -208,7 +201,7 @@ def test_an_arm_is_judged_at_its_own_best_rate():
     for multiple, lost in ((0.5, True), (1.0, False)):  # runs at other rates are none of its own
         key = ("topk:0.01", "quality", multiple, 2)
         failed = with_runs(results, lambda run, key=key: {"ok": (run.arm, run.kind, run.multiple, run.seed) != key})
-        assert has_lost(failed, "topk:0.01", quality_of(failed, "topk:0.01", rate="tuned")) is lost
+        assert c.has_lost(failed, "topk:0.01", quality_of(failed, "topk:0.01", rate="tuned")) is lost
 
 
 def test_lower_is_better_for_logloss():
@@ -218,7 +211,7 @@ def test_lower_is_better_for_logloss():
 
 
 def test_a_margin_that_is_given_is_that_of_the_deciding_metric():
-    results = conclude(fake_results(), margin=0.01)
+    results = c.conclude(fake_results(), margin=0.01)
     assert {(quality.metric, quality.margin) for quality in results.quality} == {("auc", 0.01), ("logloss", 0.001)}
     assert verdict(results, "topk:0.01").quality == "equivalent"
 

@@ -121,9 +121,3 @@ def test_arms_that_cannot_be_compared_are_refused(arms, words, said):
 def test_mistakes_of_the_job_itself_are_not_blamed_on_an_arm(arms):
     with pytest.raises(JobFileError, match="did you mean hidden"):
         arms("none,int8", text=JOB.replace("hidden", "hiden"))
-
-
-def test_each_arm_is_described_in_words(arms):
-    found = {label: arm.meaning for label, (arm, _) in arms("none,int8,dgc:0.001,auto", "strategy=ddp").items()}
-    assert all(len(meaning) > 15 and label not in meaning for label, meaning in found.items())
-    assert "the largest 0.1 % of the floats" in found["dgc:0.001"]
