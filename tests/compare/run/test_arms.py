@@ -73,6 +73,7 @@ def test_none_is_the_job_without_compression_and_others_keep_what_it_says_of_the
     found = jobs("none,dgc:0.01,int8", text=f"{JOB}compression: {{dense: {{push: 'dgc:0.1'}}, {said}}}\n")
     assert found["dgc:0.01"].compression.model_dump().items() >= own.items()
     assert found["int8"].compression.warmup_steps != 7
+    assert jobs("none,auto")["auto"].compression.auto
 
 
 def test_fields_of_the_job_are_arms_with_each_of_their_values(jobs):

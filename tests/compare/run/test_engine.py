@@ -151,10 +151,12 @@ def test_a_terminal_sees_which_run_it_is_and_the_time_left(monkeypatch):
     made = fake_results((NONE, FP16S), links={UNLIMITED: None}, seeds=(0, 1)).runs
     runs = {run.key: run.model_copy(update={"total_seconds": 60.0}) for run in made}
     task = Task(kind="quality", arm="none", seed=7, bandwidth=UNLIMITED, multiple=1.0, words=())
+    show.begin([task, task], {}, 3)
     show.begin([task, task], runs, 3)
     show.look(RunProgress(0.5, "epoch 2"))
     show.close()
     assert seen == [
+        "4 of 5: none, seed 7, unlimited: starting",
         "4 of 5: none, seed 7, unlimited: starting; 0:02:00 left",
         "4 of 5: none, seed 7, unlimited: epoch 2; 0:01:30 left",
     ]
