@@ -1,40 +1,42 @@
-"""The `embershard` command itself: what it imports, and how it exits."""
+"""The `embershard` command: what it imports, how it exits, and what small commands make of their options."""
 
+import contextlib
+import json
+import logging
+import math
 import subprocess
 import sys
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
+import typer
+from report_cases import JOB
 from typer.testing import CliRunner
 
 from embershard.cli import app as cli
-from embershard.cli import main
-from embershard.proto.errors import UnknownTable
+from embershard.cli import evaluate, main, ps, train, up
+from embershard.cli.ps import memory_bytes
+from embershard.deploy.workers import WorkerFailed
+from embershard.proto.errors import CannotWrite, ShardUnavailable, UnknownTable
+from embershard.ps.memory import physical_memory
+from embershard.worker.client import connections
+from embershard.worker.client.client import Client
 
-RUN = """
+HELP = """
 import sys
-sys.argv = ["embershard", *{arguments!r}]
+sys.argv = ["embershard", "--help"]
 from embershard.cli import main
 try:
     main()
-except SystemExit:
-    pass
-print("heavy:", sorted({{"torch", "pyarrow", "torchmetrics"}} & set(sys.modules)))
+finally:
+    print("heavy:", *{"torch", "pyarrow", "torchmetrics"} & set(sys.modules))
 """
 
 
-def modules_of(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", RUN.format(arguments=arguments)], capture_output=True, text=True, timeout=250
-    )
-    return done.stdout.splitlines()[-1]
-
-
 def test_the_list_of_commands_imports_none_of_them():
-    assert modules_of("--help") == "heavy: []"
-
-
-def test_a_shard_imports_no_trainer():
-    assert modules_of("ps", "--shard", "0", "--of", "1", "--listen", "nonsense") == "heavy: []"
+    said = subprocess.check_output([sys.executable, "-c", HELP], text=True, timeout=250)
+    assert said.splitlines()[-1] == "heavy:"
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -42,12 +44,6 @@ def test_every_command_has_a_help_page(name):
     done = CliRunner().invoke(cli.app, [name, "--help"])
     assert done.exit_code == 0, done.output
     assert f"{name} [OPTIONS]" in done.output
-
-
-def test_an_unknown_command_is_wrong_usage():
-    done = CliRunner().invoke(cli.app, ["serve"])
-    assert done.exit_code == 2
-    assert "serve" in done.output
 
 
 @pytest.mark.parametrize(
@@ -63,3 +59,72 @@ def test_errors_are_messages_and_exit_codes(raised, code, words, monkeypatch, ca
         main()
     assert caught.value.code == code
     assert words in capsys.readouterr().err
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A command in a folder with a job."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text(JOB)
+    return lambda *words: CliRunner().invoke(cli.app, words)
+
+
+@pytest.mark.parametrize(("port", "shards"), [("65535", "2"), ("65000", "537")])
+def test_a_base_port_without_room_for_the_shards_is_wrong_usage(run, port, shards, monkeypatch):
+    monkeypatch.setattr(up, "signal", None)  # whoever comes so far would change this process
+    done = run("up", "--base-port", port, "--shards", shards)
+    assert done.exit_code == 2
+    assert f"no {shards} ports" in done.output
+
+
+def test_that_nobody_serves_at_an_address_is_said_while_it_waits_and_no_worker_starts(run, monkeypatch, caplog):
+    monkeypatch.setattr(connections, "_SILENT_WAIT", timedelta(0))
+    connect = Client.connect
+    monkeypatch.setattr(Client, "connect", lambda addresses: connect(addresses, timeout=timedelta(seconds=0.2)))
+    monkeypatch.setattr(train, "LocalWorkers", None)
+    with caplog.at_level(logging.WARNING):
+        error = run("train", "job.yaml", "--ps", "127.0.0.1:1", "--output", "out").exception
+    assert isinstance(error, ShardUnavailable)
+    assert error.fields["address"] == "127.0.0.1:1"
+    (record,) = caplog.records
+    assert record.getMessage().startswith("waiting for the server at 127.0.0.1:1 (")
+
+
+@pytest.mark.parametrize(("free", "named"), [(0, CannotWrite), (2**30, WorkerFailed)])
+def test_a_run_that_ended_on_a_full_disk_names_it_on_the_terminal(run, monkeypatch, free, named):
+    def fail(*_, **__):
+        raise WorkerFailed(worker=0, how="exit code 1", log="worker-0.log", lines="(nothing)")
+
+    monkeypatch.setattr(train, "_run", fail)
+    monkeypatch.setattr(train.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    assert type(run("train", "job.yaml", "--output", "out").exception) is named
+
+
+def test_a_figure_that_is_not_defined_is_null(run, monkeypatch):
+    figures = {"valid": {"auc": math.nan, "logloss": 0.5}}  # of a split with one class alone
+    monkeypatch.setattr(evaluate, "LiveEvaluator", lambda *_: SimpleNamespace(evaluate=lambda: (7, figures)))
+    monkeypatch.setattr(evaluate, "connect", lambda *_, **__: contextlib.nullcontext())
+    done = run("evaluate", "job.yaml", "--ps", "127.0.0.1:1")
+    assert done.exit_code == 0, done.output
+    assert "NaN" not in done.output
+    assert json.loads(done.output)["valid"] == {"auc": None, "logloss": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1048576", 2**20), ("4GiB", 4 * 2**30), ("500MB", 500 * 10**6), (" 1.5 gib ", 3 * 2**29), ("2TB", 2 * 10**12)],
+)
+def test_a_size_has_a_unit_of_1000_or_of_1024(text, size):
+    assert memory_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "4 giga", "nan", "10", "1e9", "99999999999TiB"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(typer.BadParameter):
+        memory_bytes(text)
+
+
+@pytest.mark.parametrize("limit", [2**28, 2**62, None])
+def test_a_part_is_of_the_containers_limit_or_else_of_the_machine(monkeypatch, limit):
+    monkeypatch.setattr(ps, "smallest_memory_limit", lambda: limit)
+    assert memory_bytes("40%") == int(40 * 0.01 * min(limit or physical_memory(), physical_memory()))

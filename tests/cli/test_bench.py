@@ -4,10 +4,8 @@ import json
 import os
 import signal
 import subprocess
-import uuid
 
 import numpy as np
-import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -19,31 +17,29 @@ from embershard.benchmark.sweep import Axis, Sweep, plan
 from embershard.cli import app as cli
 from embershard.cli import bench
 from harness.eventually import eventually
-from harness.processes import EMBERSHARD
+from harness.processes import EMBERSHARD, marked
 
-SMALL = ("--transport", "local", "--rows", "1000", "--dim", "4", "--warmup", "1", "--steps", "3", "--rounds", "2")
+SMALL = ("--rows", "1000", "--dim", "4", "--warmup", "1", "--steps", "3", "--rounds", "2")
 
 
-def run(*words: str) -> tuple[int, str]:
+def run(*words, code=0):
     done = CliRunner().invoke(cli.app, ["bench", *words])
-    return done.exit_code, " ".join(done.output.split())
+    assert done.exit_code == code, done.output
+    return " ".join(done.output.split())
 
 
-def draw(seed: int, rows: int, skew: float) -> np.ndarray:
+def draw(seed, rows, skew):
     return ZipfIds(rows, skew).draw(np.random.default_rng(seed), (20_000,))
-
-
-def test_ids_are_the_same_for_the_same_seed_and_others_for_another():
-    assert np.array_equal(draw(1, 5000, 1.2), draw(1, 5000, 1.2))
-    assert not np.array_equal(draw(1, 5000, 1.2), draw(2, 5000, 1.2))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4097, 3_000_000])
 @pytest.mark.parametrize("skew", [0.0, 0.9, 1.0, 1.2, 10.0])
-def test_ids_stay_within_the_id_space(rows, skew):
+def test_ids_stay_within_the_id_space_and_are_the_same_for_the_same_seed(rows, skew):
     ids = draw(0, rows, skew)
     assert ids.min() >= 0
     assert ids.max() < rows
+    assert np.array_equal(draw(0, rows, skew), ids)
+    assert np.array_equal(draw(1, rows, skew), ids) == (rows == 1)
 
 
 def test_shares_follow_the_law():
@@ -64,8 +60,7 @@ def test_each_curve_of_a_sweep_changes_its_own_setting_only():
     assert set(curves) == {"rows", "messages", "shards", "workers", "batch"}
     for name, changed in {"rows": {"rows"}, "messages": {"shards", "ids"}, "shards": {"shards"}}.items():
         first, *others = (point.model_dump() for point in curves[name])
-        for other in others:
-            assert {key for key in first if first[key] != other[key]} <= changed
+        assert all({key for key in first if first[key] != other[key]} <= changed for other in others)
     assert len(curves["messages"]) == 4
     assert set(plan(Sweep(axes=(Axis.BATCH,)))) == {"batch"}
 
@@ -85,19 +80,16 @@ def test_each_curve_of_a_sweep_changes_its_own_setting_only():
 )
 def test_wrong_options_say_what_is_wrong(words, said, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
-    code, output = run(*words)
-    assert code == 2
-    assert said in output
+    assert said in run(*words, code=2)
 
 
 @pytest.mark.integration
 def test_ps_writes_what_it_measured(tmp_path):
-    code, output = run("ps", *SMALL, "--ids", "500", "--skew", "0", "--fill", "--output", str(tmp_path))
-    assert code == 0, output
+    words = ("--transport", "local", "--ids", "500", "--skew", "0", "--fill", "--output", str(tmp_path))
+    run("ps", *SMALL, *words)
     found = json.loads((tmp_path / "ps.json").read_text())
     assert set(found["parts"]) == {"step", "route", "pull", "push"}
-    assert found["settings"]["ids"] == 500
-    assert found["settings"]["shards"] == 2
+    assert (found["settings"]["ids"], found["settings"]["shards"]) == (500, 2)
     # 500 uniform ids of 1000: 394 unique ones are expected; the very same in every run
     assert 360 < found["rows_per_step"] < 420
     assert found["conditions"]["cores"] >= 1
@@ -112,9 +104,8 @@ def test_ps_writes_what_it_measured(tmp_path):
 @pytest.mark.integration
 @pytest.mark.parametrize("transport", ["stream", "tcp", "grpc", "rpc"])
 def test_shards_that_it_starts_are_reached_by_any_transport(transport, tmp_path):
-    words = (*SMALL, "--transport", transport, "--shards", "1", "--ids", "50", "--output", str(tmp_path))
-    code, output = run("ps", *words)
-    assert code == 0, output
+    words = ("--transport", transport, "--shards", "1", "--ids", "50", "--output", str(tmp_path))
+    run("ps", *SMALL, *words)
     assert json.loads((tmp_path / "ps.json").read_text())["settings"]["transport"] == transport
 
 
@@ -122,10 +113,8 @@ def test_shards_that_it_starts_are_reached_by_any_transport(transport, tmp_path)
 @pytest.mark.parametrize("prefetch", ["off", "1"])
 def test_train_compares_itself_with_torch(prefetch, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "can_draw", lambda: False)
-    words = ("--batch", "16", "--prefetch", prefetch, "--output", str(tmp_path))
-    code, output = run("train", *SMALL, *words)
-    assert code == 0, output
-    assert "no picture: it needs matplotlib" in output
+    words = ("--transport", "local", "--batch", "16", "--prefetch", prefetch, "--output", str(tmp_path))
+    assert "no picture: it needs matplotlib" in run("train", *SMALL, *words)
     assert not (tmp_path / "train.svg").exists()
     found = json.loads((tmp_path / "train.json").read_text())
     assert found["ratio_to_torch"] > 0
@@ -142,27 +131,15 @@ def test_a_worker_that_cannot_go_on_ends_the_bench_with_its_last_lines():
 
 @pytest.mark.integration
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_no_process_is_left_behind(number, code):
-    mark = uuid.uuid4().hex
+def test_no_process_is_left_behind(number, code, tmp_path):
     command = [*EMBERSHARD, "bench", "ps", "--workers", "2", "--steps", "1000000"]
-    started = subprocess.Popen(command, env={**os.environ, "BENCH_MARK": mark}, stderr=subprocess.DEVNULL)
-    try:
-        assert eventually(lambda: len(family(mark)) >= 5)  # the command, two shards, two workers
-        started.send_signal(number)
-        assert started.wait(250) == code
-        assert eventually(lambda: not family(mark))
-    finally:
-        for process in family(mark):
-            process.kill()
-        started.wait()
-
-
-def family(mark: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
+    env, mark = {**os.environ, "EMBERSHARD_TEST_RUN": str(tmp_path)}, str(tmp_path)
+    with subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL) as started:
         try:
-            if process.environ().get("BENCH_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
-            pass
-    return found
+            assert eventually(lambda: len(marked(mark)) >= 5)  # the command, two shards, two workers
+            started.send_signal(number)
+            assert started.wait(250) == code
+            assert eventually(lambda: not marked(mark))
+        finally:
+            for process in marked(mark):
+                process.kill()

@@ -3,22 +3,21 @@
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 import pytest
-from doctor_cases import FAIL, GREETING, NOBODY, OK, STATUS, TABLE, WARN, case, finds, job, probe
+from doctor_cases import FAIL, GREETING, NOBODY, OK, STATUS, TABLE, WARN, case, finds, job, member, probe
 
 from embershard.doctor import job as clocks
 from embershard.doctor import shards
 from embershard.doctor.case import Case, open_case
-from embershard.proto.messages import MemberStatus, ShardStatus, replace
+from embershard.proto.messages import replace
 
 # ---- the shards
 
 
 @contextmanager
-def listener(answer: bytes = b"") -> Iterator[str]:
+def listener(answer=b""):
     """The address of a port that says `answer` to whatever connects; nothing at all if it is empty."""
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
 
@@ -28,19 +27,22 @@ def listener(answer: bytes = b"") -> Iterator[str]:
                     connection, _ = server.accept()
                 except OSError:
                     return
-                if answer:
+                with connection:
                     connection.sendall(answer)
-                    connection.close()
 
         if answer:
             threading.Thread(target=serve, daemon=True).start()
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
+def seen(addresses):
+    return open_case(addresses, None, None, None)
+
+
 def test_a_port_where_nothing_listens_fails():
     with listener() as address:
         pass
-    about = open_case(address, None, None, None)
+    about = seen(address)
     finds(shards.addresses, about, OK, "1 named")
     finds(shards.names, about, OK, "1 resolved")
     finds(shards.ports, about, FAIL, f"{address}: connection refused")
@@ -50,7 +52,7 @@ def test_a_port_where_nothing_listens_fails():
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-OpenSSH_9.6\r\n"])
 def test_another_service_on_the_port_fails(answer):
     with listener(answer) as address:
-        about = open_case(address, None, None, None)
+        about = seen(address)
     finds(shards.ports, about, OK, "1 reachable")
     finds(shards.stream, about, FAIL, address)
     finds(shards.grpc, about, FAIL, address)
@@ -60,33 +62,11 @@ def test_another_service_on_the_port_fails(answer):
 def test_a_silent_service_does_not_hold_the_doctor_up():
     with listener() as address:
         start = time.monotonic()
-        about = open_case(f"{address},127.0.0.1:1", None, None, None)
+        about = seen(f"{address},127.0.0.1:1")
         assert time.monotonic() - start < 30  # it is 3 s; a hang would last for ever
+        finds(shards.stream, seen(f"rpc://{address}"), OK, "executes pickles")  # it is not asked anything
     finds(shards.stream, about, FAIL, f"{address}: no answer")
     finds(shards.grpc, about, FAIL, address)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("h:70000", "port of 1..65535"),
-        ("a:1,a:1", "named twice"),
-        ("http://h:80", "write host:port"),
-        (",", "name every"),
-    ],
-)
-def test_what_is_no_address_fails(text, words):
-    finds(shards.addresses, open_case(text, None, None, None), FAIL, words)
-
-
-def test_a_name_without_address_fails():
-    about = open_case("no-such-host.invalid:7700", None, None, None)
-    finds(shards.names, about, FAIL, "'no-such-host.invalid' is unknown")
-    assert shards.ports.run(about) is None
-
-
-def test_a_socket_that_is_none_fails(tmp_path):
-    finds(shards.names, open_case(f"unix:{tmp_path}/s", None, None, None), FAIL, "is no socket")
 
 
 def test_a_name_server_that_hangs_does_not_hold_the_doctor_up(monkeypatch):
@@ -97,114 +77,101 @@ def test_a_name_server_that_hangs_does_not_hold_the_doctor_up(monkeypatch):
         raise socket.gaierror
 
     monkeypatch.setattr(socket, "getaddrinfo", hang)
-    about = open_case("slow:7700", None, None, None)
+    about = seen("slow:7700")
     release.set()
     finds(shards.names, about, FAIL, "not looked up in time")
 
 
-def test_rpc_is_not_asked_anything():
-    with listener() as address:
-        about = open_case(f"rpc://{address}", None, None, None)
-    finds(shards.stream, about, OK, "executes pickles")
+def test_what_is_no_address_or_has_no_place_fails(tmp_path):
+    finds(shards.addresses, seen("h:70000"), FAIL, "port of 1..65535")
+    about = seen("no-such-host.invalid:7700")
+    finds(shards.names, about, FAIL, "'no-such-host.invalid' is unknown")
+    assert shards.ports.run(about) is None
+    finds(shards.names, seen(f"unix:{tmp_path}/s"), FAIL, "is no socket")
 
 
-def test_slow_calls_and_tcp_on_one_machine_are_warnings():
-    finds(shards.latency, Case(probes=[probe(call_seconds=1e-4)]), OK, "0.10 ms")
-    finds(
-        shards.latency, Case(probes=[probe(call_seconds=1e-4), probe(call_seconds=0.02)]), WARN, "20.00 ms, the slowest"
-    )
-    finds(shards.unix_sockets, Case(probes=[probe()]), OK, "by Unix sockets")
-    finds(shards.unix_sockets, Case(probes=[probe(beside=False)]), WARN, "over TCP: shard 0 at h:1")
-    finds(shards.unix_sockets, Case(probes=[probe(here=False, beside=False)]), OK, "no shard runs on this machine")
+FULL = replace(STATUS, queued_bytes=2**20)
+OLD, OTHER = replace(GREETING, version="0.0.1"), replace(GREETING, instance="another")
+LOADING = replace(STATUS, tables=(replace(TABLE, loading=True),))
 
 
-def test_another_version_fails():
-    finds(shards.versions, Case(probes=[probe()]), OK, "everywhere")
-    old = replace(GREETING, version="0.0.1")
-    finds(shards.versions, Case(probes=[probe(stream_greeting=old)]), FAIL, "shard 0 at h:1 has 0.0.1")
-
-
-def test_two_processes_behind_one_address_fail():
-    other = replace(GREETING, instance="another")
-    finds(shards.instances, Case(probes=[probe(grpc_greeting=other)]), FAIL, "two processes")
-
-
-def test_tables_are_the_same_everywhere_and_loaded():
-    finds(shards.tables, case(STATUS, STATUS), OK, "1 tables, 20 rows")
-    finds(shards.tables, case(STATUS, replace(STATUS, tables=())), FAIL, "items")
-    finds(shards.tables, case(replace(STATUS, tables=(replace(TABLE, loading=True),))), WARN, "being loaded: items")
-
-
-def test_waiting_requests_and_skipped_gradients_are_warnings():
-    full = replace(STATUS, queued_bytes=2**20)
-    finds(shards.load, case(full), WARN, "1.0 MiB waiting")
-    finds(shards.load, Case(probes=[probe(full, before=STATUS)]), OK, "no requests wait")  # a moment is no load
-    held_back = replace(full, staleness=0, members=(member(0, 1),))
-    finds(shards.load, case(held_back), OK, "no requests wait")  # pulls that wait for other workers
-    finds(shards.gradients, case(STATUS), OK, "all finite")
-    finds(shards.gradients, case(replace(STATUS, skipped_rows=7)), WARN, "7 gradient rows held NaN or Inf")
+@pytest.mark.parametrize(
+    ("check", "probes", "level", "words"),
+    [
+        (shards.latency, [probe(call_seconds=1e-4)], OK, "0.10 ms"),
+        (shards.latency, [probe(call_seconds=1e-4), probe(call_seconds=0.02)], WARN, "20.00 ms, the slowest"),
+        (shards.unix_sockets, [probe()], OK, "by Unix sockets"),
+        (shards.unix_sockets, [probe(beside=False)], WARN, "over TCP: shard 0 at h:1"),
+        (shards.unix_sockets, [probe(here=False, beside=False)], OK, "no shard runs on this machine"),
+        (shards.versions, [probe()], OK, "everywhere"),
+        (shards.versions, [probe(stream_greeting=OLD)], FAIL, "shard 0 at h:1 has 0.0.1"),
+        (shards.instances, [probe(grpc_greeting=OTHER)], FAIL, "two processes"),
+        (shards.tables, [probe(), probe()], OK, "1 tables, 20 rows"),
+        (shards.tables, [probe(), probe(replace(STATUS, tables=()))], FAIL, "items"),
+        (shards.tables, [probe(LOADING)], WARN, "being loaded: items"),
+        (shards.load, [probe(FULL)], WARN, "1.0 MiB waiting"),
+        (shards.load, [probe(FULL, before=STATUS)], OK, "no requests wait"),  # a moment is no load
+        # pulls that wait for other workers
+        (shards.load, [probe(replace(FULL, staleness=0, members=(member(0, 1),)))], OK, "no requests wait"),
+        (shards.gradients, [probe()], OK, "all finite"),
+        (shards.gradients, [probe(replace(STATUS, skipped_rows=7))], WARN, "7 gradient rows held NaN or Inf"),
+    ],
+)
+def test_what_shards_say_of_themselves_is_judged(check, probes, level, words):
+    finds(check, Case(probes=probes), level, words)
 
 
 # ---- the workers
 
 
-def member(worker: int, clock: int, lease: float = 8.0, paused: bool = False) -> MemberStatus:
-    return MemberStatus(worker=worker, clock=clock, paused=paused, lease_seconds=lease)
-
-
-def serving(clock: int, *members: MemberStatus, **fields: object) -> ShardStatus:
+def serving(clock, *members, **fields):
     return replace(STATUS, **{"clock": clock, "staleness": 0, "members": members, **fields})
 
 
-def test_shards_without_members_have_no_clock_to_check():
-    finds(clocks.clock, case(STATUS), OK, "no worker is a member")
+AHEAD, BEHIND = serving(20, member(0, 20)), serving(3, member(0, 3))
+BOTH, ONE = serving(1, member(0, 1), member(1, 1, paused=True)), serving(1, member(0, 1))
+LAGGING = serving(5, member(0, 6), member(1, 5, lease=1.5), member(2, 4, paused=True))
+MOVED = serving(4, member(0, 5), member(1, 4))
+LATE = replace(STATUS, staleness_seen=(*[0] * 31, 50))
+OF_TWO = replace(LATE, members=(member(0, 1), member(1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("check", "about", "level", "words"),
+    [
+        (clocks.clock, case(STATUS), OK, "no worker is a member"),
+        (clocks.clock, case(AHEAD, AHEAD), OK, "20 (synchronous), not advancing"),
+        (clocks.clock, Case(probes=[probe(AHEAD, serving(18, member(0, 18)))]), OK, "moving"),
+        (clocks.clock, case(AHEAD, BEHIND), WARN, "3 to 20"),
+        (clocks.members, case(BOTH, BOTH), OK, "workers 0, 1; paused: 1"),
+        (clocks.members, case(BOTH, ONE), WARN, "not members on every shard: workers 1"),
+        (clocks.waited_for, case(serving(5, member(0, 5), member(1, 5))), OK, "nobody"),
+        (clocks.waited_for, case(LAGGING), WARN, "worker 1 (its lease has 1.5 s left)"),
+        (clocks.waited_for, case(serving(0, member(0, 1))), WARN, "not all workers of the job have joined"),
+        (clocks.waited_for, Case(probes=[probe(LAGGING, before=MOVED)]), OK, "at this moment: workers 1"),
+        (clocks.leases, case(ONE), OK, "the shortest has 8.0 s left"),
+        (clocks.leases, case(serving(1, expired_leases=2)), WARN, "2 expired"),
+        (clocks.staleness_seen, case(replace(STATUS, staleness_seen=(90, 10))), OK, "100 pushes: mean 0.1, p99 1"),
+        (clocks.staleness_seen, case(LATE, LATE), OK, "at most 31 or more updates missed"),  # of workers long gone
+        (clocks.staleness_seen, case(OF_TWO, OF_TWO), WARN, "at most 31 or more updates missed"),
+        (clocks.staleness_seen, case(replace(OF_TWO, staleness=16)), OK, "mean 31.0"),
+    ],
+)
+def test_what_shards_say_of_their_workers_is_judged(check, about, level, words):
+    finds(check, about, level, words)
+
+
+def test_shards_without_members_have_nothing_to_check():
     assert clocks.members.run(case(STATUS)) is None
     assert clocks.clock.run(NOBODY) is None
+    assert clocks.staleness_seen.run(case(STATUS)) is None
 
 
-def test_a_shard_whose_clock_is_behind_is_named():
-    ahead, behind = serving(20, member(0, 20)), serving(3, member(0, 3))
-    finds(clocks.clock, case(ahead, ahead), OK, "20 (synchronous), not advancing")
-    finds(clocks.clock, Case(probes=[probe(ahead, serving(18, member(0, 18)))]), OK, "moving")
-    finds(clocks.clock, case(ahead, behind), WARN, "3 to 20")
-
-
-def test_members_that_are_missing_are_named(tmp_path):
-    both, one = serving(1, member(0, 1), member(1, 1, paused=True)), serving(1, member(0, 1))
-    finds(clocks.members, case(both, both), OK, "workers 0, 1; paused: 1")
-    finds(clocks.members, case(both, one), WARN, "not members on every shard: workers 1")
-    about = job(tmp_path)
-    finds(clocks.members, replace(about, probes=[probe(one)]), WARN, "workers 0; the job has 2")
-
-
-def test_the_worker_that_the_others_wait_for_is_named():
-    level = serving(5, member(0, 5), member(1, 5))
-    finds(clocks.waited_for, case(level), OK, "nobody")
-    lagging = serving(5, member(0, 6), member(1, 5, lease=1.5), member(2, 4, paused=True))
-    finds(clocks.waited_for, case(lagging), WARN, "worker 1 (its lease has 1.5 s left)")
-    finds(clocks.waited_for, case(serving(0, member(0, 1))), WARN, "not all workers of the job have joined")
-    moved = serving(4, member(0, 5), member(1, 4))
-    finds(clocks.waited_for, Case(probes=[probe(lagging, before=moved)]), OK, "at this moment: workers 1")
-
-
-def test_leases_that_end_are_a_warning(tmp_path):
-    finds(clocks.leases, case(serving(1, member(0, 1))), OK, "the shortest has 8.0 s left")
-    finds(clocks.leases, case(serving(1, expired_leases=2)), WARN, "2 expired")
+def test_the_workers_that_are_there_are_held_against_the_job(tmp_path):
+    about = replace(job(tmp_path), probes=[probe(ONE)])
+    finds(clocks.members, about, WARN, "workers 0; the job has 2")
+    finds(clocks.job_and_workers, about, FAIL, "is off, the shards serve 0")
+    about = replace(job(tmp_path, "train.staleness=0"), probes=[probe(ONE)])
+    finds(clocks.job_and_workers, about, OK, "staleness 0")
     about = replace(job(tmp_path, "train.lease=10"), probes=[probe(serving(1, member(0, 1, 2.0)))])
     finds(clocks.leases, about, WARN, "worker 0: 2.0 s left")
-
-
-def test_rows_that_miss_many_updates_are_a_warning():
-    assert clocks.staleness_seen.run(case(STATUS)) is None
-    finds(clocks.staleness_seen, case(replace(STATUS, staleness_seen=(90, 10))), OK, "100 pushes: mean 0.1, p99 1")
-    late = replace(STATUS, staleness_seen=(*[0] * 31, 50))
-    finds(clocks.staleness_seen, case(late, late), OK, "at most 31 or more updates missed")  # of workers long gone
-    late = replace(late, members=(member(0, 1), member(1, 1)))
-    finds(clocks.staleness_seen, case(late, late), WARN, "at most 31 or more updates missed")
-    finds(clocks.staleness_seen, case(replace(late, staleness=16)), OK, "mean 31.0")
-
-
-def test_a_job_of_another_mode_than_the_shards_fails(tmp_path):
-    probes = [probe(serving(1, member(0, 1)))]
-    finds(clocks.job_and_workers, replace(job(tmp_path, "train.staleness=0"), probes=probes), OK, "staleness 0")
-    finds(clocks.job_and_workers, replace(job(tmp_path), probes=probes), FAIL, "is off, the shards serve 0")

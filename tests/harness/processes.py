@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import suppress
 
 import psutil
 
@@ -16,6 +17,14 @@ def run_command(*words: str, **options: object) -> subprocess.CompletedProcess[s
     return subprocess.run([*EMBERSHARD, *words], capture_output=True, text=True, timeout=PATIENCE, **options)
 
 
+def said(process: subprocess.Popen[str], code: int = 0) -> str:
+    """What a command has printed by its end, which must have this exit code."""
+    text, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == code, text
+    assert "Traceback" not in text
+    return text
+
+
 def descendants(pid: int) -> list[psutil.Process]:
     """All that a process and its children have started, but for what the tests' warm starts need."""
     return [child for child in psutil.Process(pid).children(recursive=True) if warm_start.NAME not in words(child)]
@@ -27,6 +36,16 @@ def words(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """The living processes with a mark in their environment or among their words, whoever their parent is now."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if lives(process) and mark in " ".join([*process.cmdline(), *process.environ().values()]):
+                found.append(process)
+    return found
 
 
 def lives(process: psutil.Process) -> bool:

@@ -77,11 +77,14 @@ class ShardProcess:
 
 
 @contextmanager
-def shard_process(*options: str, listen: str = "127.0.0.1:0", shard: int = 0, of: int = 1) -> Iterator[ShardProcess]:
+def shard_process(
+    *options: str, listen: str = "127.0.0.1:0", shard: int = 0, of: int = 1, **popen: Any
+) -> Iterator[ShardProcess]:
     """One of `of` shards, as a process that is killed at the end."""
     command = [*EMBERSHARD, "ps", "--shard", str(shard), "--of", str(of), "--listen", listen, *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as popen:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, **popen}
+    with subprocess.Popen(command, text=True, **pipes) as process:
         try:
-            yield ShardProcess(popen, json.loads(popen.stdout.readline()))
+            yield ShardProcess(process, json.loads(process.stdout.readline()))
         finally:
-            popen.kill()
+            process.kill()

@@ -3,33 +3,30 @@
 import os
 import subprocess
 
-import psutil
 import pytest
 
-from harness.processes import EMBERSHARD
+from harness.processes import EMBERSHARD, marked
 
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts the command with a job file; whatever it leaves behind is ended, and counts as a failure."""
+    """Starts a command on a job file in its folder; what is left of it is ended, and counts as a failure."""
     started: list[subprocess.Popen[str]] = []
 
-    def begin(text, *words, command="train"):
-        job = tmp_path / "job.yaml"
-        job.write_text(text)
-        line = [*EMBERSHARD, command, str(job), "--output", str(tmp_path / "out"), *words]
+    def begin(text, *words, command="train", **options):
+        (tmp_path / "job.yaml").write_text(text)
         environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-        process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-        started.append(process)
-        return process
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        line = [*EMBERSHARD, command, "job.yaml", "--output", "out", *words]
+        mark = {"EMBERSHARD_TEST_RUN": str(tmp_path)}
+        started.append(subprocess.Popen(line, cwd=tmp_path, env=environment | mark, **streams, **options))
+        return started[-1]
 
     yield begin
-    left = []
     for process in started:
         process.kill()
         process.wait()
-    for process in psutil.process_iter(["cmdline"]):
-        if str(tmp_path) in " ".join(process.info["cmdline"] or []):
-            left.append(" ".join(process.info["cmdline"]))
-            process.kill()
+    left = marked(str(tmp_path))
+    for process in left:
+        process.kill()
     assert not left

@@ -1,16 +1,18 @@
-"""`embershard compare` as people run it: killed in the middle, started again, and reported."""
+"""`embershard compare` as people run it: killed in the middle, started again, reported, and over a shaped wire."""
 
 import json
+import os
 import signal
 import subprocess
-from pathlib import Path
+import sys
+from contextlib import ExitStack, contextmanager
 
-import psutil
 import pytest
 
 from embershard.compare.results import read_results
-from harness.eventually import PATIENCE, eventually
-from harness.processes import EMBERSHARD
+from embershard.compare.run.netns import Namespaces, NoNamespaces
+from harness.eventually import eventually
+from harness.processes import marked, said
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
@@ -24,44 +26,27 @@ shards: 1
 """
 
 
-def family(mark: str) -> list[psutil.Process]:
-    """Processes that have the folder of a test in their words."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        if mark in " ".join(process.info["cmdline"] or []) and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.append(process)
-    return found
-
-
 @pytest.fixture
-def words(tmp_path):
-    (tmp_path / "job.yaml").write_text(JOB)
-    command = [*EMBERSHARD, "compare", str(tmp_path / "job.yaml"), "--seeds", "2"]
-    yield [*command, "--output", str(tmp_path / "out")]
-    for process in family(str(tmp_path)):
-        process.kill()
+def compare(start):
+    return lambda *words: start(JOB, "--seeds", "2", "--arms", *words, command="compare")
 
 
-def lines(tmp_path: Path) -> list[dict[str, object]]:
-    path = tmp_path / "out" / "runs.jsonl"
+def lines(folder):
+    path = folder / "out" / "runs.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_a_killed_comparison_goes_on_where_it_was(words, tmp_path):
-    words += ["--arms", "none,fp16s"]
-    killed = subprocess.Popen(words, stdout=subprocess.DEVNULL)
-    try:
-        assert eventually(lambda: lines(tmp_path) and len(family(str(tmp_path))) > 1)
-    finally:
-        killed.kill()
-        killed.wait()
-    assert eventually(lambda: not family(str(tmp_path)))  # its run, shards and workers end with it
+def test_a_killed_comparison_goes_on_where_it_was(compare, tmp_path):
+    killed = compare("none,fp16s")
+    assert eventually(lambda: lines(tmp_path) and len(marked(str(tmp_path))) > 1)
+    killed.kill()
+    killed.wait()
+    assert eventually(lambda: not marked(str(tmp_path)))  # its run, shards and workers end with it
     there = len(lines(tmp_path))
-    done = subprocess.run(words, capture_output=True, text=True, timeout=2 * PATIENCE, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{there} of 4 runs are there already" in done.stdout
-    assert "4 of 4: none, seed 1, unlimited: auc" in done.stdout
-    assert "report.html" in done.stdout
+    text = said(compare("none,fp16s"))
+    assert f"{there} of 4 runs are there already" in text
+    assert "4 of 4: none, seed 1, unlimited: auc" in text
+    assert "report.html" in text
     found = lines(tmp_path)
     assert len(found) == len({(run["arm"], run["seed"]) for run in found}) == 4
     results = read_results(tmp_path / "out" / "results.json")
@@ -71,18 +56,61 @@ def test_a_killed_comparison_goes_on_where_it_was(words, tmp_path):
     assert verdict.difference.low is not None
     assert 1.5 < verdict.bytes_ratio < 3
     assert (tmp_path / "out" / "report.html").stat().st_size > 10_000
-    assert not family(str(tmp_path))
 
 
-def test_ctrl_c_ends_everything_and_says_how_to_go_on(words, tmp_path):
-    words += ["--arms", "strategy=ps,local", "--set", "train.samples=1_000_000_000"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    log = tmp_path / "out" / "runs" / "quality-strategy_ps-seed0-unlimited" / "log.jsonl"
-    assert eventually(log.exists)
+def test_ctrl_c_ends_everything_and_says_how_to_go_on(compare, tmp_path):
+    process = compare("strategy=ps,local", "--set", "train.samples=1_000_000_000")
+    assert eventually((tmp_path / "out/runs/quality-strategy_ps-seed0-unlimited/log.jsonl").exists)
     process.send_signal(signal.SIGINT)
-    text, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130, text
-    assert "the same command goes on where it was: embershard compare" in text
-    assert "Traceback" not in text
-    assert not family(str(tmp_path))
+    assert "the same command goes on where it was: embershard compare" in said(process, 130)
+    assert not marked(str(tmp_path))
     assert not lines(tmp_path)
+
+
+CONNECT = """\
+import socket, sys
+host, port = sys.argv[1].rsplit(":", 1)
+socket.create_connection((host, int(port)), 10).close()
+"""
+
+
+def output(*words):
+    return subprocess.check_output(words, text=True, timeout=60)
+
+
+@contextmanager
+def namespaces():
+    with ExitStack() as stack:
+        try:
+            link = stack.enter_context(Namespaces())
+        except NoNamespaces as error:
+            pytest.skip(str(error))
+        yield link
+    assert not spaces(os.getpid())
+
+
+def spaces(pid):
+    """Those that a process made: another one may compare, too."""
+    found = [line.split()[0] for line in output("ip", "netns", "list").splitlines()]
+    return [name for name in found if name.startswith(f"embercompare-{pid}-")]
+
+
+def test_workers_reach_shards_over_a_shaped_wire_and_nothing_is_left():
+    with namespaces() as link:
+        assert len(spaces(os.getpid())) == 2
+        for bits in (5e6, None, 1e6):
+            link.shape(bits)
+        with link.shards(1, ()) as (address,):
+            output(*link.worker_prefix, sys.executable, "-c", CONNECT, address)
+        shaped = output(*link.worker_prefix, "tc", "qdisc")
+        assert "tbf" in shaped
+        assert "rate 1Mbit" in shaped
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next():
+    with namespaces(), subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        dead.wait()
+        output("ip", "netns", "add", f"embercompare-{dead.pid}-s")
+        assert spaces(dead.pid)
+    with namespaces():
+        assert not spaces(dead.pid)

@@ -1,6 +1,6 @@
 """Ctrl-C at any moment, once or again and again: exit code 130, no traceback, no process left behind.
 
-Ctrl-C while training, or while shards start, is in test_train_command.py and test_services.py.
+Ctrl-C while training is in test_train_command.py.
 """
 
 import os
@@ -8,15 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
 from harness.eventually import PATIENCE, eventually
-from harness.processes import EMBERSHARD, words
+from harness.processes import EMBERSHARD, marked, words
 
 pytestmark = [pytest.mark.integration, pytest.mark.cold_start, pytest.mark.timeout(600)]
 
@@ -26,7 +24,8 @@ data: {reader: clicks, eval_samples: 1000}
 embedding: {optimizer: {name: sgd, lr: 0.1}}
 train: {batch_size: 64, samples: 1_000_000_000}
 """
-MARK = "EMBERSHARD_TEST_RUN"
+TRAIN = ("train", "job.yaml", "--output", "out", "--shards", "1")
+UP = ("up", "--shards", "2", "--base-port", "0")
 # Ctrl-C at a moment that a clock cannot hit: in the middle of the command's own imports
 DURING_IMPORTS = """
 import sys
@@ -41,43 +40,40 @@ from embershard.cli import main
 main()
 """
 
-Start = Callable[..., "Terminal"]
-
 
 class Terminal:
     """A command as a terminal runs it: in a group of its own, which Ctrl-C reaches as a whole."""
 
-    def __init__(self, line: list[str], cwd: Path) -> None:
-        self._mark = uuid.uuid4().hex
-        self.popen = subprocess.Popen(
-            line,
-            cwd=cwd,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, MARK: self._mark},
-            start_new_session=True,
-        )
+    def __init__(self, line, cwd):
+        self.mark = str(cwd)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        env = {**os.environ, "EMBERSHARD_TEST_RUN": self.mark}
+        self.popen = subprocess.Popen(line, cwd=cwd, env=env, start_new_session=True, **pipes)
 
-    def interrupt(self, *, group: bool = True) -> None:
+    def interrupt(self, *, group=True):
         """Ctrl-C; or, not to the whole group, what another program sends."""
         if self.popen.poll() is None:
             (os.killpg if group else os.kill)(self.popen.pid, signal.SIGINT)
 
-    def end(self) -> tuple[int, str]:
-        """Exit code and stderr."""
+    def ends(self):
+        """It must end as interrupted, without waiting for its processes and without words about defects."""
         _, err = self.popen.communicate(timeout=PATIENCE)
-        return self.popen.returncode, err
+        assert self.popen.returncode == 130, err
+        assert "Traceback" not in err
+        assert "did not end within" not in err
+        assert eventually(lambda: not marked(self.mark))  # one that was just born sees soon that its parent is gone
 
-    def family(self) -> list[psutil.Process]:
-        """Every process that came of it and lives, whoever is its parent now."""
+    def started(self, count):
+        """So many processes that the command started, once they are there."""
         found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except psutil.Error:
-                continue
+
+        def all_there():
+            assert self.popen.poll() is None
+            # by their words: one that is still a copy of its parent would hold the parent up
+            found[:] = [process for process in marked(self.mark) if "--parent-pid" in words(process)]
+            return len(found) >= count
+
+        assert eventually(all_there)
         return found
 
 
@@ -85,55 +81,40 @@ class Terminal:
 def start(tmp_path):
     """Starts `embershard` with some words, or any other line; nothing outlives the test."""
     (tmp_path / "job.yaml").write_text(JOB)
-    started: list[Terminal] = []
+    started = []
 
     def begin(*words, program=""):
-        what = ["-c", program] if program else [*EMBERSHARD[1:], *words]
-        started.append(Terminal([sys.executable, *what], tmp_path))
+        line = [sys.executable, "-c", program] if program else [*EMBERSHARD, *words]
+        started.append(Terminal(line, tmp_path))
         return started[-1]
 
     yield begin
+    for process in marked(str(tmp_path)):
+        process.kill()
     for terminal in started:
-        for process in terminal.family():
-            process.kill()
         terminal.popen.communicate()
 
 
 def test_ctrl_c_during_the_imports_shows_no_traceback(start):
-    assert start(program=DURING_IMPORTS).end() == (130, "")
-
-
-def started(terminal: Terminal, count: int) -> list[psutil.Process]:
-    """So many processes that a command started, once they are there."""
-    found: list[psutil.Process] = []
-
-    def all_there():
-        assert terminal.popen.poll() is None
-        # by their words: one that is still a copy of its parent would hold the parent up
-        found[:] = [process for process in terminal.family() if "--parent-pid" in words(process)]
-        return len(found) >= count
-
-    assert eventually(all_there)
-    return found
+    terminal = start(program=DURING_IMPORTS)
+    assert terminal.popen.communicate(timeout=PATIENCE) == ("", "")
+    assert terminal.popen.returncode == 130
 
 
 @pytest.mark.parametrize(
-    ("count", "group"),
-    [(0, True), (1, False), (2, True)],
-    ids=["at once", "a shard, sent to the parent alone", "a worker"],
+    ("line", "count", "group"),
+    [(TRAIN, 0, True), (TRAIN, 1, False), (TRAIN, 2, True), (UP, 1, True)],
+    ids=["at once", "a shard, sent to the parent alone", "a worker", "a shard of up"],
 )
-def test_ctrl_c_while_a_job_starts_leaves_nothing_behind(start, tmp_path, count, group):
-    terminal = start("train", "job.yaml", "--output", "out", "--shards", "1")
-    assert eventually((tmp_path / "out").exists)  # the job was read, and comes next
-    started(terminal, count)
+def test_ctrl_c_while_a_command_starts_leaves_nothing_behind(start, tmp_path, line, count, group):
+    terminal = start(*line)
+    assert line is UP or eventually((tmp_path / "out").exists)  # the job was read, and comes next
+    terminal.started(count)
     terminal.interrupt(group=group)
-    code, err = terminal.end()
-    assert code == 130, err
-    assert "Traceback" not in err
-    assert eventually(lambda: not terminal.family())  # one that was just born sees soon that its parent is gone
+    terminal.ends()
 
 
-def suspend(processes: Sequence[psutil.Process]) -> None:
+def suspend(processes):
     """Pause processes, so that they cannot end when they are asked to."""
     for process in processes:
         process.suspend()
@@ -141,7 +122,7 @@ def suspend(processes: Sequence[psutil.Process]) -> None:
     assert eventually(lambda: all(process.status() == psutil.STATUS_STOPPED for process in processes))
 
 
-def asked_to_end(process: psutil.Process) -> bool:
+def asked_to_end(process):
     """Whether SIGTERM waits for it."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     (pending,) = (line.split()[1] for line in status.splitlines() if line.startswith("ShdPnd:"))
@@ -149,26 +130,25 @@ def asked_to_end(process: psutil.Process) -> bool:
 
 
 def test_a_second_ctrl_c_does_not_wait_for_shards_and_leaves_none(start):
-    terminal = start("up", "--shards", "2", "--base-port", "0")
-    while "Ctrl-C ends them" not in terminal.popen.stdout.readline():
-        assert terminal.popen.poll() is None
-    shards = started(terminal, 2)
+    terminal = start(*UP)
+    assert any("Ctrl-C ends them" in line for line in terminal.popen.stdout)
+    shards = terminal.started(2)
     suspend(shards)
     terminal.interrupt()
     assert eventually(lambda: all(map(asked_to_end, shards)))
     time.sleep(0.5)
     assert terminal.popen.poll() is None  # it waits: shards may have accepted something
     terminal.interrupt()
-    code, err = terminal.end()
-    assert code == 130, err
-    assert "Traceback" not in err
-    assert "did not end within" not in err  # it was not waited for
-    assert not terminal.family()
+    terminal.ends()
+
+
+def imports_torch(process):
+    return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
 
 
 def test_ctrl_c_again_and_again_ends_a_job_whose_processes_do_not_answer(start):
-    terminal = start("train", "job.yaml", "--output", "out", "--workers", "2", "--shards", "1")
-    shard, *workers = sorted(started(terminal, 3), key=lambda process: "worker" in words(process))
+    terminal = start(*TRAIN, "--workers", "2")
+    shard, *workers = sorted(terminal.started(3), key=lambda process: "worker" in words(process))
     assert eventually(lambda: all(map(imports_torch, workers)))  # the parent knows them all by now
     suspend([shard, *workers])
     terminal.interrupt()
@@ -176,12 +156,4 @@ def test_ctrl_c_again_and_again_ends_a_job_whose_processes_do_not_answer(start):
     terminal.interrupt()  # do not wait for the workers
     assert eventually(lambda: asked_to_end(shard))
     terminal.interrupt()  # nor for the shard
-    code, err = terminal.end()
-    assert code == 130, err
-    assert "Traceback" not in err
-    assert "did not end within" not in err  # it was not waited for
-    assert not terminal.family()
-
-
-def imports_torch(process: psutil.Process) -> bool:
-    return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
+    terminal.ends()

@@ -1,13 +1,10 @@
 """What is special about the transport over torch.distributed.rpc; what it shares with the others is in the contract."""
 
 import asyncio
-import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any, cast
 
 import pytest
 import torch
@@ -17,8 +14,8 @@ from embershard.proto.errors import BadAddress, CannotListen, NotAShard
 from embershard.proto.messages import Hello
 from embershard.proto.transport.torch_rpc import RpcTransport, _outcome
 from embershard.proto.transport.transport import Unreachable
-from embershard.ps.dispatch import Dispatch
 from embershard.ps.transport.torch_rpc import RpcServer
+from harness.served import shard_process
 
 pytestmark = pytest.mark.integration
 
@@ -27,48 +24,40 @@ ELSEWHERE = "198.51.100.1"  # an address that is nobody's (RFC 5737)
 
 
 @contextmanager
-def process(*command: str) -> Iterator[subprocess.Popen[str]]:
-    popen = subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.PIPE, text=True
-    )
-    try:
-        yield popen
-    finally:
-        popen.kill()
-        popen.communicate(timeout=60)
+def program(code, *words):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code, *words], **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.fixture(scope="module")
 def addresses():
     """Two shards over rpc."""
     with ExitStack() as stack:
-        shards = []
-        for shard in ("0", "1"):
-            arguments = ("--shard", shard, "--of", "2", "--listen", "127.0.0.1:0", "--rpc", "localhost:0")
-            shards.append(stack.enter_context(process("-m", "embershard.cli", "ps", *arguments)))
-        ready = [json.loads(cast(Any, shard.stdout).readline()) for shard in shards]
-        yield ",".join(f"rpc://{shard['rpc']}" for shard in ready)
+        shards = [stack.enter_context(shard_process("--rpc", "localhost:0", shard=shard, of=2)) for shard in range(2)]
+        yield ",".join(f"rpc://{shard.ready['rpc']}" for shard in shards)
 
 
-def start(host: str, *, executes_pickles: bool = False) -> RpcServer:
-    nothing = cast(Dispatch, None)
-    return asyncio.run(RpcServer.start(nothing, host, 0, executes_pickles=executes_pickles))
-
-
-def test_a_shard_does_not_leave_loopback_unless_told():
-    with pytest.raises(CannotListen, match="--rpc-executes-pickles"):
-        start(ELSEWHERE)
-
-
-def test_a_shard_says_which_address_it_can_take():
-    with pytest.raises(CannotListen, match="name the IPv4 address"):
-        start(ELSEWHERE, executes_pickles=True)
+@pytest.mark.parametrize(("told", "remedy"), [(False, "--rpc-executes-pickles"), (True, "name the IPv4 address")])
+def test_a_shard_does_not_leave_loopback_unless_told_and_says_which_address_it_can_take(told, remedy):
+    with pytest.raises(CannotListen, match=remedy):
+        asyncio.run(RpcServer.start(None, ELSEWHERE, 0, executes_pickles=told))
 
 
 def test_a_worker_does_not_leave_loopback_unless_told():
-    transport = RpcTransport(f"rpc://{ELSEWHERE}:7800")
     with pytest.raises(BadAddress, match=f"rpc-executes-pickles://{ELSEWHERE}:7800"):
-        transport.submit(Hello(), SECONDS).result()
+        RpcTransport(f"rpc://{ELSEWHERE}:7800").submit(Hello(), SECONDS).result()
+
+
+def test_a_host_that_cannot_be_is_said_at_every_call():
+    transport = RpcTransport("rpc-executes-pickles://a..b:7800")
+    for _ in range(2):
+        with pytest.raises(Unreachable, match="label"):
+            transport.submit(Hello(), SECONDS).result()
+    transport.close()
 
 
 @pytest.mark.parametrize(
@@ -80,18 +69,16 @@ def test_a_worker_does_not_leave_loopback_unless_told():
     ],
 )
 def test_what_torch_says_has_a_meaning(said, means):
-    failed: torch.futures.Future[Any] = torch.futures.Future()
+    failed = torch.futures.Future()
     failed.set_exception(RuntimeError(said))
     outcome = _outcome(failed, "rpc://here")
     assert isinstance(outcome, means)
     assert "originated" not in str(outcome)
 
 
-PUSHING = """
+PULLING = """
 import sys, torch, embershard as es
-from embershard.proto.spec import TableSpec, SGD
-session = es.connect(sys.argv[1], worker=7)
-table = session.table(TableSpec(name="killed", dim=4, optimizer=SGD(lr=1.0)))
+table = es.connect(sys.argv[1], worker=7).table(es.TableSpec(name="killed", dim=4, optimizer=es.SGD(lr=1.0)))
 print("ready", flush=True)
 while True:
     table.pull(torch.arange(1000))
@@ -99,39 +86,26 @@ while True:
 
 
 def test_a_worker_that_is_killed_holds_up_nobody(addresses):
-    with process("-c", PUSHING, addresses) as worker:
-        assert cast(Any, worker.stdout).readline() == "ready\n"
-    with es.connect(addresses, timeout=SECONDS) as session, process("-c", PUSHING, addresses) as late:
-        assert len(session.client.status()) == 2
-        assert cast(Any, late.stdout).readline() == "ready\n"
+    with program(PULLING, addresses) as worker:
+        assert worker.stdout.readline() == "ready\n"
+    told = addresses.replace("rpc://", "rpc-executes-pickles://")  # which is taken on loopback, too
+    with es.connect(told, timeout=SECONDS) as session, program(PULLING, addresses) as late:
+        assert [status.shard for status in session.client.status()] == [0, 1]
+        assert late.stdout.readline() == "ready\n"
 
 
 OWN_GROUP = """
 import sys, torch, torch.distributed.rpc as rpc, embershard as es
-from embershard.proto.spec import TableSpec, SGD, Constant
 rpc.init_rpc("mine", rank=0, world_size=1, rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
     init_method="file://" + sys.argv[2]))
 with es.connect(sys.argv[1], worker=8) as session:
-    table = session.table(TableSpec(name="own", dim=4, optimizer=SGD(lr=1.0), initializer=Constant(value=2.0)))
-    print(table.pull(torch.arange(6)).sum().item(), rpc.rpc_sync("mine", torch.add, (1, 1)))
+    spec = es.TableSpec(name="own", dim=4, optimizer=es.SGD(lr=1.0), initializer=es.Constant(value=2.0))
+    print(session.table(spec).pull(torch.arange(6)).sum().item(), rpc.rpc_sync("mine", torch.add, (1, 1)))
 rpc.shutdown()
 """
 
 
-def test_the_address_that_says_what_it_means_is_taken(addresses):
-    with es.connect(addresses.replace("rpc://", "rpc-executes-pickles://"), timeout=SECONDS) as session:
-        assert [status.shard for status in session.client.status()] == [0, 1]
-
-
 def test_a_user_with_an_rpc_group_of_their_own_keeps_it(addresses, tmp_path):
-    with process("-c", OWN_GROUP, addresses, str(tmp_path / "store")) as worker:
+    with program(OWN_GROUP, addresses, str(tmp_path / "store")) as worker:
         out, err = worker.communicate(timeout=250)
     assert (worker.returncode, out) == (0, "48.0 2\n"), err
-
-
-def test_a_host_that_cannot_be_is_said_at_every_call():
-    transport = RpcTransport("rpc-executes-pickles://a..b:7800")
-    for _ in range(2):
-        with pytest.raises(Unreachable, match="label"):
-            transport.submit(Hello(), SECONDS).result()
-    transport.close()

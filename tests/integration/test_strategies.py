@@ -1,67 +1,93 @@
-"""Two real workers in every strategy that is synchronous: together they are one process on the joint batch."""
+"""Two real workers in every strategy that is synchronous: together they are one process on the joint batch.
+
+As a program this file is one of them: `test_strategies.py STRATEGY MODE PS FILE FIELDS`. FIELDS are those of the
+section `train`, as JSON; those of `sections` are sections of the job; `nan_at` is the number of a sample with a NaN.
+"""
 
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import nullcontext
+from datetime import timedelta
 
 import numpy as np
 import pytest
+import torch
 
 import embershard as es
 from embershard.deploy.supervisor import LocalShards
-from embershard.proto.errors import WorkerLost
-from embershard.worker.client.worker_group import WorkerGroup
+from embershard.worker.client.worker_group import ShardGroup, WorkerGroup
+from embershard.worker.data.batch import RowsDataset, Schema
 from embershard.worker.data.shuffle import permutation
-from harness.eventually import PATIENCE
-from harness.processes import EMBERSHARD, descendants
-
-sys.path.insert(0, str(Path(__file__).parent))
-from strategy_peer import DATA_SEED, SAMPLES, job, train
+from embershard.worker.strategy.torch_only import TorchStrategy
+from embershard.worker.training.trainer import Trainer
+from harness.clicks import NUM_IDS, D, click_job, click_rows
+from harness.processes import said
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
-Start = Callable[..., subprocess.Popen[str]]
+
+BATCH = 40  # of all workers
+DATA_SEED = 3
+SAMPLES = 1001  # the first worker has one batch more than the second
 
 
-@pytest.fixture
-def shards():
-    with LocalShards(2) as running:
-        yield ",".join(running.addresses)
+def job(strategy, mode, workers, **train):
+    sections = {"data": {"ids": "global"}, "dense": {"optimizer": {"name": "adam", "lr": 0.01}}, "workers": workers}
+    if strategy in ("ps", "hybrid"):
+        sections["dense"]["mode"] = mode
+        train = {"staleness": 0, **train}
+    sections["evaluate"] = {"batch_size": 50}  # the first worker has one of these more, too
+    sections |= {"model": {"bottom": [8], "hidden": [8, 4]}, **train.pop("sections", {})}
+    own = {"batch_size": BATCH // workers, "device": "cpu", "linear": "torch"}
+    return click_job("dlrm", strategy, **sections, train={**own, **train})
 
 
-@contextmanager
-def meeting_of_two() -> Iterator[dict[str, str]]:
-    """The environment of two workers that nobody supervises, but for their ranks."""
-    with socket.socket() as reserved:  # nobody else is given the port while it is bound here
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def train(job, session, group, *, nan_at=None):
+    """The figures that were reached, and every weight."""
+    torch.set_num_threads(1)
+    samples = click_rows(SAMPLES, 1)
+    if nan_at is not None:
+        samples.dense[nan_at, 0] = np.nan
+    splits = {"train": samples, "test": click_rows(301, 2)}
+    data = RowsDataset(Schema(tuple("abc"), D, NUM_IDS), splits, where="made up", seed=DATA_SEED)
+    trainer = Trainer(job, data, session, group)
+    result = trainer.run()
+    found = {metric: np.array(value) for metric, value in result.figures["test"].items()}
+    found["samples trained"] = np.array(result.samples)
+    found["steps left out"] = np.array(result.skipped_steps)
+    if session is not None:
+        found["embedding.weight"] = trainer.model.embedding.table.pull(torch.arange(NUM_IDS)).numpy()
+        session.read_dense()
+    strategy = trainer.strategy
+    weights = dict(trainer.model.named_parameters())
+    if strategy.local_weights is not None:
+        state = strategy.local_weights.state_dict()
+        strategy.local_weights.load_state_dict(state)
+        torch.testing.assert_close(strategy.local_weights.state_dict(), state, rtol=0, atol=0)  # sharded or not
+        weights = state["weights"]
+    assert isinstance(strategy, TorchStrategy) == (session is None)
+    return found | {name: weight.detach().numpy() for name, weight in weights.items()}
+
+
+def run_two(strategy, mode, file, **fields):
+    """What two workers reach together, over two fresh shards where the strategy has some."""
+    with LocalShards(2) if strategy != "ddp" else nullcontext() as shards, socket.socket() as reserved:
+        ps = ",".join(shards.addresses) if shards else ""
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # nobody else is given the port
         reserved.bind(("127.0.0.1", 0))
-        port = str(reserved.getsockname()[1])
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2"}
-        yield {**os.environ, **meeting, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-
-def run_two(strategy: str, mode: str, ps: str, file: Path, **fields: object) -> dict[str, np.ndarray]:
-    """What two workers reach together."""
-    peer = Path(__file__).parent / "strategy_peer.py"
-    with meeting_of_two() as meeting:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserved.getsockname()[1]), "WORLD_SIZE": "2"}
+        meeting |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        line = [sys.executable, __file__, strategy, mode, ps, str(file), json.dumps(fields)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         workers = [
-            subprocess.Popen(
-                [sys.executable, str(peer), strategy, mode, ps, str(file), json.dumps(fields)],
-                env={**meeting, "RANK": str(rank)},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
+            subprocess.Popen(line, env={**os.environ, **meeting, "RANK": str(rank)}, **pipes) for rank in range(2)
         ]
         try:
             for worker in workers:
-                _, errors = worker.communicate(timeout=PATIENCE)
-                assert worker.returncode == 0, errors
+                said(worker)
         finally:
             for worker in workers:
                 worker.kill()
@@ -69,35 +95,63 @@ def run_two(strategy: str, mode: str, ps: str, file: Path, **fields: object) -> 
         return dict(found)
 
 
-def assert_equal_but_for_rounding(found: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
+def assert_equal_but_for_rounding(found, want):
     assert found.keys() == want.keys()
     assert int(found["samples trained"]) == 2 * SAMPLES  # none twice, though one worker has a batch more
     for name, values in want.items():
         np.testing.assert_allclose(found[name], values, rtol=1e-4, atol=2e-5, err_msg=name)
 
 
-def test_two_workers_of_ddp_are_one_process(tmp_path):
-    want = train(job("local", "", workers=1), None, WorkerGroup())
-    assert_equal_but_for_rounding(run_two("ddp", "", "", tmp_path / "found.npz"), want)
+ADAMW = {"name": "adamw", "lr": 0.05, "weight_decay": 0.1}  # moves a row whose gradient is 0, too
+TABLE = {"dim": 4, "optimizer": ADAMW, "initializer": {"name": "normal", "std": 0.1}}
 
 
-@pytest.mark.parametrize(("strategy", "mode"), [("ps", "ps"), ("hybrid", "ddp"), ("ps", "fsdp")])
-def test_two_synchronous_workers_are_one_process(shards, tmp_path, strategy, mode):
-    with es.local() as session:
-        want = train(job("ps", "ps", workers=1), session, WorkerGroup())
-    assert_equal_but_for_rounding(run_two(strategy, mode, shards, tmp_path / "found.npz"), want)
+@pytest.mark.parametrize(
+    ("strategy", "mode", "fields"),
+    [
+        ("ddp", "", {}),
+        ("ddp", "", {"accumulate": 2, "clip_norm": 0.05, "non_finite": "skip"}),
+        ("ddp", "", {"sections": {"embedding": TABLE}}),  # rows that one worker alone read
+        ("ps", "ps", {}),
+        ("ps", "ps", {"accumulate": 3}),
+        ("ps", "fsdp", {}),
+        ("hybrid", "ddp", {}),
+        ("hybrid", "ddp", {"accumulate": 3}),
+        ("hybrid", "ddp", {"sections": {"freeze": ["bottom", "top", "output"]}}),  # all dense weights
+    ],
+    ids=str,
+)
+def test_two_synchronous_workers_are_one_process(tmp_path, strategy, mode, fields):
+    if strategy == "ddp":
+        want = train(job("local", "", workers=1, **fields), None, WorkerGroup())
+    else:
+        with es.local() as session:
+            want = train(job("ps", "ps", workers=1, **fields), session, WorkerGroup())
+    assert_equal_but_for_rounding(run_two(strategy, mode, tmp_path / "found.npz", **fields), want)
 
 
 def test_dense_weights_on_shards_and_in_two_workers_have_the_same_bits(tmp_path):
-    found = []
-    for strategy, mode in (("ps", "ps"), ("hybrid", "ddp")):
-        with LocalShards(2) as running:
-            addresses = ",".join(running.addresses)
-            schedule = {"name": "linear"}
-            found.append(run_two(strategy, mode, addresses, tmp_path / f"{mode}.npz", lr_schedule=schedule))
-    assert found[0].keys() == found[1].keys()
-    for name, values in found[0].items():
-        np.testing.assert_array_equal(found[1][name], values, err_msg=name)
+    schedule = {"lr_schedule": {"name": "linear"}}
+    one, other = (run_two(*how, tmp_path / "found.npz", **schedule) for how in (("ps", "ps"), ("hybrid", "ddp")))
+    assert one.keys() == other.keys()
+    for name, values in one.items():
+        np.testing.assert_array_equal(other[name], values, err_msg=name)
+
+
+def test_a_nan_that_one_worker_meets_leaves_the_step_out_on_all(tmp_path):
+    fields = {"non_finite": "skip", "nan_at": SAMPLES // 2}
+    # where weights are sharded, a norm is a collective
+    one, other = (run_two(*how, tmp_path / "found.npz", **fields) for how in (("hybrid", "ddp"), ("ps", "fsdp")))
+    epochs, workers = 2, 2
+    assert int(one["steps left out"]) == epochs * workers
+    assert_equal_but_for_rounding(other, one)
+
+
+@pytest.mark.parametrize(("strategy", "mode"), [("ddp", ""), ("hybrid", "ddp")])  # which scale losses, and gradients
+def test_a_nan_in_a_workers_last_batch_leaves_out_no_step_of_the_others(tmp_path, strategy, mode):
+    last = int(permutation(SAMPLES, DATA_SEED, 0)[SAMPLES - 2])  # of the second worker, who has a batch less
+    found = run_two(strategy, mode, tmp_path / "found.npz", non_finite="skip", epochs=1, nan_at=last)
+    assert int(found["steps left out"]) == 2  # one, by both
 
 
 JOB = """\
@@ -121,107 +175,29 @@ shards: 2
     ids=str,
 )
 def test_one_job_trains_in_every_strategy(start, sets, want):
-    process = start(JOB, *(word for assignment in sets for word in ("--set", assignment)))
-    text, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, text
+    text = said(start(JOB, *(word for assignment in sets for word in ("--set", assignment))))
     assert want in text
     assert "valid AUC" in text
 
 
-def test_shards_are_refused_where_a_strategy_has_none(start):
-    process = start(JOB, "--set", "strategy=ddp", "--ps", "127.0.0.1:7700")
-    text, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 2
-    assert "strategy ddp has no shards: --ps" in " ".join(text.split())
+def main():
+    strategy, mode, ps, file, fields = sys.argv[1:]
+    rank = int(os.environ["RANK"])
+    chosen = json.loads(fields)
+    nan_at = chosen.pop("nan_at", None)
+    settings = job(strategy, mode, workers=2, **chosen)
+    session = es.connect(ps, worker=rank, workers=2, staleness=0) if ps else None
+    joins = WorkerGroup.join(rank, 2, timedelta(seconds=60)) if settings.all_reduces else None
+    with joins or ShardGroup(session.client, rank, 2) as group:
+        found = train(settings, session, group, nan_at=nan_at)
+        if rank == 0:
+            np.savez(file, **found)
+        group.barrier()
+        if session is not None:
+            session.close()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads outlive their group
 
 
-def test_a_lost_worker_ends_the_others_of_ddp(start):
-    process = start(JOB, "--set", "strategy=ddp", "--set", "train.samples=1_000_000_000")
-    for line in process.stdout:
-        if "samples/s" in line:
-            break
-    victim = descendants(process.pid)[1]
-    number = victim.environ()["RANK"]
-    victim.kill()
-    text, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 1
-    assert f"worker {number} ended (SIGKILL)" in text
-
-
-def test_a_worker_of_ddp_says_by_itself_that_it_lost_another(tmp_path):
-    # a supervisor would end it, perhaps before it has said so
-    (tmp_path / "job.yaml").write_text(JOB)
-    command = [*EMBERSHARD, "worker", str(tmp_path / "job.yaml"), "--set", "strategy=ddp"]
-    command += ["--set", "train.samples=1_000_000_000"]
-    with meeting_of_two() as meeting:
-        first, second = workers = [
-            subprocess.Popen(
-                command, env={**meeting, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-            for rank in range(2)
-        ]
-        try:
-            for line in first.stdout:
-                assert "error" not in line, line
-                if "samples/s" in line:
-                    break
-            second.kill()
-            text, _ = first.communicate(timeout=PATIENCE)
-            assert first.returncode == 1
-            assert f"worker 0 of 2 {WorkerLost.words}" in " ".join(text.split())
-            assert "Traceback" not in text
-            assert "Warning" not in text
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.wait()
-
-
-def test_two_workers_of_ddp_accumulate_and_clip_as_one_process(tmp_path):
-    fields = {"accumulate": 2, "clip_norm": 0.05, "non_finite": "skip"}
-    want = train(job("local", "", workers=1, **fields), None, WorkerGroup())
-    assert_equal_but_for_rounding(run_two("ddp", "", "", tmp_path / "found.npz", **fields), want)
-
-
-@pytest.mark.parametrize(("strategy", "mode"), [("ps", "ps"), ("hybrid", "ddp")])
-def test_two_synchronous_workers_accumulate_as_one_process(shards, tmp_path, strategy, mode):
-    with es.local() as session:
-        want = train(job("ps", "ps", workers=1, accumulate=3), session, WorkerGroup())
-    assert_equal_but_for_rounding(run_two(strategy, mode, shards, tmp_path / "found.npz", accumulate=3), want)
-
-
-def test_a_nan_that_one_worker_meets_leaves_the_step_out_on_all(tmp_path):
-    found = []
-    for strategy, mode in (("hybrid", "ddp"), ("ps", "fsdp")):  # where weights are sharded, a norm is a collective
-        with LocalShards(2) as running:
-            addresses = ",".join(running.addresses)
-            found.append(
-                run_two(strategy, mode, addresses, tmp_path / f"{mode}.npz", non_finite="skip", nan_at=SAMPLES // 2)
-            )
-    epochs, workers = 2, 2
-    assert int(found[0]["steps left out"]) == epochs * workers
-    assert_equal_but_for_rounding(found[1], found[0])
-
-
-def test_a_nan_in_a_workers_last_batch_leaves_out_no_step_of_the_others(tmp_path):
-    last = int(permutation(SAMPLES, DATA_SEED, 0)[SAMPLES - 2])  # of the second worker, who has a batch less
-    fields = {"non_finite": "skip", "epochs": 1, "nan_at": last}
-    for strategy, mode in (("ddp", ""), ("hybrid", "ddp")):  # which scale losses, and gradients
-        with ExitStack() as stack:
-            running = stack.enter_context(LocalShards(2)).addresses if mode else []
-            found = run_two(strategy, mode, ",".join(running), tmp_path / f"{strategy}{mode}.npz", **fields)
-        assert int(found["steps left out"]) == 2  # one, by both
-
-
-def test_rows_that_only_keep_company_are_left_alone(tmp_path):
-    adam = {"name": "adamw", "lr": 0.05, "weight_decay": 0.1}  # moves a row whose gradient is 0, too
-    sections = {"embedding": {"dim": 4, "optimizer": adam, "initializer": {"name": "normal", "std": 0.1}}}
-    want = train(job("local", "", workers=1, sections=sections), None, WorkerGroup())
-    assert_equal_but_for_rounding(run_two("ddp", "", "", tmp_path / "found.npz", sections=sections), want)
-
-
-def test_workers_whose_dense_weights_are_all_frozen_keep_company(shards, tmp_path):
-    frozen = {"freeze": ["bottom", "top", "output"]}
-    with es.local() as session:
-        want = train(job("ps", "ps", workers=1, sections=frozen), session, WorkerGroup())
-    assert_equal_but_for_rounding(run_two("hybrid", "ddp", shards, tmp_path / "found.npz", sections=frozen), want)
+if __name__ == "__main__":
+    main()

@@ -1,17 +1,19 @@
-"""`embershard train` and `embershard worker` as people run them: real shards, real workers, and every way to end."""
+"""`embershard train`, `worker` and `evaluate` as people run them: real shards, real workers, and every way to end."""
 
-import contextlib
 import json
 import signal
 import subprocess
 import sys
+from contextlib import closing
 
 import psutil
 import pytest
+from half_codec import HALF_CODEC
 
 from embershard.deploy.supervisor import LocalShards
-from harness.eventually import PATIENCE
-from harness.processes import EMBERSHARD, all_end, descendants
+from embershard.worker.client.client import Client
+from harness.eventually import PATIENCE, eventually
+from harness.processes import EMBERSHARD, all_end, descendants, run_command, said
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -24,91 +26,69 @@ evaluate: {every: 5000}
 workers: 2
 """
 FOREVER = JOB.replace("10_000", "10_000_000_000").replace("evaluate: {every: 5000}\n", "")
+PLAIN = FOREVER.replace(", batch_norm: true", "")  # batch norm's statistics are not on the shards
 ALONE = ("--workers", "1", "--shards", "1")  # where it makes no difference: starting costs seconds
+LOADER = (*ALONE, "--set", "data.loader_processes=1")
 
 
-def children(process: subprocess.Popen[str], word: str) -> list[psutil.Process]:
-    found = [child for child in psutil.Process(process.pid).children() if word in child.cmdline()]
-    return sorted(found, key=lambda child: child.pid)
-
-
-def until_training(process: subprocess.Popen[str]) -> None:
-    for line in process.stdout:
-        if "samples/s" in line:
-            return
-    raise AssertionError("it ended before it trained")
-
-
-def family(process: subprocess.Popen[str], size: int = 4) -> list[psutil.Process]:
+def family_in_training(process, size=4):
+    """Its shards, workers and loaders, once they train."""
+    assert any("samples/s" in line for line in process.stdout)
     found = descendants(process.pid)
-    assert len(found) == size  # shards and workers
+    assert len(found) == size
     return found
 
 
+def records(folder):
+    return [json.loads(line) for line in (folder / "out" / "log.jsonl").read_text().splitlines()]
+
+
 def test_a_job_trains_through_two_shards_and_two_workers(start, tmp_path):
-    process = start(JOB)
-    text, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, text
+    text = said(start(JOB))
     for part in ("dlrm on clicks: 2 workers on cpu, 2 shards", "valid AUC", "best reachable", "waiting for others"):
         assert part in text
-    records = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
-    assert [r["record"] for r in records if r["record"] != "train"] == ["config", "eval", "eval", "result"]
-    result = records[-1]
-    assert result["samples"] == 10_240
-    assert result["figures"]["valid"]["samples"] == 3000
+    log = records(tmp_path)
+    assert [r["record"] for r in log if r["record"] != "train"] == ["config", "eval", "eval", "result"]
+    result = log[-1]
+    assert (result["samples"], result["figures"]["valid"]["samples"]) == (10_240, 3000)
     assert result["table_rows"]["embedding"] > 1000
-
-
-def test_a_job_with_mistakes_starts_nothing(start):
-    process = start(JOB.replace("hidden", "hiden"), "--set", "train.epoch=1")
-    text, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 1
-    assert "job.yaml:1: model.hiden: unknown field; did you mean hidden?" in text
-    assert "--set train.epoch=1: train.epoch: unknown field; did you mean epochs?" in text
-    assert "Traceback" not in text
-
-
-LOADER = (*ALONE, "--set", "data.loader_processes=1")
 
 
 @pytest.mark.parametrize(("number", "code", "words"), [(signal.SIGINT, 130, ()), (signal.SIGTERM, 143, LOADER)])
 def test_an_interrupt_ends_everything(start, number, code, words):
     process = start(FOREVER, *words)
-    until_training(process)
-    everyone = family(process, 3 if words else 4)
+    everyone = family_in_training(process, 3 if words else 4)
     process.send_signal(number)
-    text, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == code, text
-    assert "Traceback" not in text
+    said(process, code)
     assert all_end(everyone)
 
 
 def test_nothing_outlives_a_killed_command(start):
     process = start(FOREVER, *LOADER)
-    until_training(process)
-    everyone = family(process, 3)
+    everyone = family_in_training(process, 3)
     process.kill()
     assert all_end(everyone)
 
 
-def test_a_loader_that_dies_ends_the_job_and_is_named(start):
-    process = start(FOREVER, *LOADER)
-    until_training(process)
-    everyone = family(process, 3)
-    (loader,) = (child for child in everyone if "embershard.worker.training.loader" in child.cmdline())
-    loader.kill()
-    text, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 1
-    assert f"the data loader of worker 0 (process {loader.pid}) was ended by SIGKILL" in text
-    assert "Traceback" not in text
+@pytest.mark.parametrize(
+    ("role", "words", "says"),
+    [
+        ("worker", ("--set", "dense.mode=ddp"), "error: worker {} ended (SIGKILL)"),  # which all-reduces
+        ("ps", ALONE, "shard 0"),
+    ],
+)
+def test_a_process_that_is_killed_ends_the_job_and_is_named(start, role, words, says):
+    process = start(FOREVER, *words)
+    everyone = family_in_training(process, 2 if words == ALONE else 4)
+    victim = [child for child in psutil.Process(process.pid).children() if role in child.cmdline()][-1]
+    number = victim.environ().get("RANK")
+    victim.kill()
+    assert says.format(number) in said(process, 1)
     assert all_end(everyone)
 
 
 def test_a_profile_says_where_the_time_of_a_step_goes(start, tmp_path):
-    words = ("--profile", "--set", "train.samples=20000", "--set", "evaluate.every=20000")
-    process = start(JOB, *LOADER, *words)
-    text, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, text
+    text = said(start(JOB, *LOADER, "--profile", "--set", "train.samples=20000", "--set", "evaluate.every=20000"))
     assert "39 steps" in text  # 79 of the one worker, of which 40 warmed up or were traced
     split = json.loads((tmp_path / "out" / "profile.json").read_text())
     everything = {"data", "route", "encode", "send", "wait", "receive", "gather", "forward", "backward", "push"}
@@ -118,51 +98,64 @@ def test_a_profile_says_where_the_time_of_a_step_goes(start, tmp_path):
     assert "traceEvents" in json.loads((tmp_path / "out" / "trace.json").read_text())
 
 
-def test_a_worker_that_dies_ends_a_job_that_all_reduces_and_is_named(start):
-    process = start(FOREVER, "--set", "dense.mode=ddp")
-    until_training(process)
-    everyone = family(process)
-    victim = children(process, "worker")[1]
-    number = victim.environ()["RANK"]
-    victim.kill()
-    text, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 1
-    assert f"error: worker {number} ended (SIGKILL)" in text
-    assert all_end(everyone)
-
-
 def test_a_worker_with_an_error_is_heard(start):
-    process = start(JOB, *ALONE, "--set", "embedding.optimizer={name: sgd, lr: 1e30}")
-    text, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 1
+    text = said(start(JOB, *ALONE, "--set", "embedding.optimizer={name: sgd, lr: 1e30}"), 1)
     assert "the loss of step" in text
     assert "lower the learning rate" in text
-    assert "Traceback" not in text
 
 
 def test_running_shards_are_used_and_left_running(start, tmp_path):
     with LocalShards(2) as shards:
-        process = start(JOB, "--ps", ",".join(shards.addresses), "--workers", "1")
-        text, _ = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 0, text
-        assert "1 worker on cpu, 2 shards" in text
+        ps = ("--ps", ",".join(shards.addresses))
+        assert "1 worker on cpu, 2 shards" in said(start(JOB, *ps, "--workers", "1"))
         assert shards.failure is None
         # torchrun gives each worker its place; --no-python runs the command as it is
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        torchrun += ["--no-python", *EMBERSHARD, "worker", str(tmp_path / "job.yaml"), "--set", "prefix=second/"]
-        torchrun += ["--ps", ",".join(shards.addresses)]
-        done = subprocess.run(torchrun, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        worker = ["--no-python", *EMBERSHARD, "worker", str(tmp_path / "job.yaml"), "--set", "prefix=second/", *ps]
+        done = subprocess.run([*torchrun, *worker], capture_output=True, text=True, timeout=PATIENCE, check=False)
         assert done.returncode == 0, done.stderr
         assert "2 workers on cpu, 2 shards" in done.stdout
         assert "table second/embedding" in done.stdout
 
 
-def test_a_shard_that_dies_ends_the_job(start):
-    process = start(FOREVER, *ALONE)
-    until_training(process)
-    shard = children(process, "ps")[0]
-    with contextlib.suppress(psutil.NoSuchProcess):
-        shard.kill()
-    text, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 1
-    assert "shard 0" in text
+def test_a_codec_of_a_module_named_once_reaches_shards_and_workers(start, tmp_path):
+    (tmp_path / "mine.py").write_text(HALF_CODEC)
+    said(start(JOB, *ALONE, "--import", "mine", "--set", "compression={push: 'mine:half', pull: 'mine:half'}"))
+    result = records(tmp_path)[-1]
+    halved = {one["direction"] for one in result["bytes"] if one["part"] == "rows" and one["wire"] < 0.6 * one["raw"]}
+    assert halved == {"push", "pull"}
+
+
+def test_evaluate_scores_what_a_run_has_left_on_the_shards_and_creates_nothing(start, tmp_path):
+    with LocalShards(2) as shards, closing(Client.connect(shards.addresses)) as client:
+        (tmp_path / "job.yaml").write_text(PLAIN)
+        words = ("evaluate", str(tmp_path / "job.yaml"), "--ps", ",".join(shards.addresses))
+        early = run_command(*words)
+        assert early.returncode == 1
+        assert "no table 'embedding" in early.stderr
+        assert not any(status.tables for status in client.status())
+        said(start(PLAIN, *words[2:], "--set", "train.samples=5_000"))
+        found = run_command(*words)
+        assert found.returncode == 0, found.stderr
+    figures = json.loads(found.stdout)
+    for split, its in records(tmp_path)[-1]["figures"].items():
+        assert figures[split] == pytest.approx(its, rel=1e-6)
+
+
+def test_workers_train_on_while_evaluate_scores(start, tmp_path):
+    with LocalShards(1) as shards, closing(Client.connect(shards.addresses)) as client:
+        ps = ("--ps", shards.addresses[0])
+        trainer = start(PLAIN, *ps, "--set", "train.staleness=0")
+        assert eventually(lambda: client.status()[0].clock >= 3), "nobody trains"
+        line = [*EMBERSHARD, "evaluate", str(tmp_path / "job.yaml"), *ps, "--every", "0.1"]
+        with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as evaluator:
+            first = last = json.loads(evaluator.stdout.readline())
+            while last["clock"] == first["clock"]:  # nothing says how far they come in between
+                last = json.loads(evaluator.stdout.readline())
+            assert last["clock"] > first["clock"] > 0
+            assert first["valid"]["samples"] == 3000
+            evaluator.send_signal(signal.SIGINT)
+            assert evaluator.wait(PATIENCE) == 130
+        assert trainer.poll() is None
+        trainer.terminate()
+        trainer.communicate(timeout=PATIENCE)

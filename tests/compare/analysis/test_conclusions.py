@@ -1,63 +1,59 @@
-"""What is said of made-up runs whose answer is known."""
+"""What is said of made-up runs whose answer is known, and of where they ran."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from report_cases import FP16S, INT8, NONE, TOPK, fake_results
+from report_cases import FP16S, INT8, JOB, NONE, TOPK, fake_results, plan_of
 from scipy import stats
 
-from embershard.compare.analysis.conclusions import (
-    compared_with,
-    conclude,
-    has_lost,
-    outcome_of,
-    quality_verdict,
-    speed_verdict,
-)
+from embershard.compare.analysis import conclusions as c
+from embershard.compare.analysis.gather import gather
 from embershard.compare.analysis.statistics import estimate
 from embershard.compare.report.summary import headline, summary
 from embershard.compare.report.tables import short_table
-from embershard.compare.results import Estimate, Quality, Results, Speed, Verdict, read_results, write_results
+from embershard.compare.results import Estimate, Quality, Speed, read_results, write_results
+
+TINY = 1e-9
+ONLY_UNLIMITED = {"unlimited": None}
 
 
-def verdict(results: Results, arm: str) -> Verdict:
+def verdict(results, arm="int8"):
     return next(verdict for verdict in results.verdicts if verdict.arm == arm)
 
 
-def between(low: float, high: float) -> Estimate:
+def between(low, high):
     return Estimate(mean=(low + high) / 2, low=low, high=high, seeds=5)
 
 
-TINY = 1e-9
+def with_runs(results, update):
+    """The conclusions from the same runs, each with the fields that `update` returns for it."""
+    runs = tuple(run.model_copy(update=update(run)) for run in results.runs)
+    return c.conclude(results.model_copy(update={"runs": runs}))
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "said"),
+    ("low", "high", "margin", "said"),
     [
-        (-0.0005 + TINY, 0.0005 - TINY, "equivalent"),
-        (0.0001, 0.0005 - TINY, "equivalent"),  # inside the margin counts before better
-        (-0.0005 + TINY, -0.0001, "equivalent"),
-        (-0.0005 + TINY, 0.0005, "not worse"),  # a bound on the margin is not inside it
-        (-0.0005, 0.0005 - TINY, "undecided"),
-        (-0.0005, 0.0, "undecided"),
-        (-0.0005, -TINY, "worse"),
-        (TINY, 0.0005, "better"),
-        (0.0, 0.0005, "not worse"),
-        (-0.001, 0.001, "undecided"),
-        (0.0, 0.0, "equivalent"),
+        (-0.0005 + TINY, 0.0005 - TINY, 0.0005, "equivalent"),
+        (0.0001, 0.0005 - TINY, 0.0005, "equivalent"),  # inside the margin counts before better
+        (-0.0005 + TINY, -0.0001, 0.0005, "equivalent"),
+        (-0.0005 + TINY, 0.0005, 0.0005, "not worse"),  # a bound on the margin is not inside it
+        (-0.0005, 0.0005 - TINY, 0.0005, "undecided"),
+        (-0.0005, 0.0, 0.0005, "undecided"),
+        (-0.0005, -TINY, 0.0005, "worse"),
+        (TINY, 0.0005, 0.0005, "better"),
+        (0.0, 0.0005, 0.0005, "not worse"),
+        (-0.001, 0.001, 0.0005, "undecided"),
+        (0.0, 0.0, 0.0005, "equivalent"),
+        (-1.0, -TINY, None, "worse"),  # without a margin only 0 decides
+        (TINY, 1.0, None, "better"),
+        (-TINY, TINY, None, "undecided"),
     ],
 )
-def test_a_verdict_on_a_model_is_read_off_the_interval(low, high, said):
-    assert quality_verdict(between(low, high), True, 0.0005) == said
-    assert quality_verdict(between(-high, -low), False, 0.0005) == said  # of a metric of which less is better
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "said"), [(-1.0, -TINY, "worse"), (TINY, 1.0, "better"), (-TINY, TINY, "undecided")]
-)
-def test_without_a_margin_only_0_decides(low, high, said):
-    assert quality_verdict(between(low, high), True, None) == said
+def test_a_verdict_on_a_model_is_read_off_the_interval(low, high, margin, said):
+    assert c.quality_verdict(between(low, high), True, margin) == said
+    assert c.quality_verdict(between(-high, -low), False, margin) == said  # of a metric of which less is better
 
 
 def test_equivalent_means_that_both_one_sided_t_tests_hold_at_the_level_of_the_interval():
@@ -67,7 +63,7 @@ def test_equivalent_means_that_both_one_sided_t_tests_hold_at_the_level_of_the_i
         tests = [stats.ttest_1samp(differences, -0.0005, alternative="greater"),
                  stats.ttest_1samp(differences, 0.0005, alternative="less")]  # fmt: skip
         equivalent = max(test.pvalue for test in tests) < 0.025
-        assert (quality_verdict(estimate(differences.tolist()), True, 0.0005) == "equivalent") == equivalent
+        assert (c.quality_verdict(estimate(differences.tolist()), True, 0.0005) == "equivalent") == equivalent
         seen.add(equivalent)
     assert seen == {True, False}
 
@@ -82,21 +78,7 @@ def test_equivalent_means_that_both_one_sided_t_tests_hold_at_the_level_of_the_i
     ],
 )
 def test_a_verdict_on_a_speed_is_read_off_the_interval(low, high, said):
-    assert speed_verdict(between(low, high)) == said
-
-
-def judged(quality: Estimate, *speed_ups: Estimate) -> Results:
-    """A comparison of int8 with none, of which only these estimates are known."""
-    links = {"100mbit": 1e8, "1gbit": 1e9}
-    model = Quality(
-        arm="int8", against="none", metric="auc", rate="fixed", value=quality, difference=quality,
-        higher_is_better=True, margin=0.0005, verdict=quality_verdict(quality, True, 0.0005),
-    )  # fmt: skip
-    speeds = [
-        Speed(arm="int8", against="none", bandwidth=link, samples_per_second=speed_up, speed_up=speed_up,
-              verdict=speed_verdict(speed_up)) for link, speed_up in zip(links, speed_ups, strict=True)
-    ]  # fmt: skip
-    return fake_results((NONE, INT8), links=links).model_copy(update={"quality": (model,), "speeds": tuple(speeds)})
+    assert c.speed_verdict(between(low, high)) == said
 
 
 SAME, WORSE, UNSURE = between(-0.0001, 0.0001), between(-0.002, -0.001), between(-0.002, 0.002)
@@ -104,39 +86,46 @@ FASTER, EVEN, SLIGHTLY, SLOWER = between(1.1, 1.2), between(0.9, 1.2), between(1
 
 
 @pytest.mark.parametrize(
-    ("quality", "speed_ups", "said"),
+    ("quality", "speed_up", "other_speed_up", "said"),
     [
-        (SAME, (FASTER, SLOWER), "paid"),
-        (SAME, (EVEN, SLOWER), "undecided"),
-        (UNSURE, (FASTER, FASTER), "undecided"),
-        (WORSE, (FASTER, FASTER), "did not pay"),
-        (SAME, (SLOWER, SLOWER), "did not pay"),
-        (SAME, (SLIGHTLY, SLOWER), "did not pay"),
-        (UNSURE, (SLIGHTLY, SLOWER), "did not pay"),
-        (SAME, (between(1.01, 1.05), SLOWER), "paid"),
+        (SAME, FASTER, SLOWER, "paid"),
+        (SAME, EVEN, SLOWER, "undecided"),
+        (UNSURE, FASTER, FASTER, "undecided"),
+        (WORSE, FASTER, FASTER, "did not pay"),
+        (SAME, SLOWER, SLOWER, "did not pay"),
+        (SAME, SLIGHTLY, SLOWER, "did not pay"),
+        (UNSURE, SLIGHTLY, SLOWER, "did not pay"),
+        (SAME, between(1.01, 1.05), SLOWER, "paid"),
     ],
 )
-def test_whether_an_arm_paid_follows_from_the_verdicts(quality, speed_ups, said):
-    assert outcome_of(judged(quality, *speed_ups), "int8", "none") == said
+def test_whether_an_arm_paid_follows_from_the_verdicts(quality, speed_up, other_speed_up, said):
+    links = {"100mbit": 1e8, "1gbit": 1e9}
+    model = Quality(
+        arm="int8", against="none", metric="auc", rate="fixed", value=quality, difference=quality,
+        higher_is_better=True, margin=0.0005, verdict=c.quality_verdict(quality, True, 0.0005),
+    )  # fmt: skip
+    speeds = tuple(
+        Speed(arm="int8", against="none", bandwidth=link, samples_per_second=ratio, speed_up=ratio,
+              verdict=c.speed_verdict(ratio)) for link, ratio in zip(links, (speed_up, other_speed_up), strict=True)
+    )  # fmt: skip
+    results = fake_results((NONE, INT8), links=links).model_copy(update={"quality": (model,), "speeds": speeds})
+    assert c.outcome_of(results, "int8", "none") == said
 
 
 def test_an_arm_pays_on_the_links_where_its_interval_leaves_1_out_and_on_no_others():
     """By its means it is faster everywhere; on one link the interval holds 1."""
-    kinds = (NONE, FP16S, replace(INT8, codec_ms=-0.05))
-    results = fake_results(kinds)
     noisy = {1: 1.2, 2: 0.9, 3: 1.1, 4: 0.95, 5: 1.0}
-    runs = tuple(
-        run.model_copy(update={"samples_per_second": run.samples_per_second * noisy[run.seed]})
-        if (run.arm, run.bandwidth) == ("int8", "unlimited") else run
-        for run in results.runs if run.samples_per_second
-    )  # fmt: skip
-    results = conclude(results.model_copy(update={"runs": runs}))
+
+    def noise(run):
+        factor = noisy[run.seed] if (run.arm, run.bandwidth) == ("int8", "unlimited") else 1.0
+        return {"samples_per_second": run.samples_per_second * factor}
+
+    results = with_runs(fake_results((NONE, FP16S, replace(INT8, codec_ms=-0.05))), noise)
     speeds = {speed.bandwidth: speed for speed in results.speeds_of("int8", "none")}
     assert all(speed.speed_up.mean > 1 for speed in speeds.values())
     assert speeds["unlimited"].speed_up.low < 1
-    found = verdict(results, "int8")
-    assert found.outcome == "paid"
-    assert found.pays_on == ("100mbit", "1gbit")
+    assert verdict(results).outcome == "paid"
+    assert verdict(results).pays_on == ("100mbit", "1gbit")
     even = results.break_even_of("int8", "none")
     assert (even.measured, even.measured_says) == (None, "unknown")
     row = next(row for row in short_table(results).rows if row[0] == "int8")
@@ -144,155 +133,113 @@ def test_an_arm_pays_on_the_links_where_its_interval_leaves_1_out_and_on_no_othe
     assert "every measured link" not in " ".join(summary(results))
 
 
-@pytest.mark.parametrize(("seeds", "cautions"), [(1, True), (2, True), (3, False)])
-def test_fewer_than_3_seeds_are_a_caution_in_the_headline(seeds, cautions):
-    results = fake_results(seeds=range(1, 1 + seeds))
-    assert {verdict.seeds for verdict in results.verdicts} == {seeds}
-    assert ("caution" in headline(results)) is cautions
-
-
-def test_pairs_that_failures_left_count_as_seeds_of_the_caution():
-    whole = fake_results((NONE, INT8), seeds=(1, 2, 3))
-    for link in ("unlimited", "100mbit"):
-        runs = tuple(
-            run.model_copy(update={"ok": (run.arm, run.seed, run.bandwidth) != ("none", 1, link)}) for run in whole.runs
-        )
-        results = conclude(whole.model_copy(update={"runs": runs}))
-        assert verdict(results, "int8").seeds == 2
-        assert "caution" in headline(results)
+@pytest.mark.parametrize(
+    ("seeds", "lost_at", "left"),
+    [((1,), None, 1), ((1, 2), None, 2), ((1, 2, 3), None, 3), ((1, 2, 3), "unlimited", 2), ((1, 2, 3), "100mbit", 2)],
+)
+def test_fewer_than_3_pairs_are_a_caution_in_the_headline_and_one_decides_nothing(seeds, lost_at, left):
+    whole = fake_results((NONE, INT8), seeds=seeds)
+    results = with_runs(whole, lambda run: {"ok": (run.arm, run.seed, run.bandwidth) != ("none", 1, lost_at)})
+    assert verdict(results).seeds == left
+    assert ("caution" in headline(results)) is (left < 3)
+    if left == 1:
+        assert verdict(results).outcome == "undecided"
+        assert "One seed gives no interval" in verdict(results).reasons[0]
+        assert all(quality.difference.low is None for quality in results.quality)
 
 
 def test_an_arm_as_good_and_faster_on_slow_links_paid():
-    found = verdict(fake_results(), "int8")
-    assert found.outcome == "paid"
-    assert found.quality == "equivalent"
-    assert found.faster_at == ("100mbit", "1gbit")
-    assert found.slower_at == ("unlimited",)
+    found = verdict(fake_results())
+    assert (found.outcome, found.quality, found.seeds) == ("paid", "equivalent", 5)
+    assert found.faster_at == found.pays_on == ("100mbit", "1gbit")
+    assert (found.slower_at, found.best_at) == (("unlimited",), "100mbit")
     assert found.bytes_ratio == pytest.approx(3.0, abs=0.2)
-    assert found.best_at == "100mbit"
-    assert found.pays_on == ("100mbit", "1gbit")
-    assert found.seeds == 5
 
 
-def test_an_arm_that_lost_quality_did_not_pay_however_fast():
+def test_an_arm_that_lost_quality_or_is_nowhere_faster_did_not_pay():
     found = verdict(fake_results((NONE, FP16S, replace(TOPK, pull=0.1))), "topk:0.01")
-    assert found.quality == "worse"
-    assert found.best_speed_up > 3
-    assert found.outcome == "did not pay"
+    assert (found.outcome, found.quality, found.pays_on) == ("did not pay", "worse", ())
     assert found.faster_at
-    assert found.pays_on == ()
-
-
-def test_an_arm_that_is_nowhere_faster_did_not_pay():
-    found = verdict(fake_results((NONE, INT8), links={"unlimited": None}), "int8")
-    assert found.quality == "equivalent"
-    assert found.outcome == "did not pay"
-
-
-def test_one_seed_decides_nothing_and_says_so():
-    results = fake_results(seeds=(1,))
-    assert {verdict.outcome for verdict in results.verdicts} == {"undecided"}
-    assert all("One seed gives no interval" in verdict.reasons[0] for verdict in results.verdicts)
-    assert all(quality.difference.low is None for quality in results.quality)
+    assert found.best_speed_up > 3
+    found = verdict(fake_results((NONE, INT8), links=ONLY_UNLIMITED))
+    assert (found.outcome, found.quality) == ("did not pay", "equivalent")
 
 
 def test_every_codec_is_compared_with_fp16s_too():
     results = fake_results((NONE, FP16S, INT8))
-    assert compared_with(results) == [
-        ("none", "none"), ("fp16s", "none"), ("int8", "none"), ("int8", "fp16s"),
-    ]  # fmt: skip
-    assert {(speed.arm, speed.against) for speed in results.speeds} == set(compared_with(results))
+    assert c.compared_with(results) == [("none", "none"), ("fp16s", "none"), ("int8", "none"), ("int8", "fp16s")]
+    assert {(speed.arm, speed.against) for speed in results.speeds} == set(c.compared_with(results))
 
 
-def test_failed_runs_are_in_no_figure_and_counted():
+def test_failed_runs_are_in_no_figure_and_an_arm_that_lost_some_is_not_said_to_have_paid():
+    assert verdict(fake_results(failed=[("none", 2)])).outcome == "paid"
     results = fake_results(failed=[("int8", 2)])
-    found = verdict(results, "int8")
-    assert found.failed_runs == 1
-    assert found.reasons[0] == "1 of its runs failed, and are in no figure."
-    assert found.difference.seeds == 4
+    found = verdict(results)
+    assert (found.failed_runs, found.difference.seeds) == (1, 4)
     assert verdict(results, "fp16s").difference.seeds == 5
-
-
-def test_an_arm_that_lost_runs_is_not_said_to_have_paid_by_those_that_are_left():
-    assert verdict(fake_results(failed=[("none", 2)]), "int8").outcome == "paid"
-    results = fake_results(failed=[("int8", 2)])
-    assert verdict(results, "int8").quality == "equivalent"
-    assert verdict(results, "int8").outcome == "undecided"
+    assert (found.quality, found.outcome) == ("equivalent", "undecided")
+    assert found.reasons[0] == "1 of its runs failed, and are in no figure."
     words = " ".join(summary(results))
     assert "as good where it ended well, but 1 of its runs failed" in words
     assert "no other arm is shown to be as good and faster" in words
-
-
-@pytest.mark.parametrize(("failed_at", "lost"), [(0.5, True), (1.0, False)])
-def test_an_arm_judged_at_its_own_rate_has_lost_runs_where_those_at_that_rate_failed(failed_at, lost):
-    results = fake_results(multiples=(0.5, 1.0))
-    assert results.tuned["topk:0.01"] == 0.5
-    key = ("topk:0.01", "quality", failed_at, 2)
-    runs = tuple(
-        run.model_copy(update={"ok": (run.arm, run.kind, run.multiple, run.seed) != key}) for run in results.runs
-    )
-    results = conclude(results.model_copy(update={"runs": runs}))
-    (quality,) = (
-        q for q in results.quality if (q.arm, q.against, q.metric, q.rate) == ("topk:0.01", "none", "auc", "tuned")
-    )
-    assert has_lost(results, "topk:0.01", quality) is lost
-
-
-def test_an_arm_of_which_all_runs_failed_is_said_to_be_unknown():
-    found = verdict(fake_results((NONE, INT8), failed=[("int8", seed) for seed in range(1, 6)]), "int8")
+    found = verdict(fake_results((NONE, INT8), failed=[("int8", seed) for seed in range(1, 6)]))
     assert found.outcome == "undecided"
     assert "nothing can be said" in found.reasons[1]
 
 
+def quality_of(results, arm, metric="auc", rate="fixed"):
+    wanted = (arm, "none", metric, rate)
+    return next(q for q in results.quality if (q.arm, q.against, q.metric, q.rate) == wanted)
+
+
 def test_an_arm_is_judged_at_its_own_best_rate():
-    results = fake_results(multiples=(0.5, 1.0, 2.0))
+    results = fake_results(multiples=(0.5, 1.0))
     assert results.tuned["topk:0.01"] == 0.5
     assert verdict(results, "topk:0.01").rate == "tuned"
-    by_rate = {
-        quality.rate: quality for quality in results.quality if (quality.arm, quality.metric) == ("topk:0.01", "auc")
-    }
-    assert by_rate["tuned"].difference.mean > by_rate["fixed"].difference.mean + 0.001
+    tuned, fixed = (quality_of(results, "topk:0.01", rate=rate) for rate in ("tuned", "fixed"))
+    assert tuned.difference.mean > fixed.difference.mean + 0.001
+    for multiple, lost in ((0.5, True), (1.0, False)):  # runs at other rates are none of its own
+        key = ("topk:0.01", "quality", multiple, 2)
+        failed = with_runs(results, lambda run, key=key: {"ok": (run.arm, run.kind, run.multiple, run.seed) != key})
+        assert c.has_lost(failed, "topk:0.01", quality_of(failed, "topk:0.01", rate="tuned")) is lost
 
 
 def test_lower_is_better_for_logloss():
-    (found,) = (q for q in fake_results().quality if (q.arm, q.against, q.metric) == ("topk:0.01", "none", "logloss"))
-    assert not found.higher_is_better
+    found = quality_of(fake_results(), "topk:0.01", "logloss")
+    assert (found.higher_is_better, found.verdict) == (False, "worse")
     assert found.difference.mean > 0
-    assert found.verdict == "worse"
 
 
 def test_a_margin_that_is_given_is_that_of_the_deciding_metric():
-    results = conclude(fake_results(), margin=0.01)
-    margins = {(quality.metric, quality.margin) for quality in results.quality}
-    assert margins == {("auc", 0.01), ("logloss", 0.001)}
+    results = c.conclude(fake_results(), margin=0.01)
+    assert {(quality.metric, quality.margin) for quality in results.quality} == {("auc", 0.01), ("logloss", 0.001)}
     assert verdict(results, "topk:0.01").quality == "equivalent"
 
 
 def test_break_even_by_formula_and_by_measurement_agree_on_a_link_that_is_waited_for():
-    (found,) = (even for even in fake_results((NONE, replace(FP16S, codec_ms=4.0))).break_even)
+    (found,) = fake_results((NONE, replace(FP16S, codec_ms=4.0))).break_even
     assert found.measured == pytest.approx(found.formula, rel=0.2)
 
 
-def test_a_measured_break_even_has_an_interval_and_one_of_few_seeds_a_wide_one():
+def test_a_measured_break_even_has_an_interval_of_the_pairs_that_all_links_have_and_a_wide_one_of_few():
     kinds = (NONE, replace(FP16S, codec_ms=1.0))
-    (found,), (few,) = (fake_results(kinds, seeds=seeds).break_even for seeds in ((1, 2, 3, 4, 5), (1, 2)))
+
+    def even(seeds=(1, 2, 3, 4, 5), **failed):
+        (found,) = fake_results(kinds, seeds=seeds, **failed).break_even
+        return found
+
+    found, three, few = even(), even(seeds=(1, 2, 3)), even(seeds=(1, 2))
     assert 1e8 < found.low < found.measured < found.high
     assert few.low < found.low
     assert few.high is None  # what two seeds show without limit leaves open whether it is slower
-    (one,) = fake_results(kinds, seeds=(1,)).break_even
-    assert (one.low, one.high) == (None, None)
-
-
-def test_a_pair_lost_on_one_link_is_left_out_of_the_interval_on_all():
-    kinds = (NONE, replace(FP16S, codec_ms=1.0))
-    whole, part = fake_results(kinds, seeds=(1, 2, 3)), fake_results(kinds, failed=[("fp16s", 4), ("fp16s", 5)])
-    assert (part.break_even[0].low, part.break_even[0].high) == (whole.break_even[0].low, whole.break_even[0].high)
+    assert (even(seeds=(1,)).low, even(seeds=(1,)).high) == (None, None)
+    lost = even(failed=[("fp16s", 4), ("fp16s", 5)])
+    assert (lost.low, lost.high) == (three.low, three.high)
 
 
 def test_without_measured_bytes_the_formula_is_unknown():
     results = fake_results()
-    runs = tuple(run.model_copy(update={"bytes": (), "step": ()}) for run in results.runs)
-    blind = conclude(results.model_copy(update={"runs": runs}))
+    blind = with_runs(results, lambda run: {"bytes": (), "step": ()})
     assert {even.formula_says for even in blind.break_even} == {"unknown"}
     assert {even.measured for even in blind.break_even} == {even.measured for even in results.break_even}
     assert not blind.volumes
@@ -302,3 +249,41 @@ def test_results_come_back_from_their_file(tmp_path):
     results = fake_results(failed=[("int8", 1)], multiples=(1.0, 2.0))
     assert read_results(write_results(results, tmp_path)) == results
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+MADE = fake_results((NONE, FP16S, INT8), links=ONLY_UNLIMITED, seeds=(1, 2)).runs
+
+
+@pytest.fixture
+def results_of(tmp_path):
+    job = tmp_path / "job.yaml"
+    job.write_text(JOB)
+    plan = plan_of(job, "none,int8", seeds=(1, 2))
+    said = {"command": ("embershard",), "chosen": {}, "complete": True, "margin": None}
+    return lambda *runs: gather(plan, {run.key: run for run in runs}, job_file=job, **said)
+
+
+def test_versions_are_those_of_the_runs_and_changes_are_named(results_of):
+    old = [run.model_copy(update={"versions": {"torch": "1.0", "python": "3.0.1"}}) for run in MADE]
+    found = results_of(*old).conditions
+    assert (found.versions["torch"], found.python, found.mixed) == ("1.0", "3.0.1", ())
+    assert "python" not in found.versions
+    newer = old[-1].model_copy(update={"versions": {"torch": "1.1", "python": "3.0.1"}})
+    assert results_of(*old[:-1], newer).conditions.mixed == ("torch 1.0 and 1.1",)
+
+
+def test_what_no_model_can_beat_is_the_mean_over_seeds_of_what_is_judged(results_of):
+    known = [
+        run.model_copy(update={"reachable": {"auc": 0.7 + 0.1 * run.seed, "samples": 3000.0, "calibration": 1.0}})
+        for run in MADE
+    ]
+    assert results_of(*known).reachable == {"auc": pytest.approx(0.85)}
+
+
+def test_runs_that_were_not_asked_for_are_counted_and_in_no_figure(results_of):
+    others = [MADE[0].model_copy(update={"seed": 7}), MADE[1].model_copy(update={"arm": "topk:0.01", "ok": False})]
+    asked, more = results_of(*MADE), results_of(*others, *MADE)
+    assert more.runs == asked.runs == MADE
+    (note,) = set(more.notes) - set(asked.notes)
+    assert "(2)" in note
+    assert (more.quality, more.speeds, more.verdicts) == (asked.quality, asked.speeds, asked.verdicts)
