@@ -1,61 +1,53 @@
 """The average of dense weights against torch's own."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from math import nan
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import embershard as es
 from embershard.worker.nn.averaging import WeightAverage
-from embershard.worker.session.session import Session
 from embershard.worker.strategy.protocol import StepBatch
 from embershard.worker.training.step import StepSettings, TrainStep
-
-MakeSession = Callable[..., Session]
 
 
 class Net(nn.Module):
     """An embedding that is not averaged, and layers that are."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(10, 4)
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
 
-    def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.layers(self.embedding(ids)).squeeze(1)
+    def forward(self, ids):
+        out = self.layers(self.embedding(ids)).squeeze(1)
         return out
 
 
 class Shards:
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session):
         self.optimizers = [es.ShardOptimizer(session)]
 
-    def step(self, weight: float) -> None:
+    def step(self, weight):
         self.optimizers[0].step()
 
-    def skip(self) -> None:
+    def skip(self):
         self.optimizers[0].skip()
 
 
-def batches(count: int) -> list[Tensor]:
+def batches(count):
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(10, (8,), generator=generator) for _ in range(count)]
 
 
-def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+def loss_of(model, ids):
     return (model(ids) - ids / 10).square().mean()
 
 
-def trained(
-    session: Session, steps: int, *, decay: float = 0.8, accumulate: int = 1
-) -> tuple[Net, WeightAverage, AveragedModel, TrainStep]:
+def trained(session, steps, *, decay=0.8, accumulate=1):
     """A wrapped model with its average, and torch's average of the unwrapped twin, after some steps."""
     plain = Net()
     model = es.wrap(copy.deepcopy(plain), session, optimizer=es.SGD(lr=0.5))
@@ -75,7 +67,7 @@ def trained(
     return model, average, expected, step
 
 
-def layers(model: nn.Module) -> dict[str, Tensor]:
+def layers(model):
     return {name: value.detach().clone() for name, value in model.named_parameters() if name.startswith("layers")}
 
 

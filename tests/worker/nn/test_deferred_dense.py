@@ -1,40 +1,35 @@
 """Without embedding_inputs, dense weights come with the first lookup, or before anything else uses them."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 import embershard as es
-from embershard.proto.messages import Pull, Request
+from embershard.proto.messages import Pull
 from embershard.proto.transport.local import LocalTransport
-from embershard.ps.shard import Shard
 from embershard.worker.client.client import Client
 from embershard.worker.session import dense as dense_module
 from embershard.worker.session.session import Session
 
-MakeShards = Callable[..., list[Shard]]
 IDS = torch.tensor([3, 1, 3])
 
 
 class Net(nn.Module):
     """`use` reaches the weights in its own way before the first lookup."""
 
-    def __init__(self, use: Callable[[Net], Tensor] | None = None) -> None:
+    def __init__(self, use=None):
         super().__init__()
         self.embedding = nn.Embedding(10, 4)
         self.linear = nn.Linear(4, 4)
         self.scale = nn.Parameter(torch.full((4,), 2.0))
         self.use = use
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         before = 0.0 if self.use is None else self.use(self)
         return self.linear(self.embedding(ids)) * self.scale + before
 
@@ -42,34 +37,34 @@ class Net(nn.Module):
 class Other(nn.Module):
     """Dense weights of another model, inside a forward."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner):
         super().__init__()
         self.inner = inner
         self.items = nn.Embedding(10, 4)
         self.bias = nn.Parameter(torch.ones(4))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return self.inner(ids) + self.bias + self.items(ids)
 
 
 class Passes(TorchFunctionMode):
     """A mode of the user."""
 
-    def __torch_function__(self, func: Callable[..., object], types: object, args: object = (), kwargs: object = None):
-        return func(*args, **(kwargs or {}))  # type: ignore[misc, dict-item]
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
 
 
 class Double(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: object, weight: Tensor) -> Tensor:
+    def forward(ctx, weight):
         return weight * 2
 
     @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:
+    def backward(ctx, gradient):
         return gradient * 2
 
 
-USES: dict[str, Callable[[Net], Tensor]] = {
+USES = {
     "function": lambda net: F.linear(torch.ones(4), net.linear.weight, net.linear.bias).sum(),
     "method": lambda net: net.scale.sum(),
     "operator": lambda net: (net.scale * 3).sum(),
@@ -82,7 +77,7 @@ USES: dict[str, Callable[[Net], Tensor]] = {
     "numpy": lambda net: torch.from_numpy(net.scale.detach().numpy().copy()).sum(),
     "copy": lambda net: torch.zeros(4).copy_(net.scale.detach()).sum(),
     "part": lambda net: net.linear(torch.ones(4)).sum(),
-    "autograd": lambda net: Double.apply(net.scale).sum(),  # type: ignore[no-untyped-call]
+    "autograd": lambda net: Double.apply(net.scale).sum(),
     "aten": lambda net: torch.ops.aten.sum(net.scale),
     "vmap": lambda net: torch.vmap(lambda row: row.sum())(net.linear.weight).sum(),
     "checkpoint": lambda net: torch.utils.checkpoint.checkpoint(lambda w: w.sum(), net.scale, use_reentrant=False),
@@ -94,14 +89,14 @@ USES: dict[str, Callable[[Net], Tensor]] = {
 }
 
 
-def _under_a_mode(net: Net) -> Tensor:
+def _under_a_mode(net):
     with Passes():
         return net.embedding(IDS).detach().sum() * 0 + net.scale.sum()
 
 
-def counted(shards: list[Shard]) -> tuple[Session, list[Request]]:
+def counted(shards):
     """A session, and the pulls that its first shard gets."""
-    heard: list[Request] = []
+    heard = []
 
     def handle(request):
         heard.append(request)
@@ -112,7 +107,7 @@ def counted(shards: list[Shard]) -> tuple[Session, list[Request]]:
     return session, heard
 
 
-def pulls(heard: list[Request]) -> int:
+def pulls(heard):
     found = sum(isinstance(request, Pull) for request in heard)
     heard.clear()
     return found
@@ -138,7 +133,7 @@ def test_a_forward_sends_one_pull_to_each_shard(make_shards, grad):
         if grad:
             out.sum().backward()
         session.step()
-    assert not _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    assert not _get_current_function_mode_stack()
 
 
 @pytest.mark.parametrize("use", USES)
@@ -158,7 +153,7 @@ def test_weights_that_are_used_before_the_first_lookup_are_those_of_the_clock(ma
             outs[-1].square().mean().backward()
             session.step()
             assert session.deferred is None
-            assert not _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+            assert not _get_current_function_mode_stack()
         session.read_dense()
         results.append([*outs, *model.parameters(), model.embedding.table.pull(torch.arange(10))])
     for mine, theirs in zip(*results, strict=True):
@@ -200,7 +195,7 @@ def test_a_forward_that_fails_leaves_no_watch_behind(make_shards):
     with pytest.raises(ValueError, match="of the model"):
         model(IDS)
     assert session.deferred is None
-    assert not _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    assert not _get_current_function_mode_stack()
 
 
 def test_a_model_around_another_one_shares_its_request(make_shards):

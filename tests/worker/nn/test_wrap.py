@@ -1,6 +1,5 @@
 import copy
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,14 +11,13 @@ from embershard.worker.nn.wrap import OtherParameters
 from embershard.worker.session.session import Session
 from harness.models import random_pairs
 
-MakeSession = Callable[..., Session]
 BATCHES = random_pairs(8, 16, 40, seed=7)
 
 
 class Net(nn.Module):
     """Embeddings at several depths, a bag, batch norm, and parameters of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.users = nn.Embedding(40, 4, padding_idx=0)
         self.items = nn.ModuleDict({"a b": nn.Embedding(40, 4), "bag": nn.EmbeddingBag(40, 4, mode="mean")})
@@ -27,13 +25,13 @@ class Net(nn.Module):
         self.tower = nn.Sequential(nn.Linear(12, 400), nn.ReLU(), nn.Linear(400, 1))
         self.scale = nn.Parameter(torch.ones(()))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         vectors = [self.users(x[:, 0]), self.items["a b"](x[:, 1]), self.items["bag"](x)]
-        out: torch.Tensor = self.scale * self.tower(self.norm(torch.cat(vectors, 1))).squeeze(1)
+        out = self.scale * self.tower(self.norm(torch.cat(vectors, 1))).squeeze(1)
         return out
 
 
-def losses(model: nn.Module, step: Callable[[], object]) -> list[float]:
+def losses(model, step):
     curve = []
     for x, y in BATCHES:
         loss = (model(x) - y).pow(2).mean()
@@ -43,7 +41,7 @@ def losses(model: nn.Module, step: Callable[[], object]) -> list[float]:
     return curve
 
 
-def torch_losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+def torch_losses(model, optimizer):
     def step():
         optimizer.step()
         optimizer.zero_grad()
@@ -108,7 +106,7 @@ def test_a_module_reached_twice_is_one_table(make_session):
             self.parts = nn.ModuleList([self.query, nn.Linear(3, 1)])
 
         def forward(self, x):
-            out: torch.Tensor = self.parts[1](self.query(x) + self.parts[0](x + 1)).sum()
+            out = self.parts[1](self.query(x) + self.parts[0](x + 1)).sum()
             return out
 
     reference = Twice()
@@ -212,26 +210,26 @@ def test_row_wise_adagrad_gives_dense_weights_elementwise_adagrad(make_session):
 
 
 class Tied(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(10, 4)
         self.output = nn.Linear(4, 10, bias=False)
         self.output.weight = self.embedding.weight
 
 
-def lazy() -> nn.Module:
+def lazy():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return nn.Sequential(nn.Embedding(5, 2), nn.LazyLinear(2))
 
 
-def parametrized() -> nn.Module:
+def parametrized():
     model = nn.Sequential(nn.Embedding(5, 2))
     parametrize.register_parametrization(model[0], "weight", nn.Identity())
     return model
 
 
-def hooked() -> nn.Module:
+def hooked():
     model = nn.Sequential(nn.Embedding(5, 2))
     model[0].register_forward_hook(lambda *_: None)
     return model

@@ -1,7 +1,5 @@
 """wrap(dense="ddp"): the embeddings move to the shards, all other weights stay torch's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -10,15 +8,15 @@ import embershard as es
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(10, 4)
         self.linear = nn.Linear(4, 1)
 
-    def embedding_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    def embedding_inputs(self, ids):
         return {"embedding": ids}
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         return self.linear(self.embedding(ids)).squeeze(1)
 
 
@@ -57,4 +55,4 @@ def test_an_optimizer_for_dense_weights_that_nobody_would_use_is_refused(make_se
     with pytest.raises(ValueError, match="with dense 'ddp' torch's own optimizer trains the dense weights"):
         es.wrap(Net(), make_session(), optimizer=es.SGD(lr=0.1), dense_optimizer=es.SGD(lr=0.1), dense="ddp")
     with pytest.raises(ValueError, match="dense must be ps, ddp or fsdp, got 'dpp'"):
-        es.wrap(Net(), make_session(), optimizer=es.SGD(lr=0.1), dense="dpp")  # type: ignore[arg-type]
+        es.wrap(Net(), make_session(), optimizer=es.SGD(lr=0.1), dense="dpp")

@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from embershard.proto.arrays import Floats
-from embershard.proto.routing import NUM_BUCKETS, Placement, Route
+from embershard.proto.routing import NUM_BUCKETS, Placement
 from embershard.proto.spec import SGD, Constant, TableSpec
 from embershard.worker.compression.low_rank import ParameterSlice
 from embershard.worker.session.dense import BLOCK, DenseWeights, layout_seed
@@ -16,13 +15,13 @@ SCATTERED = Placement(1, 3, np.random.default_rng(0).integers(0, 3, NUM_BUCKETS)
 PLACEMENTS = [Placement.even(1), Placement.even(2), Placement.even(4), SCATTERED]
 
 
-def make(placement: Placement) -> tuple[nn.Module, DenseWeights]:
+def make(placement):
     model = nn.Sequential(nn.Linear(70, 50), nn.Linear(50, 3, bias=False), nn.Conv2d(3, 5, 2))
     model[2].to(memory_format=torch.channels_last)
     return model, DenseWeights(SPEC, list(model.named_parameters()), placement)
 
 
-def on_shards(dense: DenseWeights, values: Floats, route: Route) -> Floats:
+def on_shards(dense, values, route):
     """What a pull of `route` gives when the shards hold `values` in the order of dense.ids."""
     found = {int(id_): row for id_, row in zip(dense.ids, values, strict=True)}
     return np.array([found[int(id_)] for id_ in route.ids])
@@ -41,7 +40,6 @@ def test_gradients_and_pulled_rows_find_their_parameters(placement, trained):
         parameter.grad = torch.randn(parameter.shape).to(memory_format=torch.preserve_format) if train else None
         steps.append(torch.zeros(parameter.shape) if parameter.grad is None else parameter.grad.clone())
     pushed = dense.gradients()
-    assert pushed is not None
     route, gradients = pushed.route, pushed.gradients.numpy()
     assert pushed.spec is dense.spec
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -67,7 +65,6 @@ def test_a_push_on_its_way_keeps_its_gradients():
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, value)
         gradients = dense.gradients()
-        assert gradients is not None
         pushed.append(gradients.gradients)
     assert [rows.max() for rows in pushed] == [1.0, 2.0]
 
@@ -77,7 +74,6 @@ def test_the_rest_of_a_parameters_last_block_takes_no_gradient():
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, torch.nan)
     pushed = dense.gradients()
-    assert pushed is not None
     assert np.isnan(pushed.gradients.numpy()).sum() == sum(parameter.numel() for parameter in model.parameters())
     assert np.nansum(pushed.gradients.numpy()) == 0.0
 
@@ -87,7 +83,6 @@ def test_a_sparse_gradient_of_a_dense_parameter_is_pushed_whole():
     dense = DenseWeights(SPEC, [("weight", embedding.weight)], Placement.even(1))
     embedding(torch.tensor([2, 2])).sum().backward()
     pushed = dense.gradients()
-    assert pushed is not None
     assert pushed.gradients.numpy()[0, :6].tolist() == [0, 0, 0, 0, 2, 2]
 
 
@@ -99,7 +94,6 @@ def test_a_parameter_takes_the_fewest_blocks_that_hold_it(numel, num_blocks):
     assert dense.layout.places == [ParameterSlice(0, (numel,)), ParameterSlice(num_blocks, (3,))]
     parameter.grad, last.grad = torch.full((numel,), 3.0), torch.full((3,), 4.0)
     pushed = dense.gradients()
-    assert pushed is not None
     for blocks, first, second in ((dense.values(), 1.0, 2.0), (pushed.gradients.numpy(), 3.0, 4.0)):
         want = np.zeros((num_blocks + 1, BLOCK), np.float32)
         want.reshape(-1)[:numel], want[-1, :3] = first, second

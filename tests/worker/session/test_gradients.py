@@ -1,7 +1,5 @@
 """Gradients of several reads become one part per table: summed by id, in an order that its codec can pack."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,7 @@ from embershard.worker.session.gradients import RowGradients, merge, to_arrays
 PLACEMENT = Placement.even(2)
 
 
-def read(name: str, ids: list[int], value: float, *, dim: int = 2, padding: int | None = None) -> RowGradients:
+def read(name, ids, value, *, dim=2, padding=None):
     """Gradients of one read: each row is its id, times `value`. `padding`: the id that takes none."""
     spec = TableSpec(name=name, dim=dim, optimizer=SGD(lr=1.0), initializer=Constant())
     route = make_route(np.array(ids), spec.space_key, PLACEMENT)
@@ -22,7 +20,7 @@ def read(name: str, ids: list[int], value: float, *, dim: int = 2, padding: int 
     return RowGradients(spec, route, gradients, position)
 
 
-def by_id(part: RowGradients) -> dict[int, list[float]]:
+def by_id(part):
     return dict(zip(part.route.ids.tolist(), part.gradients.tolist(), strict=True))
 
 

@@ -2,7 +2,6 @@ import copy
 import gc
 import threading
 import weakref
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,35 +10,14 @@ from torch import nn
 
 import embershard as es
 from embershard.proto.errors import TableMismatch
-from embershard.proto.messages import Pull, Push, Reply, Request
+from embershard.proto.messages import Pull, Push
 from embershard.proto.protobuf import dumps, loads
 from embershard.proto.routing import make_routes
-from embershard.proto.transport.local import LocalTransport
 from embershard.ps.coordination.pushes import RouteCache
-from embershard.ps.shard import Shard
-from embershard.worker.client.client import Client
 from embershard.worker.session import reads as reads_module
-from embershard.worker.session.session import Session
 
-MakeSession = Callable[..., Session]
 SPEC = es.TableSpec(name="t", dim=2, optimizer=es.SGD(lr=1.0), initializer=es.Constant(value=0.0))
 IDS = torch.tensor([1, 2, 1])
-
-
-class Listener:
-    """Hears every request to a shard."""
-
-    def __init__(self, shard: Shard) -> None:
-        self.shard, self.heard = shard, list[Request]()
-
-    def handle(self, request: Request) -> Reply:
-        self.heard.append(request)
-        return self.shard.handle(request)
-
-
-def listened(shards: list[Shard]) -> tuple[Session, list[Listener]]:
-    listeners = [Listener(shard) for shard in shards]
-    return Session(Client([LocalTransport(it.handle, f"local/{i}") for i, it in enumerate(listeners)])), listeners
 
 
 def test_a_step_pushes_the_gradient_and_the_next_read_sees_it(make_session):
@@ -51,12 +29,13 @@ def test_a_step_pushes_the_gradient_and_the_next_read_sees_it(make_session):
     torch.testing.assert_close(module(IDS).detach()[:, 0], torch.tensor([-2.0, -1.0, -2.0]))
 
 
-def test_a_step_without_gradients_sends_nothing(make_shards):
-    session, listeners = listened(make_shards(2))
+def test_a_step_without_gradients_sends_nothing(make_wires):
+    wires = make_wires(2)
+    session = wires.session()
     es.Embedding(session.table(SPEC))(IDS)
     session.step()
     assert session.clock == 1
-    assert not any(isinstance(request, Push) for it in listeners for request in it.heard)
+    assert not wires.sent(Push)
 
 
 def test_gradients_of_several_backwards_accumulate_until_the_step(make_session):
@@ -82,7 +61,7 @@ def test_a_forward_without_a_backward_leaves_nothing_behind(make_session):
     session = make_session(1)
     module = es.Embedding(session.table(SPEC))
     out = module(IDS)
-    node = out.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    node = out.grad_fn.next_functions[0][0]
     leaf = weakref.ref(node.variable)
     del node
     assert leaf() is not None
@@ -136,15 +115,15 @@ def test_lr_scale_scales_the_following_pushes(make_session):
     torch.testing.assert_close(module.table.pull(torch.tensor([2])), torch.tensor([[-0.25, -0.25]]))
 
 
-def test_a_factor_of_the_learning_rate_arrives_to_the_last_bit(make_shards):
-    session, (shard,) = listened(make_shards(1))
+def test_a_factor_of_the_learning_rate_arrives_to_the_last_bit(make_wires):
+    wires = make_wires(1)
+    session = wires.session()
     module = es.Embedding(session.table(SPEC))
     for scales in (None, {"t": 1 / 3}):
         session.lr_scale = 0.1
         module(IDS).sum().backward()
         session.step(scales)
-    pushes = [request for request in shard.heard if isinstance(request, Push)]
-    arrived = [part.lr_scale for push in pushes for part in loads(Push, dumps(push)).tables]
+    arrived = [part.lr_scale for push in wires.sent(Push) for part in loads(Push, dumps(push)).tables]
     assert arrived == [0.1, 1 / 3 * 0.1]
 
 
@@ -161,64 +140,63 @@ def test_two_workers_train_one_table(make_shards, make_session):
 class TwoTables(nn.Module):
     """Reads two tables by one tensor of ids, and has dense weights."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.wide, self.deep = nn.Embedding(50, 1), nn.Embedding(50, 4)
         self.head = nn.Linear(4, 1)
 
-    def embedding_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    def embedding_inputs(self, ids):
         return {"wide": ids, "deep": ids}
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.wide(ids) + self.head(self.deep(ids))
+    def forward(self, ids):
+        logits = self.wide(ids) + self.head(self.deep(ids))
         return logits.squeeze(-1)
 
 
 SPACES = {"wide": "features", "deep": "features"}
 
 
-def test_a_step_is_one_pull_and_one_push_per_shard(make_shards):
-    session, listeners = listened(make_shards(2))
+def test_a_step_is_one_pull_and_one_push_per_shard(make_wires):
+    wires = make_wires(2)
+    session = wires.session()
     model = es.wrap(TwoTables(), session, optimizer=es.SGD(lr=0.1), id_space=SPACES)
     ids = torch.arange(40)
     for _ in range(2):
-        for listener in listeners:
-            listener.heard.clear()
+        for wire in wires.wires:
+            wire.seen.clear()
         model(ids).sum().backward()
         session.step()
-        for listener in listeners:
-            assert [type(request) for request in listener.heard] == [Pull, Push]
-            assert {part.table for part in listener.heard[0].tables} >= {"wide", "deep"}  # type: ignore[union-attr]
+        for wire in wires.wires:
+            assert [type(request) for request in wire.seen] == [Pull, Push]
+            assert {part.table for part in wire.seen[0].tables} >= {"wide", "deep"}
 
 
-def test_a_push_names_the_ids_of_its_pull(make_shards):
-    session, listeners = listened(make_shards(2))
+def test_a_push_names_the_ids_of_its_pull(make_wires):
+    wires = make_wires(2)
+    session = wires.session()
     model = es.wrap(TwoTables(), session, optimizer=es.SGD(lr=0.1), id_space=SPACES)
     for _ in range(2):
         model(torch.arange(40)).sum().backward()
         session.step()
-    for listener in listeners:
-        pull, push = listener.heard[-2:]
-        assert isinstance(pull, Pull)
-        assert isinstance(push, Push)
+    for wire in wires.wires:
+        pull, push = wire.seen[-2:]
         numbers = {part.table: part.route for part in pull.tables}
         assert len(set(numbers.values()) - {0}) == len(numbers) == 3
         assert {part.table: part.route for part in push.tables} == numbers
 
 
-def test_reads_that_no_push_follows_leave_no_ids_behind(make_shards):
-    session, listeners = listened(make_shards(1))
+def test_reads_that_no_push_follows_leave_no_ids_behind(make_wires):
+    wires = make_wires(1)
+    session = wires.session()
     model = es.wrap(TwoTables(), session, optimizer=es.SGD(lr=0.1), id_space=SPACES)
     with torch.no_grad():
         model(torch.arange(40))
-    pull = listeners[0].heard[-1]
-    assert isinstance(pull, Pull)
-    assert {part.route for part in pull.tables} == {0}
+    assert {part.route for pull in wires.sent(Pull)[-1:] for part in pull.tables} == {0}
 
 
-def test_ids_that_a_shard_dropped_are_sent_again(make_shards):
+def test_ids_that_a_shard_dropped_are_sent_again(make_shards, make_session):
     shards = make_shards(2)
-    session, _ = listened(shards)
+    session = make_session(shards=shards)
     table = session.table(SPEC)
     es.Embedding(table)(IDS).sum().backward()
     for shard in shards:
@@ -231,7 +209,7 @@ def test_ids_that_a_shard_dropped_are_sent_again(make_shards):
 def test_tables_of_one_id_space_share_one_route(make_session, monkeypatch):
     session = make_session(2)
     model = es.wrap(TwoTables(), session, optimizer=es.SGD(lr=0.1), id_space=SPACES)
-    routed: list[int] = []
+    routed = []
 
     def counted(inputs, placement):
         routed.append(len(inputs))
@@ -282,15 +260,12 @@ def test_the_creator_loads_the_values_and_others_take_them(make_shards, make_ses
         torch.testing.assert_close(model(torch.arange(30)), expected)
 
 
-def test_workers_that_start_together_agree_on_the_values(make_shards, make_session):
-    shards = make_shards(2)
-    lock = threading.Lock()
-    for shard in shards:
-        shard.handle = lambda request, handle=shard.handle: _locked(lock, handle, request)  # type: ignore[method-assign]
-    outs: dict[int, torch.Tensor] = {}
+def test_workers_that_start_together_agree_on_the_values(make_wires):
+    wires = make_wires()
+    outs = {}
 
     def work(worker):
-        session = make_session(shards=shards, worker=worker)
+        session = wires.session(worker)
         torch.manual_seed(worker)
         model = es.wrap(nn.Sequential(nn.Embedding(3000, 4), nn.Linear(4, 1)), session, optimizer=es.SGD(lr=0.1))
         outs[worker] = model(torch.arange(3000)).detach()
@@ -304,7 +279,7 @@ def test_workers_that_start_together_agree_on_the_values(make_shards, make_sessi
     assert torch.equal(outs[0], outs[2])
 
 
-def _locked(lock: threading.Lock, handle: Callable[[Request], Reply], request: Request) -> Reply:
+def _locked(lock, handle, request):
     with lock:
         return handle(request)
 
@@ -377,7 +352,7 @@ def test_custom_row_optimizers_run_in_local_shards():
 
 
 @es.row_optimizer()
-def halve(row: np.ndarray, state: np.ndarray, grad: np.ndarray, hyper: np.ndarray) -> None:
+def halve(row, state, grad, hyper):
     for j in range(row.size):
         row[j] *= np.float32(0.5)
 
@@ -395,7 +370,7 @@ def test_close_says_how_many_rows_a_codec_held_back_unless_they_were_sent(caplog
     held = session.client.compressor.rows_held_back()
     assert held["t"] > 0
     session.close()
-    assert [(record.args[0], record.args[1]) for record in caplog.records] == [("t", held["t"])]  # type: ignore[index]
+    assert [(record.args[0], record.args[1]) for record in caplog.records] == [("t", held["t"])]
     caplog.clear()
     session = es.local(2, compression=compression)
     module = train(session)

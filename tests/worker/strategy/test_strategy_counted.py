@@ -1,12 +1,9 @@
 """What shards counted in a run, where they served another one before, and where one of them was restarted."""
 
-from __future__ import annotations
-
 import torch
 
 import embershard as es
 from embershard.proto.transport.local import LocalTransport
-from embershard.ps.shard import Shard
 from embershard.worker.client.client import Client
 from embershard.worker.session.session import Session
 from embershard.worker.strategy.shards import ShardCounters
@@ -18,14 +15,14 @@ IDS = torch.arange(64)  # so many are on two shards
 class Worker:
     """Trains on some shards, which may be replaced."""
 
-    def __init__(self, shards: list[Shard], rank: int) -> None:
+    def __init__(self, shards, rank):
         transports = [
             LocalTransport(lambda message, i=i: shards[i].handle(message), f"local/{i}") for i in range(len(shards))
         ]
         self.session = Session(Client(transports, worker=rank))
         self._module = es.Embedding(self.session.table(SPEC))
 
-    def push(self, *before: Worker) -> None:
+    def push(self, *before):
         """A step, whose rows miss those of others."""
         loss = self._module(IDS).sum()
         for other in before:

@@ -1,7 +1,5 @@
 """Dense weights that a worker trains by a shard's formula have the bits of those on a shard."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from embershard.proto.spec import FTRL, SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, TableSpec
+from embershard.proto.spec import FTRL, SGD, Adagrad, Adam, AdamW, RMSprop, TableSpec
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.table import Table
 from embershard.worker.strategy.dense import ReplicatedDense
@@ -31,21 +29,21 @@ SHAPES = [(1,), (8,), (5, 7), (33, 64)]  # the last one is of several chunks and
 STEPS = 60
 
 
-def settings(optimizer: Optimizer) -> str:
+def settings(optimizer):
     return f"{optimizer.kind}-{list(optimizer.params().values())}"
 
 
-def parameters(seed: int = 0) -> list[nn.Parameter]:
+def parameters(seed=0):
     rng = np.random.default_rng(seed)
     return [nn.Parameter(torch.from_numpy(rng.standard_normal(shape).astype(np.float32))) for shape in SHAPES]
 
 
-def gradients(step: int) -> list[np.ndarray]:
+def gradients(step):
     rng = np.random.default_rng(100 + step)
     return [(rng.standard_normal(shape) * 10.0 ** rng.integers(-5, 1)).astype(np.float32) for shape in SHAPES]
 
 
-def step(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], number: int) -> None:
+def step(optimizer, weights, number):
     for weight, gradient in zip(weights, gradients(number), strict=True):
         weight.grad = torch.from_numpy(gradient)
     optimizer.step()

@@ -1,7 +1,5 @@
 """Strategies without shards: the same job and the same figures, by torch alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -9,9 +7,6 @@ import torch
 from embershard.proto.errors import JobError
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import RowsDataset, Samples, Schema
-from embershard.worker.job.job import Job
-from embershard.worker.reporting.records import RunResult
-from embershard.worker.session.session import Session
 from embershard.worker.strategy.torch_only import TorchStrategy
 from embershard.worker.training.build import choose_strategy
 from embershard.worker.training.trainer import Trainer
@@ -20,7 +15,7 @@ from harness.job import make_job
 F, PER_FIELD, D = 3, 20, 2
 
 
-def rows(count: int, seed: int) -> Samples:
+def rows(count, seed):
     """Clicks that a linear model of the ids explains."""
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, PER_FIELD, (count, F)) + np.arange(F) * PER_FIELD
@@ -29,12 +24,12 @@ def rows(count: int, seed: int) -> Samples:
     return Samples(ids, rng.random((count, D), np.float32), labels)
 
 
-def dataset(num_ids: int | None = F * PER_FIELD) -> RowsDataset:
+def dataset(num_ids=F * PER_FIELD):
     schema = Schema(tuple("abc"), D, num_ids)
     return RowsDataset(schema, {"train": rows(1500, 1), "test": rows(500, 2)}, where="made up", seed=3)
 
 
-def job(strategy: str = "local", name: str = "lr", **embedding: object) -> Job:
+def job(strategy="local", name="lr", **embedding):
     return make_job(
         strategy,
         model={"name": name},
@@ -49,7 +44,7 @@ def job(strategy: str = "local", name: str = "lr", **embedding: object) -> Job:
     )
 
 
-def run(job: Job, session: Session | None = None) -> RunResult:
+def run(job, session=None):
     return Trainer(job, dataset(), session, WorkerGroup()).run()
 
 
@@ -73,7 +68,7 @@ def test_the_same_seed_gives_the_same_first_values():
     assert 1.0 <= uniform.min().item() < uniform.max().item() <= 2.0
 
 
-def choose(job: Job) -> TorchStrategy:
+def choose(job):
     model = job.model.build(dataset().schema, job.dim, "meta")
     strategy = choose_strategy(job, model, None, torch.device("cpu"))
     assert isinstance(strategy, TorchStrategy)

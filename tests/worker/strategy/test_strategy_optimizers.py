@@ -1,14 +1,12 @@
 """What torch does to weights in the workers is what a shard does to their rows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from embershard.proto import spec
-from embershard.proto.spec import FTRL, SGD, Adagrad, Adam, AdamW, Constant, Custom, Optimizer, RMSprop, RowWiseAdagrad
+from embershard.proto.spec import FTRL, SGD, Adagrad, Adam, AdamW, Constant, Custom, RMSprop, RowWiseAdagrad
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.ps.table.reference import ReferenceTable
 from embershard.worker.strategy.optimizers import dense_optimizer, table_optimizer
@@ -49,16 +47,16 @@ def make_table():
     return make
 
 
-def gradients(step: int, rows: int = ROWS) -> np.ndarray:
+def gradients(step, rows=ROWS):
     return np.random.default_rng(100 + step).normal(0, 1, (rows, DIM)).astype(np.float32)
 
 
-def sparse(ids: np.ndarray, rows: np.ndarray, count: int = ROWS) -> torch.Tensor:
+def sparse(ids, rows, count=ROWS):
     shape = (count, rows.shape[1])
     return torch.sparse_coo_tensor(torch.from_numpy(ids)[None], torch.from_numpy(rows), shape, check_invariants=True)
 
 
-def settings(optimizer: Optimizer) -> str:
+def settings(optimizer):
     return f"{optimizer.kind}-{list(optimizer.params().values())}"
 
 

@@ -1,8 +1,5 @@
 """Workers that make every step together: who is out of data, what a batch counts, and what a lost worker is called."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from unittest.mock import patch
 
 import pytest
@@ -20,13 +17,13 @@ from embershard.worker.strategy.protocol import StepBatch
 class Pair(SynchronousSteps):
     """The first of two workers; the other one has batches of the given sizes."""
 
-    def __init__(self, other: list[int]) -> None:
-        self.idle: list[bool] = []
+    def __init__(self, other):
+        self.idle = []
         with patch.object(dist, "get_rank", return_value=0), patch.object(dist, "get_world_size", return_value=2):
             super().__init__(self.idle.append)
         self._other = iter(other)
 
-    def _reduce(self, values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+    def _reduce(self, values, operation):
         other = next(self._other, 0)
         if operation == dist.ReduceOp.MAX:
             return [max(*values, other)]
@@ -34,7 +31,7 @@ class Pair(SynchronousSteps):
         return [samples + other, idle + (other == 0)]
 
 
-def turns(*samples: int) -> Iterator[StepBatch]:
+def turns(*samples):
     return (
         StepBatch(0, Batch(torch.zeros(n, 1, dtype=torch.int64), None, torch.zeros(n)), n, weight=n) for n in samples
     )

@@ -1,20 +1,15 @@
 """What `compression: auto` chooses and `unless_slower` leaves on, on links and by a clock that are made up."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 
 import embershard as es
 from embershard.proto.codec.name import CodecName
 from embershard.proto.codec.values.registry import find_values
-from embershard.proto.messages import Compress, Reply, Request, TableCodecs, bulk_bytes
+from embershard.proto.messages import Compress, TableCodecs, bulk_bytes
 from embershard.proto.transport.local import LocalTransport
-from embershard.ps.shard import Shard
 from embershard.worker.client import connections
 from embershard.worker.client.client import Client
 from embershard.worker.job.job import Job
@@ -24,12 +19,11 @@ from embershard.worker.training import autotune as auto
 from embershard.worker.training.autotune import CodecTuner, Cost, Link, best, candidates, measure
 from embershard.worker.training.codecs import JobCodecs
 
-MakeShards = Callable[..., list[Shard]]
 SPEC = es.TableSpec(name="t", dim=64, optimizer=es.Adagrad(lr=0.1), initializer=es.Constant(value=0.0))
 INT8, FP16S = CodecName.parse("int8"), CodecName.parse("fp16s")
 
 
-def cost(codec: CodecName, coded: float, seconds: float) -> Cost:
+def cost(codec, coded, seconds):
     return Cost(codec, 4e6, coded, seconds / 2, seconds / 2)
 
 
@@ -57,7 +51,6 @@ def test_a_link_is_what_its_larger_and_faster_calls_saw():
     waited = [(1_000_000, 5.0)] * 10  # for another worker
     calls = [(1_000_000, 0.11)] * 10 + waited + [(10, 0.01)] * 12  # the last say nothing of the link
     link = Link.of(calls, round_trip=0.01)
-    assert link is not None
     assert link.bytes_per_second == pytest.approx(1e7)
     assert Link.of([], 0.0) is None
 
@@ -95,14 +88,14 @@ def test_a_codec_is_measured_at_the_size_of_a_step(text, ratio):
 class Clock:
     """Time that passes only as the links and codecs of a test say."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0
 
-    def perf_counter(self) -> float:
+    def perf_counter(self):
         self.now += 1e-6
         return self.now
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name):
         return getattr(time, name)
 
 
@@ -117,21 +110,21 @@ def clock(monkeypatch):
 class Slow:
     """A shard behind a link of so many bytes per second."""
 
-    def __init__(self, shard: Shard, clock: Clock, bytes_per_second: float) -> None:
+    def __init__(self, shard, clock, bytes_per_second):
         self.shard, self.clock, self.bytes_per_second = shard, clock, bytes_per_second
 
-    def handle(self, request: Request) -> Reply:
+    def handle(self, request):
         reply = self.shard.handle(request)
         self.clock.now += (bulk_bytes(request) + bulk_bytes(reply)) / self.bytes_per_second
         return reply
 
 
-def connect(shards: list[Shard], clock: Clock, bytes_per_second: float = 4e6) -> Session:
+def connect(shards, clock, bytes_per_second=4e6):
     slow = [Slow(shard, clock, bytes_per_second) for shard in shards]
     return Session(Client([LocalTransport(one.handle, f"local/{i}") for i, one in enumerate(slow)]))
 
 
-def train(session: Session, follow: Callable[[int], None], steps: int) -> None:
+def train(session, follow, steps):
     module = es.Embedding(session.table(SPEC))
     ids = torch.arange(64)
     for step in range(steps):
@@ -140,7 +133,7 @@ def train(session: Session, follow: Callable[[int], None], steps: int) -> None:
         session.step()
 
 
-def used(session: Session) -> tuple[str, str]:
+def used(session):
     directions = session.client.compressor.directions()["t"]
     return str(directions.push), str(directions.pull)
 
@@ -166,7 +159,7 @@ def test_a_slow_link_switches_on_what_pays_and_says_why(make_shards, clock, capl
     assert after == "step 75: a step takes 2.13 ms with these codecs, and 8.33 without: they are left on"
 
 
-def codecs_of(session: Session, **compression: object) -> JobCodecs:
+def codecs_of(session, **compression):
     """Those of a job, once its one table is there."""
     job = Job.model_validate(
         {
@@ -214,12 +207,12 @@ def test_training_that_does_not_wait_is_left_alone(make_shards, clock, caplog):
 class Sleepy:
     """A codec that takes its time."""
 
-    def __init__(self, name: str, clock: Clock) -> None:
+    def __init__(self, name, clock):
         self.codec, self.clock = find_values(name), clock
         self.name, self.code, self.nbytes = self.codec.name, self.codec.code, self.codec.nbytes
         self.decode = self.codec.decode
 
-    def encode(self, rows: np.ndarray, out: np.ndarray, key: int | None = None) -> None:
+    def encode(self, rows, out, key=None):
         self.clock.now += 0.02
         self.codec.encode(rows, out, key)
 
@@ -236,12 +229,12 @@ def test_what_did_not_make_steps_faster_is_switched_off_again(make_shards, clock
 ONE_ROUND = ["int8"] * TURN + ["none"] * 2 * TURN + ["int8"] * TURN
 
 
-def slowly_coded(session: Session, clock: Clock) -> Session:
+def slowly_coded(session, clock):
     session.client.compressor.find = lambda name: find_values(name) if name == "none" else Sleepy(name, clock)
     return session
 
 
-def followed(session: Session, codecs: JobCodecs, steps: int) -> list[str]:
+def followed(session, codecs, steps):
     """How pushes travelled, from step to step."""
     seen = []
 
@@ -278,10 +271,8 @@ def test_a_trial_goes_on_while_it_is_not_sure(make_shards, clock):
         codecs.before_step(step)
 
     for round_ in range(1, auto.ROUNDS + 1):
-        assert codecs.trial is not None
         assert codecs.trial.left_on is None
-        train(session, lambda step, start=(round_ - 1) * TRIAL: follow(start + step), TRIAL + (round_ == auto.ROUNDS))  # type: ignore[misc]
-    assert codecs.trial is not None
+        train(session, lambda step, start=(round_ - 1) * TRIAL: follow(start + step), TRIAL + (round_ == auto.ROUNDS))
     assert codecs.trial.left_on
     assert used(session)[0] == "int8"
 
@@ -326,7 +317,6 @@ def test_a_trial_ends_where_somebody_says_how_tables_travel(make_shards, clock, 
 def test_a_resumed_run_goes_on_as_its_trial_was_decided(make_shards, clock, caplog, left_on):
     session = connect(make_shards(1), clock)
     codecs = codecs_of(session, push="int8", unless_slower=True)
-    assert codecs.trial is not None
     state = {"left_on": left_on, "wanted": {"t": ["int8", "none"]}}
     codecs.trial.load_state_dict(state)
     assert codecs.trial.state_dict() == state
@@ -340,7 +330,6 @@ def test_a_resumed_run_goes_on_as_its_trial_was_decided(make_shards, clock, capl
 def test_other_codecs_than_a_trial_was_of_are_tried(make_shards, clock, left_on):
     session = connect(make_shards(1), clock)
     codecs = codecs_of(session, push="int8", unless_slower=True)
-    assert codecs.trial is not None
     codecs.trial.load_state_dict({"left_on": left_on, "wanted": {"t": ["topk:0.01", "none"]}})
     assert followed(session, codecs, TRIAL) == ONE_ROUND
 

@@ -1,7 +1,5 @@
 """A worker's share of a job: its segments, how many steps they make, and where it goes on after a checkpoint."""
 
-from __future__ import annotations
-
 import math
 from itertools import chain
 from types import SimpleNamespace
@@ -11,20 +9,19 @@ import pytest
 
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import RowsDataset, Samples, Schema
-from embershard.worker.job.job import Job
 from embershard.worker.training.budget import Position, TrainingPlan, steps_of
 from harness.job import make_job
 
 SAMPLES = 700  # 14 batches
 
 
-def dataset(samples: int = SAMPLES) -> RowsDataset:
+def dataset(samples=SAMPLES):
     rng = np.random.default_rng(1)
     rows = Samples(rng.integers(0, 60, (samples, 3)), None, rng.integers(0, 2, samples).astype(np.float32))
     return RowsDataset(Schema(tuple("abc"), 0, 60), {"train": rows}, where="made up")
 
 
-def job(**train: object) -> Job:
+def job(**train):
     evaluate, save = train.pop("evaluate", None), train.pop("save", None)
     checkpoint = {"folder": "x", "every": save}
     return make_job(train=train, evaluate={"every": evaluate}, checkpoint=checkpoint)
@@ -53,7 +50,7 @@ def test_the_steps_of_a_run_are_those_that_its_segments_make(trained):
 
 def test_every_split_ends_with_a_step_of_its_own():
     splits = SimpleNamespace(num_splits=4)  # of 175 samples: 4 batches, so 2 steps
-    budget = TrainingPlan(job(epochs=3, accumulate=3), dataset(), WorkerGroup(0, 2), splits=splits)  # type: ignore[arg-type]
+    budget = TrainingPlan(job(epochs=3, accumulate=3), dataset(), WorkerGroup(0, 2), splits=splits)
     assert budget.total_steps == 3 * 4 * 2 // 2
 
 
@@ -72,7 +69,7 @@ def test_other_workers_go_on_at_the_same_sample(unit, given):
 
 def test_of_a_split_or_the_rest_of_an_epoch_there_may_be_nothing_that_will_do():
     splits = SimpleNamespace(num_splits=100, deal=lambda epoch: iter(range(100)))  # of 7 samples each
-    budget = TrainingPlan(job(epochs=1), dataset(), WorkerGroup(), smallest_batch=8, splits=splits)  # type: ignore[arg-type]
+    budget = TrainingPlan(job(epochs=1), dataset(), WorkerGroup(), smallest_batch=8, splits=splits)
     assert [list(part) for segment in budget.segments() for part in segment.parts] == [[]] * 100
 
     resumed = TrainingPlan(job(epochs=2), dataset(), WorkerGroup(), smallest_batch=2)
@@ -116,7 +113,7 @@ def test_an_epoch_that_was_begun_is_dealt_out_whole(batch, epochs):
     before = TrainingPlan(job(steps=100), dataset(), WorkerGroup())
     before.position = Position(epoch=1, batch=batch, given=14 + batch)
     splits = SimpleNamespace(num_splits=4, deal=lambda epoch: iter(range(4)))
-    budget = TrainingPlan(job(epochs=3), dataset(), WorkerGroup(), splits=splits)  # type: ignore[arg-type]
+    budget = TrainingPlan(job(epochs=3), dataset(), WorkerGroup(), splits=splits)
     budget.load_state_dict(before.state_dict())
     parts = chain.from_iterable(segment.parts for segment in budget.segments())
     assert sum(len(batch) for part in parts for _, batch in part) == epochs * SAMPLES

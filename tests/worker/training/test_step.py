@@ -1,10 +1,8 @@
 """A training step against the plain torch loop that it stands for."""
 
 import copy
-import importlib.util
 import math
 import shutil
-from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,19 +13,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import embershard as es
 from embershard.proto.errors import JobError
-from embershard.proto.transport.local import LocalTransport
-from embershard.worker.client.client import Client
-from embershard.worker.client.membership import Terms
 from embershard.worker.data.batch import Batch
 from embershard.worker.models.dlrm import DLRM
 from embershard.worker.models.fm import DeepFM
 from embershard.worker.models.loss import binary_cross_entropy
-from embershard.worker.nn import compile as compilation
 from embershard.worker.nn.activations import checkpoint_activations
 from embershard.worker.nn.compile import compile_dense
-from embershard.worker.session.session import Session
 from embershard.worker.strategy.protocol import StepBatch
-from embershard.worker.training.step import MAX_SKIPS_IN_A_ROW, NonFiniteLoss, StepSettings, TrainStep, global_norm
+from embershard.worker.training.step import MAX_SKIPS_IN_A_ROW, NonFiniteLoss, StepSettings, TrainStep
 
 ROWS, F, D = 30, 3, 2
 
@@ -184,11 +177,6 @@ def test_workers_that_agree_on_a_norm_clip_by_the_largest(make):
     run.check(rtol=1e-3)
 
 
-def test_the_norm_of_nothing_is_zero():
-    assert global_norm([]) == 0.0
-    assert global_norm([torch.tensor([3.0]), torch.tensor([[4.0]])]) == 5.0
-
-
 def test_bf16_runs_the_layers_in_it_and_trains(make):
     run, kinds = make(amp="bf16"), set()
     run.model.get_submodule("deep.0").register_forward_hook(lambda _, __, out: kinds.add(out.dtype))
@@ -269,38 +257,6 @@ def test_what_a_loss_has_learnt_is_part_of_the_state(make):
     run.train(batches(8))
     make(other).step.load_state_dict(run.step.state_dict())
     assert other.calls == 1
-
-
-@pytest.fixture
-def make_pair(make_shards):
-    """Two workers of a synchronous job, driven by one thread: a push is accepted before its clock closes."""
-    shards, sessions = make_shards(2), []
-    for number in range(2):
-        client = Client([LocalTransport(shard.handle, "local") for shard in shards], worker=number)
-        client.join(Terms(workers=2, staleness=0, lease=timedelta(hours=1)))
-        sessions.append(Session(client))
-    yield lambda *settings: [OnShards(session, **own) for session, own in zip(sessions, settings, strict=True)]
-    for session in sessions:
-        session.close()
-
-
-def test_synchronous_workers_count_by_the_samples_of_their_steps(make_pair):
-    first, second = make_pair({"accumulate": 2}, {})
-    parts = batches(8, 4, 3)
-    first.train(parts[:2])
-    second.train(parts[2:])
-    first.train_plainly([joined(parts)])
-    first.check(rtol=1e-5)
-
-
-def test_a_left_out_step_moves_the_clock_of_a_synchronous_job_and_weighs_nothing(make_pair):
-    pair = make_pair({"loss": times(math.nan), "non_finite": "skip"}, {"non_finite": "skip"})
-    for run in pair:
-        run.train(batches(8))
-    assert [status.clock for status in pair[0].session.client.status()] == [1, 1]
-    assert [run.step.skipped for run in pair] == [1, 0]
-    pair[0].train_plainly(batches(8))
-    pair[0].check(rtol=1e-5)
 
 
 def poisoned(model, batch):
@@ -395,16 +351,6 @@ def test_a_run_in_which_every_step_is_left_out_ends(make):
         run.train(batches(2))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"amp": "fp8"}, {"accumulate": 0}, {"clip_norm": 0.0}, {"clip_norm": math.nan}, {"non_finite": "ignore"}],
-    ids=str,
-)
-def test_settings_out_of_range_are_named(settings):
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        StepSettings(**settings)
-
-
 @pytest.mark.parametrize("kind", ["deepfm", "dlrm"])
 def test_recomputed_activations_train_to_the_same_weights(make, kind):
     settings = {"batch_norm": True, "dropout": 0.3}
@@ -456,14 +402,3 @@ def test_a_machine_without_a_compiler_is_told_so(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(JobError, match=r"train.compile: .*install g\+\+"):
         compile_dense(nn.Linear(1, 1))
-
-
-@pytest.mark.parametrize("found", ["CC", "gcc", "clang", None])
-def test_triton_is_known_to_need_a_c_compiler(monkeypatch, found):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/it" if name == found else None)
-    monkeypatch.delenv("CC", raising=False)
-    if found == "CC":
-        monkeypatch.setenv("CC", "/opt/cc")
-    missing = compilation._missing(torch.device("cuda"))
-    assert missing is None if found else "install gcc" in str(missing)
