@@ -11,10 +11,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 import embershard as es
 from embershard.proto.messages import Pull
-from embershard.proto.transport.local import LocalTransport
-from embershard.worker.client.client import Client
 from embershard.worker.session import dense as dense_module
-from embershard.worker.session.session import Session
 
 IDS = torch.tensor([3, 1, 3])
 
@@ -94,17 +91,15 @@ def _under_a_mode(net):
         return net.embedding(IDS).detach().sum() * 0 + net.scale.sum()
 
 
-def counted(shards):
-    """A session, and the pulls that its first shard gets."""
-    heard = []
+@pytest.fixture
+def counted(make_wires):
+    """A session over so many shards, and the requests that the first one gets."""
 
-    def handle(request):
-        heard.append(request)
-        return shards[0].handle(request)
+    def make(shards):
+        wires = make_wires(shards)
+        return wires.session(), wires.wires[0].seen
 
-    handles = [handle, *(shard.handle for shard in shards[1:])]
-    session = Session(Client([LocalTransport(one, f"local/{i}") for i, one in enumerate(handles)]))
-    return session, heard
+    return make
 
 
 def pulls(heard):
@@ -122,8 +117,8 @@ def _nothing_is_compiled(monkeypatch):
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_a_forward_sends_one_pull_to_each_shard(make_shards, grad):
-    session, heard = counted(make_shards(2))
+def test_a_forward_sends_one_pull_to_each_shard(counted, grad):
+    session, heard = counted(2)
     model = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1))
     heard.clear()
     for _ in range(3):
@@ -137,13 +132,13 @@ def test_a_forward_sends_one_pull_to_each_shard(make_shards, grad):
 
 
 @pytest.mark.parametrize("use", USES)
-def test_weights_that_are_used_before_the_first_lookup_are_those_of_the_clock(make_shards, use, monkeypatch):
+def test_weights_that_are_used_before_the_first_lookup_are_those_of_the_clock(counted, use, monkeypatch):
     """The same bits as with a read at the start of each forward."""
     results = []
     for defers in (True, False):
         monkeypatch.setattr("embershard.worker.session.session.may_be_compiled", lambda defers=defers: not defers)
         torch.manual_seed(5)
-        session, heard = counted(make_shards(2))
+        session, heard = counted(2)
         model = es.wrap(Net(USES[use]), session, optimizer=es.SGD(lr=0.1, momentum=0.9))
         outs = []
         for _ in range(4):
@@ -160,8 +155,8 @@ def test_weights_that_are_used_before_the_first_lookup_are_those_of_the_clock(ma
         assert torch.equal(mine, theirs)
 
 
-def test_the_shape_of_a_weight_is_no_use_of_it(make_shards):
-    session, heard = counted(make_shards(1))
+def test_the_shape_of_a_weight_is_no_use_of_it(counted):
+    session, heard = counted(1)
     model = es.wrap(
         Net(lambda net: torch.zeros(net.scale.shape, device=net.scale.device)), session, optimizer=es.SGD(lr=0.1)
     )
@@ -170,12 +165,12 @@ def test_the_shape_of_a_weight_is_no_use_of_it(make_shards):
     assert pulls(heard) == 1
 
 
-def test_a_forward_without_a_lookup_reads_the_weights_too(make_shards):
+def test_a_forward_without_a_lookup_reads_the_weights_too(counted):
     class Skips(Net):
         def forward(self, ids):
             return torch.zeros(())
 
-    session, heard = counted(make_shards(1))
+    session, heard = counted(1)
     model = es.wrap(Skips(), session, optimizer=es.SGD(lr=1.0))
     model.linear(torch.ones(4)).sum().backward()
     session.step()
@@ -186,11 +181,11 @@ def test_a_forward_without_a_lookup_reads_the_weights_too(make_shards):
     assert torch.equal(model.linear.bias.detach(), before - 1)
 
 
-def test_a_forward_that_fails_leaves_no_watch_behind(make_shards):
+def test_a_forward_that_fails_leaves_no_watch_behind(counted):
     def fail(net):
         raise ValueError("of the model")
 
-    session, _ = counted(make_shards(1))
+    session, _ = counted(1)
     model = es.wrap(Net(fail), session, optimizer=es.SGD(lr=0.1))
     with pytest.raises(ValueError, match="of the model"):
         model(IDS)
@@ -198,8 +193,8 @@ def test_a_forward_that_fails_leaves_no_watch_behind(make_shards):
     assert not _get_current_function_mode_stack()
 
 
-def test_a_model_around_another_one_shares_its_request(make_shards):
-    session, heard = counted(make_shards(2))
+def test_a_model_around_another_one_shares_its_request(counted):
+    session, heard = counted(2)
     inner = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1))
     outer = es.wrap(Other(nn.Identity()), session, optimizer=es.SGD(lr=0.1), prefix="outer/")
     outer.inner = inner
@@ -213,11 +208,11 @@ def test_a_model_around_another_one_shares_its_request(make_shards):
     assert not torch.equal(outer.bias, start[1])
 
 
-def test_compiled_code_reads_the_weights_at_once(make_shards):
+def test_compiled_code_reads_the_weights_at_once(counted):
     assert not dense_module.may_be_compiled()
     compiled = torch.compile(lambda weight: weight.sum(), backend="eager")
     try:
-        session, heard = counted(make_shards(1))
+        session, heard = counted(1)
         model = es.wrap(Net(lambda net: compiled(net.scale)), session, optimizer=es.SGD(lr=1.0))
         heard.clear()
         assert dense_module.may_be_compiled()
@@ -229,10 +224,10 @@ def test_compiled_code_reads_the_weights_at_once(make_shards):
         torch._dynamo.reset()
 
 
-def test_scripted_code_reads_the_weights_at_once(make_shards, monkeypatch):
+def test_scripted_code_reads_the_weights_at_once(counted, monkeypatch):
     scripted = torch.jit.CompilationUnit("def total(weight):\n    return weight.sum()\n")
     monkeypatch.setattr(torch.jit._state, "_python_cu", scripted)  # where torch.jit.script would put it
-    session, heard = counted(make_shards(1))
+    session, heard = counted(1)
     model = es.wrap(Net(lambda net: scripted.total(net.scale)), session, optimizer=es.SGD(lr=1.0))
     model(IDS).sum().backward()
     session.step()
@@ -242,8 +237,8 @@ def test_scripted_code_reads_the_weights_at_once(make_shards, monkeypatch):
     assert torch.equal(model(IDS), after)
 
 
-def test_prefetched_batches_bring_the_weights(make_shards):
-    session, heard = counted(make_shards(1))
+def test_prefetched_batches_bring_the_weights(counted):
+    session, heard = counted(1)
     model = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1))
     heard.clear()
     for ids in session.prefetch([IDS, IDS + 1], inputs=lambda batch: {"embedding": batch}):

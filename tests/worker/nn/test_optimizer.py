@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -31,6 +32,9 @@ class Net(nn.Module):
         users = self.users(x[:, 0]) + 0.5 * self.users(x[:, 2])
         logits = self.output(self.tower(torch.cat([users, self.items(x[:, 1])], 1)))
         return logits.squeeze(1)
+
+    def embedding_inputs(self, x):
+        return {"items": x[:, 1]}
 
 
 def loss_of(model, batch):
@@ -136,25 +140,72 @@ def test_there_is_a_group_for_each_optimizer_of_the_tables(make_session):
         es.ShardOptimizer(session).add_param_group({"params": []})
 
 
-def test_a_session_without_tables_has_no_optimizer(make_session):
-    with pytest.raises(ValueError, match="wrap a model with it first"):
-        es.ShardOptimizer(make_session(1))
-
-
-@pytest.mark.parametrize("max_norm", [0.05, 1e6])
-def test_clipping_by_torch_is_that_of_the_unwrapped_twin(make_session, max_norm):
-    plain, wrapped, session = twins(make_session)
-    optimizer = es.ShardOptimizer(session)
-    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for batch in BATCHES[:3]:
-        loss_of(plain, batch).backward()
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
-        theirs.step()
-        theirs.zero_grad()
-        loss_of(wrapped, batch).backward()
-        rows = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        torch.testing.assert_close(nn.utils.clip_grad_norm_(rows, max_norm), expected)
+def plainly(model, optimizer, batches=BATCHES):
+    losses = []
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.8)
+    for batch in batches:
+        losses.append(loss_of(model, batch))
+        losses[-1].backward()
         optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return losses
+
+
+def clipped(model, optimizer, max_norm):
+    norms = []
+    for batch in BATCHES[:3]:
+        loss_of(model, batch).backward()
+        weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norms.append(nn.utils.clip_grad_norm_(weights, max_norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def scaled(model, optimizer, unscale):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for batch in BATCHES[:3]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, batch)).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    return [scaler.get_scale()]
+
+
+def by_closure(model, optimizer):
+    def closure():
+        loss = loss_of(model, BATCHES[0])
+        loss.backward()
+        return loss.item()
+
+    with torch.no_grad():
+        return [optimizer.step(closure)]
+
+
+LOOPS = {
+    "clipped": partial(clipped, max_norm=0.05),
+    "not clipped": partial(clipped, max_norm=1e6),
+    "scaled": partial(scaled, unscale=False),
+    "unscaled": partial(scaled, unscale=True),
+    "closure": by_closure,
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_a_loop_of_torch_gives_the_weights_of_the_unwrapped_twin(make_session, loop):
+    plain, wrapped, session = twins(make_session)
+    theirs = loop(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    torch.testing.assert_close(loop(wrapped, es.ShardOptimizer(session)), theirs)
+    assert_equal_weights(plain, wrapped, session)
+
+
+def test_it_steps_inside_prefetch(make_session):
+    plain, wrapped, session = twins(make_session)
+    theirs = plainly(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    torch.testing.assert_close(plainly(wrapped, es.ShardOptimizer(session), session.prefetch(BATCHES)), theirs)
     assert_equal_weights(plain, wrapped, session)
 
 
@@ -172,24 +223,6 @@ def test_gradients_are_one_per_table_with_equal_ids_summed(make_session):
     assert gradients(optimizer) == []
 
 
-@pytest.mark.parametrize("unscale", [False, True])
-def test_gradscaler_trains_to_the_weights_of_the_twin_without_one(make_session, unscale):
-    plain, wrapped, session = twins(make_session)
-    theirs, ours = torch.optim.SGD(plain.parameters(), lr=0.1), es.ShardOptimizer(session)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for batch in BATCHES[:3]:
-        theirs.zero_grad()
-        loss_of(plain, batch).backward()
-        theirs.step()
-        ours.zero_grad()
-        scaler.scale(loss_of(wrapped, batch)).backward()
-        if unscale:
-            scaler.unscale_(ours)
-        scaler.step(ours)
-        scaler.update()
-    assert_equal_weights(plain, wrapped, session)
-
-
 def test_a_step_that_gradscaler_leaves_out_pushes_nothing_and_the_clock_moves(make_session):
     _, wrapped, session = twins(make_session)
     optimizer = es.ShardOptimizer(session)
@@ -204,21 +237,6 @@ def test_a_step_that_gradscaler_leaves_out_pushes_nothing_and_the_clock_moves(ma
     assert gradients(optimizer) == []
 
 
-def test_a_closure_is_called_with_gradients_on(make_session):
-    plain, wrapped, session = twins(make_session)
-    theirs, ours = torch.optim.SGD(plain.parameters(), lr=0.1), es.ShardOptimizer(session)
-    for model, optimizer in ((plain, theirs), (wrapped, ours)):
-
-        def closure(model=model):
-            loss = loss_of(model, BATCHES[0])
-            loss.backward()
-            return loss.item()
-
-        with torch.no_grad():
-            assert optimizer.step(closure) > 0
-    assert_equal_weights(plain, wrapped, session)
-
-
 def test_learning_rates_survive_a_state_dict(make_session):
     _, _, session = twins(make_session)
     optimizer = es.ShardOptimizer(session)
@@ -231,26 +249,6 @@ def test_learning_rates_survive_a_state_dict(make_session):
     _, _, elsewhere = twins(make_session, prefix="other/")
     with pytest.raises(ValueError, match="other tables"):
         es.ShardOptimizer(elsewhere).load_state_dict(optimizer.state_dict())
-
-
-def test_it_steps_inside_prefetch(make_session):
-    class Announced(Net):
-        def embedding_inputs(self, x):
-            return {"items": x[:, 1]}
-
-    torch.manual_seed(3)
-    plain = Announced()
-    session = make_session(2)
-    wrapped = es.wrap(copy.deepcopy(plain), session, optimizer=es.SGD(lr=0.1))
-    ours, theirs = es.ShardOptimizer(session), torch.optim.SGD(plain.parameters(), lr=0.1)
-    schedules = [lr_scheduler.ExponentialLR(o, 0.8) for o in (ours, theirs)]
-    for batch in session.prefetch(BATCHES):
-        for model, optimizer, schedule in ((wrapped, ours, schedules[0]), (plain, theirs, schedules[1])):
-            loss_of(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-    assert_equal_weights(plain, wrapped, session)
 
 
 def rates(scheduler, arguments, warmup, steps, **shape):
@@ -275,19 +273,12 @@ def test_a_scheduler_of_torch_begins_after_the_warm_up():
     [({"shape": "step", "factor": 0.5}, None, {}), ({}, "ExponentialLR", {"gamma": 0.5})],
     ids=["ours", "torch"],
 )
-def test_a_schedule_moves_the_rates_of_all_groups(shape, scheduler, arguments):
+def test_a_schedule_taken_up_at_a_later_step_moves_the_rates_of_all_groups(shape, scheduler, arguments):
     groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in (0.5, 4.0)]
     optimizers = [torch.optim.SGD(groups), torch.optim.SGD([torch.zeros(1)], lr=1.0)]
     LearningRates(optimizers, Schedule(**shape), scheduler, arguments).set(2)
     found = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     assert found == [[0.125, 1.0], [0.25]]
-
-
-def test_a_schedule_taken_up_later_goes_on_where_it_was():
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
-    made = LearningRates([optimizer], Schedule(), "ExponentialLR", {"gamma": 0.5})
-    made.set(3)
-    assert optimizer.param_groups[0]["lr"] == 0.5**4
 
 
 def test_a_schedule_whose_rate_turns_negative_is_refused():
