@@ -1,6 +1,7 @@
 """A training step against the plain torch loop that it stands for."""
 
 import copy
+import importlib.util
 import math
 import shutil
 from functools import partial
@@ -17,6 +18,7 @@ from embershard.worker.data.batch import Batch
 from embershard.worker.models.dlrm import DLRM
 from embershard.worker.models.fm import DeepFM
 from embershard.worker.models.loss import binary_cross_entropy
+from embershard.worker.nn import compile as compilation
 from embershard.worker.nn.activations import checkpoint_activations
 from embershard.worker.nn.compile import compile_dense
 from embershard.worker.strategy.protocol import StepBatch
@@ -240,18 +242,14 @@ def test_a_worker_leaves_out_the_step_that_another_must_leave_out(make):
 
 
 def test_what_a_loss_has_learnt_is_part_of_the_state(make):
-    class Counting:
-        calls = 0
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
 
-        def __call__(self, model, batch):
+        def forward(self, model, batch):
             self.calls += 1
             return binary_cross_entropy(model, batch)
-
-        def state_dict(self):
-            return {"calls": self.calls}
-
-        def load_state_dict(self, state):
-            self.calls = state["calls"]
 
     run, other = make(Counting()), Counting()
     run.train(batches(8))
@@ -370,14 +368,6 @@ def test_recomputed_activations_train_to_the_same_weights(make, kind):
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
 
-def test_without_gradients_nothing_is_computed_again(make):
-    model, (part,) = make().model, batches(8)
-    with torch.no_grad():
-        expected = model(part.ids, part.dense)
-        checkpoint_activations(model)
-        torch.testing.assert_close(model(part.ids, part.dense), expected, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
 def test_a_compiled_model_trains_to_the_same_weights(make, monkeypatch, backend):
     graphs = CompileCounterWithBackend(backend)  # the same graphs as inductor has, in seconds
@@ -400,5 +390,20 @@ def test_a_compiled_model_trains_to_the_same_weights(make, monkeypatch, backend)
 
 def test_a_machine_without_a_compiler_is_told_so(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
     with pytest.raises(JobError, match=r"train.compile: .*install g\+\+"):
         compile_dense(nn.Linear(1, 1))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # Triton
+    assert "install gcc" in compilation._missing(torch.device("cuda"))
+    monkeypatch.setenv("CC", "/opt/cc")
+    assert compilation._missing(torch.device("cuda")) is None
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"amp": "fp8"}, {"accumulate": 0}, {"clip_norm": 0.0}, {"clip_norm": math.nan}, {"non_finite": "ignore"}],
+    ids=str,
+)
+def test_settings_out_of_range_are_named(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        StepSettings(**settings)

@@ -1,6 +1,8 @@
 """The training loop over shards in this process: what it reaches, when it evaluates, when it stops."""
 
 import math
+from contextlib import suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,10 +10,9 @@ import torch
 
 from embershard.proto.errors import JobError
 from embershard.proto.timing import Recorder
-from embershard.worker.client.worker_group import MembershipChanged, WorkerGroup
+from embershard.worker.client.worker_group import Evicted, MembershipChanged, WorkerGroup
 from embershard.worker.data.batch import Batch, Schema, Users
 from embershard.worker.data.readers.movielens import NcfData
-from embershard.worker.training.loader import LoaderProcess
 from embershard.worker.training.saver import Saver
 from embershard.worker.training.step import NonFiniteLoss
 from embershard.worker.training.trainer import Trainer
@@ -118,14 +119,13 @@ def test_a_pause_for_a_checkpoint_is_no_evaluation(make_session, tmp_path):
 
 
 def test_a_run_trains_on_while_a_checkpoint_is_written_and_waits_for_its_last_one(make_session, tmp_path, monkeypatch):
-    class LeaveAck(WorkerGroup):
+    class Left(WorkerGroup):
         """Who is left when another worker is lost."""
 
         def retry_on_membership_change(self, work):
-            try:
+            with suppress(MembershipChanged):
                 return work()
-            except MembershipChanged:
-                return work()
+            return work()
 
     saves = []
 
@@ -136,11 +136,44 @@ def test_a_run_trains_on_while_a_checkpoint_is_written_and_waits_for_its_last_on
 
     monkeypatch.setattr(Saver, "save", save)
     saved = {"folder": str(tmp_path)}
-    run(make_session(), click_job("lr", train={"epochs": 3}, checkpoint=saved), group=LeaveAck())
+    run(make_session(), click_job("lr", train={"epochs": 3}, checkpoint=saved), group=Left())
     assert saves == [(20, False), (20, False), (40, False), (60, True)]
     stops = {"epochs": 9, "early_stop": {"patience": 1}}
     run(make_session(), click_job("lr", train=stops, checkpoint=saved, embedding=STANDING))
     assert saves[4:] == [(20, False), (40, True)]
+
+
+class Others(WorkerGroup):
+    """Workers that were in these segments, each time when this one entered, and go on without it in segment `leave`."""
+
+    def __init__(self, *entries, leave=None):
+        super().__init__()
+        self.entries, self.leave = list(entries), leave
+
+    def join_segment(self, shared_state):
+        segment, said = self.entries.pop(0)
+        self.late, self.over = bool(said), bool(said.get("over"))
+        return segment, {**shared_state, **said}
+
+    def end_segment(self, segment, *, last=False):
+        if segment == self.leave:
+            raise Evicted
+
+
+@pytest.mark.parametrize(
+    ("group", "epochs", "samples"),
+    [
+        (Others((0, {}), (3, {"stopped": False, "steps": 0, "clock": 0}), leave=1), [1, 4], 6000),
+        (Others((2, {"stopped": False, "steps": 0, "clock": 0})), [3, 4], 4000),
+        (Others((3, {"stopped": True, "steps": 0, "clock": 0})), [], 0),
+        (Others((1, {"over": True})), [], 0),
+    ],
+    ids=["left behind", "late", "stopped", "over"],
+)
+def test_who_comes_late_or_was_left_behind_goes_on_where_the_others_are(make_session, group, epochs, samples):
+    result, notes = run(make_session(), click_job("lr", train={"epochs": 4}), group=group)
+    assert [e.epoch for e in notes.evaluations] == epochs
+    assert result.samples == samples  # what it made of epoch 2 counts, epoch 3 was the others'
 
 
 def test_a_plateau_lowers_the_learning_rate(make_session, monkeypatch):
@@ -150,27 +183,20 @@ def test_a_plateau_lowers_the_learning_rate(make_session, monkeypatch):
     assert [i.lr_scale for i in notes.intervals] == [1.0, 1.0, 0.5, 0.25]
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_says_where(make_session):
-    data = dataset()
-    data._rows["train"].dense[1500:] = np.nan
-    with pytest.raises(NonFiniteLoss, match=r"worker 0: the loss of step \d+ is nan; lower the learning"):
-        run(make_session(), click_job("lr"), data)
-
-
-def test_steps_that_are_left_out_are_counted(make_session):
+def test_a_loss_that_is_not_finite_stops_the_run_or_its_step_is_left_out_and_counted(make_session):
     data = dataset()
     data._rows["train"].dense[1500] = np.nan
+    with pytest.raises(NonFiniteLoss, match=r"worker 0: the loss of step \d+ is nan; lower the learning"):
+        run(make_session(), click_job("lr"), data)
     result, notes = run(make_session(), click_job("lr", train={"epochs": 3, "non_finite": "skip"}), data)
     assert (result.skipped_steps, result.steps, result.samples) == (3, 60, 6000)
     assert np.isfinite([interval.loss for interval in notes.intervals]).all()
 
 
-def test_a_last_batch_of_one_sample_is_left_out_under_batch_norm(make_session):
-    fields = {"hidden": [4], "batch_norm": True}
-    result, _ = run(make_session(), click_job("deepfm", model=fields, train={"epochs": 1}), dataset(301))
-    assert (result.samples, result.steps) == (300, 3)
-    result, _ = run(make_session(), click_job("fm", train={"epochs": 1}), dataset(301))
-    assert result.samples == 301
+@pytest.mark.parametrize(("name", "fields", "samples"), [("deepfm", {"batch_norm": True}, 300), ("fm", {}, 301)])
+def test_a_last_batch_of_one_sample_is_left_out_under_batch_norm(make_session, name, fields, samples):
+    fields = {"hidden": [4], **fields} if fields else {}
+    assert run(make_session(), click_job(name, model=fields, train={"epochs": 1}), dataset(301))[0].samples == samples
 
 
 @pytest.mark.parametrize("length", [{"epochs": 2}, {"steps": 5}, {"samples": 5}], ids=str)
@@ -246,16 +272,9 @@ class Taste:
 
 
 def test_two_towers_learn_to_rank_all_items(make_session):
-    trained = click_job(
-        "two_tower",
-        train={"epochs": 10, "batch_size": 32},
-        embedding={
-            "dim": 8,
-            "optimizer": {"name": "adagrad", "lr": 0.1},
-            "initializer": {"name": "normal", "std": 0.1},
-        },
-        evaluate={"metric": "recall@10"},
-    )
+    first = {"optimizer": {"name": "adagrad", "lr": 0.1}, "initializer": {"name": "normal", "std": 0.1}}
+    train = {"epochs": 10, "batch_size": 32}
+    trained = click_job("two_tower", train=train, embedding={"dim": 8, **first}, evaluate={"metric": "recall@10"})
     session = make_session()
     result = Trainer(trained, Taste(), session, WorkerGroup()).run()
     assert result.figures["test"]["recall@10"] > 0.7  # 1/3 by chance
@@ -265,21 +284,12 @@ def test_two_towers_learn_to_rank_all_items(make_session):
 def test_evaluation_leaves_the_model_training_and_scores_what_others_pushed(make_session):
     session = make_session(1)
     trainer = Trainer(click_job("lr"), dataset(), session, WorkerGroup())
-    evaluator = trainer._evaluator
-    before = evaluator.evaluate()
+    before = trainer._evaluator.evaluate()
     assert trainer.model.training
-    session.client.push(
-        [
-            (
-                "linear",
-                session.registry.tables["linear"].route(torch.arange(60)),
-                np.random.default_rng(0).normal(0, 9, (60, 1)).astype(np.float32),
-            )
-        ],
-        clock=0,
-        lr_scale=1.0,
-    )
-    assert evaluator.evaluate() != before
+    route = session.registry.tables["linear"].route(torch.arange(60))
+    noise = np.random.default_rng(0).normal(0, 9, (60, 1)).astype(np.float32)
+    session.client.push([("linear", route, noise)], clock=0, lr_scale=1.0)
+    assert trainer._evaluator.evaluate() != before
 
 
 @pytest.mark.parametrize("prefetch", [None, 0])
@@ -296,18 +306,11 @@ def test_the_parts_of_a_step_add_up_to_it(make_session, prefetch):
 
 
 def test_a_loader_makes_the_batches_where_there_is_one(make_session):
-    class Loader(LoaderProcess):
-        def __init__(self):
-            self.epochs = []
-
-        def train(self, epoch, split=-1):
-            self.epochs.append(epoch)
-            return data.train(epoch, 0, 1, 100)
-
-    data, loader = dataset(), Loader()
+    data, epochs = dataset(), []
+    loader = SimpleNamespace(train=lambda epoch, split=-1: (epochs.append(epoch), data.train(epoch, 0, 1, 100))[1])
     result = Trainer(click_job(), data, make_session(), WorkerGroup(), loader=loader).run()
     assert result.figures == run(make_session(), click_job())[0].figures
-    assert loader.epochs == [0, 1]
+    assert epochs == [0, 1]
 
 
 @pytest.mark.parametrize("name", ["deepfm", "dlrm", "lr"])
