@@ -5,10 +5,11 @@ import pytest
 import torch
 from torch import nn
 
-from embershard.proto.routing import NUM_BUCKETS, Placement
+from embershard.proto.routing import NUM_BUCKETS, Placement, make_route
 from embershard.proto.spec import SGD, Constant, TableSpec
 from embershard.worker.compression.low_rank import ParameterSlice
 from embershard.worker.session.dense import BLOCK, DenseWeights, layout_seed
+from embershard.worker.session.gradients import RowGradients, merge, to_arrays
 
 SPEC = TableSpec(name="dense", dim=BLOCK, optimizer=SGD(lr=1.0), initializer=Constant(), id_space="dense")
 SCATTERED = Placement(1, 3, np.random.default_rng(0).integers(0, 3, NUM_BUCKETS).astype(np.uint16))
@@ -100,16 +101,6 @@ def test_a_parameter_takes_the_fewest_blocks_that_hold_it(numel, num_blocks):
         np.testing.assert_array_equal(blocks, want)  # zeros behind the parameters
 
 
-def test_dense_weights_without_gradients_push_nothing():
-    model, dense = make(Placement.even(2))
-    assert dense.gradients() is None
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    dense.clear()
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert dense.gradients() is None
-
-
 @pytest.mark.parametrize("pushes", [False, True], ids=["pulled", "pushed"])
 def test_a_parameter_that_was_given_other_memory_is_followed(pushes):
     model, dense = make(Placement.even(2))
@@ -149,3 +140,43 @@ def test_workers_with_other_names_or_shapes_of_dense_weights_have_another_seed()
     seeds = [layout_seed(parameters) for parameters in named]
     assert len(set(seeds)) == len(named)
     assert layout_seed([("a", nn.Parameter(torch.ones(2, 3)))]) == seeds[0]  # whatever the values are
+
+
+PLACEMENT = Placement.even(2)
+
+
+def read(name, ids, value, *, dim=2, padding=None):
+    """Gradients of one read: each row is its id, times `value`. `padding`: the id that takes none."""
+    spec = TableSpec(name=name, dim=dim, optimizer=SGD(lr=1.0), initializer=Constant())
+    route = make_route(np.array(ids), spec.space_key, PLACEMENT)
+    gradients = torch.from_numpy(route.ids).float().mul(value).unsqueeze(1).expand(-1, dim).contiguous()
+    position = None if padding is None else route.ids.tolist().index(padding)
+    return RowGradients(spec, route, gradients, position)
+
+
+def by_id(part):
+    return dict(zip(part.route.ids.tolist(), part.gradients.tolist(), strict=True))
+
+
+def test_each_table_has_one_part_with_the_gradients_of_an_id_summed():
+    reads = [read("a", [9, 1, 4], 1.0), read("b", [4, 7], 1.0, dim=1), read("a", [4, 8, 9], 10.0, padding=8)]
+    a, b = merge(reads, PLACEMENT)
+    assert by_id(a) == {1: [1.0, 1.0], 4: [44.0, 44.0], 9: [99.0, 99.0]}
+    assert by_id(b) == {4: [4.0], 7: [7.0]}
+    (name_a, route_a, rows_a), (name_b, _, rows_b) = to_arrays([a, b])
+    assert (name_a, name_b) == ("a", "b")
+    assert route_a is a.route
+    np.testing.assert_array_equal(rows_a, a.gradients.numpy())
+    np.testing.assert_array_equal(rows_b, b.gradients.numpy())
+    assert reads[0].gradients.max() == 9.0  # what was collected stays as it was
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_ids_of_several_reads_ascend_on_each_shard_where_they_travel_packed(packed):
+    many = list(range(50, 0, -1))
+    reads = [read("a", many[:30], 1.0), read("b", [1], 1.0), read("a", many[20:], 1.0)]
+    part, _ = merge(reads, PLACEMENT, lambda table: packed and table == "a")
+    ids = [part.route.ids[start:stop] for start, stop in zip(part.route.splits, part.route.splits[1:], strict=False)]
+    assert all(len(shard) > 1 for shard in ids)
+    assert all((np.diff(shard) > 0).all() for shard in ids) == packed
+    assert by_id(part) == {id_: [(1.0 + (21 <= id_ <= 30)) * id_] * 2 for id_ in many}

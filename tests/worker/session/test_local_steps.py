@@ -1,5 +1,6 @@
 """Local steps: a worker's own copies follow torch's optimizers, and shards see the differences of a round."""
 
+from contextlib import nullcontext
 import threading
 
 import numpy as np
@@ -22,6 +23,12 @@ SPEC = es.TableSpec(name="t", dim=2, optimizer=es.SGD(lr=1.0), initializer=es.Co
 def start(wires, steps, terms=None):
     """One more worker, that takes so many local steps a round."""
     return wires.session(len(wires.sessions), terms, local_steps=steps)
+
+
+def begin(make_wires, steps):
+    wires = make_wires()
+    session = start(wires, steps)
+    return wires, session, es.Embedding(session.table(SPEC))
 
 
 def shard_rows(wires, spec, ids):
@@ -110,9 +117,7 @@ def test_local_steps_follow_the_schedule_of_each_table(make_wires):
 
 
 def test_shards_hear_once_per_round_of_what_has_changed(make_wires):
-    wires = make_wires()
-    session = start(wires, 3)
-    module = es.Embedding(session.table(SPEC))
+    wires, session, module = begin(make_wires, 3)
     wires.heard.clear()
     for count in (1, 2):
         module(torch.tensor([1, 2])).sum().backward()
@@ -130,9 +135,7 @@ def test_shards_hear_once_per_round_of_what_has_changed(make_wires):
 
 
 def test_a_round_pushes_no_change_of_the_one_before(make_wires):
-    wires = make_wires()
-    session = start(wires, 1)
-    module = es.Embedding(session.table(SPEC))
+    wires, session, module = begin(make_wires, 1)
     for row in (1, 2, 3):
         module(torch.tensor([row])).sum().backward()
         session.step()
@@ -263,27 +266,19 @@ def test_synchronous_local_steps_read_the_average_of_the_round_before(make_wires
     assert seen == {0: [0.0, -1.0, -3.0, -4.0], 1: [0.0, -2.0, -3.0, -5.0]}
 
 
-def test_the_end_of_a_loop_ends_a_round(make_wires):
+@pytest.mark.parametrize("end", ["loop", "session"])
+def test_the_end_of_a_loop_or_a_session_ends_a_round(make_wires, end):
     wires = make_wires()
     session = start(wires, 100)
     model = es.wrap(build(), session, optimizer=es.SGD(lr=0.1))
     before = model.rows.table.pull(torch.arange(ROWS))
-    train(model, session.prefetch(batches(3)), session.step)
+    with session if end == "session" else nullcontext():
+        train(model, session.prefetch(batches(3)) if end == "loop" else batches(3), session.step)
     assert not torch.equal(shard_rows(wires, model.rows.table.spec, list(range(ROWS))), before)
 
 
-def test_leaving_a_session_ends_a_round(make_wires):
-    wires = make_wires()
-    with start(wires, 100) as session:
-        es.Embedding(session.table(SPEC))(torch.tensor([1])).sum().backward()
-        session.step()
-    assert shard_rows(wires, SPEC, [1])[0, 0] == -1
-
-
 def test_a_gradient_with_nan_leaves_its_copy_and_is_counted(make_wires):
-    wires = make_wires()
-    session = start(wires, 2)
-    module = es.Embedding(session.table(SPEC))
+    wires, session, module = begin(make_wires, 2)
     for factor in (float("nan"), 1.0):
         (module(torch.tensor([1, 2])) * torch.tensor([[1.0], [factor]])).sum().backward()
         session.step()
@@ -321,9 +316,7 @@ def test_a_row_that_max_norm_alone_has_changed_is_pushed(make_wires):
 
 
 def test_a_difference_is_taken_from_what_was_loaded(make_wires):
-    wires = make_wires()
-    session = start(wires, 1)
-    module = es.Embedding(session.table(SPEC))
+    wires, session, module = begin(make_wires, 1)
     module.table.load(module.table.route(torch.tensor([1])), np.full((1, 2), 5, np.float32))
     module(torch.tensor([1])).sum().backward()
     session.step()

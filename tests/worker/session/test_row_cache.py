@@ -163,12 +163,6 @@ def test_dense_weights_are_never_copies(make_session):
     assert session.stats.cache_lookups == 0
 
 
-def test_without_a_cache_nothing_is_counted(make_session):
-    session = make_session(1)
-    counting(session)(torch.arange(3))
-    assert session.stats.cache_lookups == 0
-
-
 @pytest.mark.parametrize(("rows", "staleness", "text"), [(0, 4, "rows must be at least 1"), (5, 0, "got 0")])
 def test_a_cache_without_room_or_bound_is_refused(make_session, rows, staleness, text):
     with pytest.raises(ValueError, match=text):

@@ -77,14 +77,6 @@ def test_the_loader_gives_the_splits_that_it_is_asked_for(tmp_path):
     assert not process.is_running()
 
 
-def test_the_loader_goes_on_with_another_epoch(tmp_path):
-    with LoaderProcess(share(CLICKS, tmp_path)) as loader:
-        next(loader.train(0))
-        for epoch in (4, 5):
-            for one, other in zip(loader.train(epoch), CLICKS.open(tmp_path, 3).train(epoch, 0, 1, 100), strict=True):
-                assert_equal(one, other)
-
-
 def test_a_mistake_in_the_data_is_the_readers_error_behind_the_batches_before_it(tmp_path):
     lines = [f"{i % 2},a{i}" for i in range(1000)]
     (tmp_path / "t.csv").write_text("\n".join(["label,c", *lines, "1,a,b,c"]) + "\n")
