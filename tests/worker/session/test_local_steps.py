@@ -1,7 +1,7 @@
 """Local steps: a worker's own copies follow torch's optimizers, and shards see the differences of a round."""
 
-from contextlib import nullcontext
 import threading
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
