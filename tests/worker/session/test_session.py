@@ -3,7 +3,6 @@ import gc
 import threading
 import weakref
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -249,15 +248,6 @@ def test_stats_count_rows_bytes_and_waiting(make_session):
     assert (session.stats.pushed_rows, stats.pushed_rows) == (4, 2)  # what was read stays as it was
 
 
-def test_a_gradient_with_nan_is_counted_and_leaves_its_row(make_session):
-    session = make_session(2)
-    module = es.Embedding(session.table(SPEC))
-    (module(IDS) * torch.tensor([[1.0], [float("nan")], [1.0]])).sum().backward()
-    session.step()
-    assert (session.stats.pushed_rows, session.stats.skipped_rows) == (1, 1)
-    torch.testing.assert_close(module.table.pull(torch.tensor([1, 2]))[:, 0], torch.tensor([-2.0, 0.0]))
-
-
 def test_a_table_declared_twice_is_one_table_and_other_settings_are_refused(make_session):
     session = make_session(2)
     assert session.table(SPEC) is session.table(SPEC)
@@ -272,22 +262,6 @@ def test_sessions_and_wrapped_models_refuse_to_be_copied(make_session):
         copy.deepcopy(model)
     with pytest.raises(TypeError, match="holds connections"):
         copy.deepcopy(session)
-
-
-def test_custom_row_optimizers_run_in_local_shards():
-    with es.local(shards=2, imports=[__name__]) as session:
-        custom = es.Custom(function=f"{__name__}:halve", lr=0.0)
-        spec = es.TableSpec(name="t", dim=2, optimizer=custom, initializer=es.Constant(value=8.0))
-        module = es.Embedding(session.table(spec))
-        module(IDS).sum().backward()
-        session.step()
-        torch.testing.assert_close(module.table.pull(torch.tensor([1, 3])), torch.tensor([[4.0, 4.0], [8.0, 8.0]]))
-
-
-@es.row_optimizer()
-def halve(row, state, grad, hyper):
-    for j in range(row.size):
-        row[j] *= np.float32(0.5)
 
 
 def test_close_says_how_many_rows_a_codec_held_back_unless_they_were_sent(caplog):

@@ -201,14 +201,6 @@ class Sleepy:
         self.codec.encode(rows, out, key)
 
 
-def test_what_did_not_make_steps_faster_is_switched_off_again(connect, caplog, monkeypatch):
-    monkeypatch.setattr(auto, "measure", lambda codec, raw, *_: cost(codec, raw / 4, 0.0))
-    session = connect(slowly_coded=True)
-    train(session, CodecTuner(session, [], frozenset()).before_step, STEPS)
-    assert used(session) == ("none", "none")
-    assert "with these codecs, and 8.33 without: they are switched off" in caplog.text
-
-
 ONE_ROUND = ["int8"] * TURN + ["none"] * 2 * TURN + ["int8"] * TURN
 
 
