@@ -2,6 +2,7 @@
 
 import copy
 from math import nan
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,17 +28,6 @@ class Net(nn.Module):
         return out
 
 
-class Shards:
-    def __init__(self, session):
-        self.optimizers = [es.ShardOptimizer(session)]
-
-    def step(self, weight):
-        self.optimizers[0].step()
-
-    def skip(self):
-        self.optimizers[0].skip()
-
-
 def batches(count):
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(10, (8,), generator=generator) for _ in range(count)]
@@ -52,7 +42,9 @@ def trained(session, steps, *, decay=0.8, each=lambda *_: None, loss=loss_of, **
     plain = Net()
     model = es.wrap(copy.deepcopy(plain), session, optimizer=es.SGD(lr=0.5))
     average = WeightAverage(model.parameters(), decay=decay, read=session.read_dense)
-    step = TrainStep(model, loss, Shards(session), StepSettings(**settings), average=average)
+    rows = es.ShardOptimizer(session)
+    updater = SimpleNamespace(optimizers=[rows], skip=rows.skip, step=lambda weight: rows.step())
+    step = TrainStep(model, loss, updater, StepSettings(**settings), average=average)
     expected = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(decay))
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
     for ids in batches(steps):

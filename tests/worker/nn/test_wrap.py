@@ -4,7 +4,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
+from torch.nn.utils.parametrize import register_parametrization
 
 import embershard as es
 from embershard.worker.nn.wrap import OtherParameters
@@ -199,29 +199,18 @@ def test_row_wise_adagrad_gives_dense_weights_elementwise_adagrad(make_session):
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding = nn.Embedding(10, 4)
-        self.output = nn.Linear(4, 10, bias=False)
+        self.embedding, self.output = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
         self.output.weight = self.embedding.weight
 
 
-def lazy():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return nn.Sequential(nn.Embedding(5, 2), nn.LazyLinear(2))
-
-
-def parametrized():
+def small(change):
+    """An embedding in a model that `change` makes one that cannot be wrapped."""
     model = nn.Sequential(nn.Embedding(5, 2))
-    parametrize.register_parametrization(model[0], "weight", nn.Identity())
+    change(model)
     return model
 
 
-def hooked():
-    model = nn.Sequential(nn.Embedding(5, 2))
-    model[0].register_forward_hook(lambda *_: None)
-    return model
-
-
+@pytest.mark.filterwarnings("ignore:Lazy modules")
 @pytest.mark.parametrize(
     ("build", "text"),
     [
@@ -229,9 +218,12 @@ def hooked():
         (lambda: nn.Sequential(nn.Embedding(5, 2).double()), "'0.weight' is torch.float64; shards hold float32"),
         (lambda: nn.Linear(2, 2).half(), "'weight' is torch.float16"),
         (lambda: nn.Linear(2, 2, device="meta"), "'weight' is on the meta device; only embeddings may stay there"),
-        (lazy, "has no shape yet; run one forward before wrap"),
-        (parametrized, "module '0' is parametrized"),
-        (hooked, "module '0' has hooks, which its remote twin would lose"),
+        (lambda: nn.Sequential(nn.Embedding(5, 2), nn.LazyLinear(2)), "has no shape yet; run one forward before wrap"),
+        (
+            lambda: small(lambda it: register_parametrization(it[0], "weight", nn.Identity())),
+            "module '0' is parametrized",
+        ),
+        (lambda: small(lambda it: it[0].register_forward_hook(print)), "module '0' has hooks"),
         (lambda: nn.ModuleDict({"a b": nn.Embedding(2, 2), "a_b": nn.Embedding(2, 2)}), "would be named a_b"),
     ],
 )

@@ -20,6 +20,10 @@ def job(**train):
     return make_job(train=train, evaluate={"every": evaluate}, checkpoint=checkpoint)
 
 
+def plan(trained, samples=SAMPLES, **settings):
+    return TrainingPlan(trained, click_data(train=samples), WorkerGroup(), **settings)
+
+
 @pytest.mark.parametrize(
     "trained",
     [
@@ -33,7 +37,7 @@ def job(**train):
     ids=lambda trained: f"{trained.train.budget} by {trained.train.accumulate}",
 )
 def test_the_steps_of_a_run_are_those_that_its_segments_make(trained):
-    budget = TrainingPlan(trained, click_data(train=SAMPLES), WorkerGroup())
+    budget = plan(trained)
     steps = 0
     for segment in budget.segments():
         for part in segment.parts:
@@ -50,25 +54,25 @@ def test_every_split_ends_with_a_step_of_its_own():
 @pytest.mark.parametrize(("unit", "given"), [("steps", 10), ("samples", 5)])
 def test_other_workers_go_on_at_the_same_sample(unit, given):
     trained = job(**{unit: 1000})
-    one = TrainingPlan(trained, click_data(train=SAMPLES), WorkerGroup())
+    one = plan(trained)
     one.position = Position(epoch=2, batch=4, given=10)
     two = TrainingPlan(trained, click_data(train=SAMPLES), WorkerGroup(1, 2))
     two.load_state_dict(one.state_dict())
     assert two.position == Position(epoch=2, batch=2, given=given)
-    back = TrainingPlan(trained, click_data(train=SAMPLES), WorkerGroup())
+    back = plan(trained)
     back.load_state_dict(two.state_dict())
     assert (back.position.epoch, back.position.batch) == (2, 4)
 
 
 def test_of_a_split_or_the_rest_of_an_epoch_there_may_be_nothing_that_will_do():
     splits = SimpleNamespace(num_splits=100, deal=lambda epoch: iter(range(100)))  # of 7 samples each
-    budget = TrainingPlan(job(epochs=1), click_data(train=SAMPLES), WorkerGroup(), smallest_batch=8, splits=splits)
+    budget = plan(job(epochs=1), smallest_batch=8, splits=splits)
     assert [list(part) for segment in budget.segments() for part in segment.parts] == [[]] * 100
 
-    resumed = TrainingPlan(job(epochs=2), click_data(train=SAMPLES), WorkerGroup(), smallest_batch=2)
+    resumed = plan(job(epochs=2), smallest_batch=2)
     resumed.load_state_dict({"epoch": 0, "batch": 13, "given": 13, "world_size": 1})
     assert [len(list(part)) for segment in resumed.segments() for part in segment.parts] == [1, 14]
-    alone = TrainingPlan(job(epochs=2), click_data(train=701), WorkerGroup(), smallest_batch=2)
+    alone = plan(job(epochs=2), 701, smallest_batch=2)
     alone.load_state_dict({"epoch": 0, "batch": 14, "given": 14, "world_size": 1})
     assert [len(list(part)) for segment in alone.segments() for part in segment.parts] == [0, 14]
 
@@ -85,7 +89,7 @@ def test_of_a_split_or_the_rest_of_an_epoch_there_may_be_nothing_that_will_do():
 )
 def test_who_comes_late_to_a_run_of_steps_begins_with_the_epoch_of_the_others(monkeypatch, first, late, want):
     steps = job(steps=500, evaluate=20)
-    one = TrainingPlan(steps, click_data(train=SAMPLES), WorkerGroup())
+    one = plan(steps)
     one.position = first
     data, epochs = click_data(train=SAMPLES), []
     read = data.train
@@ -103,10 +107,10 @@ def test_who_comes_late_to_a_run_of_steps_begins_with_the_epoch_of_the_others(mo
 
 @pytest.mark.parametrize(("batch", "epochs"), [(5, 2), (13, 2), (14, 1)], ids=["begun", "nearly over", "over"])
 def test_an_epoch_that_was_begun_is_dealt_out_whole(batch, epochs):
-    before = TrainingPlan(job(steps=100), click_data(train=SAMPLES), WorkerGroup())
+    before = plan(job(steps=100))
     before.position = Position(epoch=1, batch=batch, given=14 + batch)
     splits = SimpleNamespace(num_splits=4, deal=lambda epoch: iter(range(4)))
-    budget = TrainingPlan(job(epochs=3), click_data(train=SAMPLES), WorkerGroup(), splits=splits)
+    budget = plan(job(epochs=3), splits=splits)
     budget.load_state_dict(before.state_dict())
     parts = chain.from_iterable(segment.parts for segment in budget.segments())
     assert sum(len(batch) for part in parts for _, batch in part) == epochs * SAMPLES
@@ -120,22 +124,20 @@ def test_the_steps_of_other_workers_count_by_their_samples(unit, before, now, wa
 
 
 def test_a_worker_that_was_not_there_counts_what_the_others_were_given():
-    budget = TrainingPlan(job(steps=40, evaluate=10), click_data(train=SAMPLES), WorkerGroup())
+    budget = plan(job(steps=40, evaluate=10))
     segments = budget.segments()
     next(segments)  # trained by the others
     for part in next(segments).parts:
         assert len(list(part)) == 10
     assert budget.position.given == 20
-    later = TrainingPlan(job(steps=40, evaluate=10), click_data(train=SAMPLES), WorkerGroup())
+    later = plan(job(steps=40, evaluate=10))
     later.load_state_dict(budget.state_dict())
     assert [len(list(chain.from_iterable(segment.parts))) for segment in later.segments()] == [10, 10]
 
 
 @pytest.mark.parametrize(("strategy", "epoch"), [("ddp", 2), ("local", 5)])
 def test_who_is_ahead_goes_back_where_the_workers_make_their_steps_together(strategy, epoch):
-    ahead = TrainingPlan(
-        job(epochs=6).model_copy(update={"strategy": strategy}), click_data(train=SAMPLES), WorkerGroup()
-    )
+    ahead = plan(job(epochs=6).model_copy(update={"strategy": strategy}))
     ahead.load_state_dict({"epoch": 5, "batch": 1, "given": 9, "world_size": 1})
     ahead.follow({"begun": 2, "epoch": 2}, late=False)
     assert ahead.position.epoch == epoch

@@ -48,25 +48,12 @@ def joined(parts):
     return Batch(*(torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "dense", "labels")))
 
 
-def by_twos(parts):
-    return [joined(parts[at : at + 2]) for at in range(0, len(parts), 2)]
+def by(count, parts):
+    return [joined(parts[at : at + count]) for at in range(0, len(parts), count)]
 
 
 def turn(batch):
     return StepBatch(0, batch, len(batch), weight=len(batch))
-
-
-class Updater:
-    """Changes weights on shards."""
-
-    def __init__(self, session):
-        self.rows = es.ShardOptimizer(session)
-        self.optimizers = [self.rows]
-        self.skip = self.rows.skip
-
-    def step(self, weight):
-        self.rows.weight = weight
-        self.rows.step()
 
 
 class OnShards:
@@ -75,7 +62,13 @@ class OnShards:
     def __init__(self, session, loss=binary_cross_entropy, *, plain=None, agree=None, **settings):
         self.session, self.plain = session, plain or model_of()
         self.model = es.wrap(copy.deepcopy(self.plain), session, optimizer=es.SGD(lr=0.5))
-        self.updater = Updater(session)
+        rows = es.ShardOptimizer(session)
+
+        def update(weight):
+            rows.weight = weight
+            rows.step()
+
+        self.updater = SimpleNamespace(rows=rows, optimizers=[rows], skip=rows.skip, step=update)
         self.step = TrainStep(self.model, loss, self.updater, StepSettings(**settings), agree=agree)
 
     def train(self, parts):
@@ -110,32 +103,30 @@ def make(make_session):
     return lambda *args, **settings: OnShards(make_session(), *args, **settings)
 
 
-@pytest.mark.parametrize("sizes", [(8, 8, 8, 8), (8, 5, 2, 7), (32, 1)], ids=str)
-def test_a_step_of_several_batches_is_that_of_the_joint_one(make, sizes):
-    run = make(accumulate=len(sizes))
-    for seed in (1, 2, 3):
-        parts = batches(*sizes, seed=seed)
-        run.train_plainly([joined(parts)])
-        run.train(parts)
-    assert (run.session.clock, run.step.steps, run.updater.rows.weight) == (3, 3, sum(sizes))
-    run.check()
-
-
-def test_the_batches_left_over_at_the_end_make_a_step_of_their_own(make):
-    run, parts = make(accumulate=4), batches(8, 8, 8, 8, 3)
-    run.train(parts)
+@pytest.mark.parametrize(
+    ("sizes", "settings", "close"),
+    [
+        ([8] * 12, {"accumulate": 4}, {}),
+        ([8, 5, 2, 7] * 3, {"accumulate": 4}, {}),
+        ([32, 1] * 3, {"accumulate": 2}, {}),
+        ([8, 8, 8, 8, 3], {"accumulate": 4}, {}),  # what is left over makes a step of its own
+        *(([8] * 6, {"accumulate": n, "clip_norm": clip}, {"rtol": 1e-5}) for n in (1, 2) for clip in (0.01, 0.3, 1e3)),
+        ([8] * 8, {"accumulate": 2, "amp": "fp16"}, {"atol": 5e-3}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_of_several_batches_is_that_of_torch_on_the_joint_one(make, sizes, settings, close, ahead):
+    run, parts = make(**settings), batches(*sizes)
+    inputs = lambda batch: run.model.embedding_inputs(batch.ids)  # noqa: E731
+    run.train(run.session.prefetch(parts, inputs=inputs) if ahead else parts)
     run.step.finish()
     run.step.finish()
-    run.train_plainly([joined(parts[:4]), parts[4]])
-    assert run.session.clock == 2
-    run.check()
-
-
-def test_accumulation_inside_prefetch_reads_what_the_last_step_left(make):
-    run, parts = make(accumulate=2), batches(*[8] * 8)
-    run.train(run.session.prefetch(parts, inputs=lambda batch: run.model.embedding_inputs(batch.ids)))
-    run.train_plainly(by_twos(parts))
-    run.check()
+    wholes = by(settings["accumulate"], parts)
+    run.train_plainly(wholes, clip=settings.get("clip_norm"))
+    assert run.session.clock == run.step.steps == len(wholes)
+    assert (run.updater.rows.weight, run.step.skipped) == (len(wholes[-1]), 0)
+    run.check(**close)
 
 
 def test_batches_of_workers_that_step_together_weigh_by_the_samples_of_all(make):
@@ -146,15 +137,6 @@ def test_batches_of_workers_that_step_together_weigh_by_the_samples_of_all(make)
     ((10 * 1.2 * losses[0] + 8 * 0.5 * losses[1]) / 18).backward()
     torch.optim.SGD(run.plain.parameters(), lr=0.5).step()
     run.check()
-
-
-@pytest.mark.parametrize("clip", [0.01, 0.3, 1e3])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_clipping_is_that_of_torch_over_rows_and_dense_weights(make, clip, accumulate):
-    run, parts = make(clip_norm=clip, accumulate=accumulate), batches(*[8] * 6)
-    run.train(parts)
-    run.train_plainly(by_twos(parts) if accumulate == 2 else parts, clip=clip)
-    run.check(rtol=1e-5)
 
 
 def test_sparse_gradients_of_torch_are_clipped_like_dense_ones():
@@ -186,14 +168,6 @@ def test_bf16_runs_the_layers_in_it_and_trains(make):
     assert kinds == {torch.bfloat16}
     assert losses[-1] < 0.7 * losses[0]
     assert {value.dtype for value in run.weights().values()} == {torch.float32}
-
-
-def test_fp16_trains_as_float32_does(make):
-    run, parts = make(amp="fp16", accumulate=2), batches(*[8] * 8)
-    run.train(parts)
-    run.train_plainly(by_twos(parts))
-    assert (run.step.skipped, run.session.clock) == (0, 4)
-    run.check(atol=5e-3)
 
 
 def times(*factors):
@@ -281,7 +255,7 @@ def test_such_steps_are_left_out_and_counted(make, bad, accumulate):
         lambda m, b: (binary_cross_entropy if id(b) in good else bad)(m, b), non_finite="skip", accumulate=accumulate
     )
     run.train(parts)
-    together = by_twos(parts) if accumulate == 2 else parts
+    together = by(accumulate, parts)
     run.train_plainly([together[0], *together[2:]])
     assert (run.step.skipped, run.step.steps, run.session.clock) == (1, len(together), len(together))
     assert run.session.stats.skipped_rows == 0  # none of it went to a shard
