@@ -1,6 +1,5 @@
 import copy
 import gc
-import threading
 import weakref
 
 import pytest
@@ -193,27 +192,17 @@ def test_the_creator_loads_the_values_and_others_take_them(make_shards, make_ses
 
 
 def test_workers_that_start_together_agree_on_the_values(make_wires):
-    wires = make_wires()
-    outs = {}
+    wires, outs = make_wires(), []
 
-    def work(worker):
-        session = wires.session(worker)
-        torch.manual_seed(worker)
-        model = es.wrap(nn.Sequential(nn.Embedding(3000, 4), nn.Linear(4, 1)), session, optimizer=es.SGD(lr=0.1))
-        outs[worker] = model(torch.arange(3000)).detach()
+    def work(session):
+        model = nn.Sequential(nn.Embedding(3000, 4), nn.Linear(4, 1))  # with values of its own
+        outs.append(es.wrap(model, session, optimizer=es.SGD(lr=0.1))(torch.arange(3000)).detach())
 
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    for worker in range(3):
+        wires.session(worker)
+    wires.run(work)
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
-
-
-def _locked(lock, handle, request):
-    with lock:
-        return handle(request)
 
 
 def test_dense_weights_follow_other_workers_with_the_clock_and_on_refresh(make_shards, make_session):

@@ -135,11 +135,11 @@ def test_prefetch_among_workers_pulls_the_rows_of_a_batch_at_once(make_workers):
 
 
 def test_prefetch_counts_clocks_not_batches(make_workers):
-    """A step of several batches: a pull that waits for a clock per batch would wait for ever."""
     job = make_workers(2, 1)
 
     def work(session):
         model = wrapped(session, es.SGD(lr=0.1))
+        # a step of several batches: a pull that waits for a clock per batch would wait for ever
         for batch, (ids, target) in enumerate(session.prefetch(skewed_pairs(12, 6, ROWS)), start=1):
             (model(ids) - target).square().mean().backward()
             if batch % 4 == 0:
