@@ -111,6 +111,11 @@ def test_a_rate_that_is_none_is_refused_before_anything_is_pushed(make_session, 
     assert (session.clock, session.stats.pushed_rows) == (1, 0)
 
 
+def test_a_session_without_tables_has_no_optimizer(make_session):
+    with pytest.raises(ValueError, match="wrap a model with it first"):
+        es.ShardOptimizer(make_session(1))
+
+
 def test_a_rate_of_zero_moves_nothing_and_cannot_be_raised(make_session):
     _, wrapped, session = twins(make_session, lr=0.0)
     optimizer = es.ShardOptimizer(session)

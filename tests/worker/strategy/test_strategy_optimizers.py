@@ -82,8 +82,9 @@ def test_a_row_that_is_not_finite_is_left_out_and_counted():
     ids=settings,
 )
 def test_what_torch_has_not_for_dense_weights_is_refused(optimizer):
-    with pytest.raises(ValueError, match="torch has no"):
-        dense_optimizer(optimizer, [nn.Parameter(torch.zeros(1))])
+    for kind in (torch_optimizer, RowFormulaOptimizer):
+        with pytest.raises(ValueError, match="torch has no"):
+            dense_optimizer(optimizer, [nn.Parameter(torch.zeros(1))], kind)
 
 
 @pytest.mark.parametrize(

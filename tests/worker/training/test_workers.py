@@ -80,8 +80,9 @@ def test_synchronous_workers_train_as_one_on_the_joint_batch(make_workers, worke
     assert all(torch.equal(mine, other) for mine, other in zip(found[0], found[workers - 1], strict=True))
 
 
-def test_every_shard_hears_of_every_clock_that_ends_by_the_last_message_of_a_push(make_workers):
-    job = make_workers(1, 4, shards=3, max_message_bytes=1024)
+@pytest.mark.parametrize("staleness", [0, 4])
+def test_every_shard_hears_of_every_clock_that_ends_by_the_last_message_of_a_push(make_workers, staleness):
+    job = make_workers(1, staleness, shards=3, max_message_bytes=1024)
     session = job.sessions[0]
     module = es.Embedding(session.table(SPEC))
     for ids in (torch.tensor([1]), torch.arange(900), torch.tensor([1])):  # one id lives on one shard
