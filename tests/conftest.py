@@ -2,6 +2,8 @@
 
 import os
 import signal
+import threading
+from collections import defaultdict
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as make does; before torch is imported
 
@@ -10,7 +12,7 @@ import torch
 from hypothesis import settings
 
 from embershard.proto.routing import Placement
-from embershard.proto.transport.local import LocalTransport
+from embershard.proto.transport.local import SharedTransport
 from embershard.ps.shard import Shard
 from embershard.ps.table.optimizers import OptimizerRegistry
 from embershard.worker.client.client import Client
@@ -67,10 +69,12 @@ def make_shards():
 
 @pytest.fixture
 def make_session(make_shards):
-    """A session with n fresh shards in this process, or with given ones."""
+    """A session with n fresh shards in this process, or with given ones; a shard serves one thread at a time."""
+    moved = defaultdict(threading.Condition)
 
     def make(n=2, shards=None, worker=0):
-        transports = [LocalTransport(s.handle, f"local/{i}") for i, s in enumerate(shards or make_shards(n))]
+        served = shards or make_shards(n)
+        transports = [SharedTransport(s, f"local/{i}", moved[s]) for i, s in enumerate(served)]
         return Session(Client(transports, worker=worker))
 
     return make

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 from embershard.proto.messages import Pull, Push, Reply, Request
@@ -76,6 +77,23 @@ class Wires:
         """The requests of these kinds, and of one worker, in the order in which they came."""
         found = [request for what, request in list(self.heard) if what == "sent" and isinstance(request, kinds)]
         return [request for request in found if worker in (None, _worker(request))]
+
+    def when(self, what: str, matches: Matches) -> int:
+        """The place of the first such request in what was heard; -1 where there is none."""
+        return next((i for i, (said, request) in enumerate(self.heard) if said == what and matches(request)), -1)
+
+    def run(self, work: Callable[[Session], object]) -> None:
+        """Every session's work, side by side; a session whose work fails is closed, so that no other waits for it."""
+
+        def guarded(session: Session) -> None:
+            try:
+                work(session)
+            except BaseException:
+                session.close()
+                raise
+
+        with ThreadPoolExecutor(len(self.sessions)) as pool:
+            list(pool.map(guarded, self.sessions, timeout=PATIENCE))
 
     def wait(self, what: str, matches: Matches, times: int = 1) -> None:
         end = time.monotonic() + PATIENCE

@@ -1,68 +1,50 @@
 """The average of dense weights against torch's own."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from math import nan
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import embershard as es
 from embershard.worker.nn.averaging import WeightAverage
-from embershard.worker.session.session import Session
 from embershard.worker.strategy.protocol import StepBatch
 from embershard.worker.training.step import StepSettings, TrainStep
-
-MakeSession = Callable[..., Session]
 
 
 class Net(nn.Module):
     """An embedding that is not averaged, and layers that are."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(10, 4)
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
 
-    def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.layers(self.embedding(ids)).squeeze(1)
+    def forward(self, ids):
+        out = self.layers(self.embedding(ids)).squeeze(1)
         return out
 
 
-class Shards:
-    def __init__(self, session: Session) -> None:
-        self.optimizers = [es.ShardOptimizer(session)]
-
-    def step(self, weight: float) -> None:
-        self.optimizers[0].step()
-
-    def skip(self) -> None:
-        self.optimizers[0].skip()
-
-
-def batches(count: int) -> list[Tensor]:
+def batches(count):
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(10, (8,), generator=generator) for _ in range(count)]
 
 
-def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+def loss_of(model, ids):
     return (model(ids) - ids / 10).square().mean()
 
 
-def trained(
-    session: Session, steps: int, *, decay: float = 0.8, accumulate: int = 1
-) -> tuple[Net, WeightAverage, AveragedModel, TrainStep]:
+def trained(session, steps, *, decay=0.8, each=lambda *_: None, loss=loss_of, **settings):
     """A wrapped model with its average, and torch's average of the unwrapped twin, after some steps."""
     plain = Net()
     model = es.wrap(copy.deepcopy(plain), session, optimizer=es.SGD(lr=0.5))
     average = WeightAverage(model.parameters(), decay=decay, read=session.read_dense)
-    step = TrainStep(
-        model, lambda m, ids: loss_of(m, ids), Shards(session), StepSettings(accumulate=accumulate), average=average
-    )
+    rows = es.ShardOptimizer(session)
+    updater = SimpleNamespace(optimizers=[rows], skip=rows.skip, step=lambda weight: rows.step())
+    step = TrainStep(model, loss, updater, StepSettings(**settings), average=average)
     expected = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(decay))
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
     for ids in batches(steps):
@@ -71,11 +53,11 @@ def trained(
         loss_of(plain, ids).backward()
         optimizer.step()
         expected.update_parameters(plain)
-    assert isinstance(model, Net)
+        each(model, average, expected)
     return model, average, expected, step
 
 
-def layers(model: nn.Module) -> dict[str, Tensor]:
+def layers(model):
     return {name: value.detach().clone() for name, value in model.named_parameters() if name.startswith("layers")}
 
 
@@ -112,38 +94,20 @@ def test_the_weights_are_their_own_again_afterwards(make_session):
 
 def test_an_evaluation_in_between_counts_no_step_twice(make_session):
     session = make_session()
-    plain = Net()
-    model = es.wrap(copy.deepcopy(plain), session, optimizer=es.SGD(lr=0.5))
-    average = WeightAverage(model.parameters(), decay=0.7, read=session.read_dense)
-    step = TrainStep(model, lambda m, ids: loss_of(m, ids), Shards(session), average=average)
-    expected = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.7))
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
-    for ids in batches(4):
-        step(StepBatch(0, ids, len(ids)))
-        optimizer.zero_grad()
-        loss_of(plain, ids).backward()
-        optimizer.step()
-        expected.update_parameters(plain)
+
+    def evaluate(model, average, expected):
         session.refresh()
         for _ in range(2):
             with average.applied():
                 torch.testing.assert_close(layers(model), layers(expected.module), rtol=1e-5, atol=1e-6)
 
+    trained(session, 4, each=evaluate)
 
-def test_batches_without_a_step_are_not_taken_in(make_session):
+
+def test_batches_without_a_step_and_steps_that_are_left_out_are_not_taken_in(make_session):
     _, average, _, step = trained(make_session(), 6, accumulate=3)
     assert (step.steps, average.steps) == (2, 1)
-
-
-def test_a_step_that_is_left_out_is_not_taken_in(make_session):
-    session = make_session()
-    model = es.wrap(Net(), session, optimizer=es.SGD(lr=0.5))
-    average = WeightAverage(model.parameters(), decay=0.7, read=session.read_dense)
-    step = TrainStep(
-        model, lambda m, ids: loss_of(m, ids) * nan, Shards(session), StepSettings(non_finite="skip"), average=average
-    )
-    for ids in batches(2):
-        step(StepBatch(0, ids, len(ids)))
+    _, average, _, step = trained(make_session(), 2, loss=lambda *of: loss_of(*of) * nan, non_finite="skip")
     assert (step.skipped, average.steps) == (2, 0)
 
 
@@ -161,13 +125,8 @@ def test_before_the_first_step_it_is_the_weights(make_session):
 def test_workers_share_the_values_of_one(make_session):
     session = make_session()
     model, average, _, _ = trained(session, 3)
-
-    def share(values):
-        for value in values:
-            value.fill_(7.0)
-
     session.refresh()
-    with average.applied(share):
+    with average.applied(lambda values: [value.fill_(7.0) for value in values]):
         assert {float(value.min()) for value in layers(model).values()} == {7.0}
 
 
@@ -179,15 +138,6 @@ def test_it_goes_on_from_a_state_dict(make_session):
     session.refresh()
     with other.applied():
         torch.testing.assert_close(layers(model), layers(expected.module), rtol=1e-5, atol=1e-6)
-
-
-def test_a_model_without_dense_weights_has_an_empty_average():
-    average = WeightAverage([])
-    for _ in range(3):
-        average.stepped()
-        average.observe()
-    with average.applied():
-        assert (average.steps, average.values) == (3, [])
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.1])

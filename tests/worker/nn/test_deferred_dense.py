@@ -1,40 +1,32 @@
 """Without embedding_inputs, dense weights come with the first lookup, or before anything else uses them."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 import embershard as es
-from embershard.proto.messages import Pull, Request
-from embershard.proto.transport.local import LocalTransport
-from embershard.ps.shard import Shard
-from embershard.worker.client.client import Client
+from embershard.proto.messages import Pull
 from embershard.worker.session import dense as dense_module
-from embershard.worker.session.session import Session
 
-MakeShards = Callable[..., list[Shard]]
 IDS = torch.tensor([3, 1, 3])
 
 
 class Net(nn.Module):
     """`use` reaches the weights in its own way before the first lookup."""
 
-    def __init__(self, use: Callable[[Net], Tensor] | None = None) -> None:
+    def __init__(self, use=None):
         super().__init__()
         self.embedding = nn.Embedding(10, 4)
         self.linear = nn.Linear(4, 4)
         self.scale = nn.Parameter(torch.full((4,), 2.0))
         self.use = use
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         before = 0.0 if self.use is None else self.use(self)
         return self.linear(self.embedding(ids)) * self.scale + before
 
@@ -42,34 +34,34 @@ class Net(nn.Module):
 class Other(nn.Module):
     """Dense weights of another model, inside a forward."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner):
         super().__init__()
         self.inner = inner
         self.items = nn.Embedding(10, 4)
         self.bias = nn.Parameter(torch.ones(4))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return self.inner(ids) + self.bias + self.items(ids)
 
 
 class Passes(TorchFunctionMode):
     """A mode of the user."""
 
-    def __torch_function__(self, func: Callable[..., object], types: object, args: object = (), kwargs: object = None):
-        return func(*args, **(kwargs or {}))  # type: ignore[misc, dict-item]
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
 
 
 class Double(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: object, weight: Tensor) -> Tensor:
+    def forward(ctx, weight):
         return weight * 2
 
     @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:
+    def backward(ctx, gradient):
         return gradient * 2
 
 
-USES: dict[str, Callable[[Net], Tensor]] = {
+USES = {
     "function": lambda net: F.linear(torch.ones(4), net.linear.weight, net.linear.bias).sum(),
     "method": lambda net: net.scale.sum(),
     "operator": lambda net: (net.scale * 3).sum(),
@@ -82,7 +74,7 @@ USES: dict[str, Callable[[Net], Tensor]] = {
     "numpy": lambda net: torch.from_numpy(net.scale.detach().numpy().copy()).sum(),
     "copy": lambda net: torch.zeros(4).copy_(net.scale.detach()).sum(),
     "part": lambda net: net.linear(torch.ones(4)).sum(),
-    "autograd": lambda net: Double.apply(net.scale).sum(),  # type: ignore[no-untyped-call]
+    "autograd": lambda net: Double.apply(net.scale).sum(),
     "aten": lambda net: torch.ops.aten.sum(net.scale),
     "vmap": lambda net: torch.vmap(lambda row: row.sum())(net.linear.weight).sum(),
     "checkpoint": lambda net: torch.utils.checkpoint.checkpoint(lambda w: w.sum(), net.scale, use_reentrant=False),
@@ -94,25 +86,23 @@ USES: dict[str, Callable[[Net], Tensor]] = {
 }
 
 
-def _under_a_mode(net: Net) -> Tensor:
+def _under_a_mode(net):
     with Passes():
         return net.embedding(IDS).detach().sum() * 0 + net.scale.sum()
 
 
-def counted(shards: list[Shard]) -> tuple[Session, list[Request]]:
-    """A session, and the pulls that its first shard gets."""
-    heard: list[Request] = []
+@pytest.fixture
+def counted(make_wires):
+    """A session over so many shards, and the requests that the first one gets."""
 
-    def handle(request):
-        heard.append(request)
-        return shards[0].handle(request)
+    def make(shards):
+        wires = make_wires(shards)
+        return wires.session(), wires.wires[0].seen
 
-    handles = [handle, *(shard.handle for shard in shards[1:])]
-    session = Session(Client([LocalTransport(one, f"local/{i}") for i, one in enumerate(handles)]))
-    return session, heard
+    return make
 
 
-def pulls(heard: list[Request]) -> int:
+def pulls(heard):
     found = sum(isinstance(request, Pull) for request in heard)
     heard.clear()
     return found
@@ -127,8 +117,8 @@ def _nothing_is_compiled(monkeypatch):
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_a_forward_sends_one_pull_to_each_shard(make_shards, grad):
-    session, heard = counted(make_shards(2))
+def test_a_forward_sends_one_pull_to_each_shard(counted, grad):
+    session, heard = counted(2)
     model = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1))
     heard.clear()
     for _ in range(3):
@@ -138,17 +128,17 @@ def test_a_forward_sends_one_pull_to_each_shard(make_shards, grad):
         if grad:
             out.sum().backward()
         session.step()
-    assert not _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    assert not _get_current_function_mode_stack()
 
 
 @pytest.mark.parametrize("use", USES)
-def test_weights_that_are_used_before_the_first_lookup_are_those_of_the_clock(make_shards, use, monkeypatch):
+def test_weights_that_are_used_before_the_first_lookup_are_those_of_the_clock(counted, use, monkeypatch):
     """The same bits as with a read at the start of each forward."""
     results = []
     for defers in (True, False):
         monkeypatch.setattr("embershard.worker.session.session.may_be_compiled", lambda defers=defers: not defers)
         torch.manual_seed(5)
-        session, heard = counted(make_shards(2))
+        session, heard = counted(2)
         model = es.wrap(Net(USES[use]), session, optimizer=es.SGD(lr=0.1, momentum=0.9))
         outs = []
         for _ in range(4):
@@ -158,15 +148,15 @@ def test_weights_that_are_used_before_the_first_lookup_are_those_of_the_clock(ma
             outs[-1].square().mean().backward()
             session.step()
             assert session.deferred is None
-            assert not _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+            assert not _get_current_function_mode_stack()
         session.read_dense()
         results.append([*outs, *model.parameters(), model.embedding.table.pull(torch.arange(10))])
     for mine, theirs in zip(*results, strict=True):
         assert torch.equal(mine, theirs)
 
 
-def test_the_shape_of_a_weight_is_no_use_of_it(make_shards):
-    session, heard = counted(make_shards(1))
+def test_the_shape_of_a_weight_is_no_use_of_it(counted):
+    session, heard = counted(1)
     model = es.wrap(
         Net(lambda net: torch.zeros(net.scale.shape, device=net.scale.device)), session, optimizer=es.SGD(lr=0.1)
     )
@@ -175,12 +165,12 @@ def test_the_shape_of_a_weight_is_no_use_of_it(make_shards):
     assert pulls(heard) == 1
 
 
-def test_a_forward_without_a_lookup_reads_the_weights_too(make_shards):
+def test_a_forward_without_a_lookup_reads_the_weights_too(counted):
     class Skips(Net):
         def forward(self, ids):
             return torch.zeros(())
 
-    session, heard = counted(make_shards(1))
+    session, heard = counted(1)
     model = es.wrap(Skips(), session, optimizer=es.SGD(lr=1.0))
     model.linear(torch.ones(4)).sum().backward()
     session.step()
@@ -191,20 +181,20 @@ def test_a_forward_without_a_lookup_reads_the_weights_too(make_shards):
     assert torch.equal(model.linear.bias.detach(), before - 1)
 
 
-def test_a_forward_that_fails_leaves_no_watch_behind(make_shards):
+def test_a_forward_that_fails_leaves_no_watch_behind(counted):
     def fail(net):
         raise ValueError("of the model")
 
-    session, _ = counted(make_shards(1))
+    session, _ = counted(1)
     model = es.wrap(Net(fail), session, optimizer=es.SGD(lr=0.1))
     with pytest.raises(ValueError, match="of the model"):
         model(IDS)
     assert session.deferred is None
-    assert not _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    assert not _get_current_function_mode_stack()
 
 
-def test_a_model_around_another_one_shares_its_request(make_shards):
-    session, heard = counted(make_shards(2))
+def test_a_model_around_another_one_shares_its_request(counted):
+    session, heard = counted(2)
     inner = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1))
     outer = es.wrap(Other(nn.Identity()), session, optimizer=es.SGD(lr=0.1), prefix="outer/")
     outer.inner = inner
@@ -218,11 +208,11 @@ def test_a_model_around_another_one_shares_its_request(make_shards):
     assert not torch.equal(outer.bias, start[1])
 
 
-def test_compiled_code_reads_the_weights_at_once(make_shards):
+def test_compiled_code_reads_the_weights_at_once(counted):
     assert not dense_module.may_be_compiled()
     compiled = torch.compile(lambda weight: weight.sum(), backend="eager")
     try:
-        session, heard = counted(make_shards(1))
+        session, heard = counted(1)
         model = es.wrap(Net(lambda net: compiled(net.scale)), session, optimizer=es.SGD(lr=1.0))
         heard.clear()
         assert dense_module.may_be_compiled()
@@ -234,10 +224,10 @@ def test_compiled_code_reads_the_weights_at_once(make_shards):
         torch._dynamo.reset()
 
 
-def test_scripted_code_reads_the_weights_at_once(make_shards, monkeypatch):
+def test_scripted_code_reads_the_weights_at_once(counted, monkeypatch):
     scripted = torch.jit.CompilationUnit("def total(weight):\n    return weight.sum()\n")
     monkeypatch.setattr(torch.jit._state, "_python_cu", scripted)  # where torch.jit.script would put it
-    session, heard = counted(make_shards(1))
+    session, heard = counted(1)
     model = es.wrap(Net(lambda net: scripted.total(net.scale)), session, optimizer=es.SGD(lr=1.0))
     model(IDS).sum().backward()
     session.step()
@@ -247,8 +237,8 @@ def test_scripted_code_reads_the_weights_at_once(make_shards, monkeypatch):
     assert torch.equal(model(IDS), after)
 
 
-def test_prefetched_batches_bring_the_weights(make_shards):
-    session, heard = counted(make_shards(1))
+def test_prefetched_batches_bring_the_weights(counted):
+    session, heard = counted(1)
     model = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1))
     heard.clear()
     for ids in session.prefetch([IDS, IDS + 1], inputs=lambda batch: {"embedding": batch}):

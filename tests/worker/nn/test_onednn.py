@@ -1,7 +1,5 @@
 """Linear layers by oneDNN."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -19,13 +17,13 @@ def every_size(monkeypatch):
     monkeypatch.setattr(onednn, "_WORTH_IT", 1)
 
 
-def gradients(layer: nn.Linear, x: torch.Tensor, expand: bool = False) -> list[torch.Tensor]:
+def gradients(layer, x, expand=False):
     x = x.clone().requires_grad_()
     y = layer(x)
     (y.sum() if expand else (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum()).backward()
     found = [y.detach(), x.grad, layer.weight.grad, *([layer.bias.grad] if layer.bias is not None else [])]
     layer.zero_grad()
-    return found  # type: ignore[return-value]
+    return found
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (1, 5), (3, 4, 5), (0, 5)])
@@ -43,7 +41,7 @@ def test_forward_and_backward_are_those_of_torch(shape, bias, expand):
 def test_a_layer_takes_the_way_of_its_input(monkeypatch):
     layer = nn.Linear(8, 8)
     use_onednn(layer)
-    used: list[tuple[int, ...]] = []
+    used = []
     product = onednn._product
     monkeypatch.setattr(onednn, "_product", lambda x, *rest: used.append(tuple(x.shape)) or product(x, *rest))
     layer(torch.randn(4, 8))

@@ -1,10 +1,8 @@
 """A session as an optimizer of torch, and the learning rates of a run, against torch's own on an unwrapped twin."""
 
-from __future__ import annotations
-
 import copy
 import math
-from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -15,10 +13,8 @@ import embershard as es
 from embershard.proto.errors import BadLearningRate
 from embershard.worker.nn.lr_schedule import LearningRates, Schedule, check_scheduler
 from embershard.worker.nn.optimizer import gradients
-from embershard.worker.session.session import Session
 from harness.models import random_pairs
 
-MakeSession = Callable[..., Session]
 IDS = torch.arange(12)
 BATCHES = random_pairs(6, 8, 12, seed=1)
 
@@ -26,24 +22,27 @@ BATCHES = random_pairs(6, 8, 12, seed=1)
 class Net(nn.Module):
     """Reads one table twice, the second time by other ids."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.users, self.items = nn.Embedding(12, 4), nn.Embedding(12, 4)
         self.tower = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
         self.output = nn.Linear(16, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         users = self.users(x[:, 0]) + 0.5 * self.users(x[:, 2])
-        logits: torch.Tensor = self.output(self.tower(torch.cat([users, self.items(x[:, 1])], 1)))
+        logits = self.output(self.tower(torch.cat([users, self.items(x[:, 1])], 1)))
         return logits.squeeze(1)
 
+    def embedding_inputs(self, x):
+        return {"items": x[:, 1]}
 
-def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+
+def loss_of(model, batch):
     x, y = batch
     return (model(x) - y).square().mean()
 
 
-def twins(make_session: MakeSession, lr: float = 0.1, **settings: object) -> tuple[Net, Net, Session]:
+def twins(make_session, lr=0.1, **settings):
     """An unwrapped model and a wrapped one with the same values."""
     plain = Net()
     session = make_session(2)
@@ -52,7 +51,7 @@ def twins(make_session: MakeSession, lr: float = 0.1, **settings: object) -> tup
     return plain, wrapped, session
 
 
-def weights(model: nn.Module, session: Session | None = None) -> dict[str, torch.Tensor]:
+def weights(model, session=None):
     """All weights by name, those on the shards included."""
     if session is not None:
         session.refresh()
@@ -64,7 +63,7 @@ def weights(model: nn.Module, session: Session | None = None) -> dict[str, torch
     return found
 
 
-def assert_equal_weights(plain: nn.Module, wrapped: nn.Module, session: Session) -> None:
+def assert_equal_weights(plain, wrapped, session):
     torch.testing.assert_close(weights(wrapped, session), weights(plain), rtol=1e-5, atol=1e-6)
 
 
@@ -112,6 +111,11 @@ def test_a_rate_that_is_none_is_refused_before_anything_is_pushed(make_session, 
     assert (session.clock, session.stats.pushed_rows) == (1, 0)
 
 
+def test_a_session_without_tables_has_no_optimizer(make_session):
+    with pytest.raises(ValueError, match="wrap a model with it first"):
+        es.ShardOptimizer(make_session(1))
+
+
 def test_a_rate_of_zero_moves_nothing_and_cannot_be_raised(make_session):
     _, wrapped, session = twins(make_session, lr=0.0)
     optimizer = es.ShardOptimizer(session)
@@ -141,25 +145,72 @@ def test_there_is_a_group_for_each_optimizer_of_the_tables(make_session):
         es.ShardOptimizer(session).add_param_group({"params": []})
 
 
-def test_a_session_without_tables_has_no_optimizer(make_session):
-    with pytest.raises(ValueError, match="wrap a model with it first"):
-        es.ShardOptimizer(make_session(1))
-
-
-@pytest.mark.parametrize("max_norm", [0.05, 1e6])
-def test_clipping_by_torch_is_that_of_the_unwrapped_twin(make_session, max_norm):
-    plain, wrapped, session = twins(make_session)
-    optimizer = es.ShardOptimizer(session)
-    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for batch in BATCHES[:3]:
-        loss_of(plain, batch).backward()
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
-        theirs.step()
-        theirs.zero_grad()
-        loss_of(wrapped, batch).backward()
-        rows = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        torch.testing.assert_close(nn.utils.clip_grad_norm_(rows, max_norm), expected)
+def plainly(model, optimizer, batches=BATCHES):
+    losses = []
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.8)
+    for batch in batches:
+        losses.append(loss_of(model, batch))
+        losses[-1].backward()
         optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return losses
+
+
+def clipped(model, optimizer, max_norm):
+    norms = []
+    for batch in BATCHES[:3]:
+        loss_of(model, batch).backward()
+        weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norms.append(nn.utils.clip_grad_norm_(weights, max_norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def scaled(model, optimizer, unscale):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for batch in BATCHES[:3]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, batch)).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    return [scaler.get_scale()]
+
+
+def by_closure(model, optimizer):
+    def closure():
+        loss = loss_of(model, BATCHES[0])
+        loss.backward()
+        return loss.item()
+
+    with torch.no_grad():
+        return [optimizer.step(closure)]
+
+
+LOOPS = {
+    "clipped": partial(clipped, max_norm=0.05),
+    "not clipped": partial(clipped, max_norm=1e6),
+    "scaled": partial(scaled, unscale=False),
+    "unscaled": partial(scaled, unscale=True),
+    "closure": by_closure,
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_a_loop_of_torch_gives_the_weights_of_the_unwrapped_twin(make_session, loop):
+    plain, wrapped, session = twins(make_session)
+    theirs = loop(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    torch.testing.assert_close(loop(wrapped, es.ShardOptimizer(session)), theirs)
+    assert_equal_weights(plain, wrapped, session)
+
+
+def test_it_steps_inside_prefetch(make_session):
+    plain, wrapped, session = twins(make_session)
+    theirs = plainly(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    torch.testing.assert_close(plainly(wrapped, es.ShardOptimizer(session), session.prefetch(BATCHES)), theirs)
     assert_equal_weights(plain, wrapped, session)
 
 
@@ -169,31 +220,12 @@ def test_gradients_are_one_per_table_with_equal_ids_summed(make_session):
     loss_of(wrapped, BATCHES[0]).backward()
     optimizer = es.ShardOptimizer(session)
     users, items = optimizer.param_groups[0]["params"]
-    assert plain.users.weight.grad is not None
     assert users.grad.shape[0] == len(plain.users.weight.grad.abs().sum(1).nonzero())
     torch.testing.assert_close(users.grad.norm(), plain.users.weight.grad.norm())
     assert items.grad.shape[1] == 4
     assert len(gradients(optimizer)) == 2 + 4
     optimizer.zero_grad()
     assert gradients(optimizer) == []
-
-
-@pytest.mark.parametrize("unscale", [False, True])
-def test_gradscaler_trains_to_the_weights_of_the_twin_without_one(make_session, unscale):
-    plain, wrapped, session = twins(make_session)
-    theirs, ours = torch.optim.SGD(plain.parameters(), lr=0.1), es.ShardOptimizer(session)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for batch in BATCHES[:3]:
-        theirs.zero_grad()
-        loss_of(plain, batch).backward()
-        theirs.step()
-        ours.zero_grad()
-        scaler.scale(loss_of(wrapped, batch)).backward()
-        if unscale:
-            scaler.unscale_(ours)
-        scaler.step(ours)
-        scaler.update()
-    assert_equal_weights(plain, wrapped, session)
 
 
 def test_a_step_that_gradscaler_leaves_out_pushes_nothing_and_the_clock_moves(make_session):
@@ -210,21 +242,6 @@ def test_a_step_that_gradscaler_leaves_out_pushes_nothing_and_the_clock_moves(ma
     assert gradients(optimizer) == []
 
 
-def test_a_closure_is_called_with_gradients_on(make_session):
-    plain, wrapped, session = twins(make_session)
-    theirs, ours = torch.optim.SGD(plain.parameters(), lr=0.1), es.ShardOptimizer(session)
-    for model, optimizer in ((plain, theirs), (wrapped, ours)):
-
-        def closure(model=model):
-            loss = loss_of(model, BATCHES[0])
-            loss.backward()
-            return loss.item()
-
-        with torch.no_grad():
-            assert optimizer.step(closure) > 0
-    assert_equal_weights(plain, wrapped, session)
-
-
 def test_learning_rates_survive_a_state_dict(make_session):
     _, _, session = twins(make_session)
     optimizer = es.ShardOptimizer(session)
@@ -239,27 +256,7 @@ def test_learning_rates_survive_a_state_dict(make_session):
         es.ShardOptimizer(elsewhere).load_state_dict(optimizer.state_dict())
 
 
-def test_it_steps_inside_prefetch(make_session):
-    class Announced(Net):
-        def embedding_inputs(self, x):
-            return {"items": x[:, 1]}
-
-    torch.manual_seed(3)
-    plain = Announced()
-    session = make_session(2)
-    wrapped = es.wrap(copy.deepcopy(plain), session, optimizer=es.SGD(lr=0.1))
-    ours, theirs = es.ShardOptimizer(session), torch.optim.SGD(plain.parameters(), lr=0.1)
-    schedules = [lr_scheduler.ExponentialLR(o, 0.8) for o in (ours, theirs)]
-    for batch in session.prefetch(BATCHES):
-        for model, optimizer, schedule in ((wrapped, ours, schedules[0]), (plain, theirs, schedules[1])):
-            loss_of(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-    assert_equal_weights(plain, wrapped, session)
-
-
-def rates(scheduler: str | None, arguments: dict[str, object], warmup: int, steps: int, **shape: object) -> list[float]:
+def rates(scheduler, arguments, warmup, steps, **shape):
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
     made = LearningRates([optimizer], Schedule(warmup_steps=warmup, **shape), scheduler, arguments)
     seen = []
@@ -281,19 +278,12 @@ def test_a_scheduler_of_torch_begins_after_the_warm_up():
     [({"shape": "step", "factor": 0.5}, None, {}), ({}, "ExponentialLR", {"gamma": 0.5})],
     ids=["ours", "torch"],
 )
-def test_a_schedule_moves_the_rates_of_all_groups(shape, scheduler, arguments):
+def test_a_schedule_taken_up_at_a_later_step_moves_the_rates_of_all_groups(shape, scheduler, arguments):
     groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in (0.5, 4.0)]
     optimizers = [torch.optim.SGD(groups), torch.optim.SGD([torch.zeros(1)], lr=1.0)]
-    LearningRates(optimizers, Schedule(**shape), scheduler, arguments).set(2)  # type: ignore[arg-type]
+    LearningRates(optimizers, Schedule(**shape), scheduler, arguments).set(2)
     found = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     assert found == [[0.125, 1.0], [0.25]]
-
-
-def test_a_schedule_taken_up_later_goes_on_where_it_was():
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
-    made = LearningRates([optimizer], Schedule(), "ExponentialLR", {"gamma": 0.5})
-    made.set(3)
-    assert optimizer.param_groups[0]["lr"] == 0.5**4
 
 
 def test_a_schedule_whose_rate_turns_negative_is_refused():
@@ -355,13 +345,13 @@ def test_the_loop_of_the_docs_trains(make_session):
 class Clicks(nn.Module):
     """A model that gives its loss."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.user_id, self.item_id = nn.Embedding(12, 4), nn.Embedding(12, 4)
         self.top = nn.Linear(8, 1)
 
-    def embedding_inputs(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def embedding_inputs(self, x):
         return {"user_id": x[:, 0], "item_id": x[:, 1]}
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.top(torch.cat([self.user_id(x[:, 0]), self.item_id(x[:, 1])], 1)).square().mean()

@@ -1,25 +1,23 @@
 import copy
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
+from torch.nn.utils.parametrize import register_parametrization
 
 import embershard as es
 from embershard.worker.nn.wrap import OtherParameters
 from embershard.worker.session.session import Session
-from harness.models import random_pairs
+from harness.models import SumModel, random_pairs
 
-MakeSession = Callable[..., Session]
 BATCHES = random_pairs(8, 16, 40, seed=7)
 
 
 class Net(nn.Module):
     """Embeddings at several depths, a bag, batch norm, and parameters of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.users = nn.Embedding(40, 4, padding_idx=0)
         self.items = nn.ModuleDict({"a b": nn.Embedding(40, 4), "bag": nn.EmbeddingBag(40, 4, mode="mean")})
@@ -27,28 +25,20 @@ class Net(nn.Module):
         self.tower = nn.Sequential(nn.Linear(12, 400), nn.ReLU(), nn.Linear(400, 1))
         self.scale = nn.Parameter(torch.ones(()))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         vectors = [self.users(x[:, 0]), self.items["a b"](x[:, 1]), self.items["bag"](x)]
-        out: torch.Tensor = self.scale * self.tower(self.norm(torch.cat(vectors, 1))).squeeze(1)
+        out = self.scale * self.tower(self.norm(torch.cat(vectors, 1))).squeeze(1)
         return out
 
 
-def losses(model: nn.Module, step: Callable[[], object]) -> list[float]:
+def losses(model, step, device="cpu"):
     curve = []
     for x, y in BATCHES:
-        loss = (model(x) - y).pow(2).mean()
+        loss = (model(x.to(device)) - y.to(device)).pow(2).mean()
         loss.backward()
         step()
         curve.append(loss.item())
     return curve
-
-
-def torch_losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    def step():
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return losses(model, step)
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -64,7 +54,8 @@ def test_a_wrapped_model_has_the_loss_curve_of_the_unwrapped_one(make_session, s
     reference = Net()
     session = make_session(shards)
     model = es.wrap(copy.deepcopy(reference), session, optimizer=ours)
-    expected = torch_losses(reference, theirs(reference.parameters()))
+    optimizer = theirs(reference.parameters())
+    expected = losses(reference, lambda: (optimizer.step(), optimizer.zero_grad()))
     torch.testing.assert_close(losses(model, session.step), expected, rtol=1e-4, atol=1e-6)
     model.eval()
     reference.eval()
@@ -101,29 +92,23 @@ def test_wrap_returns_the_model_itself_with_its_tables_named(make_session):
 
 
 def test_a_module_reached_twice_is_one_table(make_session):
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.query = nn.Embedding(20, 3)
-            self.parts = nn.ModuleList([self.query, nn.Linear(3, 1)])
+    def loss_of(model, x):
+        return model["parts"][1](model["query"](x) + model["parts"][0](x + 1)).sum()
 
-        def forward(self, x):
-            out: torch.Tensor = self.parts[1](self.query(x) + self.parts[0](x + 1)).sum()
-            return out
-
-    reference = Twice()
+    query = nn.Embedding(20, 3)
+    reference = nn.ModuleDict({"query": query, "parts": nn.ModuleList([query, nn.Linear(3, 1)])})
     session = make_session(2)
     model = es.wrap(copy.deepcopy(reference), session, optimizer=es.SGD(lr=0.1))
-    assert model.query is model.parts[0]
+    assert model["query"] is model["parts"][0]
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
     for _ in range(3):
         x = torch.randint(19, (8,))
-        model(x).backward()
+        loss_of(model, x).backward()
         session.step()
         optimizer.zero_grad()
-        reference(x).backward()
+        loss_of(reference, x).backward()
         optimizer.step()
-    torch.testing.assert_close(model.query.table.pull(torch.arange(20)), reference.query.weight.detach())
+    torch.testing.assert_close(model["query"].table.pull(torch.arange(20)), query.weight.detach())
 
 
 def test_two_modules_that_share_a_weight_are_one_table(make_session):
@@ -212,31 +197,20 @@ def test_row_wise_adagrad_gives_dense_weights_elementwise_adagrad(make_session):
 
 
 class Tied(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.embedding = nn.Embedding(10, 4)
-        self.output = nn.Linear(4, 10, bias=False)
+        self.embedding, self.output = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
         self.output.weight = self.embedding.weight
 
 
-def lazy() -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return nn.Sequential(nn.Embedding(5, 2), nn.LazyLinear(2))
-
-
-def parametrized() -> nn.Module:
+def small(change):
+    """An embedding in a model that `change` makes one that cannot be wrapped."""
     model = nn.Sequential(nn.Embedding(5, 2))
-    parametrize.register_parametrization(model[0], "weight", nn.Identity())
+    change(model)
     return model
 
 
-def hooked() -> nn.Module:
-    model = nn.Sequential(nn.Embedding(5, 2))
-    model[0].register_forward_hook(lambda *_: None)
-    return model
-
-
+@pytest.mark.filterwarnings("ignore:Lazy modules")
 @pytest.mark.parametrize(
     ("build", "text"),
     [
@@ -244,9 +218,12 @@ def hooked() -> nn.Module:
         (lambda: nn.Sequential(nn.Embedding(5, 2).double()), "'0.weight' is torch.float64; shards hold float32"),
         (lambda: nn.Linear(2, 2).half(), "'weight' is torch.float16"),
         (lambda: nn.Linear(2, 2, device="meta"), "'weight' is on the meta device; only embeddings may stay there"),
-        (lazy, "has no shape yet; run one forward before wrap"),
-        (parametrized, "module '0' is parametrized"),
-        (hooked, "module '0' has hooks, which its remote twin would lose"),
+        (lambda: nn.Sequential(nn.Embedding(5, 2), nn.LazyLinear(2)), "has no shape yet; run one forward before wrap"),
+        (
+            lambda: small(lambda it: register_parametrization(it[0], "weight", nn.Identity())),
+            "module '0' is parametrized",
+        ),
+        (lambda: small(lambda it: it[0].register_forward_hook(print)), "module '0' has hooks"),
         (lambda: nn.ModuleDict({"a b": nn.Embedding(2, 2), "a_b": nn.Embedding(2, 2)}), "would be named a_b"),
     ],
 )
@@ -319,29 +296,20 @@ def test_a_moved_model_keeps_training(make_session):
 
 
 def test_embedding_inputs_that_name_no_embedding_are_refused(make_session):
-    class Wrong(Net):
-        def embedding_inputs(self, x):
-            return {"nope": x}
-
-    model = es.wrap(Wrong(), make_session(1), optimizer=es.SGD(lr=0.1))
+    model = Net()
+    model.embedding_inputs = lambda x: {"nope": x}
+    es.wrap(model, make_session(1), optimizer=es.SGD(lr=0.1))
     with pytest.raises(ValueError, match="embedding_inputs names 'nope', which is no embedding"):
         model(BATCHES[0][0])
 
 
 @pytest.mark.cuda
 def test_training_on_a_gpu_follows_the_cpu(make_session, gpu):
-    start = Net()
-    curves = []
+    start, curves = Net(), []
     for device in (torch.device("cpu"), gpu):
         session = make_session(2)
         model = es.wrap(copy.deepcopy(start), session, optimizer=es.SGD(lr=0.05)).to(device)
-        curve = []
-        for x, y in BATCHES:
-            loss = (model(x.to(device)) - y.to(device)).pow(2).mean()
-            loss.backward()
-            session.step()
-            curve.append(loss.item())
-        curves.append(curve)
+        curves.append(losses(model, session.step, device))
     torch.testing.assert_close(curves[1], curves[0], rtol=1e-3, atol=1e-5)
 
 
@@ -356,3 +324,41 @@ def test_a_second_model_of_a_session_needs_names_of_its_own():
             es.wrap(nn.Linear(2, 1), session, optimizer=es.SGD(lr=0.1))
         es.wrap(second, session, optimizer=es.SGD(lr=0.1), prefix="second/")
         assert session.table_names == {"0", "dense", "second/0", "second/dense"}
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_a_loop_with_an_optimizer_of_torch_is_the_same_loop_without_shards(make_session, mode):
+    torch.manual_seed(3)
+    plain = SumModel(10)
+    torch.manual_seed(3)
+    session = make_session()
+    remote = es.wrap(SumModel(10), session, optimizer=es.SGD(lr=0.1), dense=mode)
+    local = torch.optim.SGD(plain.rows.parameters(), lr=0.1)
+    optimizers = [torch.optim.Adam(model.head.parameters(), lr=0.01) for model in (plain, remote)]
+    assert [name for name, _ in remote.named_parameters()] == ["head.weight", "head.bias"]
+    batches = [torch.randint(0, 10, (6, 3)) for _ in range(5)]
+    for ids, ahead in zip(batches, session.prefetch(batches), strict=True):
+        for model, optimizer in zip((plain, remote), optimizers, strict=True):
+            model(ids if model is plain else ahead).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        local.step()
+        local.zero_grad()
+        session.step()
+    ids = torch.arange(10).unsqueeze(1)
+    torch.testing.assert_close(remote(ids), plain(ids))
+    assert {table.spec.name for table in session.tables} == {"rows"}
+
+
+def test_dense_weights_in_the_worker_can_be_loaded(make_session):
+    remote = es.wrap(SumModel(10), make_session(), optimizer=es.SGD(lr=0.1), dense="ddp")
+    weights = {"head.weight": torch.ones(1, 4), "head.bias": torch.zeros(1)}
+    remote.load_state_dict(weights)
+    assert torch.equal(remote.state_dict()["head.weight"], weights["head.weight"])
+
+
+def test_an_optimizer_for_dense_weights_that_nobody_would_use_is_refused(make_session):
+    with pytest.raises(ValueError, match="with dense 'ddp' torch's own optimizer trains the dense weights"):
+        es.wrap(SumModel(10), make_session(), optimizer=es.SGD(lr=0.1), dense_optimizer=es.SGD(lr=0.1), dense="ddp")
+    with pytest.raises(ValueError, match="dense must be ps, ddp or fsdp, got 'dpp'"):
+        es.wrap(SumModel(10), make_session(), optimizer=es.SGD(lr=0.1), dense="dpp")

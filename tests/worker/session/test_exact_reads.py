@@ -1,12 +1,9 @@
 """Evaluations and `table.pull` read what the shards keep, whatever the codecs; training goes on as without them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import embershard as es
 from embershard.proto.messages import READ_ONLY_WORKER
@@ -23,24 +20,24 @@ IDS = torch.arange(NUM_IDS)
 BATCHES = [torch.randint(0, NUM_IDS, (5, 3), generator=torch.Generator().manual_seed(n)) for n in range(8)]
 
 
-def make(local_steps: int | None = None, **compression: object) -> tuple[Session, nn.Module]:
+def make(local_steps=None, **compression):
     torch.manual_seed(0)
-    settings = es.Compression(**compression)  # type: ignore[arg-type]
+    settings = es.Compression(**compression)
     session = Session(es.local(2).client, local_steps=local_steps, compression=settings)
     return session, es.wrap(BagModel(NUM_IDS, 8, hidden=40), session, optimizer=es.SGD(lr=0.01))
 
 
-def step(session: Session, model: nn.Module, ids: torch.Tensor) -> None:
+def step(session, model, ids):
     (model(ids) - ids.float().mean(1)).square().mean().backward()
     session.step()
 
 
-def look(session: Session, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+def look(session, model, ids):
     with session.exact(), torch.no_grad():
         return model(ids)
 
 
-def kept(session: Session) -> list[torch.Tensor]:
+def kept(session):
     """All that the shards keep: rows by id, and the blocks of the dense weights."""
     found = []
     blocks = torch.from_numpy(session.dense_weights[0].ids)
@@ -128,7 +125,7 @@ def test_an_exact_read_leaves_what_delta_holds_of_dense_weights():
     assert received[1] <= received[0]
 
 
-def job(**sections: dict[str, object]) -> Job:
+def job(**sections):
     return Job.model_validate(
         {
             "model": {"name": "dlrm", "bottom": [8], "hidden": [8]},
@@ -141,7 +138,7 @@ def job(**sections: dict[str, object]) -> Job:
     )
 
 
-def figures(job: Job, session: Session) -> object:
+def figures(job, session):
     return Trainer(job, job.data.open(Path(), 0), session, WorkerGroup()).run().figures
 
 
@@ -160,7 +157,7 @@ def test_a_run_that_evaluates_more_often_comes_to_the_same_bits(make_session):
         session = make_session()
         found.append(figures(job(**sections), session))
         found.append(kept(session))
-    assert all(map(torch.equal, found[1], found[3]))  # type: ignore[arg-type]
+    assert all(map(torch.equal, found[1], found[3]))
 
 
 def test_an_onlooker_leaves_shards_without_the_dense_weights_as_they_are(make_shards, make_session):

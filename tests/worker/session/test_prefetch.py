@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
 from functools import partial
 
 import numpy as np
@@ -20,111 +20,68 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import embershard as es
 from embershard.proto.errors import InvalidRequest, UnknownTable
-from embershard.proto.messages import Pull, Push, Reply, Request
-from embershard.proto.transport.local import LocalTransport
-from embershard.ps.shard import Shard
-from embershard.worker.client.client import Client
+from embershard.proto.messages import Pull, Push
 from embershard.worker.kernels import overlap
-from embershard.worker.session.session import Session
 from harness.models import skewed_pairs
+from harness.wires import PATIENCE, reads
 
-Shards = Callable[..., list[Shard]]
-PATIENCE = 20.0  # seconds until a test that waits in vain fails
 ROWS = 60
 pairs = partial(skewed_pairs, num_rows=ROWS)
 
 
-class Wire:
-    """The way to one shard: one request at a time reaches it, and `before` and `after` may hold a request back."""
+@pytest.fixture
+def wire(make_wires):
+    """Wires to so many shards, and a session over them."""
 
-    def __init__(self, shard: Shard, heard: list[tuple[str, Request]]) -> None:
-        self.shard, self.heard, self.lock = shard, heard, threading.Lock()
-        self.before: Callable[[Request], object] = lambda _: None
-        self.after: Callable[[Request], object] = lambda _: None
+    def make(shards):
+        wires = make_wires(shards)
+        return wires, wires.session()
 
-    def handle(self, request: Request) -> Reply:
-        self.heard.append(("sent", request))
-        self.before(request)
-        with self.lock:
-            reply = self.shard.handle(request)
-        self.after(request)
-        self.heard.append(("answered", request))
-        return reply
+    return make
 
 
-class Wired:
-    """A session over wires, and what went over them."""
-
-    def __init__(self, shards: list[Shard]) -> None:
-        self.heard: list[tuple[str, Request]] = []
-        self.wires = [Wire(shard, self.heard) for shard in shards]
-        self.session = Session(Client([LocalTransport(wire.handle, f"wire/{i}") for i, wire in enumerate(self.wires)]))
-
-    def hold(self, before: Callable[[Request], object] | None = None, after: Callable[[Request], object] | None = None):
-        for wire in self.wires:
-            wire.before, wire.after = before or wire.before, after or wire.after
-
-    def when(self, what: str, matches: Callable[[Request], bool]) -> int:
-        """The place of the first such request in what was heard; -1 where there is none."""
-        return next((i for i, (said, r) in enumerate(self.heard) if said == what and matches(r)), -1)
-
-    def wait(self, what: str, matches: Callable[[Request], bool]) -> None:
-        end = time.monotonic() + PATIENCE
-        while self.when(what, matches) < 0:
-            assert time.monotonic() < end, "waited in vain"
-            time.sleep(0.001)
-
-
-def reads(table: str, id_: int | None = None) -> Callable[[Request], bool]:
-    return lambda r: (
-        isinstance(r, Pull) and any(p.table == table and (id_ is None or id_ in p.ids.tolist()) for p in r.tables)
-    )
-
-
-def pushes(clock: int) -> Callable[[Request], bool]:
+def pushes(clock):
     return lambda r: isinstance(r, Push) and r.clock == clock
 
 
 @pytest.fixture(autouse=True)
 def _threads_end():
+    def left():
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("embershard pu")]
+
     yield
-    if _left():
+    if left():
         gc.collect()  # an error's traceback may hold a loop that it left
-    assert not _left()
-
-
-def _left() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("embershard pu")]
+    assert not left()
 
 
 class Net(nn.Module):
     """Two tables read by one tensor, one by a view of it, a padding row, and dense weights."""
 
-    def __init__(self, max_norm: float | None = None) -> None:
+    def __init__(self, max_norm=None, announce=None):
         super().__init__()
         self.users = nn.Embedding(ROWS, 4, padding_idx=0, max_norm=max_norm)
         self.items = nn.EmbeddingBag(ROWS, 4, mode="sum")
         self.wide = nn.Embedding(ROWS, 1)
         self.head = nn.Linear(8, 1)
+        if announce is not None:
+            self.embedding_inputs = announce
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        deep: torch.Tensor = self.head(torch.cat([self.users(ids[:, 0]), self.items(ids)], 1))
+    def forward(self, ids):
+        deep = self.head(torch.cat([self.users(ids[:, 0]), self.items(ids)], 1))
         return deep.squeeze(1) + self.wide(ids).sum((1, 2))
 
 
-class Announcing(Net):
-    def embedding_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"users": ids[:, 0], "items": ids, "wide": ids}
+def everything(ids):
+    return {"users": ids[:, 0], "items": ids, "wide": ids}
 
 
-class Partly(Net):
-    """Announces one table, and another with the wrong ids."""
-
-    def embedding_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"users": ids[:, 1], "items": ids}
+Announcing = partial(Net, announce=everything)
+# one table, and another with the wrong ids
+Partly = partial(Net, announce=lambda ids: {"users": ids[:, 1], "items": ids})
 
 
-def weights(model: nn.Module) -> list[torch.Tensor]:
+def weights(model):
     """Every weight as the shards have it."""
     modules = [m for m in model.modules() if isinstance(m, es.Embedding | es.EmbeddingBag)]
     session = modules[0].table.session
@@ -135,7 +92,7 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
     return rows + [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def train(model: nn.Module, session: Session, loader: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
+def train(model, session, loader):
     losses = []
     for step, (ids, target) in enumerate(loader):
         session.lr_scale = 1 / (1 + step)
@@ -146,16 +103,16 @@ def train(model: nn.Module, session: Session, loader: Iterable[tuple[torch.Tenso
     return losses
 
 
-def sleepy(seed: int) -> Callable[[Request], object]:
+def sleepy(seed):
     dice = random.Random(seed)
     return lambda _: time.sleep(dice.choice([0, 0, 0, 0.0005, 0.001]))
 
 
-def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
-    return all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+def check_same(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def wrapped(build: Callable[[], nn.Module], session: Session, optimizer: es.Adagrad | es.Adam | es.SGD) -> nn.Module:
+def wrapped(build, session, optimizer):
     torch.manual_seed(0)
     return es.wrap(build(), session, optimizer=optimizer, id_space={"items": "x", "wide": "x"})
 
@@ -163,156 +120,124 @@ def wrapped(build: Callable[[], nn.Module], session: Session, optimizer: es.Adag
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("optimizer", [es.Adagrad(lr=0.1), es.Adam(lr=0.1)], ids=["adagrad", "adam"])
 @pytest.mark.parametrize("max_norm", [None, 1.0], ids=["", "max_norm"])
-@pytest.mark.parametrize("kind", [Announcing, Partly, Net])
-def test_at_staleness_0_the_weights_have_the_bits_of_a_loop_without_prefetch(
-    make_shards, shards, optimizer, max_norm, kind
-):
+@pytest.mark.parametrize("kind", [Announcing, Partly, Net], ids=["announcing", "partly", "silent"])
+def test_at_staleness_0_the_weights_have_the_bits_of_a_loop_without_prefetch(wire, shards, optimizer, max_norm, kind):
     results = []
     for prefetched in (False, True):
-        wired = Wired(make_shards(shards))
-        model = wrapped(lambda: kind(max_norm), wired.session, optimizer)
-        wired.hold(sleepy(1), sleepy(2))
-        loader: Iterable[tuple[torch.Tensor, torch.Tensor]] = pairs()
+        wires, session = wire(shards)
+        model = wrapped(lambda: kind(max_norm), session, optimizer)
+        wires.hold(sleepy(1), sleepy(2))
+        loader = pairs()
         if prefetched:
             inputs = None if kind is not Net else (lambda batch: {"wide": batch[0]})
-            loader = wired.session.prefetch(loader, inputs=inputs)
-        losses = train(model, wired.session, loader)
-        results.append(([torch.tensor(losses)], weights(model)))
-    assert same(results[0][0], results[1][0])
-    assert same(results[0][1], results[1][1])
+            loader = session.prefetch(loader, inputs=inputs)
+        losses = train(model, session, loader)
+        results.append([torch.tensor(losses), *weights(model)])
+    check_same(*results)
 
 
-def test_what_was_pulled_ahead_is_found_by_views_and_copies_of_the_ids(make_shards):
-    wired = Wired(make_shards(2))
-    session, model = wired.session, wrapped(Announcing, wired.session, es.SGD(lr=0.1))
+def test_what_was_pulled_ahead_is_found_by_views_and_copies_of_the_ids(wire):
+    wires, session = wire(2)
+    model = wrapped(Announcing, session, es.SGD(lr=0.1))
     train(model, session, ((ids.clone(), target) for ids, target in session.prefetch(pairs())))
     assert session.missed_reads == 0
     # with staleness above 0 a batch is one pull and one push per shard
-    wired.heard.clear()
+    wires.heard.clear()
     train(model, session, session.prefetch(pairs(), staleness=1))
-    kinds = [type(request) for said, request in wired.heard if said == "sent"]
+    kinds = [type(request) for said, request in wires.heard if said == "sent"]
     assert (kinds.count(Pull), kinds.count(Push)) == (8 * 2, 8 * 2)
 
 
-def net_of_ids(session: Session) -> nn.Module:
-    class Plain(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table, self.head = nn.Embedding(10_000, 2), nn.Linear(2, 1)
-
-        def embedding_inputs(self, ids):
-            return {"table": ids}
-
-        def forward(self, ids):
-            out: torch.Tensor = self.head(self.table(ids))
-            return out
-
-    return es.wrap(Plain(), session, optimizer=es.SGD(lr=0.1))
-
-
-def train_plain(model: nn.Module, session: Session, loader: Iterable[torch.Tensor]) -> None:
+def train_plain(model, session, loader):
     for ids in loader:
         model(ids).sum().backward()
         session.step()
 
 
-def own_and_shared(count: int) -> list[torch.Tensor]:
+def own_and_shared(count):
     """Batch t reads id 100 + t, and id 1 as all others do."""
     return [torch.tensor([1, 100 + t]) for t in range(count)]
 
 
-def test_at_staleness_0_rows_of_their_own_come_during_the_batch_before_and_shared_ones_after_its_push(make_shards):
-    wired = Wired(make_shards(1))
-    model = net_of_ids(wired.session)
-    wired.heard.clear()
+def test_at_staleness_0_rows_of_their_own_come_during_the_batch_before_and_shared_ones_after_its_push(wire):
+    wires, session = wire(1)
+    model = net_of_ids(session)
+    wires.heard.clear()
     count = 5
-    for t, ids in enumerate(wired.session.prefetch(own_and_shared(count))):
+    for t, ids in enumerate(session.prefetch(own_and_shared(count))):
         if t + 1 < count:
-            wired.wait("answered", reads("table", 101 + t))
+            wires.wait("answered", reads("table", 101 + t))
         model(ids).sum().backward()
-        wired.session.step()
+        session.step()
     for t in range(1, count):
-        own = wired.when("answered", reads("table", 100 + t))
-        assert own < wired.when("sent", pushes(t - 1))
-        acknowledged = wired.when("answered", pushes(t - 1))
-        later = [r for said, r in wired.heard[own + 1 : wired.when("sent", pushes(t))] if said == "sent"]
+        own = wires.when("answered", reads("table", 100 + t))
+        assert own < wires.when("sent", pushes(t - 1))
+        acknowledged = wires.when("answered", pushes(t - 1))
+        later = [r for said, r in wires.heard[own + 1 : wires.when("sent", pushes(t))] if said == "sent"]
         shared = [r for r in later if reads("table", 1)(r)]
         assert len(shared) == 1
-        assert wired.when("sent", lambda r, it=shared[0]: r is it) > acknowledged
+        assert wires.when("sent", lambda r, it=shared[0]: r is it) > acknowledged
         assert reads("dense")(shared[0])
         assert not reads("table", 100 + t)(shared[0])
 
 
-def test_a_row_is_pulled_once_for_a_batch(make_shards):
-    wired = Wired(make_shards(2))
-    model = net_of_ids(wired.session)
-    train_plain(model, wired.session, wired.session.prefetch([torch.arange(t % 3, 20, 2) for t in range(9)]))
-    pulls = [r for said, r in wired.heard if said == "sent" and isinstance(r, Pull)]
-    pulled = sum(len(part.ids) for r in pulls for part in r.tables if part.table == "table")
-    assert pulled == sum(len(range(t % 3, 20, 2)) for t in range(9))
-
-
 @pytest.mark.parametrize("staleness", [1, 2, 3])
-def test_the_staleness_is_used_and_never_exceeded(make_shards, staleness):
-    wired = Wired(make_shards(1))
-    model = net_of_ids(wired.session)
-    wired.heard.clear()
+def test_the_staleness_is_used_and_never_exceeded(wire, staleness):
+    wires, session = wire(1)
+    model = net_of_ids(session)
+    wires.heard.clear()
     count = 9
 
     def hold(request):
         # a push is acknowledged once as many batches were pulled without it as may be
         if isinstance(request, Push) and request.clock + staleness < count:
-            wired.wait("answered", reads("table", 100 + request.clock + staleness))
+            wires.wait("answered", reads("table", 100 + request.clock + staleness))
 
-    wired.hold(after=hold)
-    for ids in wired.session.prefetch(own_and_shared(count), staleness=staleness):
+    wires.hold(after=hold)
+    for ids in session.prefetch(own_and_shared(count), staleness=staleness):
         model(ids).sum().backward()
-        wired.session.step()
+        session.step()
     for t in range(count):
-        pulled = wired.when("sent", reads("table", 100 + t))
+        pulled = wires.when("sent", reads("table", 100 + t))
         if t - 1 - staleness >= 0:
-            assert wired.when("answered", pushes(t - 1 - staleness)) < pulled
+            assert wires.when("answered", pushes(t - 1 - staleness)) < pulled
         if t - staleness >= 0:
-            assert pulled < wired.when("answered", pushes(t - staleness))
+            assert pulled < wires.when("answered", pushes(t - staleness))
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_a_step_does_not_wait_for_its_push_but_for_a_permit(make_shards, staleness):
-    wired = Wired(make_shards(1))
-    session, model = wired.session, net_of_ids(wired.session)
+def test_a_step_does_not_wait_for_its_push_but_for_a_permit(wire, staleness):
+    wires, session = wire(1)
+    model = net_of_ids(session)
     stepped = threading.Event()
-    wired.hold(after=lambda r: assert_set(stepped) if isinstance(r, Push) else None)
+    wires.hold(after=lambda r: isinstance(r, Push) and not stepped.wait(PATIENCE))
     for ids in session.prefetch(own_and_shared(1), staleness=staleness):
         for _ in range(staleness + 1):  # as many pushes may be in flight
             model.head.bias.grad = torch.ones(1)  # without a forward, which would wait for the pushes before it
             session.step()
-        assert wired.when("answered", pushes(0)) < 0
+        assert wires.when("answered", pushes(0)) < 0
         stepped.set()
         session.step()
-        assert wired.when("answered", pushes(0)) >= 0
+        assert wires.when("answered", pushes(0)) >= 0
         assert len(ids) == 2
     assert session.clock == staleness + 2
 
 
-def assert_set(event: threading.Event) -> None:
-    assert event.wait(PATIENCE)
-
-
-def test_a_push_carries_the_gradients_the_clock_and_the_rate_of_its_step(make_shards):
+def test_a_push_carries_the_gradients_the_clock_and_the_rate_of_its_step(wire):
     pushed = []
     for prefetched in (False, True):
-        wired = Wired(make_shards(1))
-        model = wrapped(Announcing, wired.session, es.SGD(lr=0.0))  # the same weights, however late pushes are
-        seen: dict[int, list[tuple[str, float, np.ndarray, np.ndarray]]] = {}
+        wires, session = wire(1)
+        model = wrapped(Announcing, session, es.SGD(lr=0.0))  # the same weights, however late pushes are
+        seen = {}
 
         def note(request, seen=seen):
             if isinstance(request, Push):
                 time.sleep(0.01)  # as if it were sent only now
                 seen[request.clock] = [(p.table, p.lr_scale, p.ids.copy(), p.gradients.copy()) for p in request.tables]
 
-        wired.hold(note)
+        wires.hold(note)
         loader = pairs()
-        train(model, wired.session, wired.session.prefetch(loader, staleness=2) if prefetched else loader)
+        train(model, session, session.prefetch(loader, staleness=2) if prefetched else loader)
         pushed.append(seen)
     assert pushed[0].keys() == pushed[1].keys()
     for clock, parts in pushed[0].items():
@@ -322,42 +247,16 @@ def test_a_push_carries_the_gradients_the_clock_and_the_rate_of_its_step(make_sh
             np.testing.assert_array_equal(mine[3], other[3])
 
 
-Act = Callable[[nn.Module, Session, torch.Tensor, torch.Tensor], None]
-
-
-def _backward(model: nn.Module, ids: torch.Tensor, target: torch.Tensor) -> None:
+def accumulate(model, session, ids, target):
     (model(ids) - target).square().mean().backward()
 
 
-def ordinary(model: nn.Module, session: Session, ids: torch.Tensor, target: torch.Tensor) -> None:
-    _backward(model, ids, target)
+def ordinary(model, session, ids, target):
+    accumulate(model, session, ids, target)
     session.step()
 
 
-def accumulate(model: nn.Module, session: Session, ids: torch.Tensor, target: torch.Tensor) -> None:
-    _backward(model, ids, target)
-
-
-def drop(model: nn.Module, session: Session, ids: torch.Tensor, target: torch.Tensor) -> None:
-    _backward(model, ids, target)
-    session.zero_grad()
-
-
-def skip(model: nn.Module, session: Session, ids: torch.Tensor, target: torch.Tensor) -> None:
-    pass
-
-
-def twice(model: nn.Module, session: Session, ids: torch.Tensor, target: torch.Tensor) -> None:
-    ordinary(model, session, ids, target)
-    ordinary(model, session, ids, target)
-
-
-def two_forwards(model: nn.Module, session: Session, ids: torch.Tensor, target: torch.Tensor) -> None:
-    _backward(model, ids, target)
-    ordinary(model, session, ids, target)
-
-
-def evaluate_between(model: nn.Module, session: Session, ids: torch.Tensor, target: torch.Tensor) -> None:
+def evaluate_between(model, session, ids, target):
     for step in (False, True):
         model.eval()
         with torch.no_grad():
@@ -368,16 +267,7 @@ def evaluate_between(model: nn.Module, session: Session, ids: torch.Tensor, targ
         session.refresh()
 
 
-def other_ids(model: nn.Module, session: Session, ids: torch.Tensor, target: torch.Tensor) -> None:
-    ordinary(model, session, (ids + 7) % ROWS, target)
-
-
-def changed_in_place(model: nn.Module, session: Session, ids: torch.Tensor, target: torch.Tensor) -> None:
-    ids.copy_((ids + 5) % ROWS)
-    ordinary(model, session, ids, target)
-
-
-def load_rows(model: nn.Module, session: Session, ids: torch.Tensor, target: torch.Tensor) -> None:
+def load_rows(model, session, ids, target):
     table = model.wide.table
     for step in (True, False):
         route = table.route((ids + 3 + step) % ROWS)
@@ -386,71 +276,84 @@ def load_rows(model: nn.Module, session: Session, ids: torch.Tensor, target: tor
             ordinary(model, session, ids, target)
 
 
-ACTS: list[Act] = [
-    ordinary, accumulate, drop, skip, twice, two_forwards, evaluate_between, other_ids, changed_in_place, load_rows,
-]  # fmt: skip
+def skip(*_):
+    pass
 
 
-@pytest.mark.parametrize("act", ACTS)
+ACTS = {
+    "ordinary": ordinary,
+    "accumulate": accumulate,
+    "drop": lambda model, session, *batch: (accumulate(model, session, *batch), session.zero_grad()),
+    "skip": skip,
+    "twice": lambda *step: (ordinary(*step), ordinary(*step)),
+    "two forwards": lambda *step: (accumulate(*step), ordinary(*step)),
+    "evaluate between": evaluate_between,
+    "other ids": lambda model, session, ids, target: ordinary(model, session, (ids + 7) % ROWS, target),
+    "in place": lambda model, session, ids, target: ordinary(model, session, ids.copy_((ids + 5) % ROWS), target),
+    "load rows": load_rows,
+}
+
+
+@pytest.mark.parametrize("act", ACTS.values(), ids=ACTS)
 @pytest.mark.parametrize("max_norm", [None, 0.5], ids=["", "max_norm"])
-def test_whatever_a_loop_does_the_bits_are_the_same(make_shards, act, max_norm):
-    compare_loops(make_shards, [act, ordinary] * 4, max_norm, seed=0)
+def test_whatever_a_loop_does_the_bits_are_the_same(wire, act, max_norm):
+    compare_loops(wire, [act, ordinary] * 4, max_norm, seed=0)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_loops_with_random_delays_have_the_same_bits(make_shards, seed):
+def test_random_loops_with_random_delays_have_the_same_bits(wire, seed):
     dice = random.Random(seed)
-    acts = [dice.choice([ordinary, *ACTS]) for _ in range(8)]
-    compare_loops(make_shards, acts, dice.choice([None, 0.5]), seed)
+    acts = [dice.choice([ordinary, *ACTS.values()]) for _ in range(8)]
+    compare_loops(wire, acts, dice.choice([None, 0.5]), seed)
 
 
-def compare_loops(make_shards: Shards, acts: list[Act], max_norm: float | None, seed: int) -> None:
+def compare_loops(wire, acts, max_norm, seed):
     results = []
     for prefetched in (False, True):
-        wired = Wired(make_shards(1 + seed % 2))
-        session, model = wired.session, wrapped(lambda: Announcing(max_norm), wired.session, es.Adagrad(lr=0.3))
+        wires, session = wire(1 + seed % 2)
+        model = wrapped(lambda: Announcing(max_norm), session, es.Adagrad(lr=0.3))
         if prefetched:
-            wired.hold(sleepy(seed), sleepy(seed + 1))
-        loader: Iterable[tuple[torch.Tensor, torch.Tensor]] = copy.deepcopy(pairs(len(acts)))
+            wires.hold(sleepy(seed), sleepy(seed + 1))
+        loader = copy.deepcopy(pairs(len(acts)))
         for act, (ids, target) in zip(
             itertools.chain(acts, [skip]), session.prefetch(loader) if prefetched else loader, strict=False
         ):
             act(model, session, ids, target)
         session.step()
         results.append(weights(model))
-    assert same(*results)
+    check_same(*results)
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_a_loader_may_be_shorter_than_the_staleness(make_shards, count, staleness):
-    wired = Wired(make_shards(2))
-    model = wrapped(Announcing, wired.session, es.SGD(lr=0.1))
-    assert len(train(model, wired.session, wired.session.prefetch(pairs(count), staleness=staleness))) == count
-    assert wired.session.clock == count
+def test_a_loader_may_be_shorter_than_the_staleness(wire, count, staleness):
+    _, session = wire(2)
+    model = wrapped(Announcing, session, es.SGD(lr=0.1))
+    assert len(train(model, session, session.prefetch(pairs(count), staleness=staleness))) == count
+    assert session.clock == count
 
 
-def failing(request: Request, clock: int) -> None:
+def failing(request, clock):
     if isinstance(request, Push) and request.clock == clock:
         raise InvalidRequest(reason="told to")
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("clock", [2, 7])
-def test_the_error_of_a_push_is_raised_by_the_loop(make_shards, clock, staleness):
-    wired = Wired(make_shards(2))
-    model = wrapped(Announcing, wired.session, es.SGD(lr=0.1))
-    wired.hold(lambda r: failing(r, clock))
+def test_the_error_of_a_push_is_raised_by_the_loop(wire, clock, staleness):
+    wires, session = wire(2)
+    model = wrapped(Announcing, session, es.SGD(lr=0.1))
+    wires.hold(lambda r: failing(r, clock))
     with pytest.raises(InvalidRequest, match="told to"):
-        train(model, wired.session, wired.session.prefetch(pairs(8), staleness=staleness))
-    assert clock < wired.session.clock <= clock + 2 + staleness
-    wired.session.flush()  # raised once
+        train(model, session, session.prefetch(pairs(8), staleness=staleness))
+    assert clock < session.clock <= clock + 2 + staleness
+    session.flush()  # raised once
 
 
-def test_the_error_of_a_push_in_a_loop_that_was_left_is_raised_by_the_next_use(make_shards, caplog):
-    wired = Wired(make_shards(2))
-    session, model = wired.session, wrapped(Announcing, wired.session, es.SGD(lr=0.1))
-    wired.hold(lambda r: failing(r, 2))
+def test_the_error_of_a_push_in_a_loop_that_was_left_is_raised_by_the_next_use(wire, caplog):
+    wires, session = wire(2)
+    model = wrapped(Announcing, session, es.SGD(lr=0.1))
+    wires.hold(lambda r: failing(r, 2))
     for ids, _ in session.prefetch(pairs(), staleness=1):
         model(ids).sum().backward()
         session.step()
@@ -462,69 +365,66 @@ def test_the_error_of_a_push_in_a_loop_that_was_left_is_raised_by_the_next_use(m
     train(model, session, session.prefetch(pairs()))
 
 
-def test_the_error_of_a_pull_is_raised_where_its_batch_would_come(make_shards):
-    wired = Wired(make_shards(1))
-    model = net_of_ids(wired.session)
+def test_the_error_of_a_pull_is_raised_where_its_batch_would_come(wire):
+    wires, session = wire(1)
+    model = net_of_ids(session)
 
     def refuse(request):
         if reads("table", 102)(request):
             raise UnknownTable(table="table", known="none")
 
-    wired.hold(refuse)
+    wires.hold(refuse)
     with pytest.raises(UnknownTable):
-        train_plain(model, wired.session, wired.session.prefetch(own_and_shared(5), staleness=1))
-    assert wired.session.clock == 2
+        train_plain(model, session, session.prefetch(own_and_shared(5), staleness=1))
+    assert session.clock == 2
 
 
-def test_the_error_of_a_loader_has_its_own_traceback_after_the_batches_before_it(make_shards):
+def test_the_error_of_a_loader_has_its_own_traceback_after_the_batches_before_it(wire):
     def reading():
         yield from pairs(3)
         raise KeyError("a broken line")
 
-    wired = Wired(make_shards(2))
-    model = wrapped(Announcing, wired.session, es.SGD(lr=0.1))
+    _, session = wire(2)
+    model = wrapped(Announcing, session, es.SGD(lr=0.1))
     with pytest.raises(KeyError, match="a broken line") as caught:
-        train(model, wired.session, wired.session.prefetch(reading(), staleness=2))
-    assert wired.session.clock == 3
+        train(model, session, session.prefetch(reading(), staleness=2))
+    assert session.clock == 3
     assert "reading" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
 
 
-def test_a_push_names_no_ids_of_a_pull_that_is_on_its_way(make_shards):
-    wired = Wired(make_shards(1))
-    session, model = wired.session, wrapped(Announcing, wired.session, es.SGD(lr=0.1))
+def test_a_push_names_no_ids_of_a_pull_that_is_on_its_way(wire):
+    wires, session = wire(1)
+    model = wrapped(Announcing, session, es.SGD(lr=0.1))
 
     def behind_the_first_push(request):
-        if isinstance(request, Pull) and wired.when("answered", lambda r: isinstance(r, Pull)) >= 0:
-            wired.wait("answered", pushes(0))
+        if isinstance(request, Pull) and wires.when("answered", lambda r: isinstance(r, Pull)) >= 0:
+            wires.wait("answered", pushes(0))
 
-    wired.hold(before=behind_the_first_push)
+    wires.hold(before=behind_the_first_push)
     train(model, session, session.prefetch(pairs(3), staleness=1))
-    assert sum(said == "sent" and pushes(0)(r) for said, r in wired.heard) == 1
+    assert sum(said == "sent" and pushes(0)(r) for said, r in wires.heard) == 1
 
 
-def test_a_loop_that_is_left_waits_for_its_pushes_and_the_session_goes_on(make_shards):
-    wired = Wired(make_shards(2))
-    session, model = wired.session, wrapped(Announcing, wired.session, es.SGD(lr=0.1))
-    wired.hold(after=lambda _: time.sleep(0.002))
+def test_a_loop_that_is_left_waits_for_its_pushes_and_the_session_goes_on(wire):
+    wires, session = wire(2)
+    model = wrapped(Announcing, session, es.SGD(lr=0.1))
+    wires.hold(after=lambda _: time.sleep(0.002))
     for ids, _ in session.prefetch(itertools.cycle(pairs()), staleness=2):
         model(ids).sum().backward()
         session.step()
         if session.clock == 5:
             break
-    sent, answered = ([r.clock for said, r in wired.heard if said == what and isinstance(r, Push)] for what in SAID)
-    assert sorted(sent) == sorted(answered)
-    assert max(sent) == 4
+    answered = [r.clock for said, r in wires.heard if said == "answered" and isinstance(r, Push)]
+    assert sorted(answered) == sorted(push.clock for push in wires.sent(Push))
+    assert max(answered) == 4
     train(model, session, pairs(2))
     assert session.clock == 7
 
 
-SAID = ("sent", "answered")
-
-
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_ctrl_c_ends_the_loop(make_shards, staleness):
-    wired = Wired(make_shards(1))
-    model = net_of_ids(wired.session)
+def test_ctrl_c_ends_the_loop(wire, staleness):
+    wires, session = wire(1)
+    model = net_of_ids(session)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
 
     def press(request):
@@ -532,28 +432,28 @@ def test_ctrl_c_ends_the_loop(make_shards, staleness):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.05)
 
-    wired.hold(press)
+    wires.hold(press)
     try:
         with pytest.raises(KeyboardInterrupt):
-            train_plain(model, wired.session, wired.session.prefetch(own_and_shared(9), staleness=staleness))
+            train_plain(model, session, session.prefetch(own_and_shared(9), staleness=staleness))
     finally:
         signal.signal(signal.SIGINT, before)
-    wired.session.flush()
+    session.flush()
     model(torch.tensor([5])).sum().backward()
-    wired.session.step()
+    session.step()
 
 
-def test_a_loader_that_never_gives_its_next_batch_is_left_behind(make_shards, caplog):
+def test_a_loader_that_never_gives_its_next_batch_is_left_behind(wire, caplog):
     go_on = threading.Event()
 
     def stuck():
         yield torch.tensor([1])
         go_on.wait(PATIENCE)
 
-    wired = Wired(make_shards(1))
-    model = net_of_ids(wired.session)
-    wired.session.client.timeout /= 300  # a fifth of a second
-    for ids in wired.session.prefetch(stuck()):
+    _, session = wire(1)
+    model = net_of_ids(session)
+    session.client.timeout /= 300  # a fifth of a second
+    for ids in session.prefetch(stuck()):
         model(ids)
         break
     assert "its thread is left behind" in caplog.text
@@ -562,20 +462,19 @@ def test_a_loader_that_never_gives_its_next_batch_is_left_behind(make_shards, ca
     thread.join(PATIENCE)
 
 
-def test_closing_a_session_inside_the_loop_ends_it(make_shards):
-    wired = Wired(make_shards(1))
-    model = net_of_ids(wired.session)
-    loop = wired.session.prefetch(own_and_shared(5))
+def test_closing_a_session_inside_the_loop_ends_it(wire):
+    wires, session = wire(1)
+    model = net_of_ids(session)
+    loop = session.prefetch(own_and_shared(5))
     model(next(loop)).sum().backward()
-    wired.session.step()
-    wired.session.close()
-    assert wired.when("answered", pushes(0)) >= 0
+    session.step()
+    session.close()
+    assert wires.when("answered", pushes(0)) >= 0
     assert next(loop, None) is None
 
 
-def test_prefetch_in_a_prefetch_and_a_negative_staleness_are_refused(make_shards):
-    wired = Wired(make_shards(1))
-    session = wired.session
+def test_prefetch_in_a_prefetch_and_a_negative_staleness_are_refused(wire):
+    _, session = wire(1)
     net_of_ids(session)
     with pytest.raises(ValueError, match="staleness must be at least 0, got -1"):
         session.prefetch([], staleness=-1)
@@ -584,8 +483,8 @@ def test_prefetch_in_a_prefetch_and_a_negative_staleness_are_refused(make_shards
             next(session.prefetch(own_and_shared(2)))
 
 
-def test_where_nothing_says_what_a_batch_reads_the_remedy_is_named(make_shards):
-    session = Wired(make_shards(1)).session
+def test_where_nothing_says_what_a_batch_reads_the_remedy_is_named(wire):
+    _, session = wire(1)
     with pytest.raises(ValueError, match=r"this session has 0 wrapped models; pass inputs="):
         session.prefetch([])
     wrapped(Net, session, es.SGD(lr=0.1))
@@ -598,10 +497,9 @@ def test_where_nothing_says_what_a_batch_reads_the_remedy_is_named(make_shards):
         next(session.prefetch(pairs(), inputs=lambda batch: {"nope": batch[0]}))
 
 
-def test_inputs_name_modules_of_one_model_and_tables_of_several(make_shards):
-    session = Wired(make_shards(2)).session
+def test_inputs_name_modules_of_one_model_and_tables_of_several(wire):
+    _, session = wire(2)
     first = wrapped(Net, session, es.SGD(lr=0.1))
-    everything = lambda ids: {"users": ids[:, 0], "items": ids, "wide": ids}  # noqa: E731
     train(first, session, session.prefetch(pairs(), inputs=lambda batch: everything(batch[0])))
     assert session.missed_reads == 0
     second = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1), prefix="second/")
@@ -611,46 +509,46 @@ def test_inputs_name_modules_of_one_model_and_tables_of_several(make_shards):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_data_loader_gives_its_parts_to_embedding_inputs(make_shards, num_workers):
-    wired = Wired(make_shards(1))
-    model = net_of_ids(wired.session)
+def test_a_data_loader_gives_its_parts_to_embedding_inputs(wire, num_workers):
+    _, session = wire(1)
+    model = net_of_ids(session)
     data = TensorDataset(torch.arange(12), torch.ones(12))
     loader = DataLoader(data, batch_size=4, num_workers=num_workers)
-    for ids, targets in wired.session.prefetch(loader):
+    for ids, targets in session.prefetch(loader):
         (model(ids).squeeze(1) - targets).sum().backward()
-        wired.session.step()
-    assert (wired.session.clock, wired.session.missed_reads) == (3, 0)
+        session.step()
+    assert (session.clock, session.missed_reads) == (3, 0)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_rows_pulled_ahead_go_to_the_gpu(make_shards, staleness, gpu):
+def test_rows_pulled_ahead_go_to_the_gpu(wire, staleness, gpu):
     curves = []
     for prefetched in (False, True):
-        wired = Wired(make_shards(2))
-        model = wrapped(Announcing, wired.session, es.SGD(lr=0.0 if staleness else 0.1)).to(gpu)
-        loader: Iterable[tuple[torch.Tensor, torch.Tensor]] = [(ids, target.to(gpu)) for ids, target in pairs()]
+        _, session = wire(2)
+        model = wrapped(Announcing, session, es.SGD(lr=0.0 if staleness else 0.1)).to(gpu)
+        loader = [(ids, target.to(gpu)) for ids, target in pairs()]
         if prefetched:
-            loader = wired.session.prefetch(loader, staleness=staleness)
-        curves.append(train(model, wired.session, loader))
-        assert wired.session.missed_reads == 0
+            loader = session.prefetch(loader, staleness=staleness)
+        curves.append(train(model, session, loader))
+        assert session.missed_reads == 0
     torch.testing.assert_close(curves[1], curves[0], rtol=1e-4, atol=1e-6)  # a GPU sums in any order
 
 
-def test_a_model_without_tables_has_its_dense_weights_prefetched(make_shards):
-    wired = Wired(make_shards(1))
-    model = es.wrap(nn.Linear(3, 1), wired.session, optimizer=es.SGD(lr=0.1))
+def test_a_model_without_tables_has_its_dense_weights_prefetched(wire):
+    wires, session = wire(1)
+    model = es.wrap(nn.Linear(3, 1), session, optimizer=es.SGD(lr=0.1))
     model(torch.ones(1, 3))
-    wired.heard.clear()
-    for x in wired.session.prefetch([torch.ones(1, 3)] * 3):
+    wires.heard.clear()
+    for x in session.prefetch([torch.ones(1, 3)] * 3):
         model(x).sum().backward()
-        wired.session.step()
-    assert [type(request) for said, request in wired.heard if said == "sent"] == [Pull, Push] * 3
+        session.step()
+    assert [type(request) for said, request in wires.heard if said == "sent"] == [Pull, Push] * 3
 
 
-def test_reads_that_were_not_announced_are_counted_and_told_of_once(make_shards, caplog):
-    wired = Wired(make_shards(1))
-    session, model = wired.session, net_of_ids(wired.session)
+def test_reads_that_were_not_announced_are_counted_and_told_of_once(wire, caplog):
+    _, session = wire(1)
+    model = net_of_ids(session)
     for _ in range(2):
         for ids in session.prefetch(own_and_shared(6)):
             model(ids + 1).sum().backward()
@@ -661,42 +559,31 @@ def test_reads_that_were_not_announced_are_counted_and_told_of_once(make_shards,
     assert caplog.text.count("prefetch pulls rows that the model does not read") == 1
 
 
-def test_waiting_is_what_the_training_thread_waits(make_shards):
-    wired = Wired(make_shards(1))
-    session, model = wired.session, net_of_ids(wired.session)
-    ids = torch.tensor([1])
-    for _ in session.prefetch([ids] * 3, staleness=2):
-        before = session.stats.wait_seconds
-        session.client.pull([("table", model.table.table.route(ids))])  # of another thread, say
-        assert session.stats.wait_seconds == before
-    assert session.stats.wait_seconds > before
-
-
-def test_dense_weights_change_only_between_batches(make_shards):
-    wired = Wired(make_shards(1))
-    session, model = wired.session, net_of_ids(wired.session)
+def test_dense_weights_change_only_between_batches(wire):
+    wires, session = wire(1)
+    model = net_of_ids(session)
     for t, ids in enumerate(session.prefetch(own_and_shared(4), staleness=1)):
         model(ids).sum().backward()
         before = model.head.weight.detach().clone()
         session.step()
-        wired.wait("answered", pushes(t))
+        wires.wait("answered", pushes(t))
         if t + 1 < 4:
-            wired.wait("answered", reads("table", 101 + t))
+            wires.wait("answered", reads("table", 101 + t))
         assert torch.equal(model.head.weight, before)
 
 
-def test_a_refresh_inside_the_loop_holds_for_the_next_batch(make_shards):
-    wired = Wired(make_shards(1))
-    session, model = wired.session, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+def test_a_refresh_inside_the_loop_holds_for_the_next_batch(wire):
+    wires, session = wire(1)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     model[0].requires_grad_(False)
     es.wrap(model, session, optimizer=es.SGD(lr=0.1))
-    wired.heard.clear()
-    blocks = lambda: [len(r.tables[0].ids) for said, r in wired.heard if said == "answered" and isinstance(r, Pull)]  # noqa: E731
+    wires.heard.clear()
+    blocks = lambda: [len(r.tables[0].ids) for said, r in wires.heard if said == "answered" and isinstance(r, Pull)]  # noqa: E731
     for number, x in enumerate(session.prefetch([torch.ones(1, 3)] * 4, staleness=1)):
         model(x).sum().backward()
         session.step()
         if number == 2:
-            wired.wait("answered", lambda _: len(blocks()) == 4)  # what is here for the last batch is older
+            wires.wait("answered", lambda _: len(blocks()) == 4)  # what is here for the last batch is older
             session.refresh()
     assert len(blocks()) == 5
     assert blocks()[-2:] == [2, 4]  # the weight and the bias that are trained, and then frozen ones, too
@@ -711,3 +598,9 @@ def test_overlap_is_that_of_sets(seed):
         for _ in range(2)
     )
     np.testing.assert_array_equal(overlap(ids, others), np.isin(ids, others))
+
+
+def net_of_ids(session):
+    plain = nn.Sequential(OrderedDict(table=nn.Embedding(10_000, 2), head=nn.Linear(2, 1)))
+    plain.embedding_inputs = lambda ids: {"table": ids}
+    return es.wrap(plain, session, optimizer=es.SGD(lr=0.1))

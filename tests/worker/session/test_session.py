@@ -1,45 +1,19 @@
 import copy
 import gc
-import threading
 import weakref
-from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import embershard as es
 from embershard.proto.errors import TableMismatch
-from embershard.proto.messages import Pull, Push, Reply, Request
+from embershard.proto.messages import Pull, Push
 from embershard.proto.protobuf import dumps, loads
-from embershard.proto.routing import make_routes
-from embershard.proto.transport.local import LocalTransport
 from embershard.ps.coordination.pushes import RouteCache
-from embershard.ps.shard import Shard
-from embershard.worker.client.client import Client
-from embershard.worker.session import reads as reads_module
-from embershard.worker.session.session import Session
 
-MakeSession = Callable[..., Session]
 SPEC = es.TableSpec(name="t", dim=2, optimizer=es.SGD(lr=1.0), initializer=es.Constant(value=0.0))
 IDS = torch.tensor([1, 2, 1])
-
-
-class Listener:
-    """Hears every request to a shard."""
-
-    def __init__(self, shard: Shard) -> None:
-        self.shard, self.heard = shard, list[Request]()
-
-    def handle(self, request: Request) -> Reply:
-        self.heard.append(request)
-        return self.shard.handle(request)
-
-
-def listened(shards: list[Shard]) -> tuple[Session, list[Listener]]:
-    listeners = [Listener(shard) for shard in shards]
-    return Session(Client([LocalTransport(it.handle, f"local/{i}") for i, it in enumerate(listeners)])), listeners
 
 
 def test_a_step_pushes_the_gradient_and_the_next_read_sees_it(make_session):
@@ -51,38 +25,31 @@ def test_a_step_pushes_the_gradient_and_the_next_read_sees_it(make_session):
     torch.testing.assert_close(module(IDS).detach()[:, 0], torch.tensor([-2.0, -1.0, -2.0]))
 
 
-def test_a_step_without_gradients_sends_nothing(make_shards):
-    session, listeners = listened(make_shards(2))
+def test_a_step_without_gradients_sends_nothing(make_wires):
+    wires = make_wires(2)
+    session = wires.session()
     es.Embedding(session.table(SPEC))(IDS)
     session.step()
     assert session.clock == 1
-    assert not any(isinstance(request, Push) for it in listeners for request in it.heard)
+    assert not wires.sent(Push)
 
 
 def test_gradients_of_several_backwards_accumulate_until_the_step(make_session):
     session = make_session(2)
     module = es.Embedding(session.table(SPEC))
-    for _ in range(3):
-        module(IDS).sum().backward()
-    session.step()
-    torch.testing.assert_close(module.table.pull(torch.tensor([1])), torch.tensor([[-6.0, -6.0]]))
-
-
-def test_backward_twice_through_one_graph_counts_twice(make_session):
-    session = make_session(1)
-    module = es.Embedding(session.table(SPEC))
+    module(IDS).sum().backward()
     loss = module(IDS).sum()
     loss.backward(retain_graph=True)
-    loss.backward()
+    loss.backward()  # through one graph twice
     session.step()
-    torch.testing.assert_close(module.table.pull(torch.tensor([2])), torch.tensor([[-2.0, -2.0]]))
+    torch.testing.assert_close(module.table.pull(IDS)[:, 0], torch.tensor([-6.0, -3.0, -6.0]))
 
 
 def test_a_forward_without_a_backward_leaves_nothing_behind(make_session):
     session = make_session(1)
     module = es.Embedding(session.table(SPEC))
     out = module(IDS)
-    node = out.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    node = out.grad_fn.next_functions[0][0]
     leaf = weakref.ref(node.variable)
     del node
     assert leaf() is not None
@@ -108,117 +75,73 @@ def test_no_grad_and_inference_read_the_same_rows_and_record_nothing(make_sessio
     assert session.stats.pushed_rows == 2  # of the first step
 
 
-def test_zero_grad_drops_what_backward_left(make_session):
-    session = make_session(2)
-    model = es.wrap(nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 1)), session, optimizer=es.SGD(lr=1.0))
-    model(IDS).sum().backward()
-    session.zero_grad()
-    session.step()
-    assert session.stats.pushed_rows == 0
-
-
-def test_a_skipped_step_moves_the_clock_and_no_weight(make_session):
+@pytest.mark.parametrize(
+    "drop", [lambda session: session.skip(), lambda session: (session.zero_grad(), session.step())]
+)
+def test_a_skipped_step_and_dropped_gradients_move_the_clock_and_no_weight(make_session, drop):
     session = make_session(2)
     model = es.wrap(nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 1)), session, optimizer=es.SGD(lr=1.0))
     before = model(IDS)
     before.sum().backward()
-    session.skip()
+    drop(session)
     assert (session.clock, session.stats.pushed_rows) == (1, 0)
     torch.testing.assert_close(model(IDS), before, rtol=0, atol=0)
 
 
-def test_lr_scale_scales_the_following_pushes(make_session):
-    session = make_session(2)
-    module = es.Embedding(session.table(SPEC))
-    session.lr_scale = 0.25
-    module(IDS).sum().backward()
-    session.step()
-    torch.testing.assert_close(module.table.pull(torch.tensor([2])), torch.tensor([[-0.25, -0.25]]))
-
-
-def test_a_factor_of_the_learning_rate_arrives_to_the_last_bit(make_shards):
-    session, (shard,) = listened(make_shards(1))
+def test_a_factor_of_the_learning_rate_arrives_to_the_last_bit(make_wires):
+    wires = make_wires(1)
+    session = wires.session()
     module = es.Embedding(session.table(SPEC))
     for scales in (None, {"t": 1 / 3}):
         session.lr_scale = 0.1
         module(IDS).sum().backward()
         session.step(scales)
-    pushes = [request for request in shard.heard if isinstance(request, Push)]
-    arrived = [part.lr_scale for push in pushes for part in loads(Push, dumps(push)).tables]
+    arrived = [part.lr_scale for push in wires.sent(Push) for part in loads(Push, dumps(push)).tables]
     assert arrived == [0.1, 1 / 3 * 0.1]
-
-
-def test_two_workers_train_one_table(make_shards, make_session):
-    shards = make_shards(2)
-    sessions = [make_session(shards=shards, worker=k) for k in range(2)]
-    modules = [es.Embedding(session.table(SPEC)) for session in sessions]
-    for module, session in zip(modules, sessions, strict=True):
-        module(IDS).sum().backward()
-        session.step()
-    torch.testing.assert_close(modules[0].table.pull(torch.tensor([2])), torch.tensor([[-2.0, -2.0]]))
 
 
 class TwoTables(nn.Module):
     """Reads two tables by one tensor of ids, and has dense weights."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.wide, self.deep = nn.Embedding(50, 1), nn.Embedding(50, 4)
         self.head = nn.Linear(4, 1)
 
-    def embedding_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    def embedding_inputs(self, ids):
         return {"wide": ids, "deep": ids}
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.wide(ids) + self.head(self.deep(ids))
+    def forward(self, ids):
+        logits = self.wide(ids) + self.head(self.deep(ids))
         return logits.squeeze(-1)
 
 
 SPACES = {"wide": "features", "deep": "features"}
 
 
-def test_a_step_is_one_pull_and_one_push_per_shard(make_shards):
-    session, listeners = listened(make_shards(2))
-    model = es.wrap(TwoTables(), session, optimizer=es.SGD(lr=0.1), id_space=SPACES)
-    ids = torch.arange(40)
-    for _ in range(2):
-        for listener in listeners:
-            listener.heard.clear()
-        model(ids).sum().backward()
-        session.step()
-        for listener in listeners:
-            assert [type(request) for request in listener.heard] == [Pull, Push]
-            assert {part.table for part in listener.heard[0].tables} >= {"wide", "deep"}  # type: ignore[union-attr]
-
-
-def test_a_push_names_the_ids_of_its_pull(make_shards):
-    session, listeners = listened(make_shards(2))
+def test_a_step_is_one_pull_and_one_push_per_shard_that_names_the_ids_of_its_pull(make_wires):
+    wires = make_wires(2)
+    session = wires.session()
     model = es.wrap(TwoTables(), session, optimizer=es.SGD(lr=0.1), id_space=SPACES)
     for _ in range(2):
+        for wire in wires.wires:
+            wire.seen.clear()
         model(torch.arange(40)).sum().backward()
         session.step()
-    for listener in listeners:
-        pull, push = listener.heard[-2:]
-        assert isinstance(pull, Pull)
-        assert isinstance(push, Push)
-        numbers = {part.table: part.route for part in pull.tables}
-        assert len(set(numbers.values()) - {0}) == len(numbers) == 3
-        assert {part.table: part.route for part in push.tables} == numbers
-
-
-def test_reads_that_no_push_follows_leave_no_ids_behind(make_shards):
-    session, listeners = listened(make_shards(1))
-    model = es.wrap(TwoTables(), session, optimizer=es.SGD(lr=0.1), id_space=SPACES)
-    with torch.no_grad():
+        for wire in wires.wires:
+            assert [type(request) for request in wire.seen] == [Pull, Push]
+            numbers, pushed = ({part.table: part.route for part in request.tables} for request in wire.seen)
+            assert numbers.keys() == {"wide", "deep", "dense"}
+            assert pushed == numbers
+            assert len(set(numbers.values()) - {0}) == len(numbers)
+    with torch.no_grad():  # no push follows
         model(torch.arange(40))
-    pull = listeners[0].heard[-1]
-    assert isinstance(pull, Pull)
-    assert {part.route for part in pull.tables} == {0}
+    assert {part.route for pull in wires.sent(Pull)[-2:] for part in pull.tables} == {0}
 
 
-def test_ids_that_a_shard_dropped_are_sent_again(make_shards):
+def test_ids_that_a_shard_dropped_are_sent_again(make_shards, make_session):
     shards = make_shards(2)
-    session, _ = listened(shards)
+    session = make_session(shards=shards)
     table = session.table(SPEC)
     es.Embedding(table)(IDS).sum().backward()
     for shard in shards:
@@ -226,20 +149,6 @@ def test_ids_that_a_shard_dropped_are_sent_again(make_shards):
     session.step()
     assert session.stats.pushed_rows == 2
     torch.testing.assert_close(table.pull(IDS)[:, 0], torch.tensor([-2.0, -1.0, -2.0]))
-
-
-def test_tables_of_one_id_space_share_one_route(make_session, monkeypatch):
-    session = make_session(2)
-    model = es.wrap(TwoTables(), session, optimizer=es.SGD(lr=0.1), id_space=SPACES)
-    routed: list[int] = []
-
-    def counted(inputs, placement):
-        routed.append(len(inputs))
-        return make_routes(inputs, placement)
-
-    monkeypatch.setattr(reads_module, "make_routes", counted)
-    model(torch.arange(40)).sum().backward()
-    assert routed == [1]
 
 
 def test_ids_changed_in_place_are_read_anew(make_session):
@@ -282,31 +191,18 @@ def test_the_creator_loads_the_values_and_others_take_them(make_shards, make_ses
         torch.testing.assert_close(model(torch.arange(30)), expected)
 
 
-def test_workers_that_start_together_agree_on_the_values(make_shards, make_session):
-    shards = make_shards(2)
-    lock = threading.Lock()
-    for shard in shards:
-        shard.handle = lambda request, handle=shard.handle: _locked(lock, handle, request)  # type: ignore[method-assign]
-    outs: dict[int, torch.Tensor] = {}
+def test_workers_that_start_together_agree_on_the_values(make_wires):
+    wires, outs = make_wires(), []
 
-    def work(worker):
-        session = make_session(shards=shards, worker=worker)
-        torch.manual_seed(worker)
-        model = es.wrap(nn.Sequential(nn.Embedding(3000, 4), nn.Linear(4, 1)), session, optimizer=es.SGD(lr=0.1))
-        outs[worker] = model(torch.arange(3000)).detach()
+    def work(session):
+        model = nn.Sequential(nn.Embedding(3000, 4), nn.Linear(4, 1))  # with values of its own
+        outs.append(es.wrap(model, session, optimizer=es.SGD(lr=0.1))(torch.arange(3000)).detach())
 
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    for worker in range(3):
+        wires.session(worker)
+    wires.run(work)
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
-
-
-def _locked(lock: threading.Lock, handle: Callable[[Request], Reply], request: Request) -> Reply:
-    with lock:
-        return handle(request)
 
 
 def test_dense_weights_follow_other_workers_with_the_clock_and_on_refresh(make_shards, make_session):
@@ -341,15 +237,6 @@ def test_stats_count_rows_bytes_and_waiting(make_session):
     assert (session.stats.pushed_rows, stats.pushed_rows) == (4, 2)  # what was read stays as it was
 
 
-def test_a_gradient_with_nan_is_counted_and_leaves_its_row(make_session):
-    session = make_session(2)
-    module = es.Embedding(session.table(SPEC))
-    (module(IDS) * torch.tensor([[1.0], [float("nan")], [1.0]])).sum().backward()
-    session.step()
-    assert (session.stats.pushed_rows, session.stats.skipped_rows) == (1, 1)
-    torch.testing.assert_close(module.table.pull(torch.tensor([1, 2]))[:, 0], torch.tensor([-2.0, 0.0]))
-
-
 def test_a_table_declared_twice_is_one_table_and_other_settings_are_refused(make_session):
     session = make_session(2)
     assert session.table(SPEC) is session.table(SPEC)
@@ -366,22 +253,6 @@ def test_sessions_and_wrapped_models_refuse_to_be_copied(make_session):
         copy.deepcopy(session)
 
 
-def test_custom_row_optimizers_run_in_local_shards():
-    with es.local(shards=2, imports=[__name__]) as session:
-        custom = es.Custom(function=f"{__name__}:halve", lr=0.0)
-        spec = es.TableSpec(name="t", dim=2, optimizer=custom, initializer=es.Constant(value=8.0))
-        module = es.Embedding(session.table(spec))
-        module(IDS).sum().backward()
-        session.step()
-        torch.testing.assert_close(module.table.pull(torch.tensor([1, 3])), torch.tensor([[4.0, 4.0], [8.0, 8.0]]))
-
-
-@es.row_optimizer()
-def halve(row: np.ndarray, state: np.ndarray, grad: np.ndarray, hyper: np.ndarray) -> None:
-    for j in range(row.size):
-        row[j] *= np.float32(0.5)
-
-
 def test_close_says_how_many_rows_a_codec_held_back_unless_they_were_sent(caplog):
     def train(session):
         module = es.Embedding(session.table(SPEC))
@@ -395,7 +266,7 @@ def test_close_says_how_many_rows_a_codec_held_back_unless_they_were_sent(caplog
     held = session.client.compressor.rows_held_back()
     assert held["t"] > 0
     session.close()
-    assert [(record.args[0], record.args[1]) for record in caplog.records] == [("t", held["t"])]  # type: ignore[index]
+    assert [(record.args[0], record.args[1]) for record in caplog.records] == [("t", held["t"])]
     caplog.clear()
     session = es.local(2, compression=compression)
     module = train(session)

@@ -1,33 +1,27 @@
 """A worker's share of a job: its segments, how many steps they make, and where it goes on after a checkpoint."""
 
-from __future__ import annotations
-
 import math
 from itertools import chain
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from embershard.worker.client.worker_group import WorkerGroup
-from embershard.worker.data.batch import RowsDataset, Samples, Schema
-from embershard.worker.job.job import Job
 from embershard.worker.training.budget import Position, TrainingPlan, steps_of
+from harness.clicks import click_data
 from harness.job import make_job
 
 SAMPLES = 700  # 14 batches
 
 
-def dataset(samples: int = SAMPLES) -> RowsDataset:
-    rng = np.random.default_rng(1)
-    rows = Samples(rng.integers(0, 60, (samples, 3)), None, rng.integers(0, 2, samples).astype(np.float32))
-    return RowsDataset(Schema(tuple("abc"), 0, 60), {"train": rows}, where="made up")
-
-
-def job(**train: object) -> Job:
+def job(**train):
     evaluate, save = train.pop("evaluate", None), train.pop("save", None)
     checkpoint = {"folder": "x", "every": save}
     return make_job(train=train, evaluate={"every": evaluate}, checkpoint=checkpoint)
+
+
+def plan(trained, samples=SAMPLES, **settings):
+    return TrainingPlan(trained, click_data(train=samples), WorkerGroup(), **settings)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +37,7 @@ def job(**train: object) -> Job:
     ids=lambda trained: f"{trained.train.budget} by {trained.train.accumulate}",
 )
 def test_the_steps_of_a_run_are_those_that_its_segments_make(trained):
-    budget = TrainingPlan(trained, dataset(), WorkerGroup())
+    budget = plan(trained)
     steps = 0
     for segment in budget.segments():
         for part in segment.parts:
@@ -53,32 +47,32 @@ def test_the_steps_of_a_run_are_those_that_its_segments_make(trained):
 
 def test_every_split_ends_with_a_step_of_its_own():
     splits = SimpleNamespace(num_splits=4)  # of 175 samples: 4 batches, so 2 steps
-    budget = TrainingPlan(job(epochs=3, accumulate=3), dataset(), WorkerGroup(0, 2), splits=splits)  # type: ignore[arg-type]
+    budget = TrainingPlan(job(epochs=3, accumulate=3), click_data(train=SAMPLES), WorkerGroup(0, 2), splits=splits)
     assert budget.total_steps == 3 * 4 * 2 // 2
 
 
 @pytest.mark.parametrize(("unit", "given"), [("steps", 10), ("samples", 5)])
 def test_other_workers_go_on_at_the_same_sample(unit, given):
     trained = job(**{unit: 1000})
-    one = TrainingPlan(trained, dataset(), WorkerGroup())
+    one = plan(trained)
     one.position = Position(epoch=2, batch=4, given=10)
-    two = TrainingPlan(trained, dataset(), WorkerGroup(1, 2))
+    two = TrainingPlan(trained, click_data(train=SAMPLES), WorkerGroup(1, 2))
     two.load_state_dict(one.state_dict())
     assert two.position == Position(epoch=2, batch=2, given=given)
-    back = TrainingPlan(trained, dataset(), WorkerGroup())
+    back = plan(trained)
     back.load_state_dict(two.state_dict())
     assert (back.position.epoch, back.position.batch) == (2, 4)
 
 
 def test_of_a_split_or_the_rest_of_an_epoch_there_may_be_nothing_that_will_do():
     splits = SimpleNamespace(num_splits=100, deal=lambda epoch: iter(range(100)))  # of 7 samples each
-    budget = TrainingPlan(job(epochs=1), dataset(), WorkerGroup(), smallest_batch=8, splits=splits)  # type: ignore[arg-type]
+    budget = plan(job(epochs=1), smallest_batch=8, splits=splits)
     assert [list(part) for segment in budget.segments() for part in segment.parts] == [[]] * 100
 
-    resumed = TrainingPlan(job(epochs=2), dataset(), WorkerGroup(), smallest_batch=2)
+    resumed = plan(job(epochs=2), smallest_batch=2)
     resumed.load_state_dict({"epoch": 0, "batch": 13, "given": 13, "world_size": 1})
     assert [len(list(part)) for segment in resumed.segments() for part in segment.parts] == [1, 14]
-    alone = TrainingPlan(job(epochs=2), dataset(701), WorkerGroup(), smallest_batch=2)
+    alone = plan(job(epochs=2), 701, smallest_batch=2)
     alone.load_state_dict({"epoch": 0, "batch": 14, "given": 14, "world_size": 1})
     assert [len(list(part)) for segment in alone.segments() for part in segment.parts] == [0, 14]
 
@@ -95,9 +89,9 @@ def test_of_a_split_or_the_rest_of_an_epoch_there_may_be_nothing_that_will_do():
 )
 def test_who_comes_late_to_a_run_of_steps_begins_with_the_epoch_of_the_others(monkeypatch, first, late, want):
     steps = job(steps=500, evaluate=20)
-    one = TrainingPlan(steps, dataset(), WorkerGroup())
+    one = plan(steps)
     one.position = first
-    data, epochs = dataset(), []
+    data, epochs = click_data(train=SAMPLES), []
     read = data.train
     monkeypatch.setattr(data, "train", lambda epoch, *share: (epochs.append(epoch), read(epoch, *share))[1])
     other = TrainingPlan(steps, data, WorkerGroup())
@@ -113,10 +107,10 @@ def test_who_comes_late_to_a_run_of_steps_begins_with_the_epoch_of_the_others(mo
 
 @pytest.mark.parametrize(("batch", "epochs"), [(5, 2), (13, 2), (14, 1)], ids=["begun", "nearly over", "over"])
 def test_an_epoch_that_was_begun_is_dealt_out_whole(batch, epochs):
-    before = TrainingPlan(job(steps=100), dataset(), WorkerGroup())
+    before = plan(job(steps=100))
     before.position = Position(epoch=1, batch=batch, given=14 + batch)
     splits = SimpleNamespace(num_splits=4, deal=lambda epoch: iter(range(4)))
-    budget = TrainingPlan(job(epochs=3), dataset(), WorkerGroup(), splits=splits)  # type: ignore[arg-type]
+    budget = plan(job(epochs=3), splits=splits)
     budget.load_state_dict(before.state_dict())
     parts = chain.from_iterable(segment.parts for segment in budget.segments())
     assert sum(len(batch) for part in parts for _, batch in part) == epochs * SAMPLES
@@ -130,20 +124,20 @@ def test_the_steps_of_other_workers_count_by_their_samples(unit, before, now, wa
 
 
 def test_a_worker_that_was_not_there_counts_what_the_others_were_given():
-    budget = TrainingPlan(job(steps=40, evaluate=10), dataset(), WorkerGroup())
+    budget = plan(job(steps=40, evaluate=10))
     segments = budget.segments()
     next(segments)  # trained by the others
     for part in next(segments).parts:
         assert len(list(part)) == 10
     assert budget.position.given == 20
-    later = TrainingPlan(job(steps=40, evaluate=10), dataset(), WorkerGroup())
+    later = plan(job(steps=40, evaluate=10))
     later.load_state_dict(budget.state_dict())
     assert [len(list(chain.from_iterable(segment.parts))) for segment in later.segments()] == [10, 10]
 
 
 @pytest.mark.parametrize(("strategy", "epoch"), [("ddp", 2), ("local", 5)])
 def test_who_is_ahead_goes_back_where_the_workers_make_their_steps_together(strategy, epoch):
-    ahead = TrainingPlan(job(epochs=6).model_copy(update={"strategy": strategy}), dataset(), WorkerGroup())
+    ahead = plan(job(epochs=6).model_copy(update={"strategy": strategy}))
     ahead.load_state_dict({"epoch": 5, "batch": 1, "given": 9, "world_size": 1})
     ahead.follow({"begun": 2, "epoch": 2}, late=False)
     assert ahead.position.epoch == epoch

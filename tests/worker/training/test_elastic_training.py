@@ -1,27 +1,21 @@
 """Three Trainers over shards in this process, each in a thread: one dies, or comes late, and the others train on."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 
 import pytest
-from test_trainer import Notes, dataset, job
 
 from embershard.local_shards import InProcessShards
 from embershard.proto.errors import StaleWorker
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
 from embershard.worker.client.worker_group import ShardGroup
-from embershard.worker.data.batch import Batch, RowsDataset
-from embershard.worker.job.job import Job
-from embershard.worker.reporting.records import RunResult
 from embershard.worker.session.session import Session
 from embershard.worker.training.trainer import Trainer
+from harness.clicks import Notes, click_data, click_job
 
 WORKERS, SAMPLES, EPOCHS = 3, 1500, 3
 
@@ -33,38 +27,37 @@ class Killed(Exception):
 class Recorded:
     """A dataset whose worker may die with the second batch of the second epoch, or find no batch in its first."""
 
-    def __init__(self, whole: RowsDataset, die: object = None, *, idle: bool = False) -> None:
+    def __init__(self, whole, die=None, *, idle=False):
         self._whole, self._die, self._idle = whole, die, idle
-        self._first: int | None = None
+        self._first = None
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name):
         return getattr(self._whole, name)
 
-    def train(self, epoch: int, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
+    def train(self, epoch, rank, world_size, batch_size):
         self._first = epoch if self._first is None else self._first
         idle = self._idle and epoch == self._first
         for number, batch in enumerate(() if idle else self._whole.train(epoch, rank, world_size, batch_size)):
             if self._die is not None and epoch == 1 and number == 1:
-                self._die()  # type: ignore[operator]
+                self._die()
             yield batch
 
 
 class Cluster:
     """Workers of one job."""
 
-    def __init__(self, staleness: int | None, splits: int | None) -> None:
-        train: dict[str, object] = {"epochs": EPOCHS, "batch_size": 20, "staleness": staleness}
-        self.job: Job = job("fm", train=train, workers=WORKERS)
-        self.job = self.job.model_copy(update={"data": self.job.data.model_copy(update={"splits": splits})})
+    def __init__(self, staleness, splits):
+        train = {"epochs": EPOCHS, "batch_size": 20, "staleness": staleness}
+        self.job = click_job(train=train, workers=WORKERS, data={"splits": splits})
         self.shards = InProcessShards(2)
         self.staleness = staleness
         self.died = threading.Event()
 
-    def run(self, rank: int, *, dies: bool = False, idle: bool = False) -> tuple[RunResult | None, Notes]:
+    def run(self, rank, *, dies=False, idle=False):
         """One worker's run; None where it was killed."""
         client = Client(self.shards.transports(), worker=rank)
-        lease, wait_timeout = timedelta(seconds=60), timedelta(seconds=60)
-        terms = Terms(workers=WORKERS, staleness=self.staleness, lease=lease, wait_timeout=wait_timeout)
+        minute = timedelta(seconds=60)
+        terms = Terms(workers=WORKERS, staleness=self.staleness, lease=minute, wait_timeout=minute)
         member, notes = client.join(terms), Notes()
 
         def die():
@@ -74,8 +67,8 @@ class Cluster:
             self.died.set()
             raise Killed
 
-        data = Recorded(dataset(SAMPLES), die if dies else None, idle=idle)
-        trainer = Trainer(self.job, data, Session(client), ShardGroup(client, rank, WORKERS), [notes])  # type: ignore[arg-type]
+        data = Recorded(click_data(train=SAMPLES, valid=500, test=500), die if dies else None, idle=idle)
+        trainer = Trainer(self.job, data, Session(client), ShardGroup(client, rank, WORKERS), [notes])
         try:
             result = trainer.run()
         except (Killed, StaleWorker):  # what it had on its way may meet the one in its place
@@ -95,13 +88,11 @@ def test_the_others_train_on_where_one_dies(staleness, splits, victim):
     assert runs[victim][0] is None
     first = 1 if victim == 0 else 0
     result, notes = runs[first]
-    assert result is not None
     assert notes.result is result
     assert result.figures["valid"]["samples"] == 500
     assert result.figures["valid"]["auc"] > 0.8
     assert result.expired_leases >= 1
     assert [e.epoch for e in notes.evaluations] == ([2, 3] if victim == 0 else [1, 2, 3])
-    assert notes.plan is not None
     assert notes.plan.reporter == (1 if victim == 0 else None)
     share = SAMPLES // WORKERS
     if splits is None:
@@ -118,11 +109,11 @@ def test_each_sample_is_trained_on_once_per_epoch_where_nobody_is_lost(staleness
     cluster = Cluster(staleness, 12)
     with ThreadPoolExecutor(WORKERS) as pool:
         runs = list(pool.map(cluster.run, range(WORKERS)))
-    steps = [result.steps for result, _ in runs if result is not None]
+    steps = [result.steps for result, _ in runs]
     assert sum(steps) == EPOCHS * 12 * -(-SAMPLES // 12 // 20)
-    assert all(result.samples == EPOCHS * SAMPLES for result, _ in runs if result is not None)
-    assert all(result.returned_splits == result.expired_leases == 0 for result, _ in runs if result is not None)
-    (seen,) = (result.staleness_seen for result, notes in runs if result is not None and notes.result is result)
+    assert all(result.samples == EPOCHS * SAMPLES for result, _ in runs)
+    assert all(result.returned_splits == result.expired_leases == 0 for result, _ in runs)
+    (seen,) = (result.staleness_seen for result, notes in runs if notes.result is result)
     assert sum(seen)
     assert staleness != 0 or not any(seen[1:])
 
@@ -139,14 +130,12 @@ def test_who_comes_late_in_place_of_a_dead_worker_takes_part_to_the_end(stalenes
     with ThreadPoolExecutor(WORKERS + 1) as pool:
         late = pool.submit(comes_again)
         runs = list(pool.map(lambda rank: cluster.run(rank, dies=rank == 0), range(WORKERS)))
-        result, notes = late.result(250)
-    assert result is not None
+        runs.append(late.result(250))
+    result = runs[-1][0]
     # it reports, as the first, from the evaluation on that it took part in
-    told = Counter(e.epoch for _, notes in [*runs, (result, notes)] for e in notes.evaluations)
+    told = Counter(e.epoch for _, notes in runs for e in notes.evaluations)
     assert told == {1: 1, 2: 1, 3: 1}
-    seconds = sorted((e.epoch, e.seconds) for _, notes in [*runs, (result, notes)] for e in notes.evaluations)
+    seconds = sorted((e.epoch, e.seconds) for _, notes in runs for e in notes.evaluations)
     assert [s for _, s in seconds] == sorted(s for _, s in seconds)  # whoever reports counts from the beginning
-    assert [notes.result is not None for _, notes in [*runs, (result, notes)]].count(True) == 1
-    assert {run[0].figures["valid"]["auc"] for run in [*runs[1:], (result, notes)] if run[0]} == {
-        result.figures["valid"]["auc"]
-    }
+    assert [notes.result is not None for _, notes in runs].count(True) == 1
+    assert {run[0].figures["valid"]["auc"] for run in runs if run[0]} == {result.figures["valid"]["auc"]}

@@ -4,7 +4,6 @@ import copy
 import importlib.util
 import math
 import shutil
-from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,9 +14,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import embershard as es
 from embershard.proto.errors import JobError
-from embershard.proto.transport.local import LocalTransport
-from embershard.worker.client.client import Client
-from embershard.worker.client.membership import Terms
 from embershard.worker.data.batch import Batch
 from embershard.worker.models.dlrm import DLRM
 from embershard.worker.models.fm import DeepFM
@@ -25,9 +21,8 @@ from embershard.worker.models.loss import binary_cross_entropy
 from embershard.worker.nn import compile as compilation
 from embershard.worker.nn.activations import checkpoint_activations
 from embershard.worker.nn.compile import compile_dense
-from embershard.worker.session.session import Session
 from embershard.worker.strategy.protocol import StepBatch
-from embershard.worker.training.step import MAX_SKIPS_IN_A_ROW, NonFiniteLoss, StepSettings, TrainStep, global_norm
+from embershard.worker.training.step import MAX_SKIPS_IN_A_ROW, NonFiniteLoss, StepSettings, TrainStep
 
 ROWS, F, D = 30, 3, 2
 
@@ -53,25 +48,12 @@ def joined(parts):
     return Batch(*(torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "dense", "labels")))
 
 
-def by_twos(parts):
-    return [joined(parts[at : at + 2]) for at in range(0, len(parts), 2)]
+def by(count, parts):
+    return [joined(parts[at : at + count]) for at in range(0, len(parts), count)]
 
 
 def turn(batch):
     return StepBatch(0, batch, len(batch), weight=len(batch))
-
-
-class Updater:
-    """Changes weights on shards."""
-
-    def __init__(self, session):
-        self.rows = es.ShardOptimizer(session)
-        self.optimizers = [self.rows]
-        self.skip = self.rows.skip
-
-    def step(self, weight):
-        self.rows.weight = weight
-        self.rows.step()
 
 
 class OnShards:
@@ -80,7 +62,13 @@ class OnShards:
     def __init__(self, session, loss=binary_cross_entropy, *, plain=None, agree=None, **settings):
         self.session, self.plain = session, plain or model_of()
         self.model = es.wrap(copy.deepcopy(self.plain), session, optimizer=es.SGD(lr=0.5))
-        self.updater = Updater(session)
+        rows = es.ShardOptimizer(session)
+
+        def update(weight):
+            rows.weight = weight
+            rows.step()
+
+        self.updater = SimpleNamespace(rows=rows, optimizers=[rows], skip=rows.skip, step=update)
         self.step = TrainStep(self.model, loss, self.updater, StepSettings(**settings), agree=agree)
 
     def train(self, parts):
@@ -115,32 +103,30 @@ def make(make_session):
     return lambda *args, **settings: OnShards(make_session(), *args, **settings)
 
 
-@pytest.mark.parametrize("sizes", [(8, 8, 8, 8), (8, 5, 2, 7), (32, 1)], ids=str)
-def test_a_step_of_several_batches_is_that_of_the_joint_one(make, sizes):
-    run = make(accumulate=len(sizes))
-    for seed in (1, 2, 3):
-        parts = batches(*sizes, seed=seed)
-        run.train_plainly([joined(parts)])
-        run.train(parts)
-    assert (run.session.clock, run.step.steps, run.updater.rows.weight) == (3, 3, sum(sizes))
-    run.check()
-
-
-def test_the_batches_left_over_at_the_end_make_a_step_of_their_own(make):
-    run, parts = make(accumulate=4), batches(8, 8, 8, 8, 3)
-    run.train(parts)
+@pytest.mark.parametrize(
+    ("sizes", "settings", "close"),
+    [
+        ([8] * 12, {"accumulate": 4}, {}),
+        ([8, 5, 2, 7] * 3, {"accumulate": 4}, {}),
+        ([32, 1] * 3, {"accumulate": 2}, {}),
+        ([8, 8, 8, 8, 3], {"accumulate": 4}, {}),  # what is left over makes a step of its own
+        *(([8] * 6, {"accumulate": n, "clip_norm": clip}, {"rtol": 1e-5}) for n in (1, 2) for clip in (0.01, 0.3, 1e3)),
+        ([8] * 8, {"accumulate": 2, "amp": "fp16"}, {"atol": 5e-3}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_of_several_batches_is_that_of_torch_on_the_joint_one(make, sizes, settings, close, ahead):
+    run, parts = make(**settings), batches(*sizes)
+    inputs = lambda batch: run.model.embedding_inputs(batch.ids)  # noqa: E731
+    run.train(run.session.prefetch(parts, inputs=inputs) if ahead else parts)
     run.step.finish()
     run.step.finish()
-    run.train_plainly([joined(parts[:4]), parts[4]])
-    assert run.session.clock == 2
-    run.check()
-
-
-def test_accumulation_inside_prefetch_reads_what_the_last_step_left(make):
-    run, parts = make(accumulate=2), batches(*[8] * 8)
-    run.train(run.session.prefetch(parts, inputs=lambda batch: run.model.embedding_inputs(batch.ids)))
-    run.train_plainly(by_twos(parts))
-    run.check()
+    wholes = by(settings["accumulate"], parts)
+    run.train_plainly(wholes, clip=settings.get("clip_norm"))
+    assert run.session.clock == run.step.steps == len(wholes)
+    assert (run.updater.rows.weight, run.step.skipped) == (len(wholes[-1]), 0)
+    run.check(**close)
 
 
 def test_batches_of_workers_that_step_together_weigh_by_the_samples_of_all(make):
@@ -151,15 +137,6 @@ def test_batches_of_workers_that_step_together_weigh_by_the_samples_of_all(make)
     ((10 * 1.2 * losses[0] + 8 * 0.5 * losses[1]) / 18).backward()
     torch.optim.SGD(run.plain.parameters(), lr=0.5).step()
     run.check()
-
-
-@pytest.mark.parametrize("clip", [0.01, 0.3, 1e3])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_clipping_is_that_of_torch_over_rows_and_dense_weights(make, clip, accumulate):
-    run, parts = make(clip_norm=clip, accumulate=accumulate), batches(*[8] * 6)
-    run.train(parts)
-    run.train_plainly(by_twos(parts) if accumulate == 2 else parts, clip=clip)
-    run.check(rtol=1e-5)
 
 
 def test_sparse_gradients_of_torch_are_clipped_like_dense_ones():
@@ -184,11 +161,6 @@ def test_workers_that_agree_on_a_norm_clip_by_the_largest(make):
     run.check(rtol=1e-3)
 
 
-def test_the_norm_of_nothing_is_zero():
-    assert global_norm([]) == 0.0
-    assert global_norm([torch.tensor([3.0]), torch.tensor([[4.0]])]) == 5.0
-
-
 def test_bf16_runs_the_layers_in_it_and_trains(make):
     run, kinds = make(amp="bf16"), set()
     run.model.get_submodule("deep.0").register_forward_hook(lambda _, __, out: kinds.add(out.dtype))
@@ -196,14 +168,6 @@ def test_bf16_runs_the_layers_in_it_and_trains(make):
     assert kinds == {torch.bfloat16}
     assert losses[-1] < 0.7 * losses[0]
     assert {value.dtype for value in run.weights().values()} == {torch.float32}
-
-
-def test_fp16_trains_as_float32_does(make):
-    run, parts = make(amp="fp16", accumulate=2), batches(*[8] * 8)
-    run.train(parts)
-    run.train_plainly(by_twos(parts))
-    assert (run.step.skipped, run.session.clock) == (0, 4)
-    run.check(atol=5e-3)
 
 
 def times(*factors):
@@ -231,17 +195,6 @@ def test_a_step_that_fp16_leaves_out_changes_nothing_and_halves_the_scale(make):
     assert run.session.stats.pushed_rows > 0
 
 
-def test_the_scale_grows_again_after_an_interval_of_steps_without_overflow(make):
-    step = make(times(1, 1e38), amp="fp16").step
-    state = step.state_dict()
-    step.load_state_dict({**state, "scaler": {**state["scaler"], "growth_interval": 2}})
-    scales = []
-    for part in batches(8) * 4:
-        step(turn(part))
-        scales.append(scale(step))
-    assert scales == [2.0**16, 2.0**15, 2.0**15, 2.0**16]  # as torch.amp.GradScaler does
-
-
 def test_a_worker_leaves_out_the_step_that_another_must_leave_out(make):
     halved = make(agree=lambda norm: math.inf, amp="fp16")
     halved.train(batches(8))
@@ -252,55 +205,19 @@ def test_a_worker_leaves_out_the_step_that_another_must_leave_out(make):
 
 
 def test_what_a_loss_has_learnt_is_part_of_the_state(make):
-    class Counting:
-        calls = 0
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
 
-        def __call__(self, model, batch):
+        def forward(self, model, batch):
             self.calls += 1
             return binary_cross_entropy(model, batch)
-
-        def state_dict(self):
-            return {"calls": self.calls}
-
-        def load_state_dict(self, state):
-            self.calls = state["calls"]
 
     run, other = make(Counting()), Counting()
     run.train(batches(8))
     make(other).step.load_state_dict(run.step.state_dict())
     assert other.calls == 1
-
-
-@pytest.fixture
-def make_pair(make_shards):
-    """Two workers of a synchronous job, driven by one thread: a push is accepted before its clock closes."""
-    shards, sessions = make_shards(2), []
-    for number in range(2):
-        client = Client([LocalTransport(shard.handle, "local") for shard in shards], worker=number)
-        client.join(Terms(workers=2, staleness=0, lease=timedelta(hours=1)))
-        sessions.append(Session(client))
-    yield lambda *settings: [OnShards(session, **own) for session, own in zip(sessions, settings, strict=True)]
-    for session in sessions:
-        session.close()
-
-
-def test_synchronous_workers_count_by_the_samples_of_their_steps(make_pair):
-    first, second = make_pair({"accumulate": 2}, {})
-    parts = batches(8, 4, 3)
-    first.train(parts[:2])
-    second.train(parts[2:])
-    first.train_plainly([joined(parts)])
-    first.check(rtol=1e-5)
-
-
-def test_a_left_out_step_moves_the_clock_of_a_synchronous_job_and_weighs_nothing(make_pair):
-    pair = make_pair({"loss": times(math.nan), "non_finite": "skip"}, {"non_finite": "skip"})
-    for run in pair:
-        run.train(batches(8))
-    assert [status.clock for status in pair[0].session.client.status()] == [1, 1]
-    assert [run.step.skipped for run in pair] == [1, 0]
-    pair[0].train_plainly(batches(8))
-    pair[0].check(rtol=1e-5)
 
 
 def poisoned(model, batch):
@@ -338,7 +255,7 @@ def test_such_steps_are_left_out_and_counted(make, bad, accumulate):
         lambda m, b: (binary_cross_entropy if id(b) in good else bad)(m, b), non_finite="skip", accumulate=accumulate
     )
     run.train(parts)
-    together = by_twos(parts) if accumulate == 2 else parts
+    together = by(accumulate, parts)
     run.train_plainly([together[0], *together[2:]])
     assert (run.step.skipped, run.step.steps, run.session.clock) == (1, len(together), len(together))
     assert run.session.stats.skipped_rows == 0  # none of it went to a shard
@@ -395,16 +312,6 @@ def test_a_run_in_which_every_step_is_left_out_ends(make):
         run.train(batches(2))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"amp": "fp8"}, {"accumulate": 0}, {"clip_norm": 0.0}, {"clip_norm": math.nan}, {"non_finite": "ignore"}],
-    ids=str,
-)
-def test_settings_out_of_range_are_named(settings):
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        StepSettings(**settings)
-
-
 @pytest.mark.parametrize("kind", ["deepfm", "dlrm"])
 def test_recomputed_activations_train_to_the_same_weights(make, kind):
     settings = {"batch_norm": True, "dropout": 0.3}
@@ -422,14 +329,6 @@ def test_recomputed_activations_train_to_the_same_weights(make, kind):
         results.append((run.weights(), dict(run.model.named_buffers()), stats))
         assert len(runs) == (8 if recomputed else 4)
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
-
-
-def test_without_gradients_nothing_is_computed_again(make):
-    model, (part,) = make().model, batches(8)
-    with torch.no_grad():
-        expected = model(part.ids, part.dense)
-        checkpoint_activations(model)
-        torch.testing.assert_close(model(part.ids, part.dense), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
@@ -454,16 +353,20 @@ def test_a_compiled_model_trains_to_the_same_weights(make, monkeypatch, backend)
 
 def test_a_machine_without_a_compiler_is_told_so(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
     with pytest.raises(JobError, match=r"train.compile: .*install g\+\+"):
         compile_dense(nn.Linear(1, 1))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # Triton
+    assert "install gcc" in compilation._missing(torch.device("cuda"))
+    monkeypatch.setenv("CC", "/opt/cc")
+    assert compilation._missing(torch.device("cuda")) is None
 
 
-@pytest.mark.parametrize("found", ["CC", "gcc", "clang", None])
-def test_triton_is_known_to_need_a_c_compiler(monkeypatch, found):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/it" if name == found else None)
-    monkeypatch.delenv("CC", raising=False)
-    if found == "CC":
-        monkeypatch.setenv("CC", "/opt/cc")
-    missing = compilation._missing(torch.device("cuda"))
-    assert missing is None if found else "install gcc" in str(missing)
+@pytest.mark.parametrize(
+    "settings",
+    [{"amp": "fp8"}, {"accumulate": 0}, {"clip_norm": 0.0}, {"clip_norm": math.nan}, {"non_finite": "ignore"}],
+    ids=str,
+)
+def test_settings_out_of_range_are_named(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        StepSettings(**settings)

@@ -1,11 +1,8 @@
 """The training loop over shards in this process: what it reaches, when it evaluates, when it stops."""
 
-from __future__ import annotations
-
-import dataclasses
 import math
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from contextlib import suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,83 +10,20 @@ import torch
 
 from embershard.proto.errors import JobError
 from embershard.proto.timing import Recorder
-from embershard.worker.client.worker_group import MembershipChanged, WorkerGroup
-from embershard.worker.data.batch import Batch, RowsDataset, Samples, Schema, Users
+from embershard.worker.client.worker_group import Evicted, MembershipChanged, WorkerGroup
+from embershard.worker.data.batch import Batch, Schema, Users
 from embershard.worker.data.readers.movielens import NcfData
-from embershard.worker.job.job import Job
-from embershard.worker.models.loss import InBatchSoftmax, binary_cross_entropy, loss_of
-from embershard.worker.reporting.records import Evaluation, Interval, RunPlan, RunResult
-from embershard.worker.session.session import Session
-from embershard.worker.training.evaluate import Evaluator
-from embershard.worker.training.loader import LoaderProcess
 from embershard.worker.training.saver import Saver
 from embershard.worker.training.step import NonFiniteLoss
 from embershard.worker.training.trainer import Trainer
-from harness.job import make_job
-
-F, PER_FIELD, D = 3, 20, 2
-MakeSession = Callable[..., Session]
-T = TypeVar("T")
+from harness.clicks import NUM_IDS, STANDING, Notes, click_data, click_job
 
 
-def rows(count: int, seed: int) -> Samples:
-    """Clicks that a linear model of the ids explains."""
-    rng = np.random.default_rng(seed)
-    ids = rng.integers(0, PER_FIELD, (count, F)) + np.arange(F) * PER_FIELD
-    effects = np.random.default_rng(0).normal(0, 2, F * PER_FIELD)
-    labels = (rng.random(count) < 1 / (1 + np.exp(-effects[ids].sum(1)))).astype(np.float32)
-    return Samples(ids, rng.random((count, D), np.float32), labels)
+def dataset(count=2000, splits=("valid", "test")):
+    return click_data(train=count, **dict.fromkeys(splits, 500))
 
 
-def dataset(count: int = 2000, splits: tuple[str, ...] = ("valid", "test")) -> RowsDataset:
-    parts = {"train": rows(count, 1), **{name: rows(500, 2 + i) for i, name in enumerate(splits)}}
-    schema = Schema(tuple("abc"), D, F * PER_FIELD)
-    return RowsDataset(schema, parts, where="made up", seed=3)
-
-
-def job(name: str = "fm", **sections: dict[str, object]) -> Job:
-    train = {
-        "batch_size": 100,
-        "seed": 5,
-        **({} if {"steps", "samples"} & set(sections.get("train", {})) else {"epochs": 2}),
-    }
-    embedding = {"optimizer": {"name": "adagrad", "lr": 0.1}, "initializer": {"name": "normal", "std": 0.01}}
-    model, own = {"name": name, **sections.pop("model", {})}, sections.pop("train", {})
-    return make_job(**{"model": model, "embedding": embedding, **sections, "train": {**train, **own}})
-
-
-@dataclasses.dataclass
-class Notes:
-    """An observer that writes down what it is told."""
-
-    plan: RunPlan | None = None
-    intervals: list[Interval] = dataclasses.field(default_factory=list)
-    begun: list[int] = dataclasses.field(default_factory=list)  # evaluations, by how many were done before
-    evaluations: list[Evaluation] = dataclasses.field(default_factory=list)
-    result: RunResult | None = None
-
-    def started(self, plan: RunPlan) -> None:
-        self.plan = plan
-
-    def trained(self, interval: Interval) -> None:
-        self.intervals.append(interval)
-
-    def evaluating(self) -> None:
-        self.begun.append(len(self.evaluations))
-
-    def evaluated(self, evaluation: Evaluation) -> None:
-        self.evaluations.append(evaluation)
-
-    def finished(self, result: RunResult) -> None:
-        self.result = result
-
-    def close(self) -> None:
-        pass
-
-
-def run(
-    session: Session, job: Job, data: RowsDataset | None = None, group: WorkerGroup | None = None
-) -> tuple[RunResult, Notes]:
+def run(session, job, data=None, group=None):
     notes = Notes()
     result = Trainer(job, data or dataset(), session, group or WorkerGroup(), [notes]).run()
     assert notes.result is result
@@ -97,47 +31,49 @@ def run(
 
 
 def test_training_learns_what_the_data_holds(make_session):
-    result, notes = run(make_session(), job(train={"epochs": 5}))
+    result, notes = run(make_session(), click_job(train={"epochs": 5}))
     assert result.figures["test"]["auc"] > 0.85
     assert notes.intervals[-1].loss < 0.9 * notes.intervals[0].loss
     assert (result.samples, result.steps, result.epochs) == (10_000, 100, 5)
     assert 0 < result.wait_share < 1
-    assert result.table_rows["embedding"] == F * PER_FIELD
-    assert notes.plan is not None
+    assert result.table_rows["embedding"] == NUM_IDS
     assert (notes.plan.total_samples, notes.plan.split) == (10_000, "valid")
 
 
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [
-        ("deepfm", {"hidden": [16], "batch_norm": True, "dropout": 0.2}),
-        ("dlrm", {"bottom": [8], "hidden": [16]}),
-        ("lr", {}),
-    ],
-)
-def test_the_same_seed_gives_the_same_run(make_session, name, fields):
-    one, _ = run(make_session(1), job(name, model=fields))
+MODELS = {
+    "deepfm": {"hidden": [16], "batch_norm": True, "dropout": 0.2},
+    "dlrm": {"bottom": [8], "hidden": [16]},
+    "lr": {},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_seed_gives_the_same_run_with_prefetch_or_without(make_session, name):
+    def figures(shards, **train):
+        session = make_session(shards)
+        found = run(session, click_job(name, model=MODELS[name], train=train))[0]
+        assert session.missed_reads == 0
+        return found.figures, found.steps
+
+    one = figures(1, prefetch=None)
     torch.manual_seed(99)
-    two, _ = run(make_session(2), job(name, model=fields))
-    assert one.figures == two.figures
-    other, _ = run(make_session(1), job(name, model=fields, train={"seed": 6}))
-    assert name == "lr" or other.figures != one.figures
+    assert figures(2, prefetch=None) == one
+    assert figures(2, prefetch=0) == one
+    assert name == "lr" or figures(1, seed=6) != one
 
 
 def test_dropout_differs_between_workers_and_not_between_runs(make_session):
     def draws(rank, seed=5):
-        Trainer(job("lr", train={"seed": seed}), dataset(), make_session(), WorkerGroup(rank, 2))
-        drawn: list[float] = torch.rand(3).tolist()
-        return drawn
+        Trainer(click_job("lr", train={"seed": seed}), dataset(), make_session(), WorkerGroup(rank, 2))
+        return torch.rand(3).tolist()
 
     assert draws(0) == draws(0)
-    assert draws(0) != draws(1)
-    assert draws(0) != draws(0, seed=7)
+    assert draws(1) != draws(0) != draws(0, seed=7)
 
 
 @pytest.mark.parametrize("splits", [("valid", "test"), ("test", "valid")])
 def test_the_reported_figures_are_those_of_the_best_evaluation(make_session, splits):
-    found = job(train={"epochs": 6}, evaluate={"metric": "logloss"})
+    found = click_job(train={"epochs": 6}, evaluate={"metric": "logloss"})
     result, notes = run(make_session(), found, dataset(splits=splits))
     losses = [e.figures["valid"]["logloss"] for e in notes.evaluations]
     best = int(np.argmin(losses))
@@ -147,8 +83,9 @@ def test_the_reported_figures_are_those_of_the_best_evaluation(make_session, spl
 
 
 def test_early_stopping_waits_for_its_patience(make_session):
-    frozen = {"embedding": {"optimizer": {"name": "sgd", "lr": 0.0}}}
-    result, notes = run(make_session(), job(train={"epochs": 50, "early_stop": {"patience": 3}}, **frozen))
+    result, notes = run(
+        make_session(), click_job(train={"epochs": 50, "early_stop": {"patience": 3}}, embedding=STANDING)
+    )
     assert [e.improved for e in notes.evaluations] == [True, False, False, False]
     assert result.stopped_early
     assert (result.best_epoch, result.epochs) == (1, 4)
@@ -157,7 +94,7 @@ def test_early_stopping_waits_for_its_patience(make_session):
 @pytest.mark.parametrize(("min_delta", "improved"), [(0.0, [True, True]), (1.0, [True, False])])
 def test_an_evaluation_is_better_by_more_than_min_delta(make_session, min_delta, improved):
     train = {"steps": 20, "early_stop": {"patience": 1, "min_delta": min_delta}}
-    _, notes = run(make_session(), job(train=train, evaluate={"every": 10, "metric": "logloss"}))
+    _, notes = run(make_session(), click_job(train=train, evaluate={"every": 10, "metric": "logloss"}))
     assert [e.improved for e in notes.evaluations] == improved
 
 
@@ -172,29 +109,28 @@ def test_an_evaluation_is_better_by_more_than_min_delta(make_session, min_delta,
     ],
 )
 def test_evaluations_come_when_the_job_says(make_session, train, every, steps):
-    _, notes = run(make_session(), job("lr", train=train, evaluate={"every": every}))
+    _, notes = run(make_session(), click_job("lr", train=train, evaluate={"every": every}))
     assert [e.step for e in notes.evaluations] == steps
     assert notes.begun == list(range(len(steps)))
 
 
 def test_a_pause_for_a_checkpoint_is_no_evaluation(make_session, tmp_path):
     saved = {"folder": str(tmp_path), "every": 15, "keep": 9}
-    _, notes = run(make_session(), job("lr", train={"steps": 50}, evaluate={"every": 20}, checkpoint=saved))
+    _, notes = run(make_session(), click_job("lr", train={"steps": 50}, evaluate={"every": 20}, checkpoint=saved))
     assert [e.step for e in notes.evaluations] == [20, 40, 50]
     assert sorted(int(path.name[5:]) for path in tmp_path.iterdir()) == [15, 30, 45, 50]
 
 
 def test_a_run_trains_on_while_a_checkpoint_is_written_and_waits_for_its_last_one(make_session, tmp_path, monkeypatch):
-    class LeaveAck(WorkerGroup):
+    class Left(WorkerGroup):
         """Who is left when another worker is lost."""
 
         def retry_on_membership_change(self, work):
-            try:
+            with suppress(MembershipChanged):
                 return work()
-            except MembershipChanged:
-                return work()
+            return work()
 
-    saves: list[tuple[int, bool]] = []
+    saves = []
 
     def save(saver, step, *, wait):
         saves.append((step, wait))
@@ -203,71 +139,78 @@ def test_a_run_trains_on_while_a_checkpoint_is_written_and_waits_for_its_last_on
 
     monkeypatch.setattr(Saver, "save", save)
     saved = {"folder": str(tmp_path)}
-    run(make_session(), job("lr", train={"epochs": 3}, checkpoint=saved), group=LeaveAck())
+    run(make_session(), click_job("lr", train={"epochs": 3}, checkpoint=saved), group=Left())
     assert saves == [(20, False), (20, False), (40, False), (60, True)]
-    frozen = {"optimizer": {"name": "sgd", "lr": 0.0}}
     stops = {"epochs": 9, "early_stop": {"patience": 1}}
-    run(make_session(), job("lr", train=stops, checkpoint=saved, embedding=frozen))
+    run(make_session(), click_job("lr", train=stops, checkpoint=saved, embedding=STANDING))
     assert saves[4:] == [(20, False), (40, True)]
+
+
+class Others(WorkerGroup):
+    """Workers that were in these segments, each time when this one entered, and go on without it in segment `leave`."""
+
+    def __init__(self, *entries, leave=None):
+        super().__init__()
+        self.entries, self.leave = list(entries), leave
+
+    def join_segment(self, shared_state):
+        segment, said = self.entries.pop(0)
+        self.late, self.over = bool(said), bool(said.get("over"))
+        return segment, {**shared_state, **said}
+
+    def end_segment(self, segment, *, last=False):
+        if segment == self.leave:
+            raise Evicted
+
+
+@pytest.mark.parametrize(
+    ("group", "epochs", "samples"),
+    [
+        (Others((0, {}), (3, {"stopped": False, "steps": 0, "clock": 0}), leave=1), [1, 4], 6000),
+        (Others((2, {"stopped": False, "steps": 0, "clock": 0})), [3, 4], 4000),
+        (Others((3, {"stopped": True, "steps": 0, "clock": 0})), [], 0),
+        (Others((1, {"over": True})), [], 0),
+    ],
+    ids=["left behind", "late", "stopped", "over"],
+)
+def test_who_comes_late_or_was_left_behind_goes_on_where_the_others_are(make_session, group, epochs, samples):
+    result, notes = run(make_session(), click_job("lr", train={"epochs": 4}), group=group)
+    assert [e.epoch for e in notes.evaluations] == epochs
+    assert result.samples == samples  # what it made of epoch 2 counts, epoch 3 was the others'
 
 
 def test_a_plateau_lowers_the_learning_rate(make_session, monkeypatch):
     monkeypatch.setattr("embershard.worker.reporting.throughput.INTERVAL_SECONDS", math.inf)  # one of each epoch
     train = {"epochs": 4, "lr_schedule": {"name": "plateau", "factor": 0.5}}
-    _, notes = run(make_session(), job(train=train, embedding={"optimizer": {"name": "sgd", "lr": 0.0}}))
+    _, notes = run(make_session(), click_job(train=train, embedding=STANDING))
     assert [i.lr_scale for i in notes.intervals] == [1.0, 1.0, 0.5, 0.25]
 
 
-def test_warm_up_and_decay_reach_every_push(make_session):
-    session = make_session()
-    scales: list[float] = []
-    push = session.client.push
-    session.client.push = lambda gradients, **settings: (  # type: ignore[method-assign,assignment]
-        scales.extend(set(settings["lr_scale"].values())),
-        push(gradients, **settings),
-    )[1]
-    run(session, job("lr", train={"steps": 6, "lr_schedule": {"name": "linear", "warmup_steps": 2}}))
-    assert scales == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
-
-
-def test_a_loss_that_is_not_finite_stops_the_run_and_says_where(make_session):
+def test_a_loss_that_is_not_finite_stops_the_run_or_its_step_is_left_out_and_counted(make_session):
     data = dataset()
-    data._rows["train"].dense[1500:] = np.nan  # type: ignore[index]
+    data._rows["train"].dense[1500] = np.nan
     with pytest.raises(NonFiniteLoss, match=r"worker 0: the loss of step \d+ is nan; lower the learning"):
-        run(make_session(), job("lr"), data)
-
-
-def test_batches_that_are_too_few_for_a_step_make_one_before_an_evaluation(make_session):
-    _, notes = run(make_session(), job("lr", train={"accumulate": 3}))
-    assert [e.step for e in notes.evaluations] == [7, 14]  # of 20 batches each
-
-
-def test_steps_that_are_left_out_are_counted(make_session):
-    data = dataset()
-    data._rows["train"].dense[1500] = np.nan  # type: ignore[index]
-    result, notes = run(make_session(), job("lr", train={"epochs": 3, "non_finite": "skip"}), data)
+        run(make_session(), click_job("lr"), data)
+    result, notes = run(make_session(), click_job("lr", train={"epochs": 3, "non_finite": "skip"}), data)
     assert (result.skipped_steps, result.steps, result.samples) == (3, 60, 6000)
     assert np.isfinite([interval.loss for interval in notes.intervals]).all()
 
 
-def test_a_last_batch_of_one_sample_is_left_out_under_batch_norm(make_session):
-    fields = {"hidden": [4], "batch_norm": True}
-    result, _ = run(make_session(), job("deepfm", model=fields, train={"epochs": 1}), dataset(301))
-    assert (result.samples, result.steps) == (300, 3)
-    result, _ = run(make_session(), job("fm", train={"epochs": 1}), dataset(301))
-    assert result.samples == 301
+@pytest.mark.parametrize(("name", "fields", "samples"), [("deepfm", {"batch_norm": True}, 300), ("fm", {}, 301)])
+def test_a_last_batch_of_one_sample_is_left_out_under_batch_norm(make_session, name, fields, samples):
+    fields = {"hidden": [4], **fields} if fields else {}
+    assert run(make_session(), click_job(name, model=fields, train={"epochs": 1}), dataset(301))[0].samples == samples
 
 
 @pytest.mark.parametrize("length", [{"epochs": 2}, {"steps": 5}, {"samples": 5}], ids=str)
 def test_a_share_in_which_no_batch_will_do_for_batch_norm_ends_the_run(make_session, length):
     fields = {"hidden": [4], "batch_norm": True}
-    words = "train.batch_size: epoch 1 has no batch of 2 samples or more for worker 0 of 1; use larger batches or fewer"
-    with pytest.raises(JobError, match=words):
-        run(make_session(), job("deepfm", model=fields, train={"batch_size": 1, **length}), dataset(3))
+    with pytest.raises(JobError, match=r"batch_size: epoch 1 has no batch of 2 samples or more for worker 0 of 1"):
+        run(make_session(), click_job("deepfm", model=fields, train={"batch_size": 1, **length}), dataset(3))
 
 
 def test_data_without_splits_is_trained_on_and_not_judged(make_session):
-    result, notes = run(make_session(), job("lr"), dataset(splits=()))
+    result, notes = run(make_session(), click_job("lr"), dataset(splits=()))
     assert not notes.evaluations
     assert result.figures == {}
     assert result.samples == 4000
@@ -275,16 +218,16 @@ def test_data_without_splits_is_trained_on_and_not_judged(make_session):
 
 def test_decay_over_data_of_unknown_length_is_refused(make_session):
     data = dataset()
-    data.num_samples = lambda split: None  # type: ignore[method-assign]
+    data.num_samples = lambda split: None
     with pytest.raises(JobError, match="linear needs the number of steps"):
-        run(make_session(), job(train={"lr_schedule": {"name": "linear"}}), data)
+        run(make_session(), click_job(train={"lr_schedule": {"name": "linear"}}), data)
 
 
 def test_a_gpu_that_is_not_there_is_named(make_session):
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
     with pytest.raises(JobError, match="no CUDA device"):
-        Trainer(job(train={"device": "cuda"}), dataset(), make_session(), WorkerGroup())
+        Trainer(click_job(train={"device": "cuda"}), dataset(), make_session(), WorkerGroup())
 
 
 def test_candidates_are_ranked_by_user(make_session, tmp_path):
@@ -295,7 +238,7 @@ def test_candidates_are_ranked_by_user(make_session, tmp_path):
     others = [[i for i in rng.permutation(30) if (u, i) not in liked and i != (u * 3 + 6) % 30][:15] for u in range(20)]
     lines = (f"({u},{(u * 3 + 6) % 30})\t" + "\t".join(map(str, others[u])) + "\n" for u in range(20))
     (tmp_path / "p.test.negative").write_text("".join(lines))
-    trained = job("gmf", data={"reader": "ncf", "prefix": "p"}, train={"epochs": 3, "batch_size": 64})
+    trained = click_job("gmf", data={"reader": "ncf", "prefix": "p"}, train={"epochs": 3, "batch_size": 64})
     result = Trainer(trained, NcfData(tmp_path / "p"), make_session(), WorkerGroup()).run()
     assert set(result.figures["test"]) == {"hr@10", "ndcg@10", "users"}
     assert result.figures["test"]["users"] == 20
@@ -309,74 +252,52 @@ class Taste:
     splits = ("test",)
     item_ids = torch.arange(20, 60)
 
-    def __init__(self) -> None:
+    def __init__(self):
         rng = np.random.default_rng(0)
         items = np.stack([rng.permutation(20) * 2 + u % 2 for u in range(20)])  # (20, 20): columns of a score matrix
         users = np.repeat(np.arange(20), 10)
         self.taken, self.wanted = (np.stack([users, half.ravel()]) for half in (items[:, :10], np.sort(items[:, 10:])))
 
-    def num_samples(self, split: str) -> int:
+    def num_samples(self, split):
         return self.taken.shape[1]
 
-    def train(self, epoch: int, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
+    def train(self, epoch, rank, world_size, batch_size):
         order = np.random.default_rng(epoch).permutation(self.taken.shape[1])
         ids = torch.from_numpy(np.add(self.taken, [[0], [20]]).T[order])
         return (Batch(part, None, torch.ones(len(part))) for part in ids.split(batch_size))
 
-    def evaluate(self, split: str, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
+    def evaluate(self, split, rank, world_size, batch_size):
         raise AssertionError("ranked in full")
 
-    def users(self, split: str, rank: int, world_size: int, batch_size: int) -> Iterator[Users]:
+    def users(self, split, rank, world_size, batch_size):
         yield Users(torch.arange(20), *self.taken, *self.wanted)
 
 
 def test_two_towers_learn_to_rank_all_items(make_session):
-    trained = job(
-        "two_tower",
-        train={"epochs": 10, "batch_size": 32},
-        embedding={
-            "dim": 8,
-            "optimizer": {"name": "adagrad", "lr": 0.1},
-            "initializer": {"name": "normal", "std": 0.1},
-        },
-        evaluate={"metric": "recall@10"},
-    )
+    first = {"optimizer": {"name": "adagrad", "lr": 0.1}, "initializer": {"name": "normal", "std": 0.1}}
+    train = {"epochs": 10, "batch_size": 32}
+    trained = click_job("two_tower", train=train, embedding={"dim": 8, **first}, evaluate={"metric": "recall@10"})
     session = make_session()
     result = Trainer(trained, Taste(), session, WorkerGroup()).run()
     assert result.figures["test"]["recall@10"] > 0.7  # 1/3 by chance
     assert session.missed_reads == 0
 
 
-def test_each_model_has_its_loss(make_session):
-    data = dataset()
-    assert loss_of(job("lr").model.build(data.schema, 4, None)) is binary_cross_entropy
-    assert isinstance(loss_of(job("two_tower").model.build(data.schema, 4, None)), InBatchSoftmax)
-
-
 def test_evaluation_leaves_the_model_training_and_scores_what_others_pushed(make_session):
     session = make_session(1)
-    trainer = Trainer(job("lr"), dataset(), session, WorkerGroup())
-    evaluator: Evaluator = trainer._evaluator
-    before = evaluator.evaluate()
+    trainer = Trainer(click_job("lr"), dataset(), session, WorkerGroup())
+    before = trainer._evaluator.evaluate()
     assert trainer.model.training
-    session.client.push(
-        [
-            (
-                "linear",
-                session.registry.tables["linear"].route(torch.arange(60)),
-                np.random.default_rng(0).normal(0, 9, (60, 1)).astype(np.float32),
-            )
-        ],
-        clock=0,
-        lr_scale=1.0,
-    )
-    assert evaluator.evaluate() != before
+    route = session.registry.tables["linear"].route(torch.arange(60))
+    noise = np.random.default_rng(0).normal(0, 9, (60, 1)).astype(np.float32)
+    session.client.push([("linear", route, noise)], clock=0, lr_scale=1.0)
+    assert trainer._evaluator.evaluate() != before
 
 
 @pytest.mark.parametrize("prefetch", [None, 0])
 def test_the_parts_of_a_step_add_up_to_it(make_session, prefetch):
     with Recorder() as recorder:
-        run(make_session(), job(train={"epochs": 3, "prefetch": prefetch}))
+        run(make_session(), click_job(train={"epochs": 3, "prefetch": prefetch}))
     split = recorder.split()
     assert split.steps == 60
     assert {"forward", "backward", "push", "gather", "wait", "other"} <= set(split.parts)
@@ -387,35 +308,11 @@ def test_the_parts_of_a_step_add_up_to_it(make_session, prefetch):
 
 
 def test_a_loader_makes_the_batches_where_there_is_one(make_session):
-    class Loader(LoaderProcess):
-        def __init__(self):
-            self.epochs: list[int] = []
-
-        def train(self, epoch, split=-1):
-            self.epochs.append(epoch)
-            return data.train(epoch, 0, 1, 100)
-
-    data, loader = dataset(), Loader()
-    result = Trainer(job(), data, make_session(), WorkerGroup(), loader=loader).run()
-    assert result.figures == run(make_session(), job())[0].figures
-    assert loader.epochs == [0, 1]
-
-
-@pytest.mark.parametrize("name", ["deepfm", "dlrm", "lr"])
-def test_prefetch_without_staleness_trains_to_the_same_bits(make_session, name):
-    pulled, ahead = make_session(), make_session()
-    without, _ = run(pulled, job(name, train={"prefetch": None}))
-    result, _ = run(ahead, job(name, train={"prefetch": 0}))
-    assert result.figures == without.figures
-    assert result.steps == without.steps
-    assert ahead.missed_reads == 0
-
-
-def test_prefetch_with_staleness_learns_as_well(make_session):
-    session = make_session()
-    result, _ = run(session, job(train={"epochs": 5, "prefetch": 2}))
-    assert result.figures["test"]["auc"] > 0.85
-    assert session.missed_reads == 0
+    data, epochs = dataset(), []
+    loader = SimpleNamespace(train=lambda epoch, split=-1: (epochs.append(epoch), data.train(epoch, 0, 1, 100))[1])
+    result = Trainer(click_job(), data, make_session(), WorkerGroup(), loader=loader).run()
+    assert result.figures == run(make_session(), click_job())[0].figures
+    assert epochs == [0, 1]
 
 
 def test_a_job_may_cache_hot_rows_and_says_how_many_it_found(make_session, monkeypatch):
@@ -424,10 +321,10 @@ def test_a_job_may_cache_hot_rows_and_says_how_many_it_found(make_session, monke
     for prefetch in (0, 1):
         train = {"prefetch": prefetch, "steps": 20}
         session = make_session()
-        _, notes = run(session, job(train=train, embedding=settings))
+        _, notes = run(session, click_job(train=train, embedding=settings))
         shares = [interval.cached_share for interval in notes.intervals if interval.cached_share is not None]
         assert 0.0 <= min(shares) <= max(shares) <= 1.0
         assert max(shares) > 0.3  # two of three steps read copies
         assert 0.3 < session.stats.cache_hits / session.stats.cache_lookups < 1.0
-    _, notes = run(make_session(), job(train={"steps": 5}))
+    _, notes = run(make_session(), click_job(train={"steps": 5}))
     assert {interval.cached_share for interval in notes.intervals} == {None}

@@ -1,117 +1,56 @@
 """Several workers at one clock: what they push, what they wait for, and what they do not do any more."""
 
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import embershard as es
-from embershard.proto.messages import Join, Pull, Push, Reply, Request
-from embershard.proto.transport.local import LocalTransport
-from embershard.ps.shard import Shard
-from embershard.worker.client.client import Client
+from embershard.proto.messages import Pull, Push, Request
 from embershard.worker.client.membership import Terms
-from embershard.worker.session.session import Session
 from harness.models import SumModel, skewed_pairs
+from harness.wires import PATIENCE
 
-Shards = Callable[..., list[Shard]]
-PATIENCE = 20.0  # seconds until a test that waits in vain fails
 SPEC = es.TableSpec(name="t", dim=2, optimizer=es.SGD(lr=1.0), initializer=es.Constant(value=0.0))
 ROWS = 40
 SEED = threading.Lock()  # torch has one generator for all threads
-MakeWorkers = Callable[..., "Workers"]
-
-
-class Workers:
-    """Sessions of one job over shards in this process."""
-
-    def __init__(self, shards: list[Shard], terms: Terms) -> None:
-        self.locks = {id(shard): threading.Lock() for shard in shards}
-        self.heard: list[Request] = []
-        self.shards, self.terms = shards, terms
-        self.sessions = [self._session(number) for number in range(terms.workers)]
-
-    def _session(self, number: int) -> Session:
-        transports = [LocalTransport(lambda r, it=shard: self.handle(it, r), "local") for shard in self.shards]
-        client = Client(transports, worker=number, timeout=timedelta(seconds=PATIENCE))
-        client.join(self.terms)
-        return Session(client)
-
-    def handle(self, shard: Shard, request: Request) -> Reply:
-        with self.locks[id(shard)]:
-            self.heard.append(request)
-            return shard.handle(request)
-
-    def run(self, work: Callable[[int, Session], object]) -> None:
-        """Every worker's work, side by side."""
-        failed: list[BaseException] = []
-
-        def guarded(number, session):
-            try:
-                work(number, session)
-            except BaseException as error:
-                failed.append(error)
-                session.close()  # the others do not wait for it
-
-        threads = [threading.Thread(target=guarded, args=pair) for pair in enumerate(self.sessions)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE)
-            assert not thread.is_alive()
-        if failed:
-            raise failed[0]
 
 
 @pytest.fixture
-def make_workers(make_shards):
-    made: list[Workers] = []
+def make_workers(make_wires):
+    def make(workers, staleness, *, shards=2, staleness_aware_lr=False, **settings):
+        wait = timedelta(seconds=PATIENCE)
+        terms = Terms(workers=workers, staleness=staleness, staleness_aware_lr=staleness_aware_lr, wait_timeout=wait)
+        wires = make_wires(shards, **settings)
+        for number in range(workers):
+            wires.session(number, terms)
+        return wires
 
-    def make(workers, staleness, *, shards=2, staleness_aware_lr=False):
-        terms = Terms(
-            workers=workers,
-            staleness=staleness,
-            staleness_aware_lr=staleness_aware_lr,
-            wait_timeout=timedelta(seconds=PATIENCE),
-        )
-        made.append(Workers(make_shards(shards), terms))
-        return made[-1]
-
-    yield make
-    for workers in made:
-        for session in workers.sessions:
-            session.close()
+    return make
 
 
-def wrapped(session: Session, optimizer: es.SGD | es.Adagrad | es.Adam) -> nn.Module:
+def wrapped(session, optimizer):
     with SEED:
         torch.manual_seed(0)
         model = SumModel(ROWS)
     return es.wrap(model, session, optimizer=optimizer)
 
 
-def train(
-    model: nn.Module, session: Session, data: list[tuple[torch.Tensor, torch.Tensor]], prefetch: int | None = None
-) -> None:
+def train(model, session, data, prefetch=None):
     for ids, target in data if prefetch is None else session.prefetch(data, staleness=prefetch):
         (model(ids) - target).square().mean().backward()
         session.step(weight=len(ids))
 
 
-def weights(model: nn.Module, session: Session) -> list[torch.Tensor]:
+def weights(model, session):
     session.refresh()
     with torch.no_grad():
         model(torch.zeros(1, 1, dtype=torch.int64))
         return [model.rows.table.pull(torch.arange(ROWS)), *(p.detach().clone() for p in model.parameters())]
 
 
-def in_one(
-    data: list[tuple[torch.Tensor, torch.Tensor]], optimizer: es.SGD | es.Adagrad | es.Adam
-) -> list[torch.Tensor]:
+def in_one(data, optimizer):
     with es.local(2) as session:
         model = wrapped(session, optimizer)
         train(model, session, data)
@@ -125,68 +64,46 @@ def test_synchronous_workers_train_as_one_on_the_joint_batch(make_workers, worke
     data = skewed_pairs(6, 12, ROWS)
     sizes = {1: [12], 2: [9, 3], 4: [1, 5, 4, 2]}[workers]  # a sample counts alike wherever it is
     job = make_workers(workers, 0)
-    found: dict[int, list[torch.Tensor]] = {}
+    found = {}
 
-    def work(number, session):
-        model = wrapped(session, optimizer)
+    def work(session):
+        number, model = session.client.worker, wrapped(session, optimizer)
         start, stop = sum(sizes[:number]), sum(sizes[: number + 1])
         train(model, session, [(ids[start:stop], target[start:stop]) for ids, target in data], prefetch)
         found[number] = weights(model, session)
 
     job.run(work)
-    for mine, theirs in zip(found[0], in_one(data, optimizer), strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
+    exact = {"atol": 0, "rtol": 0}
+    torch.testing.assert_close(
+        found[0], in_one(data, optimizer), **(exact if workers == 1 else {"atol": 1e-6, "rtol": 1e-5})
+    )
     assert all(torch.equal(mine, other) for mine, other in zip(found[0], found[workers - 1], strict=True))
 
 
-def test_one_synchronous_member_has_the_bits_of_a_worker_for_itself(make_workers):
-    data = skewed_pairs(6, 12, ROWS)
-    job = make_workers(1, 0)
-    model = wrapped(job.sessions[0], es.Adagrad(lr=0.1))
-    train(model, job.sessions[0], data)
-    alone = in_one(data, es.Adagrad(lr=0.1))
-    assert all(torch.equal(a, b) for a, b in zip(weights(model, job.sessions[0]), alone, strict=True))
-
-
-def test_workers_join_every_shard_on_the_terms_of_the_job(make_workers):
-    job = make_workers(2, None, shards=3, staleness_aware_lr=True)
-    joins = [request for request in job.heard if isinstance(request, Join)]
-    assert len(joins) == 2 * 3
-    assert {(join.staleness, join.workers, join.staleness_aware_lr) for join in joins} == {(-1, 2, True)}
-
-
-def test_every_shard_hears_of_every_clock_that_ends(make_workers):
-    job = make_workers(1, 4, shards=3)
+@pytest.mark.parametrize("staleness", [0, 4])
+def test_every_shard_hears_of_every_clock_that_ends_by_the_last_message_of_a_push(make_workers, staleness):
+    job = make_workers(1, staleness, shards=3, max_message_bytes=1024)
     session = job.sessions[0]
     module = es.Embedding(session.table(SPEC))
-    for _ in range(3):
-        module(torch.tensor([1])).sum().backward()  # which lives on one shard
+    for ids in (torch.tensor([1]), torch.arange(900), torch.tensor([1])):  # one id lives on one shard
+        module(ids).sum().backward()
         session.step()
-    pushes = [r for r in job.heard if isinstance(r, Push)]
-    assert sorted(push.clock for push in pushes if push.last) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert sum(bool(push.tables) for push in pushes) == 3
-    assert {shard.status().clock for shard in job.shards} == {3}
-
-
-def test_of_a_push_in_several_messages_the_last_one_ends_the_clock(make_shards):
-    job = Workers(make_shards(1, max_message_bytes=1024), Terms(staleness=0))
-    session = job.sessions[0]
-    es.Embedding(session.table(SPEC))(torch.arange(300)).sum().backward()
-    session.step()
-    pushes = [r for r in job.heard if isinstance(r, Push)]
-    assert len(pushes) > 2
-    assert [push.last for push in pushes] == [False] * (len(pushes) - 1) + [True]
-    session.close()
+    for wire in job.wires:
+        lasts = [(request.clock, request.last) for request in wire.seen if isinstance(request, Push)]
+        assert [clock for clock, last in lasts if last] == [0, 1, 2]
+        assert lasts == sorted(lasts)
+        assert len(lasts) > 4
+        assert wire.shard.status().clock == 3
 
 
 def test_a_step_that_is_skipped_lets_the_others_go_on(make_workers):
     job = make_workers(2, 0)
 
-    def work(number, session):
+    def work(session):
         module = es.Embedding(session.table(SPEC))
         for clock in range(4):
             module(torch.tensor([1])).sum().backward()
-            if number == 1 and clock % 2:
+            if session.client.worker == 1 and clock % 2:
                 session.skip()
             else:
                 session.step()
@@ -204,7 +121,7 @@ def test_a_pull_waits_for_as_many_clocks_as_the_staleness_wants(make_workers, st
     model = wrapped(session, es.SGD(lr=0.1))
     job.heard.clear()
     train(model, session, skewed_pairs(4, 6, ROWS), (staleness or 0) if prefetched else None)
-    pulls = [r for r in job.heard if isinstance(r, Pull) and any(part.table == "rows" for part in r.tables)]
+    pulls = [r for r in job.sent(Pull) if any(part.table == "rows" for part in r.tables)]
     assert [pull.required_clock for pull in pulls[::2]] == bound == [pull.required_clock for pull in pulls[1::2]]
 
 
@@ -214,16 +131,16 @@ def test_prefetch_among_workers_pulls_the_rows_of_a_batch_at_once(make_workers):
     model = wrapped(session, es.SGD(lr=0.1))
     job.heard.clear()
     train(model, session, skewed_pairs(5, 6, ROWS), 0)
-    assert [type(r) for r in job.heard] == [Pull, Push] * 5
+    assert [type(r) for r in job.sent(Request)] == [Pull, Push] * 5
     assert session.missed_reads == 0
 
 
 def test_prefetch_counts_clocks_not_batches(make_workers):
-    """A step of several batches: a pull that waits for a clock per batch would wait for ever."""
     job = make_workers(2, 1)
 
-    def work(number, session):
+    def work(session):
         model = wrapped(session, es.SGD(lr=0.1))
+        # a step of several batches: a pull that waits for a clock per batch would wait for ever
         for batch, (ids, target) in enumerate(session.prefetch(skewed_pairs(12, 6, ROWS)), start=1):
             (model(ids) - target).square().mean().backward()
             if batch % 4 == 0:
@@ -249,20 +166,17 @@ def test_a_push_says_which_version_its_rows_were(make_workers):
     (first + second).backward()
     mine.step()
     push(mine, module)
-    assert [r.version for r in job.heard if isinstance(r, Push)] == [0, 1, 1, 3]
+    assert [r.version for r in job.sent(Push)] == [0, 1, 1, 3]
     assert mine.staleness_seen()[:3] == (2, 1, 0)
 
 
-def test_copies_of_rows_are_refused_in_a_synchronous_job(make_workers):
-    with pytest.raises(ValueError, match=r"cache_rows\(staleness=4\).*connect\(staleness=0\)"):
-        make_workers(2, 0).sessions[0].cache_rows()
-
-
-def test_prefetch_beyond_the_bound_of_the_job_is_refused(make_workers):
+def test_prefetch_and_copies_of_rows_beyond_the_bound_of_the_job_are_refused(make_workers):
     session = make_workers(1, 1).sessions[0]
     wrapped(session, es.SGD(lr=0.1))
     with pytest.raises(ValueError, match=r"prefetch\(staleness=2\).*connect\(staleness=1\)"):
         session.prefetch([], staleness=2)
+    with pytest.raises(ValueError, match=r"cache_rows\(staleness=4\).*connect\(staleness=1\)"):
+        session.cache_rows()
 
 
 def test_rows_for_a_cache_are_pulled_so_fresh_that_its_copies_hold_the_bound(make_workers):
@@ -276,16 +190,6 @@ def test_rows_for_a_cache_are_pulled_so_fresh_that_its_copies_hold_the_bound(mak
         job.heard.clear()
         before = session.clock
         train(model, session, skewed_pairs(6, 6, ROWS), prefetched)
-        pulls = [r for r in job.heard if isinstance(r, Pull) and any(part.table == "dense" for part in r.tables)]
+        pulls = [r for r in job.sent(Pull) if any(part.table == "dense" for part in r.tables)]
         after = sorted(pull.required_clock for pull in pulls)
         assert after == sorted([max(0, before + clock - 1) for clock in range(6)] * 2)
-
-
-def test_a_worker_for_itself_takes_no_part_in_any_clock(make_shards):
-    shards = make_shards(1)
-    session = Session(Client([LocalTransport(shards[0].handle, "local")]))
-    es.Embedding(session.table(SPEC))(torch.tensor([1])).sum().backward()
-    session.step()
-    assert session.membership is None
-    assert not shards[0].status().members
-    np.testing.assert_array_equal(session.table(SPEC).pull(torch.tensor([1])), [[-1.0, -1.0]])
