@@ -140,7 +140,7 @@ def numbered_files(folder, sizes, *, gzipped):
     for number, (a, b) in enumerate(itertools.pairwise(np.cumsum([0, *sizes]))):
         text = "".join(f"1,{i}\n" for i in range(a, b)).encode()
         paths.append(folder / f"{number}.{'gz' if gzipped else 'csv'}")
-        paths[-1].write_bytes(gzip.compress(text) if gzipped else text)
+        paths[-1].write_bytes(gzip.compress(text, mtime=0) if gzipped else text)
     return paths
 
 
@@ -188,7 +188,7 @@ def test_a_bad_line_in_any_block_has_its_true_number(csv_file):
         broken = b"\n".join([*lines[:bad], b"1,oops", *lines[bad + 1 :]])
         csv_file.write_bytes(raw)  # good while it is looked at
         data = small_blocks(CtrCsvStream({"train": csv_file}, GLOBAL, num_ids=5000))
-        csv_file.write_bytes(gzip.compress(broken) if gzipped else broken)
+        csv_file.write_bytes(gzip.compress(broken, mtime=0) if gzipped else broken)
         with pytest.raises(JobError, match=rf"a\.csv:{bad + 1}: column 'n': 'oops' is not an integer"):
             list(data.train(0, 0, 1, 64))
 
@@ -214,7 +214,7 @@ def test_every_file_of_every_split_is_looked_at_first(csv_file, split, text):
 @pytest.mark.parametrize("gzipped", [False, True])
 def test_blocks_are_whole_lines_with_their_true_numbers(tmp_path, text, block_bytes, gzipped):
     path = tmp_path / "a.txt"
-    path.write_bytes(gzip.compress(text) if gzipped else text)
+    path.write_bytes(gzip.compress(text, mtime=0) if gzipped else text)
     blocks = list(read_blocks(path, block_bytes))
     assert b"".join(block.text for block in blocks) == text
     for before, block in itertools.pairwise(blocks):
@@ -238,7 +238,7 @@ GZIPPED = gzip.compress(b"".join(b"%d,%d\n" % (i, i * i) for i in range(5000)))
 NO_TEXT = [
     ("a.csv", None, "no such file"),
     ("a.csv", b"", "the file is empty"),
-    ("a.csv", gzip.compress(b""), "the file is empty"),
+    ("a.csv", gzip.compress(b"", mtime=0), "the file is empty"),
     ("a.csv.gz", b"label,user\n1,2\n", "is not gzipped"),
     ("a.gz", GZIPPED[: len(GZIPPED) // 2], "cut or broken"),
     ("a.gz", GZIPPED[:20] + bytes([GZIPPED[20] ^ 255]) + GZIPPED[21:], "cut or broken"),
@@ -264,7 +264,7 @@ def test_what_the_system_says_while_a_file_is_read_is_an_error_that_names_it(tmp
             return super().read(size)
 
     path = tmp_path / "a.csv"
-    path.write_bytes(gzip.compress(b"a\n" * 9) if gzipped else b"a\n" * 9)
+    path.write_bytes(gzip.compress(b"a\n" * 9, mtime=0) if gzipped else b"a\n" * 9)
     monkeypatch.setattr(gzip if gzipped else Path, "open", lambda *_, **__: Failing(b"a\n" * 9))
     calls = [lambda: list(read_blocks(path))]
     if not gzipped:
