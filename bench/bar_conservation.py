@@ -149,7 +149,7 @@ class Worker:
         return self.pushed - self.held() if held else self.pushed
 
     def held(self) -> Sums:
-        rows, held = self.table.zeros(), self.client.compressor.held(self.table.spec.name)
+        rows, held = self.table.zeros(), self.client.compressor.residual(self.table.spec.name)
         rows[self.table.places(held.ids)] = held.rows.astype(np.float64) * held.rates[:, None]
         return rows
 

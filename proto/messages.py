@@ -146,9 +146,9 @@ class TableGradients:
     """Gradients of rows of one table: (U, dim), or flat (U * dim,) from bytes; with a `codec` a payload, (N,) uint8.
 
     With a `route` the ids are those that a pull left with the shard under this number, and do not travel again. Others
-    may travel `packed`, if they ascend. `codec` is "" (float32), PACKED, or the name of a user-defined one. Rows that
-    the worker had `held` back are like any others to a shard, which is not told. Unless ids are `unique` a shard sums
-    the gradients of equal ones.
+    may travel `packed`, if they ascend. `codec` is "" (float32), PACKED, or the name of a user-defined one. A shard
+    does not learn which rows are a worker's residual (`is_residual`). Unless ids are `unique` a shard sums gradients of
+    equal ones.
     """
 
     table: str
@@ -158,7 +158,7 @@ class TableGradients:
     route: int = 0
     codec: str = ""
     packed: Bytes | None = None  # (N,) what proto/codec/ids.py makes of `ids`
-    held: bool = False
+    is_residual: bool = False
     unique: bool = True
 
 

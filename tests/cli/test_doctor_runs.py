@@ -139,10 +139,14 @@ PULL, PUSH = moved("pull", "rows", 100.0, 200.0), moved("push", "rows", 90.0, 90
         ([], None, ""),
         ([moved("push", "rows", 101.0, 100.0)], None, ""),
         ([PULL, PUSH], OK, "push 10.00 times fewer bytes, pull 2.00 times fewer bytes"),
-        ([PULL, PUSH, moved("push", "held", 9.0, 0.0)], OK, "push 9.09 times"),
-        ([PULL, PUSH, moved("push", "held", 30.0, 0.0)], WARN, "25% of those pushed are rows that were held back and"),
+        ([PULL, PUSH, moved("push", "residual", 9.0, 0.0)], OK, "push 9.09 times"),
         (
-            [moved("push", "rows", 1.0, 100.0), moved("push", "held", 105.0, 0.0)],
+            [PULL, PUSH, moved("push", "residual", 30.0, 0.0)],
+            WARN,
+            "25% of those pushed are rows that were held back and",
+        ),
+        (
+            [moved("push", "rows", 1.0, 100.0), moved("push", "residual", 105.0, 0.0)],
             WARN,
             "push 1.06 times more bytes, 99% of those pushed",
         ),

@@ -105,7 +105,7 @@ def test_synchronous_workers_with_dense_weights_of_their_own_resume_to_the_same_
     said(start(JOB, *words, "--resume", "checkpoints/step-000000020"))
     last = [tmp_path / "checkpoints" / name for name in ("step-000000040", "step-000000040-2")]
     assert_same(*(tables(path)["embedding"] for path in last))
-    assert_same(*(Checkpoint.open(str(path)).shared()["held"] for path in last))
+    assert_same(*(Checkpoint.open(str(path)).shared()["local_weights"] for path in last))
 
 
 def test_after_a_shard_died_resuming_restores_the_checkpoint_onto_the_running_shards(start, tmp_path):

@@ -2,7 +2,7 @@
 
 Direction `push`: gradients to the shards; `pull`: rows from them, and the ids that ask for them; `other`: everything
 else (declarations, first values, rendezvous, leases), and what was lost on the way or sent twice. Parts: `ids`; `rows`,
-or gradients, of embedding tables; `dense`, those of dense weights; `held`: rows that a codec had held back and that
+or gradients, of embedding tables; `dense`, those of dense weights; `residual`: rows of an error-feedback residual that
 were sent whole in the end, with their ids; `other`: frames and heads, of replies too.
 """
 
@@ -20,7 +20,7 @@ from embershard.proto.messages import Declare, Pull, Push, Reply, Request, Rows,
 from embershard.proto.transport.transport import PendingReply
 
 Direction = Literal["push", "pull", "other"]
-Kind = Literal["ids", "rows", "dense", "held", "other"]
+Kind = Literal["ids", "rows", "dense", "residual", "other"]
 
 _ID_BYTES, _FLOAT_BYTES = 8, 4
 _SAMPLES = 16  # messages
@@ -39,13 +39,13 @@ class BytePart(NamedTuple):
 class ByteCount(NamedTuple):
     """Bytes on the wire, what they would be with float32 rows and plain ids, and in how many messages they were.
 
-    Without a codec, `held` rows would have gone before: they take no raw bytes, and are counted.
+    Without a codec, `residual` rows would have gone before: they take no raw bytes, and are counted.
     """
 
     wire: int = 0
     raw: int = 0
     messages: int = 0
-    held: int = 0
+    residual: int = 0
 
     def plus(self, other: ByteCount) -> ByteCount:
         """Return the sum of both counts."""
@@ -62,32 +62,32 @@ ByteCounts = Mapping[BytePart, ByteCount]
 class _Sum:
     """Moved while it grows."""
 
-    __slots__ = ("held", "messages", "raw", "wire")
+    __slots__ = ("messages", "raw", "residual", "wire")
 
     def __init__(self) -> None:
-        self.wire = self.raw = self.messages = self.held = 0
+        self.wire = self.raw = self.messages = self.residual = 0
 
-    def add(self, wire: int, raw: int, held: int = 0) -> int:
+    def add(self, wire: int, raw: int, residual: int = 0) -> int:
         """One message more; its bytes on the wire."""
         self.wire += wire
         self.raw += raw
         self.messages += 1
-        self.held += held
+        self.residual += residual
         return wire
 
 
 class _Table:
     """The sums of one table, found once per message: a training step waits while it is counted."""
 
-    __slots__ = ("held", "kind", "packed", "row_bytes", "sums")
+    __slots__ = ("kind", "packed", "residual", "row_bytes", "sums")
 
     def __init__(self) -> None:
         self.kind: Kind = "rows"
         self.row_bytes = 0  # of a plain row; 0 for a table that this client never declared
         self.sums = {both: _Sum() for both in product(_CODED, ("ids", "values"))}
-        self.held = _Sum()
+        self.residual = _Sum()
         # the ids of the last messages that carried some packed: plain ones need no prediction, and would fill caches
-        self.packed: dict[str, deque[Ids]] = {way: deque(maxlen=_SAMPLES) for way in (*_CODED, "held")}
+        self.packed: dict[str, deque[Ids]] = {way: deque(maxlen=_SAMPLES) for way in (*_CODED, "residual")}
 
     def add_ids(self, direction: Direction, ids: Ids, packed: Bytes | None, rows: int) -> int:
         """Ids that travelled, and in which form, for so many rows; their bytes."""
@@ -99,16 +99,16 @@ class _Table:
         """Rows or gradients, whatever form they travelled in; their bytes."""
         return self.sums[direction, "values"].add(values.nbytes, self.row_bytes * rows)
 
-    def add_held(self, part: TableGradients) -> int:
-        """Rows that had been held back; the bytes of them and their ids."""
+    def add_residual(self, part: TableGradients) -> int:
+        """Rows of a residual; the bytes of them and their ids."""
         if part.packed is not None:
-            self.packed["held"].append(part.ids)
+            self.packed["residual"].append(part.ids)
         packed = part.ids if part.packed is None else part.packed
-        return self.held.add(part.gradients.nbytes + packed.nbytes, 0, len(part.ids))
+        return self.residual.add(part.gradients.nbytes + packed.nbytes, 0, len(part.ids))
 
     def parts(self, name: str) -> Iterator[tuple[BytePart, _Sum]]:
         """Every sum with its name."""
-        yield BytePart("push", "held", name), self.held
+        yield BytePart("push", "residual", name), self.residual
         for direction in _CODED:
             yield BytePart(direction, "ids", name), self.sums[direction, "ids"]
             yield BytePart(direction, self.kind, name), self.sums[direction, "values"]
@@ -145,7 +145,7 @@ class ByteCounter:
             sums = [found for name, table in self._tables.items() for found in table.parts(name)]
             sums += [(BytePart(direction, "other"), rest) for direction, rest in self._rest.items()]
             parts = {
-                part: ByteCount(found.wire, found.raw, found.messages, found.held)
+                part: ByteCount(found.wire, found.raw, found.messages, found.residual)
                 for part, found in sums
                 if found.messages
             }
@@ -158,7 +158,9 @@ class ByteCounter:
         """The ids of the last messages that carried some of this part packed."""
         with self._lock:
             table = self._tables.get(part.table)
-            return () if table is None else tuple(table.packed["held" if part.kind == "held" else part.direction])
+            return (
+                () if table is None else tuple(table.packed["residual" if part.kind == "residual" else part.direction])
+            )
 
     def _pulled(self, request: Pull, outcome: Reply) -> int:
         """Bytes of ids and rows."""
@@ -174,8 +176,8 @@ class ByteCounter:
         counted = 0
         for part in request.tables:
             table = self._tables[part.table]
-            if part.held:
-                counted += table.add_held(part)
+            if part.is_residual:
+                counted += table.add_residual(part)
                 continue
             counted += table.add_values("push", part.gradients, len(part.ids))
             if not part.route:

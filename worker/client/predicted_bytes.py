@@ -68,8 +68,8 @@ def predict_volumes(moved: ByteCounts, client: Client) -> dict[BytePart, float]:
         if part.kind == "other" or not counted.messages:
             continue
         codec = directions[part.table].pull if part.direction == "pull" else directions[part.table].push
-        if part.kind == "held":
-            expected[part] = _held_bytes(part, counted, client)
+        if part.kind == "residual":
+            expected[part] = _residual_bytes(part, counted, client)
         elif part.kind == "ids":
             pack = partial(client.compressor.packed_ids, part.table)
             share = 1.0 if codec.is_plain else _packed_share(client.byte_counter.packed(part), pack)
@@ -110,12 +110,12 @@ def _payload_bytes(
     return predict_bytes(codec, rows, dim, find, age=sent.age, touched=sent.rows)
 
 
-def _held_bytes(part: BytePart, counted: ByteCount, client: Client) -> float:
+def _residual_bytes(part: BytePart, counted: ByteCount, client: Client) -> float:
     """Of rows that are sent as float32, with their ages and ids."""
     spec = client.spec(part.table)
     row = _ID_BYTES * _packed_share(client.byte_counter.packed(part), packed_ids) + _FLOAT_BYTES * spec.dim
-    ages = age_bytes(counted.held, client.compressor.sent(part.table).age or 1.0)
-    return counted.held * row + ages + counted.messages * HEAD_BYTES
+    ages = age_bytes(counted.residual, client.compressor.sent(part.table).age or 1.0)
+    return counted.residual * row + ages + counted.messages * HEAD_BYTES
 
 
 def _factor_bytes(codec: CodecName, counted: ByteCount, client: Client, table: str) -> float:
@@ -165,8 +165,8 @@ def _heads(part: BytePart, moved: ByteCounts, directions: Mapping[str, Direction
     empty = _exchange(*make("", None, ids=False))
     total = float(moved[part].messages * empty)
     for other, counted in moved.items():
-        if other.direction == part.direction and other.kind in ("rows", "dense", "held") and counted.messages:
-            ids = counted if other.kind == "held" else moved.get(BytePart(part.direction, "ids", other.table))
+        if other.direction == part.direction and other.kind in ("rows", "dense", "residual") and counted.messages:
+            ids = counted if other.kind == "residual" else moved.get(BytePart(part.direction, "ids", other.table))
             share = 0.0 if ids is None else ids.messages / counted.messages
             codec = getattr(directions[other.table], part.direction)
             with_ids, without = (_exchange(*make(other.table, codec, ids=given)) - empty for given in (True, False))
@@ -178,10 +178,10 @@ def _coded_replies(whole: BytePart, moved: ByteCounts, directions: Mapping[str, 
     """Replies that say how long coding took: one for each table with a payload, unless they shared their messages."""
     coded = 0
     for part, counted in moved.items():
-        if part.direction == whole.direction and part.kind in ("rows", "dense", "held"):
+        if part.direction == whole.direction and part.kind in ("rows", "dense", "residual"):
             is_plain = getattr(directions[part.table], part.direction).is_plain
-            # held rows are a payload, too, and where there is a codec they come with others
-            coded += counted.messages if is_plain == (part.kind == "held") else 0
+            # rows of a residual are a payload, too, and where there is a codec they come with others
+            coded += counted.messages if is_plain == (part.kind == "residual") else 0
     return min(coded, moved[whole].messages)
 
 

@@ -46,7 +46,7 @@ class Compressor:
         self.also_changed: list[tuple[str, Ids]] = []  # rows that the last push changed beside its own
         self._worker, self._placement = worker, placement
         self._tables: dict[str, TableCompressor] = {}
-        self.has_feedback = False  # whether any table ever held something back
+        self.has_feedback = False  # whether any table ever had a residual
         # the codecs of tables whose rows, or gradients, do not travel as plain float32
         self.coded_pulls: dict[str, CodecName] = {}
         self.coded_pushes: dict[str, CodecName] = {}
@@ -105,13 +105,13 @@ class Compressor:
         """Return the codecs that every table uses now."""
         return {name: way.directions for name, way in self._tables.items()}
 
-    def held(self, table: str) -> ResidualRows:
+    def residual(self, table: str) -> ResidualRows:
         """Return the residuals of a table, each row with its age and the rate by which it counts."""
-        return self._tables[table].held()
+        return self._tables[table].residual()
 
-    def rows_held_back(self) -> dict[str, int]:
+    def residual_rows(self) -> dict[str, int]:
         """The number of rows whose gradients wait in this worker, of every table that has some."""
-        counts = {name: len(way.held().ids) for name, way in self._tables.items()} if self.has_feedback else {}
+        counts = {name: len(way.residual().ids) for name, way in self._tables.items()} if self.has_feedback else {}
         return {name: count for name, count in counts.items() if count}
 
     def is_dense(self, table: str) -> bool:
@@ -153,7 +153,7 @@ class Compressor:
     def drain(self, shard: int, lr_scale: LrScale, limit: int) -> list[TableGradients]:
         """Return the residuals of tables whose codec keeps none, in parts of at most `limit` bytes for a shard.
 
-        It is not held any longer.
+        It leaves the residual.
         """
         ways = [way for way in self._tables.values() if way.drains]
         with span("encode"):
@@ -163,8 +163,8 @@ class Compressor:
 
     def restore_residual(self, parts: Sequence[TableGradients], shard: int) -> None:
         """Hold again what a shard will not apply, as far as its tables hold something back."""
-        # what was held first: beside it a step's own gradients, which no codec held back, are held, too
-        for part in sorted(parts, key=lambda part: not part.held) if self.has_feedback else ():
+        # residuals first: where there is one, gradients of the step itself are added to it, too
+        for part in sorted(parts, key=lambda part: not part.is_residual) if self.has_feedback else ():
             if len(part.ids) and part.lr_scale > 0:
                 self._tables[part.table].restore_residual(part, shard)
 
@@ -181,18 +181,18 @@ class Compressor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there. ValueError where it is the state of other tables.
 
-        What was held counts as much as it would have then, whatever a push counts now. Gradients are dropped, and said,
+        A residual counts as much as it would have then, whatever a push counts now. Gradients are dropped, and said,
         where pushes are differences of weights now, and the other way round.
         """
         for way, found in self._found(state):
             way.load_state_dict(found, found["share"] / self.share)
-            self.has_feedback |= bool(found["held"])
+            self.has_feedback |= bool(found["residuals"])
 
     def hold(self, state: Mapping[str, Any]) -> None:
-        """Hold what another worker, who is gone, held back; as `load_state_dict` has it."""
+        """Add the residuals of another worker, who is gone, as `load_state_dict` does."""
         for way, found in self._found(state):
             way.hold(found, found["share"] / self.share)
-            self.has_feedback |= bool(found["held"])
+            self.has_feedback |= bool(found["residuals"])
 
     def _found(self, state: Mapping[str, Any]) -> Iterator[tuple[TableCompressor, Mapping[str, Any]]]:
         """The tables of which a state says something, and what they can take of it."""
@@ -201,14 +201,14 @@ class Compressor:
             if found is None:
                 continue
             found = {"share": self.share, "differences": self.differences, **found}  # earlier versions did not say
-            if found["held"] and found["differences"] != self.differences:
+            if found["residuals"] and found["differences"] != self.differences:
                 then, now = ("differences of weights", "gradients")[:: 1 if found["differences"] else -1]
-                _log.warning("table %s: what was held back is dropped: it is of %s, and pushes are %s", name, then, now)
-                found = {**found, "held": {}}
+                _log.warning("table %s: its residual is dropped: it is of %s, and pushes are %s", name, then, now)
+                found = {**found, "residuals": {}}
             yield way, found
 
     def clear_residuals(self) -> None:
-        """Drop what is held back of all tables."""
+        """Drop the residuals of all tables."""
         for way in self._tables.values():
             way.clear_residuals()
 

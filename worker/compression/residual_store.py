@@ -97,7 +97,7 @@ class ResidualMemory(NamedTuple):
         _insert_all(self.live(), self)
 
 
-def nothing_held(dim: int) -> ResidualRows:
+def no_residual(dim: int) -> ResidualRows:
     """Return residuals without any row."""
     none = np.empty(0, np.float32)
     return ResidualRows(np.empty(0, np.int64), np.empty((0, dim), np.float32), none, none)

@@ -26,7 +26,7 @@ class Residuals:
         self._store = self._made(0)
 
     def __len__(self) -> int:
-        """Rows held."""
+        """Rows in the residual."""
         return self._store.count("top") - self._store.count("num_free")
 
     def find(self, ids: Ids) -> Ids:
@@ -37,7 +37,7 @@ class Residuals:
         return slots
 
     def add_to(self, slots: Ids, rows: Floats, ages: Floats, rate: float, momenta: Floats | None = None) -> None:
-        """Add what is held to rows ((U, dim)) that count by `rate`, and to ages; copy momenta ((U, dim)), if wanted."""
+        """Add the residual to rows ((U, dim)) that count by `rate`, and to ages; copy momenta ((U, dim)), if wanted."""
         held_rows.add(slots, self._store, np.float32(rate), rows, ages, rows[:, :0] if momenta is None else momenta)
 
     def keep(
@@ -60,20 +60,20 @@ class Residuals:
         count = held_rows.keep(ids, slots, (rows, ages, momenta), np.float32(rate), self._store, capacity, gone)
         return gone.some(slice(count))
 
-    def restore_residual(self, held: ResidualRows, rate: float) -> None:
+    def restore_residual(self, residual: ResidualRows, rate: float) -> None:
         """Hold rows that were on their way as well, above the capacity if need be."""
-        slots = self.find(held.ids)
-        rows, ages = held.rows.copy(), np.zeros(len(held.ids), np.float32)
+        slots = self.find(residual.ids)
+        rows, ages = residual.rows.copy(), np.zeros(len(residual.ids), np.float32)
         momenta = np.zeros((len(rows), self.dim if self.momentum else 0), np.float32)
         self.add_to(slots, rows, ages, rate, momenta)
         capacity, self.capacity = self.capacity, None
         try:
-            self.keep(held.ids, slots, rows, np.maximum(ages, held.ages), rate, momenta)
+            self.keep(residual.ids, slots, rows, np.maximum(ages, residual.ages), rate, momenta)
         finally:
             self.capacity = capacity
 
     def scale_rates(self, factor: float) -> None:
-        """Have all that is held count so many times as much."""
+        """Have the residual count so many times as much."""
         self._store.rates[:] *= np.float32(factor)
 
     def forget(self, ids: Ids) -> None:
@@ -83,7 +83,7 @@ class Residuals:
         nothing = np.zeros((int(np.count_nonzero(there)), self.dim), np.float32)
         self.keep(ids[there], slots[there], nothing, np.zeros(len(nothing), np.float32), 1.0)
 
-    def held(self) -> ResidualRows:
+    def rows_by_id(self) -> ResidualRows:
         """All of it, by slot."""
         store, live = self._store, self._store.live()
         return ResidualRows(store.ids[live], store.rows[live], store.ages[live], store.rates[live])
@@ -92,10 +92,10 @@ class Residuals:
         """The same rows, with momenta of zero, or without them."""
         if momentum == self.momentum:
             return self
-        other, held = Residuals(self.dim, self.capacity, momentum=momentum), self.held()
-        for rate in np.unique(held.rates):
-            some = held.rates == rate
-            other.restore_residual(held.some(some), float(rate))
+        other, residual = Residuals(self.dim, self.capacity, momentum=momentum), self.rows_by_id()
+        for rate in np.unique(residual.rates):
+            some = residual.rates == rate
+            other.restore_residual(residual.some(some), float(rate))
         return other
 
     def state_dict(self) -> Mapping[str, object]:

@@ -1,4 +1,4 @@
-"""One table, as its gradients travel: the codec that they use now, and what was held back of them."""
+"""One table, as its gradients travel: their codec, and the residuals that it leaves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from embershard.proto.routing import Placement, Route, even_ids, make_route
 from embershard.proto.spec import TableSpec
 from embershard.worker.compression.error_feedback import EncodeOptions, Feedback, SentAverages, ShardGradients
 from embershard.worker.compression.low_rank import DenseLayout, LowRank
-from embershard.worker.compression.residual_store import ResidualRows, nothing_held
+from embershard.worker.compression.residual_store import ResidualRows, no_residual
 from embershard.worker.compression.residuals import Residuals
 from embershard.worker.compression.settings import Compression, Directions, uses_row_age, warmup_density
 
@@ -38,18 +38,18 @@ class TableCompressor:
         self._block_order: Ids | None = None  # in which the layout's ids ascend, where they are even_ids
         self._even: dict[int, tuple[Ids, Bytes]] = {}  # first id -> those of a shard, and their bytes
         self._placement, self._find = placement, find
-        self._capacity: int | None = None  # rows held back for one shard
+        self._capacity: int | None = None  # rows of the residual of one shard
         self._settings = Compression()
         self._warm = 0  # pushes by dgc
         self._clip = 1.0  # on the gradients of the push that is packed
-        self._held: dict[int, Feedback] = {}  # by shard
+        self._feedbacks: dict[int, Feedback] = {}  # by shard
         self._low_rank: LowRank | None = None  # of powersgd
         self._factors: Mapping[str, Any] | None = None  # a state for it, until there is one
 
     @property
     def drains(self) -> bool:
-        """Whether something is held that its codec will not send."""
-        return bool(self._held) and not self.directions.push.has_feedback
+        """Whether there is a residual that its codec will not send."""
+        return bool(self._feedbacks) and not self.directions.push.has_feedback
 
     def lay_out(self, layout: DenseLayout) -> None:
         """Take the blocks for these."""
@@ -76,17 +76,17 @@ class TableCompressor:
     @property
     def sent(self) -> SentAverages:
         """The rows of a message, and their age where they travel with it."""
-        pushes = sum(feedback.pushes for feedback in self._held.values())
-        rows = sum(feedback.sent_rows for feedback in self._held.values())
+        pushes = sum(feedback.pushes for feedback in self._feedbacks.values())
+        rows = sum(feedback.sent_rows for feedback in self._feedbacks.values())
         if not rows:
             return SentAverages()
         aged = uses_row_age(self.spec) or self.directions.push.select == "rows"
         return SentAverages(
-            rows / pushes, sum(feedback.sent_ages for feedback in self._held.values()) / rows if aged else None
+            rows / pushes, sum(feedback.sent_ages for feedback in self._feedbacks.values()) / rows if aged else None
         )
 
     def use(self, directions: Directions, settings: Compression) -> None:
-        """Travel so from here on; what a codec has held back is what the next one holds, or goes with the next push."""
+        """Travel so from here on; a residual passes to the next codec, or goes with the next push."""
         self.directions, self._settings = directions, settings
         self._capacity = None if self.is_dense else max(1, settings.residual_rows // self._placement.num_shards)
         if directions.push.select != "powersgd":
@@ -108,22 +108,22 @@ class TableCompressor:
         values, rate = self._find(codec.values), part.lr_scale
         if not codec.has_feedback:
             return [self._packed(part, encode_rows(rows, values, key))], 0
-        held = self._feedback(shard)
-        if not held.takes(rate):
+        feedback = self._feedback(shard)
+        if not feedback.takes(rate):
             return [part], 0
         part, rows, skipped = _finite(part, rows)
         if self._clip != 1.0 and codec.select == "dgc":
             rows = rows * np.float32(self._clip)
-        payload, gone = held.pack(ShardGradients(part.ids, rows, rate), self._how(codec, values, key))
+        payload, gone = feedback.pack(ShardGradients(part.ids, rows, rate), self._how(codec, values, key))
         parts = [self._packed(part, payload)]
         if len(gone.ids):
             parts.append(self._whole(gone, rate))
         return parts, skipped
 
     def restore_residual(self, part: TableGradients, shard: int) -> None:
-        """Hold again what a shard will not apply, as far as something is held back."""
+        """Add what a shard will not apply to the residual again, where the table has one or its codec keeps one."""
         ids, rows, ages = part.ids, part.gradients, None
-        if shard not in self._held and not self.directions.push.has_feedback and not part.held:
+        if shard not in self._feedbacks and not self.directions.push.has_feedback and not part.is_residual:
             return
         if part.codec:
             positions, rows, ages = decode(cast(Bytes, rows), len(ids), self.spec.dim, self._find, part.codec)
@@ -136,24 +136,24 @@ class TableCompressor:
 
     def drain(self, shard: int, rate: float, limit: int) -> list[TableGradients]:
         """Take out the residuals for a shard that would not be sent otherwise, in parts of at most `limit` bytes."""
-        held = self._held.get(shard)
-        if held is None or not held.takes(rate):
+        feedback = self._feedbacks.get(shard)
+        if feedback is None or not feedback.takes(rate):
             return []
-        del self._held[shard]
-        rest = held.residuals.held().scaled(rate)
+        del self._feedbacks[shard]
+        rest = feedback.residuals.rows_by_id().scaled(rate)
         most = max(1, limit // (16 + 4 * self.spec.dim))  # rows, with their ids and ages
         pieces = (slice(start, start + most) for start in range(0, len(rest.ids), most))
         return [self._whole(rest.some(piece), rate) for piece in pieces]
 
     def forget(self, route: Route) -> None:
         """Hold nothing of these rows any more."""
-        for shard, feedback in self._held.items():
+        for shard, feedback in self._feedbacks.items():
             feedback.residuals.forget(route.ids[route.slice_of(shard)])
 
-    def held(self) -> ResidualRows:
+    def residual(self) -> ResidualRows:
         """Return the residuals, each row with its age and the rate by which it counts."""
-        parts = [feedback.residuals.held() for feedback in self._held.values()]
-        return ResidualRows(*map(np.concatenate, zip(nothing_held(self.spec.dim), *parts, strict=True)))
+        parts = [feedback.residuals.rows_by_id() for feedback in self._feedbacks.values()]
+        return ResidualRows(*map(np.concatenate, zip(no_residual(self.spec.dim), *parts, strict=True)))
 
     def state_dict(self) -> Mapping[str, object]:
         """Return the state by which a resumed run has the same bits. No push may be on its way."""
@@ -161,52 +161,52 @@ class TableCompressor:
             "pushes": self.pushes,
             "warm": self._warm,
             "shards": self._placement.num_shards,
-            "held": {shard: feedback.state_dict() for shard, feedback in self._held.items()},
+            "residuals": {shard: feedback.state_dict() for shard, feedback in self._feedbacks.items()},
             "low_rank": self._factors if self._low_rank is None else self._low_rank.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], factor: float = 1.0) -> None:
-        """Go on from there; with another number of shards, with what was held, to count `factor` times as much.
+        """Go on from there; with another number of shards, residuals count `factor` times as much.
 
         ValueError where it is another's.
         """
-        self.pushes, self._warm, self._held = state["pushes"], state["warm"], {}
+        self.pushes, self._warm, self._feedbacks = state["pushes"], state["warm"], {}
         self._low_rank, self._factors = None, state["low_rank"]
         self.hold(state, factor, alike=state["shards"] == self._placement.num_shards)
 
     def hold(self, state: Mapping[str, Any], factor: float = 1.0, *, alike: bool = False) -> None:
-        """Hold what a state holds beside what is held here; with `alike` shards, and a factor of 1, just as it was."""
-        for shard, feedback in state["held"].items():
+        """Add the residuals of a state to those here; with `alike` shards, and a factor of 1, just as it was."""
+        for shard, feedback in state["residuals"].items():
             if alike:
                 self._feedback(int(shard)).load_state_dict(feedback, factor)
             else:
                 former = Residuals(self.spec.dim, None)
                 former.load_state_dict(feedback["residuals"])
                 former.scale_rates(factor)
-                self._hold(former.held())
+                self._add_residual(former.rows_by_id())
 
     def clear_residuals(self) -> None:
-        """Drop what is held back."""
-        self._held = {}
+        """Drop the residuals."""
+        self._feedbacks = {}
 
-    def _hold(self, held: ResidualRows) -> None:
-        route = make_route(held.ids, self.spec.space_key, self._placement)
-        order = np.empty(len(held.ids), np.int64)
-        order[route.index] = np.arange(len(held.ids))
+    def _add_residual(self, residual: ResidualRows) -> None:
+        route = make_route(residual.ids, self.spec.space_key, self._placement)
+        order = np.empty(len(residual.ids), np.int64)
+        order[route.index] = np.arange(len(residual.ids))
         for shard in range(self._placement.num_shards):
             some = order[route.slice_of(shard)]
-            for rate in np.unique(held.rates[some]):
-                alike = some[held.rates[some] == rate]
-                share = ShardGradients(held.ids[alike], held.rows[alike], float(rate))
-                self._feedback(shard).restore_residual(share, held.ages[alike])
+            for rate in np.unique(residual.rates[some]):
+                alike = some[residual.rates[some] == rate]
+                share = ShardGradients(residual.ids[alike], residual.rows[alike], float(rate))
+                self._feedback(shard).restore_residual(share, residual.ages[alike])
 
     def _feedback(self, shard: int) -> Feedback:
-        if shard not in self._held:
-            self._held[shard] = Feedback(self.spec.dim, self._capacity)
-        return self._held[shard]
+        if shard not in self._feedbacks:
+            self._feedbacks[shard] = Feedback(self.spec.dim, self._capacity)
+        return self._feedbacks[shard]
 
     def _factor(self, rank: int, route: Route, rows: Floats, rate: float) -> None:
-        """Factor what a push is to send, with what was held back of it."""
+        """Factor what a push is to send, with the residual."""
         if self._low_rank is None or self._low_rank.rank != rank:
             self._low_rank = LowRank(self.layout, self.spec.dim, rank, self.spec.row_seed)
             if self._factors is not None and self._factors["rank"] == rank:
@@ -214,10 +214,10 @@ class TableCompressor:
             self._factors = None
         corrected = np.empty_like(rows)
         for shard in range(self._placement.num_shards):
-            part, held = route.slice_of(shard), self._feedback(shard)
+            part, feedback = route.slice_of(shard), self._feedback(shard)
             corrected[part] = rows[part]
-            if held.takes(rate):
-                corrected[part] = held.corrected(ShardGradients(route.ids[part], rows[part], rate))
+            if feedback.takes(rate):
+                corrected[part] = feedback.corrected(ShardGradients(route.ids[part], rows[part], rate))
         finite = np.isfinite(corrected).all(axis=1)
         self._low_rank.begin(route.ids[finite], corrected[finite])
 
@@ -237,10 +237,12 @@ class TableCompressor:
         bound = self._settings.clip_norm / math.sqrt(workers)
         return min(1.0, bound / norm) if 0 < norm < math.inf else 1.0
 
-    def _whole(self, held: ResidualRows, rate: float) -> TableGradients:
-        """Rows that are held no more, as float32: what a values codec would lose of them, nobody would send."""
-        payload = encode_rows(held.rows, self._find("none"), None, ages=held.ages)
-        return TableGradients(self.spec.name, held.ids, payload, rate, 0, PACKED, packed_ids(held.ids), held=True)
+    def _whole(self, residual: ResidualRows, rate: float) -> TableGradients:
+        """Rows that leave a residual, as float32: what a values codec would lose of them, nobody would send."""
+        payload = encode_rows(residual.rows, self._find("none"), None, ages=residual.ages)
+        return TableGradients(
+            self.spec.name, residual.ids, payload, rate, 0, PACKED, packed_ids(residual.ids), is_residual=True
+        )
 
     def _packed(self, part: TableGradients, payload: Bytes) -> TableGradients:
         codec = self.directions.push

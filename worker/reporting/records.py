@@ -59,7 +59,7 @@ class StepBytes:
     """The bytes of a step of the first worker, one part of them: worker/client/byte_counts.py."""
 
     direction: str  # push, pull, other
-    part: str  # ids, rows, dense, held, other
+    part: str  # ids, rows, dense, residual, other
     wire: float  # as it travelled, frames included
     raw: float  # with float32 rows and plain ids
     predicted: float | None  # of the codecs, from the number of rows and messages (worker/client/predicted_bytes.py)

@@ -162,7 +162,7 @@ class Session:
         """Have tables travel so from the next push and pull on; their names.
 
         `tables` is a name, a pattern, or "dense" for all dense weights. A codec is one of docs/compression.md, such as
-        "int8" or "topk:0.01+fp16s"; a direction that is not named stays as it is. What a codec has held back goes with
+        "int8" or "topk:0.01+fp16s"; a direction that is not named stays as it is. A residual goes with
         the next push, or is what the next one holds back. It waits for the pushes that are under way. ValueError,
         before anything changes, where no table has such a name, and for a codec that is none or cannot serve one of
         them; UnknownCodec where a shard was not started with it.
@@ -347,7 +347,7 @@ class Session:
                 self._prefetcher.submit(sends, [(table, route) for table, route, _ in gradients])
 
     def _send(self, send: Callable[[], object], prefetcher: Prefetcher[Any]) -> None:
-        """Push, and note which other rows it changed: a codec may add rows that it held back from earlier steps."""
+        """Push, and note which other rows it changed: a codec may add rows of its residual."""
         try:
             send()
         finally:
@@ -537,14 +537,14 @@ class Session:
     def close(self) -> None:
         """Wait for what is in flight and close the connections; gradients that were not pushed are dropped.
 
-        So are those that a codec held back: the log says how many rows of which table.
+        So are residuals: the log says how many rows of which table.
         """
         if self._prefetcher is not None:
             self._leave_loop(self._prefetcher)
             self._log_failure()
-        for name, rows in self.client.compressor.rows_held_back().items():
+        for name, rows in self.client.compressor.residual_rows().items():
             _log.warning(
-                "table %s: its codec held gradients of %d rows back, and the session was closed before they were sent; "
+                "table %s: the residual of %d rows was not sent before the session was closed; "
                 'to send them, call session.compress("%s", push="none") and session.step() before',
                 name, rows, name,
             )  # fmt: skip

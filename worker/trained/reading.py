@@ -69,7 +69,7 @@ def trained(job: Job, schema: Schema, session: ReadOnlySession | None, checkpoin
     strategy = choose_strategy(job, model, session, torch.device("cpu"))
     held, buffers = strategy.local_weights, Buffers(strategy.model)
     if checkpoint is not None:
-        load_parts(checkpoint, checkpoint.shared(), {"held": held} if held is not None else {})
+        load_parts(checkpoint, checkpoint.shared(), {"local_weights": held} if held is not None else {})
         load_parts(checkpoint, checkpoint.first_worker(), {"buffers": buffers})
     elif held is not None:
         raise OnlyInWorkers(what="weights")

@@ -131,15 +131,15 @@ def measure(codec: CodecName, raw_bytes: float, dim: int, find: Find) -> Cost:
     # of the size of gradients; which they are makes no difference to the time
     data = np.random.default_rng(0).standard_normal((count, dim), np.float32) * np.float32(0.01)
     out = np.empty(0, np.uint8)
-    held = Feedback(dim, None) if codec.has_feedback else None
+    feedback = Feedback(dim, None) if codec.has_feedback else None
     encode = unpack = float("inf")
     for key in range(1, 1 + _TRIES):
         start = time.perf_counter()
-        if held is None:
+        if feedback is None:
             out = encode_rows(data, values, key)
         else:
             share = ShardGradients(np.arange(count), data, 1.0)
-            out = held.pack(share, EncodeOptions(codec, values, codec.number, key)).payload
+            out = feedback.pack(share, EncodeOptions(codec, values, codec.number, key)).payload
         between = time.perf_counter()
         decode(out, count, dim, lambda _: values, codec.values)
         encode, unpack = min(encode, between - start), min(unpack, time.perf_counter() - between)

@@ -193,8 +193,8 @@ class Saver:
     def restore(self, checkpoint: Checkpoint) -> bool:
         """Put every part of this worker back to where it was; whether it was there. The shards were restored before.
 
-        A worker that was not there then starts from the first one's state, but for the random numbers and for what was
-        held back of gradients. What workers held back who are not here any more is held by those who are.
+        A worker that was not there then starts from the first one's state, without random numbers and residuals. The
+        residuals of workers who are not here any more go to those who are.
         BadCheckpoint where the checkpoint does not hold what this run needs.
         """
         own = checkpoint.worker(self._group.rank)
@@ -208,8 +208,8 @@ class Saver:
             _hold_for_others(checkpoint, self._client.compressor, self._group)
         return own is not None
 
-    def forget_held(self) -> None:
-        """Hold nothing back that the checkpoint held: the run has gone on since, and sent it."""
+    def forget_residuals(self) -> None:
+        """Drop the residuals of the checkpoint: the run has gone on since, and has sent them."""
         if self._client is not None:
             self._client.compressor.clear_residuals()
 

@@ -105,7 +105,7 @@ class Trainer:
     def _run(self) -> RunResult:
         now = self._join()
         if self._group.late:
-            self._saver.forget_held()
+            self._saver.forget_residuals()
         self._report.started(
             device=str(self.device),
             dense_parameters=self._dense_parameters,
@@ -206,7 +206,7 @@ class Trainer:
         self._common: dict[str, Stateful] = {"schedule": schedule, "best": best, "report": self._report}
         shared = dict(self._common)
         if self.strategy.local_weights is not None:
-            shared["held"] = self.strategy.local_weights
+            shared["local_weights"] = self.strategy.local_weights
         own: dict[str, Stateful] = {
             RANDOM: RandomNumbers(self.device),
             "buffers": Buffers(self.model),

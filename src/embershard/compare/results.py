@@ -67,7 +67,7 @@ class MeanStepBytes(Record):
     """Bytes that a step of the first worker moves between it and all shards, the mean of a run."""
 
     direction: str  # push: gradients to the shards; pull: rows from them, with what asks for them; other: neither
-    part: str  # ids, rows, dense, held, other
+    part: str  # ids, rows, dense, residual, other
     sent: float  # bytes on the wire
     raw: float | None  # with float32 rows and plain ids
     predicted: float | None  # by the codecs' own sizes, from the number of rows and messages

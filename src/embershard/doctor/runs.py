@@ -18,7 +18,7 @@ _UNEVEN = 4.0  # p99 of a step against its median
 _FALL = 0.7  # of the speed at the start
 _SLOW_CALL_SECONDS = 0.002
 _SAVES = 1.02  # times fewer bytes: less is not the work of a codec
-_HELD = 0.1  # of the pushed bytes
+_MUCH_RESIDUAL = 0.1  # of the pushed bytes
 
 _MODEL = "this is the model: more train.threads, train.linear onednn, mixed precision (bf16), a GPU, more workers"
 
@@ -198,16 +198,16 @@ def compression(case: Case) -> Finding | None:
     parts = [part for part in found if isinstance(part, Mapping)] if isinstance(found, list) else []
     wire = {way: sent for way in ("push", "pull") if (sent := _sum(parts, "wire", direction=way)) > 0}
     times = {way: _sum(parts, "raw", direction=way) / sent for way, sent in wire.items()}
-    held = _sum(parts, "wire", direction="push", part="held") / wire.get("push", math.inf)
-    if held <= _HELD and all(1 / _SAVES < one < _SAVES for one in times.values()):
+    share = _sum(parts, "wire", direction="push", part="residual") / wire.get("push", math.inf)
+    if share <= _MUCH_RESIDUAL and all(1 / _SAVES < one < _SAVES for one in times.values()):
         return None
     words = [
         f"{way} {one:.2f} times fewer bytes" if one >= 1 else f"{way} {1 / max(one, 1e-9):.2f} times more bytes"
         for way, one in times.items()
     ]
-    if held > _HELD:
-        words.append(f"{held:.0%} of those pushed are rows that were held back and sent whole")
-    is_worse = held > _HELD or min(times.values()) <= 1 / _SAVES
+    if share > _MUCH_RESIDUAL:
+        words.append(f"{share:.0%} of those pushed are rows that were held back and sent whole")
+    is_worse = share > _MUCH_RESIDUAL or min(times.values()) <= 1 / _SAVES
     return (warn if is_worse else ok)(", ".join(words))
 
 

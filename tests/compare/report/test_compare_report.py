@@ -193,9 +193,9 @@ def test_every_part_has_a_colour_of_its_own_in_light_and_in_dark(default, of):
         changed = {"runs": [run.model_copy(update={"step": step}) for run in results.runs]}
     else:
         parts = BYTE_PARTS
-        named = [(way, part) for way in ("push", "pull") for part in ("ids", "rows", "dense", "held", "other")]
+        named = [(way, part) for way in ("push", "pull") for part in ("ids", "rows", "dense", "residual", "other")]
         assert {part_name(*one) for one in named} >= set(parts)
-        named.remove(("pull", "held"))
+        named.remove(("pull", "residual"))
         sizes = {"sent": 1e3, "raw": 1e3, "predicted": 1e3, "ratio": 1.0}
         changed = {"volumes": [ArmBytes(arm="none", direction=way, part=part, **sizes) for way, part in named]}
     svg = picture(results.model_copy(update=changed), "step-unlimited" if of == "step" else "bytes")

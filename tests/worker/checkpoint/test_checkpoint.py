@@ -374,7 +374,7 @@ def test_a_state_of_other_weights_is_refused(tmp_path):
     trained = job(tmp_path, strategy="local", train={"epochs": 1})
     train(trained, None)
     wider = trained.model_copy(update={"model": trained.model.model_copy(update={"hidden": (9,)})})
-    with pytest.raises(BadCheckpoint, match="its state of 'held' does not fit this job"):
+    with pytest.raises(BadCheckpoint, match="its state of 'local_weights' does not fit this job"):
         train(wider, None, checkpoint(tmp_path, 14))
 
 

@@ -44,7 +44,7 @@ def payload(count):
 
 
 BY_ROUTE = TableGradients("items", ids(5), payload(70), route=3, codec="packed")
-HELD = TableGradients("items", ids(2), payload(30), codec="packed", packed=payload(4), held=True)
+HELD = TableGradients("items", ids(2), payload(30), codec="packed", packed=payload(4), is_residual=True)
 PULL = Pull(1, (TableIds("items", ids(5)), TableIds("layers", ids(2), packed=payload(3))))
 DECLARED = Declared(created=False, loading=False)
 COUNTED = [
@@ -72,7 +72,7 @@ COUNTED = [
         Pushed(False, 7, 0),
         {  # rows that a codec had held back would not travel again without it
             ("push", "rows", "items"): ByteCount(70, 5 * 128, 1),
-            ("push", "held", "items"): ByteCount(34, 0, 1, held=2),
+            ("push", "residual", "items"): ByteCount(34, 0, 1, residual=2),
         },
     ),
     (Hello(), DECLARED, {}),
@@ -127,7 +127,7 @@ STEPS = 6
 PLACES = [ParameterSlice(0, (160, 128)), ParameterSlice(20, (100,)), ParameterSlice(21, (64, 300))]
 LAYOUT = DenseLayout(even_ids(40, LAYERS.space_key), PLACES)
 ROWS, DENSE, GAVE_WAY = (
-    BytePart("push", kind, table) for kind, table in (("rows", "items"), ("dense", "layers"), ("held", "items"))
+    BytePart("push", kind, table) for kind, table in (("rows", "items"), ("dense", "layers"), ("residual", "items"))
 )
 HEADS = [BytePart("push", "other"), BytePart("pull", "other")]
 
@@ -218,7 +218,7 @@ def test_ages_and_rows_that_gave_way_are_foreseen(make_session, codec, rows):
         client.push([("aged", route, (steep * rng.standard_normal(read.shape)).astype(np.float32))], clock=clock)
     moved = client.stats.volume
     expected = predict_volumes(moved, client)
-    held = BytePart("push", "held", "aged")
+    held = BytePart("push", "residual", "aged")
     assert (held in moved) == (rows < 100_000)
     coded = [part for part in moved if part.table and part.kind != "other"]
     assert sum(expected[part] for part in coded) == pytest.approx(sum(moved[part].wire for part in coded), rel=0.01)
@@ -237,7 +237,7 @@ def test_what_waited_as_its_codec_was_replaced_is_foreseen(make_session):
             client.compressor.choose("items", CodecName.parse("none"))
         client.push([("items", route, rng.standard_normal((3_000, ITEMS.dim), np.float32))], clock=clock)
     moved = client.stats.volume
-    assert (moved[GAVE_WAY].held, moved[GAVE_WAY].raw, moved[ROWS].raw) == (3_000, 0, 4 * 3_000 * 4 * ITEMS.dim)
+    assert (moved[GAVE_WAY].residual, moved[GAVE_WAY].raw, moved[ROWS].raw) == (3_000, 0, 4 * 3_000 * 4 * ITEMS.dim)
     assert predict_volumes(moved, client)[GAVE_WAY] == pytest.approx(moved[GAVE_WAY].wire, rel=0.02)
 
 

@@ -165,7 +165,7 @@ def test_rows_that_were_assigned_see_no_gradient_of_before():
         ordered = np.empty((20, 4), np.float32)
         ordered[route.index] = rows.numpy()
         table.load(route, ordered, keep_state=keep_state)
-        assert len(session.client.compressor.held("t").ids) == held
+        assert len(session.client.compressor.residual("t").ids) == held
     session.compress("t", push="none")
     session.client.push([], clock=1)
     want = torch.full((50, 4), -1.0)
@@ -280,14 +280,14 @@ def test_a_threshold_goes_on_from_a_checkpoint():
 def test_what_is_held_back_can_be_dropped():
     run = begin(dense="dgc:0.05")
     run.train(0, 6)
-    assert set(run.compressor.rows_held_back()) == {"bag", "dense"}
+    assert set(run.compressor.residual_rows()) == {"bag", "dense"}
     run.compressor.clear_residuals()
-    assert not run.compressor.rows_held_back()
+    assert not run.compressor.residual_rows()
 
 
 def held(run, table):
     """Ids and ages of the rows of a table that wait, and what they would change, were they pushed now."""
-    held = run.compressor.held(table)
+    held = run.compressor.residual(table)
     order = np.argsort(held.ids)
     return held.ids[order], held.ages[order], (run.compressor.share * held.rates[:, None] * held.rows)[order]
 
@@ -323,8 +323,8 @@ def test_gradients_are_not_held_for_a_run_that_pushes_differences(caplog, local)
     run.train(0, 6)
     other.compressor.load_state_dict(saved(run))
     other.compressor.hold(saved(run))
-    assert not other.compressor.rows_held_back()
-    assert "table bag: what was held back is dropped" in caplog.text
+    assert not other.compressor.residual_rows()
+    assert "table bag: its residual is dropped" in caplog.text
 
 
 def test_a_state_of_before_there_were_shares_is_that_of_the_same_run():

@@ -121,10 +121,10 @@ class Pusher:
         return -self.pull().astype(np.float64)
 
     def held_ids(self):
-        return self.compressor.held("t").ids
+        return self.compressor.residual("t").ids
 
     def held(self):
-        rows, held = np.zeros_like(self.pushed), self.compressor.held("t")
+        rows, held = np.zeros_like(self.pushed), self.compressor.residual("t")
         rows[held.ids] = held.rows.astype(np.float64) * held.rates[:, None]
         return rows
 
@@ -501,7 +501,7 @@ def test_nothing_is_lost_or_doubled_whatever_comes(capacity, seed):
         known |= {n: (r, a) for n, r, a in zip(ids, (rows * rate).tolist(), ages, strict=True) if any(r)}
         for number, row, age in zip(gone.ids.tolist(), gone.rows * gone.rates[:, None], gone.ages, strict=True):
             assert known.pop(number) == (row.tolist(), age)
-        now = held.held()
+        now = held.rows_by_id()
         found = zip((now.rows * now.rates[:, None]).tolist(), now.ages, strict=True)
         assert dict(zip(now.ids.tolist(), found, strict=True)) == known
         assert len(held) == len(known) <= (capacity or 100)
@@ -513,7 +513,7 @@ def test_without_room_the_row_that_was_not_met_for_longest_gives_way_whole():
         keep(held, [number], [number])
     _, _, gone = keep(held, [4], [4])
     assert (gone.ids.tolist(), gone.rows.tolist()) == ([2], [[2]])
-    assert sorted(held.held().ids.tolist()) == [1, 3, 4]
+    assert sorted(held.rows_by_id().ids.tolist()) == [1, 3, 4]
 
 
 def test_what_gives_way_is_sent_in_the_order_of_ids_each_row_with_its_age():
@@ -528,7 +528,12 @@ def test_what_is_given_back_is_held_even_above_the_capacity_and_gives_way_later(
     held = Residuals(1, 2)
     keep(held, [1, 2], [1, 1])
     held.restore_residual(residuals([1, 3, 4], [1, 1, 1]), 1.0)
-    assert dict(zip(held.held().ids.tolist(), held.held().rows[:, 0].tolist(), strict=True)) == {1: 2, 2: 1, 3: 1, 4: 1}
+    assert dict(zip(held.rows_by_id().ids.tolist(), held.rows_by_id().rows[:, 0].tolist(), strict=True)) == {
+        1: 2,
+        2: 1,
+        3: 1,
+        4: 1,
+    }
     assert sum(len(keep(held, [number], [1])[2].ids) for number in range(5, 9)) == 4
 
 
@@ -538,7 +543,7 @@ def test_a_state_is_restored_whole_above_the_capacity_and_over_what_was_held(cap
     held.restore_residual(residuals(range(600), np.ones((600, 2))), 1.0)
     keep(again, [-1], [5, 5])
     again.load_state_dict(held.state_dict())
-    assert again.held().ids.tolist() == list(range(600))
+    assert again.rows_by_id().ids.tolist() == list(range(600))
     assert keep(again, [599, -1], np.zeros((2, 2)))[0].tolist() == [[1, 1], [0, 0]]
     with pytest.raises(ValueError, match="not 3"):
         Residuals(3, None).load_state_dict(held.state_dict())

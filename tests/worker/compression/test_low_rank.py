@@ -63,7 +63,7 @@ class Worker:
 
     def held(self):
         """All that is held back, by block."""
-        rows, held = np.zeros((NUM_BLOCKS, BLOCK), np.float32), self.compressor.held("dense")
+        rows, held = np.zeros((NUM_BLOCKS, BLOCK), np.float32), self.compressor.residual("dense")
         rows[blocks_of(held.ids)] = held.rows
         return rows
 

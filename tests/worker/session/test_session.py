@@ -263,7 +263,7 @@ def test_close_says_how_many_rows_a_codec_held_back_unless_they_were_sent(caplog
     compression = es.Compression(push="topk:0.25")
     session = es.local(2, compression=compression)
     train(session)
-    held = session.client.compressor.rows_held_back()
+    held = session.client.compressor.residual_rows()
     assert held["t"] > 0
     session.close()
     assert [(record.args[0], record.args[1]) for record in caplog.records] == [("t", held["t"])]

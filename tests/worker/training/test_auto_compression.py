@@ -262,7 +262,7 @@ def test_what_a_selection_held_back_is_sent_where_it_is_switched_off(connect):
     codecs = codecs_of(session, push="topk:0.01+fp16s", unless_slower=True)
     train(session, codecs.before_step, TRIAL + 5)
     assert used(session) == ("none", "none")
-    assert session.client.compressor.held("t").ids.size == 0
+    assert session.client.compressor.residual("t").ids.size == 0
 
 
 @pytest.mark.parametrize("step", [5, TURN + 5])

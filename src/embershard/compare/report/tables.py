@@ -23,12 +23,12 @@ from embershard.compare.units import (
 
 STEP_PARTS = tuple("step data route pull wait shards receive decode forward backward gather encode push send".split())
 DIRECTIONS = ("push", "pull", "other")
-BYTE_PARTS = ("ids", "gradients", "rows", "dense gradients", "dense weights", "held back", "other")
+BYTE_PARTS = ("ids", "gradients", "rows", "dense gradients", "dense weights", "residuals", "other")
 _PARTS = {
     ("push", "rows"): "gradients",
     ("push", "dense"): "dense gradients",
     ("pull", "dense"): "dense weights",
-    ("push", "held"): "held back",
+    ("push", "residual"): "residuals",
 }
 
 
