@@ -175,7 +175,7 @@ class SnapshotWriter:
 
     def reply(self) -> Snapshotted:
         """How far it is; raises what ended it."""
-        if self._error is not None:
+        if self._error is not None and self.ended:  # not before: who is told of it may begin another snapshot
             raise clipped(self._error)  # as another exception: it is raised more than once
         return Snapshotted(
             state=self._state,
