@@ -19,6 +19,7 @@ from embershard.proto.routing import Route, sum_rows
 from embershard.proto.spec import TableSpec
 from embershard.worker.kernels import by_first_use, by_first_use_in_torch
 from embershard.worker.nn.remote_weight import RemoteWeight
+from embershard.worker.session.dense import untraced
 from embershard.worker.session.gradients import RowGradients
 from embershard.worker.session.reads import LookupResult
 from embershard.worker.session.tables import RemoteTable
@@ -202,6 +203,7 @@ class Embedding(_RemoteRows):
             weight=weight,
         )
 
+    @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of the ids `input` (any shape, int32 or int64), (*input.shape, dim)."""
         if (whole := self._whole()) is not None:
@@ -264,6 +266,7 @@ class EmbeddingBag(_RemoteRows):
         self.mode = mode
         self.include_last_offset = include_last_offset
 
+    @untraced
     def forward(
         self,
         input: torch.Tensor,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from embershard.proto.errors import EmbershardError
 from embershard.proto.routing import Route
-from embershard.worker.session.dense import METADATA, ParameterChanged
+from embershard.worker.session.dense import METADATA, ParameterChanged, untraced
 from embershard.worker.session.gradients import RowGradients
 from embershard.worker.session.tables import RemoteTable
 
@@ -180,6 +180,7 @@ class RemoteWeight(nn.Parameter):
     __reduce_ex__ = __deepcopy__
 
     @classmethod
+    @untraced
     def __torch_function__(
         cls,
         func: Callable[..., object],
@@ -355,6 +356,7 @@ class RowsGradient(Tensor):
         return f"RowsGradient({self.table!r}, {tuple(self.shape)}, {len(self.ids)} rows)"
 
     @classmethod
+    @untraced
     def __torch_function__(
         cls,
         func: Callable[..., object],

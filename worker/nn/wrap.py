@@ -22,7 +22,7 @@ from embershard.proto.spec import Adagrad, Constant, Initializer, Normal, Optimi
 from embershard.worker.nn.embedding import Embedding, EmbeddingBag
 from embershard.worker.nn.remote_weight import WHOLE_LIMIT, RemoteWeight
 from embershard.worker.patterns import choose
-from embershard.worker.session.dense import BLOCK, DenseWeights, layout_seed, may_be_compiled
+from embershard.worker.session.dense import BLOCK, DenseWeights, layout_seed, may_be_compiled, untraced
 from embershard.worker.session.inputs import WrappedModel
 from embershard.worker.session.session import Session
 from embershard.worker.session.tables import RemoteTable
@@ -388,6 +388,7 @@ class _Hook:
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
 
+    @untraced
     def __call__(self, *args: object) -> None:
         self._function(*args)
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch._C._dynamo.eval_frame as eval_frame
 from torch import nn
 
 from embershard.proto.arrays import Floats, Ids
@@ -23,7 +25,22 @@ from embershard.worker.compression.low_rank import DenseLayout, ParameterSlice
 from embershard.worker.device import host_rows, to_host
 from embershard.worker.session.gradients import RowGradients
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 BLOCK = 1024  # floats: 4 KiB, small enough to spread over shards, large enough that ids cost nothing
+
+
+def untraced(function: F) -> F:
+    """Have torch.compile call a function as it is: neither the function nor what it calls becomes part of a graph.
+
+    As torch.compiler.disable, which imports torch's compiler and takes seconds for that.
+    """
+    if not hasattr(eval_frame, "set_code_exec_strategy"):  # torch before 2.8
+        return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
 
 
 class ParameterChanged(EmbershardError):
@@ -302,6 +319,7 @@ class StaleParameter(RemoteParameter):
     """
 
     @classmethod
+    @untraced
     def __torch_function__(
         cls,
         func: Callable[..., object],
@@ -348,9 +366,9 @@ METADATA = {
 
 def may_be_compiled() -> bool:
     """Whether this process has functions of torch.compile or torch.jit, which do not call torch's functions."""
-    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
     # None stands for torch.compiler.disable
-    backends = {} if eval_frame is None else getattr(eval_frame, "cached_backends", {0: "unknown"})
+    backends = {} if dynamo is None else getattr(dynamo, "cached_backends", {0: "unknown"})
     if any(backend is not None for backend in backends.values()):
         return True
     return bool(torch.jit._state._python_cu.get_functions())  # type: ignore[func-returns-value]

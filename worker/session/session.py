@@ -26,7 +26,7 @@ from embershard.worker.client.membership import Membership
 from embershard.worker.client.push import NOT_READ
 from embershard.worker.compression.settings import Compression, codec_of
 from embershard.worker.session.codec_switch import Switching
-from embershard.worker.session.dense import DenseWeights
+from embershard.worker.session.dense import DenseWeights, untraced
 from embershard.worker.session.gradients import RowGradients, merge, to_arrays
 from embershard.worker.session.inputs import Inputs
 from embershard.worker.session.local_steps import LocalSteps
@@ -278,6 +278,7 @@ class Session:
     def _merge(self) -> None:
         self._collected = merge(self._collected, self.placement, self.client.compressor.packs)
 
+    @untraced
     def step(self, lr_scales: Mapping[str, float] | None = None, *, weight: float = 1.0) -> None:
         """Push what backward left, to all shards at once, and advance the clock; `stats` counts the rows.
 

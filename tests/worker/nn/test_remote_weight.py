@@ -260,3 +260,29 @@ def test_only_what_a_parallel_model_of_torch_can_train_is_among_its_parameters(m
     _, _, model, _ = torch_and_ours(make_session, dense="ddp")
     assert {name for name, _ in model.named_parameters()} == {"out.weight", "out.bias"}
     assert torch.equal(model.items.weight[1:2], model.items(torch.tensor([1])))
+
+
+def test_a_compiled_model_and_a_compiled_step_train_to_the_bits_of_torch(make_session):
+    plain, optimizer, model, session = torch_and_ours(make_session, TiedSoftmax)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")  # what the session does would not survive tracing
+
+    @torch.compile(backend="eager")
+    def step(net, update):
+        F.cross_entropy(net.scores(hidden(net)), IDS[:, 1]).backward()
+        update()
+
+    try:
+        for _ in range(3):
+            for net, called, update in ((plain, plain, optimizer.step), (model, compiled, session.step)):
+                called(IDS).square().mean().backward()
+                update()
+                net.zero_grad()
+            step(model, session.step)
+            F.cross_entropy(plain.scores(hidden(plain)), IDS[:, 1]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        torch._dynamo.reset()
+    for key, value in plain.state_dict().items():
+        assert torch.equal(value, model.state_dict()[key]), key
