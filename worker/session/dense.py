@@ -125,7 +125,7 @@ class DenseWeights:
             self._views.append((place.parameter, view.data_ptr()))
         self._padding = torch.zeros(BLOCK, device=device)
         self._host.copy_(self._blocks)  # a pull of some blocks leaves the others as they are
-        self._versions = [place.parameter._version for place in self._slices]
+        self._note_versions()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -150,10 +150,12 @@ class DenseWeights:
 
     def expire(self) -> None:
         """Pull the parameters that are trained before anything reads them: they change on the shards now."""
+        self._check_unchanged()
         self._mark_stale([place for place in self._slices if place.parameter.requires_grad])
 
     def forget(self) -> None:
         """Pull all parameters before anything reads them, whatever the clock says."""
+        self._check_unchanged()
         self._clock = None
         self._mark_stale(self._slices)
 
@@ -190,7 +192,7 @@ class DenseWeights:
         self._watched.setdefault(place, parameter.detach().clone())
 
     def _check_unchanged(self) -> None:
-        """ParameterChanged where somebody else than a pull changed a parameter."""
+        """ParameterChanged, once, where somebody else than a pull changed a parameter: all are pulled anew then."""
         with torch._C.DisableTorchFunctionSubclass():
             for number, (place, version) in enumerate(zip(self._slices, self._versions, strict=True)):
                 before, now = self._watched.get(number), place.parameter
@@ -201,12 +203,17 @@ class DenseWeights:
                     )
                 same = before is None or torch.equal(before, now.detach().to(before))
                 if now._version != version or not same:
+                    self._clock = None
+                    self._watched.clear()
+                    self._mark_stale(self._slices)
                     raise ParameterChanged(parameter=place.name)
         self._watched.clear()
 
     def _mark_stale(self, slices: Sequence[_ParameterSlice]) -> None:
-        """NaN takes the place of old values: whatever reads them past the class, as an alias does, is seen at once."""
-        self._check_unchanged()
+        """NaN takes the place of old values: whatever reads them past the class, as an alias does, is seen at once.
+
+        Autograd learns of the change, as from an optimizer: a graph that holds old values has no backward any more.
+        """
         self._expired = self._erased = True
         if len(slices) == len(self._slices):
             self._blocks.fill_(torch.nan)
@@ -214,15 +221,19 @@ class DenseWeights:
             if len(slices) < len(self._slices):
                 self._blocks[place.start : place.stop].fill_(torch.nan)
             place.parameter.__class__ = StaleParameter
+        torch.autograd.graph.increment_version([place.parameter for place in slices])
+        self._note_versions()
 
     def _mark_read(self) -> None:
-        """The parameters have the values of the shards now; autograd learns of the change, as from an optimizer."""
+        """The parameters have the values of the shards now."""
         for parameter in self.parameters:
-            if isinstance(parameter, StaleParameter):
-                torch.autograd.graph.increment_version(parameter)
             parameter.__class__ = RemoteParameter
-        self._versions = [place.parameter._version for place in self._slices]
+        self._note_versions()
         self._expired = self._erased = False
+
+    def _note_versions(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self._versions = [place.parameter._version for place in self._slices]
 
     def accept(self, route: Route, rows: Floats, clock: int) -> None:
         """Take the pulled blocks ((U, BLOCK), in route order) over into the parameters."""

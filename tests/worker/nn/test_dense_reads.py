@@ -2,7 +2,7 @@
 
 import copy
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -206,8 +206,26 @@ def test_a_change_here_that_a_pull_would_undo_is_an_error(counted, change, fresh
     if not fresh:
         session.step()
         model(IDS).sum().backward()
+    before = model.embedding(IDS).detach().clone(), model.scale.detach().clone(), model.linear.weight.detach().clone()
     with pytest.raises(ParameterChanged):  # at once, or where it would be lost
         _ = CHANGES[change](model), session.step()
+    with suppress(ParameterChanged):
+        session.refresh()
+    now = model.embedding(IDS), model.scale, model.linear.weight
+    assert all(map(torch.equal, before, now))  # it is said once, and the next use reads the shards
+
+
+@pytest.mark.parametrize("read_since", [True, False])
+def test_an_old_graph_has_no_backward_after_a_step(counted, read_since):
+    session, _ = counted(1)
+    model = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1))
+    old = model(IDS).square().sum()
+    model(IDS).sum().backward()
+    session.step()
+    if read_since:
+        model(IDS)
+    with pytest.raises(RuntimeError, match="in.?place"):  # as after a step of torch's optimizer
+        old.backward()
 
 
 def test_a_copy_of_a_parameter_is_one_of_torch(counted):
