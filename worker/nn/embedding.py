@@ -351,7 +351,7 @@ def _collector(
             if by_frequency:  # here, since torch's own bags divide by the count of another id (2.13, CPU)
                 counts = torch.from_numpy(np.bincount(route.index, minlength=len(route.ids)))
                 gradient = gradient / counts.to(gradient.device).unsqueeze(1)
-            table.session.collect(RowGradients(table.spec, route, gradient.detach(), padding))
+            table.session.collect(RowGradients(table.spec, route, gradient, padding))
 
     return collect
 

@@ -322,7 +322,7 @@ def _collector(table: RemoteTable, route: Route) -> Callable[[Tensor], None]:
         gradient, whole.grad = whole.grad, None
         if gradient is not None:
             gradient = gradient.to_dense() if gradient.is_sparse else gradient
-            table.session.collect(RowGradients(table.spec, route, gradient.detach()[order.to(gradient.device)]))
+            table.session.collect(RowGradients(table.spec, route, gradient[order.to(gradient.device)]))
 
     return collect
 
