@@ -7,7 +7,7 @@ every argument's meaning; backward leaves one gradient per unique row, which the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from embershard.proto.routing import Route, sum_rows
 from embershard.proto.spec import TableSpec
 from embershard.worker.kernels import by_first_use, by_first_use_in_torch
 from embershard.worker.nn.remote_weight import RemoteWeight
-from embershard.worker.session.dense import untraced
+from embershard.worker.session.dense import ParameterChanged, untraced
 from embershard.worker.session.gradients import RowGradients
 from embershard.worker.session.reads import LookupResult
 from embershard.worker.session.tables import RemoteTable
@@ -108,6 +108,8 @@ class _RemoteRows(nn.Module):
             self._renormalise(read)
         rows = read.rows.detach()  # shares memory; each reader has a gradient of its own
         if not self.frozen and torch.is_grad_enabled():
+            if isinstance(weight := self._weight, RemoteWeight):
+                weight.looked_up_at = self.table.session.clock
             rows.requires_grad_()
             rows.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 _collector(self.table, route, padding, self.scale_grad_by_freq)
@@ -145,6 +147,11 @@ class _RemoteRows(nn.Module):
                 "module.table.pull(ids)"
             )
         return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            raise ParameterChanged(parameter=self.table.spec.name)
+        super().__setattr__(name, value)
 
     def _whole(self) -> torch.Tensor | None:
         """All rows, where this step reads them anyway, or where another tensor takes the weight's place."""

@@ -65,11 +65,12 @@ class RemoteWeight(nn.Parameter):
         parameter.__class__ = RemoteWeight
         assert isinstance(parameter, RemoteWeight)
         parameter.table, parameter.limit = table, limit
-        parameter._whole, parameter._read_at, parameter._whole_version = None, -1, 0
+        parameter._whole, parameter._read_at, parameter._whole_version, parameter.looked_up_at = None, -1, 0, -1
         parameter.in_use = parameter._used = parameter._was_used = False
         return parameter
 
     in_use: bool  # as a whole, in this step or the last one
+    looked_up_at: int  # clock of the last lookup by ids whose gradient the whole does not get
     _whole: Tensor | None  # (num_embeddings, dim), a leaf, while it is as the step wants it
     _read_at: int  # clock
     _whole_version: int  # of the whole, as it was read
@@ -121,13 +122,13 @@ class RemoteWeight(nn.Parameter):
                 raise TableTooLarge(table=self.table.spec.name, nbytes=nbytes, limit=self.limit)
             with torch.inference_mode(False), torch.no_grad():
                 read = self.table.session.read_all(self, self.table.spec, self.shape[0], self.device)
-                whole = read.rows[read.index]
-            if self.requires_grad:
-                whole.requires_grad_()
-                whole.register_post_accumulate_grad_hook(_collector(self.table, read.route))  # type: ignore[no-untyped-call]
+                whole = read.rows[read.index].requires_grad_()
+            whole.register_post_accumulate_grad_hook(_collector(self.table, read.route))  # type: ignore[no-untyped-call]
             self.in_use = True
             self._whole, self._read_at, self._whole_version = whole, self.table.session.clock, whole._version
         assert self._whole is not None
+        if self._whole.requires_grad != self.requires_grad:  # frozen, or unfrozen, since it was read
+            self._whole.requires_grad_(self.requires_grad)
         return self._whole
 
     @property
@@ -201,6 +202,8 @@ class RemoteWeight(nn.Parameter):
             return _rows(args[0], args[1])
         if func is torch.index_select or func is Tensor.index_select:
             return _index_select(*args, **kwargs)
+        if func is torch.autograd.grad:
+            _refuse_rows(*args, **kwargs)
         changed = _changed(func, args, kwargs, RemoteWeight)
         if changed is not None:
             raise ParameterChanged(parameter=changed.table.spec.name)
@@ -208,6 +211,16 @@ class RemoteWeight(nn.Parameter):
 
 
 _ALSO_METADATA = {Tensor.size, Tensor.__len__}
+
+
+def _refuse_rows(outputs: object, inputs: Tensor | Sequence[Tensor], *_: object, **__: object) -> None:
+    """NotImplementedError for a gradient by a weight of which rows were read by ids: that by the whole has none."""
+    for weight in [inputs] if isinstance(inputs, Tensor) else inputs:
+        if isinstance(weight, RemoteWeight) and weight.looked_up_at == weight.table.session.clock:
+            raise NotImplementedError(
+                f"table {weight.table.spec.name!r}: torch.autograd.grad by the weight would miss the rows that were "
+                "read by ids; differentiate by the output of emb(ids), or call backward() and read emb.weight.grad"
+            )
 
 
 def _are_ids(index: object) -> bool:

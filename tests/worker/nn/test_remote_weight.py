@@ -128,6 +128,31 @@ def test_two_backwards_and_a_scaled_gradient_count_as_in_torch(make_session):
     torch.testing.assert_close(plain.items.weight, model.items.weight)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("use", ["three lookups", "index", "norm"])
+def test_a_penalty_on_gradients_trains_to_the_bits_of_torch(make_session, use):
+    plain, optimizer, model, session = torch_and_ours(make_session)
+    for _ in range(3):
+        for net, step in ((plain, optimizer.step), (model, session.step)):
+            (LOSSES[use](net) * net.out.bias).sum().backward(create_graph=True)
+            penalty = net.items.weight.grad.square().sum() + net.out.bias.grad.square().sum()
+            net.zero_grad()
+            penalty.backward()
+            step()
+            net.zero_grad()
+    assert torch.equal(plain.items.weight, model.items.weight)
+    assert torch.equal(plain.out.bias, model.out.bias)
+
+
+def test_autograd_differentiates_by_a_weight_or_refuses_to(make_session):
+    plain, _, model, _ = torch_and_ours(make_session)
+    mine, theirs = (torch.autograd.grad(net.items.weight.norm(), [net.items.weight]) for net in (model, plain))
+    assert torch.equal(*mine, *theirs)
+    out = model.bag(IDS).sum()  # by rows: what follows would be None, and None is what allow_unused allows
+    with pytest.raises(NotImplementedError, match="by ids"):
+        torch.autograd.grad(out, model.bag.weight, allow_unused=True)
+
+
 def test_a_gradient_is_that_of_the_whole_table(make_session):
     plain, _, model, _ = torch_and_ours(make_session)
     for net in (plain, model):
@@ -153,6 +178,18 @@ def test_frozen_after_wrap_is_frozen(make_session, name):
         step()
     assert torch.equal(plain.items.weight, model.items.weight)
     assert torch.equal(plain.out.weight, model.out.weight)
+
+
+def test_freezing_counts_from_the_next_use_on(make_session):
+    plain, optimizer, model, session = torch_and_ours(make_session)
+    for trained in (True, False, False, True, True):
+        for net, step in ((plain, optimizer.step), (model, session.step)):
+            net.items.weight.norm()  # read before, as a checkpoint does
+            net.items.weight.requires_grad_(trained)
+            LOSSES["regulariser"](net).backward()
+            step()
+            net.zero_grad()
+    assert torch.equal(plain.items.weight, model.items.weight)
 
 
 def test_an_evaluation_sees_what_others_pushed(make_shards, make_session):
@@ -215,6 +252,7 @@ REFUSED = {
     "load_state_dict": (lambda m: m.load_state_dict(Net().state_dict()), RuntimeError),
     "hook": (lambda m: m.items.weight.register_hook(print), NotImplementedError),
     "gradient": (lambda m: setattr(m.items.weight, "grad", torch.ones(12, 4)), ValueError),
+    "another weight": (lambda m: setattr(m.items, "weight", nn.Parameter(torch.ones(12, 4))), ParameterChanged),
     "wrapped twice": (lambda m: es.wrap(m, m.items.table.session, optimizer=es.SGD(lr=0.1)), ValueError),
 }
 
