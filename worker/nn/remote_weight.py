@@ -84,8 +84,13 @@ class RemoteWeight(nn.Parameter):
         return self._whole_of_step()
 
     def for_lookups(self) -> Tensor | None:
-        """The whole, where the step reads it anyway: the gradients of lookups are then summed as torch sums them."""
-        return self._whole_of_step() if self._is_current() or self._was_used else None
+        """The whole, where the step trains it anyway: the gradients of lookups are then summed as torch sums them.
+
+        A whole that somebody only looked at does not change which rows are trained.
+        """
+        is_trained = torch.is_grad_enabled() and self.requires_grad
+        uses_whole = self._used or self._was_used if is_trained else self._is_current()
+        return self._whole_of_step() if uses_whole else None
 
     def stepped(self) -> bool:
         """The rows change on the shards now; whether the next step may read them as a whole, too."""
@@ -194,6 +199,8 @@ class RemoteWeight(nn.Parameter):
         if func in METADATA or func in _ALSO_METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func is Tensor.detach:
+            return args[0].data
         if func is F.embedding:
             return _embedding(*args, **kwargs)
         if func is F.embedding_bag:

@@ -180,6 +180,31 @@ def test_frozen_after_wrap_is_frozen(make_session, name):
     assert torch.equal(plain.out.weight, model.out.weight)
 
 
+LOOKS = {
+    "state_dict": lambda m: m.state_dict(),
+    "no_grad": torch.no_grad()(lambda m: F.linear(m.items(IDS), m.items.weight)),
+    "detach": lambda m: m.items.weight.detach().norm(),
+    "data": lambda m: m.items.weight.data.norm(),
+    "grad": lambda m: m.items.weight.grad,
+}
+
+
+def test_a_look_at_a_weight_does_not_change_which_rows_are_trained(make_session):
+    states = []
+    for look in (lambda m: None, *LOOKS.values()):
+        torch.manual_seed(3)
+        session = make_session(2)
+        model = es.wrap(Net(), session, optimizer=es.Adam(lr=0.1))  # which moves every row that is pushed
+        for ids in (IDS, IDS + 1):
+            look(model)
+            model(ids).sum().backward()
+            look(model)
+            session.step()
+        states.append(model.state_dict())
+    for state in states:
+        assert all(torch.equal(value, state[key]) for key, value in states[0].items())
+
+
 def test_freezing_counts_from_the_next_use_on(make_session):
     plain, optimizer, model, session = torch_and_ours(make_session)
     for trained in (True, False, False, True, True):
