@@ -44,6 +44,13 @@ _IN_VAIN = (
     "embedding_inputs, gives for a batch must hold the very ids that each embedding is called with"
 )
 
+_MANY_PARTS = 1024  # of gradients, before they are summed: so much memory at most where many backwards make a step
+_MANY_BACKWARDS = 1000  # without a step: more than anybody accumulates
+_NO_STEP = (
+    "%d backward passes and no session.step(): the shards' weights are as they were; call it where torch's loop has "
+    "optimizer.step()"
+)
+
 _log = logging.getLogger(__name__)
 
 
@@ -72,6 +79,7 @@ class Session:
         self._prefetched = PrefetchedRows()
         self._prefetcher: Prefetcher[Any] | None = None  # inside `prefetch`
         self._collected: list[RowGradients] = []
+        self._backwards, self._last_backward = 0, -1  # since the last step; autograd's number of the last one
         self._whole_tables: list[WholeTable] = []  # that this step has read, or the last one
         self._clock = 0
         self._waited = 0.0  # seconds that the training thread waited for shards
@@ -259,8 +267,15 @@ class Session:
             self._prefetcher.touch(table, route)
 
     def collect(self, gradients: RowGradients) -> None:
-        """Keep gradients until the next step."""
+        """Keep gradients until the next step, which a loop may forget: the log says so then."""
         self._collected.append(gradients)
+        if len(self._collected) >= _MANY_PARTS:
+            self._merge()
+        if (backward := torch._C._current_graph_task_id()) != self._last_backward:
+            self._last_backward = backward
+            self._backwards += 1
+            if self._backwards == _MANY_BACKWARDS:
+                _log.warning(_NO_STEP, self._backwards)
 
     def gradients(self) -> list[RowGradients]:
         """Return the gradients of the tables since the last step, one part per table; you may change them in place.
@@ -290,6 +305,7 @@ class Session:
         and has done nothing then. If a shard gives no answer in time, its part of the push is sent again, once, with
         the next step.
         """
+        self._backwards = 0
         if self._prefetcher is None:
             self.settle()
         else:
@@ -539,6 +555,8 @@ class Session:
         if self._prefetcher is not None:
             self._leave_loop(self._prefetcher)
             self._log_failure()
+        if self.clock == 0 and 1 < self._backwards < _MANY_BACKWARDS:
+            _log.warning(_NO_STEP, self._backwards)
         for name, rows in self.client.compressor.residual_rows().items():
             _log.warning(
                 "table %s: the residual of %d rows was not sent before the session was closed; "
