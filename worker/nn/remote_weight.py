@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
@@ -351,7 +352,8 @@ class RowsGradient(Tensor):
     """The gradient of a table's rows: those that were read have one, all others zero.
 
     In-place functions by a number change what is pushed; norms and other reductions that zero rows do not change are
-    those of the rows read; any other function gets the gradient of the whole table, where that is within the limit.
+    those of the rows read; any other function gets the gradient of the whole table, where that is within the limit: a
+    copy, which is not pushed and cannot be changed in place.
     """
 
     ids: Tensor  # (U,)
@@ -366,6 +368,27 @@ class RowsGradient(Tensor):
         gradient.ids, gradient.num_rows = torch.from_numpy(part.route.ids), num_rows
         gradient.limit, gradient.table = limit, part.spec.name
         return gradient
+
+    def detach(self) -> RowsGradient:
+        """The same memory, apart from autograd."""
+        gradient = self.as_subclass(Tensor).detach().as_subclass(RowsGradient)
+        gradient.__dict__.update(self.__dict__)
+        return gradient
+
+    @property
+    def data(self) -> RowsGradient:  # type: ignore[override]
+        """As `detach`."""
+        return self.detach()
+
+    def __deepcopy__(self, memo: object) -> Tensor:
+        """The gradient of the whole table, as a tensor of torch."""
+        return self.clone()
+
+    def numel(self) -> int:
+        """That of the weight."""
+        return self.shape.numel()
+
+    nelement = numel
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -390,8 +413,9 @@ class RowsGradient(Tensor):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if name in _OF_ROWS and _is_by_number(args, kwargs):
-            return func(*_unwrapped(args), **_unwrapped(kwargs))
+        if name in _OF_ROWS and _is_by_number(name, args, kwargs):
+            result = func(*_unwrapped(args), **_unwrapped(kwargs))
+            return args[0] if name.endswith("_") else result
         if (changed := _changed(func, args, kwargs, RowsGradient)) is not None:
             raise NotImplementedError(
                 f"table {changed.table!r}: {name} would change gradients of rows that nobody read; scale by a "
@@ -400,17 +424,51 @@ class RowsGradient(Tensor):
         return func(*_densified(args), **_densified(kwargs))
 
 
+class _Copy(Tensor):
+    """The gradient of a whole table, or a part of it. What changes it would not be pushed, and is an error."""
+
+    @classmethod
+    @untraced
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        """Call the function; what shares memory with the copy is one, too."""
+        kwargs = kwargs or {}
+        if _changed(func, args, kwargs, _Copy) is not None:
+            raise NotImplementedError(
+                "a part of emb.weight.grad is a copy, and a change of it would not be pushed: change the rows of "
+                "session.gradients(), or scale all of emb.weight.grad by a number"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            memory = {value.untyped_storage().data_ptr() for value in args if isinstance(value, _Copy)}
+            return _shared(func(*args, **kwargs), memory)
+
+
+def _shared(value: Any, memory: AbstractSet[int]) -> Any:
+    """The same result, with copies in place of tensors in their memory."""
+    if isinstance(value, np.ndarray):
+        value.flags.writeable = False
+    if isinstance(value, Tensor) and value.layout == torch.strided and value.untyped_storage().data_ptr() in memory:
+        return value.as_subclass(_Copy)
+    return type(value)(_shared(part, memory) for part in value) if type(value) in (list, tuple) else value
+
+
 # functions that zero rows do not change, or that keep them zero
 _OF_ROWS = {
-    "_foreach_abs", "_foreach_abs_", "_foreach_clamp_max_", "_foreach_clamp_min_", "_foreach_div_", "_foreach_mul_",
-    "_foreach_norm", "_amp_foreach_non_finite_check_and_unscale_", "clamp_", "clamp_max_", "clamp_min_", "detach_",
-    "div_", "isfinite", "isinf", "isnan", "linalg_vector_norm", "mul_", "nan_to_num_", "norm", "vector_norm", "zero_",
+    "_amp_foreach_non_finite_check_and_unscale_", "_foreach_abs", "_foreach_abs_", "_foreach_clamp_max_",
+    "_foreach_clamp_min_", "_foreach_div_", "_foreach_mul_", "_foreach_norm", "_foreach_zero_", "clamp_", "clamp_max_",
+    "clamp_min_", "detach_", "div_", "isfinite", "isinf", "isnan", "linalg_vector_norm", "mul_", "nan_to_num_", "neg_",
+    "norm", "sign_", "vector_norm", "zero_",
 }  # fmt: skip
 
 
-def _is_by_number(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _is_by_number(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether nothing else has a shape, and no dimension is named."""
-    if len(args) > 2 and not isinstance(args[0], list | tuple):  # a dimension, by its place
+    if len(args) > 2 and name in ("norm", "linalg_vector_norm", "vector_norm"):  # a dimension, by its place
         return False
     others = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)]
     return kwargs.get("dim") is None and all(value.dim() == 0 for value in others)
@@ -430,7 +488,8 @@ def _densified(value: Any) -> Any:
         nbytes = rows.element_size() * value.num_rows * rows.shape[1]
         if nbytes > value.limit:
             raise TableTooLarge(table=value.table, nbytes=nbytes, limit=value.limit)
-        return rows.new_zeros(value.num_rows, rows.shape[1]).index_copy_(0, value.ids.to(rows.device), rows)
+        whole = rows.new_zeros(value.num_rows, rows.shape[1]).index_copy(0, value.ids.to(rows.device), rows)
+        return whole.as_subclass(_Copy)
     if isinstance(value, Mapping):
         return {key: _densified(part) for key, part in value.items()}
     return type(value)(map(_densified, value)) if isinstance(value, list | tuple) else value

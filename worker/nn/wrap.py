@@ -22,7 +22,7 @@ from embershard.proto.spec import Adagrad, Constant, Initializer, Normal, Optimi
 from embershard.worker.nn.embedding import Embedding, EmbeddingBag
 from embershard.worker.nn.remote_weight import WHOLE_LIMIT, RemoteWeight
 from embershard.worker.patterns import choose
-from embershard.worker.session.dense import BLOCK, DenseWeights, layout_seed, may_be_compiled, untraced
+from embershard.worker.session.dense import BLOCK, DenseWeights, RemoteParameter, layout_seed, may_be_compiled, untraced
 from embershard.worker.session.inputs import WrappedModel
 from embershard.worker.session.session import Session
 from embershard.worker.session.tables import RemoteTable
@@ -409,10 +409,12 @@ def dense_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _refuse_state(model: nn.Module) -> None:
-    def refuse(*_: object) -> NoReturn:
+    for module in model.modules():
+        module.register_load_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
+
+
+def _refuse(module: nn.Module, *_: object) -> None:
+    if any(isinstance(parameter, RemoteParameter | RemoteWeight) for parameter in module.parameters()):  # in no copy
         raise RuntimeError(
             "the weights of a wrapped model live on the shards: load a state_dict before wrap, into fresh shards"
         )
-
-    for module in model.modules():
-        module.register_load_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]

@@ -7,10 +7,11 @@ that an even placement routes in their own order, so that rows are pulled and gr
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 import torch
@@ -320,6 +321,10 @@ class RemoteParameter(nn.Parameter):
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
         return memo[id(self)]  # type: ignore[return-value]
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Pickled as the copy."""
+        return copy.deepcopy(self).__reduce_ex__(protocol)
 
 
 class StaleParameter(RemoteParameter):

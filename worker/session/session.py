@@ -579,7 +579,7 @@ class Session:
         finally:
             self.close()
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
+    def __deepcopy__(self, memo: object = None) -> NoReturn:
         raise TypeError("a session holds connections and cannot be copied; copy the model before wrapping it")
 
-    __reduce__ = __deepcopy__  # type: ignore[assignment]
+    __reduce__ = __deepcopy__

@@ -1,6 +1,7 @@
 """Dense weights come with the first lookup of a step, or before anything else uses them, wherever that is."""
 
 import copy
+import pickle
 import sys
 from contextlib import nullcontext, suppress
 
@@ -228,14 +229,22 @@ def test_an_old_graph_has_no_backward_after_a_step(counted, read_since):
         old.backward()
 
 
-def test_a_copy_of_a_parameter_is_one_of_torch(counted):
+def pickled(part):
+    return pickle.loads(pickle.dumps(part))
+
+
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, pickled])
+def test_a_copy_of_a_part_is_one_of_torch(counted, copied_by):
     session, _ = counted(1)
     model = es.wrap(Net(), session, optimizer=es.SGD(lr=1.0))
     model(IDS).sum().backward()
     before = model.scale.detach().clone()
     session.step()
-    copied = copy.deepcopy(model.linear)
+    copied = copied_by(model.linear)
     assert type(copied.weight) is nn.Parameter
+    copied.load_state_dict(model.linear.state_dict())
+    with pytest.raises(RuntimeError, match="shards"):
+        model.linear.load_state_dict(copied.state_dict())
     assert torch.equal(copied.weight, model.linear.weight)
     assert not torch.equal(model.scale, before)
 

@@ -128,6 +128,54 @@ def test_two_backwards_and_a_scaled_gradient_count_as_in_torch(make_session):
     torch.testing.assert_close(plain.items.weight, model.items.weight)
 
 
+def halve(parameter):
+    parameter.grad *= 0.5
+
+
+CHANGES_OF_GRADIENTS = {
+    "by value": lambda p: nn.utils.clip_grad_value_([p], 0.01),
+    "by value, at once": lambda p: nn.utils.clip_grad_value_([p], 0.01, foreach=True),
+    "data": lambda p: p.grad.data.clamp_(-0.01, 0.01),
+    "detached": lambda p: p.grad.detach().mul_(0.5),
+    "operator": halve,
+    "zeros": lambda p: torch._foreach_zero_([p.grad]),
+    "a result": lambda p: (p.grad.view(-1) + 1).mul_(2),  # which changes nothing
+}
+
+
+@pytest.mark.parametrize("loss", ["index", "regulariser"])
+@pytest.mark.parametrize("change", CHANGES_OF_GRADIENTS)
+def test_a_changed_gradient_is_pushed_as_it_is(make_session, change, loss):
+    plain, optimizer, model, session = torch_and_ours(make_session)
+    for net, step in ((plain, optimizer.step), (model, session.step)):
+        LOSSES[loss](net).backward()
+        assert net.items.weight.grad.numel() == 48
+        CHANGES_OF_GRADIENTS[change](net.items.weight)
+        step()
+    torch.testing.assert_close(plain.items.weight, model.items.weight)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda gradient: gradient[3].zero_(),
+        lambda gradient: gradient.data[3].zero_(),
+        lambda gradient: gradient.__setitem__(3, 0.0),
+        lambda gradient: gradient[:, 1:].T.mul_(0.5),
+        lambda gradient: [row.mul_(0.5) for row in gradient],
+        lambda gradient: gradient.cpu().numpy().__imul__(0.5),
+    ],
+)
+def test_a_changed_part_of_a_gradient_would_be_lost_and_is_an_error(make_session, change):
+    _, _, model, _ = torch_and_ours(make_session)
+    LOSSES["index"](model).backward()
+    with pytest.raises((NotImplementedError, ValueError), match=r"table|pushed|read-only"):
+        change(model.items.weight.grad)
+    before = copy.deepcopy(model.items.weight.grad)
+    assert type(before) is torch.Tensor
+    assert torch.equal(before.mul_(2), model.items.weight.grad * 2)
+
+
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("use", ["three lookups", "index", "norm"])
 def test_a_penalty_on_gradients_trains_to_the_bits_of_torch(make_session, use):
