@@ -40,7 +40,7 @@ class _RemoteRows(nn.Module):
         frozen: bool,
         weight: RemoteWeight | None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # without the weight of nn.Embedding, which comes next for the classes below
         self.table = table
         self.num_embeddings = num_embeddings
         self.embedding_dim = table.spec.dim
@@ -184,7 +184,7 @@ class _RemoteRows(nn.Module):
         return text + (", frozen" if self.frozen else "")
 
 
-class Embedding(_RemoteRows):
+class Embedding(_RemoteRows, nn.Embedding):  # type: ignore[misc]
     """nn.Embedding over a remote table; `num_embeddings` None takes any 64-bit id."""
 
     def __init__(
@@ -199,7 +199,8 @@ class Embedding(_RemoteRows):
         frozen: bool = False,
         weight: RemoteWeight | None = None,
     ) -> None:
-        super().__init__(
+        _RemoteRows.__init__(
+            self,
             table,
             num_embeddings,
             padding_idx=padding_idx,
@@ -239,7 +240,7 @@ class _RowLookup(torch.autograd.Function):
         return torch.from_numpy(sum_rows(index.numpy(), gradient.contiguous().numpy(force=True), count)), None
 
 
-class EmbeddingBag(_RemoteRows):
+class EmbeddingBag(_RemoteRows, nn.EmbeddingBag):  # type: ignore[misc]
     """nn.EmbeddingBag over a remote table; `num_embeddings` None takes any 64-bit id."""
 
     def __init__(
@@ -256,7 +257,8 @@ class EmbeddingBag(_RemoteRows):
         frozen: bool = False,
         weight: RemoteWeight | None = None,
     ) -> None:
-        super().__init__(
+        _RemoteRows.__init__(
+            self,
             table,
             num_embeddings,
             padding_idx=padding_idx,

@@ -28,6 +28,7 @@ from embershard.worker.session.session import Session
 from embershard.worker.session.tables import RemoteTable
 
 T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
 Values = Callable[[], Iterable[tuple[Ids, Floats]]]
 
 _PORTION = 2**18  # rows loaded at a time
@@ -300,10 +301,10 @@ def _portions(weight: torch.Tensor) -> Iterator[tuple[Ids, Floats]]:
 def _remote(
     module: nn.Embedding | nn.EmbeddingBag, table: RemoteTable, weight: RemoteWeight
 ) -> Embedding | EmbeddingBag:
-    """The remote twin of a module."""
+    """The remote twin of a module, with the methods of a class of its own, and with what the model keeps in it."""
     remote: Embedding | EmbeddingBag
     if isinstance(module, nn.Embedding):
-        remote = Embedding(
+        remote = _class_of(module, Embedding)(
             table,
             module.num_embeddings,
             padding_idx=module.padding_idx,
@@ -313,7 +314,7 @@ def _remote(
             weight=weight,
         )
     else:
-        remote = EmbeddingBag(
+        remote = _class_of(module, EmbeddingBag)(
             table,
             module.num_embeddings,
             mode=module.mode,
@@ -324,9 +325,16 @@ def _remote(
             include_last_offset=module.include_last_offset,
             weight=weight,
         )
+    for key, value in vars(module).items():
+        vars(remote).setdefault(key, value)
     remote.train(module.training)
     remote.to(weight.device)
     return remote
+
+
+def _class_of(module: nn.Module, remote: type[M]) -> type[M]:
+    own = type(module)
+    return remote if own in (nn.Embedding, nn.EmbeddingBag) else type(own.__name__, (remote, own), {})
 
 
 def _dense(model: nn.Module, session: Session, rules: Mapping[str, Optimizer], name: str) -> list[DenseWeights]:

@@ -34,6 +34,28 @@ class TiedSoftmax(Net):
         self.scores.weight = self.items.weight
 
 
+class Scaled(nn.Embedding):
+    def __init__(self, scale):
+        super().__init__(12, 4)
+        self.scale = scale
+
+    def decay(self):
+        return self.scale * self.weight.square().sum()
+
+
+class OfOneKind(Net):
+    """A class derived from torch's, and modules found by their class."""
+
+    def __init__(self):
+        super().__init__()
+        self.extra = Scaled(0.5)
+
+    def loss(self, ids):
+        kinds = nn.Embedding | nn.EmbeddingBag
+        decay = sum(module.weight.square().sum() for module in self.modules() if isinstance(module, kinds))
+        return self(ids).mean() + 0.1 * decay + self.extra.decay()
+
+
 def squares(parameters):
     return sum(parameter.square().sum() for parameter in parameters)
 
@@ -99,6 +121,19 @@ def test_a_tied_layer_trains_to_the_bits_of_torch(make_session):
             step()
             net.zero_grad()
     assert torch.equal(plain.scores.weight, model.scores.weight)
+
+
+def test_modules_are_what_they_were_for_the_model(make_session):
+    plain, optimizer, model, session = torch_and_ours(make_session, OfOneKind)
+    for _ in range(3):
+        losses = [net.loss(IDS) for net in (plain, model)]
+        assert torch.equal(*losses)
+        for loss, step in zip(losses, (optimizer.step, session.step), strict=True):
+            loss.backward()
+            step()
+        optimizer.zero_grad()
+    assert torch.equal(plain.extra.weight, model.extra.weight)
+    assert torch.equal(plain.items.weight, model.items.weight)
 
 
 @pytest.mark.parametrize("kind", [2.0, float("inf")])
