@@ -93,9 +93,10 @@ def wrap(
     never pushed; frozen dense parameters are loaded once, so that all workers agree, and are trained when they are
     unfrozen.
 
-    ValueError where the model cannot be wrapped: wrapped before, tied to a table that may not be read as a whole,
-    parameters that are not float32, not initialised, or on the meta device without being a table. OtherParameters where
-    the shards hold other dense weights; TableTooLarge where a use would read a larger table as a whole.
+    ValueError where the model cannot be wrapped: wrapped before, tied to a table that may not be read as a whole, with
+    a tensor in the memory of a parameter (self.w = emb.weight.data), parameters that are not float32, not initialised,
+    or on the meta device without being a table. OtherParameters where the shards hold other dense weights;
+    TableTooLarge where a use would read a larger table as a whole.
     """
     if hasattr(model, _MARK):
         raise ValueError("this model is wrapped already")
@@ -251,12 +252,34 @@ def _validate(model: nn.Module, groups: list[_Group], id_space: Mapping[str, str
                 raise ValueError(
                     f"parameter {full!r} is on the meta device; only embeddings may stay there: materialise the others"
                 )
+    moves = {_memory(p): n for n, p in model.named_parameters() if settings.are_parameters or id(p) in tables}
+    _refuse_aliases(model, {place: name for place, name in moves.items() if place})
     known = {name for group in groups for name in group.names}
     unknown = sorted(set(id_space) - known)
     if unknown:
         raise ValueError(
             f"id_space names {', '.join(unknown)}, which is no embedding (known: {', '.join(sorted(known))})"
         )
+
+
+def _refuse_aliases(model: nn.Module, moved: Mapping[int, str]) -> None:
+    """ValueError for a tensor in the memory of a parameter that moves: it would keep the first values."""
+    for name, module in model.named_modules():
+        if module._forward_pre_hooks:  # as of torch.nn.utils.spectral_norm, which computes its tensor anew
+            continue
+        for key, kept in (vars(module) | module._buffers).items():
+            for value in kept if isinstance(kept, list | tuple) else [kept]:
+                if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and _memory(value) in moved:
+                    raise ValueError(
+                        f"{f'{name}.{key}'.lstrip('.')} shares memory with parameter {moved[_memory(value)]!r}, which "
+                        "moves to the shards, and would keep its first values: use the parameter instead, or clone it"
+                    )
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Where a tensor lies; 0 for nowhere."""
+    is_there = tensor.layout == torch.strided and not tensor.is_meta
+    return tensor.untyped_storage().data_ptr() if is_there else 0
 
 
 def _table_names(groups: list[_Group], prefix: str) -> list[str]:

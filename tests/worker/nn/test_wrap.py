@@ -365,3 +365,19 @@ def test_an_optimizer_for_dense_weights_that_nobody_would_use_is_refused(make_se
         es.wrap(SumModel(10), make_session(), optimizer=es.SGD(lr=0.1), dense_optimizer=es.SGD(lr=0.1), dense="ddp")
     with pytest.raises(ValueError, match="dense must be ps, ddp or fsdp, got 'dpp'"):
         es.wrap(SumModel(10), make_session(), optimizer=es.SGD(lr=0.1), dense="dpp")
+
+
+@pytest.mark.parametrize("kept", [lambda w: w.data, lambda w: [w.detach()[1:]], lambda w: nn.Buffer(w.data.view(-1))])
+@pytest.mark.parametrize("of", ["table", "linear"])
+def test_a_tensor_in_the_memory_of_a_parameter_would_keep_its_first_values(make_session, kept, of):
+    def build(keep):
+        net = nn.Module()
+        net.table, net.linear = nn.Embedding(10, 4), nn.Linear(4, 4)
+        net.kept = keep(getattr(net, of).weight)
+        return net
+
+    with pytest.raises(ValueError, match=f"kept shares memory with parameter '{of}.weight'"):
+        es.wrap(build(kept), make_session(1), optimizer=es.SGD(lr=0.1))
+    if of == "linear":  # which stays with torch
+        es.wrap(build(kept), make_session(1), optimizer=es.SGD(lr=0.1), dense="ddp")
+    es.wrap(build(lambda weight: weight.detach().clone()), make_session(1), optimizer=es.SGD(lr=0.1))
