@@ -25,6 +25,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import embershard as es
 from embershard.worker.models.dlrm import DLRM
+from embershard.worker.nn.remote_weight import RemoteWeight
 from embershard.worker.session.session import Session
 
 SHARDS = (1, 2, 4)
@@ -141,7 +142,7 @@ def on_shards(session: Session, optimizer: es.SGD | es.Custom, data: Batches, *,
         model(*data[0][:2])  # brings the dense weights here
     rows = [m.table.pull(torch.arange(ROWS)) for m in model.modules() if isinstance(m, es.Embedding | es.EmbeddingBag)]
     digest = hashlib.sha256()
-    for weight in (*rows, *model.parameters()):
+    for weight in (*rows, *(weight for weight in model.parameters() if not isinstance(weight, RemoteWeight))):
         digest.update(weight.detach().numpy().tobytes())
     return Run(losses, digest.hexdigest()[:16])
 

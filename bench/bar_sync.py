@@ -28,6 +28,7 @@ import embershard as es
 from embershard.deploy.supervisor import LocalShards
 from embershard.worker.models.dlrm import DLRM
 from embershard.worker.models.ncf import NeuMF
+from embershard.worker.nn.remote_weight import RemoteWeight
 from timing import finish, print_table
 
 WORKERS = (1, 2, 4)
@@ -182,7 +183,8 @@ def work(addresses: str, rank: int, workers: int, out: Path) -> None:
                 model(*mine[0][:2])  # brings the dense weights here
             if rank == 0:
                 rows = [module.table.pull(torch.arange(ROWS)) for module in tables(model)]
-                for position, weight in enumerate((*rows, *model.parameters())):
+                others = [weight for weight in model.parameters() if not isinstance(weight, RemoteWeight)]
+                for position, weight in enumerate((*rows, *others)):
                     np.save(out / f"{number}-{position:02}.npy", weight.detach().numpy())
 
 

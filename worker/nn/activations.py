@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from embershard.worker.nn.embedding import Embedding, EmbeddingBag
-
-TABLES = (nn.Embedding, nn.EmbeddingBag, Embedding, EmbeddingBag)
+TABLES = (nn.Embedding, nn.EmbeddingBag)  # remote ones, too
 
 
 def checkpoint_activations(model: nn.Module) -> int:

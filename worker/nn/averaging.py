@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from embershard.worker.nn.remote_weight import RemoteWeight
+
 Share = Callable[[Sequence[Tensor]], None]
 
 
@@ -28,7 +30,7 @@ class WeightAverage:
     ) -> None:
         self._update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self.steps = 0  # taken in
-        self._parameters = list(parameters)
+        self._parameters = [its for its in parameters if not isinstance(its, RemoteWeight)]
         self._read = read
         self._pending = False
         self.values: list[Tensor] = []
@@ -79,4 +81,6 @@ class WeightAverage:
     @torch.no_grad()
     def _put(self, values: Sequence[Tensor]) -> None:
         for parameter, value in zip(self._parameters, values, strict=True):
-            parameter.copy_(value)
+            # a change for a while: to parameters of shards a change that lasts is an error
+            with torch.autograd._unsafe_preserve_version_counter(parameter):  # type: ignore[attr-defined]
+                parameter.copy_(value)

@@ -7,6 +7,7 @@ every argument's meaning; backward leaves one gradient per unique row, which the
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from torch.autograd.function import FunctionCtx
 from embershard.proto.routing import Route, sum_rows
 from embershard.proto.spec import TableSpec
 from embershard.worker.kernels import by_first_use, by_first_use_in_torch
+from embershard.worker.nn.remote_weight import RemoteWeight
+from embershard.worker.session.dense import ParameterChanged, untraced
 from embershard.worker.session.gradients import RowGradients
 from embershard.worker.session.reads import LookupResult
 from embershard.worker.session.tables import RemoteTable
@@ -35,8 +38,9 @@ class _RemoteRows(nn.Module):
         norm_type: float,
         scale_grad_by_freq: bool,
         frozen: bool,
+        weight: RemoteWeight | None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # without the weight of nn.Embedding, which comes next for the classes below
         self.table = table
         self.num_embeddings = num_embeddings
         self.embedding_dim = table.spec.dim
@@ -45,7 +49,9 @@ class _RemoteRows(nn.Module):
         self.norm_type = norm_type
         self.scale_grad_by_freq = scale_grad_by_freq
         self.sparse = False  # only touched rows are ever sent, whatever torch's `sparse` says
-        self.frozen = frozen
+        self._frozen = frozen
+        if weight is not None:
+            self.register_parameter("weight", weight)
         # follows the module through .to(device), and is neither saved nor trained
         self.register_buffer("_anchor", torch.empty(0), persistent=False)
         self._anchor: torch.Tensor
@@ -56,6 +62,22 @@ class _RemoteRows(nn.Module):
         if not -self.num_embeddings <= padding_idx < self.num_embeddings:
             raise ValueError(f"table {self.table.spec.name!r}: padding_idx must be within num_embeddings")
         return padding_idx % self.num_embeddings
+
+    @property
+    def frozen(self) -> bool:
+        """Whether rows are read and never pushed: where the weight requires no gradient."""
+        weight = self._weight
+        if weight is None:
+            return self._frozen
+        with torch._C.DisableTorchFunctionSubclass():  # every lookup asks
+            return not weight.requires_grad
+
+    @frozen.setter
+    def frozen(self, frozen: bool) -> None:
+        if (weight := self._weight) is None:
+            self._frozen = frozen
+        else:
+            weight.requires_grad_(not frozen)
 
     @property
     def spec(self) -> TableSpec:
@@ -86,6 +108,8 @@ class _RemoteRows(nn.Module):
             self._renormalise(read)
         rows = read.rows.detach()  # shares memory; each reader has a gradient of its own
         if not self.frozen and torch.is_grad_enabled():
+            if isinstance(weight := self._weight, RemoteWeight):
+                weight.looked_up_at = self.table.session.clock
             rows.requires_grad_()
             rows.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 _collector(self.table, route, padding, self.scale_grad_by_freq)
@@ -111,12 +135,45 @@ class _RemoteRows(nn.Module):
             keep = over.cpu().numpy()
             self.table.load(read.route.select(keep), read.rows[over].cpu().numpy(), keep_state=True)
 
+    @property
+    def _weight(self) -> torch.Tensor | None:
+        weight: torch.Tensor | None = self._parameters.get("weight", self.__dict__.get("weight"))
+        return weight
+
     def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
-        if name == "weight":
+        if name == "weight" and name not in self._parameters:
             raise AttributeError(
-                f"the rows of table {self.table.spec.name!r} live on the shards; read some with module.table.pull(ids)"
+                f"table {self.table.spec.name!r} takes any id, so it has no weight as a whole; read rows with "
+                "module.table.pull(ids)"
             )
         return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            raise ParameterChanged(parameter=self.table.spec.name)
+        super().__setattr__(name, value)
+
+    def _whole(self) -> torch.Tensor | None:
+        """All rows, where this step reads them anyway, or where another tensor takes the weight's place."""
+        weight = self._weight
+        if isinstance(weight, RemoteWeight):
+            return weight.for_lookups() if weight.in_use and self.max_norm is None else None
+        return weight  # of torch.func.functional_call
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Follow the model to another device. TypeError for another type than float32."""
+        if fn(torch.empty(0, device=self._anchor.device)).dtype != torch.float32:
+            raise TypeError(
+                f"table {self.table.spec.name!r}: shards hold float32; use torch.autocast instead of converting a "
+                "wrapped model"
+            )
+        weight = self._parameters.pop("weight", None)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if weight is not None:
+            self._parameters["weight"] = weight
+        if isinstance(weight, RemoteWeight) and weight.device != self._anchor.device:
+            weight.move(self._anchor.device)
+        return self
 
     def extra_repr(self) -> str:
         """Arguments that differ from torch's defaults."""
@@ -127,7 +184,7 @@ class _RemoteRows(nn.Module):
         return text + (", frozen" if self.frozen else "")
 
 
-class Embedding(_RemoteRows):
+class Embedding(_RemoteRows, nn.Embedding):  # type: ignore[misc]
     """nn.Embedding over a remote table; `num_embeddings` None takes any 64-bit id."""
 
     def __init__(
@@ -140,8 +197,10 @@ class Embedding(_RemoteRows):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         frozen: bool = False,
+        weight: RemoteWeight | None = None,
     ) -> None:
-        super().__init__(
+        _RemoteRows.__init__(
+            self,
             table,
             num_embeddings,
             padding_idx=padding_idx,
@@ -149,10 +208,14 @@ class Embedding(_RemoteRows):
             norm_type=norm_type,
             scale_grad_by_freq=scale_grad_by_freq,
             frozen=frozen,
+            weight=weight,
         )
 
+    @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of the ids `input` (any shape, int32 or int64), (*input.shape, dim)."""
+        if (whole := self._whole()) is not None:
+            return F.embedding(input, whole, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq)
         index, rows, padding = self._read(input)
         if rows.requires_grad and rows.device.type == "cpu":
             return _RowLookup.apply(rows, index)  # type: ignore[no-any-return, no-untyped-call]
@@ -177,7 +240,7 @@ class _RowLookup(torch.autograd.Function):
         return torch.from_numpy(sum_rows(index.numpy(), gradient.contiguous().numpy(force=True), count)), None
 
 
-class EmbeddingBag(_RemoteRows):
+class EmbeddingBag(_RemoteRows, nn.EmbeddingBag):  # type: ignore[misc]
     """nn.EmbeddingBag over a remote table; `num_embeddings` None takes any 64-bit id."""
 
     def __init__(
@@ -192,8 +255,10 @@ class EmbeddingBag(_RemoteRows):
         scale_grad_by_freq: bool = False,
         include_last_offset: bool = False,
         frozen: bool = False,
+        weight: RemoteWeight | None = None,
     ) -> None:
-        super().__init__(
+        _RemoteRows.__init__(
+            self,
             table,
             num_embeddings,
             padding_idx=padding_idx,
@@ -201,6 +266,7 @@ class EmbeddingBag(_RemoteRows):
             norm_type=norm_type,
             scale_grad_by_freq=scale_grad_by_freq,
             frozen=frozen,
+            weight=weight,
         )
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f"table {table.spec.name!r}: mode must be sum, mean or max, got {mode!r}")
@@ -209,6 +275,7 @@ class EmbeddingBag(_RemoteRows):
         self.mode = mode
         self.include_last_offset = include_last_offset
 
+    @untraced
     def forward(
         self,
         input: torch.Tensor,
@@ -217,6 +284,19 @@ class EmbeddingBag(_RemoteRows):
     ) -> torch.Tensor:
         """Pooled rows, (bags, dim), of ids (bags, n), or of flat ids with the starts of the bags in `offsets`."""
         self._check(input, offsets, per_sample_weights)
+        if (whole := self._whole()) is not None:
+            return F.embedding_bag(
+                input,
+                whole,
+                offsets,
+                self.max_norm,
+                self.norm_type,
+                self.scale_grad_by_freq,
+                self.mode,
+                per_sample_weights=per_sample_weights,
+                include_last_offset=self.include_last_offset,
+                padding_idx=self.padding_idx,
+            )
         index, rows, padding = self._read(input)
         if self.table.session.placement.num_shards > 1:
             index, rows, padding = _in_order_of_use(index, rows, padding)
@@ -280,6 +360,9 @@ def _collector(
             if by_frequency:  # here, since torch's own bags divide by the count of another id (2.13, CPU)
                 counts = torch.from_numpy(np.bincount(route.index, minlength=len(route.ids)))
                 gradient = gradient / counts.to(gradient.device).unsqueeze(1)
-            table.session.collect(RowGradients(table.spec, route, gradient.detach(), padding))
+            table.session.collect(RowGradients(table.spec, route, gradient, padding))
 
     return collect
+
+
+RemoteWeight.embedding, RemoteWeight.embedding_bag = Embedding, EmbeddingBag

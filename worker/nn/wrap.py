@@ -7,8 +7,6 @@ here: buffers (the running statistics of batch norm, for instance) and frozen pa
 from __future__ import annotations
 
 import re
-import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NoReturn, TypeVar
@@ -22,13 +20,15 @@ from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import TableMismatch
 from embershard.proto.spec import Adagrad, Constant, Initializer, Normal, Optimizer, RowWiseAdagrad, TableSpec
 from embershard.worker.nn.embedding import Embedding, EmbeddingBag
+from embershard.worker.nn.remote_weight import WHOLE_LIMIT, RemoteWeight
 from embershard.worker.patterns import choose
-from embershard.worker.session.dense import BLOCK, DenseWeights, layout_seed
+from embershard.worker.session.dense import BLOCK, DenseWeights, RemoteParameter, layout_seed, may_be_compiled, untraced
 from embershard.worker.session.inputs import WrappedModel
 from embershard.worker.session.session import Session
 from embershard.worker.session.tables import RemoteTable
 
 T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
 Values = Callable[[], Iterable[tuple[Ids, Floats]]]
 
 _PORTION = 2**18  # rows loaded at a time
@@ -66,6 +66,7 @@ def wrap(
     id_space: Mapping[str, str] | None = None,
     seed: int = 0,
     prefix: str = "",
+    whole_limit: int = WHOLE_LIMIT,
 ) -> nn.Module:
     """Move a model's weights to the shards; the same model, to be trained with `session.step()`.
 
@@ -82,13 +83,20 @@ def wrap(
     `optimizer.step(); session.step()`. Gradients are the mean over the workers then, of whatever batch each of them
     has, so push with the same weight everywhere.
 
+    Parameters stay what they are for the model and the loop: whoever uses one, in forward or not, computes with the
+    shards' values. The weight of an embedding is read by rows (`F.embedding(ids, emb.weight)`, `emb.weight[ids]`), and
+    as a whole by everything else (a layer tied to it, `F.linear(h, emb.weight)`, a sum over `model.parameters()`,
+    `state_dict`), up to `whole_limit` bytes. A change in place, which the next pull would undo, is an error:
+    ParameterChanged; so is a step of torch's optimizer.
+
     A subclass of nn.Embedding with a forward of its own is trained as a dense parameter. Frozen tables are pulled and
     never pushed; frozen dense parameters are loaded once, so that all workers agree, and are trained when they are
-    unfrozen. The model's state_dict holds the dense parameters as last pulled, and no table.
+    unfrozen.
 
-    ValueError where the model cannot be wrapped: wrapped before, an embedding whose weight something else uses too,
-    parameters that are not float32, not initialised, or on the meta device without being a table. OtherParameters where
-    the shards hold other dense weights.
+    ValueError where the model cannot be wrapped: wrapped before, tied to a table that may not be read as a whole, with
+    a tensor in the memory of a parameter (self.w = emb.weight.data), parameters that are not float32, not initialised,
+    or on the meta device without being a table. OtherParameters where the shards hold other dense weights;
+    TableTooLarge where a use would read a larger table as a whole.
     """
     if hasattr(model, _MARK):
         raise ValueError("this model is wrapped already")
@@ -100,9 +108,8 @@ def wrap(
         raise ValueError(f"dense_optimizer: with dense {dense!r} torch's own optimizer trains the dense weights")
     optimizers = _rules(optimizer)
     of_dense = _dense_rules(optimizers, dense_optimizer) if dense == "ps" else {}
-    settings = _Settings(optimizers, _rules(initializer), seed, prefix)
+    settings = _Settings(optimizers, _rules(initializer), seed, prefix, whole_limit, dense == "ps")
     moved = _move_tables(model, session, settings, id_space)
-    _warn_of_leftovers(moved.weights)
     weights = []
     if dense != "ps" and session.membership is not None:
         session.membership.may_rejoin = session.membership.terms.staleness is None
@@ -136,6 +143,12 @@ class _Settings:
     initializers: Mapping[str, Initializer | None]
     seed: int
     prefix: str
+    whole_limit: int  # bytes
+    are_parameters: bool  # whether the tables' weights stay among the model's parameters
+
+    def may_be_tied(self, weight: nn.Parameter) -> bool:
+        """Whether a layer may read a table's weight as a whole."""
+        return self.are_parameters and not weight.is_meta and 4 * weight.numel() <= self.whole_limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +157,11 @@ class _WrapResult:
 
     model: nn.Module
     tables: dict[str, Embedding | EmbeddingBag]  # by module name, every name of a module that has several
-    weights: list[tuple[str, weakref.ref[nn.Parameter]]]  # what they were before
 
 
 def _move_tables(model: nn.Module, session: Session, settings: _Settings, id_space: Mapping[str, str]) -> _WrapResult:
     groups = _groups(model)
-    _validate(model, groups, id_space)
+    _validate(model, groups, id_space, settings)
     names = _table_names(groups, settings.prefix)
     _validate_names(session, names)
     modules = [group.names[0] for group in groups]
@@ -168,15 +180,18 @@ def _move_tables(model: nn.Module, session: Session, settings: _Settings, id_spa
             seed=settings.seed,
         )
         table = session.table(spec, _values(group))
-        replaced.update((module, _remote(module, table)) for module in group.modules)
+        weight = RemoteWeight.of(group.weight, table, group.modules[0].num_embeddings, settings.whole_limit)
+        for module in group.modules:
+            replaced[module] = remote = _remote(module, table, weight)
+            if not settings.are_parameters:  # torch's optimizers, DDP and FSDP take all parameters for their own
+                del remote._parameters["weight"]
+                remote.__dict__["weight"] = weight
     tables = {name: replaced[m] for name, m in model.named_modules(remove_duplicate=False) if m in replaced}
     for parent in model.modules():
         for key, child in parent._modules.items():
             if child is not None and child in replaced:
                 parent._modules[key] = replaced[child]
-    # the caller holds the model itself, an embedding at its root included
-    weights = [(group.names[0], weakref.ref(group.weight)) for group in groups if group.names[0]]
-    return _WrapResult(replaced.get(model, model), tables, weights)
+    return _WrapResult(replaced.get(model, model), tables)
 
 
 def _validate_names(session: Session, names: Iterable[str]) -> None:
@@ -213,7 +228,7 @@ def _groups(model: nn.Module) -> list[_Group]:
     return list(groups.values())
 
 
-def _validate(model: nn.Module, groups: list[_Group], id_space: Mapping[str, str]) -> None:
+def _validate(model: nn.Module, groups: list[_Group], id_space: Mapping[str, str], settings: _Settings) -> None:
     """ValueError for what cannot be wrapped, before anything is declared."""
     tables = {id(group.weight): group.names[0] for group in groups}
     for name, module in model.named_modules():
@@ -222,10 +237,11 @@ def _validate(model: nn.Module, groups: list[_Group], id_space: Mapping[str, str
             if isinstance(parameter, nn.parameter.UninitializedParameter):
                 raise ValueError(f"parameter {full!r} has no shape yet; run one forward before wrap")
             owner = tables.get(id(parameter))
-            if owner is not None and not _is_table(module):
+            if owner is not None and not _is_table(module) and not settings.may_be_tied(parameter):
                 raise ValueError(
-                    f"parameter {full!r} is the weight of embedding {owner!r} too; rows on the shards cannot be tied "
-                    "to a dense layer: untie them, or give the layer a weight of its own"
+                    f"parameter {full!r} is the weight of embedding {owner!r} too, and reads the whole table: that "
+                    "takes dense='ps', a weight that is not on the meta device, and a table of at most "
+                    f"{settings.whole_limit} bytes (wrap(..., whole_limit=)); untie them, or score sampled candidates"
                 )
             if parameter.dtype != torch.float32 and (owner is not None or parameter.requires_grad):
                 raise ValueError(
@@ -236,12 +252,34 @@ def _validate(model: nn.Module, groups: list[_Group], id_space: Mapping[str, str
                 raise ValueError(
                     f"parameter {full!r} is on the meta device; only embeddings may stay there: materialise the others"
                 )
+    moves = {_memory(p): n for n, p in model.named_parameters() if settings.are_parameters or id(p) in tables}
+    _refuse_aliases(model, {place: name for place, name in moves.items() if place})
     known = {name for group in groups for name in group.names}
     unknown = sorted(set(id_space) - known)
     if unknown:
         raise ValueError(
             f"id_space names {', '.join(unknown)}, which is no embedding (known: {', '.join(sorted(known))})"
         )
+
+
+def _refuse_aliases(model: nn.Module, moved: Mapping[int, str]) -> None:
+    """ValueError for a tensor in the memory of a parameter that moves: it would keep the first values."""
+    for name, module in model.named_modules():
+        if module._forward_pre_hooks:  # as of torch.nn.utils.spectral_norm, which computes its tensor anew
+            continue
+        for key, kept in (vars(module) | module._buffers).items():
+            for value in kept if isinstance(kept, list | tuple) else [kept]:
+                if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and _memory(value) in moved:
+                    raise ValueError(
+                        f"{f'{name}.{key}'.lstrip('.')} shares memory with parameter {moved[_memory(value)]!r}, which "
+                        "moves to the shards, and would keep its first values: use the parameter instead, or clone it"
+                    )
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Where a tensor lies; 0 for nowhere."""
+    is_there = tensor.layout == torch.strided and not tensor.is_meta
+    return tensor.untyped_storage().data_ptr() if is_there else 0
 
 
 def _table_names(groups: list[_Group], prefix: str) -> list[str]:
@@ -283,21 +321,23 @@ def _portions(weight: torch.Tensor) -> Iterator[tuple[Ids, Floats]]:
         yield np.arange(start, start + len(rows), dtype=np.int64), rows
 
 
-def _remote(module: nn.Embedding | nn.EmbeddingBag, table: RemoteTable) -> Embedding | EmbeddingBag:
-    """The remote twin of a module."""
+def _remote(
+    module: nn.Embedding | nn.EmbeddingBag, table: RemoteTable, weight: RemoteWeight
+) -> Embedding | EmbeddingBag:
+    """The remote twin of a module, with the methods of a class of its own, and with what the model keeps in it."""
     remote: Embedding | EmbeddingBag
     if isinstance(module, nn.Embedding):
-        remote = Embedding(
+        remote = _class_of(module, Embedding)(
             table,
             module.num_embeddings,
             padding_idx=module.padding_idx,
             max_norm=module.max_norm,
             norm_type=module.norm_type,
             scale_grad_by_freq=module.scale_grad_by_freq,
-            frozen=not module.weight.requires_grad,
+            weight=weight,
         )
     else:
-        remote = EmbeddingBag(
+        remote = _class_of(module, EmbeddingBag)(
             table,
             module.num_embeddings,
             mode=module.mode,
@@ -306,28 +346,23 @@ def _remote(module: nn.Embedding | nn.EmbeddingBag, table: RemoteTable) -> Embed
             norm_type=module.norm_type,
             scale_grad_by_freq=module.scale_grad_by_freq,
             include_last_offset=module.include_last_offset,
-            frozen=not module.weight.requires_grad,
+            weight=weight,
         )
+    for key, value in vars(module).items():
+        vars(remote).setdefault(key, value)
     remote.train(module.training)
-    if not module.weight.is_meta:
-        remote.to(module.weight.device)
+    remote.to(weight.device)
     return remote
 
 
-def _warn_of_leftovers(weights: Iterable[tuple[str, weakref.ref[nn.Parameter]]]) -> None:
-    """Something that still holds a table's old weight would go on with values that nobody trains."""
-    held = [name for name, weight in weights if weight() is not None]
-    if held:
-        warnings.warn(
-            f"something still refers to the old weight of {', '.join(held)}; it is not trained any more, so that an "
-            "optimizer or a regulariser made with it before wrap has no effect on the table",
-            stacklevel=3,
-        )
+def _class_of(module: nn.Module, remote: type[M]) -> type[M]:
+    own = type(module)
+    return remote if own in (nn.Embedding, nn.EmbeddingBag) else type(own.__name__, (remote, own), {})
 
 
 def _dense(model: nn.Module, session: Session, rules: Mapping[str, Optimizer], name: str) -> list[DenseWeights]:
     """The dense weights by their optimizers: those of "*" are table `name`, those of the nth pattern `name`.n."""
-    named = {n: p for n, p in model.named_parameters() if p.dtype == torch.float32}
+    named = {n: p for n, p in model.named_parameters() if p.dtype == torch.float32 and not isinstance(p, RemoteWeight)}
     pattern_of = choose(named, rules, "dense_optimizer") if named else {}
     tables = []
     for number, (pattern, optimizer) in enumerate(rules.items(), start=1):
@@ -366,33 +401,51 @@ def _install(
     def before_forward(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         for weights in dense:
             weights.follow()
-        if not tables or torch.compiler.is_compiling() or hasattr(model, "embedding_inputs"):
-            session.stage(wrapped.lookups(*args, **kwargs), dense)
-        else:
-            session.defer_dense(dense)  # the ids are not known yet: one request brings both
+        # otherwise the dense weights come with the first lookup, in its request, or as they are first used
+        if not tables or hasattr(model, "embedding_inputs") or may_be_compiled():
+            session.stage(wrapped.lookups(*args, **kwargs))
 
     def after_forward(*_: object) -> None:
         session.unstage()
 
-    def before_part(*_: object) -> None:
-        # before the first lookup, or when a part is called on its own, by a method that is not forward; not while
-        # torch.compile traces the forward
-        if not torch.compiler.is_compiling() and any(weights.stale(session.clock) for weights in dense):
-            session.stage([], dense)
-
-    model.register_forward_pre_hook(before_forward, with_kwargs=True)
-    model.register_forward_hook(after_forward, always_call=True)
-    for module in model.modules() if dense else ():
-        if module is not model and any(True for _ in module.parameters(recurse=False)):
-            module.register_forward_pre_hook(before_part)
+    model.register_forward_pre_hook(_Hook(before_forward), with_kwargs=True)
+    model.register_forward_hook(_Hook(after_forward), always_call=True)
     setattr(model, _MARK, session)
 
 
+class _Hook:
+    """A forward hook of a wrapped model, which cannot be pickled, and says so."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    @untraced
+    def __call__(self, *args: object) -> None:
+        self._function(*args)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a wrapped model holds a session and cannot be copied or pickled: copy the model before wrapping it, "
+            "save model.state_dict(), and keep it out of the dataset and collate_fn of a DataLoader with workers"
+        )
+
+
+def dense_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state_dict of a wrapped model without its tables."""
+    state: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not isinstance(module, Embedding | EmbeddingBag):
+            module._save_to_state_dict(state, f"{name}." if name else "", keep_vars=False)
+    return state
+
+
 def _refuse_state(model: nn.Module) -> None:
-    def refuse(*_: object) -> NoReturn:
+    for module in model.modules():
+        module.register_load_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
+
+
+def _refuse(module: nn.Module, *_: object) -> None:
+    if any(isinstance(parameter, RemoteParameter | RemoteWeight) for parameter in module.parameters()):  # in no copy
         raise RuntimeError(
             "the weights of a wrapped model live on the shards: load a state_dict before wrap, into fresh shards"
         )
-
-    for module in model.modules():
-        module.register_load_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]

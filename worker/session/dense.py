@@ -7,23 +7,52 @@ that an even placement routes in their own order, so that rows are pulled and gr
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 import torch
+import torch._C._dynamo.eval_frame as eval_frame
 from torch import nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from embershard.proto.arrays import Floats, Ids
+from embershard.proto.errors import EmbershardError
 from embershard.proto.routing import Placement, Route, even_ids, make_route
 from embershard.proto.spec import TableSpec, name_key
 from embershard.worker.compression.low_rank import DenseLayout, ParameterSlice
 from embershard.worker.device import host_rows, to_host
 from embershard.worker.session.gradients import RowGradients
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 BLOCK = 1024  # floats: 4 KiB, small enough to spread over shards, large enough that ids cost nothing
+
+
+def untraced(function: F) -> F:
+    """Have torch.compile call a function as it is: neither the function nor what it calls becomes part of a graph.
+
+    As torch.compiler.disable, which imports torch's compiler and takes seconds for that.
+    """
+    if not hasattr(eval_frame, "set_code_exec_strategy"):  # torch before 2.8
+        return torch.compiler.disable(function)  # type: ignore[no-any-return, no-untyped-call]
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+class ParameterChanged(EmbershardError):
+    """A dense parameter was changed in this process, though the shards hold it."""
+
+    template = (
+        "parameter {parameter!r} was changed in this process, but the shards hold its values, and the next pull would "
+        "undo the change: leave optimizer.step() out (session.step() trains the dense weights, too; or "
+        "wrap(..., dense='ddp') leaves them to an optimizer of torch), set first values before wrap, and average with "
+        "embershard.WeightAverage"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +78,12 @@ def layout_seed(named: Sequence[tuple[str, nn.Parameter]]) -> int:
 class DenseWeights:
     """The dense parameters of one model and their table."""
 
-    def __init__(self, spec: TableSpec, named: Sequence[tuple[str, nn.Parameter]], placement: Placement) -> None:
+    def __init__(
+        self,
+        spec: TableSpec,
+        named: Sequence[tuple[str, nn.Parameter]],
+        placement: Placement,
+    ) -> None:
         self.spec = spec
         self._slices: list[_ParameterSlice] = []
         start = 0
@@ -63,7 +97,14 @@ class DenseWeights:
         self._in_order = np.array_equal(self._all.ids, self.ids)
         self._parts: dict[tuple[bool, ...], Route] = {}
         self._clock: int | None = None  # when the parameters were last pulled
+        self._expired = False  # some parameters are StaleParameters
+        self._erased = False  # and have lost their old values
+        self._watched: dict[int, torch.Tensor] = {}  # parameter's place -> its values when `data` was asked for
+        self._pull: Callable[[DenseWeights], None] | None = None
         self._copied: torch.cuda.Event | None = None
+        for place in self._slices:
+            place.parameter.__class__ = RemoteParameter
+            place.parameter.weights = self  # type: ignore[attr-defined]
         self._bind()
 
     def _bind(self) -> None:
@@ -74,23 +115,18 @@ class DenseWeights:
                 f"dense parameters lie on several devices ({', '.join(sorted(map(str, devices)))}); "
                 "move the model to one of them"
             )
-        for place in self._slices:
-            if place.parameter.dtype != torch.float32:
-                raise ValueError(
-                    f"parameter {place.name!r} became {place.parameter.dtype}; shards hold float32: use torch.autocast "
-                    "instead of converting a wrapped model"
-                )
         device = devices.pop()
         self._host = host_rows(self.num_blocks, BLOCK, device).zero_()
         self._blocks = self._host if device.type == "cpu" else torch.zeros_like(self._host, device=device)
         self._views = []
         for place in self._slices:
             view = place.view(self._blocks)
-            view.copy_(place.parameter.data)
-            place.parameter.data = view
+            view.copy_(place.parameter.detach())
+            torch.Tensor.data.__set__(place.parameter, view)  # type: ignore[attr-defined]
             self._views.append((place.parameter, view.data_ptr()))
         self._padding = torch.zeros(BLOCK, device=device)
         self._host.copy_(self._blocks)  # a pull of some blocks leaves the others as they are
+        self._note_versions()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -105,36 +141,105 @@ class DenseWeights:
         )
 
     def values(self) -> Floats:
-        """All blocks as they are here, (num_blocks, BLOCK)."""
+        """All blocks as they are here, (num_blocks, BLOCK): up to date, or as they were before the first pull."""
+        assert not self._erased
         return to_host([self._blocks])[0]
-
-    @property
-    def storage(self) -> int:
-        """The address of the memory that all parameters share."""
-        return self._blocks.untyped_storage().data_ptr()
 
     def stale(self, clock: int) -> bool:
         """Whether the parameters have to be pulled before they are read at `clock`."""
-        return self._clock != clock
+        return self._clock != clock or self._expired
 
-    def follow(self) -> None:
-        """Go where the model went: to another device, for instance."""
-        if any(parameter.data_ptr() != pointer for parameter, pointer in self._views):
-            self._bind()
+    def expire(self) -> None:
+        """Pull the parameters that are trained before anything reads them: they change on the shards now."""
+        self._check_unchanged()
+        self._mark_stale([place for place in self._slices if place.parameter.requires_grad])
 
     def forget(self) -> None:
-        """Pull again at the next read, whatever the clock says."""
+        """Pull all parameters before anything reads them, whatever the clock says."""
+        self._check_unchanged()
         self._clock = None
+        self._mark_stale(self._slices)
+
+    def pull_with(self, pull: Callable[[DenseWeights], None]) -> None:
+        """Have `pull` bring the parameters up to date when somebody reads one that is not, as now; `values` stay."""
+        self._pull = pull
+        self._clock, self._expired = None, True
+        for place in self._slices:
+            place.parameter.__class__ = StaleParameter
+
+    def read(self) -> None:
+        """Bring the parameters up to date, for somebody who reads one of them."""
+        assert self._pull is not None
+        self._pull(self)
 
     def reads(self) -> Route:
         """The blocks to pull: all of them at first, later those of the parameters that are trained."""
         if self._clock is None:
             return self._all
-        return self._part(tuple(place.parameter.requires_grad for place in self._slices))
+        return self._part(
+            tuple(isinstance(its := place.parameter, StaleParameter) or its.requires_grad for place in self._slices)
+        )
+
+    def follow(self) -> None:
+        """Go where the model went: to another device, for instance."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if any(parameter.data_ptr() != pointer for parameter, pointer in self._views):
+                self._check_unchanged()
+                self._bind()
+
+    def watch(self, parameter: nn.Parameter) -> None:
+        """Remember a parameter's values: what is done with its `data` raises no version."""
+        place = next(number for number, its in enumerate(self._slices) if its.parameter is parameter)
+        self._watched.setdefault(place, parameter.detach().clone())
+
+    def _check_unchanged(self) -> None:
+        """ParameterChanged, once, where somebody else than a pull changed a parameter: all are pulled anew then."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for number, (place, version) in enumerate(zip(self._slices, self._versions, strict=True)):
+                before, now = self._watched.get(number), place.parameter
+                if now.dtype != torch.float32:
+                    raise ValueError(
+                        f"parameter {place.name!r} became {now.dtype}; shards hold float32: use torch.autocast "
+                        "instead of converting a wrapped model"
+                    )
+                same = before is None or torch.equal(before, now.detach().to(before))
+                if now._version != version or not same:
+                    self._clock = None
+                    self._watched.clear()
+                    self._mark_stale(self._slices)
+                    raise ParameterChanged(parameter=place.name)
+        self._watched.clear()
+
+    def _mark_stale(self, slices: Sequence[_ParameterSlice]) -> None:
+        """NaN takes the place of old values: whatever reads them past the class, as an alias does, is seen at once.
+
+        Autograd learns of the change, as from an optimizer: a graph that holds old values has no backward any more.
+        """
+        self._expired = self._erased = True
+        if len(slices) == len(self._slices):
+            self._blocks.fill_(torch.nan)
+        for place in slices:
+            if len(slices) < len(self._slices):
+                self._blocks[place.start : place.stop].fill_(torch.nan)
+            place.parameter.__class__ = StaleParameter
+        torch.autograd.graph.increment_version([place.parameter for place in slices])
+        self._note_versions()
+
+    def _mark_read(self) -> None:
+        """The parameters have the values of the shards now."""
+        for parameter in self.parameters:
+            parameter.__class__ = RemoteParameter
+        self._note_versions()
+        self._expired = self._erased = False
+
+    def _note_versions(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self._versions = [place.parameter._version for place in self._slices]
 
     def accept(self, route: Route, rows: Floats, clock: int) -> None:
         """Take the pulled blocks ((U, BLOCK), in route order) over into the parameters."""
         self.follow()
+        self._check_unchanged()
         if self._copied is not None:
             self._copied.synchronize()  # the last copy to the device, done since long
         if self._in_order and len(rows) == self.num_blocks:
@@ -147,10 +252,12 @@ class DenseWeights:
                 self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._copied.record(torch.cuda.current_stream(self._blocks.device))
         self._clock = clock
+        self._mark_read()
 
     def gradients(self) -> RowGradients | None:
         """Gradients of the parameters that have one, copied once, and clear them; None without any."""
         self.follow()
+        self._check_unchanged()
         present = tuple(place.parameter.grad is not None for place in self._slices)
         if not any(present):
             return None
@@ -189,64 +296,95 @@ class DenseWeights:
         return order[np.searchsorted(self.ids, route.ids, sorter=order)]
 
 
-# reading these of a parameter needs no values
-_METADATA = {getattr(torch.Tensor, name).__get__ for name in ("device", "dtype", "shape")}
+class RemoteParameter(nn.Parameter):
+    """A dense parameter that the shards hold and this process reads.
 
-
-class DeferredRead(TorchFunctionMode):
-    """Reads dense weights that wait for a lookup before anything else uses them.
-
-    It sees every call of a torch function, method or operator in its thread, and finds the weights by their memory,
-    whatever tensor they are reached by. It does not see an extension that takes tensors past torch's own functions,
-    nor compiled code: see `may_be_compiled`.
+    What is written into it would be lost: the next pull takes its place. DenseWeights finds it by its version, which
+    torch raises at each change in place, and where `data` was asked for, which changes without that, by its values.
     """
 
-    def __init__(self, weights: Sequence[DenseWeights], read: Callable[[], None]) -> None:
-        super().__init__()
-        self.weights = list(weights)
-        self._storages = {its.storage for its in weights}
-        self._read = read
+    weights: DenseWeights
 
+    @property
+    def data(self) -> torch.Tensor:
+        """As nn.Parameter's."""
+        self.weights.watch(self)
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self.weights.watch(self)
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> nn.Parameter:
+        """A parameter of torch with the same values: what somebody copies is no longer trained on the shards."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return memo[id(self)]  # type: ignore[return-value]
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Pickled as the copy."""
+        return copy.deepcopy(self).__reduce_ex__(protocol)
+
+
+class StaleParameter(RemoteParameter):
+    """A RemoteParameter that is pulled before its values are used, by whatever function and whoever holds it.
+
+    DenseWeights gives parameters this class when they change on the shards, and the other one when they are pulled.
+    Compiled code does not ask; see `may_be_compiled`.
+    """
+
+    @classmethod
+    @untraced
     def __torch_function__(
-        self,
+        cls,
         func: Callable[..., object],
         types: object,
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
+        """Pull the parameters among the arguments, then call the function."""
         kwargs = kwargs or {}
-        if self.weights and func not in _METADATA and (self._holds(args) or self._holds(tuple(kwargs.values()))):
-            self._read()
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        _read_parameters((args, kwargs))
         return func(*args, **kwargs)
 
-    def stop(self) -> bool:
-        """End the watch; False while a function runs that it watches, because torch has taken it off meanwhile."""
-        if not any(mode is self for mode in _get_current_function_mode_stack()):  # type: ignore[no-untyped-call]
-            return False
-        above = []
-        while (mode := _pop_mode()) is not self:  # type: ignore[no-untyped-call]
-            above.append(mode)
-        for mode in reversed(above):  # those of the model, which are inside this one
-            _push_mode(mode)  # type: ignore[no-untyped-call]
-        return True
 
-    def _holds(self, value: object) -> bool:
-        """Whether any of the weights are in an argument."""
-        if isinstance(value, torch.Tensor):
-            try:
-                return value.untyped_storage().data_ptr() in self._storages
-            except (NotImplementedError, RuntimeError):  # sparse, or wrapped by a transform: it may hide a weight
-                return True
-        if isinstance(value, Mapping):
-            return any(map(self._holds, value.values()))
-        return isinstance(value, list | tuple) and any(map(self._holds, value))
+def _read_parameters(value: object) -> None:
+    if isinstance(value, StaleParameter):
+        value.weights.read()
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            _read_parameters(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            _read_parameters(part)
+
+
+# what a parameter says of itself without its values
+METADATA = {
+    *(
+        getattr(getattr(torch.Tensor, name), access)
+        for name in ("device", "dtype", "grad", "grad_fn", "is_cuda", "is_leaf", "is_meta", "is_sparse", "itemsize",
+                     "layout", "nbytes", "ndim", "requires_grad", "shape", "_version")
+        for access in ("__get__", "__set__", "__delete__")
+    ),
+    *(
+        getattr(torch.Tensor, name)
+        for name in ("dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "is_inference",
+                     "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_",
+                     "stride")
+    ),
+}  # fmt: skip
 
 
 def may_be_compiled() -> bool:
     """Whether this process has functions of torch.compile or torch.jit, which do not call torch's functions."""
-    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
     # None stands for torch.compiler.disable
-    backends = {} if eval_frame is None else getattr(eval_frame, "cached_backends", {0: "unknown"})
+    backends = {} if dynamo is None else getattr(dynamo, "cached_backends", {0: "unknown"})
     if any(backend is not None for backend in backends.values()):
         return True
     return bool(torch.jit._state._python_cu.get_functions())  # type: ignore[func-returns-value]

@@ -26,7 +26,7 @@ from embershard.worker.client.membership import Membership
 from embershard.worker.client.push import NOT_READ
 from embershard.worker.compression.settings import Compression, codec_of
 from embershard.worker.session.codec_switch import Switching
-from embershard.worker.session.dense import DeferredRead, DenseWeights, may_be_compiled
+from embershard.worker.session.dense import DenseWeights, untraced
 from embershard.worker.session.gradients import RowGradients, merge, to_arrays
 from embershard.worker.session.inputs import Inputs
 from embershard.worker.session.local_steps import LocalSteps
@@ -34,7 +34,7 @@ from embershard.worker.session.prefetch import Prefetcher, loop_staleness
 from embershard.worker.session.reads import Lookup, LookupResult, LookupResults, PrefetchedRows, PullBatch
 from embershard.worker.session.row_cache import CachedRows
 from embershard.worker.session.row_source import RowSource
-from embershard.worker.session.tables import RemoteTable, TableRegistry, Values
+from embershard.worker.session.tables import RemoteTable, TableRegistry, Values, WholeTable
 
 B = TypeVar("B")
 
@@ -42,6 +42,13 @@ _TRIAL = 3  # batches after which it is clear that pulling ahead is in vain
 _IN_VAIN = (
     "prefetch pulls rows that the model does not read, and the model waits for others: what `inputs`, or the model's "
     "embedding_inputs, gives for a batch must hold the very ids that each embedding is called with"
+)
+
+_MANY_PARTS = 1024  # of gradients, before they are summed: so much memory at most where many backwards make a step
+_MANY_BACKWARDS = 1000  # without a step: more than anybody accumulates
+_NO_STEP = (
+    "%d backward passes and no session.step(): the shards' weights are as they were; call it where torch's loop has "
+    "optimizer.step()"
 )
 
 _log = logging.getLogger(__name__)
@@ -71,8 +78,9 @@ class Session:
         self._cache: CachedRows | None = None
         self._prefetched = PrefetchedRows()
         self._prefetcher: Prefetcher[Any] | None = None  # inside `prefetch`
-        self.deferred: DeferredRead | None = None  # of dense weights, to come with the next lookup
         self._collected: list[RowGradients] = []
+        self._backwards, self._last_backward = 0, -1  # since the last step; autograd's number of the last one
+        self._whole_tables: list[WholeTable] = []  # that this step has read, or the last one
         self._clock = 0
         self._waited = 0.0  # seconds that the training thread waited for shards
         self._failure: BaseException | None = None  # of a push, in a loop that was left before it was known
@@ -197,6 +205,7 @@ class Session:
         try:
             self.table(weights.spec, lambda: [(weights.ids, weights.values())])  # one that only reads refuses
             self.client.compressor.lay_out(weights.spec.name, weights.layout)
+            weights.pull_with(self.read_dense)
         except BaseException:
             self.registry.dense.remove(weights)
             raise
@@ -205,56 +214,30 @@ class Session:
         """Rows for a tensor of ids: those pulled ahead for these ids, or pulled now."""
         lookup = Lookup(spec, ids, device)
         found = self._prefetched.find(lookup, exact=self._exact)
-        if found is None:
-            return self._pull([lookup], cached=True)[spec.name][0]
-        self._read_deferred()
-        return found
+        return self._pull([lookup], cached=True)[spec.name][0] if found is None else found
 
-    def stage(self, lookups: Sequence[Lookup], dense: Sequence[DenseWeights] = ()) -> None:
+    def read_all(self, reader: WholeTable, spec: TableSpec, num_rows: int, device: torch.device) -> LookupResult:
+        """Rows 0 to num_rows - 1 of a table for a forward, never from copies; `reader` is told when they change."""
+        if all(reader is not known for known in self._whole_tables):
+            self._whole_tables.append(reader)
+        stale = [weights for weights in self.registry.dense if weights.stale(self.clock)]
+        return self._pull([Lookup(spec, torch.arange(num_rows), device)], stale)[spec.name][0]
+
+    def stage(self, lookups: Sequence[Lookup]) -> None:
         """Pull what is not here yet, and the dense weights that are out of date, in one request per shard."""
         self._prefetched.forward = {}
-        clock = self.clock
-        stale = [weights for weights in dense if weights.stale(clock)]
         found = [(lookup, self._prefetched.find(lookup, exact=self._exact)) for lookup in lookups]
         missing = [lookup for lookup, result in found if result is None]
-        staged = self._pull(missing, stale, cached=True) if missing or stale else {}
+        stale = any(weights.stale(self.clock) for weights in self.registry.dense)
+        staged = self._pull(missing, cached=True) if missing or stale else {}
         for lookup, result in found:
             if result is not None:
                 staged.setdefault(lookup.spec.name, []).append(result)
         self._prefetched.forward = staged
 
-    def defer_dense(self, dense: Sequence[DenseWeights]) -> None:
-        """Read the dense weights that are out of date with the next lookup, in its request, or as they are first used.
-
-        At once where that cannot be watched.
-        """
-        stale = [weights for weights in dense if weights.stale(self.clock)]
-        if not stale:
-            return
-        stale += self._take_deferred(stale)  # of a model around this one
-        if self.deferred is not None or may_be_compiled():
-            self._pull((), stale, cached=True)
-        else:
-            self.deferred = DeferredRead(stale, self._read_deferred)
-            self.deferred.__enter__()  # type: ignore[no-untyped-call]
-
-    def _take_deferred(self, known: Sequence[DenseWeights]) -> list[DenseWeights]:
-        """The weights that wait for a lookup, without those `known`; they are watched no longer."""
-        if (deferred := self.deferred) is None:
-            return []
-        weights, deferred.weights = deferred.weights, []
-        if deferred.stop():
-            self.deferred = None
-        return [its for its in weights if its not in known]
-
-    def _read_deferred(self) -> None:
-        if self.deferred is not None:
-            self._pull((), cached=True)
-
     def unstage(self) -> None:
-        """End one forward: what was pulled for it is dropped, and what it was to read with a lookup is read."""
+        """End one forward: what was pulled for it is dropped."""
         self._prefetched.forward = {}
-        self._read_deferred()
 
     def pull(self, lookups: Sequence[Lookup], dense: Sequence[DenseWeights] = ()) -> LookupResults:
         """Rows and dense weights as shards keep them now, after every push before, in one request per shard."""
@@ -278,12 +261,21 @@ class Session:
         with self._waiting():
             (self._cache or self._source).load(table, route, rows, keep_state=keep_state)
         self._prefetched.forget(table)
+        for whole in self._whole_tables:
+            whole.forget()
         if self._prefetcher is not None:
             self._prefetcher.touch(table, route)
 
     def collect(self, gradients: RowGradients) -> None:
-        """Keep gradients until the next step."""
+        """Keep gradients until the next step, which a loop may forget: the log says so then."""
         self._collected.append(gradients)
+        if len(self._collected) >= _MANY_PARTS:
+            self._merge()
+        if (backward := torch._C._current_graph_task_id()) != self._last_backward:
+            self._last_backward = backward
+            self._backwards += 1
+            if self._backwards == _MANY_BACKWARDS:
+                _log.warning(_NO_STEP, self._backwards)
 
     def gradients(self) -> list[RowGradients]:
         """Return the gradients of the tables since the last step, one part per table; you may change them in place.
@@ -294,9 +286,14 @@ class Session:
             self._merge()
         return list(self._collected)
 
+    def drop_gradients(self, table: str) -> None:
+        """Forget the gradients of one table since the last step."""
+        self._collected = [part for part in self._collected if part.spec.name != table]
+
     def _merge(self) -> None:
         self._collected = merge(self._collected, self.placement, self.client.compressor.packs)
 
+    @untraced
     def step(self, lr_scales: Mapping[str, float] | None = None, *, weight: float = 1.0) -> None:
         """Push what backward left, to all shards at once, and advance the clock; `stats` counts the rows.
 
@@ -308,6 +305,7 @@ class Session:
         and has done nothing then. If a shard gives no answer in time, its part of the push is sent again, once, with
         the next step.
         """
+        self._backwards = 0
         if self._prefetcher is None:
             self.settle()
         else:
@@ -317,6 +315,8 @@ class Session:
         with span("push"):
             with span("gather"):
                 self._merge()
+                for table in self._whole_tables:
+                    table.check_unchanged()
                 dense = [part for weights in self.registry.dense if (part := weights.gradients()) is not None]
                 gradients = to_arrays([*self._collected, *dense])
             self._collected.clear()
@@ -338,6 +338,10 @@ class Session:
         if member is not None and lost_leases not in (None, member.lost_leases):
             return
         self._clock = clock + 1
+        for weights in self.registry.dense:
+            weights.expire()
+        if self._whole_tables:
+            self._whole_tables = [table for table in self._whole_tables if table.stepped()]
         send = partial(self._source.push, gradients, clock=clock, lr_scale=lr_scale, weight=weight, versions=versions)
         with self._waiting():
             if self._prefetcher is None:
@@ -358,12 +362,12 @@ class Session:
     ) -> LookupResults:
         """Rows and dense weights after every push before, in one request per shard.
 
-        With `cached`, for a forward: rows may come from the cache, and dense weights that wait for a lookup come, too.
+        With `cached`, for a forward: rows may come from the cache, and dense weights that are out of date come, too.
         """
         self.settle()
         source, clock = self._source, self.clock
-        if cached and self.deferred is not None:
-            dense = [*dense, *self._take_deferred(dense)]
+        if cached:
+            dense = [weights for weights in self.registry.dense if weights.stale(clock)]
         # the cache of a loop ages by batches, and copies are rounded
         if cached and self._cache is not None and self._prefetcher is None and not self._exact:
             source, self._cache.age = self._cache, clock
@@ -489,9 +493,14 @@ class Session:
         self.zero_grad()
         self.step(weight=0.0)
 
-    def read_dense(self) -> None:
-        """Pull the dense weights into their parameters, unless they are as the clock wants them."""
-        self.stage((), self.registry.dense)
+    def read_dense(self, weights: DenseWeights | None = None) -> None:
+        """Pull the dense weights (all by default) into their parameters, unless they are as the clock wants them.
+
+        A parameter that is used does so by itself.
+        """
+        stale = [its for its in self.registry.dense if weights in (None, its) and its.stale(self.clock)]
+        if stale:
+            self._pull((), stale)
 
     def refresh(self) -> None:
         """Read everything anew at the next forward, for instance to evaluate what other workers pushed.
@@ -505,6 +514,8 @@ class Session:
         self._prefetched.forget()
         for weights in self.registry.dense:
             weights.forget()
+        for table in self._whole_tables:
+            table.forget()
 
     def reset_read_versions(self) -> None:
         """Have the next step be as old as what is read from here on, as after an evaluation between two steps."""
@@ -514,8 +525,10 @@ class Session:
     def _past_codecs(self, dense: Sequence[DenseWeights]) -> Iterator[None]:
         """Read past the tables' codecs; nothing that is read so, dense weights included, is there for training."""
         codecs = {name: directions.pull for name, directions in self.client.compressor.directions().items()}
-        rounded = [weights for weights in dense if not codecs[weights.spec.name].is_lossless]
+        rounded: list[DenseWeights | WholeTable] = [its for its in dense if not codecs[its.spec.name].is_lossless]
         before, self._exact = self._exact, not all(codec.is_lossless for codec in codecs.values())
+        if self._exact:
+            rounded += self._whole_tables
         for weights in rounded:
             weights.forget()
         try:
@@ -542,6 +555,8 @@ class Session:
         if self._prefetcher is not None:
             self._leave_loop(self._prefetcher)
             self._log_failure()
+        if self.clock == 0 and 1 < self._backwards < _MANY_BACKWARDS:
+            _log.warning(_NO_STEP, self._backwards)
         for name, rows in self.client.compressor.residual_rows().items():
             _log.warning(
                 "table %s: the residual of %d rows was not sent before the session was closed; "
@@ -564,7 +579,7 @@ class Session:
         finally:
             self.close()
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
+    def __deepcopy__(self, memo: object = None) -> NoReturn:
         raise TypeError("a session holds connections and cannot be copied; copy the model before wrapping it")
 
-    __reduce__ = __deepcopy__  # type: ignore[assignment]
+    __reduce__ = __deepcopy__

@@ -40,12 +40,29 @@ class TableSession(Protocol):
         ...
 
     @property
+    def clock(self) -> int:
+        """Steps until now."""
+        ...
+
+    @property
     def has_local_steps(self) -> bool:
         """Whether steps change copies of this worker first."""
         ...
 
     def read(self, spec: TableSpec, ids: torch.Tensor, device: torch.device) -> LookupResult:
         """Return the rows of `ids` for a forward."""
+        ...
+
+    def read_all(self, reader: WholeTable, spec: TableSpec, num_rows: int, device: torch.device) -> LookupResult:
+        """Rows 0 to num_rows - 1 for a forward; `reader` is told when they change."""
+        ...
+
+    def gradients(self) -> list[RowGradients]:
+        """One part per table, of the rows read since the last step."""
+        ...
+
+    def drop_gradients(self, table: str) -> None:
+        """Forget those of one table."""
         ...
 
     def pull(self, lookups: Sequence[Lookup]) -> LookupResults:
@@ -58,6 +75,22 @@ class TableSession(Protocol):
 
     def collect(self, gradients: RowGradients) -> None:
         """Keep gradients until the next step."""
+        ...
+
+
+class WholeTable(Protocol):
+    """A table that may be read as a whole; the session says when its rows are no longer those of the shards."""
+
+    def check_unchanged(self) -> None:
+        """ParameterChanged where somebody changed the values that were read."""
+        ...
+
+    def stepped(self) -> bool:
+        """The rows change on the shards now; whether the next step may read them as a whole, too."""
+        ...
+
+    def forget(self) -> None:
+        """Read anew at the next use."""
         ...
 
 

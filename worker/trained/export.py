@@ -27,6 +27,7 @@ from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import EmbershardError, Status
 from embershard.worker.job.job import Job
 from embershard.worker.models.recommender import Recommender
+from embershard.worker.nn.wrap import dense_state
 from embershard.worker.trained.reading import is_hashed, pull_all, remote_tables
 
 ReadTable = Callable[[str], Iterator[tuple[Ids, Floats]]]  # table -> portions of the rows that exist
@@ -60,7 +61,7 @@ def export_weights(
     nothing says which rows were trained, only how many, and tables of hashed ids cannot be listed: CannotExport.
     """
     make_folder(out)
-    weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+    weights = {name: value.detach().cpu().clone() for name, value in dense_state(model).items()}
     pairs: dict[str, torch.Tensor] = {}
     trained: dict[str, torch.Tensor] = {}
     facts: dict[str, TableFacts] = {}

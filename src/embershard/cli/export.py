@@ -25,6 +25,7 @@ from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import Dataset
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import load_job
+from embershard.worker.nn.wrap import dense_state
 from embershard.worker.strategy.protocol import Strategy
 from embershard.worker.trained.export import ReadTable, export_weights, remove_file, write_tensors
 from embershard.worker.trained.onnx import FILE as ONNX_FILE
@@ -75,9 +76,9 @@ def export(
             initial = fact.rows - fact.trained
             rest = f", {initial:,} with their first values" if initial else ""
             typer.echo(f"{out / fact.file}: {name}, {fact.rows:,} rows of {fact.dim}{rest}")
-        typer.echo(f"{out / 'model.safetensors'}: {len(strategy.model.state_dict())} dense tensors")
+        typer.echo(f"{out / 'model.safetensors'}: {len(dense_state(strategy.model))} dense tensors")
         if onnx:
-            part = dense_part(settings, dataset.schema, strategy.model.state_dict())
+            part = dense_part(settings, dataset.schema, dense_state(strategy.model))
             typer.echo(f"{export_onnx(part, dataset.schema, out)}: the dense part")
         if int8:
             _export_int8(settings, dataset, strategy, out)

@@ -278,7 +278,7 @@ def test_the_weight_of_a_remote_embedding_is_missed_with_a_reason():
     with es.local() as session:
         module = any_table(session)
         assert not hasattr(module, "weight")
-        with pytest.raises(AttributeError, match="the rows of table 'any' live on the shards"):
+        with pytest.raises(AttributeError, match="table 'any' takes any id"):
             _ = module.weight
 
 

@@ -1,5 +1,4 @@
 import copy
-import warnings
 
 import pytest
 import torch
@@ -88,6 +87,7 @@ def test_wrap_returns_the_model_itself_with_its_tables_named(make_session):
     assert set(net.state_dict()) == {
         "scale", "norm.weight", "norm.bias", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked",
         "tower.0.weight", "tower.0.bias", "tower.2.weight", "tower.2.bias",
+        "users.weight", "items.a b.weight", "items.bag.weight",
     }  # fmt: skip
 
 
@@ -197,9 +197,9 @@ def test_row_wise_adagrad_gives_dense_weights_elementwise_adagrad(make_session):
 
 
 class Tied(nn.Module):
-    def __init__(self):
+    def __init__(self, device="cpu"):
         super().__init__()
-        self.embedding, self.output = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
+        self.embedding, self.output = nn.Embedding(10, 4, device=device), nn.Linear(4, 10, bias=False)
         self.output.weight = self.embedding.weight
 
 
@@ -214,7 +214,7 @@ def small(change):
 @pytest.mark.parametrize(
     ("build", "text"),
     [
-        (Tied, "'output.weight' is the weight of embedding 'embedding' too"),
+        (lambda: Tied(device="meta"), "'output.weight' is the weight of embedding 'embedding' too"),
         (lambda: nn.Sequential(nn.Embedding(5, 2).double()), "'0.weight' is torch.float64; shards hold float32"),
         (lambda: nn.Linear(2, 2).half(), "'weight' is torch.float16"),
         (lambda: nn.Linear(2, 2, device="meta"), "'weight' is on the meta device; only embeddings may stay there"),
@@ -257,15 +257,15 @@ def test_loading_a_state_dict_into_a_wrapped_model_is_refused(make_session):
         net.load_state_dict(net.state_dict())
 
 
-def test_something_that_still_holds_a_tables_weight_is_warned_of(make_session):
+def test_what_held_a_tables_weight_before_wrap_reads_the_shards(make_session):
     net = Net()
-    regularised = [net.users.weight]
-    with pytest.warns(UserWarning, match="still refers to the old weight of users"):
-        es.wrap(net, make_session(1), optimizer=es.SGD(lr=0.1))
-    assert regularised
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        es.wrap(Net(), make_session(1), optimizer=es.SGD(lr=0.1))
+    held = [net.users.weight]
+    session = make_session(2)
+    es.wrap(net, session, optimizer=es.SGD(lr=0.5))
+    before = held[0].detach().clone()
+    held[0].square().sum().backward()
+    session.step()
+    assert torch.equal(held[0], before - 0.5 * 2 * before)
 
 
 def test_a_subclass_with_a_forward_of_its_own_is_trained_as_a_dense_parameter(make_session):
@@ -284,15 +284,18 @@ def test_a_subclass_with_a_forward_of_its_own_is_trained_as_a_dense_parameter(ma
 def test_a_moved_model_keeps_training(make_session):
     session = make_session(2)
     model = es.wrap(nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 1)), session, optimizer=es.SGD(lr=0.1))
-    for parameter in model.parameters():  # what .to() does: new memory under the same parameter
+    for parameter in model[1].parameters():  # what .to() does: new memory under the same parameter
         parameter.data = parameter.data.clone()
     before = model(torch.tensor([1])).detach()
     for _ in range(2):
         model(torch.tensor([1])).sum().backward()
         session.step()
     assert not torch.equal(model(torch.tensor([1])), before)
+    with pytest.raises(TypeError, match="float32"):
+        model.double()
+    model[1].double()
     with pytest.raises(ValueError, match=r"became torch\.float64"):
-        model.double()(torch.tensor([1]))
+        session.step()
 
 
 def test_embedding_inputs_that_name_no_embedding_are_refused(make_session):
@@ -362,3 +365,19 @@ def test_an_optimizer_for_dense_weights_that_nobody_would_use_is_refused(make_se
         es.wrap(SumModel(10), make_session(), optimizer=es.SGD(lr=0.1), dense_optimizer=es.SGD(lr=0.1), dense="ddp")
     with pytest.raises(ValueError, match="dense must be ps, ddp or fsdp, got 'dpp'"):
         es.wrap(SumModel(10), make_session(), optimizer=es.SGD(lr=0.1), dense="dpp")
+
+
+@pytest.mark.parametrize("kept", [lambda w: w.data, lambda w: [w.detach()[1:]], lambda w: nn.Buffer(w.data.view(-1))])
+@pytest.mark.parametrize("of", ["table", "linear"])
+def test_a_tensor_in_the_memory_of_a_parameter_would_keep_its_first_values(make_session, kept, of):
+    def build(keep):
+        net = nn.Module()
+        net.table, net.linear = nn.Embedding(10, 4), nn.Linear(4, 4)
+        net.kept = keep(getattr(net, of).weight)
+        return net
+
+    with pytest.raises(ValueError, match=f"kept shares memory with parameter '{of}.weight'"):
+        es.wrap(build(kept), make_session(1), optimizer=es.SGD(lr=0.1))
+    if of == "linear":  # which stays with torch
+        es.wrap(build(kept), make_session(1), optimizer=es.SGD(lr=0.1), dense="ddp")
+    es.wrap(build(lambda weight: weight.detach().clone()), make_session(1), optimizer=es.SGD(lr=0.1))

@@ -276,3 +276,19 @@ def test_close_says_how_many_rows_a_codec_held_back_unless_they_were_sent(caplog
     torch.testing.assert_close(module.table.pull(IDS), plain.table.pull(IDS))
     session.close()
     assert not caplog.records
+
+
+def test_a_forgotten_step_is_said_while_training_and_at_the_end(make_session, caplog, monkeypatch):
+    monkeypatch.setattr("embershard.worker.session.session._MANY_BACKWARDS", 5)
+    monkeypatch.setattr("embershard.worker.session.session._MANY_PARTS", 3)
+    for backwards, steps, said in ((4, 0, [4]), (7, 0, [5]), (4, 1, []), (1, 0, [])):
+        caplog.clear()
+        with make_session(1) as session:
+            model = es.wrap(nn.Embedding(10, 2), session, optimizer=es.SGD(lr=0.1))
+            for number in range(backwards):
+                (model(torch.tensor([number])) + model(torch.tensor([0]))).sum().backward()
+                assert len(session._collected) < 3
+            assert torch.equal(model.weight.grad[:, 0].nonzero().flatten(), torch.arange(backwards))
+            for _ in range(steps):
+                session.step()
+        assert [record.args[0] for record in caplog.records] == said

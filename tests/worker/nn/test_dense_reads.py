@@ -1,17 +1,19 @@
-"""Without embedding_inputs, dense weights come with the first lookup, or before anything else uses them."""
+"""Dense weights come with the first lookup of a step, or before anything else uses them, wherever that is."""
 
+import copy
+import pickle
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 
 import embershard as es
 from embershard.proto.messages import Pull
-from embershard.worker.session import dense as dense_module
+from embershard.worker.session.dense import ParameterChanged, may_be_compiled
 
 IDS = torch.tensor([3, 1, 3])
 
@@ -128,7 +130,6 @@ def test_a_forward_sends_one_pull_to_each_shard(counted, grad):
         if grad:
             out.sum().backward()
         session.step()
-    assert not _get_current_function_mode_stack()
 
 
 @pytest.mark.parametrize("use", USES)
@@ -136,7 +137,7 @@ def test_weights_that_are_used_before_the_first_lookup_are_those_of_the_clock(co
     """The same bits as with a read at the start of each forward."""
     results = []
     for defers in (True, False):
-        monkeypatch.setattr("embershard.worker.session.session.may_be_compiled", lambda defers=defers: not defers)
+        monkeypatch.setattr("embershard.worker.nn.wrap.may_be_compiled", lambda defers=defers: not defers)
         torch.manual_seed(5)
         session, heard = counted(2)
         model = es.wrap(Net(USES[use]), session, optimizer=es.SGD(lr=0.1, momentum=0.9))
@@ -147,8 +148,6 @@ def test_weights_that_are_used_before_the_first_lookup_are_those_of_the_clock(co
             assert pulls(heard) == 2 + (use == "under a mode" and not defers)  # it looks rows up, too
             outs[-1].square().mean().backward()
             session.step()
-            assert session.deferred is None
-            assert not _get_current_function_mode_stack()
         session.read_dense()
         results.append([*outs, *model.parameters(), model.embedding.table.pull(torch.arange(10))])
     for mine, theirs in zip(*results, strict=True):
@@ -165,32 +164,99 @@ def test_the_shape_of_a_weight_is_no_use_of_it(counted):
     assert pulls(heard) == 1
 
 
-def test_a_forward_without_a_lookup_reads_the_weights_too(counted):
-    class Skips(Net):
-        def forward(self, ids):
-            return torch.zeros(())
+@pytest.mark.parametrize("use", USES)
+def test_a_method_that_is_not_forward_computes_what_torch_computes(counted, use):
+    torch.manual_seed(5)
+    plain = Net()
+    start = copy.deepcopy(plain)
+    session, heard = counted(2)
+    model = es.wrap(start, session, optimizer=es.SGD(lr=0.1))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        heard.clear()
+        losses = [
+            USES[use](net) + net.embedding(IDS).square().mean() + net.scale.square().sum() for net in (model, plain)
+        ]
+        assert pulls(heard) == 2
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        session.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = dict(plain.named_parameters())
+    for name, mine in model.named_parameters():
+        assert torch.equal(mine, expected[name]), name
 
-    session, heard = counted(1)
-    model = es.wrap(Skips(), session, optimizer=es.SGD(lr=1.0))
-    model.linear(torch.ones(4)).sum().backward()
-    session.step()
-    before = model.linear.bias.detach().clone()
-    heard.clear()
-    model(IDS)
-    assert pulls(heard) == 1
-    assert torch.equal(model.linear.bias.detach(), before - 1)
+
+CHANGES = {
+    "an optimizer of torch": lambda model: torch.optim.SGD(model.parameters(), lr=0.1).step(),
+    "an initializer": lambda model: nn.init.ones_(model.scale),
+    "data": lambda model: model.scale.data.mul_(2),
+    "another data": lambda model: setattr(model.scale, "data", torch.zeros(4)),
+    "detached": lambda model: model.linear.weight.detach().zero_(),
+}
 
 
-def test_a_forward_that_fails_leaves_no_watch_behind(counted):
-    def fail(net):
-        raise ValueError("of the model")
-
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_change_here_that_a_pull_would_undo_is_an_error(counted, change, fresh):
     session, _ = counted(1)
-    model = es.wrap(Net(fail), session, optimizer=es.SGD(lr=0.1))
-    with pytest.raises(ValueError, match="of the model"):
+    model = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1))
+    model(IDS).sum().backward()
+    if not fresh:
+        session.step()
+        model(IDS).sum().backward()
+    before = model.embedding(IDS).detach().clone(), model.scale.detach().clone(), model.linear.weight.detach().clone()
+    with pytest.raises(ParameterChanged):  # at once, or where it would be lost
+        _ = CHANGES[change](model), session.step()
+    with suppress(ParameterChanged):
+        session.refresh()
+    now = model.embedding(IDS), model.scale, model.linear.weight
+    assert all(map(torch.equal, before, now))  # it is said once, and the next use reads the shards
+
+
+@pytest.mark.parametrize("read_since", [True, False])
+def test_an_old_graph_has_no_backward_after_a_step(counted, read_since):
+    session, _ = counted(1)
+    model = es.wrap(Net(), session, optimizer=es.SGD(lr=0.1))
+    old = model(IDS).square().sum()
+    model(IDS).sum().backward()
+    session.step()
+    if read_since:
         model(IDS)
-    assert session.deferred is None
-    assert not _get_current_function_mode_stack()
+    with pytest.raises(RuntimeError, match="modified by an inplace"):  # as after a step of torch's optimizer
+        old.backward()
+
+
+def pickled(part):
+    return pickle.loads(pickle.dumps(part))
+
+
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, pickled])
+def test_a_copy_of_a_part_is_one_of_torch(counted, copied_by):
+    session, _ = counted(1)
+    model = es.wrap(Net(), session, optimizer=es.SGD(lr=1.0))
+    model(IDS).sum().backward()
+    before = model.scale.detach().clone()
+    session.step()
+    copied = copied_by(model.linear)
+    assert type(copied.weight) is nn.Parameter
+    copied.load_state_dict(model.linear.state_dict())
+    with pytest.raises(RuntimeError, match="shards"):
+        model.linear.load_state_dict(copied.state_dict())
+    assert torch.equal(copied.weight, model.linear.weight)
+    assert not torch.equal(model.scale, before)
+
+
+def test_a_parameter_that_was_trained_and_is_frozen_has_its_last_step(counted):
+    session, _ = counted(1)
+    model = es.wrap(Net(), session, optimizer=es.SGD(lr=1.0))
+    before = model.scale.detach().clone()
+    model.scale.sum().backward()
+    session.step()
+    model.scale.requires_grad_(False)
+    assert torch.equal(model.scale, before - 1)
 
 
 def test_a_model_around_another_one_shares_its_request(counted):
@@ -203,19 +269,19 @@ def test_a_model_around_another_one_shares_its_request(counted):
     session.step()
     heard.clear()
     outer(IDS)
-    assert pulls(heard) == 2  # one for each table of rows
+    assert pulls(heard) == 2  # one for each table of rows, the first with the dense weights of both
     assert not torch.equal(inner.scale, start[0])
     assert not torch.equal(outer.bias, start[1])
 
 
 def test_compiled_code_reads_the_weights_at_once(counted):
-    assert not dense_module.may_be_compiled()
+    assert not may_be_compiled()
     compiled = torch.compile(lambda weight: weight.sum(), backend="eager")
     try:
         session, heard = counted(1)
         model = es.wrap(Net(lambda net: compiled(net.scale)), session, optimizer=es.SGD(lr=1.0))
         heard.clear()
-        assert dense_module.may_be_compiled()
+        assert may_be_compiled()
         model(IDS).sum().backward()
         assert pulls(heard) == 2
         session.step()

@@ -1,0 +1,434 @@
+"""The weight of a wrapped embedding gives what torch's gives, or an error that says what to write instead."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import embershard as es
+from embershard.worker.nn.remote_weight import RemoteWeight, TableTooLarge
+from embershard.worker.session.dense import ParameterChanged
+
+IDS = torch.tensor([[3, 1, 3], [0, 7, 1]])
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.items = nn.Embedding(12, 4, padding_idx=0)
+        self.bag = nn.EmbeddingBag(9, 4, mode="sum")
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, ids):
+        return self.out(self.items(ids).sum(1) + self.bag(ids))
+
+
+class TiedSoftmax(Net):
+    def __init__(self):
+        super().__init__()
+        self.scores = nn.Linear(4, 12, bias=False)
+        self.scores.weight = self.items.weight
+
+
+class Scaled(nn.Embedding):
+    def __init__(self, scale):
+        super().__init__(12, 4)
+        self.scale = scale
+
+    def decay(self):
+        return self.scale * self.weight.square().sum()
+
+
+class OfOneKind(Net):
+    """A class derived from torch's, and modules found by their class."""
+
+    def __init__(self):
+        super().__init__()
+        self.extra = Scaled(0.5)
+
+    def loss(self, ids):
+        kinds = nn.Embedding | nn.EmbeddingBag
+        decay = sum(module.weight.square().sum() for module in self.modules() if isinstance(module, kinds))
+        return self(ids).mean() + 0.1 * decay + self.extra.decay()
+
+
+def squares(parameters):
+    return sum(parameter.square().sum() for parameter in parameters)
+
+
+def hidden(model):
+    return model.items(IDS).sum(1) + model.bag(IDS)
+
+
+LOSSES = {
+    "linear": lambda m: F.cross_entropy(F.linear(hidden(m), m.items.weight), IDS[:, 1]),
+    "matmul": lambda m: F.cross_entropy(hidden(m) @ m.items.weight.T, IDS[:, 1]),
+    "whole first": lambda m: F.cross_entropy((m.items.weight @ m.items(IDS).sum(1).T).T, IDS[:, 1]),
+    "three lookups": lambda m: (m.items(IDS) * m.items(IDS.flip(0))).sum() + m.items.weight.square().sum(),
+    "propagation": lambda m: torch.cat([m.items.weight, m.bag.weight]).relu().mean(0).square().sum(),
+    "regulariser": lambda m: m(IDS).mean() + 0.1 * squares(m.parameters()),
+    "regulariser of a part": lambda m: m(IDS).mean() + 0.1 * squares(m.items.parameters()),
+    "norm": lambda m: m(IDS).mean() + 0.1 * m.items.weight.norm(),
+    "index": lambda m: m.items.weight[IDS].square().sum(),
+    "negative index": lambda m: m.items.weight[torch.tensor([-1, 2])].square().sum(),
+    "slice": lambda m: m.items.weight[2:5].square().sum(),
+    "index_select": lambda m: m.items.weight.index_select(0, IDS[0]).square().sum(),
+    "columns": lambda m: torch.index_select(m.items.weight, 1, torch.tensor([1])).square().sum(),
+    "F.embedding": lambda m: F.embedding(IDS, m.items.weight, 3).square().sum(),
+    "F.embedding_bag": lambda m: F.embedding_bag(IDS, m.bag.weight, mode="mean").square().sum(),
+    "einsum": lambda m: torch.einsum("bd,nd->bn", hidden(m), m.items.weight).square().sum(),
+    "functional_call": lambda m: torch.func.functional_call(m, dict(m.named_parameters()), (IDS,)).sum(),
+    "another tensor in its place": lambda m: torch.func.functional_call(
+        m, {"items.weight": torch.ones(12, 4) * m.out.weight}, (IDS,)
+    ).sum(),
+}
+
+
+def torch_and_ours(make_session, build=Net, shards=2, **settings):
+    torch.manual_seed(3)
+    plain = build()
+    session = make_session(shards)
+    model = es.wrap(copy.deepcopy(plain), session, optimizer=es.SGD(lr=0.1), **settings)
+    return plain, torch.optim.SGD(plain.parameters(), lr=0.1), model, session
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("name", LOSSES)
+def test_any_use_of_a_weight_trains_to_the_bits_of_torch(make_session, name, shards):
+    plain, optimizer, model, session = torch_and_ours(make_session, shards=shards)
+    for _ in range(3):
+        theirs, mine = LOSSES[name](plain), LOSSES[name](model)
+        assert torch.equal(theirs, mine)
+        theirs.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mine.backward()
+        session.step()
+    state = model.state_dict()
+    for key, value in plain.state_dict().items():
+        assert torch.equal(value, state[key]), key
+
+
+def test_a_tied_layer_trains_to_the_bits_of_torch(make_session):
+    plain, optimizer, model, session = torch_and_ours(make_session, TiedSoftmax)
+    for _ in range(3):
+        for net, step in ((plain, optimizer.step), (model, session.step)):
+            F.cross_entropy(net.scores(hidden(net)), IDS[:, 1]).backward()
+            step()
+            net.zero_grad()
+    assert torch.equal(plain.scores.weight, model.scores.weight)
+
+
+def test_modules_are_what_they_were_for_the_model(make_session):
+    plain, optimizer, model, session = torch_and_ours(make_session, OfOneKind)
+    for _ in range(3):
+        losses = [net.loss(IDS) for net in (plain, model)]
+        assert torch.equal(*losses)
+        for loss, step in zip(losses, (optimizer.step, session.step), strict=True):
+            loss.backward()
+            step()
+        optimizer.zero_grad()
+    assert torch.equal(plain.extra.weight, model.extra.weight)
+    assert torch.equal(plain.items.weight, model.items.weight)
+
+
+@pytest.mark.parametrize("kind", [2.0, float("inf")])
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("name", ["regulariser", "F.embedding", "linear"])
+def test_clipping_all_parameters_clips_rows_too(make_session, name, kind, foreach):
+    plain, optimizer, model, session = torch_and_ours(make_session)
+    for _ in range(3):
+        norms = []
+        for net, step in ((plain, optimizer.step), (model, session.step)):
+            LOSSES[name](net).backward()
+            norms.append(nn.utils.clip_grad_norm_(net.parameters(), 0.5, kind, foreach=foreach))
+            step()
+            net.zero_grad()
+        torch.testing.assert_close(*norms)
+    torch.testing.assert_close(plain.state_dict(), dict(model.state_dict()))
+
+
+def test_two_backwards_and_a_scaled_gradient_count_as_in_torch(make_session):
+    plain, optimizer, model, session = torch_and_ours(make_session)
+    for net, step in ((plain, optimizer.step), (model, session.step)):
+        for name in ("index", "norm"):
+            LOSSES[name](net).backward()
+        net.items.weight.grad.mul_(0.5)
+        assert torch.isfinite(net.items.weight.grad).all()
+        step()
+    torch.testing.assert_close(plain.items.weight, model.items.weight)
+
+
+def halve(parameter):
+    parameter.grad *= 0.5
+
+
+CHANGES_OF_GRADIENTS = {
+    "by value": lambda p: nn.utils.clip_grad_value_([p], 0.01),
+    "by value, at once": lambda p: nn.utils.clip_grad_value_([p], 0.01, foreach=True),
+    "data": lambda p: p.grad.data.clamp_(-0.01, 0.01),
+    "detached": lambda p: p.grad.detach().mul_(0.5),
+    "operator": halve,
+    "zeros": lambda p: torch._foreach_zero_([p.grad]),
+    "a result": lambda p: (p.grad.view(-1) + 1).mul_(2),  # which changes nothing
+}
+
+
+@pytest.mark.parametrize("loss", ["index", "regulariser"])
+@pytest.mark.parametrize("change", CHANGES_OF_GRADIENTS)
+def test_a_changed_gradient_is_pushed_as_it_is(make_session, change, loss):
+    plain, optimizer, model, session = torch_and_ours(make_session)
+    for net, step in ((plain, optimizer.step), (model, session.step)):
+        LOSSES[loss](net).backward()
+        assert net.items.weight.grad.numel() == 48
+        CHANGES_OF_GRADIENTS[change](net.items.weight)
+        step()
+    torch.testing.assert_close(plain.items.weight, model.items.weight)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda gradient: gradient[3].zero_(),
+        lambda gradient: gradient.data[3].zero_(),
+        lambda gradient: gradient.__setitem__(3, 0.0),
+        lambda gradient: gradient[:, 1:].T.mul_(0.5),
+        lambda gradient: [row.mul_(0.5) for row in gradient],
+        lambda gradient: gradient.cpu().numpy().__imul__(0.5),
+    ],
+)
+def test_a_changed_part_of_a_gradient_would_be_lost_and_is_an_error(make_session, change):
+    _, _, model, _ = torch_and_ours(make_session)
+    LOSSES["index"](model).backward()
+    with pytest.raises((NotImplementedError, ValueError), match=r"table|pushed|read-only"):
+        change(model.items.weight.grad)
+    before = copy.deepcopy(model.items.weight.grad)
+    assert type(before) is torch.Tensor
+    assert torch.equal(before.mul_(2), model.items.weight.grad * 2)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("use", ["three lookups", "index", "norm"])
+def test_a_penalty_on_gradients_trains_to_the_bits_of_torch(make_session, use):
+    plain, optimizer, model, session = torch_and_ours(make_session)
+    for _ in range(3):
+        for net, step in ((plain, optimizer.step), (model, session.step)):
+            (LOSSES[use](net) * net.out.bias).sum().backward(create_graph=True)
+            penalty = net.items.weight.grad.square().sum() + net.out.bias.grad.square().sum()
+            net.zero_grad()
+            penalty.backward()
+            step()
+            net.zero_grad()
+    assert torch.equal(plain.items.weight, model.items.weight)
+    assert torch.equal(plain.out.bias, model.out.bias)
+
+
+def test_autograd_differentiates_by_a_weight_or_refuses_to(make_session):
+    plain, _, model, _ = torch_and_ours(make_session)
+    mine, theirs = (torch.autograd.grad(net.items.weight.norm(), [net.items.weight]) for net in (model, plain))
+    assert torch.equal(*mine, *theirs)
+    out = model.bag(IDS).sum()  # by rows: what follows would be None, and None is what allow_unused allows
+    with pytest.raises(NotImplementedError, match="by ids"):
+        torch.autograd.grad(out, model.bag.weight, allow_unused=True)
+
+
+def test_a_gradient_is_that_of_the_whole_table(make_session):
+    plain, _, model, _ = torch_and_ours(make_session)
+    for net in (plain, model):
+        assert net.items.weight.grad is None
+        LOSSES["index"](net).backward()
+    mine, theirs = model.items.weight.grad, plain.items.weight.grad
+    assert mine.shape == theirs.shape
+    assert torch.equal(mine + 0, theirs)
+    assert torch.equal(mine[IDS], theirs[IDS])
+    torch.testing.assert_close(mine.norm(dim=1), theirs.norm(dim=1))
+    with pytest.raises(NotImplementedError, match="add_"):
+        mine.add_(torch.ones(12, 4))
+    model.zero_grad()
+    assert model.items.weight.grad is None
+
+
+@pytest.mark.parametrize("name", ["index", "norm", "linear"])
+def test_frozen_after_wrap_is_frozen(make_session, name):
+    plain, optimizer, model, session = torch_and_ours(make_session)
+    for net, step in ((plain, optimizer.step), (model, session.step)):
+        net.items.weight.requires_grad_(False)
+        (LOSSES[name](net) + squares(net.out.parameters())).backward()
+        step()
+    assert torch.equal(plain.items.weight, model.items.weight)
+    assert torch.equal(plain.out.weight, model.out.weight)
+
+
+LOOKS = {
+    "state_dict": lambda m: m.state_dict(),
+    "no_grad": torch.no_grad()(lambda m: F.linear(m.items(IDS), m.items.weight)),
+    "detach": lambda m: m.items.weight.detach().norm(),
+    "data": lambda m: m.items.weight.data.norm(),
+    "grad": lambda m: m.items.weight.grad,
+}
+
+
+def test_a_look_at_a_weight_does_not_change_which_rows_are_trained(make_session):
+    states = []
+    for look in (lambda m: None, *LOOKS.values()):
+        torch.manual_seed(3)
+        session = make_session(2)
+        model = es.wrap(Net(), session, optimizer=es.Adam(lr=0.1))  # which moves every row that is pushed
+        for ids in (IDS, IDS + 1):
+            look(model)
+            model(ids).sum().backward()
+            look(model)
+            session.step()
+        states.append(model.state_dict())
+    for state in states:
+        assert all(torch.equal(value, state[key]) for key, value in states[0].items())
+
+
+def test_freezing_counts_from_the_next_use_on(make_session):
+    plain, optimizer, model, session = torch_and_ours(make_session)
+    for trained in (True, False, False, True, True):
+        for net, step in ((plain, optimizer.step), (model, session.step)):
+            net.items.weight.norm()  # read before, as a checkpoint does
+            net.items.weight.requires_grad_(trained)
+            LOSSES["regulariser"](net).backward()
+            step()
+            net.zero_grad()
+    assert torch.equal(plain.items.weight, model.items.weight)
+
+
+def test_an_evaluation_sees_what_others_pushed(make_shards, make_session):
+    shards = make_shards(2)
+    sessions = [make_session(shards=shards, worker=number) for number in range(2)]
+    torch.manual_seed(3)
+    models = [
+        es.wrap(net, session, optimizer=es.SGD(lr=0.1)) for net, session in zip((Net(), Net()), sessions, strict=True)
+    ]
+    with torch.no_grad():
+        before = models[0].items.weight.clone()
+    models[1].items.weight.square().sum().backward()
+    sessions[1].step()
+    sessions[0].refresh()
+    with torch.inference_mode():
+        torch.testing.assert_close(models[0].items.weight + 0, before * 0.8)
+
+
+@pytest.mark.parametrize("use", ["linear", "norm", "regulariser", "slice"])
+def test_a_table_beyond_the_limit_is_not_read_as_a_whole(make_session, use):
+    _, _, model, _ = torch_and_ours(make_session, whole_limit=4 * 12 * 4 - 1)
+    with pytest.raises(TableTooLarge) as caught:
+        LOSSES[use](model)
+    assert caught.value.fields == {"table": "items", "nbytes": 192, "limit": 191}
+    LOSSES["index"](model).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(TableTooLarge):
+        model.items.weight.grad + 1
+
+
+CHANGES = {
+    "method": lambda w: w.normal_(),
+    "initializer": nn.init.xavier_uniform_,
+    "data": lambda w: w.data.normal_(),
+    "other data": lambda w: setattr(w, "data", torch.zeros(12, 4)),
+    "item": lambda w: w.__setitem__(0, 1.0),
+    "operator": lambda w: w.__iadd__(1),
+    "out": lambda w: torch.add(torch.ones(12, 4), 1, out=w),
+    "foreach": lambda w: torch._foreach_mul_([w], 2.0),
+    "detached": lambda w: w.detach().zero_(),
+    "optimizer": lambda w: (w.square().sum().backward(), torch.optim.Adam([w]).step()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_in_place_is_an_error(make_session, change):
+    _, _, model, session = torch_and_ours(make_session)
+    before = model.items.weight.detach().clone()
+    with torch.no_grad() if change != "optimizer" else torch.enable_grad(), pytest.raises(ParameterChanged):
+        _ = CHANGES[change](model.items.weight), session.step()
+    session.zero_grad()
+    assert torch.equal(model.items.weight, before)
+
+
+REFUSED = {
+    "copy": (copy.deepcopy, TypeError),
+    "pickle": (pickle.dumps, TypeError),
+    "torch.save": (lambda m: torch.save(m, io.BytesIO()), TypeError),
+    "half": (lambda m: m.half(), TypeError),
+    "load_state_dict": (lambda m: m.load_state_dict(Net().state_dict()), RuntimeError),
+    "hook": (lambda m: m.items.weight.register_hook(print), NotImplementedError),
+    "gradient": (lambda m: setattr(m.items.weight, "grad", torch.ones(12, 4)), ValueError),
+    "another weight": (lambda m: setattr(m.items, "weight", nn.Parameter(torch.ones(12, 4))), ParameterChanged),
+    "wrapped twice": (lambda m: es.wrap(m, m.items.table.session, optimizer=es.SGD(lr=0.1)), ValueError),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_in_our_words(make_session, name):
+    _, _, model, _ = torch_and_ours(make_session)
+    action, error = REFUSED[name]
+    with pytest.raises(error, match=r"shard|wrap|session|table"):
+        action(model)
+
+
+def test_what_a_weight_says_of_itself_reads_nothing(make_session):
+    _, _, model, session = torch_and_ours(make_session)
+    before = session.stats.pulled_rows
+    weight = model.items.weight
+    said = (
+        weight.shape,
+        len(weight),
+        weight.size(0),
+        weight.numel(),
+        weight.dtype,
+        weight.device,
+        weight.requires_grad,
+    )
+    assert said == (torch.Size([12, 4]), 12, 12, 48, torch.float32, torch.device("cpu"), True)
+    assert isinstance(weight, RemoteWeight)
+    assert "items" in repr(weight)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 48 + 36 + 5
+    assert session.stats.pulled_rows == before
+
+
+def test_a_table_of_hashed_ids_has_a_weight_that_is_too_large_to_read(make_session):
+    net = nn.Sequential(nn.EmbeddingBag(2**40, 16, device="meta"))
+    model = es.wrap(net, make_session(1), optimizer=es.SGD(lr=0.1))
+    model(IDS).sum().backward()
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 0
+    with pytest.raises(TableTooLarge):
+        squares(model.parameters())
+
+
+def test_only_what_a_parallel_model_of_torch_can_train_is_among_its_parameters(make_session):
+    _, _, model, _ = torch_and_ours(make_session, dense="ddp")
+    assert {name for name, _ in model.named_parameters()} == {"out.weight", "out.bias"}
+    assert torch.equal(model.items.weight[1:2], model.items(torch.tensor([1])))
+
+
+def test_a_compiled_model_and_a_compiled_step_train_to_the_bits_of_torch(make_session):
+    plain, optimizer, model, session = torch_and_ours(make_session, TiedSoftmax)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")  # what the session does would not survive tracing
+
+    @torch.compile(backend="eager")
+    def step(net, update):
+        F.cross_entropy(net.scores(hidden(net)), IDS[:, 1]).backward()
+        update()
+
+    try:
+        for _ in range(3):
+            for net, called, update in ((plain, plain, optimizer.step), (model, compiled, session.step)):
+                called(IDS).square().mean().backward()
+                update()
+                net.zero_grad()
+            step(model, session.step)
+            F.cross_entropy(plain.scores(hidden(plain)), IDS[:, 1]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        torch._dynamo.reset()
+    for key, value in plain.state_dict().items():
+        assert torch.equal(value, model.state_dict()[key]), key

@@ -1,0 +1,495 @@
+"""`weight` of an embedding whose rows are on the shards: read by ids, or as a whole where it is not large."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, ClassVar, NoReturn, TypeVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from embershard.proto.errors import EmbershardError
+from embershard.proto.routing import Route
+from embershard.worker.session.dense import METADATA, ParameterChanged, untraced
+from embershard.worker.session.gradients import RowGradients
+from embershard.worker.session.tables import RemoteTable
+
+W = TypeVar("W", bound=Tensor)
+
+_MOST_ROWS = 2**46  # in the shape of a weight: torch counts a tensor's bytes in 63 bits, and hashed ids have 62
+WHOLE_LIMIT = 64 * 2**20  # bytes of a table that may be read as a whole
+
+
+class TableTooLarge(EmbershardError):
+    """A table was read as a whole that has more bytes than may be read so."""
+
+    template = (
+        "table {table!r} was read as a whole, but it has {nbytes} bytes, over the limit of {limit}: read the rows of a "
+        "batch with emb(ids); score sampled candidates in place of all items (sampled softmax); regularise with the "
+        "optimizer's weight_decay; or raise wrap(..., whole_limit=)"
+    )
+
+
+class RemoteWeight(nn.Parameter):
+    """The weight (num_embeddings, dim) of a table on the shards, as models and training loops use nn.Embedding's.
+
+    F.embedding, F.embedding_bag and weight[ids] read the rows of these ids. Every other use reads the whole table, once
+    per step: TableTooLarge beyond `limit` bytes. Gradients of both kinds are pushed by the next `Session.step()`. With
+    a whole read, all rows are pushed, as torch's optimizers change all rows of a dense weight.
+
+    `grad` is that of the rows read since the last step. Changing values in place is an error (ParameterChanged).
+    """
+
+    table: RemoteTable
+    limit: int
+
+    embedding: ClassVar[Callable[..., Callable[..., Tensor]]]  # set by embedding.py, which imports this file
+    embedding_bag: ClassVar[Callable[..., Callable[..., Tensor]]]
+
+    @staticmethod
+    def of(parameter: nn.Parameter, table: RemoteTable, num_embeddings: int, limit: int) -> RemoteWeight:
+        """The weight of a table in place of a parameter: the same object, so that all who hold it read the shards.
+
+        A parameter on the meta device cannot be moved: its weight is another object, on the CPU.
+        """
+        parameter.grad = None
+        device = torch.device("cpu") if parameter.is_meta else parameter.device
+        nothing = torch.full((1, 1), torch.nan, device=device)
+        nothing = nothing.expand(min(num_embeddings, _MOST_ROWS), table.spec.dim)
+        if parameter.is_meta:
+            parameter = nn.Parameter(nothing, parameter.requires_grad)
+        else:
+            parameter.data = nothing
+        parameter.__class__ = RemoteWeight
+        assert isinstance(parameter, RemoteWeight)
+        parameter.table, parameter.limit = table, limit
+        parameter._whole, parameter._read_at, parameter._whole_version, parameter.looked_up_at = None, -1, 0, -1
+        parameter.in_use = parameter._used = parameter._was_used = False
+        return parameter
+
+    in_use: bool  # as a whole, in this step or the last one
+    looked_up_at: int  # clock of the last lookup by ids whose gradient the whole does not get
+    _whole: Tensor | None  # (num_embeddings, dim), a leaf, while it is as the step wants it
+    _read_at: int  # clock
+    _whole_version: int  # of the whole, as it was read
+    _used: bool  # as a whole, and with a gradient, in this step
+    _was_used: bool  # in the step before
+
+    def whole(self) -> Tensor:
+        """All rows of this step, a leaf of autograd whose gradient the session collects. TableTooLarge."""
+        if not torch.is_inference_mode_enabled() and torch.is_grad_enabled() and self.requires_grad:
+            self._used = True
+        return self._whole_of_step()
+
+    def for_lookups(self) -> Tensor | None:
+        """The whole, where the step trains it anyway: the gradients of lookups are then summed as torch sums them.
+
+        A whole that somebody only looked at does not change which rows are trained.
+        """
+        is_trained = torch.is_grad_enabled() and self.requires_grad
+        uses_whole = self._used or self._was_used if is_trained else self._is_current()
+        return self._whole_of_step() if uses_whole else None
+
+    def stepped(self) -> bool:
+        """The rows change on the shards now; whether the next step may read them as a whole, too."""
+        self.forget()
+        self._was_used, self._used = self._used, False
+        self.in_use = self._was_used
+        return self.in_use
+
+    def forget(self) -> None:
+        """Read the whole anew at its next use."""
+        self.check_unchanged()
+        self._whole = None
+
+    def check_unchanged(self) -> None:
+        """ParameterChanged where somebody changed the values that were read."""
+        if self._whole is not None and self._whole._version != self._whole_version:
+            self._whole = None
+            raise ParameterChanged(parameter=self.table.spec.name)
+
+    def move(self, device: torch.device) -> None:
+        """Have the rows on another device."""
+        self.forget()
+        nothing = torch.full((1, 1), torch.nan, device=device).expand(self.shape)
+        Tensor.data.__set__(self, nothing)  # type: ignore[attr-defined]
+
+    def _is_current(self) -> bool:
+        return self._whole is not None and self._read_at == self.table.session.clock
+
+    def _whole_of_step(self) -> Tensor:
+        if not self._is_current():
+            self.forget()
+            nbytes = 4 * self.numel()
+            if nbytes > self.limit:
+                raise TableTooLarge(table=self.table.spec.name, nbytes=nbytes, limit=self.limit)
+            with torch.inference_mode(False), torch.no_grad():
+                read = self.table.session.read_all(self, self.table.spec, self.shape[0], self.device)
+                whole = read.rows[read.index].requires_grad_()
+            whole.register_post_accumulate_grad_hook(_collector(self.table, read.route))  # type: ignore[no-untyped-call]
+            self.in_use = True
+            self._whole, self._read_at, self._whole_version = whole, self.table.session.clock, whole._version
+        assert self._whole is not None
+        if self._whole.requires_grad != self.requires_grad:  # frozen, or unfrozen, since it was read
+            self._whole.requires_grad_(self.requires_grad)
+        return self._whole
+
+    @property
+    def grad(self) -> RowsGradient | None:
+        """The gradient of the rows that were read since the last step; None where backward left none."""
+        part = next((its for its in self.table.session.gradients() if its.spec == self.table.spec), None)
+        return None if part is None else RowsGradient.of(part, self.shape[0], self.limit)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None and not isinstance(value, RowsGradient):  # what zero_grad and in-place changes assign
+            raise ValueError(
+                f"table {self.table.spec.name!r}: the gradient of rows on the shards cannot be replaced; change it in "
+                "place, as emb.weight.grad.mul_(...)"
+            )
+        if value is None:
+            self.table.session.drop_gradients(self.table.spec.name)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def data(self) -> Tensor:
+        """The whole table, apart from autograd."""
+        return self._whole_of_step().detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> NoReturn:
+        raise ParameterChanged(parameter=self.table.spec.name)
+
+    def register_hook(self, hook: object) -> NoReturn:
+        """Refused: gradients of rows have no hooks."""
+        raise NotImplementedError(
+            f"table {self.table.spec.name!r}: a hook would see no gradient, for rows are read by batch; change "
+            "emb.weight.grad between backward() and session.step()"
+        )
+
+    register_post_accumulate_grad_hook = register_hook
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"RemoteWeight({self.table.spec.name!r}, {tuple(self.shape)}, requires_grad={self.requires_grad})"
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(
+            f"table {self.table.spec.name!r} lives on the shards and cannot be copied; copy the model before wrapping "
+            "it, average its dense weights with embershard.WeightAverage, or export it"
+        )
+
+    __reduce_ex__ = __deepcopy__
+
+    @classmethod
+    @untraced
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        """Call the function with rows, or with the whole table, in place of the weight."""
+        kwargs = kwargs or {}
+        if func in METADATA or func in _ALSO_METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is Tensor.detach:
+            return args[0].data
+        if func is F.embedding:
+            return _embedding(*args, **kwargs)
+        if func is F.embedding_bag:
+            return _embedding_bag(*args, **kwargs)
+        if func is Tensor.__getitem__ and isinstance(args[0], RemoteWeight) and _are_ids(args[1]):
+            return _rows(args[0], args[1])
+        if func is torch.index_select or func is Tensor.index_select:
+            return _index_select(*args, **kwargs)
+        if func is torch.autograd.grad:
+            _refuse_rows(*args, **kwargs)
+        changed = _changed(func, args, kwargs, RemoteWeight)
+        if changed is not None:
+            raise ParameterChanged(parameter=changed.table.spec.name)
+        return func(*_with_wholes(args), **_with_wholes(kwargs))
+
+
+_ALSO_METADATA = {Tensor.size, Tensor.__len__}
+
+
+def _refuse_rows(outputs: object, inputs: Tensor | Sequence[Tensor], *_: object, **__: object) -> None:
+    """NotImplementedError for a gradient by a weight of which rows were read by ids: that by the whole has none."""
+    for weight in [inputs] if isinstance(inputs, Tensor) else inputs:
+        if isinstance(weight, RemoteWeight) and weight.looked_up_at == weight.table.session.clock:
+            raise NotImplementedError(
+                f"table {weight.table.spec.name!r}: torch.autograd.grad by the weight would miss the rows that were "
+                "read by ids; differentiate by the output of emb(ids), or call backward() and read emb.weight.grad"
+            )
+
+
+def _are_ids(index: object) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32)
+
+
+def _rows(weight: RemoteWeight, ids: Tensor) -> Tensor:
+    if (ids.device != weight.device) or (ids.numel() and bool((ids < 0).any())):
+        ids = torch.where(ids < 0, ids + weight.shape[0], ids)
+    return weight.embedding(weight.table, weight.shape[0], weight=weight)(ids)
+
+
+def _index_select(input: Tensor, dim: int, index: Tensor) -> Tensor:
+    if isinstance(input, RemoteWeight) and dim in (0, -2) and index.dim() == 1:
+        return _rows(input, index)
+    return torch.index_select(_with_wholes(input), dim, index)
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    if not isinstance(weight, RemoteWeight):  # the ids are the whole of a table: no ids, then, as torch will say
+        return F.embedding(_with_wholes(input), weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    module = weight.embedding(
+        weight.table,
+        weight.shape[0],
+        padding_idx=padding_idx,
+        max_norm=max_norm,
+        norm_type=norm_type,
+        scale_grad_by_freq=scale_grad_by_freq,
+        weight=weight,
+    )
+    return module(input)
+
+
+def _embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    per_sample_weights = _with_wholes(per_sample_weights)
+    if not isinstance(weight, RemoteWeight):
+        return F.embedding_bag(
+            input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
+            include_last_offset, padding_idx,
+        )  # fmt: skip
+    module = weight.embedding_bag(
+        weight.table,
+        weight.shape[0],
+        mode=mode,
+        padding_idx=padding_idx,
+        max_norm=max_norm,
+        norm_type=norm_type,
+        scale_grad_by_freq=scale_grad_by_freq,
+        include_last_offset=include_last_offset,
+        weight=weight,
+    )
+    return module(input, offsets, per_sample_weights)
+
+
+def _changed(func: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], kind: type[W]) -> W | None:
+    """The tensor of a kind that a function would change."""
+    name = getattr(func, "__name__", "").partition(".")[0]
+    module = getattr(func, "__module__", "")
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    is_operator = name in ("__setitem__", "__set__", "__delete__") or (name.startswith("__i") and name != "__invert__")
+    is_operator = is_operator and name not in ("__index__", "__int__")
+    candidates: list[object] = [kwargs.get("out")]
+    if (is_in_place or is_operator) and args:
+        candidates.append(args[0])
+    if module == "torch.nn.init":
+        candidates.append(kwargs.get("tensor"))
+    for value in candidates:
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(one, kind):
+                return one
+    return None
+
+
+def _with_wholes(value: Any) -> Any:
+    """The same arguments with the whole table in place of each weight."""
+    if isinstance(value, RemoteWeight):
+        return value.whole()
+    if isinstance(value, Mapping):
+        return {key: _with_wholes(part) for key, part in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_with_wholes, value))
+    if isinstance(value, list | tuple):
+        return type(value)(map(_with_wholes, value))
+    return value
+
+
+def _collector(table: RemoteTable, route: Route) -> Callable[[Tensor], None]:
+    """Hands the gradient of a whole table to the session."""
+    order = torch.from_numpy(np.ascontiguousarray(route.ids))
+
+    def collect(whole: Tensor) -> None:
+        gradient, whole.grad = whole.grad, None
+        if gradient is not None:
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient
+            table.session.collect(RowGradients(table.spec, route, gradient[order.to(gradient.device)]))
+
+    return collect
+
+
+class RowsGradient(Tensor):
+    """The gradient of a table's rows: those that were read have one, all others zero.
+
+    In-place functions by a number change what is pushed; norms and other reductions that zero rows do not change are
+    those of the rows read; any other function gets the gradient of the whole table, where that is within the limit: a
+    copy, which is not pushed and cannot be changed in place.
+    """
+
+    ids: Tensor  # (U,)
+    num_rows: int
+    limit: int
+    table: str
+
+    @staticmethod
+    def of(part: RowGradients, num_rows: int, limit: int) -> RowsGradient:
+        """That of a step so far; it shares the memory of the part."""
+        gradient = part.gradients.as_subclass(RowsGradient)
+        gradient.ids, gradient.num_rows = torch.from_numpy(part.route.ids), num_rows
+        gradient.limit, gradient.table = limit, part.spec.name
+        return gradient
+
+    def detach(self) -> RowsGradient:
+        """The same memory, apart from autograd."""
+        gradient = self.as_subclass(Tensor).detach().as_subclass(RowsGradient)
+        gradient.__dict__.update(self.__dict__)
+        return gradient
+
+    @property
+    def data(self) -> RowsGradient:  # type: ignore[override]
+        """As `detach`."""
+        return self.detach()
+
+    def __deepcopy__(self, memo: object) -> Tensor:
+        """The gradient of the whole table, as a tensor of torch."""
+        return self.clone()
+
+    def numel(self) -> int:
+        """That of the weight."""
+        return self.shape.numel()
+
+    nelement = numel
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """That of the weight."""
+        return torch.Size((self.num_rows, super().shape[1]))
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"RowsGradient({self.table!r}, {tuple(self.shape)}, {len(self.ids)} rows)"
+
+    @classmethod
+    @untraced
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        """Call the function with the rows, or with the gradient of the whole table."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name in _OF_ROWS and _is_by_number(name, args, kwargs):
+            result = func(*_unwrapped(args), **_unwrapped(kwargs))
+            return args[0] if name.endswith("_") else result
+        if (changed := _changed(func, args, kwargs, RowsGradient)) is not None:
+            raise NotImplementedError(
+                f"table {changed.table!r}: {name} would change gradients of rows that nobody read; scale by a "
+                "number, or add the term to the loss"
+            )
+        return func(*_densified(args), **_densified(kwargs))
+
+
+class _Copy(Tensor):
+    """The gradient of a whole table, or a part of it. What changes it would not be pushed, and is an error."""
+
+    @classmethod
+    @untraced
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        """Call the function; what shares memory with the copy is one, too."""
+        kwargs = kwargs or {}
+        if _changed(func, args, kwargs, _Copy) is not None:
+            raise NotImplementedError(
+                "a part of emb.weight.grad is a copy, and a change of it would not be pushed: change the rows of "
+                "session.gradients(), or scale all of emb.weight.grad by a number"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            memory = {value.untyped_storage().data_ptr() for value in args if isinstance(value, _Copy)}
+            return _shared(func(*args, **kwargs), memory)
+
+
+def _shared(value: Any, memory: AbstractSet[int]) -> Any:
+    """The same result, with copies in place of tensors in their memory."""
+    if isinstance(value, np.ndarray):
+        value.flags.writeable = False
+    if isinstance(value, Tensor) and value.layout == torch.strided and value.untyped_storage().data_ptr() in memory:
+        return value.as_subclass(_Copy)
+    return type(value)(_shared(part, memory) for part in value) if type(value) in (list, tuple) else value
+
+
+# functions that zero rows do not change, or that keep them zero
+_OF_ROWS = {
+    "_amp_foreach_non_finite_check_and_unscale_", "_foreach_abs", "_foreach_abs_", "_foreach_clamp_max_",
+    "_foreach_clamp_min_", "_foreach_div_", "_foreach_mul_", "_foreach_norm", "_foreach_zero_", "clamp_", "clamp_max_",
+    "clamp_min_", "detach_", "div_", "isfinite", "isinf", "isnan", "linalg_vector_norm", "mul_", "nan_to_num_", "neg_",
+    "norm", "sign_", "vector_norm", "zero_",
+}  # fmt: skip
+
+
+def _is_by_number(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether nothing else has a shape, and no dimension is named."""
+    if len(args) > 2 and name in ("norm", "linalg_vector_norm", "vector_norm"):  # a dimension, by its place
+        return False
+    others = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, Tensor)]
+    return kwargs.get("dim") is None and all(value.dim() == 0 for value in others)
+
+
+def _unwrapped(value: Any) -> Any:
+    if isinstance(value, RowsGradient):
+        return value.as_subclass(Tensor)
+    if isinstance(value, Mapping):
+        return {key: _unwrapped(part) for key, part in value.items()}
+    return type(value)(map(_unwrapped, value)) if isinstance(value, list | tuple) else value
+
+
+def _densified(value: Any) -> Any:
+    if isinstance(value, RowsGradient):
+        rows = value.as_subclass(Tensor)
+        nbytes = rows.element_size() * value.num_rows * rows.shape[1]
+        if nbytes > value.limit:
+            raise TableTooLarge(table=value.table, nbytes=nbytes, limit=value.limit)
+        whole = rows.new_zeros(value.num_rows, rows.shape[1]).index_copy(0, value.ids.to(rows.device), rows)
+        return whole.as_subclass(_Copy)
+    if isinstance(value, Mapping):
+        return {key: _densified(part) for key, part in value.items()}
+    return type(value)(map(_densified, value)) if isinstance(value, list | tuple) else value
