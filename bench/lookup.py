@@ -2,8 +2,8 @@
 
 2,048 x 26 ids, as DLRM reads them, of 15,000 different ones; the bits of the gradients are compared too.
 
-And what comes before: `bag`, rows renumbered in the order of their first use, compiled against torch's operations;
-`ids`, the ids of two shards put in ascending order for a codec, by digits against numpy's argsort. 13,312 ids each.
+And what comes before: `ids`, 13,312 ids of two shards put in ascending order for a codec, by digits against numpy's
+argsort.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 
 from embershard.proto.routing import Placement, Route, ascending, make_route
-from embershard.worker.kernels import by_first_use, by_first_use_in_torch
 from embershard.worker.nn.embedding import _RowLookup
 from timing import finish, median, print_table, thread_seconds
 
@@ -42,15 +41,10 @@ def by_argsort(route: Route) -> Route:
 
 
 def before() -> dict[str, list[float]]:
-    """[ours, theirs] of renumbering and ordering."""
+    """[ours, theirs] of ordering."""
     route = make_route(np.random.default_rng(0).integers(0, RANGE, BATCH), 3, Placement.even(2))
-    index, count = torch.from_numpy(route.index), len(route.ids)
-    bag = {
-        "embershard": lambda: by_first_use(route.index, count),
-        "torch": lambda: by_first_use_in_torch(index, count),
-    }
     ids = {"embershard": lambda: ascending(route), "numpy": lambda: by_argsort(route)}
-    return {"bag": paired(bag), "ids": paired(ids)}
+    return {"ids": paired(ids)}
 
 
 def main() -> None:

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import FunctionCtx
 
+from embershard.proto.arrays import Ids
 from embershard.proto.routing import Route, sum_rows
 from embershard.proto.spec import TableSpec
-from embershard.worker.kernels import by_first_use, by_first_use_in_torch
 from embershard.worker.nn.remote_weight import RemoteWeight
 from embershard.worker.session.dense import ParameterChanged, untraced
 from embershard.worker.session.gradients import RowGradients
@@ -89,8 +89,8 @@ class _RemoteRows(nn.Module):
         """The device that looked-up rows are put on."""
         return self._anchor.device
 
-    def _read(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-        """(index, rows, padding): rows[index] are the rows of ids, `padding` is the position of the padding row."""
+    def _read(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None, Ids]:
+        """(index, rows, padding, ids of the rows): rows[index] are those of `ids`, rows[padding] is the padding row."""
         read = self.table.session.read(self.table.spec, ids, self.device)
         route = read.route
         if self.num_embeddings is not None and len(route.ids):
@@ -114,7 +114,7 @@ class _RemoteRows(nn.Module):
             rows.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 _collector(self.table, route, padding, self.scale_grad_by_freq)
             )
-        return read.index, rows, padding
+        return read.index, rows, padding, route.ids
 
     def _renormalise(self, read: LookupResult) -> None:
         """Scale rows over max_norm down, here and on the shards, as torch does in its table."""
@@ -216,7 +216,7 @@ class Embedding(_RemoteRows, nn.Embedding):  # type: ignore[misc]
         """Rows of the ids `input` (any shape, int32 or int64), (*input.shape, dim)."""
         if (whole := self._whole()) is not None:
             return F.embedding(input, whole, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq)
-        index, rows, padding = self._read(input)
+        index, rows, padding, _ = self._read(input)
         if rows.requires_grad and rows.device.type == "cpu":
             return _RowLookup.apply(rows, index)  # type: ignore[no-any-return, no-untyped-call]
         return F.embedding(index, rows, padding)
@@ -297,9 +297,8 @@ class EmbeddingBag(_RemoteRows, nn.EmbeddingBag):  # type: ignore[misc]
                 include_last_offset=self.include_last_offset,
                 padding_idx=self.padding_idx,
             )
-        index, rows, padding = self._read(input)
-        if self.table.session.placement.num_shards > 1:
-            index, rows, padding = _in_order_of_use(index, rows, padding)
+        index, rows, padding, ids = self._read(input)
+        index, rows, padding = _in_order_of_ids(index, rows, padding, ids)
         return F.embedding_bag(
             index,
             rows,
@@ -330,19 +329,18 @@ class EmbeddingBag(_RemoteRows, nn.EmbeddingBag):  # type: ignore[misc]
                 )
 
 
-def _in_order_of_use(
-    index: torch.Tensor, rows: torch.Tensor, padding: int | None
+def _in_order_of_ids(
+    index: torch.Tensor, rows: torch.Tensor, padding: int | None, ids: Ids
 ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-    """The same rows in the order in which the ids use them first.
+    """The same rows in the order of their ids.
 
-    torch sums a bag's gradients in an order that depends on how rows are numbered, and a route numbers them by shard;
-    in this order the sums have the same bits whatever the number of shards.
+    torch sums a bag's gradients in an order that depends on how its rows compare to each other (its sort is not
+    stable), and a route numbers them by shard; in this order the sums have the bits of torch's over the whole table.
     """
-    if index.device.type == "cpu":
-        numbers, order, rank = map(torch.from_numpy, by_first_use(index.reshape(-1).numpy(), rows.shape[0]))
-    else:
-        numbers, order, rank = by_first_use_in_torch(index.reshape(-1), rows.shape[0])
-    return numbers.view(index.shape), rows.index_select(0, order), None if padding is None else int(rank[padding])
+    order = torch.from_numpy(np.ascontiguousarray(ids)).argsort()
+    rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order))).to(index.device)
+    padding = None if padding is None else int(rank[padding])
+    return rank[index], rows.index_select(0, order.to(rows.device)), padding
 
 
 def _collector(
