@@ -31,8 +31,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-$(VENV)/.outside: $(VENV)/.ready
+$(VENV)/.outside: $(VENV)/.ready bench/wrap/packages.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[outside]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r bench/wrap/packages.txt
 	touch $@
 
 demo: setup  ## two shards and two workers train DLRM on a click stream
@@ -99,7 +100,7 @@ bar-equal: setup  ## bit-identical over shards and transports; equal to torch in
 bar-sync: setup  ## synchronous workers equal one process on the joint batch
 	$(BIN)/python bench/bar_sync.py
 
-bar-wrap: setup $(VENV)/.outside  ## other people's models train unchanged
+bar-wrap: setup $(VENV)/.outside  ## other people's models, in their own loops, against plain torch (10 minutes)
 	$(BIN)/python bench/bar_wrap.py
 
 bar-kernels: setup  ## pull and push against torch's index ops and memcpy
