@@ -5,8 +5,8 @@ goes through all epochs in order, so that it starts once per training. It is ahe
 Linux) and one batch. Where epochs are dealt out in splits it is told each of them. Where nobody reads the pipe any more
 it ends, so it cannot outlive this process.
 
-A batch is a head of five little-endian int64 and the bytes of its tensors. Torch's DataLoader opens a shared memory file
-per tensor instead; bench/loader.py compares what both cost the training process.
+A batch is a head of five little-endian int64 and the bytes of its tensors. torch's DataLoader opens a shared memory
+file per tensor instead; bench/loader.py compares what both cost the training process.
 """
 
 from __future__ import annotations
