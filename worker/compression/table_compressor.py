@@ -186,7 +186,7 @@ class TableCompressor:
                 self._add_residual(former.rows_by_id())
 
     def clear_residuals(self) -> None:
-        """Drop the residuals."""
+        """Drop the gradients that error feedback keeps for later pushes, of all shards."""
         self._feedbacks = {}
 
     def _add_residual(self, residual: ResidualRows) -> None:

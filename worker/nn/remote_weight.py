@@ -377,7 +377,7 @@ class RowsGradient(Tensor):
 
     @property
     def data(self) -> RowsGradient:  # type: ignore[override]
-        """As `detach`."""
+        """The same memory, apart from autograd: what changes in it is pushed."""
         return self.detach()
 
     def __deepcopy__(self, memo: object) -> Tensor:
@@ -385,14 +385,14 @@ class RowsGradient(Tensor):
         return self.clone()
 
     def numel(self) -> int:
-        """That of the weight."""
+        """Return the number of elements of the whole weight, unread rows included."""
         return self.shape.numel()
 
     nelement = numel
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """That of the weight."""
+        """The shape of the whole weight, (num_embeddings, dim)."""
         return torch.Size((self.num_rows, super().shape[1]))
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]

@@ -307,7 +307,7 @@ class RemoteParameter(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """As nn.Parameter's."""
+        """The values apart from autograd; a change in them is found at the next step, as ParameterChanged."""
         self.weights.watch(self)
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 

@@ -41,7 +41,7 @@ class TableSession(Protocol):
 
     @property
     def clock(self) -> int:
-        """Steps until now."""
+        """The number of steps that this worker has taken."""
         ...
 
     @property
