@@ -18,7 +18,7 @@ The tree, by what they are about; only InvalidRequest and ShardBusy have subclas
         snapshots     SnapshotNotWritten, SnapshotRunning, SnapshotUnknown, SnapshotTooLate, SnapshotTimeout,
                       SnapshotExists, SnapshotScattered, SnapshotNotFound, SnapshotUnreadable, SnapshotDamaged,
                       SnapshotTooNew, TablesInTheWay
-        the user's    JobError, BadModule, CannotWrite, OutputClosed
+        the user's    JobError, BadModule, UserCodeFailed, CannotWrite, OutputClosed
 
 Commands and training add subclasses of their own, beside what raises them.
 """
@@ -443,6 +443,13 @@ class BadModule(EmbershardError):
 
     status = Status.INVALID_ARGUMENT
     template = "module {module!r} {reason}"
+
+
+class UserCodeFailed(EmbershardError):
+    """A model, reader, loss, metric or callback of a user that raises, or gives what it should not."""
+
+    status = Status.INVALID_ARGUMENT
+    template = "{what} {reason} ({where})"
 
 
 class DamagedPayload(InvalidRequest):

@@ -1,20 +1,86 @@
-"""Modules of users, in which a process finds codecs and row optimizers as `module:function`."""
+"""Modules of users, in which a process finds what a job or a command names as `module:name`; what fails there."""
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import importlib
-from collections.abc import Mapping
+import inspect
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
-from embershard.proto.errors import BadModule, EmbershardError
+from embershard.proto.errors import BadModule, EmbershardError, UserCodeFailed
+
+# where code lies that is rarely the user's: installed packages, Python's own modules, and this package
+_NOT_THEIRS = tuple(
+    f"{path}{os.sep}"
+    for path in (
+        *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
+        Path(__file__).parents[1],
+    )
+)
 
 
 def members_of(module: str) -> Mapping[str, object]:
-    """Import a module and return its members by name. BadModule where it cannot be imported."""
+    """Import a module and return its members by name. BadModule, with file and line, where it cannot be imported.
+
+    What it prints goes to stderr: stdout may be read by a program.
+    """
     try:
-        return vars(importlib.import_module(module))
+        with contextlib.redirect_stdout(sys.stderr):
+            return vars(importlib.import_module(module))
     except EmbershardError:  # it says by itself what is wrong
         raise
     except (Exception, SystemExit) as error:  # a user's module may fail in any way, and end itself
         said = f"{type(error).__name__}: {error}"
-        reason = f"cannot be imported: {said}; `python -c 'import {module}'` has to work here"
+        reason = f"cannot be imported: {said} ({where_raised(error)}); `python -c 'import {module}'` has to work here"
         raise BadModule(module=module, reason=reason) from error
+
+
+def find(name: str) -> object:
+    """What `module:name` stands for; the name may have dots. BadModule where there is no such module or member."""
+    module, _, path = name.partition(":")
+    members = members_of(module)
+    found: object = members.get(path.partition(".")[0], inspect.Parameter.empty)
+    for part in path.split(".")[1:]:
+        found = getattr(found, part, inspect.Parameter.empty)
+    if found is inspect.Parameter.empty:
+        public = [member for member in members if not member.startswith("_")]
+        near = difflib.get_close_matches(path, public, 1)
+        hint = f"did you mean {near[0]}?" if near else f"it has: {', '.join(public[:20]) or 'nothing'}"
+        raise BadModule(module=module, reason=f"({members.get('__file__', '?')}) has no {path!r}; {hint}")
+    return found
+
+
+@contextlib.contextmanager
+def user_code(what: str) -> Iterator[None]:
+    """Raise UserCodeFailed, with file and line, for whatever the body raises; embershard's own errors pass."""
+    try:
+        yield
+    except EmbershardError:
+        raise
+    except (Exception, SystemExit) as error:  # a user's code may fail in any way, and end itself
+        raise UserCodeFailed(
+            what=what, reason=f"raised {type(error).__name__}: {error}", where=where_raised(error)
+        ) from error
+
+
+def where_raised(error: BaseException) -> str:
+    """file:line of the last line of a user's code that an error came through; "" for one that was not raised."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
+    return next((f"{frame.filename}:{frame.lineno}" for frame in reversed(theirs or frames)), "")
+
+
+def where_defined(member: object) -> str:
+    """file:line of a class or a function, or of an object's class; "" where no source is known."""
+    for found in (member, type(member)):
+        with contextlib.suppress(TypeError, OSError):
+            return f"{inspect.getsourcefile(found)}:{inspect.getsourcelines(found)[1]}"  # type: ignore[arg-type]
+    return ""

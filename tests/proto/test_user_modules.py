@@ -1,0 +1,66 @@
+"""Modules of users: what is found in them, and which of their lines an error names."""
+
+import pytest
+
+from embershard.proto.errors import BadModule, UserCodeFailed
+from embershard.proto.user_modules import find, user_code, where_defined
+
+MODULE = """\
+import torch
+print("loading")
+class Tower:
+    def size(self):
+        return torch.zeros(2).view(3)
+def fails():
+    return helper()
+def helper():
+    raise KeyError("user")
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(name, text=MODULE):
+        (tmp_path / f"{name}.py").write_text(text)
+        return tmp_path / f"{name}.py"
+
+    return write
+
+
+def test_a_member_is_found_and_what_the_module_prints_is_no_result(module, capsys):
+    path = module("um_found")
+    assert find("um_found:Tower").__name__ == "Tower"
+    assert find("um_found:Tower.size").__name__ == "size"
+    assert where_defined(find("um_found:Tower")) == f"{path}:3"
+    assert capsys.readouterr() == ("", "loading\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("um_absent_module:Tower", None, "No module named"),
+        ("um_a:Towre", MODULE, "did you mean Tower?"),
+        ("um_b:Tower.depth", MODULE, "'Tower.depth'"),
+        ("um_c:x", "x = 1\ny = (\n", "um_c.py:2"),
+        ("um_d:x", "def f():\n    raise SystemExit(3)\nf()\n", "um_d.py:2"),
+        ("um_e:x", "import json\njson.loads('{')\n", "um_e.py:2"),
+    ],
+)
+def test_what_is_not_there_names_module_and_line(module, name, text, told):
+    if text is not None:
+        module(name.partition(":")[0], text)
+    with pytest.raises(BadModule) as error:
+        find(name)
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize(("call", "line"), [("fails", 9), ("Tower.size", 5)])
+def test_an_error_names_the_users_last_line(module, call, line):
+    name = f"um_line_{line}"
+    path = module(name)
+    member = find(f"{name}:{call}")
+    with pytest.raises(UserCodeFailed) as error, user_code("loss um"):
+        member(*[None] * call.count("."))
+    assert error.value.fields["where"] == f"{path}:{line}"
