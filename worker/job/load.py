@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from embershard.proto.errors import JobError
 from embershard.worker.job.checks import IGNORED_BY_STRATEGY, check_job
 from embershard.worker.job.job import Job
-from embershard.worker.job.sections import CUSTOM
+from embershard.worker.job.sections import CUSTOM, UserModelSection
 from embershard.worker.job.training import BUDGETS
 from embershard.worker.job.yaml import JobSource, Mistake
 from embershard.worker.job.yaml import Path as Location
@@ -136,4 +136,4 @@ def _tags(section: type[BaseModel]) -> tuple[str, ...]:
     for name in ("name", "reader"):
         if name in section.model_fields:
             return get_args(section.model_fields[name].annotation) or (CUSTOM,)
-    return ()
+    return (CUSTOM,) if issubclass(section, UserModelSection) else ()
