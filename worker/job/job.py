@@ -89,6 +89,11 @@ class Job(Section):
         """The metrics that an evaluation computes."""
         return tuple(name.format(k=self.top_k) for name in METRICS[self.data.evaluation])
 
+    @property
+    def has_user_code(self) -> bool:
+        """Whether it names code of a user that its workers run."""
+        return ":" in self.data.reader
+
     def worker_threads(self, local_workers: int) -> int:
         """Threads of torch in each of this machine's workers.
 
