@@ -307,12 +307,15 @@ class CheckpointSection(Section):
     """Checkpoints to resume from, in `folder` (or at an fsspec URL), which all workers and shards see.
 
     The newest `keep` stay. `every` counts in the unit of the run; without it there is one with each evaluation. The end
-    of a run is one too.
+    of a run is one too. With `best` that of the best evaluation stays beside them, and `restore_best` puts its weights
+    back at the end of the run. Without a folder `embershard train` keeps the best one in the run's own folder.
     """
 
-    folder: Annotated[str, Field(min_length=1)]
+    folder: Annotated[str, Field(min_length=1)] | None = None
     every: Count | None = None
     keep: Count = 2
+    best: bool = True
+    restore_best: bool = True
 
 
 Pattern = Annotated[str, Field(min_length=1)]

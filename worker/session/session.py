@@ -509,6 +509,8 @@ class Session:
         """
         if self._cache is not None:
             self._cache.clear()
+        if self.local_steps is not None:
+            self.local_steps.refresh()
         if self._prefetcher is not None:
             self._prefetcher.forget_copies()
         self._prefetched.forget()

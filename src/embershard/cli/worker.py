@@ -91,6 +91,10 @@ def worker(
     resume: Annotated[
         str | None, typer.Option(help="Go on from a checkpoint, whose snapshot the shards were given before.")
     ] = None,
+    started_here: Annotated[
+        bool,
+        typer.Option("--started-here", hidden=True, help="All shards and workers see --output, and end with this run."),
+    ] = False,
     parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
 ) -> None:
     """Train as one worker of a job; its place among the workers comes from torchrun's variables.
@@ -112,7 +116,7 @@ def worker(
         raise typer.BadParameter("--profile writes files: name a folder with --output, or in the job")
     timeout = timedelta(seconds=join_timeout)
     own = rank if local_rank is None else local_rank
-    place = WorkerRanks(rank, world_size, own, local_world_size or world_size, timeout, run)
+    place = WorkerRanks(rank, world_size, own, local_world_size or world_size, timeout, run, started_here)
     _prepare(settings, place)
     profile = profile and rank == 0
     _train(
@@ -130,6 +134,7 @@ class WorkerRanks:
     local_world_size: int
     join_timeout: timedelta
     run: int = 0
+    started_here: bool = False
 
 
 def _train(
@@ -164,7 +169,18 @@ def _train(
             check_restored(session.client, checkpoint)
         group = stack.enter_context(_join(job, session, place))
         dataset = job.data.open(base, job.train.seed)
-        trainer = Trainer(job, dataset, session, group, observers, loader, output=output, resume=checkpoint)
+        trainer = Trainer(
+            job,
+            dataset,
+            session,
+            group,
+            observers,
+            loader,
+            output=output,
+            resume=checkpoint,
+            best_folder=output / "best" if output is not None and place.started_here else None,
+            restore_best=not place.started_here,  # nobody could read what ends with the run
+        )
         assert output is not None or not profile
         with Profile(output) if output is not None and profile else Recorder() as recorder:
             trainer.run()

@@ -257,6 +257,12 @@ def test_a_direction_of_the_file_is_taken_back_by_null_and_not_by_nothing(folder
     assert mistakes(folder, text, "compression.push=")
 
 
+@pytest.mark.parametrize("text", ["checkpoint=null", "checkpoint.best=false", "checkpoint={folder: here, every: 2}"])
+def test_a_manifest_gives_the_section_of_checkpoints_back(folder, text):
+    job = load(folder, GOOD, text)
+    assert Job.model_validate(job.model_dump(mode="json")).checkpoint == job.checkpoint
+
+
 @pytest.mark.parametrize("text", ["compression=auto", "compression={push: int8, dense: {push: {at: {0: dgc:0.01}}}}"])
 def test_a_checkpoints_manifest_gives_the_section_back(folder, text):
     job = load(folder, CODECS, text)
@@ -393,6 +399,9 @@ train.samples=3; workers=4 -> workers: 4 workers cannot share 3 samples
 model={name: deepfm, batch_norm: true}; train.batch_size=1 -> train.batch_size: batch norm needs at least 2 samples
 data.valid=walid.csv -> data.valid: no file
 data.stream=true; train.lr_schedule={name: cosine} -> train.lr_schedule.name: cosine needs the number of steps
+checkpoint.every=1; checkpoint.keep=3 -> checkpoint.every: has no meaning without -> checkpoint.keep: has no meaning
+checkpoint={best: false, restore_best: true} -> checkpoint.restore_best: the best weights are not kept
+data.valid=null; train.early_stop=null; train.lr_schedule={name: constant}; checkpoint.best=true -> checkpoint.best
 """
 
 OF_MODES = """
