@@ -43,10 +43,19 @@ def pushes_plainly(job):
     return job.compression.settings(0).of("rows", dense=False).push.is_plain
 
 
+def first_values(job):
+    return list(job.embedding.initializers().items())
+
+
 # a file, what overrides it, fields of the job (or what is made of it), and their values
 SAID = [
     (GOOD, "", lambda job: job.embedding.optimizer.build(), spec.Adam(lr=0.001, weight_decay=0.05)),
     (GOOD, "", lambda job: job.embedding.initializer.build(), spec.Normal(std=1e-4)),
+    (GOOD, "", first_values, [("*", spec.Normal(std=1e-4))]),
+    # torch's Normal(0, 1) keeps most models from training
+    (GOOD, "embedding.initializer=null", first_values, [("*", spec.Normal(std=0.01))]),
+    (GOOD, "embedding.initializer=null; embedding.groups=[{match: a, optimizer: {name: sgd, lr: 1}}]", first_values,
+     [("a", spec.Normal(std=0.01)), ("*", spec.Normal(std=0.01))]),
     (GOOD, "", "train.budget", ("epochs", 3)),
     (GOOD, "train.steps=20", "train.budget", ("steps", 20)),  # in place of the file's
     (GOOD, "data.stream=true; train.lr_schedule={name: cosine}; train.steps=9", "data.streams_text", True),
