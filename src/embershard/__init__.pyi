@@ -23,7 +23,13 @@ from embershard.worker.checkpoint.snapshots import restore_snapshot as restore_s
 from embershard.worker.checkpoint.snapshots import take_snapshot as take_snapshot
 from embershard.worker.client.client import Client as Client
 from embershard.worker.compression.settings import Compression as Compression
+from embershard.worker.data.batch import Batch as Batch
+from embershard.worker.data.batch import RowsDataset as RowsDataset
+from embershard.worker.data.batch import Samples as Samples
+from embershard.worker.data.batch import Schema as Schema
+from embershard.worker.data.columns import hash_ids as hash_ids
 from embershard.worker.data.splits import SplitSampler as SplitSampler
+from embershard.worker.data.user_defined import Reader as Reader
 from embershard.worker.nn.activations import checkpoint_activations as checkpoint_activations
 from embershard.worker.nn.averaging import WeightAverage as WeightAverage
 from embershard.worker.nn.compile import compile_dense as compile_dense

@@ -4,24 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from embershard.proto.errors import JobError
 from embershard.worker.data.shuffle import Positions, batches, check_enough, check_share, permutation
-from embershard.worker.metrics import Users
+
+if TYPE_CHECKING:  # files are looked at before training without torch, which takes seconds to import
+    import torch
+
+    from embershard.worker.metrics import Users
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Samples as arrays: ids, dense features and labels."""
+    """Samples as arrays: ids, dense features and labels. `Samples.of` makes them of other types, and of tensors."""
 
     ids: npt.NDArray[np.int64]  # (N, F)
     dense: npt.NDArray[np.float32] | None  # (N, D)
     labels: npt.NDArray[np.float32]  # (N,)
+
+    @classmethod
+    def of(cls, ids: object, dense: object, labels: object) -> Samples:
+        """Samples of arrays or tensors, with the types above; `dense` may be None.
+
+        ValueError for other shapes, other lengths, ids that are no integers, and what is no number.
+        """
+        numbers = _numbers("ids", ids, np.int64, 2)
+        floats = None if dense is None else _numbers("dense features", dense, np.float32, 2)
+        shown = floats if floats is not None and floats.shape[1] else None
+        found = cls(numbers, shown, _numbers("labels", labels, np.float32, 1))
+        lengths = [len(numbers), len(found.labels), len(numbers if floats is None else floats)]
+        if len(set(lengths)) > 1:
+            raise ValueError("arrays of different lengths: ids {}, labels {}, dense features {}".format(*lengths))
+        return found
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -32,6 +50,8 @@ class Samples:
 
     def batch(self) -> Batch:
         """These samples as one batch, without a copy."""
+        import torch
+
         dense = None if self.dense is None else torch.from_numpy(self.dense)
         return Batch(torch.from_numpy(self.ids), dense, torch.from_numpy(self.labels))
 
@@ -48,14 +68,38 @@ class Samples:
         )
 
 
+def _numbers(name: str, value: object, dtype: type[np.generic], dim: int) -> npt.NDArray[Any]:
+    """An array of this type and dimension, copied only where it has another one."""
+    array = np.asarray(value)
+    if array.ndim != dim:
+        raise ValueError(f"{name} have shape {array.shape}, not {'(N,)' if dim == 1 else '(N, columns)'}")
+    if array.dtype.kind not in ("iu" if dtype is np.int64 else "iufb"):
+        raise ValueError(f"{name} are {array.dtype}, not {dtype.__name__}")
+    return np.require(array, dtype, ["W"])  # torch takes no array that cannot be written
+
+
 class RowsDataset:
-    """A pointwise dataset whose splits are in memory; `where` names it in errors."""
+    """A pointwise dataset whose splits are in memory: "train", and others to evaluate on.
+
+    `where` names it in errors; `seed` decides the order of each epoch. A reader of a user gets the job's for both.
+    """
 
     def __init__(
-        self, schema: Schema, splits: Mapping[str, Samples], *, where: str, seed: int = 0, shuffle: bool = True
+        self,
+        schema: Schema,
+        splits: Mapping[str, Samples],
+        *,
+        where: str = "",
+        seed: int | None = None,
+        shuffle: bool = True,
     ) -> None:
-        self._schema, self._rows, self._where = schema, dict(splits), where
-        self._seed, self._shuffle = seed, shuffle
+        self._schema, self._where, self._seed, self._shuffle = schema, where, seed, shuffle
+        self._rows = {name: Samples.of(rows.ids, rows.dense, rows.labels) for name, rows in splits.items()}
+
+    def set_defaults(self, where: str, seed: int) -> None:
+        """Give it these where it was made without."""
+        self._where = self._where or where
+        self._seed = seed if self._seed is None else self._seed
 
     @property
     def schema(self) -> Schema:
@@ -81,7 +125,7 @@ class RowsDataset:
         check_share(rank, world_size, batch_size)
         rows = self._split("train")
         check_enough(self._where, len(rows), world_size)
-        order = permutation(len(rows), self._seed, epoch) if self._shuffle else np.arange(len(rows))
+        order = permutation(len(rows), self._seed or 0, epoch) if self._shuffle else np.arange(len(rows))
         return (rows.take(part).batch() for part in batches(order, rank, world_size, batch_size))
 
     def evaluate(self, split: str, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +23,15 @@ _FNV_OFFSET, _FNV_PRIME = 0xCBF29CE484222325, 0x100000001B3
 # np.frombuffer gives arrays that cannot be written
 _INTS = types.Array(types.int64, 1, "C", readonly=True)
 _BYTES = types.Array(types.uint8, 1, "C", readonly=True)
+
+
+def hash_ids(feature: str, values: Sequence[object] | npt.NDArray[np.generic]) -> Ids:
+    """(N,) ids in 0..2**62-1 of a feature's values, for a table without a vocabulary; those of text files.
+
+    Values are texts or integers, an integer as its decimal text; None is the empty text. The same value of another
+    feature has another id, but for chance: of a million values two are the same with a chance of 1e-7.
+    """
+    return hash_texts(feature, pa.array(values).cast(pa.string()))
 
 
 def hash_texts(feature: str, texts: pa.Array | pa.ChunkedArray) -> Ids:

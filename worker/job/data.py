@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag
 
+from embershard.proto.errors import JobError
 from embershard.worker.data.files import is_delimiter
-from embershard.worker.job.sections import Count, Section
+from embershard.worker.job.sections import CUSTOM, Count, Section
 
 if TYPE_CHECKING:  # a job is checked in a second, without torch; a reader is imported when it is opened
     from embershard.worker.data.batch import Dataset
@@ -57,9 +58,13 @@ class DataSection(Section):
     """1: batches are made in a process beside each worker; 0: by the worker. See `costs_cpu` for what is chosen."""
     splits: Annotated[int | str | None, PlainValidator(_parts)] = None
     """Parts of an epoch, dealt to whichever worker is free; auto: 8 for each worker. Without it: equal shares."""
-    evaluation: ClassVar[Evaluation] = "pointwise"
     pairs: ClassVar[bool] = False
     """Each sample is a user and an item."""
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """What an evaluation computes its metrics of."""
+        return "pointwise"
 
     @property
     def has_dense(self) -> bool:
@@ -124,8 +129,12 @@ class NcfFilesSection(DataSection):
     reader: Literal["ncf"]
     prefix: Path
     negatives: Negatives = 4
-    evaluation = "candidates"
     pairs = True
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """Each user's held-out item among its candidates."""
+        return "candidates"
 
     @property
     def judged_on(self) -> tuple[str, ...]:
@@ -155,8 +164,12 @@ class ListsSection(DataSection):
     train: Path
     test: Path
     negatives: Negatives = 0
-    evaluation = "ranking"
     pairs = True
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """All items, ranked for each user."""
+        return "ranking"
 
     @property
     def has_clicks(self) -> bool:
@@ -371,7 +384,72 @@ class ClicksSection(DataSection):
         return ClickStream(samples=self.samples, eval_samples=self.eval_samples, seed=seed)
 
 
+class UserReaderSection(DataSection):
+    """A reader of a user, `module:name`; fields that are not named here are its arguments.
+
+    What its samples have is known once it is open: until then every model may fit them.
+    """
+
+    model_config = ConfigDict(extra="allow", serialize_by_alias=True)
+
+    reader: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
+    evaluates: Annotated[Literal["pointwise", "candidates"], Field(alias="evaluation")] = "pointwise"
+    labels: Literal["probability", "any"] | None = None
+    """probability: in 0..1, as binary cross-entropy needs them. Without it: any where the job has a loss of its own."""
+    pairs = True
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """What an evaluation computes its metrics of; `open` compares it with the reader's."""
+        return self.evaluates
+
+    @property
+    def has_dense(self) -> bool:
+        """Whether samples may have dense features."""
+        return True
+
+    @property
+    def has_clicks(self) -> bool:
+        """Whether samples must have labels of both kinds."""
+        return False
+
+    @property
+    def judged_on(self) -> tuple[str, ...]:
+        """The splits that it may have."""
+        return ("valid", "test")
+
+    def files(self) -> dict[str, tuple[Path, ...]]:
+        """None: the reader alone knows which of its arguments are files."""
+        return {}
+
+    def open(self, folder: Path, seed: int) -> Dataset:
+        """Call the reader. JobError where the job contradicts it; UserCodeFailed names file:line where it fails."""
+        from embershard.worker.data.user_defined import open_reader
+
+        root = (folder / self.root).resolve()
+        dataset = open_reader(
+            self.reader, self.model_extra or {}, root=root, seed=seed, any_labels=self.labels == "any"
+        )
+        if dataset.evaluation != self.evaluation:
+            reason = f"is {self.evaluation}, but {self.reader} says {dataset.evaluation}: give both the same"
+            raise JobError(where="data.evaluation", reason=reason)
+        return dataset
+
+
+def reader(value: object) -> str | None:
+    """The section of a reader; named like its field, as mistakes are."""
+    name = value.get("reader") if isinstance(value, dict) else getattr(value, "reader", None)
+    return CUSTOM if ":" in str(name) else name
+
+
 AnyData = Annotated[
-    NcfFilesSection | ListsSection | CtrCsvSection | ParquetSection | CriteoSection | AdultSection | ClicksSection,
-    Field(discriminator="reader"),
+    Annotated[NcfFilesSection, Tag("ncf")]
+    | Annotated[ListsSection, Tag("lists")]
+    | Annotated[CtrCsvSection, Tag("ctr_csv")]
+    | Annotated[ParquetSection, Tag("parquet")]
+    | Annotated[CriteoSection, Tag("criteo")]
+    | Annotated[AdultSection, Tag("adult")]
+    | Annotated[ClicksSection, Tag("clicks")]
+    | Annotated[UserReaderSection, Tag(CUSTOM)],
+    Discriminator(reader),
 ]

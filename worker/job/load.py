@@ -16,6 +16,7 @@ from embershard.worker.job.checks import IGNORED_BY_STRATEGY, check_job
 from embershard.worker.job.job import Job
 from embershard.worker.job.sections import CUSTOM, UserModelSection
 from embershard.worker.job.training import BUDGETS
+from embershard.worker.job.user_code import search_from
 from embershard.worker.job.yaml import JobSource, Mistake
 from embershard.worker.job.yaml import Path as Location
 
@@ -33,7 +34,9 @@ class JobFileError(JobError):
 def load_job(path: Path, overrides: Sequence[str] = (), data_root: Path | None = None) -> Job:
     """The job of a file, with "section.field=value" overrides on top; `data_root` replaces data.root.
 
-    An override of the strategy takes away what the file says of shards, where the strategy has none.
+    An override of the strategy takes away what the file says of shards, where the strategy has none. Where the job
+    names code of its own (`module:name`), this process finds modules in the job's folder from here on: last, so that a
+    module there hides no installed one.
 
     JobFileError names every mistake: what is no YAML, unknown or missing or of the wrong type or out of range; if there
     is none of these, every contradiction between fields, and every data file that is not there.
@@ -60,6 +63,10 @@ def load_job(path: Path, overrides: Sequence[str] = (), data_root: Path | None =
     found = [Mistake(source.where(at), ".".join(map(str, at)), why) for at, why in check_job(job, path.parent)]
     if source.mistakes or found:
         raise JobFileError(_in_order([*source.mistakes, *found]))
+    if job.has_user_code:
+        search_from(path.parent)
+    if getattr(job, "loss", None) is not None and getattr(job.data, "labels", "") is None:
+        job = job.model_copy(update={"data": job.data.model_copy(update={"labels": "any"})})
     return job
 
 
@@ -80,11 +87,13 @@ def _mistake(details: ErrorDetails, source: JobSource) -> Mistake:
         message = f"unknown field; did you mean {near[0]}?" if near else f"unknown field (known: {', '.join(known)})"
     elif kind == "missing":
         message = "is missing"
+    elif kind == "union_tag_not_found" and not isinstance(details["input"], dict):
+        message = f"is a section of fields, got {details['input']!r}"
     elif kind == "union_tag_not_found":
-        location = (*location, context["discriminator"].strip("'").replace("tag()", "name"))
+        location = (*location, context["discriminator"].strip("'").replace("tag()", "name").removesuffix("()"))
         message = "is missing"
     elif kind == "union_tag_invalid":
-        location = (*location, context["discriminator"].strip("'").replace("tag()", "name"))
+        location = (*location, context["discriminator"].strip("'").replace("tag()", "name").removesuffix("()"))
         known = [tag.strip("' ") for tag in context["expected_tags"].split(",")]
         near = difflib.get_close_matches(context["tag"], known, 1)
         hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from embershard.proto import spec
 from embershard.proto.codec.name import CodecName
 from embershard.worker.job.job import Job
+from embershard.worker.job.user_code import search_from
 
 
 def check_user_code(jobs: Iterable[Job], imports: Sequence[str], *, starts_shards: bool = True) -> None:
@@ -26,7 +26,7 @@ def check_user_code(jobs: Iterable[Job], imports: Sequence[str], *, starts_shard
     from embershard.proto.codec.user_defined import CodecRegistry
     from embershard.ps.table.optimizers import OptimizerRegistry
 
-    sys.path.append(os.getcwd())  # last, as in workers and shards: a module here must not hide an installed one
+    search_from(Path())  # as workers and shards do
     known = CodecRegistry(imports)
     for name in sorted(codecs):
         known.find(name)

@@ -27,6 +27,7 @@ from embershard.worker.client.worker_group import JOIN_TIMEOUT, ShardGroup, Work
 from embershard.worker.device import keep_freed_memory
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import load_job
+from embershard.worker.job.user_code import search_from
 from embershard.worker.reporting.callbacks import Callback
 from embershard.worker.reporting.log import JsonLog, TensorBoardLog
 from embershard.worker.reporting.profile import Profile
@@ -99,7 +100,7 @@ def worker(
     if parent_pid:
         threading.Thread(target=_end_with, args=(parent_pid,), name="parent", daemon=True).start()
     if imports:
-        sys.path.append(os.getcwd())  # last: a module here must not hide an installed one
+        search_from(Path())
     if rank >= world_size:
         raise typer.BadParameter(f"workers count from 0, so rank {rank} of {world_size} does not exist")
     slower = [f"network.bandwidth={bandwidth}"] if bandwidth is not None else []
