@@ -37,7 +37,8 @@ def members_of(module: str) -> Mapping[str, object]:
         raise
     except (Exception, SystemExit) as error:  # a user's module may fail in any way, and end itself
         said = f"{type(error).__name__}: {error}"
-        reason = f"cannot be imported: {said} ({where_raised(error)}); `python -c 'import {module}'` has to work here"
+        place = f" ({found})" if (found := where_raised(error)) and found.partition(":")[0] != __file__ else ""
+        reason = f"cannot be imported: {said}{place}; `python -c 'import {module}'` has to work here"
         raise BadModule(module=module, reason=reason) from error
 
 
@@ -73,7 +74,11 @@ def where_raised(error: BaseException) -> str:
     """file:line of the last line of a user's code that an error came through; "" for one that was not raised."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(("<", str(Path(importlib.__file__).parent)))
+    ]
     theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
     return next((f"{frame.filename}:{frame.lineno}" for frame in reversed(theirs or frames)), "")
 

@@ -104,21 +104,31 @@ class Pointwise:
 
     labels: list[npt.NDArray[np.float32]] = field(default_factory=list)
     logits: list[npt.NDArray[np.float32]] = field(default_factory=list)
+    groups: list[npt.NDArray[np.int64]] = field(default_factory=list)  # where batches have some
 
     def update(self, logits: Array, labels: Array, groups: Array | None = None) -> None:
-        """One batch: logits (B,), labels (B,); groups have no meaning here."""
+        """One batch: logits (B,), labels (B,), and groups (B,), which only a user's metrics use."""
         self.logits.append(_floats(logits))
         self.labels.append(_floats(labels))
+        if groups is not None:
+            self.groups.append(_integers(groups))
 
     def merge(self, other: Pointwise) -> None:
         """Add what another worker collected."""
         self.labels += other.labels
         self.logits += other.logits
+        self.groups += other.groups
+
+    def arrays(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64] | None]:
+        """Labels, logits and groups, (N,) each, of everything collected; no groups where a batch had none."""
+        labels = np.concatenate([np.empty(0, np.float32), *self.labels])
+        logits = np.concatenate([np.empty(0, np.float32), *self.logits])
+        groups = np.concatenate([np.empty(0, np.int64), *self.groups])
+        return labels, logits, groups if len(groups) == len(labels) else None
 
     def compute(self) -> dict[str, float]:
         """The figures over everything collected."""
-        labels = np.concatenate([np.empty(0, np.float32), *self.labels])
-        logits = np.concatenate([np.empty(0, np.float32), *self.logits])
+        labels, logits, _ = self.arrays()
         return {
             "auc": auc(labels, logits),
             "logloss": logloss(labels, logits),

@@ -21,7 +21,7 @@ def plain(row, state, grad, hyper):
     row[:] -= hyper[0] * hyper[1] * grad
 """
 NO_CODEC = "no codec 'mine_none:half' here (known: none, fp16s, bf16, int8, onebit); a user-defined one needs `--import"
-BROKEN = "module 'mine_broken' cannot be imported: ValueError: sad; `python"
+BROKEN = "module 'mine_broken' cannot be imported: ValueError: sad ("
 NO_OPTIMIZER = "no optimizer 'mine_optimizer:plain' here"
 CUSTOM = "{name: 'mine_optimizer:plain', lr: 0.1}"
 SIZED = "embedding.groups=[{match: a, optimizer: {name: 'mine_optimizer:plain', lr: 0.1, settings: {size: 2}}}]"

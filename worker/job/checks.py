@@ -312,8 +312,21 @@ def _length(job: Job) -> Problems:
 
 
 def _judging(job: Job) -> Problems:
-    if job.metric not in job.metrics:
-        reason = f"is not computed on data.reader {job.data.reader}; it has {', '.join(job.metrics)}"
+    names = job.metric_names
+    for position, metric in enumerate(job.metrics):
+        if not metric.is_custom and metric.code not in job.built_in_metrics:
+            known = ", ".join(job.built_in_metrics)
+            reason = f"is no metric of data.reader {job.data.reader}, which has {known}; one of your own is module:name"
+            yield ("metrics", position), f"{metric.code!r} {reason}"
+        elif names.index(metric.short_name) < position:
+            yield (
+                ("metrics", position),
+                f"{metric.short_name!r} is the name of an earlier one; rename one of them",
+            )
+    if job.metrics and job.data.evaluation == "ranking" and any(metric.is_custom for metric in job.metrics):
+        yield ("metrics",), f"data.reader {job.data.reader} ranks all items, of which no metric of your own is computed"
+    if job.metric not in names:
+        reason = f"is not computed on data.reader {job.data.reader}; it has {', '.join(names)}"
         yield ("evaluate", "metric"), f"{job.metric!r} {reason}"
     if job.metric == "calibration":
         yield ("evaluate", "metric"), "calibration is best near 1, not at an end; choose another metric"

@@ -21,6 +21,7 @@ METRICS: dict[Evaluation, tuple[str, ...]] = {
     "candidates": ("hr@{k}", "ndcg@{k}"),
     "ranking": ("recall@{k}", "ndcg@{k}"),
 }
+LOWER_IS_BETTER = frozenset({"logloss", "ne"})
 SPLITS = ("train", "valid", "test")
 Negatives = Annotated[int, Field(ge=0)]
 

@@ -9,14 +9,15 @@ from typing import Annotated
 from pydantic import Field
 
 from embershard.worker.job.compression import AnyCompression
-from embershard.worker.job.data import METRICS, AnyData
-from embershard.worker.job.sections import AnyModel, Count, Section
+from embershard.worker.job.data import LOWER_IS_BETTER, METRICS, AnyData
+from embershard.worker.job.sections import AnyModel, Code, Count, Section, UserModelSection
 from embershard.worker.job.training import (
     CheckpointSection,
     DenseMode,
     DenseSection,
     EmbeddingSection,
     EvaluateSection,
+    Metric,
     NetworkSection,
     Pattern,
     StrategyName,
@@ -39,6 +40,9 @@ class Job(Section):
     embedding: EmbeddingSection
     dense: DenseSection = DenseSection()
     train: TrainSection
+    loss: Code | None = None  # in place of the model's
+    metrics: tuple[Metric, ...] = ()  # in place of those of the data's evaluation
+    callbacks: tuple[Code, ...] = ()  # told how training goes: worker/reporting/callbacks.py
     freeze: tuple[Pattern, ...] = ()  # names of parameters, or of modules, that are not trained
     evaluate: EvaluateSection = EvaluateSection()
     checkpoint: CheckpointSection | None = None
@@ -85,14 +89,26 @@ class Job(Section):
         return self.evaluate.top_k or (20 if self.data.evaluation == "ranking" else 10)
 
     @property
-    def metrics(self) -> tuple[str, ...]:
-        """The metrics that an evaluation computes."""
+    def built_in_metrics(self) -> tuple[str, ...]:
+        """The metrics that embershard itself computes on this data."""
         return tuple(name.format(k=self.top_k) for name in METRICS[self.data.evaluation])
 
     @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The metrics that an evaluation computes."""
+        return tuple(metric.short_name for metric in self.metrics) or self.built_in_metrics
+
+    @property
+    def lower_is_better(self) -> bool:
+        """Whether the metric that decides is best where it is lowest."""
+        own = {metric.short_name: metric.lower_is_better for metric in self.metrics if metric.is_custom}
+        return own.get(self.metric, self.metric in LOWER_IS_BETTER)
+
+    @property
     def has_user_code(self) -> bool:
-        """Whether it names code of a user that its workers run."""
-        return ":" in self.data.reader
+        """Whether it names a model, reader, loss, metric or callback of a user."""
+        parts = (self.loss, *self.callbacks, *(metric for metric in self.metrics if metric.is_custom))
+        return any(parts) or isinstance(self.model, UserModelSection) or ":" in self.data.reader
 
     def worker_threads(self, local_workers: int) -> int:
         """Threads of torch in each of this machine's workers.
@@ -114,4 +130,4 @@ class Job(Section):
     @property
     def metric(self) -> str:
         """The metric that decides which evaluation is the best."""
-        return self.evaluate.metric or self.metrics[0]
+        return self.evaluate.metric or self.metric_names[0]

@@ -13,8 +13,9 @@ from pydantic_core import ErrorDetails
 
 from embershard.proto.errors import JobError
 from embershard.worker.job.checks import IGNORED_BY_STRATEGY, check_job
+from embershard.worker.job.data import UserReaderSection
 from embershard.worker.job.job import Job
-from embershard.worker.job.sections import CUSTOM
+from embershard.worker.job.sections import CUSTOM, UserModelSection
 from embershard.worker.job.training import BUDGETS
 from embershard.worker.job.user_code import search_from
 from embershard.worker.job.yaml import JobSource, Mistake
@@ -65,7 +66,7 @@ def load_job(path: Path, overrides: Sequence[str] = (), data_root: Path | None =
         raise JobFileError(_in_order([*source.mistakes, *found]))
     if job.has_user_code:
         search_from(path.parent)
-    if getattr(job, "loss", None) is not None and getattr(job.data, "labels", "") is None:
+    if job.loss is not None and isinstance(job.data, UserReaderSection) and job.data.labels is None:
         job = job.model_copy(update={"data": job.data.model_copy(update={"labels": "any"})})
     return job
 
@@ -145,4 +146,4 @@ def _tags(section: type[BaseModel]) -> tuple[str, ...]:
     for name in ("name", "reader"):
         if name in section.model_fields:
             return get_args(section.model_fields[name].annotation) or (CUSTOM,)
-    return ()
+    return (CUSTOM,) if issubclass(section, UserModelSection) else ()

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    create_model,
+    model_validator,
+)
 
 from embershard.proto import spec
 
 if TYPE_CHECKING:  # a job is checked in a second, without torch; only what builds from it needs more
+    from torch import nn
+
     from embershard.worker.data.batch import Schema
     from embershard.worker.models.layers import Device
     from embershard.worker.models.recommender import Recommender
@@ -32,6 +45,34 @@ class Section(BaseModel):
 
     # a section's validator is built when it is used: most of them are used as a part of Job's
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
+
+
+def _code_name(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", value):
+        raise ValueError(f"must be module:name, as in my_models:Tower, got {value!r}")
+    return value
+
+
+class CodeSection(Section):
+    """A class or function of a user, `module:name`; a class is called with `args`, so is a function that has some."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    code: Annotated[str, Field(alias="class"), AfterValidator(_code_name)]
+    args: dict[str, Any] = {}
+
+    @property
+    def short_name(self) -> str:
+        """The name without its module."""
+        return self.code.rpartition(":")[2]
+
+
+def as_code(value: object) -> object:
+    """A text as the section that it stands for."""
+    return {"class": value} if isinstance(value, str) else value
+
+
+Code = Annotated[CodeSection, BeforeValidator(as_code)]
 
 
 class ModelSection(Section):
@@ -134,10 +175,26 @@ class TwoTowerSection(ModelSection):
     needs = "pairs"
 
 
-AnyModel = Annotated[
-    NcfSection | ShallowSection | DeepSection | DcnSection | DlrmSection | PersiaSection | TwoTowerSection,
-    Field(discriminator="name"),
-]
+class UserModelSection(CodeSection):
+    """A model of a user: an nn.Module class, or a function that returns a module.
+
+    It is called with `args`, and with those of num_ids, num_fields, num_dense, dim and features that its signature
+    names and `args` does not give. worker/models/user_defined.py says what its forward takes and gives.
+    """
+
+    needs: ClassVar[Literal["features"]] = "features"
+    takes_dim: ClassVar[bool] = True
+
+    @property
+    def name(self) -> str:
+        """Its name in what is shown."""
+        return self.code
+
+    def build(self, schema: Schema, dim: int, device: Device) -> nn.Module:
+        """The model for this data. UserCodeFailed or BadModule where it cannot be made."""
+        from embershard.worker.models.user_defined import build_model
+
+        return build_model(self.code, self.args, schema, dim)
 
 
 class OptimizerSection(Section):
@@ -195,9 +252,11 @@ def _mirror(cls: type[spec.Optimizer] | type[spec.Initializer], base: type[Secti
 
 
 def _choice(sections: Mapping[str, type[Section]], colon: str = "") -> object:
-    """A field that is one of these sections, by its `name`; a name with a colon is that of `colon`."""
+    """A field that is one of these sections, by its `name`; a name with a colon, or a class, is that of `colon`."""
 
     def tag(value: object) -> str | None:
+        if colon and (isinstance(value, CodeSection) or (isinstance(value, dict) and "class" in value)):
+            return colon
         name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
         return colon if colon and ":" in str(name) else name
 
@@ -208,9 +267,13 @@ def _choice(sections: Mapping[str, type[Section]], colon: str = "") -> object:
 CUSTOM = "module:function"
 
 if TYPE_CHECKING:
+    AnyModel = ModelSection | UserModelSection
     AnyOptimizer = OptimizerSection
     AnyInitializer = InitializerSection
 else:
+    _models = (NcfSection, ShallowSection, DeepSection, DcnSection, DlrmSection, PersiaSection, TwoTowerSection)
+    _by_name = {name: cls for cls in _models for name in get_args(cls.model_fields["name"].annotation)}
+    AnyModel = _choice({**_by_name, CUSTOM: UserModelSection}, CUSTOM)
     _optimizers = {kind: _mirror(cls, OptimizerSection) for kind, cls in spec.OPTIMIZERS.items()}
     AnyOptimizer = _choice({**_optimizers, CUSTOM: CustomOptimizerSection}, CUSTOM)
     _initializers = (spec.Constant, spec.Uniform, spec.Normal)

@@ -11,7 +11,15 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, model_v
 
 from embershard.proto import spec
 from embershard.proto.transport.emulated_link import UNLIMITED, parse_bandwidth
-from embershard.worker.job.sections import AnyInitializer, AnyOptimizer, Count, Section, is_off
+from embershard.worker.job.sections import (
+    AnyInitializer,
+    AnyOptimizer,
+    CodeSection,
+    Count,
+    Section,
+    as_code,
+    is_off,
+)
 from embershard.worker.nn.lr_schedule import Shape
 
 if TYPE_CHECKING:
@@ -254,6 +262,21 @@ class TrainSection(StepSection):
         """Unit and length of the run."""
         given = [(unit, value) for unit in ("epochs", "steps", "samples") if (value := getattr(self, unit)) is not None]
         return given[0] if len(given) == 1 else None
+
+
+class MetricSection(CodeSection):
+    """One metric: a built-in one by its name, or `module:name`, called with labels and scores (worker/metrics.py)."""
+
+    code: Annotated[str, Field(alias="class", min_length=1)]
+    lower_is_better: bool = False
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether a user defined it."""
+        return ":" in self.code
+
+
+Metric = Annotated[MetricSection, BeforeValidator(as_code)]
 
 
 class EvaluateSection(Section):

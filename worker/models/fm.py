@@ -1,4 +1,4 @@
-"""FM: Rendle, "Factorization Machines", ICDM 2010."""
+"""LR (Richardson et al., "Predicting Clicks", WWW 2007) and FM (Rendle, "Factorization Machines", ICDM 2010)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,22 @@ from torch import Tensor
 from embershard.worker.models.layers import Device, FirstOrder, pairwise_interactions, table
 from embershard.worker.models.recommender import Recommender, concat_dense
 from embershard.worker.models.wide_deep import WideDeep
+
+
+class LR(Recommender):
+    """bias + sum of one weight per id + dense @ weights."""
+
+    embedding_id_spaces: ClassVar[Mapping[str, str]] = {"linear": "features"}
+
+    def __init__(self, num_ids: int, num_dense: int = 0, *, device: Device = None) -> None:
+        super().__init__()
+        self.linear = table(num_ids, 1, device)
+        self.first_order = FirstOrder(num_dense)
+
+    def forward(self, ids: Tensor, dense: Tensor | None = None) -> Tensor:
+        """Logits (B,) of ids (B, F) and dense (B, D)."""
+        logits: Tensor = self.first_order(self.linear(ids), dense)
+        return logits
 
 
 class FM(Recommender):

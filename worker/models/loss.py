@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.nn import functional
 
+from embershard.proto.errors import UserCodeFailed
+from embershard.proto.user_modules import find, user_code, where_defined
 from embershard.worker.data.batch import Batch
-from embershard.worker.models.recommender import Recommender
 from embershard.worker.models.two_tower import FrequencyEstimator, TwoTower, candidates, sampled_softmax
+from embershard.worker.models.user_defined import Forward, call
 
 
 class Loss(Protocol):
@@ -18,11 +21,6 @@ class Loss(Protocol):
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         """() float32."""
-
-
-def binary_cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
-    """Of the logits and the labels."""
-    return functional.binary_cross_entropy_with_logits(model(batch.ids, batch.dense), batch.labels)
 
 
 class InBatchSoftmax:
@@ -47,6 +45,50 @@ class InBatchSoftmax:
         return sampled_softmax(logits, items.to(logits.device), log_q.to(logits.device))
 
 
-def loss_of(model: Recommender) -> Loss:
-    """The loss that a model is made for."""
-    return InBatchSoftmax() if isinstance(model, TwoTower) else binary_cross_entropy
+class UserLoss:
+    """A user's loss, called with (logits, labels) or, without a `forward`, with (model, batch); its result is checked.
+
+    A state that the user's object has is the loss's own, and so part of a checkpoint.
+    """
+
+    def __init__(self, what: str, where: str, function: Callable[..., object], forward: Forward | None) -> None:
+        self._what, self._where, self._function, self._forward = what, where, function, forward
+        for name in ("state_dict", "load_state_dict"):
+            if hasattr(function, name):
+                setattr(self, name, getattr(function, name))
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        """() float32. UserCodeFailed where the function raises, or gives no single number."""
+        given = (model, batch) if self._forward is None else (self._forward(model, batch), batch.labels)
+        with user_code(self._what):
+            loss = self._function(*given)
+        if not isinstance(loss, Tensor) or loss.dim() > 0:
+            found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            reason = f"gave {found}; return the mean loss of the batch, a tensor without dimensions"
+            raise UserCodeFailed(what=self._what, reason=reason, where=self._where)
+        return loss
+
+
+def loss_of(model: nn.Module, forward: Forward, name: str = "", args: Mapping[str, object] = {}) -> Loss:
+    """The loss of a job: the user's `module:name`, called with `args` if it is a class or has some; else the model's.
+
+    A user's loss whose first parameter is called `model` gets (model, batch), any other one (logits, labels).
+    BadModule or UserCodeFailed where there is none, or it cannot be made.
+    """
+    if name:
+        return _user_loss(forward, name, args)
+    if isinstance(model, TwoTower):
+        return InBatchSoftmax()
+    return lambda module, batch: functional.binary_cross_entropy_with_logits(forward(module, batch), batch.labels)
+
+
+def _user_loss(forward: Forward, name: str, args: Mapping[str, object]) -> Loss:
+    what, found = f"loss {name}", find(name)
+    loss = call(what, found, args) if isinstance(found, type) or args else found
+    if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
+        reason = "has parameters, which nothing trains: make them parameters of the model"
+        raise UserCodeFailed(what=what, reason=reason, where=where_defined(found))
+    if not callable(loss):
+        raise UserCodeFailed(what=what, reason=f"is {loss!r}, which cannot be called", where=where_defined(found))
+    first = next(iter(inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters), "")
+    return UserLoss(what, where_defined(found), loss, None if first == "model" else forward)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from embershard.worker.models.dcn import DCNV2
 from embershard.worker.models.dlrm import DLRM
-from embershard.worker.models.fm import FM, DeepFM
-from embershard.worker.models.linear import LR
+from embershard.worker.models.fm import FM, LR, DeepFM
 from embershard.worker.models.ncf import GMF, MLP, NeuMF
 from embershard.worker.models.persia import PersiaDNN
 from embershard.worker.models.recommender import Recommender

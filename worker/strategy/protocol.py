@@ -13,7 +13,6 @@ from torch import nn
 from embershard.worker.client.byte_counts import ByteCounts, BytePart
 from embershard.worker.client.connections import ClientStats
 from embershard.worker.data.batch import Batch
-from embershard.worker.models.recommender import Recommender
 from embershard.worker.strategy.state import TorchWeights
 
 EpochBatch = tuple[int, Batch]  # with its epoch, from 0
@@ -40,7 +39,7 @@ class Strategy(Protocol):
     """One worker's hold on the weights of a job."""
 
     @property
-    def model(self) -> Recommender:
+    def model(self) -> nn.Module:
         """The model over its weights, for evaluation."""
 
     @property

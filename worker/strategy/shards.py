@@ -6,16 +6,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import nn
 
+from embershard.proto.errors import JobError
 from embershard.worker.client.byte_counts import ByteCounts, BytePart
 from embershard.worker.client.client import Client
 from embershard.worker.client.connections import ClientStats
 from embershard.worker.client.predicted_bytes import predict_volumes
 from embershard.worker.job.job import Job
-from embershard.worker.models.recommender import Recommender
+from embershard.worker.models.user_defined import embedding_inputs_of
 from embershard.worker.nn.embedding import Embedding, EmbeddingBag
 from embershard.worker.nn.optimizer import ShardOptimizer
 from embershard.worker.nn.wrap import wrap
@@ -56,14 +58,26 @@ class ShardCounters:
         return rows
 
 
+def _wrap(model: nn.Module, session: Session, **settings: Any) -> nn.Module:  # as of `wrap`
+    """The model on the shards. JobError for one that cannot be wrapped."""
+    try:
+        return wrap(model, session, **settings)
+    except ValueError as error:
+        raise JobError(where="model", reason=str(error)) from None
+
+
 class ShardStrategy:
     """A model whose rows a session pulls and pushes."""
 
-    def __init__(self, job: Job, model: Recommender, session: Session, device: torch.device) -> None:
+    def __init__(self, job: Job, model: nn.Module, session: Session, device: torch.device) -> None:
         self.session = session
         self._counted = ShardCounters(session.client)
         in_workers = job.dense_mode != "ps"
-        wrapped = wrap(
+        self._inputs = embedding_inputs_of(model)
+        if self._inputs is None and job.train.prefetch:
+            reason = f"{job.model.name} does not say which ids its tables read: give it a method embedding_inputs(ids)"
+            raise JobError(where="train.prefetch", reason=f"{reason} that returns {{'table': ids}}, or use 0")
+        wrapped = _wrap(
             model,
             session,
             optimizer=job.embedding.optimizers(),
@@ -73,7 +87,6 @@ class ShardStrategy:
             seed=job.train.seed,
             prefix=job.prefix,
         )
-        assert isinstance(wrapped, Recommender)
         self.model = wrapped.to(device)
         self.module: nn.Module = wrapped
         remote = [module for module in wrapped.modules() if isinstance(module, Embedding | EmbeddingBag)]
@@ -89,7 +102,7 @@ class ShardStrategy:
             self._together = SynchronousSteps.join(self._set_idle)
             if self._together is not None and job.train.accumulate == 1:
                 self._dense.add_up_by(self._together)
-        self._ahead = job.train.prefetch
+        self._ahead = job.train.prefetch if self._inputs is not None else None
         if job.embedding.cache is not None:
             session.cache_rows(job.embedding.cache.rows, job.embedding.cache.staleness)
 
@@ -115,11 +128,9 @@ class ShardStrategy:
     def batches(self, batches: Iterator[EpochBatch]) -> Iterator[StepBatch]:
         """The batches, with their rows pulled ahead; its end is the end of all that is in flight."""
         self.session.reset_read_versions()  # an evaluation's
-        if self._ahead is not None:
+        if self._ahead is not None and (inputs := self._inputs) is not None:
             # a loss may call the model in its own way, but on these ids
-            batches = self.session.prefetch(
-                batches, staleness=self._ahead, inputs=lambda item: self.model.embedding_inputs(item[1].ids)
-            )
+            batches = self.session.prefetch(batches, staleness=self._ahead, inputs=lambda item: inputs(item[1]))
         turns = (StepBatch(epoch, batch, len(batch), weight=len(batch)) for epoch, batch in batches)
         return turns if self._together is None else self._together.batches(turns)
 

@@ -17,27 +17,32 @@ from embershard.proto.spec import Constant, Initializer, Normal, Uniform, name_k
 from embershard.worker.client.byte_counts import ByteCounts, BytePart
 from embershard.worker.client.connections import ClientStats
 from embershard.worker.job.job import Job
-from embershard.worker.models.recommender import Recommender
+from embershard.worker.nn.activations import TABLES
 from embershard.worker.patterns import first_match
 from embershard.worker.strategy.allreduce import SynchronousSteps, all_reduced
 from embershard.worker.strategy.optimizers import by_spec, dense_optimizer, dense_specs, table_optimizer
 from embershard.worker.strategy.protocol import EpochBatch, StepBatch
 from embershard.worker.strategy.state import TorchWeights
 
+Table = nn.Embedding | nn.EmbeddingBag
 _COPIES = 3  # of a table: its rows, and Adam's two moments
 
 
 def materialise(
     model: nn.Module, initializers: Mapping[str, Initializer | None], seed: int, device: torch.device
-) -> dict[str, nn.Embedding]:
-    """Give the tables of a model, on the meta device until now, memory and first values; the tables by name.
+) -> dict[str, Table]:
+    """Give the tables of a model that are on the meta device memory and first values; all of its tables by name.
 
     The values are of the distribution that shards draw from, though not the very same ones; every process with the
     same seed has the same. JobError where memory cannot hold them.
     """
-    tables = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    tables = {name: module for name, module in model.named_modules() if isinstance(module, TABLES)}
     _check_memory(tables, device)
     for name, table in tables.items():
+        table.sparse = True
+        table.register_forward_pre_hook(_bring_ids)
+        if not table.weight.is_meta:  # a user's model has made its values itself
+            continue
         initializer = initializers[first_match(name, initializers) or "*"] or Normal()
         weight = torch.empty(table.num_embeddings, table.embedding_dim)
         generator = torch.Generator().manual_seed(name_key(f"{seed}/{name}") >> 1)
@@ -49,12 +54,10 @@ def materialise(
             case Normal(mean=mean, std=std):
                 weight.normal_(mean, std, generator=generator)
         table.weight = nn.Parameter(weight.to(device), requires_grad=table.weight.requires_grad)
-        table.sparse = True
-        table.register_forward_pre_hook(_bring_ids)
     return tables
 
 
-def _check_memory(tables: Mapping[str, nn.Embedding], device: torch.device) -> None:
+def _check_memory(tables: Mapping[str, Table], device: torch.device) -> None:
     if device.type == "cuda":
         room = torch.cuda.get_device_properties(device).total_memory
     else:
@@ -81,10 +84,10 @@ class TorchStrategy:
 
     num_shards = clock = 0
 
-    def __init__(self, job: Job, model: Recommender, device: torch.device) -> None:
+    def __init__(self, job: Job, model: nn.Module, device: torch.device) -> None:
         self._tables = materialise(model, job.embedding.initializers(), job.train.seed, device)
         self._prefix = job.prefix
-        self.model: Recommender = model.to(device)
+        self.model: nn.Module = model.to(device)
         self.module: nn.Module = model
         self._together = SynchronousSteps.join() if job.strategy == "ddp" else None
         if job.strategy == "dp":

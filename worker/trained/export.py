@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import nn
 
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import EmbershardError, Status
 from embershard.worker.job.job import Job
-from embershard.worker.models.recommender import Recommender
 from embershard.worker.nn.wrap import dense_state
 from embershard.worker.trained.reading import is_hashed, pull_all, remote_tables
 
@@ -53,7 +53,7 @@ class TableFacts:
 
 
 def export_weights(
-    model: Recommender, job: Job, out: Path, read_table: ReadTable | None, rows: Mapping[str, int]
+    model: nn.Module, job: Job, out: Path, read_table: ReadTable | None, rows: Mapping[str, int]
 ) -> dict[str, TableFacts]:
     """Write the weights of a trained model into the folder `out`; module -> facts.
 

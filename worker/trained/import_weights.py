@@ -14,13 +14,13 @@ from torch import nn
 from embershard.proto.arrays import Floats, Ids
 from embershard.proto.errors import EmbershardError, Status
 from embershard.proto.routing import make_route
-from embershard.worker.data.batch import Schema
+from embershard.worker.data.batch import NUM_HASHED_IDS, Schema
 from embershard.worker.job.job import Job
 from embershard.worker.session.session import Session
 from embershard.worker.session.tables import RemoteTable
 from embershard.worker.trained.export import MODEL, TABLES
 from embershard.worker.trained.reading import PORTION, is_hashed, remote_tables
-from embershard.worker.training.build import check_names, choose_strategy
+from embershard.worker.training.build import choose_strategy, job_model
 
 
 class CannotImport(EmbershardError):
@@ -83,9 +83,8 @@ def import_state(path: Path, job: Job, schema: Schema, session: Session) -> dict
     JobError a pattern of the job that fits nothing. Buffers are checked and not loaded: they live in the workers.
     """
     file = StateFile(path)
-    plain = job.model.build(schema, job.dim, "meta")
-    check_names(job, plain)
-    mistakes = list(_mistakes(file, plain, hashed=schema.num_ids is None))
+    plain = job_model(job, schema)
+    mistakes = list(_mistakes(file, plain))
     if mistakes:
         raise CannotImport(path=str(path), reason="\n  ".join(["it does not fit the job's model:", *mistakes]))
     for name, parameter in plain.named_parameters():
@@ -104,7 +103,7 @@ def import_state(path: Path, job: Job, schema: Schema, session: Session) -> dict
     return loaded
 
 
-def _mistakes(file: StateFile, model: nn.Module, *, hashed: bool) -> Iterator[str]:
+def _mistakes(file: StateFile, model: nn.Module) -> Iterator[str]:
     shapes = file.shapes
     wanted: dict[str, tuple[int | None, ...]] = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     ids = [
@@ -113,7 +112,7 @@ def _mistakes(file: StateFile, model: nn.Module, *, hashed: bool) -> Iterator[st
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             wanted[f"{name}.weight"] = (module.num_embeddings, module.embedding_dim)
-            if hashed:
+            if module.num_embeddings >= NUM_HASHED_IDS:
                 del wanted[f"{name}.weight"]
                 count = shapes.get(f"{name}.ids", (None,))[0]
                 ids.append(f"{name}.ids")

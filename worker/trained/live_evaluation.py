@@ -7,10 +7,11 @@ from pathlib import Path
 from embershard.proto.errors import JobError
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.job.job import Job
+from embershard.worker.models.user_defined import forward_of
 from embershard.worker.session.session import Session
 from embershard.worker.strategy.shards import ShardStrategy
 from embershard.worker.trained.reading import ReadOnlySession
-from embershard.worker.training.evaluate import Evaluator, Figures
+from embershard.worker.training.evaluate import Evaluator, Figures, metrics_of
 from embershard.worker.training.trainer import build_model, device_of
 
 
@@ -43,8 +44,9 @@ class LiveEvaluator:
             dataset,
             strategy,
             WorkerGroup(),
+            forward=forward_of(model, job.model.name),
+            metrics=metrics_of(job),
             batch_size=job.evaluate.batch_size,
-            top_k=job.top_k,
             device=device,
         )
 

@@ -17,7 +17,7 @@ from embershard.worker.nn.embedding import Embedding, EmbeddingBag
 from embershard.worker.session.session import Session
 from embershard.worker.session.tables import RemoteTable
 from embershard.worker.strategy.protocol import Strategy
-from embershard.worker.training.build import check_names, choose_strategy
+from embershard.worker.training.build import choose_strategy, job_model
 from embershard.worker.training.saver import Buffers, load_parts
 
 PORTION = 2**18  # rows of one request
@@ -64,8 +64,7 @@ def trained(job: Job, schema: Schema, session: ReadOnlySession | None, checkpoin
     if checkpoint is not None:
         checkpoint.check_job(job)
     torch.manual_seed(job.train.seed)
-    model = job.model.build(schema, job.dim, "meta")
-    check_names(job, model)
+    model = job_model(job, schema)
     strategy = choose_strategy(job, model, session, torch.device("cpu"))
     held, buffers = strategy.local_weights, Buffers(strategy.model)
     if checkpoint is not None:

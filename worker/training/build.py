@@ -6,14 +6,16 @@ import torch
 from torch import nn
 
 from embershard.proto.errors import JobError
+from embershard.worker.data.batch import Schema
 from embershard.worker.job.job import Job
-from embershard.worker.models.loss import loss_of
-from embershard.worker.models.recommender import Recommender
-from embershard.worker.nn.activations import checkpoint_activations
+from embershard.worker.job.sections import UserModelSection
+from embershard.worker.models.loss import Loss, loss_of
+from embershard.worker.models.user_defined import Forward, take_first_values
+from embershard.worker.nn.activations import TABLES, checkpoint_activations
 from embershard.worker.nn.averaging import WeightAverage
 from embershard.worker.nn.compile import compile_dense
 from embershard.worker.nn.lr_schedule import LearningRates, Schedule
-from embershard.worker.patterns import choose, freeze
+from embershard.worker.patterns import choose, first_match, freeze
 from embershard.worker.session.session import Session
 from embershard.worker.strategy.protocol import Strategy
 from embershard.worker.strategy.shards import ShardStrategy
@@ -21,7 +23,7 @@ from embershard.worker.strategy.torch_only import TorchStrategy
 from embershard.worker.training.step import StepSettings, TrainStep
 
 
-def choose_strategy(job: Job, model: Recommender, session: Session | None, device: torch.device) -> Strategy:
+def choose_strategy(job: Job, model: nn.Module, session: Session | None, device: torch.device) -> Strategy:
     """The strategy of a job over `model`, whose tables are on the meta device until then.
 
     `session` is the connection to the shards, for a job that has some.
@@ -32,9 +34,24 @@ def choose_strategy(job: Job, model: Recommender, session: Session | None, devic
     return ShardStrategy(job, model, session, device)
 
 
+def job_model(job: Job, schema: Schema) -> nn.Module:
+    """The model of a job, with what the job freezes. A user's tables keep their first values unless the job has some.
+
+    JobError where a pattern of the job fits nothing; BadModule or UserCodeFailed where a user's model cannot be made.
+    """
+    model: nn.Module = job.model.build(schema, job.dim, "meta")
+    check_names(job, model)
+    if isinstance(job.model, UserModelSection):
+        all_given = job.embedding.initializer is not None
+        given = {group.match: all_given or group.initializer is not None for group in job.embedding.groups}
+        given["*"] = all_given
+        take_first_values(model, lambda name: given[first_match(name, given) or "*"])
+    return model
+
+
 def check_names(job: Job, model: nn.Module) -> None:
     """Freeze what the job names, before the model is wrapped. JobError where a pattern of the job fits nothing."""
-    tables = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    tables = [name for name, module in model.named_modules() if isinstance(module, TABLES)]
     dense = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in tables]
     try:
         choose(tables, dict.fromkeys([group.match for group in job.embedding.groups] + ["*"]), "embedding.groups")
@@ -45,7 +62,9 @@ def check_names(job: Job, model: nn.Module) -> None:
         raise JobError(where=where, reason=reason) from None
 
 
-def step_of(job: Job, strategy: Strategy, session: Session | None, device: torch.device, *, worker: int) -> TrainStep:
+def step_of(
+    job: Job, strategy: Strategy, session: Session | None, device: torch.device, forward: Forward, *, worker: int
+) -> TrainStep:
     """The step of a job. JobError where this machine cannot compile it."""
     train, model = job.train, strategy.model
     if train.checkpoint_activations:
@@ -54,7 +73,7 @@ def step_of(job: Job, strategy: Strategy, session: Session | None, device: torch
         compile_dense(model)
     average = None
     if train.average is not None:
-        tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+        tables = {module.weight for module in model.modules() if isinstance(module, TABLES)}
         dense = [parameter for parameter in model.parameters() if parameter not in tables]
         average = WeightAverage(dense, decay=train.average.decay, read=None if session is None else session.read_dense)
     settings = StepSettings(
@@ -62,7 +81,7 @@ def step_of(job: Job, strategy: Strategy, session: Session | None, device: torch
     )
     return TrainStep(
         strategy.module,
-        loss_of(model),
+        job_loss(job, model, forward),
         strategy,
         settings,
         device=device,
@@ -70,6 +89,11 @@ def step_of(job: Job, strategy: Strategy, session: Session | None, device: torch
         agree=strategy.agree,
         worker=worker,
     )
+
+
+def job_loss(job: Job, model: nn.Module, forward: Forward) -> Loss:
+    """The loss of a job: its own, or that which the model is made for."""
+    return loss_of(model, forward) if job.loss is None else loss_of(model, forward, job.loss.code, job.loss.args)
 
 
 def rates_of(job: Job, strategy: Strategy, total_steps: int | None) -> LearningRates:

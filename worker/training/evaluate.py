@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import cast
@@ -18,12 +18,15 @@ import torch
 from torch import nn
 
 from embershard.worker.client.worker_group import WorkerGroup
-from embershard.worker.data.batch import Batch, Dataset, RankingDataset
+from embershard.worker.data.batch import Batch, Dataset, Evaluation, RankingDataset
 from embershard.worker.device import to_device as tensor_to_device
+from embershard.worker.job.job import Job
 from embershard.worker.metrics import Candidates, FullRanking, Pointwise
 from embershard.worker.models.two_tower import TwoTower
+from embershard.worker.models.user_defined import Forward
 from embershard.worker.nn.averaging import Share
 from embershard.worker.strategy.protocol import Strategy
+from embershard.worker.training.user_metric import UserMetric
 
 Collector = Pointwise | Candidates | FullRanking
 Figures = dict[str, float]
@@ -39,13 +42,15 @@ class Evaluator:
         strategy: Strategy,
         group: WorkerGroup,
         *,
+        forward: Forward,
+        metrics: Metrics,
         batch_size: int,
-        top_k: int,
         device: torch.device,
         averaged: Callable[[Share], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self._model, self._dataset, self._strategy, self._group = model, dataset, strategy, group
-        self._batch_size, self._top_k, self._device = batch_size, top_k, device
+        self._forward, self._metrics = forward, metrics
+        self._batch_size, self._device = batch_size, device
         self._averaged = averaged
 
     def evaluate(self) -> dict[str, Figures]:
@@ -59,25 +64,27 @@ class Evaluator:
         figures: dict[str, Figures] = {}
         with _evaluating(self._model), self._strategy.exact(), self._averaged(self._group.broadcast), torch.no_grad():
             for split in self._dataset.splits:
-                collector = self._score(split)
-                _gather(collector, self._group)
+                collectors = self._score(split)
+                for collector in collectors:
+                    _gather(collector, self._group)
                 if self._group.is_first:
-                    figures[split] = collector.compute()
+                    figures[split] = self._metrics.compute(collectors)
         return self._group.broadcast_json(figures)
 
-    def _score(self, split: str) -> Collector:
+    def _score(self, split: str) -> Sequence[Collector]:
         if self._dataset.evaluation == "ranking":
-            return self._rank(split)
-        collector = Candidates(self._top_k) if self._dataset.evaluation == "candidates" else Pointwise()
+            return [self._rank(split)]
+        collectors = self._metrics.collectors()
         for batch in self._dataset.evaluate(split, *self._group.share, self._batch_size):
-            moved = to_device(batch, self._device)
-            collector.update(self._model(moved.ids, moved.dense), batch.labels, batch.groups)
-        return collector
+            logits = self._forward(self._model, to_device(batch, self._device))
+            for collector in collectors:
+                collector.update(logits, batch.labels, batch.groups)
+        return collectors
 
     def _rank(self, split: str) -> Collector:
         model, dataset = self._model, cast(RankingDataset, self._dataset)  # it says that it is ranked
         assert isinstance(model, TwoTower)
-        collector = FullRanking(self._top_k)
+        collector = FullRanking(self._metrics.top_k)
         items = torch.cat([model.item_vectors(part) for part in torch.split(dataset.item_ids, 1 << 14)])
         # a score matrix of the batch's size, whatever the number of items
         users_per_batch = max(1, (self._batch_size << 10) // max(1, len(items)))
@@ -113,6 +120,7 @@ def _gather(collector: Collector, group: WorkerGroup) -> None:
 
 
 _DTYPES = {
+    "groups": np.int64,
     "labels": np.float32,
     "logits": np.float32,
     "ranks": np.int64,
@@ -121,21 +129,53 @@ _DTYPES = {
 }
 
 
-LOWER_IS_BETTER = frozenset({"logloss", "ne"})
+_COUNTS = {"samples", "users"}  # which are shown beside any metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """What an evaluation computes: built-in metrics by name, and those of a user."""
+
+    evaluation: Evaluation
+    top_k: int = 10
+    names: tuple[str, ...] = ()  # in the order in which they are shown; none: all built-in ones
+    own: tuple[UserMetric, ...] = ()
+
+    def collectors(self) -> list[Pointwise | Candidates]:
+        """Who collects a split for `compute`."""
+        pointwise = self.evaluation == "pointwise"
+        built_in: list[Pointwise | Candidates] = [Pointwise() if pointwise else Candidates(self.top_k)]
+        return built_in + [Pointwise()] * (bool(self.own) and not pointwise)
+
+    def compute(self, collectors: Sequence[Collector]) -> Figures:
+        """The figures of what was collected. UserCodeFailed where a user's metric raises."""
+        found = collectors[0].compute()
+        for metric in self.own:
+            scores = collectors[-1]
+            assert isinstance(scores, Pointwise)
+            found[metric.name] = metric(*scores.arrays())
+        return {name: found[name] for name in (*self.names, *(_COUNTS & found.keys()))} if self.names else found
+
+
+def metrics_of(job: Job) -> Metrics:
+    """The metrics of a job. BadModule or UserCodeFailed where one of its own is not there, or cannot be made."""
+    own = tuple(UserMetric(metric.code, metric.args) for metric in job.metrics if metric.is_custom)
+    names = job.metric_names if job.metrics else ()
+    return Metrics(evaluation=job.data.evaluation, top_k=job.top_k, names=names, own=own)
 
 
 @dataclass(kw_only=True)
 class Best:
     """The best evaluation so far, by one metric, and how many in a row were no better since."""
 
-    metric: str
+    lower_is_better: bool = False
     min_delta: float = 0.0
     value: float = math.nan
     worse_in_a_row: int = 0
 
     def observe(self, value: float) -> bool:
         """Take note of an evaluation; whether it is better than the best by more than `min_delta`."""
-        sign = -1.0 if self.metric in LOWER_IS_BETTER else 1.0
+        sign = -1.0 if self.lower_is_better else 1.0
         better = not math.isnan(value) and (math.isnan(self.value) or sign * (value - self.value) > self.min_delta)
         if better:
             self.value = value

@@ -18,7 +18,8 @@ from embershard.worker.client.worker_group import Evicted, WorkerGroup
 from embershard.worker.data.batch import Dataset
 from embershard.worker.data.splits import SplitQueue
 from embershard.worker.job.job import Job
-from embershard.worker.models.recommender import Recommender, num_dense_parameters
+from embershard.worker.models.recommender import num_dense_parameters
+from embershard.worker.models.user_defined import forward_of
 from embershard.worker.nn.onednn import onednn_is_faster, use_onednn
 from embershard.worker.reporting.records import RunResult
 from embershard.worker.reporting.report import Observers, Report
@@ -26,9 +27,9 @@ from embershard.worker.reporting.throughput import Throughput
 from embershard.worker.session.session import Session
 from embershard.worker.strategy.protocol import EpochBatch
 from embershard.worker.training.budget import Segment, TrainingPlan, steps_of
-from embershard.worker.training.build import check_names, choose_strategy, rates_of, step_of
+from embershard.worker.training.build import choose_strategy, job_model, rates_of, step_of
 from embershard.worker.training.codecs import JobCodecs
-from embershard.worker.training.evaluate import Best, Evaluator
+from embershard.worker.training.evaluate import Best, Evaluator, metrics_of
 from embershard.worker.training.loader import LoaderProcess
 from embershard.worker.training.saver import LOCAL_STEPS, RANDOM, TRIAL, Attributes, Buffers, RandomNumbers, Saver
 
@@ -56,6 +57,7 @@ class Trainer:
         self.device = device_of(job)
         model = build_model(job, dataset)
         self._dense_parameters = num_dense_parameters(model)
+        forward = forward_of(model, job.model.name)  # of the bare model: what wraps it takes anything
         self._codecs = JobCodecs(job, session)
         self.strategy = choose_strategy(job, model, session, self.device)
         self.model = self.strategy.model
@@ -63,25 +65,27 @@ class Trainer:
         begun = 0 if before is None else steps_of(job, before.step, before=before.world_size, now=group.world_size)
         self._codecs.begin(begun)
         torch.manual_seed(job.train.seed + 1 + group.rank)  # dropout differs between workers
-        self._learn = step_of(job, self.strategy, session, self.device, worker=group.rank)
+        self._learn = step_of(job, self.strategy, session, self.device, forward, worker=group.rank)
         self._evaluator = Evaluator(
             self.model,
             dataset,
             self.strategy,
             group,
+            forward=forward,
+            metrics=metrics_of(job),
             batch_size=job.evaluate.batch_size,
-            top_k=job.top_k,
             device=self.device,
             averaged=self._learn.averaged,
         )
-        has_batch_norm = any(isinstance(m, nn.BatchNorm1d) for m in self.model.modules())
+        has_batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.model.modules())
         smallest_batch = 2 if has_batch_norm else 1  # one sample has no variance
         num_splits = job.num_splits(group.world_size)
         self._splits = SplitQueue(session, num_splits) if session is not None and num_splits else None
         self._budget = TrainingPlan(job, dataset, group, loader, smallest_batch, self._splits)
         self._rates = rates_of(job, self.strategy, self._budget.total_steps)
         early_stop = job.train.early_stop
-        self._best = Best(metric=job.metric, min_delta=early_stop.min_delta if early_stop else 0.0)
+        min_delta = early_stop.min_delta if early_stop else 0.0
+        self._best = Best(lower_is_better=job.lower_is_better, min_delta=min_delta)
         self._meter = Throughput(self.strategy, group.world_size)
         self._report = Report(job, dataset, self.strategy, group, self._meter, observers)
         self._epoch = 0
@@ -230,11 +234,13 @@ class Trainer:
         )
 
 
-def build_model(job: Job, dataset: Dataset) -> Recommender:
-    """The model with its first dense weights, the same for all workers, and its tables on the meta device."""
+def build_model(job: Job, dataset: Dataset) -> nn.Module:
+    """The model with its first dense weights, the same for all workers; its tables on the meta device, if it is ours.
+
+    JobError, BadModule or UserCodeFailed where job, model and data do not fit together.
+    """
     torch.manual_seed(job.train.seed)
-    model = job.model.build(dataset.schema, job.dim, "meta")
-    check_names(job, model)
+    model = job_model(job, dataset.schema)
     if job.train.linear == "onednn" or (job.train.linear == "auto" and onednn_is_faster()):
         use_onednn(model)
     return model

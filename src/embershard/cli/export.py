@@ -25,6 +25,7 @@ from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import Dataset
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import load_job
+from embershard.worker.models.user_defined import forward_of
 from embershard.worker.nn.wrap import dense_state
 from embershard.worker.strategy.protocol import Strategy
 from embershard.worker.trained.export import ReadTable, export_weights, remove_file, write_tensors
@@ -33,7 +34,7 @@ from embershard.worker.trained.onnx import check_onnx, dense_part, export_onnx
 from embershard.worker.trained.quantise import FILE as INT8_FILE
 from embershard.worker.trained.quantise import int8_tensors, quantise
 from embershard.worker.trained.reading import ReadOnlySession, trained
-from embershard.worker.training.evaluate import Evaluator
+from embershard.worker.training.evaluate import Evaluator, metrics_of
 
 
 def export(
@@ -90,8 +91,9 @@ def _export_int8(job: Job, dataset: Dataset, strategy: Strategy, out: Path) -> N
         dataset,
         strategy,
         WorkerGroup(),
+        forward=forward_of(strategy.model, job.model.name),
+        metrics=metrics_of(job),
         batch_size=job.evaluate.batch_size,
-        top_k=job.top_k,
         device=torch.device("cpu"),
     )
     before = evaluator.evaluate()

@@ -28,6 +28,7 @@ from embershard.worker.device import keep_freed_memory
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import load_job
 from embershard.worker.job.user_code import search_from
+from embershard.worker.reporting.callbacks import Callback
 from embershard.worker.reporting.log import JsonLog, TensorBoardLog
 from embershard.worker.reporting.profile import Profile
 from embershard.worker.reporting.records import Observer
@@ -146,7 +147,7 @@ def _train(
     with contextlib.ExitStack() as stack:
 
         def open_observers() -> list[Observer]:
-            observers = _observers(output)
+            observers = _observers(job, output)
             for observer in observers:
                 stack.callback(observer.close)
             return observers
@@ -265,13 +266,14 @@ def _has_own_gpu(job: Job, place: WorkerRanks) -> bool:
     return gpus >= place.local_world_size
 
 
-def _observers(folder: Path | None) -> list[Observer]:
+def _observers(job: Job, folder: Path | None) -> list[Observer]:
     observers: list[Observer] = []
     if folder is not None:
         observers.append(JsonLog(folder))
         board = TensorBoardLog.open(folder)
         observers += [board] if board is not None else []
-    return [*observers, Terminal()]  # last: what is shown is in the log, whatever becomes of this process
+    observers.append(Terminal())  # after the logs: what is shown is in them, whatever becomes of this process
+    return [*observers, *(Callback(callback.code, callback.args) for callback in job.callbacks)]
 
 
 def _end_with(parent_pid: int) -> None:

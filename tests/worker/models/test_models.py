@@ -7,8 +7,7 @@ import torch
 
 from embershard.worker.models.dcn import DCNV2, CrossLayers
 from embershard.worker.models.dlrm import DLRM
-from embershard.worker.models.fm import FM, DeepFM
-from embershard.worker.models.linear import LR
+from embershard.worker.models.fm import FM, LR, DeepFM
 from embershard.worker.models.ncf import GMF, MLP, NeuMF
 from embershard.worker.models.persia import PersiaDNN
 from embershard.worker.models.registry import MODELS

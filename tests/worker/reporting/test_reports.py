@@ -232,10 +232,10 @@ def test_a_plateau_is_patience_evaluations_in_a_row():
 
 
 def test_the_best_knows_which_way_is_better():
-    best = Best(metric="auc", min_delta=0.01)
+    best = Best(min_delta=0.01)
     assert [best.observe(v) for v in (math.nan, 0.5, 0.505, 0.52, 0.4)] == [False, True, False, True, False]
     assert (best.value, best.worse_in_a_row) == (0.52, 1)
-    best = Best(metric="logloss")
+    best = Best(lower_is_better=True)
     assert [best.observe(v) for v in (0.5, 0.6, 0.4)] == [True, False, True]
 
 

@@ -17,7 +17,6 @@ from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Batch
 from embershard.worker.models.dlrm import DLRM
 from embershard.worker.models.fm import DeepFM
-from embershard.worker.models.loss import binary_cross_entropy
 from embershard.worker.nn import compile as compilation
 from embershard.worker.nn.activations import checkpoint_activations
 from embershard.worker.nn.compile import compile_dense
@@ -50,6 +49,10 @@ def joined(parts):
 
 def by(count, parts):
     return [joined(parts[at : at + count]) for at in range(0, len(parts), count)]
+
+
+def binary_cross_entropy(model, batch):
+    return nn.functional.binary_cross_entropy_with_logits(model(batch.ids, batch.dense), batch.labels)
 
 
 def turn(batch):

@@ -9,6 +9,7 @@ from torch import nn
 import embershard as es
 from embershard.proto.errors import JobError
 from embershard.worker.client.worker_group import WorkerGroup
+from embershard.worker.models.user_defined import forward_of
 from embershard.worker.patterns import choose, freeze, matches
 from embershard.worker.strategy.protocol import StepBatch
 from embershard.worker.strategy.torch_only import TorchStrategy
@@ -238,7 +239,7 @@ def made(worker=0, **train):
     settings = job("local", train)
     model = settings.model.build(click_data(train=8).schema, settings.dim, "meta")
     strategy = choose_strategy(settings, model, None, CPU)
-    return step_of(settings, strategy, None, CPU, worker=worker), strategy.model
+    return step_of(settings, strategy, None, CPU, forward_of(model), worker=worker), strategy.model
 
 
 def turn():

@@ -1,0 +1,251 @@
+"""Models, losses, metrics and callbacks of users: in a job they train as in plain torch, or are refused by name."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from embershard.proto.errors import EmbershardError, JobError, UserCodeFailed
+from embershard.worker.client.worker_group import WorkerGroup
+from embershard.worker.data.batch import Batch, RowsDataset, Samples, Schema
+from embershard.worker.job.job import Job
+from embershard.worker.models.user_defined import LARGE, build_model
+from embershard.worker.reporting.callbacks import Callback
+from embershard.worker.training.build import job_model
+from embershard.worker.training.trainer import Trainer
+from embershard.worker.training.try_model import try_model
+from embershard.worker.training.user_metric import UserMetric
+
+MODULE = """\
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+class Tower(nn.Module):
+    def __init__(self, num_ids, num_fields, dim, width=4):
+        super().__init__()
+        self.emb = nn.Embedding(num_ids, dim)
+        nn.init.normal_(self.emb.weight, std=0.01)
+        self.bag = nn.EmbeddingBag(num_ids, 2, mode="sum")
+        self.mlp = nn.Sequential(nn.Linear(num_fields * dim + 2, width), nn.ReLU(), nn.Linear(width, 1))
+    def forward(self, ids):
+        return self.mlp(torch.cat([self.emb(ids).flatten(1), self.bag(ids)], 1))
+class Wide(Tower):
+    def forward(self, ids):  # two
+        return self.mlp(torch.cat([self.emb(ids).flatten(1), self.bag(ids)], 1)).repeat(1, 2)
+class Small(Tower):
+    def __init__(self, num_fields, dim):
+        super().__init__(7, num_fields, dim)
+class NaN(Tower):
+    def forward(self, ids):
+        return super().forward(ids) * float("nan")
+class Detached(Tower):
+    def forward(self, ids):
+        return super().forward(ids).detach()
+class Three(Tower):
+    def forward(self, ids, dense, labels):
+        return super().forward(ids)
+class Raising(Tower):
+    def forward(self, ids):
+        raise KeyError("user")
+class Empty(nn.Module):
+    def forward(self, ids):
+        return ids.sum(1)
+class Needy(nn.Module):
+    def __init__(self, depth):
+        super().__init__()
+def text():
+    return "text"
+def whole(model, batch):
+    return F.binary_cross_entropy_with_logits(model(batch.ids).squeeze(1), batch.labels)
+def squared(logits, labels):
+    return ((torch.sigmoid(logits) - labels) ** 2).mean()
+def each(logits, labels):
+    return (logits - labels) ** 2
+class Weighted:
+    def __init__(self, factor):
+        self.factor = factor
+    def __call__(self, logits, labels):
+        return self.factor * squared(logits, labels)
+def accuracy(labels, scores):
+    return ((scores > 0) == (labels > 0.5)).mean()
+def by_group(labels, scores, groups):
+    return float(len(set(groups.tolist())))
+def two_classes(labels, scores):
+    if len(set(labels.tolist())) < 2:
+        raise ValueError("one class")
+    return 1.0
+def word(labels, scores):
+    return "good"
+class Mean:
+    def reset(self):
+        self.sum, self.count = 0.0, 0
+    def update(self, preds, target):
+        assert target.dtype == torch.int64
+        self.sum, self.count = self.sum + float(target.sum()), self.count + len(target)
+    def compute(self):
+        return torch.tensor(self.sum / self.count)
+TOLD = []
+class Teller:
+    def started(self, plan):
+        TOLD.append(plan.name)
+    def evaluated(self, evaluation):
+        TOLD.append(sorted(evaluation.figures["valid"]))
+    def finished(self, result):
+        TOLD.append(result.metric)
+class Fails:
+    def evaluated(self, evaluation):
+        raise OSError("no network")
+"""
+ROWS, FIELDS = 20, 3
+
+
+@pytest.fixture(autouse=True)
+def line_of(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "mine_job", raising=False)
+    (tmp_path / "mine_job.py").write_text(MODULE)
+
+    def line(text):
+        return f"{tmp_path / 'mine_job.py'}:{MODULE[: MODULE.index(text)].count(chr(10)) + 1}"
+
+    return line
+
+
+def samples(count, labels=None):
+    random = np.random.default_rng(count)
+    ids = random.integers(0, ROWS, (count, FIELDS))
+    return Samples(ids, None, (ids.sum(1) % 2 if labels is None else np.full(count, labels)).astype(np.float32))
+
+
+def dataset(labels=None):
+    splits = {"train": samples(64), "valid": samples(32, labels)}
+    return RowsDataset(Schema(("a", "b", "c"), 0, ROWS), splits, where="here")
+
+
+def job(model="Tower", args=None, **sections):
+    return Job.model_validate(
+        {
+            "model": {"class": f"mine_job:{model}", "args": args or {}},
+            "data": {"reader": "clicks", "samples": 64},
+            "embedding": {"dim": 4, "optimizer": {"name": "sgd", "lr": 0.5}},
+            "train": {"batch_size": 16, "epochs": 2},
+            "strategy": "local",
+            **sections,
+        }
+    )
+
+
+def first_batches(data):
+    return {"train": next(data.train(0, 0, 1, 16)), "valid": next(data.evaluate("valid", 0, 1, 16))}
+
+
+@pytest.mark.parametrize("strategy", ["ps", "local"])
+@pytest.mark.parametrize("loss", [None, "mine_job:whole", "mine_job:squared", "torch.nn:BCEWithLogitsLoss"])
+def test_a_users_model_and_loss_train_as_in_plain_torch(make_session, strategy, loss):
+    data, settings = dataset(), job(strategy=strategy, loss=loss, args={"width": 8})
+    torch.manual_seed(settings.train.seed)
+    plain = job_model(settings, data.schema)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for epoch in range(2):
+        for batch in data.train(epoch, 0, 1, 16):
+            logits = plain(batch.ids).squeeze(1)
+            if loss == "mine_job:squared":
+                value = ((logits.sigmoid() - batch.labels) ** 2).mean()
+            else:
+                value = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+    trainer = Trainer(settings, data, make_session() if strategy == "ps" else None, WorkerGroup())
+    result = trainer.run()
+    assert result.steps == 8
+    ids = samples(16).batch().ids
+    with torch.no_grad():
+        torch.testing.assert_close(trainer.model(ids), plain(ids), rtol=0, atol=1e-6)
+
+
+def test_tables_keep_the_users_first_values_unless_the_job_has_some():
+    schema = dataset().schema
+    own = job_model(job(), schema)
+    assert own.emb.weight.std() < 0.02
+    given = job_model(
+        job(embedding={"optimizer": {"name": "sgd", "lr": 1}, "initializer": {"name": "constant", "value": 1}}), schema
+    )
+    assert given.emb.weight.is_meta
+    assert given.bag.weight.is_meta
+    hashed = build_model("mine_job:Tower", {}, Schema(("a",), 0, None), 4)
+    assert (hashed.emb.weight.shape, hashed.emb.num_embeddings) == ((1, 4), 2**62)
+    assert 2**62 * 2 > LARGE
+
+
+def test_metrics_and_callbacks_of_a_user_are_computed_and_told():
+    metrics = ["logloss", "mine_job:accuracy", {"class": "mine_job:Mean"}]
+    settings = job(metrics=metrics, evaluate={"metric": "accuracy"}, callbacks=["mine_job:Teller"])
+    callback = Callback(settings.callbacks[0].code, {})
+    data = dataset()
+    result = Trainer(settings, data, None, WorkerGroup(), [callback]).run()
+    figures = result.figures["valid"]
+    assert list(figures) == ["logloss", "accuracy", "Mean", "samples"]
+    assert figures["Mean"] == pytest.approx(samples(32).labels.mean())
+    told = __import__("mine_job").TOLD
+    assert told == ["mine_job:Tower on clicks", *[sorted(figures)] * 2, "accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "what", "text", "at"),
+    [
+        ({"model": "Nobody"}, "module", "no 'Nobody'", None),
+        ({"model": "Needy"}, "model", "'depth'", "class Needy"),
+        ({"args": {"wdith": 3}}, "model", "'wdith'", "class Tower"),
+        ({"model": "Empty"}, "model", "no parameters", "class Empty"),
+        ({"model": "text"}, "model", "no nn.Module", "def text"),
+        ({"model": "Wide"}, "model", "(16, 2)", "def forward(self, ids):  # two"),
+        ({"model": "Three"}, "model", "(ids, dense, labels)", "def forward(self, ids, dense, labels)"),
+        ({"model": "Raising"}, "model", "KeyError", 'raise KeyError("user")'),
+        ({"model": "NaN"}, "model", "nan", "class NaN"),
+        ({"model": "Detached"}, "model", "without a gradient", "class Detached"),
+        ({"model": "Small"}, None, "has 7 rows", None),
+        ({"loss": "mine_job:each"}, "loss", "(16,)", "def each"),
+        ({"loss": "mine_job:Weighted"}, "loss", "'factor'", "class Weighted"),
+        ({"loss": "torch.nn:Bilinear"}, "loss", "in1_features", None),
+        ({"metrics": ["mine_job:by_group"]}, "metric", "groups", "def by_group"),
+        ({"metrics": ["mine_job:word"]}, "metric", "'good'", "def word"),
+    ],
+)
+def test_what_does_not_work_is_refused_with_file_and_line(line_of, settings, what, text, at):
+    data = dataset()
+    with pytest.raises(EmbershardError) as error:
+        try_model(job(**settings), data.schema, first_batches(data))
+    assert text in str(error.value)
+    if what is None:
+        assert isinstance(error.value, JobError)
+    if at is not None:
+        found = error.value.fields
+        assert (found["what"].split()[0], found["where"]) == (what, line_of(at))
+
+
+def test_a_metric_that_wants_two_classes_is_tried_with_both_and_named_where_the_data_has_one(line_of):
+    settings, data = job(metrics=["auc", "mine_job:two_classes"]), dataset(labels=1.0)
+    try_model(settings, data.schema, first_batches(data))
+    with pytest.raises(UserCodeFailed) as error:
+        Trainer(settings, data, None, WorkerGroup()).run()
+    assert error.value.fields["where"] == line_of('raise ValueError("one class")')
+
+
+def test_groups_reach_a_metric_and_a_callback_that_fails_ends_the_run(line_of):
+    metric = UserMetric("mine_job:by_group", {})
+    assert metric(np.zeros(3, np.float32), np.zeros(3, np.float32), np.array([4, 4, 5])) == 2.0
+    settings = job(callbacks=["mine_job:Fails"])
+    with pytest.raises(UserCodeFailed) as error:
+        Trainer(settings, dataset(), None, WorkerGroup(), [Callback("mine_job:Fails", {})]).run()
+    assert error.value.fields["where"] == line_of('raise OSError("no network")')
+    with pytest.raises(UserCodeFailed, match="none of the methods"):
+        Callback("mine_job:text", {})
+
+
+def test_a_batch_of_dense_features_needs_a_model_that_takes_them():
+    schema = Schema(("a", "b", "c"), 2, ROWS)
+    batch = Batch(torch.zeros(4, 3, dtype=torch.int64), torch.zeros(4, 2), torch.tensor([0.0, 1, 0, 1]))
+    with pytest.raises(JobError, match="takes no dense features"):
+        try_model(job(), schema, {"train": batch})

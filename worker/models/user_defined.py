@@ -1,0 +1,147 @@
+"""Models of users in jobs: any nn.Module that gives a logit per sample of ids and dense features."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from embershard.proto.errors import UserCodeFailed
+from embershard.proto.user_modules import find, user_code, where_defined
+from embershard.worker.data.batch import Batch, Schema
+from embershard.worker.models.recommender import Recommender
+
+Forward = Callable[[nn.Module, Batch], Tensor]  # the model, or torch's wrapper around it, and a batch -> (B,) logits
+
+
+LARGE = 2**28  # floats of a table, 1 GiB, that no worker makes
+
+
+class _LargeTablesOnMeta(TorchFunctionMode):
+    """Tables above the limit come without memory, as worker/models/layers.py makes them."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:  # torch's own signature
+        shape = args[0] if function is torch.empty and len(args) == 1 else ()
+        if isinstance(shape, tuple | list) and len(shape) == 2 and math.prod(shape) > LARGE:
+            args, kwargs = ((1, shape[1]),), {**(kwargs or {}), "device": "meta"}
+        return function(*args, **(kwargs or {}))
+
+
+def build_model(name: str, args: Mapping[str, object], schema: Schema, dim: int) -> nn.Module:
+    """Call `module:class` with `args` and with what its signature names of the data; the model that it gives.
+
+    num_ids: size of the id space (2**62 for hashed ids), num_fields: ids of a sample, num_dense: dense features of a
+    sample, features: names of the fields, dim: of the job's embeddings. A table of more than 1 GiB, such as one of
+    hashed ids, gets no memory here: it is on the meta device, and its first values are those of the job.
+
+    BadModule where it is not there; UserCodeFailed, with file and line, where it raises or gives no nn.Module, or one
+    without parameters.
+    """
+    what, make = f"model {name}", find(name)
+    shape = {
+        "num_ids": schema.table_rows,
+        "num_fields": len(schema.features),
+        "num_dense": schema.num_dense,
+        "features": schema.features,
+        "dim": dim,
+    }
+    with _LargeTablesOnMeta():
+        model = call(what, make, args, shape)
+    where = where_defined(make)
+    if not isinstance(model, nn.Module):
+        raise UserCodeFailed(what=what, reason=f"gave {model!r}, which is no nn.Module", where=where)
+    if next(model.parameters(), None) is None:
+        reason = "has no parameters: assign its layers to attributes of self, lists of them as nn.ModuleList"
+        raise UserCodeFailed(what=what, reason=reason, where=where)
+    return model
+
+
+def call(what: str, make: object, args: Mapping[str, object], offered: Mapping[str, object] = {}) -> object:
+    """Call a user's class or function with `args`, and with what its signature names of `offered`.
+
+    UserCodeFailed where it cannot be called so, or raises; `what` begins the message.
+    """
+    where = where_defined(make)
+    if not callable(make):
+        raise UserCodeFailed(what=what, reason=f"is {make!r}, neither a class nor a function", where=where)
+    try:
+        signature = inspect.signature(make)
+    except (ValueError, TypeError):  # of C code: it says itself what it does not take
+        with user_code(what):
+            return make(**args)
+    named = {name: value for name, value in offered.items() if name in signature.parameters and name not in args}
+    try:
+        signature.bind(**named, **args)
+    except TypeError as error:
+        given = f"was given {', '.join([*named, *args]) or 'nothing'}"
+        raise UserCodeFailed(what=what, reason=f"{given}, but takes {signature}: {error}", where=where) from None
+    with user_code(what):
+        return make(**named, **args)
+
+
+def forward_of(model: nn.Module, name: str = "") -> Forward:
+    """How to get the logits of a batch from a model, by what its forward takes: (ids, dense) or (ids).
+
+    Logits may be (B,) or (B, 1). UserCodeFailed where forward takes something else or, when it is called, raises or
+    gives another shape; `name` is the user's name of the model.
+    """
+    if isinstance(model, Recommender):
+        return lambda module, batch: module(batch.ids, batch.dense)
+    what, where = f"model {name}", where_defined(model.forward)
+    takes_dense = _takes(model.forward, 2)
+    if not takes_dense and not _takes(model.forward, 1):
+        reason = f"has forward{inspect.signature(model.forward)}, but is called with (ids, dense) or (ids)"
+        raise UserCodeFailed(what=what, reason=reason, where=where)
+
+    def forward(module: nn.Module, batch: Batch) -> Tensor:
+        with user_code(what):
+            logits: object = module(batch.ids, batch.dense) if takes_dense else module(batch.ids)
+        if not isinstance(logits, Tensor) or logits.shape not in ((len(batch),), (len(batch), 1)):
+            given = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            reason = f"gave {given} for {len(batch)} samples; return one logit per sample, ({len(batch)},)"
+            raise UserCodeFailed(what=what, reason=reason, where=where)
+        return logits.reshape(-1)
+
+    return forward
+
+
+def reads_dense(model: nn.Module) -> bool:
+    """Whether a model takes dense features."""
+    return _takes(model.forward, 2)
+
+
+def embedding_inputs_of(model: nn.Module) -> Callable[[Batch], Mapping[str, Tensor]] | None:
+    """What a model says of the ids that its tables read of a batch; None where it says nothing."""
+    inputs = getattr(model, "embedding_inputs", None)
+    if inputs is None:
+        return None
+    if _takes(inputs, 2):
+        return lambda batch: inputs(batch.ids, batch.dense)
+    return lambda batch: inputs(batch.ids)
+
+
+def take_first_values(model: nn.Module, given: Callable[[str], bool]) -> None:
+    """Give up the first values of the tables, by name, for which the job gives some: they go to the meta device."""
+    moved: dict[int, nn.Parameter] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and not module.weight.is_meta and given(name):
+            weight = module.weight
+            assert isinstance(weight, nn.Parameter)
+            empty = nn.Parameter(torch.empty(1, module.embedding_dim, device="meta"), weight.requires_grad)
+            module.weight = moved.setdefault(id(weight), empty)
+
+
+def _takes(function: Callable[..., object], count: int) -> bool:
+    """Whether a function can be called with that many positional arguments."""
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError:
+        return False
+    return True

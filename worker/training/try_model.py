@@ -1,0 +1,112 @@
+"""Try a job's model, loss and metrics on the first samples, before anything is trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from embershard.proto.errors import EmbershardError, JobError, UserCodeFailed
+from embershard.proto.user_modules import find, where_defined
+from embershard.worker.data.batch import Batch, Schema
+from embershard.worker.job.job import Job
+from embershard.worker.models.user_defined import embedding_inputs_of, forward_of, reads_dense
+from embershard.worker.nn.activations import TABLES
+from embershard.worker.training.build import job_loss, job_model
+from embershard.worker.training.evaluate import Metrics, metrics_of
+
+
+def try_model(job: Job, schema: Schema, batches: Mapping[str, Batch]) -> None:
+    """Make the job's model in plain torch, and one step and one evaluation of the first batch of each split, by name.
+
+    JobError, BadModule or UserCodeFailed where the model, its loss or a metric is not there, raises, gives another
+    shape or NaN, or does not fit the data. Tables on the meta device have one row here, which stands for all.
+    """
+    torch.manual_seed(job.train.seed)
+    model = job_model(job, schema)
+    forward, metrics = forward_of(model, job.model.name), metrics_of(job)
+    loss_of_batch = job_loss(job, model, forward)
+    _check_inputs(job, model, schema)
+    _shrink_meta_tables(model)
+    for split, batch in batches.items():
+        try:
+            if split == "train":
+                _try_step(job, model, lambda batch=batch: loss_of_batch(model, batch))  # type: ignore[misc]
+            else:
+                model.eval()
+                with torch.no_grad():
+                    _try_metrics(metrics, batch, forward(model, batch))
+                model.train()
+        except (EmbershardError, IndexError) as error:
+            _explain_ids(model, batch, split, error)
+            raise
+
+
+def _check_inputs(job: Job, model: nn.Module, schema: Schema) -> None:
+    if schema.num_dense and not reads_dense(model):
+        reason = f"{job.model.name} takes no dense features, of which the data has {schema.num_dense}"
+        raise JobError(where="model", reason=f"{reason}: write forward(self, ids, dense), or read a file without them")
+    if job.train.prefetch and embedding_inputs_of(model) is None:
+        reason = f"{job.model.name} does not say which ids its tables read: give it a method embedding_inputs(ids) that"
+        raise JobError(where="train.prefetch", reason=f"{reason} returns {{'table': ids}}, or use 0")
+
+
+def _shrink_meta_tables(model: nn.Module) -> None:
+    def first_row(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (torch.zeros_like(given[0]), *given[1:])
+
+    weights: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        if isinstance(module, TABLES) and module.weight.is_meta:
+            row = nn.Parameter(torch.full((1, module.embedding_dim), 0.01))
+            module.weight = weights.setdefault(id(module.weight), row)
+            module.register_forward_pre_hook(first_row)
+
+
+def _try_step(job: Job, model: nn.Module, make_loss: Callable[[], Tensor]) -> None:
+    loss = make_loss()
+    what, where = f"loss {job.loss.code}" if job.loss else f"model {job.model.name}", _where(job)
+    if not loss.requires_grad:
+        reason = "gave a loss without a gradient on the first samples: it detaches the logits, or nothing is trained"
+        raise UserCodeFailed(what=what, reason=reason, where=where)
+    if not math.isfinite(loss.item()):
+        raise UserCodeFailed(what=what, reason=f"gave the loss {loss.item()} on the first samples", where=where)
+    loss.backward()  # type: ignore[no-untyped-call]
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+            reason = f"gave a gradient of {name} with NaN or Inf on the first samples"
+            raise UserCodeFailed(what=what, reason=reason, where=where)
+
+
+def _where(job: Job) -> str:
+    return where_defined(find(job.loss.code if job.loss else job.model.name)) if job.has_user_code else ""
+
+
+def _try_metrics(metrics: Metrics, batch: Batch, logits: Tensor) -> None:
+    if not metrics.own:
+        return
+    labels = batch.labels
+    if len(labels) > 1 and bool((labels == labels[0]).all()):
+        # the first samples may have one class where the split has two, and many metrics want both
+        labels = torch.arange(len(labels)) % 2
+    arrays = labels.numpy().astype(np.float32), logits.numpy().astype(np.float32)
+    for metric in metrics.own:
+        metric(*arrays, None if batch.groups is None else batch.groups.numpy())
+
+
+def _explain_ids(model: nn.Module, batch: Batch, split: str, error: Exception) -> None:
+    """JobError where an id is beyond a table, which torch says without a number."""
+    if not isinstance(error if isinstance(error, IndexError) else error.__cause__, IndexError):
+        return
+    largest = int(batch.ids.max())
+    for name, module in model.named_modules():
+        if isinstance(module, TABLES) and largest >= module.num_embeddings:
+            reason = (
+                f"table {name!r} has {module.num_embeddings:,} rows, and the first samples of {split} have the id "
+                f"{largest:,}: make it as large as num_ids, which the constructor may take as an argument"
+            )
+            raise JobError(where="model", reason=reason) from error

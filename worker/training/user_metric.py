@@ -1,0 +1,74 @@
+"""Metrics of users: functions of labels and scores, and objects with torchmetrics' methods."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from embershard.proto.arrays import Floats
+from embershard.proto.errors import UserCodeFailed
+from embershard.proto.user_modules import find, user_code, where_defined
+from embershard.worker.models.user_defined import call
+
+
+class UserMetric:
+    """A user's metric of one evaluation split, `module:name`; a class, or a function with `args`, is called first.
+
+    It is called with labels and logits, (N,) float32 arrays of numpy as scikit-learn's metrics take them, and with the
+    batches' groups, (N,) int64, where it takes a third argument. An object with `update` and `compute`, as torchmetrics
+    has them, gets tensors, logits first, and labels as int64 where they are whole numbers.
+    """
+
+    def __init__(self, name: str, args: Mapping[str, object]) -> None:
+        self.name = name.rpartition(":")[2]
+        self._what, found = f"metric {name}", find(name)
+        self._where = where_defined(found)
+        self._metric = call(self._what, found, args) if isinstance(found, type) or args else found
+        self._is_torchmetrics = all(callable(getattr(self._metric, n, None)) for n in ("update", "compute", "reset"))
+        if not self._is_torchmetrics and not callable(self._metric):
+            raise self._failed(f"is {self._metric!r}, which cannot be called")
+
+    def __call__(self, labels: Floats, logits: Floats, groups: npt.NDArray[np.int64] | None) -> float:
+        """The figure. UserCodeFailed, with file and line, where it raises, needs groups, or gives no number."""
+        if self._is_torchmetrics:
+            with user_code(self._what):
+                value = self._of_torchmetrics(labels, logits)
+        else:
+            assert callable(self._metric)
+            given: list[object] = [labels, logits]
+            if self._takes_groups():
+                if groups is None:
+                    raise self._failed("takes groups, and the reader's batches have none")
+                given.append(groups)
+            with user_code(self._what):
+                value = self._metric(*given)
+        try:
+            return float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            raise self._failed(f"gave {value!r}, which is no number") from None
+
+    def _of_torchmetrics(self, labels: Floats, logits: Floats) -> object:
+        whole = bool((labels == np.round(labels)).all())
+        target = torch.from_numpy(labels)
+        metric: object = self._metric
+        metric.reset()  # type: ignore[attr-defined]
+        metric.update(torch.from_numpy(logits), target.long() if whole else target)  # type: ignore[attr-defined]
+        return metric.compute()  # type: ignore[attr-defined]
+
+    def _takes_groups(self) -> bool:
+        """Whether it has a third argument without a default, or one called groups."""
+        try:
+            parameters = list(inspect.signature(self._metric).parameters.values())  # type: ignore[arg-type]
+        except (TypeError, ValueError):  # of C code
+            return False
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        return any(p.name == "groups" for p in positional) or (
+            len(positional) > 2 and positional[2].default is inspect.Parameter.empty
+        )
+
+    def _failed(self, reason: str) -> UserCodeFailed:
+        return UserCodeFailed(what=self._what, reason=reason, where=self._where)
