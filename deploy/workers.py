@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Self
 
+from embershard.deploy import sessions
 from embershard.proto.errors import EmbershardError, WorkerLost
 
 LAST_LINES = 12  # of a worker that died, shown with the report
@@ -39,6 +40,8 @@ class LocalWorkers:
     Elastic training goes on without a worker that a signal ended, as when its machine is lost, for as long as there is
     another: `say` is told so, and up to `restarts` times such a worker is started again. A worker that ends with an
     error of its own ends all of them: the others would come to it too.
+
+    Each worker is a session of its own: what a user's code starts in it ends with the worker.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class LocalWorkers:
         """Wait until every worker is done. WorkerFailed where one is not; `watch` may end the wait with an error."""
         over = math.inf  # when the job was done
         while True:
-            codes = [process.poll() for process in self._processes]
+            codes = [sessions.poll(process) for process in self._processes]
             done = 0 in codes
             over = min(over, time.monotonic()) if done else over
             ended = {rank for rank, code in enumerate(codes) if code not in (None, 0)} - self._gone
@@ -122,17 +125,15 @@ class LocalWorkers:
         """End what still runs: SIGTERM, then SIGKILL; workers hold nothing that would be lost."""
         try:
             for process in self._processes:
-                if process.poll() is None:
+                if sessions.poll(process) is None:
                     process.terminate()
             end = time.monotonic() + STOP_TIMEOUT.total_seconds()
             for process in self._processes:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.0, end - time.monotonic()))
+                sessions.wait(process, max(0.0, end - time.monotonic()))
         finally:  # a second Ctrl-C, too, leaves nothing behind
             for process in self._processes:
-                process.kill()
+                sessions.kill(process)
             for process in self._processes:
-                process.wait()
                 assert process.stdin is not None
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.close()
@@ -175,7 +176,8 @@ class LocalWorkers:
             stdout=None if rank == 0 or self._elastic else self._files[rank],
             stderr=self._files[rank],
             env=environment,
-            start_new_session=True,  # Ctrl-C at the terminal reaches this process only, which then ends the workers
+            # Ctrl-C at the terminal reaches this process only, which then ends the workers and their sessions
+            start_new_session=True,
         )
         self._tell(process)
         return process
@@ -190,8 +192,8 @@ class LocalWorkers:
         """Who has failed, at best with whom they lost: what ended it may take longer than their noticing it."""
         end = time.monotonic() + STOP_TIMEOUT.total_seconds()
         while True:
-            running = any(process.poll() is None for process in self._processes)
-            failed = {rank for rank, process in enumerate(self._processes) if process.poll()} - self._gone
+            running = any(sessions.poll(process) is None for process in self._processes)
+            failed = {rank for rank, process in enumerate(self._processes) if process.returncode} - self._gone
             if not (running and all(map(self._lost_another, failed))) or time.monotonic() > end:
                 return failed
             time.sleep(_POLL_SECONDS)

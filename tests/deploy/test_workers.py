@@ -1,5 +1,6 @@
 """Workers as child processes, of which some end: what the parent makes of it. They are plain scripts here."""
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 
 from embershard.deploy import workers
 from embershard.deploy.workers import LocalWorkers, WorkerFailed
+from harness.eventually import eventually
+from harness.processes import marked
 from harness.raises import raises
 
 pytestmark = pytest.mark.integration
@@ -93,3 +96,23 @@ def test_a_worker_that_was_started_again_too_late_does_not_keep_the_job(start, m
         running.wait()
         (pid,) = (process.pid for process in running._processes if process.poll() is None)
     assert not Path(f"/proc/{pid}").exists()
+
+
+SPAWN = "import subprocess; subprocess.Popen(['sleep', '1000']); subprocess.Popen(['sleep', '1000'], process_group=0)"
+FORK = "import multiprocessing; multiprocessing.Process(target=time.sleep, args=(1000,), daemon=True).start()"
+
+
+@pytest.mark.parametrize("begins", [SPAWN, FORK], ids=["processes", "a fork of itself"])
+@pytest.mark.parametrize("ends", [WORK, KILL, FAIL, "time.sleep(1000)"], ids=["done", "killed", "failed", "ended"])
+def test_what_the_code_of_a_worker_started_ends_with_it(start, monkeypatch, tmp_path, begins, ends):
+    monkeypatch.setenv("MARK", str(tmp_path))
+    started = 1 + (begins.count("Popen") or 1)
+    go = tmp_path / "go"
+    waits = f"[time.sleep(0.01) for _ in range(10_000) if not os.path.exists({str(go)!r})]"
+    with contextlib.suppress(WorkerFailed), start(f"{begins}; {waits}; {ends}") as running:
+        assert eventually(lambda: len(marked(str(tmp_path))) == started)
+        go.touch()
+        if ends in (WORK, KILL, FAIL):
+            running.wait()
+            assert marked(str(tmp_path)) == []
+    assert marked(str(tmp_path)) == []

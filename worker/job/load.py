@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from embershard.proto.errors import JobError
 from embershard.worker.job.checks import IGNORED_BY_STRATEGY, check_job
+from embershard.worker.job.data import UserReaderSection
 from embershard.worker.job.job import Job
 from embershard.worker.job.sections import CUSTOM, UserModelSection
 from embershard.worker.job.training import BUDGETS
@@ -65,7 +66,7 @@ def load_job(path: Path, overrides: Sequence[str] = (), data_root: Path | None =
         raise JobFileError(_in_order([*source.mistakes, *found]))
     if job.has_user_code:
         search_from(path.parent)
-    if job.loss is not None and getattr(job.data, "labels", "") is None:
+    if job.loss is not None and isinstance(job.data, UserReaderSection) and job.data.labels is None:
         job = job.model_copy(update={"data": job.data.model_copy(update={"labels": "any"})})
     return job
 

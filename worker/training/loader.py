@@ -103,7 +103,7 @@ class LoaderProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._process is not None
-        self._process.kill()  # it holds nothing that would be lost
+        self._end_group()  # it holds nothing that would be lost
         with self._process:  # closes the pipe and waits
             pass
 
@@ -166,10 +166,23 @@ class LoaderProcess:
 
     def _end(self) -> str:
         assert self._process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = self._process.wait(_EXIT_TIMEOUT.total_seconds())
-            return f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+        end = time.monotonic() + _EXIT_TIMEOUT.total_seconds()
+        while time.monotonic() < end:
+            ended = not hasattr(os, "waitid")  # macOS, until Python 3.13: it is waited for at once
+            if ended or os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                self._end_group()
+                code = self._process.wait()
+                return f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
+            time.sleep(0.01)
         return "closed its pipe"
+
+    def _end_group(self) -> None:
+        """End the process and all that a user's reader started in it, while its number is still its own."""
+        assert self._process is not None
+        if self._process.returncode is None:
+            self._process.kill()
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def _lost(self, how: str) -> LoaderLost:
         assert self._process is not None

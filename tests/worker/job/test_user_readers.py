@@ -9,8 +9,9 @@ import pytest
 from embershard.proto.errors import BadModule, JobError, UserCodeFailed
 from embershard.worker.job.data import UserReaderSection
 from embershard.worker.job.job import Job
-from embershard.worker.training.loader import DataShare, LoaderProcess
+from embershard.worker.training.loader import DataShare, LoaderLost, LoaderProcess
 from harness.job_files import load, mistakes
+from harness.processes import marked, words
 from harness.raises import raises
 
 JOB = """\
@@ -102,3 +103,21 @@ def test_the_loaders_process_names_the_line_of_a_reader_that_raises(job, folder)
     with LoaderProcess(share(job(code="import nothing_of_this_name"), folder)) as loader:
         with raises(BadModule, reason=re.compile("nothing_of_this_name")):
             list(loader.train(0))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("ends", ["the loader's parent is done", "the loader ends"])
+def test_what_a_reader_starts_ends_with_the_loaders_process(job, folder, monkeypatch, ends):
+    monkeypatch.setenv("MARK", str(folder))
+    dies = "os._exit(3)" if ends == "the loader ends" else "pass"
+    start = f"        import os, subprocess; subprocess.Popen(['sleep', '1000']); {dies}\n"
+    loaded = job(code=LOGS.replace("        yield", f"{start}        yield"))
+    with LoaderProcess(share(loaded, folder)) as loader:
+        if dies == "pass":
+            next(loader.train(0))
+            assert any("sleep" in words(process) for process in marked(str(folder)))
+        else:
+            with raises(LoaderLost, how="ended with exit code 3"):
+                next(loader.train(0))
+            assert marked(str(folder)) == []
+    assert marked(str(folder)) == []
