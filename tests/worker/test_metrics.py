@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchmetrics.functional.retrieval import retrieval_normalized_dcg, retrieval_recall
 
-from embershard.worker.data.batch import Users
 from embershard.worker.metrics import (
     Candidates,
     FullRanking,
     Pointwise,
+    Users,
     auc,
     calibration,
     candidate_ranks,

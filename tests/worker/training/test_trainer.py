@@ -11,8 +11,9 @@ import torch
 from embershard.proto.errors import JobError
 from embershard.proto.timing import Recorder
 from embershard.worker.client.worker_group import Evicted, MembershipChanged, WorkerGroup
-from embershard.worker.data.batch import Batch, Schema, Users
+from embershard.worker.data.batch import Batch, Schema
 from embershard.worker.data.readers.movielens import NcfData
+from embershard.worker.metrics import Users
 from embershard.worker.training.saver import Saver
 from embershard.worker.training.step import NonFiniteLoss
 from embershard.worker.training.trainer import Trainer
