@@ -1,6 +1,5 @@
 """The `embershard` command: what it imports, how it exits, and what small commands make of their options."""
 
-import contextlib
 import json
 import logging
 import math
@@ -17,6 +16,7 @@ from typer.testing import CliRunner
 from embershard.cli import app as cli
 from embershard.cli import evaluate, main, ps, train, up
 from embershard.cli.ps import memory_bytes
+from embershard.cli.source import Source
 from embershard.deploy.workers import WorkerFailed
 from embershard.proto.errors import CannotWrite, ShardUnavailable, UnknownTable
 from embershard.ps.memory import physical_memory
@@ -102,8 +102,8 @@ def test_a_run_that_ended_on_a_full_disk_names_it_on_the_terminal(run, monkeypat
 
 def test_a_figure_that_is_not_defined_is_null(run, monkeypatch):
     figures = {"valid": {"auc": math.nan, "logloss": 0.5}}  # of a split with one class alone
-    monkeypatch.setattr(evaluate, "LiveEvaluator", lambda *_: SimpleNamespace(evaluate=lambda: (7, figures)))
-    monkeypatch.setattr(evaluate, "connect", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(evaluate, "TrainedEvaluator", lambda *_: SimpleNamespace(evaluate=lambda: figures))
+    monkeypatch.setattr(evaluate, "open_source", lambda *_, **__: Source(None, None, None))
     done = run("evaluate", "job.yaml", "--ps", "127.0.0.1:1")
     assert done.exit_code == 0, done.output
     assert "NaN" not in done.output

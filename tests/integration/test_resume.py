@@ -78,7 +78,7 @@ def test_a_run_that_was_killed_ends_with_the_bits_of_one_that_was_not(start, tmp
     assert not any(json.loads(line)["record"] == "result" for line in records)
 
     text = said(start(JOB, "--set", "train.batch_size=64", "--resume", "latest"), 1)
-    assert "is of another job: train.batch_size is 64 here and 128 there; resume it with the job" in text
+    assert "is of another job: train.batch_size is 64 here and 128 there; use the job" in text
     text = said(start(JOB, "--resume", "latest"))
     last = [tmp_path / "checkpoints" / "step-000000160", uninterrupted(tmp_path / "whole")]
     one, other = map(tables, last)

@@ -66,8 +66,8 @@ class OtherJob(EmbershardError):
 
     status = Status.FAILED_PRECONDITION
     template = (
-        "checkpoint {path} is of another job: {difference}; resume it with the job that it was made with, or start "
-        "anew without --resume"
+        "checkpoint {path} is of another job: {difference}; use the job that it was made with. A new run begins "
+        "without --resume; another file is scored by `embershard evaluate --on`"
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -13,14 +15,24 @@ from embershard.proto.spec import TableSpec
 from embershard.worker.checkpoint.checkpoint import Checkpoint
 from embershard.worker.data.batch import NUM_HASHED_IDS, Schema
 from embershard.worker.job.job import Job
+from embershard.worker.nn.averaging import Share
 from embershard.worker.nn.embedding import Embedding, EmbeddingBag
 from embershard.worker.session.session import Session
 from embershard.worker.session.tables import RemoteTable
 from embershard.worker.strategy.protocol import Strategy
+from embershard.worker.training import build
 from embershard.worker.training.build import choose_strategy, job_model
 from embershard.worker.training.saver import Buffers, load_parts
 
 PORTION = 2**18  # rows of one request
+_CPU = torch.device("cpu")
+
+
+class Averaged(Protocol):
+    """A context in which the dense weights are their average."""
+
+    def __call__(self, share: Share | None = None) -> AbstractContextManager[None]:
+        """Enter it; `share` gives all workers the values of one."""
 
 
 class NotTrained(EmbershardError):
@@ -55,17 +67,27 @@ class ReadOnlySession(Session):
         return super().table(spec, values)
 
 
-def trained(job: Job, schema: Schema, session: ReadOnlySession | None, checkpoint: Checkpoint | None) -> Strategy:
-    """The strategy of a job with its trained weights, on the CPU.
+def trained(
+    job: Job,
+    schema: Schema,
+    session: ReadOnlySession | None,
+    checkpoint: Checkpoint | None,
+    *,
+    model: nn.Module | None = None,
+    device: torch.device = _CPU,
+) -> Strategy:
+    """The strategy of a job with its trained weights.
 
-    `session` leads to shards, for a job that has some; `checkpoint` is that of a run. OtherJob, NotTrained or
-    TableMismatch where these are of another job; OnlyInWorkers where a checkpoint is missing.
+    `session` leads to shards, for a job that has some; `checkpoint` is that of a run. `model` is the job's, as it was
+    built for a run; else it is built of plain torch modules. OtherJob, NotTrained or TableMismatch where these are of
+    another job; OnlyInWorkers where a checkpoint is missing.
     """
     if checkpoint is not None:
         checkpoint.check_job(job)
-    torch.manual_seed(job.train.seed)
-    model = job_model(job, schema)
-    strategy = choose_strategy(job, model, session, torch.device("cpu"))
+    if model is None:
+        torch.manual_seed(job.train.seed)
+        model = job_model(job, schema)
+    strategy = choose_strategy(job, model, session, device)
     held, buffers = strategy.local_weights, Buffers(strategy.model)
     if checkpoint is not None:
         load_parts(checkpoint, checkpoint.shared(), {"local_weights": held} if held is not None else {})
@@ -78,6 +100,23 @@ def trained(job: Job, schema: Schema, session: ReadOnlySession | None, checkpoin
         session.pull([], session.dense_weights)
     strategy.model.eval()
     return strategy
+
+
+def average_of(
+    job: Job, strategy: Strategy, session: ReadOnlySession | None, checkpoint: Checkpoint | None
+) -> Averaged:
+    """Put the average that a run evaluated with in the place of the dense weights, inside; `share` as of Evaluator.
+
+    Nothing where the job has none, or no checkpoint holds it: it is in the workers. BadCheckpoint.
+    """
+    average = None if checkpoint is None else build.average_of(job, strategy.model, session)
+    if checkpoint is None or average is None:
+        return lambda share=None: nullcontext()
+    step = checkpoint.first_worker().get("step")
+    if not isinstance(step, dict) or not step.get("average"):  # the run was made without one
+        return lambda share=None: nullcontext()
+    load_parts(checkpoint, step, {"average": average})
+    return average.applied
 
 
 def remote_tables(model: nn.Module) -> dict[str, Embedding | EmbeddingBag]:

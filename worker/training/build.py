@@ -71,11 +71,6 @@ def step_of(
         checkpoint_activations(model)
     if train.compile:
         compile_dense(model)
-    average = None
-    if train.average is not None:
-        tables = {module.weight for module in model.modules() if isinstance(module, TABLES)}
-        dense = [parameter for parameter in model.parameters() if parameter not in tables]
-        average = WeightAverage(dense, decay=train.average.decay, read=None if session is None else session.read_dense)
     settings = StepSettings(
         amp=train.amp, accumulate=train.accumulate, clip_norm=train.clip_norm, non_finite=train.non_finite
     )
@@ -85,7 +80,7 @@ def step_of(
         strategy,
         settings,
         device=device,
-        average=average,
+        average=average_of(job, model, session),
         agree=strategy.agree,
         worker=worker,
     )
@@ -94,6 +89,15 @@ def step_of(
 def job_loss(job: Job, model: nn.Module, forward: Forward) -> Loss:
     """The loss of a job: its own, or that which the model is made for."""
     return loss_of(model, forward) if job.loss is None else loss_of(model, forward, job.loss.code, job.loss.args)
+
+
+def average_of(job: Job, model: nn.Module, session: Session | None) -> WeightAverage | None:
+    """The average that a job evaluates with, if it wants one."""
+    if job.train.average is None:
+        return None
+    tables = {module.weight for module in model.modules() if isinstance(module, TABLES)}
+    dense = [parameter for parameter in model.parameters() if parameter not in tables]
+    return WeightAverage(dense, decay=job.train.average.decay, read=None if session is None else session.read_dense)
 
 
 def rates_of(job: Job, strategy: Strategy, total_steps: int | None) -> LearningRates:

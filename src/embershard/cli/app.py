@@ -22,7 +22,7 @@ COMMANDS = {
     "ps": "Serve one shard.",
     "worker": "Run one worker of a job.",
     "compare": "Train a job in several arms with paired seeds, and report whether they paid.",
-    "evaluate": "Score a job's model on shards, while its workers train it.",
+    "evaluate": "Score a trained model: of a checkpoint, or on shards while workers train it.",
     "status": "Show health, rows, bytes and requests of every shard.",
     "compression": "Show or switch how tables travel, while workers train.",
     "doctor": "Check this machine, shards, a job or a run, and say what to do.",

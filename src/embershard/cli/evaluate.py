@@ -1,7 +1,8 @@
-"""`embershard evaluate`: how good a model on the shards is by now, once or again and again, while it is trained."""
+"""`embershard evaluate`: how good a trained model is, of a checkpoint or on the shards while it is trained."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -11,46 +12,86 @@ import torch
 import typer
 
 from embershard.cli.signals import ended_by_signals
-from embershard.proto.messages import READ_ONLY_WORKER
+from embershard.cli.source import Source, open_source
+from embershard.proto.errors import JobError
 from embershard.worker.job.load import load_job
 from embershard.worker.reporting.log import finite
-from embershard.worker.session.connect import connect
-from embershard.worker.trained.live_evaluation import LiveEvaluator
+from embershard.worker.trained.evaluation import TrainedEvaluator, open_file
+from embershard.worker.training.evaluate import Figures
 
 
 def evaluate(
-    job: Annotated[Path, typer.Argument(help="The job file that the workers train.")],
-    ps: Annotated[str, typer.Option(help="Addresses of all shards: host:port,host:port.")],
+    job: Annotated[Path, typer.Argument(help="The job file that it was trained by.")],
+    source: Annotated[
+        str | None,
+        typer.Argument(
+            help="A checkpoint, a folder of several (the best one), a snapshot, or addresses of shards.",
+            show_default=False,
+        ),
+    ] = None,
+    ps: Annotated[str | None, typer.Option(help="Addresses of all shards, as the source: host:port,host:port.")] = None,
+    on: Annotated[
+        Path | None, typer.Option(help="A file of the job's reader to score, instead of the job's own splits.")
+    ] = None,
+    latest: Annotated[
+        bool, typer.Option("--latest", help="Of a folder of checkpoints: the newest, instead of the best.")
+    ] = False,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="section.field=value, as the workers have it; may be repeated.")
     ] = None,
     data: Annotated[
         Path | None, typer.Option(envvar="EMBERSHARD_DATA", help="Folder of the data, instead of the job's data.root.")
     ] = None,
-    every: Annotated[
-        float | None, typer.Option(help="Again every so many seconds, until Ctrl-C, instead of once.", min=0.1)
+    imports: Annotated[
+        list[str] | None, typer.Option("--import", help="Module with row optimizers of a snapshot; may be repeated.")
     ] = None,
-    threads: Annotated[int, typer.Option(help="Of torch: the workers need theirs.", min=1)] = 1,
+    every: Annotated[
+        float | None,
+        typer.Option(help="Of shards: again every so many seconds, until Ctrl-C, instead of once.", min=0.1),
+    ] = None,
+    threads: Annotated[int, typer.Option(help="Of torch: workers beside it need theirs.", min=1)] = 1,
 ) -> None:
-    """Print the figures of a job's evaluation splits as JSON lines, with the weights that the shards have now.
+    """Print a model's figures as a JSON line: of a checkpoint, or with the weights that shards have now.
 
-    The workers go on meanwhile and are not waited for, so that the rows read may be some steps apart.
+    Workers that train go on meanwhile and are not waited for, so that the rows read may be some steps apart.
     """
+    if (source is None) == (ps is None):
+        raise typer.BadParameter("name one source: a checkpoint's folder behind the job file, or shards by --ps")
     settings = load_job(job, overrides or (), data)
     torch.set_num_threads(threads)
-    with ended_by_signals(), connect(ps, worker=READ_ONLY_WORKER) as session:
-        evaluator = LiveEvaluator(settings, session, job.parent)
+    split = None if on is None else str(on)
+    with ended_by_signals(), contextlib.ExitStack() as stack:
+        dataset = (
+            settings.data.open(job.parent, settings.train.seed) if on is None else open_file(settings, job.parent, on)
+        )
+        found = open_source(source or ps or "", stack, latest=latest, imports=imports or ())
+        if every is not None and not found.is_running:
+            raise typer.BadParameter("--every is for running shards: a checkpoint does not change")
+        evaluator = TrainedEvaluator(settings, dataset, found.session, found.checkpoint)
         while True:
             start = time.monotonic()
-            clock, figures = evaluator.evaluate()
+            line: dict[str, object] = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **_origin(found)}
+            figures = evaluator.evaluate()
+            if split is not None:
+                figures = {split: _counted(split, figures["test"])}
             seconds = time.monotonic() - start
-            line = {
-                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                "clock": clock,
-                "seconds": round(seconds, 3),
-                **figures,
-            }
-            typer.echo(json.dumps(finite(line)))
+            typer.echo(json.dumps(finite({**line, "seconds": round(seconds, 3), **figures})))
             if every is None:
                 return
             time.sleep(max(0.0, every - seconds))
+
+
+def _origin(found: Source) -> dict[str, object]:
+    """The checkpoint, or the shards' first clock that is not closed (0 where the workers share none)."""
+    if found.checkpoint is not None:
+        return {"checkpoint": found.checkpoint.url, "step": found.checkpoint.manifest.step}
+    if found.session is None or not found.is_running:
+        return {}
+    return {"clock": max(status.clock for status in found.session.client.status())}
+
+
+def _counted(path: str, figures: Figures) -> Figures:
+    """The figures of a file. JobError where it has nothing to be scored."""
+    if not any(figures.get(name) for name in ("samples", "users")):
+        raise JobError(where=path, reason="it has no samples to evaluate on")
+    return figures

@@ -5,22 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
-from embershard.local_shards import local
-from embershard.proto.arrays import Floats, Ids
+from embershard.cli.source import open_source
 from embershard.proto.errors import JobError
-from embershard.proto.messages import READ_ONLY_WORKER
-from embershard.proto.transport.addresses import parse_addresses
-from embershard.worker.checkpoint.checkpoint import SNAPSHOT, Checkpoint, checkpoint_at
-from embershard.worker.checkpoint.snapshots import open_snapshot, restore_snapshot
-from embershard.worker.client.client import Client
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import Dataset
 from embershard.worker.job.job import Job
@@ -28,12 +20,12 @@ from embershard.worker.job.load import load_job
 from embershard.worker.models.user_defined import forward_of
 from embershard.worker.nn.wrap import dense_state
 from embershard.worker.strategy.protocol import Strategy
-from embershard.worker.trained.export import ReadTable, export_weights, remove_file, write_tensors
+from embershard.worker.trained.export import export_weights, remove_file, write_tensors
 from embershard.worker.trained.onnx import FILE as ONNX_FILE
 from embershard.worker.trained.onnx import check_onnx, dense_part, export_onnx
 from embershard.worker.trained.quantise import FILE as INT8_FILE
 from embershard.worker.trained.quantise import int8_tensors, quantise
-from embershard.worker.trained.reading import ReadOnlySession, trained
+from embershard.worker.trained.reading import Averaged, average_of, trained
 from embershard.worker.training.evaluate import Evaluator, metrics_of
 
 
@@ -53,6 +45,9 @@ def export(
     data: Annotated[
         Path | None, typer.Option(envvar="EMBERSHARD_DATA", help="Folder of the data, instead of the job's data.root.")
     ] = None,
+    latest: Annotated[
+        bool, typer.Option("--latest", help="Of a folder of checkpoints: the newest, instead of the best.")
+    ] = False,
     imports: Annotated[
         list[str] | None, typer.Option("--import", help="Module with row optimizers of a snapshot; may be repeated.")
     ] = None,
@@ -67,25 +62,29 @@ def export(
             where=str(job), reason="--int8 compares by an evaluation, and the job's data has no split for it"
         )
     with contextlib.ExitStack() as stack:
-        found = _open(source, imports or [], stack)
-        session = ReadOnlySession(found.client) if found.client is not None else None
-        strategy = trained(settings, dataset.schema, session, found.checkpoint)
-        facts = export_weights(strategy.model, settings, out, found.read_table, strategy.table_rows())
+        found = open_source(source, stack, latest=latest, imports=imports or ())
+        if found.checkpoint is not None:
+            typer.echo(f"from {found.checkpoint.url}, of step {found.checkpoint.manifest.step}")
+        strategy = trained(settings, dataset.schema, found.session, found.checkpoint)
+        averaged = average_of(settings, strategy, found.session, found.checkpoint)
+        with averaged():
+            facts = export_weights(strategy.model, settings, out, found.read_table, strategy.table_rows())
+            dense = {name: value.clone() for name, value in dense_state(strategy.model).items()}
         for file in (ONNX_FILE, INT8_FILE):
             remove_file(out / file)  # of an earlier export, whose weights these are not
         for name, fact in facts.items():
             initial = fact.rows - fact.trained
             rest = f", {initial:,} with their first values" if initial else ""
             typer.echo(f"{out / fact.file}: {name}, {fact.rows:,} rows of {fact.dim}{rest}")
-        typer.echo(f"{out / 'model.safetensors'}: {len(dense_state(strategy.model))} dense tensors")
+        typer.echo(f"{out / 'model.safetensors'}: {len(dense)} dense tensors")
         if onnx:
-            part = dense_part(settings, dataset.schema, dense_state(strategy.model))
+            part = dense_part(settings, dataset.schema, dense)
             typer.echo(f"{export_onnx(part, dataset.schema, out)}: the dense part")
         if int8:
-            _export_int8(settings, dataset, strategy, out)
+            _export_int8(settings, dataset, strategy, averaged, out)
 
 
-def _export_int8(job: Job, dataset: Dataset, strategy: Strategy, out: Path) -> None:
+def _export_int8(job: Job, dataset: Dataset, strategy: Strategy, averaged: Averaged, out: Path) -> None:
     evaluator = Evaluator(
         strategy.model,
         dataset,
@@ -95,9 +94,11 @@ def _export_int8(job: Job, dataset: Dataset, strategy: Strategy, out: Path) -> N
         metrics=metrics_of(job),
         batch_size=job.evaluate.batch_size,
         device=torch.device("cpu"),
+        averaged=averaged,
     )
     before = evaluator.evaluate()
-    layers = quantise(strategy.model)
+    with averaged():
+        layers = quantise(strategy.model)
     after = evaluator.evaluate()
     write_tensors(out / INT8_FILE, int8_tensors(strategy.model))
     typer.echo(f"{out / INT8_FILE}: {layers} linear layers")
@@ -107,34 +108,3 @@ def _export_int8(job: Job, dataset: Dataset, strategy: Strategy, out: Path) -> N
         differences[split] = None if math.isnan(rounded - full) else rounded - full
         typer.echo(f"{split} {job.metric}: {full:.5f} in float32, {rounded:.5f} in int8 ({rounded - full:+.5f})")
     typer.echo(json.dumps({"metric": job.metric, "int8_difference": differences}))
-
-
-_TRANSPORTS = ("tcp://", "grpc://", "grpc+", "rpc://", "rpc-executes-pickles://")  # all other URLs are storage
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """Where trained weights are."""
-
-    client: Client | None  # None for a checkpoint of a job without shards
-    checkpoint: Checkpoint | None
-    read_table: ReadTable | None
-
-
-def _open(source: str, imports: list[str], stack: contextlib.ExitStack) -> _Source:
-    if not Path(source).exists() and ("://" not in source or source.startswith(_TRANSPORTS)):
-        client = Client.connect(parse_addresses(source), worker=READ_ONLY_WORKER)  # not one whose loading it would end
-        stack.callback(client.close)
-        return _Source(client, None, None)
-    checkpoint = checkpoint_at(source)
-    if checkpoint is not None and not checkpoint.manifest.snapshot:
-        return _Source(None, checkpoint, None)
-    where = (checkpoint.url, SNAPSHOT) if checkpoint is not None else (source, "")
-    snapshot = open_snapshot(*where)
-    client = local(1, imports=imports).client
-    restore_snapshot(client, *where)
-
-    def read_table(table: str) -> Iterator[tuple[Ids, Floats]]:
-        return ((ids, rows) for ids, rows, _ in snapshot.read_table(table))
-
-    return _Source(client, checkpoint, read_table)

@@ -410,7 +410,7 @@ data.valid=walid.csv -> data.valid: no file
 data.stream=true; train.lr_schedule={name: cosine} -> train.lr_schedule.name: cosine needs the number of steps
 checkpoint.every=1; checkpoint.keep=3 -> checkpoint.every: has no meaning without -> checkpoint.keep: has no meaning
 checkpoint={best: false, restore_best: true} -> checkpoint.restore_best: the best weights are not kept
-data.valid=null; train.early_stop=null; train.lr_schedule={name: constant}; checkpoint.best=true -> checkpoint.best
+data.valid=null; train.early_stop=null; train.lr_schedule={name: constant}; checkpoint.best=true -> checkpoint.best:
 """
 
 OF_MODES = """

@@ -10,8 +10,8 @@ from embershard.proto.messages import READ_ONLY_WORKER
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.job.job import Job
 from embershard.worker.session.session import Session
-from embershard.worker.trained.live_evaluation import LiveEvaluator
-from embershard.worker.trained.reading import NotTrained
+from embershard.worker.trained.evaluation import TrainedEvaluator
+from embershard.worker.trained.reading import NotTrained, ReadOnlySession
 from embershard.worker.training.trainer import Trainer
 from harness.models import BagModel
 
@@ -138,6 +138,11 @@ def job(**sections):
     )
 
 
+def live(job, session):
+    data = job.data.open(Path(), job.train.seed)
+    return TrainedEvaluator(job, data, ReadOnlySession(session.client), None).evaluate()
+
+
 def figures(job, session):
     return Trainer(job, job.data.open(Path(), 0), session, WorkerGroup()).run().figures
 
@@ -145,10 +150,7 @@ def figures(job, session):
 def test_the_figures_of_a_run_are_those_that_the_weights_on_the_shards_have(make_shards, make_session):
     shards = make_shards(2)
     said = figures(job(), make_session(shards=shards))
-    evaluator = LiveEvaluator(
-        job(compression={"pull": "none"}), make_session(shards=shards, worker=READ_ONLY_WORKER), Path()
-    )
-    assert said == evaluator.evaluate()[1]
+    assert said == live(job(compression={"pull": "none"}), make_session(shards=shards, worker=READ_ONLY_WORKER))
 
 
 def test_a_run_that_evaluates_more_often_comes_to_the_same_bits(make_session):
@@ -167,5 +169,5 @@ def test_an_onlooker_leaves_shards_without_the_dense_weights_as_they_are(make_sh
     session = make_session(shards=shards, worker=READ_ONLY_WORKER)
     before = [[table.name for table in status.tables] for status in session.client.status()]
     with pytest.raises(NotTrained, match=r"no table 'dense' of this job"):
-        LiveEvaluator(job(), session, Path())
+        live(job(), session)
     assert [[table.name for table in status.tables] for status in session.client.status()] == before

@@ -1,0 +1,88 @@
+"""Evaluation of trained weights: of a checkpoint, or of shards while others train, who are not held up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from embershard.proto.errors import JobError
+from embershard.worker.checkpoint.checkpoint import Checkpoint
+from embershard.worker.client.worker_group import WorkerGroup
+from embershard.worker.data.batch import Dataset
+from embershard.worker.job.job import Job
+from embershard.worker.models.user_defined import forward_of
+from embershard.worker.trained.reading import ReadOnlySession, average_of, trained
+from embershard.worker.training.evaluate import Evaluator, Figures, metrics_of
+from embershard.worker.training.trainer import build_model, device_of
+
+
+class TrainedEvaluator:
+    """Scores a job's model with its trained weights, in one process.
+
+    `session` leads to the shards, for a job that has some, and is no member of the job: the workers need not stop for
+    it, so that rows of one evaluation may be some steps apart. Weights and running statistics that are in the workers,
+    and the average that a run evaluates with, come from `checkpoint`. JobError where the data has nothing to evaluate
+    on, or nothing in it; errors as of `trained`.
+    """
+
+    def __init__(
+        self, job: Job, dataset: Dataset, session: ReadOnlySession | None, checkpoint: Checkpoint | None
+    ) -> None:
+        if not dataset.splits:
+            raise JobError(
+                where="data",
+                reason="there is nothing to evaluate on: name a file in data.valid or data.test, or by --on",
+            )
+        device = device_of(job)
+        # the layers that the run computed with: others round elsewhere
+        model = build_model(job, dataset)
+        forward = forward_of(model, job.model.name)
+        strategy = trained(job, dataset.schema, session, checkpoint, model=model, device=device)
+        self._evaluator = Evaluator(
+            strategy.model,
+            dataset,
+            strategy,
+            WorkerGroup(),
+            forward=forward,
+            metrics=metrics_of(job),
+            batch_size=job.evaluate.batch_size,
+            device=device,
+            averaged=average_of(job, strategy, session, checkpoint),
+        )
+
+    def evaluate(self) -> dict[str, Figures]:
+        """Split -> metric -> value."""
+        return self._evaluator.evaluate()
+
+
+def open_file(job: Job, base: Path, path: Path) -> Dataset:
+    """The data of a job whose only split is `test`, of one file; the job's own paths start at `base`.
+
+    What a reader needs to number ids and to scale numbers comes from the job's own files. JobError for a reader that
+    cannot take a file, and for a file that is missing, has other columns, or ids that the model does not know.
+    """
+    data = job.data
+    fields = type(data).model_fields
+    if "test" not in {*fields, *(data.model_extra or ())}:  # an argument of a user's reader, too
+        raise JobError(where="--on", reason=f"data.reader {data.reader} takes no file of its own to evaluate on")
+    path = path.absolute()
+    changes: dict[str, object] = {"test": (path,) if isinstance(getattr(data, "test", None), tuple) else path}
+    if "valid" in fields:
+        changes["valid"] = () if isinstance(getattr(data, "valid", None), tuple) else None
+    if "halve_valid_by" in fields:
+        changes["halve_valid_by"] = None
+    own = None
+    if not data.hashed and getattr(data, "num_ids", None) is None:  # only its files say how many ids the model has
+        own = data.open(base, job.train.seed)
+        changes |= {"num_ids": own.schema.num_ids} if "num_ids" in fields else {}
+    dataset = data.model_copy(update=changes).open(base, job.train.seed)
+    if own is not None and not _numbered_alike(own, dataset):
+        reason = "its users and items are not numbered as those that the model was trained on, which are the job's own"
+        raise JobError(where=str(path), reason=reason)
+    return dataset
+
+
+def _numbered_alike(own: Dataset, other: Dataset) -> bool:
+    items = [getattr(dataset, "item_ids", torch.empty(0)) for dataset in (own, other)]  # of a ranking
+    return own.schema == other.schema and torch.equal(*items)
