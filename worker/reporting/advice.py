@@ -53,11 +53,12 @@ def waiting_advice(job: Job, workers: int, shares: Waited) -> tuple[str, ...]:
 
 def _for_shards(job: Job) -> str:
     helps = []
-    bound = job.train.bound
-    if not job.train.prefetch and (bound is None or bound > 0):
+    cache = job.embedding.cache
+    taken = 0 if cache is None else cache.staleness  # of the bound
+    if not job.train.prefetch and (job.train.bound is None or job.train.bound > taken):
         helps.append(
-            "train.prefetch: 1 pulls and pushes while a batch computes, and each batch then misses its worker's last "
-            'push (docs/training.md, "What prefetch costs")'
+            "train.prefetch: 1 pulls and pushes while a batch computes, but each batch then misses its worker's last "
+            'push, at up to .004 of AUC in short runs (docs/training.md, "What prefetch costs")'
         )
     helps.append(f"more shards (shards: {2 * job.shards}), where they are busy and cores are free")
     if job.compression is None:
