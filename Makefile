@@ -16,7 +16,7 @@ GPU_PLATFORMS ?= $(foreach name,_2_28 _2_27 _2_17 2014 1,manylinux$(name)_x86_64
 GPU_HAS ?= torch numpy
 
 .PHONY: help setup demo test test-pythons unit integration test-long fuzz lint proto build clean peers-env \
-        bar-ncf bar-ctr bar-modes bar-equal bar-sync bar-wrap bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-cache \
+        bar-ncf bar-ctr bar-modes bar-equal bar-sync bar-wrap bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-prefetch bench-cache \
         bench-loader bar-snapshot bench-copy-on-write bench-startup bench-wire bar-scale bar-link bar-leak bar-workers bench-cluster bar-peers \
         bar-codecs bar-codec-quality bar-conservation bar-bandwidth bench-ages bar-way coverage bench-mutants gpu gpu-wheels gpu-rehearsal
 
@@ -117,6 +117,9 @@ bench-lookup: setup  ## forward and backward of a lookup against torch's own
 
 bench-linear: setup  ## a linear layer by oneDNN against torch's own
 	$(BIN)/python bench/linear.py
+
+bench-prefetch: setup  ## what train.prefetch costs in quality and buys in speed, over seeds (45 runs of seconds each)
+	$(BIN)/python bench/prefetch_quality.py $(ARGS)
 
 bench-cache: setup  ## what the cache of hot rows finds, against others of its size
 	$(BIN)/python bench/row_cache.py

@@ -78,6 +78,12 @@ ASYNC, SYNC, ALONE = ({"prefetch": p, "staleness": s} for p, s in ((2, None), (0
         (runs.ended, {"result": {"expired_leases": 2}}, WARN, "2 times a worker was evicted"),
         (runs.waiting, {"wait_share": 0.05}, OK, "5% of the training time"),
         (runs.waiting, {"wait_share": 0.6, "train": ASYNC}, WARN, "60% of the training time"),
+        (
+            runs.waiting,
+            {"wait_share": 0.6, "train": ASYNC, "result": {"wait_data": 0.4, "wait_shards": 0.2}},
+            WARN,
+            "(for data 40%, for shards 20%, for other workers 0%)",
+        ),
         (runs.waiting, {"wait_share": 0.6, "train": SYNC}, WARN, "synchronous workers wait for the slowest"),
         (runs.waiting, {"wait_share": 0.6, "train": ALONE}, WARN, "no step is computed while pushes are on their way"),
         (runs.speed_over_time, {}, OK, "100 samples/s at first"),

@@ -72,6 +72,23 @@ class Directions(NamedTuple):
     pull: CodecName = PLAIN
 
 
+def describe_codecs(tables: Mapping[str, Directions], dense: Mapping[str, Directions]) -> str:
+    """How gradients and rows travel: `float32`, or the codecs of embedding tables and then those of dense weights."""
+    if not tables and not dense:
+        return ""
+    parts = ([_both(tables)] if tables else []) + ([f"dense {_both(dense)}"] if dense else [])
+    return "float32" if parts in (["float32"], ["float32", "dense float32"]) else "; ".join(parts)
+
+
+def _both(directions: Mapping[str, Directions]) -> str:
+    """The codecs of some tables by direction; several where tables differ."""
+    if all(codec.is_plain for one in directions.values() for codec in one):
+        return "float32"
+    pushes = dict.fromkeys("float32" if one.push.is_plain else str(one.push) for one in directions.values())
+    pulls = dict.fromkeys("float32" if one.pull.is_plain else str(one.pull) for one in directions.values())
+    return f"push {' or '.join(pushes)}, pull {' or '.join(pulls)}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Compression:
     """How the tables of a session travel; docs/compression.md lists the codecs and says which pays where.

@@ -117,7 +117,8 @@ class TensorBoardLog:
 
     def trained(self, interval: Interval) -> None:
         """Loss, speed, waiting, learning rate, and what a cache gave."""
-        for name in ("loss", "samples_per_second", "wait_share", "lr_scale"):
+        waits = ("wait_share", "wait_shards", "wait_workers", "wait_data")
+        for name in ("loss", "samples_per_second", *waits, "lr_scale"):
             self._add(f"train/{name}", getattr(interval, name), interval.samples)
         if interval.cached_share is not None:
             self._add("train/cached_share", interval.cached_share, interval.samples)

@@ -10,6 +10,18 @@ Figures = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunMode:
+    """How a run trains: what its speed and its quality depend on. A text is empty where it has no meaning."""
+
+    strategy: str  # ps, hybrid, ddp, dp, local; and what holds dense weights that are not on shards
+    workers: int
+    shards: int
+    staleness: str  # "0 (synchronous)", "at most 4", "off", "local(8)"
+    prefetch: str  # "off", "0", "1", ...
+    codecs: str  # "float32", or "push int8, pull fp16s; dense push float32, pull delta"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
     """A description of the run that is about to start."""
 
@@ -23,6 +35,7 @@ class RunPlan:
     metric: str  # decides which evaluation is the best
     split: str | None  # on which it is computed; None where nothing is evaluated
     resumed_step: int | None = None  # of the checkpoint that it goes on from
+    mode: RunMode | None = None  # codecs: those of the first step
     reporter: int | None = None  # the worker that reports from here on, in place of one that was lost
 
 
@@ -36,8 +49,11 @@ class Interval:
     seconds: float  # since the start of the run
     loss: float  # mean of the interval
     samples_per_second: float  # of all workers
-    wait_share: float  # of the interval's time, spent waiting for shards or workers
+    wait_share: float  # of the interval's time, spent waiting; the sum of the next three
     lr_scale: float
+    wait_shards: float = 0.0  # for shards: requests on their way, and what this worker does with them
+    wait_workers: float = 0.0  # for other workers: a clock that is not closed, a collective
+    wait_data: float = 0.0  # for the reader or loader
     cached_share: float | None = None  # of the rows that were looked up in a cache; None where none was
 
 
@@ -52,6 +68,7 @@ class Evaluation:
     figures: Mapping[str, Figures]  # split -> metric -> value
     improved: bool
     evaluation_seconds: float
+    warnings: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +119,15 @@ class RunResult:
     seconds: float  # whole run, evaluations included
     train_seconds: float
     samples_per_second: float  # of all workers, while training
-    wait_share: float  # of all workers' training time
+    wait_share: float  # of all workers' training time; the sum of the next three
     skipped_rows: int  # gradient rows that held NaN or Inf
+    wait_shards: float = 0.0
+    wait_workers: float = 0.0
+    wait_data: float = 0.0
+    mode: RunMode | None = None  # codecs: those of the last step
+    evaluations: int = 0  # of which the best is reported
+    warnings: Sequence[str] = ()
+    advice: Sequence[str] = ()  # what would shorten a long wait, and what it costs
     skipped_steps: int = 0  # of all workers, left out for a NaN or Inf
     expired_leases: int = 0  # times that a worker was evicted
     returned_splits: int = 0  # parts of an epoch that were dealt again, since the worker that had them was lost

@@ -13,16 +13,19 @@ from embershard.proto.timing import split_now
 from embershard.worker.client.worker_group import Evicted, WorkerGroup
 from embershard.worker.data.batch import Dataset
 from embershard.worker.job.job import Job
+from embershard.worker.reporting.advice import first_warning, waiting_advice
+from embershard.worker.reporting.mode import mode_of
 from embershard.worker.reporting.records import (
     BestWeights,
     Evaluation,
     Figures,
     Observer,
+    RunMode,
     RunPlan,
     RunResult,
     StepTime,
 )
-from embershard.worker.reporting.throughput import Throughput
+from embershard.worker.reporting.throughput import Throughput, Waited
 from embershard.worker.strategy.protocol import Strategy
 
 
@@ -53,14 +56,19 @@ class Report:
         self._observers = observers
         self._plan: RunPlan | None = None  # until it is told
         self._best: Evaluation | None = None
+        self._evaluations = 0
+        self._warnings: list[str] = []
 
     def state_dict(self) -> Mapping[str, object]:
-        """Return the best evaluation, for a checkpoint."""
-        return {"best": None if self._best is None else dataclasses.asdict(self._best)}
+        """Return the best evaluation and how many there were, for a checkpoint."""
+        best = None if self._best is None else dataclasses.asdict(self._best)
+        return {"best": best, "evaluations": self._evaluations, "warnings": list(self._warnings)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the best evaluation from a checkpoint."""
         self._best = None if state["best"] is None else Evaluation(**state["best"])
+        self._evaluations = state.get("evaluations", int(self._best is not None))  # earlier versions did not count
+        self._warnings = list(state.get("warnings", ()))
 
     @property
     def split(self) -> str | None:
@@ -83,6 +91,7 @@ class Report:
             total_samples=total_samples,
             metric=job.metric,
             split=self.split,
+            mode=self._mode(),
             resumed_step=resumed_step,
         )
         if self._group.is_first and not self._group.late:
@@ -104,6 +113,11 @@ class Report:
         self, figures: Mapping[str, Figures], *, step: int, epoch: int, improved: bool, seconds: float
     ) -> None:
         """An evaluation is done, which took that many seconds."""
+        self._evaluations += 1
+        warning = None
+        if self._evaluations == 1 and self.split is not None:
+            warning = first_warning(figures[self.split], self.split, step)
+        self._warnings += [warning] if warning else []
         evaluation = Evaluation(
             step=step,
             epoch=epoch,
@@ -112,6 +126,7 @@ class Report:
             figures=figures,
             improved=improved,
             evaluation_seconds=seconds,
+            warnings=(warning,) if warning else (),
         )
         if improved or self._best is None:
             self._best = evaluation
@@ -134,12 +149,15 @@ class Report:
         `at_end` is called once all workers have ended, and says what has become of the best weights.
         """
         group, meter, best = self._group, self._meter, self._best
-        mine = np.array([meter.waited, meter.trained, self._strategy.stats.skipped_rows, skipped_steps])
+        waited = meter.waited
+        counted = [waited.shards, waited.workers, waited.data, meter.trained]
+        mine = np.array([*counted, self._strategy.stats.skipped_rows, skipped_steps])
         held: list[BestWeights] = []  # of one that ended without the others: nothing
         parts = self._of_workers(segment, mine, lambda: held.append(at_end()))
-        waited, trained, skipped, left_out = np.sum(parts, axis=0)
+        *waits, trained, skipped, left_out = np.sum(parts, axis=0)
+        shares = Waited(*(float(seconds / trained) for seconds in waits)) if trained else Waited()
         # the longest: one that was started again has counted since then only
-        samples, train_seconds = meter.all_samples, float(max(part[1] for part in parts))
+        samples, train_seconds = meter.all_samples, float(max(part[3] for part in parts))
         result = RunResult(
             metric=self._job.metric,
             split=self.split,
@@ -154,7 +172,14 @@ class Report:
             seconds=meter.seconds,
             train_seconds=train_seconds,
             samples_per_second=samples / train_seconds if train_seconds else 0.0,
-            wait_share=float(waited / trained) if trained else 0.0,
+            wait_share=shares.total,
+            wait_shards=shares.shards,
+            wait_workers=shares.workers,
+            wait_data=shares.data,
+            mode=self._mode(),
+            evaluations=self._evaluations,
+            warnings=tuple(self._warnings),
+            advice=waiting_advice(self._job, self._group.world_size, shares),
             skipped_rows=round(skipped),
             skipped_steps=round(left_out),
             expired_leases=self._strategy.expired_leases() if group.is_first else 0,
@@ -168,6 +193,10 @@ class Report:
         for observer in self._active_observers(self._group.is_first):
             observer.finished(result)
         return result
+
+    def _mode(self) -> RunMode:
+        strategy = self._strategy
+        return mode_of(self._job, workers=self._group.world_size, shards=strategy.num_shards, codecs=strategy.codecs())
 
     def _of_workers(
         self, segment: int, mine: npt.NDArray[np.float64], at_end: Callable[[], None]

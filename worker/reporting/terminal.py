@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
@@ -15,7 +16,15 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from embershard.proto.errors import OutputClosed
-from embershard.worker.reporting.records import BestWeights, Evaluation, Figures, Interval, RunPlan, RunResult
+from embershard.worker.reporting.records import (
+    BestWeights,
+    Evaluation,
+    Figures,
+    Interval,
+    RunMode,
+    RunPlan,
+    RunResult,
+)
 
 LINE_SECONDS = 10.0  # between two plain lines
 
@@ -48,6 +57,8 @@ class Terminal:
             self._print(
                 f"{plan.name}: {plan.workers} worker{'s' * (plan.workers > 1)} on {plan.device}, "
                 f"{plan.shards or 'no'} shard{'s' * (plan.shards != 1)}, {plan.dense_parameters:,} dense parameters"
+                + ("" if plan.mode is None else f"; {_mode(plan.mode)}")
+                + ("" if plan.split is None else f"; the model is chosen by {plan.metric} on {plan.split}")
             )
         else:
             self._print(f"worker {plan.reporter} reports from here on")
@@ -72,7 +83,7 @@ class Terminal:
         """Move the bar, or say a line now and then."""
         text = (
             f"epoch {interval.epoch}  {interval.samples_per_second:,.0f} samples/s  loss {interval.loss:.4f}"
-            f"{self._figures}  waiting {interval.wait_share:.0%}"
+            f"{self._figures}  waiting {interval.wait_share:.0%}{_parts(interval)}"
         )
         if interval.cached_share is not None:
             text += f"  cached {interval.cached_share:.0%}"
@@ -94,11 +105,15 @@ class Terminal:
         parts = [f"{split}: {_figures(figures)}" for split, figures in evaluation.figures.items()]
         best = "  (best)" if evaluation.improved else ""
         self._print(f"{_clock(evaluation.seconds)}  epoch {evaluation.epoch}  {'   '.join(parts)}{best}")
+        for warning in evaluation.warnings:
+            self._print(f"warning: {warning}")
 
     def finished(self, result: RunResult) -> None:
         """The table of what was reached."""
         self.close()
         self._console.print(result_table(result))
+        for line in result.advice:
+            self._print(line)
         if result.figures:
             self._print(f"best weights: {_best_weights(result.best_weights)}")
 
@@ -120,14 +135,12 @@ def result_table(result: RunResult) -> Table:
     for split, figures in result.figures.items():
         for name, value in figures.items():
             table.add_row(f"{split} {_label(name)}", _number(name, value) + _of_best(name, value, split, result))
-    if result.figures:
-        early = ", stopped early" if result.stopped_early else ""
-        when = f"epoch {result.best_epoch} (step {result.best_step:,}) of {result.epochs} (step {result.steps:,})"
-        table.add_row("best at", f"{when}{early}")
+    for name, text in (*_how_trained(result.mode), *_how_chosen(result)):
+        table.add_row(name, text)
     table.add_row("samples", f"{result.samples:,}")
     table.add_row("time", f"{_clock(result.seconds)} ({_clock(result.train_seconds)} training)")
     table.add_row("speed", f"{result.samples_per_second:,.0f} samples/s")
-    table.add_row("waiting for others", f"{result.wait_share:.1%} of the training time")
+    table.add_row("waiting", f"{result.wait_share:.1%} of the training time{_parts(result)}")
     if any(result.staleness_seen[1:]):
         table.add_row("staleness", _missed(result.staleness_seen))
     if result.skipped_rows:
@@ -153,6 +166,42 @@ def _best_weights(best: BestWeights) -> str:
     if best.restored:
         return f"{kept}, put back at the end"
     return kept if best.current else f"{kept}; training ended with those of the last step"
+
+
+def _how_trained(mode: RunMode | None) -> Iterator[tuple[str, str]]:
+    if mode is None:
+        return
+    processes = f"{mode.workers} worker{'s' * (mode.workers != 1)}"
+    processes += f" x {mode.shards} shard{'s' * (mode.shards != 1)}" if mode.shards else ""
+    yield "mode", f"{processes}, {_mode(replace(mode, codecs=''))}"
+    if mode.codecs:
+        yield "codecs", mode.codecs
+
+
+def _how_chosen(result: RunResult) -> Iterator[tuple[str, str]]:
+    """When the evaluation that is reported was made, and on which split it was chosen among others."""
+    if not result.figures:
+        return
+    early = ", stopped early" if result.stopped_early else ""
+    last = f"{result.epochs} (step {result.steps:,}){early}"
+    yield "best at", f"epoch {result.best_epoch} (step {result.best_step:,}) of {last}"
+    if result.evaluations > 1:
+        yield "chosen", f"the best of {result.evaluations} evaluations by {result.metric} on {result.split}"
+        if result.split == "test":
+            yield "CHOSEN ON TEST", "these figures are optimistic; to choose elsewhere, give a valid split"
+
+
+def _mode(mode: RunMode) -> str:
+    """What is said of a mode, but for the number of its processes."""
+    named = ("strategy", mode.strategy), ("staleness", mode.staleness), ("prefetch", mode.prefetch)
+    return ", ".join([*(f"{name} {text}" for name, text in named if text), *filter(None, [mode.codecs])])
+
+
+def _parts(waits: Interval | RunResult) -> str:
+    """What was waited for, the longest first; what would round to nothing is left out."""
+    parts = (("shards", waits.wait_shards), ("other workers", waits.wait_workers), ("data", waits.wait_data))
+    shown = [f"{name} {share:.0%}" for name, share in sorted(parts, key=lambda part: -part[1]) if share >= 0.005]
+    return f" ({', '.join(shown)})" if shown else ""
 
 
 def _missed(seen: Sequence[int]) -> str:

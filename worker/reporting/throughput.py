@@ -1,20 +1,25 @@
-"""How fast one worker trains, and for what share of the time it waits for shards."""
+"""How fast one worker trains, and for what share of the time it waits for shards, other workers and data."""
 
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 
+from embershard.proto.timing import span
 from embershard.worker.client.byte_counts import ByteCount, ByteCounts, BytePart
 from embershard.worker.client.connections import ClientStats
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.reporting.records import Interval, StepBytes
 
 INTERVAL_SECONDS = 1.0
+
+T = TypeVar("T")
 
 
 class Waiting(Protocol):
@@ -25,6 +30,26 @@ class Waiting(Protocol):
         """Counters since the session began."""
 
 
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """Seconds that training waited, by what it waited for (docs/training.md, "Waiting")."""
+
+    shards: float = 0.0
+    workers: float = 0.0
+    data: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds, whatever was waited for."""
+        return self.shards + self.workers + self.data
+
+    def plus(self, other: Waited, factor: float = 1.0) -> Waited:
+        """Add another one, `factor` times."""
+        return Waited(
+            self.shards + factor * other.shards, self.workers + factor * other.workers, self.data + factor * other.data
+        )
+
+
 class Throughput:
     """Counts samples, losses and seconds of training; evaluations, between pause and resume, do not count."""
 
@@ -33,11 +58,14 @@ class Throughput:
         self._start = time.perf_counter()
         self.samples = 0  # of this worker
         self.trained = 0.0  # seconds
-        self.waited = 0.0  # seconds of these, for shards
-        self._mark = self._waited_at = 0.0  # at the last look, while training
+        self.waited = Waited()  # of these
+        self._mark = 0.0  # at the last look, while training
+        self._waited_at = Waited()  # likewise
+        self._read_seconds = 0.0  # in which the training thread itself made batches
+        self._thread = threading.get_ident()  # that trains
         self._new_samples = self._new_counted = 0
         self._new_loss = 0.0
-        self._new_trained = self._new_waited = 0.0
+        self._new_trained, self._new_waited = 0.0, Waited()
         self._cached_at = (0, 0)  # hits and lookups at the last look
         self._new_hits = self._new_lookups = 0
         self._steps = self._steps_at = 0  # of this process, and the number of the last one at the last look
@@ -58,7 +86,9 @@ class Throughput:
         return {
             "all_samples": self.all_samples,
             "trained": self.trained,
-            "waited": self.waited,
+            "waited": self.waited.total,
+            "waited_for_workers": self.waited.workers,
+            "waited_for_data": self.waited.data,
             "seconds": self.seconds,
         }
 
@@ -67,7 +97,9 @@ class Throughput:
         self.samples = round(state["all_samples"] / self._world_size)
         self._counts = dict.fromkeys(range(self._world_size), self.samples)
         self._met_at = self.samples
-        self.trained, self.waited = state["trained"], state["waited"]
+        # a checkpoint of an earlier version does not tell them apart
+        workers, data = state.get("waited_for_workers", 0.0), state.get("waited_for_data", 0.0)
+        self.trained, self.waited = state["trained"], Waited(state["waited"] - workers - data, workers, data)
         self._start = time.perf_counter() - state["seconds"]
 
     @property
@@ -96,8 +128,8 @@ class Throughput:
 
     def resume(self, step: int) -> None:
         """Training goes on behind a step."""
-        stats = self._waiting.stats
-        self._mark, self._waited_at = time.perf_counter(), stats.wait_seconds
+        stats, self._thread = self._waiting.stats, threading.get_ident()
+        self._mark, self._waited_at = time.perf_counter(), self._waits(stats)
         self._cached_at = stats.cache_hits, stats.cache_lookups
         self._steps_at, self._moved_at = step, stats.volume
 
@@ -121,6 +153,18 @@ class Throughput:
             for names, parts in groups.items()
         ]
 
+    def timed(self, batches: Iterator[T]) -> Iterator[T]:
+        """The batches; the time that each took is a part of the step, and a wait where this thread trains."""
+        while True:
+            start = time.perf_counter()
+            with span("data"):
+                batch = next(batches, None)
+            if threading.get_ident() == self._thread:  # else `session.prefetch` knows how long training waited for it
+                self._read_seconds += time.perf_counter() - start
+            if batch is None:
+                return
+            yield batch
+
     def add(self, samples: int, loss: float) -> None:
         """A step of this many samples."""
         self.samples += samples
@@ -143,23 +187,31 @@ class Throughput:
             seconds=self.seconds,
             loss=self._new_loss / self._new_counted if self._new_counted else math.nan,
             samples_per_second=self._new_samples * self._workers / self._new_trained,
-            wait_share=self._new_waited / self._new_trained,
+            wait_share=self._new_waited.total / self._new_trained,
+            wait_shards=self._new_waited.shards / self._new_trained,
+            wait_workers=self._new_waited.workers / self._new_trained,
+            wait_data=self._new_waited.data / self._new_trained,
             lr_scale=lr_scale,
             cached_share=self._new_hits / self._new_lookups if self._new_lookups else None,
         )
         self._new_hits = self._new_lookups = 0
         self._new_samples = self._new_counted = 0
         self._new_loss = 0.0
-        self._new_trained = self._new_waited = 0.0
+        self._new_trained, self._new_waited = 0.0, Waited()
         return result
+
+    def _waits(self, stats: ClientStats) -> Waited:
+        workers, data = stats.workers_wait_seconds, stats.data_wait_seconds
+        return Waited(stats.wait_seconds - workers - data, workers, data + self._read_seconds)
 
     def _look(self, step: int) -> None:
         stats = self._waiting.stats
-        now, waited = time.perf_counter(), stats.wait_seconds
+        now, waited = time.perf_counter(), self._waits(stats)
+        new = waited.plus(self._waited_at, -1.0)
         self._new_trained += now - self._mark
-        self._new_waited += waited - self._waited_at
+        self._new_waited = self._new_waited.plus(new)
         self.trained += now - self._mark
-        self.waited += waited - self._waited_at
+        self.waited = self.waited.plus(new)
         self._mark, self._waited_at = now, waited
         hits, lookups = self._cached_at
         self._new_hits += stats.cache_hits - hits

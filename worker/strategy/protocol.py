@@ -57,6 +57,9 @@ class Strategy(Protocol):
     def predicted(self, moved: ByteCounts) -> Mapping[BytePart, float]:
         """Return the bytes that were expected for what was moved: worker/client/predicted_bytes.py."""
 
+    def codecs(self) -> str:
+        """Return the codecs of rows and gradients now (compression.settings.describe_codecs); empty without shards."""
+
     def batches(self, batches: Iterator[EpochBatch]) -> Iterator[StepBatch]:
         """The batches, with all that their step needs under way; its end is the end of all that is in flight."""
 

@@ -16,6 +16,7 @@ from embershard.worker.client.byte_counts import ByteCounts, BytePart
 from embershard.worker.client.client import Client
 from embershard.worker.client.connections import ClientStats
 from embershard.worker.client.predicted_bytes import predict_volumes
+from embershard.worker.compression.settings import describe_codecs
 from embershard.worker.job.job import Job
 from embershard.worker.models.user_defined import embedding_inputs_of
 from embershard.worker.nn.activations import TABLES
@@ -126,7 +127,12 @@ class ShardStrategy:
         """Counters since the session began."""
         stats = self.session.stats
         if self._together is not None:
-            stats = replace(stats, wait_seconds=stats.wait_seconds + self._together.waited)
+            waited = self._together.waited
+            stats = replace(
+                stats,
+                wait_seconds=stats.wait_seconds + waited,
+                workers_wait_seconds=stats.workers_wait_seconds + waited,
+            )
         if self._dense is not None:
             stats = replace(stats, skipped_rows=stats.skipped_rows + self._dense.skipped)
         return stats
@@ -134,6 +140,13 @@ class ShardStrategy:
     def predicted(self, moved: ByteCounts) -> Mapping[BytePart, float]:
         """By the codecs in use now."""
         return predict_volumes(moved, self.session.client)
+
+    def codecs(self) -> str:
+        """Return the codecs of this session's tables, as they are now."""
+        compressor = self.session.client.compressor
+        directions = compressor.directions()
+        dense = {name: directions.pop(name) for name in list(directions) if compressor.is_dense(name)}
+        return describe_codecs(directions, dense)
 
     def batches(self, batches: Iterator[EpochBatch]) -> Iterator[StepBatch]:
         """The batches, with their rows pulled ahead; its end is the end of all that is in flight."""

@@ -160,7 +160,12 @@ class TorchStrategy:
     def stats(self) -> ClientStats:
         """Counters: seconds of waiting for other workers, and rows that were skipped."""
         waited = 0.0 if self._together is None else self._together.waited
-        return ClientStats(wait_seconds=waited, skipped_rows=sum(lazy.skipped for lazy in self._lazy))
+        skipped = sum(lazy.skipped for lazy in self._lazy)
+        return ClientStats(wait_seconds=waited, workers_wait_seconds=waited, skipped_rows=skipped)
+
+    def codecs(self) -> str:
+        """Nothing travels to shards."""
+        return ""
 
     def predicted(self, moved: ByteCounts) -> Mapping[BytePart, float]:
         """Nothing: no shard is asked."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from embershard.proto.errors import JobError
-from embershard.proto.timing import begin_step, end_step, span
+from embershard.proto.timing import begin_step, end_step
 from embershard.worker.checkpoint.checkpoint import Checkpoint
 from embershard.worker.checkpoint.tensors import Stateful
 from embershard.worker.client.worker_group import Evicted, WorkerGroup
@@ -160,7 +160,7 @@ class Trainer:
         self._meter.resume(self._learn.steps)
         for part in parts:
             begin_step()
-            for turn in self.strategy.batches(_timed(part)):
+            for turn in self.strategy.batches(self._meter.timed(part)):
                 self._epoch = turn.epoch + 1
                 self._rates.set(self._learn.steps)
                 self._codecs.before_step(self._learn.steps)
@@ -286,16 +286,6 @@ def build_model(job: Job, dataset: Dataset) -> nn.Module:
     if job.train.linear == "onednn" or (job.train.linear == "auto" and onednn_is_faster()):
         use_onednn(model)
     return model
-
-
-def _timed(batches: Iterator[EpochBatch]) -> Iterator[EpochBatch]:
-    """The batches, and as a part of the step the time that each one took."""
-    while True:
-        with span("data"):
-            batch = next(batches, None)
-        if batch is None:
-            return
-        yield batch
 
 
 def device_of(job: Job) -> torch.device:

@@ -90,7 +90,10 @@ class RunFigures(Record):
     samples: int = 0  # of all workers
     train_seconds: float = 0.0  # of a worker
     samples_per_second: float | None = None  # of all workers, its beginning left out
-    wait_share: float | None = None  # of the training time, for shards or other workers
+    wait_share: float | None = None  # of the training time; the sum of the next three
+    wait_shards: float | None = None  # None in what versions before these fields wrote
+    wait_workers: float | None = None
+    wait_data: float | None = None
     metrics: Metrics = {}  # of the best evaluation, on Results.split
     decided: float | None = None  # Results.metric of the best evaluation on Results.deciding_split
     best_samples: int = 0  # at the best evaluation

@@ -48,6 +48,7 @@ PARTS = {
     "other": "look at trace.json (ui.perfetto.dev) for what lies between the parts: hooks, logging, metrics",
 }
 _COMPUTATION = ("forward", "backward")
+_WAITS = {"shards": "wait_shards", "other workers": "wait_workers", "data": "wait_data"}  # fields of a result
 
 
 @check(
@@ -130,7 +131,11 @@ def waiting(case: Case) -> Finding | None:
             return None
         share = statistics.median(shares)
     reasons = _reasons(case, run) if share > _LARGE_SHARE else []
-    text = f"{share:.0%} of the training time" + (f"; {some([why for why, _ in reasons])}" if reasons else "")
+    parts = {name: number(run.result, field) or 0.0 for name, field in _WAITS.items()}
+    text = f"{share:.0%} of the training time"
+    if any(parts.values()):
+        text += f" ({', '.join(f'for {name} {part:.0%}' for name, part in _largest(parts, but=''))})"
+    text += f"; {some([why for why, _ in reasons])}" if reasons else ""
     remedy = "; ".join(what for _, what in reasons)
     return warn(text, remedy) if share > _LARGE_SHARE else ok(text)
 

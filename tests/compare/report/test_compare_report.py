@@ -18,7 +18,7 @@ from rich.console import Console
 from embershard.compare.report.page import Pictures
 from embershard.compare.report.report import page_of, write_report
 from embershard.compare.report.summary import headline, summary, warnings
-from embershard.compare.report.tables import BYTE_PARTS, STEP_PARTS, bytes_table, part_name
+from embershard.compare.report.tables import BYTE_PARTS, STEP_PARTS, bytes_table, part_name, waiting_table
 from embershard.compare.report.terminal import print_summary
 from embershard.compare.results import ArmBytes, Results, StepPart
 
@@ -375,3 +375,18 @@ def test_nothing_is_wider_than_the_screen(tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, timeout=250, check=True)
     (text,) = re.findall(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
     assert sorted(json.loads(html_text.unescape(text))) == [[width, True, []] for width in WIDTHS]
+
+
+def test_waiting_is_shown_by_what_was_waited_for_where_the_runs_say():
+    results = fake_results(kinds=(NONE, FP16S), links=ONLY_UNLIMITED, seeds=(1, 2))
+    assert waiting_table(results) is None  # runs of an earlier version
+    parts = {"wait_share": 0.6, "wait_shards": 0.3, "wait_workers": 0.2, "wait_data": 0.1}
+    told = [replace_run(run, parts, 2.0 if run.seed == 2 else 0.0) for run in results.runs if run.arm == NONE.label]
+    others = [run for run in results.runs if run.arm != NONE.label]
+    table = waiting_table(results.model_copy(update={"runs": tuple([*told, *others])}))
+    assert [row[0] for row in table.rows] == [NONE.label]
+    assert table.rows[0][2:] == ["60%", "30%", "20%", "10%"]  # the mean
+
+
+def replace_run(run, parts, factor):
+    return run.model_copy(update={name: factor * share for name, share in parts.items()})

@@ -67,6 +67,19 @@ def test_figures_are_those_of_the_best_evaluation(log_of):
 def test_speed_is_that_behind_the_beginning(log_of, intervals, speed, wait):
     found = log_of(*(interval(*fields) for fields in intervals), RESULT).figures()
     assert (found.samples_per_second, found.wait_share) == pytest.approx((speed, wait))
+    assert (found.wait_shards, found.wait_workers, found.wait_data) == (None, None, None)  # of an earlier version
+
+
+def test_the_parts_of_waiting_are_those_behind_the_beginning_too(log_of):
+    parts = ("wait_shards", "wait_workers", "wait_data")
+    first, second, third = ({**interval(*at), **dict(zip(parts, waits, strict=True))} for at, waits in (
+        ((30, 1.0), (1.0, 0.0, 0.0)), ((65, 350.0), (0.0, 0.5, 0.0)), ((100, 350.0), (0.25, 0.25, 0.125)),
+    ))  # fmt: skip
+    result = {**RESULT, **dict.fromkeys(parts, 0.9)}
+    found = log_of(first, second, third, result).figures()
+    assert [getattr(found, part) for part in parts] == pytest.approx([0.125, 0.375, 0.0625])
+    short = log_of(result).figures()
+    assert [getattr(short, part) for part in parts] == [0.9, 0.9, 0.9]
 
 
 def test_a_log_is_read_as_it_grows_and_from_where_a_run_begins(tmp_path):

@@ -30,6 +30,7 @@ from embershard.compare.report.tables import (
     speed_table,
     step_table,
     tables,
+    waiting_table,
 )
 from embershard.compare.results import FILE_NAME, Results
 from embershard.compare.units import link_text
@@ -94,7 +95,7 @@ def _sections(results: Results) -> list[PageSection]:
             name="speed",
             blocks=[
                 *_grid(speed_pictures(results, against)),
-                *tables(speed_table(results), break_even_table(results)),
+                *tables(speed_table(results), waiting_table(results), break_even_table(results)),
             ],
         ),
         PageSection(

@@ -173,6 +173,34 @@ def _over(speed: Speed | None) -> list[str]:
     return [NONE, NONE] if speed is None else [speed_up_text(speed.speed_up), speed.verdict]
 
 
+def waiting_table(results: Results) -> ReportTable | None:
+    """Tabulate what share of the training time each arm waits, by what it waits for, as means over the runs."""
+    rows = []
+    for link in results.bandwidths:
+        for arm in results.arms:
+            runs = [run for run in results.runs_of(arm.label, link.label) if run.wait_shards is not None]
+            if runs:
+                shares = [sum(getattr(run, field) or 0.0 for run in runs) / len(runs) for field, _ in _WAITS]
+                rows.append([arm.label, link_text(link), *(f"{share:.0%}" for share in shares)])
+    if not rows:
+        return None
+    return ReportTable(
+        title="Waiting",
+        columns=["arm", "link", *(name for _, name in _WAITS)],
+        rows=rows,
+        words=("link",),
+        note="Shares of the training time, means over the runs. The first is the sum of the others.",
+    )
+
+
+_WAITS = (
+    ("wait_share", "waiting"),
+    ("wait_shards", "for shards"),
+    ("wait_workers", "for other workers"),
+    ("wait_data", "for data"),
+)
+
+
 def bytes_table(results: Results) -> ReportTable:
     """Tabulate counted and predicted bytes by direction and part, with their sums."""
     rows = []

@@ -12,6 +12,7 @@ from embershard.compare.results import CurvePoint, MeanStepBytes, Metrics, RunFi
 from embershard.compare.run.plan import SKIPPED_SHARE
 
 _Line = dict[str, Any]
+_WAITS = ("wait_share", "wait_shards", "wait_workers", "wait_data")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +72,17 @@ class RunLog:
         """Collect the figures of a run that ended well."""
         config, result, evaluations = self._last("config"), self._last("result"), self._all("eval")
         judged = _judged_split(list(result["figures"]))
-        speed, wait = _speed(self._all("train"), result)
+        speed, waits = _speed(self._all("train"), result)
         improved = [record["samples"] for record in evaluations if record["improved"]]
         return RunFigures(
             steps=result["steps"],
             samples=result["samples"],
             train_seconds=result["train_seconds"],
             samples_per_second=speed,
-            wait_share=wait,
+            wait_share=waits["wait_share"],
+            wait_shards=waits["wait_shards"],
+            wait_workers=waits["wait_workers"],
+            wait_data=waits["wait_data"],
             metrics=result["figures"].get(judged, {}),
             decided=result["figures"].get(result["split"], {}).get(result["metric"]),
             best_samples=improved[-1] if improved else result["samples"],
@@ -104,10 +108,11 @@ def _judged_split(splits: Sequence[str]) -> str:
     return "test" if "test" in splits else next(iter(splits), "")
 
 
-def _speed(intervals: Sequence[_Line], result: _Line) -> tuple[float | None, float | None]:
-    """Compute samples per second of all workers and the share of waiting, without the beginning of the run."""
+def _speed(intervals: Sequence[_Line], result: _Line) -> tuple[float | None, dict[str, float | None]]:
+    """Compute samples per second of all workers and the shares of waiting, without the beginning of the run."""
     first = SKIPPED_SHARE * result["steps"]
-    seconds = waited = samples = 0.0
+    seconds = samples = 0.0
+    waited = dict.fromkeys(_WAITS, 0.0)
     before = began = 0
     for record in intervals:
         new, before = record["samples"] - before, record["samples"]
@@ -115,10 +120,11 @@ def _speed(intervals: Sequence[_Line], result: _Line) -> tuple[float | None, flo
         if is_beginning or new <= 0 or not record["samples_per_second"]:
             continue
         took = new / record["samples_per_second"]
-        samples, seconds, waited = samples + new, seconds + took, waited + took * (record["wait_share"] or 0.0)
+        samples, seconds = samples + new, seconds + took
+        waited = {name: waited[name] + took * (record.get(name) or 0.0) for name in _WAITS}
     if not seconds:  # a run of a second or two
-        return result["samples_per_second"], result["wait_share"]
-    return samples / seconds, waited / seconds
+        return result["samples_per_second"], {name: result.get(name) for name in _WAITS}
+    return samples / seconds, {name: waited[name] / seconds if name in result else None for name in _WAITS}
 
 
 def _curve(evaluations: Sequence[_Line]) -> Iterator[CurvePoint]:

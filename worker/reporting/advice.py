@@ -1,0 +1,95 @@
+"""What a run's figures say about the run: a model worse than the mean label, and what a long wait is best met with."""
+
+from __future__ import annotations
+
+import math
+
+from embershard.worker.job.job import Job
+from embershard.worker.reporting.records import Figures
+from embershard.worker.reporting.throughput import Waited
+
+MUCH = 0.2  # of the training time: a part of the waiting that is worth a change
+
+
+def first_warning(figures: Figures, split: str, step: int) -> str | None:
+    """The warning that the first evaluation calls for: a normalised entropy (NE) above 1, or none at all.
+
+    None where NE is not among the figures, or is at most 1.
+    """
+    ne = figures.get("ne")
+    if ne is None or ne <= 1:
+        return None
+    if not math.isnan(ne):
+        calibration = figures.get("calibration", math.nan)
+        return (
+            f"NE is {ne:.2f} on {split} at step {step:,}: these predictions are worse than the mean label for every "
+            "sample. Likely causes: too few steps until now; first values that are too large "
+            "(embedding.initializer); a learning rate that is too high (embedding.optimizer.lr, dense.optimizer.lr); "
+            f"labels of another base rate in {split} than in train (calibration is {calibration:.2f}, 1 where they "
+            f"agree); ids of {split} that train does not have (columns, hashing, id files). If the next "
+            "evaluation is not below 1, change these one by one"
+        )
+    if not figures.get("samples", 1.0):
+        return f"NE is undefined on {split}: it has no samples; look at the file and its filters"
+    if math.isnan(figures.get("logloss", 0.0)):
+        return f"NE is undefined on {split} at step {step:,}: predictions are NaN; lower the learning rate"
+    return f"NE is undefined on {split}: all its labels are alike; look at the label's column, or take more samples"
+
+
+def waiting_advice(job: Job, workers: int, shares: Waited) -> tuple[str, ...]:
+    """What would shorten each wait that takes more than 20 % of the training time, and what that costs.
+
+    `shares` are those of the training time.
+    """
+    lines = []
+    if shares.shards > MUCH:
+        lines.append(f"{shares.shards:.0%} of the training time is waiting for shards: {_for_shards(job)}")
+    if shares.workers > MUCH:
+        lines.append(f"{shares.workers:.0%} of the training time is waiting for other workers: {_for_workers(job)}")
+    if shares.data > MUCH:
+        lines.append(f"{shares.data:.0%} of the training time is waiting for data: {_for_data(job, workers)}")
+    return tuple(lines)
+
+
+def _for_shards(job: Job) -> str:
+    helps = []
+    cache = job.embedding.cache
+    taken = 0 if cache is None else cache.staleness  # of the bound
+    if not job.train.prefetch and (job.train.bound is None or job.train.bound > taken):
+        helps.append(
+            "train.prefetch: 1 pulls and pushes while a batch computes, but each batch then misses its worker's last "
+            'push, at up to .004 of AUC in short runs (docs/training.md, "What prefetch costs")'
+        )
+    helps.append(f"more shards (shards: {2 * job.shards}), where they are busy and cores are free")
+    if job.compression is None:
+        helps.append(
+            "on a slow link compression, at some quality (`embershard compare` measures whether it pays on yours)"
+        )
+    return "; ".join(helps)
+
+
+def _for_workers(job: Job) -> str:
+    if job.all_reduces:
+        return (
+            "all workers make every step together, so give them equal machines and equal shares of the data; "
+            "strategy: ps with dense.mode: ps and train.staleness: 4 lets them drift apart, at the cost of stale reads "
+            "and of runs that differ in their bits"
+        )
+    bound = job.train.bound or 0
+    return (
+        f"train.staleness: {max(4, 2 * bound)} lets a worker run further ahead of the slowest, off does without a "
+        "bound; each reads rows that may miss so many clocks of the others, and runs differ in their bits "
+        '(docs/measurements.md, "Quality in every mode"). Look first for a worker that always lags (embershard status)'
+    )
+
+
+def _for_data(job: Job, workers: int) -> str:
+    if job.loader_processes(workers):
+        return (
+            "the loader's process is behind, so read Parquet instead of text, and from a disk near by; more workers "
+            "share the reading"
+        )
+    return (
+        "data.loader_processes: 1 makes batches in a process of its own, which takes a core for each worker; Parquet "
+        "is read faster than text"
+    )
