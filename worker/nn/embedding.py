@@ -109,7 +109,7 @@ class _RemoteRows(nn.Module):
         rows = read.rows.detach()  # shares memory; each reader has a gradient of its own
         if not self.frozen and torch.is_grad_enabled():
             if isinstance(weight := self._weight, RemoteWeight):
-                weight.looked_up_at = self.table.session.clock
+                weight.looked_up(route.ids)
             rows.requires_grad_()
             rows.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 _collector(self.table, route, padding, self.scale_grad_by_freq)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from embershard.proto.arrays import Ids
 from embershard.proto.errors import EmbershardError
 from embershard.proto.routing import Route
 from embershard.worker.session.dense import METADATA, ParameterChanged, untraced
@@ -28,8 +29,18 @@ class TableTooLarge(EmbershardError):
 
     template = (
         "table {table!r} was read as a whole, but it has {nbytes} bytes, over the limit of {limit}: read the rows of a "
-        "batch with emb(ids); score sampled candidates in place of all items (sampled softmax); regularise with the "
-        "optimizer's weight_decay; or raise wrap(..., whole_limit=)"
+        "batch with emb(ids); score sampled candidates in place of all items (sampled softmax); regularise by the "
+        "optimizer's weight_decay, or over the rows of each batch by wrap(..., beyond_limit='batch_rows'); or raise "
+        "wrap(..., whole_limit=)"
+    )
+
+
+class NoRowsRead(EmbershardError):
+    """A table that stands for the rows of a batch was read before any of them."""
+
+    template = (
+        "table {table!r} was read as a whole before any row of this step, and beyond_limit='batch_rows' gives it the "
+        "rows of the batch: add the regulariser to the loss after the forward"
     )
 
 
@@ -37,20 +48,24 @@ class RemoteWeight(nn.Parameter):
     """The weight (num_embeddings, dim) of a table on the shards, as models and training loops use nn.Embedding's.
 
     F.embedding, F.embedding_bag and weight[ids] read the rows of these ids. Every other use reads the whole table, once
-    per step: TableTooLarge beyond `limit` bytes. Gradients of both kinds are pushed by the next `Session.step()`. With
-    a whole read, all rows are pushed, as torch's optimizers change all rows of a dense weight.
+    per step; beyond `limit` bytes it raises TableTooLarge or, with `batch_rows`, gets the (U, dim) rows that this step
+    has looked up. Gradients of both kinds are pushed by the next `Session.step()`. With a whole read, all rows are
+    pushed, as torch's optimizers change all rows of a dense weight.
 
     `grad` is that of the rows read since the last step. Changing values in place is an error (ParameterChanged).
     """
 
     table: RemoteTable
     limit: int
+    batch_rows: bool
 
     embedding: ClassVar[Callable[..., Callable[..., Tensor]]]  # set by embedding.py, which imports this file
     embedding_bag: ClassVar[Callable[..., Callable[..., Tensor]]]
 
     @staticmethod
-    def of(parameter: nn.Parameter, table: RemoteTable, num_embeddings: int, limit: int) -> RemoteWeight:
+    def of(
+        parameter: nn.Parameter, table: RemoteTable, num_embeddings: int, limit: int, *, batch_rows: bool = False
+    ) -> RemoteWeight:
         """The weight of a table in place of a parameter: the same object, so that all who hold it read the shards.
 
         A parameter on the meta device cannot be moved: its weight is another object, on the CPU.
@@ -66,12 +81,14 @@ class RemoteWeight(nn.Parameter):
         parameter.__class__ = RemoteWeight
         assert isinstance(parameter, RemoteWeight)
         parameter.table, parameter.limit = table, limit
+        parameter.batch_rows, parameter._lookups = batch_rows and 4 * parameter.numel() > limit, []
         parameter._whole, parameter._read_at, parameter._whole_version, parameter.looked_up_at = None, -1, 0, -1
         parameter.in_use = parameter._used = parameter._was_used = False
         return parameter
 
     in_use: bool  # as a whole, in this step or the last one
     looked_up_at: int  # clock of the last lookup by ids whose gradient the whole does not get
+    _lookups: list[Ids]  # of that clock, where they stand for the whole
     _whole: Tensor | None  # (num_embeddings, dim), a leaf, while it is as the step wants it
     _read_at: int  # clock
     _whole_version: int  # of the whole, as it was read
@@ -79,7 +96,9 @@ class RemoteWeight(nn.Parameter):
     _was_used: bool  # in the step before
 
     def whole(self) -> Tensor:
-        """All rows of this step, a leaf of autograd whose gradient the session collects. TableTooLarge."""
+        """What a use as a whole computes with; its gradient is the session's. TableTooLarge or NoRowsRead."""
+        if self.batch_rows:
+            return self._rows_of_step()
         if not torch.is_inference_mode_enabled() and torch.is_grad_enabled() and self.requires_grad:
             self._used = True
         return self._whole_of_step()
@@ -92,6 +111,19 @@ class RemoteWeight(nn.Parameter):
         is_trained = torch.is_grad_enabled() and self.requires_grad
         uses_whole = self._used or self._was_used if is_trained else self._is_current()
         return self._whole_of_step() if uses_whole else None
+
+    def looked_up(self, ids: Ids) -> None:
+        """Rows were read by their ids, and have a gradient of their own."""
+        clock = self.table.session.clock
+        if self.batch_rows:
+            self._lookups = [*(self._lookups if clock == self.looked_up_at else ()), ids]
+        self.looked_up_at = clock
+
+    def _rows_of_step(self) -> Tensor:
+        if self.looked_up_at != self.table.session.clock:
+            raise NoRowsRead(table=self.table.spec.name)
+        ids = torch.from_numpy(np.unique(np.concatenate(self._lookups)))
+        return self.embedding(self.table, self.shape[0], weight=self)(ids.to(self.device))
 
     def stepped(self) -> bool:
         """The rows change on the shards now; whether the next step may read them as a whole, too."""

@@ -67,6 +67,7 @@ def wrap(
     seed: int = 0,
     prefix: str = "",
     whole_limit: int = WHOLE_LIMIT,
+    beyond_limit: Literal["error", "batch_rows"] = "error",
 ) -> nn.Module:
     """Move a model's weights to the shards; the same model, to be trained with `session.step()`.
 
@@ -86,8 +87,10 @@ def wrap(
     Parameters stay what they are for the model and the loop: whoever uses one, in forward or not, computes with the
     shards' values. The weight of an embedding is read by rows (`F.embedding(ids, emb.weight)`, `emb.weight[ids]`), and
     as a whole by everything else (a layer tied to it, `F.linear(h, emb.weight)`, a sum over `model.parameters()`,
-    `state_dict`), up to `whole_limit` bytes. A change in place, which the next pull would undo, is an error:
-    ParameterChanged; so is a step of torch's optimizer.
+    `state_dict`), up to `whole_limit` bytes. Beyond it such a use is an error or, with `beyond_limit` "batch_rows", it
+    gets the rows that this step has looked up, (U, dim): a regulariser over all parameters, added after the forward, is
+    then one over the batch's rows. A change in place, which the next pull would undo, is an error: ParameterChanged; so
+    is a step of torch's optimizer.
 
     A subclass of nn.Embedding with a forward of its own is trained as a dense parameter. Frozen tables are pulled and
     never pushed; frozen dense parameters are loaded once, so that all workers agree, and are trained when they are
@@ -108,7 +111,10 @@ def wrap(
         raise ValueError(f"dense_optimizer: with dense {dense!r} torch's own optimizer trains the dense weights")
     optimizers = _rules(optimizer)
     of_dense = _dense_rules(optimizers, dense_optimizer) if dense == "ps" else {}
-    settings = _Settings(optimizers, _rules(initializer), seed, prefix, whole_limit, dense == "ps")
+    if beyond_limit not in ("error", "batch_rows"):
+        raise ValueError(f"beyond_limit must be error or batch_rows, got {beyond_limit!r}")
+    batch_rows = beyond_limit == "batch_rows"
+    settings = _Settings(optimizers, _rules(initializer), seed, prefix, whole_limit, batch_rows, dense == "ps")
     moved = _move_tables(model, session, settings, id_space)
     weights = []
     if dense != "ps" and session.membership is not None:
@@ -144,6 +150,7 @@ class _Settings:
     seed: int
     prefix: str
     whole_limit: int  # bytes
+    batch_rows: bool  # whether the rows of a batch stand for a larger table
     are_parameters: bool  # whether the tables' weights stay among the model's parameters
 
     def may_be_tied(self, weight: nn.Parameter) -> bool:
@@ -180,7 +187,9 @@ def _move_tables(model: nn.Module, session: Session, settings: _Settings, id_spa
             seed=settings.seed,
         )
         table = session.table(spec, _values(group))
-        weight = RemoteWeight.of(group.weight, table, group.modules[0].num_embeddings, settings.whole_limit)
+        weight = RemoteWeight.of(
+            group.weight, table, group.modules[0].num_embeddings, settings.whole_limit, batch_rows=settings.batch_rows
+        )
         for module in group.modules:
             replaced[module] = remote = _remote(module, table, weight)
             if not settings.are_parameters:  # torch's optimizers, DDP and FSDP take all parameters for their own

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import embershard as es
-from embershard.worker.nn.remote_weight import RemoteWeight, TableTooLarge
+from embershard.worker.nn.remote_weight import NoRowsRead, RemoteWeight, TableTooLarge
 from embershard.worker.session.dense import ParameterChanged
 
 IDS = torch.tensor([[3, 1, 3], [0, 7, 1]])
@@ -326,6 +326,25 @@ def test_a_table_beyond_the_limit_is_not_read_as_a_whole(make_session, use):
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(TableTooLarge):
         model.items.weight.grad + 1
+
+
+def test_a_regulariser_beyond_the_limit_is_over_the_rows_of_the_batch_where_the_user_says_so(make_session):
+    plain, optimizer, model, session = torch_and_ours(make_session, whole_limit=100, beyond_limit="batch_rows")
+    assert 4 * plain.items.weight.numel() > 100
+    with pytest.raises(NoRowsRead):
+        model.items.weight.square().sum()
+    for ids in (IDS, IDS[:1]):
+        rows = plain.items.weight[ids.unique()]
+        (plain.items(ids).sin().sum() + 0.1 * rows.square().sum()).backward()
+        loss = model.items(ids).sin().sum()
+        (loss + 0.1 * sum(w.square().sum() for w in model.items.parameters())).backward()
+        for end in (optimizer.step, optimizer.zero_grad, session.step):
+            end()
+    with torch.no_grad():
+        every = torch.arange(len(plain.items.weight))
+        torch.testing.assert_close(model.items(every), plain.items(every), rtol=0, atol=1e-7)
+    with pytest.raises(TableTooLarge):
+        model.state_dict()
 
 
 CHANGES = {
