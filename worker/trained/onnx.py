@@ -100,7 +100,7 @@ def part_of_trained(job: Job, model: nn.Module, dataset: Dataset, path: Path) ->
         if isinstance(table, nn.EmbeddingBag) and table.padding_idx is not None:
             reason = f"table {name!r} leaves an id out of its sums (padding_idx), but gets positions in place of ids"
             raise CannotExport(path=str(path), reason=f"{reason}: leave --onnx out")
-    ids, index = batch.ids.unique(return_inverse=True)
+    ids, index = batch.ids.unique(return_inverse=True)  # type: ignore[no-untyped-call]
     # neither in the order of ids nor from 0 on, so that no position is an id by chance
     positions = 1 + torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
