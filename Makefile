@@ -16,7 +16,7 @@ GPU_PLATFORMS ?= $(foreach name,_2_28 _2_27 _2_17 2014 1,manylinux$(name)_x86_64
 GPU_HAS ?= torch numpy
 
 .PHONY: help setup demo test test-pythons unit integration test-long fuzz lint proto build clean peers-env \
-        bar-ncf bar-ctr bar-modes bar-equal bar-sync bar-wrap bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-prefetch bench-cache \
+        bar-ncf bar-ctr bar-modes bar-equal bar-sync bar-wrap bar-jobs bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-prefetch bench-cache \
         bench-loader bar-snapshot bench-copy-on-write bench-startup bench-wire bar-scale bar-link bar-leak bar-workers bench-cluster bar-peers \
         bar-codecs bar-codec-quality bar-conservation bar-bandwidth bench-ages bar-way coverage bench-mutants gpu gpu-wheels gpu-rehearsal
 
@@ -102,6 +102,9 @@ bar-sync: setup  ## synchronous workers equal one process on the joint batch
 
 bar-wrap: setup $(VENV)/.outside  ## other people's models, in their own loops, against plain torch (10 minutes)
 	$(BIN)/python bench/bar_wrap.py
+
+bar-jobs: setup  ## a model, reader, loss, metrics and callback of a user's own through every command (6 minutes)
+	$(BIN)/python bench/bar_jobs.py $(ARGS)
 
 bar-kernels: setup  ## pull and push against torch's index ops and memcpy
 	$(BIN)/python bench/kernels.py

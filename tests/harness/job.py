@@ -11,9 +11,9 @@ _SECTIONS: dict[str, dict[str, object]] = {
 
 
 def make_job(strategy: str = "ps", **sections: object) -> Job:
-    """The job with these fields in place of its own; another reader has fields of its own only."""
+    """The job with these fields in place of its own; another reader, or a user's model, has fields of its own only."""
     values: dict[str, object] = {"strategy": strategy, **_SECTIONS}
     for name, fields in sections.items():
-        own = _SECTIONS.get(name) if isinstance(fields, dict) and "reader" not in fields else None
+        own = _SECTIONS.get(name) if isinstance(fields, dict) and not fields.keys() & {"reader", "class"} else None
         values[name] = fields if own is None else {**own, **fields}
     return Job.model_validate(values)

@@ -22,7 +22,7 @@ from embershard.worker.nn.wrap import dense_state
 from embershard.worker.strategy.protocol import Strategy
 from embershard.worker.trained.export import export_weights, remove_file, write_tensors
 from embershard.worker.trained.onnx import FILE as ONNX_FILE
-from embershard.worker.trained.onnx import check_onnx, dense_part, export_onnx
+from embershard.worker.trained.onnx import check_onnx, export_onnx, part_of_trained
 from embershard.worker.trained.quantise import FILE as INT8_FILE
 from embershard.worker.trained.quantise import int8_tensors, quantise
 from embershard.worker.trained.reading import Averaged, average_of, trained
@@ -78,7 +78,8 @@ def export(
             typer.echo(f"{out / fact.file}: {name}, {fact.rows:,} rows of {fact.dim}{rest}")
         typer.echo(f"{out / 'model.safetensors'}: {len(dense)} dense tensors")
         if onnx:
-            part = dense_part(settings, dataset.schema, dense)
+            with averaged():
+                part = part_of_trained(settings, strategy.model, dataset, out / ONNX_FILE)
             typer.echo(f"{export_onnx(part, dataset.schema, out)}: the dense part")
         if int8:
             _export_int8(settings, dataset, strategy, averaged, out)

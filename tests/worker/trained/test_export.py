@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -26,9 +27,10 @@ from embershard.worker.trained.export import (
     write_tensors,
 )
 from embershard.worker.trained.import_weights import CannotImport, import_state
-from embershard.worker.trained.onnx import dense_part, export_onnx
+from embershard.worker.trained.onnx import dense_part, export_onnx, part_of_trained
 from embershard.worker.trained.quantise import int8_tensors, load_int8, quantise
 from embershard.worker.trained.reading import NotTrained, OnlyInWorkers, ReadOnlySession, trained
+from embershard.worker.training.build import choose_strategy, job_model
 from embershard.worker.training.trainer import Trainer
 from harness.job import make_job
 from harness.raises import raises
@@ -213,6 +215,77 @@ def test_onnx_scores_as_torch_does(run, tmp_path):
     assert {i.name for i in session.get_inputs()} == set(given)
     (found,) = session.run(["logits"], given)
     torch.testing.assert_close(torch.from_numpy(found), run.logits, rtol=1e-4, atol=1e-5)
+
+
+OWN = """
+import torch
+from torch import nn
+class TwoSpaces(nn.Module):  # field a has a table of its own, and so have positions
+    def __init__(self, dim):
+        super().__init__()
+        self.first, self.others = nn.Embedding(20, dim), nn.EmbeddingBag(60, dim, mode="sum")
+        self.position, self.head = nn.Embedding(3, dim), nn.Linear(dim, 1)
+        self.kept = nn.Linear(dim, 60)
+        self.kept.weight = nn.Parameter(torch.ones(60, dim))
+    def forward(self, ids):
+        rows = self.first(ids[:, 0]) + self.others(ids[:, 1:]) + self.position(torch.arange(3)).sum(0)
+        return self.head(rows) + self.kept(rows).logsumexp(1, keepdim=True)
+class Offset(TwoSpaces):
+    def forward(self, ids):
+        return super().forward(torch.cat([ids[:, :1], ids[:, 1:] - 1], 1))
+class Masked(TwoSpaces):
+    def forward(self, ids):
+        return super().forward(ids).squeeze(1) * (ids[:, 0] != 3)
+class Whole(TwoSpaces):
+    def forward(self, ids):
+        return super().forward(ids) + self.first.weight.sum()
+class Padded(TwoSpaces):
+    def __init__(self, dim):
+        super().__init__(dim)
+        self.others = nn.EmbeddingBag(60, dim, mode="sum", padding_idx=21)
+"""
+
+
+@pytest.fixture
+def own_job(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine_export", raising=False)
+    (tmp_path / "mine_export.py").write_text(OWN)
+    return lambda name, strategy: make_job(
+        strategy,
+        model={"class": f"mine_export:{name}"},
+        embedding={"dim": 4, "optimizer": {"name": "sgd", "lr": 0.1}},
+        train={"linear": "torch"},
+    )
+
+
+@pytest.mark.parametrize("strategy", ["ps", "local"])
+def test_a_users_model_of_several_tables_scores_alike_in_onnx(make_session, own_job, tmp_path, strategy):
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    settings, data = own_job("TwoSpaces", strategy), dataset()
+    model = choose_strategy(
+        settings, job_model(settings, SCHEMA), make_session() if strategy == "ps" else None, torch.device("cpu")
+    ).model.eval()
+    part = part_of_trained(settings, model, data, tmp_path)
+    assert part.tables == ["first", "others"]
+    one = next(data.train(0, 0, 1, 50))
+    ids, index = torch.unique(one.ids, return_inverse=True)
+    with torch.no_grad():
+        rows = {"first.rows": model.first(ids.clamp(max=19)), "others.rows": model.others(ids[:, None])}
+        wanted = model(one.ids).squeeze(1)
+    session = runtime.InferenceSession(str(export_onnx(part, SCHEMA, tmp_path)))
+    given = {"index": index.numpy(), **{name: value.numpy() for name, value in rows.items()}}
+    (found,) = session.run(["logits"], given)
+    torch.testing.assert_close(torch.from_numpy(found), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["Offset", "Masked", "Whole", "Padded"])
+def test_a_model_that_computes_with_ids_is_not_written_as_onnx(own_job, tmp_path, name):
+    settings = own_job(name, "local")
+    model = choose_strategy(settings, job_model(settings, SCHEMA), None, torch.device("cpu")).model.eval()
+    with pytest.raises(CannotExport, match="padding_idx" if name == "Padded" else "compute with them"):
+        part_of_trained(settings, model, dataset(), tmp_path)
 
 
 def test_int8_layers_are_restored_from_plain_tensors_and_score_nearly_alike(run):
