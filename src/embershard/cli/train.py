@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from embershard.cli.signals import end_with_parent, ended_by_signals
-from embershard.cli.user_code import check_user_code
+from embershard.cli.user_code import check_user_code, try_job
 from embershard.deploy.supervisor import LocalShards
 from embershard.deploy.workers import LocalWorkers, WorkerFailed
 from embershard.proto.errors import CannotWrite, EmbershardError
@@ -95,6 +95,7 @@ def train(
     command += ["--profile"] if profile else []
     command += [word for module in imports or () for word in ("--import", module)]
     make_folder(folder)
+    try_job(settings, job, sets, data, imports or (), typer.echo)
     for line in compression_advice(settings):
         typer.echo(f"advice: {line}")
     try:
