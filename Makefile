@@ -17,7 +17,7 @@ GPU_HAS ?= torch numpy
 
 .PHONY: help setup demo test test-pythons unit integration test-long fuzz lint proto build clean peers-env \
         bar-ncf bar-ctr bar-modes bar-equal bar-sync bar-wrap bar-kernels bar-rows bench-growth bench-lookup bench-linear bench-cache \
-        bench-loader bar-snapshot bench-moment bench-startup bench-wire bar-scale bar-link bar-leak bar-workers bench-cluster bar-peers \
+        bench-loader bar-snapshot bench-copy-on-write bench-startup bench-wire bar-scale bar-link bar-leak bar-workers bench-cluster bar-peers \
         bar-codecs bar-codec-quality bar-conservation bar-bandwidth bench-ages bar-way coverage bench-mutants gpu gpu-wheels gpu-rehearsal
 
 help:  ## list the targets
@@ -130,8 +130,8 @@ bar-snapshot: setup  ## snapshots while training, restored onto other shards, ki
 bar-way: setup  ## files entered and requests sent by a forward, and by a backward and step (ARGS=--verbose)
 	$(BIN)/python bench/way.py $(ARGS)
 
-bench-moment: setup  ## how a shard holds a moment, against fork
-	$(BIN)/python bench/moment.py
+bench-copy-on-write: setup  ## what a snapshot costs a shard, by copies of rows and by fork
+	$(BIN)/python bench/copy_on_write.py
 
 bar-workers: setup  ## a worker that is killed, in every mode, and one that is unresponsive (20 minutes)
 	$(BIN)/python bench/bar_workers.py

@@ -166,18 +166,20 @@ class PullRequest(_message.Message):
     def __init__(self, placement_epoch: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PullRequest.TableIds, _Mapping]]] = ..., worker: _Optional[int] = ..., epoch: _Optional[int] = ..., required_clock: _Optional[int] = ...) -> None: ...
 
 class Rows(_message.Message):
-    __slots__ = ("tables", "version", "codecs", "settings", "coding_seconds")
+    __slots__ = ("tables", "version", "codecs", "settings", "coding_seconds", "held_seconds")
     TABLES_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     CODING_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HELD_SECONDS_FIELD_NUMBER: _ClassVar[int]
     tables: _containers.RepeatedScalarFieldContainer[bytes]
     version: int
     codecs: _containers.RepeatedScalarFieldContainer[str]
     settings: int
     coding_seconds: float
-    def __init__(self, tables: _Optional[_Iterable[bytes]] = ..., version: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ..., settings: _Optional[int] = ..., coding_seconds: _Optional[float] = ...) -> None: ...
+    held_seconds: float
+    def __init__(self, tables: _Optional[_Iterable[bytes]] = ..., version: _Optional[int] = ..., codecs: _Optional[_Iterable[str]] = ..., settings: _Optional[int] = ..., coding_seconds: _Optional[float] = ..., held_seconds: _Optional[float] = ...) -> None: ...
 
 class PushRequest(_message.Message):
     __slots__ = ("worker", "epoch", "seq", "first_incomplete", "clock", "placement_epoch", "tables", "last", "weight", "version", "difference")

@@ -139,6 +139,7 @@ class Rows:
     codecs: tuple[str, ...] = ()  # of each table, as in TableIds; (): all are float32
     settings: int = 0  # grows when the shard's compression settings change
     coding_seconds: float = field(default=0.0, compare=False)  # that the shard took to encode them
+    held_seconds: float = field(default=0.0, compare=False)  # that the request waited for other workers' clocks
 
 
 @dataclass(frozen=True, slots=True)

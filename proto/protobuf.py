@@ -193,7 +193,13 @@ def _unpack_pull(p: pb.PullRequest, bulk: Sequence[Buffer]) -> Pull:
 
 
 def _pack_rows(m: Rows) -> pb.Rows:
-    return pb.Rows(version=m.version, codecs=m.codecs, settings=m.settings, coding_seconds=m.coding_seconds)
+    return pb.Rows(
+        version=m.version,
+        codecs=m.codecs,
+        settings=m.settings,
+        coding_seconds=m.coding_seconds,
+        held_seconds=m.held_seconds,
+    )
 
 
 def _unpack_rows(p: pb.Rows, bulk: Sequence[Buffer]) -> Rows:
@@ -204,7 +210,7 @@ def _unpack_rows(p: pb.Rows, bulk: Sequence[Buffer]) -> Rows:
         read_values(part, codec, f"#{i}")
         for i, (part, codec) in enumerate(zip(bulk, codecs or repeat(""), strict=False))
     )
-    return Rows(tables, p.version, codecs, p.settings, p.coding_seconds)
+    return Rows(tables, p.version, codecs, p.settings, p.coding_seconds, p.held_seconds)
 
 
 def _pack_push(m: Push) -> pb.PushRequest:

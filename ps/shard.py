@@ -296,7 +296,9 @@ class Shard:
         reads = [self._tables.check_read(part) for part in request.tables]
         updates = self._clock.updates
         tables, codecs = read_all(reads, lambda: updates.version, self._coding, self.greeting.max_message_bytes)
-        rows = Rows(tables, updates.version, codecs, self._compression.revision, self._coding.seconds)
+        # arrivals alone: what the shard itself takes to apply the clock is no wait for other workers
+        held = max(0.0, self._clock.closed_at - now) if request.required_clock else 0.0
+        rows = Rows(tables, updates.version, codecs, self._compression.revision, self._coding.seconds, held)
         self._pulled_rows += sum(len(read.ids) for read in reads)
         for part in request.tables:
             if part.route:

@@ -102,6 +102,7 @@ class Clock:
         self.run = 0  # the highest that was named
         self.generation = 0  # grows with whatever may let a request be answered that had to wait
         self.now = -math.inf
+        self.closed_at = -math.inf  # when the last clock was closed
         # when anything of a worker's incarnation arrived last, a part of a request included
         self.last_sign: Callable[[int, int], float] = lambda worker, epoch: -math.inf
         self._pushes = PendingUpdates(MemoryBudget() if budget is None else budget)
@@ -336,7 +337,7 @@ class Clock:
         end = min(active) if active else self._pushes.end
         if end <= self.open:
             return
-        self.open = end
+        self.open, self.closed_at = end, self.now
         self.generation += 1
         for clock, pushes in self._pushes.take(before=end):
             try:

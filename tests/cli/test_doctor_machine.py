@@ -260,4 +260,4 @@ def test_a_job_with_mistakes_fails(tmp_path):
 def test_checkpoints_need_space_for_what_the_tables_hold(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=16 * GIB))
     about = replace(job(tmp_path, f"checkpoint.folder={tmp_path}"), probes=[FULL])
-    finds(folders.checkpoint_folder, about, FAIL, "16.0 GiB free, 24.0 GiB wanted")
+    finds(folders.checkpoint_folder, about, FAIL, "16.0 GiB free, 32.0 GiB wanted")

@@ -164,5 +164,5 @@ AWAY = "worker 1 of 2 cannot reach the others at MASTER_ADDR="
 def test_a_worker_that_does_not_meet_the_others_says_so_by_the_deadline(run, shard, monkeypatch, words, place, want):
     for name, value in zip(("MASTER_ADDR", "MASTER_PORT"), place, strict=False):
         monkeypatch.setenv(name, value)
-    where = ("--rank", "1", "--world-size", "2", "--meet-within", "1")
+    where = ("--rank", "1", "--world-size", "2", "--join-timeout", "1")
     says(run("worker", "job.yaml", "--ps", shard, *where, *words), *want)

@@ -18,6 +18,7 @@ import torch
 
 import embershard as es
 from embershard.deploy.supervisor import LocalShards
+from embershard.worker.checkpoint.checkpoint import best_checkpoint
 from embershard.worker.client.worker_group import ShardGroup, WorkerGroup
 from embershard.worker.data.batch import RowsDataset, Schema
 from embershard.worker.data.shuffle import permutation
@@ -58,6 +59,8 @@ def train(job, session, group, *, nan_at=None):
     found = {metric: np.array(value) for metric, value in result.figures["test"].items()}
     found["samples trained"] = np.array(result.samples)
     found["steps left out"] = np.array(result.skipped_steps)
+    if result.best_weights.restored:
+        assert trainer._evaluator.evaluate() == result.figures
     if session is not None:
         found["embedding.weight"] = trainer.model.embedding.table.pull(torch.arange(NUM_IDS)).numpy()
         session.read_dense()
@@ -197,6 +200,17 @@ def main():
             session.close()
     sys.stdout.flush()
     os._exit(0)  # gloo's threads outlive their group
+
+
+@pytest.mark.parametrize(("strategy", "mode"), [("ddp", ""), ("ps", "fsdp"), ("hybrid", "ddp")])
+def test_both_workers_end_with_the_best_weights(tmp_path, strategy, mode):
+    first_is_best = {"early_stop": {"patience": 9, "min_delta": 100.0}}
+    kept = {"checkpoint": {"folder": str(tmp_path / "kept"), "keep": 1}}
+    found = run_two(strategy, mode, tmp_path / "found.npz", **first_is_best, sections=kept)
+    best = best_checkpoint(str(tmp_path / "kept"))
+    assert best.manifest.step == 26
+    for name, weight in best.shared()["local_weights"]["weights"].items():
+        np.testing.assert_array_equal(found[name], weight, err_msg=name)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ EXAMPLES = [
     m.Pull(1, (), 4, 5, 6),
     m.Pull(1, (m.TableIds("t", ASCENDING, 9, "int8", packed=PACKED), m.TableIds("u", IDS, codec="delta", since=7))),
     m.Rows((ROWS, ROWS[:0]), 7),
-    m.Rows((PAYLOAD, ROWS), 7, ("int8", ""), 3),
+    m.Rows((PAYLOAD, ROWS), 7, ("int8", ""), 3, 0.25, 0.5),
     m.Push(TOKEN, 5, 6, (m.TableGradients("t", IDS, ROWS, 0.5), m.TableGradients("u", IDS[:0], ROWS, route=9))),
     m.Push(TOKEN, 5, 6, (), False, 2.5, 7, True),
     m.Push(TOKEN, 5, 6, CODED_PARTS),
@@ -144,6 +144,12 @@ def test_messages_without_codecs_say_nothing_of_them():
     assert head_bytes(push).hex() == "0801100218032004280530063a0e0a017421000000000000e03f400140014d0000803f"
     assert head_bytes(m.Rows((ROWS,), 7)).hex() == "1007"
     assert head_bytes(m.Pushed(True, 3, 1)).hex() == "080110031801"
+
+
+def test_the_times_of_a_reply_travel_with_it():
+    rows = loads(m.Rows, dumps(m.Rows((ROWS,), 7, coding_seconds=0.25, held_seconds=0.5)))
+    assert (rows.coding_seconds, rows.held_seconds) == (0.25, 0.5)
+    assert loads(m.Rows, dumps(m.Rows((ROWS,), 7))).held_seconds == 0.0  # as of a shard that does not know it
 
 
 def test_every_message_type_has_an_example():

@@ -8,7 +8,8 @@ A checkpoint is a folder, `step-N`, in the folder of the job's checkpoints:
     checkpoint.json        the job, the step, and the sha256 of the files above
 
 checkpoint.json comes last and at once: a folder without it is no checkpoint, however far its writer came. The first
-worker writes all of it, so the folder must be one that all workers and shards see.
+worker writes all of it, so the folder must be one that all workers and shards see. The file BEST beside the checkpoints
+names the one with the weights of the best evaluation.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import hashlib
 import json
 import logging
 import math
+import posixpath
 import re
 import threading
 import time
@@ -33,14 +35,14 @@ from embershard.proto.snapshot.storage import Storage
 from embershard.worker.checkpoint.snapshots import RunningSnapshot, begin_snapshot
 from embershard.worker.client.client import Client
 from embershard.worker.job.job import Job
-from embershard.worker.job.training import CheckpointSection
 
 if TYPE_CHECKING:
     from embershard.worker.checkpoint.tensors import State
 
 MANIFEST = "checkpoint.json"
 SNAPSHOT = "shards"
-LATEST = "latest"
+LATEST, BEST = "latest", "best"
+_BEST_FILE = "BEST"
 _FOLDER, _ENDING, _PROBE = "step-", ".safetensors", ".embershard-probe"
 _OURS = re.compile(rf"{_FOLDER}\d{{9,}}(-\d+)?")
 _VERSION = 1
@@ -74,8 +76,8 @@ class CheckpointNotWritten(EmbershardError):
 
     status = Status.FAILED_PRECONDITION
     template = (
-        "cannot write checkpoint {path}: {reason}; make room, or choose another checkpoint.folder; "
-        "the last whole checkpoint is {previous}"
+        "cannot write checkpoint {path}: {reason}; make room, or choose another checkpoint.folder (without one another "
+        "--output); the last whole checkpoint is {previous}"
     )
 
 
@@ -192,18 +194,20 @@ class Checkpoint:
 
 
 def find_checkpoint(where: str, job: Job) -> Checkpoint:
-    """The checkpoint that --resume names: a folder of one, a folder of several, whose newest it is, or "latest".
+    """The checkpoint that --resume names: a folder of one, a folder of several, whose newest it is, "latest" or "best".
 
     BadCheckpoint or JobError where there is none, OtherJob where it is not of this job.
     """
-    if where == LATEST:
-        if job.checkpoint is None:
+    best = where == BEST
+    if where in (LATEST, BEST):
+        if job.checkpoint.folder is None:
             reason = "the job has no checkpoint.folder to look in; name the checkpoint"
-            raise JobError(where=f"--resume {LATEST}", reason=reason)
+            raise JobError(where=f"--resume {where}", reason=reason)
         where = job.checkpoint.folder
-    found = checkpoint_at(where)
+    found = best_checkpoint(where) if best else checkpoint_at(where)
     if found is None:
-        raise BadCheckpoint(path=where, reason="there is no whole checkpoint in it")
+        what = "checkpoint that is marked as the best" if best else "whole checkpoint"
+        raise BadCheckpoint(path=where, reason=f"there is no {what} in it")
     found.check_job(job)
     return found
 
@@ -217,15 +221,36 @@ def checkpoint_at(url: str) -> Checkpoint | None:
     return Checkpoint.open(storage.at(found[-1])) if found else None
 
 
+def best_checkpoint(url: str) -> Checkpoint | None:
+    """The checkpoint of the best evaluation of those in a folder; None where none is marked as it.
+
+    BadCheckpoint where the one that is marked is not there.
+    """
+    storage = Storage(url)
+    try:
+        name = storage.read(_BEST_FILE).decode(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    if not _OURS.fullmatch(name):
+        raise BadCheckpoint(path=storage.at(_BEST_FILE), reason="it names no checkpoint; name one yourself")
+    return Checkpoint.open(storage.at(name))
+
+
+def whole_checkpoint(url: str, beside: str = "") -> str | None:
+    """Where a checkpoint is: beside another one, where the folder of both was moved, or where it was; None: gone."""
+    moved = [f"{posixpath.dirname(beside)}/{posixpath.basename(url)}"] if beside else []
+    return next((place for place in (*moved, url) if MANIFEST in Storage(place).sizes("")), None)
+
+
 class CheckpointFolder:
-    """The folder of a job's checkpoints, of which the newest `keep` stay. One process writes into it.
+    """A folder of checkpoints, of which the newest `keep` and the best one stay. One process writes into it.
 
     `source`, from which the run was resumed, stays too: workers that are started again begin with it.
     """
 
-    def __init__(self, section: CheckpointSection, source: Checkpoint | None = None) -> None:
-        self._storage = Storage(section.folder)
-        self._keep = section.keep
+    def __init__(self, url: str, keep: int = 2, source: Checkpoint | None = None) -> None:
+        self._storage = Storage(url)
+        self._keep = keep
         self._source = None if source is None else source.url
 
     @property
@@ -242,23 +267,29 @@ class CheckpointFolder:
             self._storage.replace(_PROBE, b"")
             self._storage.remove(_PROBE)
 
+    def new_url(self, step: int) -> str:
+        """Where the next checkpoint will be."""
+        return self._storage.at(_free_name(step, _whole(self._storage)))
+
     def begin(
         self,
         states: Mapping[str, bytes],
         *,
+        url: str,
+        best: str | None,
         job: Job,
         step: int,
         world_size: int,
         output: Path | None,
         shards: Client | None,
     ) -> WritingCheckpoint:
-        """Write a checkpoint of packed states, by the names of their files, and drop the oldest ones.
+        """Write a checkpoint of packed states, by the names of their files, to a `new_url`, and drop the oldest ones.
 
-        `shards` are those whose snapshot is a part of it. When this returns they hold the moment, and may be changed
-        again while all is being written.
+        `best` is the one of the best evaluation: itself, or one before. `shards` are those whose snapshot is a part of
+        it. When this returns they hold the moment, and may be changed again while all is being written.
         """
         before = _whole(self._storage)
-        name = _free_name(step, before)
+        name = posixpath.basename(url)
         manifest = CheckpointManifest(
             job=job.model_dump(mode="json"),
             step=step,
@@ -288,15 +319,25 @@ class CheckpointFolder:
                 if snapshot is not None:
                     snapshot.finish()
                 self._storage.replace(f"{name}/{MANIFEST}", manifest.model_dump_json(indent=1).encode())
-            self._prune([*before, name])
-            return self._storage.at(name)
+                self._mark(best)
+            self._prune([*before, name], best)
+            return url
 
         return WritingCheckpoint(finish)
 
-    def _prune(self, whole: list[str]) -> None:
+    def _mark(self, best: str | None) -> None:
+        """Name the best one, where it is in this folder."""
+        name = "" if best is None else posixpath.basename(best)
+        if name and self._storage.at(name) == best:
+            self._storage.replace(_BEST_FILE, f"{name}\n".encode())
+        else:  # a run that went back to before what is marked, or that keeps no best one any more
+            self._storage.remove(_BEST_FILE)
+
+    def _prune(self, whole: list[str], best: str | None) -> None:
         """Keep the newest ones; halves of others are no use to anyone. What has no name of ours is not ours."""
+        newest = whole[len(whole) - self._keep :] if self._keep < len(whole) else whole
         for name in self._storage.sizes(""):
-            kept = name in whole[-self._keep :] or self._storage.at(name) == self._source
+            kept = name in newest or self._storage.at(name) in (self._source, best)
             if _OURS.fullmatch(name) and not kept:
                 with contextlib.suppress(EmbershardError):  # it is in nobody's way
                     self._storage.remove(f"{name}/{MANIFEST}")  # first: half of a checkpoint must not be found

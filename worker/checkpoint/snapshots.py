@@ -292,6 +292,16 @@ def restore_snapshot(
     The shards must be fresh, or `replace_tables` be true: then what they hold is gone. Nothing is changed unless all
     shards could read all that is theirs. Errors as those of `open_snapshot`, TablesInTheWay, OtherOptimizer.
     """
+    manifest = restore_rows(client, url, name, replace_tables=replace_tables, wait_timeout=wait_timeout)
+    for table in manifest.tables.values():  # how they travelled is no part of them, and may not serve this client
+        client.declare(dataclasses.replace(table.spec, push_codec=CodecName(), pull_codec=CodecName()))
+    return manifest
+
+
+def restore_rows(
+    client: Client, url: str, name: str = "", *, replace_tables: bool = False, wait_timeout: timedelta = WAIT_TIMEOUT
+) -> Manifest:
+    """Restore as `restore_snapshot` does, for a client that has declared its tables and trained them."""
     stored = open_snapshot(url, name)
     request = Restore(
         url=stored.storage.url,
@@ -314,8 +324,6 @@ def restore_snapshot(
         cancel = dict.fromkeys(range(client.num_shards), replace(request, step="cancel"))
         client.connections.call(cancel, timeout=_CANCEL_TIMEOUT)
         raise
-    for table in manifest.tables.values():  # how they travelled is no part of them, and may not serve this client
-        client.declare(dataclasses.replace(table.spec, push_codec=CodecName(), pull_codec=CodecName()))
     return manifest
 
 

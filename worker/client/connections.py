@@ -69,7 +69,9 @@ Watch = Callable[[Mapping[int, Request], Mapping[int, Outcome], float], None]  #
 class ClientStats:
     """Counters of a client since its start."""
 
-    wait_seconds: float = 0.0  # spent waiting for shards
+    wait_seconds: float = 0.0  # spent waiting for shards, and for what they wait for
+    workers_wait_seconds: float = 0.0  # of these, for other workers: a clock that is not closed, a collective
+    data_wait_seconds: float = 0.0  # of these, for a loader that had no batch
     pulled_rows: int = 0
     pushed_rows: int = 0  # rows that shards applied
     skipped_rows: int = 0  # gradient rows that held NaN or Inf
@@ -199,12 +201,15 @@ class ShardConnections:
         """
         left = self.timeout if timeout is None else timeout
         start, deadline = time.perf_counter(), Deadline(left)
+        held = 0.0  # seconds, for other workers
         outcomes: dict[int, Outcome] = {}
         waiting = requests
         try:
             with span("wait") if counted else nullcontext():  # a transport may charge parts of it to other spans
                 for pause in _pauses():
                     waiting = self._try(waiting, into or {}, left, deadline, outcomes)
+                    if any(isinstance(outcome, ClockAhead) for outcome in outcomes.values()):
+                        held = time.perf_counter() - start  # put back: the next try counts anew
                     if not waiting or not _sleep(max(pause, _wanted_pause(waiting, outcomes)), deadline):
                         break
                     left = deadline.remaining
@@ -214,6 +219,7 @@ class ShardConnections:
                 # shards work side by side, but for those of this process: the slowest is waited for
                 if coding := max((reply.coding_seconds for reply in answers), default=0.0):
                     charge_to("shards", coding)
+            held += max((reply.held_seconds for reply in answers if isinstance(reply, Rows)), default=0.0)
             self.settings_revision = max([self.settings_revision, *(reply.settings for reply in answers)])
             if counted and (watch := self.watch) is not None:
                 watch(requests, outcomes, time.perf_counter() - start)
@@ -221,7 +227,9 @@ class ShardConnections:
         finally:
             if counted:
                 with self.lock:
-                    self.stats.wait_seconds += time.perf_counter() - start
+                    seconds = time.perf_counter() - start
+                    self.stats.wait_seconds += seconds
+                    self.stats.workers_wait_seconds += min(held, seconds)
 
     def _try(
         self,

@@ -255,6 +255,7 @@ def check_job(job: Job, folder: Path) -> Problems:
     yield from check_step(job)
     yield from check_workers(job)
     yield from check_compression(job)
+    yield from _checkpoints(job)
     for field, files in job.data.files().items():
         for file in (folder / job.data.root / file for file in files):
             problem = _absent(file)
@@ -335,7 +336,7 @@ def _length(job: Job) -> Problems:
         yield ("workers",), f"{job.workers} workers cannot share {length} samples"
     if job.evaluate.every is not None and job.evaluate.every > length:
         yield ("evaluate", "every"), f"must be at most train.{unit}, which is {length}"
-    if job.checkpoint is not None and job.checkpoint.every is not None and job.checkpoint.every > length:
+    if job.checkpoint.every is not None and job.checkpoint.every > length:
         yield ("checkpoint", "every"), f"must be at most train.{unit}, which is {length}"
 
 
@@ -365,9 +366,23 @@ def _judging(job: Job) -> Problems:
 
 
 def _unjudged(job: Job, remedy: str) -> Problems:
-    for at, given in (("early_stop", job.train.early_stop is not None), ("lr_schedule", _plateau(job))):
+    needs = (
+        (("train", "early_stop"), job.train.early_stop is not None),
+        (("train", "lr_schedule"), _plateau(job)),
+        (("checkpoint", "best"), job.checkpoint.best and _given(job, "checkpoint", "best")),
+    )
+    for at, given in needs:
         if given:
-            yield ("train", at), f"needs something to evaluate on{remedy}"
+            yield at, f"needs something to evaluate on{remedy}"
+
+
+def _checkpoints(job: Job) -> Problems:
+    section = job.checkpoint
+    for name in ("every", "keep"):
+        if section.folder is None and _given(job, "checkpoint", name):
+            yield ("checkpoint", name), "has no meaning without checkpoint.folder; name one, or remove it"
+    if not section.best and section.restore_best and _given(job, "checkpoint", "restore_best"):
+        yield ("checkpoint", "restore_best"), "the best weights are not kept: remove it, or set checkpoint.best to true"
 
 
 def _plateau(job: Job) -> bool:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from embershard.worker.job.compression import AnyCompression
 from embershard.worker.job.data import LOWER_IS_BETTER, METRICS, AnyData
@@ -27,6 +27,10 @@ from embershard.worker.job.training import (
 DEFAULT_DIM = 16
 
 
+def _or_default(value: object) -> object:
+    return {} if value is None else value
+
+
 class Job(Section):
     """A training job.
 
@@ -45,7 +49,7 @@ class Job(Section):
     callbacks: tuple[Code, ...] = ()  # told how training goes: worker/reporting/callbacks.py
     freeze: tuple[Pattern, ...] = ()  # names of parameters, or of modules, that are not trained
     evaluate: EvaluateSection = EvaluateSection()
-    checkpoint: CheckpointSection | None = None
+    checkpoint: Annotated[CheckpointSection, BeforeValidator(_or_default)] = CheckpointSection()
     compression: AnyCompression = None
     network: NetworkSection = NetworkSection()
     workers: Count = 1

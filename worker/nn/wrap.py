@@ -230,6 +230,13 @@ def _groups(model: nn.Module) -> list[_Group]:
             raise ValueError(f"module {name!r} is parametrized; a remote table cannot be, remove the parametrization")
         if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
             raise ValueError(f"module {name!r} has hooks, which its remote twin would lose; register them after wrap")
+        own = [
+            key for part in (module._parameters, module._buffers, module._modules) for key in part if key != "weight"
+        ]
+        if own:
+            raise ValueError(
+                f"table {name!r} has a {own[0]!r} of its own, which a remote one has not; keep it beside it"
+            )
         group = groups.setdefault(id(module.weight), _Group([], []))
         group.names.append(name)
         if module not in group.modules:

@@ -77,6 +77,15 @@ class StepTime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BestWeights:
+    """The weights of the best evaluation at the end of a run."""
+
+    checkpoint: str | None = None  # that holds them; None where they were not kept
+    current: bool = False  # whether shards and workers hold them, and not those of a later step
+    restored: bool = False  # whether they were put back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
     """The result of a run. `figures` are those of the best evaluation."""
 
@@ -102,6 +111,7 @@ class RunResult:
     table_rows: Mapping[str, int] = field(default_factory=dict)
     bytes: Sequence[StepBytes] = ()  # evaluations left out; the mean of this process's steps
     step: Sequence[StepTime] = ()  # of the last steps
+    best_weights: BestWeights = BestWeights()
 
 
 class Observer(Protocol):

@@ -13,7 +13,15 @@ from embershard.proto.timing import split_now
 from embershard.worker.client.worker_group import Evicted, WorkerGroup
 from embershard.worker.data.batch import Dataset
 from embershard.worker.job.job import Job
-from embershard.worker.reporting.records import Evaluation, Figures, Observer, RunPlan, RunResult, StepTime
+from embershard.worker.reporting.records import (
+    BestWeights,
+    Evaluation,
+    Figures,
+    Observer,
+    RunPlan,
+    RunResult,
+    StepTime,
+)
 from embershard.worker.reporting.throughput import Throughput
 from embershard.worker.strategy.protocol import Strategy
 
@@ -119,11 +127,16 @@ class Report:
         stopped_early: bool,
         skipped_steps: int = 0,
         returned_splits: int = 0,
+        at_end: Callable[[], BestWeights] = BestWeights,
     ) -> RunResult:
-        """The run is over with a segment; this worker left `skipped_steps` out. Every worker must call it."""
+        """The run is over with a segment; this worker left `skipped_steps` out. Every worker must call it.
+
+        `at_end` is called once all workers have ended, and says what has become of the best weights.
+        """
         group, meter, best = self._group, self._meter, self._best
         mine = np.array([meter.waited, meter.trained, self._strategy.stats.skipped_rows, skipped_steps])
-        parts = self._of_workers(segment, mine)
+        held: list[BestWeights] = []  # of one that ended without the others: nothing
+        parts = self._of_workers(segment, mine, lambda: held.append(at_end()))
         waited, trained, skipped, left_out = np.sum(parts, axis=0)
         # the longest: one that was started again has counted since then only
         samples, train_seconds = meter.all_samples, float(max(part[1] for part in parts))
@@ -150,16 +163,20 @@ class Report:
             table_rows=self._strategy.table_rows() if group.is_first else {},
             bytes=meter.bytes_per_step(self._strategy.predicted(meter.moved)),
             step=_step_times(),
+            best_weights=held[0] if held else BestWeights(),
         )
         for observer in self._active_observers(self._group.is_first):
             observer.finished(result)
         return result
 
-    def _of_workers(self, segment: int, mine: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float64]]:
+    def _of_workers(
+        self, segment: int, mine: npt.NDArray[np.float64], at_end: Callable[[], None]
+    ) -> list[npt.NDArray[np.float64]]:
         """Those of all workers, in their order; this one's own where the others have finished without it."""
         group = self._group
         try:
             group.end_segment(segment, last=True)
+            at_end()
             self._meter.agree(group)
             return list(group.retry_on_membership_change(lambda: group.collect(mine)).values())
         except Evicted:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import accumulate
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from embershard.proto.errors import OutputClosed
-from embershard.worker.reporting.records import Evaluation, Figures, Interval, RunPlan, RunResult
+from embershard.worker.reporting.records import BestWeights, Evaluation, Figures, Interval, RunPlan, RunResult
 
 LINE_SECONDS = 10.0  # between two plain lines
 
@@ -97,6 +99,8 @@ class Terminal:
         """The table of what was reached."""
         self.close()
         self._console.print(result_table(result))
+        if result.figures:
+            self._print(f"best weights: {_best_weights(result.best_weights)}")
 
     def close(self) -> None:
         """Remove the progress bar, if there is one."""
@@ -138,6 +142,17 @@ def result_table(result: RunResult) -> Table:
     for name, rows in sorted(result.table_rows.items()):
         table.add_row(f"table {name}", f"{rows:,} row{'s' * (rows != 1)}")
     return table
+
+
+def _best_weights(best: BestWeights) -> str:
+    kept = "not kept" if best.checkpoint is None else best.checkpoint
+    with suppress(ValueError):
+        kept = str(Path(kept).relative_to(Path.cwd()))
+    if best.current and best.checkpoint is None:
+        return "those of the last step, not kept"
+    if best.restored:
+        return f"{kept}, put back at the end"
+    return kept if best.current else f"{kept}; training ended with those of the last step"
 
 
 def _missed(seen: Sequence[int]) -> str:

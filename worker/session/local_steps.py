@@ -262,6 +262,12 @@ class LocalSteps:
             self._done, self._clock = 0, clock + 1
         self._client.push(changes, clock=clock, difference=True)
 
+    def refresh(self) -> None:
+        """Between two rounds: let the next reads take fresh rows."""
+        with self._lock:
+            for copies in self._copies.values() if not self._done else ():
+                copies.end_round()
+
     def _drop_lost(self) -> None:
         """Let go of a round that began before a lease was lost: the others went on without it."""
         with self._lock:

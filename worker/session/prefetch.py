@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -82,6 +83,13 @@ class Prefetcher(Generic[B]):
         self._closing = False
         self._is_pulling = False  # whether the puller waits for rows, and not for its loader
         self._threads: list[threading.Thread] = []
+        self._loading: tuple[float, float | None] = (0.0, None)  # seconds until now; when the present batch was begun
+
+    @property
+    def loading_seconds(self) -> float:
+        """Seconds that the loader has taken until now. Any thread may ask."""
+        seconds, since = self._loading
+        return seconds if since is None else seconds + time.perf_counter() - since
 
     def start(self, batches: Iterator[B], clock: int) -> None:
         """Begin to run ahead; `clock` is the session's."""
@@ -176,7 +184,7 @@ class Prefetcher(Generic[B]):
         """The puller."""
         try:
             previous: PullBatch | None = None
-            for number, batch in enumerate(batches):
+            for number, batch in enumerate(self._timed(batches)):
                 current = PullBatch(self._source, self._lookups(batch))
                 if self._cache is not None:
                     self._cache.age = number
@@ -204,6 +212,17 @@ class Prefetcher(Generic[B]):
             self._put(error)
         else:
             self._put(None)
+
+    def _timed(self, batches: Iterator[B]) -> Iterator[B]:
+        while True:
+            self._loading = self._loading[0], time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                self._loading = self.loading_seconds, None
+            yield batch
 
     def _await_bound(self, batch: int) -> tuple[int, list[tuple[str, Route]]] | None:
         """Wait until a batch may be pulled; None at the end.

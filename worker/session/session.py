@@ -82,7 +82,8 @@ class Session:
         self._backwards, self._last_backward = 0, -1  # since the last step; autograd's number of the last one
         self._whole_tables: list[WholeTable] = []  # that this step has read, or the last one
         self._clock = 0
-        self._waited = 0.0  # seconds that the training thread waited for shards
+        self._waited = 0.0  # seconds that the training thread waited
+        self._waited_for_workers = self._waited_for_data = 0.0  # parts of these
         self._failure: BaseException | None = None  # of a push, in a loop that was left before it was known
         self._exact = False  # inside `exact`, where a codec would round what is read
         self._versions = np.full(
@@ -124,8 +125,16 @@ class Session:
 
     @property
     def stats(self) -> ClientStats:
-        """Counters since the start; `wait_seconds` is what the training thread waited for rows and for pushes."""
-        stats = replace(self.client.stats, wait_seconds=self._waited)
+        """Counters since the start; `wait_seconds` is what the training thread waited for batches and for pushes.
+
+        A part of it is for other workers' clocks, and inside `prefetch` a part for the loader; the rest is for shards.
+        """
+        stats = replace(
+            self.client.stats,
+            wait_seconds=self._waited,
+            workers_wait_seconds=self._waited_for_workers,
+            data_wait_seconds=self._waited_for_data,
+        )
         if self._cache is not None:
             counts = self._cache.counts
             stats = replace(stats, cache_hits=counts.hits, cache_lookups=counts.lookups)
@@ -436,7 +445,7 @@ class Session:
         try:
             prefetcher.start(batches, self.clock)
             for number in count(1):
-                with self._waiting():
+                with self._waiting(prefetcher):
                     ready = prefetcher.next(self.clock)
                 if ready is None:
                     break
@@ -509,6 +518,8 @@ class Session:
         """
         if self._cache is not None:
             self._cache.clear()
+        if self.local_steps is not None:
+            self.local_steps.refresh()
         if self._prefetcher is not None:
             self._prefetcher.forget_copies()
         self._prefetched.forget()
@@ -539,13 +550,20 @@ class Session:
                 weights.forget()
 
     @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Count time that the training thread waits for shards."""
-        start = time.perf_counter()
+    def _waiting(self, prefetcher: Prefetcher[Any] | None = None) -> Iterator[None]:
+        """Count time that the training thread waits, by what it waits for; `prefetcher`: for its next batch."""
+        client = self.client.connections.stats
+        start, held = time.perf_counter(), client.workers_wait_seconds
+        loading = 0.0 if prefetcher is None else prefetcher.loading_seconds
         try:
             yield
         finally:
-            self._waited += time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            # who waits for a batch waits for its loader until it has the batch, and only then for its rows
+            data = 0.0 if prefetcher is None else min(seconds, prefetcher.loading_seconds - loading)
+            self._waited += seconds
+            self._waited_for_data += data
+            self._waited_for_workers += min(seconds - data, client.workers_wait_seconds - held)
 
     def close(self) -> None:
         """Wait for what is in flight and close the connections; gradients that were not pushed are dropped.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,11 +84,12 @@ class LazyRows:
 
     A row with NaN or Inf is left out, and counted; the others are clipped and decayed, and rows without a gradient
     are left alone. Those with a gradient of 0 are too, where `without_zeros` says that a batch which weighs nothing
-    may have named them.
+    may have named them. A dense gradient is of all rows, for the weights whose ids are in `whole`; for others it is of
+    lookups, of which torch gives no rows (mode max, scale_grad_by_freq), and rows of zeros were not looked up.
     """
 
-    def __init__(self, spec: SGD | Adagrad | Adam) -> None:
-        self._spec = spec
+    def __init__(self, spec: SGD | Adagrad | Adam, whole: Container[int] = ()) -> None:
+        self._spec, self._whole = spec, whole
         self.skipped = 0
         self.without_zeros = False
 
@@ -98,7 +99,14 @@ class LazyRows:
         for group in optimizer.param_groups:
             for table in group["params"]:
                 if table.grad is not None:
-                    table.grad = self._prepared(table, table.grad.coalesce(), group["lr"])
+                    table.grad = self._prepared(table, self._rows(table), group["lr"])
+
+    def _rows(self, table: torch.Tensor) -> torch.Tensor:
+        gradient = table.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            return gradient.coalesce()
+        return all_rows(gradient) if id(table) in self._whole else gradient.to_sparse(1)
 
     def _prepared(self, table: torch.Tensor, gradient: torch.Tensor, lr: float) -> torch.Tensor:
         spec, ids, rows = self._spec, gradient.indices(), gradient.values()
@@ -120,8 +128,16 @@ class LazyRows:
         return torch.sparse_coo_tensor(ids, rows, gradient.shape, is_coalesced=True, check_invariants=False)
 
 
-def table_optimizer(spec: Optimizer, tables: Iterable[nn.Parameter]) -> tuple[torch.optim.Optimizer, LazyRows]:
-    """torch's own optimizer for the sparse gradients of tables, and what prepares these for it.
+def all_rows(gradient: torch.Tensor) -> torch.Tensor:
+    """A dense gradient (rows, dim) as a sparse one of all rows."""
+    ids = torch.arange(len(gradient), device=gradient.device)[None]
+    return torch.sparse_coo_tensor(ids, gradient, gradient.shape, is_coalesced=True, check_invariants=False)
+
+
+def table_optimizer(
+    spec: Optimizer, tables: Iterable[nn.Parameter], whole: Container[int] = ()
+) -> tuple[torch.optim.Optimizer, LazyRows]:
+    """torch's own optimizer for the sparse gradients of tables, and what prepares these for it, with `whole` as there.
 
     Unlike a shard's, SparseAdam corrects its bias by the steps of the table, not of the row, and adds its eps before
     it does. ValueError for what torch has not for sparse gradients.
@@ -143,7 +159,7 @@ def table_optimizer(spec: Optimizer, tables: Iterable[nn.Parameter]) -> tuple[to
             raise ValueError(
                 f"torch has no {spec.name}{momentum} for sparse gradients; use SGD, Adagrad, Adam or AdamW"
             )
-    rows = LazyRows(spec)
+    rows = LazyRows(spec, whole)
     optimizer.register_step_pre_hook(rows)
     return _begin(optimizer, spec, "embedding"), rows
 

@@ -18,6 +18,7 @@ from embershard.worker.client.connections import ClientStats
 from embershard.worker.client.predicted_bytes import predict_volumes
 from embershard.worker.job.job import Job
 from embershard.worker.models.user_defined import embedding_inputs_of
+from embershard.worker.nn.activations import TABLES
 from embershard.worker.nn.embedding import Embedding, EmbeddingBag
 from embershard.worker.nn.optimizer import ShardOptimizer
 from embershard.worker.nn.wrap import wrap
@@ -66,6 +67,13 @@ def _wrap(model: nn.Module, session: Session, **settings: Any) -> nn.Module:  # 
         raise JobError(where="model", reason=str(error)) from None
 
 
+def _move_layers(model: nn.Module, device: torch.device) -> None:
+    """Bring all but the tables to a device, before a layer's weight may be that of a table on the shards."""
+    for module in model.modules():
+        if not isinstance(module, TABLES):
+            module._apply(lambda tensor: tensor.to(device), recurse=False)  # type: ignore[no-untyped-call]
+
+
 class ShardStrategy:
     """A model whose rows a session pulls and pushes."""
 
@@ -77,6 +85,7 @@ class ShardStrategy:
         if self._inputs is None and job.train.prefetch:
             reason = f"{job.model.name} does not say which ids its tables read: give it a method embedding_inputs(ids)"
             raise JobError(where="train.prefetch", reason=f"{reason} that returns {{'table': ids}}, or use 0")
+        _move_layers(model, device)
         wrapped = _wrap(
             model,
             session,
@@ -87,9 +96,10 @@ class ShardStrategy:
             seed=job.train.seed,
             prefix=job.prefix,
         )
-        self.model = wrapped.to(device)
-        self.module: nn.Module = wrapped
+        self.model = self.module = wrapped
         remote = [module for module in wrapped.modules() if isinstance(module, Embedding | EmbeddingBag)]
+        for table in remote:
+            table.to(device)
         self._trained = [module for module in remote if not module.frozen]
         self._rows = ShardOptimizer(session)
         self.optimizers: list[torch.optim.Optimizer] = [self._rows]

@@ -20,7 +20,7 @@ from embershard.worker.job.job import Job
 from embershard.worker.nn.activations import TABLES
 from embershard.worker.patterns import first_match
 from embershard.worker.strategy.allreduce import SynchronousSteps, all_reduced
-from embershard.worker.strategy.optimizers import by_spec, dense_optimizer, dense_specs, table_optimizer
+from embershard.worker.strategy.optimizers import all_rows, by_spec, dense_optimizer, dense_specs, table_optimizer
 from embershard.worker.strategy.protocol import EpochBatch, StepBatch
 from embershard.worker.strategy.state import TorchWeights
 
@@ -34,14 +34,22 @@ def materialise(
     """Give the tables of a model that are on the meta device memory and first values; all of its tables by name.
 
     The values are of the distribution that shards draw from, though not the very same ones; every process with the
-    same seed has the same. JobError where memory cannot hold them.
+    same seed has the same. Tables of one weight still share it. JobError where memory cannot hold them.
     """
-    tables = {name: module for name, module in model.named_modules() if isinstance(module, TABLES)}
+    # a parametrized one has no weight of its own: it is trained as dense weights are
+    tables = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, TABLES) and isinstance(module.weight, nn.Parameter)
+    }
     _check_memory(tables, device)
+    made: dict[torch.Tensor, nn.Parameter] = {}
     for name, table in tables.items():
-        table.sparse = True
-        table.register_forward_pre_hook(_bring_ids)
+        table.register_forward_pre_hook(_bring_ids, with_kwargs=True)
         if not table.weight.is_meta:  # a user's model has made its values itself
+            continue
+        if (shared := made.get(table.weight)) is not None:
+            table.weight = shared
             continue
         initializer = initializers[first_match(name, initializers) or "*"] or Normal()
         weight = torch.empty(table.num_embeddings, table.embedding_dim)
@@ -53,8 +61,39 @@ def materialise(
                 weight.uniform_(low, high, generator=generator)
             case Normal(mean=mean, std=std):
                 weight.normal_(mean, std, generator=generator)
-        table.weight = nn.Parameter(weight.to(device), requires_grad=table.weight.requires_grad)
+        parameter = nn.Parameter(weight.to(device), requires_grad=table.weight.requires_grad)
+        made[table.weight] = table.weight = parameter
     return tables
+
+
+def row_gradients(model: nn.Module, tables: Mapping[str, Table]) -> set[int]:
+    """Have torch give the gradients of tables as rows, where it can; ids of the weights whose dense one is of all rows.
+
+    It has none of rows for mode max and scale_grad_by_freq, none here of a table with parameters of its own, and none
+    of a weight that is a layer's, too. This one's is of all rows, as is that of a weight which a step uses as a whole,
+    by F.linear or a regulariser.
+    """
+    layers = [module for module in model.modules() if not isinstance(module, TABLES)]
+    of_layers = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
+    dense = {id(table.weight) for table in tables.values() if not _may_be_sparse(table)}
+    for table in tables.values():
+        table.sparse = id(table.weight) not in of_layers | dense
+    for weight in {table.weight for table in tables.values() if table.sparse}:
+        if weight.requires_grad:
+            # before torch's DistributedDataParallel sees it, which takes none but rows of such a table
+            weight.register_post_accumulate_grad_hook(_as_rows)  # type: ignore[no-untyped-call]
+    return of_layers
+
+
+def _may_be_sparse(table: Table) -> bool:
+    is_max = isinstance(table, nn.EmbeddingBag) and table.mode == "max"
+    # for DistributedDataParallel the gradients of all parameters of a module are sparse, or none of them
+    return not is_max and not table.scale_grad_by_freq and len(list(table.parameters())) == 1
+
+
+def _as_rows(weight: torch.Tensor) -> None:
+    if weight.grad is not None and not weight.grad.is_sparse:
+        weight.grad = all_rows(weight.grad)
 
 
 def _check_memory(tables: Mapping[str, Table], device: torch.device) -> None:
@@ -72,11 +111,17 @@ def _check_memory(tables: Mapping[str, Table], device: torch.device) -> None:
             raise JobError(where="strategy", reason=reason)
 
 
-def _bring_ids(table: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _bring_ids(
+    table: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Ids wait on the host, where a session would route them."""
     weight = table.weight
     assert isinstance(weight, torch.Tensor)
-    return tuple(ids.to(weight.device, non_blocking=True) for ids in inputs)
+
+    def bring(value: Any) -> Any:
+        return value.to(weight.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+
+    return tuple(map(bring, inputs)), {name: bring(value) for name, value in named.items()}
 
 
 class TorchStrategy:
@@ -86,6 +131,7 @@ class TorchStrategy:
 
     def __init__(self, job: Job, model: nn.Module, device: torch.device) -> None:
         self._tables = materialise(model, job.embedding.initializers(), job.train.seed, device)
+        whole = row_gradients(model, self._tables)
         self._prefix = job.prefix
         self.model: nn.Module = model.to(device)
         self.module: nn.Module = model
@@ -96,10 +142,11 @@ class TorchStrategy:
             # gloo, for nccl adds up no sparse gradients
             gloo = dist.new_group(backend="gloo")
             self.module = all_reduced(model, views=False, group=gloo)
-        rows = [(name, parameter) for name, table in self._tables.items() for parameter in table.parameters()]
-        of_rows = {id(parameter) for _, parameter in rows}
-        dense = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in of_rows]
-        of_tables = [table_optimizer(*group) for group in by_spec(job.embedding.optimizers(), rows)]
+        # once, for tables may share a weight; that of the first name decides
+        rows: dict[torch.Tensor, str] = {table.weight: name for name, table in reversed(self._tables.items())}
+        dense = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p not in rows]
+        named = [(name, weight) for weight, name in reversed(rows.items()) if isinstance(weight, nn.Parameter)]
+        of_tables = [table_optimizer(*group, whole) for group in by_spec(job.embedding.optimizers(), named)]
         self._lazy = [lazy for _, lazy in of_tables]
         self.optimizers = [optimizer for optimizer, _ in of_tables]
         self.optimizers += [dense_optimizer(*group) for group in by_spec(dense_specs(job), dense)]

@@ -60,7 +60,7 @@ class TrainingPlan:
         self._unit, self._length = job.train.budget
         self._every, self._batch_size = job.evaluate.every, job.train.batch_size
         self._accumulate = job.train.accumulate
-        self._save_every = job.checkpoint.every if job.checkpoint is not None else None
+        self._save_every = job.checkpoint.every
         self._dataset, self._group, self._loader = dataset, group, loader
         self._smallest_batch = smallest_batch
         self._splits = splits

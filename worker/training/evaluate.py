@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -166,12 +166,30 @@ def metrics_of(job: Job) -> Metrics:
 
 @dataclass(kw_only=True)
 class Best:
-    """The best evaluation so far, by one metric, and how many in a row were no better since."""
+    """The best evaluation so far, by one metric, and how many in a row were no better since.
+
+    `checkpoint` is the one that holds its weights, where they are kept.
+    """
 
     lower_is_better: bool = False
     min_delta: float = 0.0
     value: float = math.nan
     worse_in_a_row: int = 0
+    checkpoint: str | None = None
+
+    @property
+    def is_latest(self) -> bool:
+        """Whether the last evaluation was the best."""
+        return not math.isnan(self.value) and self.worse_in_a_row == 0
+
+    def state_dict(self) -> dict[str, object]:
+        """Return what a resumed run, or a late worker, has to know."""
+        return {"value": self.value, "worse_in_a_row": self.worse_in_a_row, "checkpoint": self.checkpoint}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state that `state_dict` returned."""
+        self.value, self.worse_in_a_row = state["value"], state["worse_in_a_row"]
+        self.checkpoint = state.get("checkpoint")  # older checkpoints know of none
 
     def observe(self, value: float) -> bool:
         """Take note of an evaluation; whether it is better than the best by more than `min_delta`."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from embershard.proto.errors import EmbershardError, Status
+from embershard.proto.errors import EmbershardError, Status, TablesInTheWay
 from embershard.worker.checkpoint.checkpoint import (
     SNAPSHOT,
     BadCheckpoint,
@@ -18,16 +18,19 @@ from embershard.worker.checkpoint.checkpoint import (
     CheckpointFolder,
     CheckpointNotWritten,
     WritingCheckpoint,
+    whole_checkpoint,
 )
-from embershard.worker.checkpoint.snapshots import read_manifest
-from embershard.worker.checkpoint.tensors import Stateful, pack
+from embershard.worker.checkpoint.snapshots import read_manifest, restore_rows
+from embershard.worker.checkpoint.tensors import State, Stateful, pack
 from embershard.worker.client.client import Client
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.compression.compressor import Compressor
 from embershard.worker.job.job import Job
 from embershard.worker.training.budget import Position
+from embershard.worker.training.evaluate import Best
 
 RANDOM, COMPRESSION, LOCAL_STEPS, TRIAL = "random", "compression", "local_steps", "trial"
+LOCAL_WEIGHTS, BUFFERS = "local_weights", "buffers"
 
 
 class NotRestored(EmbershardError):
@@ -37,6 +40,16 @@ class NotRestored(EmbershardError):
     template = (
         "the shards have no table {table!r} of checkpoint {path}: restore its snapshot first "
         "(`embershard restore {path}/{snapshot} ADDRESSES`), or use `embershard train --resume`"
+    )
+
+
+class BestNotRestored(EmbershardError):
+    """The best weights are kept, and could not be put back at the end of a run."""
+
+    status = Status.FAILED_PRECONDITION
+    template = (
+        "the run is over, and the best weights could not be put back: {reason}. They are in {path}; the shards may "
+        "hold those of the last step. For the best ones: `embershard restore {path}/{snapshot} ADDRESSES --replace`"
     )
 
 
@@ -122,7 +135,9 @@ class Saver:
 
     `shared` are the parts that are alike on all workers, `own` those that are not, by name. `client` leads to the
     shards, for a job that has some; what it holds back of gradients is this worker's own, too. `source` is the
-    checkpoint that the run was resumed from.
+    checkpoint that the run was resumed from. `best` is told which checkpoint holds the weights of the best evaluation;
+    a job that names no folder keeps that one in `best_folder`, if there is one, and trains on where this cannot be
+    written.
     """
 
     def __init__(
@@ -133,49 +148,63 @@ class Saver:
         shared: Mapping[str, Stateful],
         own: Mapping[str, Stateful],
         client: Client | None,
+        best: Best,
         output: Path | None = None,
         source: Checkpoint | None = None,
+        best_folder: Path | None = None,
     ) -> None:
-        self._job, self._group, self._client, self._output = job, group, client, output
+        self._job, self._group, self._client, self._output, self._best = job, group, client, output, best
         self._shared, self._own = shared, dict(own)
         if client is not None:
             self._own[COMPRESSION] = client.compressor
-        section = job.checkpoint
-        self._folder = None if section is None else CheckpointFolder(section, source)
+        self._folder: CheckpointFolder | None = None
+        self.saves = job.checkpoint.folder is not None  # whether the job wants checkpoints
+        if job.checkpoint.folder is not None:
+            self._folder = CheckpointFolder(job.checkpoint.folder, job.checkpoint.keep, source)
+        elif best_folder is not None and job.checkpoint.best:
+            self._folder = CheckpointFolder(str(best_folder), 0, source)
         self._writing: WritingCheckpoint | None = None
 
-    @property
-    def saves(self) -> bool:
-        """Whether the job wants checkpoints."""
-        return self._folder is not None
+    def save(self, step: int, *, best: bool, due: bool, wait: bool) -> None:
+        """Take a checkpoint, if the job wants this one; every worker must call it, with nothing in flight.
 
-    def save(self, step: int, *, wait: bool) -> None:
-        """Take a checkpoint, if the job wants some; every worker must call it, with nothing in flight.
-
-        The first worker writes it, in a thread of its own: from here on it may train. `wait` until it is written; else
-        the next one does. CheckpointNotWritten, or an error of the shards, on all, for this one or the one before.
+        `best`: the evaluation just made is the best. `due`: the job's plan has a checkpoint here. The first worker
+        writes it, in a thread of its own: from here on it may train. `wait` until it is written; else the next one
+        does. CheckpointNotWritten, or an error of the shards, on all, for this one or the one before.
         """
+        if best:
+            self._best.checkpoint = None  # until it is kept
         if self._folder is None:
             return
-        self._settle(self._folder)
+        best = best and self._job.checkpoint.best
+        if best or (due and self.saves):
+            self._settle(self._folder)
+            self._begin(self._folder, step, best)
+        if wait:
+            self._settle(self._folder)
+
+    def _begin(self, folder: CheckpointFolder, step: int, best: bool) -> None:
         group = self._group
+        url: str = group.broadcast_json(folder.new_url(step) if group.is_first else "")
+        if best:
+            self._best.checkpoint = url
         shared = _states(self._shared)  # by all: weights that are sharded are gathered
         own = group.gather(np.frombuffer(pack(_states(self._own)), np.uint8))
         if group.is_first:
             workers = zip(group.present, own, strict=True)
-            self._writing = self._folder.begin(
+            self._writing = folder.begin(
                 {"shared": pack(shared)} | {f"worker-{worker}": part.tobytes() for worker, part in workers},
+                url=url,
+                best=self._best.checkpoint if self._job.checkpoint.best else None,
                 job=self._job,
                 step=step,
                 world_size=group.world_size,
                 output=self._output,
                 shards=self._client,
             )
-        if wait:
-            self._settle(self._folder)
 
     def _settle(self, folder: CheckpointFolder) -> None:
-        """Wait for a checkpoint that is being written; its error is raised on all workers."""
+        """Wait for a checkpoint that is being written; its error is raised on all workers of a job that wants it."""
         failure: EmbershardError | None = None
         writing, self._writing = self._writing, None
         try:
@@ -184,6 +213,9 @@ class Saver:
         except EmbershardError as error:
             failure = error
         (failed,) = self._group.decide(failure is not None)
+        if failed and not self.saves:  # the log has the reason, and the result says that there is none
+            self._best.checkpoint = None
+            return
         if failure is not None:
             raise failure
         if failed:
@@ -200,6 +232,8 @@ class Saver:
         own = checkpoint.worker(self._group.rank)
         others = own or checkpoint.first_worker()
         load_parts(checkpoint, checkpoint.shared(), self._shared)
+        if self._best.checkpoint is not None:
+            self._best.checkpoint = whole_checkpoint(self._best.checkpoint, checkpoint.url)
         without = {COMPRESSION, LOCAL_STEPS, TRIAL} - others.keys()  # which a job may have since
         if own is None:
             without |= {RANDOM, COMPRESSION}
@@ -208,10 +242,49 @@ class Saver:
             _hold_for_others(checkpoint, self._client.compressor, self._group)
         return own is not None
 
+    def check_best(self) -> None:
+        """Forget a best checkpoint that is not whole: the worker that wrote it was lost. Every worker must call it."""
+        url = self._best.checkpoint
+        self._best.checkpoint = self._group.broadcast_json(
+            whole_checkpoint(url) if url and self._group.is_first else None
+        )
+
+    def restore_best(self) -> State:
+        """Put the weights of the best evaluation onto the shards and into the workers; the first worker's state then.
+
+        Every worker must call it, with nothing in flight, and trains no more. BestNotRestored on those who could not;
+        on all of them where the shards could not.
+        """
+        assert self._best.checkpoint is not None
+        path, reason, state = self._best.checkpoint, "", None
+        try:
+            checkpoint = Checkpoint.open(path)
+            state = checkpoint.first_worker()
+            if self._client is not None and self._group.is_first:
+                _check_tables(checkpoint, self._client)
+                restore_rows(self._client, path, SNAPSHOT, replace_tables=True)
+        except EmbershardError as error:
+            reason = str(error)
+        if self._group.any(bool(reason)) and not reason:
+            reason = "another worker could not; see its log"
+        if state is None or reason:
+            raise BestNotRestored(path=path, reason=reason, snapshot=SNAPSHOT)
+        load_parts(checkpoint, checkpoint.shared(), {k: part for k, part in self._shared.items() if k == LOCAL_WEIGHTS})
+        load_parts(checkpoint, state, {BUFFERS: self._own[BUFFERS]})
+        return state
+
     def forget_residuals(self) -> None:
         """Drop the residuals of the checkpoint: the run has gone on since, and has sent them."""
         if self._client is not None:
             self._client.compressor.clear_residuals()
+
+
+def _check_tables(checkpoint: Checkpoint, client: Client) -> None:
+    """TablesInTheWay where the shards have tables of others by now, which would be lost."""
+    there = {table.name for status in client.status() for table in status.tables}
+    others = sorted(there - read_manifest(checkpoint.url, SNAPSHOT).tables.keys())
+    if others:
+        raise TablesInTheWay(tables=", ".join(others))
 
 
 def _hold_for_others(checkpoint: Checkpoint, compressor: Compressor, group: WorkerGroup) -> None:

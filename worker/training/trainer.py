@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from embershard.worker.job.job import Job
 from embershard.worker.models.recommender import num_dense_parameters
 from embershard.worker.models.user_defined import forward_of
 from embershard.worker.nn.onednn import onednn_is_faster, use_onednn
-from embershard.worker.reporting.records import RunResult
+from embershard.worker.reporting.records import BestWeights, RunResult
 from embershard.worker.reporting.report import Observers, Report
 from embershard.worker.reporting.throughput import Throughput
 from embershard.worker.session.session import Session
@@ -31,7 +31,18 @@ from embershard.worker.training.build import choose_strategy, job_model, rates_o
 from embershard.worker.training.codecs import JobCodecs
 from embershard.worker.training.evaluate import Best, Evaluator, metrics_of
 from embershard.worker.training.loader import LoaderProcess
-from embershard.worker.training.saver import LOCAL_STEPS, RANDOM, TRIAL, Attributes, Buffers, RandomNumbers, Saver
+from embershard.worker.training.saver import (
+    BUFFERS,
+    LOCAL_STEPS,
+    LOCAL_WEIGHTS,
+    RANDOM,
+    TRIAL,
+    Attributes,
+    BestNotRestored,
+    Buffers,
+    RandomNumbers,
+    Saver,
+)
 
 
 class Trainer:
@@ -39,6 +50,8 @@ class Trainer:
 
     `session` is the connection to the shards, None for a strategy that has none. With `resume` it goes on from a
     checkpoint, from which the shards were restored before. `output`, the run's folder, is noted in its checkpoints.
+    `best_folder` is where a job without checkpoint.folder keeps its best weights. At the end of a run these are put
+    back, unless the job or `restore_best` says otherwise.
     """
 
     def __init__(
@@ -52,6 +65,8 @@ class Trainer:
         *,
         output: Path | None = None,
         resume: Checkpoint | None = None,
+        best_folder: Path | None = None,
+        restore_best: bool = True,
     ) -> None:
         self._job, self._dataset, self._group = job, dataset, group
         self.device = device_of(job)
@@ -90,7 +105,9 @@ class Trainer:
         self._report = Report(job, dataset, self.strategy, group, self._meter, observers)
         self._epoch = 0
         self._stopped = False
-        self._saver = self._make_saver(session, output, resume)
+        self._restores = restore_best and job.checkpoint.restore_best
+        self._not_restored: BestNotRestored | None = None
+        self._saver = self._make_saver(session, output, resume, best_folder)
         self._resumed_step = None if before is None else begun
         if resume is not None:
             self._restore(resume)
@@ -104,7 +121,10 @@ class Trainer:
     def run(self) -> RunResult:
         """Train and evaluate in turn. NonFiniteLoss, or an error of shards, of other workers or the data, ends it."""
         with self.strategy.collective_errors():
-            return self._run()
+            result = self._run()
+        if self._not_restored is not None:  # only now: the result is reported
+            raise self._not_restored
+        return result
 
     def _run(self) -> RunResult:
         now = self._join()
@@ -128,6 +148,7 @@ class Trainer:
         self.strategy.pause()
         return self._report.finished(
             now,
+            at_end=self._restore_best,
             step=self._learn.steps,
             epoch=self._epoch,
             stopped_early=self._stopped,
@@ -179,12 +200,12 @@ class Trainer:
             self._group.end_segment(number)
             self._meter.agree(self._group)
             self._epoch = self._group.highest(self._epoch)  # one that came late may have had no batch of it
-            if segment.evaluation and self._dataset.splits:
-                self._stopped = self._evaluate()
-            if segment.checkpoint or self._stopped:
+            best = bool(segment.evaluation and self._dataset.splits) and self._evaluate()
+            due, last = segment.checkpoint or self._stopped, segment.last or self._stopped
+            if due or best:
                 self.strategy.refresh()  # copies of rows are no part of a checkpoint
                 self._group.retry_on_membership_change(
-                    lambda: self._saver.save(self._learn.steps, wait=segment.last or self._stopped)
+                    lambda: self._saver.save(self._learn.steps, best=best, due=due, wait=last)
                 )
             self._group.begin_segment(number, self.strategy.resume, self.strategy.clock, self._shared_state())
         except Evicted:
@@ -192,7 +213,7 @@ class Trainer:
         return number + 1
 
     def _evaluate(self) -> bool:
-        """Evaluate; whether to stop."""
+        """Evaluate, and see whether to stop; whether it is the best evaluation so far."""
         self._report.evaluating()
         start = time.perf_counter()
         figures = self._evaluator.evaluate()
@@ -202,18 +223,37 @@ class Trainer:
             figures, step=self._learn.steps, epoch=self._epoch, improved=improved, seconds=time.perf_counter() - start
         )
         early_stop = self._job.train.early_stop
-        return early_stop is not None and self._best.worse_in_a_row >= early_stop.patience
+        self._stopped = early_stop is not None and self._best.worse_in_a_row >= early_stop.patience
+        return improved
 
-    def _make_saver(self, session: Session | None, output: Path | None, source: Checkpoint | None) -> Saver:
+    def _restore_best(self) -> BestWeights:
+        """Put the best weights back where the last ones are others; where they are, and whether they are here."""
+        best = self._best
+        self._group.retry_on_membership_change(self._saver.check_best)
+        if best.checkpoint is None or best.is_latest or not self._restores:
+            return BestWeights(checkpoint=best.checkpoint, current=best.is_latest)
+        steps, skipped = self._learn.steps, self._learn.skipped
+        try:
+            state = self._group.retry_on_membership_change(self._saver.restore_best)
+        except BestNotRestored as error:
+            self._not_restored = error
+            return BestWeights(checkpoint=best.checkpoint)
+        # the average of the weights is a part of the step
+        self._learn.load_state_dict({**cast(dict[str, Any], state["step"]), "steps": steps, "skipped": skipped})
+        self.strategy.refresh()
+        return BestWeights(checkpoint=best.checkpoint, current=True, restored=True)
+
+    def _make_saver(
+        self, session: Session | None, output: Path | None, source: Checkpoint | None, best_folder: Path | None
+    ) -> Saver:
         schedule = Attributes(self._rates.schedule, "plateaus", "worse_in_a_row")
-        best = Attributes(self._best, "value", "worse_in_a_row")
-        self._common: dict[str, Stateful] = {"schedule": schedule, "best": best, "report": self._report}
+        self._common: dict[str, Stateful] = {"schedule": schedule, "best": self._best, "report": self._report}
         shared = dict(self._common)
         if self.strategy.local_weights is not None:
-            shared["local_weights"] = self.strategy.local_weights
+            shared[LOCAL_WEIGHTS] = self.strategy.local_weights
         own: dict[str, Stateful] = {
             RANDOM: RandomNumbers(self.device),
-            "buffers": Buffers(self.model),
+            BUFFERS: Buffers(self.model),
             "budget": self._budget,
             "step": self._learn,
             "meter": self._meter,
@@ -229,8 +269,10 @@ class Trainer:
             shared=shared,
             own=own,
             client=None if session is None else session.client,
+            best=self._best,
             output=output,
             source=source,
+            best_folder=best_folder,
         )
 
 

@@ -62,7 +62,8 @@ def train(
     resume: Annotated[
         str | None,
         typer.Option(
-            help="Go on from a checkpoint: its folder, a folder of several, or `latest` of checkpoint.folder."
+            help="Go on from a checkpoint: its folder, the newest of a folder, or `latest` or `best` of "
+            "checkpoint.folder."
         ),
     ] = None,
     replace: Annotated[
@@ -102,7 +103,7 @@ def train(
         _run(settings, command, folder, ps, imports or (), checkpoint, replace=replace)
     except (EmbershardError, OSError) as error:
         check_disk(folder, error)  # a worker says in its log why it ended, which is in this folder
-        if isinstance(error, WorkerFailed) and ps is not None and settings.checkpoint is not None:
+        if isinstance(error, WorkerFailed) and ps is not None and settings.checkpoint.folder is not None:
             typer.echo(
                 f"to go on from the last checkpoint, on the same shards: {_resume_command(sys.argv[1:])}", err=True
             )
@@ -135,13 +136,13 @@ def _check_shards(job: Job, ps: str | None, shards: int | None, imports: list[st
 
 def _find_checkpoint(job: Job, resume: str | None) -> Checkpoint | None:
     """The checkpoint to go on from; the folder of new ones is looked at too, before anything starts."""
-    if resume is None and job.checkpoint is None:
+    if resume is None and job.checkpoint.folder is None:
         return None
     from embershard.worker.checkpoint.checkpoint import CheckpointFolder, find_checkpoint
 
     checkpoint = None if resume is None else find_checkpoint(resume, job)
-    if job.checkpoint is not None:
-        CheckpointFolder(job.checkpoint).check(resumed=checkpoint is not None)
+    if job.checkpoint.folder is not None:
+        CheckpointFolder(job.checkpoint.folder).check(resumed=checkpoint is not None)
     return checkpoint
 
 
@@ -167,6 +168,7 @@ def _run(
             watch = lambda: local.failure  # noqa: E731
         # shards that outlive a run must not take the next one's workers for late ones of the last
         command += ["--ps", "-", "--run", str(time.time_ns())] if job.has_shards else []
+        command += ["--started-here"] if ps is None else []
         if checkpoint is not None:
             command += ["--resume", checkpoint.url]
         running = LocalWorkers(

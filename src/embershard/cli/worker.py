@@ -76,7 +76,7 @@ def worker(
     bandwidth: Annotated[
         str | None, typer.Option(help="Emulate a slower link to the shards, as in 100mbit; instead of the job's.")
     ] = None,
-    meet_within: Annotated[
+    join_timeout: Annotated[
         float, typer.Option(help="Seconds to wait at the start for the other workers.", min=0.1)
     ] = JOIN_TIMEOUT.total_seconds(),
     run: Annotated[
@@ -92,6 +92,10 @@ def worker(
     resume: Annotated[
         str | None, typer.Option(help="Go on from a checkpoint, whose snapshot the shards were given before.")
     ] = None,
+    started_here: Annotated[
+        bool,
+        typer.Option("--started-here", hidden=True, help="All shards and workers see --output, and end with this run."),
+    ] = False,
     parent_pid: Annotated[int, typer.Option(hidden=True, help="End when this process, our parent, ends.")] = 0,
 ) -> None:
     """Train as one worker of a job; its place among the workers comes from torchrun's variables.
@@ -111,9 +115,9 @@ def worker(
     folder = output or settings.output
     if profile and folder is None:
         raise typer.BadParameter("--profile writes files: name a folder with --output, or in the job")
-    join_timeout = timedelta(seconds=meet_within)
+    timeout = timedelta(seconds=join_timeout)
     own = rank if local_rank is None else local_rank
-    place = WorkerRanks(rank, world_size, own, local_world_size or world_size, join_timeout, run)
+    place = WorkerRanks(rank, world_size, own, local_world_size or world_size, timeout, run, started_here)
     _prepare(settings, place)
     profile = profile and rank == 0
     _train(
@@ -129,8 +133,9 @@ class WorkerRanks:
     world_size: int
     local_rank: int
     local_world_size: int
-    meet_within: timedelta
+    join_timeout: timedelta
     run: int = 0
+    started_here: bool = False
 
 
 def _train(
@@ -166,7 +171,18 @@ def _train(
         group = stack.enter_context(_join(job, session, place))
         dataset = job.data.open(base, job.train.seed)
         check_opened(job, dataset)
-        trainer = Trainer(job, dataset, session, group, observers, loader, output=output, resume=checkpoint)
+        trainer = Trainer(
+            job,
+            dataset,
+            session,
+            group,
+            observers,
+            loader,
+            output=output,
+            resume=checkpoint,
+            best_folder=output / "best" if output is not None and place.started_here else None,
+            restore_best=not place.started_here,  # nobody could read what ends with the run
+        )
         assert output is not None or not profile
         with Profile(output) if output is not None and profile else Recorder() as recorder:
             trainer.run()
@@ -238,9 +254,9 @@ def _connect(job: Job, ps: str, place: WorkerRanks, imports: Sequence[str]) -> S
 def _join(job: Job, session: Session | None, place: WorkerRanks) -> WorkerGroup:
     """Join the other workers: on the shards, or, where torch all-reduces, by torch.distributed."""
     if job.all_reduces:
-        return WorkerGroup.join(place.rank, place.world_size, place.meet_within, nccl=_has_own_gpu(job, place))
+        return WorkerGroup.join(place.rank, place.world_size, place.join_timeout, nccl=_has_own_gpu(job, place))
     if session is not None and session.membership is not None:
-        return ShardGroup(session.client, place.rank, place.world_size, place.meet_within)
+        return ShardGroup(session.client, place.rank, place.world_size, place.join_timeout)
     return WorkerGroup(place.rank, place.world_size)
 
 

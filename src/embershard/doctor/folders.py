@@ -56,9 +56,12 @@ def run_folder(case: Case) -> Finding:
     remedy="choose a folder that all workers and shards see and can write, lower checkpoint.keep, or make space",
 )
 def checkpoint_folder(case: Case) -> Finding | None:
-    """checkpoint.folder, against what the tables of the running shards hold; one more is written beside those kept."""
+    """checkpoint.folder, against what the tables of the running shards hold.
+
+    One more is written beside those kept, which are the newest ones and the best one.
+    """
     section = case.job.checkpoint if case.job is not None else None
-    if section is None:
+    if section is None or section.folder is None:
         return None
     if "://" in section.folder:
         try:
@@ -67,7 +70,7 @@ def checkpoint_folder(case: Case) -> Finding | None:
             return fail(str(error))
         return ok(f"{section.folder}: remote storage, in which nothing is tried")
     held = sum(table.bytes for _, status in case.statuses for table in status.tables)
-    return _folder(Path(section.folder), held * (section.keep + 1))
+    return _folder(Path(section.folder), held * (section.keep + 1 + section.best))
 
 
 @check(

@@ -8,6 +8,7 @@ from report_cases import plan_of
 from embershard.compare.results import UNLIMITED, ArmRun
 from embershard.compare.run.plan import MOST_SEEDS
 from embershard.worker.job.load import load_job
+from embershard.worker.job.training import CheckpointSection
 
 JOB = """\
 model: {name: dlrm, bottom: [16], hidden: [16]}
@@ -77,7 +78,7 @@ def test_the_words_of_a_run_are_a_job_that_can_be_trained(job):
     plan = plan_of(job, "none,dgc:0.01", "strategy=ddp", links=("1gbit",), multiples=(1.0, 2.0))
     for task in [*plan.tuning(), *plan.judged(), *plan.tuned({"none": 2.0, "strategy=ddp": 2.0})]:
         read = job_of(job, task)
-        assert (read.checkpoint, read.train.seed) == (None, task.seed)
+        assert (read.checkpoint, read.train.seed) == (CheckpointSection(best=False), task.seed)
         assert not read.has_shards or read.network.bandwidth == task.bandwidth
 
 

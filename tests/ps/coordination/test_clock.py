@@ -306,6 +306,40 @@ class TestGathering:
             job.push(1, 0)
 
 
+class TestHeld:
+    """How long a pull waited for other workers: from its arrival to that of the push that closed its clock."""
+
+    @pytest.mark.parametrize("staleness", [0, 2])
+    def test_a_pull_says_how_long_it_waited_for_the_others(self, job, staleness):
+        job.together(2, staleness=staleness)
+        job.push(0, 0)
+        arrived = job.now
+        with raises(errors.ClockAhead, workers="1"):
+            job.pull(1, after=1)
+        job.wait(1.5, 0, 1)
+        job.push(1, 0)
+        job.now, closed = arrived, job.now  # it is tried again with the time of its arrival
+        assert closed - arrived == 1.5
+        assert job.pull(1, after=1).held_seconds == 1.5
+        assert job.pull(1).held_seconds == 0.0  # asks for no clock
+
+    def test_a_pull_of_a_clock_that_is_closed_has_not_waited(self, job):
+        job.together(2)
+        job.push_all(2, 0)
+        job.wait(0.5)
+        assert job.pull(1, after=1).held_seconds == 0.0
+
+    def test_the_end_of_a_lease_ends_the_wait(self, job):
+        job.together(2)
+        job.push(0, 0)
+        arrived = job.now
+        job.wait(9, 0)
+        job.wait(9, 0)
+        assert job.members == [0]
+        job.now = arrived
+        assert job.pull(1, after=1).held_seconds == 18.0
+
+
 class TestFailedUpdates:
     @pytest.fixture
     def break_apply(self, monkeypatch):

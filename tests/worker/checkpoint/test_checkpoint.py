@@ -31,6 +31,7 @@ from embershard.worker.job.training import CheckpointSection
 from embershard.worker.reporting.records import RunResult
 from embershard.worker.session.session import Session
 from embershard.worker.trained.reading import trained as put_together
+from embershard.worker.training.evaluate import Best
 from embershard.worker.training.saver import RandomNumbers, Saver
 from embershard.worker.training.trainer import Trainer
 from harness.clicks import NUM_IDS, click_data
@@ -58,7 +59,7 @@ def dataset():
 def job(folder, **sections):
     deepfm = {"name": "deepfm", "hidden": [8], "batch_norm": True, "dropout": 0.3}
     plain = {"model": deepfm, "embedding": {"dim": 4, "optimizer": {"name": "adam", "lr": 0.01}}}
-    kept = {"folder": str(folder), "keep": 100, **sections.pop("checkpoint", {})}
+    kept = {"folder": str(folder), "keep": 100, "best": False, **sections.pop("checkpoint", {})}
     train = {"seed": 5, "linear": "torch", **sections.pop("train", {"epochs": 4})}
     return make_job(**{**plain, **sections}, checkpoint=kept, train=train)
 
@@ -190,13 +191,22 @@ class Second(WorkerGroup):
     def decide(self, *flags):
         return (self.failed,)
 
+    def broadcast_json(self, value):
+        return "of the first"
+
 
 def test_a_worker_that_is_not_the_first_writes_nothing_and_hears_of_errors(tmp_path):
-    parts = {"shared": {}, "own": {"random": RandomNumbers(torch.device("cpu"))}, "client": None}
-    Saver(job(tmp_path), Second(failed=False), **parts).save(14, wait=True)
+    parts = {
+        "shared": {},
+        "own": {"random": RandomNumbers(torch.device("cpu"))},
+        "client": None,
+        "best": Best(metric="auc"),
+    }
+    now = {"best": False, "due": True, "wait": True}
+    Saver(job(tmp_path), Second(failed=False), **parts).save(14, **now)
     assert not names(tmp_path)
     with pytest.raises(CheckpointNotWritten):
-        Saver(job(tmp_path), Second(failed=True), **parts).save(14, wait=True)
+        Saver(job(tmp_path), Second(failed=True), **parts).save(14, **now)
 
 
 class Part:
@@ -214,10 +224,10 @@ class Part:
 
 def write(folder, states, world_size=1, **settings):
     """A checkpoint of step 3; its address."""
-    whole = CheckpointFolder(CheckpointSection(folder=str(folder)))
+    whole = CheckpointFolder(str(folder))
     packed = {name: pack(state) for name, state in {"shared": {}, **states}.items()}
     of = {"job": job(folder, **settings), "step": 3, "world_size": world_size}
-    return whole.begin(packed, **of, output=None, shards=None).wait()
+    return whole.begin(packed, url=whole.new_url(3), best=None, **of, output=None, shards=None).wait()
 
 
 @pytest.mark.parametrize(
@@ -237,6 +247,7 @@ def test_of_fewer_or_more_workers_each_has_its_own_state_and_what_others_held(
         shared={},
         own={"step": step, "random": numbers, "local_steps": rounds},
         client=SimpleNamespace(compressor=compressor),
+        best=Best(metric="auc"),
     )
     assert saver.restore(Checkpoint.open(url)) is (rank < 5)
     assert (step.loaded, numbers.loaded) == ([own], random_numbers)
@@ -288,15 +299,15 @@ def path(tmp_path):
 
 def test_a_folder_without_its_manifest_is_no_checkpoint_and_makes_way(path, tmp_path):
     with raises(CheckpointFolderInUse, step=3):
-        CheckpointFolder(CheckpointSection(folder=str(tmp_path))).check(resumed=False)
+        CheckpointFolder(str(tmp_path)).check(resumed=False)
     (path / MANIFEST).unlink()
     for find in (lambda: find_checkpoint(str(tmp_path), job(tmp_path)), lambda: Checkpoint.open(str(path))):
         with pytest.raises(BadCheckpoint):
             find()
-    CheckpointFolder(CheckpointSection(folder=str(tmp_path))).check(resumed=False)
+    CheckpointFolder(str(tmp_path)).check(resumed=False)
     assert write(tmp_path, {}) == str(path)
     with pytest.raises(CheckpointNotWritten):  # in a file there is no folder
-        CheckpointFolder(CheckpointSection(folder=str(path / MANIFEST))).check(resumed=False)
+        CheckpointFolder(str(path / MANIFEST)).check(resumed=False)
 
 
 def test_a_file_that_was_changed_is_named(path):
@@ -380,7 +391,7 @@ def test_a_state_of_other_weights_is_refused(tmp_path):
 
 def test_latest_needs_a_folder_to_look_in(tmp_path):
     with pytest.raises(JobError):
-        find_checkpoint("latest", job(tmp_path).model_copy(update={"checkpoint": None}))
+        find_checkpoint("latest", job(tmp_path).model_copy(update={"checkpoint": CheckpointSection()}))
 
 
 def test_a_state_comes_back_as_it_was():

@@ -3,6 +3,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import pytest
@@ -138,6 +139,40 @@ def test_a_refused_push_does_not_come_back_and_is_told_though_another_shard_was_
     rows = client.pull([("t", route := route_of(client, *range(20)))])[0]
     assert set(rows[route.slice_of(0)].flat) == {-3.0}  # neither push that it refused, and each other one once
     assert set(rows[route.slice_of(1)].flat) == {-5.0}
+
+
+def test_a_wait_for_other_workers_is_told_from_one_for_shards(make_wires):
+    wires = make_wires(2)
+    client = declared(wires, timeout=timedelta(hours=1))
+
+    def waits(*held):
+        """Seconds of a pull, and those for other workers, where each shard says that it held it so long."""
+        for wire, seconds in zip(wires.wires, held, strict=True):
+            wire.before = partial(answer, wire, seconds)
+        before = client.stats
+        rows_of(client, *range(20))
+        after = client.stats
+        return after.wait_seconds - before.wait_seconds, after.workers_wait_seconds - before.workers_wait_seconds
+
+    def answer(wire, seconds, request):
+        return replace(wire.shard.handle(request), held_seconds=seconds) if isinstance(request, Pull) else None
+
+    seconds, for_workers = waits(0.0, 0.0)
+    assert (seconds > 0, for_workers) == (True, 0.0)
+    seconds, for_workers = waits(1e-9, 2e-9)
+    assert for_workers == pytest.approx(2e-9)  # the longer one: they wait side by side
+    seconds, for_workers = waits(0.0, 3600.0)
+    assert for_workers == seconds  # no more than the call took
+
+
+def test_a_request_that_was_put_back_has_waited_for_other_workers(make_wires):
+    wires = make_wires(1)
+    client = declared(wires)
+    wires.hold(fail(errors.ClockAhead(clock=1, workers="1", seconds=0.1)))
+    client.timeout = SHORT
+    with raises(errors.ClockAhead):
+        rows_of(client, 1)
+    assert 0.5 * SHORT.total_seconds() < client.stats.workers_wait_seconds <= client.stats.wait_seconds
 
 
 def test_a_busy_shard_is_given_the_pause_it_asks_for_and_named_at_the_deadline_that_is_set_last(make_wires):

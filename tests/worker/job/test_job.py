@@ -43,10 +43,19 @@ def pushes_plainly(job):
     return job.compression.settings(0).of("rows", dense=False).push.is_plain
 
 
+def first_values(job):
+    return list(job.embedding.initializers().items())
+
+
 # a file, what overrides it, fields of the job (or what is made of it), and their values
 SAID = [
     (GOOD, "", lambda job: job.embedding.optimizer.build(), spec.Adam(lr=0.001, weight_decay=0.05)),
     (GOOD, "", lambda job: job.embedding.initializer.build(), spec.Normal(std=1e-4)),
+    (GOOD, "", first_values, [("*", spec.Normal(std=1e-4))]),
+    # torch's Normal(0, 1) keeps most models from training
+    (GOOD, "embedding.initializer=null", first_values, [("*", spec.Normal(std=0.01))]),
+    (GOOD, "embedding.initializer=null; embedding.groups=[{match: a, optimizer: {name: sgd, lr: 1}}]", first_values,
+     [("a", spec.Normal(std=0.01)), ("*", spec.Normal(std=0.01))]),
     (GOOD, "", "train.budget", ("epochs", 3)),
     (GOOD, "train.steps=20", "train.budget", ("steps", 20)),  # in place of the file's
     (GOOD, "data.stream=true; train.lr_schedule={name: cosine}; train.steps=9", "data.streams_text", True),
@@ -257,6 +266,12 @@ def test_a_direction_of_the_file_is_taken_back_by_null_and_not_by_nothing(folder
     assert mistakes(folder, text, "compression.push=")
 
 
+@pytest.mark.parametrize("text", ["checkpoint=null", "checkpoint.best=false", "checkpoint={folder: here, every: 2}"])
+def test_a_manifest_gives_the_section_of_checkpoints_back(folder, text):
+    job = load(folder, GOOD, text)
+    assert Job.model_validate(job.model_dump(mode="json")).checkpoint == job.checkpoint
+
+
 @pytest.mark.parametrize("text", ["compression=auto", "compression={push: int8, dense: {push: {at: {0: dgc:0.01}}}}"])
 def test_a_checkpoints_manifest_gives_the_section_back(folder, text):
     job = load(folder, CODECS, text)
@@ -393,6 +408,9 @@ train.samples=3; workers=4 -> workers: 4 workers cannot share 3 samples
 model={name: deepfm, batch_norm: true}; train.batch_size=1 -> train.batch_size: batch norm needs at least 2 samples
 data.valid=walid.csv -> data.valid: no file
 data.stream=true; train.lr_schedule={name: cosine} -> train.lr_schedule.name: cosine needs the number of steps
+checkpoint.every=1; checkpoint.keep=3 -> checkpoint.every: has no meaning without -> checkpoint.keep: has no meaning
+checkpoint={best: false, restore_best: true} -> checkpoint.restore_best: the best weights are not kept
+data.valid=null; train.early_stop=null; train.lr_schedule={name: constant}; checkpoint.best=true -> checkpoint.best
 """
 
 OF_MODES = """

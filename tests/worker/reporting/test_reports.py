@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -22,7 +23,7 @@ from embershard.worker.nn.lr_schedule import Schedule
 from embershard.worker.reporting import log as reporting
 from embershard.worker.reporting.log import JsonLog, TensorBoardLog
 from embershard.worker.reporting.profile import TRACED_STEPS, WARM_UP_STEPS, Profile
-from embershard.worker.reporting.records import Evaluation, Interval, RunPlan, RunResult
+from embershard.worker.reporting.records import BestWeights, Evaluation, Interval, RunPlan, RunResult
 from embershard.worker.reporting.report import Report
 from embershard.worker.reporting.terminal import Terminal, result_table
 from embershard.worker.reporting.throughput import Throughput
@@ -78,6 +79,22 @@ def test_a_terminal_gets_a_bar_and_a_file_plain_lines_with_a_table_of_what_was_r
     on_screen = screen(show, terminal=True)
     for part in ("\x1b[", "━", "50%", "333 samples/s", "AUC 0.7500", "evaluating"):
         assert part in on_screen
+
+
+@pytest.mark.parametrize(
+    ("best", "shown"),
+    [
+        ({"checkpoint": "{cwd}/best/step-1", "current": True, "restored": True}, "best/step-1, put back at the end"),
+        ({"checkpoint": "s3://b/step-1", "current": True}, "s3://b/step-1"),
+        ({"checkpoint": "{cwd}/step-1"}, "step-1; training ended with those of the last step"),
+        ({"current": True}, "those of the last step, not kept"),
+        ({}, "not kept; training ended with those of the last step"),
+    ],
+)
+def test_the_last_line_says_where_the_best_weights_are(best, shown):
+    given = {key: value.format(cwd=Path.cwd()) if isinstance(value, str) else value for key, value in best.items()}
+    result = dataclasses.replace(RESULT, best_weights=BestWeights(**given))
+    assert screen(lambda terminal: terminal.finished(result)).splitlines()[-1] == f"best weights: {shown}"
 
 
 def test_lines_between_evaluations_come_now_and_then():

@@ -604,3 +604,30 @@ def net_of_ids(session):
     plain = nn.Sequential(OrderedDict(table=nn.Embedding(10_000, 2), head=nn.Linear(2, 1)))
     plain.embedding_inputs = lambda ids: {"table": ids}
     return es.wrap(plain, session, optimizer=es.SGD(lr=0.1))
+
+
+def test_the_time_of_a_loader_is_waiting_for_data_only_while_training_waits_for_it(wire, monkeypatch):
+    session, now, taken, loaded = wire(1)[1], [100.0], threading.Event(), threading.Event()
+    model = es.wrap(Announcing(), session, optimizer=es.SGD(lr=0.1))
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def loader():
+        for number, (ids, _) in enumerate(pairs(4)):
+            if number == 1:  # slow, while the batch before computes
+                assert taken.wait(PATIENCE)
+                now[0] += 3.0
+                loaded.set()
+            if number == 2:  # slow, and waited for
+                while session._prefetcher._finished < number:
+                    time.sleep(0.001)
+                now[0] += 5.0
+            yield ids
+
+    for ids in session.prefetch(loader()):
+        taken.set()
+        assert loaded.wait(PATIENCE)
+        model(ids).sum().backward()
+        session.step()
+    stats = session.stats
+    assert (stats.data_wait_seconds, stats.workers_wait_seconds) == (5.0, 0.0)
+    assert stats.wait_seconds == 5.0

@@ -61,6 +61,14 @@ def test_the_same_seed_gives_the_same_first_values():
     assert 1.0 <= uniform.min().item() < uniform.max().item() <= 2.0
 
 
+@pytest.mark.parametrize("strategy", ["local", "ps"])
+def test_rows_start_small_where_a_job_names_no_first_values(make_session, strategy):
+    session = make_session() if strategy == "ps" else None
+    chosen = choose(job(strategy, initializer=None), session)
+    rows = chosen.model.linear(torch.arange(NUM_IDS)).detach()
+    assert float(rows.std()) == pytest.approx(0.01, rel=0.3)
+
+
 def choose(job, session=None):
     return choose_strategy(job, job.model.build(DATA.schema, job.dim, "meta"), session, torch.device("cpu"))
 

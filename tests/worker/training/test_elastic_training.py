@@ -6,14 +6,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 
+import numpy as np
 import pytest
+import torch
 
 from embershard.local_shards import InProcessShards
 from embershard.proto.errors import StaleWorker
+from embershard.proto.messages import READ_ONLY_WORKER
+from embershard.worker.checkpoint.snapshots import read_table
 from embershard.worker.client.client import Client
 from embershard.worker.client.membership import Terms
 from embershard.worker.client.worker_group import ShardGroup
 from embershard.worker.session.session import Session
+from embershard.worker.trained.reading import ReadOnlySession, remote_tables, trained
 from embershard.worker.training.trainer import Trainer
 from harness.clicks import Notes, click_data, click_job
 
@@ -46,9 +51,9 @@ class Recorded:
 class Cluster:
     """Workers of one job."""
 
-    def __init__(self, staleness, splits):
-        train = {"epochs": EPOCHS, "batch_size": 20, "staleness": staleness}
-        self.job = click_job(train=train, workers=WORKERS, data={"splits": splits})
+    def __init__(self, staleness, splits, **sections):
+        train = {"epochs": EPOCHS, "batch_size": 20, "staleness": staleness, **sections.pop("train", {})}
+        self.job = click_job(train=train, workers=WORKERS, data={"splits": splits}, **sections)
         self.shards = InProcessShards(2)
         self.staleness = staleness
         self.died = threading.Event()
@@ -139,3 +144,21 @@ def test_who_comes_late_in_place_of_a_dead_worker_takes_part_to_the_end(stalenes
     assert [s for _, s in seconds] == sorted(s for _, s in seconds)  # whoever reports counts from the beginning
     assert [notes.result is not None for _, notes in runs].count(True) == 1
     assert {run[0].figures["valid"]["auc"] for run in runs if run[0]} == {result.figures["valid"]["auc"]}
+
+
+@pytest.mark.parametrize("victim", [None, 0, 2])
+@pytest.mark.parametrize("staleness", [None, 0])
+def test_the_shards_hold_the_best_weights_at_the_end_whoever_dies(tmp_path, staleness, victim):
+    first_is_best = {"early_stop": {"patience": 9, "min_delta": 100.0}}
+    cluster = Cluster(staleness, None, train=first_is_best, checkpoint={"folder": str(tmp_path), "keep": 1})
+    with ThreadPoolExecutor(WORKERS) as pool:
+        runs = list(pool.map(lambda rank: cluster.run(rank, dies=rank == victim), range(WORKERS)))
+    (result,) = (result for result, notes in runs if result is not None and notes.result is result)
+    assert result.best_weights.restored
+    client = Client(cluster.shards.transports(), worker=READ_ONLY_WORKER)
+    reading = trained(cluster.job, click_data(train=1).schema, ReadOnlySession(client), None)
+    for name, module in remote_tables(reading.model).items():
+        parts = list(read_table(result.best_weights.checkpoint, name, "shards"))
+        ids, rows = (torch.from_numpy(np.concatenate(part)) for part in list(zip(*parts, strict=True))[:2])
+        assert torch.equal(module.table.pull(ids), rows)
+    assert {result.best_weights for result, _ in runs if result} == {result.best_weights}

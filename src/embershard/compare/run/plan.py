@@ -173,7 +173,7 @@ class ComparisonPlan:
     def _task(self, kind: RunKind, arm: str, seed: int, bandwidth: str, multiple: float) -> Task:
         found, job = self.arms[arm]
         settings = [*self.experiment.overrides, *found.settings, f"train.seed={seed}"]
-        settings += ["checkpoint=null"] if job.checkpoint is not None else []  # its folder would be that of all runs
+        settings += ["checkpoint={best: false}"]  # its folder would be that of all runs, and writing takes time
         if can_be_limited(job):
             emulated = self.experiment.link == "token bucket"
             settings.append(f"network.bandwidth={bandwidth if emulated else UNLIMITED}")

@@ -1,6 +1,6 @@
-"""How a shard holds a moment for a snapshot: rows copied aside before they change, or a copy of the process by fork.
+"""What a snapshot costs a shard: rows copied aside before they change, or a copy of the process by fork.
 
-A table of dim 16 with Adagrad in this process, pushes of random ids. For either way: how long the moment takes, what a
+A table of dim 16 with Adagrad in this process, pushes of random ids. For either way: how long it pauses, what a
 push costs before it, while the snapshot is open, and after it. For the fork the child only waits, as one that writes
 does; the kernel copies a page of 4 KiB for the first change of each. CPU time of this thread, medians.
 """
@@ -64,16 +64,16 @@ class Run:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
-    def measure(self, moment: ShardImage, repeats: int) -> dict[str, float]:
+    def measure(self, image: ShardImage, repeats: int) -> dict[str, float]:
         before = self.ns_per_row(self.push, repeats), self.ns_per_row(self.table.gather, repeats)
         began, memory = time.perf_counter(), resident_bytes()
-        with moment():
+        with image():
             held = time.perf_counter() - began
             during = self.ns_per_row(self.push, repeats)
             grown = resident_bytes() - memory
         after = self.ns_per_row(self.push, repeats), self.ns_per_row(self.table.gather, repeats)
         return {
-            "moment_ms": round(1000 * held, 2),
+            "pause_ms": round(1000 * held, 2),
             "push_ns_before": round(before[0]),
             "push_ns_during": round(during),
             "push_ns_after": round(after[0]),
@@ -97,7 +97,7 @@ def main() -> None:
     }
     names = list(results["fork"])
     print_table(["", *names], [[way, *(found[name] for name in names)] for way, found in results.items()])
-    finish({"bench": "moment", "rows": args.rows, "batch": args.batch, **results}, [])
+    finish({"bench": "copy_on_write", "rows": args.rows, "batch": args.batch, **results}, [])
 
 
 if __name__ == "__main__":
