@@ -128,7 +128,7 @@ def _resume_command(words: Sequence[str]) -> str:
 
 
 def _check_shards(job: Job, ps: str | None, shards: int | None, imports: list[str] | None) -> None:
-    if not job.has_shards and (ps is not None or imports):
+    if not job.has_shards and (ps is not None or (imports and not job.has_user_code)):
         raise typer.BadParameter(f"strategy {job.strategy} has no shards: --ps and --import have no meaning with it")
     if ps is not None and shards is not None:
         raise typer.BadParameter("--ps names shards that run already: --shards has no meaning with it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,7 @@ def _try_data(job: Job, path: Path, data: Path | None) -> str:
     """What is wrong with a job's code or data; empty where nothing is."""
     try:
         if job.has_user_code:
-            check_job(path, data=data)
+            check_job(path, data=data, say=lambda line: print(line, file=sys.stderr))
         else:
             job.data.look(path.parent)
     except EmbershardError as error:
