@@ -52,6 +52,13 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def kill_own() -> None:
+    """End this process, and all that is in its session where it leads one."""
+    if os.getsid(0) == os.getpid():
+        _kill_others(os.getpid())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def members(leader: int) -> list[int]:
     """The processes of a session that still run, but for its leader; empty where the system does not tell."""
     found = []
@@ -64,11 +71,16 @@ def members(leader: int) -> list[int]:
 
 
 def _kill(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: EPERM of a group that has ended
+        os.killpg(leader, signal.SIGKILL)
+    _kill_others(leader)
+
+
+def _kill_others(leader: int) -> None:
+    """Those of other groups too, and those that they start meanwhile."""
     for _ in range(_ROUNDS):
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: EPERM of a group that has ended
-            os.killpg(leader, signal.SIGKILL)
         found = members(leader)
-        for pid in found:  # those of other groups
+        for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if not found:

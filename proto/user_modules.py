@@ -12,6 +12,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 
 from embershard.proto.errors import BadModule, EmbershardError, UserCodeFailed
 
@@ -81,6 +82,16 @@ def where_raised(error: BaseException) -> str:
     ]
     theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
     return next((f"{frame.filename}:{frame.lineno}" for frame in reversed(theirs or frames)), "")
+
+
+def where_running(frame: FrameType | None) -> str:
+    """file:line of the innermost line of a user's code on a stack; "" where there is none."""
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not filename.startswith(("<", *_NOT_THEIRS)):
+            return f"{filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 def where_defined(member: object) -> str:

@@ -257,6 +257,22 @@ def test_a_job_with_mistakes_fails(tmp_path):
     finds(folders.job_file, open_case("", tmp_path / "job.yaml", None, None), FAIL, "job.yaml:4")
 
 
+def test_the_first_samples_of_a_job_are_tried(tmp_path):
+    job = "model: {name: fm}\ndata: {reader: READER}\nembedding: {optimizer: {name: adagrad, lr: 0.1}}\n"
+    job += "train: {batch_size: 8, epochs: 1}\n"
+
+    def found(reader, level, words):
+        (tmp_path / "job.yaml").write_text(job.replace("READER", reader))
+        finds(folders.job_data, open_case("", tmp_path / "job.yaml", None, None), level, words)
+
+    (tmp_path / "t.csv").write_text("label,a\n1,2\n")
+    found("ctr_csv, train: t.csv", OK, "first samples")
+    (tmp_path / "t.csv").write_text("label,a\n1,2\n7,2\n")
+    found("ctr_csv, train: t.csv", FAIL, "t.csv:3")
+    (tmp_path / "doctors_data.py").write_text("def logs():\n    return 1 / 0\n")
+    found('"doctors_data:logs"', FAIL, "doctors_data.py:2")
+
+
 def test_checkpoints_need_space_for_what_the_tables_hold(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=16 * GIB))
     about = replace(job(tmp_path, f"checkpoint.folder={tmp_path}"), probes=[FULL])

@@ -30,7 +30,12 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 TESTS = Path(__file__).resolve().parents[1]
-MODULES = ("embershard.cli", "embershard.worker.training.loader", "embershard.benchmark.child")
+MODULES = (
+    "embershard.cli",
+    "embershard.worker.training.check_job",
+    "embershard.worker.training.loader",
+    "embershard.benchmark.child",
+)
 WITH_CHILDREN = frozenset({"train", "up", "worker", "compare", "bench"})  # commands that start processes themselves
 # what a shard, a worker (torch.optim: torch._dynamo) and their commands import, but for pyarrow, which starts a thread
 IMPORTS = """
@@ -39,6 +44,7 @@ IMPORTS = """
     embershard.cli.up embershard.cli.worker embershard.proto.snapshot.storage embershard.ps.dispatch
     embershard.ps.apply_thread embershard.ps.transport.grpc embershard.ps.transport.stream
     embershard.ps.transport.torch_rpc embershard.worker.training.loader embershard.worker.training.trainer
+    embershard.worker.training.try_model
 """.split()
 NAME = "(template of warm starts)"  # what a template's command line says
 _PADDING = 16_384  # bytes of a template's words and environment, in which those of a forked process are written

@@ -16,6 +16,7 @@ from embershard.proto.errors import JobError
 GZIP_MAGIC = b"\x1f\x8b"
 MAX_LINE_BYTES = 64 << 20  # far above any sample; without it a binary file would be read into memory whole
 BLOCK_BYTES = 8 << 20  # large enough for a parser's fixed costs to vanish, small enough for many workers' memory
+LOOK_BYTES = 64 << 10  # of each file, before anything is trained
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Samples
 from embershard.worker.data.files import (
     BLOCK_BYTES,
+    LOOK_BYTES,
     Block,
     check_readable,
     count_lines,
@@ -225,9 +226,6 @@ def _is_number(text: str, among: tuple[float, ...] = ()) -> bool:
     return bool(np.isfinite(value)) and (not among or value in among)
 
 
-_LOOK_BYTES = 64 << 10  # of each file, before anything is trained
-
-
 @dataclass(frozen=True, kw_only=True)
 class TextSource:
     """Files of one layout; `to_rows` makes samples of a parsed table.
@@ -250,7 +248,7 @@ class TextSource:
     def check(self) -> None:
         """Parse the start of every file."""
         for path in self.paths:
-            next(read_tables(path, self.layout, skip_lines=int(self.has_header), block_bytes=_LOOK_BYTES))
+            next(read_tables(path, self.layout, skip_lines=int(self.has_header), block_bytes=LOOK_BYTES))
 
     def num_rows(self) -> int | None:
         """None: the number of rows is not known before reading."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from inspect import Parameter
 from pathlib import Path
 from types import GeneratorType
@@ -16,7 +17,7 @@ from embershard.proto.errors import JobError, UserCodeFailed
 from embershard.proto.user_modules import find, user_code, where_defined
 from embershard.worker.data.batch import Batch, Dataset, Evaluation, RowsDataset, Samples, Schema
 from embershard.worker.data.shuffle import check_share
-from embershard.worker.data.stream import SHUFFLE_ROWS, in_batches, shuffled
+from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset, in_batches, shuffled
 
 Rows = Samples | tuple[object, object, object]  # ids (N, F), dense features (N, D) or None, labels (N,)
 _MEMBERS = ("schema", "evaluation", "splits", "num_samples", "train", "evaluate")  # of a Dataset
@@ -125,10 +126,13 @@ class CheckedDataset:
 
     def train(self, epoch: int, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
         """This worker's share of an epoch."""
+        share = "" if world_size == 1 else f" for share {rank + 1} of {world_size}"
+        return self._epoch(epoch, lambda: self._dataset.train(epoch, rank, world_size, batch_size), share)
+
+    def _epoch(self, epoch: int, read: Callable[[], Iterator[Batch]], share: str = "") -> Iterator[Batch]:
         at = f"train, epoch {epoch + 1}"
         with user_code(f"{self._name} ({at})"):
-            schema = self._dataset.schema
-            batches = self._dataset.train(epoch, rank, world_size, batch_size)
+            schema, batches = self._dataset.schema, read()
         if schema != self.schema:
             raise self._failed(at, f"has another schema than when it was opened: {schema}, before {self.schema}")
         empty = True
@@ -136,7 +140,6 @@ class CheckedDataset:
             empty = False
             yield batch
         if empty:
-            share = "" if world_size == 1 else f" for share {rank + 1} of {world_size}"
             raise self._failed(at, f"yielded no samples{share}")
 
     def evaluate(self, split: str, rank: int, world_size: int, batch_size: int) -> Iterator[Batch]:
@@ -144,6 +147,21 @@ class CheckedDataset:
         with user_code(f"{self._name} ({split})"):
             batches = self._dataset.evaluate(split, rank, world_size, batch_size)
         yield from self._batches(batches, split, groups=self.evaluation == "candidates")
+
+    def first_batch(self, split: str, batch_size: int) -> Batch:
+        """The first batch of a split, read without a buffer to shuffle in; of "train" in two epochs."""
+        if split != "train":
+            found = next(self.evaluate(split, 0, 1, batch_size), None)
+            if found is None:
+                raise self._failed(split, "yielded no samples")
+            return found
+        data = self._dataset
+        if getattr(data.train, "__func__", None) in (Reader.train, RowsDataset.train):  # which shuffle
+            read = [partial(data.evaluate, split, 0, 1, batch_size)] * 2
+        else:
+            read = [partial(data.train, epoch, 0, 1, batch_size) for epoch in (0, 1)]
+        first, _ = (next(self._epoch(epoch, read[epoch])) for epoch in (0, 1))
+        return first
 
     def _batches(self, batches: Iterable[object], at: str, *, groups: bool = False) -> Iterator[Batch]:
         number = 1
@@ -170,6 +188,18 @@ class CheckedDataset:
     def _failed(self, at: str, reason: str, where: str = "") -> UserCodeFailed:
         what = f"{self._name} ({at})" if at else self._name
         return UserCodeFailed(what=what, reason=reason, where=where or self._where)
+
+
+def first_batch(dataset: Dataset, split: str, batch_size: int) -> Batch:
+    """The first batch of a split, in the order of its files where the reader allows; JobError where there is none."""
+    if isinstance(dataset, CheckedDataset):
+        return dataset.first_batch(split, batch_size)
+    in_order = split != "train" or isinstance(dataset, (RowsDataset, StreamDataset))
+    read = dataset.evaluate(split, 0, 1, batch_size) if in_order else dataset.train(0, 0, 1, batch_size)
+    found = next(read, None)
+    if found is None:
+        raise JobError(where=f"data ({split})", reason="has no samples")
+    return found
 
 
 class BadSamples(ValueError):

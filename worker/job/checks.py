@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from embershard.proto.codec.name import CodecName
+from embershard.proto.errors import JobError
 from embershard.proto.transport.emulated_link import parse_bandwidth
 from embershard.worker.compression.settings import advice
 from embershard.worker.job.compression import CompressionSection
 from embershard.worker.job.job import Job
 from embershard.worker.job.sections import OptimizerSection
 from embershard.worker.job.yaml import Path as Location
+
+if TYPE_CHECKING:
+    from embershard.worker.data.batch import Dataset
 
 Problems = Iterator[tuple[Location, str]]
 
@@ -259,6 +263,30 @@ def check_job(job: Job, folder: Path) -> Problems:
                 yield ("data", field), problem
 
 
+def check_opened(job: Job, dataset: Dataset) -> None:
+    """JobError where the job contradicts its data in what only the open reader of a user tells."""
+    for at, reason in _opened(job, dataset):
+        raise JobError(where=".".join(map(str, at)), reason=reason)
+
+
+def _opened(job: Job, dataset: Dataset) -> Problems:
+    schema, reader, model = dataset.schema, job.data.reader, job.model.name
+    if job.model.needs == "pairs" and len(schema.features) != 2 and (model != "two_tower" or len(schema.features) < 2):
+        reason = f"{model} needs a user and an item per sample, but data.reader {reader} has {len(schema.features)}"
+        yield ("model", "name"), f"{reason} features: {', '.join(schema.features)}"
+    if job.model.needs == "dense" and not schema.num_dense:
+        yield ("model", "name"), f"{model} needs dense features, of which data.reader {reader} has none"
+    if schema.num_ids is None and not job.has_shards:
+        reason = f"strategy {job.strategy} needs tables in memory, and ids without num_ids have 2**62 rows"
+        yield ("strategy",), f"{reason}; give the reader num_ids, or use strategy ps"
+    if not dataset.splits:
+        yield from _unjudged(job, f", which data.reader {reader} has not: give it a split beside train")
+    schedule, train = job.train.lr_schedule.name, job.train
+    if train.epochs and schedule in ("linear", "cosine") and dataset.num_samples("train") is None:
+        reason = f"{schedule} needs the number of steps, which num_samples of data.reader {reader} does not tell"
+        yield ("train", "lr_schedule", "name"), f"{reason}: give train.steps in place of train.epochs"
+
+
 def _absent(file: Path) -> str | None:
     """Why a file or folder cannot be had."""
     try:
@@ -334,14 +362,18 @@ def _judging(job: Job) -> Problems:
     if job.evaluate.top_k is not None and job.data.evaluation == "pointwise":
         yield ("evaluate", "top_k"), f"has no meaning for data.reader {job.data.reader}; remove it"
     if not job.data.judged_on:
-        needs = (
-            (("train", "early_stop"), job.train.early_stop is not None),
-            (("train", "lr_schedule"), _plateau(job)),
-            (("checkpoint", "best"), job.checkpoint.best and _given(job, "checkpoint", "best")),
-        )
-        for at, given in needs:
-            if given:
-                yield at, "needs something to evaluate on: name a file in data.valid or data.test"
+        yield from _unjudged(job, ": name a file in data.valid or data.test")
+
+
+def _unjudged(job: Job, remedy: str) -> Problems:
+    needs = (
+        (("train", "early_stop"), job.train.early_stop is not None),
+        (("train", "lr_schedule"), _plateau(job)),
+        (("checkpoint", "best"), job.checkpoint.best and _given(job, "checkpoint", "best")),
+    )
+    for at, given in needs:
+        if given:
+            yield at, f"needs something to evaluate on{remedy}"
 
 
 def _checkpoints(job: Job) -> Problems:

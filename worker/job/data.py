@@ -118,6 +118,13 @@ class DataSection(Section):
         """The reader; paths start at `folder`. JobError names file:line of what is wrong."""
         raise NotImplementedError
 
+    def look(self, folder: Path) -> None:
+        """Try the first rows of every file, without torch. JobError names file:line of what is wrong."""
+
+    def first_rows(self) -> DataSection:
+        """This section, or one like it whose reader reads no whole files when it is opened: to try a model on."""
+        return self
+
     def paths(self, folder: Path) -> dict[str, tuple[Path, ...]]:
         """Return the files of each split."""
         return {split: tuple(folder / self.root / path for path in paths) for split, paths in self.files().items()}
@@ -150,6 +157,12 @@ class NcfFilesSection(DataSection):
         """Field -> the files that it names, under `root`."""
         return {"prefix": tuple(Path(f"{self.prefix}.{e}") for e in ("train.pairs", "test.rating", "test.negative"))}
 
+    def look(self, folder: Path) -> None:
+        """Try the first rows of every file."""
+        from embershard.worker.data.readers.interaction_files import look_at_ncf
+
+        look_at_ncf(folder / self.root / self.prefix)
+
     def open(self, folder: Path, seed: int) -> Dataset:
         """Open the reader that this section describes."""
         from embershard.worker.data.readers.movielens import NcfData
@@ -175,6 +188,12 @@ class ListsSection(DataSection):
     def has_clicks(self) -> bool:
         """Whether samples have labels of both kinds."""
         return False
+
+    def look(self, folder: Path) -> None:
+        """Try the first rows of every file."""
+        from embershard.worker.data.readers.interaction_files import look_at_lists
+
+        look_at_lists(folder / self.root / path for path in (self.train, self.test))
 
     def open(self, folder: Path, seed: int) -> Dataset:
         """Open the reader that this section describes."""
@@ -259,6 +278,19 @@ class CtrCsvSection(_ColumnsSection):
             return "num_ids", "must be given: a stream of global ids does not tell the largest in advance"
         return super().problem()
 
+    def first_rows(self) -> DataSection:
+        """A stream, where that knows as much: global ids without num_ids are counted in the whole file."""
+        if self.ids == "global" and self.num_ids is None:
+            return self
+        return self.model_copy(update={"stream": True, "halve_valid_by": None})
+
+    def look(self, folder: Path) -> None:
+        """Try the first rows of every file."""
+        from embershard.worker.data.readers.ctr_csv import look
+
+        files = {split: paths[0] for split, paths in self.paths(folder).items()}
+        look(files, self.columns(), delimiter=self.delimiter, num_ids=self.num_ids)
+
     def open(self, folder: Path, seed: int) -> Dataset:
         """Open the reader that this section describes."""
         from embershard.worker.data.readers.ctr_csv import CtrCsv, CtrCsvStream
@@ -289,6 +321,12 @@ class ParquetSection(_ColumnsSection):
         if self.ids == "global" and self.num_ids is None:
             return "num_ids", "must be given: a stream of global ids does not tell the largest in advance"
         return super().problem()
+
+    def look(self, folder: Path) -> None:
+        """Try the first rows of every file."""
+        from embershard.worker.data.readers.parquet import look
+
+        look(self.paths(folder), self.columns(), num_ids=self.num_ids)
 
     def open(self, folder: Path, seed: int) -> Dataset:
         """Open the reader that this section describes."""
@@ -321,6 +359,16 @@ class CriteoSection(DataSection):
         """Whether text is read anew in each epoch."""
         return self.stream
 
+    def first_rows(self) -> DataSection:
+        """A stream."""
+        return self.model_copy(update={"stream": True})
+
+    def look(self, folder: Path) -> None:
+        """Try the first rows of every file."""
+        from embershard.worker.data.readers.criteo import look
+
+        look(self.paths(folder))
+
     def open(self, folder: Path, seed: int) -> Dataset:
         """Open the reader that this section describes."""
         from embershard.worker.data.readers.criteo import CriteoTsv, CriteoTsvStream
@@ -341,6 +389,12 @@ class AdultSection(DataSection):
     def has_dense(self) -> bool:
         """Whether samples have dense features."""
         return True
+
+    def look(self, folder: Path) -> None:
+        """Try the first rows of every file."""
+        from embershard.worker.data.readers.adult import look
+
+        look(paths[0] for paths in self.paths(folder).values())
 
     def open(self, folder: Path, seed: int) -> Dataset:
         """Open the reader that this section describes."""

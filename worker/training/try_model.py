@@ -83,7 +83,9 @@ def _try_step(job: Job, model: nn.Module, make_loss: Callable[[], Tensor]) -> No
 
 
 def _where(job: Job) -> str:
-    return where_defined(find(job.loss.code if job.loss else job.model.name)) if job.has_user_code else ""
+    return (
+        where_defined(find(job.loss.code if job.loss else job.model.name)) if job.loss or ":" in job.model.name else ""
+    )
 
 
 def _try_metrics(metrics: Metrics, batch: Batch, logits: Tensor) -> None:

@@ -102,6 +102,15 @@ def run() -> None:
         if error.errno not in _NOT_OURS:
             raise
         _fail(f"cannot write to {error.filename or 'the output'}: {error.strerror}")
+    finally:
+        _end_children()
+
+
+def _end_children() -> None:
+    """End what a user's code started by multiprocessing, for which Python would wait at its exit."""
+    multiprocessing = sys.modules.get("multiprocessing")
+    for child in multiprocessing.active_children() if multiprocessing is not None else ():
+        child.terminate()
 
 
 def _fail(text: str) -> NoReturn:

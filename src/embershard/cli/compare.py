@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from embershard.cli.signals import ended_by_signals
-from embershard.cli.user_code import check_user_code
+from embershard.cli.user_code import check_user_code, try_job
 from embershard.compare.results import UNLIMITED, Arm, Bandwidth, write_results
 from embershard.compare.run.arms import BadArm, find_arms
 from embershard.compare.run.engine import Engine
@@ -118,6 +118,7 @@ def compare(
     )
     if not report_only:
         check_user_code([arm_job for _, arm_job in found.values()], experiment.imports)
+        _try_arms(found, job, sets, data, experiment.imports)
     setup = RunSetup(job=job, data=data, folder=output or Path("runs") / f"compare-{job.stem}")
     with ended_by_signals():
         _carry_out(ComparisonPlan(experiment, found, links), setup, margin, report_only=report_only)
@@ -139,6 +140,18 @@ def _arms(groups: list[str], job: Path, sets: tuple[str, ...], data: Path | None
         return find_arms(groups, job, sets, data)
     except BadArm as error:
         raise typer.BadParameter(f"--arms: {error}") from None
+
+
+def _try_arms(
+    found: dict[str, tuple[Arm, Job]], path: Path, sets: tuple[str, ...], data: Path | None, imports: tuple[str, ...]
+) -> None:
+    """Try the data and the model of every arm, those that several arms have in common once."""
+    tried: list[tuple[object, ...]] = []
+    for arm, job in found.values():
+        parts = (job.data, job.model, job.loss, job.metrics, job.callbacks, job.strategy, job.train.batch_size)
+        if parts not in tried:
+            tried.append(parts)
+            try_job(job, path, [*sets, *arm.settings], data, imports, typer.echo)
 
 
 def _carry_out(plan: ComparisonPlan, setup: RunSetup, margin: float | None, *, report_only: bool) -> None:

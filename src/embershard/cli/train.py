@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from embershard.cli.signals import end_with_parent, ended_by_signals
-from embershard.cli.user_code import check_user_code
+from embershard.cli.user_code import check_user_code, try_job
 from embershard.deploy.supervisor import LocalShards
 from embershard.deploy.workers import LocalWorkers, WorkerFailed
 from embershard.proto.errors import CannotWrite, EmbershardError
@@ -96,6 +96,7 @@ def train(
     command += ["--profile"] if profile else []
     command += [word for module in imports or () for word in ("--import", module)]
     make_folder(folder)
+    try_job(settings, job, sets, data, imports or (), typer.echo)
     for line in compression_advice(settings):
         typer.echo(f"advice: {line}")
     try:
@@ -127,7 +128,7 @@ def _resume_command(words: Sequence[str]) -> str:
 
 
 def _check_shards(job: Job, ps: str | None, shards: int | None, imports: list[str] | None) -> None:
-    if not job.has_shards and (ps is not None or imports):
+    if not job.has_shards and (ps is not None or (imports and not job.has_user_code)):
         raise typer.BadParameter(f"strategy {job.strategy} has no shards: --ps and --import have no meaning with it")
     if ps is not None and shards is not None:
         raise typer.BadParameter("--ps names shards that run already: --shards has no meaning with it")

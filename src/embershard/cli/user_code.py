@@ -1,10 +1,12 @@
-"""User-defined codecs and row optimizers of jobs, looked for before anything starts."""
+"""What a job names of a user's code, and its data, tried before anything starts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from embershard.cli.signals import ended_by_signals
+from embershard.deploy.job_check import check_job
 from embershard.proto import spec
 from embershard.proto.codec.name import CodecName
 from embershard.worker.job.job import Job
@@ -34,6 +36,26 @@ def check_user_code(jobs: Iterable[Job], imports: Sequence[str], *, starts_shard
         compiled = OptimizerRegistry(imports)
         for optimizer in optimizers:
             compiled.find(optimizer)
+
+
+def try_job(
+    job: Job,
+    path: Path,
+    overrides: Sequence[str],
+    data: Path | None,
+    imports: Sequence[str],
+    say: Callable[[str], object],
+) -> None:
+    """Try the data and the model of a job on the first samples, before anything starts.
+
+    What a user wrote runs in a process of its own. Files of the built-in readers are looked at here, in milliseconds
+    and without torch. JobError, BadModule, UserCodeFailed or CheckEnded say what is wrong.
+    """
+    if not job.has_user_code:
+        job.data.look(path.parent)
+        return
+    with ended_by_signals():
+        check_job(path, overrides=overrides, data=data, imports=imports, say=say)
 
 
 def _codecs(job: Job) -> Iterator[CodecName]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from typing import Annotated
 import torch
 import typer
 
+from embershard.deploy import sessions
 from embershard.proto.compiled.jit import compile_missing
 from embershard.proto.errors import JobError
 from embershard.proto.timing import Recorder
@@ -25,6 +25,7 @@ from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from embershard.worker.client.worker_group import JOIN_TIMEOUT, ShardGroup, WorkerGroup
 from embershard.worker.device import keep_freed_memory
+from embershard.worker.job.checks import check_opened
 from embershard.worker.job.job import Job
 from embershard.worker.job.load import load_job
 from embershard.worker.job.user_code import search_from
@@ -169,6 +170,7 @@ def _train(
             check_restored(session.client, checkpoint)
         group = stack.enter_context(_join(job, session, place))
         dataset = job.data.open(base, job.train.seed)
+        check_opened(job, dataset)
         trainer = Trainer(
             job,
             dataset,
@@ -293,7 +295,7 @@ def _observers(job: Job, folder: Path | None) -> list[Observer]:
 
 
 def _end_with(parent_pid: int) -> None:
-    """End this process once its parent, asked twice a second, is gone."""
+    """End this process and its session once its parent, asked twice a second, is gone."""
     while os.getppid() == parent_pid:
         time.sleep(0.5)
-    os.kill(os.getpid(), signal.SIGKILL)  # nothing here would be lost, and nothing may hold it up
+    sessions.kill_own()  # nothing here would be lost, and nothing may hold it up

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from embershard.deploy.job_check import check_job
 from embershard.doctor.probe import Probe, probe_all
 from embershard.doctor.run_record import RunRecord, read_run
-from embershard.proto.errors import BadAddress, JobError
+from embershard.proto.errors import BadAddress, EmbershardError, JobError
 from embershard.proto.messages import ShardStatus
 from embershard.proto.transport.addresses import parse_addresses
 
@@ -25,6 +27,7 @@ class Case:
     address_mistake: str = ""
     job: Job | None = None
     job_mistake: str = ""
+    data_mistake: str = ""
     run: RunRecord | None = None
 
     @property
@@ -49,7 +52,7 @@ class Case:
 def open_case(addresses: str, job: Path | None, data: Path | None, run: Path | None) -> Case:
     """Look at what was named; a dead address takes `probe.DEADLINE`, however many there are."""
     probes: Sequence[Probe] = ()
-    address_mistake = job_mistake = ""
+    address_mistake = job_mistake = data_mistake = ""
     found = None
     if addresses:
         try:
@@ -63,10 +66,24 @@ def open_case(addresses: str, job: Path | None, data: Path | None, run: Path | N
             found = load_job(job, (), data)
         except JobError as error:
             job_mistake = str(error)
+        data_mistake = "" if found is None else _try_data(found, job, data)
     return Case(
         probes=probes,
         address_mistake=address_mistake,
         job=found,
         job_mistake=job_mistake,
+        data_mistake=data_mistake,
         run=read_run(run) if run is not None else None,
     )
+
+
+def _try_data(job: Job, path: Path, data: Path | None) -> str:
+    """What is wrong with a job's code or data; empty where nothing is."""
+    try:
+        if job.has_user_code:
+            check_job(path, data=data, say=lambda line: print(line, file=sys.stderr))
+        else:
+            job.data.look(path.parent)
+    except EmbershardError as error:
+        return str(error)
+    return ""

@@ -28,6 +28,18 @@ def job_file(case: Case) -> Finding | None:
 
 
 @check(
+    "job data",
+    asks="whether the job's code and data work: its reader and model are tried on the first samples of every split",
+    remedy="correct what is named, in the file and line; `embershard train` would name the same",
+)
+def job_data(case: Case) -> Finding | None:
+    """What `embershard train` tries before it starts anything."""
+    if case.job is None:
+        return None
+    return fail(case.data_mistake) if case.data_mistake else ok("the first samples of every split")
+
+
+@check(
     "run folder",
     asks="whether the run's folder can be written, and has space for logs",
     remedy="choose another folder with --output, or make space",
@@ -74,7 +86,7 @@ def temporary_folder(_: Case) -> Finding:
         return fail(str(error))
 
 
-CHECKS = (job_file, run_folder, checkpoint_folder, temporary_folder)
+CHECKS = (job_file, job_data, run_folder, checkpoint_folder, temporary_folder)
 
 
 def _folder(path: Path, wanted: int) -> Finding:

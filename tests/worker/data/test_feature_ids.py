@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embershard.proto.reference import mix64
-from embershard.worker.data.columns import feature_key, hash_numbers, hash_texts
+from embershard.worker.data.hashing import feature_key, hash_numbers, hash_texts
 
 
 def plain_hash(feature: str, text: str) -> int:

@@ -12,7 +12,7 @@ import torch
 
 import embershard as es
 from embershard.proto.errors import BadModule, JobError, UserCodeFailed
-from embershard.worker.data.columns import hash_texts
+from embershard.worker.data.hashing import hash_texts
 from embershard.worker.data.user_defined import open_reader
 from harness.raises import raises
 

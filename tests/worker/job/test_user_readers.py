@@ -83,6 +83,14 @@ def test_mistakes_beside_a_reader_are_named_by_field(folder, override, expected)
     assert expected in found
 
 
+def test_a_loss_of_the_jobs_own_takes_any_labels_unless_the_job_says_otherwise(job, folder):
+    code = LOGS.replace("np.arange(40) % 2", "np.full(40, 2.5)")
+    for overrides in ([], ["loss=my:loss", "data.labels=probability"]):
+        with raises(UserCodeFailed, reason=re.compile("label of 2.5")):
+            next(job(*overrides, code=code).data.open(folder, 1).train(0, 0, 1, 8))
+    assert next(job("loss=my:loss", code=code).data.open(folder, 1).train(0, 0, 1, 8)).labels[0] == 2.5
+
+
 def test_a_module_in_the_jobs_folder_hides_no_installed_one(job, folder):
     (folder / "json.py").write_text("1 / 0")
     job()

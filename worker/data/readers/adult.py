@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import RowsDataset, Samples, Schema
-from embershard.worker.data.files import read_blocks
+from embershard.worker.data.files import BLOCK_BYTES, LOOK_BYTES, read_blocks
 from embershard.worker.data.text import Kind, Layout, column, read_tables
 
 CATEGORICAL = (
@@ -82,10 +82,24 @@ class Adult(RowsDataset):
         super().__init__(schema, rows, where=str(train), seed=seed, shuffle=shuffle)
 
 
+def look(paths: Iterable[Path]) -> None:
+    """Parse the first lines of every file, without torch. JobError names file:line of what is wrong."""
+    for path in paths:
+        _whole(path, next(_tables(path, LOOK_BYTES)))
+
+
 def _read(path: Path) -> pa.Table:
+    return _whole(path, pa.concat_tables(_tables(path)))
+
+
+def _tables(path: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[pa.Table]:
     # adult.test as published begins with "|1x3 Cross validator"; without it the first line is a sample
     note = next(read_blocks(path, block_bytes=1 << 10)).text.startswith(b"|")
-    table = pa.concat_tables(read_tables(path, LAYOUT, skip_lines=int(note)))
+    return read_tables(path, LAYOUT, skip_lines=int(note), block_bytes=block_bytes)
+
+
+def _whole(path: Path, table: pa.Table) -> pa.Table:
+    """A table in which no number is missing. JobError where one is."""
     for name in NUMERIC:
         if table.column(name).null_count:
             raise JobError(where=str(path), reason=f"column {name!r} has missing values")

@@ -39,6 +39,12 @@ class CriteoTsvStream(StreamDataset):
         super().__init__(SCHEMA, _sources(files), seed=seed, shuffle_rows=shuffle_rows)
 
 
+def look(files: Mapping[str, Sequence[Path]]) -> None:
+    """Parse the first lines of every file, without torch. JobError names file:line of what is wrong."""
+    for source in _sources(files).values():
+        source.check()
+
+
 def _sources(files: Mapping[str, Sequence[Path]]) -> dict[str, TextSource]:
     for split in {"train": (), **files}:
         if not files.get(split):

@@ -11,10 +11,9 @@ import torch
 
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Batch, Evaluation, Schema
-from embershard.worker.data.files import read_blocks
+from embershard.worker.data.readers.interaction_files import read_lists
 from embershard.worker.data.readers.interactions import (
     Interactions,
-    Ints,
     check_numbering,
     draw_key,
     list_batch,
@@ -46,7 +45,7 @@ class InteractionLists:
         if layout not in ("pairs", "lists"):
             raise ValueError(f"layout must be 'pairs' or 'lists', got {layout!r}")
         self._negatives, self._layout, self._seed, self._where = negatives, layout, seed, str(train)
-        pairs = {"train": _read_lists(train), "test": _read_lists(test)}
+        pairs = {"train": read_lists(train), "test": read_lists(test)}
         if not len(pairs["train"][0]):
             raise JobError(where=str(train), reason="no user has an item")
         num_users = 1 + max(int(users.max(initial=-1)) for users, _ in pairs.values())
@@ -123,29 +122,3 @@ class InteractionLists:
     def _check(self, split: str) -> None:
         if split not in self.splits:
             raise JobError(where=self._where, reason=f"no split {split!r} (known: train, test)")
-
-
-def _read_lists(path: Path) -> tuple[Ints, Ints]:
-    """(N,) users and items of a file, in file order."""
-    lines: dict[int, int] = {}  # user -> line number
-    users, items, counts = [], [], []
-    for block in read_blocks(path):
-        for number, line in enumerate(block.text.split(b"\n"), block.first_line):
-            fields = line.split()
-            if not fields:
-                continue
-            try:
-                numbers = np.array(fields).astype(np.int64)
-            except (ValueError, OverflowError):
-                numbers = np.array([-1])
-            if numbers.min() < 0:
-                raise JobError(where=f"{path}:{number}", reason="expected a user and its items, as integers >= 0")
-            user = int(numbers[0])
-            if user in lines:
-                raise JobError(where=f"{path}:{number}", reason=f"user {user} has a line already: {lines[user]}")
-            lines[user] = number
-            users.append(user)
-            items.append(numbers[1:])
-            counts.append(len(fields) - 1)
-    flat = np.concatenate(items) if items else np.empty(0, np.int64)
-    return np.repeat(np.array(users, np.int64), counts), flat

@@ -6,17 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from embershard.proto.errors import JobError
 from embershard.worker.data.batch import Batch, Evaluation, Schema
-from embershard.worker.data.files import read_blocks
-from embershard.worker.data.readers.interactions import Interactions, Ints, check_numbering, draw_key, pair_batch
+from embershard.worker.data.readers.interaction_files import read_candidates, read_pairs
+from embershard.worker.data.readers.interactions import Interactions, check_numbering, draw_key, pair_batch
 from embershard.worker.data.shuffle import batches, check_enough, check_share, permutation
-from embershard.worker.data.text import Layout, column, read_tables
-
-_PAIRS = Layout(columns={"user": "id", "item": "id"}, delimiter="\t")
 
 
 class NcfData:
@@ -33,8 +29,8 @@ class NcfData:
             raise ValueError(f"negatives must be >= 0, got {negatives}")
         self._negatives, self._seed = negatives, seed
         self._where = f"{prefix}.train.pairs"
-        users, items = _read_pairs(Path(self._where))
-        test_users, test_items, test_labels = _read_candidates(prefix)
+        users, items = read_pairs(Path(self._where))
+        test_users, test_items, test_labels = read_candidates(prefix)
         num_users = int(max(users.max(), test_users.max())) + 1
         num_items = int(max(items.max(), test_items.max())) + 1
         check_numbering(self._where, num_users, num_items)
@@ -99,58 +95,3 @@ class NcfData:
     def _check(self, split: str) -> None:
         if split not in self.splits:
             raise JobError(where=self._where, reason=f"no split {split!r} (known: train, test)")
-
-
-def _read_pairs(path: Path) -> tuple[Ints, Ints]:
-    parts = [(column(t, "user"), column(t, "item")) for t in read_tables(path, _PAIRS)]
-    users, items = (np.concatenate(part).astype(np.int64) for part in zip(*parts, strict=True))
-    return users, items
-
-
-def _read_candidates(prefix: Path) -> tuple[Ints, Ints, npt.NDArray[np.float32]]:
-    """(N,) users ascending, items and labels: per user the distinct items, the held-out one last and labelled 1."""
-    held_out = _read_held_out(Path(f"{prefix}.test.rating"))
-    path = Path(f"{prefix}.test.negative")
-    lists: dict[int, list[int]] = {}
-    count = 0
-    for block in read_blocks(path):
-        for number, line in enumerate(block.text.splitlines(), block.first_line):
-            if not line.strip():
-                continue
-            try:
-                user, item, items = _parse_candidates(line)
-            except ValueError:
-                reason = "expected (user,item) and its negative items, separated by tabs"
-                raise JobError(where=f"{path}:{number}", reason=reason) from None
-            if held_out.get(user) != item:
-                reason = f"user {user} has item {item} here, but {held_out.get(user)} in {prefix.name}.test.rating"
-                raise JobError(where=f"{path}:{number}", reason=reason)
-            count = count or len(items)
-            if len(items) != count:
-                reason = f"{len(items)} negative items, but {count} in the lines before (cut short?)"
-                raise JobError(where=f"{path}:{number}", reason=reason)
-            lists[user] = [i for i in dict.fromkeys(items) if i != item] + [item]
-    missing = sorted(held_out.keys() - lists.keys())
-    if missing:
-        raise JobError(where=str(path), reason=f"no line for user {missing[0]} of {prefix.name}.test.rating")
-    order = sorted(lists)
-    users = np.repeat(order, [len(lists[u]) for u in order]).astype(np.int64)
-    labels = np.concatenate([np.r_[np.zeros(len(lists[u]) - 1), 1.0] for u in order]).astype(np.float32)
-    return users, np.concatenate([lists[u] for u in order]).astype(np.int64), labels
-
-
-def _parse_candidates(line: bytes) -> tuple[int, int, list[int]]:
-    pair, *rest = line.split()
-    user, item = (int(part) for part in pair[1:-1].split(b","))
-    items = [int(part) for part in rest]
-    if pair[:1] + pair[-1:] != b"()" or user < 0 or item < 0 or min(items, default=-1) < 0:
-        raise ValueError
-    return user, item, items
-
-
-def _read_held_out(path: Path) -> dict[int, int]:
-    layout = Layout(columns={"user": "id", "item": "id", "rating": "number", "time": "number"}, delimiter="\t")
-    held_out: dict[int, int] = {}
-    for table in read_tables(path, layout):
-        held_out |= dict(zip(column(table, "user").tolist(), column(table, "item").tolist(), strict=True))
-    return held_out

@@ -21,6 +21,7 @@ from embershard.worker.data.shuffle import too_many_workers
 from embershard.worker.data.stream import SHUFFLE_ROWS, StreamDataset
 from embershard.worker.data.text import TYPES, Layout, plausible
 
+_LOOK_ROWS = 1 << 10  # of each file, before anything is trained
 READ_ROWS = 1 << 16  # rows decoded at once: a row group may be larger than memory
 
 
@@ -43,13 +44,25 @@ class ParquetData(StreamDataset):
         columns = columns or Columns()
         if columns.ids == "global" and num_ids is None:
             raise ValueError("global ids need num_ids where the files are not read in advance")
-        if not files.get("train"):
-            raise JobError(where="files", reason="no train file is named")
-        paths = {split: _expand(given) for split, given in files.items()}
-        first = paths["train"][0]
-        layout = columns.layout(str(first), tuple(_open(first).schema_arrow.names), num_ids=num_ids)
-        sources = {split: ParquetSource(paths=p, layout=layout, columns=columns) for split, p in paths.items()}
+        layout, sources = _sources(files, columns, num_ids)
         super().__init__(columns.schema(layout, num_ids), sources, seed=seed, shuffle_rows=shuffle_rows)
+
+
+def look(files: Mapping[str, Sequence[Path]], columns: Columns, *, num_ids: int | None = None) -> None:
+    """Read the first rows of every file, without torch. JobError names the file of what is wrong."""
+    for source in _sources(files, columns, num_ids)[1].values():
+        source.look()
+
+
+def _sources(
+    files: Mapping[str, Sequence[Path]], columns: Columns, num_ids: int | None
+) -> tuple[Layout, dict[str, ParquetSource]]:
+    if not files.get("train"):
+        raise JobError(where="files", reason="no train file is named")
+    paths = {split: _expand(given) for split, given in files.items()}
+    first = paths["train"][0]
+    layout = columns.layout(str(first), tuple(_open(first).schema_arrow.names), num_ids=num_ids)
+    return layout, {split: ParquetSource(paths=p, layout=layout, columns=columns) for split, p in paths.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +81,17 @@ class ParquetSource:
     def check(self) -> None:
         """Read every file's footer, and compare its columns."""
         self.num_rows()
+
+    def look(self) -> None:
+        """Read the first rows of every file. JobError where they are none of this layout."""
+        self.check()
+        for path in self.paths:
+            group = next((number for of, number, _ in self._groups if of == path), None)
+            if group is not None:
+                where = f"{path}: row group {group}"
+                for part in self._parts(path, group, _LOOK_ROWS):
+                    self._typed(where, part)
+                    break
 
     def num_rows(self) -> int | None:
         """The number of rows, from the files' footers."""
@@ -112,19 +136,24 @@ class ParquetSource:
             if name not in schema.names:
                 reason = f"no column {name!r}, which the first train file has (there are: {', '.join(schema.names)})"
                 raise JobError(where=str(path), reason=reason)
-        self._rows(str(path), schema.empty_table().select(self._names))  # their types
+        self._typed(str(path), schema.empty_table().select(self._names))
 
     def _read(self, path: Path, group: int) -> Iterator[Samples]:
-        where = f"{path}: row group {group}"
+        for table in self._parts(path, group, READ_ROWS):
+            yield self.columns.rows(self._typed(f"{path}: row group {group}", table), self.layout)
+
+    def _parts(self, path: Path, group: int, rows: int) -> Iterator[pa.Table]:
         file = _open(path)
         try:
             with reading(path):
-                for part in file.iter_batches(READ_ROWS, row_groups=[group], columns=self._names, use_threads=False):
-                    yield self._rows(where, pa.Table.from_batches([part]))
+                for part in file.iter_batches(rows, row_groups=[group], columns=self._names, use_threads=False):
+                    yield pa.Table.from_batches([part])
         except (pa.ArrowException, OSError) as error:
+            where = f"{path}: row group {group}"
             raise JobError(where=where, reason=f"cannot be read ({error}); get the file again") from None
 
-    def _rows(self, where: str, table: pa.Table) -> Samples:
+    def _typed(self, where: str, table: pa.Table) -> pa.Table:
+        """The columns with the types of the layout. JobError where one has no such values."""
         typed = {}
         for name in table.column_names:
             kind, values = self.layout.columns[name], table.column(name)
@@ -144,7 +173,7 @@ class ParquetSource:
         problem = plausible(checked, self.layout)
         if problem:
             raise JobError(where=where, reason=problem)
-        return self.columns.rows(checked, self.layout)
+        return checked
 
 
 def _expand(given: Sequence[Path]) -> list[Path]:

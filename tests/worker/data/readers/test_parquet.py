@@ -7,7 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from embershard.proto.errors import JobError
-from embershard.worker.data.columns import Columns, hash_texts
+from embershard.worker.data.columns import Columns
+from embershard.worker.data.hashing import hash_texts
 from embershard.worker.data.readers import parquet
 from embershard.worker.data.readers.parquet import ParquetData
 

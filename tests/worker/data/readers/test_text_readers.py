@@ -6,7 +6,8 @@ import pytest
 
 from embershard.proto.errors import JobError
 from embershard.worker.data import text as delimited
-from embershard.worker.data.columns import Columns, hash_texts
+from embershard.worker.data.columns import Columns
+from embershard.worker.data.hashing import hash_texts
 from embershard.worker.data.readers.adult import Adult
 from embershard.worker.data.readers.clicks import ClickStream
 from embershard.worker.data.readers.criteo import CriteoTsv, CriteoTsvStream

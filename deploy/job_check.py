@@ -1,0 +1,118 @@
+"""The check of a job's own code and data before anything starts, in a process that is ended with all that it began."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO
+
+from embershard.deploy import sessions
+from embershard.proto.errors import EmbershardError, from_wire
+
+LAST_LINES = 12  # of what it wrote to stderr
+FIRST_NEWS_SECONDS, NEWS_SECONDS = 5.0, 10.0
+_POLL_SECONDS = 0.2
+_MODULE = "embershard.worker.training.check_job"
+
+
+class CheckEnded(EmbershardError):
+    """The process in which a job's code is tried ended without a result: the code ended or crashed it."""
+
+    template = (
+        "the job's code ended the process in which it was tried before training ({how}), while it was {doing} "
+        "({where}); its last lines:\n{lines}"
+    )
+
+
+def check_job(
+    job: Path,
+    *,
+    overrides: Sequence[str] = (),
+    data: Path | None = None,
+    imports: Sequence[str] = (),
+    say: Callable[[str], object] = lambda text: None,
+) -> None:
+    """Try the code and the data of a job on their first samples: what is wrong is raised, as the job's workers would.
+
+    `overrides` and `data` are those of load_job, `imports` modules that are imported too. `say` is told what goes on
+    where it takes long, and what is remarkable. CheckEnded where the code ends its process.
+    """
+    request = {
+        "job": str(job.absolute()),
+        "overrides": list(overrides),
+        "data": None if data is None else str(data.absolute()),
+        "imports": list(imports),
+    }
+    with tempfile.TemporaryFile() as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", _MODULE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+            _follow(process, process.stdout, stderr, say)
+        finally:
+            sessions.kill(process)
+            process.stdin.close()
+            process.stdout.close()
+
+
+def _follow(
+    process: subprocess.Popen[bytes], stdout: IO[bytes], stderr: IO[bytes], say: Callable[[str], object]
+) -> None:
+    began = time.monotonic()
+    next_news, doing, where, rest = began + FIRST_NEWS_SECONDS, "starting", "", b""
+    while True:
+        ready = select.select([stdout], [], [], _POLL_SECONDS)[0]
+        data = os.read(stdout.fileno(), 1 << 16) if ready else b""
+        *lines, rest = (rest + data).split(b"\n")
+        for line in map(json.loads, lines):
+            if "error" in line:
+                raise from_wire(json.dumps(line["error"]).encode(), "")
+            if "started" in line:
+                _remark(line, sessions.members(process.pid), say)
+                return
+            doing, where = line.get("doing", doing), line["at"] or where
+        if not data and (ready or sessions.has_ended(process)):
+            raise _ended(process, stderr, doing, where)
+        if time.monotonic() >= next_news:
+            next_news = time.monotonic() + NEWS_SECONDS
+            say(f"checking the job: {doing} ({where or '...'}), {time.monotonic() - began:.0f} s so far")
+
+
+def _remark(line: dict[str, str], left: Sequence[int], say: Callable[[str], object]) -> None:
+    if line["printed"]:
+        say(f"note: {line['printed']} prints when it is imported; what workers print goes to their logs")
+    if line["started"] and left:
+        where = ", ".join(dict.fromkeys(line["started"]))
+        say(f"note: {where} starts processes that go on (here {len(left)}); they are ended with each worker")
+
+
+def _ended(process: subprocess.Popen[bytes], stderr: IO[bytes], doing: str, where: str) -> CheckEnded:
+    sessions.kill(process)
+    code = process.returncode
+    stderr.seek(0)
+    text = stderr.read().decode(errors="replace")
+    crash = text.rfind("Fatal Python error")  # of which the first lines tell, the innermost call first
+    lines = text[crash:].splitlines()[:LAST_LINES] if crash >= 0 else text.splitlines()[-LAST_LINES:]
+    return CheckEnded(
+        how=f"exit code {code}" if code >= 0 else signal.Signals(-code).name,
+        doing=doing,
+        where=where or "?",
+        lines="\n".join(lines) or "(nothing)",
+    )
