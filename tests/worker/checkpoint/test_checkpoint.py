@@ -200,7 +200,7 @@ def test_a_worker_that_is_not_the_first_writes_nothing_and_hears_of_errors(tmp_p
         "shared": {},
         "own": {"random": RandomNumbers(torch.device("cpu"))},
         "client": None,
-        "best": Best(metric="auc"),
+        "best": Best(),
     }
     now = {"best": False, "due": True, "wait": True}
     Saver(job(tmp_path), Second(failed=False), **parts).save(14, **now)
@@ -247,7 +247,7 @@ def test_of_fewer_or_more_workers_each_has_its_own_state_and_what_others_held(
         shared={},
         own={"step": step, "random": numbers, "local_steps": rounds},
         client=SimpleNamespace(compressor=compressor),
-        best=Best(metric="auc"),
+        best=Best(),
     )
     assert saver.restore(Checkpoint.open(url)) is (rank < 5)
     assert (step.loaded, numbers.loaded) == ([own], random_numbers)
