@@ -13,7 +13,7 @@ from embershard.cli import export as export_command
 from embershard.cli import import_ as import_command
 from embershard.cli.app import app
 from embershard.local_shards import local
-from embershard.proto.errors import BadAddress, SnapshotNotFound
+from embershard.proto.errors import SnapshotNotFound
 from embershard.worker.checkpoint.checkpoint import OtherJob
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.job.load import load_job
@@ -107,7 +107,7 @@ def test_a_run_without_shards_is_exported_and_a_plain_export_leaves_no_dense_par
 
 
 def test_sources_that_are_none_are_named():
-    with pytest.raises(BadAddress):
+    with pytest.raises(SnapshotNotFound, match="there is no such folder"):
         export(source="nowhere")
     Path("empty").mkdir()
     with pytest.raises(SnapshotNotFound):

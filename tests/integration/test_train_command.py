@@ -52,6 +52,11 @@ def test_a_job_trains_through_two_shards_and_two_workers(start, tmp_path):
     result = log[-1]
     assert (result["samples"], result["figures"]["valid"]["samples"]) == (10_240, 3000)
     assert result["table_rows"]["embedding"] > 1000
+    assert f"best weights: out/best/step-{result['best_step']:09d}" in text  # which batch norm's are a part of
+    found = run_command("evaluate", "job.yaml", "out/best", cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    for split, its in result["figures"].items():
+        assert json.loads(found.stdout)[split] == pytest.approx(its, rel=1e-6)
 
 
 @pytest.mark.parametrize(("number", "code", "words"), [(signal.SIGINT, 130, ()), (signal.SIGTERM, 143, LOADER)])
@@ -134,7 +139,13 @@ def test_evaluate_scores_what_a_run_has_left_on_the_shards_and_creates_nothing(s
         assert early.returncode == 1
         assert "no table 'embedding" in early.stderr
         assert not any(status.tables for status in client.status())
-        said(start(PLAIN, *words[2:], "--set", "train.samples=5_000"))
+        first_is_best = (
+            "train.early_stop={patience: 9, min_delta: 9}",
+            "checkpoint.folder=kept",
+            "evaluate.every=2_500",
+        )
+        sets = [word for one in ("train.samples=5_000", *first_is_best) for word in ("--set", one)]
+        assert "best weights: kept/step-000000005, put back at the end" in said(start(PLAIN, *words[2:], *sets))
         found = run_command(*words)
         assert found.returncode == 0, found.stderr
     figures = json.loads(found.stdout)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from embershard.local_shards import local
 from embershard.proto.arrays import Floats, Ids
+from embershard.proto.errors import BadAddress, SnapshotNotFound
 from embershard.proto.messages import READ_ONLY_WORKER
 from embershard.proto.transport.addresses import parse_addresses
 from embershard.worker.checkpoint.checkpoint import SNAPSHOT, Checkpoint, best_checkpoint, checkpoint_at
@@ -43,7 +44,12 @@ def open_source(
     the newest. What is read from a folder is put into shards in this process. `imports`: modules of row optimizers.
     """
     if not Path(source).exists() and ("://" not in source or source.startswith(_TRANSPORTS)):
-        client = Client.connect(parse_addresses(source), worker=READ_ONLY_WORKER)  # not one whose loading it would end
+        try:
+            addresses = parse_addresses(source)
+        except BadAddress as error:
+            reason = f"there is no such folder, and {error}"
+            raise SnapshotNotFound(path=source, reason=reason) from None
+        client = Client.connect(addresses, worker=READ_ONLY_WORKER)  # not one whose loading it would end
         stack.callback(client.close)
         return Source(ReadOnlySession(client), None, None)
     checkpoint = (None if latest else best_checkpoint(source)) or checkpoint_at(source)
