@@ -82,7 +82,7 @@ class TorchStrategy:
     num_shards = clock = 0
 
     def __init__(self, job: Job, model: Recommender, device: torch.device) -> None:
-        self._tables = materialise(model, job.embedding.initializers(), job.train.seed, device)
+        self._tables = materialise(model, job.initializers(), job.train.seed, device)
         self._prefix = job.prefix
         self.model: Recommender = model.to(device)
         self.module: nn.Module = model
