@@ -8,10 +8,12 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
+from embershard.proto import spec
 from embershard.worker.job.compression import AnyCompression
 from embershard.worker.job.data import LOWER_IS_BETTER, METRICS, AnyData
-from embershard.worker.job.sections import AnyModel, Code, Count, Section, UserModelSection
+from embershard.worker.job.sections import AnyModel, Code, Count, Section, TwoTowerSection, UserModelSection
 from embershard.worker.job.training import (
+    DEFAULT_INITIALIZER,
     CheckpointSection,
     DenseMode,
     DenseSection,
@@ -86,6 +88,12 @@ class Job(Section):
     def dim(self) -> int:
         """Dim of the embeddings, where the model does not decide it."""
         return self.embedding.dim or DEFAULT_DIM
+
+    def initializers(self) -> dict[str, spec.Initializer | None]:
+        """Pattern -> first values of the embeddings that have none of their own."""
+        # how far a step turns a vector that is normalised goes by its length: with 0.01 the first ones decide it
+        normalized = isinstance(self.model, TwoTowerSection) and self.model.normalize
+        return self.embedding.initializers(spec.Normal(std=0.1) if normalized else DEFAULT_INITIALIZER)
 
     @property
     def top_k(self) -> int:

@@ -81,7 +81,7 @@ class CacheSection(Section):
 class EmbeddingSection(Section):
     """The embedding tables; `dim` is 16 where the model does not decide it.
 
-    Without an `initializer` rows start as Normal(0, 0.01) (docs/training.md, "First values").
+    Without an `initializer` rows start small (docs/training.md, "First values").
     `groups` have an optimizer and first values of their own; the first that matches a table has it.
     """
 
@@ -95,9 +95,9 @@ class EmbeddingSection(Section):
         """Pattern -> optimizer; the first pattern that matches counts."""
         return optimizers_of(self.groups, self.optimizer.build())
 
-    def initializers(self) -> dict[str, spec.Initializer | None]:
+    def initializers(self, default: spec.Initializer = DEFAULT_INITIALIZER) -> dict[str, spec.Initializer | None]:
         """Pattern -> first values of tables that have none of their own, on the meta device."""
-        return initializers_of(self.groups, self.initializer.build() if self.initializer else DEFAULT_INITIALIZER)
+        return initializers_of(self.groups, self.initializer.build() if self.initializer else default)
 
 
 StrategyName = Literal["ps", "hybrid", "ddp", "dp", "local"]

@@ -93,7 +93,7 @@ class ShardStrategy:
             optimizer=job.embedding.optimizers(),
             dense_optimizer=None if in_workers else dense_specs(job),
             dense=job.dense_mode,
-            initializer=job.embedding.initializers(),
+            initializer=job.initializers(),
             seed=job.train.seed,
             prefix=job.prefix,
         )

@@ -130,7 +130,7 @@ class TorchStrategy:
     num_shards = clock = 0
 
     def __init__(self, job: Job, model: nn.Module, device: torch.device) -> None:
-        self._tables = materialise(model, job.embedding.initializers(), job.train.seed, device)
+        self._tables = materialise(model, job.initializers(), job.train.seed, device)
         whole = row_gradients(model, self._tables)
         self._prefix = job.prefix
         self.model: nn.Module = model.to(device)

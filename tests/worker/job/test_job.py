@@ -44,7 +44,15 @@ def pushes_plainly(job):
 
 
 def first_values(job):
-    return list(job.embedding.initializers().items())
+    return list(job.initializers().items())
+
+
+TOWERS = """\
+model: {name: two_tower}
+data: {reader: lists, train: train.csv, test: train.csv}
+embedding: {dim: 64, optimizer: {name: adagrad, lr: 0.1}}
+train: {batch_size: 8, epochs: 1}
+"""
 
 
 # a file, what overrides it, fields of the job (or what is made of it), and their values
@@ -56,6 +64,9 @@ SAID = [
     (GOOD, "embedding.initializer=null", first_values, [("*", spec.Normal(std=0.01))]),
     (GOOD, "embedding.initializer=null; embedding.groups=[{match: a, optimizer: {name: sgd, lr: 1}}]", first_values,
      [("a", spec.Normal(std=0.01)), ("*", spec.Normal(std=0.01))]),
+    (TOWERS, "", first_values, [("*", spec.Normal(std=0.1))]),  # it normalises
+    (TOWERS, "model.normalize=false", first_values, [("*", spec.Normal(std=0.01))]),
+    (TOWERS, "embedding.initializer={name: constant, value: 1}", first_values, [("*", spec.Constant(value=1.0))]),
     (GOOD, "", "train.budget", ("epochs", 3)),
     (GOOD, "train.steps=20", "train.budget", ("steps", 20)),  # in place of the file's
     (GOOD, "data.stream=true; train.lr_schedule={name: cosine}; train.steps=9", "data.streams_text", True),
