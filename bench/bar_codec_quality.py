@@ -1,7 +1,7 @@
 """How good models get that travel compressed: DeepFM on Frappe and GMF on MovieLens-1M, 5 paired seeds of each.
 
 `embershard compare` makes the runs, 45 of one to two minutes, in runs/codec-quality; stopped and started again it goes
-on where it was. Every arm's mean paired difference from float32 has to be no worse than 0.0005 of test AUC on Frappe,
+on where it was. Every arm's mean paired difference from float32 has to be no worse than 0.0005 of AUC on Frappe,
 and 0.003 of HR@10 and NDCG@10 on MovieLens. The mean alone decides. Beside it stand its 95 % interval and the
 report's verdict by that interval, against the same margin but for `--quick`; a line names what passed or failed within
 the noise of its seeds. MovieLens is trained by synchronous workers: asynchronous runs of one seed differ

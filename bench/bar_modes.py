@@ -1,28 +1,30 @@
 """The jobs of bar_ncf.py and bar_ctr.py in every mode: synchronous, bounded, asynchronous; dense on shards or by DDP.
 
 Two shards, and the job's workers: two, but one for Adult, whose recipe is an order of batches. Synchronous ones share
-the job's batch; the others take one each, as in the other two bars. Each mode has to hold the job's bar, and to come
+the job's batch; the others take one each. Each mode has to hold the job's bar, and to come
 within 0.003 of the synchronous result, above or below.
 
-HR@10 of one NCF run moves by 0.004 to 0.005 with the seed, and about as much between two asynchronous runs of one seed:
-these jobs are run with several seeds. Their means have to hold the bar, and a mode is apart from the synchronous result
-where the paired differences show it: their mean is more than 0.003, to one side, by more than its 95 % interval to that
-side. Nothing is left to chance with dense weights by DDP at staleness 0: these runs have the bits of the synchronous
-ones, and have to come to the very same figures, for which one seed is enough.
+HR@10 of one NCF run moves by 0.004 to 0.005 with the seed, and about as much between two asynchronous runs of one seed.
+NCF, LR, FM and Adult are run with three seeds: their means have to hold the bar, and a mode is apart from the
+synchronous result where the paired differences show it: their mean is more than 0.003, to one side, by more than its
+95 % interval to that side. The deep models on Frappe, of several minutes a run, have the one seed of their file: that
+run is judged, and its noise is not known. Dense weights by DDP at staleness 0 have the bits of the synchronous ones,
+and have to come to the very same figures: one seed is enough for that.
 
 Pushes that pass each other act like momentum (Mitliagkas et al., "Asynchrony begets Momentum", 2016), and GMF's rate is
 that of two asynchronous workers: one process, and so two synchronous ones, wants twice as much.
 
-The 74 runs, two to three hours of them, are left in runs/modes: stopped and started again it goes on where it was.
+The 104 runs, three hours of them, are left in runs/modes: stopped and started again it goes on where it was.
 Remove that folder to begin anew, as after a change of the code.
 
-Prints a table, then one JSON line; exits 1 below a bar. `--quick` runs three jobs; `--only` and `--modes` name some.
+Prints a table of means and ranges, what was judged with how many seeds and what was not, and one JSON line; exits 1
+below a bar. `--quick` runs three jobs; `--only` and `--modes` name some.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
@@ -38,9 +40,11 @@ from train_job import EXAMPLES, Bounds, Outcome, run_example
 BARS: dict[str, Bounds] = {**bar_ncf.BARS, **bar_ctr.BARS}
 QUICK = ("ncf-gmf", "frappe-lr", "adult")
 TOLERANCE = 0.003
+HEADER = ("job", "mode", "seeds", "quality", "samples/s", "waiting")
 FOLDER = Path(__file__).resolve().parent.parent / "runs" / "modes"
 FASTER = {"ncf-gmf": 2.0}  # rates at staleness 0, in those of two asynchronous workers
-SEEDS: dict[str, tuple[int, ...]] = {"ncf-gmf": (1, 2, 3), "ncf-mlp": (1, 2, 3)}  # of the others: the file's own
+# of the others: the file's own
+SEEDS: dict[str, tuple[int, ...]] = dict.fromkeys(("ncf-gmf", "ncf-mlp", "frappe-lr", "frappe-fm", "adult"), (1, 2, 3))
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,12 @@ class Runs:
         speed = mean(outcome.samples_per_second for outcome in self.outcomes)
         return replace(self.outcomes[0], figures=figures, samples_per_second=speed)
 
+    def quality(self, metric: str) -> str:
+        """Mean of a metric and, of several runs, its range."""
+        values = [outcome.figures[metric] for outcome in self.outcomes]
+        spread = f" ({min(values):.4f}..{max(values):.4f})" if len(values) > 1 else ""
+        return f"{metric} {mean(values):.4f}{spread}"
+
     def lower(self, reference: Runs, metric: str) -> list[float]:
         """How much lower than the reference each run is, seed by seed as far as this mode has them."""
         pairs = zip(reference.outcomes, self.outcomes, strict=False)
@@ -116,6 +126,17 @@ def failures(mode: str, runs: Runs, reference: Runs | None, bounds: Bounds) -> l
     return found
 
 
+def seeds_of(name: str, label: str) -> tuple[int | None, ...]:
+    """The seeds of a job in a mode; None is the file's own."""
+    return SEEDS.get(name, (None,))[: 1 if label == SAME else None]
+
+
+def judged(names: Iterable[str], modes: Iterable[str]) -> tuple[dict[str, dict[str, int]], list[str]]:
+    """How many seeds each job is judged with, by mode; the jobs and modes of this bench that are not judged."""
+    seeds = {name: {label: len(seeds_of(name, label)) for label in modes} for name in names}
+    return seeds, [name for name in BARS if name not in seeds] + [label for label in MODES if label not in modes]
+
+
 def run_once(name: str, label: str, mode: Mode, seed: int | None) -> Outcome:
     """One run, or what it came to before; no seed: the file's own."""
     words = [] if seed is None else ["--set", f"train.seed={seed}"]
@@ -131,14 +152,14 @@ def run(names: Sequence[str], modes: Mapping[str, Mode]) -> tuple[list[list[obje
         bounds = BARS[name]
         reference: Runs | None = None
         for label, mode in modes.items():
-            seeds = SEEDS.get(name, (None,))[: 1 if label == SAME else None]
-            runs = Runs(tuple(run_once(name, label, mode, seed) for seed in seeds))
+            runs = Runs(tuple(run_once(name, label, mode, seed) for seed in seeds_of(name, label)))
             reference = runs if mode == SYNCHRONOUS else reference
             missed += failures(label, runs, reference, bounds)
             outcome = runs.mean
-            quality = [f"{metric} {outcome.figures[metric]:.4f}" for metric in bounds]
-            rows.append([name, label, ", ".join(quality), f"{outcome.samples_per_second:,.0f}", outcome.wait_share])
-            print_table(("job", "mode", "quality", "samples/s", "waiting"), rows[-1:])
+            quality = ", ".join(runs.quality(metric) for metric in bounds)
+            speed_and_waiting = f"{outcome.samples_per_second:,.0f}", outcome.wait_share
+            rows.append([name, label, len(runs.outcomes), quality, *speed_and_waiting])
+            print_table(HEADER, rows[-1:])
             speed = {
                 "samples_per_second": round(outcome.samples_per_second),
                 "wait_share": round(outcome.wait_share, 3),
@@ -157,8 +178,12 @@ def main() -> None:
     names = args.only or (QUICK if args.quick else list(BARS))
     modes = {label: mode for label, mode in MODES.items() if label in ("sync", *(args.modes or MODES))}
     rows, missed, figures = run(names, modes)
-    print_table(("job", "mode", "quality", "samples/s", "waiting"), rows)
-    finish({"bench": "modes", "machine": machine(), "shards": 2, "figures": figures}, missed)
+    print_table(HEADER, rows)
+    seeds, left_out = judged(names, modes)
+    print(f"judged: {len(seeds)} of {len(BARS)} jobs in {len(modes)} of {len(MODES)} modes, with the seeds above")
+    print(f"not judged: {', '.join(left_out) or 'nothing'}")
+    seen = {"judged_with_seeds": seeds, "not_judged": left_out}
+    finish({"bench": "modes", "machine": machine(), "shards": 2, "figures": figures, **seen}, missed)
 
 
 if __name__ == "__main__":

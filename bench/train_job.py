@@ -42,7 +42,7 @@ class Outcome:
 
 
 def run_example(name: str, *words: str, folder: Path | None = None) -> Outcome:
-    """Train examples/NAME.yaml; its best evaluation, on the split `test`. SystemExit where it fails.
+    """Train examples/NAME.yaml; its best evaluation, on the split that decides. SystemExit where it fails.
 
     folder: where the run is left; one that ended there before is not made again.
     """
@@ -60,7 +60,7 @@ def run_example(name: str, *words: str, folder: Path | None = None) -> Outcome:
             raise SystemExit(f"{name} ended with exit code {done.returncode}")
     return Outcome(
         name=name,
-        figures=found["figures"]["test"],
+        figures=found["figures"][found["split"]],
         seconds=found["seconds"],
         samples_per_second=found["samples_per_second"],
         wait_share=found["wait_share"],
