@@ -80,6 +80,12 @@ class Job(Section):
         return self.data.splits if isinstance(self.data.splits, int) else 8 * workers
 
     @property
+    def changes_codecs(self) -> bool:
+        """Whether codecs may change while it runs: by measurement, or by a schedule."""
+        section = self.compression
+        return section is not None and bool(section.auto or section.unless_slower or section.steps)
+
+    @property
     def all_reduces(self) -> bool:
         """Whether torch adds gradients up over its workers, which then make every step together."""
         return self.strategy == "ddp" or (self.has_shards and self.dense_mode != "ps")

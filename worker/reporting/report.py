@@ -80,18 +80,18 @@ class Report:
         self, *, device: str, dense_parameters: int, total_samples: int | None, resumed_step: int | None = None
     ) -> None:
         """The run begins, or goes on from a checkpoint."""
-        job = self._job
+        job, strategy = self._job, self._strategy
         self._plan = RunPlan(
             job=job.model_dump(mode="json"),
             name=f"{job.model.name} on {job.data.reader}",
             workers=self._group.world_size,
-            shards=self._strategy.num_shards,
+            shards=strategy.num_shards,
             device=device,
             dense_parameters=dense_parameters,
             total_samples=total_samples,
             metric=job.metric,
             split=self.split,
-            mode=self._mode(),
+            mode=self._mode(strategy.codecs() + (" at first" if self._job.changes_codecs else "")),
             resumed_step=resumed_step,
         )
         if self._group.is_first and not self._group.late:
@@ -176,7 +176,7 @@ class Report:
             wait_shards=shares.shards,
             wait_workers=shares.workers,
             wait_data=shares.data,
-            mode=self._mode(),
+            mode=self._mode(self._strategy.codecs()),
             evaluations=self._evaluations,
             warnings=tuple(self._warnings),
             advice=waiting_advice(self._job, self._group.world_size, shares),
@@ -194,9 +194,8 @@ class Report:
             observer.finished(result)
         return result
 
-    def _mode(self) -> RunMode:
-        strategy = self._strategy
-        return mode_of(self._job, workers=self._group.world_size, shards=strategy.num_shards, codecs=strategy.codecs())
+    def _mode(self, codecs: str) -> RunMode:
+        return mode_of(self._job, workers=self._group.world_size, shards=self._strategy.num_shards, codecs=codecs)
 
     def _of_workers(
         self, segment: int, mine: npt.NDArray[np.float64], at_end: Callable[[], None]

@@ -109,6 +109,9 @@ SAID = [
     (CODECS, "compression={pull: fp16s}", "compression.pull.schedule.at", {0: "fp16s"}),
     (CODECS, "compression={dense: {push: {at: {0: off, 10: topk:0.01}}}}", "compression.dense.push.schedule.at",
      {0: "none", 10: "topk:0.01"}),
+    (CODECS, "compression={push: int8}", "changes_codecs", False),
+    *((CODECS, f"compression={given}", "changes_codecs", True) for given in
+      ("auto", "{push: int8, unless_slower: true}", "{push: {at: {0: none, 9: int8}}}")),
     # a direction without a value is not given
     (CODECS + "compression:\n  push:\n", "", pushes_plainly, True),
     (CODECS, "compression={push: null}", pushes_plainly, True),
