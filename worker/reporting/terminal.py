@@ -158,6 +158,8 @@ def result_table(result: RunResult) -> Table:
 
 
 def _best_weights(best: BestWeights) -> str:
+    if best.checkpoint is None and best.not_kept:
+        return f"not kept: {best.not_kept}"
     kept = "not kept" if best.checkpoint is None else best.checkpoint
     with suppress(ValueError):
         kept = str(Path(kept).relative_to(Path.cwd()))

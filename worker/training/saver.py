@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -164,6 +165,7 @@ class Saver:
         elif best_folder is not None and job.checkpoint.best:
             self._folder = CheckpointFolder(str(best_folder), 0, source)
         self._writing: WritingCheckpoint | None = None
+        self.not_kept = ""  # why the best weights could not be written, as the first worker knows
 
     def save(self, step: int, *, best: bool, due: bool, wait: bool) -> None:
         """Take a checkpoint, if the job wants this one; every worker must call it, with nothing in flight.
@@ -213,8 +215,8 @@ class Saver:
         except EmbershardError as error:
             failure = error
         (failed,) = self._group.decide(failure is not None)
-        if failed and not self.saves:  # the log has the reason, and the result says that there is none
-            self._best.checkpoint = None
+        if failed and not self.saves:  # the result says so
+            self._best.checkpoint, self.not_kept = None, str(failure or "")
             return
         if failure is not None:
             raise failure
@@ -243,11 +245,15 @@ class Saver:
         return own is not None
 
     def check_best(self) -> None:
-        """Forget a best checkpoint that is not whole: the worker that wrote it was lost. Every worker must call it."""
+        """Forget a best evaluation whose checkpoint is not whole: its writer was lost. Every worker must call it."""
+        if self._folder is None or self._best.checkpoint is None:
+            return
+        self._settle(self._folder)
         url = self._best.checkpoint
-        self._best.checkpoint = self._group.broadcast_json(
-            whole_checkpoint(url) if url and self._group.is_first else None
-        )
+        whole = whole_checkpoint(url) if url and self._group.is_first else None
+        self._best.checkpoint = self._group.broadcast_json(whole)
+        if self._best.checkpoint is None and url is not None:
+            self._best.value = math.nan
 
     def restore_best(self) -> State:
         """Put the weights of the best evaluation onto the shards and into the workers; the first worker's state then.

@@ -215,6 +215,7 @@ class Trainer:
     def _evaluate(self) -> bool:
         """Evaluate, and see whether to stop; whether it is the best evaluation so far."""
         self._report.evaluating()
+        self._group.retry_on_membership_change(self._saver.check_best)
         start = time.perf_counter()
         figures = self._evaluator.evaluate()
         improved = self._best.observe(figures[self._report.split or ""][self._job.metric])
@@ -231,7 +232,7 @@ class Trainer:
         best = self._best
         self._group.retry_on_membership_change(self._saver.check_best)
         if best.checkpoint is None or best.is_latest or not self._restores:
-            return BestWeights(checkpoint=best.checkpoint, current=best.is_latest)
+            return BestWeights(checkpoint=best.checkpoint, current=best.is_latest, not_kept=self._saver.not_kept)
         steps, skipped = self._learn.steps, self._learn.skipped
         try:
             state = self._group.retry_on_membership_change(self._saver.restore_best)

@@ -41,8 +41,11 @@ def open_source(
     """The weights of a checkpoint or a snapshot (folder or URL), or of shards at some addresses, which are only read.
 
     Of a folder of several checkpoints it is that of the best evaluation; with `latest`, or where none is marked, it is
-    the newest. What is read from a folder is put into shards in this process. `imports`: modules of row optimizers.
+    the newest. A run's folder stands for `best` in it. What is read from a folder is put into shards in this process.
+    `imports`: modules of row optimizers.
     """
+    if (Path(source) / "best").is_dir():  # a run's folder
+        source = str(Path(source) / "best")
     if not Path(source).exists() and ("://" not in source or source.startswith(_TRANSPORTS)):
         try:
             addresses = parse_addresses(source)

@@ -109,6 +109,7 @@ def test_a_terminal_gets_a_bar_and_a_file_plain_lines_with_a_table_of_what_was_r
         ({"checkpoint": "{cwd}/step-1"}, "step-1; training ended with those of the last step"),
         ({"current": True}, "those of the last step, not kept"),
         ({}, "not kept; training ended with those of the last step"),
+        ({"not_kept": "a full disk"}, "not kept: a full disk"),
     ],
 )
 def test_the_last_line_says_where_the_best_weights_are(best, shown):

@@ -19,6 +19,7 @@ from embershard.worker.session.session import Session
 from embershard.worker.training.saver import BestNotRestored
 from embershard.worker.training.trainer import Trainer
 from harness.clicks import Notes, click_data, click_job
+from harness.eventually import eventually
 
 DATA = {"train": 300, "valid": 200}  # three steps per epoch, of samples that are soon known by heart
 
@@ -150,6 +151,7 @@ def test_without_a_folder_the_best_one_alone_is_kept_in_the_runs_own(make_sessio
     monkeypatch.setattr(Storage, "replace", full)
     run = Run(plain, make_session(1), best_folder=tmp_path / "full")
     assert (run.best.checkpoint, run.result.steps) == (None, 18)
+    assert "No space left" in run.best.not_kept
 
 
 def test_what_cannot_be_put_back_is_named_once_the_result_is_told(make_session, tmp_path, monkeypatch):
@@ -166,3 +168,22 @@ def test_what_cannot_be_put_back_is_named_once_the_result_is_told(make_session, 
     with pytest.raises(BestNotRestored):
         Trainer(kept, click_data(**DATA), session, WorkerGroup(), [notes]).run()
     assert (notes.result.best_weights.current, notes.result.steps) == (False, 18)
+
+
+def test_where_the_best_one_was_never_finished_the_next_evaluation_takes_its_place(make_session, tmp_path):
+    class Killed(Notes):
+        """As a writer that is killed: of what it has begun there is no manifest."""
+
+        def evaluating(self):
+            super().evaluating()
+            if len(self.evaluations) == 1:
+                manifest = tmp_path / "step-000000003" / "checkpoint.json"
+                assert eventually(manifest.exists)
+                manifest.unlink()
+
+    first_is_best = {"early_stop": {"patience": 9, "min_delta": 9.0}}
+    kept, notes = job(tmp_path, train=first_is_best), Killed()
+    trainer = Trainer(kept, click_data(**DATA), make_session(1), WorkerGroup(), [notes])
+    result = trainer.run()
+    assert (result.best_step, result.best_weights.restored) == (6, True)
+    assert trainer._evaluator.evaluate() == result.figures == notes.evaluations[1].figures
