@@ -98,6 +98,7 @@ class Project:
         self.folder = folder
         shutil.copytree(EXAMPLES / "own", folder, dirs_exist_ok=True)
         (folder / "adapters.py").write_text(ADAPTERS)
+        sys.path.append(str(folder))  # for this process; commands find modules beside the job
 
     def start(self, *words: str, sets: tuple[str, ...] = ()) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "embershard.cli", *words, *(w for s in sets for w in ("--set", s))]
