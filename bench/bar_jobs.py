@@ -4,7 +4,7 @@ The example is copied into a fresh folder. Each check runs `embershard` commands
 
 equal     one worker, SGD: the figures of strategies local and ps against a plain torch loop of the same model, loss
           and data in this script; at most 1e-6 (local) and 1e-5 (ps) apart
-modes     two workers with strategies ps, hybrid and ddp, and dp with one: all figures there, AUC above 0.5
+modes     two workers with strategies ps, hybrid and ddp, and local with one: all figures there, AUC above 0.5
 whole     a model that reads its table as a whole: ps and local at most 1e-5 apart; ddp with two workers
 resume    a run is killed (-9) after a checkpoint, and one ends by Ctrl-C; `--resume latest` ends with all samples
 shards    `--ps`: train on running shards, evaluate and export them, import the export into others: the same figures
@@ -178,7 +178,7 @@ def equal(project: Project) -> dict[str, float]:
 
 def modes(project: Project) -> dict[str, float]:
     found = {}
-    for strategy, workers in (("ps", 2), ("hybrid", 2), ("ddp", 2), ("dp", 1)):
+    for strategy, workers in (("ps", 2), ("hybrid", 2), ("ddp", 2), ("local", 1)):
         history = project.folder / "history.csv"
         history.unlink(missing_ok=True)
         figures = project.train(f"modes-{strategy}", f"strategy={strategy}", f"workers={workers}")["figures"]["test"]

@@ -187,6 +187,14 @@ def test_tables_keep_the_users_first_values_unless_the_job_has_some():
     assert 2**62 * 2 > LARGE
 
 
+def test_a_job_with_code_of_its_own_comes_back_from_what_is_written_of_it():
+    metrics = ["auc", {"class": "mine_job:accuracy", "lower_is_better": True}]
+    given = job(args={"width": 8}, loss="mine_job:squared", metrics=metrics, callbacks=["mine_job:Teller"])
+    written = given.model_dump(mode="json")
+    assert written["model"] == {"class": "mine_job:Tower", "args": {"width": 8}}
+    assert Job.model_validate(written) == given
+
+
 def test_metrics_and_callbacks_of_a_user_are_computed_and_told():
     metrics = ["logloss", "mine_job:accuracy", {"class": "mine_job:Mean"}]
     settings = job(metrics=metrics, evaluate={"metric": "accuracy"}, callbacks=["mine_job:Teller"])
