@@ -4,7 +4,7 @@ The example is copied into a fresh folder. Each check runs `embershard` commands
 
 equal     one worker, SGD: the figures of strategies local and ps against a plain torch loop of the same model, loss
           and data in this script; at most 1e-6 (local) and 1e-5 (ps) apart
-modes     two workers with strategies ps, hybrid and ddp, and dp with one: all figures there, AUC above 0.5
+modes     two workers with strategies ps, hybrid and ddp, and local with one: all figures there, AUC above 0.5
 whole     a model that reads its table as a whole: ps and local at most 1e-5 apart; ddp with two workers
 resume    a run is killed (-9) after a checkpoint, and one ends by Ctrl-C; `--resume latest` ends with all samples
 shards    `--ps`: train on running shards, evaluate and export them, import the export into others: the same figures
@@ -98,6 +98,7 @@ class Project:
         self.folder = folder
         shutil.copytree(EXAMPLES / "own", folder, dirs_exist_ok=True)
         (folder / "adapters.py").write_text(ADAPTERS)
+        sys.path.append(str(folder))  # for this process; commands find modules beside the job
 
     def start(self, *words: str, sets: tuple[str, ...] = ()) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "embershard.cli", *words, *(w for s in sets for w in ("--set", s))]
@@ -177,7 +178,7 @@ def equal(project: Project) -> dict[str, float]:
 
 def modes(project: Project) -> dict[str, float]:
     found = {}
-    for strategy, workers in (("ps", 2), ("hybrid", 2), ("ddp", 2), ("dp", 1)):
+    for strategy, workers in (("ps", 2), ("hybrid", 2), ("ddp", 2), ("local", 1)):
         history = project.folder / "history.csv"
         history.unlink(missing_ok=True)
         figures = project.train(f"modes-{strategy}", f"strategy={strategy}", f"workers={workers}")["figures"]["test"]

@@ -56,7 +56,7 @@ def _code_name(value: str) -> str:
 class CodeSection(Section):
     """A class or function of a user, `module:name`; a class is called with `args`, so is a function that has some."""
 
-    model_config = ConfigDict(populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 
     code: Annotated[str, Field(alias="class"), AfterValidator(_code_name)]
     args: dict[str, Any] = {}
@@ -255,7 +255,7 @@ def _choice(sections: Mapping[str, type[Section]], colon: str = "") -> object:
     """A field that is one of these sections, by its `name`; a name with a colon, or a class, is that of `colon`."""
 
     def tag(value: object) -> str | None:
-        if colon and (isinstance(value, CodeSection) or (isinstance(value, dict) and "class" in value)):
+        if colon and (isinstance(value, CodeSection) or (isinstance(value, dict) and value.keys() & {"class", "code"})):
             return colon
         name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
         return colon if colon and ":" in str(name) else name

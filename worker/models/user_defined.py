@@ -20,17 +20,18 @@ Forward = Callable[[nn.Module, Batch], Tensor]  # the model, or torch's wrapper 
 
 
 LARGE = 2**28  # floats of a table, 1 GiB, that no worker makes
+_MOST_ROWS = 2**40  # in the shape of one: torch counts a tensor's bytes in 63 bits, and hashed ids have 62
 
 
 class _LargeTablesOnMeta(TorchFunctionMode):
-    """Tables above the limit come without memory, as worker/models/layers.py makes them."""
+    """Tables above the limit come without memory; their first values, and that of a padding row, go nowhere."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:  # torch's own signature
         shape = args[0] if function is torch.empty and len(args) == 1 else ()
         if isinstance(shape, tuple | list) and len(shape) == 2 and math.prod(shape) > LARGE:
-            args, kwargs = ((1, shape[1]),), {**(kwargs or {}), "device": "meta"}
+            args, kwargs = ((min(shape[0], _MOST_ROWS), shape[1]),), {**(kwargs or {}), "device": "meta"}
         return function(*args, **(kwargs or {}))
 
 
@@ -60,6 +61,13 @@ def build_model(name: str, args: Mapping[str, object], schema: Schema, dim: int)
     if next(model.parameters(), None) is None:
         reason = "has no parameters: assign its layers to attributes of self, lists of them as nn.ModuleList"
         raise UserCodeFailed(what=what, reason=reason, where=where)
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.is_meta and id(parameter) not in tables:
+            reason = (
+                f"has a parameter {parameter_name} of more than 1 GiB, or on the meta device: only tables may be so"
+            )
+            raise UserCodeFailed(what=what, reason=reason, where=where)
     return model
 
 

@@ -48,6 +48,14 @@ class Three(Tower):
 class Raising(Tower):
     def forward(self, ids):
         raise KeyError("user")
+class Padded(Tower):
+    def __init__(self, num_ids, num_fields, dim):
+        super().__init__(num_ids, num_fields, dim)
+        self.emb = nn.Embedding(num_ids, dim, padding_idx=5)
+class Huge(Tower):
+    def __init__(self, num_ids, num_fields, dim):
+        super().__init__(num_ids, num_fields, dim)
+        self.rows = nn.Parameter(torch.empty((2**22, 2**10)))
 class Empty(nn.Module):
     def forward(self, ids):
         return ids.sum(1)
@@ -174,9 +182,17 @@ def test_tables_keep_the_users_first_values_unless_the_job_has_some():
     )
     assert given.emb.weight.is_meta
     assert given.bag.weight.is_meta
-    hashed = build_model("mine_job:Tower", {}, Schema(("a",), 0, None), 4)
-    assert (hashed.emb.weight.shape, hashed.emb.num_embeddings) == ((1, 4), 2**62)
+    hashed = build_model("mine_job:Padded", {}, Schema(("a",), 0, None), 4)
+    assert (hashed.emb.weight.is_meta, hashed.emb.num_embeddings, hashed.emb.padding_idx) == (True, 2**62, 5)
     assert 2**62 * 2 > LARGE
+
+
+def test_a_job_with_code_of_its_own_comes_back_from_what_is_written_of_it():
+    metrics = ["auc", {"class": "mine_job:accuracy", "lower_is_better": True}]
+    given = job(args={"width": 8}, loss="mine_job:squared", metrics=metrics, callbacks=["mine_job:Teller"])
+    written = given.model_dump(mode="json")
+    assert written["model"] == {"class": "mine_job:Tower", "args": {"width": 8}}
+    assert Job.model_validate(written) == given
 
 
 def test_metrics_and_callbacks_of_a_user_are_computed_and_told():
@@ -200,6 +216,7 @@ def test_metrics_and_callbacks_of_a_user_are_computed_and_told():
         ({"args": {"wdith": 3}}, "model", "'wdith'", "class Tower"),
         ({"model": "Empty"}, "model", "no parameters", "class Empty"),
         ({"model": "text"}, "model", "no nn.Module", "def text"),
+        ({"model": "Huge"}, "model", "rows of more than 1 GiB", "class Huge"),
         ({"model": "Wide"}, "model", "(16, 2)", "def forward(self, ids):  # two"),
         ({"model": "Three"}, "model", "(ids, dense, labels)", "def forward(self, ids, dense, labels)"),
         ({"model": "Raising"}, "model", "KeyError", 'raise KeyError("user")'),
