@@ -3,8 +3,10 @@
 Models, optimizers and the training loop are torch's and this file's own. embershard only reads the data and computes
 the metrics. The recipe is the job file's: model, optimizers, batch, epochs, schedule, early stop, first values. An
 asynchronous worker updates the weights once per batch of `train.batch_size`, and so does this loop: an epoch has the
-same number of updates. Weight decay is torch.optim.Adam's, as in the published runs: it reaches every row of a table at
-every step. On the shards it reaches the rows of the batch.
+same number of updates.
+
+`--rows` says which rows of a table Adam moves and decays at a step: `all`, as torch.optim.Adam does and as in the
+published runs, or those of the `batch`, each with a step count of its own, which is the rule of shards.
 
 Prints each evaluation, and the best one by AUC as a JSON line.
 """
@@ -33,6 +35,32 @@ from embershard.worker.metrics import auc, logloss
 from train_job import EXAMPLES
 
 Section = Mapping[str, Any]  # of a job file
+
+
+class LazyAdam(torch.optim.Optimizer):
+    """Adam that moves and decays the rows with a gradient only; each row counts its own steps."""
+
+    def __init__(self, tables: list[nn.Parameter], lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(tables, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the rows of the tables' sparse gradients."""
+        for group in self.param_groups:
+            for table in group["params"]:
+                state = self.state[table]
+                if not state:
+                    state.update(mean=torch.zeros_like(table), square=torch.zeros_like(table))
+                    state["step"] = torch.zeros(len(table), 1)
+                found = table.grad.coalesce()
+                rows = found.indices()[0]
+                gradient = found.values() + group["weight_decay"] * table[rows]
+                state["step"][rows] += 1
+                state["mean"][rows] = 0.9 * state["mean"][rows] + 0.1 * gradient
+                state["square"][rows] = 0.999 * state["square"][rows] + 0.001 * gradient.square()
+                mean = state["mean"][rows] / (1 - 0.9 ** state["step"][rows])
+                square = state["square"][rows] / (1 - 0.999 ** state["step"][rows])
+                table[rows] -= group["lr"] * mean / (square.sqrt() + 1e-8)
 
 
 class Control(nn.Module):
@@ -98,14 +126,14 @@ class Control(nn.Module):
         return x
 
 
-def train(job: Section, splits: Mapping[str, Batch], seed: int) -> dict[str, Any]:
+def train(job: Section, splits: Mapping[str, Batch], seed: int, rows_moved: str = "all") -> dict[str, Any]:
     """Train on the split `train`; figures of the best epoch by AUC on the last split."""
     recipe, rows = job["train"], splits["train"]
     held_out = list(splits.values())[-1]
     num_ids = 1 + max(int(part.ids.max()) for part in splits.values())
     torch.manual_seed(seed)
     model = Control(job, num_ids, rows.ids.shape[1], 0 if rows.dense is None else rows.dense.shape[1])
-    optimizers = _optimizers(job, model)
+    optimizers = _optimizers(job, model, rows_moved)
     schedulers = [_plateau(recipe["lr_schedule"], one) for one in optimizers if "lr_schedule" in recipe]
     best: dict[str, Any] = {"auc": 0.0}
     worse, began = 0, time.perf_counter()
@@ -146,7 +174,7 @@ def _logits(model: nn.Module, rows: Batch, part: Tensor) -> Tensor:
     return logits
 
 
-def _optimizers(job: Section, model: nn.Module) -> list[torch.optim.Optimizer]:
+def _optimizers(job: Section, model: nn.Module, rows_moved: str) -> list[torch.optim.Optimizer]:
     """Those of the tables, which get their first values, and of the other weights."""
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     initializer = job["embedding"]["initializer"]
@@ -156,9 +184,14 @@ def _optimizers(job: Section, model: nn.Module) -> list[torch.optim.Optimizer]:
         else:
             nn.init.uniform_(weight, initializer["low"], initializer["high"])
     others = [p for p in model.parameters() if all(p is not weight for weight in tables)]
-    sections = job["embedding"], job.get("dense", job["embedding"])
-    pairs = zip(sections, (tables, others), strict=True)
-    return [_optimizer(section["optimizer"], parameters) for section, parameters in pairs]
+    settings = job["embedding"]["optimizer"]
+    dense = _optimizer(job.get("dense", job["embedding"])["optimizer"], others)
+    if rows_moved == "all" or settings["name"] != "adam":
+        return [_optimizer(settings, tables), dense]
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.sparse = True
+    return [LazyAdam(tables, settings["lr"], settings.get("weight_decay", 0.0)), dense]
 
 
 def _optimizer(section: Section, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -187,12 +220,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("example", help="a job file of examples/, without .yaml")
     parser.add_argument("--seed", type=int, help="instead of the job file's")
+    parser.add_argument("--rows", choices=("all", "batch"), default="all", help="those that Adam moves and decays")
+    parser.add_argument("--hidden", type=int, nargs="+", help="widths of the MLP, instead of the job file's")
     parser.add_argument("--output", type=Path, help="a file for the JSON line")
     args = parser.parse_args()
     path = EXAMPLES / f"{args.example}.yaml"
     job = YAML(typ="safe").load(path)
     data = Path(os.environ.get("EMBERSHARD_DATA", path.parent / job["data"]["root"]))
-    found = train(job, read(job, data), job["train"]["seed"] if args.seed is None else args.seed)
+    if args.hidden:
+        job["model"]["hidden"] = args.hidden
+    found = train(job, read(job, data), job["train"]["seed"] if args.seed is None else args.seed, args.rows)
     print(json.dumps(found))
     if args.output is not None:
         args.output.write_text(json.dumps(found))

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from embershard.proto.optim.formulas import adam
+from embershard.proto.spec import Adam
 from embershard.worker.data.batch import Batch
 from embershard.worker.models.registry import MODELS
 
@@ -79,6 +81,26 @@ def test_the_control_learns_and_stops_early(bench):
     found = control.train(job, splits, seed=1)
     assert found["auc"] > 0.99
     assert found["best_epoch"] == found["epochs"] - 2 < 98
+
+
+def test_lazy_adam_is_the_adam_of_shards(bench):
+    random = np.random.default_rng(0)
+    spec = Adam(lr=0.01, weight_decay=0.05)
+    start = random.normal(size=(4, DIM)).astype(np.float32)
+    table = torch.nn.Embedding.from_pretrained(torch.from_numpy(start.copy()), freeze=False, sparse=True)
+    optimizer = bench("torch_control").LazyAdam([table.weight], lr=0.01, weight_decay=0.05)
+    hyper = np.array([*spec.params().values(), 1.0])
+    rows, states = start.copy(), np.zeros((4, 2 * DIM + 1), np.float32)
+    for _ in range(5):
+        ids = np.unique(random.integers(0, 3, 2))  # row 3 never
+        gradients = random.normal(size=(len(ids), DIM)).astype(np.float32)
+        optimizer.zero_grad()
+        (table(torch.from_numpy(ids)) * torch.from_numpy(gradients)).sum().backward()
+        optimizer.step()
+        for i, gradient in zip(ids, gradients, strict=True):
+            adam.function(rows[i], states[i], gradient, hyper)
+    np.testing.assert_allclose(table.weight.detach().numpy(), rows, rtol=2e-5, atol=2e-6)
+    assert (rows[3] == start[3]).all()
 
 
 @pytest.mark.parametrize(
