@@ -268,8 +268,11 @@ class CheckpointFolder:
             self._storage.remove(_PROBE)
 
     def new_url(self, step: int) -> str:
-        """Where the next checkpoint will be."""
-        return self._storage.at(_free_name(step, _whole(self._storage)))
+        """Where the next checkpoint will be: apart from those that are there, of which one may be half written.
+
+        A first worker that lost its lease may still write the checkpoint that another one makes in its place.
+        """
+        return self._storage.at(_free_name(step, list(self._storage.sizes(""))))
 
     def begin(
         self,
@@ -303,7 +306,6 @@ class CheckpointFolder:
         failure: EmbershardError | None = None
         try:
             with self._undone(name, before):
-                self._storage.remove(name)  # what a writer that was ended left
                 self._storage.make_folder(name)
                 if shards is not None:
                     snapshot = begin_snapshot(shards, self._storage.at(name), SNAPSHOT, at_clock=0)
@@ -334,10 +336,15 @@ class CheckpointFolder:
             self._storage.remove(_BEST_FILE)
 
     def _prune(self, whole: list[str], best: str | None) -> None:
-        """Keep the newest ones; halves of others are no use to anyone. What has no name of ours is not ours."""
+        """Keep the newest ones, and what another writer may still write; halves of earlier steps are no use to anyone.
+
+        What has no name of ours is not ours.
+        """
         newest = whole[len(whole) - self._keep :] if self._keep < len(whole) else whole
+        own = _step_of(whole[-1])
         for name in self._storage.sizes(""):
             kept = name in newest or self._storage.at(name) in (self._source, best)
+            kept = kept or (name not in whole and _OURS.fullmatch(name) is not None and _step_of(name) >= own)
             if _OURS.fullmatch(name) and not kept:
                 with contextlib.suppress(EmbershardError):  # it is in nobody's way
                     self._storage.remove(f"{name}/{MANIFEST}")  # first: half of a checkpoint must not be found
@@ -393,6 +400,10 @@ def _whole(storage: Storage) -> list[str]:
             return math.inf  # to be named, not passed over in silence
 
     return sorted(names, key=age)
+
+
+def _step_of(name: str) -> int:
+    return int(name.removeprefix(_FOLDER).partition("-")[0])
 
 
 def _free_name(step: int, taken: list[str]) -> str:

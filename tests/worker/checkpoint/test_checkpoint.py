@@ -297,7 +297,7 @@ def path(tmp_path):
     return Path(write(tmp_path, {"shared": {"a": 1}, "worker-0": {"b": torch.ones(3)}}))
 
 
-def test_a_folder_without_its_manifest_is_no_checkpoint_and_makes_way(path, tmp_path):
+def test_a_folder_without_its_manifest_is_no_checkpoint(path, tmp_path):
     with raises(CheckpointFolderInUse, step=3):
         CheckpointFolder(str(tmp_path)).check(resumed=False)
     (path / MANIFEST).unlink()
@@ -305,7 +305,7 @@ def test_a_folder_without_its_manifest_is_no_checkpoint_and_makes_way(path, tmp_
         with pytest.raises(BadCheckpoint):
             find()
     CheckpointFolder(str(tmp_path)).check(resumed=False)
-    assert write(tmp_path, {}) == str(path)
+    assert write(tmp_path, {}) == f"{path}-2"  # another writer may not have finished the first one
     with pytest.raises(CheckpointNotWritten):  # in a file there is no folder
         CheckpointFolder(str(path / MANIFEST)).check(resumed=False)
 

@@ -87,7 +87,7 @@ def test_a_terminal_gets_a_bar_and_a_file_plain_lines_with_a_table_of_what_was_r
     for part in ("333 samples/s", "loss 0.5000", "AUC 0.7500", "test: AUC undefined"):
         assert part in text
     assert "waiting 25% (other workers 20%, shards 5%)" in text
-    assert lines[-1] == "wait less"
+    assert lines[-2] == "wait less"
     assert text.count("warning: ") == 1
     rows = dict(map(str.strip, line.split("│")[1:3]) for line in text.splitlines() if "│" in line)
     assert rows["valid AUC"] == "0.7500  (best reachable 0.8000)"
