@@ -231,6 +231,15 @@ def open_reader(
     return CheckedDataset(dataset, name, where, any_labels=any_labels)
 
 
+def takes_argument(name: str, argument: str) -> bool:
+    """Whether the reader `module:name` can be called with an argument of that name. BadModule where it is not there."""
+    try:
+        inspect.signature(find(name)).bind_partial(**{argument: None})  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 def _arguments(
     name: str, made: object, arguments: Mapping[str, object], offered: Mapping[str, object]
 ) -> dict[str, object]:
