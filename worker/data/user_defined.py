@@ -309,7 +309,7 @@ def _samples(block: object, schema: Schema) -> Samples:
             raise ValueError(f"a {type(block).__name__} in place of (ids, dense, labels)")
         rows = Samples.of(*given)
     except (ValueError, TypeError) as error:  # numpy and torch may refuse what it is made of
-        raise BadSamples(f"gave {error}") from None
+        raise BadSamples(f"gave samples that cannot be used: {error}") from None
     if reason := _mismatch(rows, schema):
         raise BadSamples(reason)
     return rows
