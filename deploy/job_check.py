@@ -92,7 +92,8 @@ def _follow(
             raise _ended(process, stderr, doing, where)
         if time.monotonic() >= next_news:
             next_news = time.monotonic() + NEWS_SECONDS
-            say(f"checking the job: {doing} ({where or '...'}), {time.monotonic() - began:.0f} s so far")
+            at = f" ({where})" if where else ""
+            say(f"checking the job: {doing}{at}, {time.monotonic() - began:.0f} s so far")
 
 
 def _remark(line: dict[str, str], left: Sequence[int], say: Callable[[str], object]) -> None:

@@ -52,8 +52,9 @@ def find(name: str) -> object:
         found = getattr(found, part, inspect.Parameter.empty)
     if found is inspect.Parameter.empty:
         public = [member for member in members if not member.startswith("_")]
+        own = [member for member in public if getattr(members[member], "__module__", "") == module]
         near = difflib.get_close_matches(path, public, 1)
-        hint = f"did you mean {near[0]}?" if near else f"it has: {', '.join(public[:20]) or 'nothing'}"
+        hint = f"did you mean {near[0]}?" if near else f"it has: {', '.join((own or public)[:20]) or 'nothing'}"
         raise BadModule(module=module, reason=f"({members.get('__file__', '?')}) has no {path!r}; {hint}")
     return found
 

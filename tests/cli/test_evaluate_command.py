@@ -164,6 +164,40 @@ def test_readers_of_other_files_take_one_of_their_own(data, text, samples):
         assert (found.splits, found.num_samples("test")) == (("test",), samples)
 
 
+OWN_READER = """import numpy as np
+import embershard as es
+
+class Logs(es.Reader):
+    features, num_ids, splits = ("user",), 10, ("valid", "test")
+
+    def __init__(self, test=None):
+        self.test = test
+
+    def read(self, split):
+        labels = np.loadtxt(self.test, ndmin=1) if self.test else np.zeros(2)
+        yield np.zeros((len(labels), 1), int), None, labels
+
+class OfValid(Logs):
+    splits = ("valid",)
+
+class OfNoFile(Logs):
+    def __init__(self):
+        self.test = None
+"""
+
+
+def test_a_reader_of_a_users_own_takes_a_file_by_its_argument_test(monkeypatch):
+    monkeypatch.syspath_prepend(Path.cwd())
+    Path("own_logs.py").write_text(OWN_READER)
+    Path("new").write_text("1\n0\n1\n")
+    found = open_file(make_job(data={"reader": "own_logs:Logs"}), Path(), Path("new"))
+    assert found.splits == ("test",)
+    assert [len(batch.labels) for batch in found.evaluate("test", 0, 1, 10)] == [3]
+    for name in ("OfValid", "OfNoFile"):
+        with pytest.raises(JobError, match="--on"):
+            open_file(make_job(data={"reader": f"own_logs:{name}"}), Path(), Path("new"))
+
+
 def test_what_is_no_source_is_named():
     for words in ((), ("checkpoints", "--ps", "127.0.0.1:7700")):
         with pytest.raises(typer.BadParameter):

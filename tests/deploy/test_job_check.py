@@ -109,6 +109,13 @@ def test_what_the_job_wants_of_a_reader_that_has_it_not_is_named_by_field(check,
         check(logs=logs, overrides=[override])
 
 
+@pytest.mark.parametrize("section", ["loss: checked_other:name", "callbacks: [checked_other:name]"])
+def test_every_module_of_a_job_is_imported_in_a_step_that_names_it(check, tmp_path, section):
+    (tmp_path / "checked_other.py").write_text("import os\nos._exit(3)\n")
+    with raises(CheckEnded, doing="importing checked_other", where=str(tmp_path / "checked_other.py")):
+        check(job=f"{JOB}{section}\n")
+
+
 def test_a_module_that_prints_is_named(check):
     (said,) = check("print('hello')\n")
     assert re.search(r"note: .*checked_\d+\.py:2 prints", said)

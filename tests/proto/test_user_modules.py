@@ -42,6 +42,7 @@ def test_a_member_is_found_and_what_the_module_prints_is_no_result(module, capsy
     [
         ("um_absent_module:Tower", None, "No module named"),
         ("um_a:Towre", MODULE, "did you mean Tower?"),
+        ("um_a2:Nobody", MODULE, "it has: Tower, fails, helper"),
         ("um_b:Tower.depth", MODULE, "'Tower.depth'"),
         ("um_c:x", "x = 1\ny = (\n", "um_c.py:2"),
         ("um_d:x", "def f():\n    raise SystemExit(3)\nf()\n", "um_d.py:2"),

@@ -231,6 +231,15 @@ def open_reader(
     return CheckedDataset(dataset, name, where, any_labels=any_labels)
 
 
+def takes_argument(name: str, argument: str) -> bool:
+    """Whether the reader `module:name` can be called with an argument of that name. BadModule where it is not there."""
+    try:
+        inspect.signature(find(name)).bind_partial(**{argument: None})  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 def _arguments(
     name: str, made: object, arguments: Mapping[str, object], offered: Mapping[str, object]
 ) -> dict[str, object]:
@@ -300,7 +309,7 @@ def _samples(block: object, schema: Schema) -> Samples:
             raise ValueError(f"a {type(block).__name__} in place of (ids, dense, labels)")
         rows = Samples.of(*given)
     except (ValueError, TypeError) as error:  # numpy and torch may refuse what it is made of
-        raise BadSamples(f"gave {error}") from None
+        raise BadSamples(f"gave samples that cannot be used: {error}") from None
     if reason := _mismatch(rows, schema):
         raise BadSamples(reason)
     return rows

@@ -476,6 +476,12 @@ class UserReaderSection(DataSection):
         """None: the reader alone knows which of its arguments are files."""
         return {}
 
+    def takes(self, argument: str) -> bool:
+        """Whether the reader can be called with an argument of that name."""
+        from embershard.worker.data.user_defined import takes_argument
+
+        return takes_argument(self.reader, argument)
+
     def open(self, folder: Path, seed: int) -> Dataset:
         """Call the reader. JobError where the job contradicts it; UserCodeFailed names file:line where it fails."""
         from embershard.worker.data.user_defined import open_reader

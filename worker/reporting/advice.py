@@ -20,14 +20,14 @@ def first_warning(figures: Figures, split: str, step: int) -> str | None:
     if ne is None or ne <= 1:
         return None
     if not math.isnan(ne):
-        calibration = figures.get("calibration", math.nan)
+        calibration = figures.get("calibration")
+        known = "" if calibration is None else f" (calibration is {calibration:.2f}, 1 where they agree)"
         return (
             f"NE is {ne:.2f} on {split} at step {step:,}: these predictions are worse than the mean label for every "
             "sample. Likely causes: too few steps until now; first values that are too large "
             "(embedding.initializer); a learning rate that is too high (embedding.optimizer.lr, dense.optimizer.lr); "
-            f"labels of another base rate in {split} than in train (calibration is {calibration:.2f}, 1 where they "
-            f"agree); ids of {split} that train does not have (columns, hashing, id files). If the next "
-            "evaluation is not below 1, change these one by one"
+            f"labels of another base rate in {split} than in train{known}; ids of {split} that train does not have "
+            "(columns, hashing, id files). If the next evaluation is not below 1, change these one by one"
         )
     if not figures.get("samples", 1.0):
         return f"NE is undefined on {split}: it has no samples; look at the file and its filters"

@@ -10,6 +10,8 @@ from embershard.proto.errors import JobError
 from embershard.worker.checkpoint.checkpoint import Checkpoint
 from embershard.worker.client.worker_group import WorkerGroup
 from embershard.worker.data.batch import Dataset
+from embershard.worker.data.user_defined import CheckedDataset
+from embershard.worker.job.data import UserReaderSection
 from embershard.worker.job.job import Job
 from embershard.worker.models.user_defined import forward_of
 from embershard.worker.trained.reading import ReadOnlySession, average_of, trained
@@ -64,8 +66,11 @@ def open_file(job: Job, base: Path, path: Path) -> Dataset:
     """
     data = job.data
     fields = type(data).model_fields
-    if "test" not in {*fields, *(data.model_extra or ())}:  # an argument of a user's reader, too
-        raise JobError(where="--on", reason=f"data.reader {data.reader} takes no file of its own to evaluate on")
+    if "test" not in fields and not (isinstance(data, UserReaderSection) and data.takes("test")):
+        reason = f"data.reader {data.reader} takes no file of its own to evaluate on"
+        if isinstance(data, UserReaderSection):
+            reason += "; give it an argument called test, the path of a file that is then its split test"
+        raise JobError(where="--on", reason=reason)
     path = path.absolute()
     changes: dict[str, object] = {"test": (path,) if isinstance(getattr(data, "test", None), tuple) else path}
     if "valid" in fields:
@@ -77,6 +82,11 @@ def open_file(job: Job, base: Path, path: Path) -> Dataset:
         own = data.open(base, job.train.seed)
         changes |= {"num_ids": own.schema.num_ids} if "num_ids" in fields else {}
     dataset = data.model_copy(update=changes).open(base, job.train.seed)
+    if isinstance(dataset, CheckedDataset):
+        if "test" not in dataset.splits:
+            reason = f"data.reader {data.reader} has no split test, which --on evaluates: its splits are "
+            raise JobError(where="--on", reason=reason + (", ".join(dataset.splits) or "none"))
+        dataset.splits = ("test",)
     if own is not None and not _numbered_alike(own, dataset):
         reason = "its users and items are not numbered as those that the model was trained on, which are the job's own"
         raise JobError(where=str(path), reason=reason)

@@ -130,7 +130,7 @@ def _modules(values: object, imports: list[str]) -> list[str]:
     def names(value: object) -> Iterator[str]:
         if isinstance(value, Mapping):
             for key, inner in value.items():
-                if key in ("reader", "code") and isinstance(inner, str) and _CODE.fullmatch(inner):
+                if key in ("reader", "class") and isinstance(inner, str) and _CODE.fullmatch(inner):
                     yield inner.partition(":")[0]
                 yield from names(inner)
         elif isinstance(value, list | tuple):

@@ -12,6 +12,7 @@ from embershard.worker.job.job import Job
 from embershard.worker.models.user_defined import LARGE, build_model
 from embershard.worker.reporting.callbacks import Callback
 from embershard.worker.training.build import job_model
+from embershard.worker.training.evaluate import metrics_of
 from embershard.worker.training.trainer import Trainer
 from embershard.worker.training.try_model import try_model
 from embershard.worker.training.user_metric import UserMetric
@@ -202,10 +203,22 @@ def test_metrics_and_callbacks_of_a_user_are_computed_and_told():
     data = dataset()
     result = Trainer(settings, data, None, WorkerGroup(), [callback]).run()
     figures = result.figures["valid"]
-    assert list(figures) == ["logloss", "accuracy", "Mean", "samples"]
+    assert list(figures) == ["logloss", "accuracy", "Mean", "ne", "samples"]
     assert figures["Mean"] == pytest.approx(samples(32).labels.mean())
     told = __import__("mine_job").TOLD
     assert told == ["mine_job:Tower on clicks", *[sorted(figures)] * 2, "accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "judged"),
+    [({}, True), ({"metrics": ["auc"]}, True), ({"metrics": ["auc"], "loss": "mine_job:squared"}, False)],
+)
+def test_the_first_evaluation_is_judged_by_ne_whatever_metrics_a_job_lists(settings, judged):
+    # with a loss of the user's own, logits need not be log-odds
+    metrics = metrics_of(job(**settings))
+    (collector,) = metrics.collectors()
+    collector.update(np.array([9.0, -9.0]), np.array([0.0, 1.0]))
+    assert ("ne" in metrics.compute([collector])) == judged
 
 
 @pytest.mark.parametrize(
