@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from embershard.worker.job.job import Job
+from embershard.worker.job.sections import UserModelSection
 from embershard.worker.reporting.records import Figures
 from embershard.worker.reporting.throughput import Waited
 
@@ -56,9 +57,12 @@ def _for_shards(job: Job) -> str:
     cache = job.embedding.cache
     taken = 0 if cache is None else cache.staleness  # of the bound
     if not job.train.prefetch and (job.train.bound is None or job.train.bound > taken):
+        needs = (
+            " (a model of your own needs embedding_inputs for it)" if isinstance(job.model, UserModelSection) else ""
+        )
         helps.append(
-            "train.prefetch: 1 pulls and pushes while a batch computes, but each batch then misses its worker's last "
-            'push, at up to .004 of AUC in short runs (docs/training.md, "What prefetch costs")'
+            f"train.prefetch: 1{needs} pulls and pushes while a batch computes, but each batch then misses its "
+            'worker\'s last push, at up to .004 of AUC in short runs (docs/training.md, "What prefetch costs")'
         )
     helps.append(f"more shards (shards: {2 * job.shards}), where they are busy and cores are free")
     if job.compression is None:

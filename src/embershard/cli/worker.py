@@ -163,7 +163,7 @@ def _train(
         loader = _loader(job, base, place, checkpoint)  # it starts while we connect
         if loader is not None:
             stack.enter_context(loader)
-        with _compilation_shown():
+        with _compilation_shown(place):
             compile_missing()  # before others wait for this worker, and after the mistakes that it can find by itself
         session = stack.enter_context(_connect(job, ps, place, imports)) if ps is not None else None
         if session is not None and checkpoint is not None:
@@ -261,10 +261,19 @@ def _join(job: Job, session: Session | None, place: WorkerRanks) -> WorkerGroup:
 
 
 @contextlib.contextmanager
-def _compilation_shown() -> Iterator[None]:
-    """Show on stderr, which is the worker's log under `train`, that kernels are compiled."""
+def _compilation_shown(place: WorkerRanks) -> Iterator[None]:
+    """Show on stderr, which is the worker's log under `train`, that kernels are compiled; the first worker says it."""
     log, handler = logging.getLogger(compile_missing.__module__), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    told: list[bool] = [] if place.rank == 0 else [True]
+
+    def tell(_: logging.LogRecord) -> bool:
+        if not told:
+            told.append(True)
+            typer.echo("compiling kernels, once on this machine: up to two minutes")
+        return True
+
+    handler.addFilter(tell)
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
